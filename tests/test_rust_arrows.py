@@ -28,7 +28,7 @@ LAYERS = {
         {"live", "machine", "report", "what_if"},
         {"drafts", "recorded"},
         {"replica"},
-        {"run"},
+        {"models", "run"},
     ],
     "cpu": [
         {"half", "pod", "pool"},

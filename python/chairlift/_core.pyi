@@ -46,6 +46,7 @@ __all__ = [
     "score",
     "settings",
     "simulate",
+    "simulate_models",
     "step_times",
     "what_if",
     "workload",
@@ -345,14 +346,14 @@ def simulate(
 ) -> list[dict[str, Any]]:
     """Simulates requests on `replicas` schedulers in virtual time, in the order of their arrivals. Returns a report for each.
 
-    `requests` is int64 [N, 10]: arrival (microseconds); tokens of prompt, tokens of output, and maximum tokens of output; tenant (an index
+    `requests` is int64 [N, 11]: arrival (microseconds); tokens of prompt, tokens of output, and maximum tokens of output; tenant (an index
     in `tenants`, which has names and weights); priority; microseconds to the deadline, and to that of the first token (-1: none); predicted
-    tokens (-1: none); and how many of `names` belong to the request. Each name stands for `name_block` tokens of its prompt: prompts with
-    equal names have equal tokens up to there. `settings` are the arguments of `Scheduler` except journal. `step_time` is a curve through
-    points (tokens, microseconds) and the additional microseconds per decoding sequence, per token of context and per pair of a prompt's
-    tokens. `drafts` are recorded drafts, int64 [M, 5]: index of the request, tokens of prompt and output before the draft, tokens, accepted
-    tokens, and source as in a journal. They are proposed again, `draft_tokens` for a sequence and step at most. `routing` is round-robin,
-    least-loaded, prefix-aware or predicted.
+    tokens (-1: none); how many of `names` belong to the request; and its model, for `simulate_models`. Each name stands for `name_block`
+    tokens of its prompt: prompts with equal names have equal tokens up to there. `settings` are the arguments of `Scheduler` except
+    journal. `step_time` is a curve through points (tokens, microseconds) and the additional microseconds per decoding sequence, per token
+    of context and per pair of a prompt's tokens. `drafts` are recorded drafts, int64 [M, 5]: index of the request, tokens of prompt and
+    output before the draft, tokens, accepted tokens, and source as in a journal. They are proposed again, `draft_tokens` for a sequence and
+    step at most. `routing` is round-robin, least-loaded, prefix-aware or predicted.
 
     A report has ended (int64 [N, 37]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended; tokens
     of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, drafted
@@ -362,6 +363,19 @@ def simulate(
     tenant, the service in each window of `service_window` microseconds: 1 per prompt token computed, 2 per output token; empty in a
     replay), and sums (microseconds with a step; the same times its sequences; the same times the blocks held; the most sequences in a step;
     the most blocks held). Raises ValueError.
+    """
+
+def simulate_models(
+    requests: NDArray[np.int64],
+    names: NDArray[np.int64],
+    name_block: int,
+    tenants: Sequence[tuple[str, int]],
+    models: Sequence[tuple[dict[str, Any], tuple[Sequence[tuple[float, float]], float, float, float], int, int | None]],
+) -> list[dict[str, Any]]:
+    """Simulates requests on a scheduler for each model in virtual time; an `Arbiter` chooses whose step is next.
+
+    `models` has for each: settings and step time as in `simulate`, the weight, and microseconds that should pass between two of its steps
+    at most. A request's model is an index into it. Returns a report for each model, as in `simulate`. Raises ValueError.
     """
 
 def step_times(journal: bytes) -> bytes:

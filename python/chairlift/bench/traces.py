@@ -52,6 +52,8 @@ class TraceRequest:
     hash_block: int = HASH_BLOCK
     prompt: str | None = None
     """The prompt's text, if the trace has it."""
+    model: str | None = None
+    """The name of the requested model, if the trace has several."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ _FORMATS = (
 
 _EXPECTED = (
     "expected a CSV file with the columns of Azure (TIMESTAMP,ContextTokens,GeneratedTokens), BurstGPT (Timestamp,Request tokens,Response "
-    "tokens) or chairlift (arrival_s,prompt_tokens,output_tokens[,hash_ids][,client]), a JSON Lines file of Mooncake "
-    "(timestamp,input_length,output_length[,hash_ids]), or a JSON file of ShareGPT (conversations); each may be gzipped"
+    "tokens) or chairlift (arrival_s,prompt_tokens,output_tokens[,hash_ids][,client][,model]), a JSON Lines file of Mooncake "
+    "(timestamp,input_length,output_length[,hash_ids][,model]), or a JSON file of ShareGPT (conversations); each may be gzipped"
 )
 
 
@@ -158,7 +160,7 @@ def _from_row(columns: _Columns, row: Mapping[str, str]) -> TraceRequest:
     arrival = _read(columns.time, row, columns.arrival, "a time")
     lengths = _read(_whole, row, columns.prompt, "a whole number"), _read(_whole, row, columns.output, "a whole number")
     ids = _read(_ids, row, "hash_ids", "numbers with | between them") if row.get("hash_ids") else None
-    return TraceRequest(arrival, *lengths, ids, row.get(columns.client) or None)
+    return TraceRequest(arrival, *lengths, ids, row.get(columns.client) or None, model=row.get("model") or None)
 
 
 def _from_json(line: str) -> TraceRequest:
@@ -173,7 +175,8 @@ def _from_json(line: str) -> TraceRequest:
     arrival = _read(float, row, "timestamp", "milliseconds") / 1000
     lengths = _read(_whole, row, "input_length", "a whole number"), _read(_whole, row, "output_length", "a whole number")
     ids = _read(_listed, row, "hash_ids", "a list of numbers") if row.get("hash_ids") else None
-    return TraceRequest(arrival, *lengths, ids)
+    model = _read(_text, row, "model", "text") if row.get("model") else None
+    return TraceRequest(arrival, *lengths, ids, model=model)
 
 
 def _whole(value: Any) -> int:
@@ -181,6 +184,12 @@ def _whole(value: Any) -> int:
     if isinstance(value, float) and not value.is_integer():
         raise ValueError
     return int(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
 
 
 def _ids(text: str) -> tuple[int, ...]:

@@ -9,8 +9,11 @@ from typing import Any
 
 from chairlift.cli import flags, values
 from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
+from chairlift.server.model_specs import read_models
 from chairlift.sim import table
 from chairlift.sim.devices import Profile, device
+from chairlift.sim.models import ModelsResult, SharedModel, simulate_models
 from chairlift.sim.report import SIMULATED, page
 from chairlift.sim.result import Result
 from chairlift.sim.run import SETTINGS, basis, machine, ready, requests_of
@@ -25,6 +28,7 @@ examples:
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device A100 --batching static --static-batch-size 32
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --replicas 8 --num-requests 1000000
   chairlift simulate --trace day.journal --rate-scale 4 --speculative-config '{"method": "off"}'
+  chairlift simulate --trace mixed.csv --models models.toml --modelled-device H100
   chairlift calibrate -o here.json && chairlift simulate --trace conv.csv --modelled-device here.json
 
 The scheduler is the one that serves. Only time is simulated: a step takes as long as a roofline of the device's bandwidth and
@@ -33,6 +37,10 @@ its peak, and that each step has 0.5 ms of overhead. Use it to compare settings 
 same command gives the same numbers. Traces are read as by 'chairlift bench': Azure, BurstGPT, Mooncake, ShareGPT, or a CSV of
 arrival_s,prompt_tokens,output_tokens. A journal of 'chairlift serve --journal' is a trace too. The drafts that
 it recorded are proposed again.
+
+With --models, a trace's column 'model' names each request's model. All models are loaded, share the device's memory, and run a
+step of one model at a time, chosen as by 'chairlift serve --models'. '--modelled-device chat=chat.json,embed=embed.json' names a
+file of 'chairlift calibrate' for each. Drafts are not simulated then.
 
 Devices: H200, H100, A100, A10G, L4, RTX4090, cpu (two cores of a Xeon), or a file that 'chairlift calibrate' wrote.
 Models: Llama-3.1-8B, Llama-3.1-70B, Llama-3.2-1B, Llama-3.2-3B, Mistral-7B, Qwen2.5-7B, Qwen3-8B, Qwen3-32B, SmolLM2-135M,
@@ -47,6 +55,7 @@ def add_parser(commands: Any, summary: str) -> None:
     trace = "requests with their arrival times, prompt and output lengths; or a journal"
     parser.add_argument("--trace", required=True, metavar="FILE", help=trace)
     flags.add_model(parser, flags.SIMULATED_MODEL)
+    parser.add_argument("--models", metavar="FILE", help="several models, in a file as for 'chairlift serve --models'")
     parser.add_argument(
         "--modelled-device", default="cpu", metavar="NAME", help="device to simulate, or a file of 'chairlift calibrate' (default: cpu)"
     )
@@ -67,6 +76,8 @@ def add_parser(commands: Any, summary: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulates a trace and reports latencies and throughput."""
+    if args.models is not None:
+        return _run_models(args)
     engine = args.engine
     workload = ready(requests_of(args.trace, engine), args.rate_scale, args.num_requests)
     on = device(args.modelled_device)
@@ -83,6 +94,47 @@ def run(args: argparse.Namespace) -> int:
         title = f"Simulation: {model} on {args.modelled_device}" if model else f"Simulation: {args.modelled_device}"
         page({Path(args.trace).name: result}, title, [SIMULATED, note, *_changes(args)]).write(args.report)
     return 0
+
+
+def _run_models(args: argparse.Namespace) -> int:
+    """Simulates a trace on several models and reports each model's figures."""
+    flags.reject("the models are in the file of --models", model=args.model)
+    flags.reject("each of several models has one engine", replicas=None if args.replicas == 1 else args.replicas)
+    specs = read_models(args.models, args.engine, args.server)
+    models = [SharedModel(spec.name, spec.config, spec.aliases, spec.weight) for spec in specs]
+    on = _devices(args.modelled_device)
+    result = simulate_models(args.trace, models, device=on, rate_scale=args.rate_scale, requests=args.num_requests)
+    notes = _notes(on)
+    if args.json:
+        print(json.dumps(result.document() | {"basis": notes}, indent=1))
+    else:
+        print(_models_summary(result, notes))
+    if args.report:
+        title = f"Simulation: {len(models)} models on {args.modelled_device}"
+        page(result.results, title, [SIMULATED, *notes, *_changes(args)]).write(args.report)
+    return 0
+
+
+def _devices(text: str) -> str | dict[str, str]:
+    """A device or file, or a file for each model, `NAME=FILE,NAME=FILE`. Raises InvalidSetting."""
+    if "=" not in text or Path(text).exists():
+        return text
+    files = dict(part.partition("=")[::2] for part in text.split(","))
+    if bad := next((name for name, file in files.items() if not name or not file), None):
+        raise InvalidSetting(f"--modelled-device {text}: expected NAME=FILE,NAME=FILE, got {bad!r:.100}")
+    return files
+
+
+def _notes(on: str | dict[str, str]) -> list[str]:
+    """The bases of the step times."""
+    files = on if isinstance(on, dict) else {"": on}
+    return list(dict.fromkeys(device(file).basis for file in files.values()))
+
+
+def _models_summary(result: ModelsResult, notes: list[str]) -> str:
+    """The figures as text, and the bases of the step times."""
+    span = f"{result.span:,.0f} s simulated in {result.wall:.2f} s."
+    return "\n".join([table.text(table.models(result.figures())), "", span, table.wrapped(notes)])
 
 
 def _changes(args: argparse.Namespace) -> list[str]:

@@ -83,6 +83,11 @@ class Result:
         return float(self.requests["ended"].max() - self.requests["arrived"].min()) / 1e6
 
     @property
+    def busy(self) -> float:
+        """Seconds with a step in flight, summed over the replicas."""
+        return float(self._busy) / 1e6
+
+    @property
     def finished(self) -> NDArray[Any]:
         """The requests that finished by a stop condition or their length."""
         return self.requests[np.isin(self.requests["finish"], (STOP, LENGTH))]

@@ -113,7 +113,7 @@ def run(
     if replicas < 1:
         raise InvalidSetting(f"--replicas must be at least 1, got {replicas}")
     start = time.perf_counter()
-    steps = (step_time.curve, step_time.decode_seq, step_time.context_token, step_time.prefill_pair)
+    steps = step_time.numbers
     columns, names, tenants = workload.requests, workload.names, list(workload.tenants)
     try:
         reports = _core.simulate(
@@ -183,11 +183,11 @@ def basis(model: str | None, on: Device | Profile, config: EngineConfig) -> str:
     """A note on the source of the step times and the data types of a model on a device."""
     if isinstance(on, Profile):
         return on.basis
-    dtype, kv = _data_types(shape(model or config.model), on, config)
+    dtype, kv = data_types(shape(model or config.model), on, config)
     return f"{on.basis} Data types: weights {dtype}, KV cache {kv}."
 
 
-def _data_types(model: ModelShape, on: Device, config: EngineConfig) -> tuple[str, str]:
+def data_types(model: ModelShape, on: Device, config: EngineConfig) -> tuple[str, str]:
     """The data types of weights and of the KV cache on a device."""
     usual = on.dtype if config.dtype == "auto" else config.dtype
     if config.quantization == "none" and usual == "int8":
@@ -197,7 +197,7 @@ def _data_types(model: ModelShape, on: Device, config: EngineConfig) -> tuple[st
 
 
 def _on_device(model: ModelShape, on: Device, config: EngineConfig, step_time: StepTime | None) -> tuple[dict[str, Any], StepTime]:
-    dtype, kv = _data_types(model, on, config)
+    dtype, kv = data_types(model, on, config)
     if kv not in (("float32", "float16", "int8") if on.name == "cpu" else ("bfloat16", "float16", "fp8")):
         raise InvalidSetting(f"--kv-cache-dtype {kv}: {on.name} does not support it (int8 is for CPUs, fp8 for GPUs)")
     block = kv_bytes(model, kv) * config.block_size

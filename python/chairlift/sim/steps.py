@@ -53,6 +53,11 @@ class StepTime:
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidSetting(f"invalid step times ({error}): 'chairlift calibrate' writes them") from None
 
+    @property
+    def numbers(self) -> tuple[Sequence[tuple[float, float]], float, float, float]:
+        """The fields in the order that `_core.simulate` takes."""
+        return self.curve, self.decode_seq, self.context_token, self.prefill_pair
+
     def __call__(self, load: Load) -> Any:
         """Microseconds of one step, or of each of several."""
         (*_, (previous, low), (last, high)) = self.curve

@@ -47,6 +47,16 @@ _ROWS = (
 )
 """Label, figure and format. A "rare" figure is shown if it is not 0 for all."""
 
+_MODEL_COLUMNS = (
+    ("requests", "requests", "count"),
+    ("finished", "finished", "count"),
+    ("TTFT p50", "ttft_p50_s", "time"),
+    ("p95", "ttft_p95_s", "time"),
+    ("ITL p95", "itl_p95_s", "time"),
+    ("tokens/s", "tokens_per_s", "rate"),
+    ("of the time", "time_share", "share"),
+)
+
 
 def cells(results: Mapping[str, Result], base: str | None = None) -> list[list[str]]:
     """The table's cells: a header, and a line for each figure with its label and each result's value.
@@ -84,6 +94,14 @@ def tenants(result: Result, limit: int = 20) -> list[list[str]]:
         lines.append([name or "(none)", *(_cell(one[key], kind, one[key] or 0) for _, key, kind in (*columns, *times))])
     if len(figures) > limit:
         lines.append([f"and {len(figures) - limit:,} more", *[""] * 6])
+    return lines
+
+
+def models(figures: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
+    """A header and a line for each of several models, from `ModelsResult.figures`."""
+    lines = [["model", *(label for label, _, _ in _MODEL_COLUMNS)]]
+    for name, one in figures.items():
+        lines.append([name, *(_cell(one[key], kind, one[key] or 0) for _, key, kind in _MODEL_COLUMNS)])
     return lines
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from chairlift.bench.traces import HASH_BLOCK, TraceRequest
 from chairlift.errors import InvalidTrace
 
-COLUMNS = ("arrival_us", "prompt", "output", "most", "tenant", "priority", "deadline_us", "ttft_deadline_us", "predicted", "names")
+COLUMNS = ("arrival_us", "prompt", "output", "most", "tenant", "priority", "deadline_us", "ttft_deadline_us", "predicted", "names", "model")
 """The columns of a request, as `_core.simulate` takes them."""
 
 DRAFT_COLUMNS = ("request", "position", "tokens", "accepted", "source")
@@ -25,8 +25,8 @@ class Workload:
 
     A request generates `output` tokens and may generate `most`. `tenant` is an index into `tenants`, pairs of name and weight. `names` has
     the names of all prompt blocks of `name_block` tokens, one request after the other; the column `names` has their number. Equal names
-    mean equal tokens up to the end of the block. `drafts` has recorded drafts, int64 [M, len(DRAFT_COLUMNS)], ordered by request and
-    position.
+    mean equal tokens up to the end of the block. `model` is an index into `models`, names that are "" for requests without one. `drafts`
+    has recorded drafts, int64 [M, len(DRAFT_COLUMNS)], ordered by request and position.
     """
 
     requests: NDArray[np.int64]
@@ -34,6 +34,7 @@ class Workload:
     names: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     name_block: int = HASH_BLOCK
     drafts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, len(DRAFT_COLUMNS)), np.int64))
+    models: Sequence[str] = ("",)
 
     @classmethod
     def of(cls, lines: Sequence[TraceRequest], weights: Mapping[str, int] | None = None) -> Workload:
@@ -43,6 +44,7 @@ class Workload:
             raise InvalidTrace(f"hash ids of blocks of {' and '.join(map(str, sorted(sizes)))} tokens: expected one size")
         clients = {line.client or "" for line in lines} or {""}
         numbers = {client: number for number, client in enumerate(sorted(clients))}
+        models = {name: number for number, name in enumerate(sorted({line.model or "" for line in lines} or {""}))}
         rows = [
             (
                 round(line.arrival * 1e6),
@@ -55,6 +57,7 @@ class Workload:
                 -1,
                 -1,
                 len(line.hash_ids or ()),
+                models[line.model or ""],
             )
             for line in lines
         ]
@@ -64,6 +67,7 @@ class Workload:
             tuple((client, (weights or {}).get(client, 1)) for client in numbers),
             np.concatenate(named) if named else np.zeros(0, np.int64),
             sizes.pop(),
+            models=tuple(models),
         )
 
     def __len__(self) -> int:

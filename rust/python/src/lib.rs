@@ -37,7 +37,7 @@ mod _core {
     #[pymodule_export]
     use crate::settings::settings;
     #[pymodule_export]
-    use crate::simulate::simulate;
+    use crate::simulate::{simulate, simulate_models};
     #[pymodule_export]
     use crate::work::{decode_work, max_splits, prefill_work};
     use chairlift_core::{PreemptionReason, Rule, TimelineState};

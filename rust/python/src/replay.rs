@@ -56,7 +56,7 @@ pub(crate) fn workload<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound<'
         let [prompt, output, most, tenant, names] = [spec.prompt, spec.output, spec.most, spec.tenant, spec.names].map(i64::from);
         let (deadline, ttft_deadline) = (numbers(spec.deadline), numbers(spec.ttft_deadline));
         let predicted = spec.predicted.map_or(-1, i64::from);
-        [spec.time as i64, prompt, output, most, tenant, spec.priority.into(), deadline, ttft_deadline, predicted, names]
+        [spec.time as i64, prompt, output, most, tenant, spec.priority.into(), deadline, ttft_deadline, predicted, names, spec.model.into()]
     });
     let dict = PyDict::new(py);
     dict.set_item("requests", packed(py, requests))?;

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 /// Number of columns per request.
-const COLUMNS: usize = 10;
+const COLUMNS: usize = 11;
 /// Number of requests between two checks for an interrupt.
 const OFTEN: usize = 256;
 
@@ -22,7 +22,6 @@ type StepTime = (Vec<(f64, f64)>, f64, f64, f64);
 #[pyfunction]
 #[pyo3(signature = (requests, names, name_block, tenants, settings, step_time, *, drafts = None, draft_tokens = 0, replicas = 1, routing = "round-robin"))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // types that Python passes
-#[allow(clippy::redundant_closure_for_method_calls)] // the method alone has too narrow a lifetime
 pub(crate) fn simulate<'py>(
     py: Python<'py>,
     requests: PyBuffer<i64>,
@@ -36,36 +35,86 @@ pub(crate) fn simulate<'py>(
     replicas: usize,
     routing: &str,
 ) -> PyResult<Bound<'py, PyList>> {
+    let drafts = drafts.map_or(Ok(Vec::new()), |drafts| recorded_drafts(&drafts.to_vec(py)?))?;
+    let workload = sim::Workload { drafts, ..workload(py, &requests, &names, name_block, tenants)? };
+    let config = changed(core::Config::default(), settings)?;
+    let machine = machine(&config, step_time, draft_tokens)?;
+    let routings = core::Routing::NAMES;
+    let routing = routings.iter().find(|(name, _)| *name == routing).map(|&(_, routing)| routing);
+    let routing = routing
+        .ok_or_else(|| PyValueError::new_err(format!("no such routing: there are {}", routings.map(|(name, _)| name).join(", "))))?;
+    run(py, &workload, |jobs| sim::simulate_fleet(config, jobs, &machine, replicas, routing))
+}
+
+/// Runs requests through a scheduler for each model in virtual time, a step of one model at a time.
+#[pyfunction]
+#[allow(clippy::needless_pass_by_value)] // types that Python passes
+pub(crate) fn simulate_models<'py>(
+    py: Python<'py>,
+    requests: PyBuffer<i64>,
+    names: PyBuffer<i64>,
+    name_block: u32,
+    tenants: Vec<(String, u32)>,
+    models: Vec<(Bound<'py, PyDict>, StepTime, u32, Option<core::Time>)>,
+) -> PyResult<Bound<'py, PyList>> {
+    let workload = workload(py, &requests, &names, name_block, tenants)?;
+    if workload.specs.iter().any(|spec| spec.model as usize >= models.len()) {
+        return Err(PyValueError::new_err("a request's model is missing"));
+    }
+    let models = models.into_iter().map(|(settings, step_time, weight, itl)| {
+        let config = changed(core::Config::default(), &settings)?;
+        Ok(sim::SharedModel { config, machine: machine(&config, step_time, 0)?, weight, itl })
+    });
+    let models = models.collect::<PyResult<Vec<_>>>()?;
+    run(py, &workload, |jobs| sim::simulate_models(&models, jobs))
+}
+
+/// The requests of a workload, without drafts.
+fn workload(
+    py: Python<'_>,
+    requests: &PyBuffer<i64>,
+    names: &PyBuffer<i64>,
+    name_block: u32,
+    tenants: Vec<(String, u32)>,
+) -> PyResult<sim::Workload> {
     let specs = requests.to_vec(py)?.chunks_exact(COLUMNS).map(spec).collect::<Option<Vec<_>>>();
     let workload = sim::Workload {
         specs: specs.ok_or_else(|| PyValueError::new_err("a number of a request is negative or too large"))?,
         tenants: tenants.into_iter().map(|(name, weight)| (name.into(), weight)).collect(),
         names: names.to_vec(py)?.into_iter().map(|name| name as u64).collect(),
         name_block,
-        drafts: drafts.map_or(Ok(Vec::new()), |drafts| recorded_drafts(&drafts.to_vec(py)?))?,
+        drafts: Vec::new(),
     };
     let wanted: usize = workload.specs.iter().map(|spec| spec.names as usize).sum();
     if wanted > workload.names.len() || workload.specs.iter().any(|spec| spec.tenant as usize >= workload.tenants.len()) {
         return Err(PyValueError::new_err("a request's names or tenant are missing"));
     }
-    let config = changed(core::Config::default(), settings)?;
+    Ok(workload)
+}
+
+fn machine(config: &core::Config, step_time: StepTime, draft_tokens: usize) -> PyResult<sim::Machine> {
     let (curve, decode_seq, context_token, prefill_pair) = step_time;
     let step = sim::StepTime::new(curve, decode_seq, context_token, prefill_pair);
     let step = step.ok_or_else(|| PyValueError::new_err("the step's curve needs two points or more, with rising tokens"))?;
-    let machine = sim::Machine { step, swap_ns_per_block: config.swap_ns_per_block, draft_tokens };
-    let routings = core::Routing::NAMES;
-    let routing = routings.iter().find(|(name, _)| *name == routing).map(|&(_, routing)| routing);
-    let routing = routing
-        .ok_or_else(|| PyValueError::new_err(format!("no such routing: there are {}", routings.map(|(name, _)| name).join(", "))))?;
+    Ok(sim::Machine { step, swap_ns_per_block: config.swap_ns_per_block, draft_tokens })
+}
+
+/// Simulates the workload's jobs without the GIL, and returns the reports. Signals are checked on the way.
+#[allow(clippy::redundant_closure_for_method_calls)] // the method alone has too narrow a lifetime
+fn run<'py>(
+    py: Python<'py>,
+    workload: &sim::Workload,
+    simulate: impl FnOnce(&mut (dyn Iterator<Item = sim::Job> + Send)) -> Result<Vec<sim::Report>, core::ConfigError> + Send,
+) -> PyResult<Bound<'py, PyList>> {
     let mut interrupt = None;
     let reports = py.detach(|| {
-        let jobs = workload.jobs().enumerate().map_while(|(at, job)| {
+        let mut jobs = workload.jobs().enumerate().map_while(|(at, job)| {
             if at % OFTEN == 0 {
                 interrupt = Python::attach(|py| py.check_signals()).err();
             }
             interrupt.is_none().then_some(job)
         });
-        sim::simulate_fleet(config, jobs, &machine, replicas, routing)
+        simulate(&mut jobs)
     });
     if let Some(interrupt) = interrupt {
         return Err(interrupt);
@@ -91,6 +140,7 @@ fn spec(line: &[i64]) -> Option<sim::RequestSpec> {
         ttft_deadline: after(7),
         predicted: small(8),
         names: small(9)?,
+        model: small(10)?,
     })
 }
 

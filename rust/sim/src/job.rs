@@ -24,6 +24,8 @@ pub struct Job {
     pub fork_of: Option<u64>,
     /// When the caller cancels the request, if it has not ended by then.
     pub cancelled_at: Option<Time>,
+    /// Index of the request's model, where there are several.
+    pub model: usize,
 }
 
 /// One request of a [`Workload`].
@@ -49,6 +51,8 @@ pub struct RequestSpec {
     pub predicted: Option<u32>,
     /// Number of this request's names in the workload's names.
     pub names: u32,
+    /// Index of the request's model, where there are several.
+    pub model: u32,
 }
 
 /// Requests given by their lengths. Their tokens are generated on arrival.
@@ -108,6 +112,7 @@ impl Workload {
             drafts: own.map(|&(_, draft)| draft).collect(),
             names: names.to_vec(),
             name_block: self.name_block,
+            model: spec.model as usize,
             ..Job::default()
         }
     }

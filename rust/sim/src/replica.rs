@@ -49,17 +49,40 @@ impl<'a> Replica<'a> {
     /// Runs until `until`, or until there is no work. A step in flight at `until` is completed.
     pub(crate) fn advance(&mut self, until: Time) {
         while self.now < until && !self.scheduler.is_idle() {
-            self.go();
-            self.drafts.propose(&mut self.scheduler, &self.live);
-            if let Some(plan) = self.scheduler.plan(self.now) {
-                self.run(plan);
-                continue;
+            if self.step(self.now).is_none() {
+                let next = self.wakes_at().unwrap_or(until);
+                self.now = self.now.max(next.min(until));
             }
-            self.look(None);
-            let events = [self.scheduler.wake_at(), self.cancellations.first().map(|&(at, _)| at)];
-            let next = events.into_iter().flatten().min().unwrap_or(until);
-            self.now = self.now.max(next.min(until));
         }
+    }
+
+    /// Runs one step that starts at `now`, and returns its end. `None` if nothing can run yet.
+    pub(crate) fn step(&mut self, now: Time) -> Option<Time> {
+        self.now = self.now.max(now);
+        self.go();
+        self.drafts.propose(&mut self.scheduler, &self.live);
+        if let Some(plan) = self.scheduler.plan(self.now) {
+            self.run(plan);
+            return Some(self.now);
+        }
+        self.rest();
+        None
+    }
+
+    /// Records that no step of this engine runs now.
+    pub(crate) fn rest(&mut self) {
+        self.look(None);
+    }
+
+    /// After [`step`](Self::step) returned `None`, when it may run one without a new request.
+    pub(crate) fn wakes_at(&self) -> Option<Time> {
+        let events = [self.scheduler.wake_at(), self.cancellations.first().map(|&(at, _)| at)];
+        events.into_iter().flatten().min()
+    }
+
+    /// The scheduler, for what engines of one machine tell each other.
+    pub(crate) fn scheduler(&mut self) -> &mut Scheduler {
+        &mut self.scheduler
     }
 
     /// Adds a request. Call `advance` to its arrival time first.
@@ -94,6 +117,11 @@ impl<'a> Replica<'a> {
     /// Runs until all jobs have ended.
     pub(crate) fn finish(mut self) -> Report {
         self.advance(Time::MAX);
+        self.into_report()
+    }
+
+    /// The results so far.
+    pub(crate) fn into_report(mut self) -> Report {
         self.report.stats = Some(self.scheduler.stats());
         self.report
     }

@@ -61,6 +61,7 @@ pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
             name_block: journal.config.block_size,
             request,
             fork_of,
+            model: 0,
         });
     }
     // The scheduler may receive a request after one that arrived later.
@@ -92,6 +93,7 @@ pub fn recorded_workload(journal: &ParsedJournal, replayed: &Replayed) -> Worklo
             ttft_deadline: ttft_deadline.map(|due| due.saturating_sub(job.time)),
             predicted: predicted_tokens,
             names: job.names.len() as u32,
+            model: 0,
         });
         workload.names.extend(job.names);
         workload.drafts.extend(job.drafts.into_iter().map(|draft| (at, draft)));
