@@ -57,8 +57,8 @@ def test_a_step_of_one_model_delays_the_others() -> None:
     trace = [TraceRequest(0.0, 10, 3, model="big"), TraceRequest(0.001, 10, 2, model="small")]
     result = simulate_models(trace, models(), device="H100", step_times=step)
     big, small = (one.requests[0] for one in result.results.values())
-    # The small model begins at the big one's virtual time, and the step in flight is charged already. Then it has had less.
-    assert (small["first_token"], small["ended"]) == (110_000, 120_000)
+    # The big model's step was on its way. Then the small one goes first, and then they take turns.
+    assert (small["first_token"], small["ended"]) == (60_000, 120_000)
     assert (big["first_token"], big["ended"]) == (50_000, 3 * 50_000 + 20_000)
 
 

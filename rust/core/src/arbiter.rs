@@ -2,7 +2,8 @@
 //!
 //! Start-time fair queueing (Goyal et al., SIGCOMM'96) over the models' step times. Each model has a virtual time that
 //! grows by its service divided by its weight, and the ready model with the least virtual time goes first. A model that
-//! becomes ready starts at the least virtual time of the ready ones of its priority, so that idleness earns nothing.
+//! becomes ready starts at the least virtual time of the ready ones of its priority, so that idleness earns nothing. It
+//! goes before those with the same virtual time that have run since they became ready, so it waits for one step only.
 //!
 //! Three rules come before the shares:
 //!
@@ -34,6 +35,8 @@ struct Model {
     virtual_time: u64,
     /// Since when it is ready and has not run; `None` while it is idle.
     waiting_since: Option<Time>,
+    /// Whether it has run since it became ready.
+    ran: bool,
     /// Microseconds of its last step, which predict the next one.
     last_step: Time,
 }
@@ -56,7 +59,7 @@ impl Arbiter {
     /// in microseconds that should pass between two steps.
     pub fn add(&mut self, model: u32, weight: u32, priority: i32, itl: Option<Time>) {
         let weight = u64::from(weight.max(1));
-        self.models.insert(model, Model { weight, priority, itl, virtual_time: 0, waiting_since: None, last_step: 0 });
+        self.models.insert(model, Model { weight, priority, itl, virtual_time: 0, waiting_since: None, ran: false, last_step: 0 });
     }
 
     /// Removes a model, if it is known.
@@ -75,6 +78,7 @@ impl Arbiter {
         let start = least.or_else(|| rivals().map(|one| one.virtual_time).max()).unwrap_or(0);
         if let Some(known) = self.models.get_mut(&model) {
             known.waiting_since = Some(now);
+            known.ran = false;
             known.virtual_time = known.virtual_time.max(start);
         }
     }
@@ -94,7 +98,7 @@ impl Arbiter {
         }
         let urgent = self.waiting().map(|(_, one, _)| one.priority).min()?;
         let rivals = || self.waiting().filter(|(_, one, _)| one.priority == urgent);
-        let (fair, least, _) = rivals().min_by_key(|&(_, one, since)| (one.virtual_time, since))?;
+        let (fair, least, _) = rivals().min_by_key(|&(_, one, since)| (one.virtual_time, one.ran, since))?;
         let due = rivals().filter_map(|(model, one, since)| {
             let by = since + one.itl?;
             let late = now + least.last_step + one.last_step > by;
@@ -108,6 +112,7 @@ impl Arbiter {
         if let Some(known) = self.models.get_mut(&model) {
             known.virtual_time += known.virtual_of(us);
             known.last_step = us;
+            known.ran = true;
             known.waiting_since = known.waiting_since.map(|_| now);
         }
     }
@@ -161,6 +166,22 @@ mod tests {
         let end = now + 100_000;
         let order = run(&mut arbiter, &mut now, end, |_| 10_000);
         assert_eq!(order.iter().filter(|&&model| model == 1).count(), 5, "{order:?}");
+    }
+
+    #[test]
+    fn a_newcomer_waits_for_one_step() {
+        let mut arbiter = ready(&[(1, 0, None), (1, 0, None)]);
+        let mut now = 0;
+        arbiter.idle(1);
+        for _ in 0..10 {
+            let end = now + 50_000;
+            run(&mut arbiter, &mut now, end, |_| 10_000);
+            arbiter.ready(1, now);
+            assert_eq!(arbiter.choose(now), Some(1));
+            arbiter.charge(1, 2_000, now + 2_000);
+            arbiter.idle(1);
+            now += 2_000;
+        }
     }
 
     #[test]

@@ -88,7 +88,7 @@ fn a_light_model_waits_for_steps_and_not_for_requests() {
     let reports = run(&models, overload(0, 1000, 30 * SECOND).chain(light));
     let ttft = reports[1].ttft(|_| true);
     assert_eq!(ttft.len(), 20);
-    assert!(percentile(&ttft, 95) <= 65 * MS, "{ttft:?}");
+    assert!(percentile(&ttft, 95) <= 43 * MS, "{ttft:?}");
 }
 
 #[test]
