@@ -14,7 +14,9 @@ import torch
 from triton import next_power_of_2
 
 HOPPER = 9
-"""Major compute capability of the devices whose products read both operands from shared memory (wgmma)."""
+"""Major compute capability of the devices whose products are wgmma."""
+SHARED_OPERANDS = (HOPPER, 10)
+"""Major compute capabilities of the devices whose products (wgmma, tcgen05) read the tile that they multiply from shared memory."""
 MIN_KEYS = 16
 """Smallest BLOCK_N: the inner side that `tl.dot` needs."""
 SLACK = 1024
@@ -114,12 +116,12 @@ def chunk_tokens(shape: HeadShape, limits: DeviceLimits) -> int:
 def shared_memory(shape: HeadShape, settings: LaunchSettings, capability: tuple[int, int]) -> int:
     """The most bytes of shared memory that Triton takes for a program with these settings."""
     width = _padded(shape.head_dim) + _padded(shape.value_dim)
-    wgmma = capability[0] == HOPPER
-    # wgmma reads the tile that it multiplies from shared memory, converted if need be. Otherwise that tile is in registers.
-    buffers = settings.num_stages if wgmma else max(settings.num_stages - 1, 1)
+    shared = capability[0] in SHARED_OPERANDS
+    # The tile that is multiplied is in shared memory too, converted if need be. Elsewhere it is in registers.
+    buffers = settings.num_stages if shared else max(settings.num_stages - 1, 1)
     query = settings.BLOCK_M * _padded(shape.head_dim) * shape.query_bytes
     probabilities = settings.BLOCK_M * settings.BLOCK_N * shape.query_bytes
-    converted = settings.BLOCK_N * width * shape.query_bytes if wgmma and shape.cache_bytes < shape.query_bytes else 0
+    converted = settings.BLOCK_N * width * shape.query_bytes if shared and shape.cache_bytes < shape.query_bytes else 0
     return query + probabilities + buffers * settings.BLOCK_N * width * shape.cache_bytes + converted + SLACK
 
 
