@@ -116,8 +116,8 @@ def _check_speculation(config: Mapping[str, str | int]) -> None:
         )
 
 
-def _speculation(text: str) -> dict[str, str | int]:
-    """Parses the JSON object of --speculative-config. Its values are validated with all other settings."""
+def _json_object(text: str) -> dict[str, Any]:
+    """Parses a JSON object. Its values are validated with all other settings."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -288,7 +288,7 @@ class EngineConfig:
         None,
         'propose tokens and verify several in one step, as JSON: \'{"method": "auto", "num_speculative_tokens": 8}\'; \'ngram\' looks for '
         "the last tokens in earlier text, 'auto' also proposes the tokens that a grammar forces; the answers are the same (default: auto)",
-        _speculation,
+        _json_object,
         metavar="JSON",
         group="scheduler",
     )
@@ -585,6 +585,20 @@ class ServerConfig:
     engine_secret_file: str | None = _flag(
         None, "what those engines must know: a file that only its owner may read, with 32 bytes or more", metavar="FILE", group="server"
     )
+    ray_address: str | None = _flag(
+        None,
+        "let Ray Serve run the --replicas engines on the machines of this cluster: 'auto', HOST:PORT, or 'local' for a new one on this "
+        "machine; they join at --engine-listen (needs chairlift[fleet])",
+        metavar="ADDRESS",
+        group="server",
+    )
+    ray_actor_options: Mapping[str, Any] | None = _flag(
+        None,
+        'what Ray reserves for each engine, as JSON with Ray\'s names: \'{"num_cpus": 8, "num_gpus": 1}\' (default: one CPU)',
+        _json_object,
+        metavar="JSON",
+        group="server",
+    )
     resume: str = _flag(
         "exact",
         "which engine goes on with the answers of one that died: 'exact', one of equal numerics, so that clients get the bytes of an "
@@ -647,6 +661,12 @@ class ServerConfig:
             raise ValueError(f"--port must be from 0 to 65535, got {self.port}")
         if self.engine_listen is not None and self.engine_secret_file is None:
             raise ValueError("--engine-listen needs --engine-secret-file: make one with 'openssl rand -hex 32 > FILE; chmod 600 FILE'")
+        if self.ray_address is not None and (self.engine_listen is None or self.engine_listen[0] in ("", "0.0.0.0", "::")):
+            raise ValueError(
+                "--ray-address needs --engine-listen HOST:PORT, with an address of this machine that the cluster's machines reach"
+            )
+        if self.ray_actor_options is not None and self.ray_address is None:
+            raise ValueError("--ray-actor-options needs --ray-address")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("--ssl-keyfile needs --ssl-certfile")
 

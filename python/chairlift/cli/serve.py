@@ -140,15 +140,20 @@ async def _serve(
     joining: _Joining | None,
     started: float,
 ) -> int:
+    from chairlift.engine.engine_process import EngineProcess
     from chairlift.engine.local_processes import local_processes, share_cores
     from chairlift.engine.replicated_engine import ReplicatedEngine
     from chairlift.engine.service_exchange import exchanging
 
     # The processes import what loads models unless none of them is loaded.
     loading = next((spec.config for spec in specs if spec.config.load_format != "none"), specs[0].config)
-    processes = local_processes(loading, server.replicas, exclusive=len(specs) == 1)
+    on_ray = server.ray_address is not None
+    if on_ray:
+        processes = [EngineProcess(loading.load_format, exclusive=True, awaits_join=True)]
+    else:
+        processes = local_processes(loading, server.replicas, exclusive=len(specs) == 1)
     engines = [
-        ReplicatedEngine(share_cores(spec.config, server.replicas), processes, weight=spec.weight, equal_numerics=server.resume == "exact")
+        ReplicatedEngine(share_cores(spec.config, len(processes)), processes, weight=spec.weight, equal_numerics=server.resume == "exact")
         for spec in specs
     ]
     starting = asyncio.create_task(engines[0].start(started)) if len(specs) == 1 else None
@@ -156,6 +161,7 @@ async def _serve(
     module = await asyncio.to_thread(import_module, "chairlift.server.supervisor")
     from chairlift.server.admin import serve_admin  # the supervisor has imported it
     from chairlift.server.engine_listener import accepting
+    from chairlift.server.ray_engines import placing
 
     gc.freeze()  # what the imports made stays: the garbage collector need not look at it again
     supervisor = module.Supervisor(module.served_models(specs, engines, server), server, keys, tiers, processes)
@@ -169,6 +175,8 @@ async def _serve(
             join = partial(supervisor.join, config=specs[0].config)
             await stack.enter_async_context(accepting(joining.listener, joining.secret, join))
             log.info("listening for engines on %s:%d", *joining.listener.getsockname()[:2])
+            if on_ray:
+                await stack.enter_async_context(placing(server, joining.listener.getsockname()[1]))
         status: int = await supervisor.run(listener, starting)
     # asyncio and Python wait for all threads at exit, and a thread may be downloading a model for an hour.
     exit_timer = threading.Timer(THREADS_TIMEOUT, os._exit, (status,))

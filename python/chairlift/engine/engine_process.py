@@ -1,4 +1,4 @@
-"""A process that runs engines, for one event loop: its frames, its heartbeat and its end. It is a child, or joined from elsewhere."""
+"""A process that runs engines, for one event loop: its frames, its heartbeat and its end. It is a child, or joins from elsewhere."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EngineProcess:
     """A process in which several `AsyncEngine` run, and take turns.
 
     Use it with `async with`, or call `close`. A child starts with its first engine, and again with the next one after its end. One that
-    has joined from another machine does not start again.
+    has joined from another machine does not start again. One that awaits such processes takes the next one each time.
     """
 
     command: ClassVar[tuple[str, ...]] = ("-m", "chairlift.engine.process")
@@ -57,14 +57,19 @@ class EngineProcess:
         exclusive: bool = False,
         environment: Mapping[str, str] | None = None,
         joined: JoinedProcess | None = None,
+        awaits_join: bool = False,
     ) -> None:
-        """`environment` has variables for a child, beside those of this process. With `joined` there is no child."""
+        """`environment` has variables for a child, beside those of this process.
+
+        With `joined` there is no child, and with `awaits_join` there is none either: each start waits for a process that joins.
+        """
         self.load_format = load_format
         """With "none" the process does not import what loads models beforehand."""
         self.exclusive = exclusive
         """Whether the process runs one engine and ends with it."""
         self.joined = joined
-        """The process on another machine; None for a child."""
+        """The process on another machine; None for a child, and until one has joined that is awaited."""
+        self._awaited: asyncio.Queue[JoinedProcess] | None = asyncio.Queue(1) if awaits_join else None
         self._environment = environment or {}
         self.tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences have consecutive tags
         self._clients: dict[int, Client] = {}
@@ -96,6 +101,8 @@ class EngineProcess:
                 await asyncio.wait([self._reading])  # the engines before hear why the process has ended
             if self._process is not None:
                 await self.close()
+            if self._awaited is not None:
+                self.joined = await self._awaited.get()
             sock = self._start()
             self._numbers = itertools.count()
             number = self._attach(client)
@@ -106,6 +113,13 @@ class EngineProcess:
                 raise
             self._reading = asyncio.create_task(self._read())
             return number
+
+    def offer(self, joined: JoinedProcess) -> bool:
+        """Gives a process that has joined to the engine that awaits one. Returns whether it takes it."""
+        if self._awaited is None or self._awaited.full() or (self._process is not None and not self._exiting):
+            return False
+        self._awaited.put_nowait(joined)
+        return True
 
     def detach(self, number: int) -> None:
         """Lets the client of an engine hear no more of it."""

@@ -34,9 +34,7 @@ async def join(host: str, port: int, secret: Secret) -> NoReturn:
     while True:
         began = time.monotonic()
         try:
-            sock = await _connect(host, port, secret)
-            log.info("joined the server at %s:%d", host, port)
-            reason = await _run_engine(sock)
+            reason = await run_engine(host, port, secret)
         except BadHandshake as error:
             reason = str(error)
         failures = 0 if time.monotonic() - began > STABLE_SECONDS else failures
@@ -44,6 +42,13 @@ async def join(host: str, port: int, secret: Secret) -> NoReturn:
         failures += 1
         log.warning("%s: joining %s:%d again in %d s", reason, host, port, delay)
         await asyncio.sleep(delay)
+
+
+async def run_engine(host: str, port: int, secret: Secret) -> str:
+    """Runs one engine for the server at this address until its end. Returns the reason for that. Raises BadHandshake and JoinRefused."""
+    sock = await _connect(host, port, secret)
+    log.info("joined the server at %s:%d", host, port)
+    return await _run_engine(sock)
 
 
 async def _connect(host: str, port: int, secret: Secret) -> socket.socket:

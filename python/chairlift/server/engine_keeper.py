@@ -51,7 +51,9 @@ class EngineKeeper:
             self._keep(replica)
 
     def join(self, process: EngineProcess, config: EngineConfig) -> None:
-        """Adds an engine of another machine. It is started when the model is loaded."""
+        """Adds an engine of another machine, or gives it to the one that awaits it. It is started when the model is loaded."""
+        if process.joined is not None and any(one.engine.process.offer(process.joined) for one in self._model.engine.replicas):
+            return
         replica = self._model.engine.add(process, config)
         if self._keeping:
             self._keep(replica)
