@@ -13,10 +13,14 @@ from chairlift.bench.traces import read
 from chairlift.cli import flags, values
 from chairlift.cli.progress import progress_bar
 from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
+from chairlift.server.model_specs import read_models
 from chairlift.sim import plan_report
 from chairlift.sim.calibrate import SECONDS, calibrate
 from chairlift.sim.devices import Profile
 from chairlift.sim.devices import device as known_device
+from chairlift.sim.models import SharedModel, devices_of
+from chairlift.sim.models_plan import plan_models
 from chairlift.sim.plan import Targets, plan
 from chairlift.sim.run import SETTINGS, basis, check_sizes, ready
 from chairlift.sim.workload import Workload
@@ -30,6 +34,7 @@ examples:
   chairlift plan                                     this machine and the default model; measures for a minute first
   chairlift plan --input-len 1000 --output-len 200 --range-ratio 0.5 --ttft-ms 1000 --itl-ms 50
   chairlift plan --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --report plan.html
+  chairlift plan --trace mixed.csv --models models.toml --modelled-device H100
   chairlift calibrate -o here.json && chairlift plan --modelled-device here.json
 
 Finds the largest request rate at which TTFT and ITL meet their targets, by simulation as in 'chairlift simulate --help', which
@@ -45,6 +50,7 @@ def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "plan", summary, _EXAMPLES, run)
     flags.add_model(parser, flags.SIMULATED_MODEL)
+    parser.add_argument("--models", metavar="FILE", help="several models, in a file as for 'chairlift serve --models'")
     parser.add_argument(
         "--modelled-device",
         metavar="NAME",
@@ -96,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     """Plans the capacity and reports it."""
     spec, traffic = _workload_spec(args)
     targets = Targets(ttft=args.ttft_ms / 1e3, itl=args.itl_ms / 1e3, percentile=args.percentile)
+    if args.models is not None:
+        return _run_models(args, spec, targets, traffic)
     on = known_device(args.modelled_device) if args.modelled_device else _measure(args.engine)
     with progress_bar("planning") as on_progress:
         result = plan(spec, targets, device=on, model=args.model, config=args.engine, on_progress=on_progress)
@@ -109,6 +117,23 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(plan_report.text(result, summary)))
     if args.report:
         plan_report.page(result, summary).write(args.report)
+    return 0
+
+
+def _run_models(args: argparse.Namespace, spec: WorkloadSpec, targets: Targets, traffic: str) -> int:
+    """Plans the capacity of several models and reports it."""
+    flags.reject("the models are in the file of --models", model=args.model)
+    flags.reject("a plan of several models has no page", report=args.report)
+    if args.modelled_device is None:
+        raise InvalidSetting("--models needs a --modelled-device: a device, or NAME=FILE,NAME=FILE of 'chairlift calibrate'")
+    models = [SharedModel(one.name, one.config, one.aliases, one.weight) for one in read_models(args.models, args.engine, args.server)]
+    on = devices_of(args.modelled_device)
+    with progress_bar("planning") as on_progress:
+        result = plan_models(spec, models, targets, device=on, on_progress=on_progress)
+    if args.json:
+        print(json.dumps(result.document() | {"users": result.capacity.rate * args.users_every, "traffic": traffic}, indent=1))
+    else:
+        print("\n".join(plan_report.models_text(result, args.modelled_device, traffic, args.users_every)))
     return 0
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 from chairlift.cli import flags, values
 from chairlift.config import EngineConfig
-from chairlift.errors import InvalidSetting
 from chairlift.server.model_specs import read_models
 from chairlift.sim import table
 from chairlift.sim.devices import Profile, device
-from chairlift.sim.models import ModelsResult, SharedModel, simulate_models
+from chairlift.sim.models import ModelsResult, SharedModel, devices_of, simulate_models
 from chairlift.sim.report import SIMULATED, page
 from chairlift.sim.result import Result
 from chairlift.sim.run import SETTINGS, basis, machine, ready, requests_of
@@ -102,7 +101,7 @@ def _run_models(args: argparse.Namespace) -> int:
     flags.reject("each of several models has one engine", replicas=None if args.replicas == 1 else args.replicas)
     specs = read_models(args.models, args.engine, args.server)
     models = [SharedModel(spec.name, spec.config, spec.aliases, spec.weight) for spec in specs]
-    on = _devices(args.modelled_device)
+    on = devices_of(args.modelled_device)
     result = simulate_models(args.trace, models, device=on, rate_scale=args.rate_scale, requests=args.num_requests)
     notes = _notes(on)
     if args.json:
@@ -113,16 +112,6 @@ def _run_models(args: argparse.Namespace) -> int:
         title = f"Simulation: {len(models)} models on {args.modelled_device}"
         page(result.results, title, [SIMULATED, *notes, *_changes(args)]).write(args.report)
     return 0
-
-
-def _devices(text: str) -> str | dict[str, str]:
-    """A device or file, or a file for each model, `NAME=FILE,NAME=FILE`. Raises InvalidSetting."""
-    if "=" not in text or Path(text).exists():
-        return text
-    files = dict(part.partition("=")[::2] for part in text.split(","))
-    if bad := next((name for name, file in files.items() if not name or not file), None):
-        raise InvalidSetting(f"--modelled-device {text}: expected NAME=FILE,NAME=FILE, got {bad!r:.100}")
-    return files
 
 
 def _notes(on: str | dict[str, str]) -> list[str]:

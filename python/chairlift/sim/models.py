@@ -98,25 +98,60 @@ def simulate_models(
 
     The same arguments give the same result, bit for bit. Raises InvalidTrace, InvalidSetting or ModelNotFound.
     """
-    if not models:
-        raise InvalidSetting("a simulation of several models needs at least one")
     workload = trace if isinstance(trace, Workload) else requests_of(trace, models[0].config)
-    workload = ready(_numbered(workload, models), rate_scale, requests)
-    machines = _machines(models, device, step_times or {})
-    shared = [
-        (settings, steps.numbers, model.weight, _itl(model.config)) for model, (settings, steps) in zip(models, machines, strict=True)
-    ]
-    start = time.perf_counter()
-    try:
-        reports = _core.simulate_models(workload.requests, workload.names, workload.name_block, list(workload.tenants), shared)
-    except (ValueError, OverflowError) as error:
-        raise InvalidSetting(f"this cannot be simulated: {error}") from None
-    wall = time.perf_counter() - start
-    names = (model.name for model in models)
-    return ModelsResult({name: Result([report], one[0], wall) for name, report, one in zip(names, reports, shared, strict=True)}, wall)
+    workload = ready(numbered(workload, models), rate_scale, requests)
+    return SharedMachine.of(models, device, step_times or {}).run(workload)
 
 
-def _numbered(workload: Workload, models: Sequence[SharedModel]) -> Workload:
+@dataclass(frozen=True, slots=True)
+class SharedMachine:
+    """Several models on one machine: of each its name, its scheduler's settings, its step times, its weight and its ITL target."""
+
+    models: tuple[tuple[str, dict[str, Any], StepTime, int, int | None], ...]
+
+    @classmethod
+    def of(cls, models: Sequence[SharedModel], device: Machine, step_times: Mapping[str, StepTime] | None = None) -> SharedMachine:
+        """The models on a device, as in `simulate_models`."""
+        if not models:
+            raise InvalidSetting("a simulation of several models needs at least one")
+        pairs = zip(models, _machines(models, device, step_times or {}), strict=True)
+        return cls(tuple((model.name, settings, steps, model.weight, _itl(model.config)) for model, (settings, steps) in pairs))
+
+    def run(self, workload: Workload) -> ModelsResult:
+        """Simulates a workload whose column `model` has indices into the models. Raises InvalidSetting if settings are impossible."""
+        shared = [(settings, steps.numbers, weight, itl) for _, settings, steps, weight, itl in self.models]
+        start = time.perf_counter()
+        try:
+            reports = _core.simulate_models(workload.requests, workload.names, workload.name_block, list(workload.tenants), shared)
+        except (ValueError, OverflowError) as error:
+            raise InvalidSetting(f"this cannot be simulated: {error}") from None
+        wall = time.perf_counter() - start
+        pairs = zip(self.models, reports, strict=True)
+        return ModelsResult({name: Result([report], settings, wall) for (name, settings, *_), report in pairs}, wall)
+
+    def times(self, factor: float) -> SharedMachine:
+        """The same machine with steps that take `factor` times as long."""
+        slower = ((name, settings, steps.times(factor), weight, itl) for name, settings, steps, weight, itl in self.models)
+        return SharedMachine(tuple(slower))
+
+    @property
+    def longest(self) -> list[int]:
+        """The most tokens of a request of each model, prompt and output."""
+        settings = [one for _, one, *_ in self.models]
+        return [min(one["max_model_len"], (one["num_blocks"] - 1) * one["block_size"]) for one in settings]
+
+
+def devices_of(text: str) -> str | dict[str, str]:
+    """A device or file, or a file for each model: the text of `--modelled-device`, NAME=FILE,NAME=FILE. Raises InvalidSetting."""
+    if "=" not in text or Path(text).exists():
+        return text
+    files = dict(part.partition("=")[::2] for part in text.split(","))
+    if bad := next((name for name, file in files.items() if not name or not file), None):
+        raise InvalidSetting(f"--modelled-device {text}: expected NAME=FILE,NAME=FILE, got {bad!r:.100}")
+    return files
+
+
+def numbered(workload: Workload, models: Sequence[SharedModel]) -> Workload:
     """The workload with the column `model` as indices into `models`. Raises InvalidTrace for an unknown name."""
     numbers = {name: number for number, model in enumerate(models) for name in (model.name, *model.aliases)} | {"": 0}
     if unknown := next((name for name in workload.models if name not in numbers), None):

@@ -39,13 +39,13 @@ _FACTORS = (0.125, 0.25, 0.5, 2, 4)
 _MIN_STEP_TOKENS = 16
 """The smallest step size that is tried."""
 
-_BISECTIONS = 5
+BISECTIONS = 5
 """Bisections of a search's interval, from a factor of two down to 2 %."""
 
-_MIN_SECONDS = 120.0
+MIN_SECONDS = 120.0
 """The shortest workload that is simulated."""
 
-_WARM_UP = 0.1
+WARM_UP = 0.1
 """The share of a workload whose TTFT does not count, because the machine is still empty."""
 
 _RATES = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35)
@@ -151,7 +151,7 @@ def plan(
     on = known(device) if isinstance(device, str) else device
     usual, _ = machine(model, on, config)
     fits = spec.fitting(min(usual["max_model_len"], (usual["num_blocks"] - 1) * usual["block_size"]))
-    seconds = max(_MIN_SECONDS, 20 * targets.ttft + 10 * targets.itl * fits.mean_output)
+    seconds = max(MIN_SECONDS, 20 * targets.ttft + 10 * targets.itl * fits.mean_output)
     # Throughput averages over many steps: their median error. The tail of ITL depends on single steps: the 90th percentile.
     error, tail_error = (float(on.errors.get(name, 0.0)) if isinstance(on, Profile) else ROOFLINE_ERROR for name in ("p50", "p90"))
     changes = candidates(config, usual, on.measured.get("most_tokens") if isinstance(on, Profile) else None)
@@ -208,7 +208,7 @@ class _Trial:
 
     def point(self, rate: float, seed: int) -> Point:
         """The latencies of one workload."""
-        return self._point(rate, self.run(rate, seed), _WARM_UP)
+        return self._point(rate, self.run(rate, seed), WARM_UP)
 
     def median_point(self, rate: float) -> Point:
         """The median latencies of all seeds."""
@@ -226,7 +226,7 @@ class _Trial:
         self.progress()
         if not self.targets.met(self.isolated):
             return 0.0
-        return search(lambda rate: self.meets(rate, seed), start or self.isolated.rate, _BISECTIONS) or 0.0
+        return search(lambda rate: self.meets(rate, seed), start or self.isolated.rate, BISECTIONS) or 0.0
 
     def capacities(self) -> list[float]:
         """The largest rate of each seed."""
@@ -239,12 +239,16 @@ class _Trial:
         return self._point(1 / float(result.e2e().mean()), result, 0.0)
 
     def _point(self, rate: float, result: Result, warm_up: float) -> Point:
-        counted = result.requests[result.requests["arrived"] >= warm_up * result.requests["arrived"].max()]
-        unanswered = counted["first_token"] < 0
-        waited = np.where(unanswered, np.inf, (counted["first_token"] - counted["arrived"]) / 1e6)
-        ttft = np.append(waited, np.full(len(result.refused), np.inf))
-        percent = self.targets.percentile
-        return Point(rate, float(np.percentile(ttft, percent, method="inverted_cdf")), result.itl(percent) or 0.0)
+        return point_of(result, rate, self.targets.percentile, warm_up * result.requests["arrived"].max())
+
+
+def point_of(result: Result, rate: float, percent: float, since: float) -> Point:
+    """The latencies of the requests that arrived at `since` (microseconds) or later. A request without a token waits for ever."""
+    counted = result.requests[result.requests["arrived"] >= since]
+    unanswered = counted["first_token"] < 0
+    waited = np.where(unanswered, np.inf, (counted["first_token"] - counted["arrived"]) / 1e6)
+    ttft = np.append(waited, np.full(len(result.refused), np.inf))
+    return Point(rate, float(np.percentile(ttft, percent, method="inverted_cdf")), result.itl(percent) or 0.0)
 
 
 class _Progress:

@@ -11,6 +11,7 @@ from chairlift.bench.report.plot import Axis, Curve, Plot, duration
 from chairlift.config import DEFAULT_MODEL
 from chairlift.sim import table
 from chairlift.sim.devices import Device, Profile
+from chairlift.sim.models_plan import ModelsPlan
 from chairlift.sim.plan import Band, Plan
 
 BOTTLENECKS = {
@@ -85,6 +86,27 @@ def text(plan: Plan, summary: Mapping[str, str]) -> Iterator[str]:
         yield f"  {resource.ljust(max(map(len, DOUBLED.values())))}  {rate:>7}  {gain:>6}"
     yield ""
     yield table.wrapped([summary["basis"]])
+
+
+def models_text(plan: ModelsPlan, on: str, traffic: str, seconds: float) -> Iterator[str]:
+    """The lines of a plan of several models; each user sends a request every `seconds` seconds."""
+    targets, band, (model, target) = plan.targets, plan.capacity, plan.limit
+    percent = f"p{targets.percentile:g}"
+    yield f"{len(plan.figures)} models on {on}: about {_band(band)} requests a second in all,"
+    users = (f"{rate * seconds:,.0f}" for rate in (band.rate, band.low, band.high))
+    yield "{} users ({} to {}) who each send a request every ".format(*users) + f"{seconds:g} s."
+    yield ""
+    yield f"traffic  {traffic}"
+    yield f"targets  {percent} of TTFT within {duration(targets.ttft)}, {percent} of ITL within {duration(targets.itl)}, for each model"
+    yield f"limit    {percent} of {target.upper()} of {model}, which is the first to miss its target at a higher rate"
+    if plan.excluded:
+        yield f"excluded {plan.excluded:,} requests of the trace exceed the longest context of their model"
+    yield ""
+    rows = [
+        [name, f"{one.rate:.3g}", duration(one.ttft), duration(one.itl), f"{plan.figures[name]['time_share'] or 0:.1%}"]
+        for name, one in plan.points.items()
+    ]
+    yield table.text([["model", "requests/s", f"TTFT {percent}", f"ITL {percent}", "of the time"], *rows])
 
 
 def page(plan: Plan, summary: Mapping[str, str]) -> Page:

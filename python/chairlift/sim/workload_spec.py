@@ -72,16 +72,21 @@ class WorkloadSpec:
         requests = self._requests(MIN_REQUESTS if self.trace is None else min(MIN_REQUESTS, len(self.trace)), 0)
         return requests.with_(arrival_us=_ISOLATED_US * np.arange(len(requests)))
 
-    def fitting(self, longest: int) -> WorkloadSpec:
-        """The same without the requests of more than `longest` tokens, prompt and output. Raises InvalidSetting if none is left."""
+    def fitting(self, *longest: int) -> WorkloadSpec:
+        """The same without the requests of more tokens than their model's `longest`, prompt and output.
+
+        Raises InvalidSetting if none is left.
+        """
         if self.trace is None:
             most = int(self.prompt_tokens * (1 + self.spread)) + int(self.output_tokens * (1 + self.spread))
-            if most > longest:
-                raise InvalidSetting(f"prompt and output have up to {most} tokens: the longest context is {longest}")
+            if most > longest[0]:
+                raise InvalidSetting(f"prompt and output have up to {most} tokens: the longest context is {longest[0]}")
             return self
-        fits = self.trace.column("prompt") + self.trace.column("output") <= longest
+        # One model has all requests, whatever a trace calls theirs.
+        own = np.array(longest)[self.trace.column("model") if len(longest) > 1 else np.zeros(len(self.trace), np.int64)]
+        fits = self.trace.column("prompt") + self.trace.column("output") <= own
         if not fits.any():
-            raise InvalidSetting(f"all requests of the trace exceed the longest context of {longest} tokens")
+            raise InvalidSetting(f"all requests of the trace exceed the longest context of {max(longest)} tokens")
         names = self.trace.names[np.repeat(fits, self.trace.column("names"))]
         return replace(self, trace=replace(self.trace, requests=self.trace.requests[fits], names=names))
 
