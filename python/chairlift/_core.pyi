@@ -21,6 +21,7 @@ __all__ = [
     "Encoder",
     "EncoderLayer",
     "HeldBusy",
+    "KvBudget",
     "KvCache",
     "Linear",
     "NeverFits",
@@ -114,6 +115,39 @@ class Arbiter:
 
     def charge(self, model: int, us: int, now: int) -> None:
         """Charges a step of `us` microseconds, predicted or measured, that ended at `now`."""
+
+@final
+class KvBudget:
+    """Divides bytes for KV blocks among models. The caller numbers the models.
+
+    The total is the most bytes of one model, and at least all promised minimums. The caller reports the use of each model, applies the
+    limits of `shrink`, tells each limit that applies by `set`, and then applies the limits of `grow`.
+    """
+
+    def __new__(cls) -> KvBudget: ...
+    def add(self, model: int, *, block_bytes: int, least: int, most: int) -> None:
+        """Adds a model. It begins with its promised minimum of `least` blocks, or with all of its `most` blocks if it is the only one."""
+
+    def remove(self, model: int) -> None:
+        """Removes a model, if it is known."""
+
+    def promised(self) -> int:
+        """Bytes of all promised minimums."""
+
+    def report(self, model: int, held: int, kept: int, wanted: int) -> None:
+        """Records the use of a model's blocks: see `Scheduler.blocks_used`."""
+
+    def set(self, model: int, limit: int) -> None:
+        """Records the limit that applies to a model."""
+
+    def is_short(self) -> bool:
+        """Whether a model has used up its limit or wants more, or the limits are more than all bytes."""
+
+    def shrink(self) -> list[tuple[int, int]]:
+        """The models that must have fewer blocks, each with its new limit. A model keeps what its sequences hold, except for minimums."""
+
+    def grow(self) -> list[tuple[int, int]]:
+        """The models that can have more blocks, each with its new limit."""
 
 @final
 class StepBuffers:
@@ -242,6 +276,16 @@ class Scheduler:
         """
     def unused_blocks(self) -> int:
         """Number of free blocks that are not cached. Once there are none, new blocks evict cached ones."""
+    def blocks_used(self) -> tuple[int, int, int]:
+        """Blocks that sequences hold, that are held or cached, and that running and waiting sequences could use."""
+    def set_block_limit(self, blocks: int, now: int) -> int:
+        """Sets the most blocks that may have memory. Returns the limit that applies.
+
+        It is at least what one sequence of the maximum length needs, and at most all blocks. Cached blocks beyond it are evicted. Running
+        sequences keep their blocks and get no more until they hold less.
+        """
+    def take_given_back(self) -> list[int]:
+        """The blocks that were given back since the last call. All planned steps must have run; discard them before the next one."""
     def charge_elsewhere(self, tenant: str, us: int) -> None:
         """Charges a tenant for its service at another engine or model, in microseconds of engine time at weight 1.
 
@@ -656,6 +700,9 @@ class KvCache:
 
     def read(self, block: int) -> bytes:
         """The bytes of a block."""
+
+    def discard(self, blocks: Sequence[int]) -> None:
+        """Returns the memory of blocks to the system, on Linux. Their content is lost."""
 
     def write(self, block: int, bytes: bytes | memoryview) -> None:
         """Overwrites a block with bytes of `read`."""

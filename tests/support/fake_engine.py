@@ -87,6 +87,7 @@ class FakeReport:
 class FakeEngine:
     step_seconds = 0.0
     overlaps = False
+    shared_blocks = None
 
     def __init__(self, config, on_phase=lambda name, seconds: None):
         if config.seed == 13:

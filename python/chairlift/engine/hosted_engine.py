@@ -30,6 +30,7 @@ from chairlift.engine.frames import (
     StepOutputs,
     UnloadAdapter,
 )
+from chairlift.engine.kv_sharing import SharedBlocks
 from chairlift.engine.preparing import Preparing
 from chairlift.errors import ChairliftError, InvalidRequest, QueueFull
 from chairlift.sampling import SamplingParams
@@ -56,6 +57,16 @@ class EngineLike(Protocol):
     @property
     def overlaps(self) -> bool:
         """Whether a device runs the steps asynchronously."""
+
+    @property
+    def shared_blocks(self) -> SharedBlocks | None:
+        """The KV blocks whose memory other engines can use; None if they belong to this engine alone."""
+
+    def blocks_used(self) -> tuple[int, int, int]:
+        """Blocks that sequences hold, that are held or cached, and that running and waiting sequences could use."""
+
+    def set_block_limit(self, blocks: int) -> int:
+        """Sets the most blocks that may have memory. Returns the limit that applies."""
 
     def compile(self, params: SamplingParams) -> Future[Grammar] | None:
         """Starts compiling a request's grammar. Raises QueueFull."""

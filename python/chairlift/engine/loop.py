@@ -25,6 +25,7 @@ from chairlift.engine.energy import open_meter
 from chairlift.engine.facts import start_facts
 from chairlift.engine.frames import ResumedChoice, StepOutputs
 from chairlift.engine.journal import Journal
+from chairlift.engine.kv_sharing import SharedBlocks
 from chairlift.engine.prefix_store import PrefixStore
 from chairlift.engine.sequences import Sequences
 from chairlift.engine.split_step import SplitStep
@@ -103,6 +104,7 @@ class Engine:
         self._read_meter(_now())
         self.facts = start_facts(config, directory, runner, self._eos, sampling)
         self._disk_cache = _open_disk_cache(config, self._scheduler, runner, self.facts["fingerprint"])
+        self._kv_blocks = None if config.num_kv_blocks is not None else runner.kv_blocks
 
     @property
     def has_work(self) -> bool:
@@ -113,6 +115,30 @@ class Engine:
     def overlaps(self) -> bool:
         """Whether a device runs the steps asynchronously."""
         return self.runner.overlaps
+
+    @property
+    def shared_blocks(self) -> SharedBlocks | None:
+        """The KV blocks whose memory other engines can use; None with `--num-kv-blocks` or on a device."""
+        if self._kv_blocks is None:
+            return None
+        runner, size = self.runner, self.config.block_size
+        # The last token of a sequence needs no KV.
+        least = max(1, -(-(runner.max_model_len - 1) // size))
+        each = runner.kv_cache_bytes // runner.num_kv_blocks
+        return SharedBlocks(each, least, runner.num_kv_blocks - 1, self.config.kv_cache_memory_bytes)
+
+    def blocks_used(self) -> tuple[int, int, int]:
+        """Blocks that sequences hold, that are held or cached, and that running and waiting sequences could use."""
+        return self._scheduler.blocks_used()
+
+    def set_block_limit(self, blocks: int) -> int:
+        """Sets the most KV blocks that may have memory, between two steps. Returns the limit that applies.
+
+        Blocks beyond it give their memory back to the system: free and cached ones at once, others when their sequences end.
+        """
+        limit = self._scheduler.set_block_limit(blocks, _now())
+        self._discard_blocks()
+        return limit
 
     def compile(self, params: SamplingParams) -> Future[Grammar] | None:
         """Starts compiling the request's grammar on another thread; None if it has none. Raises QueueFull."""
@@ -248,6 +274,7 @@ class Engine:
             raise
         # Commit.
         outputs = self._commit(sampled)
+        self._discard_blocks()
         if self._disk_cache is not None:
             self._disk_cache.write_some()
         if self._in_flight is not None:
@@ -400,6 +427,11 @@ class Engine:
         for timeline in outputs.ended:
             self._remove(timeline["tag"])
         return outputs
+
+    def _discard_blocks(self) -> None:
+        """Returns the memory of blocks that the scheduler has given back. All planned steps must have run."""
+        if self._kv_blocks is not None and (blocks := self._scheduler.take_given_back()):
+            self._kv_blocks.discard(blocks)
 
     def _read_meter(self, now: int) -> None:
         """Gives the scheduler the energy since the last reading. The meter is read before a sequence ends, so that its timeline has it."""

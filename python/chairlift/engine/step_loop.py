@@ -18,9 +18,10 @@ from chairlift.config import EngineConfig
 from chairlift.engine.exit_watch import start_sentinels
 from chairlift.engine.frames import Alive, BadFrame, Failed, Frame, Load, Phase, Ready, ServiceShared, ShareService, Stop, Unload, Unloaded
 from chairlift.engine.hosted_engine import AdapterRead, EngineLike, HostedEngine, Prepared
+from chairlift.engine.kv_sharing import KvSharing
 from chairlift.engine.tenant_service import TenantService
 from chairlift.engine.watchdog import CHECK_SECONDS, IDLE, Watchdog
-from chairlift.errors import ChairliftError
+from chairlift.errors import ChairliftError, InvalidSetting
 
 SAVE_SECONDS = 3.0
 """Most seconds that a clean stop spends on writing KV to disk. The parent kills the process after five."""
@@ -61,6 +62,7 @@ class StepLoop:
         self._make = make
         self._arbiter = _core.Arbiter()
         self._tenants = TenantService()
+        self._kv = KvSharing()
         self._engines: dict[int, HostedEngine] = {}
         self._loading: dict[int, Load] = {}
         self._current: EngineLike | None = None  # whose stage is the process's
@@ -174,6 +176,8 @@ class StepLoop:
         hosted = self._engines[number]
         self._current, self._first_step = hosted.engine, hosted.first_step
         failure = None
+        if len(self._engines) > 1:
+            self._kv.divide()
         try:
             hosted.step()
         except (BrokenPipeError, ConnectionResetError):
@@ -228,6 +232,12 @@ class StepLoop:
         if load is None:
             self._retire(number)
             return
+        try:
+            self._kv.add(number, hosted.engine)
+        except InvalidSetting as error:
+            self._send(_failed(error), number)
+            self._retire(number, reply=False)
+            return
         self._arbiter.add(number, weight=load.weight, priority=load.priority, itl=load.itl)
         self._ready(number, hosted)
         hosted.engine.stage = IDLE, time.monotonic()
@@ -242,6 +252,7 @@ class StepLoop:
     def _retire(self, number: int, *, reply: bool = True) -> None:
         """Ends an engine and frees its memory; with `reply`, reports that."""
         self._arbiter.remove(number)
+        self._kv.remove(number)
         hosted = self._engines.pop(number, None)
         if hosted is not None and self._current is hosted.engine:
             self._current = None

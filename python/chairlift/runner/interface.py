@@ -39,6 +39,9 @@ class BlockStorage(Protocol):
     def read(self, block: int, /) -> bytes:
         """The KV of a block in all layers."""
 
+    def discard(self, blocks: Sequence[int], /) -> None:
+        """Returns the memory of blocks to the system, where it can. Their content is lost."""
+
     def write(self, block: int, kv: bytes | memoryview, /) -> None:
         """Overwrites a block with KV that `read` gave."""
 

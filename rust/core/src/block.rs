@@ -1,9 +1,12 @@
 //! Physical KV blocks: the holders, the name and the free state of each.
 
+use self::limit::Unbacked;
 use crate::hash::{BlockHash, BlockHasher};
 use crate::request::Token;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Arc;
+
+mod limit;
 
 /// Index of a physical block. Block 0 is scratch and is never allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -134,7 +137,7 @@ pub struct StoredBlock {
 /// All blocks of the cache.
 ///
 /// A free block keeps its name until [`grow`](Self::grow) allocates it, so [`find`](Self::find) can reuse it. `grow`
-/// takes blocks without a name first, then the least recently freed.
+/// takes blocks without a name first, then blocks without memory up to the limit, then the least recently freed.
 #[derive(Debug)]
 pub struct BlockPool {
     block_size: usize,
@@ -143,7 +146,11 @@ pub struct BlockPool {
     tokens: Vec<Token>,
     hasher: BlockHasher,
     named: FxHashMap<BlockHash, BlockId>,
+    /// Free blocks that have memory and no name.
     unnamed: Vec<BlockId>,
+    unbacked: Unbacked,
+    /// Most blocks that may have memory: those that are held, cached or unnamed.
+    limit: usize,
     oldest: u32,
     newest: u32,
     free_named: usize,
@@ -162,7 +169,9 @@ impl BlockPool {
             tokens: vec![0; count as usize * block_size],
             hasher,
             named: FxHashMap::with_capacity_and_hasher(count as usize, rustc_hash::FxBuildHasher),
-            unnamed: (1..count).rev().map(BlockId).collect(),
+            unnamed: Vec::new(),
+            unbacked: Unbacked::new(count),
+            limit: count as usize - 1,
             oldest: NIL,
             newest: NIL,
             free_named: 0,
@@ -194,11 +203,6 @@ impl BlockPool {
         let parent = names.last().copied().unwrap_or_else(|| self.hasher.root(salt));
         names.push(self.hasher.child(parent, block));
         self.lookups += 1;
-    }
-
-    /// Number of blocks that no sequence holds.
-    pub fn free(&self) -> usize {
-        self.unnamed.len() + self.free_named
     }
 
     /// Number of sequences that hold block `id`.
@@ -364,11 +368,6 @@ impl BlockPool {
         stored.collect()
     }
 
-    /// Number of free blocks without a name. Once there are none, new blocks evict cached ones.
-    pub fn unnamed(&self) -> usize {
-        self.unnamed.len()
-    }
-
     /// Releases every block of `table`, last first. The end of a sequence is the least likely part to be shared, so it
     /// is reused first. A block is never reused before the blocks that continue it.
     pub fn release(&mut self, table: &mut BlockTable) {
@@ -392,13 +391,14 @@ impl BlockPool {
             assert!(!std::mem::replace(&mut free[id as usize], true), "block {id} is free twice");
             assert_eq!(self.blocks[id as usize].name.is_some(), named, "block {id} is on the wrong free list");
         };
-        self.unnamed.iter().for_each(|id| mark(id.0, false));
+        self.unnamed.iter().chain(self.unbacked.iter()).for_each(|id| mark(id.0, false));
         let (mut at, mut listed) = (self.oldest, 0);
         while at != NIL {
             mark(at, true);
             (at, listed) = (self.blocks[at as usize].next, listed + 1);
         }
         assert_eq!(listed, self.free_named, "length of the free list");
+        assert!(self.backed() <= self.limit.max(self.held()), "more blocks have memory than may");
         assert!(!free[0] && held[0] == 0, "the scratch block is in use");
         for (id, block) in self.blocks.iter().enumerate().skip(1) {
             assert_eq!(block.holders, held[id], "holders of block {id}");
@@ -426,11 +426,8 @@ impl BlockPool {
     }
 
     fn take_free(&mut self) -> BlockId {
-        let id = self.unnamed.pop().unwrap_or_else(|| {
-            let oldest = BlockId(self.oldest);
-            self.unlink_free(oldest);
-            oldest
-        });
+        let unused = self.unnamed.pop().or_else(|| self.back_one());
+        let id = unused.unwrap_or_else(|| self.unlink_oldest());
         self.blocks[id.0 as usize].holders = 1;
         self.take_name(id);
         id
@@ -455,8 +452,15 @@ impl BlockPool {
         }
         if block.name.is_none() {
             self.unnamed.push(id);
-            return;
+        } else {
+            self.append_free(id);
         }
+        self.give_back();
+    }
+
+    /// Adds a named block to the free list.
+    fn append_free(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id.0 as usize];
         (block.prev, block.next) = (self.newest, NIL);
         match self.newest {
             NIL => self.oldest = id.0,
@@ -464,6 +468,13 @@ impl BlockPool {
         }
         self.newest = id.0;
         self.free_named += 1;
+    }
+
+    /// Removes the named block that was freed first from the free list.
+    fn unlink_oldest(&mut self) -> BlockId {
+        let oldest = BlockId(self.oldest);
+        self.unlink_free(oldest);
+        oldest
     }
 
     /// Removes a named block from the free list.

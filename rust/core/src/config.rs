@@ -126,6 +126,11 @@ impl Config {
         self.num_blocks - 1
     }
 
+    /// Blocks that one sequence of the maximum length needs: the least that can serve every request. The last token needs no KV.
+    pub fn least_blocks(&self) -> u32 {
+        (self.max_model_len - 1).div_ceil(self.block_size).clamp(1, self.usable_blocks())
+    }
+
     /// Maximum length of a sequence's block table.
     pub fn max_blocks_per_seq(&self) -> u32 {
         self.max_model_len.div_ceil(self.block_size)

@@ -48,8 +48,8 @@ pub(crate) enum Kind {
     Restore = 12,
     /// Tenant, microseconds of its service at other engines.
     Elsewhere = 13,
-    /// Reserved: new number of blocks in the pool.
-    PoolSize = 14,
+    /// Time, most blocks that may have memory.
+    BlockLimit = 14,
     /// The next added request is resumed: tokens of its answer so far. The names of its blocks include these tokens.
     Resumed = 15,
     /// Time, tenant.
@@ -75,7 +75,7 @@ impl Kind {
         Self::Rerank,
         Self::Restore,
         Self::Elsewhere,
-        Self::PoolSize,
+        Self::BlockLimit,
         Self::Resumed,
         Self::Open,
         Self::Drop,
@@ -84,14 +84,6 @@ impl Kind {
 
     pub(crate) fn of(byte: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|&kind| kind as u8 == byte)
-    }
-
-    /// Description of a record that this version cannot replay. `None` for other kinds.
-    pub(crate) fn reserved(self) -> Option<&'static str> {
-        match self {
-            Self::PoolSize => Some("pool size"),
-            _ => None,
-        }
     }
 }
 
@@ -122,14 +114,6 @@ pub enum JournalError {
     /// The journal was modified after it was written, or is invalid.
     #[error("the journal is damaged at byte {0}")]
     Damaged(usize),
-    /// The journal has a record of a reserved kind, which this version cannot replay.
-    #[error("the journal has a record at byte {at} that this version of chairlift cannot replay: {kind}")]
-    Reserved {
-        /// Description of the record.
-        kind: &'static str,
-        /// Byte offset of the record.
-        at: usize,
-    },
 }
 
 /// Appends a number with 7 bits per byte, low bits first.

@@ -116,10 +116,40 @@ impl Kv {
         Self { pool, host: HostPool::new(host_blocks), block_size, sharing, spare: Vec::new() }
     }
 
-    /// Number of blocks that no sequence holds.
+    /// Number of blocks that can be given to sequences now.
     #[inline]
     pub(crate) fn free(&self) -> usize {
         self.pool.free()
+    }
+
+    /// Number of blocks that could be given to sequences if they released `more` blocks.
+    pub(crate) fn free_after(&self, more: usize) -> usize {
+        self.pool.free_after(more)
+    }
+
+    /// Number of blocks that sequences hold.
+    pub(crate) fn held(&self) -> usize {
+        self.pool.held()
+    }
+
+    /// Number of blocks that are held or cached.
+    pub(crate) fn kept(&self) -> usize {
+        self.pool.kept()
+    }
+
+    /// The most blocks that may have memory.
+    pub(crate) fn limit(&self) -> usize {
+        self.pool.limit()
+    }
+
+    /// Sets the most blocks that may have memory: see [`BlockPool::set_limit`].
+    pub(crate) fn set_limit(&mut self, limit: usize) {
+        self.pool.set_limit(limit);
+    }
+
+    /// The blocks whose content the caller discards: see [`BlockPool::take_given_back`].
+    pub(crate) fn take_given_back(&mut self) -> Vec<BlockId> {
+        self.pool.take_given_back()
     }
 
     /// Number of host blocks, and the number of free host blocks.
@@ -223,7 +253,7 @@ impl Kv {
 
     /// Number of free blocks that are not cached.
     pub(crate) fn unused(&self) -> usize {
-        self.pool.unnamed()
+        self.pool.unused()
     }
 
     /// Estimates how many blocks of a waiting sequence are cached beyond its first `from`: see [`BlockPool::estimate`].

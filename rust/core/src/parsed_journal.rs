@@ -56,6 +56,8 @@ pub enum Call {
         /// Microseconds of engine time.
         us: Time,
     },
+    /// The limit of blocks with memory was set.
+    SetBlockLimit(u32),
     /// Deadlines were checked.
     Expire,
     /// Tokens were drafted for a sequence.
@@ -149,9 +151,6 @@ impl ParsedJournal {
                     while reader.has_more() {
                         let from = at + reader.at();
                         let kind = reader.byte().and_then(Kind::of).ok_or(JournalError::Damaged(from))?;
-                        if let Some(kind) = kind.reserved() {
-                            return Err(JournalError::Reserved { kind, at: from });
-                        }
                         journal.read_record(kind, &mut reader, &mut progress).ok_or(JournalError::Damaged(from))?;
                     }
                 }
@@ -215,6 +214,7 @@ impl ParsedJournal {
                 Call::Restore((0..count).map(|_| reader.word()).collect::<Option<_>>()?)
             }
             Kind::Elsewhere => Call::ChargeElsewhere { tenant: reader.text()?.into(), us: reader.number()? },
+            Kind::BlockLimit => Call::SetBlockLimit(reader.small()?),
             Kind::Expire => Call::Expire,
             Kind::Draft => {
                 let (arrival_number, tokens, source) = (reader.number().filter(known)?, reader.small()?, DraftSource::of(reader.small()?));
@@ -411,6 +411,9 @@ mod tests {
                 let most = 1 << dice.roll(63);
                 journal.note(Kind::Elsewhere).text(["", "a", "b"][dice.roll(3) as usize]).number(dice.roll(most));
             }
+            15 if dice.roll(2) == 0 => {
+                journal.call(Kind::BlockLimit, now).number(dice.roll(30));
+            }
             _ if *known > 0 => {
                 journal.note(Kind::Draft).number(dice.roll(*known)).number(dice.roll(6)).number(dice.roll(9));
             }
@@ -436,22 +439,11 @@ mod tests {
             match ParsedJournal::read(&bytes) {
                 Ok(journal) => steps += journal.replay().expect("a sound config").steps,
                 Err(error) => {
-                    assert!(matches!(error, JournalError::Damaged(_) | JournalError::Reserved { .. }), "{error}");
+                    assert!(matches!(error, JournalError::Damaged(_)), "{error}");
                     refused += 1;
                 }
             }
         }
         assert!(refused > 100 && steps > 1000, "{refused} refused, {steps} steps");
-    }
-
-    #[test]
-    fn a_reserved_record_is_refused_by_name() {
-        let (mut journal, mut bytes) = (Writer::new(&Config::default()), Vec::new());
-        journal.call(Kind::Expire, 5);
-        journal.note(Kind::PoolSize).number(1).number(2);
-        journal.take(&mut bytes);
-        let error = ParsedJournal::read(&bytes).unwrap_err();
-        assert!(matches!(error, JournalError::Reserved { kind: "pool size", .. }), "{error}");
-        assert!(error.to_string().contains("cannot replay: "), "{error}");
     }
 }

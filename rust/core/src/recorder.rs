@@ -166,6 +166,19 @@ impl Recorder {
         self.scheduler.charge_elsewhere(tenant, us);
     }
 
+    /// See [`Scheduler::set_block_limit`].
+    pub fn set_block_limit(&mut self, blocks: u32, now: Time) -> u32 {
+        if let Some(journal) = &mut self.journal {
+            journal.call(Kind::BlockLimit, now).number(blocks.into());
+        }
+        self.scheduler.set_block_limit(blocks, now)
+    }
+
+    /// See [`Scheduler::take_given_back`]. Not recorded, because no decision depends on it.
+    pub fn take_given_back(&mut self) -> Vec<BlockId> {
+        self.scheduler.take_given_back()
+    }
+
     /// See [`Scheduler::take_service`]. Not recorded, because no decision depends on it.
     pub fn take_service(&mut self) -> Vec<(Arc<str>, Time)> {
         self.scheduler.take_service()

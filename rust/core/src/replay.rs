@@ -201,6 +201,9 @@ impl Replay {
                 self.scheduler.set_priority(self.live.ids[*arrival_number as usize], *priority, now);
             }
             Call::ChargeElsewhere { tenant, us } => self.scheduler.charge_elsewhere(tenant, *us),
+            Call::SetBlockLimit(blocks) => {
+                self.scheduler.set_block_limit(*blocks, now);
+            }
             Call::Expire => self.scheduler.expire(now, &mut self.ended),
             Call::Plan(recorded) => self.plan(now, *recorded),
             Call::Draft { arrival_number, tokens, accepted, source } => {

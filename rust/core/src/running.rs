@@ -23,7 +23,8 @@ pub(crate) struct Running {
     aged: Option<SeqId>,
     /// The sequence that is never preempted. It guarantees progress.
     non_preemptible: Option<SeqId>,
-    /// The waiting sequence for which no sequence could be preempted. Reset when a sequence is admitted or leaves.
+    /// The waiting sequence for which no sequence could be preempted. Reset when a sequence is admitted or leaves, or
+    /// when there are more blocks.
     refused: Option<SeqId>,
     fairness: PreemptionBudget,
     reserved: Reserved,
@@ -178,6 +179,11 @@ impl Running {
 
     pub(crate) fn is_refused(&self, id: SeqId) -> bool {
         self.refused == Some(id)
+    }
+
+    /// Records that there may be more blocks than when a request was refused.
+    pub(crate) fn retry_refused(&mut self) {
+        self.refused = None;
     }
 
     /// The budget of preemption for fairness at `now`.

@@ -31,6 +31,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (0..30usize, -1..2i32).prop_map(|(which, priority)| Op::SetPriority(which, priority)),
         1 => stored,
         1 => (0..4u8, prop_oneof![0..50u64, Just(u64::MAX)]).prop_map(|(tenant, us)| Op::ShareService { tenant, us }),
+        1 => (0..40u32).prop_map(Op::SetBlockLimit),
         1 => (0..40u64).prop_map(Op::Wait),
         1 => (0..30usize).prop_map(Op::Abort),
         2 => (0..30usize, 0..4usize, 0..3usize).prop_map(|(which, right, wrong)| Op::Draft { which, right, wrong }),
@@ -93,7 +94,7 @@ proptest! {
     fn requests_that_need_most_of_the_cache_all_end(
         requests in prop::collection::vec((1..6usize, 12..36u32, -1..2i32, 0..3usize), 4..16),
         block_size in 1..3u32, spare in 0..12u32, max_seqs in 3..8u32, policy in policy(), lag in 0..3usize, ageing in 0..60u64,
-        host_blocks in prop_oneof![2 => Just(0u32), 1 => 1..40u32],
+        host_blocks in prop_oneof![2 => Just(0u32), 1 => 1..40u32], limits in 0..60u32,
     ) {
         let config = Config {
             num_blocks: 40u32.div_ceil(block_size) + spare, block_size, max_tokens: 24, max_seqs, max_model_len: 44, policy, ageing, host_blocks,
@@ -104,6 +105,9 @@ proptest! {
             let prompt = (0..prompt as u32).map(|i| (i + at as u32) % VOCABULARY).collect();
             world.apply(Op::Add { prompt, new, stop: false, salt: at as u8, forks: 0, priority, tier: Tier::NAMES[tier].0, tenant: at as u8 % 3, patience: None, predicted: None, ago: 0, resumed: None });
             world.apply(Op::Step { lag, poison: None, lost: None });
+            if at as u32 % 3 == spare % 3 {
+                world.apply(Op::SetBlockLimit(limits));
+            }
         }
         world.drain();
         world.replay();

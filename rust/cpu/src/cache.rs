@@ -1,9 +1,5 @@
 //! The KV cache: keys and values of all tokens, in blocks that requests own.
 
-use std::alloc::{Layout, alloc_zeroed};
-use std::ops::{Deref, DerefMut};
-use std::ptr::slice_from_raw_parts_mut;
-
 use thiserror::Error;
 
 use crate::half;
@@ -11,13 +7,17 @@ use crate::pod::Pod;
 use crate::simd::Simd;
 use crate::unsafe_slice::UnsafeSlice;
 
+use self::zeroed::Zeroed;
+
+mod zeroed;
+
 #[cfg(test)]
 mod tests;
 
 /// A token's values are padded to a multiple of this number, the lanes of the widest register, so that kernels need no remainder loops.
 const PADDING: usize = 16;
 
-/// Bytes of a cache line. Pages start at multiples of it.
+/// Bytes of a cache line. KV pages start at multiples of it in the cache, which starts at a memory page.
 const LINE: usize = 64;
 
 /// Dimensions of a KV cache. None of them is 0.
@@ -122,6 +122,19 @@ impl KvCache {
         for (layer, bytes) in bytes.chunks_exact(bytes.len() / self.shape.layers).enumerate() {
             let part = self.part(layer, block);
             self.device[part].copy_from_slice(bytes);
+        }
+    }
+
+    /// Returns the memory of blocks to the system, apart from memory pages that they share with other blocks. The content of the blocks is
+    /// lost: they are zeros, or unchanged. Only on Linux. Panics if a block does not exist.
+    pub fn discard(&mut self, blocks: &[u32]) {
+        let mut blocks = blocks.to_vec();
+        blocks.sort_unstable();
+        for run in blocks.chunk_by(|one, next| next - one <= 1) {
+            for layer in 0..self.shape.layers {
+                let (first, last) = (self.part(layer, run[0]), self.part(layer, run[run.len() - 1]));
+                self.device.discard(first.start..last.end);
+            }
         }
     }
 
@@ -326,45 +339,5 @@ impl Cell for i8 {
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F {
         // SAFETY: the caller guarantees it.
         unsafe { s.load_i8(p) }
-    }
-}
-
-/// Zeroed memory that starts at a cache line boundary.
-struct Zeroed {
-    memory: Box<[u8]>,
-    start: usize,
-    len: usize,
-}
-
-impl Zeroed {
-    fn new(len: usize) -> Result<Self, OutOfMemory> {
-        let refused = OutOfMemory { bytes: len };
-        let size = len.checked_add(LINE).ok_or(refused)?;
-        // The layout has no alignment: for aligned memory the allocator would write the zeros itself, and so touch every page.
-        let layout = Layout::array::<u8>(size).map_err(|_| refused)?;
-        // SAFETY: the layout has at least one byte, and is that of a slice of bytes.
-        let memory = unsafe {
-            let memory = alloc_zeroed(layout);
-            if memory.is_null() {
-                return Err(refused);
-            }
-            Box::from_raw(slice_from_raw_parts_mut(memory, size))
-        };
-        let start = memory.as_ptr().align_offset(LINE);
-        Ok(Self { memory, start, len })
-    }
-}
-
-impl Deref for Zeroed {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        &self.memory[self.start..self.start + self.len]
-    }
-}
-
-impl DerefMut for Zeroed {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.memory[self.start..self.start + self.len]
     }
 }

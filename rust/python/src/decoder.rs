@@ -390,6 +390,11 @@ impl KvCache {
         PyBytes::new(py, &lock(&self.0).read(block))
     }
 
+    /// Returns the memory of blocks to the system.
+    fn discard(&self, py: Python<'_>, blocks: Vec<u32>) {
+        py.detach(|| lock(&self.0).discard(&blocks));
+    }
+
     /// Overwrites a block with bytes of `read`.
     #[allow(clippy::needless_pass_by_value)] // a type that Python passes
     fn write(&self, py: Python<'_>, block: u32, bytes: PyBuffer<u8>) -> PyResult<()> {

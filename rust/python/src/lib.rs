@@ -6,6 +6,7 @@ mod buffers;
 mod decoder;
 mod encoder;
 mod errors;
+mod kv_budget;
 mod replay;
 mod reports;
 mod sample;
@@ -28,6 +29,8 @@ mod _core {
     use crate::encoder::{Encoder, EncoderLayer};
     #[pymodule_export]
     use crate::errors::{EmptyPrompt, HeldBusy, NeverFits, NoNewTokens, NotHeld, QueueFull, Rejected, TooLong};
+    #[pymodule_export]
+    use crate::kv_budget::KvBudget;
     #[pymodule_export]
     use crate::replay::{replay, step_times, what_if, workload};
     #[pymodule_export]

@@ -194,6 +194,20 @@ impl Scheduler {
         Ok(self.lock()?.core.unused_blocks())
     }
 
+    /// (held, kept, wanted): see `core::BlocksUsed`.
+    fn blocks_used(&self) -> PyResult<(u32, u32, u32)> {
+        let used = self.lock()?.core.blocks_used();
+        Ok((used.held, used.kept, used.wanted))
+    }
+
+    fn set_block_limit(&self, blocks: u32, now: core::Time) -> PyResult<u32> {
+        Ok(self.lock()?.core.set_block_limit(blocks, now))
+    }
+
+    fn take_given_back(&self) -> PyResult<Vec<u32>> {
+        Ok(self.lock()?.core.take_given_back().into_iter().map(|block| block.0).collect())
+    }
+
     fn set_priority(&self, seq: u64, priority: i32, now: core::Time) -> PyResult<bool> {
         Ok(self.lock()?.core.set_priority(core::SeqId::from_bits(seq), priority, now))
     }

@@ -53,7 +53,7 @@ fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
 }
 
 fn op(bytes: &mut Unstructured) -> Result<Op> {
-    Ok(match bytes.int_in_range(0..=26)? {
+    Ok(match bytes.int_in_range(0..=27)? {
         0..=3 => Op::Add {
             prompt: prompt(bytes)?,
             new: bytes.int_in_range(1..=12)?,
@@ -87,6 +87,7 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
         15 => Op::SetPriority(bytes.int_in_range(0..=30)?, bytes.int_in_range(-1..=1)?),
         16 => Op::Restore(prompt(bytes)?),
         17 => Op::ShareService { tenant: bytes.int_in_range(0..=3)?, us: *bytes.choose(&[1, 20, 300, u64::MAX])? },
+        18 => Op::SetBlockLimit(bytes.int_in_range(0..=40)?),
         _ => Op::Step { lag: *bytes.choose(&[0, 0, 1, 2])?, poison: None, lost: None },
     })
 }

@@ -115,3 +115,42 @@ fn unsharing_keeps_the_shared_block_for_its_other_holder() {
     pool.release(&mut first);
     pool.release(&mut second);
 }
+
+#[test]
+fn a_smaller_limit_gives_back_unused_blocks_then_the_oldest_cached_and_never_held_ones() {
+    let mut pool = BlockPool::new(9, 2, BlockHasher::new(0));
+    let mut first = cache(&mut pool, "", &[1, 2, 3, 4]); // blocks 1, 2
+    let mut second = cache(&mut pool, "", &[5, 6]); // block 3
+    let mut other = BlockTable::default();
+    assert!(pool.grow(&mut other, 1)); // block 4
+    pool.release(&mut first);
+    pool.release(&mut other);
+    assert_eq!((pool.backed(), pool.held(), pool.free(), pool.unused()), (4, 1, 7, 5));
+    pool.set_limit(2);
+    assert_eq!((pool.backed(), pool.held(), pool.free(), pool.unused()), (2, 1, 1, 0));
+    assert_eq!(pool.take_given_back(), [BlockId(4), BlockId(2)]);
+    assert_eq!(hits(&mut pool, "", &[1, 2, 3, 4]), [1], "the tail went first");
+    pool.set_limit(0);
+    assert_eq!((pool.backed(), pool.free(), pool.free_after(1)), (1, 0, 0));
+    assert!(!pool.grow(&mut other, 1));
+    pool.check(std::iter::once(&second));
+    pool.release(&mut second);
+    assert_eq!((pool.backed(), pool.take_given_back()), (0, vec![BlockId(1), BlockId(3)]));
+    pool.set_limit(100);
+    assert!(pool.grow(&mut other, 8) && !pool.grow(&mut second, 1));
+    pool.release(&mut other);
+    pool.check(std::iter::empty());
+}
+
+#[test]
+fn a_block_that_is_used_again_is_not_discarded() {
+    let mut pool = BlockPool::new(9, 2, BlockHasher::new(0));
+    let mut table = cache(&mut pool, "", &[1, 2, 3, 4, 5, 6]); // blocks 1, 2, 3
+    pool.set_limit(1);
+    pool.release(&mut table);
+    pool.set_limit(3);
+    assert!(pool.grow(&mut table, 1)); // the one given back last
+    assert_eq!(table.ids(), [BlockId(2)]);
+    assert_eq!(pool.take_given_back(), [BlockId(3)]);
+    pool.release(&mut table);
+}

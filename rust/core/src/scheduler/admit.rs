@@ -240,7 +240,12 @@ impl Scheduler {
 
     /// Blocks that stay free beside `running` sequences so that they can grow. A few sequences need less than the watermark.
     pub(super) fn headroom(&self, running: usize) -> usize {
-        (self.config.watermark as usize).min(GROWTH * running)
+        (self.config.watermark as usize).min(Self::growth(running))
+    }
+
+    /// Blocks by which `running` sequences are assumed to grow before others end.
+    pub(super) fn growth(running: usize) -> usize {
+        GROWTH * running
     }
 
     /// Number of blocks that a sequence gets at admission.

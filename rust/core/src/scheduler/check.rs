@@ -1,12 +1,11 @@
 //! The invariants that hold between any two calls.
 
 use super::Scheduler;
-use crate::config::{Batching, Reservation};
+use crate::config::Batching;
 use crate::phase::Phase;
 use crate::place::AwaitedBlock;
 use crate::policy::Policy;
 use crate::request::SeqId;
-use crate::reservation::Growth;
 use crate::sequence::{MAX_PREEMPTIONS, Sequence};
 
 impl Scheduler {
@@ -26,10 +25,8 @@ impl Scheduler {
         self.accounts.check(self.waiting.len(), running, all());
         let watched = all().filter(|seq| seq.times().check_at.is_some()).count();
         assert_eq!(watched, self.deadlines.len(), "deadlines watched");
-        if self.config.reservation == Reservation::MaxTokens {
-            let size = self.config.block_size;
-            let growth = |seq: &Sequence| Growth::of(seq, seq.blocks.held(), Reservation::MaxTokens, size).whole(size);
-            assert!(self.running_seqs().map(growth).sum::<usize>() <= self.kv.free(), "blocks that were reserved are gone");
+        if let Some(reserved) = self.reserved_blocks() {
+            assert!(reserved <= self.kv.free(), "blocks that were reserved are gone");
         }
         if self.config.batching == Batching::Continuous {
             assert_eq!(self.waiting.batch_remaining(), 0);

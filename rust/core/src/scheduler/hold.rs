@@ -103,7 +103,7 @@ impl Scheduler {
 
     /// Evicts held sequences until `blocks` are free. Evicts none if that cannot be enough. Returns whether as many are free.
     pub(super) fn evict_held(&mut self, blocks: usize) -> bool {
-        if self.kv.free() + self.held.blocks() < blocks {
+        if self.kv.free_after(self.held.blocks()) < blocks {
             return false;
         }
         while self.kv.free() < blocks && self.evict_one_held() {}

@@ -12,6 +12,7 @@ mod explain;
 mod fill;
 mod finish;
 mod hold;
+mod limit;
 mod preempt;
 mod prefill;
 mod reorder;

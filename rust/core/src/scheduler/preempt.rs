@@ -266,7 +266,7 @@ impl Scheduler {
         let free_slots = self.running.free_slots() + more.slots;
         let running = self.config.max_seqs as usize - free_slots;
         let taken = reserved.blocks + need.min(running) + self.headroom(running + reserved.slots);
-        let free = (self.kv.free() + more.blocks).saturating_sub(taken);
+        let free = self.kv.free_after(more.blocks).saturating_sub(taken);
         free_slots > reserved.slots && free >= blocks
     }
 

@@ -12,8 +12,7 @@ impl Scheduler {
     /// The current occupancy. O(1), so it can be read at every step.
     pub fn occupancy(&self) -> Occupancy {
         let waiting = self.waiting.len() + self.waiting.kinds().on_parent;
-        let blocks = self.config.usable_blocks() as usize - self.kv.free();
-        Occupancy { running: self.seqs.len() - waiting, waiting, blocks }
+        Occupancy { running: self.seqs.len() - waiting, waiting, blocks: self.kv.held() }
     }
 
     /// Number of block names computed and looked up so far. It is the same on every machine.
@@ -36,7 +35,7 @@ impl Scheduler {
             waiting: waiting - swapped,
             swapped,
             slots: self.config.max_seqs as usize,
-            total_blocks: self.config.usable_blocks() as usize,
+            total_blocks: self.kv.limit(),
             free_blocks: self.kv.free(),
             used_tokens,
             held_slots,
@@ -112,7 +111,7 @@ impl Scheduler {
         let part = |some: u32, all: u32| f64::from(some) / f64::from(all.max(1));
         let occupancy = self.occupancy();
         part(occupancy.running as u32, self.config.max_seqs)
-            .max(part(occupancy.blocks as u32, self.config.usable_blocks()))
+            .max(part(occupancy.blocks as u32, self.kv.limit() as u32))
             .max(part(load.tokens(), self.config.max_tokens))
             .min(1.0)
     }

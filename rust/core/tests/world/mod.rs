@@ -59,6 +59,8 @@ pub(crate) enum Op {
         tenant: u8,
         us: u64,
     },
+    /// Changes the number of blocks that may have memory, and discards what is given back.
+    SetBlockLimit(u32),
     /// Advances the clock.
     Wait(u64),
     Draft {
@@ -230,6 +232,7 @@ impl World {
 
     pub(crate) fn apply(&mut self, op: Op) {
         self.now += 1;
+        let held = self.scheduler.occupancy().blocks;
         match op {
             Op::Add { mut prompt, new, stop, salt, forks, priority, tier, tenant, patience, predicted, ago, resumed } => {
                 let came = self.now.saturating_sub(ago);
@@ -299,6 +302,7 @@ impl World {
                 assert!(told.is_empty() || matches!(self.scheduler.config().policy, Policy::Fair | Policy::Vtc));
                 assert_eq!(self.scheduler.take_service(), [], "told twice");
             }
+            Op::SetBlockLimit(blocks) => self.set_block_limit(blocks),
             Op::Wait(time) => self.now += time,
             Op::Abort(which) => {
                 let Some(tag) = self.pick(which) else { return };
@@ -323,6 +327,26 @@ impl World {
         }
         self.scheduler.check();
         self.check_stored();
+        let now_held = self.scheduler.occupancy().blocks;
+        assert!(now_held <= held.max(self.scheduler.stats().total_blocks), "blocks were given beyond the limit");
+    }
+
+    /// Sets the limit of blocks. It is never below the least that can serve every request, nor above all blocks.
+    fn set_block_limit(&mut self, blocks: u32) {
+        let config = *self.scheduler.config();
+        let limit = self.scheduler.set_block_limit(blocks, self.now);
+        assert_eq!(limit as usize, self.scheduler.stats().total_blocks);
+        assert!((config.least_blocks()..=config.usable_blocks()).contains(&limit));
+        assert!(
+            limit == blocks
+                || !(config.least_blocks()..=config.usable_blocks()).contains(&blocks)
+                || config.reservation == Reservation::MaxTokens
+        );
+        for id in self.scheduler.take_given_back() {
+            let size = config.block_size as usize;
+            self.cache[id.0 as usize * size..][..size].fill(POISON);
+        }
+        assert_eq!(self.scheduler.take_given_back(), []);
     }
 
     /// Writes the cells of restored blocks. All stored blocks have the right cells, and no other block is lost.

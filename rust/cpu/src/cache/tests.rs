@@ -156,3 +156,24 @@ fn memory_is_refused_with_an_error_and_taken_only_when_written() {
         assert!(after < before + (1 << 29) / 4096, "{before} pages, then {after}");
     }
 }
+
+#[test]
+fn discarded_blocks_lose_their_memory_and_others_keep_their_content() {
+    // A block has 3 heads in 12,672 bytes of a layer, so that memory pages are shared by neighbours.
+    let shape = KvShape { layers: 2, blocks: 40, kv_heads: 3, block_size: 16, head_dim: 32 };
+    let mut cache = KvCache::new(shape, KvDType::F32, 0).expect("little memory");
+    let content = |block: u32| vec![block as u8 + 1; KvCache::bytes_per_block(shape, KvDType::F32)];
+    (0..40).for_each(|block| cache.write(block, &content(block)));
+    cache.discard(&[30, 7, 5, 6, 9, 8]);
+    for block in (0..40).filter(|block| ![5, 6, 7, 8, 9, 30].contains(block)) {
+        assert_eq!(cache.read(block), content(block), "block {block}");
+    }
+    let rest = |cache: &KvCache, block| cache.read(block).into_iter().filter(|&byte| byte != 0).count();
+    if cfg!(target_os = "linux") {
+        assert_eq!(rest(&cache, 7), 0, "within a run");
+        assert!(rest(&cache, 30) <= content(30).len() - 2 * 4096, "alone");
+    }
+    cache.discard(&[]);
+    cache.write(7, &content(7));
+    assert_eq!(cache.read(7), content(7));
+}
