@@ -355,7 +355,8 @@ class EngineConfig:
     num_kv_blocks: int | None = _flag(None, "blocks in the KV cache (default: fitted to memory)", _size, group="cache")
     kv_cache_memory_bytes: int | None = _flag(
         None,
-        "memory for the KV cache, on a CPU that of all models (default: a quarter of what is available, on a CUDA device what --gpu-memory-utilization leaves)",
+        "memory for the KV cache, on a CPU of all models (default: a quarter of what is available, on a CUDA device what "
+        "--gpu-memory-utilization leaves)",
         _size,
         group="cache",
     )

@@ -104,6 +104,7 @@ class FakeRunner:
     has_logprobs = True
     generates = True
     pooling = None
+    kv_blocks = None
     decisions = (("threads", "2", "why not"),)
     overlaps = False
     buffers = (SimpleNamespace(arrays=dict, sample_slots=np.zeros(1, dtype=np.int32)),)
