@@ -230,7 +230,7 @@ class EngineConfig:
     enforce_eager: bool = _flag(
         False, "launch each step's kernels one by one, without CUDA graphs: slower, but quicker to start, and in less memory", group="model"
     )
-    enable_lora: bool = _flag(False, "allow LoRA adapters, which are computed by the CPU kernels; requests choose one each", group="model")
+    enable_lora: bool = _flag(False, "allow LoRA adapters; requests choose one each", group="model")
     lora_modules: Mapping[str, str] | None = _flag(
         None,
         "adapters to load at start, in peft's format: each has a name and a directory",

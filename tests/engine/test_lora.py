@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import adapters
@@ -12,8 +14,11 @@ import tiny_models
 import torch
 
 from chairlift import LLM, SamplingParams
+from chairlift.engine import loop
 from chairlift.engine.loop import Engine
-from chairlift.errors import InvalidRequest, InvalidSetting, UnsupportedModel
+from chairlift.errors import InvalidRequest, InvalidSetting, OutOfMemory, UnsupportedModel
+from chairlift.runner.build import build_runner
+from chairlift.runner.torch_backend import TorchBackend
 
 PROMPTS = [np.random.default_rng(length).integers(8, 199, length).tolist() for length in (5, 40, 17, 33, 64, 9)]
 ROOMY = {"num_kv_blocks": 200, "block_size": 8, "max_model_len": 128, "threads": 2}
@@ -57,6 +62,7 @@ def merge(model: torch.nn.Module, tensors: dict[str, np.ndarray], scale: float) 
             weights[f"{place}.weight"].data += torch.from_numpy(delta).float()
 
 
+@pytest.mark.parametrize("runner", ["rust", "torch"])
 @pytest.mark.parametrize(
     ("family", "modules", "rslora"),
     [
@@ -68,11 +74,15 @@ def merge(model: torch.nn.Module, tensors: dict[str, np.ndarray], scale: float) 
     ],
 )
 @torch.inference_mode()
-def test_answers_are_those_of_merged_weights(tmp_path: Path, byte_model: Path, family: str, modules: tuple[str, ...], rslora: bool) -> None:
+def test_answers_are_those_of_merged_weights(
+    tmp_path: Path, byte_model: Path, family: str, modules: tuple[str, ...], rslora: bool, runner: str
+) -> None:
+    if family == "granite" and runner == "torch":
+        family = "gemma3"  # torch has no code for the other
     model = make(tmp_path / "base", byte_model, family)
     tensors = adapters.matrices(tmp_path / "base", rank=5, modules=modules)
     path = adapters.write(tmp_path / "adapter", tensors, rank=5, alpha=3, use_rslora=rslora)
-    with LLM(tmp_path / "base", enable_lora=True, lora_modules={"a": str(path)}, **ROOMY) as llm:
+    with LLM(tmp_path / "base", enable_lora=True, lora_modules={"a": str(path)}, runner=runner, **ROOMY) as llm:
         found = llm.generate(PROMPTS[:4], greedy("a", prompt_logprobs=0))
         plain = llm.generate(PROMPTS[:4], greedy())
     merge(model, tensors, 3 / math.sqrt(5) if rslora else 3 / 5)
@@ -106,6 +116,37 @@ def test_an_answer_has_the_same_bits_alone_and_in_any_mix(base: Path, paths: dic
             assert (found.token_ids, found.logprobs) == (one.token_ids, one.logprobs)
 
 
+@pytest.mark.parametrize("overlaps", [None, True, False])
+def test_an_answer_in_torch_is_that_of_its_own_run_in_any_mix(
+    base: Path, paths: dict[str, str], overlaps: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`overlaps` makes steps as on a device: sampled there, and two in flight."""
+    if overlaps is not None:
+        backend = partial(TorchBackend, overlaps=overlaps)
+        monkeypatch.setattr(loop, "_build_runner", lambda config, path, eos, on_phase: build_runner(config, path, on_phase, backend))
+    rng, names = np.random.default_rng(2), [None, "a", "b"]
+    prompts = [rng.integers(8, 199, rng.integers(1, 60)).tolist() for _ in range(24)]
+    params = [greedy(names[i % 3], max_tokens=1 + i % 9) for i in range(24)]
+    tight = {**ROOMY, "num_kv_blocks": 20, "max_num_seqs": 8, "max_num_batched_tokens": 37, "swap_space": 1 << 20}
+    modules = {name: paths[name] for name in "ab"}
+    with LLM(base, runner="torch", enable_lora=True, lora_modules=modules, **ROOMY) as llm:
+        alone = [llm.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    for settings in (ROOMY, tight):
+        with LLM(base, runner="torch", enable_lora=True, lora_modules=modules, **settings) as llm:
+            mixed = llm.generate(prompts, params)
+            assert settings is ROOMY or sum(output.preemptions for output in mixed) > 0
+        for one, found in zip(alone, mixed, strict=True):
+            assert found.token_ids == one.token_ids
+            values = [[line.logprob for line in output.logprobs] for output in (found, one)]
+            assert np.abs(np.subtract(*values)).max() < 1e-4
+    # Without an adapter the answer is the base's.
+    with LLM(base, runner="torch", **ROOMY) as llm:
+        plain = llm.generate(prompts[::3], [replace(one, lora=None) for one in params[::3]])
+        assert [output.token_ids for output in plain] == [output.token_ids for output in alone[::3]]
+        other = llm.generate(prompts[1::3], [replace(one, lora=None) for one in params[1::3]])
+        assert [output.token_ids for output in other] != [output.token_ids for output in alone[1::3]]
+
+
 def test_each_choice_of_a_request_has_its_adapter(llm: LLM) -> None:
     params = greedy("b", n=3, temperature=1.0, seed=5)
     outputs = llm.generate([PROMPTS[1]], params)
@@ -114,13 +155,14 @@ def test_each_choice_of_a_request_has_its_adapter(llm: LLM) -> None:
     assert [output.token_ids for output in again[3:]] != [output.token_ids for output in outputs]
 
 
-def test_kv_is_shared_within_an_adapter_only_and_never_stale(tmp_path: Path, base: Path) -> None:
+@pytest.mark.parametrize("runner", ["rust", "torch"])
+def test_kv_is_shared_within_an_adapter_only_and_never_stale(tmp_path: Path, base: Path, runner: str) -> None:
     def reload(name: str, path: Path) -> None:
         llm.unload_lora_adapter(name)
         llm.load_lora_adapter(name, path)
 
     one, two = (adapters.random(tmp_path / name, base, seed) for seed, name in enumerate(("one", "two")))
-    with LLM(base, enable_lora=True, lora_modules={"a": str(one)}, **ROOMY) as llm:
+    with LLM(base, enable_lora=True, lora_modules={"a": str(one)}, runner=runner, **ROOMY) as llm:
         llm.load_lora_adapter("same", one)
 
         def run(lora: str | None) -> tuple[int, list[int]]:
@@ -178,7 +220,7 @@ def test_misuse_is_refused(base: Path, llm: LLM, byte_model: Path, tmp_path: Pat
         LLM(base, lora_modules=paths)
     with pytest.raises(InvalidSetting, match="lora_modules: expected a dict"):
         LLM(base, enable_lora=True, lora_modules={"a": Path("x")})
-    for settings in ({"runner": "torch"}, {"load_format": "none"}):
+    for settings in ({"tensor_parallel_size": 2}, {"load_format": "none"}):
         with pytest.raises(InvalidSetting, match="--enable-lora: "):
             LLM(base, enable_lora=True, **settings)
     with LLM(base, **ROOMY) as plain:
@@ -187,6 +229,22 @@ def test_misuse_is_refused(base: Path, llm: LLM, byte_model: Path, tmp_path: Pat
         with pytest.raises(InvalidRequest, match="adapters are off"):
             plain.load_lora_adapter("a", paths["a"])
     assert isinstance(llm.engine, Engine)
+
+
+def test_an_adapter_for_which_a_device_lacks_memory_is_refused(base: Path, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. If reserved but unallocated memory is large")
+
+    with LLM(base, runner="torch", enable_lora=True, **ROOMY) as llm:
+        adapter = llm.engine.read_adapter(paths["a"])
+        with monkeypatch.context() as patch:
+            patch.setattr("chairlift.runner.torch_adapters.LowRankUpdate", full)
+            with pytest.raises(OutOfMemory, match=r"no memory for the adapter: unload others, .* Tried to allocate 2.00 MiB.$"):
+                llm.engine.load_adapter("a", adapter)
+        with pytest.raises(InvalidRequest, match=r"no adapter is named 'a', none is loaded$"):
+            llm.generate(PROMPTS[:1], greedy("a"))
+        llm.load_lora_adapter("a", paths["a"])
+        assert len(llm.generate(PROMPTS[:1], greedy("a"))[0].token_ids) == 10
 
 
 def test_a_model_with_fused_projections_has_no_adapters(tmp_path: Path, byte_model: Path, paths: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ import copy
 from functools import partial
 from pathlib import Path
 
+import adapters
 import numpy as np
 import pytest
 import tiny_models
@@ -141,6 +142,21 @@ def test_answers_are_the_same_with_graphs_and_without(seed, long, tokens, penali
         # The pass, the plain and the truncated sample of each size, all of them at the start.
         assert emulator.records == 3 * len(runner.graphs)
         assert emulator.replays > 15
+
+
+def test_steps_with_adapters_run_without_graphs_and_others_with_them(make, directory, tmp_path):
+    modules = {name: str(adapters.random(tmp_path / name, directory, seed)) for seed, name in enumerate("ab")}
+    random = np.random.default_rng(3)
+    prompts = [random.integers(0, VOCABULARY, 6).tolist() for _ in range(3)]
+    # The last one runs on when those with adapters have ended.
+    ends = {"a": 4, "b": 7, None: 15}
+    params = [SamplingParams(max_tokens=end, temperature=0.0, logprobs=1, lora=name, ignore_eos=True) for name, end in ends.items()]
+    expected = answers(make(None, False, enable_lora=True, lora_modules=modules), prompts, params)
+    for overlaps in (False, True):
+        emulator = Emulator()
+        same(answers(make(emulator, overlaps, enable_lora=True, lora_modules=modules), prompts, params), expected)
+        # A pass and a sample of each of the about 8 last steps.
+        assert 10 <= emulator.replays <= 20
 
 
 class Unwilling(Emulator):

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+from tiny_transformers import configure
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import load_shape
+from chairlift.models.transformers_config import TransformersConfig
 from chairlift.runner.build import build_runner, choose_backend
 from chairlift.runner.rust_backend import RustBackend
 from chairlift.runner.torch_backend import TorchBackend
@@ -37,6 +39,21 @@ def test_a_cpu_uses_the_rust_kernels_unless_the_settings_need_torch(directory, s
 def test_the_rust_kernels_are_refused_where_they_cannot_run(directory, settings):
     with pytest.raises(InvalidSetting, match=r"--runner rust computes LlamaForCausalLM, .* in one process on a CPU: use --device cpu, or"):
         choose_backend(EngineConfig(**{"device": "cpu", "runner": "rust"} | settings), load_shape(directory))
+
+
+@pytest.mark.parametrize(
+    ("settings", "backend"), [({}, RustBackend), ({"runner": "torch"}, TorchBackend), ({"device": "cuda"}, TorchBackend)]
+)
+def test_adapters_are_allowed_in_rust_and_in_torch(directory, settings, backend):
+    assert choose_backend(EngineConfig(**{"device": "cpu", "enable_lora": True} | settings), load_shape(directory)) is backend
+
+
+def test_adapters_are_refused_in_several_processes_and_in_transformers_code(directory):
+    with pytest.raises(InvalidSetting, match=r"^--enable-lora: adapters are computed in one process, not with --tensor-parallel-size 2$"):
+        choose_backend(EngineConfig(device="cpu", enable_lora=True, tensor_parallel_size=2), load_shape(directory))
+    other = TransformersConfig.of(configure("olmo2"), "a test")
+    with pytest.raises(InvalidSetting, match=r"^--enable-lora: transformers' code computes Olmo2ForCausalLM; adapters need one of Llama"):
+        choose_backend(EngineConfig(device="cpu", enable_lora=True), other)
 
 
 @pytest.mark.parametrize(("runner", "code"), [("rust", "LlamaForCausalLM, in Rust"), ("torch", "LlamaForCausalLM, in torch")])

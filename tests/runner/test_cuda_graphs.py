@@ -77,7 +77,7 @@ def test_all_of_sampling_and_a_copy_are_compiled_at_the_start(tmp_path, monkeypa
     monkeypatch.setattr(sampler, "sample", lambda *given: variants.append(given[-1]) or sample(*given))
     monkeypatch.setattr(sampler, "score_rows", lambda *given: scored.append(given[2].dtype) or score(*given))
     run, tokens = runner.model.run, []
-    monkeypatch.setattr(runner.model, "run", lambda step, count, plan: tokens.append(count) or run(step, count, plan))
+    monkeypatch.setattr(runner.model, "run", lambda step, count, *rest: tokens.append(count) or run(step, count, *rest))
     warm_up.warm_up(runner)
     # Products with quantised weights have kernels for up to 16, 32 and 64 rows, and for more.
     assert tokens == [16, 1, 32, 64, 65, 2]

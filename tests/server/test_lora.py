@@ -21,9 +21,10 @@ def base(tmp_path_factory: pytest.TempPathFactory, byte_model: Path) -> Path:
     return directory
 
 
-def test_an_adapter_is_served_under_its_name_loaded_unloaded_and_kept_over_a_restart(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("runner", ["rust", "torch"])
+def test_an_adapter_is_served_under_its_name_loaded_unloaded_and_kept_over_a_restart(base: Path, tmp_path: Path, runner: str) -> None:
     a, b = (adapters.random(tmp_path / name, base, seed) for seed, name in enumerate("ab"))
-    flags = ["--enable-lora", "--lora-modules", f"a={a}", "--num-kv-blocks", "60", "--device", "cpu"]
+    flags = ["--enable-lora", "--lora-modules", f"a={a}", "--num-kv-blocks", "60", "--device", "cpu", "--runner", runner]
     with served("--model", str(base), *flags, script=chairlift.__main__.__file__, load_format="auto") as server:
 
         def text(model: str) -> str:

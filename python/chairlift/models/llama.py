@@ -14,6 +14,7 @@ from chairlift.errors import UnsupportedModel
 from chairlift.layers.activation import act_mul
 from chairlift.layers.attention import AttentionPlan, Scales, paged_attention
 from chairlift.layers.linear import Activations, Linear, Weight, quantise, stack
+from chairlift.layers.lora import AdapterRows, adapted
 from chairlift.layers.norm import add_rms_norm, rms_norm
 from chairlift.layers.rope import rope_write, rotations
 from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
@@ -47,6 +48,8 @@ class ForwardBatch:
     input_ids: torch.Tensor
     positions: torch.Tensor
     attention: AttentionPlan
+    adapters: AdapterRows | None = None
+    """The rows that have LoRA adapters, which only a `Llama` can have."""
 
 
 class Llama:
@@ -93,10 +96,14 @@ class Llama:
         rotation = {rope: rotations(batch.positions, frequencies) for rope, frequencies in self.frequencies.items()}
         x: Activations = rms_norm(residual, self.norm, self.eps, rounds=self.layers[0].qkv.rounds_activations)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x = layer.forward(x, residual, rotation[layer.rope], layer_cache, batch.attention)
+            x = layer.forward(x, residual, rotation[layer.rope], layer_cache, batch.attention, batch.adapters)
         # No `next_rounds` is set in the last layer.
         assert isinstance(x, torch.Tensor)
         return x
+
+    def projections(self, layer: int) -> dict[str, tuple[Linear, slice]]:
+        """Each projection of a layer, by its name in a checkpoint: the merged layer, and its columns of that layer's output."""
+        return self.layers[layer].projections()
 
     def logits(self, hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Logits at token positions `at` [N] of a batch's hidden states; returns [N, vocabulary]."""
@@ -125,6 +132,7 @@ class _Layer:
         hidden, inner = config.hidden_size, config.intermediate_size
         queries, kv = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         prefix = f"model.layers.{index}."
+        self._merged: dict[Linear, dict[str, int]] = {}
 
         def merged(outs: dict[str, int], width: int, bias: bool) -> Linear:
             """One Linear for several projections of the same input."""
@@ -135,7 +143,10 @@ class _Layer:
                 raise UnsupportedModel(f"{', '.join(f'{prefix}{name}' for name in outs)}: {error}") from None
             if quantization and isinstance(weight, torch.Tensor):
                 weight = quantise(weight, quantization)
-            return Linear(weight, torch.cat(biases) if biases else None, rounds_activations=rounds_activations or quantization == "fp8")
+            rounds = rounds_activations or quantization == "fp8"
+            linear = Linear(weight, torch.cat(biases) if biases else None, rounds_activations=rounds)
+            self._merged[linear] = outs
+            return linear
 
         def norm(name: str) -> torch.Tensor:
             return _norm(config, weights, f"{prefix}{name}.weight")
@@ -155,6 +166,16 @@ class _Layer:
         self.next_rounds = False
         """Whether the next layer's first product rounds its input."""
 
+    def projections(self) -> dict[str, tuple[Linear, slice]]:
+        """Each projection's layer, by its name in a checkpoint, and its columns of the layer's output."""
+        found = {}
+        for linear, outs in self._merged.items():
+            start = 0
+            for name, size in outs.items():
+                found[name.partition(".")[2]] = linear, slice(start, start + size)
+                start += size
+        return found
+
     def forward(
         self,
         x: Activations,
@@ -162,19 +183,20 @@ class _Layer:
         rotation: tuple[torch.Tensor, torch.Tensor],
         cache: LayerCache,
         plan: AttentionPlan,
+        adapters: AdapterRows | None,
     ) -> Activations:
         """Adds this layer's output for the normalised input x to `residual` [T, hidden]; returns the next layer's normalised input."""
         keys, values = cache
-        qkv = self.qkv(x).view(len(residual), -1, self.head_dim)
+        qkv = adapted(self.qkv, x, adapters).view(len(residual), -1, self.head_dim)
         # Keys and values are written before attention, which reads this step's keys from the cache.
         scales = self.scales if keys.dtype == torch.float8_e4m3fn else None
         query = rope_write(qkv, rotation, keys, values, plan, norms=self.qk_norms, eps=self.eps, scales=scales)
         mixed = paged_attention(query, keys, values, plan, window=self.window, scale=self.scale, softcap=self.softcap, scales=scales)
-        mixed = self.group.all_reduce(self.output(mixed.flatten(1)))
+        mixed = self.group.all_reduce(adapted(self.output, mixed.flatten(1), adapters))
         # A kernel whose result only a product in fp8 reads rounds it.
         x = add_rms_norm(mixed, residual, self.norm, self.eps, inner=self.attention_norm, rounds=self.gate_up.rounds_activations)
-        x = act_mul(self.gate_up(x), self.activation, rounds=self.down.rounds_activations)
-        summed = self.group.all_reduce(self.down(x))
+        x = act_mul(adapted(self.gate_up, x, adapters), self.activation, rounds=self.down.rounds_activations)
+        summed = self.group.all_reduce(adapted(self.down, x, adapters))
         return add_rms_norm(summed, residual, self.next_norm, self.eps, inner=self.mlp_norm, rounds=self.next_rounds)
 
 

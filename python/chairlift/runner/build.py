@@ -137,8 +137,12 @@ def choose_backend(config: EngineConfig, model: ModelShape) -> BackendMaker:
     in_rust = config.device == "cpu" and config.tensor_parallel_size == 1 and isinstance(model, ModelConfig)
     if in_rust and config.runner != "torch":
         return RustBackend
-    if config.enable_lora:
-        raise InvalidSetting(f"--enable-lora: only the CPU kernels have adapters, which compute {', '.join(FAMILIES)} in one process")
+    if config.enable_lora and config.tensor_parallel_size > 1:
+        raise InvalidSetting(
+            f"--enable-lora: adapters are computed in one process, not with --tensor-parallel-size {config.tensor_parallel_size}"
+        )
+    if config.enable_lora and not isinstance(model, ModelConfig):
+        raise InvalidSetting(f"--enable-lora: transformers' code computes {model.architecture}; adapters need one of {', '.join(FAMILIES)}")
     if config.cpu_isa != "auto":
         raise InvalidSetting(f"--cpu-isa {config.cpu_isa}: torch computes this model here, not the CPU kernels")
     if config.cpu_math != "exact":

@@ -33,7 +33,7 @@ class ModelExecutor(ABC):
 
     batch_invariant: bool
     adapters: AdapterStore | None = None
-    """The LoRA adapters, of a model in Rust."""
+    """The LoRA adapters; None if the model cannot have any."""
 
     @abstractmethod
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:

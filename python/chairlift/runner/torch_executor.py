@@ -15,6 +15,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.attention import AttentionPlan, plan_attention
 from chairlift.layers.device_attention import DevicePlan
+from chairlift.layers.lora import AdapterRows
 from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
 from chairlift.models.config import ModelConfig
 from chairlift.models.llama import ForwardBatch, LayerCache, Llama, kv_scales
@@ -26,6 +27,7 @@ from chairlift.runner.executor import ModelExecutor
 from chairlift.runner.memory.kv_cache import KvCache
 from chairlift.runner.memory.precision import EIGHT_BITS, Precision
 from chairlift.runner.tensor_parallel.shards import Shards
+from chairlift.runner.torch_adapters import TorchAdapters
 from chairlift.runner.torch_weights import TorchDummyWeights, open_torch_weights
 from chairlift.runner.weights import DummyWeights
 
@@ -38,6 +40,8 @@ class DeviceExecutor(ModelExecutor):
     """
 
     device: torch.device
+    adapters: TorchAdapters | None = None
+    """The LoRA adapters, of our own layers in one process."""
 
     def make_buffers(self, count: int, max_tokens: int, max_seqs: int, max_blocks: int, copy_stream: CopyStream) -> list[StepBuffers]:
         """Allocates `count` step buffers and the arrays on the device into which they are loaded."""
@@ -83,8 +87,16 @@ class TorchExecutor(DeviceExecutor):
     hidden: torch.Tensor
     """The last step's hidden states."""
 
-    def __init__(self, network: Network, specs: Sequence[KvSpec], kv: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        network: Network,
+        specs: Sequence[KvSpec],
+        kv: torch.dtype,
+        device: torch.device,
+        adapters: TorchAdapters | None = None,
+    ) -> None:
         self.network, self.specs, self.kv, self.device = network, specs, kv, device
+        self.adapters = adapters
         self.windows = frozenset(spec.window for spec in specs)
         self.in_kernels = device.type == "cuda"
         """Whether attention runs in our GPU kernels, which graphs can capture. Tests interpret them on a CPU."""
@@ -98,16 +110,19 @@ class TorchExecutor(DeviceExecutor):
         device = torch.device(config.device)
         dtype: torch.dtype = getattr(torch, precision.compute)
         network: Network
+        adapters = None
         if isinstance(model, ModelConfig):
             weights = open_torch_weights(config, directory, dtype, device, 1 - model.norm_offset, model.scheme)
             quantization = precision.quantization if precision.quantization in EIGHT_BITS else None
             network = Llama(
                 model, weights if group.size == 1 else Shards(weights, group), group, quantization, precision.rounds_activations
             )
+            if group.size == 1:
+                adapters = TorchAdapters(network, model, device)
             weights.weights.finish(model)
         else:
             network = _from_transformers(config, directory, model, dtype, device)
-        return cls(network, model.kv_specs, torch.float8_e4m3fn if precision.kv == "fp8" else dtype, device)
+        return cls(network, model.kv_specs, torch.float8_e4m3fn if precision.kv == "fp8" else dtype, device, adapters)
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
@@ -127,13 +142,14 @@ class TorchExecutor(DeviceExecutor):
     @torch.inference_mode()
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
         """Runs the loaded step."""
-        self.run(buffers.on_device, num_tokens, self._plan(buffers, num_tokens, num_seqs))
+        adapters = None if self.adapters is None else self.adapters.rows(buffers, num_seqs)
+        self.run(buffers.on_device, num_tokens, self._plan(buffers, num_tokens, num_seqs), adapters)
 
     @torch.inference_mode()
-    def run(self, step: DeviceBuffers, num_tokens: int, attention: AttentionPlan) -> None:
+    def run(self, step: DeviceBuffers, num_tokens: int, attention: AttentionPlan, adapters: AdapterRows | None = None) -> None:
         """Runs the step from the arrays on the device, where the previous step's tokens are known."""
         input_ids, positions = step.input_ids[:num_tokens], step.positions[:num_tokens]
-        self.hidden = self.network.forward(ForwardBatch(input_ids, positions, attention), self.cache.layers)
+        self.hidden = self.network.forward(ForwardBatch(input_ids, positions, attention, adapters), self.cache.layers)
 
     @torch.inference_mode()
     def logits(self, at: np.ndarray) -> torch.Tensor:

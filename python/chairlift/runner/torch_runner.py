@@ -97,7 +97,10 @@ class TorchRunner(ModelRunner):
         return (Decision("CUDA graphs", value, "decode steps are launched in one call"),)
 
     def _forward(self, buffers: StepBuffers, sizes: StepSizes) -> Launched:
-        graph = smallest_graph(self.graphs, sizes.tokens, sizes.seqs)
+        # Graphs are captured without adapters: a step that has any is launched without a graph.
+        adapters = self.model.adapters
+        has_adapters = adapters is not None and adapters.in_step(buffers, sizes.seqs)
+        graph = None if has_adapters else smallest_graph(self.graphs, sizes.tokens, sizes.seqs)
         if graph is not None:
             logits = graph.launch(buffers.index, sizes)
             return Launched(buffers.index, logits, *self._score_prompts(buffers, sizes.seqs), graph)

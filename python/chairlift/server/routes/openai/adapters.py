@@ -6,7 +6,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.errors import InvalidRequest, InvalidSetting, UnsupportedModel
+from chairlift.errors import InvalidRequest, InvalidSetting, OutOfMemory, UnsupportedModel
 from chairlift.server.errors import ApiError
 from chairlift.server.http.responses import Json
 from chairlift.server.service import service_of
@@ -23,6 +23,8 @@ async def load(request: Request) -> Response:
         await model.engine.load_lora_adapter(name, path)
     except (InvalidSetting, UnsupportedModel) as error:
         raise ApiError(400, str(error), param="lora_path") from None
+    except OutOfMemory as error:
+        raise ApiError(503, str(error)) from None
     return Json({"status": "loaded", "lora_name": name})
 
 
