@@ -30,6 +30,7 @@ __all__ = [
     "Outputs",
     "QueueFull",
     "Rejected",
+    "Router",
     "Scheduler",
     "StepBuffers",
     "StepPlan",
@@ -88,6 +89,25 @@ class NeverFits(Rejected):
 
 class QueueFull(Rejected):
     """The queue is full. `args` are the message and the microseconds after which to retry."""
+
+@final
+class Router:
+    """Chooses one of a model's engines for each request. It assumes that an engine has the blocks that it was sent last."""
+
+    def __new__(cls, routing: str, cached_tokens: int) -> Router:
+        """`routing` is a name of --routing, and the engines' caches have `cached_tokens` in total. Raises ValueError."""
+
+    def choose(
+        self, engines: Sequence[tuple[int, int, int, float]], prompt: Sequence[int], salt: bytes, session: bytes | None = None
+    ) -> tuple[int, int]:
+        """Returns the index of the chosen engine, and how many tokens of the prompt it is expected to have.
+
+        An engine is its number, its requests, the microseconds until it starts another prompt, and those for each prompt token. Only
+        prompts of equal `salt` share prefixes. Requests of a session stay with one engine while its load allows it.
+        """
+
+    def forget(self, engine: int) -> None:
+        """Forgets what an engine that has ended was sent, by its number."""
 
 @final
 class Arbiter:

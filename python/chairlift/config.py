@@ -576,6 +576,13 @@ class ServerConfig:
         metavar="N",
         group="server",
     )
+    routing: str = _flag(
+        "predicted",
+        "which of several engines gets a request: 'predicted', the one that should compute the prompt first, by its load, speed and cached "
+        "prefixes; 'lmetric', 'prefix-aware', 'least-loaded' and 'round-robin' are simpler rules (docs/fleet.md)",
+        choices=("predicted", "lmetric", "prefix-aware", "least-loaded", "round-robin"),
+        group="server",
+    )
     engine_listen: tuple[str, int] | None = _flag(
         None,
         "where engines of other machines join ('chairlift join'); their traffic is authenticated, not encrypted: use a private network",

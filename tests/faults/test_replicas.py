@@ -13,7 +13,26 @@ from served import Served, served, until
 
 pytestmark = pytest.mark.slow
 
-FLAGS = ("--replicas", "2", "--max-num-seqs", "12", "--num-kv-blocks", "200", "--threads", "1", "--served-model-name", "tiny")
+FLAGS = (
+    "--replicas",
+    "2",
+    "--routing",
+    "round-robin",
+    "--max-num-seqs",
+    "12",
+    "--num-kv-blocks",
+    "200",
+    "--threads",
+    "1",
+    "--served-model-name",
+    "tiny",
+)
+
+
+def steps(server: Served) -> list[float]:
+    """The steps that each engine has taken."""
+    lines = server.http.get("/metrics").text.splitlines()
+    return [float(line.rpartition(" ")[2]) for line in lines if line.startswith("chairlift_engine_steps_total")]
 
 
 def states(server: Served) -> list[str]:
@@ -52,6 +71,16 @@ def test_an_engine_that_hangs_does_not_hang_the_other(server: Served) -> None:
         assert [one.result() for one in [threads.submit(ask, server, path, body) for _ in range(2)]] == [expected] * 2
     assert server.log().count("lost its engine") == lost + 1
     assert "the engine's process was stopped by a signal: killing its process" in server.log()
+
+
+def test_requests_of_a_session_go_to_one_engine(server: Served) -> None:
+    until(lambda: states(server) == ["ready", "ready"])
+    for session, engines in (("mine", 1), (None, 2)):
+        before = steps(server)
+        for number in range(4):
+            headers = {} if session is None else {"x-session-id": session}
+            assert server.http.post("/v1/completions", json={**PROMPT, "prompt": f"{number} lifts"}, headers=headers).status_code == 200
+        until(lambda before=before, engines=engines: sum(now > then for now, then in zip(steps(server), before, strict=True)) == engines)
 
 
 def test_a_rolling_restart_under_load_fails_no_request(server: Served) -> None:

@@ -153,7 +153,13 @@ async def _serve(
     else:
         processes = local_processes(loading, server.replicas, exclusive=len(specs) == 1)
     engines = [
-        ReplicatedEngine(share_cores(spec.config, len(processes)), processes, weight=spec.weight, equal_numerics=server.resume == "exact")
+        ReplicatedEngine(
+            share_cores(spec.config, len(processes)),
+            processes,
+            weight=spec.weight,
+            equal_numerics=server.resume == "exact",
+            routing=server.routing,
+        )
         for spec in specs
     ]
     starting = asyncio.create_task(engines[0].start(started)) if len(specs) == 1 else None

@@ -18,7 +18,7 @@ from chairlift.sim.result import Result
 from chairlift.sim.run import SETTINGS, basis, machine, ready, requests_of
 from chairlift.sim.run import run as simulated
 
-ROUTINGS = ("round-robin", "least-loaded", "prefix-aware", "predicted")
+ROUTINGS = ("round-robin", "least-loaded", "prefix-aware", "predicted", "lmetric")
 
 EXAMPLES = """\
 examples:

@@ -91,6 +91,8 @@ class AsyncEngine:
         self._remembered = RememberedRequests()
         self._questions = Questions(self._write)
         self._streams: dict[int, Stream] = {}
+        self.prompt_tokens = 0
+        """Tokens of the prompts that the engine is expected to compute, of requests without a first token."""
         self._sequences = AsyncSequences(self, self.tell)
         self._phases: dict[str, float] = {}
         self._journals = itertools.count()
@@ -334,6 +336,8 @@ class AsyncEngine:
             self._remembered.add(request_id, RememberedRequest(stream.tags, stream.timelines()))
         unfinished = stream.unfinished()
         self._streams.update(dict.fromkeys(unfinished, stream))
+        ahead = stream.expected_tokens if unfinished else 0
+        self.prompt_tokens += ahead
         try:
             if unfinished:
                 packed = frames.pack_fields(stream.params), frames.pack_fields(scheduling)
@@ -344,6 +348,8 @@ class AsyncEngine:
             await self._process.drain()
             while not stream.over:
                 outputs = await stream.next()
+                self.prompt_tokens -= ahead
+                ahead = 0
                 if stream.some_over:
                     self._leave(stream.finished(), stopped=True)
                 for output in outputs:
@@ -352,6 +358,7 @@ class AsyncEngine:
                     if output.finish_reason is not None or output.token_ids or output.text:
                         yield output
         finally:
+            self.prompt_tokens -= ahead
             self._leave(stream.tags)
         if stream.missed_deadline:
             raise DeadlineMissed(

@@ -14,6 +14,7 @@ from chairlift.engine.held_sequences import COMPUTE, HeldSequence
 from chairlift.engine.merged_reports import merged_facts, merged_stats
 from chairlift.engine.questions import REMEMBERED
 from chairlift.engine.replica import Replica
+from chairlift.engine.replica_router import ReplicaRouter
 from chairlift.engine.request import default_params, validate
 from chairlift.errors import ChairliftError, EngineDead
 from chairlift.outputs import RequestOutput, Timeline
@@ -44,8 +45,9 @@ class ReplicatedEngine:
         *,
         weight: int = 1,
         equal_numerics: bool = True,
+        routing: str = "least-loaded",
     ) -> None:
-        """Makes an engine in each of `processes`.
+        """Makes an engine in each of `processes`; `routing` chooses among them.
 
         With `equal_numerics` an engine is refused if its fingerprint is not that of the engines that are ready.
         """
@@ -56,7 +58,7 @@ class ReplicatedEngine:
         """Called when an engine that was ready has died, before its requests fail."""
         self._weight, self._equal_numerics = weight, equal_numerics
         self._replicas: list[Replica] = []
-        self._next = 0
+        self._router = ReplicaRouter(routing)
         self._facts: dict[str, Any] = {}
         self._sequences = AsyncSequences(self, self._tell)
         self._homes: dict[int, Replica] = {}  # of live sequences, by handle
@@ -82,6 +84,7 @@ class ReplicatedEngine:
     def remove(self, replica: Replica) -> None:
         """Forgets an engine that has ended, which is not the first one."""
         self._replicas.remove(replica)
+        self._router.forget(replica)
         self._homes = {handle: home for handle, home in self._homes.items() if home is not replica}
         self._ran_in = {request_id: other for request_id, other in self._ran_in.items() if other is not replica}
 
@@ -186,9 +189,13 @@ class ReplicatedEngine:
         request_id: str | None = None,
         on_start: Callable[[], None] | None = None,
         spent: Mapping[str, float] | None = None,
+        session: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Runs a request of `prepare` in one of the engines: see `AsyncEngine.run`. Raises EngineDead if none is ready."""
-        replica = self._choose(stream)
+        """Runs a request of `prepare` in one of the engines: see `AsyncEngine.run`. Raises EngineDead if none is ready.
+
+        Requests of a tenant's `session` stay with one engine while its load allows it.
+        """
+        replica = self._choose(stream, scheduling or Scheduling(), session)
         if request_id is not None:
             self._ran_in.pop(request_id, None)  # keeps the newest last
             self._ran_in[request_id] = replica
@@ -211,8 +218,8 @@ class ReplicatedEngine:
             question.cancel()
         return [timeline for question in answered if question.exception() is None for timeline in question.result()]
 
-    def _choose(self, stream: Stream) -> Replica:
-        """Chooses the engine with the fewest sequences. A live sequence goes to the engine that has its KV."""
+    def _choose(self, stream: Stream, scheduling: Scheduling, session: str | None) -> Replica:
+        """Chooses the engine for a request. A live sequence goes to the engine that has its KV."""
         handle = None if stream.sequence is None else stream.sequence.handle
         if handle is not None and (home := self._homes.get(handle)) is not None and home.ready:
             return home
@@ -220,7 +227,9 @@ class ReplicatedEngine:
         if not ready:
             raise EngineDead("no engine of the model is ready")
         moving = [replica for replica in ready if not replica.engine.stuck] or ready
-        chosen = min(moving, key=lambda replica: replica.engine.open_sequences)
+        salt = f"{stream.params.lora}\0{scheduling.cache_salt}".encode()
+        own = None if session is None else f"{scheduling.tenant}\0{session}".encode()
+        chosen, stream.expected_tokens = self._router.choose(moving, stream.prompt_token_ids, salt, own, self._facts)
         if handle is not None:
             self._homes[handle] = chosen
         return chosen
@@ -248,6 +257,7 @@ class ReplicatedEngine:
 
     def _ended(self, replica: Replica) -> None:
         replica.restarts += 1
+        self._router.forget(replica)
         if self.on_end is not None:
             self.on_end()
 

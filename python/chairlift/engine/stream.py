@@ -32,6 +32,8 @@ class Stream(Request):
         sequence: HeldSequence | None = None,
     ) -> None:
         super().__init__(tokenizer, tag, prompt_token_ids, params, arrived, sequence)
+        self.expected_tokens = len(prompt_token_ids)
+        """Tokens of the prompt that its engine is expected to compute."""
         self._news = False
         self._waiter: asyncio.Future[None] | None = None
         self._error: ChairliftError | None = None

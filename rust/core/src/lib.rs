@@ -77,7 +77,7 @@ pub use recent_steps::StepSeen;
 pub use recorder::Recorder;
 pub use replay::{Event, Replayed, Timing};
 pub use request::{BACKGROUND, Continues, FinishReason, HeldId, Request, Resumed, SeqId, Time, Token};
-pub use router::{EngineView, Router, RouterRequest, Routing};
+pub use router::{Chosen, EngineView, Router, RouterRequest, Routing};
 pub use scheduler::Scheduler;
 pub use settings::{SETTINGS, Setting, SettingError, SettingKind, Value};
 pub use snapshot::{SlotSeen, Snapshot, WaitSeen};

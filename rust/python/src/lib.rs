@@ -9,6 +9,7 @@ mod errors;
 mod kv_budget;
 mod replay;
 mod reports;
+mod router;
 mod sample;
 mod scheduler;
 mod settings;
@@ -33,6 +34,8 @@ mod _core {
     use crate::kv_budget::KvBudget;
     #[pymodule_export]
     use crate::replay::{replay, step_times, what_if, workload};
+    #[pymodule_export]
+    use crate::router::Router;
     #[pymodule_export]
     use crate::sample::{choose, score};
     #[pymodule_export]

@@ -149,6 +149,7 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
         ("rejected_queue_full", counters.rejected_queue_full),
         ("queued_prompt_tokens", stats.queued_prompt_tokens),
         ("predicted_wait_us", stats.predicted_wait),
+        ("predicted_prefill_us", stats.predicted_prefill),
         ("predicted_step_us", stats.predicted_step),
     ];
     for (name, value) in counted {

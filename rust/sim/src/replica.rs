@@ -202,16 +202,24 @@ impl<'a> Replica<'a> {
     }
 }
 
-impl EngineView for Replica<'_> {
+/// An engine as the router sees it: its number among the engines, and its state.
+pub(crate) struct Numbered<'a>(pub(crate) u32, pub(crate) &'a Replica<'a>);
+
+impl EngineView for Numbered<'_> {
+    fn number(&self) -> u32 {
+        self.0
+    }
+
     fn requests(&self) -> usize {
-        self.by_tag.len()
+        self.1.by_tag.len()
     }
 
     fn predicted_wait(&self) -> Time {
-        self.scheduler.predicted_wait() + self.scheduler.prefill_backlog()
+        let scheduler = &self.1.scheduler;
+        scheduler.predicted_wait() + scheduler.prefill_backlog() + scheduler.predicted_step()
     }
 
     fn prefill_time(&self, from: u32, tokens: u32) -> Time {
-        self.scheduler.model().prefill(from.into(), tokens.into()) as Time
+        self.1.scheduler.model().prefill(from.into(), tokens.into()) as Time
     }
 }

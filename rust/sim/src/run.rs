@@ -2,7 +2,7 @@
 
 use crate::job::Job;
 use crate::machine::Machine;
-use crate::replica::Replica;
+use crate::replica::{Numbered, Replica};
 use crate::report::Report;
 use chairlift_core::{Config, ConfigError, Router, RouterRequest, Routing};
 
@@ -28,7 +28,9 @@ pub fn simulate_fleet(
             replica.advance(job.time);
         }
         let prompt_tokens = job.request.prompt.len() as u32;
-        let to = router.choose(&fleet, &RouterRequest { prompt_tokens, names: &job.names, name_block: job.name_block });
+        let request = RouterRequest { prompt_tokens, names: &job.names, name_block: job.name_block, session: None };
+        let engines: Vec<_> = (0..).zip(&fleet).map(|(number, replica)| Numbered(number, replica)).collect();
+        let to = router.choose(&engines, &request).index;
         fleet[to].arrive(job);
     }
     Ok(fleet.into_iter().map(Replica::finish).collect())

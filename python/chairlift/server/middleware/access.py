@@ -145,7 +145,8 @@ class AccessMiddleware:
 
 def _context(request_id: str, headers: _Headers, first_byte: float | None) -> RequestContext:
     trace = {name.decode(): value.decode("latin-1") for name, value in headers if name in TRACE_HEADERS}
-    return RequestContext(request_id, trace, time.monotonic() if first_byte is None else first_byte)
+    session = next((value.decode("latin-1") for name, value in headers if name == b"x-session-id"), None)
+    return RequestContext(request_id, trace, time.monotonic() if first_byte is None else first_byte, session=session)
 
 
 def _id_headers(path: str) -> tuple[bytes, ...]:

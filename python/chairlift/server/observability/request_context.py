@@ -23,6 +23,8 @@ class RequestContext:
     """When the first byte was read, in seconds of the monotonic clock."""
     received: float | None = None
     """When the body was complete."""
+    session: str | None = None
+    """The client's name for a conversation, whose requests should go to the same engine."""
     waited_for_model: float = 0.0
     """Seconds that the request waited until its model was loaded."""
 

@@ -79,6 +79,11 @@ impl Scheduler {
         (self.model.prefill(0.0, each) * f64::from(backlog.reqs) + outputs) as Time
     }
 
+    /// Predicted duration of the latest planned step, in microseconds.
+    pub fn predicted_step(&self) -> Time {
+        self.model.step(self.steps.load()) as Time
+    }
+
     /// Predicted microseconds to finish the prompts in progress. O(slots).
     pub fn prefill_backlog(&self) -> Time {
         let prompts = self.running_seqs().filter(|seq| seq.uncomputed() > 1);

@@ -45,7 +45,8 @@ impl Scheduler {
             stall: self.steps.stall(),
             waiting_by_state: self.waiting_by_state(),
             predicted_wait: self.predicted_wait(),
-            predicted_step: self.model.step(self.steps.load()) as u64,
+            predicted_prefill: self.model.prefill(0.0, 1024.0) as u64,
+            predicted_step: self.predicted_step(),
             saturation: self.saturation(self.accounts.now()),
         }
     }

@@ -1,0 +1,70 @@
+"""Which of several engines gets a request."""
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from chairlift.engine.replica import Replica
+from chairlift.engine.replica_router import ReplicaRouter
+
+FACTS = {"num_kv_blocks": 1000, "block_size": 16}
+
+
+class FakeReplica:
+    """An engine's number and load, as the router reads them."""
+
+    def __init__(self, number: int, sequences: int = 0, prompt_tokens: int = 0, prefill_us: int = 1024_000, wait_us: int = 0) -> None:
+        self.number = number
+        stats = {"predicted_prefill_us": prefill_us, "predicted_wait_us": wait_us}
+        self.engine = SimpleNamespace(stats=lambda: stats, open_sequences=sequences, prompt_tokens=prompt_tokens, facts={"max_num_seqs": 8})
+
+
+def chosen(
+    router: ReplicaRouter, replicas: list[FakeReplica], prompt: range, salt: bytes = b"", session: bytes | None = None
+) -> tuple[int, int]:
+    replica, tokens = router.choose(cast(list[Replica], replicas), list(prompt), salt, session, FACTS)
+    return replica.number, tokens
+
+
+def test_a_prompt_goes_where_its_beginning_is_unless_that_engine_is_behind() -> None:
+    router = ReplicaRouter("predicted")
+    idle = [FakeReplica(0), FakeReplica(1)]
+    assert chosen(router, idle, range(320)) == (0, 320)
+    assert chosen(router, [FakeReplica(0, sequences=5), FakeReplica(1)], range(640)) == (0, 320)
+    # A millisecond a token: 700 tokens are to be computed in one engine, and 60 in the other, after 600 or 700 others.
+    assert chosen(router, [FakeReplica(0, prompt_tokens=600), FakeReplica(1)], range(700)) == (0, 60)
+    assert chosen(router, [FakeReplica(0, prompt_tokens=800), FakeReplica(1)], range(700)) == (1, 700)
+
+
+def test_an_engine_without_a_free_slot_is_as_far_behind_as_it_says() -> None:
+    router = ReplicaRouter("predicted")
+    full = FakeReplica(0, sequences=8, wait_us=10**6)
+    assert chosen(router, [full, FakeReplica(1, sequences=7)], range(100))[0] == 1
+    free = FakeReplica(0, sequences=6, wait_us=10**6)
+    assert chosen(router, [free, FakeReplica(1, sequences=7)], range(100, 200))[0] == 0
+
+
+def test_prefixes_of_another_salt_do_not_count() -> None:
+    router = ReplicaRouter("predicted")
+    assert chosen(router, [FakeReplica(0), FakeReplica(1)], range(320), b"one") == (0, 320)
+    loads = [FakeReplica(0, sequences=1), FakeReplica(1)]
+    assert chosen(router, loads, range(320), b"two") == (1, 320)
+    assert chosen(router, loads, range(320), b"one") == (0, 1)
+
+
+def test_what_an_engine_that_died_had_is_forgotten() -> None:
+    router = ReplicaRouter("predicted")
+    dead = FakeReplica(0)
+    assert chosen(router, [dead, FakeReplica(1)], range(320)) == (0, 320)
+    router.forget(cast(Replica, dead))
+    assert chosen(router, [FakeReplica(0, sequences=1), FakeReplica(1)], range(320)) == (1, 320)
+
+
+@pytest.mark.parametrize("routing", ["predicted", "lmetric", "prefix-aware", "least-loaded", "round-robin"])
+def test_a_session_stays_with_its_engine(routing: str) -> None:
+    router = ReplicaRouter(routing)
+    home, _ = chosen(router, [FakeReplica(3), FakeReplica(5)], range(100), session=b"mine")
+    for start in range(10):
+        loads = [FakeReplica(number, sequences=4 if number == home else 0) for number in (3, 5)]
+        assert chosen(router, loads, range(start, 200), session=b"mine")[0] == home
