@@ -183,6 +183,7 @@ class FakeEngine:
         request_id: str,
         on_start: Callable[[], None],
         spent: dict[str, float],
+        session: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         prompt, params = stream.prompt, stream.params
         self.started += 1

@@ -138,8 +138,14 @@ class Submission:
         if self._stream is None:
             self._stream = await engine.prepare(self._prompt, self._params, arrived=self._context.arrived, sequence=self._sequence)
         self._fingerprint = engine.facts.get("fingerprint")
-        about = {"request_id": self._request_id, "session": self._context.session}
-        return engine.run(self._stream, self._scheduling, on_start=on_start, spent=self._spent(), **about)
+        return engine.run(
+            self._stream,
+            self._scheduling,
+            request_id=self._request_id,
+            on_start=on_start,
+            spent=self._spent(),
+            session=self._context.session,
+        )
 
     def _spent(self) -> dict[str, float]:
         """Returns the seconds that the request has spent in each state of its timeline before submission."""
