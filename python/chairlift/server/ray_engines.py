@@ -76,7 +76,8 @@ class RayEngines:
         while line := await process.stdout.readline():
             logger.info("engines on Ray: %s", line.decode(errors="replace").strip())
         lines = (await errors).decode(errors="replace").strip().splitlines()
-        return lines[-1][:MAX_REASON] if lines else f"the process that deploys ended with exit status {await process.wait()}"
+        status = await process.wait()
+        return lines[-1][:MAX_REASON] if lines else f"the process that deploys ended with exit status {status}"
 
 
 @asynccontextmanager
