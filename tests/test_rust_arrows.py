@@ -60,7 +60,7 @@ LAYERS = {
         {"decoder", "encoder"},
     ],
     "python": [
-        {"arbiter", "buffers", "decoder", "errors", "kv_budget", "reports", "sample", "settings", "work"},
+        {"arbiter", "buffers", "decoder", "errors", "kv_budget", "reports", "router", "sample", "settings", "work"},
         {"encoder", "scheduler", "simulate"},
         {"replay"},
     ],
