@@ -9,12 +9,22 @@ from pathlib import Path
 
 import dying_engine
 import pytest
-from resumable import KINDS, requested
+from resumable import KINDS, order, requested
 from served import Served, served, until
 
 from chairlift.config import ServerConfig
 from chairlift.errors import InvalidSetting
 from chairlift.server.ray_engines import RayEngines
+
+SLOWED = """
+import sys
+
+if "chairlift.engine.process" in sys.orig_argv:
+    import dying_engine
+
+    dying_engine.doom()
+"""
+"""Lets the engines that Ray starts take orders, as those of `dying_engine` do."""
 
 FLAGS = ("--max-num-seqs", "12", "--num-kv-blocks", "200", "--threads", "1", "--served-model-name", "tiny", "--log-level", "info")
 
@@ -43,7 +53,9 @@ def server(byte_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     secret.write_text("0123456789abcdef" * 4)
     secret.chmod(0o600)
     flags = *FLAGS, "--engine-listen", "127.0.0.1:0", "--engine-secret-file", str(secret), "--ray-address", "local", "--replicas", "2"
+    (secret.parent / "sitecustomize.py").write_text(SLOWED)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(secret.parent), str(Path(dying_engine.__file__).parent)]))
         patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")  # Ray ends what has lost its head after a minute by default
         one = stack.enter_context(served(str(byte_model), *flags, script=dying_engine.__file__, load_format="dummy"))
         yield one
@@ -59,10 +71,12 @@ def test_ray_replaces_an_engine_that_dies_and_its_streams_go_on(server: Served) 
     with ThreadPoolExecutor(len(KINDS) + 1) as threads:
         expected = requested(server, threads)
         for engine in processes(server, "chairlift.engine.process"):
+            order(server, step=10**9, where="launch")  # only makes steps slow
             answers = threads.submit(requested, server, threads)
             until(lambda: sum(one["sequences"] for one in server.replicas()) > 2)
             os.kill(engine, signal.SIGKILL)
             assert answers.result() == expected
+            (server.directory / "gate").unlink()
             until(lambda: states(server) == ["ready", "ready"])
             assert engine not in processes(server, "chairlift.engine.process")
     assert "lost its engine" in server.log()
