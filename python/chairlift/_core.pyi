@@ -417,7 +417,7 @@ def simulate(
     journal. `step_time` is a curve through points (tokens, microseconds) and the additional microseconds per decoding sequence, per token
     of context and per pair of a prompt's tokens. `drafts` are recorded drafts, int64 [M, 5]: index of the request, tokens of prompt and
     output before the draft, tokens, accepted tokens, and source as in a journal. They are proposed again, `draft_tokens` for a sequence and
-    step at most. `routing` is round-robin, least-loaded, prefix-aware or predicted.
+    step at most. `routing` is a name of --routing.
 
     A report has ended (int64 [N, 37]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended; tokens
     of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, drafted

@@ -29,6 +29,9 @@ CUDA_SLOTS, CUDA_STEP_TOKENS = 256, 2048
 """The same on a GPU. It needs this many to be busy, and runs a step of this size so quickly that streams hardly notice."""
 
 LARGEST_WEIGHT, LARGEST_TIER_WEIGHT = 10_000, 100
+ROUTINGS = ("predicted", "lmetric", "prefix-aware", "least-loaded", "round-robin")
+"""Which of several engines gets a request: the names of the core's routings."""
+
 LONGEST_MS = 1e10
 """The longest duration that a setting may have, in milliseconds: four months."""
 
@@ -580,7 +583,7 @@ class ServerConfig:
         "predicted",
         "which of several engines gets a request: 'predicted', the one that should compute the prompt first, by its load, speed and cached "
         "prefixes; 'lmetric', 'prefix-aware', 'least-loaded' and 'round-robin' are simpler rules (docs/fleet.md)",
-        choices=("predicted", "lmetric", "prefix-aware", "least-loaded", "round-robin"),
+        choices=ROUTINGS,
         group="server",
     )
     engine_listen: tuple[str, int] | None = _flag(

@@ -10,16 +10,15 @@ from typing import Any
 
 from chairlift.bench.arrivals import describe_gaps
 from chairlift.bench.traces import read
-from chairlift.cli import flags, values
+from chairlift.cli import flags, shared_models, values
 from chairlift.cli.progress import progress_bar
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.server.model_specs import read_models
 from chairlift.sim import plan_report
 from chairlift.sim.calibrate import SECONDS, calibrate
 from chairlift.sim.devices import Profile
 from chairlift.sim.devices import device as known_device
-from chairlift.sim.models import SharedModel, devices_of
+from chairlift.sim.models import devices_of
 from chairlift.sim.models_plan import plan_models
 from chairlift.sim.plan import Targets, plan
 from chairlift.sim.run import SETTINGS, basis, check_sizes, ready
@@ -50,7 +49,7 @@ def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "plan", summary, _EXAMPLES, run)
     flags.add_model(parser, flags.SIMULATED_MODEL)
-    parser.add_argument("--models", metavar="FILE", help="several models, in a file as for 'chairlift serve --models'")
+    shared_models.add_flag(parser)
     parser.add_argument(
         "--modelled-device",
         metavar="NAME",
@@ -122,11 +121,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_models(args: argparse.Namespace, spec: WorkloadSpec, targets: Targets, traffic: str) -> int:
     """Plans the capacity of several models and reports it."""
-    flags.reject("the models are in the file of --models", model=args.model)
+    models = shared_models.read(args)
     flags.reject("a plan of several models has no page", report=args.report)
     if args.modelled_device is None:
         raise InvalidSetting("--models needs a --modelled-device: a device, or NAME=FILE,NAME=FILE of 'chairlift calibrate'")
-    models = [SharedModel(one.name, one.config, one.aliases, one.weight) for one in read_models(args.models, args.engine, args.server)]
     on = devices_of(args.modelled_device)
     with progress_bar("planning") as on_progress:
         result = plan_models(spec, models, targets, device=on, on_progress=on_progress)

@@ -167,7 +167,6 @@ async def _serve(
     module = await asyncio.to_thread(import_module, "chairlift.server.supervisor")
     from chairlift.server.admin import serve_admin  # the supervisor has imported it
     from chairlift.server.engine_listener import accepting
-    from chairlift.server.ray_engines import placing
 
     gc.freeze()  # what the imports made stays: the garbage collector need not look at it again
     supervisor = module.Supervisor(module.served_models(specs, engines, server), server, keys, tiers, processes)
@@ -182,7 +181,10 @@ async def _serve(
             await stack.enter_async_context(accepting(joining.listener, joining.secret, join))
             log.info("listening for engines on %s:%d", *joining.listener.getsockname()[:2])
             if on_ray:
-                await stack.enter_async_context(placing(server, joining.listener.getsockname()[1]))
+                from chairlift.engine.background import in_background
+                from chairlift.server.ray_engines import RayEngines
+
+                await stack.enter_async_context(in_background(RayEngines(server, joining.listener.getsockname()[1]).keep()))
         status: int = await supervisor.run(listener, starting)
     # asyncio and Python wait for all threads at exit, and a thread may be downloading a model for an hour.
     exit_timer = threading.Timer(THREADS_TIMEOUT, os._exit, (status,))

@@ -7,18 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from chairlift.cli import flags, values
-from chairlift.config import EngineConfig
-from chairlift.server.model_specs import read_models
+from chairlift.cli import flags, shared_models, values
+from chairlift.config import ROUTINGS, EngineConfig
 from chairlift.sim import table
 from chairlift.sim.devices import Profile, device
-from chairlift.sim.models import ModelsResult, SharedModel, devices_of, simulate_models
+from chairlift.sim.models import ModelsResult, devices_of, simulate_models
 from chairlift.sim.report import SIMULATED, page
 from chairlift.sim.result import Result
 from chairlift.sim.run import SETTINGS, basis, machine, ready, requests_of
 from chairlift.sim.run import run as simulated
-
-ROUTINGS = ("round-robin", "least-loaded", "prefix-aware", "predicted", "lmetric")
 
 EXAMPLES = """\
 examples:
@@ -54,7 +51,7 @@ def add_parser(commands: Any, summary: str) -> None:
     trace = "requests with their arrival times, prompt and output lengths; or a journal"
     parser.add_argument("--trace", required=True, metavar="FILE", help=trace)
     flags.add_model(parser, flags.SIMULATED_MODEL)
-    parser.add_argument("--models", metavar="FILE", help="several models, in a file as for 'chairlift serve --models'")
+    shared_models.add_flag(parser)
     parser.add_argument(
         "--modelled-device", default="cpu", metavar="NAME", help="device to simulate, or a file of 'chairlift calibrate' (default: cpu)"
     )
@@ -66,7 +63,7 @@ def add_parser(commands: Any, summary: str) -> None:
     )
     parser.add_argument("--replicas", type=values.whole(1, 1024), default=1, metavar="N", help="engines behind a router (default: 1)")
     parser.add_argument(
-        "--routing", choices=ROUTINGS, default=ROUTINGS[0], help=f"how the router chooses a replica (default: {ROUTINGS[0]})"
+        "--routing", choices=ROUTINGS, default="round-robin", help="how the router chooses a replica (default: round-robin)"
     )
     flags.add_json(parser)
     flags.add_report(parser)
@@ -97,10 +94,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_models(args: argparse.Namespace) -> int:
     """Simulates a trace on several models and reports each model's figures."""
-    flags.reject("the models are in the file of --models", model=args.model)
+    models = shared_models.read(args)
     flags.reject("each of several models has one engine", replicas=None if args.replicas == 1 else args.replicas)
-    specs = read_models(args.models, args.engine, args.server)
-    models = [SharedModel(spec.name, spec.config, spec.aliases, spec.weight) for spec in specs]
     on = devices_of(args.modelled_device)
     result = simulate_models(args.trace, models, device=on, rate_scale=args.rate_scale, requests=args.num_requests)
     notes = _notes(on)

@@ -30,7 +30,7 @@ from chairlift.engine.frames import (
     StepOutputs,
     UnloadAdapter,
 )
-from chairlift.engine.kv_sharing import SharedBlocks
+from chairlift.engine.kv_sharing import KvSharer
 from chairlift.engine.preparing import Preparing
 from chairlift.errors import ChairliftError, InvalidRequest, QueueFull
 from chairlift.sampling import SamplingParams
@@ -47,7 +47,7 @@ COOLING_SECONDS = 1.0
 """Interval at which they are sent by an idle engine until its saturation is 0."""
 
 
-class EngineLike(Protocol):
+class EngineLike(KvSharer, Protocol):
     """The interface of an engine that a process runs; `chairlift.engine.loop.Engine` implements it."""
 
     facts: dict[str, Any]
@@ -57,16 +57,6 @@ class EngineLike(Protocol):
     @property
     def overlaps(self) -> bool:
         """Whether a device runs the steps asynchronously."""
-
-    @property
-    def shared_blocks(self) -> SharedBlocks | None:
-        """The KV blocks whose memory other engines can use; None if they belong to this engine alone."""
-
-    def blocks_used(self) -> tuple[int, int, int]:
-        """Blocks that sequences hold, that are held or cached, and that running and waiting sequences could use."""
-
-    def set_block_limit(self, blocks: int) -> int:
-        """Sets the most blocks that may have memory. Returns the limit that applies."""
 
     def compile(self, params: SamplingParams) -> Future[Grammar] | None:
         """Starts compiling a request's grammar. Raises QueueFull."""

@@ -23,8 +23,8 @@ class SharedBlocks:
     """Bytes for all engines together, if `--kv-cache-memory-bytes` says so."""
 
 
-class _Engine(Protocol):
-    """The part of an engine that is needed here."""
+class KvSharer(Protocol):
+    """An engine that may share the memory of its KV blocks."""
 
     @property
     def shared_blocks(self) -> SharedBlocks | None:
@@ -42,9 +42,9 @@ class KvSharing:
 
     def __init__(self) -> None:
         self._budget = _core.KvBudget()
-        self._engines: dict[int, _Engine] = {}
+        self._engines: dict[int, KvSharer] = {}
 
-    def add(self, number: int, engine: _Engine) -> None:
+    def add(self, number: int, engine: KvSharer) -> None:
         """Adds an engine with its promised minimum. Raises InvalidSetting if all minimums are more than there is."""
         shared = engine.shared_blocks
         if shared is None:

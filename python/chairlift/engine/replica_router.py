@@ -32,7 +32,7 @@ class ReplicaRouter:
         return replicas[index], len(prompt) - cached
 
     def forget(self, replica: Replica) -> None:
-        """Forgets what an engine that has ended was sent."""
+        """Forgets what the engine of this number was sent before it started."""
         if self._router is not None:
             self._router.forget(replica.number)
 

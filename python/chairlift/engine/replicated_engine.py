@@ -84,7 +84,6 @@ class ReplicatedEngine:
     def remove(self, replica: Replica) -> None:
         """Forgets an engine that has ended, which is not the first one."""
         self._replicas.remove(replica)
-        self._router.forget(replica)
         self._homes = {handle: home for handle, home in self._homes.items() if home is not replica}
         self._ran_in = {request_id: other for request_id, other in self._ran_in.items() if other is not replica}
 
@@ -253,11 +252,11 @@ class ReplicatedEngine:
                     f"replica {replica.number} has other numerics than replica {other.number}: other weights, dtypes, instructions or "
                     "another version (--resume any accepts it)"
                 )
+        self._router.forget(replica)  # its cache is empty
         self._facts = merged_facts([one.engine.facts for one in (*others, replica)])
 
     def _ended(self, replica: Replica) -> None:
         replica.restarts += 1
-        self._router.forget(replica)
         if self.on_end is not None:
             self.on_end()
 

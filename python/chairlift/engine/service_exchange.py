@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from chairlift.engine.background import in_background
 from chairlift.errors import ChairliftError
 
 INTERVAL = 0.25
@@ -72,10 +73,8 @@ async def exchanging(processes: Callable[[], Iterable[_Process]]) -> AsyncIterat
             exchange.use(processes())
             exchange.ask_all()
 
-    repeating = asyncio.create_task(repeat())
     try:
-        yield
+        async with in_background(repeat()):
+            yield
     finally:
-        repeating.cancel()
-        await asyncio.gather(repeating, return_exceptions=True)
         await exchange.close()

@@ -39,12 +39,11 @@ def main() -> int:
 
 def _connect(address: str) -> None:
     """Connects to a cluster, or starts one on this machine for `local`."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here reports to nobody
-    common: dict[str, Any] = {"namespace": "serve", "log_to_driver": False, "logging_level": "error"}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here sends no usage statistics
+    options: dict[str, Any] = {"namespace": "serve", "log_to_driver": False, "logging_level": "error"}
     if address == "local":
-        ray.init(address="local", include_dashboard=False, **common)
-    else:
-        ray.init(address=address, **common)
+        options["include_dashboard"] = False
+    ray.init(address=address, **options)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from chairlift.engine.background import in_background
 from chairlift.engine.handshake import BadHandshake, JoinRefused, admit
 from chairlift.engine.joined_process import JoinedProcess, detect_silence
 from chairlift.engine.secret import Secret
@@ -74,10 +75,8 @@ class EngineListener:
 async def accepting(listener: socket.socket, secret: Secret, on_join: Callable[[JoinedProcess], None]) -> AsyncIterator[None]:
     """Lets engines join for the duration of the block."""
     engines = EngineListener(listener, secret, on_join)
-    task = asyncio.create_task(engines.accept())
     try:
-        yield
+        async with in_background(engines.accept()):
+            yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         await engines.close()

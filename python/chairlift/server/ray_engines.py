@@ -9,8 +9,6 @@ import json
 import logging
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 from chairlift.errors import InvalidSetting
@@ -78,14 +76,3 @@ class RayEngines:
         lines = (await errors).decode(errors="replace").strip().splitlines()
         status = await process.wait()
         return lines[-1][:MAX_REASON] if lines else f"the process that deploys ended with exit status {status}"
-
-
-@asynccontextmanager
-async def placing(config: ServerConfig, port: int) -> AsyncIterator[None]:
-    """Keeps the engines deployed for the duration of the block."""
-    task = asyncio.create_task(RayEngines(config, port).keep())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

@@ -17,7 +17,7 @@ from chairlift.errors import InvalidSetting, InvalidTrace, did_you_mean
 from chairlift.sim.devices import BYTES, Device, Profile, kv_bytes
 from chairlift.sim.devices import device as known_device
 from chairlift.sim.result import Result
-from chairlift.sim.run import data_types, machine, ready, requests_of
+from chairlift.sim.run import data_types, longest_request, machine, ready, requests_of
 from chairlift.sim.shapes import shape
 from chairlift.sim.steps import StepTime
 from chairlift.sim.workload import Workload
@@ -137,8 +137,7 @@ class SharedMachine:
     @property
     def longest(self) -> list[int]:
         """The most tokens of a request of each model, prompt and output."""
-        settings = [one for _, one, *_ in self.models]
-        return [min(one["max_model_len"], (one["num_blocks"] - 1) * one["block_size"]) for one in settings]
+        return [longest_request(settings) for _, settings, *_ in self.models]
 
 
 def devices_of(text: str) -> str | dict[str, str]:
@@ -149,6 +148,13 @@ def devices_of(text: str) -> str | dict[str, str]:
     if bad := next((name for name, file in files.items() if not name or not file), None):
         raise InvalidSetting(f"--modelled-device {text}: expected NAME=FILE,NAME=FILE, got {bad!r:.100}")
     return files
+
+
+def loaded(device: Machine) -> Device | Profile | dict[str, Profile]:
+    """The device of a name, or the profiles of files. Raises InvalidSetting."""
+    if isinstance(device, Mapping):
+        return {name: Profile.load(one) if isinstance(one, str) else one for name, one in device.items()}
+    return known_device(device) if isinstance(device, str) else device
 
 
 def numbered(workload: Workload, models: Sequence[SharedModel]) -> Workload:
@@ -163,12 +169,11 @@ def numbered(workload: Workload, models: Sequence[SharedModel]) -> Workload:
 
 def _machines(models: Sequence[SharedModel], device: Machine, step_times: Mapping[str, StepTime]) -> list[tuple[dict[str, Any], StepTime]]:
     """The scheduler's settings and the step times of each model."""
-    if isinstance(device, Mapping):
-        if missing := [model.name for model in models if model.name not in device]:
-            raise InvalidSetting(f"--modelled-device: it has no measurement of the model {missing[0]!r:.100}")
-        profiles = {name: Profile.load(one) if isinstance(one, str) else one for name, one in device.items()}
-        return [_measured(model, profiles[model.name], step_times.get(model.name)) for model in models]
-    on = known_device(device) if isinstance(device, str) else device
+    if isinstance(device, Mapping) and (missing := [model.name for model in models if model.name not in device]):
+        raise InvalidSetting(f"--modelled-device: it has no measurement of the model {missing[0]!r:.100}")
+    on = loaded(device)
+    if isinstance(on, dict):
+        return [_measured(model, on[model.name], step_times.get(model.name)) for model in models]
     configs = [model.config for model in models]
     if isinstance(on, Device) and len(models) > 1:
         configs = _shared_memory(models, on)

@@ -13,9 +13,8 @@ import numpy as np
 from chairlift.bench.sweep import search
 from chairlift.errors import InvalidSetting
 from chairlift.sim.devices import Device, Profile
-from chairlift.sim.devices import device as known_device
-from chairlift.sim.models import Machine, SharedMachine, SharedModel, numbered
-from chairlift.sim.plan import BISECTIONS, MIN_SECONDS, ROOFLINE_ERROR, WARM_UP, Band, Point, Targets, point_of
+from chairlift.sim.models import Machine, SharedMachine, SharedModel, loaded, numbered
+from chairlift.sim.plan import BISECTIONS, ROOFLINE_ERROR, WARM_UP, Band, Point, Targets, point_of
 from chairlift.sim.workload_spec import WorkloadSpec
 
 _STEP = 2 ** (1 / 2**BISECTIONS)
@@ -62,10 +61,11 @@ def plan_models(
     if spec.trace is None:
         raise InvalidSetting("several models need a --trace whose requests name them")
     targets = targets or Targets()
-    machine, error = SharedMachine.of(models, device), _error(device)
+    on = loaded(device)
+    machine, error = SharedMachine.of(models, on), _error(on)
     own = WorkloadSpec(trace=numbered(spec.trace, models), timed=spec.timed, burstiness=spec.burstiness)
     fits = own.fitting(*machine.longest)
-    seconds = max(MIN_SECONDS, 20 * targets.ttft + 10 * targets.itl * fits.mean_output)
+    seconds = targets.workload_seconds(fits.mean_output)
     trial = _Trial(fits, targets, seconds, machine)
     trial.check()
     runs = 3 * len(fits.seeds)
@@ -149,10 +149,8 @@ class _Trial:
                 )
 
 
-def _error(device: Machine) -> float:
+def _error(on: Device | Profile | dict[str, Profile]) -> float:
     """The relative error of the step times: the largest median error of the profiles, or that of a roofline."""
-    if isinstance(device, Mapping):
-        profiles = [Profile.load(one) if isinstance(one, str) else one for one in device.values()]
-        return max(float(profile.errors.get("p50", 0.0)) for profile in profiles)
-    on = known_device(device) if isinstance(device, str) else device
+    if isinstance(on, dict):
+        return max(float(profile.errors.get("p50", 0.0)) for profile in on.values())
     return ROOFLINE_ERROR if isinstance(on, Device) else float(on.errors.get("p50", 0.0))

@@ -17,7 +17,7 @@ from chairlift.errors import InvalidSetting
 from chairlift.sim.devices import Device, Profile
 from chairlift.sim.devices import device as known
 from chairlift.sim.result import Result
-from chairlift.sim.run import machine, run
+from chairlift.sim.run import longest_request, machine, run
 from chairlift.sim.steps import StepTime
 from chairlift.sim.workload_spec import WorkloadSpec
 
@@ -42,7 +42,7 @@ _MIN_STEP_TOKENS = 16
 BISECTIONS = 5
 """Bisections of a search's interval, from a factor of two down to 2 %."""
 
-MIN_SECONDS = 120.0
+_MIN_SECONDS = 120.0
 """The shortest workload that is simulated."""
 
 WARM_UP = 0.1
@@ -72,6 +72,10 @@ class Targets:
     def __post_init__(self) -> None:
         if not (self.ttft > 0 and self.itl > 0 and 0 < self.percentile <= 100):
             raise InvalidSetting("targets are times above 0, and a percentile above 0 and at most 100")
+
+    def workload_seconds(self, mean_output: float) -> float:
+        """The seconds of traffic to simulate, for requests with so many tokens of output on average."""
+        return max(_MIN_SECONDS, 20 * self.ttft + 10 * self.itl * mean_output)
 
     def met(self, point: Point) -> bool:
         """Whether these latencies meet the targets."""
@@ -150,8 +154,8 @@ def plan(
     targets, config = targets or Targets(), config or EngineConfig()
     on = known(device) if isinstance(device, str) else device
     usual, _ = machine(model, on, config)
-    fits = spec.fitting(min(usual["max_model_len"], (usual["num_blocks"] - 1) * usual["block_size"]))
-    seconds = max(MIN_SECONDS, 20 * targets.ttft + 10 * targets.itl * fits.mean_output)
+    fits = spec.fitting(longest_request(usual))
+    seconds = targets.workload_seconds(fits.mean_output)
     # Throughput averages over many steps: their median error. The tail of ITL depends on single steps: the 90th percentile.
     error, tail_error = (float(on.errors.get(name, 0.0)) if isinstance(on, Profile) else ROOFLINE_ERROR for name in ("p50", "p90"))
     changes = candidates(config, usual, on.measured.get("most_tokens") if isinstance(on, Profile) else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,11 @@ def run(
     except (ValueError, OverflowError) as error:
         raise InvalidSetting(f"this cannot be simulated: {error}") from None
     return Result(reports, settings, time.perf_counter() - start)
+
+
+def longest_request(settings: Mapping[str, Any]) -> int:
+    """The most tokens of a request, prompt and output, with these settings of a scheduler."""
+    return int(min(settings["max_model_len"], (settings["num_blocks"] - 1) * settings["block_size"]))
 
 
 def machine(

@@ -32,6 +32,13 @@ impl EngineView for Engine {
     }
 }
 
+/// The routing of this name.
+pub(crate) fn named(routing: &str) -> PyResult<Routing> {
+    let names = Routing::NAMES.map(|(name, _)| name).join(", ");
+    let found = Routing::NAMES.into_iter().find(|&(name, _)| name == routing);
+    found.map(|(_, routing)| routing).ok_or_else(|| PyValueError::new_err(format!("no such routing: there are {names}")))
+}
+
 /// Chooses one of a model's engines for each request: see `chairlift_core::Router`.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct Router {
@@ -43,8 +50,7 @@ pub(crate) struct Router {
 impl Router {
     #[new]
     fn new(routing: &str, cached_tokens: usize) -> PyResult<Self> {
-        let found = Routing::NAMES.into_iter().find(|&(name, _)| name == routing);
-        let (_, routing) = found.ok_or_else(|| PyValueError::new_err(format!("no routing {routing}")))?;
+        let routing = named(routing)?;
         // Clients choose prompts. Without a secret key they could make names collide.
         let [low, high] = [0, 1].map(|part| u128::from(RandomState::new().hash_one(part)));
         let router = Mutex::new(core::Router::new(routing, cached_tokens / NAME_BLOCK));

@@ -1,6 +1,7 @@
 //! Simulations: a workload and its results as flat arrays.
 
 use crate::reports;
+use crate::router;
 use crate::settings::changed;
 use chairlift_core as core;
 use chairlift_sim as sim;
@@ -39,10 +40,7 @@ pub(crate) fn simulate<'py>(
     let workload = sim::Workload { drafts, ..workload(py, &requests, &names, name_block, tenants)? };
     let config = changed(core::Config::default(), settings)?;
     let machine = machine(&config, step_time, draft_tokens)?;
-    let routings = core::Routing::NAMES;
-    let routing = routings.iter().find(|(name, _)| *name == routing).map(|&(_, routing)| routing);
-    let routing = routing
-        .ok_or_else(|| PyValueError::new_err(format!("no such routing: there are {}", routings.map(|(name, _)| name).join(", "))))?;
+    let routing = router::named(routing)?;
     run(py, &workload, |jobs| sim::simulate_fleet(config, jobs, &machine, replicas, routing))
 }
 
