@@ -15,7 +15,8 @@ import statistics
 from pathlib import Path
 
 from chairlift import AsyncEngine, SamplingParams, Scheduling
-from chairlift.config import DEFAULT_MODEL, LONGEST_MS, EngineConfig
+from chairlift.config import DEFAULT_MODEL, EngineConfig
+from chairlift.scheduling import LONGEST_MS
 
 REQUESTS, GAP, OUTPUT, DEADLINE_MS = 60, 0.4, 16, 4000.0
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -7,7 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "python" / "chairlift"
 
-LEAVES = {"config", "errors", "sampling", "scheduling", "outputs", "timeline"}
+LEAVES = {"config", "errors", "sampling", "scheduling", "settings", "outputs", "timeline"}
 MAY_IMPORT = {
     "": {"engine", "sim", "_core", *LEAVES},
     "__main__": {"cli"},
@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "tokenizer": {"chat_template", *LEAVES},
     "chat_template": {"errors"},
     "checkpoint": LEAVES,
-    "config": {"scheduling"},
+    "config": {"scheduling", "settings"},
+    "settings": {"scheduling"},
     "errors": set(),
     "checks": {"errors"},
     "sampling": {"checks", "errors"},
@@ -37,10 +38,11 @@ MAY_IMPORT = {
 
 IN_SERVER = {
     "supervisor": {
-        *("admin", "app", "batch", "http", "keys", "lifecycle", "load_policy", "model", "observability", "service", "storage", "tiers"),
+        *("admin", "app", "batch", "config", "http", "keys", "lifecycle", "load_policy", "model", "observability", "service", "storage"),
+        "tiers",
     },
     "admin": {"errors", "http", "model", "routes", "service"},
-    "app": {"errors", "http", "keys", "middleware", "observability", "routes", "service"},
+    "app": {"config", "errors", "http", "keys", "middleware", "observability", "routes", "service"},
     "middleware": {"errors", "http", "keys", "observability", "service"},
     "routes": {
         "batch",
@@ -78,7 +80,7 @@ IN_SERVER = {
     "ray_engines": set(),
     "load_policy": set(),
     "model": {"lifecycle", "observability"},
-    "model_specs": {"toml_file"},
+    "model_specs": {"config", "toml_file"},
     "lifecycle": {"errors"},
     "storage": {"errors"},
     "errors": {"registry", "usage"},
@@ -86,6 +88,7 @@ IN_SERVER = {
     "observability": {"keys", "tiers"},
     "tiers": {"keys", "toml_file"},
     "keys": {"toml_file"},
+    "config": set(),
     "toml_file": set(),
     "usage": set(),
 }

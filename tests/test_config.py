@@ -2,7 +2,9 @@
 
 import pytest
 
-from chairlift.config import EngineConfig, ServerConfig, from_environment, parse_value
+from chairlift.config import EngineConfig
+from chairlift.server.config import ServerConfig
+from chairlift.settings import from_environment, parse_value
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])

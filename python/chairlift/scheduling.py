@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from chairlift.checks import choice, integer, number, text
 
 LONGEST_MS = 1e10
-"""The latest deadline that a request may have: four months. A later one is rejected as a mistake."""
+"""The longest duration that a deadline or a setting may have: four months. A longer one is rejected as a mistake."""
 
 TIERS = ("priority", "default", "flex")
 """The tiers of requests, the most urgent first."""
 
 TIER_WEIGHTS = {"priority": 4, "default": 2, "flex": 1}
 """Default factors of a tenant's weight under the policies `fair` and `vtc`, by tier."""
+
+ROUTINGS = ("predicted", "lmetric", "prefix-aware", "least-loaded", "round-robin")
+"""Which of several engines gets a request: the names of the core's routings."""
 
 BACKGROUND = 2**31 - 1
 """The `priority` of background requests. Under every policy they wait while others wait, and are preempted for them."""

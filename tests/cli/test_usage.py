@@ -10,7 +10,8 @@ import pytest
 
 import chairlift
 from chairlift.cli import flags, main
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.config import EngineConfig
+from chairlift.server.config import ServerConfig
 
 HEAVY = {"torch", "transformers", "starlette", "uvicorn", "pydantic", "numpy", "rich", "tokenizers", "jinja2", "huggingface_hub", "msgpack"}
 

@@ -12,8 +12,8 @@ import pytest
 from resumable import KINDS, order, requested
 from served import Served, served, until
 
-from chairlift.config import ServerConfig
 from chairlift.errors import InvalidSetting
+from chairlift.server.config import ServerConfig
 from chairlift.server.ray_engines import RayEngines
 
 SLOWED = """

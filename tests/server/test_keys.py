@@ -1,7 +1,7 @@
 import pytest
 
-from chairlift.config import ServerConfig
 from chairlift.errors import InvalidSetting
+from chairlift.server.config import ServerConfig
 from chairlift.server.keys import Tenant, read_keys
 
 

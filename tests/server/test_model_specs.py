@@ -2,8 +2,9 @@
 
 import pytest
 
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
+from chairlift.server.config import ServerConfig
 from chairlift.server.model_specs import named_models, read_models, single_model
 
 GOOD = """

@@ -9,9 +9,10 @@ import httpx
 import pytest
 from async_engine import GUARD, until
 
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.config import EngineConfig
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.replicated_engine import ReplicatedEngine
+from chairlift.server.config import ServerConfig
 from chairlift.server.http.sockets import open_port
 from chairlift.server.keys import Keys
 from chairlift.server.lifecycle import Lifecycle, ModelState

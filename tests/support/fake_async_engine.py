@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 from chairlift.chat_template import ChatTemplate
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.config import EngineConfig
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
 from chairlift.engine.frames import Frame
 from chairlift.engine.held_sequences import COMPUTE, HeldSequence
@@ -24,6 +24,7 @@ from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.server.app import application, guarded
 from chairlift.server.batch.runner import BatchRunner
+from chairlift.server.config import ServerConfig
 from chairlift.server.http.protocol import HttpProtocol
 from chairlift.server.keys import read_keys
 from chairlift.server.lifecycle import ModelState

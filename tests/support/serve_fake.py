@@ -12,9 +12,10 @@ from argparse import Namespace
 
 from fake_async_engine import MODEL, FakeEngine
 
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound
 from chairlift.server import engine_keeper, supervisor
+from chairlift.server.config import ServerConfig
 from chairlift.server.http.sockets import open_port
 from chairlift.server.keys import Keys
 from chairlift.server.model import ServedModel

@@ -7,7 +7,8 @@ from typing import Any
 
 from chairlift.cli import flags, values
 from chairlift.cli.progress import progress_bar
-from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from chairlift.config import DEFAULT_MODEL, EngineConfig
+from chairlift.server.config import ServerConfig
 from chairlift.sim.calibrate import SECONDS, calibrate, from_journal
 
 _EXAMPLES = """\

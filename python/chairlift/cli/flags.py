@@ -11,9 +11,11 @@ from importlib import import_module
 from typing import Any, NoReturn, TypeVar
 
 from chairlift.cli import values
-from chairlift.config import DEFAULT_MODEL, ENV_PREFIX, EngineConfig, ServerConfig, from_environment, parse_value
+from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.errors import InvalidSetting, did_you_mean
 from chairlift.sampling import SamplingParams
+from chairlift.server.config import ServerConfig
+from chairlift.settings import ENV_PREFIX, from_environment, parse_value
 
 C = TypeVar("C")
 

@@ -8,9 +8,10 @@ import signal
 from typing import Any
 
 from chairlift.cli import flags
-from chairlift.config import ServerConfig, host_and_port
 from chairlift.engine.secret import Secret
 from chairlift.errors import InvalidSetting
+from chairlift.server.config import ServerConfig
+from chairlift.settings import parse_host_and_port
 
 _EXAMPLES = """\
 examples:
@@ -52,6 +53,6 @@ async def _join(address: tuple[str, int], secret: Secret) -> int:
 
 def _address(text: str) -> tuple[str, int]:
     try:
-        return host_and_port(text)
+        return parse_host_and_port(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

@@ -12,8 +12,9 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from chairlift.cli import flags
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidRequest, InvalidSetting, InvalidTrace, did_you_mean
+from chairlift.server.config import ServerConfig
 
 COMMANDS = {
     "serve": "serve a model over HTTP with OpenAI's API",

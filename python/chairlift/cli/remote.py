@@ -14,9 +14,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from chairlift.cli import flags
-from chairlift.config import ENV_PREFIX
 from chairlift.errors import ChairliftError, InvalidSetting
 from chairlift.server.keys import is_key_list
+from chairlift.settings import ENV_PREFIX
 
 URL = "http://127.0.0.1:8000"
 TIMEOUT, STREAM_TIMEOUT = 10.0, 600.0

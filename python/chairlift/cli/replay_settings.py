@@ -8,9 +8,10 @@ from dataclasses import fields
 from fractions import Fraction
 from typing import Any
 
-from chairlift.config import EngineConfig, parse_value
+from chairlift.config import EngineConfig
 from chairlift.engine.scheduler_settings import FLAGS, HOST, of_flags, to_flags
 from chairlift.errors import InvalidSetting
+from chairlift.settings import parse_value
 
 NAMES = (*FLAGS, *HOST)
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift.cli import flags
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.config import EngineConfig
 from chairlift.engine.local_processes import local_processes
 from chairlift.engine.replicated_engine import ReplicatedEngine
 from chairlift.errors import ChairliftError, InvalidRequest, InvalidSetting
+from chairlift.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from chairlift.server.storage.storage import Storage

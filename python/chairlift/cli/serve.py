@@ -16,8 +16,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chairlift.cli import flags
-from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.errors import InvalidSetting
+from chairlift.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from chairlift.engine.secret import Secret

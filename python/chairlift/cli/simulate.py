@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.cli import flags, shared_models, values
-from chairlift.config import ROUTINGS, EngineConfig
+from chairlift.config import EngineConfig
+from chairlift.scheduling import ROUTINGS
 from chairlift.sim import table
 from chairlift.sim.devices import Profile, device
 from chairlift.sim.models import ModelsResult, devices_of, simulate_models

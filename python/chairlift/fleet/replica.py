@@ -8,9 +8,9 @@ from typing import Any
 
 from ray import serve
 
-from chairlift.config import host_and_port
 from chairlift.engine.joining import run_engine
 from chairlift.engine.secret import Secret, read_secret
+from chairlift.settings import parse_host_and_port
 
 CHECK_SECONDS = 1.0
 """Interval at which Ray Serve asks whether an engine runs."""
@@ -49,4 +49,4 @@ def engines(arguments: Mapping[str, str]) -> serve.Application:
 
     A file for `serve deploy` names it as `import_path: chairlift.fleet.replica:engines`, and has the deployment's options.
     """
-    return application(*host_and_port(arguments["server"]), read_secret(arguments["secret_file"]), {})
+    return application(*parse_host_and_port(arguments["server"]), read_secret(arguments["secret_file"]), {})

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from chairlift.config import ServerConfig
+from chairlift.server.config import ServerConfig
 from chairlift.server.errors import HANDLERS
 from chairlift.server.http.sockets import is_loopback
 from chairlift.server.keys import Keys

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.checkpoint.locate import public_name
-from chairlift.config import EngineConfig, ServerConfig, parse_duration, parse_value
+from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, did_you_mean
+from chairlift.server.config import ServerConfig
 from chairlift.server.toml_file import line_of, read_toml
+from chairlift.settings import parse_duration, parse_value
 
 _ENGINE_FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig) if "help" in field.metadata}
 _PARSERS = {field.name: field for field in dataclasses.fields(ServerConfig) if field.name in ("tool_call_parser", "reasoning_parser")}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from chairlift.errors import InvalidSetting
 
 if TYPE_CHECKING:
-    from chairlift.config import ServerConfig
+    from chairlift.server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from chairlift.checkpoint.cache import weight_bytes
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.config import EngineConfig
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.server.admin import AdminApp
 from chairlift.server.app import PROBES, application, guarded
+from chairlift.server.config import ServerConfig
 from chairlift.server.http.protocol import HttpProtocol, HttpServer
 from chairlift.server.http.sockets import address
 from chairlift.server.keys import Keys

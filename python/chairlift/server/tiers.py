@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from chairlift.config import LARGEST_TIER_WEIGHT, LONGEST_MS
+from chairlift.config import LARGEST_TIER_WEIGHT
 from chairlift.errors import InvalidSetting
-from chairlift.scheduling import TIER_WEIGHTS, TIERS
+from chairlift.scheduling import LONGEST_MS, TIER_WEIGHTS, TIERS
 from chairlift.server.keys import TENANT
 from chairlift.server.toml_file import line_of, read_toml
 

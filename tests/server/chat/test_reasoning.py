@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.config import ServerConfig
 from chairlift.grammar.source import ReasoningFormat
 from chairlift.server.chat.reasoning import (
     REASONING_FORMATS,
@@ -16,6 +15,7 @@ from chairlift.server.chat.reasoning import (
     ReasoningTokens,
     format_for_template,
 )
+from chairlift.server.config import ServerConfig
 
 POSSIBLE, OPEN, OVER = ReasoningState
 

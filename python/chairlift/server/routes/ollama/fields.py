@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from chairlift.config import parse_duration
 from chairlift.errors import InvalidRequest
 from chairlift.server.errors import brief
+from chairlift.settings import parse_duration
 
 KeepAlive = Annotated[Any, WithJsonSchema({"type": ["number", "string"]})]
 """Seconds, or a duration like "5m"; -1 for ever, 0 not at all."""

@@ -1,0 +1,186 @@
+"""Settings of the HTTP server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from chairlift.scheduling import ROUTINGS
+from chairlift.settings import flag, parse_duration, parse_host_and_port, parse_json_object, parse_names, parse_origins, parse_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Settings of the HTTP server, in addition to an engine's."""
+
+    host: str = flag("127.0.0.1", "address to listen on", group="server")
+    port: int = flag(8000, "port to listen on; 0 picks a free one", int, group="server")
+    served_model_name: str | None = flag(
+        None, "name that clients use for the model (default: as given, of a path the last part)", group="server"
+    )
+    models: str | None = flag(
+        None,
+        "serve several models: TOML with a table [NAME] a model, of path, aliases, keep_alive, priority, preload, and flags of the engine",
+        metavar="FILE",
+        group="models",
+    )
+    max_loaded_models: int | None = flag(None, "models that may be loaded at a time (default: any number)", parse_size, group="models")
+    models_memory: int | None = flag(
+        None, "bytes that all loaded models may take, weights and KV caches; a larger one is loaded alone", parse_size, group="models"
+    )
+    keep_alive: float = flag(
+        300.0,
+        "how long one of several models stays loaded after its last request, unless it is preloaded: 5m, 30s, 0, or -1 for ever",
+        parse_duration,
+        metavar="TIME",
+        group="models",
+    )
+    preload: tuple[str, ...] = flag(
+        (),
+        "those of several models that are loaded at the start, and stay: NAME,NAME or 'all'",
+        parse_names,
+        metavar="NAMES",
+        group="models",
+    )
+    uds: str | None = flag(None, "listen on this Unix socket instead of a port", metavar="PATH", group="server")
+    api_key: str | None = flag(
+        None,
+        "what clients must send as 'Authorization: Bearer KEY' or 'x-api-key: KEY'; NAME=KEY,NAME=KEY gives each tenant its own",
+        metavar="KEY",
+        group="server",
+        secret=True,
+    )
+    public_metrics: bool = flag(False, "serve /metrics without an API key: all figures, those of every tenant", group="server")
+    api_key_file: str | None = flag(
+        None,
+        "keys out of sight of 'ps', and limits: TOML with a table [NAME] a tenant, of key (or keys), weight, max_queued, max_requests",
+        metavar="FILE",
+        group="server",
+    )
+    cors_allow_origins: tuple[str, ...] | None = flag(
+        None,
+        "web pages that may use the server, like https://chat.example,http://localhost:3000, or * for all (default: none)",
+        parse_origins,
+        metavar="ORIGINS",
+        group="server",
+    )
+    ssl_certfile: str | None = flag(None, "certificate chain in PEM format: serves HTTPS", metavar="FILE", group="server")
+    ssl_keyfile: str | None = flag(
+        None, "the certificate's private key, without a password, if it is not in the same file", metavar="FILE", group="server"
+    )
+    admin_socket: str | None = flag(
+        None,
+        "Unix socket, for this user alone, that needs no key: /metrics, /health, /v1/requests/ID/explain, GET /state, POST /drain, "
+        "/models, POST /models/restart",
+        metavar="PATH",
+        group="server",
+    )
+    replicas: int = flag(
+        1,
+        "engines of this machine that serve each model, each in a process of its own; requests of one that dies go on in another",
+        parse_size,
+        metavar="N",
+        group="server",
+    )
+    routing: str = flag(
+        "predicted",
+        "which of several engines gets a request: 'predicted', the one that should compute the prompt first, by its load, speed and cached "
+        "prefixes; 'lmetric', 'prefix-aware', 'least-loaded' and 'round-robin' are simpler rules (docs/fleet.md)",
+        choices=ROUTINGS,
+        group="server",
+    )
+    engine_listen: tuple[str, int] | None = flag(
+        None,
+        "where engines of other machines join ('chairlift join'); their traffic is authenticated, not encrypted: use a private network",
+        parse_host_and_port,
+        metavar="HOST:PORT",
+        group="server",
+    )
+    engine_secret_file: str | None = flag(
+        None, "what those engines must know: a file that only its owner may read, with 32 bytes or more", metavar="FILE", group="server"
+    )
+    ray_address: str | None = flag(
+        None,
+        "let Ray Serve run the --replicas engines on the machines of this cluster: 'auto', HOST:PORT, or 'local' for a new one on this "
+        "machine; they join at --engine-listen (needs chairlift[fleet])",
+        metavar="ADDRESS",
+        group="server",
+    )
+    ray_actor_options: Mapping[str, Any] | None = flag(
+        None,
+        'what Ray reserves for each engine, as JSON with Ray\'s names: \'{"num_cpus": 8, "num_gpus": 1}\' (default: one CPU)',
+        parse_json_object,
+        metavar="JSON",
+        group="server",
+    )
+    resume: str = flag(
+        "exact",
+        "which engine goes on with the answers of one that died: 'exact', one of equal numerics, so that clients get the bytes of an "
+        "undisturbed run; 'any'; 'off', none: answers that were not sent yet start over, streams end with an error",
+        choices=("exact", "any", "off"),
+        group="server",
+    )
+    max_body_size: int = flag(2 << 20, "longest body of a request, in bytes; longer ones are refused", parse_size, group="server")
+    shutdown_timeout: float = flag(30.0, "seconds that requests in flight get to finish after SIGTERM", float, group="server")
+    log_level: str = flag("info", "how much to log", choices=("debug", "info", "warning", "error"), group="server")
+    log_format: str = flag("text", "how a line of the log is written", choices=("text", "json"), group="server")
+    tool_call_parser: str = flag(
+        "auto",
+        "how the model writes tool calls; 'auto' goes by its chat template",
+        choices=("auto", "deepseek", "gemma", "granite", "hermes", "llama", "mistral", "openai", "pythonic"),
+        group="server",
+    )
+    reasoning_parser: str = flag(
+        "auto",
+        "how the model marks its reasoning, by vLLM's names; 'auto' goes by its chat template, 'none' leaves it in the answer",
+        choices=("auto", "none", "deepseek_r1", "gemma4", "granite", "granite_thinking_parser", "mistral", "openai_gptoss", "qwen3"),
+        group="server",
+    )
+    metrics_alias: str = flag(
+        "none", "'vllm' shows metrics a second time under vLLM's names, where it has them too", choices=("none", "vllm"), group="server"
+    )
+    otlp_traces_endpoint: str | None = flag(
+        None, "send a trace of each request here, as OTLP over HTTP; needs pip install 'chairlift[otel]'", metavar="URL", group="server"
+    )
+    tiers: str | None = flag(
+        None,
+        "targets, weights and tenants of the service tiers: TOML with the tables [priority], [default] and [flex]",
+        metavar="FILE",
+        group="server",
+    )
+    usage_log: str | None = flag(
+        None, "directory for the usage log: a JSON line for each request, for 'chairlift usage'", metavar="DIR", group="server"
+    )
+    data_dir: str | None = flag(
+        None,
+        "directory for uploaded files and batches, which survive restarts; needed by /v1/files and /v1/batches",
+        metavar="DIR",
+        group="server",
+    )
+    max_data_size: int = flag(10 << 30, "bytes that all uploaded files may take; more are refused", parse_size, group="server")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, naming the flag, for an invalid setting."""
+        # Rejected because an unset variable in a script would give a server that looks protected and is not.
+        if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
+            raise ValueError("--api-key must not be empty, nor begin or end with a space")
+        if self.max_loaded_models is not None and self.max_loaded_models < 1:
+            raise ValueError(f"--max-loaded-models must be at least 1, got {self.max_loaded_models}")
+        if self.replicas < 1:
+            raise ValueError(f"--replicas must be at least 1, got {self.replicas}")
+        if self.max_body_size < 1:
+            raise ValueError(f"--max-body-size must be at least 1, got {self.max_body_size}")
+        # The system would silently take the port modulo 65536.
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port must be from 0 to 65535, got {self.port}")
+        if self.engine_listen is not None and self.engine_secret_file is None:
+            raise ValueError("--engine-listen needs --engine-secret-file: make one with 'openssl rand -hex 32 > FILE; chmod 600 FILE'")
+        if self.ray_address is not None and (self.engine_listen is None or self.engine_listen[0] in ("", "0.0.0.0", "::")):
+            raise ValueError(
+                "--ray-address needs --engine-listen HOST:PORT, with an address of this machine that the cluster's machines reach"
+            )
+        if self.ray_actor_options is not None and self.ray_address is None:
+            raise ValueError("--ray-actor-options needs --ray-address")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-keyfile needs --ssl-certfile")

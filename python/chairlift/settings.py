@@ -1,0 +1,173 @@
+"""Settings: fields of a dataclass that are also flags and environment variables."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import Field, field, fields
+from numbers import Real
+from typing import Any
+
+from chairlift.scheduling import LONGEST_MS
+
+ENV_PREFIX = "CHAIRLIFT_"
+
+
+def flag(default: Any, help: str, parse: Callable[[str], Any] = str, *, group: str, secret: bool = False, **extra: Any) -> Any:
+    """Defines a dataclass field that is the flag `--name` with `help` and `parse`, under the heading `group`."""
+    return field(default=default, repr=not secret, metadata={"help": help, "parse": parse, "group": group, **extra})
+
+
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "str": (str, "text"),
+    "int": (int, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": (bool, "True or False"),
+    "Mapping": (Mapping, "a dict"),
+}
+"""The Python types that a setting's annotation allows, and their description."""
+
+
+def check_type(item: Field[Any], value: object) -> None:
+    """Raises ValueError if a value given in Python does not have the field's type."""
+    annotation = str(item.type)
+    if value is None and annotation.endswith("| None"):
+        return
+    kind, words = _KINDS[annotation.partition(" ")[0].partition("[")[0]]
+    right = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
+    if annotation.startswith("Mapping[str, str]"):
+        right = isinstance(value, Mapping) and all(isinstance(text, str) for text in (*value.keys(), *value.values()))
+    if annotation.startswith("Mapping[str, int]"):
+        words += " of whole numbers"
+        right = isinstance(value, Mapping) and all(isinstance(key, str) and isinstance(number, int) for key, number in value.items())
+    if not right:
+        raise ValueError(f"--{item.name.replace('_', '-')}: expected {words}, got {value!r:.100}")
+
+
+def from_environment(cls: type, names: Collection[str], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Reads the fields of `cls` in `names` that `CHAIRLIFT_...` variables set. Raises ValueError with the variable's name."""
+    found: dict[str, Any] = {}
+    for item in fields(cls):
+        text = environ.get(ENV_PREFIX + item.name.upper())
+        if text is None or item.name not in names:
+            continue
+        try:
+            found[item.name] = parse_value(item.metadata, item.type, text)
+        except ValueError as error:
+            raise ValueError(f"{ENV_PREFIX}{item.name.upper()}: {error}") from None
+    return found
+
+
+def parse_value(metadata: Mapping[str, Any], annotation: object, text: str) -> Any:
+    """Converts the text of a flag or variable to the field's value. Raises ValueError if it is invalid."""
+    if "bool" in str(annotation):
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("0", "false", "no", "off"):
+            return False
+        raise ValueError(f"expected true or false, got {text!r}")
+    choices = metadata.get("choices")
+    if choices and text not in choices:
+        raise ValueError(f"expected one of {', '.join(choices)}, got {text!r}")
+    parse = metadata.get("parse", str)
+    try:
+        return parse(text)
+    except ValueError:
+        if parse in (int, float):  # their own messages mention literals and bases
+            raise ValueError(f"expected a {'whole ' * (parse is int)}number, got {text!r}") from None
+        raise
+
+
+def parse_size(text: str) -> int:
+    """Parses `4096`, `32k`, `2G` or `1.5GiB`. Decimal suffixes are lower case k/m/g, binary ones K/M/G or KiB/MiB/GiB."""
+    text = text.strip()
+    match = re.fullmatch(r"([^a-zA-Z]+)(?:([kmgt])|([KMGT])(?:iB)?)?", text)
+    try:
+        if match is None:
+            raise ValueError
+        number, decimal, binary = match.groups()
+        return int(float(number) * (1000 ** " kmgt".index(decimal) if decimal else 1024 ** " KMGT".index(binary or " ")))
+    except (ValueError, OverflowError):
+        raise ValueError(f"not a size: {text!r} (try 4096, 32k or 2G)") from None
+
+
+_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
+
+
+def parse_duration(text: str) -> float:
+    """Parses `90`, `30s`, `5m`, `1.5h` or `300ms` as seconds; a negative one is infinite. Raises ValueError."""
+    match = re.fullmatch(r"\s*(-?[0-9.]+)(ms|s|m|h)?\s*", text)
+    try:
+        if match is None:
+            raise ValueError
+        seconds = float(match[1]) * _SECONDS[match[2] or "s"]
+    except ValueError:
+        raise ValueError(f"not a duration: {text!r:.100} (try 5m, 30s, 0, or -1 for ever)") from None
+    return math.inf if seconds < 0 else seconds
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Parses `chat,embed`."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def parse_weights(text: str) -> dict[str, int]:
+    """Parses `alice=2,bob=1`. The weights are validated with all other settings."""
+    weights = {}
+    for item in text.split(","):
+        name, equals, weight = item.rpartition("=")
+        if not equals or not name.strip() or not weight.strip().isdecimal():
+            raise ValueError(f"expected weights like alice=2,bob=1, got {text!r:.100}")
+        weights[name.strip()] = int(weight)
+    return weights
+
+
+def parse_paths(text: str) -> dict[str, str]:
+    """Parses `sql=/adapters/sql,chat=/adapters/chat`."""
+    modules = {}
+    for item in text.split(","):
+        name, equals, path = item.partition("=")
+        if not equals or not name.strip() or not path.strip():
+            raise ValueError(f"expected adapters like sql=/adapters/sql, got {text!r:.100}")
+        modules[name.strip()] = path.strip()
+    return modules
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    """Parses a JSON object. Its values are validated with all other settings."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {text!r:.100}")
+    return value
+
+
+def parse_ms_or_auto(text: str) -> float:
+    """Parses a number of milliseconds; `auto` is the longest."""
+    try:
+        return LONGEST_MS if text.strip().lower() == "auto" else float(text)
+    except ValueError:
+        raise ValueError(f"expected a number of milliseconds or auto, got {text!r}") from None
+
+
+def parse_origins(text: str) -> tuple[str, ...]:
+    """Parses `https://a.example,http://localhost:3000` or `*`."""
+    origins = tuple(origin.strip().lower() for origin in text.split(","))
+    for origin in origins:
+        scheme, separator, host = origin.partition("://")
+        if origin != "*" and not (scheme and separator and host and "/" not in host):
+            raise ValueError(f"expected origins like https://chat.example,http://localhost:3000, without a path, or *, got {text!r:.100}")
+    return origins
+
+
+def parse_host_and_port(text: str) -> tuple[str, int]:
+    """Parses HOST:PORT, or [HOST]:PORT for an IPv6 address. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"expected HOST:PORT, like 10.0.0.1:7000, got {text!r:.100}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
