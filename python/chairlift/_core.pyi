@@ -130,6 +130,9 @@ class Arbiter:
     def idle(self, model: int) -> None:
         """Records that a model has no work."""
 
+    def expect(self, model: int, us: int, begins: int) -> None:
+        """Predicts that the model's next step takes `us` microseconds and is the first of `begins` requests."""
+
     def choose(self, now: int) -> int | None:
         """The model whose step is next; None if none is ready."""
 
@@ -306,6 +309,8 @@ class Scheduler:
         """
     def take_given_back(self) -> list[int]:
         """The blocks that were given back since the last call. All planned steps must have run; discard them before the next one."""
+    def next_step(self) -> tuple[int, int] | None:
+        """Predicted microseconds of the next step, and the requests whose first step it is; None before enough steps were observed."""
     def charge_elsewhere(self, tenant: str, us: int) -> None:
         """Charges a tenant for its service at another engine or model, in microseconds of engine time at weight 1.
 

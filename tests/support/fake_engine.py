@@ -113,6 +113,9 @@ class FakeEngine:
     def read_prefix(self, prompt, params, scheduling):
         return None
 
+    def next_step(self):
+        return None
+
     def take_service(self):
         self.served, served = {}, self.served
         return served

@@ -91,6 +91,9 @@ class EngineLike(KvSharer, Protocol):
     def unload_adapter(self, name: str) -> None:
         """Unloads an adapter. Raises InvalidRequest."""
 
+    def next_step(self) -> tuple[int, int] | None:
+        """Predicted microseconds of the next step, and the requests whose first step it is; None if nothing is known yet."""
+
     def take_service(self) -> dict[str, int]:
         """The service of each tenant since the last call, in microseconds of engine time divided by the tenant's weight."""
 

@@ -230,6 +230,10 @@ class Engine:
             )
         self._adapters.remove(name)
 
+    def next_step(self) -> tuple[int, int] | None:
+        """See `Scheduler.next_step`."""
+        return self._scheduler.next_step()
+
     def take_service(self) -> dict[str, int]:
         """See `Scheduler.take_service`."""
         return self._scheduler.take_service()

@@ -170,6 +170,7 @@ class StepLoop:
     def _step(self) -> None:
         """Runs the next step, if an engine is busy. If it fails, only its engine ends."""
         began = _now()
+        self._predict()
         number = self._arbiter.choose(began)
         if number is None:
             return
@@ -196,6 +197,14 @@ class StepLoop:
             self._arbiter.idle(number)
         if len(self._engines) > 1:
             self._tenants.share(self._live_engines(), ended)
+
+    def _predict(self) -> None:
+        """Tells the arbiter how long the next steps would take, if it has a choice."""
+        busy = [(number, hosted) for number, hosted in self._engines.items() if hosted.busy]
+        if len(busy) > 1:
+            for number, hosted in busy:
+                if (step := hosted.engine.next_step()) is not None:
+                    self._arbiter.expect(number, *step)
 
     def _live_engines(self) -> list[EngineLike]:
         return [hosted.engine for hosted in self._engines.values()]

@@ -5,6 +5,11 @@
 //! becomes ready starts at the least virtual time of the ready ones of its priority, so that idleness earns nothing. It
 //! goes before those with the same virtual time that have run since they became ready, so it waits for one step only.
 //!
+//! Among several models that have not run since they became ready, the one goes first whose next step has the least
+//! predicted time for each request that it begins, divided by the weight. A short step so waits for no long one, and the
+//! mean wait is short. Such a model also goes before the least served one if it would be the less served of the two
+//! after both had run (the earliest virtual finish time, as in WFQ). For that, steps count for at most [`MAX_LEAD`].
+//!
 //! Three rules come before the shares:
 //!
 //! - A model that waited for [`MAX_WAIT`] goes first. With n ready models and steps of at most L, no model waits longer
@@ -37,14 +42,26 @@ struct Model {
     waiting_since: Option<Time>,
     /// Whether it has run since it became ready.
     ran: bool,
-    /// Microseconds of its last step, which predict the next one.
-    last_step: Time,
+    /// Predicted microseconds of its next step: those of its last one, if the caller expects nothing else.
+    next_step: Time,
+    /// Requests whose first step that is, and at least 1.
+    begins: u32,
 }
 
 impl Model {
     /// Virtual time of `us` microseconds of service.
     fn virtual_of(&self, us: Time) -> u64 {
         us * UNIT / self.weight
+    }
+
+    /// Its virtual time after the next step. Longer steps count as ones of [`MAX_LEAD`].
+    fn finish(&self) -> u64 {
+        self.virtual_time + self.virtual_of(self.next_step.min(MAX_LEAD))
+    }
+
+    /// Virtual time of the next step for each request that it begins.
+    fn each(&self) -> u64 {
+        self.virtual_of(self.next_step) / u64::from(self.begins)
     }
 }
 
@@ -59,7 +76,8 @@ impl Arbiter {
     /// in microseconds that should pass between two steps.
     pub fn add(&mut self, model: u32, weight: u32, priority: i32, itl: Option<Time>) {
         let weight = u64::from(weight.max(1));
-        self.models.insert(model, Model { weight, priority, itl, virtual_time: 0, waiting_since: None, ran: false, last_step: 0 });
+        self.models
+            .insert(model, Model { weight, priority, itl, virtual_time: 0, waiting_since: None, ran: false, next_step: 0, begins: 1 });
     }
 
     /// Removes a model, if it is known.
@@ -90,6 +108,15 @@ impl Arbiter {
         }
     }
 
+    /// Predicts that the model's next step takes `us` microseconds and is the first of `begins` requests. Holds until the
+    /// step is charged.
+    pub fn expect(&mut self, model: u32, us: Time, begins: u32) {
+        if let Some(known) = self.models.get_mut(&model) {
+            known.next_step = us;
+            known.begins = begins.max(1);
+        }
+    }
+
     /// The model whose step is next; `None` if none is ready.
     pub fn choose(&self, now: Time) -> Option<u32> {
         let (oldest, _, since) = self.waiting().min_by_key(|&(_, _, since)| since)?;
@@ -98,10 +125,13 @@ impl Arbiter {
         }
         let urgent = self.waiting().map(|(_, one, _)| one.priority).min()?;
         let rivals = || self.waiting().filter(|(_, one, _)| one.priority == urgent);
-        let (fair, least, _) = rivals().min_by_key(|&(_, one, since)| (one.virtual_time, one.ran, since))?;
+        let (served_least, least, _) = rivals().min_by_key(|&(_, one, since)| (one.virtual_time, one.ran, since))?;
+        let newcomers =
+            rivals().filter(|(_, one, _)| !one.ran && (one.virtual_time == least.virtual_time || one.finish() <= least.finish()));
+        let fair = newcomers.min_by_key(|&(_, one, since)| (one.each(), since)).map_or(served_least, |(model, ..)| model);
         let due = rivals().filter_map(|(model, one, since)| {
             let by = since + one.itl?;
-            let late = now + least.last_step + one.last_step > by;
+            let late = now + least.next_step + one.next_step > by;
             (late && one.virtual_time <= least.virtual_time + one.virtual_of(MAX_LEAD)).then_some((by, Reverse(model)))
         });
         Some(due.min().map_or(fair, |(_, Reverse(model))| model))
@@ -111,7 +141,8 @@ impl Arbiter {
     pub fn charge(&mut self, model: u32, us: Time, now: Time) {
         if let Some(known) = self.models.get_mut(&model) {
             known.virtual_time += known.virtual_of(us);
-            known.last_step = us;
+            known.next_step = us;
+            known.begins = 1;
             known.ran = true;
             known.waiting_since = known.waiting_since.map(|_| now);
         }
@@ -182,6 +213,50 @@ mod tests {
             arbiter.idle(1);
             now += 2_000;
         }
+    }
+
+    #[test]
+    fn a_short_step_goes_before_long_ones_that_became_ready_with_it() {
+        let mut arbiter = ready(&[(1, 0, None); 4]);
+        // The third step answers three requests, in 40 ms each.
+        for (model, us, begins) in [(0, 100_000, 1), (1, 50_000, 1), (2, 120_000, 3), (3, 10_000, 1)] {
+            arbiter.expect(model, us, begins);
+        }
+        let mut order = Vec::new();
+        for now in 0..4 {
+            let model = arbiter.choose(now).expect("a ready model");
+            arbiter.charge(model, 10_000, now);
+            arbiter.idle(model);
+            order.push(model);
+        }
+        assert_eq!(order, [3, 2, 1, 0]);
+    }
+
+    #[test]
+    fn a_weight_counts_among_those_that_became_ready_together() {
+        let mut arbiter = ready(&[(1, 0, None), (4, 0, None)]);
+        arbiter.expect(0, 30_000, 1);
+        arbiter.expect(1, 100_000, 1);
+        assert_eq!(arbiter.choose(0), Some(1));
+    }
+
+    #[test]
+    fn short_steps_go_before_a_long_one_within_their_share_only() {
+        // Two models have one request of 10 ms after the other. The third has a step of 200 ms, which counts as one of 100 ms.
+        let mut arbiter = ready(&[(1, 0, None); 3]);
+        let mut now = 0;
+        let waited = loop {
+            arbiter.expect(0, 200_000, 1);
+            let model = arbiter.choose(now).expect("a ready model");
+            if model == 0 {
+                break now;
+            }
+            now += 10_000;
+            arbiter.charge(model, 10_000, now);
+            arbiter.idle(model);
+            arbiter.ready(model, now);
+        };
+        assert_eq!(waited, 2 * MAX_LEAD);
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! Over any interval, busy models share time by their weights, no ready model waits beyond the bound, and the same calls
-//! give the same choices.
+//! give the same choices, whatever lengths the caller predicts for the steps.
 
 use chairlift_core::{Arbiter, MAX_LEAD, MAX_WAIT, Time};
 use proptest::prelude::*;
@@ -15,6 +15,8 @@ enum Op {
     Ready(usize, bool),
     /// Time in which nothing runs.
     Pause(Time),
+    /// A prediction, right or wrong, of a model's next step and of the requests that it begins.
+    Expect(usize, Time, u32),
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -22,6 +24,7 @@ fn op() -> impl Strategy<Value = Op> {
         4 => (prop::collection::vec(1..=LONGEST, 5), 1..60u8).prop_map(|(lengths, count)| Op::Steps(lengths, count)),
         3 => (0..5usize, prop::bool::weighted(0.7)).prop_map(|(model, ready)| Op::Ready(model, ready)),
         1 => (0..2_000_000u64).prop_map(Op::Pause),
+        3 => (0..5usize, 0..5_000_000u64, 0..100u32).prop_map(|(model, us, begins)| Op::Expect(model, us, begins)),
     ]
 }
 
@@ -79,6 +82,7 @@ fn run(mut models: Vec<Seen>, ops: &[Op]) -> Vec<u32> {
                 }
                 if ready { arbiter.ready(number as u32, now) } else { arbiter.idle(number as u32) }
             }
+            &Op::Expect(number, us, begins) => arbiter.expect((number % models.len()) as u32, us, begins),
             Op::Steps(lengths, count) => {
                 for _ in 0..*count {
                     let Some(number) = arbiter.choose(now) else {

@@ -38,6 +38,10 @@ impl Arbiter {
         self.lock().idle(model);
     }
 
+    fn expect(&self, model: u32, us: core::Time, begins: u32) {
+        self.lock().expect(model, us, begins);
+    }
+
     fn choose(&self, now: core::Time) -> Option<u32> {
         self.lock().choose(now)
     }

@@ -212,6 +212,10 @@ impl Scheduler {
         Ok(self.lock()?.core.set_priority(core::SeqId::from_bits(seq), priority, now))
     }
 
+    fn next_step(&self) -> PyResult<Option<(core::Time, u32)>> {
+        Ok(self.lock()?.core.next_step())
+    }
+
     fn charge_elsewhere(&self, tenant: &str, us: core::Time) -> PyResult<()> {
         self.lock()?.core.charge_elsewhere(tenant, us);
         Ok(())

@@ -62,6 +62,7 @@ impl<'a> Turns<'a> {
     fn advance(&mut self, until: Time) {
         while self.now < until {
             self.wake();
+            self.predict();
             if let Some(model) = self.arbiter.choose(self.now) {
                 self.step(model);
             } else if let Some(next) = self.wakes_at.iter().flatten().min() {
@@ -85,6 +86,15 @@ impl<'a> Turns<'a> {
         for model in 0..self.engines.len() {
             if self.wakes_at[model].is_some_and(|at| at <= self.now) {
                 self.ready(model);
+            }
+        }
+    }
+
+    /// Tells the arbiter how long the next steps would take, as the server does.
+    fn predict(&mut self) {
+        for (model, engine) in (0..).zip(&mut self.engines) {
+            if let Some((us, begins)) = engine.scheduler().next_step() {
+                self.arbiter.expect(model, us, begins);
             }
         }
     }

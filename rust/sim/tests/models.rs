@@ -92,6 +92,22 @@ fn a_light_model_waits_for_steps_and_not_for_requests() {
 }
 
 #[test]
+fn a_short_step_waits_for_one_step_in_a_burst() {
+    // Every four seconds three requests for model 0, one for model 1 and one for the embedder arrive at the same moment.
+    let models = [model(20, 1, None), model(20, 1, None), model(2, 1, None)];
+    let ask = |burst: u64, at: u64, model, prompt, output| job(model, burst * 4 * SECOND, burst * 5 + at, prompt, output);
+    let jobs = (0..20).flat_map(|burst| {
+        let chat = [0, 2, 3].map(|at| ask(burst, at, 0, 500, 30));
+        chat.into_iter().chain([ask(burst, 1, 1, 900, 30), ask(burst, 4, 2, 60, 1)])
+    });
+    let reports = run(&models, jobs);
+    let ttft: Vec<_> = reports.iter().map(|report| report.ttft(|timeline| timeline.arrived > 0)).collect();
+    // The steps of the prompts take 8, 122 and 110 ms. The chat model answers two requests with its first one.
+    assert!(ttft[2].iter().all(|&time| time == 8 * MS), "{:?}", ttft[2]);
+    assert!(percentile(&ttft[0], 50) <= 131 * MS, "{:?}", ttft[0]);
+}
+
+#[test]
 fn tenants_have_one_share_of_all_models() {
     let fair = |weight| SharedModel { config: Config { policy: Policy::Fair, ..model(20, 1, None).config }, ..model(20, weight, None) };
     let until = 60 * SECOND;

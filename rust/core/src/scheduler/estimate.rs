@@ -1,7 +1,7 @@
-//! Estimates the remaining work of a request and whether it can meet its deadline.
+//! Estimates the next step, the remaining work of a request, and whether it can meet its deadline.
 
 use super::Scheduler;
-use crate::cost::StepModel;
+use crate::cost::{Load, StepModel};
 use crate::phase::Phase;
 use crate::policy::Policy;
 use crate::request::Time;
@@ -33,6 +33,37 @@ fn time(model: &StepModel, (from, prompt): (u32, u32), output: u32) -> Time {
 }
 
 impl Scheduler {
+    /// Predicted microseconds of the next step, and the number of requests whose first step it is. `None` before the model
+    /// has observed enough steps.
+    ///
+    /// The estimate assumes that all waiting prompts begin for which there are slots, none of them cached, as far as the
+    /// configured target allows. O(slots).
+    pub fn next_step(&self) -> Option<(Time, u32)> {
+        if !self.model.knows() {
+            return None;
+        }
+        let waiting = self.waiting.backlog();
+        let begins = waiting.reqs.min(self.running.free_slots() as u32);
+        let each = waiting.prompt_tokens as f64 / f64::from(waiting.reqs.max(1));
+        let (mut load, mut tokens) = (Load::default(), each * f64::from(begins));
+        let mut prefill = self.model.prefill(0.0, each) * f64::from(begins);
+        for seq in self.running_seqs() {
+            let (computed, left) = (seq.computed(), seq.uncomputed());
+            if left <= 1 {
+                load.decode_seqs += 1;
+                load.context_tokens += u64::from(computed);
+            } else {
+                tokens += f64::from(left);
+                prefill += self.model.prefill(computed.into(), left.into());
+            }
+        }
+        let room = f64::from(self.config.max_tokens.saturating_sub(load.decode_seqs));
+        let part = if tokens > room { room / tokens } else { 1.0 };
+        let alone = self.model.decode_step(&load);
+        let target = if self.config.target_itl > 0 { alone.max(self.config.target_itl as f64) } else { f64::MAX };
+        Some(((alone + prefill * part).min(target) as Time, begins))
+    }
+
     /// Predicted microseconds of a sequence's remaining work.
     pub(super) fn work_left(&self, seq: &Sequence) -> Time {
         time(&self.model, prompt_left(seq), seq.predicted_left())

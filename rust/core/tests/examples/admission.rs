@@ -107,6 +107,36 @@ fn the_predicted_wait_knows_how_far_those_that_run_have_come() {
 }
 
 #[test]
+fn the_next_step_is_predicted_with_the_prompts_that_it_begins() {
+    let mut lab = Lab::new(Config { max_seqs: 4, max_tokens: 300, ..plenty(Policy::Fcfs) });
+    lab.cost = Cost(1000, 10, 100);
+    lab.add(ask(1, 100, 1));
+    assert_eq!(lab.scheduler.next_step(), None, "nothing is known yet");
+    for tag in 2..200 {
+        lab.add(ask(tag, 20 + tag as u32 % 60, 6));
+        lab.steps(2 + tag as u32 % 4);
+    }
+    lab.finish_requests();
+    let mut check = |requests: &[(u64, u32)], begins| {
+        for &(tag, prompt) in requests {
+            lab.add(ask(tag, prompt, 500));
+        }
+        let (predicted, begun) = lab.scheduler.next_step().expect("steps were observed");
+        let before = lab.now;
+        let admitted = lab.step().admitted.len();
+        let took = lab.now - before;
+        assert!(predicted.abs_diff(took) <= took / 5, "{predicted} instead of {took} us");
+        assert_eq!((begun, admitted), (begins, begins as usize));
+    };
+    check(&[(501, 40)], 1);
+    check(&[], 0);
+    check(&[(502, 80), (503, 80)], 2);
+    // There is one slot left.
+    check(&[(504, 60), (505, 60)], 1);
+    check(&[], 0);
+}
+
+#[test]
 fn before_any_output_has_ended_it_is_taken_to_be_as_long_as_it_may() {
     let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(Policy::Fcfs) });
     lab.add(ask(1, 10, 120));
@@ -207,6 +237,7 @@ fn prompts_are_cut_to_what_the_target_leaves() {
     }
     let predicted = lab.scheduler.stats().predicted_step;
     assert!((2540..=2660).contains(&predicted), "{predicted}");
+    assert_eq!(lab.scheduler.next_step(), Some((3000, 0)));
 }
 
 #[test]
