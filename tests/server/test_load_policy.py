@@ -15,11 +15,11 @@ def policy(*names, max_loaded=None, max_bytes=None, **settings):
     return made
 
 
-def loaded(made, name, now, seconds=1.0, num_bytes=None):
+def loaded(made, name, now, seconds=1.0, num_bytes=None, shared_bytes=0):
     """Loads a model that there is room for."""
     made.want(name)
     assert Action("load", name) in made.decide(now)
-    made.loaded(name, now, seconds, num_bytes)
+    made.loaded(name, now, seconds, num_bytes, shared_bytes)
     made.decide(now)
 
 
@@ -167,6 +167,18 @@ def test_memory_limits_what_is_loaded_and_a_large_model_is_alone():
     assert made.decide(3.0) == []
     made.release("large", 4.0)
     assert kinds(made.decide(4.0)) == [("unload", "large")]
+
+
+def test_memory_that_models_share_counts_once():
+    made = policy("a", "b", "c", max_bytes=10)
+    for name, num_bytes, shared_bytes in (("a", 8, 6), ("b", 6, 4), ("c", 7, 5)):  # each has 2 bytes of its own
+        loaded(made, name, 0.0, num_bytes=num_bytes, shared_bytes=shared_bytes)
+    # 6 bytes and the most that one shares are more than 10.
+    assert kinds(made.decide(0.0)) == []
+    assert [made.stage(name) for name in "abc"] == [Stage.UNLOADING, Stage.LOADED, Stage.LOADED]
+    made.unloaded("a")
+    made.want("a")
+    assert kinds(made.decide(1.0)) == [("unload", "b")]
 
 
 def test_a_failed_load_refuses_those_who_wait_and_is_tried_later():

@@ -42,6 +42,8 @@ def start_facts(config: EngineConfig, directory: Path, runner: Runner, eos: Sequ
         "num_kv_blocks": runner.num_kv_blocks - 1,
         "block_size": config.block_size,
         "num_bytes": weight_bytes(directory) + runner.kv_cache_bytes,
+        # Of these, what the models of a process use together: see kv_sharing.py.
+        "shared_bytes": runner.kv_cache_bytes if runner.kv_blocks is not None and config.num_kv_blocks is None else 0,
         "max_num_seqs": runner.max_num_seqs,
         "max_num_batched_tokens": runner.max_num_batched_tokens,
         "determinism": "batch-invariant" if runner.batch_invariant else "best-effort",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_SUMMED_FACTS = ("num_kv_blocks", "num_bytes", "max_num_seqs")
+_SUMMED_FACTS = ("num_kv_blocks", "num_bytes", "shared_bytes", "max_num_seqs")
 _LEAST_FACTS = ("max_model_len", "max_text_len")
 
 

@@ -40,6 +40,8 @@ class _Model:
     priority: int
     num_bytes: int
     current_keep_alive: float
+    shared_bytes: int = 0
+    """The part of `num_bytes` that all loaded models use together."""
     stage: Stage = Stage.UNLOADED
     uses: int = 0
     """Requests and live sequences that need the model."""
@@ -142,13 +144,16 @@ class LoadPolicy:
         model.uses -= 1
         model.used_at = now
 
-    def loaded(self, name: str, now: float, seconds: float, num_bytes: int | None = None) -> None:
-        """Called when the model is ready, after `seconds`, and takes so many bytes; None if that is not known."""
+    def loaded(self, name: str, now: float, seconds: float, num_bytes: int | None = None, shared_bytes: int = 0) -> None:
+        """Called when the model is ready, after `seconds`, and takes so many bytes; None if that is not known.
+
+        `shared_bytes` of them are not its own: all loaded models together have as many as one of them has at most.
+        """
         model = self._models[name]
         model.stage, model.used_at, model.load_seconds = Stage.LOADED, now, seconds
         model.failures, model.retry_at, model.wanted = 0, -math.inf, False
         if num_bytes is not None:
-            model.num_bytes = num_bytes
+            model.num_bytes, model.shared_bytes = num_bytes, shared_bytes
 
     def load_failed(self, name: str, now: float) -> tuple[Hashable, ...]:
         """Called when a load failed. Returns the requests that waited for it, which are forgotten."""
@@ -177,7 +182,7 @@ class LoadPolicy:
         for _, name in idle:
             model = self._models[name]
             kept = [one for one in self._occupying() if one.stage is not Stage.UNLOADING]
-            too_much = len(kept) > 1 and sum(one.num_bytes for one in kept) > self._max_bytes
+            too_much = len(kept) > 1 and _total_bytes(kept) > self._max_bytes
             if too_much or now >= model.used_at + model.current_keep_alive:
                 self._unload(name, actions)
         return actions
@@ -235,7 +240,7 @@ class LoadPolicy:
     def _fits(self, model: _Model, beside: list[_Model]) -> bool:
         if not beside:
             return True
-        return len(beside) < self._max_loaded and model.num_bytes + sum(one.num_bytes for one in beside) <= self._max_bytes
+        return len(beside) < self._max_loaded and _total_bytes([model, *beside]) <= self._max_bytes
 
     def _occupying(self) -> list[_Model]:
         return [model for model in self._models.values() if model.stage is not Stage.UNLOADED]
@@ -246,3 +251,8 @@ class LoadPolicy:
     def _unload(self, name: str, actions: list[Action]) -> None:
         self._models[name].stage = Stage.UNLOADING
         actions.append(Action("unload", name))
+
+
+def _total_bytes(models: list[_Model]) -> int:
+    """The memory of loaded models: each one's own, and what they share once."""
+    return sum(one.num_bytes - one.shared_bytes for one in models) + max((one.shared_bytes for one in models), default=0)

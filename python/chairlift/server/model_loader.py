@@ -44,7 +44,7 @@ class ModelLoader:
         """Takes over a model whose engine has been started."""
         self._keepers[model.name].watch()
         seconds = model.lifecycle.start_seconds or 0.0
-        self._policy.loaded(model.name, time.monotonic(), seconds, model.engine.facts.get("num_bytes"))
+        self._loaded(model, time.monotonic(), seconds)
 
     def serve_started(self, model: ServedModel) -> None:
         """Takes over a model whose engine somebody else keeps."""
@@ -192,8 +192,12 @@ class ModelLoader:
                     request.set_exception(_load_failure(model.name, self._policy.retry_in(model.name, now)))
         else:
             now = time.monotonic()
-            self._policy.loaded(model.name, now, now - began, model.engine.facts.get("num_bytes"))
+            self._loaded(model, now, now - began)
         self._advance()
+
+    def _loaded(self, model: ServedModel, now: float, seconds: float) -> None:
+        facts = model.engine.facts
+        self._policy.loaded(model.name, now, seconds, facts.get("num_bytes"), facts.get("shared_bytes", 0))
 
     async def _unload(self, model: ServedModel) -> None:
         logger.info("unloading %s", model.name)
