@@ -41,7 +41,8 @@ LAYERS = {
         {"live", "machine", "report", "what_if"},
         {"drafts", "recorded"},
         {"replica"},
-        {"models", "run"},
+        {"fleet", "models"},
+        {"run"},
     ],
     "cpu": [
         {"half", "pod", "pool"},

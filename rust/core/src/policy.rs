@@ -70,7 +70,7 @@ impl Policy {
     }
 
     /// Whether tenants take turns by the service they have received.
-    pub(crate) fn has_tenants(self) -> bool {
+    pub fn has_tenants(self) -> bool {
         matches!(self, Self::Fair | Self::Vtc)
     }
 

@@ -2,6 +2,7 @@
 //! [`StepTime`], and no model runs.
 
 mod drafts;
+mod fleet;
 mod histogram;
 mod job;
 mod live;

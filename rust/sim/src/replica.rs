@@ -46,14 +46,19 @@ impl<'a> Replica<'a> {
         })
     }
 
-    /// Runs until `until`, or until there is no work. A step in flight at `until` is completed.
-    pub(crate) fn advance(&mut self, until: Time) {
+    /// Runs until `until`, or until there is no work. A step in flight at `until` is completed. Returns whether it can go on
+    /// then without a new request.
+    pub(crate) fn advance(&mut self, until: Time) -> bool {
+        let mut goes_on = true;
         while self.now < until && !self.scheduler.is_idle() {
+            goes_on = true;
             if self.step(self.now).is_none() {
-                let next = self.wakes_at().unwrap_or(until);
-                self.now = self.now.max(next.min(until));
+                let next = self.wakes_at();
+                goes_on = next.is_some();
+                self.now = self.now.max(next.unwrap_or(until).min(until));
             }
         }
+        goes_on && !self.scheduler.is_idle()
     }
 
     /// Runs one step that starts at `now`, and returns its end. `None` if nothing can run yet.
@@ -80,7 +85,7 @@ impl<'a> Replica<'a> {
         events.into_iter().flatten().min()
     }
 
-    /// The scheduler, for what engines of one machine tell each other.
+    /// The scheduler, for what engines tell each other.
     pub(crate) fn scheduler(&mut self) -> &mut Scheduler {
         &mut self.scheduler
     }
@@ -114,10 +119,10 @@ impl<'a> Replica<'a> {
         self.cancellations.extend(cancelled_at.map(|cancelled_at| (cancelled_at, tag)));
     }
 
-    /// Runs until all jobs have ended.
-    pub(crate) fn finish(mut self) -> Report {
-        self.advance(Time::MAX);
-        self.into_report()
+    /// Service of each tenant so far.
+    #[cfg(test)]
+    pub(crate) fn service(&self) -> &crate::service::Service {
+        &self.report.service
     }
 
     /// The results so far.

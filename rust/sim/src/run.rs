@@ -1,8 +1,8 @@
 //! Runs requests through one or more simulated engines.
 
+use crate::fleet::Fleet;
 use crate::job::Job;
 use crate::machine::Machine;
-use crate::replica::{Numbered, Replica};
 use crate::report::Report;
 use chairlift_core::{Config, ConfigError, Router, RouterRequest, Routing};
 
@@ -12,8 +12,8 @@ pub fn simulate(config: Config, jobs: impl IntoIterator<Item = Job>, machine: &M
     Ok(reports.pop().expect("there was one"))
 }
 
-/// Like [`simulate`], with several equal engines (at least one). Returns a report for each. Forks need a single engine,
-/// because a parent may be on another engine.
+/// Like [`simulate`], with several equal engines (at least one). Returns a report for each. Under policies with tenants the
+/// engines tell each other their tenants' service. Forks need a single engine, because a parent may be on another engine.
 pub fn simulate_fleet(
     config: Config,
     jobs: impl IntoIterator<Item = Job>,
@@ -21,17 +21,14 @@ pub fn simulate_fleet(
     replicas: usize,
     routing: Routing,
 ) -> Result<Vec<Report>, ConfigError> {
-    let mut fleet = (0..replicas.max(1)).map(|_| Replica::new(config, machine)).collect::<Result<Vec<_>, _>>()?;
-    let mut router = Router::new(routing, fleet.len() * config.usable_blocks() as usize);
+    let mut fleet = Fleet::new(config, machine, replicas.max(1))?;
+    let mut router = Router::new(routing, replicas.max(1) * config.usable_blocks() as usize);
     for job in jobs {
-        for replica in &mut fleet {
-            replica.advance(job.time);
-        }
+        fleet.advance(job.time);
         let prompt_tokens = job.request.prompt.len() as u32;
         let request = RouterRequest { prompt_tokens, names: &job.names, name_block: job.name_block, session: None };
-        let engines: Vec<_> = (0..).zip(&fleet).map(|(number, replica)| Numbered(number, replica)).collect();
-        let to = router.choose(&engines, &request).index;
-        fleet[to].arrive(job);
+        let to = router.choose(&fleet.views(), &request).index;
+        fleet.arrive(to, job);
     }
-    Ok(fleet.into_iter().map(Replica::finish).collect())
+    Ok(fleet.finish())
 }
