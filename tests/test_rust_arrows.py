@@ -61,9 +61,9 @@ LAYERS = {
         {"decoder", "encoder"},
     ],
     "python": [
-        {"arbiter", "buffers", "decoder", "errors", "kv_budget", "reports", "router", "sample", "settings", "work"},
-        {"encoder", "scheduler", "simulate"},
-        {"replay"},
+        {"arbiter", "buffers", "errors", "kv_budget", "reports", "router", "settings", "threads", "work"},
+        {"decoder", "scheduler", "simulate"},
+        {"encoder", "replay"},
     ],
 }
 """Crate → its modules, lower layers first. A module may import from lower layers only; `lib.rs` puts them together."""

@@ -35,17 +35,16 @@ __all__ = [
     "StepBuffers",
     "StepPlan",
     "TensorFile",
+    "ThreadPool",
     "TooLong",
     "__version__",
     "block_types",
-    "choose",
     "decode_work",
     "instruction_sets",
     "matrix_tiles",
     "max_splits",
     "prefill_work",
     "replay",
-    "score",
     "settings",
     "simulate",
     "simulate_models",
@@ -455,30 +454,6 @@ def step_times(journal: bytes) -> bytes:
     ValueError for an invalid journal.
     """
 
-def choose(
-    logits: NDArray[np.float32],
-    temperature: NDArray[np.float64],
-    top_k: NDArray[np.int64],
-    top_p: NDArray[np.float64],
-    min_p: NDArray[np.float64],
-    uniforms: NDArray[np.float64],
-    *,
-    threads: int,
-) -> bytes:
-    """Draws a token for each row of logits [N, vocabulary]: int32 [N], -1 if a logit is NaN or the best is not finite.
-
-    Temperature 0 takes the first of the most likely tokens. Otherwise tokens are sorted, most likely first, ties by id. top-k (0: all),
-    then top-p and min-p select tokens, and `uniforms` in [0, 1) are positions in their cumulative distribution. Runs on up to `threads`
-    threads without the GIL: the logits must not be written meanwhile. Raises ValueError for other shapes.
-    """
-
-def score(logits: NDArray[np.float32], tokens: NDArray[np.int64], count: int, *, threads: int) -> bytes:
-    """Returns a line for each row of logits [M, vocabulary], as in `chairlift.runner.sampling.logprobs.score`: int32 [M, 3 + 2 * count].
-
-    Equally likely tokens are sorted by id. Log-probabilities are NaN where `choose` returns -1. Threads and the GIL are as in `choose`.
-    Raises ValueError for a token or a count beyond the vocabulary.
-    """
-
 def decode_work(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], *, window: int | None = None) -> bytes:
     """Returns the work list of decode attention for a step's chunks of up to 4 tokens: int32 rows of 4.
 
@@ -602,6 +577,36 @@ class Adapter:
         """
 
 @final
+class ThreadPool:
+    """Threads that sleep until there is work."""
+
+    def __new__(cls, threads: int) -> ThreadPool:
+        """Starts `threads - 1` threads. The caller is the first. Raises RuntimeError if they cannot be started."""
+
+    def choose(
+        self,
+        logits: NDArray[np.float32],
+        temperature: NDArray[np.float64],
+        top_k: NDArray[np.int64],
+        top_p: NDArray[np.float64],
+        min_p: NDArray[np.float64],
+        uniforms: NDArray[np.float64],
+    ) -> bytes:
+        """Draws a token for each row of logits [N, vocabulary]: int32 [N], -1 if a logit is NaN or the best is not finite.
+
+        Temperature 0 takes the first of the most likely tokens. Otherwise tokens are sorted, most likely first, ties by id. top-k (0: all),
+        then top-p and min-p select tokens, and `uniforms` in [0, 1) are positions in their cumulative distribution. Runs without the GIL:
+        the logits must not be written meanwhile. Raises ValueError for other shapes.
+        """
+
+    def score(self, logits: NDArray[np.float32], tokens: NDArray[np.int64], count: int) -> bytes:
+        """Returns a line of `chairlift.runner.sampling.logprobs.score` for each row of logits [M, vocabulary]: int32 [M, 3 + 2 * count].
+
+        Equally likely tokens are sorted by id. Log-probabilities are NaN where `choose` returns -1. The GIL is released as in `choose`.
+        Raises ValueError for a token or a count beyond the vocabulary.
+        """
+
+@final
 class Decoder:
     """A decoder on the CPU with its own threads: embeddings, a list of blocks and a head."""
 
@@ -649,6 +654,10 @@ class Decoder:
         for a step that is not safe to run in parallel (two tokens with one KV slot, overlapping sequences), or has unknown tokens or
         adapters.
         """
+
+    @property
+    def pool(self) -> ThreadPool:
+        """The threads, which also sample between steps."""
 
     def add_adapter(self, adapter: Adapter) -> int:
         """Takes ownership of an adapter and returns its number, the lowest free one from 1 on.

@@ -194,7 +194,7 @@ def test_lines_are_those_of_the_cpu(count, vocabulary):
     tokens[3] = -1
     found = logprobs.score(logits, places, tokens, count)
     mine = tokens[places].clamp(min=0).numpy()
-    lines = np.frombuffer(_core.score(logits[places].numpy(), mine.astype(np.int64), count, threads=1), dtype=np.int32)
+    lines = np.frombuffer(_core.ThreadPool(1).score(logits[places].numpy(), mine.astype(np.int64), count), dtype=np.int32)
     for result in (found, reference.score(logits, places, tokens, count)):
         one, other = result.numpy(), lines.reshape(5, -1)
         numbers = [1, *range(3 + count, 3 + 2 * count)]

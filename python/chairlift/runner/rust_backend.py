@@ -49,7 +49,8 @@ class RustBackend:
         """Makes a runner."""
         seqs, block_size = size.max_num_seqs, self._config.block_size
         buffers = StepBuffers(Layout(size.max_num_batched_tokens, seqs, -(-size.max_model_len // block_size)))
-        sampler = HostSampler(seqs, self._config.threads or 1)
+        assert isinstance(executor, CpuExecutor)
+        sampler = HostSampler(seqs, executor.decoder.pool)
         return ModelRunner(executor, self.model, size, block_size, [buffers], sampler, self._pooling)
 
     def warm_up(self, runner: ModelRunner) -> tuple[Decision, ...]:

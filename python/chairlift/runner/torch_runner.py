@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from chairlift import _core
 from chairlift.errors import OutOfMemory
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import StepBuffers, StepSizes
@@ -41,7 +42,8 @@ class TorchRunner(ModelRunner):
         seqs, max_blocks = size.max_num_seqs, -(-size.max_model_len // block_size)
         buffers = model.make_buffers(1 + overlaps, size.max_num_batched_tokens, seqs, max_blocks, copy_stream)
         device_sampler = DeviceSampler(seqs, model_config.vocab_size, model.device, copy_stream) if samples_on_device else None
-        super().__init__(model, model_config, size, block_size, buffers, device_sampler or HostSampler(seqs, torch.get_num_threads()))
+        sampler = device_sampler or HostSampler(seqs, _core.ThreadPool(torch.get_num_threads()))
+        super().__init__(model, model_config, size, block_size, buffers, sampler)
         self.device, self.overlaps = model.device, overlaps
         self.compiles_kernels = model.device.type == "cuda"
         self._memory, self._device_sampler = memory, device_sampler

@@ -1,6 +1,6 @@
 //! A decoder: computes logits from token ids on one thread pool.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::attention::{Plan, Sequences};
 use crate::blocks::{Block, BlockKind, DecoderConfig, ShapeError, check};
@@ -19,7 +19,7 @@ use crate::weights::{Matrix, Merge};
 #[derive(Debug)]
 pub struct Decoder {
     isa: Isa,
-    pool: ThreadPool,
+    pool: Arc<Mutex<ThreadPool>>,
     config: DecoderConfig,
     blocks: Vec<Block>,
     norm: Vec<f32>,
@@ -59,7 +59,7 @@ impl Decoder {
         let scratch = (0..pool.size()).map(|_| Mutex::default()).collect();
         Ok(Self {
             isa,
-            pool,
+            pool: Arc::new(Mutex::new(pool)),
             config,
             blocks,
             norm,
@@ -73,6 +73,11 @@ impl Decoder {
             rows: Rows::default(),
             scratch,
         })
+    }
+
+    /// The threads, which also sample between steps.
+    pub fn pool(&self) -> Arc<Mutex<ThreadPool>> {
+        Arc::clone(&self.pool)
     }
 
     /// Adds an adapter and returns its number for [`Step::adapters`].
@@ -99,6 +104,7 @@ impl Decoder {
         self.check(step, cache.shape())?;
         let Self { isa, pool, config, blocks, embedding, head, adapters, rows, buffers, lora, scratch, .. } = self;
         let numbers = step.adapters_by_token(|number| matches!(adapters.get(number - 1), Some(Some(_))))?;
+        let mut pool = pool.lock().unwrap_or_else(PoisonError::into_inner);
         let (isa, tokens) = (*isa, step.input_ids.len());
         self.tokens = tokens;
         let inner = blocks.iter().map(Block::inner).max().unwrap_or(0);
@@ -137,6 +143,7 @@ impl Decoder {
     /// index.
     pub fn logits(&mut self, at: &[i32], out: &mut [f32]) {
         let Self { isa, pool, config, norm, head, rows, scratch, .. } = self;
+        let mut pool = pool.lock().unwrap_or_else(PoisonError::into_inner);
         let (isa, hidden, eps) = (*isa, config.hidden_size, config.rms_norm_eps);
         let vocabulary = head.matrix.outs;
         assert!(out.len() >= at.len() * vocabulary && at.iter().all(|&t| (t as usize) < self.tokens), "places of the last step");

@@ -3,15 +3,17 @@
 mod draw;
 mod score;
 
-use std::thread;
+use std::sync::OnceLock;
+
+use crate::pool::ThreadPool;
 
 pub use draw::{Draw, choose};
 pub use score::{Score, score};
 
 /// Logits that are processed at once. Their intermediate results stay in the L1 cache.
 const BLOCK: usize = 1024;
-/// Minimum logits per thread. Starting a thread takes about 50 us; this number of logits takes at least 200 us.
-const WORTH: usize = 1 << 18;
+/// Minimum logits for which the threads of a pool are woken up.
+const WORTH: usize = 1 << 17;
 
 /// Maps a number to an integer with the same order. NaNs are beyond the infinities, and both zeros have the same rank.
 #[inline(always)]
@@ -83,20 +85,18 @@ fn padded<'a>(part: &'a [f32], spare: &'a mut [f32; BLOCK]) -> &'a [f32; BLOCK] 
     spare
 }
 
-/// Collects the results of `row` for all rows, in order. Uses at most `threads` threads, and no more than the work justifies.
-fn spread<T: Send>(rows: usize, vocabulary: usize, threads: usize, row: impl Fn(usize) -> T + Sync) -> Vec<T> {
-    let threads = threads.min(rows * vocabulary / WORTH).max(1);
-    let each = rows.div_ceil(threads);
-    let part = |i: usize| -> Vec<T> { (i * each..rows.min((i + 1) * each)).map(&row).collect() };
-    thread::scope(|scope| {
-        let part = &part;
-        let others: Vec<_> = (1..threads).map(|i| scope.spawn(move || part(i))).collect();
-        let mut all = part(0);
-        for other in others {
-            all.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-        }
-        all
-    })
+/// Collects the results of `row` for all rows, in order. All threads of the pool compute rows, if there is enough work for them.
+fn spread<T: Send + Sync>(rows: usize, vocabulary: usize, pool: &mut ThreadPool, row: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    if rows < 2 || rows * vocabulary < WORTH {
+        return (0..rows).map(row).collect();
+    }
+    let found: Vec<OnceLock<T>> = (0..rows).map(|_| OnceLock::new()).collect();
+    pool.run(|worker| {
+        worker.parallel_for(rows, |i| {
+            found[i].get_or_init(|| row(i));
+        });
+    });
+    found.into_iter().map(|found| found.into_inner().expect("a thread computed each row")).collect()
 }
 
 #[cfg(test)]
@@ -174,7 +174,12 @@ pub(crate) mod tests {
     #[test]
     fn rows_come_back_in_order_from_any_number_of_threads() {
         for (rows, threads) in [(0, 3), (1, 4), (5, 3), (64, 7)] {
-            assert_eq!(spread(rows, WORTH, threads, |i| i), (0..rows).collect::<Vec<_>>());
+            assert_eq!(spread(rows, WORTH, &mut threads_of(threads), |i| i), (0..rows).collect::<Vec<_>>());
         }
+    }
+
+    /// A pool.
+    pub(crate) fn threads_of(count: usize) -> ThreadPool {
+        ThreadPool::new(count).expect("threads start")
     }
 }

@@ -4,15 +4,17 @@
 
 use std::fs::File;
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use chairlift_cpu as cpu;
-use cpu::{DType, Isa, Merge, Numbers, Source, Tensor, ThreadPool, TileSupport};
+use cpu::{DType, Isa, Merge, Numbers, Source, Tensor, TileSupport};
 use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+
+use crate::threads::{ThreadPool, lock, started};
 
 /// The instruction sets that the kernels can use on this machine. The first is the fastest that was measured.
 #[pyfunction]
@@ -318,6 +320,12 @@ impl Decoder {
         })
     }
 
+    /// The threads, which also sample between steps.
+    #[getter]
+    fn pool(&self) -> ThreadPool {
+        ThreadPool::of(lock(&self.0).pool())
+    }
+
     /// Adds an adapter and returns its number.
     fn add_adapter(&self, adapter: &Adapter) -> PyResult<usize> {
         let adapter = lock(&adapter.0).take().ok_or_else(|| PyValueError::new_err("this adapter belongs to a model already"))?;
@@ -411,15 +419,4 @@ fn kv_dtype_of(name: &str) -> PyResult<cpu::cache::KvDType> {
         "int8" => Ok(cpu::cache::KvDType::Int8),
         _ => Err(PyValueError::new_err(format!("KV cannot be kept as {name:?}"))),
     }
-}
-
-/// Starts a pool of `threads` threads.
-pub(crate) fn started(threads: usize) -> PyResult<ThreadPool> {
-    ThreadPool::new(threads)
-        .map_err(|error| PyRuntimeError::new_err(format!("{threads} threads cannot be started ({error}): lower --threads")))
-}
-
-/// Locks a mutex and ignores poisoning. A step that panicked leaves no partial state that the next step reads.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

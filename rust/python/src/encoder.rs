@@ -10,7 +10,8 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::decoder::{Linear, lock, started};
+use crate::decoder::Linear;
+use crate::threads::{lock, started};
 
 /// Weight and bias of a layer norm.
 type NormArgs = (PyBuffer<f32>, PyBuffer<f32>);

@@ -10,10 +10,10 @@ mod kv_budget;
 mod replay;
 mod reports;
 mod router;
-mod sample;
 mod scheduler;
 mod settings;
 mod simulate;
+mod threads;
 mod work;
 
 use pyo3::prelude::*;
@@ -37,13 +37,13 @@ mod _core {
     #[pymodule_export]
     use crate::router::Router;
     #[pymodule_export]
-    use crate::sample::{choose, score};
-    #[pymodule_export]
     use crate::scheduler::{Outputs, Scheduler, StepPlan};
     #[pymodule_export]
     use crate::settings::settings;
     #[pymodule_export]
     use crate::simulate::{simulate, simulate_models};
+    #[pymodule_export]
+    use crate::threads::ThreadPool;
     #[pymodule_export]
     use crate::work::{decode_work, max_splits, prefill_work};
     use chairlift_core::{PreemptionReason, Rule, TimelineState};

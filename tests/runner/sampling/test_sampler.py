@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from chairlift import _core
 from chairlift.outputs import TokenLogprobs
 from chairlift.runner.sampling.device import DeviceSampler
 from chairlift.runner.sampling.host import HostSampler, philox, uniforms
@@ -30,7 +31,8 @@ class AtOnce(Sampler):
     """The tokens that the rows follow, if they matter."""
 
     def __init__(self, max_seqs: int, device: torch.device) -> None:
-        super().__init__(max_seqs, DeviceSampler(max_seqs, VOCABULARY, device) if self.there else HostSampler(max_seqs, 2))
+        on_host = HostSampler(max_seqs, _core.ThreadPool(2))
+        super().__init__(max_seqs, DeviceSampler(max_seqs, VOCABULARY, device) if self.there else on_host)
 
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         ours, places = (torch.from_numpy(values.astype(np.int32)) for values in (rows, positions))

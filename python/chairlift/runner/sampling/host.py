@@ -21,11 +21,11 @@ class HostSampler:
     """A `TokenSampler` on the host.
 
     A draw inverts the cumulative distribution over the tokens, most likely first, at a uniform number that depends only on (seed,
-    position). The work is done in Rust, on `threads` threads.
+    position). The work is done in Rust, on the threads of `pool`.
     """
 
-    def __init__(self, max_seqs: int, threads: int) -> None:
-        self._threads = threads
+    def __init__(self, max_seqs: int, pool: _core.ThreadPool) -> None:
+        self._pool = pool
         self.temperature = np.zeros(max_seqs)
         self.top_k = np.zeros(max_seqs, dtype=np.int64)
         self.top_p = np.ones(max_seqs)
@@ -77,32 +77,31 @@ class HostSampler:
         temperature = self.temperature[slots]
         drawn = uniforms(self.seed[slots], positions) if temperature.any() else np.zeros(len(slots))
         settings = temperature, self.top_k[slots], self.top_p[slots], self.min_p[slots]
-        chosen = choose(logits, *settings, drawn, threads=self._threads)
+        chosen = choose(self._pool, logits, *settings, drawn)
         # The lines of failed samples are not used, but need a valid token.
         lines = None if scored is None else self.score(scored.logits, np.maximum(chosen[scored.at], 0), scored.num_top)
         return Drawn(ReadyResult(chosen), lines, penalised)
 
     def score(self, logits: np.ndarray, tokens: np.ndarray, count: int) -> PendingResult:
         """Computes lines of `logprobs.score` for tokens [M], given logits [M, vocabulary]."""
-        return ReadyResult(logprobs.score(logits, tokens, count, threads=self._threads))
+        return ReadyResult(logprobs.score(self._pool, logits, tokens, count))
 
 
 def choose(
+    pool: _core.ThreadPool,
     logits: np.ndarray,
     temperature: np.ndarray,
     top_k: np.ndarray,
     top_p: np.ndarray,
     min_p: np.ndarray,
     uniform: np.ndarray,
-    *,
-    threads: int,
 ) -> np.ndarray:
     """Draws a token per row of logits [N, vocabulary] in fp32: int32 [N], FAILED if a logit is NaN or the best is not finite.
 
     Temperature 0 takes the first of the most likely tokens. Otherwise `top_k` (int64, 0: all), then `top_p` and `min_p` (fp64) select
     tokens, and `uniform`, fp64 in [0, 1), is the position in their cumulative distribution, most likely first.
     """
-    drawn = _core.choose(logits, temperature, top_k, top_p, min_p, uniform, threads=threads)
+    drawn = pool.choose(logits, temperature, top_k, top_p, min_p, uniform)
     return np.frombuffer(drawn, dtype=np.int32).copy()
 
 

@@ -10,13 +10,13 @@ CHUNK_LOGITS = 1 << 24
 """Logits per chunk when a prompt is scored: 64 MB, and as much again for intermediate results."""
 
 
-def score(logits: np.ndarray, tokens: np.ndarray, count: int, *, threads: int) -> np.ndarray:
-    """A line for each of tokens [M], given logits [M, vocabulary] in fp32.
+def score(pool: _core.ThreadPool, logits: np.ndarray, tokens: np.ndarray, count: int) -> np.ndarray:
+    """A line for each of tokens [M], given logits [M, vocabulary] in fp32, computed on the threads of `pool`.
 
     int32 [M, 3 + 2 * count]: the token, its log-probability, its rank (1 is the most likely), the `count` most likely tokens and their
     log-probabilities. Log-probabilities are the bits of an fp32.
     """
-    lines = _core.score(logits, tokens.astype(np.int64), count, threads=threads)
+    lines = pool.score(logits, tokens.astype(np.int64), count)
     return np.frombuffer(lines, dtype=np.int32).reshape(-1, 3 + 2 * count)
 
 

@@ -1,6 +1,7 @@
 //! Draws tokens: top-k, top-p and min-p filters, then inverse transform sampling from the remaining distribution.
 
 use super::{BLOCK, Extent, order, padded, spread, token_of};
+use crate::pool::ThreadPool;
 use crate::simd::{Isa, Kernel, Simd, exp};
 
 /// Number of buckets, in order of falling logits. A power of two.
@@ -31,10 +32,10 @@ pub struct Draw {
 /// Tokens are ordered likeliest first, and by id if they are equally likely. Tokens whose probability is below e^-87 times that of the
 /// likeliest are never drawn. The result depends only on the row, bit for bit. Panics if the length of `logits` is not a multiple of the
 /// number of draws.
-pub fn choose(isa: Isa, logits: &[f32], draws: &[Draw], threads: usize) -> Vec<Option<u32>> {
+pub fn choose(isa: Isa, logits: &[f32], draws: &[Draw], pool: &mut ThreadPool) -> Vec<Option<u32>> {
     let Some(vocabulary) = logits.len().checked_div(draws.len()) else { return Vec::new() };
     assert_eq!(vocabulary * draws.len(), logits.len(), "rows of one length");
-    spread(draws.len(), vocabulary, threads, |i| isa.run(Row { logits: &logits[i * vocabulary..][..vocabulary], draw: draws[i] }))
+    spread(draws.len(), vocabulary, pool, |i| isa.run(Row { logits: &logits[i * vocabulary..][..vocabulary], draw: draws[i] }))
 }
 
 struct Row<'a> {
@@ -239,7 +240,7 @@ fn bucket(place: f32) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::Case;
+    use super::super::tests::{Case, threads_of};
     use super::*;
     use proptest::prelude::*;
 
@@ -304,7 +305,7 @@ mod tests {
             let row = case.logits();
             let logits = row.repeat(draws.len());
             for isa in Isa::available() {
-                for (draw, token) in draws.iter().zip(choose(isa, &logits, &draws, 1)) {
+                for (draw, token) in draws.iter().zip(choose(isa, &logits, &draws, &mut threads_of(1))) {
                     let sorted = Sorted::new(&row, draw.temperature);
                     let token = token.expect("a finite row") as usize;
                     prop_assert!(sorted.may_give(*draw, token), "{isa:?} {draw:?} gave {token}");
@@ -317,7 +318,7 @@ mod tests {
             let logits = case.logits();
             let best = Sorted::new(&logits, 1.0).tokens[0] as u32;
             for isa in Isa::available() {
-                prop_assert_eq!(choose(isa, &logits, &[GREEDY], 1), [Some(best)]);
+                prop_assert_eq!(choose(isa, &logits, &[GREEDY], &mut threads_of(1)), [Some(best)]);
             }
         }
 
@@ -328,10 +329,10 @@ mod tests {
             let at = at.index(logits.len());
             for bad in [f32::NAN, -f32::NAN, f32::from_bits(u32::MAX), f32::INFINITY] {
                 logits[at] = bad;
-                prop_assert_eq!(choose(Isa::best(), &logits, &[draw], 1), [None]);
+                prop_assert_eq!(choose(Isa::best(), &logits, &[draw], &mut threads_of(1)), [None]);
             }
             logits.fill(f32::NEG_INFINITY);
-            prop_assert_eq!(choose(Isa::best(), &logits, &[draw], 1), [None]);
+            prop_assert_eq!(choose(Isa::best(), &logits, &[draw], &mut threads_of(1)), [None]);
         }
     }
 
@@ -342,7 +343,7 @@ mod tests {
         for (twelfth, expected) in [1, 1, 1, 3, 3, 3, 0, 0, 2, 2, 4, 4].into_iter().enumerate() {
             let draw = Draw { temperature: 1.0 / 1.5f64.ln(), uniform: (twelfth as f64 + 0.5) / 12.0, ..GREEDY };
             for isa in Isa::available() {
-                assert_eq!(choose(isa, &logits, &[draw], 1), [Some(expected)], "{twelfth}");
+                assert_eq!(choose(isa, &logits, &[draw], &mut threads_of(1)), [Some(expected)], "{twelfth}");
             }
         }
     }
@@ -360,10 +361,10 @@ mod tests {
                 uniform: f64::from(i) / 64.0,
             })
             .collect();
-        let together = choose(Isa::best(), &logits, &draws, 1);
-        assert_eq!(choose(Isa::best(), &logits, &draws, 2), together);
+        let together = choose(Isa::best(), &logits, &draws, &mut threads_of(1));
+        assert_eq!(choose(Isa::best(), &logits, &draws, &mut threads_of(2)), together);
         for (i, row) in logits.chunks(9000).enumerate() {
-            assert_eq!(choose(Isa::best(), row, &draws[i..=i], 1)[0], together[i]);
+            assert_eq!(choose(Isa::best(), row, &draws[i..=i], &mut threads_of(1))[0], together[i]);
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Log-probabilities and ranks of tokens, and the likeliest tokens.
 
 use super::{BLOCK, Extent, order, padded, rank, spread, token_of};
+use crate::pool::ThreadPool;
 use crate::simd::{Isa, Kernel, Simd, exp};
 
 /// Number of logits that are compared with the bound at once.
@@ -24,10 +25,10 @@ pub struct Score {
 ///
 /// The result depends only on the row, bit for bit. Panics if the length of `logits` is not a multiple of the number of tokens, or if a
 /// token is not in the vocabulary.
-pub fn score(isa: Isa, logits: &[f32], tokens: &[u32], count: usize, threads: usize) -> Vec<Score> {
+pub fn score(isa: Isa, logits: &[f32], tokens: &[u32], count: usize, pool: &mut ThreadPool) -> Vec<Score> {
     let Some(vocabulary) = logits.len().checked_div(tokens.len()) else { return Vec::new() };
     assert_eq!(vocabulary * tokens.len(), logits.len(), "rows of one length");
-    spread(tokens.len(), vocabulary, threads, |i| isa.run(Row { logits: &logits[i * vocabulary..][..vocabulary], token: tokens[i], count }))
+    spread(tokens.len(), vocabulary, pool, |i| isa.run(Row { logits: &logits[i * vocabulary..][..vocabulary], token: tokens[i], count }))
 }
 
 struct Row<'a> {
@@ -101,7 +102,7 @@ fn likeliest(logits: &[f32], count: usize) -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::Case;
+    use super::super::tests::{Case, threads_of};
     use super::*;
     use proptest::prelude::*;
 
@@ -128,7 +129,7 @@ mod tests {
             let token = token.index(logits.len());
             let expected = reference(&logits, token, count);
             for isa in Isa::available() {
-                let found = score(isa, &logits, &[token as u32], count, 1).remove(0);
+                let found = score(isa, &logits, &[token as u32], count, &mut threads_of(1)).remove(0);
                 prop_assert_eq!((found.token, found.rank), (expected.token, expected.rank));
                 prop_assert_eq!(found.likeliest.len(), expected.likeliest.len());
                 let pairs = found.likeliest.iter().zip(&expected.likeliest);
@@ -145,7 +146,7 @@ mod tests {
         for bad in [f32::NAN, f32::from_bits(u32::MAX), f32::INFINITY] {
             let mut logits = [1.0; 200];
             logits[150] = bad;
-            let found = score(Isa::best(), &logits, &[3], 5, 1).remove(0);
+            let found = score(Isa::best(), &logits, &[3], 5, &mut threads_of(1)).remove(0);
             assert!(found.logprob.is_nan() && found.likeliest.len() == 5 && found.likeliest.iter().all(|(_, logprob)| logprob.is_nan()));
         }
     }
@@ -155,10 +156,10 @@ mod tests {
         let case = Case { seed: 3, vocabulary: 9000, spread: 4.0, steps: None, masked: 0.1 };
         let (rows, tokens): (_, Vec<u32>) = (64, (0..64).collect());
         let logits: Vec<f32> = (0..rows).flat_map(|seed| Case { seed, ..case }.logits()).collect();
-        let together = score(Isa::best(), &logits, &tokens, 5, 1);
-        assert_eq!(score(Isa::best(), &logits, &tokens, 5, 2), together);
+        let together = score(Isa::best(), &logits, &tokens, 5, &mut threads_of(1));
+        assert_eq!(score(Isa::best(), &logits, &tokens, 5, &mut threads_of(2)), together);
         for (i, row) in logits.chunks(9000).enumerate().step_by(9) {
-            assert_eq!(score(Isa::best(), row, &tokens[i..=i], 5, 1)[0], together[i]);
+            assert_eq!(score(Isa::best(), row, &tokens[i..=i], 5, &mut threads_of(1))[0], together[i]);
         }
     }
 }
