@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from triton import next_power_of_2
 
+from chairlift.kernels.errors import HeadsTooLarge
+
 HOPPER = 9
 """Major compute capability of the devices whose products are wgmma."""
 SHARED_OPERANDS = (HOPPER, 10)
@@ -74,7 +76,7 @@ def head_shape(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) ->
 def decode_settings(shape: HeadShape, tokens: int, limits: DeviceLimits) -> LaunchSettings:
     """Settings of `paged_decode` for chunks of up to `tokens` tokens. All heads of a group and all tokens of a chunk are in one tile.
 
-    Raises ValueError if the device has too little shared memory for these heads.
+    Raises HeadsTooLarge if the device has too little shared memory.
     """
     rows = max(16, _padded(shape.group * tokens))
     # Threads multiply fp32 inputs, and need registers for their operands.
@@ -87,7 +89,7 @@ def decode_settings(shape: HeadShape, tokens: int, limits: DeviceLimits) -> Laun
 
 @functools.cache
 def prefill_settings(shape: HeadShape, limits: DeviceLimits) -> LaunchSettings:
-    """Settings of `paged_prefill`. All heads of a group are in one tile. Raises ValueError as `decode_settings` does."""
+    """Settings of `paged_prefill`. All heads of a group are in one tile. Raises HeadsTooLarge too."""
     widest, out = _padded(max(shape.head_dim, shape.value_dim)), _padded(shape.value_dim)
     if shape.query_bytes == 4:
         # Tensor cores would round fp32 inputs to tf32, so threads multiply, and need registers for their operands.
@@ -138,7 +140,7 @@ def _fitted(shape: HeadShape, wanted: LaunchSettings, least_rows: int, limits: D
         elif stages > 1:
             stages -= 1
         else:
-            raise ValueError(
+            raise HeadsTooLarge(
                 f"attention with {shape.head_dim} dimensions a head in {8 * shape.query_bytes} bits needs {needed >> 10} KiB of shared "
                 f"memory, and this device has {limits.shared_memory >> 10}"
             )

@@ -98,7 +98,8 @@ def score(logits: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, coun
     lines, (_, vocabulary), device = len(places), logits.shape, logits.device
     parts = triton.cdiv(vocabulary, BLOCK)
     places, tokens = places.contiguous(), tokens.contiguous()
-    best, total = torch.empty(2, lines, parts, device=device)
+    # Parts of one tensor would be aligned differently for other numbers of lines, for which Triton compiles other kernels.
+    best, total = torch.empty(lines, parts, device=device), torch.empty(lines, parts, device=device)
     likelier = torch.empty(lines, parts, dtype=torch.int32, device=device)
     likeliest = torch.empty(lines, parts, count, dtype=torch.int64, device=device)
     found = torch.empty(lines, 3 + 2 * count, dtype=torch.int32, device=device)

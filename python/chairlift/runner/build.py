@@ -22,7 +22,6 @@ from chairlift.runner.memory.precision import Precision
 from chairlift.runner.memory.sizing import HostBudget, Size, StepSize, block_bytes, fit_host
 from chairlift.runner.runner import ModelRunner
 from chairlift.runner.rust_backend import RustBackend
-from chairlift.runner.warm_up import profile
 
 if TYPE_CHECKING:
     from chairlift.runner.memory.budget import DeviceBudget
@@ -52,6 +51,9 @@ class Backend(Protocol):
 
     def make_runner(self, executor: ModelExecutor, size: Size) -> ModelRunner:
         """Makes a runner of these sizes. Raises OutOfMemory."""
+
+    def profile(self, runner: ModelRunner) -> None:
+        """Runs the largest step. Raises ChairliftError if the device cannot run it."""
 
     def warm_up(self, runner: ModelRunner) -> tuple[Decision, ...]:
         """Runs the first steps. Returns decisions about them. Raises OutOfMemory."""
@@ -93,7 +95,7 @@ def build_runner(
     def run_largest_step(step: StepSize) -> None:
         context = config.max_model_len or backend.model.max_position_embeddings
         model.allocate(1, config.block_size, 0)
-        profile(backend.make_runner(model, Size(1, context, step.seqs, step.tokens)))
+        backend.profile(backend.make_runner(model, Size(1, context, step.seqs, step.tokens)))
 
     size = backend.budget.fit(config, backend.model, precision, run_largest_step)
     host_blocks = fit_host(config, backend.model, precision.kv, available_memory() // processes)

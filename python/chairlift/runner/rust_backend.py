@@ -18,7 +18,7 @@ from chairlift.runner.memory.precision import Precision, decide
 from chairlift.runner.memory.sizing import HostBudget, Size
 from chairlift.runner.runner import ModelRunner
 from chairlift.runner.sampling.host import HostSampler
-from chairlift.runner.warm_up import warm_up
+from chairlift.runner.warm_up import profile, warm_up
 from chairlift.runner.weights import GGUFWeights, open_weights
 
 
@@ -52,6 +52,10 @@ class RustBackend:
         assert isinstance(executor, CpuExecutor)
         sampler = HostSampler(seqs, executor.decoder.pool)
         return ModelRunner(executor, self.model, size, block_size, [buffers], sampler, self._pooling)
+
+    def profile(self, runner: ModelRunner) -> None:
+        """Runs the largest step."""
+        profile(runner)
 
     def warm_up(self, runner: ModelRunner) -> tuple[Decision, ...]:
         """Runs the first steps."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from chairlift.config import EngineConfig
+from chairlift.errors import ChairliftError
 from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.executor import Loader, ModelExecutor
@@ -20,7 +23,7 @@ from chairlift.runner.tensor_parallel.executor import TensorParallelExecutor
 from chairlift.runner.tensor_parallel.shards import part_of
 from chairlift.runner.torch_executor import DeviceExecutor, TorchExecutor
 from chairlift.runner.torch_runner import TorchRunner
-from chairlift.runner.warm_up import warm_up
+from chairlift.runner.warm_up import profile, warm_up
 
 NO_STEPS = "no memory for steps: lower --gpu-memory-utilization; "
 
@@ -80,10 +83,15 @@ class TorchBackend:
                 samples_on_device=self._samples_on_device,
             )
 
+    def profile(self, runner: ModelRunner) -> None:
+        """Runs the largest step, for which most kernels are compiled."""
+        with _raise_kernel_errors(runner):
+            profile(runner)
+
     def warm_up(self, runner: ModelRunner) -> tuple[Decision, ...]:
         """Runs the first steps and captures CUDA graphs."""
         assert isinstance(runner, TorchRunner)
-        with raise_out_of_memory(NO_STEPS):
+        with raise_out_of_memory(NO_STEPS), _raise_kernel_errors(runner):
             warm_up(runner)
             graphs = runner.capture_graphs(enforce_eager=self._config.enforce_eager)
         if self._config.device == "cuda":
@@ -91,6 +99,24 @@ class TorchBackend:
 
             watch()
         return graphs
+
+
+@contextmanager
+def _raise_kernel_errors(runner: ModelRunner) -> Iterator[None]:
+    """Turns errors of kernels that cannot run on the device into a ChairliftError of one line."""
+    if not runner.compiles_kernels:
+        yield
+        return
+    from chairlift.kernels.errors import KERNEL_ERRORS  # imports triton, which is only installed for GPUs
+
+    try:
+        yield
+    except KERNEL_ERRORS as error:
+        # The last line has the reason; those before it are the kernel's source.
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+        raise ChairliftError(
+            f"this device cannot run the model's kernels ({reason}): use --device cpu, and report the output of `chairlift doctor`"
+        ) from error
 
 
 def _choose_executor(config: EngineConfig, model: ModelShape) -> tuple[Loader, Decision]:
