@@ -1,8 +1,13 @@
 """`chairlift doctor`'s comparison of the kernels with torch, in Triton's interpreter."""
 
+from importlib import import_module
+from pkgutil import walk_packages
+
 import pytest
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
+from chairlift import kernels
 from chairlift.kernels import act_mul, rms_norm
 from chairlift.runner import kernel_check
 
@@ -23,11 +28,23 @@ def test_right_wrong_and_broken_kernels_are_told_apart(monkeypatch):
 
     monkeypatch.setattr(act_mul, "act_mul", broken)
     found = {check.name: check for check in kernel_check.check_kernels(torch.device("cpu"), torch.float32, 600)}
-    assert len(found) == 14
+    assert len(found) == 17
     wrong = {name for name, check in found.items() if not check.ok}
-    assert wrong == {"rms_norm", "act_mul, silu", "act_mul, gelu_tanh"}
+    assert wrong == {"rms_norm", "act_mul, silu", "act_mul, gelu_tanh", "rows rounded to fp8"}
     assert found["rms_norm"].says.startswith("wrong: relative error 1.0e-02")
     assert found["act_mul, silu"].says == "does not run: RuntimeError: is available"
+
+
+def test_every_kernel_is_compared(monkeypatch):
+    monkeypatch.setattr(kernel_check, "CHUNKS", ((1, 600), (3, 40), (5, 20)))
+    run, launched = InterpretedFunction.run, set()
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda self, *given, **named: launched.add(self.fn.__name__) or run(self, *given, **named)
+    )
+    wrong = [check for check in kernel_check.check_kernels(torch.device("cpu"), torch.float32, 600) if not check.ok]
+    assert not wrong
+    modules = [import_module(found.name) for found in walk_packages(kernels.__path__, "chairlift.kernels.")]
+    assert launched == {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 
 def test_no_check_begins_after_the_time_is_over():

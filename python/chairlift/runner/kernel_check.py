@@ -13,6 +13,7 @@ import torch
 from chairlift.layers import linear
 from chairlift.layers.attention import paged_attention, plan_attention
 from chairlift.layers.device_attention import DevicePlan
+from chairlift.runner.memory.precision import FP8_CAPABILITY
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Largest error relative to the largest number."""
@@ -59,8 +60,12 @@ def _checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Cal
     def draw(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(*shape, generator=random).to(device, kind)
 
+    # Triton has no fp8 for older devices; its interpreter has.
+    has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
     for size in HEAD_SIZES:
         yield f"paged attention, head size {size}", partial(_attention, draw, size, device)
+    if has_fp8:
+        yield f"paged attention, head size {HEAD_SIZES[0]}, fp8 KV", partial(_attention, draw, HEAD_SIZES[0], device, fp8=True)
     x, residual, weight = draw(5, 1536), draw(5, 1536), draw(1536)
     yield "rms_norm", lambda: _error(rms_norm.rms_norm(x, weight, 1e-6), rms_norm.rms_norm_reference(x, weight, 1e-6))
 
@@ -76,6 +81,10 @@ def _checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Cal
 
     for activation in ("silu", "gelu_tanh"):
         yield f"act_mul, {activation}", partial(gated, activation)
+    if has_fp8:
+        yield "rows rounded to fp8", partial(_rounded, draw, dtype)
+        if device.type == "cuda":
+            yield "linear, fp8 products", partial(_fp8_product, draw)
 
     def moved() -> float:
         cache, pairs = draw(6, 512, kind=torch.float32), torch.tensor([[1, 2], [2, 3]], dtype=torch.int32, device=device)
@@ -102,6 +111,7 @@ def _checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Cal
     yield "write_kv", stored
     yield "rope_write", partial(_rope, draw, device, dtype)
     yield "sampling", partial(_sampling, draw, device)
+    yield "sampling with penalties", partial(_sampling, draw, device, penalties=True)
     yield "log-probabilities", partial(_logprobs, draw, device)
 
 
@@ -134,7 +144,37 @@ def _linear(draw: Draw, kind: str) -> float:
     return max(_error(found, x.float() @ expected.T), _error(dequantise.dequantise(*weight.stored, 512, x.dtype), expected))
 
 
-def _attention(draw: Draw, size: int, device: torch.device) -> float:
+def _rounded(draw: Draw, dtype: torch.dtype) -> float:
+    """Rows rounded to fp8 beside themselves, and those that other kernels round beside rows rounded later."""
+    from chairlift.kernels import act_mul, rms_norm
+    from chairlift.kernels.quantise_rows import quantise_rows
+
+    # Numbers that fp8 has, of which a row's largest is fp8's largest: no rounding changes them.
+    exact = draw(5, 512, kind=torch.float32).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn).to(dtype)
+    exact[:, 0] = 448
+    least, weight, small = linear.MIN_ABSMAX, draw(512), exact / 100
+    numbers, scale = quantise_rows(exact, least)
+    error = _error(numbers.float() * scale, exact)
+    for found, expected in (
+        (rms_norm.rms_norm(small, weight, 1e-6, least=least), rms_norm.rms_norm(small, weight, 1e-6)),
+        (act_mul.act_mul(small, "silu", least=least), act_mul.act_mul(small, "silu")),
+    ):
+        later = quantise_rows(expected, least)
+        moved = (found[0].view(torch.uint8) != later[0].view(torch.uint8)).float().mean()
+        error = max(error, float(moved), _error(found[1], later[1]))
+    return error
+
+
+def _fp8_product(draw: Draw) -> float:
+    """A product of weights and activations in fp8, and that of the same numbers in fp32."""
+    x, layer = draw(17, 512), linear.Linear(linear.quantise(draw(96, 512), "fp8"), rounds_activations=True)
+    rounded = linear.round_rows(x)
+    assert isinstance(layer.weight, linear.Quantised)
+    whole = rounded.numbers.float() * rounded.scale
+    return _error(layer(rounded), whole @ linear.dequantise(layer.weight, torch.float32).T)
+
+
+def _attention(draw: Draw, size: int, device: torch.device, fp8: bool = False) -> float:
     """Decodes and prefills beside torch's attention, in fp32 on the host."""
     heads, kv_heads = 8, 2
     counts, contexts = (np.array(column, dtype=np.int32) for column in zip(*CHUNKS, strict=True))
@@ -142,16 +182,19 @@ def _attention(draw: Draw, size: int, device: torch.device) -> float:
     width = -(-int(contexts.max()) // BLOCK_SIZE)
     tables = np.arange(1, len(CHUNKS) * width + 1, dtype=np.int32).reshape(len(CHUNKS), width)
     cache = draw(tables.size + 1, 2, kv_heads, BLOCK_SIZE, size)
+    cache = cache.to(torch.float8_e4m3fn) if fp8 else cache
+    scales = (torch.full((kv_heads,), 0.5, device=device), torch.full((kv_heads,), 2.0, device=device)) if fp8 else None
     keys, values, query = cache[:, 0], cache[:, 1], draw(int(starts[-1]), heads, size)
     slots = np.full(len(query), -1, dtype=np.int32)
     plan = DevicePlan.send(slots, starts, contexts, tables, windows=[None], device=device)
-    found = paged_attention(query, keys, values, plan)
+    found = paged_attention(query, keys, values, plan, scales=scales)
     host = torch.device("cpu")
     expected_plan = plan_attention(slots, starts, contexts, tables, windows=frozenset([None]), block_size=BLOCK_SIZE, device=host)
-    return _error(found, paged_attention(query.float().cpu(), keys.float().cpu(), values.float().cpu(), expected_plan))
+    wide, wide_values = keys.float().cpu() * (0.5 if fp8 else 1), values.float().cpu() * (2 if fp8 else 1)
+    return _error(found, paged_attention(query.float().cpu(), wide, wide_values, expected_plan))
 
 
-def _sampling(draw: Draw, device: torch.device) -> float:
+def _sampling(draw: Draw, device: torch.device, penalties: bool = False) -> float:
     from chairlift.kernels.sampling import reference
     from chairlift.kernels.sampling.sample import sample
     from chairlift.kernels.sampling.settings import Settings
@@ -159,17 +202,23 @@ def _sampling(draw: Draw, device: torch.device) -> float:
     logits, count = draw(4, 5000, kind=torch.float32), 4
     floats = {"temperature": [0.0, 1.0, 0.7, 1.0], "top_p": [1.0, 0.9, 1.0, 1.0], "min_p": [0.0, 0.0, 0.0, 0.1]}
     numbers = {name: torch.tensor(values, device=device) for name, values in floats.items()}
-    off = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
-    numbers |= {name: torch.full((count,), value, device=device) for name, value in off.items()}
+    penalty = (
+        {"repetition": 1.5, "presence": 2.0, "frequency": 0.5} if penalties else {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+    )
+    numbers |= {name: torch.full((count,), value, device=device) for name, value in penalty.items()}
     integers = {"top_k": torch.tensor([0, 0, 50, 0], dtype=torch.int32, device=device)}
-    integers |= {"seed": torch.arange(count, device=device), "slot": torch.full((count,), -1, dtype=torch.int32, device=device)}
-    settings = Settings(**numbers, **integers)
+    slots = torch.tensor([1, -1, 0, 2] if penalties else [-1] * count, dtype=torch.int32, device=device)
+    settings = Settings(**numbers, **integers, seed=torch.arange(count, device=device), slot=slots)
+    # What was said most are the likeliest tokens.
+    said = (logits[:3] > 1).int() * 4 if penalties else None
     rows = torch.arange(count, dtype=torch.int32, device=device)
     last = torch.zeros(count, dtype=torch.int32, device=device)
-    found = sample(logits.clone(), rows, rows, settings, last, None, truncated=True)
-    host = Settings(*(column.cpu() for column in settings))
-    expected = reference.sample(logits.cpu(), rows.cpu(), rows.cpu(), host, last.cpu(), None, truncated=True)
-    return float((found.cpu() != expected).any())
+    host, counts = Settings(*(column.cpu() for column in settings)), None if said is None else said.cpu().clone()
+    changed, whole = logits.clone(), logits.cpu()
+    expected = reference.sample(whole, rows.cpu(), rows.cpu(), host, last.cpu(), counts, truncated=True)
+    found = sample(changed, rows, rows, settings, last, said, truncated=True)
+    wrong = counts is not None and said is not None and not torch.equal(said.cpu(), counts)
+    return max(float(wrong or (found.cpu() != expected).any()), _error(changed, whole))
 
 
 def _logprobs(draw: Draw, device: torch.device) -> float:
