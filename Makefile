@@ -55,7 +55,8 @@ batch-kills: $(VENV)/.developing ## kill a server five times while it runs a bat
 
 .PHONY: compile-gate
 compile-gate: $(VENV)/.developing ## compile the GPU kernels for all head sizes, dtypes and devices and check the result (no GPU needed)
-	COMPILE_GATE=full $(BIN)/python -m pytest tests/kernels/test_compile_attention.py tests/kernels/test_compile_layers.py $(ARGS)
+	COMPILE_GATE=full $(BIN)/python -m pytest tests/kernels/test_compile_attention.py tests/kernels/test_compile_layers.py \
+	  tests/kernels/test_compile_sampling.py $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.developing ## formatting, lints and types of both languages

@@ -78,7 +78,7 @@ def test_the_url_of_the_repository_is_set_where_it_is_published(published):
 
 
 def test_the_workflows_use_targets_and_scripts_that_exist():
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for path in (ROOT / ".github/workflows").iterdir():
         jobs = yaml.safe_load(path.read_text())["jobs"]
         for job in jobs.values():
@@ -86,5 +86,5 @@ def test_the_workflows_use_targets_and_scripts_that_exist():
             for need in [job.get("needs", [])] if isinstance(job.get("needs"), str) else job.get("needs", []):
                 assert need in jobs
             for command in (step.get("run", "") for step in job["steps"]):
-                assert set(re.findall(r"\bmake ([a-z]+)", command)) <= targets
+                assert set(re.findall(r"\bmake ([a-z-]+)", command)) <= targets
                 assert all((ROOT / script).exists() for script in re.findall(r"\.ci/\w+(?:\.py)?", command))

@@ -133,8 +133,10 @@ def test_decode(capability, model, dtype, tokens):
         assert found.mma
 
 
-def test_combine():
+@pytest.mark.parametrize("capability", SHARED_MEMORY if FULL else [90])
+def test_combine(capability):
     given = {"out_ptr": "*bf16:16", "partial_out_ptr": "*fp32:16", "lse_ptr": "*fp32:16", "sinks_ptr": None, "work_ptr": "*i32:16"}
-    found = compiled(paged_combine._paged_combine_kernel, given | {"HEADS": 32, "HEAD_DIM": 128, "BLOCK_N": paged_combine.BLOCK_N})
+    sizes = {"HEADS": 32, "HEAD_DIM": 128, "BLOCK_N": paged_combine.BLOCK_N}
+    found = compiled(paged_combine._paged_combine_kernel, given | sizes, capability=capability)
     assert found.spilled == 0
     assert found.loads[16]

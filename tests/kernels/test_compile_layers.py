@@ -1,4 +1,4 @@
-"""What sm_90 makes of the kernels of a layer beside attention, for the shapes of well-known models."""
+"""What the compiler makes of the kernels of a layer beside attention, for the shapes of well-known models."""
 
 import re
 from itertools import product
@@ -21,6 +21,10 @@ from chairlift.kernels import (
 )
 
 pytestmark = pytest.mark.slow
+
+DEVICES = list(SHARED_MEMORY) if FULL else [90]
+FP8_DEVICES = [capability for capability in DEVICES if capability >= 89]
+"""Compute capabilities; Triton stores e4m3 from 8.9 on."""
 
 
 def assert_wide(made: Compiled) -> None:
@@ -46,8 +50,8 @@ def assert_rounds(made: Compiled) -> None:
     [(4096, 16, "bf16", False, False), (4096, 16, "bf16", True, False), (576, 4, "bf16", True, False), (3584, 16, "fp32", True, True)],
     ids=["alone", "with a sum", "smollm2", "gemma-2"],
 )
-@pytest.mark.parametrize("rounds", [False, True])
-def test_rms_norm(columns, warps, weight, residual, inner, rounds):
+@pytest.mark.parametrize(("capability", "rounds"), [*((one, False) for one in DEVICES), *((one, True) for one in FP8_DEVICES)])
+def test_rms_norm(columns, warps, weight, residual, inner, rounds, capability):
     made = compiled(
         rms_norm._rms_norm_kernel,
         {
@@ -62,6 +66,7 @@ def test_rms_norm(columns, warps, weight, residual, inner, rounds):
             **(ROUNDING if rounds else WHOLE),
             "block": next_power_of_2(columns),
         },
+        capability=capability,
         num_warps=warps,
     )
     if rounds:
@@ -71,15 +76,17 @@ def test_rms_norm(columns, warps, weight, residual, inner, rounds):
     assert made.registers <= 64
 
 
+@pytest.mark.parametrize("capability", DEVICES)
 @pytest.mark.parametrize("gelu", [False, True])
-def test_act_mul(gelu):
+def test_act_mul(gelu, capability):
     pointers = {"out_ptr": "*bf16:16", "scale_ptr": None, "gate_up_ptr": "*bf16:16", "columns": "i32:16"}
-    made = compiled(act_mul._act_mul_kernel, pointers | {"root": act_mul.ROOT, "gelu": gelu, **WHOLE, "block": act_mul.BLOCK})
+    constants = {"root": act_mul.ROOT, "gelu": gelu, **WHOLE, "block": act_mul.BLOCK}
+    made = compiled(act_mul._act_mul_kernel, pointers | constants, capability=capability)
     assert_wide(made)
     assert made.registers <= 40
 
 
-@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("capability", FP8_DEVICES if FULL else [89, 90])
 @pytest.mark.parametrize("columns", [1536, 14336, 28672])
 def test_act_mul_of_rows_that_are_rounded(columns, capability):
     arguments = {"out_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16", "gate_up_ptr": "*bf16:16", "columns": "i32:16"}
@@ -102,15 +109,19 @@ HEADS = {
 """Heads, KV heads, dimensions of a head, and whether heads are normalised."""
 
 
-@pytest.mark.parametrize("cache", CACHES)
+STORES = [*((one, "bf16") for one in DEVICES), *((one, "fp8") for one in FP8_DEVICES)]
+"""Devices and caches."""
+
+
+@pytest.mark.parametrize(("capability", "cache"), STORES)
 @pytest.mark.parametrize("model", HEADS)
-def test_rope_write(model, cache):
+def test_rope_write(model, capability, cache):
     heads, kv_heads, dim, normed = HEADS[model]
     arguments = {"qkv_ptr": "*bf16:16", "cosines_ptr": "*fp32:16", "sines_ptr": "*fp32:16", "slots_ptr": "*i32", "eps": "fp32"}
     arguments |= dict.fromkeys(("query_norm_ptr", "key_norm_ptr"), "*bf16:16" if normed else None)
     arguments |= CACHES[cache] | STRIDES | {"qkv_token": "i32:16", "heads": heads, "kv_heads": kv_heads, "half": dim // 2}
     arguments |= {"block_size": 16, "pair_block": dim // 2, "head_block": min(1024 // dim, next_power_of_2(heads))}
-    made = compiled(rope_write._rope_write_kernel, arguments, num_warps=2)
+    made = compiled(rope_write._rope_write_kernel, arguments, capability=capability, num_warps=2)
     assert made.spilled == made.shared_memory == 0
     assert made.registers <= 64
     # The slot is the one narrow load, and the scale of keys and that of values. Of eight bits, 8 pairs are 8 bytes.
@@ -119,22 +130,23 @@ def test_rope_write(model, cache):
     assert set(made.stores) == ({16} if cache == "bf16" else {16, 8})
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_write_kv(cache):
+@pytest.mark.parametrize(("capability", "cache"), STORES)
+def test_write_kv(capability, cache):
     heads, dim, value_dim = 8, 192, 128
     arguments = {"k_ptr": "*bf16:16", "v_ptr": "*bf16:16", "slots_ptr": "*i32"} | CACHES[cache] | STRIDES
     arguments |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32:16")
     arguments |= {"heads": heads, "key_dim": dim, "value_dim": value_dim, "block_size": 16, "head_block": 4, "dim_block": 256}
-    made = compiled(write_kv._write_kv_kernel, arguments)
+    made = compiled(write_kv._write_kv_kernel, arguments, capability=capability)
     assert made.spilled == 0
     assert made.registers <= 64
     assert set(made.loads) == {16, 4}
     assert set(made.stores) == ({16} if cache == "bf16" else {8})
 
 
-def test_copy_blocks():
+@pytest.mark.parametrize("capability", DEVICES)
+def test_copy_blocks(capability):
     arguments = {"cache_ptr": "*i32:16", "pairs_ptr": "*i32", "count": "i32", "words": "i32:16", "block": copy_blocks.BLOCK}
-    made = compiled(copy_blocks._copy_blocks_kernel, arguments, num_warps=8)
+    made = compiled(copy_blocks._copy_blocks_kernel, arguments, capability=capability, num_warps=8)
     assert made.spilled == 0
     assert made.loads == {16: 1, 4: 2}
     assert made.stores == {16: 1}
@@ -142,17 +154,20 @@ def test_copy_blocks():
     assert "bar.sync" in made.ptx
 
 
-def test_resolve():
+@pytest.mark.parametrize("capability", DEVICES)
+def test_resolve(capability):
     arguments = {"out_ptr": "*i32:16", "input_ids_ptr": "*i32:16", "last_token_ptr": "*i32:16", "count": "i32", "block": resolve.BLOCK}
-    made = compiled(resolve._resolve_kernel, arguments)
+    made = compiled(resolve._resolve_kernel, arguments, capability=capability)
     assert made.spilled == 0
     assert made.registers <= 40
 
 
-def test_quantise_rows():
+@pytest.mark.parametrize("capability", FP8_DEVICES)
+def test_quantise_rows(capability):
     columns = 4096
     arguments = {"numbers_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16", "x_ptr": "*bf16:16", "columns": "i32:16"}
-    assert_rounds(compiled(quantise_rows._quantise_rows_kernel, arguments | ROUNDING | {"block": columns}, num_warps=16))
+    arguments |= ROUNDING | {"block": columns}
+    assert_rounds(compiled(quantise_rows._quantise_rows_kernel, arguments, capability=capability, num_warps=16))
 
 
 WEIGHTS = {"int8": ("*i8:16", "*fp32:16", 0), "fp8": ("*u8:16", "*fp32:16", 128), "int4": ("*u8:16", "*fp16:16", 128)}
@@ -182,8 +197,9 @@ def test_quantised_linear(capability, rows, kind):
     assert not re.search(r"cvt\.rn\.\w*f\d+\.[su]", made.ptx)
 
 
+@pytest.mark.parametrize("capability", DEVICES)
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_dequantise(kind):
-    made = compiled(dequantise._dequantise_kernel, {"out_ptr": "*bf16:16", **weight_arguments(kind)})
+def test_dequantise(kind, capability):
+    made = compiled(dequantise._dequantise_kernel, {"out_ptr": "*bf16:16", **weight_arguments(kind)}, capability=capability)
     assert made.spilled == 0
     assert set(made.stores) == {16}
