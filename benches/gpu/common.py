@@ -53,6 +53,8 @@ class Run:
     began: float = field(default_factory=time.monotonic)
     found: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+    flags: dict[str, Any] = field(default_factory=dict)
+    """The script's own flags."""
 
     @property
     def device(self) -> str:
@@ -122,12 +124,17 @@ def _table(title: str, rows: list[dict[str, Any]]) -> list[str]:
     return ["", f"## {title}", "", *(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *cells))]
 
 
-def begin(name: str, description: str, minutes: float) -> Run:
-    """Reads the command line, checks that all is there, fixes seeds, and notes the machine. Ends the process if something is missing."""
+def begin(name: str, description: str, minutes: float, **flags: str) -> Run:
+    """Reads the command line, checks that all is there, fixes seeds, and notes the machine. Ends the process if something is missing.
+
+    `flags` are the script's own, with their help; their values are in the run's `flags`.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benches" / "results" / "gpu", help="directory of the page and the JSON")
     parser.add_argument("--minutes", type=float, default=minutes, help=f"what does not fit is skipped (default: {minutes:g})")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on a CPU, kernels in Triton's interpreter: is the script in order?")
+    for flag, words in flags.items():
+        parser.add_argument(f"--{flag}", help=words)
     given = parser.parse_args()
     if given.dry:
         # Triton asks when a kernel is defined.
@@ -136,6 +143,7 @@ def begin(name: str, description: str, minutes: float) -> Run:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     facts = _check(given.dry)
     run = Run(name, given.out, given.minutes * 60, given.dry, facts.get("GiB", DRY_GIB) * 2**30)
+    run.flags = {flag: getattr(given, flag) for flag in flags}
     import torch
 
     torch.manual_seed(0)

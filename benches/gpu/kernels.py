@@ -424,7 +424,7 @@ def _nucleus_in_torch(logits: Any) -> Any:
 
 def main() -> None:
     """Measures the ceilings, and then all kernels, the most important first."""
-    run = common.begin("kernels", __doc__ or "", 8.5)
+    run = common.begin("kernels", __doc__ or "", 8)
     with run.tried("the ceilings"):
         copied, computed = common.ceilings(run)
         for part, given, seconds in (

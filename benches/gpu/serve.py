@@ -1,10 +1,10 @@
-"""Times the engine on a GPU from prompts to answers, beside transformers and the device's roofline; takes about nine minutes.
+"""Times the engine on a GPU from prompts to answers, beside transformers, vLLM and the device's roofline; takes up to twelve minutes.
 
 A Llama of the shape of 3.1-8B (of 3.2-3B on a card of 24 GB) with random weights, bf16, greedy, prompts of token ids, ends of text
 ignored, no prefix cache. transformers' `generate` (static cache) and `generate_batch` (continuous batching) run afterwards with the same
-weights. The floor of a step is reading weights and KV once at the bandwidth of a copy, or multiplying at the rate of a large product where
-that takes longer; both are measured first, in the same run. Then a model of the shape of SmolLM2-135M at batch 64: is the host's time
-hidden behind the device's?
+weights, then vLLM, where it is installed, with random weights. The floor of a step is reading weights and KV once at the bandwidth of a
+copy, or multiplying at the rate of a large product where that takes longer; both are measured first, in the same run. Then a model of the
+shape of SmolLM2-135M at batch 64: is the host's time hidden behind the device's?
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -20,7 +21,10 @@ from typing import Any
 
 import common
 import numpy as np
+import peer_vllm
 
+VLLM_SECONDS = 200
+"""Most seconds of vLLM, which compiles a model when it loads it."""
 PROFILED = 50
 """Steps that the profiler sees."""
 THROUGHPUT, STEPS, IDLE = "Tokens a second", "Steps beside the roofline", "Host and device"
@@ -320,8 +324,22 @@ def ways(run: common.Run, model: Any) -> tuple[Any, Any, Any]:
     return static, lambda token_ids, answer: static(token_ids, answer, compiled=True), continuous
 
 
-def large(run: common.Run, folder: Path, ceilings: tuple[float, float]) -> None:
-    """The 8B shape, or the 3B shape on a card of 24 GB, then transformers with its weights."""
+def vllm(run: common.Run, python: str, order: dict[str, Any], cases: list[Case], mine: Any, vocabulary: int) -> None:
+    """vLLM on the cases, with weights of its own: its answers are others."""
+    with run.tried("vLLM", VLLM_SECONDS):
+        given = [{"name": case.name, "answer": case.answer, "prompts": prompts(case.count, case.prompt, vocabulary)} for case in cases]
+        engine, counts = "vLLM", {case.name: case.count * case.answer for case in cases}
+        for reply in peer_vllm.replies(python, order | {"cases": given}, min(VLLM_SECONDS, run.left) - 10):
+            if "vllm" in reply:
+                engine = f"vLLM {reply['vllm']}"
+                continue
+            name, seconds = reply["case"], reply["seconds"]
+            row = {"engine": engine, "case": name, "s": seconds, "tokens/s": counts[name] / seconds}
+            run.row(THROUGHPUT, row | {"chairlift / this": mine[name][0] * seconds / counts[name]})
+
+
+def large(run: common.Run, folder: Path, ceilings: tuple[float, float], python: str | None) -> None:
+    """The 8B shape, or the 3B shape on a card of 24 GB, then transformers with its weights, then vLLM if there is a Python for it."""
     size, shape_name = (4096, 14336, 32, 32, 8, 128_256), "8B"
     decodes = [Case(batch, 512, 256) for batch in (1, 32, 64, 256)]
     others = [Case(1, 8192, 1), Case(32, 1024, 1024)]
@@ -343,6 +361,8 @@ def large(run: common.Run, folder: Path, ceilings: tuple[float, float]) -> None:
     }
     llm = load(run, directory, **sizes)
     mine = ours(run, llm, shape, [*decodes, *others], ceilings)
+    later = VLLM_SECONDS if python else 0
+    run.seconds -= later
     if run.fits("the device's idle share", 15):
         with run.tried("the device's idle share", 60):
             idle(run, shape_name, llm, 3 if run.dry else 64, 9 if run.dry else 512, config["vocab_size"])
@@ -350,18 +370,30 @@ def large(run: common.Run, folder: Path, ceilings: tuple[float, float]) -> None:
         model = same_weights(run, llm, config)
         del llm
         common.free()
-        static, compiled, continuous = ways(run, model)
-        vocabulary = config["vocab_size"]
-        for case in (*decodes[1:], *others[1:]):
-            peer(run, "transformers generate_batch", continuous, case, vocabulary, mine, 40, 120, whole=True)
-            # It is sized for the requests that it was made with.
-            getattr(model, "destroy_cached_continuous_batching_manager", lambda: None)()
-            common.free()
-        for case in (decodes[0], decodes[-2]):
-            peer(run, "transformers generate, static cache", static, case, vocabulary, mine, 25, 60)
-        if not run.dry:
-            for case in decodes[:2]:
-                peer(run, "transformers generate, static cache, compiled", compiled, case, vocabulary, mine, 70, 150, whole=True)
+        beside_transformers(run, model, decodes, others, config["vocab_size"], mine)
+        del model
+    run.seconds += later
+    if python:
+        common.free()
+        settings = {name: sizes[name] for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
+        settings |= {"dtype": "float32" if run.dry else "bfloat16", "gpu_memory_utilization": 0.85}
+        order = {"model": str(directory), "settings": settings}
+        vllm(run, python, order, [case for case in (*decodes, *others) if case.name in mine], mine, config["vocab_size"])
+
+
+def beside_transformers(run: common.Run, model: Any, decodes: list[Case], others: list[Case], vocabulary: int, mine: Any) -> None:
+    """transformers' ways on the cases that they are for."""
+    static, compiled, continuous = ways(run, model)
+    for case in (*decodes[1:], *others[1:]):
+        peer(run, "transformers generate_batch", continuous, case, vocabulary, mine, 40, 120, whole=True)
+        # It is sized for the requests that it was made with.
+        getattr(model, "destroy_cached_continuous_batching_manager", lambda: None)()
+        common.free()
+    for case in (decodes[0], decodes[-2]):
+        peer(run, "transformers generate, static cache", static, case, vocabulary, mine, 25, 60)
+    if not run.dry:
+        for case in decodes[:2]:
+            peer(run, "transformers generate, static cache, compiled", compiled, case, vocabulary, mine, 70, 150, whole=True)
 
 
 def small(run: common.Run, folder: Path) -> None:
@@ -378,15 +410,19 @@ def small(run: common.Run, folder: Path) -> None:
 
 
 def main() -> None:
-    """The small model first, for it takes seconds; transformers last."""
-    run = common.begin("serve", __doc__ or "", 9)
+    """The small model first, for it takes seconds; the peers last."""
+    run = common.begin("serve", __doc__ or "", 12.5, vllm="a Python that has vLLM, which is timed too (default: this one, if it has)")
+    python = run.flags["vllm"] or sys.executable
+    has_vllm = peer_vllm.has_vllm(python)
+    if not has_vllm:
+        run.say(f"Not timed: vLLM, which {python} does not have.")
     with tempfile.TemporaryDirectory() as name, run.tried("serve"):
         folder = Path(name)
         ceilings = common.ceilings(run)
         with run.tried("the 135M shape", 60):
             small(run, folder)
         common.free()
-        large(run, folder, ceilings)
+        large(run, folder, ceilings, python if has_vllm else None)
     run.say(f"Done, with {run.left:.0f} s left.")
 
 
