@@ -47,15 +47,6 @@ def test_a_product_is_that_with_the_weight_multiplied_out(rows, outs, ins, kind,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_product_with_scattered_groups_is_that_of_gathered_columns(dtype):
-    generator = torch.Generator().manual_seed(1)
-    weight = draw("int4", 37, 96)._replace(order=torch.randperm(96, generator=generator))
-    x = torch.randn(5, 96, generator=generator).to(dtype)
-    expected = (x.double() @ linear.dequantise(weight, torch.float64).T).to(dtype)
-    assert_close(quantised_linear(x.index_select(1, weight.order), *weight.stored, None), expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_a_weight_is_multiplied_out_as_torch_does(kind, dtype):
     for outs, ins in ((37, 50), (32, 256), (33, 320)):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, OutOfMemory, UnsupportedModel
-from chairlift.layers.linear import Quantised, dequantise
+from chairlift.layers.linear import Linear, Quantised, dequantise
 from chairlift.layers.tensor_parallel import TensorParallelGroup
 from chairlift.models.config import ModelConfig, load_shape
 from chairlift.runner.memory.budget import DeviceBudget
@@ -56,6 +56,12 @@ def matrices(directory: Path) -> SafetensorWeights:
     return SafetensorWeights(directory, ModelConfig.load(directory).scheme)
 
 
+def in_order(weight: Quantised) -> torch.Tensor:
+    """The matrix in the order of its inputs."""
+    whole = dequantise(weight, torch.float32)
+    return whole if weight.order is None else whole[:, weight.order.argsort()]
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_matrix_is_that_of_the_format(form, make):
     packed, plain = make(form)
@@ -63,7 +69,7 @@ def test_a_matrix_is_that_of_the_format(form, make):
     found = matrices(packed).matrix(DOWN, *SHAPE)
     assert torch.equal(torch.from_numpy(multiply_out(found)), expected)
     kept = TorchWeights(matrices(packed), torch.float32, torch.device("cpu")).matrix(DOWN, *SHAPE)
-    assert torch.equal(dequantise(kept, torch.float32), expected)
+    assert torch.equal(in_order(kept), expected)
     # It stays packed: with its scales and zeros it takes less than half of what it would in 16 bits, plus what small groups add.
     scales = kept.scale.nbytes + (0 if kept.zero is None else kept.zero.nbytes)
     assert kept.numbers.nbytes == expected.numel() // (1 if kept.zero is None else 2)
@@ -127,12 +133,13 @@ def test_processes_have_parts_of_a_matrix(form, tmp_path, monkeypatch):
         assert all(2 * part.numbers.nbytes == whole.matrix(layer, outs, ins).numbers.nbytes for part in found)
 
 
-def test_two_processes_answer_as_one_does(tmp_path, byte_model, monkeypatch):
+@pytest.mark.parametrize("form", ["gptq", "gptq, desc_act"])
+def test_two_processes_answer_as_one_does(form, tmp_path, byte_model, monkeypatch):
     for name, size in {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}.items():
         monkeypatch.setitem(tiny_models.SHAPE, name, size)
     (tmp_path / "plain").mkdir()
     tiny_models.write("llama", tmp_path / "plain")
-    quantise_checkpoint(tmp_path / "plain", tmp_path / "packed", "gptq")
+    quantise_checkpoint(tmp_path / "plain", tmp_path / "packed", form)
     for name in ("plain", "packed"):
         shutil.copy(byte_model / "tokenizer.json", tmp_path / name)
     one = LLM(str(tmp_path / "plain"), **SIZES)
@@ -148,18 +155,22 @@ def test_groups_are_not_split_among_processes(make):
         part_of(load_shape(packed), 2)
 
 
-def test_scattered_groups_are_split_by_rows_only(tmp_path, monkeypatch):
+def test_scattered_groups_are_split_as_they_are_stored(tmp_path, monkeypatch):
     for name, size in {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}.items():
         monkeypatch.setitem(tiny_models.SHAPE, name, size)
     (tmp_path / "plain").mkdir()
     tiny_models.write("llama", tmp_path / "plain")
     quantise_checkpoint(tmp_path / "plain", tmp_path / "packed", "gptq, desc_act")
     whole = TorchWeights(matrices(tmp_path / "packed"), torch.float32, torch.device("cpu"))
-    up, part = DOWN.replace("down", "up"), Shards(whole, TensorParallelGroup(1, 2))
-    expected = dequantise(whole.matrix(up, 128, 64), torch.float32)[64:]
-    assert torch.equal(dequantise(part.matrix(up, 64, 64), torch.float32), expected)
-    with pytest.raises(InvalidSetting, match=r"scattered .* cannot be split among processes; use a checkpoint made with desc_act false"):
-        part.matrix(DOWN, 64, 64)
+    shards = [Shards(whole, TensorParallelGroup(rank, 2)) for rank in range(2)]
+    up = DOWN.replace("down", "up")
+    assert torch.equal(in_order(shards[1].matrix(up, 64, 64)), in_order(whole.matrix(up, 128, 64))[64:])
+    parts, expected = [one.matrix(DOWN, 64, 64) for one in shards], whole.matrix(DOWN, 64, 128)
+    assert torch.equal(torch.cat([part.order for part in parts]), expected.order)
+    # Each process has whole groups, whose inputs are from all over.
+    assert any((part.order < 64).any() and (part.order >= 64).any() for part in parts)
+    x = torch.randn(3, 128)
+    torch.testing.assert_close(Linear(parts[0])(x) + Linear(parts[1])(x), x @ in_order(expected).T)
 
 
 def test_a_layer_may_be_left_whole(make):

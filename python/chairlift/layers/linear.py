@@ -19,7 +19,7 @@ class Quantised(NamedTuple):
 
     Numbers are int8 or e4m3 [rows, columns], or 4 bits in uint8 [rows, columns / 2], of which a byte's lower half is the earlier column.
     Scales are of `group` columns each, or of a whole row if `group` is 0: [rows, groups]. Only numbers of 4 bits have zeros: uint8
-    [rows, groups]. With `order`, int64 [columns], what is stored for column i is that of the matrix's column `order[i]`.
+    [rows, groups]. With `order`, int64 [columns], column i is multiplied by input `order[i]`, which may be another process's.
     """
 
     numbers: torch.Tensor
@@ -65,16 +65,15 @@ def quantise(x: torch.Tensor, quantization: str) -> Quantised:
 
 
 def dequantise(weight: Quantised, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix in `dtype`, multiplied out in fp32."""
-    numbers, scale, zero, group, order = weight
+    """The matrix in `dtype`, multiplied out in fp32. Its columns are in the order in which they are stored."""
+    numbers, scale, zero, group, _ = weight
 
     def per_column(x: torch.Tensor) -> torch.Tensor:
         return x.repeat_interleave(group, 1)[:, : weight.columns] if group else x
 
     if zero is not None:
         numbers = torch.stack((numbers & 15, numbers >> 4), 2).flatten(1).float() - per_column(zero)
-    whole = (numbers.float() * per_column(scale)).to(dtype)
-    return whole if order is None else torch.empty_like(whole).index_copy_(1, order, whole)
+    return (numbers.float() * per_column(scale)).to(dtype)
 
 
 def round_rows(x: torch.Tensor) -> Rounded:
@@ -121,6 +120,11 @@ class Linear:
             weight = weight._replace(scale=weight.scale.float())
         self.weight, self.bias, self.rounds_activations = weight, bias, rounds_activations and isinstance(weight, Quantised)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether columns are in another order than the inputs, so that a process with some columns may need any input."""
+        return isinstance(self.weight, Quantised) and self.weight.order is not None
+
     def __call__(self, x: Activations) -> torch.Tensor:
         """Maps [rows, in] to [rows, out]. Takes rounded activations only if it `rounds_activations`."""
         weight = self.weight
@@ -132,13 +136,13 @@ class Linear:
         assert isinstance(x, torch.Tensor)
         if isinstance(weight, torch.Tensor):
             return functional.linear(x, weight, self.bias)
+        if weight.order is not None:
+            x = x.index_select(1, weight.order)
         if not x.is_cuda:
             return functional.linear(x, dequantise(weight, x.dtype), self.bias)
         from chairlift.kernels import dequantise as dequantising  # as above
         from chairlift.kernels import quantised_linear as multiplying
 
-        if weight.order is not None:
-            x = x.index_select(1, weight.order)
         if len(x) <= multiplying.MAX_ROWS:
             return multiplying.quantised_linear(x, *weight.stored, self.bias)
         return functional.linear(x, dequantising.dequantise(*weight.stored, x.shape[1], x.dtype), self.bias)

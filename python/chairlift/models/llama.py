@@ -192,12 +192,18 @@ class _Layer:
         scales = self.scales if keys.dtype == torch.float8_e4m3fn else None
         query = rope_write(qkv, rotation, keys, values, plan, norms=self.qk_norms, eps=self.eps, scales=scales)
         mixed = paged_attention(query, keys, values, plan, window=self.window, scale=self.scale, softcap=self.softcap, scales=scales)
-        mixed = self.group.all_reduce(adapted(self.output, mixed.flatten(1), adapters))
+        mixed = self._summed(self.output, mixed.flatten(1), adapters)
         # A kernel whose result only a product in fp8 reads rounds it.
         x = add_rms_norm(mixed, residual, self.norm, self.eps, inner=self.attention_norm, rounds=self.gate_up.rounds_activations)
         x = act_mul(adapted(self.gate_up, x, adapters), self.activation, rounds=self.down.rounds_activations)
-        summed = self.group.all_reduce(adapted(self.down, x, adapters))
+        summed = self._summed(self.down, x, adapters)
         return add_rms_norm(summed, residual, self.next_norm, self.eps, inner=self.mlp_norm, rounds=self.next_rounds)
+
+    def _summed(self, linear: Linear, x: Activations, adapters: AdapterRows | None) -> torch.Tensor:
+        """The output of a projection of which each process has some columns."""
+        if linear.gathers and isinstance(x, torch.Tensor):
+            x = self.group.all_gather(x, self.group.size * x.shape[1])
+        return self.group.all_reduce(adapted(linear, x, adapters))
 
 
 def _norm(config: ModelConfig, weights: WeightSource, name: str) -> torch.Tensor:

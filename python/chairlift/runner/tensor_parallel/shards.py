@@ -68,15 +68,12 @@ class Shards:
 
 
 def _narrowed(whole: Weight, axis: int, start: int, count: int) -> Weight:
-    """A copy of some rows (axis 0) or columns of a weight. No group of columns is split."""
+    """A copy of some rows (axis 0) or columns of a weight, as they are stored. No group of columns is split."""
     if isinstance(whole, torch.Tensor):
         return _copied(whole, axis, start, count)
     numbers, scale, zero, group, order = whole
     if axis == 1 and order is not None:
-        raise InvalidSetting(
-            "--tensor-parallel-size: the checkpoint's groups of columns are scattered (GPTQ's desc_act), which cannot be split among "
-            "processes; use a checkpoint made with desc_act false, or one process"
-        )
+        order = _copied(order, 0, start, count)
     # Numbers and scales in so many columns of the matrix.
     each, columns = (1, 1) if axis == 0 else (1 if zero is None else 2, group)
     if axis == 1 and not group:
