@@ -99,7 +99,7 @@ def test_ollama_s_routes_shorten_long_texts(http: httpx.Client) -> None:
         ({"input": ["a", ""]}, 200, ""),  # [CLS] and [SEP] are a text
         ({"input": [1, "a"]}, 400, "input must be"),
         ({"input": [[4], []]}, 400, "input must be"),
-        ({"input": [64]}, 400, "not a token id"),
+        ({"input": [64]}, 400, '"param": "input"'),
         ({"input": [-1]}, 400, "not a token id"),
         ({"input": ["a", LONG]}, 400, "Input 1 has 202"),
         ({"input": ["a"] * 2049}, 400, "2049 inputs"),

@@ -64,7 +64,7 @@ def test_a_context_length_on_the_command_line_is_for_all_models(tmp_path):
         ('"mistral"', '"misty"', "line 9: [chat] tool_call_parser: expected one of"),
         ("true", '"yes"', "line 13: [org/small] preload: expected true or false, got 'yes'"),
         ('path = "org/chat"', "", 'line 2: [chat]: it needs path = "..."'),
-        ('"default"', '"org/small"', "two models have the name 'org/small'"),
+        ('"default"', '"org/small"', "line 11: two models have the name 'org/small'"),
         ("[chat]\n", "[chat\n", "it is not TOML: Expected ']'"),
         ("[chat]\n", "top = 1\n[chat]\n", "line 2: top is outside a table"),
         (

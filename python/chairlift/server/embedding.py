@@ -47,7 +47,11 @@ class EmbeddingBatch:
                 raise InvalidRequest(message, param="input", code="context_length_exceeded")
             kept = model.engine.tokenizer.num_closing_tokens if isinstance(inputs[index], str) else 0
             texts[index] = tokens[: limit - kept] + tokens[len(tokens) - kept :]
-        return cls(Generation(request, body, texts, EMBED, kind="list", prefix="embd-"), dimensions)
+        try:
+            return cls(Generation(request, body, texts, EMBED, kind="list", prefix="embd-"), dimensions)
+        except InvalidRequest as error:
+            error.param = "input" if error.param == "prompt" else error.param  # the engine calls every text a prompt
+            raise
 
     async def embeddings(self) -> list[array[float]]:
         """Returns the embeddings in the order of the inputs: vectors of length 1. Raises the engine's errors."""

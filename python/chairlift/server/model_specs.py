@@ -105,7 +105,7 @@ def read_models(file: str, config: EngineConfig, server: ServerConfig) -> list[M
             specs.append(_table_spec(name, settings, config, server))
         except ValueError as error:
             raise InvalidSetting(f"{flag}{line_of(text, name)}: [{name:.100}]: {error}") from None
-    return _checked(specs, server, flag)
+    return _checked(specs, server, flag, text)
 
 
 def _table_spec(name: str, settings: dict[str, Any], config: EngineConfig, server: ServerConfig) -> ModelSpec:
@@ -166,12 +166,17 @@ def _flag_text(value: Any) -> str:
     return str(value)
 
 
-def _checked(specs: list[ModelSpec], server: ServerConfig, flag: str = "") -> list[ModelSpec]:
-    """Raises InvalidSetting if names, or the models to preload, do not fit together."""
+def _checked(specs: list[ModelSpec], server: ServerConfig, flag: str = "", text: str = "") -> list[ModelSpec]:
+    """Raises InvalidSetting if names, or the models to preload, do not fit together. `text` is that of the file of `--models`."""
     where = f"{flag}: " if flag else ""
-    all_names = [name for spec in specs for name in (spec.name, *spec.aliases)]
-    if twice := next((name for index, name in enumerate(all_names) if name in all_names[:index]), None):
-        raise InvalidSetting(f"{where}two models have the name {twice!r:.100}: write NAME=MODEL")
+    known: set[str] = set()
+    for spec in specs:
+        for key, name in ((None, spec.name), *(("aliases", alias) for alias in spec.aliases)):
+            if name in known:
+                advice = "give one of them another" if flag else "write NAME=MODEL"
+                line = f"{flag}{line_of(text, spec.name, key)}: " if flag else ""
+                raise InvalidSetting(f"{line}two models have the name {name!r:.100}: {advice}")
+            known.add(name)
     if unknown := [name for name in server.preload if name != "all" and name not in {spec.name for spec in specs}]:
         names = [spec.name for spec in specs]
         raise InvalidSetting(f"--preload: there is no model {unknown[0]!r:.100}{did_you_mean(unknown[0], names)}")
