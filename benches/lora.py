@@ -50,7 +50,9 @@ def write_adapter(directory: Path, model: ModelConfig, rank: int, dtype: str, se
     directory.mkdir()
     text = json.dumps(header).encode()
     (directory / "adapter_model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
-    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}))
+    modules = [name.split(".")[1] for name in shapes]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": modules}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 def seconds(llm: LLM, prompts: list[list[int]], adapters: int) -> float:

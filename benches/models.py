@@ -67,15 +67,15 @@ def request(arrival: float, model: str) -> TraceRequest:
     return TraceRequest(arrival, *SIZES[model], model=model)
 
 
-def bursts() -> Trace:
+def bursts(seconds: float = SECONDS) -> Trace:
     """ "A B A A C", again and again."""
-    return [request(at * BURST_SECONDS, model) for at in range(int(SECONDS / BURST_SECONDS)) for model in BURST]
+    return [request(at * BURST_SECONDS, model) for at in range(int(seconds / BURST_SECONDS)) for model in BURST]
 
 
-def skewed() -> Trace:
+def skewed(seconds: float = SECONDS) -> Trace:
     """Random arrivals, most of them for one model."""
     draw, at, trace = random.Random(0), 0.0, []
-    while (at := at + draw.expovariate(RATE)) < SECONDS:
+    while (at := at + draw.expovariate(RATE)) < seconds:
         trace.append(request(at, draw.choices(MODELS, SHARES)[0]))
     return trace
 

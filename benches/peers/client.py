@@ -56,7 +56,7 @@ async def _complete(port: int, request: Request, answer: Answer, extra: dict[str
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    data = json.dumps(body | extra).encode()
+    data = json.dumps(body | extra | request.extra).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
     head += f"connection: close\r\ncontent-length: {len(data)}\r\n\r\n"
     await asyncio.sleep(began + answer.due - time.perf_counter())

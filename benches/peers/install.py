@@ -51,6 +51,7 @@ model = AutoModelForCausalLM.from_pretrained(**names, dtype=torch.float32)
 if hasattr(model.config, "quantization_config"):
     del model.config.quantization_config
 model.config.dtype = torch.float32
+model.config.architectures = [type(model).__name__]
 model.config.save_pretrained(out)
 tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
 weights = {name: value.contiguous() for name, value in model.state_dict().items() if name not in tied}

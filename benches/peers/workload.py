@@ -7,8 +7,9 @@ import json
 import math
 import pydoc_data.topics
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -20,11 +21,15 @@ OUTPUT, OUTPUT_SIGMA, OUTPUT_RANGE = 64, 0.7, (8, 256)
 
 @dataclass(frozen=True)
 class Request:
-    """One request: `prompt` ids, how many tokens of `output` it must give, and its `arrival` in seconds at one request a second."""
+    """One request: `prompt` ids, how many tokens of `output` it must give, and its `arrival` in seconds at one request a second.
+
+    `extra` are fields of its body, such as another model.
+    """
 
     prompt: list[int]
     output: int
     arrival: float
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def workload(tokenizer: Path, count: int = REQUESTS, seed: int = 0) -> list[Request]:
