@@ -5,6 +5,7 @@ import io
 import socket
 import struct
 import threading
+import zlib
 
 import msgpack
 import pytest
@@ -19,6 +20,7 @@ from chairlift.engine.frames import (
     Explained,
     Failed,
     Fatal,
+    Leaving,
     Load,
     Phase,
     Ready,
@@ -36,6 +38,7 @@ from chairlift.scheduling import Scheduling
 FRAMES = [
     Load({"model": "/models/m", "max_model_len": None, "enable_prefix_caching": True}, 3, -1, 50_000),
     Unload(),
+    Leaving(),
     Unloaded(),
     Failed("OutOfMemory", "too little"),
     Add(2**64 - 1, frames.pack_tokens([1, 2, 2**31 - 1]), {"seed": -(2**63), "top_p": 0.5, "stop": ["ü"]}),
@@ -87,8 +90,8 @@ def read_all(data: bytes):
 def test_round_trip(frame):
     for engine in (0, 1, 2**32):
         encoded = frames.encode(frame, engine)
-        assert struct.unpack(">I", encoded[:4])[0] == len(encoded) - 4
-        assert frames.decode(encoded[4:]) == (engine, frame)
+        assert struct.unpack(">II", encoded[:8]) == (len(encoded) - 8, zlib.crc32(encoded[8:]))
+        assert frames.decode(encoded[8:]) == (engine, frame)
 
 
 def test_child_reads_frames_whole_however_they_arrive():
@@ -119,7 +122,7 @@ def test_send_writes_one_frame():
         assert frames.receive(file) == (5, FRAMES[1])
 
 
-@pytest.mark.parametrize("cut", [1, 3, 4, 20])
+@pytest.mark.parametrize("cut", [1, 7, 8, 20])
 def test_stream_that_ends_inside_a_frame(cut):
     data = frames.encode(Ready({"name": "a model with a name"}))[:cut]
     with pytest.raises(BadFrame, match="ended"):
@@ -127,8 +130,31 @@ def test_stream_that_ends_inside_a_frame(cut):
     assert read_all(data) == []  # an engine that was killed is no error of the protocol
 
 
+def test_no_flipped_bit_passes():
+    whole = frames.encode(StepOutputs(b"\1" * 8, b"\2" * 4, b"\0"))
+    for at in range(8 * 4, 8 * len(whole)):  # all but the length, whose end never comes
+        flipped = bytearray(whole)
+        flipped[at // 8] ^= 1 << at % 8
+        with pytest.raises(BadFrame, match="was changed on its way"):
+            frames.receive(io.BytesIO(flipped))
+        with pytest.raises(BadFrame, match="was changed on its way"):
+            read_whole(flipped)
+
+
+def read_whole(data: bytes):
+    """The first frame of a byte stream, read the parent's way."""
+
+    async def main():
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        return await frames.read(reader)
+
+    return asyncio.run(main())
+
+
 def test_frame_too_long_is_refused_before_it_is_read():
-    header = struct.pack(">I", frames.MAX_FRAME + 1)
+    header = struct.pack(">II", frames.MAX_FRAME + 1, 0)
     with pytest.raises(BadFrame, match=f"at most {frames.MAX_FRAME}"):
         frames.receive(io.BytesIO(header))
     with pytest.raises(BadFrame, match=f"at most {frames.MAX_FRAME}"):
@@ -167,6 +193,6 @@ def test_a_request_crosses_as_it_is():
     )
     scheduling = Scheduling(priority=-1, tenant="a", deadline_ms=5, ttft_deadline_ms=0.5, cache_salt="s", predicted_tokens=9)
     frame = Add(1, b"", frames.pack_fields(params), frames.pack_fields(scheduling))
-    crossed = frames.decode(frames.encode(frame)[4:])[1]
+    crossed = frames.decode(frames.encode(frame)[8:])[1]
     assert SamplingParams(**crossed.params) == params
     assert Scheduling(**crossed.scheduling) == scheduling

@@ -6,6 +6,7 @@ import socket
 import struct
 import subprocess
 import sys
+import zlib
 from contextlib import contextmanager
 
 import fake_engine
@@ -22,6 +23,7 @@ from chairlift.engine.frames import (
     Explained,
     Failed,
     Fatal,
+    Leaving,
     Load,
     Phase,
     Ready,
@@ -35,6 +37,7 @@ from chairlift.engine.frames import (
     receive,
     send,
 )
+from chairlift.engine.spawned_process import LEAVE
 from chairlift.sampling import SamplingParams
 
 GUARD = 60
@@ -257,7 +260,9 @@ def test_a_start_that_fails_is_named_without_a_trace():
         it.process.stderr.close()
 
 
-@pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\0\0\0\1x", struct.pack(">I", 3) + b"\x81\xa1t"])
+@pytest.mark.parametrize(
+    "garbage", [b"\xff" * 8, struct.pack(">II", 1, 0) + b"x", struct.pack(">II", 3, zlib.crc32(b"\x81\xa1t")) + b"\x81\xa1t"]
+)
 def test_garbage_ends_it_with_a_word(garbage):
     with child(stderr=subprocess.DEVNULL) as it:
         it.start()
@@ -284,6 +289,15 @@ def test_signals_are_the_parents_business():
         it.start()
         for number in (signal.SIGINT, signal.SIGTERM):
             it.process.send_signal(number)
+        it.add(1, [100], max_tokens=1)
+        assert it.receive().finishes == b"\2"
+
+
+def test_it_goes_on_after_it_was_told_to_leave():
+    with child() as it:
+        it.start()
+        it.process.send_signal(LEAVE)
+        assert it.receive() == Leaving()
         it.add(1, [100], max_tokens=1)
         assert it.receive().finishes == b"\2"
 

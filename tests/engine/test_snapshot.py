@@ -45,7 +45,7 @@ def test_a_look_has_rows_the_queue_the_blocks_and_the_steps_since_the_last_one(e
     assert seen["steps"][0]["admitted"][0] == (first["slot"], 1)
     assert seen["steps"][0]["planned_us"] < seen["steps"][1]["planned_us"] < seen["now_us"]
     # It goes over the wire as it is.
-    assert frames.decode(frames.encode(frames.Snapshot(1, seen))[4:])[1].snapshot["kv_map"] == seen["kv_map"]
+    assert frames.decode(frames.encode(frames.Snapshot(1, seen))[8:])[1].snapshot["kv_map"] == seen["kv_map"]
 
 
 def test_an_account_says_who_ran_meanwhile(engine):
@@ -68,4 +68,4 @@ def test_an_audit_names_who_started_before_a_request_and_why(engine):
     assert flex.served_before == {"tier": 4}
     assert set(flex.served_first) == {(tag, f"t{tag}", "tier") for tag in (1, 2, 4, 5)}
     assert engine.explain(5)["served_before"] == {}
-    assert frames.decode(frames.encode(frames.Explained(1, [engine.explain(3)]))[4:])[1].timelines[0]["served_before"] == {"tier": 4}
+    assert frames.decode(frames.encode(frames.Explained(1, [engine.explain(3)]))[8:])[1].timelines[0]["served_before"] == {"tier": 4}

@@ -13,12 +13,13 @@ from pathlib import Path
 import dying_engine
 import paced_engine
 import pytest
-from resumable import KINDS, ask, order, requested
+from resumable import KINDS, ask, metric, order, requested, write_order
 from served import Served, served, until
 
 pytestmark = pytest.mark.slow
 
 FLAGS = ("--max-num-seqs", "12", "--num-kv-blocks", "200", "--threads", "1", "--served-model-name", "tiny", "--log-level", "info")
+FLAGS += ("--shutdown-timeout", "0.01")
 
 
 def write_secret(file: Path, content: str) -> str:
@@ -86,6 +87,62 @@ def test_a_joined_engine_is_killed_and_its_streams_go_on(server: Served, secret:
         until(lambda: states(server) == ["ready"])
         assert requested(server, threads) == expected
     assert "0123456789abcdef" not in server.log() + (tmp_path / "log").read_text()
+
+
+def test_a_machine_that_stops_is_given_up_and_its_streams_go_on(server: Served, secret: str, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(len(KINDS) + 1) as threads:
+        expected = requested(server, threads)
+        with joining(server, secret, tmp_path / "log") as process:
+            until(lambda: states(server) == ["ready", "ready"])
+            given_up = server.log().count("does not answer: killing its process")
+            order(server, step=10**9, where="launch")  # only makes steps slow
+            answers = {kind: threads.submit(ask, server, *request) for kind, request in KINDS.items()}
+            until(lambda: server.replicas()[1]["sequences"] > 2)
+            stopped = child(process)
+            for one in (process.pid, stopped):
+                os.kill(one, signal.SIGSTOP)
+            assert {kind: answer.result() for kind, answer in answers.items()} == {kind: expected[kind] for kind in KINDS}
+            (server.directory / "gate").unlink()
+            assert server.log().count("does not answer: killing its process") == given_up + 1
+            os.kill(process.pid, signal.SIGCONT)  # it ends the engine, which is still stopped, and joins again
+            until(lambda: states(server) == ["ready", "ready"])
+            assert child(process) != stopped
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_engine_that_leaves_costs_no_request(server: Served, secret: str, tmp_path: Path, number: signal.Signals) -> None:
+    with ThreadPoolExecutor(len(KINDS) + 1) as threads:
+        expected = requested(server, threads)
+        with joining(server, secret, tmp_path / "log") as process:
+            until(lambda: states(server) == ["ready", "ready"])
+            moved, dead = metric(server, "requests_resumed_total"), server.log().count("engine dead")
+            order(server, step=10**9, where="launch")  # only makes steps slow
+            answers = {kind: threads.submit(ask, server, *request) for kind, request in KINDS.items()}
+            until(lambda: server.replicas()[1]["sequences"] > 2)
+            process.send_signal(number)
+            assert {kind: answer.result() for kind, answer in answers.items()} == {kind: expected[kind] for kind in KINDS}
+            assert process.wait(60) == 0
+            (server.directory / "gate").unlink()
+        assert metric(server, "requests_resumed_total") > moved
+        assert server.log().count("engine dead") == dead
+        until(lambda: states(server) == ["ready"])
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(("where", "end", "word"), [("half", signal.SIGKILL, "ended"), ("flip", 0, "was changed on its way")])
+def test_streams_of_a_broken_connection_go_on(server: Served, secret: str, tmp_path: Path, where: str, end: int, word: str) -> None:
+    with ThreadPoolExecutor(len(KINDS) + 1) as threads:
+        expected = requested(server, threads)
+        (tmp_path / "engine").mkdir()
+        gate = {paced_engine.GATE: str(tmp_path / "engine" / "gate")}  # the order is for the joined engine alone
+        with joining(server, secret, tmp_path / "log", gate):
+            until(lambda: states(server) == ["ready", "ready"])
+            lost = server.log().count("lost its engine")
+            write_order(tmp_path / "engine", step=9, where=where, signal=end)
+            assert requested(server, threads) == expected
+            assert server.log().count("lost its engine") > lost
+            assert word in server.log().rpartition("the connection to the engine")[2].partition("\n")[0]
+            until(lambda: states(server) == ["ready", "ready"])
 
 
 def test_an_engine_with_other_numerics_is_refused(server: Served, secret: str, tmp_path: Path) -> None:

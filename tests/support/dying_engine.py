@@ -28,8 +28,8 @@ FOREIGN = "foreign"
 class Doom:
     """Counts the steps since there is an order, and executes it.
 
-    The order has `step`, `signal` and `where`: before the step is computed (`launch`), when its tokens are known (`send`), or when half of
-    them were sent (`half`).
+    The order has `step`, `signal` and `where`: before the step is computed (`launch`), when its tokens are known (`send`), when half of
+    them were sent (`half`), or when they were sent with a flipped bit (`flip`).
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Doom:
 
     def strike(self) -> None:
         """Sends the signal to this process, once."""
-        number = json.loads(self._file.read_text())["signal"]
+        number = json.loads(self._file.read_text())["signal"]  # 0 is none
         self._file.unlink()
         os.kill(os.getpid(), number)
 
@@ -84,6 +84,12 @@ def doom() -> None:
                 whole = frames.encode(frame, engine)
                 sock.sendall(whole[: len(whole) // 2])
                 one.strike()
+            if one.now("flip"):
+                whole = frames.encode(frame, engine)
+                at = whole.index(frame.tokens)
+                one.strike()
+                sock.sendall(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+                return
         send(sock, frame, engine)
 
     def fingerprint(*arguments: Any) -> str:

@@ -14,6 +14,7 @@ import uvicorn
 from chairlift.chat_template import ChatTemplate
 from chairlift.config import EngineConfig
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
+from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.frames import Frame
 from chairlift.engine.held_sequences import COMPUTE, HeldSequence
 from chairlift.engine.replica import Replica
@@ -101,6 +102,7 @@ class FakeEngine:
             "max_text_len": None,
         }
         self.alive = self.ready = True
+        self.process = EngineProcess()  # is not started
         self.replicas = [Replica(0, self)]
         self.open_sequences = 0
         self.on_end: Callable[[], None] | None = None

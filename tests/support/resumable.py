@@ -3,6 +3,7 @@
 import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from served import Served, bare
@@ -85,9 +86,14 @@ def requested(server: Served, threads: ThreadPoolExecutor) -> dict[str, Any]:
 
 def order(server: Served, **fields: object) -> None:
     """Orders the engine's end."""
-    new = server.directory / "order"
+    write_order(server.directory, **fields)
+
+
+def write_order(directory: Path, **fields: object) -> None:
+    """Orders the end of the engines that look into this directory."""
+    new = directory / "order"
     new.write_text(json.dumps({"signal": signal.SIGKILL, **fields}))
-    new.rename(server.directory / "gate")
+    new.rename(directory / "gate")
 
 
 def metric(server: Served, name: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
 from typing import Any
 
@@ -13,12 +14,15 @@ from chairlift.errors import InvalidSetting
 from chairlift.server.config import ServerConfig
 from chairlift.settings import parse_host_and_port
 
+log = logging.getLogger("chairlift")
+
 _EXAMPLES = """\
 examples:
   chairlift serve MODEL --engine-listen 10.0.0.1:7000 --engine-secret-file secret     on the server's machine
   chairlift join 10.0.0.1:7000 --engine-secret-file secret                            on this one
 
-The model's name or path must be valid on this machine too. Ctrl-C ends the engine; its answers go on in another one.
+The model's name or path must be valid on this machine too. Ctrl-C ends the engine after its requests; those that take
+longer than the server's --shutdown-timeout go on in another engine. A second Ctrl-C ends it at once.
 """
 
 
@@ -30,7 +34,7 @@ def add_parser(commands: Any, summary: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs an engine until a signal. Raises JoinRefused if the server has another secret or version."""
+    """Runs an engine until a signal; the second one ends it at once. Raises JoinRefused if the server has another secret or version."""
     from chairlift.engine.secret import read_secret
 
     if args.server.engine_secret_file is None:
@@ -42,13 +46,23 @@ def run(args: argparse.Namespace) -> int:
 async def _join(address: tuple[str, int], secret: Secret) -> int:
     from chairlift.engine.joining import join
 
-    joining = asyncio.create_task(join(*address, secret))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, joining.cancel)
+    leaving = asyncio.Event()
+    joining = asyncio.create_task(join(*address, secret, leaving))
+
+    def leave(name: str) -> None:
+        if leaving.is_set():
+            joining.cancel()
+            return
+        log.info("%s: leaving the server as soon as the engine's requests have ended or moved; a second signal ends it at once", name)
+        leaving.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, leave, number.name)
     try:
         await joining
     except asyncio.CancelledError:
-        return 0
-    raise AssertionError("join returns only by an error")
+        return 1
+    return 0
 
 
 def _address(text: str) -> tuple[str, int]:

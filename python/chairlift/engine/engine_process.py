@@ -14,7 +14,20 @@ from typing import ClassVar, Protocol, Self
 from chairlift import errors
 from chairlift.engine import frames
 from chairlift.engine.exit_watch import ExitWatch
-from chairlift.engine.frames import Alive, BadFrame, Failed, Fatal, Frame, Ready, ServiceShared, ShareService, Stop, Unload, Unloaded
+from chairlift.engine.frames import (
+    Alive,
+    BadFrame,
+    Failed,
+    Fatal,
+    Frame,
+    Leaving,
+    Ready,
+    ServiceShared,
+    ShareService,
+    Stop,
+    Unload,
+    Unloaded,
+)
 from chairlift.engine.heartbeat import Heartbeat
 from chairlift.engine.joined_process import JoinedProcess
 from chairlift.engine.spawned_process import SpawnedProcess
@@ -72,6 +85,8 @@ class EngineProcess:
         self._awaited: asyncio.Queue[JoinedProcess] | None = asyncio.Queue(1) if awaits_join else None
         self._environment = environment or {}
         self.tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences have consecutive tags
+        self.leaving = asyncio.Event()
+        """Set when the process's machine wants to end it."""
         self._clients: dict[int, Client] = {}
         self._unloading: dict[int, asyncio.Future[None]] = {}
         self._sharing: deque[asyncio.Future[dict[str, int]]] = deque()  # waiting for `ServiceShared`
@@ -207,6 +222,7 @@ class EngineProcess:
         Must be called in the event loop's thread: the child is killed when the thread that started it ends.
         """
         self._exiting = False
+        self.leaving.clear()
         self._running.clear()
         if self.joined is not None:
             parent_end = self.joined.connect()
@@ -236,6 +252,8 @@ class EngineProcess:
                         shared = self._sharing.popleft()
                         if not shared.done():
                             shared.set_result(service)
+                    case Leaving():
+                        self.leaving.set()
                     case Unloaded():
                         self._running.discard(number)
                         if (unloading := self._unloading.get(number)) is not None and not unloading.done():

@@ -1,4 +1,4 @@
-"""The frames between client and engine process: a 4-byte big-endian length, then a msgpack map.
+"""The frames between client and engine process: length and CRC-32 of a msgpack map, both in 4 bytes big-endian, then the map.
 
 Each frame is a dataclass, named by the map's key `t`. The key `e` is the number of the engine that a frame is to or from; 0 if it is
 absent. Frames contain only plain data, no pickle.
@@ -7,6 +7,7 @@ absent. Frames contain only plain data, no pickle.
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 MAX_FRAME = 64 * 2**20
 """Most bytes of a frame: a prompt of sixteen million tokens. A longer frame is an error."""
 
-_LENGTH = struct.Struct(">I")
+_HEADER = struct.Struct(">II")
 _pack: Callable[[object], bytes] = msgpack.dumps
 # Priorities are keys of the usage counters and are integers.
 _unpack: Callable[[bytes], Any] = partial(msgpack.loads, strict_map_key=False)
@@ -269,6 +270,11 @@ class ServiceShared:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """From the process: its machine ends it. It waits for its requests to end or to be moved, and then for `Stop`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unloaded:
     """From the engine, last: it has ended, and its memory is free."""
 
@@ -305,7 +311,19 @@ ToEngine = (
     | Stop
 )
 FromEngine = (
-    Phase | Ready | StepOutputs | Rejected | AdapterChanged | Explained | Snapshot | Alive | ServiceShared | Unloaded | Failed | Fatal
+    Phase
+    | Ready
+    | StepOutputs
+    | Rejected
+    | AdapterChanged
+    | Explained
+    | Snapshot
+    | Alive
+    | ServiceShared
+    | Leaving
+    | Unloaded
+    | Failed
+    | Fatal
 )
 Frame = ToEngine | FromEngine
 
@@ -321,11 +339,11 @@ def encode(frame: Frame, engine: int = 0) -> bytes:
         content["e"] = engine
     payload = _pack(content)
     _check_length(len(payload))
-    return _LENGTH.pack(len(payload)) + payload
+    return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def decode(payload: bytes) -> tuple[int, Frame]:
-    """Decodes a frame without its length. Returns its engine's number too. Raises BadFrame."""
+    """Decodes a frame without its header. Returns its engine's number too. Raises BadFrame."""
     try:
         content = _unpack(payload)
         return content.pop("e", 0), _KINDS[content.pop("t")](**content)
@@ -340,14 +358,14 @@ def send(sock: socket.socket, frame: Frame, engine: int = 0) -> None:
 
 def receive(file: BinaryIO) -> tuple[int, Frame] | None:
     """Reads the next frame and its engine's number; blocks until it is complete. None if the other end has closed. Raises BadFrame."""
-    header = file.read(_LENGTH.size)
+    header = file.read(_HEADER.size)
     if not header:
         return None
-    length = _length(header)
+    length, checksum = _read_header(header)
     payload = file.read(length)
     if len(payload) < length:
         raise BadFrame(f"the stream ended {length - len(payload)} bytes before its frame did")
-    return decode(payload)
+    return _checked(payload, checksum)
 
 
 async def read(reader: asyncio.StreamReader) -> tuple[int, Frame] | None:
@@ -356,8 +374,8 @@ async def read(reader: asyncio.StreamReader) -> tuple[int, Frame] | None:
     None if the other end has closed or died, also within a frame.
     """
     try:
-        header = await reader.readexactly(_LENGTH.size)
-        return decode(await reader.readexactly(_length(header)))
+        length, checksum = _read_header(await reader.readexactly(_HEADER.size))
+        return _checked(await reader.readexactly(length), checksum)
     except EOFError:  # asyncio.IncompleteReadError, without importing asyncio into the child
         return None
 
@@ -373,12 +391,20 @@ def pack_fields(item: SamplingParams | Scheduling) -> dict[str, Any]:
     return {field.name: getattr(item, field.name) for field in fields(item)}
 
 
-def _length(header: bytes) -> int:
-    if len(header) < _LENGTH.size:
-        raise BadFrame("the stream ended in the middle of a frame's length")
-    length: int = _LENGTH.unpack(header)[0]
+def _read_header(header: bytes) -> tuple[int, int]:
+    """The length and the checksum of the rest."""
+    if len(header) < _HEADER.size:
+        raise BadFrame("the stream ended in the middle of a frame's header")
+    length, checksum = _HEADER.unpack(header)
     _check_length(length)
-    return length
+    return length, checksum
+
+
+def _checked(payload: bytes, checksum: int) -> tuple[int, Frame]:
+    """Decodes a frame that has arrived as it was sent. TCP's own checksum misses errors, which would be wrong tokens here."""
+    if zlib.crc32(payload) != checksum:
+        raise BadFrame(f"a frame of {len(payload)} bytes was changed on its way")
+    return decode(payload)
 
 
 def _check_length(length: int) -> None:

@@ -7,8 +7,8 @@ import contextlib
 import logging
 import socket
 import time
-from typing import NoReturn
 
+from chairlift.engine.background import in_background
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.handshake import SECONDS, BadHandshake, introduce
 from chairlift.engine.joined_process import detect_silence
@@ -25,30 +25,37 @@ STABLE_SECONDS = 60
 """After an engine that ran this long, the pauses begin at a second again."""
 
 
-async def join(host: str, port: int, secret: Secret) -> NoReturn:
-    """Runs an engine for the server at this address, and another one after its end, until this is cancelled.
+async def join(host: str, port: int, secret: Secret, leaving: asyncio.Event) -> None:
+    """Runs an engine for the server at this address, and another one after its end.
 
-    Raises JoinRefused if the server has another secret or version.
+    When `leaving` is set, the server lets the engine's requests end or go on in another engine, and this returns. Cancelling this ends the
+    engine at once. Raises JoinRefused if the server has another secret or version.
     """
     failures = 0
     while True:
         began = time.monotonic()
         try:
-            reason = await run_engine(host, port, secret)
+            reason = await run_engine(host, port, secret, leaving)
         except BadHandshake as error:
             reason = str(error)
+        if leaving.is_set():
+            return
         failures = 0 if time.monotonic() - began > STABLE_SECONDS else failures
         delay = min(1 << failures, MAX_DELAY)
         failures += 1
         log.warning("%s: joining %s:%d again in %d s", reason, host, port, delay)
-        await asyncio.sleep(delay)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(leaving.wait(), delay)
 
 
-async def run_engine(host: str, port: int, secret: Secret) -> str:
-    """Runs one engine for the server at this address until its end. Returns the reason for that. Raises BadHandshake and JoinRefused."""
+async def run_engine(host: str, port: int, secret: Secret, leaving: asyncio.Event | None = None) -> str:
+    """Runs one engine for the server at this address until its end, for which `leaving` asks the server.
+
+    Returns the reason for the end. Raises BadHandshake and JoinRefused.
+    """
     sock = await _connect(host, port, secret)
     log.info("joined the server at %s:%d", host, port)
-    return await _run_engine(sock)
+    return await _run_engine(sock, leaving or asyncio.Event())
 
 
 async def _connect(host: str, port: int, secret: Secret) -> socket.socket:
@@ -68,13 +75,19 @@ async def _connect(host: str, port: int, secret: Secret) -> socket.socket:
     return sock
 
 
-async def _run_engine(sock: socket.socket) -> str:
+async def _run_engine(sock: socket.socket, leaving: asyncio.Event) -> str:
     """Runs an engine that speaks on `sock` until its end. Returns the reason for that."""
     process = SpawnedProcess(EngineProcess.command, "auto", sock, {})
+
+    async def leave() -> None:
+        await leaving.wait()
+        process.leave()
+
     try:
-        while not await process.wait(None, CHECK_SECONDS):
-            if process.why_hopeless():  # the server has given it up, and it does not see that
-                process.kill()
+        async with in_background(leave()):
+            while not await process.wait(None, CHECK_SECONDS):
+                if process.why_hopeless():  # the server has given it up, and it does not see that
+                    process.kill()
         return await process.how_it_ended()
     finally:
         with contextlib.suppress(ProcessLookupError):

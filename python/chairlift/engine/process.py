@@ -7,6 +7,7 @@ module's own imports must be fast.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -18,7 +19,8 @@ from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
-from chairlift.engine.frames import BadFrame, Fatal, Frame, Phase, receive, send
+from chairlift.engine.frames import BadFrame, Fatal, Frame, Leaving, Phase, receive, send
+from chairlift.engine.spawned_process import LEAVE
 from chairlift.engine.step_loop import EngineMaker, Inbox, StepLoop
 from chairlift.errors import ChairliftError
 
@@ -47,6 +49,8 @@ def main(fd: int, load: Callable[[], EngineMaker] = load) -> int:
     _die_with_parent()
     sock = socket.socket(fileno=fd)
     parent = _Parent(sock)
+    # The main thread, which handles signals, may just be sending: another thread waits for its turn.
+    signal.signal(LEAVE, lambda *_: threading.Thread(target=parent.try_send, args=(Leaving(),), daemon=True).start())
     inbox: Inbox = SimpleQueue()
     threading.Thread(target=_receive_frames, args=(sock, inbox), name="intake", daemon=True).start()
     try:
@@ -82,6 +86,11 @@ class _Parent:
                 send(self._sock, frame, engine)
             finally:
                 self._lock.release()
+
+    def try_send(self, frame: Frame) -> None:
+        """Like `send`, but does nothing if the parent has exited."""
+        with contextlib.suppress(OSError):
+            self.send(frame)
 
 
 def _receive_frames(sock: socket.socket, inbox: Inbox) -> None:

@@ -35,6 +35,7 @@ class EngineKeeper:
         self._keeping: dict[Replica, asyncio.Task[None]] = {}
         self._first_starts = asyncio.Lock()
         self._rolling: asyncio.Task[None] | None = None
+        self._drain_seconds = 0.0
 
     async def start(self) -> None:
         """Starts the first engine and watches all; raises what `AsyncEngine.start` raises."""
@@ -50,8 +51,12 @@ class EngineKeeper:
         for replica in self._model.engine.replicas:
             self._keep(replica)
 
-    def join(self, process: EngineProcess, config: EngineConfig) -> None:
-        """Adds an engine of another machine, or gives it to the one that awaits it. It is started when the model is loaded."""
+    def join(self, process: EngineProcess, config: EngineConfig, drain_seconds: float) -> None:
+        """Adds an engine of another machine, or gives it to the one that awaits it. It is started when the model is loaded.
+
+        When its machine ends it, its requests get `drain_seconds` to end, as those of `restart` do.
+        """
+        self._drain_seconds = drain_seconds
         if process.joined is not None and any(one.engine.process.offer(process.joined) for one in self._model.engine.replicas):
             return
         replica = self._model.engine.add(process, config)
@@ -109,7 +114,7 @@ class EngineKeeper:
                 failures += not await self._start(replica)
         while True:
             since = time.monotonic()
-            await engine.ended()
+            await self._run(replica)
             if time.monotonic() - since > STABLE_SECONDS:
                 failures = 0
             delay = restart_delay(failures)
@@ -123,8 +128,31 @@ class EngineKeeper:
     async def _run_joined(self, replica: Replica) -> None:
         """Runs an engine of another machine until it ends, and forgets it then: the other machine restarts it, and it joins again."""
         if await self._start(replica):
-            await replica.engine.ended()
+            await self._run(replica)
         await self._forget(replica)
+
+    async def _run(self, replica: Replica) -> None:
+        """Waits for an engine's end. If its machine wants to end it, returns after its last request."""
+        ended = asyncio.create_task(replica.engine.ended())
+        leaving = asyncio.create_task(replica.engine.process.leaving.wait())
+        try:
+            await asyncio.wait((ended, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            leaving.cancel()
+        if ended.done():
+            return ended.result()
+        if replica.engine.ready:
+            logger.info("%s leaves, and runs %d sequences", self._name(replica), replica.engine.open_sequences)
+            await self._drain(replica, self._drain_seconds)
+
+    async def _drain(self, replica: Replica, seconds: float) -> None:
+        """Lets an engine's requests end. Those that have not ended after `seconds` go on in another engine, or end too if none may."""
+        replica.draining = True
+        self._model.lifecycle.engine_ended(serving=self._model.engine.ready)
+        resumable = self._model.resumes(replica.engine.facts.get("fingerprint"))
+        await replica.drain(seconds if resumable else math.inf)
+        replica.restarts += 1
 
     async def _forget(self, replica: Replica) -> None:
         await replica.engine.close()
@@ -150,8 +178,7 @@ class EngineKeeper:
         for replica in list(self._model.engine.replicas):
             if not replica.engine.ready:
                 continue  # it is being restarted
-            resumable = self._model.resumes(replica.engine.facts.get("fingerprint"))
-            if not await self._restart(replica, seconds if resumable else math.inf):
+            if not await self._restart(replica, seconds):
                 logger.error("the other engines of %s are not restarted", self._model.name)
                 return
 
@@ -159,10 +186,7 @@ class EngineKeeper:
         """Restarts a running engine; returns whether it is ready again. One of another machine ends, and joins again by itself."""
         logger.info("restarting %s, which runs %d sequences", self._name(replica), replica.engine.open_sequences)
         self._keeping[replica].cancel()
-        replica.draining = True
-        self._model.lifecycle.engine_ended(serving=self._model.engine.ready)
-        await replica.drain(seconds)
-        replica.restarts += 1
+        await self._drain(replica, seconds)
         if replica.joined:
             await self._forget(replica)
             return True

@@ -65,9 +65,9 @@ class ModelLoader:
         """Begins to restart the engines of a loaded model one after the other: see `EngineKeeper.restart`."""
         self._keepers[model.name].restart(seconds)
 
-    def join(self, model: ServedModel, process: EngineProcess, config: EngineConfig) -> None:
+    def join(self, model: ServedModel, process: EngineProcess, config: EngineConfig, drain_seconds: float) -> None:
         """Adds an engine of another machine to a model's: see `EngineKeeper.join`."""
-        self._keepers[model.name].join(process, config)
+        self._keepers[model.name].join(process, config, drain_seconds)
 
     def uses(self, model: ServedModel) -> int:
         """Requests and live sequences that need the model."""
