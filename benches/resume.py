@@ -1,9 +1,11 @@
 """Kills the engine under streams, many times, and compares what clients get with an undisturbed run.
 
 Each round sends one stream of each kind, kills the engine's process with SIGKILL after a random number of events, and reads the streams to
-their ends. Reports lost streams, streams whose text differs, and the longest pause of each stream after the kill.
+their ends. Reports lost streams, streams whose texts or whose numbers of tokens differ, and each stream's longest pause after the kill.
+A token that is sent twice or not at all makes a text differ.
 
-    python benches/resume.py --kills 1000
+    python benches/resume.py [--kills 20] [-- MODEL FLAGS]     prints a table; the default model without MODEL
+    python benches/resume.py --kills 1000 --small              with four narrow layers of random weights, which restart and compute sooner
 """
 
 from __future__ import annotations
@@ -17,13 +19,21 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+from scheduler import machine
+
+from chairlift.checkpoint.locate import locate
+from chairlift.config import DEFAULT_MODEL
 
 SERVE = """
 import sys
@@ -34,6 +44,18 @@ sys.exit(main())
 """
 """`chairlift` that restarts its engine without the pause that grows with each death."""
 PROMPT = {"prompt": "The history of the chairlift begins", "max_tokens": 64, "ignore_eos": True, "stream": True}
+PROMPT |= {"stream_options": {"include_usage": True}}
+EVENTS = 200
+"""The engine is killed after fewer events than this, of about 300."""
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+"""The shape of the small model, which has the default model's tokenizer."""
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "year": {"type": "integer"}}, "required": ["name", "year"]}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -42,6 +64,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalties": {"seed": 3, "presence_penalty": 1.0, "frequency_penalty": 0.5},
     "schema": {"seed": 4, "ignore_eos": False, "structured_outputs": {"json": SCHEMA}},
 }
+
+
+@dataclass
+class Answer:
+    """What a client has of a stream."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    """By choice."""
+    tokens: int = 0
+    """Tokens that `usage` counts."""
+    ended: bool = False
+    """Whether the stream has an end."""
 
 
 class Round:
@@ -58,24 +92,29 @@ class Round:
         with ThreadPoolExecutor(len(KINDS)) as threads:
             self.answers = dict(zip(KINDS, threads.map(self._stream, KINDS.values()), strict=True))
 
-    def _stream(self, fields: dict[str, Any]) -> dict[int, str] | None:
-        """The texts by choice; None if the stream has no end."""
-        texts: dict[int, str] = {}
-        ends, last, longest = False, 0.0, 0.0
+    @property
+    def killed(self) -> bool:
+        """Whether there were so many events."""
+        return self._killed is not None
+
+    def _stream(self, fields: dict[str, Any]) -> Answer:
+        answer, last, longest = Answer(), 0.0, 0.0
         with httpx.stream("POST", f"{self._url}/v1/completions", json=PROMPT | fields, timeout=None) as reply:
             for line in reply.iter_lines():
-                ends |= line == "data: [DONE]"
+                answer.ended |= line == "data: [DONE]"
                 if line.startswith("data: {"):
                     now = time.monotonic()
                     if self._killed is not None and last:
                         longest = max(longest, now - max(last, self._killed))
                     last = now
-                    for choice in json.loads(line.removeprefix("data: ")).get("choices", ()):
-                        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+                    event = json.loads(line.removeprefix("data: "))
+                    for choice in event.get("choices", ()):
+                        answer.texts[choice["index"]] = answer.texts.get(choice["index"], "") + choice["text"]
+                    answer.tokens = (event.get("usage") or {}).get("completion_tokens", answer.tokens)
                     self._count()
         if longest:
             self.gaps.append(longest)
-        return texts if ends else None
+        return answer
 
     def _count(self) -> None:
         with self._lock:
@@ -102,36 +141,79 @@ def wait(url: str) -> None:
         time.sleep(0.02)
 
 
-def main() -> int:
-    """Runs the benchmark. Returns 1 if a stream was lost or differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="number of rounds (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills (default: 0)")
-    parser.add_argument("model", nargs="*", help="model and flags of `chairlift serve`, after --")
-    args = parser.parse_args()
+@contextmanager
+def small_model() -> Iterator[list[str]]:
+    """The flags that serve a small model of random weights."""
+    default = locate(DEFAULT_MODEL)
+    with tempfile.TemporaryDirectory() as directory:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (Path(directory) / name).write_bytes((default / name).read_bytes())
+        (Path(directory) / "config.json").write_text(json.dumps(json.loads((default / "config.json").read_text()) | SMALL))
+        yield [directory, "--load-format", "dummy"]
+
+
+@dataclass
+class Result:
+    """What all rounds have shown."""
+
+    rounds: int = 0
+    kills: int = 0
+    lost: int = 0
+    different: int = 0
+    gaps: list[float] = field(default_factory=list)
+
+    def add(self, one: Round, expected: dict[str, Answer]) -> None:
+        """Compares a round with what is expected."""
+        self.rounds += 1
+        self.kills += one.killed
+        self.gaps += one.gaps
+        self.lost += sum(not answer.ended for answer in one.answers.values())
+        self.different += sum(answer.ended and answer != expected[kind] for kind, answer in one.answers.items())
+
+    def line(self) -> str:
+        """The line of the table."""
+        centiles = statistics.quantiles(self.gaps, n=100) if len(self.gaps) > 1 else [float("nan")] * 99
+        counts = f"| {self.kills} | {self.rounds * len(KINDS)} | {self.lost} | {self.different} "
+        return f"{counts}| {len(self.gaps)} | {centiles[49]:.2f} | {centiles[98]:.2f} | {max(self.gaps, default=float('nan')):.2f} |"
+
+
+def killed(command: list[str], kills: int, seed: int) -> Result:
+    """Runs a server and kills its engine so many times."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-c", SERVE, "serve", "--port", str(port), "--log-level", "error", *args.model]
-    url, dice = f"http://127.0.0.1:{port}", random.Random(args.seed)
-    lost = different = 0
-    gaps: list[float] = []
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+    url, dice, result = f"http://127.0.0.1:{port}", random.Random(seed), Result()
+    with subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.DEVNULL) as server:
         try:
             wait(url)
             expected = Round(url, None, 0).answers
-            for _ in range(args.kills):
+            while result.kills < kills:
                 wait(url)
-                one = Round(url, dice.randrange(1, 200), child(server.pid))
-                gaps += one.gaps
-                lost += sum(answer is None for answer in one.answers.values())
-                different += sum(answer not in (None, expected[kind]) for kind, answer in one.answers.items())
+                result.add(Round(url, dice.randrange(1, EVENTS), child(server.pid)), expected)
+                if result.kills % 50 == 0:
+                    print(result.line(), file=sys.stderr)
         finally:
             server.terminate()
-    print(f"{args.kills} kills, {args.kills * len(KINDS)} streams: {lost} lost, {different} different")
-    if len(gaps) > 1:
-        centiles = statistics.quantiles(gaps, n=100)
-        print(f"longest pause of a stream after the kill, in seconds: p50 {centiles[49]:.2f}, p99 {centiles[98]:.2f}, of {len(gaps)}")
-    return int(bool(lost or different))
+    return result
+
+
+def main() -> int:
+    """Runs the benchmark. Returns 1 if a stream was lost or differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20, help="number of kills (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills (default: 0)")
+    parser.add_argument("--small", action="store_true", help="a small model of random weights")
+    parser.add_argument("model", nargs="*", help="model and flags of `chairlift serve`, after --")
+    args = parser.parse_args()
+    command = [sys.executable, "-c", SERVE, "serve", "--log-level", "error", *args.model]
+    with small_model() as small:
+        result = killed([*command, *small] if args.small else command, args.kills, args.seed)
+    name = "a small model of random weights" if args.small else " ".join(args.model) or "the default model"
+    print(
+        f"{time.strftime('%Y-%m-%d')}, {machine()}; {name}, one engine, which is started again after each kill.\n\n"
+        "| kills | streams | lost | different | paused by a kill | p50 s | p99 s | max s |\n|---|---|---|---|---|---|---|---|\n"
+        + result.line()
+    )
+    return int(bool(result.lost or result.different))
 
 
 if __name__ == "__main__":
