@@ -75,19 +75,22 @@ class Run:
     """Seconds of CPU that the server's process used."""
 
 
-def streams(port: int, pid: int, tokens: int) -> tuple[Run, bytes]:
-    """Opens all streams at once and reads them to their ends; the second is an event from the middle of one."""
+def streams(port: int, pid: int, tokens: int, clients: int = CLIENTS, header: str = "") -> tuple[Run, bytes]:
+    """Opens all streams at once and reads them to their ends; the second is an event from the middle of one.
+
+    `header` is a line that each request has beside the usual ones, with its end.
+    """
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": tokens, "stream": True, "temperature": 0}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-    head += f"content-length: {len(body)}\r\n\r\n"
+    head += f"{header}content-length: {len(body)}\r\n\r\n"
     selector = selectors.DefaultSelector()
-    for _ in range(CLIENTS):
+    for _ in range(clients):
         sock = socket.create_connection(("127.0.0.1", port))
         selector.register(sock, selectors.EVENT_READ)
     cpu, began = cpu_seconds(pid), time.perf_counter()
     for key in list(selector.get_map().values()):
         key.fileobj.sendall(head.encode() + body)  # type: ignore[union-attr]
-    events, open_, sample, buffer = 0, CLIENTS, b"", bytearray(1 << 18)
+    events, open_, sample, buffer = 0, clients, b"", bytearray(1 << 18)
     while open_:
         for key, _ in selector.select():
             size = key.fileobj.recv_into(buffer)  # type: ignore[union-attr]
