@@ -1,7 +1,7 @@
 """Times on the host how long it takes to launch our kernels of one decoder layer, with Triton's dispatch and with remembered launches.
 
 Needs no GPU: kernels are compiled for an H100 and launches do nothing, so that the driver's own time is not included. Shapes are those of
-Llama-3.1-8B. Prints a table; takes ten seconds.
+Llama-3.1-8B. Writes benches/results/launches.md; takes ten seconds, and wants the machine for itself.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import time
 
 import numpy as np
 import torch
+import triton
+from scheduler import ROOT, machine
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
@@ -41,7 +43,7 @@ class NoDevice:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Writes the page."""
     driver.set_active(NoDevice())
     CompiledKernel._init_handles = lambda kernel: None
     CompiledKernel.run = property(lambda kernel: lambda *given: None)
@@ -75,9 +77,26 @@ def main() -> None:
     CachedLaunch.run = JITFunction.run
     dispatched = microseconds()
     CachedLaunch.run = run
-    print("| launches of a layer | us of the host | us a launch |\n|---|---|---|")
-    for name, found in (("Triton's dispatch", dispatched), ("remembered", remembered)):
-        print(f"| {name} | {found:.0f} | {found / LAUNCHES:.1f} |")
+    lines = [
+        "# Launches of a layer",
+        "",
+        f"CPU time of the host for our {LAUNCHES} kernels of a decoder layer, with their wrappers, in a decode step of {SEQS} sequences.",
+        "There is no device, and the driver's time is not included. The shapes are those of Llama-3.1-8B.",
+        "",
+        f"Written by `benches/launches.py`: the least of {ROUNDS} means of {REPEATS} layers.",
+        "",
+        f"Machine: {machine()}; torch {torch.__version__}, Triton {triton.__version__}.",
+        "",
+        "| launches | us a layer | us a launch |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {found:.0f} | {found / LAUNCHES:.1f} |"
+            for name, found in (("Triton's dispatch", dispatched), ("remembered", remembered))
+        ),
+    ]
+    page = "\n".join(lines) + "\n"
+    (ROOT / "benches" / "results" / "launches.md").write_text(page)
+    print(page)
 
 
 if __name__ == "__main__":
