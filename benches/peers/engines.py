@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -155,10 +155,24 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _llama(kind: str, arithmetic: Arithmetic, seqs: int = BATCH, speed: float = 100.0) -> Peer:
     # Its prompt caches are off: no prompt comes twice, but looking for one costs something.
-    flags = ["--cache-ram", "0", "--no-cache-prompt", "--slot-prompt-similarity", "0", "--no-ui", "--log-disable"]
-    size = ["--parallel", str(seqs), "--ctx-size", str(seqs * LONGEST), "--threads", str(THREADS), "--threads-batch", str(THREADS)]
-    command = [str(llama_bin("llama-server")), "--model", str(gguf(kind)), "--host", "127.0.0.1", "--port", "{port}", *size, *flags]
-    return Peer(command, kind, arithmetic, start=3, speed=speed)
+    flags = ["--cache-ram", "0", "--no-cache-prompt", "--slot-prompt-similarity", "0"]
+    return llama_server(gguf(kind), kind, arithmetic, flags, seqs=seqs, speed=speed)
+
+
+def llama_server(
+    file: Path,
+    weights: str,
+    arithmetic: Arithmetic,
+    flags: Sequence[str] = (),
+    *,
+    seqs: int = BATCH,
+    context: int = LONGEST,
+    speed: float = 100.0,
+) -> Peer:
+    """llama.cpp's server with a file, `seqs` slots and `context` tokens for each."""
+    size = ["--parallel", str(seqs), "--ctx-size", str(seqs * context), "--threads", str(THREADS), "--threads-batch", str(THREADS)]
+    server = [str(llama_bin("llama-server")), "--model", str(file), "--host", "127.0.0.1", "--port", "{port}", "--no-ui", "--log-disable"]
+    return Peer([*server, *size, *flags], weights, arithmetic, start=3, speed=speed)
 
 
 def _vllm_environ() -> dict[str, str]:
@@ -218,10 +232,15 @@ def _chairlift(weights: str, arithmetic: Arithmetic, flags: list[str], batching:
         "static": ["--batching", "static", "--static-batch-size", str(BATCH)],
         "dynamic": ["--batching", "dynamic", "--static-batch-size", str(BATCH), "--batch-timeout-ms", "100"],
     }
+    common = ["--no-enable-prefix-caching", *modes[batching], *flags]
+    return chairlift_server(gguf("Q4_1"), weights, arithmetic, common, speed=speed)
+
+
+def chairlift_server(file: Path, weights: str, arithmetic: Arithmetic, flags: Sequence[str] = (), *, speed: float = 150.0) -> Peer:
+    """`chairlift serve` with a file."""
     code = "import sys; from chairlift.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    serve = [sys.executable, "-c", code, "serve", str(gguf("Q4_1")), "--served-model-name", "model", "--port", "{port}"]
-    common = ["--no-enable-prefix-caching", "--log-level", "warning"]
-    return Peer([*serve, *common, *modes[batching], *flags], weights, arithmetic, {}, _chairlift_environ(), start=5, speed=speed)
+    serve = [sys.executable, "-c", code, "serve", str(file), "--served-model-name", "model", "--port", "{port}", "--log-level", "warning"]
+    return Peer([*serve, *flags], weights, arithmetic, {}, _chairlift_environ(), start=5, speed=speed)
 
 
 def _chairlift_in_process(weights: str, arithmetic: Arithmetic, settings: dict[str, Any], speed: float) -> Peer:

@@ -153,7 +153,7 @@ fn floats_become_the_nearest_blocks_and_a_ragged_end_is_padded() {
 #[test]
 fn blocks_of_other_types_become_the_nearest_of_eight_bits() {
     for isa in Isa::available() {
-        for kind in [BlockType::Q5_0, BlockType::Q4_K, BlockType::Q6_K, BlockType::IQ4_NL] {
+        for kind in [BlockType::Q5_0, BlockType::Q5_K, BlockType::Q6_K, BlockType::IQ4_NL] {
             let blocks = [Random(3).blocks(kind, 256)];
             let packed = packed_blocks(isa, kind, 256, &blocks);
             let mut row = vec![0.0; 256];
@@ -165,6 +165,32 @@ fn blocks_of_other_types_become_the_nearest_of_eight_bits() {
                 assert!(found.iter().zip(weights).all(|(a, b)| (a - b).abs() <= bound), "{kind:?}");
             }
         }
+    }
+}
+
+#[test]
+fn blocks_of_four_bits_with_scales_of_their_own_keep_their_integers() {
+    for isa in Isa::available() {
+        let (columns, ins) = (isa.panel() + 3, 512);
+        let mut random = Random(11);
+        let blocks: Vec<_> = (0..columns).map(|_| random.blocks(BlockType::Q4_K, ins)).collect();
+        let packed = packed_blocks(isa, BlockType::Q4_K, ins, &blocks);
+        assert_eq!(packed.bits(), Bits::Four);
+        let mut read = Vec::new();
+        for (column, blocks) in blocks.iter().enumerate() {
+            let mut row = vec![0.0; ins];
+            packed.read_row(column, &mut row);
+            for (found, weights) in row.chunks(BLOCK).zip(dequantized(BlockType::Q4_K, blocks).chunks(BLOCK)) {
+                // The scale and the shift are rounded to 11 bits. With integers of 8 bits the bound would be twice as large.
+                let (least, most) = weights.iter().fold((f32::MAX, f32::MIN), |(least, most), &x| (least.min(x), most.max(x)));
+                let largest = (most - least).max(least.abs()).max(most.abs());
+                let bound = 2.0 * largest / 1024.0 + 1e-6;
+                assert!(found.iter().zip(weights).all(|(a, b)| (a - b).abs() <= bound), "{found:?} of {weights:?}");
+            }
+            read.push(row);
+        }
+        let rows: Vec<_> = (0..isa.rows()).map(|_| random.row(ins)).collect();
+        assert_products(isa, &product(isa, &packed, columns, &rows), &read, &rows);
     }
 }
 

@@ -44,13 +44,20 @@ pub(crate) struct QuantWeights {
 }
 
 impl QuantWeights {
-    /// Reads and packs a tensor. Blocks of types `Q4_0`, `Q4_1` and `Q8_0` are kept exactly. Other numbers are rounded to 8-bit integers.
+    /// Reads and packs a tensor. Blocks of types `Q4_0`, `Q4_1` and `Q8_0` are kept exactly. Those of `Q4_K` keep their integers; their scales
+    /// are rounded to half precision, which changes a weight less than 8 bits would. Other numbers are rounded to 8-bit integers.
     pub(crate) fn pack(pool: &mut ThreadPool, isa: Isa, tensor: &Tensor<'_>) -> Result<Self, ReadError> {
         let (width, ins) = (isa.panel(), tensor.ins);
-        let kept = tensor.numbers.blocks().filter(|kind| matches!(kind, BlockType::Q4_0 | BlockType::Q4_1 | BlockType::Q8_0));
-        let bits = if matches!(kept, Some(BlockType::Q4_0 | BlockType::Q4_1)) { Bits::Four } else { Bits::Eight };
+        let bits_of = |kind| match kind {
+            BlockType::Q4_0 | BlockType::Q4_1 | BlockType::Q4_K => Some(Bits::Four),
+            BlockType::Q8_0 => Some(Bits::Eight),
+            _ => None,
+        };
+        let kept = tensor.numbers.blocks().filter(|&kind| bits_of(kind).is_some());
+        let bits = kept.and_then(bits_of).unwrap_or(Bits::Eight);
+        let each = block_bytes(width, bits);
         let blocks = ins.div_ceil(BLOCK);
-        let size = blocks * block_bytes(width, bits);
+        let size = blocks * each;
         let mut bytes = AlignedVec::zeros(tensor.rows.div_ceil(width) * size);
         let shared = bytes.shared();
         let layout = Layout::of(isa);
@@ -59,15 +66,19 @@ impl QuantWeights {
             let out = unsafe { shared.write(panel * size, size) };
             let mut row = vec![0.0; blocks * BLOCK];
             for column in 0..rows.count() {
-                if kept.is_none() {
+                let Some(kind) = kept else {
                     tensor.numbers.decode(rows.row(column), &mut row[..ins]);
-                }
-                for (b, to) in out.chunks_exact_mut(block_bytes(width, bits)).enumerate() {
-                    let block = match kept {
-                        None => Block::nearest(row[b * BLOCK..][..BLOCK].try_into().expect("whole blocks")),
-                        Some(kind) => Block::of_ggml(kind, &rows.row(column)[b * kind.bytes()..][..kind.bytes()]),
-                    };
-                    block.write(to, width, column, bits, layout);
+                    for (to, numbers) in out.chunks_exact_mut(each).zip(row.as_chunks().0) {
+                        Block::nearest(numbers).write(to, width, column, bits, layout);
+                    }
+                    continue;
+                };
+                let units = rows.row(column).chunks_exact(kind.bytes());
+                for (to, unit) in out.chunks_exact_mut(kind.block() / BLOCK * each).zip(units) {
+                    let unit = kind.unpack(unit);
+                    for (part, to) in to.chunks_exact_mut(each).enumerate() {
+                        Block::of_ggml(kind, &unit, part).write(to, width, column, bits, layout);
+                    }
                 }
             }
         })?;
@@ -146,15 +157,19 @@ impl Block {
         Self { scale, shift: 0, codes: numbers.map(code) }
     }
 
-    /// Converts a ggml block without changing its integers.
-    fn of_ggml(kind: BlockType, bytes: &[u8]) -> Self {
-        let Unpacked { codes, scale, second, .. } = kind.unpack(bytes);
-        let codes: [u8; BLOCK] = std::array::from_fn(|i| codes[i]);
+    /// Converts 32 weights of a ggml block, those of index `part`, without changing their integers.
+    fn of_ggml(kind: BlockType, unit: &Unpacked, part: usize) -> Self {
+        let &Unpacked { scale, second, .. } = unit;
+        let codes: [u8; BLOCK] = std::array::from_fn(|i| unit.codes[part * BLOCK + i]);
         match kind {
             // The unpacked codes of `Q8_0` are the value plus 128.
             BlockType::Q8_0 => Self { scale, shift: 0, codes: codes.map(|code| (code ^ 0x80) as i8) },
             // The product of the scale and a power of two is exact.
             BlockType::Q4_0 => Self { scale, shift: half::from_f32(-8.0 * half::to_f32(scale)), codes: codes.map(|code| code as i8) },
+            BlockType::Q4_K => {
+                let (scale, shift) = unit.scale_and_shift(kind, part * BLOCK);
+                Self { scale: half::from_f32(scale), shift: half::from_f32(shift), codes: codes.map(|code| code as i8) }
+            }
             _ => Self { scale, shift: second, codes: codes.map(|code| code as i8) },
         }
     }
