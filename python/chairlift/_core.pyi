@@ -91,22 +91,29 @@ class QueueFull(Rejected):
 
 @final
 class Router:
-    """Chooses one of a model's engines for each request. It assumes that an engine has the blocks that it was sent last."""
+    """Chooses one of a model's engines for each request, by what the engines report of their caches."""
 
-    def __new__(cls, routing: str, cached_tokens: int) -> Router:
-        """`routing` is a name of --routing, and the engines' caches have `cached_tokens` in total. Raises ValueError."""
+    def __new__(cls, routing: str, hash_key: int, block_size: int) -> Router:
+        """`routing` is a name of --routing; `hash_key` and `block_size` are those of the engines' schedulers. Raises ValueError."""
 
     def choose(
         self, engines: Sequence[tuple[int, int, int, float]], prompt: Sequence[int], salt: bytes, session: bytes | None = None
-    ) -> tuple[int, int]:
-        """Returns the index of the chosen engine, and how many tokens of the prompt it is expected to have.
+    ) -> tuple[int, int, int]:
+        """Returns the index of the chosen engine, how many tokens of the prompt it is expected to have, and the request's number.
 
         An engine is its number, its requests, the microseconds until it starts another prompt, and those for each prompt token. Only
-        prompts of equal `salt` share prefixes. Requests of a session stay with one engine while its load allows it.
+        prompts of equal `salt` share prefixes. Requests of a session stay with one engine while its load allows it. Until `computed` the
+        engine counts as having the prompt.
         """
 
+    def computed(self, request: int) -> None:
+        """Records that the prompt of a request, by its number, is computed, or that the request has ended. Unknown ones are ignored."""
+
+    def cache_changed(self, engine: int, added: bytes, dropped: bytes) -> None:
+        """Takes what `Scheduler.take_cache_changes` returned in the engine of this number."""
+
     def forget(self, engine: int) -> None:
-        """Forgets what an engine that has ended was sent, by its number."""
+        """Forgets the cache of an engine that has ended, by its number."""
 
 @final
 class Arbiter:
@@ -296,6 +303,10 @@ class Scheduler:
         Each is the block, the number of its content, that of the content before it (0: none), and its tokens (int32). Older content comes
         first.
         """
+    def record_cache_changes(self) -> None:
+        """Records from now on which blocks are cached and dropped. The record grows until `take_cache_changes`."""
+    def take_cache_changes(self) -> tuple[bytes, bytes]:
+        """The names (u64, little-endian) of the blocks that were cached and dropped since the last call. Empty if not recorded."""
     def unused_blocks(self) -> int:
         """Number of free blocks that are not cached. Once there are none, new blocks evict cached ones."""
     def blocks_used(self) -> tuple[int, int, int]:

@@ -1,14 +1,21 @@
 """Which of several engines gets a request."""
 
+import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from chairlift import AsyncEngine, SamplingParams, Scheduling
+from chairlift.config import EngineConfig
+from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.replica import Replica
 from chairlift.engine.replica_router import ReplicaRouter
+from chairlift.engine.replicated_engine import ReplicatedEngine
+from chairlift.engine.stream import Stream
 
-FACTS = {"num_kv_blocks": 1000, "block_size": 16}
+BLOCK = 16
 
 
 class FakeReplica:
@@ -17,14 +24,17 @@ class FakeReplica:
     def __init__(self, number: int, sequences: int = 0, prompt_tokens: int = 0, prefill_us: int = 1024_000, wait_us: int = 0) -> None:
         self.number = number
         stats = {"predicted_prefill_us": prefill_us, "predicted_wait_us": wait_us}
-        self.engine = SimpleNamespace(stats=lambda: stats, open_sequences=sequences, prompt_tokens=prompt_tokens, facts={"max_num_seqs": 8})
+        self.engine = SimpleNamespace(
+            stats=lambda: stats, open_sequences=sequences, prompt_tokens=prompt_tokens, facts={"max_num_seqs": 8, "block_size": BLOCK}
+        )
 
 
 def chosen(
     router: ReplicaRouter, replicas: list[FakeReplica], prompt: range, salt: bytes = b"", session: bytes | None = None
 ) -> tuple[int, int]:
-    replica, tokens = router.choose(cast(list[Replica], replicas), list(prompt), salt, session, FACTS)
-    return replica.number, tokens
+    stream = SimpleNamespace(prompt_token_ids=list(prompt))
+    replica = router.choose(cast(list[Replica], replicas), cast(Stream, stream), salt, session)
+    return replica.number, stream.expected_tokens
 
 
 def test_a_prompt_goes_where_its_beginning_is_unless_that_engine_is_behind() -> None:
@@ -68,3 +78,36 @@ def test_a_session_stays_with_its_engine(routing: str) -> None:
     for start in range(10):
         loads = [FakeReplica(number, sequences=4 if number == home else 0) for number in (3, 5)]
         assert chosen(router, loads, range(start, 200), session=b"mine")[0] == home
+
+
+def test_engines_report_what_they_have_cached_and_evicted(byte_model: Path) -> None:
+    """A prompt goes to the engine that has it, whoever sent it there, and not to the one that has evicted it."""
+
+    async def run() -> None:
+        size = {"num_kv_blocks": 17, "max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 256, "threads": 1}
+        config = EngineConfig(model=str(byte_model), load_format="dummy", **size)
+        processes = [EngineProcess(config.load_format, exclusive=True) for _ in range(2)]
+        engine = ReplicatedEngine(config, processes, routing="prefix-aware")
+        try:
+            for replica in engine.replicas:
+                await replica.start()
+            second, prompt = engine.replicas[1].engine, list(range(160))
+
+            async def answer(to: AsyncEngine | ReplicatedEngine, prompt: list[int], scheduling: Scheduling) -> Stream:
+                stream = await to.prepare(prompt, SamplingParams(max_tokens=1))
+                async for _ in to.run(stream, scheduling):
+                    pass
+                return stream
+
+            for scheduling in (Scheduling(), Scheduling(cache_salt="own")):
+                await answer(second, prompt, scheduling)  # past the router
+                stream = await answer(engine, prompt, scheduling)
+                assert stream.expected_tokens == 1, "the last token is always computed"
+                assert [timeline.cached_tokens for timeline in stream.timelines()] == [159]
+                other = [token + 1 for token in prompt]
+                await answer(second, other + other[:90], scheduling)  # needs all blocks
+                assert (await answer(engine, prompt, scheduling)).expected_tokens == 160, "evicted"
+        finally:
+            await engine.close()
+
+    asyncio.run(run())

@@ -61,8 +61,8 @@ def test_the_step_loop_tells_engines_and_answers_the_parent(monkeypatch):
     inbox, sent, engines = SimpleQueue(), [], []
 
     class Serving(FakeEngine):
-        def __init__(self, config, on_phase):
-            super().__init__(config, on_phase)
+        def __init__(self, config, on_phase, hash_key):
+            super().__init__(config, on_phase, hash_key)
             engines.append(self)
 
         def step(self):

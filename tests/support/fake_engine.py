@@ -89,7 +89,7 @@ class FakeEngine:
     overlaps = False
     shared_blocks = None
 
-    def __init__(self, config, on_phase=lambda name, seconds: None):
+    def __init__(self, config, on_phase=lambda name, seconds: None, hash_key=b""):
         if config.seed == 13:
             raise InvalidRequest("an unlucky seed")
         while config.seed == 14 and os.path.exists(os.environ["FAKE_ENGINE_GATE"]):

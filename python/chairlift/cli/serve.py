@@ -159,7 +159,7 @@ async def _serve(
             processes,
             weight=spec.weight,
             equal_numerics=server.resume == "exact",
-            routing=server.routing,
+            routing=server.routing if server.replicas > 1 or server.engine_listen is not None else None,
         )
         for spec in specs
     ]

@@ -58,6 +58,11 @@ class Adapters:
             raise InvalidRequest(f"an adapter named {name!r:.100} is loaded already: unload it first", param="lora_name")
         self._loaded[name] = Adapter(self._store.add(adapter.packed), adapter.digest)
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """The hashes of the loaded adapters' files as hex digits, by name."""
+        return {name: adapter.digest.hex() for name, adapter in self._loaded.items()}
+
     def get(self, name: str) -> Adapter:
         """The adapter of that name. Raises InvalidRequest if it is not loaded."""
         if (adapter := self._loaded.get(name)) is not None:

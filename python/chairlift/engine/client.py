@@ -58,7 +58,8 @@ class AsyncEngine:
 
     Its settings are those of `config`, or the defaults, changed by keyword arguments. Use it with `async with`, or call `start` and
     `close`. Engines with the same `process` run in it, and share its time by `weight`; those of a lower `priority` go first, and those
-    with a `target_itl_ms` are to have a step at least that often. An engine without `process` has one of its own.
+    with a `target_itl_ms` are to have a step at least that often. An engine without `process` has one of its own. With a `hash_key` of
+    16 bytes it tells `on_cache_change` what its prefix cache gains and loses, by names under this key.
     """
 
     tokenizer: Tokenizer
@@ -73,6 +74,7 @@ class AsyncEngine:
         process: EngineProcess | None = None,
         weight: int = 1,
         priority: int = 0,
+        hash_key: bytes = b"",
         **settings: Any,
     ) -> None:
         self.config = engine_config("AsyncEngine", settings, config)
@@ -80,12 +82,16 @@ class AsyncEngine:
         self._modules = dict(self.config.lora_modules or {})
         self.adapters: dict[str, str] = dict(self._modules)
         """The directories of the loaded LoRA adapters, by name."""
+        self.digests: dict[str, bytes] = {}
+        """The hashes of the files of all adapters that were loaded, by name."""
         self._stats: dict[str, Any] = {}
         self.on_end: Callable[[], None] | None = None
         """Called when an engine that was ready has died, before its requests fail."""
+        self.on_cache_change: Callable[[bytes, bytes], None] = lambda cached, dropped: None
+        """Called with the names of KV blocks that prompts can reuse now, and not any more, if there is a `hash_key`."""
         self._process = process or EngineProcess(self.config.load_format, exclusive=True)
         itl_ms = self.config.target_itl_ms
-        self._load = Load({}, weight, priority, None if itl_ms is None else round(itl_ms * 1000))
+        self._load = Load({}, weight, priority, None if itl_ms is None else round(itl_ms * 1000), hash_key)
         self._number: int | None = None  # in the process, while it is started
         self._tags, self._seeds = self._process.tags, itertools.count(1, MAX_SEQUENCES)
         self._remembered = RememberedRequests()
@@ -195,7 +201,7 @@ class AsyncEngine:
         """
         path = os.path.abspath(path)
         self._check_alive()
-        await self._change_adapter(lambda ask: LoadAdapter(ask, name, path))
+        self.digests[name] = await self._change_adapter(lambda ask: LoadAdapter(ask, name, path))
         self.adapters[name] = path
 
     async def unload_lora_adapter(self, name: str) -> None:
@@ -204,18 +210,19 @@ class AsyncEngine:
         await self._change_adapter(lambda ask: UnloadAdapter(ask, name))
         self.adapters.pop(name, None)
 
-    async def _change_adapter(self, question: Callable[[int], Frame]) -> None:
+    async def _change_adapter(self, question: Callable[[int], Frame]) -> bytes:
         reply: AdapterChanged = await self._questions.ask(question)
         if reply.error is not None:
             kind = getattr(errors, reply.error)
             raise kind(reply.message, param="lora_name", code=reply.code) if kind is InvalidRequest else kind(reply.message)
+        return reply.digest
 
     async def _reload_adapters(self, names: Iterable[str]) -> None:
         """Loads adapters into a restarted engine. It serves without those that cannot be read any more."""
         for name in sorted(names):
             path = self.adapters[name]
             try:
-                await self._change_adapter(lambda ask, name=name, path=path: LoadAdapter(ask, name, path))  # type: ignore[misc]
+                self.digests[name] = await self._change_adapter(lambda ask, name=name, path=path: LoadAdapter(ask, name, path))  # type: ignore[misc]
             except EngineDead:
                 raise
             except ChairliftError as error:
@@ -336,8 +343,8 @@ class AsyncEngine:
             self._remembered.add(request_id, RememberedRequest(stream.tags, stream.timelines()))
         unfinished = stream.unfinished()
         self._streams.update(dict.fromkeys(unfinished, stream))
-        ahead = stream.expected_tokens if unfinished else 0
-        self.prompt_tokens += ahead
+        self.prompt_tokens += stream.expected_tokens
+        computed = False
         try:
             if unfinished:
                 packed = frames.pack_fields(stream.params), frames.pack_fields(scheduling)
@@ -348,8 +355,9 @@ class AsyncEngine:
             await self._process.drain()
             while not stream.over:
                 outputs = await stream.next()
-                self.prompt_tokens -= ahead
-                ahead = 0
+                if not computed:
+                    computed = True
+                    self._computed(stream)
                 if stream.some_over:
                     self._leave(stream.finished(), stopped=True)
                 for output in outputs:
@@ -358,7 +366,8 @@ class AsyncEngine:
                     if output.finish_reason is not None or output.token_ids or output.text:
                         yield output
         finally:
-            self.prompt_tokens -= ahead
+            if not computed:
+                self._computed(stream)
             self._leave(stream.tags)
         if stream.missed_deadline:
             raise DeadlineMissed(
@@ -402,6 +411,12 @@ class AsyncEngine:
         self._check_alive()
         return await self._questions.ask(question)
 
+    def _computed(self, stream: Stream) -> None:
+        """Counts a request's prompt no more."""
+        self.prompt_tokens -= stream.expected_tokens
+        if stream.on_computed is not None:
+            stream.on_computed()
+
     def _leave(self, tags: Iterable[int], *, stopped: bool = False) -> None:
         """Forgets sequences and aborts those that still run; `stopped` if a stop string was found."""
         running = [tag for tag in tags if self._streams.pop(tag, None) is not None]
@@ -432,6 +447,8 @@ class AsyncEngine:
         """Handles a frame of the engine, for its process. Raises BadFrame."""
         match frame:
             case StepOutputs():
+                if frame.cached or frame.dropped:
+                    self.on_cache_change(frame.cached, frame.dropped)
                 if frame.stats:
                     self._stats = {**self._stats, **frame.stats}
                 if not self._is_ready.done():  # the engine waits for work
@@ -454,6 +471,7 @@ class AsyncEngine:
                 self._phases[frame.name] = frame.seconds
             case Ready():
                 self.facts = frame.facts
+                self.digests.update((name, bytes.fromhex(digest)) for name, digest in frame.facts.get("adapter_digests", {}).items())
             case Failed():
                 if self._number is not None:
                     self._process.detach(self._number)

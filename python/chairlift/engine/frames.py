@@ -41,13 +41,15 @@ class Load:
     """To the process: begin an engine of this number. `settings` are the fields of `EngineConfig`; the model is a local directory.
 
     Engines share the process's time by `weight`, within a `priority`, of which lower ones go first. `itl` is the longest time in
-    microseconds that should pass between two of its steps.
+    microseconds that should pass between two of its steps. With a `hash_key` of 16 bytes the engine names its cached blocks under this
+    key, and reports them in `StepOutputs`.
     """
 
     settings: dict[str, Any]
     weight: int = 1
     priority: int = 0
     itl: int | None = None
+    hash_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,8 @@ class StepOutputs:
     `details` (by tag) and `prompts` (pairs with a request's first tag) are log-probabilities of tokens and of prompt tokens, in lines of
     4-byte numbers: token, log-probability (f32), rank, top tokens, their log-probabilities (f32). The `details` of a request for an
     embedding are its numbers (f32).
-    `starved` are the tags in `ended` that failed because the device was out of memory.
+    `starved` are the tags in `ended` that failed because the device was out of memory. `cached` and `dropped` are the names (u64) of the
+    KV blocks that prompts can reuse since the last frame, and of those that they cannot reuse any more.
     """
 
     tags: bytes = b""
@@ -214,6 +217,8 @@ class StepOutputs:
     details: Mapping[int, bytes] = field(default_factory=dict)
     prompts: Sequence[Sequence[Any]] = field(default_factory=list)
     starved: Sequence[int] = field(default_factory=list)
+    cached: bytes = b""
+    dropped: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +243,16 @@ class Explained:
 
 @dataclass(frozen=True, slots=True)
 class AdapterChanged:
-    """From the engine: an adapter was loaded or unloaded, or `error` is the class in `chairlift.errors` that says why not."""
+    """From the engine: an adapter was loaded or unloaded, or `error` is the class in `chairlift.errors` that says why not.
+
+    `digest` is the hash of a loaded adapter's files.
+    """
 
     ask: int
     error: str | None = None
     message: str = ""
     code: str | None = None
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,7 @@ class HostedEngine:
             case AdapterRead(ask, name, adapter):
                 self._send(_adapter_changed(ask, partial(_load_adapter, self.engine, name, adapter)))
             case UnloadAdapter(ask, name):
-                self._send(_adapter_changed(ask, partial(self.engine.unload_adapter, name)))
+                self._send(_adapter_changed(ask, partial(_unload_adapter, self.engine, name)))
             case SetPriority(tag, priority):
                 self.engine.set_priority(tag, priority)
             case ForkSequence(handle, forks):
@@ -279,22 +279,27 @@ def _read_adapter(engine: EngineLike, frame: LoadAdapter, put: Callable[[Adapter
     put(AdapterRead(frame.ask, frame.name, adapter))
 
 
-def _load_adapter(engine: EngineLike, name: str, adapter: PackedAdapter | Exception) -> None:
+def _load_adapter(engine: EngineLike, name: str, adapter: PackedAdapter | Exception) -> bytes:
     if isinstance(adapter, Exception):
         raise adapter
     engine.load_adapter(name, adapter)
+    return adapter.digest
 
 
-def _adapter_changed(ask: int, change: Callable[[], None]) -> AdapterChanged:
-    """Loads or unloads an adapter and returns the reply. No error ends the engine."""
+def _unload_adapter(engine: EngineLike, name: str) -> bytes:
+    engine.unload_adapter(name)
+    return b""
+
+
+def _adapter_changed(ask: int, change: Callable[[], bytes]) -> AdapterChanged:
+    """Loads or unloads an adapter and returns the reply, with the digest that `change` returns. No error ends the engine."""
     try:
-        change()
+        return AdapterChanged(ask, digest=change())
     except ChairliftError as error:
         return AdapterChanged(ask, type(error).__name__, str(error), getattr(error, "code", None))
     except Exception as error:
         traceback.print_exc()
         return AdapterChanged(ask, "RequestFailed", f"the adapter cannot be used ({type(error).__name__}); the log has more")
-    return AdapterChanged(ask)
 
 
 class Counters:

@@ -75,7 +75,10 @@ class Engine:
     phase of the start.
     """
 
-    def __init__(self, config: EngineConfig, on_phase: Callable[[str, float], None] = lambda name, seconds: None) -> None:
+    def __init__(
+        self, config: EngineConfig, on_phase: Callable[[str, float], None] = lambda name, seconds: None, hash_key: bytes = b""
+    ) -> None:
+        """With a `hash_key` of 16 bytes, steps report what the prefix cache gains and loses, by names under this key."""
         self.config = config
         self._meter = open_meter(config.energy_meter, config.tensor_parallel_size)
         self._journal = None if config.journal is None else Journal(config.journal)
@@ -83,7 +86,9 @@ class Engine:
         eos = eos_token_ids(directory, config.tokenizer)
         sampling = recommended_sampling(directory) if config.generation_config == "auto" else {}
         self.runner = runner = _build_runner(config, directory, eos, on_phase)
-        self._scheduler = _build_scheduler(config, runner)
+        self._scheduler = _build_scheduler(config, runner, hash_key or secrets.token_bytes(16))
+        if hash_key:
+            self._scheduler.record_cache_changes()
         self._drafts_forced_tokens = config.speculative_method == "auto" and not runner.overlaps
         self._eos = sorted(eos)
         self._buffers = [_core.StepBuffers(**buffers.arrays()) for buffers in runner.buffers]
@@ -102,7 +107,7 @@ class Engine:
         self._grammars = Grammars(Vocabulary(tokenizer_file(directory, config.tokenizer), vocab_size, ends))
         self._energy_read, self._meter_due = 0, 0
         self._read_meter(_now())
-        self.facts = start_facts(config, directory, runner, self._eos, sampling)
+        self.facts = start_facts(config, directory, runner, self._eos, sampling) | {"adapter_digests": self._adapters.digests}
         self._disk_cache = _open_disk_cache(config, self._scheduler, runner, self.facts["fingerprint"])
         self._kv_blocks = None if config.num_kv_blocks is not None else runner.kv_blocks
 
@@ -290,6 +295,7 @@ class Engine:
                 raise
         self._write_journal()
         logprobs, details = _logprobs_of(sampled, step.tags, outputs.tags)
+        cached, dropped = self._scheduler.take_cache_changes()
         ended, starved_tags = [*expired, *outputs.ended, *starved], [timeline["tag"] for timeline in starved]
         return StepOutputs(
             outputs.tags,
@@ -301,6 +307,8 @@ class Engine:
             details=details,
             prompts=sampled.prompts,
             starved=starved_tags,
+            cached=cached,
+            dropped=dropped,
         )
 
     def wakes_in(self) -> float | None:
@@ -520,7 +528,7 @@ def _build_runner(config: EngineConfig, directory: Path, eos: frozenset[int], on
     return EncoderRunner.find(config, directory, on_phase) or build_runner(config, directory, on_phase)
 
 
-def _build_scheduler(config: EngineConfig, runner: Runner) -> _core.Scheduler:
+def _build_scheduler(config: EngineConfig, runner: Runner, hash_key: bytes) -> _core.Scheduler:
     settings = scheduler_settings.of_config(
         config,
         num_kv_blocks=runner.num_kv_blocks,
@@ -534,7 +542,7 @@ def _build_scheduler(config: EngineConfig, runner: Runner) -> _core.Scheduler:
     )
     # Where a device overlaps steps, the last token is not known yet when the next step is planned.
     drafts = {} if runner.overlaps else {"draft_tokens": config.num_speculative_tokens, "draft_corpus_tokens": config.draft_corpus_tokens}
-    return _core.Scheduler(**settings, **drafts, journal=config.journal is not None, hash_key=secrets.randbits(128))
+    return _core.Scheduler(**settings, **drafts, journal=config.journal is not None, hash_key=int.from_bytes(hash_key))
 
 
 def _logprobs_of(sampled: Sampled, sample_tags: np.ndarray, output_tags: bytes) -> tuple[bytes, dict[int, bytes]]:

@@ -1,12 +1,17 @@
-"""Chooses one of a model's engines for a request, by what each is expected to have in its cache and how long it is expected to take."""
+"""Chooses one of a model's engines for a request, by what each has in its cache and how long it is expected to take."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import secrets
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from chairlift import _core
 from chairlift.engine.replica import Replica
+
+if TYPE_CHECKING:
+    from chairlift.engine.stream import Stream
 
 PREFILL_TOKENS = 1024
 """Tokens of the prompt whose time an engine's counter `predicted_prefill_us` predicts."""
@@ -17,24 +22,33 @@ class ReplicaRouter:
 
     def __init__(self, routing: str) -> None:
         """`routing` is a name of --routing."""
+        self.hash_key = secrets.token_bytes(16)
+        """The key under which all engines name their KV blocks."""
         self._routing = routing
-        self._router: _core.Router | None = None  # until the caches' size is known
+        self._router: _core.Router | None = None  # until the size of a block is known
 
-    def choose(
-        self, replicas: Sequence[Replica], prompt: Sequence[int], salt: bytes, session: bytes | None, facts: Mapping[str, Any]
-    ) -> tuple[Replica, int]:
-        """Returns one of the engines, and the tokens of the prompt that it is expected to compute. `facts` are the model's."""
-        if len(replicas) == 1:
-            return replicas[0], len(prompt)
-        if self._router is None:
-            self._router = _core.Router(self._routing, facts["num_kv_blocks"] * facts["block_size"])
-        index, cached = self._router.choose([_seen(replica) for replica in replicas], prompt, salt, session)
-        return replicas[index], len(prompt) - cached
+    def choose(self, replicas: Sequence[Replica], stream: Stream, salt: bytes, session: bytes | None) -> Replica:
+        """Returns one of the engines, and tells the request how much of its prompt that engine is expected to compute."""
+        prompt = stream.prompt_token_ids
+        router = self._of(replicas[0])
+        index, cached, request = router.choose([_seen(replica) for replica in replicas], prompt, salt, session)
+        stream.expected_tokens = len(prompt) - cached
+        stream.on_computed = partial(router.computed, request)
+        return replicas[index]
+
+    def cache_changed(self, replica: Replica, cached: bytes, dropped: bytes) -> None:
+        """Takes the names of KV blocks that an engine has cached, and dropped."""
+        self._of(replica).cache_changed(replica.number, cached, dropped)
 
     def forget(self, replica: Replica) -> None:
-        """Forgets what the engine of this number was sent before it started."""
+        """Forgets the cache of an engine that has ended."""
         if self._router is not None:
             self._router.forget(replica.number)
+
+    def _of(self, replica: Replica) -> _core.Router:
+        if self._router is None:
+            self._router = _core.Router(self._routing, int.from_bytes(self.hash_key), replica.engine.facts["block_size"])
+        return self._router
 
 
 def _seen(replica: Replica) -> tuple[int, int, int, float]:

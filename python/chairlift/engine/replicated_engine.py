@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
@@ -15,7 +16,7 @@ from chairlift.engine.merged_reports import merged_facts, merged_stats
 from chairlift.engine.questions import REMEMBERED
 from chairlift.engine.replica import Replica
 from chairlift.engine.replica_router import ReplicaRouter
-from chairlift.engine.request import default_params, validate
+from chairlift.engine.request import default_params, shared_salt, validate
 from chairlift.errors import ChairliftError, EngineDead
 from chairlift.outputs import RequestOutput, Timeline
 from chairlift.sampling import SamplingParams
@@ -45,9 +46,9 @@ class ReplicatedEngine:
         *,
         weight: int = 1,
         equal_numerics: bool = True,
-        routing: str = "least-loaded",
+        routing: str | None = None,
     ) -> None:
-        """Makes an engine in each of `processes`; `routing` chooses among them.
+        """Makes an engine in each of `processes`. `routing` chooses among them; without it there is always one.
 
         With `equal_numerics` an engine is refused if its fingerprint is not that of the engines that are ready.
         """
@@ -58,7 +59,7 @@ class ReplicatedEngine:
         """Called when an engine that was ready has died, before its requests fail."""
         self._weight, self._equal_numerics = weight, equal_numerics
         self._replicas: list[Replica] = []
-        self._router = ReplicaRouter(routing)
+        self._router = None if routing is None else ReplicaRouter(routing)
         self._facts: dict[str, Any] = {}
         self._sequences = AsyncSequences(self, self._tell)
         self._homes: dict[int, Replica] = {}  # of live sequences, by handle
@@ -72,18 +73,23 @@ class ReplicatedEngine:
         numbers = {replica.number for replica in self._replicas}
         number = next(number for number in range(len(numbers) + 1) if number not in numbers)
         journal = f"{config.journal}.replica{number}" if config.journal and number else config.journal
-        engine = AsyncEngine(replace(config, journal=journal), process=process, weight=self._weight)
+        hash_key = b"" if self._router is None else self._router.hash_key
+        engine = AsyncEngine(replace(config, journal=journal), process=process, weight=self._weight, hash_key=hash_key)
         if self._replicas:
             engine.number_like(self._replicas[0].engine)
         engine.adapters = self.adapters
         replica = Replica(number, engine, self._started, process.joined.name if process.joined else None)
         engine.on_end = lambda: self._ended(replica)
+        if self._router is not None:
+            engine.on_cache_change = partial(self._router.cache_changed, replica)
         self._replicas.append(replica)
         return replica
 
     def remove(self, replica: Replica) -> None:
         """Forgets an engine that has ended, which is not the first one."""
         self._replicas.remove(replica)
+        if self._router is not None:
+            self._router.forget(replica)
         self._homes = {handle: home for handle, home in self._homes.items() if home is not replica}
         self._ran_in = {request_id: other for request_id, other in self._ran_in.items() if other is not replica}
 
@@ -226,12 +232,16 @@ class ReplicatedEngine:
         if not ready:
             raise EngineDead("no engine of the model is ready")
         moving = [replica for replica in ready if not replica.engine.stuck] or ready
-        salt = f"{stream.params.lora}\0{scheduling.cache_salt}".encode()
         own = None if session is None else f"{scheduling.tenant}\0{session}".encode()
-        chosen, stream.expected_tokens = self._router.choose(moving, stream.prompt_token_ids, salt, own, self._facts)
+        chosen = moving[0] if self._router is None else self._router.choose(moving, stream, self._salt(stream, scheduling), own)
         if handle is not None:
             self._homes[handle] = chosen
         return chosen
+
+    def _salt(self, stream: Stream, scheduling: Scheduling) -> bytes:
+        """The salt of the KV blocks that a request shares. An adapter that no engine knows has none of them."""
+        name = stream.params.lora
+        return shared_salt(scheduling.cache_salt, None if name is None else self._known().engine.digests.get(name, name.encode()))
 
     def _tell(self, frame: Frame) -> None:
         """Sends a frame about live sequences to all engines. Those that do not have the sequence ignore it."""
@@ -252,7 +262,8 @@ class ReplicatedEngine:
                     f"replica {replica.number} has other numerics than replica {other.number}: other weights, dtypes, instructions or "
                     "another version (--resume any accepts it)"
                 )
-        self._router.forget(replica)  # its cache is empty
+        if self._router is not None:
+            self._router.forget(replica)  # its cache is empty
         self._facts = merged_facts([one.engine.facts for one in (*others, replica)])
 
     def _ended(self, replica: Replica) -> None:

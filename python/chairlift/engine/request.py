@@ -354,6 +354,15 @@ def default_params(facts: Mapping[str, Any], settings: Mapping[str, Any]) -> Sam
     return SamplingParams(**{**facts.get("default_sampling", {}), **settings})
 
 
+def shared_salt(cache_salt: str | None, adapter: bytes | None) -> bytes:
+    """The salt of prefix cache entries and held sequences under a caller's `cache_salt` and the hash of an adapter's files.
+
+    Keys and values depend on the adapter. Byte 254 is not valid UTF-8, so no caller's salt can be equal to that of an adapter.
+    """
+    salt = (cache_salt or "").encode()
+    return salt if adapter is None else b"\xfe" + adapter + salt
+
+
 def validate(prompt: Sequence[int], params: SamplingParams, facts: Mapping[str, Any]) -> SamplingParams:
     """Returns the parameters with `max_tokens` filled in. Raises InvalidRequest if the model cannot run the request.
 

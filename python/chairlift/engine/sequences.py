@@ -16,6 +16,7 @@ from chairlift import _core
 from chairlift.config import EngineConfig
 from chairlift.engine.adapters import Adapter, Adapters
 from chairlift.engine.frames import ResumedChoice
+from chairlift.engine.request import shared_salt
 from chairlift.errors import InvalidRequest, QueueFull
 from chairlift.grammar.grammars import Grammar
 from chairlift.runner.sampling.logprobs import PromptLogprobs
@@ -203,25 +204,18 @@ class Sequences:
     def _salt(self, params: SamplingParams, scheduling: Scheduling, adapter: Adapter | None) -> bytes:
         """The salt of a request's prefix cache entries. Requests with equal salts share KV blocks.
 
-        A request with prompt log-probabilities gets a unique salt, because all its positions must be computed. Keys and values depend on
-        the adapter, so its salt begins with the hash of its content. Bytes 254 and 255 are not valid UTF-8, so no caller's salt can be
-        equal.
+        A request with prompt log-probabilities gets a unique salt, because all its positions must be computed. Byte 255 is not valid
+        UTF-8, so no caller's salt can be equal.
         """
         if params.prompt_logprobs is not None:
             return b"\xff" + next(self._unique_salts).to_bytes(8)
-        salt = shared_salt(scheduling.cache_salt)
-        return salt if adapter is None else b"\xfe" + adapter.digest + salt
+        return shared_salt(scheduling.cache_salt, None if adapter is None else adapter.digest)
 
     def _seed(self, tag: int, index: int, params: SamplingParams) -> int:
         """The seed of a sequence's draws. Sequences without a seed draw independently."""
         if params.seed is None:
             return hash((self._engine_seed, tag))
         return hash((params.seed, index)) if index else params.seed
-
-
-def shared_salt(cache_salt: str | None) -> bytes:
-    """The salt of prefix cache entries and held sequences under a caller's `cache_salt`."""
-    return (cache_salt or "").encode()
 
 
 def _compiled(params: SamplingParams, grammar: Future[Grammar] | None) -> Grammar | None:

@@ -25,7 +25,7 @@ from chairlift.errors import ChairliftError, InvalidSetting
 
 SAVE_SECONDS = 3.0
 """Most seconds that a clean stop spends on writing KV to disk. The parent kills the process after five."""
-EngineMaker = Callable[[EngineConfig, Callable[[str, float], None]], EngineLike]
+EngineMaker = Callable[[EngineConfig, Callable[[str, float], None], bytes], EngineLike]
 Send = Callable[..., None]
 """Sends a frame from an engine of this number: `send(frame, number, timeout=...)`."""
 
@@ -137,9 +137,9 @@ class StepLoop:
             case ShareService(elsewhere):
                 service = self._tenants.exchange(self._live_engines(), elsewhere)
                 self._send(ServiceShared(service), number)
-            case Load(settings):
+            case Load():
                 self._loading[number] = frame
-                self._run_job(partial(self._load, number, settings))
+                self._run_job(partial(self._load, number, frame))
             case Unload():
                 if self._loading.pop(number, None) is None:  # otherwise it ends as soon as it is loaded
                     self._retire(number)
@@ -218,7 +218,7 @@ class StepLoop:
             wait([self._last_job])
         job()
 
-    def _load(self, number: int, settings: dict[str, Any]) -> None:
+    def _load(self, number: int, load: Load) -> None:
         phases: dict[str, float] = {}
 
         def report(name: str, seconds: float) -> None:
@@ -227,7 +227,7 @@ class StepLoop:
 
         try:
             # The warm-up is two steps. A first prompt may be longer, but within the watchdog's STUCK_STEPS.
-            engine = self._make(EngineConfig(**settings), report)
+            engine = self._make(EngineConfig(**load.settings), report, load.hash_key)
             self._inbox.put((number, _Loaded(engine, phases.get("warm-up", 0.0) / 2)))
         except BaseException as error:
             self._inbox.put((number, _NotLoaded(error)))

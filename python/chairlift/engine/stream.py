@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from chairlift.engine.frames import Rejected, ResumedChoice
@@ -34,6 +35,8 @@ class Stream(Request):
         super().__init__(tokenizer, tag, prompt_token_ids, params, arrived, sequence)
         self.expected_tokens = len(prompt_token_ids)
         """Tokens of the prompt that its engine is expected to compute."""
+        self.on_computed: Callable[[], None] | None = None
+        """Called when an engine has computed the prompt, or the request has ended there."""
         self._news = False
         self._waiter: asyncio.Future[None] | None = None
         self._error: ChairliftError | None = None

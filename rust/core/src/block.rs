@@ -6,7 +6,10 @@ use crate::request::Token;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Arc;
 
+mod changes;
 mod limit;
+
+pub use changes::CacheChanges;
 
 /// Index of a physical block. Block 0 is scratch and is never allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -157,6 +160,8 @@ pub struct BlockPool {
     next_content: Content,
     /// Number of names computed and looked up.
     lookups: u64,
+    /// Names in the order in which they were added (true) and dropped, if they are recorded.
+    changes: Option<Vec<(BlockHash, bool)>>,
 }
 
 impl BlockPool {
@@ -177,6 +182,7 @@ impl BlockPool {
             free_named: 0,
             next_content: ROOT + 1,
             lookups: 0,
+            changes: None,
         }
     }
 
@@ -336,6 +342,7 @@ impl BlockPool {
             self.blocks[id.0 as usize].name = Some(Name { hash, content, parent: chain.content, salt, step });
             self.tokens[id.0 as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
             self.named.insert(hash, id);
+            self.record(hash, true);
             content
         };
         chain.advance(content);
@@ -437,8 +444,10 @@ impl BlockPool {
     fn take_name(&mut self, id: BlockId) {
         let block = &mut self.blocks[id.0 as usize];
         let Some(name) = block.name.take() else { return };
+        let free = block.holders == 0;
         self.named.remove(&name.hash);
-        if block.holders == 0 {
+        self.record(name.hash, false);
+        if free {
             self.unlink_free(id);
             self.unnamed.push(id);
         }

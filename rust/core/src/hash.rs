@@ -13,6 +13,11 @@ use std::hash::Hasher;
 pub struct BlockHash(u64);
 
 impl BlockHash {
+    /// The name with this integer, which [`to_bits`](Self::to_bits) gave.
+    pub fn from_bits(bits: u64) -> Self {
+        Self(bits)
+    }
+
     /// The name as an integer.
     pub fn to_bits(self) -> u64 {
         self.0
@@ -42,6 +47,16 @@ impl BlockHasher {
         let mut hasher = self.sip;
         hasher.write(salt);
         BlockHash(hasher.finish())
+    }
+
+    /// The names of the full blocks of `tokens`.
+    pub fn names(&self, salt: &[u8], tokens: &[Token], block_size: usize) -> Vec<BlockHash> {
+        let mut parent = self.root(salt);
+        let named = tokens.chunks_exact(block_size).map(|block| {
+            parent = self.child(parent, block);
+            parent
+        });
+        named.collect()
     }
 
     /// The name of the block with `tokens` after the block named `parent`.

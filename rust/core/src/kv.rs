@@ -1,6 +1,6 @@
 //! The KV cache: device and host blocks, their names and their holders.
 
-use crate::block::{BlockId, BlockPool, BlockTable, BlockUse, Chain, Estimate, StoredBlock};
+use crate::block::{BlockId, BlockPool, BlockTable, BlockUse, CacheChanges, Chain, Estimate, StoredBlock};
 use crate::hash::{BlockHash, BlockHasher};
 use crate::host::HostPool;
 use crate::request::Token;
@@ -160,6 +160,16 @@ impl Kv {
     /// Number of names computed and looked up so far.
     pub(crate) fn lookups(&self) -> u64 {
         self.pool.lookups()
+    }
+
+    /// See [`BlockPool::record_changes`].
+    pub(crate) fn record_changes(&mut self) {
+        self.pool.record_changes();
+    }
+
+    /// See [`BlockPool::take_changes`].
+    pub(crate) fn take_changes(&mut self) -> CacheChanges {
+        self.pool.take_changes()
     }
 
     /// The use of each block, without the scratch block.

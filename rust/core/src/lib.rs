@@ -60,7 +60,7 @@ pub use acceptance::{DraftSource, MAX_DRAFT, VerifiedDraft};
 pub use admission::DraftAdmission;
 pub use arbiter::{Arbiter, MAX_LEAD, MAX_WAIT};
 pub use batch::{Admitted, Chunk, Lens, NO_TOKEN, Output, Outputs, StepBuffers, StepPlan};
-pub use block::{BlockId, BlockPool, BlockTable, Chain, StoredBlock};
+pub use block::{BlockId, BlockPool, BlockTable, CacheChanges, Chain, StoredBlock};
 pub use config::{Batching, Config, Reservation};
 pub use corpus::CORPUS_BYTES_PER_TOKEN;
 pub use cost::{Load, StepModel};

@@ -2,7 +2,7 @@
 
 use crate::acceptance::DraftSource;
 use crate::batch::{Chunk, Outputs, StepPlan};
-use crate::block::BlockId;
+use crate::block::{BlockId, CacheChanges};
 use crate::error::Rejected;
 use crate::journal::{Kind, REASONS, Writer, zigzag};
 use crate::request::{ArrivalNumber, FinishReason, HeldId, Request, SeqId, Time, Token, served_tier};
@@ -177,6 +177,16 @@ impl Recorder {
     /// See [`Scheduler::take_given_back`]. Not recorded, because no decision depends on it.
     pub fn take_given_back(&mut self) -> Vec<BlockId> {
         self.scheduler.take_given_back()
+    }
+
+    /// See [`Scheduler::record_cache_changes`]. Not recorded, because no decision depends on it.
+    pub fn record_cache_changes(&mut self) {
+        self.scheduler.record_cache_changes();
+    }
+
+    /// See [`Scheduler::take_cache_changes`]. Not recorded, because no decision depends on it.
+    pub fn take_cache_changes(&mut self) -> CacheChanges {
+        self.scheduler.take_cache_changes()
     }
 
     /// See [`Scheduler::take_service`]. Not recorded, because no decision depends on it.

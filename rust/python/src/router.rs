@@ -1,14 +1,9 @@
 //! The router between the engines of a server.
 
-use chairlift_core::{self as core, BlockHasher, EngineView, Routing, Time, Token};
+use chairlift_core::{self as core, BlockHash, BlockHasher, CacheChanges, EngineView, Routing, Time, Token};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use std::collections::hash_map::RandomState;
-use std::hash::BuildHasher;
-use std::sync::{Mutex, PoisonError};
-
-/// Tokens of a block that the router names. It need not be that of the engines.
-const NAME_BLOCK: usize = 16;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// An engine: its number, requests, microseconds until it starts another prompt, and microseconds for each prompt token.
 #[derive(FromPyObject)]
@@ -42,48 +37,64 @@ pub(crate) fn named(routing: &str) -> PyResult<Routing> {
 /// Chooses one of a model's engines for each request: see `chairlift_core::Router`.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct Router {
-    router: Mutex<core::Router>,
+    chooser: Mutex<core::Router>,
     hasher: BlockHasher,
+    block_size: u32,
+}
+
+impl Router {
+    fn lock(&self) -> MutexGuard<'_, core::Router> {
+        self.chooser.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 #[pymethods]
 impl Router {
+    /// `hash_key` and `block_size` are those of the engines' schedulers.
     #[new]
-    fn new(routing: &str, cached_tokens: usize) -> PyResult<Self> {
-        let routing = named(routing)?;
-        // Clients choose prompts. Without a secret key they could make names collide.
-        let [low, high] = [0, 1].map(|part| u128::from(RandomState::new().hash_one(part)));
-        let router = Mutex::new(core::Router::new(routing, cached_tokens / NAME_BLOCK));
-        Ok(Self { router, hasher: BlockHasher::new(low | high << 64) })
+    fn new(routing: &str, hash_key: u128, block_size: u32) -> PyResult<Self> {
+        if block_size == 0 {
+            return Err(PyValueError::new_err("block_size must be at least 1"));
+        }
+        Ok(Self { chooser: Mutex::new(core::Router::new(named(routing)?)), hasher: BlockHasher::new(hash_key), block_size })
     }
 
-    /// Returns the index of the chosen engine and the prompt's tokens that it is expected to have.
+    /// Returns the index of the chosen engine, the prompt's tokens that it is expected to have, and the request's number.
     #[pyo3(signature = (engines, prompt, salt, session = None))]
     #[allow(clippy::needless_pass_by_value)] // types that Python passes
-    fn choose(&self, engines: Vec<Engine>, prompt: Vec<Token>, salt: &[u8], session: Option<&[u8]>) -> PyResult<(usize, u32)> {
+    fn choose(&self, engines: Vec<Engine>, prompt: Vec<Token>, salt: &[u8], session: Option<&[u8]>) -> PyResult<(usize, u32, u64)> {
         if engines.is_empty() {
             return Err(PyValueError::new_err("no engine to choose from"));
         }
-        let mut parent = self.hasher.root(salt);
-        let names: Vec<u64> = prompt
-            .chunks_exact(NAME_BLOCK)
-            .map(|block| {
-                parent = self.hasher.child(parent, block);
-                parent.to_bits()
-            })
-            .collect();
         let request = core::RouterRequest {
             prompt_tokens: prompt.len() as u32,
-            names: &names,
-            name_block: NAME_BLOCK as u32,
+            names: &self.hasher.names(salt, &prompt, self.block_size as usize),
+            block_size: self.block_size,
             session: session.map(|session| self.hasher.root(session).to_bits()),
         };
-        let chosen = self.router.lock().unwrap_or_else(PoisonError::into_inner).choose(&engines, &request);
-        Ok((chosen.index, chosen.cached_tokens))
+        let chosen = self.lock().choose(&engines, &request);
+        Ok((chosen.index, chosen.cached_tokens, chosen.number))
     }
 
-    /// Forgets what an engine that has ended was sent.
-    fn forget(&self, engine: u32) {
-        self.router.lock().unwrap_or_else(PoisonError::into_inner).forget(engine);
+    /// Records that a request's prompt is computed, or that it has ended. Unknown numbers are ignored.
+    fn computed(&self, request: u64) {
+        self.lock().computed(request);
     }
+
+    /// Takes a report of `Scheduler.take_cache_changes` of an engine.
+    fn cache_changed(&self, engine: u32, added: &[u8], dropped: &[u8]) {
+        let [added, dropped] = [added, dropped].map(unpacked);
+        self.lock().cache_changed(engine, &CacheChanges { added, dropped });
+    }
+
+    /// Forgets an engine that has ended.
+    fn forget(&self, engine: u32) {
+        self.lock().forget(engine);
+    }
+}
+
+/// Block names of little-endian bytes.
+fn unpacked(names: &[u8]) -> Vec<BlockHash> {
+    let (names, _) = names.as_chunks();
+    names.iter().map(|&bytes| BlockHash::from_bits(u64::from_le_bytes(bytes))).collect()
 }

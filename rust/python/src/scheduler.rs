@@ -190,6 +190,17 @@ impl Scheduler {
         found.collect()
     }
 
+    fn record_cache_changes(&self) -> PyResult<()> {
+        self.lock()?.core.record_cache_changes();
+        Ok(())
+    }
+
+    fn take_cache_changes(&self, py: Python<'_>) -> PyResult<(Py<PyBytes>, Py<PyBytes>)> {
+        let changes = self.lock()?.core.take_cache_changes();
+        let names = |names: &[core::BlockHash]| packed(py, names, |name| name.to_bits().to_le_bytes());
+        Ok((names(&changes.added)?, names(&changes.dropped)?))
+    }
+
     fn unused_blocks(&self) -> PyResult<usize> {
         Ok(self.lock()?.core.unused_blocks())
     }

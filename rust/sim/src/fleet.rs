@@ -1,10 +1,11 @@
-//! Several equal engines with clocks of their own, which tell each other their tenants' service.
+//! Several equal engines with clocks of their own and their router. They tell each other their tenants' service.
 
 use crate::job::Job;
 use crate::machine::Machine;
 use crate::replica::{Numbered, Replica};
 use crate::report::Report;
-use chairlift_core::{Config, ConfigError, Time};
+use chairlift_core::{BlockHasher, Config, ConfigError, Request, Router, RouterRequest, Routing, Time};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Interval in microseconds at which each engine learns of tenants' service at the others. The server's is the same.
@@ -12,6 +13,12 @@ const EXCHANGE_INTERVAL: Time = 250_000;
 
 pub(crate) struct Fleet<'a> {
     engines: Vec<Replica<'a>>,
+    router: Router,
+    /// The router's numbers of the requests whose prompts are not computed, by tag.
+    coming: HashMap<u64, u64>,
+    block_size: u32,
+    /// Whether requests share prefixes, and there is more than one engine to choose from.
+    shares_prefixes: bool,
     /// For each engine, the service elsewhere of which it will be told at the next exchange.
     elsewhere: Vec<Vec<(Arc<str>, Time)>>,
     /// When engines exchange service next. `None` if they never do.
@@ -19,15 +26,45 @@ pub(crate) struct Fleet<'a> {
 }
 
 impl<'a> Fleet<'a> {
-    pub(crate) fn new(config: Config, machine: &'a Machine, engines: usize) -> Result<Self, ConfigError> {
-        let engines = (0..engines).map(|_| Replica::new(config, machine)).collect::<Result<Vec<_>, _>>()?;
+    pub(crate) fn new(config: Config, machine: &'a Machine, engines: usize, routing: Routing) -> Result<Self, ConfigError> {
+        let mut engines = (0..engines).map(|_| Replica::new(config, machine)).collect::<Result<Vec<_>, _>>()?;
         let exchanges = engines.len() > 1 && config.policy.has_tenants();
-        Ok(Self { elsewhere: vec![Vec::new(); engines.len()], engines, exchange_at: exchanges.then_some(EXCHANGE_INTERVAL) })
+        let shares_prefixes = engines.len() > 1 && config.prefix_caching;
+        if shares_prefixes {
+            for engine in &mut engines {
+                engine.scheduler().record_cache_changes();
+            }
+        }
+        Ok(Self {
+            router: Router::new(routing),
+            coming: HashMap::new(),
+            block_size: config.block_size,
+            shares_prefixes,
+            elsewhere: vec![Vec::new(); engines.len()],
+            engines,
+            exchange_at: exchanges.then_some(EXCHANGE_INTERVAL),
+        })
     }
 
-    /// The engines as the router sees them.
-    pub(crate) fn views(&self) -> Vec<Numbered<'_>> {
-        (0..).zip(&self.engines).map(|(number, engine)| Numbered(number, engine)).collect()
+    /// Adds a request to the engine that the router chooses. Call `advance` to its arrival time first.
+    pub(crate) fn route(&mut self, job: Job) {
+        for (number, engine) in (0..).zip(&mut self.engines) {
+            self.router.cache_changed(number, &engine.scheduler().take_cache_changes());
+            for tag in engine.take_computed() {
+                if let Some(request) = self.coming.remove(&tag) {
+                    self.router.computed(request);
+                }
+            }
+        }
+        // A scheduler without a key of its own names blocks like this.
+        let hasher = BlockHasher::new(0);
+        let Request { tag, prompt, salt, .. } = &job.request;
+        let names = if self.shares_prefixes { hasher.names(salt, prompt, self.block_size as usize) } else { Vec::new() };
+        let request = RouterRequest { prompt_tokens: prompt.len() as u32, names: &names, block_size: self.block_size, session: None };
+        let views: Vec<_> = (0..).zip(&self.engines).map(|(number, engine)| Numbered(number, engine)).collect();
+        let chosen = self.router.choose(&views, &request);
+        self.coming.insert(*tag, chosen.number);
+        self.arrive(chosen.index, job);
     }
 
     /// Adds a request to an engine. Call `advance` to its arrival time first.
@@ -76,7 +113,7 @@ impl<'a> Fleet<'a> {
 mod tests {
     use super::*;
     use crate::step_time::StepTime;
-    use chairlift_core::{Policy, Request, STOP, Token};
+    use chairlift_core::{Policy, STOP, Token};
 
     const SECOND: Time = 1_000_000;
     const ENGINES: usize = 4;
@@ -142,7 +179,7 @@ mod tests {
         let machine = Machine { step: StepTime::linear([0.0, 100.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 0, draft_tokens: 0 };
         let base = Config { max_tokens: 256, max_seqs: ROWS, num_blocks: 2001, max_model_len: 4096, ..Config::default() };
         let config = Config { policy, prefix_caching: false, ..base };
-        let mut fleet = Fleet::new(config, &machine, ENGINES).expect("a sound config");
+        let mut fleet = Fleet::new(config, &machine, ENGINES, Routing::RoundRobin).expect("a sound config");
         let (mut least, mut most, mut looked_at) = (f64::MAX, f64::MIN, 0);
         for (engine, job) in jobs(tenants, open_ended) {
             if job.time > 100 * SECOND {

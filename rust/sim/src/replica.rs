@@ -22,6 +22,8 @@ pub(crate) struct Replica<'a> {
     /// Jobs that their callers cancel, by cancellation time.
     cancellations: BTreeSet<(Time, u64)>,
     drafts: Drafts,
+    /// Tags of the jobs whose prompts were computed, or that have ended, since `take_computed`.
+    computed: Vec<u64>,
     report: Report,
     /// Lists used while a step runs, kept to reuse their memory.
     sampled: Vec<i32>,
@@ -40,6 +42,7 @@ impl<'a> Replica<'a> {
             slots: vec![0; config.max_seqs as usize],
             cancellations: BTreeSet::new(),
             drafts: Drafts::new(machine.draft_tokens),
+            computed: Vec::new(),
             report: Report::default(),
             sampled: Vec::new(),
             outputs: Outputs::default(),
@@ -90,6 +93,11 @@ impl<'a> Replica<'a> {
         &mut self.scheduler
     }
 
+    /// Tags of the jobs whose prompts were computed, or that have ended, since the last call.
+    pub(crate) fn take_computed(&mut self) -> Vec<u64> {
+        std::mem::take(&mut self.computed)
+    }
+
     /// Adds a request. Call `advance` to its arrival time first.
     pub(crate) fn arrive(&mut self, job: Job) {
         if self.scheduler.is_idle() {
@@ -104,6 +112,7 @@ impl<'a> Replica<'a> {
         };
         let Some(id) = id else {
             self.report.refused.push(tag);
+            self.computed.push(tag);
             return;
         };
         let live = Live { id, len, most, output, drafts, tag, made: 0, tenant, prompt, started: false, last: 0, longest: 0 };
@@ -171,7 +180,9 @@ impl<'a> Replica<'a> {
             let new = (1 + self.drafts.accepted(chunk)).min(live.len.saturating_sub(live.made)).max(1);
             for _ in 0..new {
                 live.made += 1;
-                if live.made > 1 {
+                if live.made == 1 {
+                    self.computed.push(live.tag);
+                } else {
                     let gap = self.now - live.last;
                     live.longest = live.longest.max(gap);
                     self.report.gaps.add(gap);
@@ -190,6 +201,7 @@ impl<'a> Replica<'a> {
     }
 
     fn end(&mut self, timeline: Timeline) {
+        self.computed.push(timeline.tag);
         let live = self.by_tag.remove(&timeline.tag).and_then(|at| {
             self.vacant.push(at);
             self.live[at].take()

@@ -4,7 +4,7 @@ use crate::fleet::Fleet;
 use crate::job::Job;
 use crate::machine::Machine;
 use crate::report::Report;
-use chairlift_core::{Config, ConfigError, Router, RouterRequest, Routing};
+use chairlift_core::{Config, ConfigError, Routing};
 
 /// Simulates `jobs`, given in order of arrival, until all have ended.
 pub fn simulate(config: Config, jobs: impl IntoIterator<Item = Job>, machine: &Machine) -> Result<Report, ConfigError> {
@@ -21,14 +21,10 @@ pub fn simulate_fleet(
     replicas: usize,
     routing: Routing,
 ) -> Result<Vec<Report>, ConfigError> {
-    let mut fleet = Fleet::new(config, machine, replicas.max(1))?;
-    let mut router = Router::new(routing, replicas.max(1) * config.usable_blocks() as usize);
+    let mut fleet = Fleet::new(config, machine, replicas.max(1), routing)?;
     for job in jobs {
         fleet.advance(job.time);
-        let prompt_tokens = job.request.prompt.len() as u32;
-        let request = RouterRequest { prompt_tokens, names: &job.names, name_block: job.name_block, session: None };
-        let to = router.choose(&fleet.views(), &request).index;
-        fleet.arrive(to, job);
+        fleet.route(job);
     }
     Ok(fleet.finish())
 }

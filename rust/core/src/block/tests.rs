@@ -154,3 +154,43 @@ fn a_block_that_is_used_again_is_not_discarded() {
     assert_eq!(pool.take_given_back(), [BlockId(3)]);
     pool.release(&mut table);
 }
+
+#[test]
+fn the_recorded_changes_give_the_names_that_are_cached() {
+    let mut pool = BlockPool::new(12, 2, BlockHasher::new(0));
+    let mut one = cache(&mut pool, "", &[1, 2, 3, 4]);
+    assert_eq!(pool.take_changes(), CacheChanges::default(), "nothing is recorded yet");
+    pool.release(&mut one);
+    pool.set_limit(0); // drops the names
+    pool.set_limit(11);
+    pool.record_changes();
+    let (mut reported, mut dice) = (FxHashSet::default(), 1_u64);
+    for round in 0..2000 {
+        let mut tables = Vec::new();
+        for _ in 0..=round % 3 {
+            dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let salt = ["", "salt"][(dice >> 40) as usize % 2];
+            let tokens: Vec<Token> = (0..6).map(|at| (dice >> (33 + at / 2)) as Token & 1).collect();
+            if pool.free() >= 3 {
+                tables.push(cache(&mut pool, salt, &tokens));
+            }
+        }
+        if dice.is_multiple_of(5) {
+            pool.forget(&tables[0], 0);
+        }
+        for table in &mut tables {
+            pool.release(table);
+        }
+        if dice.is_multiple_of(7) {
+            pool.set_limit((dice >> 20) as usize % 12);
+            pool.set_limit(11);
+            pool.take_given_back();
+        }
+        let changes = pool.take_changes();
+        assert!(changes.dropped.iter().all(|name| !changes.added.contains(name)));
+        changes.dropped.iter().for_each(|name| assert!(reported.remove(name) || !pool.named.contains_key(name)));
+        reported.extend(changes.added);
+        assert_eq!(reported, pool.named.keys().copied().collect());
+    }
+    assert!(!reported.is_empty());
+}

@@ -3,7 +3,7 @@
 //! Only prefixes without a salt are stored, because a salt is a secret of its requests.
 
 use super::Scheduler;
-use crate::block::{BlockId, StoredBlock};
+use crate::block::{BlockId, CacheChanges, StoredBlock};
 use crate::hash::BlockHash;
 use crate::request::{Time, Token};
 
@@ -29,6 +29,17 @@ impl Scheduler {
     /// The names of the full blocks of `tokens`, as [`restore`](Self::restore) gives them.
     pub(crate) fn restored_names(&mut self, tokens: &[Token]) -> Vec<BlockHash> {
         self.kv.unsalted_names(tokens)
+    }
+
+    /// Records changes of the cached blocks from now on, for a router. Call [`take_cache_changes`](Self::take_cache_changes)
+    /// after each step, because the record grows.
+    pub fn record_cache_changes(&mut self) {
+        self.kv.record_changes();
+    }
+
+    /// The blocks that were cached and dropped since the last call. Empty unless they are recorded.
+    pub fn take_cache_changes(&mut self) -> CacheChanges {
+        self.kv.take_changes()
     }
 
     /// The cached blocks whose KV is computed, that no salt protects, and whose content is newer than `after`. Older content

@@ -3,11 +3,11 @@
 //! The property test and the fuzz target share it. They differ in the source of the calls.
 
 use chairlift_core::{
-    BACKGROUND, Config, Continues, DraftSource, Drafter, FinishReason, HeldId, Lens, Outputs, ParsedJournal, Policy, Recorder, Rejected,
-    Request, Reservation, Resumed, Scheduler, SeqId, StepBuffers, StepPlan, Tier, Timeline, Token,
+    BACKGROUND, BlockHash, BlockHasher, Config, Continues, DraftSource, Drafter, FinishReason, HeldId, Lens, Outputs, ParsedJournal,
+    Policy, Recorder, Rejected, Request, Reservation, Resumed, Scheduler, SeqId, StepBuffers, StepPlan, Tier, Timeline, Token,
 };
 use std::cell::Cell;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 pub(crate) const VOCABULARY: u32 = 3;
 /// Marks an invalid cell. A cell computed from an invalid cell is invalid too, as with NaN.
@@ -155,6 +155,8 @@ pub(crate) struct World {
     in_flight: VecDeque<(Box<StepPlan>, Vec<i32>)>,
     live: HashMap<u64, Live>,
     held: Vec<Held>,
+    /// Names of the cached blocks, as the scheduler reports them.
+    reported: HashSet<BlockHash>,
     outputs: Outputs,
     next_tag: u64,
     now: u64,
@@ -202,8 +204,10 @@ impl World {
     pub(crate) fn new(config: Config, journal: bool) -> Self {
         let rows = config.max_seqs as usize;
         let scheduler = Scheduler::new(config).unwrap();
-        let scheduler = if journal { Recorder::on(scheduler) } else { Recorder::off(scheduler) };
+        let mut scheduler = if journal { Recorder::on(scheduler) } else { Recorder::off(scheduler) };
+        scheduler.record_cache_changes();
         Self {
+            reported: HashSet::new(),
             scheduler,
             drafter: None,
             ended: Vec::new(),
@@ -327,6 +331,7 @@ impl World {
         }
         self.scheduler.check();
         self.check_stored();
+        self.check_reported();
         let now_held = self.scheduler.occupancy().blocks;
         assert!(now_held <= held.max(self.scheduler.stats().total_blocks), "blocks were given beyond the limit");
     }
@@ -385,6 +390,22 @@ impl World {
                 before = cell(before, *token);
                 assert_eq!(found, before, "block {block:?}");
             }
+        }
+    }
+
+    /// What a request without a salt would find is reported, and no more blocks are reported than there are.
+    fn check_reported(&mut self) {
+        let changes = self.scheduler.take_cache_changes();
+        changes.dropped.iter().for_each(|name| assert!(!changes.added.contains(name), "{name:?} is both"));
+        self.reported.retain(|name| !changes.dropped.contains(name));
+        self.reported.extend(changes.added);
+        let config = *self.scheduler.config();
+        assert!(self.reported.len() <= config.usable_blocks() as usize);
+        for live in self.live.values() {
+            let found = self.scheduler.cached_blocks(&live.context);
+            let names = BlockHasher::new(0).names(&[], &live.context, config.block_size as usize);
+            let reported = names.iter().take_while(|name| self.reported.contains(name)).count();
+            assert!(found <= reported, "{found} blocks are found, and {reported} were reported");
         }
     }
 
