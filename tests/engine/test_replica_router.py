@@ -14,6 +14,7 @@ from chairlift.engine.replica import Replica
 from chairlift.engine.replica_router import ReplicaRouter
 from chairlift.engine.replicated_engine import ReplicatedEngine
 from chairlift.engine.stream import Stream
+from chairlift.errors import InvalidRequest
 
 BLOCK = 16
 
@@ -107,6 +108,13 @@ def test_engines_report_what_they_have_cached_and_evicted(byte_model: Path) -> N
                 other = [token + 1 for token in prompt]
                 await answer(second, other + other[:90], scheduling)  # needs all blocks
                 assert (await answer(engine, prompt, scheduling)).expected_tokens == 160, "evicted"
+
+            refused = list(range(100, 260))
+            for _ in range(2):
+                stream = await engine.prepare(refused, SamplingParams(max_tokens=1))
+                with pytest.raises(InvalidRequest):
+                    await anext(engine.run(stream, cast(Scheduling, SimpleNamespace(cache_salt=None))))
+                assert stream.expected_tokens == 160, "a request that does not begin is not expected"
         finally:
             await engine.close()
 

@@ -333,19 +333,19 @@ class AsyncEngine:
         go on after the last one that was yielded.
         """
         scheduling = scheduling or Scheduling()
-        _check_kind("scheduling", scheduling, Scheduling)
-        self._check_alive()
-        continues = None if stream.sequence is None else stream.sequence.continued_by(stream.tags.start)
-        stream.on_start = on_start
-        submitted = time.monotonic_ns() // 1000
-        resumed = stream.begin(submitted / 1e6)
-        if request_id is not None:
-            self._remembered.add(request_id, RememberedRequest(stream.tags, stream.timelines()))
-        unfinished = stream.unfinished()
-        self._streams.update(dict.fromkeys(unfinished, stream))
         self.prompt_tokens += stream.expected_tokens
         computed = False
         try:
+            _check_kind("scheduling", scheduling, Scheduling)
+            self._check_alive()
+            continues = None if stream.sequence is None else stream.sequence.continued_by(stream.tags.start)
+            stream.on_start = on_start
+            submitted = time.monotonic_ns() // 1000
+            resumed = stream.begin(submitted / 1e6)
+            if request_id is not None:
+                self._remembered.add(request_id, RememberedRequest(stream.tags, stream.timelines()))
+            unfinished = stream.unfinished()
+            self._streams.update(dict.fromkeys(unfinished, stream))
             if unfinished:
                 packed = frames.pack_fields(stream.params), frames.pack_fields(scheduling)
                 before = {state: int(seconds * 1e6) for state, seconds in (spent or {}).items()}
