@@ -40,7 +40,7 @@ def test_a_prompt_among_a_thousand_is_answered_as_alone(byte_model: Path, settin
     prompts.insert(PLACE, prompt)
     params.insert(PLACE, requested)
     # Blocks for a few of the slots alone, so that many are preempted; and chunks that cut prompts anywhere.
-    company = answers(byte_model, prompts, params, num_kv_blocks=120, max_num_seqs=48, max_num_batched_tokens=61, **settings)
+    company = answers(byte_model, prompts, params, num_kv_blocks=80, max_num_seqs=48, max_num_batched_tokens=61, **settings)
     assert sum(output.preemptions for output in company) > 10
 
     found = company[PLACE]

@@ -73,6 +73,9 @@ class FakeCore:
     def abort(self, seq, now):
         return self.live.pop(seq, None) is not None
 
+    def take_cache_changes(self):
+        return b"", b""
+
     def expire(self, now):
         self.calls.append("expire")
         return [{"tag": tag, "finish": "deadline"} for tag in self.expiring if self.live.pop(10 * tag, None)]
@@ -188,7 +191,7 @@ def plan(admitted=(), ending=(), swap_out=(), swap_in=()):
 
 
 def test_settings_reach_the_core_in_its_units(make, monkeypatch):
-    monkeypatch.setattr(loop.secrets, "randbits", lambda bits: bits)
+    monkeypatch.setattr(loop.secrets, "token_bytes", lambda count: count.to_bytes(count))
     settings = make(
         scheduling_policy="fair",
         batching="dynamic",
@@ -219,7 +222,7 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
         "host_blocks": 7,
         "swap_ns_per_block": 900,
         "journal": False,
-        "hash_key": 128,
+        "hash_key": 16,
         "draft_tokens": 0,
         "draft_corpus_tokens": 0,
     }
