@@ -1,13 +1,13 @@
 """Speculative decoding by prompt lookup: on and off in turn, in one process. Writes benches/results/drafts.md.
 
-    python benches/drafts.py [--repeats 3] [--streams 1 4 16 64] [--model MODEL] [--step-times FILE]
+    python benches/drafts.py [--repeats 3] [--streams 1 4 16 64] [--models MODEL ...] [--step-times FILE]
 
 Needs cargo, for what the drafter takes.
 
 The prompts are natural text, in TASKS: with random tokens nothing could be learned. CPU time is the process's own, so that other
 load on the machine changes it little. The column "gain, counted" has no timing: the scheduler and the drafter run again
 with the answers, and a step takes what STEP says. Another model's steps, such as one of 1B parameters, come from a file of
-`chairlift calibrate`: then the column says what that model would gain if it accepted the same tokens.
+`chairlift calibrate`: one more column says what that model would gain if it accepted the same tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import argparse
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scheduler import machine
@@ -71,6 +73,22 @@ TASKS = {
     "chat": "What should I think about before I adopt a dog? I live in a small flat and work from home.",
 }
 
+SCHEMAS = {
+    "extraction": {
+        "type": "object",
+        "properties": {
+            "opened": {"type": "integer"},
+            "address": {"type": "string", "maxLength": 60},
+            "floors": {"type": "array", "items": {"type": "string", "maxLength": 60}, "minItems": 3, "maxItems": 3},
+            "hours": {"type": "string", "maxLength": 60},
+            "events": {"type": "array", "items": {"type": "string", "maxLength": 60}, "minItems": 2, "maxItems": 2},
+        },
+        "required": ["opened", "address", "floors", "hours", "events"],
+        "additionalProperties": False,
+    }
+}
+"""The JSON schemas that answers follow."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -81,9 +99,10 @@ class Cost:
     steps: int
 
 
-def run(llm: LLM, prompt: list[int], streams: int) -> tuple[Cost, list[list[int]]]:
-    """Answers one prompt `streams` times, with another seed each, at temperature 0.2."""
-    params = [SamplingParams(temperature=0.2, top_p=0.9, seed=seed, max_tokens=OUTPUT, ignore_eos=True) for seed in range(streams)]
+def run(llm: LLM, task: str, prompt: list[int], streams: int) -> tuple[Cost, list[list[int]]]:
+    """Answers one task's prompt `streams` times, with another seed each, at temperature 0.2."""
+    form: dict[str, Any] = {"structured_output": SCHEMAS[task]} if task in SCHEMAS else {"ignore_eos": True}
+    params = [SamplingParams(temperature=0.2, top_p=0.9, seed=seed, max_tokens=OUTPUT, **form) for seed in range(streams)]
     steps, wall, cpu = llm.engine.stats()["steps"], time.perf_counter(), time.process_time()
     outputs = llm.generate([prompt] * streams, params, progress=False)
     cost = Cost(time.perf_counter() - wall, time.process_time() - cpu, llm.engine.stats()["steps"] - steps)
@@ -141,55 +160,65 @@ def drafter_lines() -> list[str]:
     return ["", title, "", "| streams | new text | repeated text | text of chance |", "|---|---|---|---|", *rows]
 
 
-def main() -> None:
-    """Measures every task at every number of streams, and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--step-times", metavar="FILE", help="file of 'chairlift calibrate' (default: steps like those of SmolLM2-135M)")
-    arguments = parser.parse_args()
-    profile = Profile.load(arguments.step_times) if arguments.step_times else None
-    step = profile.step if profile else STEP
-    counted = f"steps of {profile.name}" if profile else "steps of 8.93 ms and 1.07 ms a token"
+def rows(model: str, streams: Sequence[int], repeats: int, steps: Mapping[str, StepTime]) -> Iterator[str]:
+    """Measures every task at every number of streams: the lines of a model's table. `steps` are those that are counted with."""
     engines = {
-        "off": LLM(arguments.model, max_model_len=MODEL_LEN, speculative_config={"method": "off"}),
-        "on": LLM(arguments.model, max_model_len=MODEL_LEN, speculative_config={"method": "auto", "num_speculative_tokens": DRAFT_TOKENS}),
+        "off": LLM(model, max_model_len=MODEL_LEN, speculative_config={"method": "off"}),
+        "on": LLM(model, max_model_len=MODEL_LEN, speculative_config={"method": "auto", "num_speculative_tokens": DRAFT_TOKENS}),
     }
-    lines = [
-        "# Speculative decoding by prompt lookup",
-        "",
-        f"{machine()}. {arguments.model}, {OUTPUT} tokens an answer, temperature 0.2, one prompt for all streams,",
-        f"{arguments.repeats} runs of each, on and off in turn; medians. Gain is off over on. The answers were equal in every run.",
-        f"Counted: the answers replayed, with {counted}; the drafter begins without experience.",
-        "",
-        "| task | streams | steps, off | steps, on | accepted | gain, CPU time | gain, wall clock | gain, counted |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    titles = ["task", "streams", "steps, off", "steps, on", "accepted", "gain, CPU time", "gain, wall clock", *steps]
+    yield f"| {' | '.join(titles)} |"
+    yield "|---" * len(titles) + "|"
     for task, text in TASKS.items():
         prompt = engines["off"].tokenizer.chat([{"role": "user", "content": text}])
-        for streams in arguments.streams:
+        for count in streams:
             costs: dict[str, list[Cost]] = {name: [] for name in engines}
             before = engines["on"].engine.stats()
-            for _ in range(arguments.repeats):
+            for _ in range(repeats):
                 answers = []
                 for name, llm in engines.items():
-                    cost, tokens = run(llm, prompt, streams)
+                    cost, tokens = run(llm, task, prompt, count)
                     costs[name].append(cost)
                     answers.append(tokens)
                 assert answers[0] == answers[1], f"{task}: the answers differ"
             after = engines["on"].engine.stats()
             drafted = after["draft_tokens"] - before["draft_tokens"]
             accepted = (after["accepted_draft_tokens"] - before["accepted_draft_tokens"]) / drafted if drafted else 0.0
-            gain = {
-                key: statistics.median(getattr(off, key) / getattr(on, key) for off, on in zip(costs["off"], costs["on"], strict=True))
-                for key in ("cpu", "wall")
-            }
-            steps = {name: round(statistics.median(cost.steps for cost in found)) for name, found in costs.items()}
-            gain["counted"] = replay(prompt, answers[0], 0, step).time / replay(prompt, answers[0], DRAFT_TOKENS, step).time
-            figures = f"{accepted:.0%} | {gain['cpu']:.2f} | {gain['wall']:.2f} | {gain['counted']:.2f}"
-            lines.append(f"| {task} | {streams} | {steps['off']} | {steps['on']} | {figures} |")
-            print(lines[-1], flush=True)
+            cells = [task, count, *(round(statistics.median(cost.steps for cost in found)) for found in costs.values()), f"{accepted:.0%}"]
+            for key in ("cpu", "wall"):
+                gains = (getattr(off, key) / getattr(on, key) for off, on in zip(costs["off"], costs["on"], strict=True))
+                cells.append(f"{statistics.median(gains):.2f}")
+            for step in steps.values():
+                gain = replay(prompt, answers[0], 0, step).time / replay(prompt, answers[0], DRAFT_TOKENS, step).time
+                cells.append(f"{gain:.2f}")
+            yield f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> None:
+    """Measures every model and writes the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
+    parser.add_argument("--models", nargs="+", default=[DEFAULT_MODEL])
+    parser.add_argument("--step-times", metavar="FILE", help="file of 'chairlift calibrate', to count with that model's steps too")
+    arguments = parser.parse_args()
+    steps = {"counted": STEP}
+    if arguments.step_times:
+        profile = Profile.load(arguments.step_times)
+        steps[f"counted, {profile.name}"] = profile.step
+    lines = [
+        "# Speculative decoding by prompt lookup",
+        "",
+        f"{machine()}. {OUTPUT} tokens an answer, temperature 0.2, one prompt for all streams,",
+        f"{arguments.repeats} runs of each, on and off in turn; medians. Gain is off over on. The answers were equal in every run.",
+        "Answers of the extraction follow a JSON schema, and end with it. Counted: the answers replayed, with steps of 8.93 ms and 1.07 ms",
+        "a token, or those of the model that is named; the drafter begins without experience, and knows no schema.",
+    ]
+    for model in arguments.models:
+        lines += ["", f"## {Path(model).name}", ""]
+        for line in rows(model, arguments.streams, arguments.repeats, steps):
+            lines.append(line)
+            print(line, flush=True)
     lines += drafter_lines()
     (ROOT / "benches/results/drafts.md").write_text("\n".join(lines) + "\n")
 
