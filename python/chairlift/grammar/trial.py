@@ -145,7 +145,10 @@ def main() -> None:
         broken = f"this model's tokenizer can't be used with grammars: {shortened(str(error))}"
     for line in sys.stdin:
         verdict = {"error": broken} if broken else _fork(tokenizer, StructuredOutput(*json.loads(line)))
-        print(json.dumps(verdict), flush=True)
+        try:
+            print(json.dumps(verdict), flush=True)
+        except BrokenPipeError:  # the parent has ended
+            os._exit(1)
 
 
 def _fork(tokenizer: LLTokenizer, structure: StructuredOutput) -> dict[str, Any]:
