@@ -6,9 +6,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import dying_engine
 import paced_engine
@@ -66,15 +67,21 @@ def server(byte_model: Path, secret: str) -> Iterator[Served]:
         yield one
 
 
+def slow_answers(server: Served, threads: ThreadPoolExecutor) -> dict[str, Future[Any]]:
+    """Streams of all kinds, of which the joined engine runs some, in slow steps until the file `gate` is deleted."""
+    order(server, step=10**9, where="launch")  # only makes steps slow
+    answers = {kind: threads.submit(ask, server, *request) for kind, request in KINDS.items()}
+    until(lambda: server.replicas()[1]["sequences"] > 2)
+    return answers
+
+
 def test_a_joined_engine_is_killed_and_its_streams_go_on(server: Served, secret: str, tmp_path: Path) -> None:
     with ThreadPoolExecutor(len(KINDS) + 1) as threads:
         expected = requested(server, threads)
         with joining(server, secret, tmp_path / "log") as process:
             until(lambda: states(server) == ["ready", "ready"])
             lost = server.log().count("lost its engine")
-            order(server, step=10**9, where="launch")  # only makes steps slow
-            answers = {kind: threads.submit(ask, server, *request) for kind, request in KINDS.items()}
-            until(lambda: server.replicas()[1]["sequences"] > 2)
+            answers = slow_answers(server, threads)
             os.kill(child(process), signal.SIGKILL)
             assert {kind: answer.result() for kind, answer in answers.items()} == {kind: expected[kind] for kind in KINDS}
             (server.directory / "gate").unlink()
@@ -95,9 +102,7 @@ def test_a_machine_that_stops_is_given_up_and_its_streams_go_on(server: Served, 
         with joining(server, secret, tmp_path / "log") as process:
             until(lambda: states(server) == ["ready", "ready"])
             given_up = server.log().count("does not answer: killing its process")
-            order(server, step=10**9, where="launch")  # only makes steps slow
-            answers = {kind: threads.submit(ask, server, *request) for kind, request in KINDS.items()}
-            until(lambda: server.replicas()[1]["sequences"] > 2)
+            answers = slow_answers(server, threads)
             stopped = child(process)
             for one in (process.pid, stopped):
                 os.kill(one, signal.SIGSTOP)
@@ -116,9 +121,7 @@ def test_an_engine_that_leaves_costs_no_request(server: Served, secret: str, tmp
         with joining(server, secret, tmp_path / "log") as process:
             until(lambda: states(server) == ["ready", "ready"])
             moved, dead = metric(server, "requests_resumed_total"), server.log().count("engine dead")
-            order(server, step=10**9, where="launch")  # only makes steps slow
-            answers = {kind: threads.submit(ask, server, *request) for kind, request in KINDS.items()}
-            until(lambda: server.replicas()[1]["sequences"] > 2)
+            answers = slow_answers(server, threads)
             process.send_signal(number)
             assert {kind: answer.result() for kind, answer in answers.items()} == {kind: expected[kind] for kind in KINDS}
             assert process.wait(60) == 0

@@ -16,10 +16,8 @@ pub struct Job {
     pub output: Vec<Token>,
     /// Drafts that were verified when the request was recorded, by position. They are proposed again.
     pub drafts: Vec<VerifiedDraft>,
-    /// Names of the prompt's blocks, for routers. Each name covers the prompt up to the block's end.
+    /// Names of the prompt's blocks, if the job is of a journal. Each name covers the prompt up to the block's end.
     pub names: Vec<u64>,
-    /// Tokens per named block.
-    pub name_block: u32,
     /// Tag of the parent if the job is a fork. The parent must come earlier.
     pub fork_of: Option<u64>,
     /// When the caller cancels the request, if it has not ended by then.
@@ -110,8 +108,6 @@ impl Workload {
             request,
             len: spec.output,
             drafts: own.map(|&(_, draft)| draft).collect(),
-            names: names.to_vec(),
-            name_block: self.name_block,
             model: spec.model as usize,
             ..Job::default()
         }

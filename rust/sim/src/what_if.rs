@@ -58,7 +58,6 @@ pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
             drafts: drafts.remove(&arrival_number).unwrap_or_default(),
             cancelled_at: timeline.filter(|_| left).map(|timeline| timeline.ended - begins),
             names,
-            name_block: journal.config.block_size,
             request,
             fork_of,
             model: 0,
