@@ -129,9 +129,10 @@ class Grammars:
         while (work := self._work.get()) is not None:
             structure, future = work
             try:
-                size = self._trial.run(structure)
                 if self._tokenizer is None:
+                    self._trial.start()  # loads the vocabulary too, at the same time
                     self._tokenizer = self._vocabulary.load()
+                size = self._trial.run(structure)
                 future.set_result(Grammar(compiled(self._tokenizer, structure), size, self._tokenizer))
             except Exception as error:
                 future.set_exception(error)

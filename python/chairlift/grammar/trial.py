@@ -44,10 +44,13 @@ class Vocabulary(NamedTuple):
     ends: tuple[int, ...]
 
     def load(self) -> LLTokenizer:
-        """Reads the file, which takes almost a second for 50,000 tokens. Raises ValueError."""
+        """Reads the file, which takes almost a second for 50,000 tokens. Raises InvalidRequest if no grammar can use it."""
         from llguidance import LLTokenizer
 
-        return LLTokenizer(str(self.file), n_vocab=self.size, eos_token=list(self.ends))
+        try:
+            return LLTokenizer(str(self.file), n_vocab=self.size, eos_token=list(self.ends))
+        except ValueError as error:
+            raise InvalidRequest(f"this model's tokenizer can't be used with grammars: {shortened(str(error))}") from None
 
 
 def compiled(tokenizer: LLTokenizer, structure: StructuredOutput) -> LLMatcher:
@@ -94,17 +97,31 @@ def shortened(message: str) -> str:
 
 
 class Trial:
-    """The process that tries grammars one after another. The first grammar starts it; it is started again if it was killed."""
+    """The process that tries grammars one after another."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._process: subprocess.Popen[str] | None = None
 
+    def start(self) -> subprocess.Popen[str]:
+        """Starts the process, which loads the vocabulary, unless it runs."""
+        if self._process is None or self._process.poll() is not None:
+            # The child has this process's module path and does not import from its working directory.
+            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "chairlift.grammar.trial",
+                json.dumps([str(self._vocabulary.file), *self._vocabulary[1:]]),
+            ]
+            environment = {**os.environ, "PYTHONPATH": path}
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        return self._process
+
     def run(self, structure: StructuredOutput) -> int:
         """Returns the grammar's bytes. Raises InvalidRequest if it is invalid or too large, RequestFailed if the trial itself failed."""
-        process = self._process
-        if process is None or process.poll() is not None:
-            process = self._process = self._start()
+        process = self.start()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -126,12 +143,6 @@ class Trial:
             self._process.kill()
             self._process.communicate()
 
-    def _start(self) -> subprocess.Popen[str]:
-        # The child has this process's module path and does not import from its working directory.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        command = [sys.executable, "-P", "-m", "chairlift.grammar.trial", json.dumps([str(self._vocabulary.file), *self._vocabulary[1:]])]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
-
 
 def main() -> None:
     """Reads one grammar per line and writes one result per line, until the input ends."""
@@ -141,8 +152,8 @@ def main() -> None:
     broken = None
     try:
         tokenizer = Vocabulary(Path(file), size, tuple(ends)).load()
-    except ValueError as error:
-        broken = f"this model's tokenizer can't be used with grammars: {shortened(str(error))}"
+    except InvalidRequest as error:
+        broken = str(error)
     for line in sys.stdin:
         verdict = {"error": broken} if broken else _fork(tokenizer, StructuredOutput(*json.loads(line)))
         try:
