@@ -4,9 +4,10 @@
     python benches/lora_peers.py [ENGINE ...] [--threads 2]       measures all three engines or some, in about seven minutes
 
 Adapters have random matrices for all seven projections. All engines have the same numbers, the same prompts, and one HTTP client. They are
-set up by `benches/serving.py setup`. Each round starts one engine after the other and asks for all numbers of adapters in turn. A figure is
-the median of the rounds. Speeds count from the first request to the last answer. Processor time is that of all of an engine's processes;
-with one thread, where none spins at a barrier, it can be compared on a machine that others use too. Writes benches/results/lora_peers.md.
+set up by `benches/serving.py setup`. Each round starts one engine after the other and asks for all numbers of adapters in turn, first for
+a few tokens. Nobody drafts. A figure is the median of the rounds. Speeds count from the first request to the last answer. Processor time is
+that of all of an engine's processes; with one thread, where none spins at a barrier, it can be compared on a machine that others use too.
+Writes benches/results/lora_peers.md.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from chairlift.models.config import ModelConfig
 
 ROOT = Path(__file__).parent.parent
 FOLDER = HOME / "lora"
-STREAMS, PROMPT, OUTPUT, ROUNDS, RANK = 16, 8, 64, 3, 16
+STREAMS, PROMPT, OUTPUT, WARM, ROUNDS, RANK = 16, 8, 64, 16, 3, 16
 COUNTS = (0, 1, 16)
 """Adapters of a run."""
 NAMES = [f"a{index}" for index in range(max(COUNTS))]
@@ -60,7 +61,7 @@ def engines(threads: int) -> dict[str, Peer]:
     own = ["--threads", str(threads), "--threads-batch", str(threads)]
     modules = ["--lora-modules", *(f"{name}={FOLDER / name}" for name in NAMES), "--max-lora-rank", str(RANK)]
     flags = {
-        "chairlift": ["--enable-lora", *modules, "--threads", str(threads)],
+        "chairlift": ["--enable-lora", *modules, "--threads", str(threads), "--speculative-config", '{"method": "off"}'],
         "llama_f16": ["--lora", ",".join(str(_gguf(name)) for name in NAMES), "--lora-init-without-apply", *own],
         "vllm_bf16": ["--enable-lora", *modules, "--max-loras", str(len(NAMES))],
     }
@@ -77,12 +78,10 @@ def requests(engine: str, adapters: int, output: int) -> list[Request]:
     made = []
     for at, prompt in enumerate(prompts):
         chosen = at % adapters if adapters else None
-        if chosen is None:
-            extra = {}
-        elif engine.startswith("llama"):
-            extra = {"lora": [{"id": chosen, "scale": 1.0}]}
+        if engine.startswith("llama"):
+            extra: dict[str, object] = {"lora": [] if chosen is None else [{"id": chosen, "scale": 1.0}]}
         else:
-            extra = {"model": NAMES[chosen]}
+            extra = {} if chosen is None else {"model": NAMES[chosen]}
         made.append(Request(prompt, output, 0.0, extra))
     return made
 
@@ -115,7 +114,7 @@ def measure(names: list[str], threads: int) -> dict[str, Rounds]:
         for name in names:
             with engines(threads)[name].running() as (run, session, _):
                 for count in COUNTS:
-                    cost(run, session, requests(name, count, 2))
+                    cost(run, session, requests(name, count, WARM))
                 found[name].append({count: cost(run, session, requests(name, count, OUTPUT)) for count in COUNTS})
             print(name, found[name][-1], flush=True)
     return found

@@ -48,14 +48,15 @@ async def join(host: str, port: int, secret: Secret, leaving: asyncio.Event) -> 
             await asyncio.wait_for(leaving.wait(), delay)
 
 
-async def run_engine(host: str, port: int, secret: Secret, leaving: asyncio.Event | None = None) -> str:
+async def run_engine(host: str, port: int, secret: Secret, leaving: asyncio.Event, saturation: int | None = None) -> str:
     """Runs one engine for the server at this address until its end, for which `leaving` asks the server.
 
-    Returns the reason for the end. Raises BadHandshake and JoinRefused.
+    The engine keeps its saturation in the open file `saturation` (`engine.gauge`) from its first step on. Returns the reason for the end.
+    Raises BadHandshake and JoinRefused.
     """
     sock = await _connect(host, port, secret)
     log.info("joined the server at %s:%d", host, port)
-    return await _run_engine(sock, leaving or asyncio.Event())
+    return await _run_engine(sock, leaving, saturation)
 
 
 async def _connect(host: str, port: int, secret: Secret) -> socket.socket:
@@ -75,9 +76,9 @@ async def _connect(host: str, port: int, secret: Secret) -> socket.socket:
     return sock
 
 
-async def _run_engine(sock: socket.socket, leaving: asyncio.Event) -> str:
+async def _run_engine(sock: socket.socket, leaving: asyncio.Event, saturation: int | None) -> str:
     """Runs an engine that speaks on `sock` until its end. Returns the reason for that."""
-    process = SpawnedProcess(EngineProcess.command, "auto", sock, {})
+    process = SpawnedProcess(EngineProcess.command, "auto", sock, {}, saturation)
 
     async def leave() -> None:
         await leaving.wait()

@@ -1,4 +1,4 @@
-"""The engines' process: `python -m chairlift.engine.process FD FORMAT`, where FD is one end of a socket pair.
+"""The engines' process: `python -m chairlift.engine.process FD FORMAT [SATURATION]`, where FD is one end of a socket pair.
 
 Three threads work: one reads the socket, one runs the steps, one is the watchdog. Another loads engines beside those that run, and two
 wait forever, so that the parent learns of their exit (`exit_watch`). The engine is imported while the parent locates the model, so this
@@ -19,7 +19,8 @@ from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
-from chairlift.engine.frames import BadFrame, Fatal, Frame, Leaving, Phase, receive, send
+from chairlift.engine.frames import BadFrame, Fatal, Frame, Leaving, Phase, StepOutputs, receive, send
+from chairlift.engine.gauge import write_gauge
 from chairlift.engine.spawned_process import LEAVE
 from chairlift.engine.step_loop import EngineMaker, Inbox, StepLoop
 from chairlift.errors import ChairliftError
@@ -40,15 +41,18 @@ def load(load_format: str = "auto") -> EngineMaker:
     return Engine
 
 
-def main(fd: int, load: Callable[[], EngineMaker] = load) -> int:
-    """Runs engines for the parent at the other end of socket `fd` until the parent stops it or exits. Returns the exit status."""
+def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None = None) -> int:
+    """Runs engines for the parent at the other end of socket `fd` until the parent stops it or exits. Returns the exit status.
+
+    `saturation` is an open file that always has the engine's saturation, for a parent to which the engine does not send its frames.
+    """
     began = time.perf_counter()
     # Ctrl-C and a service manager's SIGTERM reach the whole process group; only the parent handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent()
     sock = socket.socket(fileno=fd)
-    parent = _Parent(sock)
+    parent = _Parent(sock, saturation)
     # The main thread, which handles signals, may just be sending: another thread waits for its turn.
     signal.signal(LEAVE, lambda *_: threading.Thread(target=parent.try_send, args=(Leaving(),), daemon=True).start())
     inbox: Inbox = SimpleQueue()
@@ -75,8 +79,9 @@ def main(fd: int, load: Callable[[], EngineMaker] = load) -> int:
 class _Parent:
     """The parent's end of the socket. Three threads send to it."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, saturation: int | None) -> None:
         self._sock = sock
+        self._saturation = saturation
         self._lock = threading.Lock()
 
     def send(self, frame: Frame, engine: int = 0, timeout: float = -1) -> None:
@@ -86,6 +91,8 @@ class _Parent:
                 send(self._sock, frame, engine)
             finally:
                 self._lock.release()
+        if self._saturation is not None and isinstance(frame, StepOutputs) and "saturation" in frame.stats:
+            write_gauge(self._saturation, frame.stats["saturation"])
 
     def try_send(self, frame: Frame) -> None:
         """Like `send`, but does nothing if the parent has exited."""
@@ -117,6 +124,6 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    status = main(int(sys.argv[1]), partial(load, sys.argv[2]))
+    status = main(int(sys.argv[1]), partial(load, sys.argv[2]), *map(int, sys.argv[3:]))
     sys.stderr.flush()
     os._exit(status)  # nothing is left to save, and torch's exit handlers are slow

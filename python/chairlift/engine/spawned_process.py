@@ -24,8 +24,19 @@ class SpawnedProcess:
     Must be made in a thread that does not end before the process: Linux kills the child when the thread that started it ends.
     """
 
-    def __init__(self, command: tuple[str, ...], load_format: str, child_end: socket.socket, environment: Mapping[str, str]) -> None:
-        """Starts Python with the arguments `command`, the number of the socket, which is closed here, and `load_format`."""
+    def __init__(
+        self,
+        command: tuple[str, ...],
+        load_format: str,
+        child_end: socket.socket,
+        environment: Mapping[str, str],
+        saturation: int | None = None,
+    ) -> None:
+        """Starts Python with the arguments `command`, the number of the socket, which is closed here, and `load_format`.
+
+        `saturation` is an open file for the engine's saturation (`engine.gauge`).
+        """
+        gauge = [] if saturation is None else [saturation]
         # The child has this process's module path and does not import from its working directory.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         # Ctrl-C in a terminal also reaches the child, which has no handler until it has imported: it inherits the blocked signal.
@@ -33,9 +44,9 @@ class SpawnedProcess:
         try:
             with child_end:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", *command, str(child_end.fileno()), load_format],
+                    [sys.executable, "-P", *command, str(child_end.fileno()), load_format, *map(str, gauge)],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=[child_end.fileno()],
+                    pass_fds=[child_end.fileno(), *gauge],
                     env={**os.environ, "PYTHONPATH": path, **environment},
                 )
         finally:

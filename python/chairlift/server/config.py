@@ -114,6 +114,14 @@ class ServerConfig:
         metavar="JSON",
         group="server",
     )
+    ray_autoscaling_config: Mapping[str, Any] | None = flag(
+        None,
+        "let Ray Serve add and remove engines, so that their saturation stays near 0.7, as JSON with Ray's names: "
+        '\'{"min_replicas": 1, "max_replicas": 4}\' (default: always --replicas engines)',
+        parse_json_object,
+        metavar="JSON",
+        group="server",
+    )
     resume: str = flag(
         "exact",
         "which engine goes on with the answers of one that died: 'exact', one of equal numerics, so that clients get the bytes of an "
@@ -180,7 +188,9 @@ class ServerConfig:
             raise ValueError(
                 "--ray-address needs --engine-listen HOST:PORT, with an address of this machine that the cluster's machines reach"
             )
-        if self.ray_actor_options is not None and self.ray_address is None:
-            raise ValueError("--ray-actor-options needs --ray-address")
+        if self.ray_address is None and (self.ray_actor_options is not None or self.ray_autoscaling_config is not None):
+            raise ValueError("--ray-actor-options and --ray-autoscaling-config need --ray-address")
+        if self.ray_autoscaling_config is not None and self.replicas > 1:
+            raise ValueError("--ray-autoscaling-config says how many engines there are: leave out --replicas")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("--ssl-keyfile needs --ssl-certfile")

@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 from asyncio.subprocess import PIPE
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from chairlift.errors import InvalidSetting
 
@@ -22,6 +22,8 @@ RETRY_SECONDS = 10.0
 """Pause before the engines are deployed again, after Ray was not reached or was lost."""
 MAX_REASON = 300
 """Most characters of an error of Ray's."""
+LEAVE_SECONDS = 10.0
+"""Seconds that an engine that Ray ends gets, beside those of its requests, before Ray kills it."""
 REMOVE_SECONDS = 15.0
 """Seconds that Ray gets to remove the engines when the server ends."""
 
@@ -37,7 +39,13 @@ class RayEngines:
         if importlib.util.find_spec("ray") is None:
             raise InvalidSetting("--ray-address needs Ray: pip install 'chairlift[fleet]'")
         self._address = config.ray_address
-        options = {"num_replicas": config.replicas, "ray_actor_options": dict(config.ray_actor_options or {"num_cpus": 1})}
+        options: dict[str, Any] = {"ray_actor_options": dict(config.ray_actor_options or {"num_cpus": 1})}
+        options["graceful_shutdown_timeout_s"] = config.shutdown_timeout + LEAVE_SECONDS
+        if config.ray_autoscaling_config is None:
+            options["num_replicas"] = config.replicas
+        else:
+            policy = {"policy_function": "chairlift.fleet.replica:by_saturation"}
+            options["autoscaling_config"] = {"policy": policy, **config.ray_autoscaling_config}
         order = {"address": config.ray_address, "host": config.engine_listen[0], "port": port, "secret_file": config.engine_secret_file}
         self._order = json.dumps({**order, "options": options})
 
