@@ -119,6 +119,7 @@ def test_a_new_deployment_replaces_the_engines_and_no_request_fails(server: Serv
         update.kill()  # at the end of its input it would remove the engines
         ended.set()
         assert all(set(one.result()) == {expected} for one in asking)
+    assert server.log().count(" leaves, and runs ") == 2
     assert not set(before) & set(processes(server, "chairlift.engine.process"))
 
 

@@ -81,3 +81,21 @@ def test_an_adapter_is_served_under_its_name_loaded_unloaded_and_kept_over_a_res
 
         assert server.administer("/v1/unload_lora_adapter", {"lora_name": "b"}).status_code == 200
         assert server.http.post("/v1/completions", json={"model": "b", "prompt": "x"}).status_code == 404
+
+
+def test_an_adapter_loads_its_model_first_and_is_kept_when_that_is_unloaded(base: Path, tmp_path: Path) -> None:
+    other, adapter = tmp_path / "other", adapters.random(tmp_path / "adapter", base)
+    shutil.copytree(base, other)
+    flags = ["--num-kv-blocks", "60", "--device", "cpu", "--enable-lora", "--keep-alive", "0"]
+    with served(f"one={base}", f"two={other}", *flags, script=chairlift.__main__.__file__, load_format="auto") as server:
+        body = {"lora_name": "x", "lora_path": str(adapter), "model": "two"}
+        assert server.administer("/v1/load_lora_adapter", body | {"model": "three"}).status_code == 404
+        assert server.administer("/v1/load_lora_adapter", body | {"model": 3}).status_code == 400
+        loaded = server.administer("/v1/load_lora_adapter", body)
+        assert loaded.status_code == 200, loaded.text
+        assert server.http.get("/v1/models/x").json()["parent"] == "two"
+        until(lambda: server.http.get("/v1/models/two").json()["status"] == "not loaded")
+        assert server.answer("golden", model="x") != server.answer("golden", model="two")
+        until(lambda: server.http.get("/v1/models/two").json()["status"] == "not loaded")
+        assert server.administer("/v1/unload_lora_adapter", {"lora_name": "x"}).status_code == 200
+        assert server.http.get("/v1/models/x").status_code == 404

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,41 +15,50 @@ from chairlift.server.service import service_of
 
 
 async def load(request: Request) -> Response:
-    """Loads an adapter of a model (`?model=`, else the first) from a directory of this machine."""
+    """Loads an adapter of a model (the body's `model`, else the first) from a directory of this machine. The model is loaded before."""
     service = service_of(request)
-    name, path = await _strings(request, "lora_name", "lora_path")
-    model = service.find(request.query_params.get("model"))
+    body = await _body(request, "lora_name", "lora_path")
+    name, path = body["lora_name"], body["lora_path"]
+    model = service.find(body.get("model"), adapters=False)
     if any(name in (*one.names, *one.engine.adapters) for one in service.models):
         raise ApiError(400, f"{name!r:.100} is the name of a served model", param="lora_name")
+    release = await service.loader.acquire(model)
     try:
         await model.engine.load_lora_adapter(name, path)
     except (InvalidSetting, UnsupportedModel) as error:
         raise ApiError(400, str(error), param="lora_path") from None
     except OutOfMemory as error:
         raise ApiError(503, str(error)) from None
+    finally:
+        release()
     return Json({"status": "loaded", "lora_name": name})
 
 
 async def unload(request: Request) -> Response:
     """Unloads an adapter; 409 while requests use it."""
     service = service_of(request)
-    (name,) = await _strings(request, "lora_name")
+    name = (await _body(request, "lora_name"))["lora_name"]
     model = next((one for one in service.models if one.adapter(name)), None)
     if model is None:
         raise ApiError(404, f"no adapter is named {name!r:.100}", param="lora_name", code="model_not_found")
+    release = await service.loader.acquire(model)
     try:
         await model.engine.unload_lora_adapter(name)
     except InvalidRequest as error:
         raise ApiError(409, str(error), param="lora_name", code=error.code) from None
+    finally:
+        release()
     return Json({"status": "unloaded", "lora_name": name})
 
 
-async def _strings(request: Request, *names: str) -> list[str]:
-    """Returns these fields of the body; raises ApiError 400."""
+async def _body(request: Request, *names: str) -> dict[str, Any]:
+    """Returns the body, which has texts of these names; raises ApiError 400."""
     try:
         body = from_json(await request.body())
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict) or not all(isinstance(body.get(name), str) and body[name] for name in names):
         raise ApiError(400, f"the body must be a JSON object with {' and '.join(names)}", param=names[0])
-    return [body[name] for name in names]
+    if not isinstance(body.get("model"), str | None):
+        raise ApiError(400, "model must be a string", param="model")
+    return body
