@@ -34,6 +34,9 @@ if "chairlift.engine.process" in sys.orig_argv:
 
 FLAGS = ("--max-num-seqs", "12", "--num-kv-blocks", "200", "--threads", "1", "--served-model-name", "tiny", "--log-level", "info")
 
+LONG: dict[str, object] = {"max_tokens": 200, "ignore_eos": True}
+"""Fields of a request that keeps an engine busy, whatever the server takes."""
+
 
 def processes(server: Served, name: str) -> list[int]:
     """The processes of the server's cluster whose command line has `name`, oldest first."""
@@ -111,7 +114,7 @@ def test_a_new_deployment_replaces_the_engines_and_no_request_fails(server: Serv
     command = [sys.executable, "-m", "chairlift.fleet.placement", json.dumps({**address, "options": deployment})]
     ended = Event()
     with ThreadPoolExecutor(8) as threads, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as update:
-        expected = server.answer()
+        expected = server.answer(**LONG)
         asking = [threads.submit(answers, server, ended) for _ in range(8)]
         assert update.stdout is not None
         assert update.stdout.readline() == "deployed\n"
@@ -140,7 +143,7 @@ def test_engines_come_and_go_with_the_work_and_no_request_fails(byte_model: Path
     scaling = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 0.5, "downscale_delay_s": 2}
     scaling |= {"metrics_interval_s": 0.5, "look_back_period_s": 1}
     with on_ray(byte_model, secret, "--ray-autoscaling-config", json.dumps(scaling)) as server, ThreadPoolExecutor(24) as threads:
-        expected = server.answer()
+        expected = server.answer(**LONG)
         order(server, step=10**9, where="launch")  # only makes steps slow
         enough, ended = Event(), Event()
         busy = [threads.submit(answers, server, enough) for _ in range(23)]  # more than an engine runs at a time
@@ -155,8 +158,8 @@ def test_engines_come_and_go_with_the_work_and_no_request_fails(byte_model: Path
 
 
 def answers(server: Served, ended: Event) -> list[str]:
-    """Answers of one request after the other, until the event."""
-    return [server.answer() for _ in iter(ended.is_set, True)]
+    """Long answers of one request after the other, until the event."""
+    return [server.answer(**LONG) for _ in iter(ended.is_set, True)]
 
 
 @pytest.mark.parametrize(("saturations", "wanted"), [([], 1), ([0.0], 1), ([0.7], 1), ([0.8], 2), ([0.1, 0.1, 0.1], 1), ([1.5, 1.4], 5)])
