@@ -1,6 +1,6 @@
 """Speculative decoding by prompt lookup: on and off in turn, in one process. Writes benches/results/drafts.md.
 
-    python benches/drafts.py [--repeats 3] [--streams 1 4 16 64] [--models MODEL ...] [--step-times FILE]
+    python benches/drafts.py [--rounds 3] [--streams 1 4 16 64] [--models MODEL ...] [--step-times FILE]
 
 Needs cargo, for what the drafter takes.
 
@@ -33,8 +33,10 @@ from chairlift.sim.steps import Load, StepTime
 ROOT = Path(__file__).parent.parent
 STREAMS = (1, 4, 16, 64)
 FEW = 16
-"""More streams are run once: their times differ less, and a run takes half a minute."""
+"""More streams are run in the first two rounds only: a run takes half a minute."""
 OUTPUT = 128
+SLICE = 8
+"""Tokens an answer between two changes from one engine to the other."""
 DRAFT_TOKENS = 8
 MODEL_LEN = 1024
 STEP = StepTime(((0, 8930), (1, 10_000)))
@@ -92,23 +94,69 @@ SCHEMAS = {
 """The JSON schemas that answers follow."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What a run took: seconds of wall clock and of CPU, and steps."""
+class Run:
+    """One engine's answers to a prompt, computed in slices. Each answer has another seed, at temperature 0.2."""
 
-    wall: float
-    cpu: float
-    steps: int
+    def __init__(self, llm: LLM, task: str, prompt: list[int], streams: int) -> None:
+        form: dict[str, Any] = {"structured_output": SCHEMAS[task]} if task in SCHEMAS else {"ignore_eos": True}
+        self.engine, self.steps, self.count = llm.engine, 0, 0
+        self.answers: list[list[int]] = [[] for _ in range(streams)]
+        for tag in range(streams):
+            self.engine.add(tag, prompt, SamplingParams(temperature=0.2, top_p=0.9, seed=tag, max_tokens=OUTPUT, **form))
+
+    def advance(self, count: int) -> tuple[float, float]:
+        """Runs steps until there are `count` tokens, or all answers have ended. Returns the seconds of CPU and of wall clock."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        while self.count < count and self.engine.has_work:
+            step = self.engine.step()
+            assert step is not None
+            self.steps += 1
+            tags, tokens = np.frombuffer(step.tags, dtype=np.uint64).tolist(), np.frombuffer(step.tokens, dtype=np.int32).tolist()
+            self.count += len(tokens)
+            for tag, token in zip(tags, tokens, strict=True):
+                self.answers[tag].append(token)
+        return time.process_time() - cpu, time.perf_counter() - wall
 
 
-def run(llm: LLM, task: str, prompt: list[int], streams: int) -> tuple[Cost, list[list[int]]]:
-    """Answers one task's prompt `streams` times, with another seed each, at temperature 0.2."""
-    form: dict[str, Any] = {"structured_output": SCHEMAS[task]} if task in SCHEMAS else {"ignore_eos": True}
-    params = [SamplingParams(temperature=0.2, top_p=0.9, seed=seed, max_tokens=OUTPUT, **form) for seed in range(streams)]
-    steps, wall, cpu = llm.engine.stats()["steps"], time.perf_counter(), time.process_time()
-    outputs = llm.generate([prompt] * streams, params, progress=False)
-    cost = Cost(time.perf_counter() - wall, time.process_time() - cpu, llm.engine.stats()["steps"] - steps)
-    return cost, [output.token_ids for output in outputs]
+class Cell:
+    """What one task took with one number of streams, with and without drafts, in all rounds."""
+
+    def __init__(self) -> None:
+        self.slices: list[np.ndarray] = []
+        """Of each slice: the seconds of CPU and of wall clock [2], off and on [2]."""
+        self.steps: list[tuple[int, int]] = []
+        self.drafted = self.accepted = 0
+        self.answers: list[list[int]] = []
+
+    def run(self, engines: Sequence[LLM], task: str, prompt: list[int], streams: int) -> None:
+        """Computes the answers without and with drafts, in slices of `SLICE` tokens an answer: off and on, on and off, and so on.
+
+        A slice takes less than a second, so that other load on the machine and the processor's clock are the same for both.
+        """
+        before = engines[1].engine.stats()
+        runs = [Run(llm, task, prompt, streams) for llm in engines]
+        for at in range(-(-OUTPUT // SLICE)):
+            order = (0, 1) if (at + len(self.steps)) % 2 == 0 else (1, 0)
+            took = {side: runs[side].advance(SLICE * streams * (at + 1)) for side in order}
+            self.slices.append(np.array([took[0], took[1]]).T)
+        after = engines[1].engine.stats()
+        assert runs[0].answers == runs[1].answers, f"{task}: the answers differ"
+        self.answers = runs[0].answers
+        self.steps.append((runs[0].steps, runs[1].steps))
+        self.drafted += after["draft_tokens"] - before["draft_tokens"]
+        self.accepted += after["accepted_draft_tokens"] - before["accepted_draft_tokens"]
+
+    def gain(self, clock: int) -> str:
+        """Time off over on by a clock, with its 95 % confidence interval: that of a ratio of two sums of slices.
+
+        The same slice of different rounds has the same content, so only what differs between rounds is chance.
+        """
+        rounds = len(self.steps)
+        off, on = np.moveaxis(np.array(self.slices)[:, clock].reshape(rounds, -1, 2), -1, 0)
+        gain = off.sum() / on.sum()
+        residuals = off - gain * on
+        variance = ((residuals - residuals.mean(axis=0)) ** 2).sum() * rounds / (rounds - 1)
+        return f"{gain:.3f} ± {1.96 * np.sqrt(variance) / on.sum():.3f}"
 
 
 @dataclass(frozen=True)
@@ -162,46 +210,39 @@ def drafter_lines() -> list[str]:
     return ["", title, "", "| streams | new text | repeated text | text of chance |", "|---|---|---|---|", *rows]
 
 
-def rows(model: str, streams: Sequence[int], repeats: int, steps: Mapping[str, StepTime]) -> Iterator[str]:
-    """Measures every task at every number of streams: the lines of a model's table. `steps` are those that are counted with."""
-    engines = {
-        "off": LLM(model, max_model_len=MODEL_LEN, speculative_config={"method": "off"}),
-        "on": LLM(model, max_model_len=MODEL_LEN, speculative_config={"method": "auto", "num_speculative_tokens": DRAFT_TOKENS}),
-    }
+def rows(model: str, streams: Sequence[int], rounds: int, steps: Mapping[str, StepTime]) -> Iterator[str]:
+    """Measures every task at every number of streams: the lines of a model's table. `steps` are those that are counted with.
+
+    Each round runs all cells, so that the drafter comes to each from another number of streams.
+    """
+    on = {"method": "auto", "num_speculative_tokens": DRAFT_TOKENS}
+    engines = [LLM(model, max_model_len=MODEL_LEN, speculative_config=config) for config in ({"method": "off"}, on)]
+    tokenizer, prompts = engines[0].tokenizer, {}
+    for task, text in TASKS.items():
+        chats = tokenizer.template_source is not None
+        prompts[task] = tokenizer.chat([{"role": "user", "content": text}]) if chats else tokenizer.encode(text + "\n\n")
+    cells = {(task, count): Cell() for task in TASKS for count in streams}
+    for at in range(rounds):
+        for (task, count), cell in cells.items():
+            if at < 2 or count <= FEW:
+                cell.run(engines, task, prompts[task], count)
     titles = ["task", "streams", "steps, off", "steps, on", "accepted", "gain, CPU time", "gain, wall clock", *steps]
     yield f"| {' | '.join(titles)} |"
     yield "|---" * len(titles) + "|"
-    for task, text in TASKS.items():
-        tokenizer = engines["off"].tokenizer
-        chats = tokenizer.template_source is not None
-        prompt = tokenizer.chat([{"role": "user", "content": text}]) if chats else tokenizer.encode(text + "\n\n")
-        for count in streams:
-            costs: dict[str, list[Cost]] = {name: [] for name in engines}
-            before = engines["on"].engine.stats()
-            for _ in range(repeats if count <= FEW else 1):
-                answers = []
-                for name, llm in engines.items():
-                    cost, tokens = run(llm, task, prompt, count)
-                    costs[name].append(cost)
-                    answers.append(tokens)
-                assert answers[0] == answers[1], f"{task}: the answers differ"
-            after = engines["on"].engine.stats()
-            drafted = after["draft_tokens"] - before["draft_tokens"]
-            accepted = (after["accepted_draft_tokens"] - before["accepted_draft_tokens"]) / drafted if drafted else 0.0
-            cells = [task, count, *(round(statistics.median(cost.steps for cost in found)) for found in costs.values()), f"{accepted:.0%}"]
-            for key in ("cpu", "wall"):
-                gains = (getattr(off, key) / getattr(on, key) for off, on in zip(costs["off"], costs["on"], strict=True))
-                cells.append(f"{statistics.median(gains):.2f}")
-            for step in steps.values():
-                gain = replay(prompt, answers[0], 0, step).time / replay(prompt, answers[0], DRAFT_TOKENS, step).time
-                cells.append(f"{gain:.2f}")
-            yield f"| {' | '.join(map(str, cells))} |"
+    for (task, count), cell in cells.items():
+        medians = [round(statistics.median(counts)) for counts in zip(*cell.steps, strict=True)]
+        accepted = f"{cell.accepted} of {cell.drafted}"
+        fields = [task, count, *medians, accepted, cell.gain(0), cell.gain(1)]
+        for step in steps.values():
+            gain = replay(prompts[task], cell.answers, 0, step).time / replay(prompts[task], cell.answers, DRAFT_TOKENS, step).time
+            fields.append(f"{gain:.2f}")
+        yield f"| {' | '.join(map(str, fields))} |"
 
 
 def main() -> None:
     """Measures every model and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--models", nargs="+", default=[DEFAULT_MODEL])
     parser.add_argument("--step-times", metavar="FILE", help="file of 'chairlift calibrate', to count with that model's steps too")
@@ -214,7 +255,7 @@ def main() -> None:
         "# Speculative decoding by prompt lookup",
         "",
         f"{machine()}. {OUTPUT} tokens an answer, temperature 0.2, one prompt for all streams,",
-        f"{arguments.repeats} runs of each (of more than {FEW} streams one), on and off in turn; medians. Gain is off over on.",
+        f"{arguments.rounds} runs of each (of more than {FEW} streams one), on and off in turn; medians. Gain is off over on.",
         "The answers were equal in every run. Answers of the extraction follow a JSON schema, and end with it.",
         "A model without a chat template continues the prompt.",
         "Counted: the answers replayed, with steps of 8.93 ms and 1.07 ms a token, or those of the model that is named;",
@@ -222,7 +263,7 @@ def main() -> None:
     ]
     for model in arguments.models:
         lines += ["", f"## {Path(model).name}", ""]
-        for line in rows(model, arguments.streams, arguments.repeats, steps):
+        for line in rows(model, arguments.streams, arguments.rounds, steps):
             lines.append(line)
             print(line, flush=True)
         (ROOT / "benches/results/drafts.md").write_text("\n".join(lines) + "\n")  # in case that the next model is interrupted

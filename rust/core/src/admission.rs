@@ -3,20 +3,23 @@
 use crate::acceptance::{Acceptance, DraftSource, MAX_DRAFT};
 use crate::cost::{Load, StepModel};
 
-/// A drafted token must be worth this many times its cost, because rates and costs are estimates.
-const MARGIN: f64 = 1.15;
+/// Tokens per second with drafts must be this many times those without, because rates and times are estimates.
+const MARGIN: f64 = 1.1;
 
 /// Probabilities that a draft is accepted up to and including each position. They never rise.
 pub(crate) type Survival = [f64; MAX_DRAFT];
 
-/// Expected tokens and time of a step, to which drafted tokens are added while they raise the tokens per second.
+/// Decides how many drafted tokens a step verifies: the number with the most expected tokens per second.
+///
+/// A step's time does not grow evenly with its rows, so one more token may not pay while four do.
 #[derive(Debug)]
-pub(crate) struct Admission {
-    tokens: f64,
-    /// Microseconds of the step.
+pub(crate) struct Admission<'a> {
+    model: &'a StepModel,
+    /// The step's decoding sequences, before tokens are drafted.
+    load: &'a Load,
+    /// Microseconds of the step, as observed and as predicted by the linear model.
     time: f64,
-    /// Microseconds of one more drafted token.
-    each: f64,
+    predicted: f64,
 }
 
 /// Drafts of a step whose tokens are equally likely to be accepted.
@@ -28,20 +31,39 @@ pub(crate) struct Drafts {
     pub(crate) drafts: Vec<(usize, usize)>,
 }
 
-impl Admission {
-    /// Takes a step's decoding sequences, before tokens are drafted.
-    pub(crate) fn new(load: &Load, model: &StepModel) -> Self {
-        Self { tokens: load.decode_seqs.into(), time: model.step(load), each: model.drafted_token() }
+impl<'a> Admission<'a> {
+    /// Takes a step's decoding sequences, before tokens are drafted. `None` if too few such steps were observed lately.
+    pub(crate) fn new(load: &'a Load, model: &'a StepModel) -> Option<Self> {
+        Some(Self { model, load, time: model.decode_rows(load)?, predicted: model.step(load) })
     }
 
-    /// Whether a token that is accepted with probability `survival` raises the tokens per second.
-    pub(crate) fn pays(&self, survival: f64) -> bool {
-        survival * self.time > MARGIN * self.tokens * self.each
+    /// The number of drafted tokens with the most expected tokens per second, if the tokens survive with these probabilities.
+    fn best(&self, survival: impl IntoIterator<Item = f64>) -> usize {
+        let mut expected = f64::from(self.load.decode_seqs);
+        let (mut best, mut most) = (0, MARGIN * expected / self.time);
+        for (drafted, survival) in (1..).zip(survival) {
+            expected += survival;
+            let rate = expected / self.step(drafted);
+            if rate > most {
+                (best, most) = (drafted as usize, rate);
+            }
+        }
+        best
     }
 
-    /// Calls `admit` with a draft's index and number of tokens for each token that pays, most probable first. Each added
-    /// token raises the threshold for the others.
-    pub(crate) fn admit(mut self, groups: &[Drafts], mut admit: impl FnMut(usize, usize)) {
+    /// Whether any number of tokens, up to `most`, would pay if all were accepted.
+    pub(crate) fn may_pay(&self, most: usize) -> bool {
+        self.best(std::iter::repeat_n(1.0, most)) > 0
+    }
+
+    /// Microseconds of the step with `drafted` tokens: observed, or by the linear model.
+    fn step(&self, drafted: u32) -> f64 {
+        let load = Load { drafted_tokens: drafted, ..*self.load };
+        self.model.decode_rows(&load).unwrap_or_else(|| self.time * self.model.step(&load) / self.predicted)
+    }
+
+    /// Calls `admit` with a draft's index and number of tokens for each token that pays, most probable first.
+    pub(crate) fn admit(&self, groups: &[Drafts], mut admit: impl FnMut(usize, usize)) {
         let tokens = |(group, drafts): (usize, &Drafts)| {
             let longest = drafts.drafts.iter().map(|&(_, len)| len).max().unwrap_or(0);
             (0..longest).map(move |position| (group, position))
@@ -49,16 +71,12 @@ impl Admission {
         let mut sorted: Vec<_> = groups.iter().enumerate().flat_map(tokens).collect();
         let survival = |&(group, position): &(usize, usize)| groups[group].survival[position];
         sorted.sort_unstable_by(|a, b| survival(b).total_cmp(&survival(a)).then(a.1.cmp(&b.1)).then(a.0.cmp(&b.0)));
-        for at in sorted {
-            for &(index, _) in groups[at.0].drafts.iter().filter(|(_, len)| *len > at.1) {
-                if !self.pays(survival(&at)) {
-                    return;
-                }
-                self.tokens += survival(&at);
-                self.time += self.each;
-                admit(index, at.1 + 1);
-            }
-        }
+        let each = |at: &(usize, usize)| {
+            let (drafts, position, survival) = (&groups[at.0].drafts, at.1, survival(at));
+            drafts.iter().filter(move |(_, len)| *len > position).map(move |&(index, _)| (index, position + 1, survival))
+        };
+        let best = self.best(sorted.iter().flat_map(each).map(|(_, _, survival)| survival));
+        sorted.iter().flat_map(each).take(best).for_each(|(index, tokens, _)| admit(index, tokens));
     }
 }
 
@@ -83,7 +101,9 @@ impl DraftAdmission {
     /// step's decoding sequences, before tokens are drafted.
     pub fn admit(&mut self, load: &Load, model: &StepModel, drafts: &[(DraftSource, usize)]) -> Vec<usize> {
         let mut admitted = vec![0; drafts.len()];
-        Admission::new(load, model).admit(&self.by_source(drafts), |index, tokens| admitted[index] = tokens);
+        if let Some(admission) = Admission::new(load, model) {
+            admission.admit(&self.by_source(drafts), |index, tokens| admitted[index] = tokens);
+        }
         for (&(source, _), _) in drafts.iter().zip(&admitted).filter(|(_, admitted)| **admitted == 0) {
             self.acceptance.idle(source);
         }
@@ -115,37 +135,66 @@ impl DraftAdmission {
 mod tests {
     use super::*;
 
-    fn admitted(load: &Load, model: &StepModel, groups: &[(&[f64], &[usize])]) -> Vec<usize> {
+    fn admitted(model: &StepModel, load: &Load, groups: &[(&[f64], &[usize])]) -> Vec<usize> {
         let (mut drafts, mut indices) = (Vec::new(), 0..);
         for (rates, lens) in groups {
             let survival = std::array::from_fn(|position| rates.get(position).copied().unwrap_or(0.0));
             drafts.push(Drafts { survival, drafts: lens.iter().copied().map(|len| (indices.next().unwrap_or(0), len)).collect() });
         }
         let mut admitted = vec![0; groups.iter().map(|(_, lens)| lens.len()).sum()];
-        Admission::new(load, model).admit(&drafts, |index, tokens| admitted[index] = tokens);
+        Admission::new(load, model).unwrap().admit(&drafts, |index, tokens| admitted[index] = tokens);
         admitted
+    }
+
+    fn decodes(decode_seqs: u32) -> Load {
+        Load { decode_seqs, ..Load::default() }
+    }
+
+    /// A model of a machine whose steps take `time` by their rows.
+    fn learned(most: u32, time: impl Fn(u32) -> u64) -> StepModel {
+        let mut model = StepModel::default();
+        for step in 0..8 * most {
+            model.observe(&decodes(step / 8 + 1), time(step / 8 + 1));
+        }
+        model
     }
 
     #[test]
     fn tokens_are_proposed_while_they_raise_the_rate() {
-        // One sequence: a step takes 10 ms, and each drafted token 1 ms.
-        let model = StepModel::new(9000.0, 1000.0, 1000.0, 0.0, 0.0);
-        let load = Load { decode_seqs: 1, ..Load::default() };
-        assert_eq!(admitted(&load, &model, &[(&[0.9, 0.8, 0.7, 0.6], &[4])]), [4]);
-        assert_eq!(admitted(&load, &model, &[(&[0.9, 0.8, 0.7, 0.6], &[2])]), [2]);
-        assert_eq!(admitted(&load, &model, &[(&[0.9, 0.4, 0.05], &[3])]), [2]);
-        assert_eq!(admitted(&load, &model, &[(&[0.1], &[1])]), [0]);
-        // A full batch: a drafted token costs as much as another sequence, so only a nearly certain token pays.
-        let model = StepModel::new(1000.0, 1000.0, 1000.0, 0.0, 0.0);
-        let load = Load { decode_seqs: 64, ..Load::default() };
-        assert_eq!(admitted(&load, &model, &[(&[0.95], &[1])]), [0]);
+        // A step takes 9 ms, and each row 1 ms.
+        let model = learned(80, |rows| 9000 + 1000 * u64::from(rows));
+        let one = |rates: &[f64], len: usize| admitted(&model, &decodes(1), &[(rates, &[len])]);
+        assert_eq!(one(&[0.9, 0.8, 0.7, 0.6], 4), [4]);
+        assert_eq!(one(&[0.9, 0.8, 0.7, 0.6], 2), [2]);
+        assert_eq!(one(&[0.9, 0.4, 0.05], 3), [2]);
+        assert_eq!(one(&[0.1], 1), [0]);
+        assert_eq!(one(&[0.2], 1), [0], "a gain of a hundredth is no certain one");
+        // A full batch: even certain tokens bring little.
+        assert_eq!(admitted(&model, &decodes(64), &[(&[1.0], &[1; 10])]), [0; 10]);
+        assert!(!Admission::new(&decodes(64), &model).unwrap().may_pay(16));
+        assert!(Admission::new(&decodes(1), &model).unwrap().may_pay(1));
     }
 
     #[test]
     fn the_most_probable_tokens_of_all_drafts_are_first() {
-        // Each added token raises the threshold: 0.46 at first, 0.61 after three, and 0.66 after five.
-        let model = StepModel::new(8000.0, 1000.0, 500.0, 0.0, 0.0);
-        let load = Load { decode_seqs: 4, ..Load::default() };
-        assert_eq!(admitted(&load, &model, &[(&[0.8, 0.65], &[2, 1]), (&[1.0, 1.0, 0.95], &[3])]), [1, 1, 3]);
+        let model = learned(40, |rows| 8000 + 600 * u64::from(rows));
+        assert_eq!(admitted(&model, &decodes(4), &[(&[0.8, 0.1], &[2, 1]), (&[1.0, 1.0, 0.95], &[3])]), [1, 1, 3]);
+    }
+
+    #[test]
+    fn tokens_fill_the_tiles_of_rows_that_a_machine_computes_at_a_time() {
+        // A tile of four rows takes 4 ms beside 6 ms.
+        let model = learned(16, |rows| 6000 + 4000 * u64::from(rows.div_ceil(4)));
+        let four = |rate: f64, lens: &[usize]| admitted(&model, &decodes(4), &[(&[rate], lens)]);
+        assert_eq!(four(0.95, &[1; 2]), [0; 2], "half a tile");
+        assert_eq!(four(0.95, &[1; 4]), [1; 4]);
+        assert_eq!(four(0.3, &[1; 4]), [0; 4]);
+        assert_eq!(admitted(&model, &decodes(3), &[(&[0.6], &[1; 3])]), [1, 0, 0], "the tile's last row is free");
+    }
+
+    #[test]
+    fn nothing_is_proposed_before_steps_without_drafts_were_observed() {
+        let model = StepModel::new(9000.0, 1000.0, 1000.0, 0.0, 0.0);
+        assert!(Admission::new(&decodes(1), &model).is_none());
     }
 }

@@ -12,10 +12,9 @@ use crate::request::{SeqId, Time};
 /// floating point would double the cost of a step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepParts {
-    decode: u64,
+    fixed: u64,
+    decode_row: u64,
     context_token: u64,
-    drafted_token: u64,
-    prefill: u64,
     prefill_token: u64,
     prefill_pair: u64,
 }
@@ -26,33 +25,27 @@ impl StepParts {
     /// Divides a step that took `took` microseconds.
     pub(crate) fn new(model: &StepModel, plan: &StepPlan, took: Time) -> Self {
         let (predicted, whole) = (model.step(&plan.load), took as f64 * 1000.0 * Self::UNIT);
-        let [fixed, prefill_token, decode, context_token, prefill_pair] = model.coefficients().map(|part| part * whole / predicted);
-        let each = fixed / plan.chunks.len() as f64;
+        let parts = model.coefficients().map(|part| part * whole / predicted);
         if predicted > 0.0 {
-            return Self {
-                decode: (each + decode) as u64,
-                context_token: context_token as u64,
-                drafted_token: (model.drafted_token() * whole / predicted) as u64,
-                prefill: each as u64,
-                prefill_token: prefill_token as u64,
-                prefill_pair: prefill_pair as u64,
-            };
+            let fixed = (parts[0] / plan.chunks.len() as f64) as u64;
+            let [_, prefill_token, decode_row, context_token, prefill_pair] = parts.map(|part| part as u64);
+            return Self { fixed, decode_row, context_token, prefill_token, prefill_pair };
         }
         let token = (whole / f64::from(plan.load.tokens())) as u64;
-        Self { decode: token, context_token: 0, drafted_token: token, prefill: 0, prefill_token: token, prefill_pair: 0 }
+        Self { fixed: 0, decode_row: token, context_token: 0, prefill_token: token, prefill_pair: 0 }
     }
 
     /// A chunk's part in nanoseconds.
     #[inline]
     pub(crate) fn of(&self, chunk: &Chunk) -> u64 {
-        let (start, len, drafted) = (u64::from(chunk.start), u64::from(chunk.len), u64::from(chunk.drafted));
-        let own = if chunk.len == chunk.drafted + 1 {
-            self.decode.wrapping_add(drafted.wrapping_mul(self.drafted_token))
+        let (start, len) = (u64::from(chunk.start), u64::from(chunk.len));
+        let tokens = if chunk.len == chunk.drafted + 1 {
+            len.wrapping_mul(self.decode_row)
         } else {
             let pairs = len.wrapping_mul(start + len / 2).wrapping_mul(self.prefill_pair);
-            self.prefill.wrapping_add(len.wrapping_mul(self.prefill_token)).wrapping_add(pairs)
+            len.wrapping_mul(self.prefill_token).wrapping_add(pairs)
         };
-        own.wrapping_add((start + len).wrapping_mul(self.context_token)) >> 16
+        self.fixed.wrapping_add(tokens).wrapping_add((start + len).wrapping_mul(self.context_token)) >> 16
     }
 }
 

@@ -1,6 +1,7 @@
 //! Predicts step times from the steps observed so far.
 
 use crate::request::Time;
+use crate::row_times::RowTimes;
 
 /// The work of a step, as input of the step-time model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -20,15 +21,20 @@ pub struct Load {
 impl Load {
     /// Tokens that the step computes.
     pub fn tokens(&self) -> u32 {
-        self.prefill_tokens + self.decode_seqs + self.drafted_tokens
+        self.prefill_tokens + self.decode_rows()
+    }
+
+    /// Tokens of decoding sequences: the last one of each, and drafted ones.
+    pub(crate) fn decode_rows(&self) -> u32 {
+        self.decode_seqs + self.drafted_tokens
     }
 }
 
-const COEFFICIENTS: usize = 6;
+const COEFFICIENTS: usize = 5;
 type Vector = [f64; COEFFICIENTS];
 
 /// Scales the features of a typical step to values near one.
-const SCALE: Vector = [1.0, 1.0 / 256.0, 1.0 / 64.0, 1.0 / 65_536.0, 1.0 / 1_048_576.0, 1.0 / 64.0];
+const SCALE: Vector = [1.0, 1.0 / 256.0, 1.0 / 64.0, 1.0 / 65_536.0, 1.0 / 1_048_576.0];
 /// Drift variance of a coefficient per step, relative to its square.
 const DRIFT: f64 = 2e-4;
 /// Maximum variance of a coefficient, in squared microseconds.
@@ -43,9 +49,8 @@ const RECENT: f64 = 0.25;
 /// Observed steps after which predictions are used.
 const ENOUGH: u32 = 8;
 
-/// A linear model of a step's time in microseconds: a constant, and a coefficient each for prompt tokens, decoding
-/// sequences, context tokens, pairs of a prompt's tokens (which make the end of a long prompt expensive) and drafted
-/// tokens.
+/// A linear model of a step's time in microseconds: a constant, and a coefficient each for prompt tokens, rows of decoding
+/// sequences, context tokens and pairs of a prompt's tokens (which make the end of a long prompt expensive).
 ///
 /// The coefficients are estimated by a Kalman filter with drift (Kalman, 1960). A coefficient about which recent steps
 /// carry no information stays unchanged. Coefficients are never negative.
@@ -64,6 +69,8 @@ pub struct StepModel {
     decode_load: Load,
     /// Running mean of the times of recent steps with prompt tokens, each divided by its prediction.
     prefill_pace: f64,
+    /// Times of the steps without prompt tokens.
+    row_times: RowTimes,
 }
 
 impl Default for StepModel {
@@ -79,6 +86,7 @@ impl Default for StepModel {
             decode_mean: 0.0,
             decode_load: Load::default(),
             prefill_pace: 1.0,
+            row_times: RowTimes::default(),
         }
     }
 }
@@ -86,7 +94,7 @@ impl Default for StepModel {
 fn features(load: &Load) -> Vector {
     // A signed number becomes an f64 in one instruction, an unsigned one in seven.
     let context = (load.context_tokens as i64 as f64, load.prefill_pairs as i64 as f64);
-    let raw = [1.0, f64::from(load.prefill_tokens), f64::from(load.decode_seqs), context.0, context.1, f64::from(load.drafted_tokens)];
+    let raw = [1.0, f64::from(load.prefill_tokens), f64::from(load.decode_rows()), context.0, context.1];
     std::array::from_fn(|i| raw[i] * SCALE[i])
 }
 
@@ -105,10 +113,10 @@ fn larger(a: f64, b: f64) -> f64 {
 }
 
 impl StepModel {
-    /// Creates a known model: microseconds per empty step, prompt token, decoding sequence, context token and pair of a
-    /// prompt's tokens. A drafted token costs as much as a prompt token.
-    pub fn new(fixed: f64, prefill_token: f64, decode_seq: f64, context_token: f64, prefill_pair: f64) -> Self {
-        let raw = [fixed, prefill_token, decode_seq, context_token, prefill_pair, prefill_token];
+    /// Creates a known model: microseconds per empty step, prompt token, decoding sequence or drafted token, context token and
+    /// pair of a prompt's tokens.
+    pub fn new(fixed: f64, prefill_token: f64, decode_row: f64, context_token: f64, prefill_pair: f64) -> Self {
+        let raw = [fixed, prefill_token, decode_row, context_token, prefill_pair];
         Self {
             weights: std::array::from_fn(|i| raw[i] / SCALE[i]),
             seen: ENOUGH,
@@ -154,6 +162,7 @@ impl StepModel {
         self.seen = self.seen.saturating_add(1);
         self.largest_prefill = self.largest_prefill.max(load.prefill_tokens);
         if load.prefill_tokens == 0 {
+            self.row_times.observe(load.decode_rows(), took);
             if load.decode_seqs != self.decode_load.decode_seqs {
                 self.decode_mean = self.decode_step(load);
                 self.decode_load = *load;
@@ -199,9 +208,10 @@ impl StepModel {
         if whole > 0.0 { (whole - fixed * (1.0 - fullness)) / whole } else { fullness }
     }
 
-    /// Predicted microseconds that a drafted token adds to a step.
-    pub fn drafted_token(&self) -> f64 {
-        self.weights[5] * SCALE[5]
+    /// Mean microseconds of recent steps with as many rows of decoding sequences as `load`, and no prompt tokens. `None` if there
+    /// were too few lately.
+    pub(crate) fn decode_rows(&self, load: &Load) -> Option<f64> {
+        self.row_times.step(load.decode_rows())
     }
 
     /// Mean microseconds of recent steps.

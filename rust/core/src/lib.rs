@@ -40,6 +40,7 @@ mod replay;
 mod request;
 mod reservation;
 mod router;
+mod row_times;
 mod running;
 mod saturation;
 mod scheduler;

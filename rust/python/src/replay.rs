@@ -34,7 +34,7 @@ pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], changes: &Bound<'_, 
     }
     let config = settings::changed(parsed.config, changes)?;
     let machine = sim::Machine {
-        step: sim::StepTime::learned(replayed.scheduler.model()),
+        step: sim::StepTime::linear(replayed.scheduler.model().coefficients()),
         swap_ns_per_block: config.swap_ns_per_block,
         draft_tokens: core::MAX_DRAFT,
     };

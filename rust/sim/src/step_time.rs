@@ -1,6 +1,6 @@
 //! Step durations of a simulated device.
 
-use chairlift_core::{Load, StepModel};
+use chairlift_core::Load;
 
 /// The duration of a step in microseconds, computed from its load.
 ///
@@ -12,7 +12,6 @@ use chairlift_core::{Load, StepModel};
 pub struct StepTime {
     curve: Vec<(f64, f64)>,
     decode_seq: f64,
-    drafted_token: f64,
     context_token: f64,
     prefill_pair: f64,
 }
@@ -25,20 +24,13 @@ impl StepTime {
         let rises = curve.len() >= 2 && curve.windows(2).all(|pair| pair[0].0 < pair[1].0);
         let numbers = curve.iter().flat_map(|&(tokens, time)| [tokens, time]).chain([decode_seq, context_token, prefill_pair]);
         let finite = numbers.into_iter().all(f64::is_finite);
-        (rises && finite).then_some(Self { curve, decode_seq, drafted_token: decode_seq, context_token, prefill_pair })
+        (rises && finite).then_some(Self { curve, decode_seq, context_token, prefill_pair })
     }
 
     /// The line with the coefficients of a learned [`StepModel`](chairlift_core::StepModel).
     pub fn linear([fixed, prefill_token, decode_seq, context_token, prefill_pair]: [f64; 5]) -> Self {
         let curve = vec![(0.0, fixed), (1.0, fixed + prefill_token)];
-        let decode_seq = decode_seq - prefill_token;
-        Self { curve, decode_seq, drafted_token: decode_seq, context_token, prefill_pair }
-    }
-
-    /// The line that a model learned.
-    pub fn learned(model: &StepModel) -> Self {
-        let [_, prefill_token, ..] = model.coefficients();
-        Self { drafted_token: model.drafted_token() - prefill_token, ..Self::linear(model.coefficients()) }
+        Self { curve, decode_seq: decode_seq - prefill_token, context_token, prefill_pair }
     }
 
     /// Microseconds of a step of `load`, at least one.
@@ -48,14 +40,14 @@ impl StepTime {
         let ((from, low), (to, high)) = (self.curve[after - 1], self.curve[after]);
         let alone = low + (high - low) * (tokens - from) / (to - from);
         let attention = self.context_token * load.context_tokens as f64 + self.prefill_pair * load.prefill_pairs as f64;
-        (alone + attention + self.decode_seq * f64::from(load.decode_seqs) + self.drafted_token * f64::from(load.drafted_tokens)).max(1.0)
-            as u64
+        (alone + attention + self.decode_seq * f64::from(load.decode_seqs + load.drafted_tokens)).max(1.0) as u64
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use chairlift_core::StepModel;
 
     #[test]
     fn the_curve_is_linear_between_its_points_and_beyond_them() {
@@ -65,9 +57,9 @@ mod tests {
     }
 
     #[test]
-    fn a_learned_line_says_the_same_as_its_model() {
+    fn a_line_says_the_same_as_its_model() {
         let model = StepModel::new(900.0, 30.0, 90.0, 0.5, 0.125);
-        let time = StepTime::learned(&model);
+        let time = StepTime::linear(model.coefficients());
         for (prefill_tokens, decode_seqs, drafted_tokens) in [(0, 1, 0), (64, 0, 0), (100, 7, 0), (0, 3, 20)] {
             let load = Load { prefill_tokens, decode_seqs, context_tokens: 1000, prefill_pairs: 4096, drafted_tokens };
             assert_eq!(time.step(&load), model.step(&load) as u64);
