@@ -1,6 +1,6 @@
 """Speculative decoding by prompt lookup: on and off in turn, in one process. Writes benches/results/drafts.md.
 
-    python benches/drafts.py [--rounds 3] [--streams 1 4 16 64] [--models MODEL ...] [--step-times FILE]
+    python benches/drafts.py [--rounds 4] [--streams 1 4 16 64] [--models MODEL ...] [--step-times FILE]
 
 Needs cargo, for what the drafter takes.
 
@@ -32,9 +32,9 @@ from chairlift.sim.steps import Load, StepTime
 
 ROOT = Path(__file__).parent.parent
 STREAMS = (1, 4, 16, 64)
-FEW = 16
-"""More streams are run in the first two rounds only: a run takes half a minute."""
 OUTPUT = 128
+FEW, SHORT = 4, 48
+"""Answers of more than `FEW` streams have `SHORT` tokens instead: a step takes long, and hardly anything is drafted."""
 SLICE = 8
 """Tokens an answer between two changes from one engine to the other."""
 DRAFT_TOKENS = 8
@@ -94,6 +94,11 @@ SCHEMAS = {
 """The JSON schemas that answers follow."""
 
 
+def output_of(streams: int) -> int:
+    """Tokens an answer."""
+    return OUTPUT if streams <= FEW else SHORT
+
+
 class Run:
     """One engine's answers to a prompt, computed in slices. Each answer has another seed, at temperature 0.2."""
 
@@ -102,7 +107,7 @@ class Run:
         self.engine, self.steps, self.count = llm.engine, 0, 0
         self.answers: list[list[int]] = [[] for _ in range(streams)]
         for tag in range(streams):
-            self.engine.add(tag, prompt, SamplingParams(temperature=0.2, top_p=0.9, seed=tag, max_tokens=OUTPUT, **form))
+            self.engine.add(tag, prompt, SamplingParams(temperature=0.2, top_p=0.9, seed=tag, max_tokens=output_of(streams), **form))
 
     def advance(self, count: int) -> tuple[float, float]:
         """Runs steps until there are `count` tokens, or all answers have ended. Returns the seconds of CPU and of wall clock."""
@@ -131,11 +136,11 @@ class Cell:
     def run(self, engines: Sequence[LLM], task: str, prompt: list[int], streams: int) -> None:
         """Computes the answers without and with drafts, in slices of `SLICE` tokens an answer: off and on, on and off, and so on.
 
-        A slice takes less than a second, so that other load on the machine and the processor's clock are the same for both.
+        Slices are short, so that other load on the machine and the processor's clock are the same for both.
         """
         before = engines[1].engine.stats()
         runs = [Run(llm, task, prompt, streams) for llm in engines]
-        for at in range(-(-OUTPUT // SLICE)):
+        for at in range(output_of(streams) // SLICE):
             order = (0, 1) if (at + len(self.steps)) % 2 == 0 else (1, 0)
             took = {side: runs[side].advance(SLICE * streams * (at + 1)) for side in order}
             self.slices.append(np.array([took[0], took[1]]).T)
@@ -222,10 +227,9 @@ def rows(model: str, streams: Sequence[int], rounds: int, steps: Mapping[str, St
         chats = tokenizer.template_source is not None
         prompts[task] = tokenizer.chat([{"role": "user", "content": text}]) if chats else tokenizer.encode(text + "\n\n")
     cells = {(task, count): Cell() for task in TASKS for count in streams}
-    for at in range(rounds):
+    for _ in range(rounds):
         for (task, count), cell in cells.items():
-            if at < 2 or count <= FEW:
-                cell.run(engines, task, prompts[task], count)
+            cell.run(engines, task, prompts[task], count)
     titles = ["task", "streams", "steps, off", "steps, on", "accepted", "gain, CPU time", "gain, wall clock", *steps]
     yield f"| {' | '.join(titles)} |"
     yield "|---" * len(titles) + "|"
@@ -242,7 +246,7 @@ def rows(model: str, streams: Sequence[int], rounds: int, steps: Mapping[str, St
 def main() -> None:
     """Measures every model and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4, help="runs of each row, at least 2")
     parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--models", nargs="+", default=[DEFAULT_MODEL])
     parser.add_argument("--step-times", metavar="FILE", help="file of 'chairlift calibrate', to count with that model's steps too")
@@ -254,9 +258,10 @@ def main() -> None:
     lines = [
         "# Speculative decoding by prompt lookup",
         "",
-        f"{machine()}. {OUTPUT} tokens an answer, temperature 0.2, one prompt for all streams,",
-        f"{arguments.rounds} runs of each (of more than {FEW} streams one), on and off in turn; medians. Gain is off over on.",
-        "The answers were equal in every run. Answers of the extraction follow a JSON schema, and end with it.",
+        f"{machine()}. {OUTPUT} tokens an answer ({SHORT} of more than {FEW} streams), temperature 0.2,",
+        f"one prompt for all streams, {arguments.rounds} rounds of all rows. Off and on change after every {SLICE} tokens an answer, in",
+        "alternating order. Gain is off over on, with its 95 % confidence interval. The answers were equal in every round.",
+        "Answers of the extraction follow a JSON schema, and end with it.",
         "A model without a chat template continues the prompt.",
         "Counted: the answers replayed, with steps of 8.93 ms and 1.07 ms a token, or those of the model that is named;",
         "the drafter begins without experience, and knows no schema.",

@@ -12,7 +12,7 @@ LAYERS = {
         {"tier"},
         {"request", "error", "host", "work"},
         {"policy"},
-        {"elsewhere", "energy", "turn"},
+        {"elsewhere", "energy", "row_times", "turn"},
         {
             "acceptance",
             "arbiter",

@@ -37,23 +37,30 @@ impl<'a> Admission<'a> {
         Some(Self { model, load, time: model.decode_rows(load)?, predicted: model.step(load) })
     }
 
-    /// The number of drafted tokens with the most expected tokens per second, if the tokens survive with these probabilities.
-    fn best(&self, survival: impl IntoIterator<Item = f64>) -> usize {
-        let mut expected = f64::from(self.load.decode_seqs);
-        let (mut best, mut most) = (0, MARGIN * expected / self.time);
-        for (drafted, survival) in (1..).zip(survival) {
-            expected += survival;
-            let rate = expected / self.step(drafted);
+    /// The number of drafted tokens with the most expected tokens per second. Each is the first of its draft or a later one,
+    /// and survives with a probability.
+    ///
+    /// A sequence that gets ahead of its batch saves its row of a later step, but the step runs for the others. So the tokens
+    /// count in proportion to the sequences that have a draft.
+    fn best(&self, drafted: impl IntoIterator<Item = (bool, f64)>) -> usize {
+        let decodes = f64::from(self.load.decode_seqs);
+        let (mut ahead, mut saved) = (0.0, 0.0);
+        let (mut best, mut most) = (0, MARGIN * decodes / self.time);
+        for (count, (first, survival)) in (1..).zip(drafted) {
+            ahead += f64::from(u8::from(first));
+            saved += survival;
+            let rate = (decodes + saved * ahead / decodes) / self.step(count);
             if rate > most {
-                (best, most) = (drafted as usize, rate);
+                (best, most) = (count as usize, rate);
             }
         }
         best
     }
 
-    /// Whether any number of tokens, up to `most`, would pay if all were accepted.
+    /// Whether drafts of up to `most` tokens would pay if all were accepted.
     pub(crate) fn may_pay(&self, most: usize) -> bool {
-        self.best(std::iter::repeat_n(1.0, most)) > 0
+        let decodes = self.load.decode_seqs as usize;
+        self.best((0..most * decodes).map(|count| (count < decodes, 1.0))) > 0
     }
 
     /// Microseconds of the step with `drafted` tokens: observed, or by the linear model.
@@ -75,7 +82,7 @@ impl<'a> Admission<'a> {
             let (drafts, position, survival) = (&groups[at.0].drafts, at.1, survival(at));
             drafts.iter().filter(move |(_, len)| *len > position).map(move |&(index, _)| (index, position + 1, survival))
         };
-        let best = self.best(sorted.iter().flat_map(each).map(|(_, _, survival)| survival));
+        let best = self.best(sorted.iter().flat_map(each).map(|(_, tokens, survival)| (tokens == 1, survival)));
         sorted.iter().flat_map(each).take(best).for_each(|(index, tokens, _)| admit(index, tokens));
     }
 }
@@ -171,14 +178,14 @@ mod tests {
         assert_eq!(one(&[0.2], 1), [0], "a gain of a hundredth is no certain one");
         // A full batch: even certain tokens bring little.
         assert_eq!(admitted(&model, &decodes(64), &[(&[1.0], &[1; 10])]), [0; 10]);
-        assert!(!Admission::new(&decodes(64), &model).unwrap().may_pay(16));
+        assert!(!Admission::new(&decodes(64), &model).unwrap().may_pay(1));
         assert!(Admission::new(&decodes(1), &model).unwrap().may_pay(1));
     }
 
     #[test]
     fn the_most_probable_tokens_of_all_drafts_are_first() {
         let model = learned(40, |rows| 8000 + 600 * u64::from(rows));
-        assert_eq!(admitted(&model, &decodes(4), &[(&[0.8, 0.1], &[2, 1]), (&[1.0, 1.0, 0.95], &[3])]), [1, 1, 3]);
+        assert_eq!(admitted(&model, &decodes(4), &[(&[0.8, 0.1], &[2, 1]), (&[1.0, 1.0, 0.95], &[3, 3])]), [1, 1, 3, 3]);
     }
 
     #[test]
@@ -189,7 +196,15 @@ mod tests {
         assert_eq!(four(0.95, &[1; 2]), [0; 2], "half a tile");
         assert_eq!(four(0.95, &[1; 4]), [1; 4]);
         assert_eq!(four(0.3, &[1; 4]), [0; 4]);
-        assert_eq!(admitted(&model, &decodes(3), &[(&[0.6], &[1; 3])]), [1, 0, 0], "the tile's last row is free");
+        assert_eq!(admitted(&model, &decodes(3), &[(&[0.95], &[1])]), [1], "the tile's last row is free");
+    }
+
+    #[test]
+    fn a_sequence_alone_is_not_driven_ahead_of_its_batch() {
+        let model = learned(16, |rows| 9000 + 500 * u64::from(rows));
+        let all = [0.95, 0.9, 0.85];
+        assert_eq!(admitted(&model, &decodes(4), &[(&all, &[3])]), [0]);
+        assert_eq!(admitted(&model, &decodes(4), &[(&all, &[3; 4])]), [3; 4]);
     }
 
     #[test]

@@ -125,8 +125,7 @@ impl Drafter {
             load.context_tokens += tokens.len() as u64;
         }
         // In a full batch not even a certain token pays, so nothing is looked up.
-        let most = self.max_tokens * load.decode_seqs as usize;
-        if !Admission::new(&load, core.model()).is_some_and(|admission| admission.may_pay(most)) {
+        if !Admission::new(&load, core.model()).is_some_and(|admission| admission.may_pay(self.max_tokens)) {
             return;
         }
         let matched = self.look_up(core, &forced.into_iter().collect(), load.decode_seqs as usize);
