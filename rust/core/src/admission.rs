@@ -15,11 +15,11 @@ pub(crate) type Survival = [f64; MAX_DRAFT];
 #[derive(Debug)]
 pub(crate) struct Admission<'a> {
     model: &'a StepModel,
-    /// The step's decoding sequences, before tokens are drafted.
-    load: &'a Load,
-    /// Microseconds of the step, as observed and as predicted by the linear model.
+    /// The step's decoding sequences.
+    decodes: u32,
+    /// Microseconds of the step before tokens are drafted, and of a row more by the linear model.
     time: f64,
-    predicted: f64,
+    row: f64,
 }
 
 /// Drafts of a step whose tokens are equally likely to be accepted.
@@ -33,8 +33,10 @@ pub(crate) struct Drafts {
 
 impl<'a> Admission<'a> {
     /// Takes a step's decoding sequences, before tokens are drafted. `None` if too few such steps were observed lately.
-    pub(crate) fn new(load: &'a Load, model: &'a StepModel) -> Option<Self> {
-        Some(Self { model, load, time: model.decode_rows(load)?, predicted: model.step(load) })
+    pub(crate) fn new(load: &Load, model: &'a StepModel) -> Option<Self> {
+        let (time, predicted) = (model.decode_rows(load.decode_seqs)?, model.step(load));
+        let row = if predicted > 0.0 { model.decode_row() * time / predicted } else { 0.0 };
+        Some(Self { model, decodes: load.decode_seqs, time, row })
     }
 
     /// The number of drafted tokens with the most expected tokens per second. Each is the first of its draft or a later one,
@@ -43,7 +45,7 @@ impl<'a> Admission<'a> {
     /// A sequence that gets ahead of its batch saves its row of a later step, but the step runs for the others. So the tokens
     /// count in proportion to the sequences that have a draft.
     fn best(&self, drafted: impl IntoIterator<Item = (bool, f64)>) -> usize {
-        let decodes = f64::from(self.load.decode_seqs);
+        let decodes = f64::from(self.decodes);
         let (mut ahead, mut saved) = (0.0, 0.0);
         let (mut best, mut most) = (0, MARGIN * decodes / self.time);
         for (count, (first, survival)) in (1..).zip(drafted) {
@@ -59,14 +61,13 @@ impl<'a> Admission<'a> {
 
     /// Whether drafts of up to `most` tokens would pay if all were accepted.
     pub(crate) fn may_pay(&self, most: usize) -> bool {
-        let decodes = self.load.decode_seqs as usize;
+        let decodes = self.decodes as usize;
         self.best((0..most * decodes).map(|count| (count < decodes, 1.0))) > 0
     }
 
     /// Microseconds of the step with `drafted` tokens: observed, or by the linear model.
     fn step(&self, drafted: u32) -> f64 {
-        let load = Load { drafted_tokens: drafted, ..*self.load };
-        self.model.decode_rows(&load).unwrap_or_else(|| self.time * self.model.step(&load) / self.predicted)
+        self.model.decode_rows(self.decodes + drafted).unwrap_or_else(|| self.time + self.row * f64::from(drafted))
     }
 
     /// Calls `admit` with a draft's index and number of tokens for each token that pays, most probable first.

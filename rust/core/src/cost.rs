@@ -208,10 +208,15 @@ impl StepModel {
         if whole > 0.0 { (whole - fixed * (1.0 - fullness)) / whole } else { fullness }
     }
 
-    /// Mean microseconds of recent steps with as many rows of decoding sequences as `load`, and no prompt tokens. `None` if there
-    /// were too few lately.
-    pub(crate) fn decode_rows(&self, load: &Load) -> Option<f64> {
-        self.row_times.step(load.decode_rows())
+    /// Mean microseconds of recent steps with `rows` rows of decoding sequences, and no prompt tokens. `None` if there were too few
+    /// lately.
+    pub(crate) fn decode_rows(&self, rows: u32) -> Option<f64> {
+        self.row_times.step(rows)
+    }
+
+    /// Predicted microseconds of a row of a decoding sequence.
+    pub(crate) fn decode_row(&self) -> f64 {
+        self.weights[2] * SCALE[2]
     }
 
     /// Mean microseconds of recent steps.
