@@ -96,7 +96,7 @@ class EngineConfig:
     cpu_isa: str = flag(
         "auto",
         "instruction set of the CPU kernels; results of two instruction sets can differ in the last bits",
-        choices=("auto", "amx", "avx512", "avx2", "neon", "portable"),
+        choices=("auto", "amx", "vnni", "avx512", "avx2", "neon", "portable"),
         group="model",
     )
     cpu_math: str = flag(

@@ -164,6 +164,11 @@ impl BlockType {
         }
     }
 
+    /// What must be added to the values of codes so that none is below 0.
+    pub(crate) fn byte_offset(self) -> f32 {
+        self.table().map_or(self.offset(), |values| -values.into_iter().fold(0.0, f32::min))
+    }
+
     /// The middle of the codes, for types with shifts. The codes of the other types are centred by their offset.
     pub(crate) fn centre(self) -> f32 {
         match (self.scale_kind(), self.code_bits()) {

@@ -2,6 +2,7 @@
 //!
 //! A layer's work is cut into panels of weights and tiles of rows. The products are summed by the [`Gemm`] of the weights' format.
 
+mod digits;
 mod epilogue;
 mod floats;
 mod pieces;
@@ -18,6 +19,7 @@ use crate::quant::{QuantRows, SharedRows};
 use crate::simd::Isa;
 use crate::unsafe_slice::UnsafeSlice;
 use crate::weights::{Matrix, Merge, Part, Store};
+use digits::{DigitRows, SharedDigits};
 use epilogue::{Finish, Gate, add_bias};
 use floats::{FloatRows, SharedFloats};
 use pieces::{PieceRows, SharedPieces};
@@ -53,6 +55,7 @@ impl Linear {
 pub(crate) struct Rows {
     floats: FloatRows,
     pieces: PieceRows,
+    digits: DigitRows,
     quant: QuantRows,
 }
 
@@ -62,6 +65,7 @@ pub(crate) struct Packed<'a> {
     rows: usize,
     floats: SharedFloats<'a>,
     pieces: SharedPieces<'a>,
+    digits: SharedDigits<'a>,
     quant: SharedRows<'a>,
     deltas: Option<Deltas<'a>>,
 }
@@ -79,12 +83,15 @@ impl Rows {
     pub(crate) fn reserve(&mut self, isa: Isa, rows: usize, ins: usize) {
         self.floats.reserve(rows, ins);
         self.pieces.reserve(isa, rows, ins);
+        self.digits.reserve(isa, rows, ins);
         self.quant.reserve(isa, rows, ins);
     }
 
     /// Returns a view for a call with `rows` rows.
     pub(crate) fn packed(&mut self, rows: usize) -> Packed<'_> {
-        Packed { rows, floats: self.floats.shared(), pieces: self.pieces.shared(), quant: self.quant.shared(), deltas: None }
+        let Self { floats, pieces, digits, quant } = self;
+        let (floats, pieces, digits, quant) = (floats.shared(), pieces.shared(), digits.shared(), quant.shared());
+        Packed { rows, floats, pieces, digits, quant, deltas: None }
     }
 }
 
@@ -110,6 +117,7 @@ impl<'a> Packed<'a> {
         let tiling = Tiling::new(self.rows, layer.matrix.tile_rows());
         let parts = &layer.matrix.parts;
         let tiles = parts.iter().any(|part| matches!(part.store, Store::Tiles(_)));
+        let digits = parts.iter().any(|part| matches!(part.store, Store::Digits(_)));
         let floats = parts.iter().any(|part| matches!(part.store, Store::Float(_)));
         let int8 = parts.iter().any(|part| matches!(part.store, Store::Int8(_)));
         worker.parallel_for(tiling.tiles(), |tile| {
@@ -123,6 +131,9 @@ impl<'a> Packed<'a> {
                     }
                     if tiles {
                         self.pieces.pack(isa, tile.clone(), m, row);
+                    }
+                    if digits {
+                        self.digits.pack(isa, tile.clone(), m, row);
                     }
                     if int8 {
                         self.quant.pack(isa, tile.clone(), m, row);
@@ -197,6 +208,7 @@ impl<'a> Packed<'a> {
             match &part.store {
                 Store::Float(weights) => self.floats.multiply(isa, weights, panels, tiles, sums, scratch),
                 Store::Tiles(weights) => self.pieces.multiply(isa, weights, panels, tiles, sums, scratch),
+                Store::Digits(weights) => self.digits.multiply(isa, weights, panels, tiles, sums, scratch),
                 Store::Int8(weights) => self.quant.multiply(isa, weights, panels, tiles, sums, scratch),
             }
         }

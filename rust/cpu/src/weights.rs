@@ -204,6 +204,8 @@ pub(crate) enum Store {
     Float(FloatPanels),
     /// Exact products by matrix tiles.
     Tiles(FloatPanels),
+    /// Products of bytes: the codes of blocks by the digits of fp32 rows.
+    Digits(BlockPanels),
     /// Products of integers.
     Int8(QuantWeights),
 }
@@ -260,7 +262,11 @@ impl Part {
             }
             (DType::Kept, Numbers::Ggml(number)) => {
                 let kind = tensor.numbers.blocks().ok_or(PackError::Blocks(number))?;
-                FloatPanels::Blocks(BlockPanels::pack(pool, isa, tensor, kind)?)
+                let panels = BlockPanels::pack(pool, isa, tensor, kind)?;
+                if isa.has_digits() {
+                    return Ok(Self { store: Store::Digits(panels), rows: tensor.rows });
+                }
+                FloatPanels::Blocks(panels)
             }
         };
         let exact = matches!(panels, FloatPanels::Bf16(_) | FloatPanels::Blocks(_)) && tensor.ins.is_multiple_of(BLOCK);
@@ -276,6 +282,7 @@ impl Part {
     fn read_row(&self, row: usize, to: &mut [f32]) {
         match &self.store {
             Store::Float(panels) | Store::Tiles(panels) => panels.read_column(row, to),
+            Store::Digits(panels) => panels.read_column(row, to),
             Store::Int8(panels) => panels.read_row(row, to),
         }
     }
@@ -333,7 +340,7 @@ impl Matrix {
 
     /// Maximum rows of a tile of activations for this matrix.
     pub(crate) fn tile_rows(&self) -> usize {
-        if self.parts.iter().all(|part| matches!(part.store, Store::Tiles(_))) { TILE } else { self.isa.rows() }
+        if self.parts.iter().all(|part| matches!(part.store, Store::Tiles(_) | Store::Digits(_))) { TILE } else { self.isa.rows() }
     }
 
     /// Whether the matrix has this shape and is packed for `isa`.

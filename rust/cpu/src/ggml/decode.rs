@@ -10,11 +10,11 @@ use crate::block_type::{BLOCK, BlockType, CodeBits, ScaleKind};
 use crate::simd::{Int8, Isa, Kernel, prefetch};
 
 /// Maximum columns of a panel.
-const WIDTH: usize = 32;
+pub(super) const WIDTH: usize = 32;
 /// Maximum number of scale groups in a unit.
-const GROUPS: usize = 16;
+pub(super) const GROUPS: usize = 16;
 /// Prefetch distance in bytes, chosen to cover the memory latency. The hardware prefetcher stops at each page boundary.
-const AHEAD: usize = 2048;
+pub(super) const AHEAD: usize = 2048;
 /// Maximum rows for which [`multiply`] is faster than expanding the weights first.
 const FUSED_ROWS: usize = 4;
 
@@ -57,13 +57,13 @@ pub(crate) fn expand(isa: Isa, panels: &BlockPanels, panel: usize, inputs: Range
 
 /// The units of one panel.
 pub(super) struct Units<'a> {
-    bytes: &'a [u8],
+    pub(super) bytes: &'a [u8],
     pub(super) kind: BlockType,
-    unit: Unit,
+    pub(super) unit: Unit,
 }
 
 impl<'a> Units<'a> {
-    fn new(panels: &'a BlockPanels, panel: usize) -> Self {
+    pub(super) fn new(panels: &'a BlockPanels, panel: usize) -> Self {
         Self { bytes: panels.panel(panel), kind: panels.kind, unit: Unit::new(panels.kind, panels.width) }
     }
 
@@ -142,7 +142,7 @@ pub(super) struct Scales {
 impl Scales {
     /// Reads the scales and shifts of a unit.
     #[inline(always)]
-    unsafe fn fill<S: Int8, const V: usize>(&mut self, s: S, kind: BlockType, unit: Unit, from: &[u8], groups: usize) {
+    pub(super) unsafe fn fill<S: Int8, const V: usize>(&mut self, s: S, kind: BlockType, unit: Unit, from: &[u8], groups: usize) {
         let width = V * S::LANES;
         assert!(from.len() >= unit.bytes && groups <= GROUPS && width <= WIDTH);
         let from = from.as_ptr();

@@ -7,10 +7,12 @@
 
 mod codes;
 mod decode;
+mod digits;
 mod panels;
 
 pub(crate) use codes::expand_codes;
 pub(crate) use decode::{expand, fused_rows, multiply};
+pub(crate) use digits::{Digits, multiply_digits};
 pub(crate) use panels::BlockPanels;
 
 #[cfg(test)]

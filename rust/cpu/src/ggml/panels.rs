@@ -14,13 +14,38 @@ use crate::tensor::{ReadError, RowReader, Tensor};
 /// i / 8 at bit 4 (i % 8). A fifth bit takes 1 word: weight i is at bit i + 4. A fifth and a sixth bit take 2 words: weight i is in word
 /// i / 16 at bit 2 (i % 16) + 4. These high bits are rotated: bits beyond 31 wrap around to the lowest bits. Codes of 8 bits take 8 words:
 /// weight i is byte i % 4 of word i / 4.
+///
+/// Panels for products of bytes ([`Isa::has_digits`]) have high bits in the bytes of [`BYTE_ORDER`], which is the order of the low four bits
+/// when a word is read as its low and then its high halves of bytes. A fifth bit of code i of that order is at bit i / 4 of byte i % 4. A
+/// fifth and a sixth bit are at bit 2 (i / 4 % 4) of byte i % 4 of word i / 16. Codes of 8 bits are in this order.
 #[derive(Debug)]
 pub(crate) struct BlockPanels {
     pub(super) bytes: AlignedVec<u8>,
     pub(super) kind: BlockType,
     pub(super) width: usize,
     pub(super) ins: usize,
+    pub(super) order: CodeOrder,
 }
+
+/// Order of the codes in a column's words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CodeOrder {
+    /// For products in fp32.
+    Bits,
+    /// For products of bytes.
+    Bytes,
+}
+
+/// The weights whose codes are the bytes of a column, four to a word.
+pub(super) const BYTE_ORDER: [usize; BLOCK] = {
+    let mut order = [0; BLOCK];
+    let mut at = 0;
+    while at < BLOCK {
+        order[at] = at / 8 * 8 + 2 * (at % 4) + at / 4 % 2;
+        at += 1;
+    }
+    order
+};
 
 /// Byte offsets in a unit, and sizes.
 #[derive(Clone, Copy, Debug)]
@@ -67,6 +92,7 @@ impl BlockPanels {
     /// Reads and packs a tensor of blocks. All threads pack panels.
     pub(crate) fn pack(pool: &mut ThreadPool, isa: Isa, tensor: &Tensor<'_>, kind: BlockType) -> Result<Self, ReadError> {
         let (width, ins) = (isa.panel(), tensor.ins);
+        let order = if isa.has_digits() { CodeOrder::Bytes } else { CodeOrder::Bits };
         let unit = Unit::new(kind, width);
         let size = ins / kind.block() * unit.bytes;
         let mut bytes = AlignedVec::zeros(tensor.rows.div_ceil(width) * size);
@@ -76,11 +102,11 @@ impl BlockPanels {
             let out = unsafe { shared.write(panel * size, size) };
             for column in 0..rows.count() {
                 for (block, to) in rows.row(column).chunks_exact(kind.bytes()).zip(out.chunks_exact_mut(unit.bytes)) {
-                    write(&kind.unpack(block), kind, unit, to, width, column);
+                    write(&kind.unpack(block), kind, order, unit, to, width, column);
                 }
             }
         })?;
-        Ok(Self { bytes, kind, width, ins })
+        Ok(Self { bytes, kind, width, ins, order })
     }
 
     /// The units of a panel.
@@ -109,7 +135,7 @@ impl BlockPanels {
         let unit = Unit::new(self.kind, self.width);
         let panel = self.panel(column / self.width);
         for (from, out) in panel.chunks_exact(unit.bytes).zip(out.chunks_exact_mut(self.kind.block())) {
-            let block = read(self.kind, unit, from, self.width, column % self.width);
+            let block = read(self.kind, self.order, unit, from, self.width, column % self.width);
             for (i, out) in out.iter_mut().enumerate() {
                 let (scale, shift) = block.scale_and_shift(self.kind, i);
                 *out = self.kind.value(block.codes[i]) * scale + shift;
@@ -120,18 +146,23 @@ impl BlockPanels {
 
 /// The location of weight `i` of 32 in a column's words. Each entry has the word, the bit in that word, the lowest bit of the code that is
 /// there, and the mask.
-fn places(bits: CodeBits, i: usize) -> [Option<(usize, u32, u32, u32)>; 2] {
+fn places(bits: CodeBits, order: CodeOrder, i: usize) -> [Option<(usize, u32, u32, u32)>; 2] {
     let low = Some((i / 8, 4 * (i % 8) as u32, 0, 15));
-    match bits {
-        CodeBits::Four => [low, None],
-        CodeBits::Five => [low, Some((4, i as u32 + 4, 4, 1))],
-        CodeBits::Six => [low, Some((4 + i / 16, 2 * (i % 16) as u32 + 4, 4, 3))],
-        CodeBits::Eight => [Some((i / 4, 8 * (i % 4) as u32, 0, 255)), None],
+    // The word and the byte of the weight in `BYTE_ORDER`.
+    let (word, byte) = (i / 8 * 2 + i % 2, 8 * (i % 8 / 2) as u32);
+    match (bits, order) {
+        (CodeBits::Four, _) => [low, None],
+        (CodeBits::Five, CodeOrder::Bits) => [low, Some((4, i as u32 + 4, 4, 1))],
+        (CodeBits::Five, CodeOrder::Bytes) => [low, Some((4, byte + word as u32, 4, 1))],
+        (CodeBits::Six, CodeOrder::Bits) => [low, Some((4 + i / 16, 2 * (i % 16) as u32 + 4, 4, 3))],
+        (CodeBits::Six, CodeOrder::Bytes) => [low, Some((4 + word / 4, byte + 2 * (word % 4) as u32, 4, 3))],
+        (CodeBits::Eight, CodeOrder::Bits) => [Some((i / 4, 8 * (i % 4) as u32, 0, 255)), None],
+        (CodeBits::Eight, CodeOrder::Bytes) => [Some((word, byte, 0, 255)), None],
     }
 }
 
 /// Writes a block to its column of a unit.
-fn write(block: &Unpacked, kind: BlockType, unit: Unit, to: &mut [u8], width: usize, column: usize) {
+fn write(block: &Unpacked, kind: BlockType, order: CodeOrder, unit: Unit, to: &mut [u8], width: usize, column: usize) {
     to[2 * column..][..2].copy_from_slice(&block.scale.to_le_bytes());
     if unit.scales > unit.second {
         to[unit.second + 2 * column..][..2].copy_from_slice(&block.second.to_le_bytes());
@@ -143,37 +174,50 @@ fn write(block: &Unpacked, kind: BlockType, unit: Unit, to: &mut [u8], width: us
         to[at + column] = block.mins[group];
     }
     for (to, codes) in to[unit.codes..].chunks_exact_mut(unit.block).zip(block.codes.as_chunks::<BLOCK>().0) {
-        for (to, word) in to[4 * column..].chunks_mut(4 * width).zip(words_of(kind.code_bits(), codes)) {
+        for (to, word) in to[4 * column..].chunks_mut(4 * width).zip(words_of(kind.code_bits(), order, codes)) {
             to[..4].copy_from_slice(&word.to_le_bytes());
         }
     }
 }
 
 /// Packs 32 codes into a column's words. [`places`] gives the location of the bits.
-fn words_of(bits: CodeBits, codes: &[u8; BLOCK]) -> [u32; 8] {
+fn words_of(bits: CodeBits, order: CodeOrder, codes: &[u8; BLOCK]) -> [u32; 8] {
     let gather = |codes: &[u8], from: u32, each: u32| {
         let field = |(i, &code): (usize, &u8)| (u32::from(code) >> from & ((1 << each) - 1)) << (i as u32 * each);
         codes.iter().enumerate().map(field).fold(0, |word, field| word | field)
     };
+    let bytes = match order {
+        CodeOrder::Bits => *codes,
+        CodeOrder::Bytes => BYTE_ORDER.map(|i| codes[i]),
+    };
+    let bytes = bytes.as_chunks::<4>().0;
     let mut words = [0; 8];
     if bits == CodeBits::Eight {
-        words.iter_mut().zip(codes.as_chunks::<4>().0).for_each(|(word, &codes)| *word = u32::from_le_bytes(codes));
+        words.iter_mut().zip(bytes).for_each(|(word, &codes)| *word = u32::from_le_bytes(codes));
         return words;
     }
     words.iter_mut().zip(codes.chunks_exact(8)).for_each(|(word, codes)| *word = gather(codes, 0, 4));
-    match bits {
-        CodeBits::Five => words[4] = gather(codes, 4, 1).rotate_left(4),
-        CodeBits::Six => {
+    // The high bits of four codes at a time, side by side in each byte.
+    let high = |words: &[[u8; 4]], each: u32| {
+        let field =
+            |(i, &codes): (usize, &[u8; 4])| ((u32::from_le_bytes(codes) >> 4) & (0x0101_0101 * ((1 << each) - 1))) << (i as u32 * each);
+        words.iter().enumerate().map(field).fold(0, |word, field| word | field)
+    };
+    match (bits, order) {
+        (CodeBits::Five, CodeOrder::Bits) => words[4] = gather(codes, 4, 1).rotate_left(4),
+        (CodeBits::Five, CodeOrder::Bytes) => words[4] = high(bytes, 1),
+        (CodeBits::Six, CodeOrder::Bits) => {
             words[4] = gather(&codes[..16], 4, 2).rotate_left(4);
             words[5] = gather(&codes[16..], 4, 2).rotate_left(4);
         }
-        CodeBits::Four | CodeBits::Eight => {}
+        (CodeBits::Six, CodeOrder::Bytes) => (words[4], words[5]) = (high(&bytes[..4], 2), high(&bytes[4..], 2)),
+        (CodeBits::Four | CodeBits::Eight, _) => {}
     }
     words
 }
 
 /// Reads a block from its column of a unit.
-fn read(kind: BlockType, unit: Unit, from: &[u8], width: usize, column: usize) -> Unpacked {
+fn read(kind: BlockType, order: CodeOrder, unit: Unit, from: &[u8], width: usize, column: usize) -> Unpacked {
     let number = |at: usize| u16::from_le_bytes([from[at], from[at + 1]]);
     let mut block = Unpacked { codes: [0; 256], scale: number(2 * column), second: 0, scales: [0; 16], mins: [0; 8] };
     if unit.scales > unit.second {
@@ -191,7 +235,7 @@ fn read(kind: BlockType, unit: Unit, from: &[u8], width: usize, column: usize) -
             *word = u32::from_le_bytes([from[0], from[1], from[2], from[3]]);
         }
         for (i, code) in codes.iter_mut().enumerate() {
-            for (word, at, to, mask) in places(kind.code_bits(), i).into_iter().flatten() {
+            for (word, at, to, mask) in places(kind.code_bits(), order, i).into_iter().flatten() {
                 *code |= ((words[word].rotate_right(at) & mask) << to) as u8;
             }
         }

@@ -19,6 +19,9 @@ pub(crate) trait Int8: Simd {
     /// Offset that is added to stored 8-bit weights, for processors that multiply unsigned weights.
     const OFFSET: i32;
 
+    /// Whether [`Int8::dot_digits`] and [`Int8::lookup_bytes`] are implemented.
+    const DIGITS: bool = false;
+
     /// Fills all columns with the same 32 bits.
     fn splat_i32(self, x: i32) -> Self::I;
     /// Loads 8-bit weights: [`Int8::GROUP`] of each column.
@@ -45,6 +48,14 @@ pub(crate) trait Int8: Simd {
     fn lookup(self, x: Self::I, shift: i32, table: Self::Table) -> Self::F;
     /// Rounds numbers from -128 to 127 to the nearest integers and stores them as bytes. Other numbers give unspecified bytes.
     unsafe fn store_bytes(self, p: *mut i8, x: Self::F);
+    /// Adds the products of unsigned bytes `w` and signed bytes `x`, four of each column, to each column's sum.
+    fn dot_digits(self, _sum: Self::I, _w: Self::I, _x: Self::I) -> Self::I {
+        unreachable!("only where `DIGITS` is set")
+    }
+    /// Replaces each byte, which must be below 16, by the byte of `table` with this index.
+    fn lookup_bytes(self, _x: Self::I, _table: &[u8; 16]) -> Self::I {
+        unreachable!("only where `DIGITS` is set")
+    }
 }
 
 // SAFETY of all blocks below: the caller guarantees that the pointers are valid.
@@ -55,6 +66,7 @@ impl Int8 for Portable {
     const LOOKUP: bool = false;
     const GROUP: usize = 4;
     const OFFSET: i32 = 0;
+    const DIGITS: bool = cfg!(test);
 
     #[inline(always)]
     fn splat_i32(self, x: i32) -> [i32; 8] {
@@ -112,6 +124,15 @@ impl Int8 for Portable {
     #[inline(always)]
     unsafe fn store_bytes(self, p: *mut i8, x: [f32; 8]) {
         unsafe { p.cast::<[i8; 8]>().write_unaligned(x.map(|x| x.round_ties_even() as i8)) }
+    }
+    #[inline(always)]
+    fn dot_digits(self, sum: [i32; 8], w: [i32; 8], x: [i32; 8]) -> [i32; 8] {
+        let product = |w: i32, x: i32, byte: usize| i32::from((w >> (8 * byte)) as u8) * i32::from((x >> (8 * byte)) as i8);
+        std::array::from_fn(|i| sum[i] + (0..4).map(|byte| product(w[i], x[i], byte)).sum::<i32>())
+    }
+    #[inline(always)]
+    fn lookup_bytes(self, x: [i32; 8], table: &[u8; 16]) -> [i32; 8] {
+        x.map(|x| i32::from_ne_bytes(x.to_ne_bytes().map(|code| table[usize::from(code)])))
     }
 }
 
@@ -217,6 +238,7 @@ mod x86 {
         const LOOKUP: bool = true;
         const GROUP: usize = 4;
         const OFFSET: i32 = 128;
+        const DIGITS: bool = true;
 
         #[inline(always)]
         fn splat_i32(self, x: i32) -> __m512i {
@@ -281,6 +303,14 @@ mod x86 {
         #[inline(always)]
         unsafe fn store_bytes(self, p: *mut i8, x: __m512) {
             unsafe { _mm_storeu_si128(p.cast(), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x))) }
+        }
+        #[inline(always)]
+        fn dot_digits(self, sum: __m512i, w: __m512i, x: __m512i) -> __m512i {
+            unsafe { _mm512_dpbusd_epi32(sum, w, x) }
+        }
+        #[inline(always)]
+        fn lookup_bytes(self, x: __m512i, table: &[u8; 16]) -> __m512i {
+            unsafe { _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())), x) }
         }
     }
 }

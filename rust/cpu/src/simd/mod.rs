@@ -175,6 +175,8 @@ enum Vectors {
 enum Matrices {
     /// None: vectors multiply them.
     Vectors,
+    /// Products of bytes in vectors (VNNI), for integer codes with scales only.
+    Digits,
     /// AMX with bfloat16.
     #[cfg(target_arch = "x86_64")]
     Amx(Math),
@@ -187,6 +189,9 @@ impl Isa {
     /// Portable code.
     #[cfg(test)]
     pub(crate) const PORTABLE: Self = Self { vectors: Vectors::Portable, matrices: Matrices::Vectors };
+    /// Portable code, for products of bytes too.
+    #[cfg(test)]
+    pub(crate) const PORTABLE_DIGITS: Self = Self { vectors: Vectors::Portable, matrices: Matrices::Digits };
 
     /// All instruction sets that this processor has. The first is the fastest that was measured. The last is AMX, whose speed was not
     /// measured.
@@ -213,16 +218,21 @@ impl Isa {
         found.push(Vectors::Portable);
         let mut found: Vec<_> = found.into_iter().map(|vectors| Self { vectors, matrices: Matrices::Vectors }).collect();
         #[cfg(target_arch = "x86_64")]
-        if found[0].vectors == Vectors::Avx512 && TileSupport::detect() == TileSupport::Usable {
-            found.push(Self { vectors: Vectors::Avx512, matrices: Matrices::Amx(Math::Exact) });
+        if found[0].vectors == Vectors::Avx512 {
+            found.insert(0, Self { vectors: Vectors::Avx512, matrices: Matrices::Digits });
+            if TileSupport::detect() == TileSupport::Usable {
+                found.push(Self { vectors: Vectors::Avx512, matrices: Matrices::Amx(Math::Exact) });
+            }
         }
         found
     }
 
-    /// All instruction sets that this processor has, and the oracle of AMX with the fastest vectors, each also with fast products.
+    /// All instruction sets that this processor has, portable products of bytes, and the oracle of AMX with the fastest vectors, each also
+    /// with fast products.
     #[cfg(test)]
     pub(crate) fn tested() -> Vec<Self> {
         let mut all = Self::available();
+        all.push(Self::PORTABLE_DIGITS);
         all.push(Self::best().with_oracle());
         all.extend(all.clone().into_iter().filter_map(Self::fast));
         all
@@ -245,6 +255,9 @@ impl Isa {
         if let Matrices::Amx(math) = self.matrices {
             return if math == Math::Exact { "amx" } else { "amx-bf16" };
         }
+        if self.matrices == Matrices::Digits {
+            return "vnni";
+        }
         match self.vectors {
             Vectors::Portable => "portable",
             #[cfg(target_arch = "x86_64")]
@@ -264,7 +277,7 @@ impl Isa {
     /// The same with rows in bfloat16, where tiles multiply them. None for other instruction sets.
     pub fn fast(self) -> Option<Self> {
         let matrices = match self.matrices {
-            Matrices::Vectors => return None,
+            Matrices::Vectors | Matrices::Digits => return None,
             #[cfg(target_arch = "x86_64")]
             Matrices::Amx(_) => Matrices::Amx(Math::Fast),
             #[cfg(test)]
@@ -276,7 +289,7 @@ impl Isa {
     /// How exactly tiles multiply. Exact for instruction sets without them.
     pub(crate) fn math(self) -> Math {
         match self.matrices {
-            Matrices::Vectors => Math::Exact,
+            Matrices::Vectors | Matrices::Digits => Math::Exact,
             #[cfg(target_arch = "x86_64")]
             Matrices::Amx(math) => math,
             #[cfg(test)]
@@ -286,7 +299,12 @@ impl Isa {
 
     /// Whether tiles multiply weights of bfloat16 and of integer codes.
     pub(crate) fn has_tiles(self) -> bool {
-        self.matrices != Matrices::Vectors
+        !matches!(self.matrices, Matrices::Vectors | Matrices::Digits)
+    }
+
+    /// Whether products of bytes multiply weights of integer codes.
+    pub(crate) fn has_digits(self) -> bool {
+        self.matrices == Matrices::Digits
     }
 
     /// Number of columns in a panel of weights.

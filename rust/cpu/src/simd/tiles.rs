@@ -51,7 +51,7 @@ impl TileProducts<'_> {
         assert_eq!(self.weights.len(), groups * tiles * self.group / 2 * TILE);
         assert_eq!(self.out.len(), groups * tiles * self.height * TILE);
         match isa.matrices {
-            Matrices::Vectors => unreachable!("this instruction set has no tiles"),
+            Matrices::Vectors | Matrices::Digits => unreachable!("this instruction set has no tiles"),
             #[cfg(target_arch = "x86_64")]
             Matrices::Amx(_) => {
                 assert_eq!(tiles, 2, "panels are as wide as two tiles");

@@ -1,0 +1,243 @@
+//! Products of codes and the digits of fp32 rows, in bytes.
+//!
+//! 32 numbers of a row are integers of 24 bits times a power of two. Such an integer has three signed digits of 8 bits, and the sums of
+//! codes times digits are exact integers. Each is converted to fp32 once, and the fp32 sums over blocks are added in ascending order. So a
+//! row's results do not depend on the other rows.
+
+use super::BlockPanels;
+use super::decode::{AHEAD, EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, WIDTH};
+use super::panels::BYTE_ORDER;
+use crate::block_type::BLOCK;
+use crate::pod::Pod;
+use crate::simd::{Int8, Isa, Kernel, prefetch};
+
+/// Number of digits of an integer.
+const DIGITS: usize = 3;
+/// Added to an integer, it makes each byte the digit plus 128.
+const OFFSET: i32 = 0x80_8080;
+/// What must be added to the bits of a number above 0x7f7f7f times a power of two, and to no smaller one's, to reach the next exponent.
+const CARRY: u32 = 0x01_0101;
+/// Smallest exponent of a block, as stored in fp32. Blocks of smaller numbers keep fewer of their bits.
+const LEAST_EXPONENT: u32 = 23;
+
+/// 32 numbers of a row.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub(crate) struct Digits {
+    /// The lowest digits first, in the order of the codes' bytes.
+    bytes: [[i8; BLOCK]; DIGITS],
+    /// A power of two. NaN if a number is NaN or infinite, so that all results of the block are NaN.
+    scale: f32,
+    /// The sum of the numbers.
+    sum: f32,
+    /// The sums of the first and of the second 16 numbers.
+    halves: [f32; 2],
+}
+
+// SAFETY: the fields have 1 and 4 bytes, 112 bytes in total without padding, and every bit pattern is valid.
+unsafe impl Pod for Digits {}
+
+impl Digits {
+    /// Rounds numbers to 24 bits below the largest one.
+    #[inline(always)]
+    pub(crate) fn new(numbers: &[f32; BLOCK]) -> Self {
+        // Magnitudes have the same order as their bits, and NaN is the largest.
+        let largest = numbers.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest));
+        if largest >= f32::INFINITY.to_bits() {
+            return Self { bytes: [[0; BLOCK]; DIGITS], scale: f32::NAN, sum: f32::NAN, halves: [f32::NAN; 2] };
+        }
+        let exponent = ((largest + CARRY) >> 23).max(LEAST_EXPONENT);
+        let (scale, inverse) = (f32::from_bits((exponent - 22) << 23), f32::from_bits((276 - exponent) << 23));
+        let integers = numbers.map(|x| (x * inverse).round_ties_even() as i32);
+        let digits = integers.map(|n| (n + OFFSET) ^ OFFSET);
+        let bytes = [0, 8, 16].map(|shift| {
+            let digit = digits.map(|n| (n >> shift) as i8);
+            BYTE_ORDER.map(|i| digit[i])
+        });
+        let (low, high) = integers.split_at(BLOCK / 2);
+        let [low, high]: [i32; 2] = [low, high].map(|half| half.iter().sum());
+        let number = |sum: i32| scale * sum as f32;
+        Self { bytes, scale, sum: number(low + high), halves: [number(low), number(high)] }
+    }
+}
+
+/// Multiplies rows \[blocks\]\[rows\] by a panel. Writes the result to `sums` \[rows\]\[columns\].
+pub(crate) fn multiply_digits(isa: Isa, panels: &BlockPanels, panel: usize, rows: &[Digits], sums: &mut [f32]) {
+    let height = sums.len() / panels.width;
+    assert!(isa.has_digits() && panels.width == isa.panel());
+    assert!(sums.len() == height * panels.width && rows.len() == height * panels.ins / BLOCK);
+    isa.run(Multiply { from: Units::new(panels, panel), rows, height, sums });
+}
+
+struct Multiply<'a> {
+    from: Units<'a>,
+    rows: &'a [Digits],
+    height: usize,
+    sums: &'a mut [f32],
+}
+
+impl Kernel for Multiply<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Int8>(self, s: S) {
+        if !S::DIGITS {
+            unreachable!("this instruction set has no products of bytes");
+        }
+        match self.from.decoding::<S>() {
+            // Tables are looked up by bytes here.
+            TABLE | FOUR if self.from.kind.table().is_some() => self.multiply::<S, TABLE>(s),
+            TABLE | FOUR => self.multiply::<S, FOUR>(s),
+            FIVE => self.multiply::<S, FIVE>(s),
+            SIX => self.multiply::<S, SIX>(s),
+            EIGHT => self.multiply::<S, EIGHT>(s),
+            _ => unreachable!("there are five ways"),
+        }
+    }
+}
+
+impl Multiply<'_> {
+    #[inline(always)]
+    fn multiply<S: Int8, const D: u8>(self, s: S) {
+        let Self { from, rows, height, sums } = self;
+        let (width, blocks) = (S::VECTORS * S::LANES, from.kind.block() / BLOCK);
+        let groups = if D == SIX { 2 } else { 1 };
+        let table = from.kind.table().map_or([0; 16], |values| values.map(|value| (value + from.kind.byte_offset()) as u8));
+        let mut scales = Scales { factors: [0.0; GROUPS * WIDTH], shifts: [0.0; GROUPS * WIDTH] };
+        let sums = sums.as_mut_ptr();
+        // SAFETY: `multiply_digits` has checked the lengths. A unit has all parts of its layout.
+        unsafe {
+            for at in (0..height * width).step_by(S::LANES) {
+                s.store(sums.add(at), s.splat(0.0));
+            }
+            for (u, unit) in from.bytes.chunks_exact(from.unit.bytes).enumerate() {
+                match S::VECTORS {
+                    2 => scales.fill::<S, 2>(s, from.kind, from.unit, unit, blocks * groups),
+                    _ => scales.fill::<S, 4>(s, from.kind, from.unit, unit, blocks * groups),
+                }
+                scales.subtract(s, from.kind.byte_offset(), blocks * groups * width);
+                for b in 0..blocks {
+                    let p = unit.as_ptr().add(from.unit.codes + b * from.unit.block);
+                    for line in (0..from.unit.block).step_by(64) {
+                        prefetch(p.wrapping_add(AHEAD + line));
+                    }
+                    let rows = &rows[(u * blocks + b) * height..][..height];
+                    for column in (0..width).step_by(S::LANES) {
+                        let codes = codes::<S, D>(s, p.add(4 * column), &table);
+                        let (first, to) = (scales.load(s, b * groups * width + column), sums.add(column));
+                        if D == SIX {
+                            let second = scales.load(s, (b * groups + 1) * width + column);
+                            add_halves(s, codes, [first, second], rows, to);
+                        } else {
+                            add(s, codes, first, rows, to);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Scales {
+    /// Loads the scales and shifts of the columns of a register.
+    #[inline(always)]
+    fn load<S: Int8>(&self, s: S, at: usize) -> (S::F, S::F) {
+        assert!(at + S::LANES <= GROUPS * WIDTH);
+        // SAFETY: asserted above.
+        unsafe { (s.load(self.factors.as_ptr().add(at)), s.load(self.shifts.as_ptr().add(at))) }
+    }
+
+    /// Subtracts `offset` times its scale from each of the first `count` shifts.
+    #[inline(always)]
+    fn subtract<S: Int8>(&mut self, s: S, offset: f32, count: usize) {
+        assert!(count <= GROUPS * WIDTH && count.is_multiple_of(S::LANES));
+        for at in (0..count).step_by(S::LANES) {
+            let (factors, shifts) = (self.factors.as_ptr(), self.shifts.as_mut_ptr());
+            // SAFETY: asserted above.
+            unsafe { s.store(shifts.add(at), s.fma(s.load(factors.add(at)), s.splat(-offset), s.load(shifts.add(at)))) }
+        }
+    }
+}
+
+/// Reads the codes of 32 weights in the columns of a register. They are in the order of the digits, four to a register.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // An iterator's closures would lack the kernel's target features.
+unsafe fn codes<S: Int8, const D: u8>(s: S, p: *const u8, table: &[u8; 16]) -> [S::I; 8] {
+    let word = 4 * S::VECTORS * S::LANES;
+    let mut codes = [s.splat_i32(0); 8];
+    for g in 0..8 {
+        // SAFETY: the caller guarantees that there are as many words as the codes need.
+        codes[g] = unsafe {
+            if D == EIGHT {
+                s.words(p.add(g * word))
+            } else {
+                let low = s.field(s.words(p.add(g / 2 * word)), 4 * (g % 2) as i32, 0x0f0f_0f0f);
+                match D {
+                    TABLE => s.lookup_bytes(low, table),
+                    FIVE => s.or(low, s.field(s.words(p.add(4 * word)), g as i32 - 4, 0x1010_1010)),
+                    SIX => s.or(low, s.field(s.words(p.add((4 + g / 4) * word)), 2 * (g % 4) as i32 - 4, 0x3030_3030)),
+                    _ => low,
+                }
+            }
+        };
+    }
+    codes
+}
+
+/// Adds the products of 32 weights to each row's sums in the columns of a register.
+#[inline(always)]
+unsafe fn add<S: Int8>(s: S, codes: [S::I; 8], (factor, shift): (S::F, S::F), rows: &[Digits], mut to: *mut f32) {
+    for row in rows {
+        // SAFETY: the caller guarantees that there are sums of each row.
+        unsafe {
+            let product = product::<S, 8>(s, codes, row, 0);
+            let sum = s.fma(product, s.mul(factor, s.splat(row.scale)), s.load(to));
+            s.store(to, s.fma(s.splat(row.sum), shift, sum));
+            to = to.add(S::VECTORS * S::LANES);
+        }
+    }
+}
+
+/// Like [`add`], for weights with a scale for each 16.
+#[inline(always)]
+unsafe fn add_halves<S: Int8>(s: S, codes: [S::I; 8], scales: [(S::F, S::F); 2], rows: &[Digits], mut to: *mut f32) {
+    let [a, b, c, d, e, f, g, h] = codes;
+    for row in rows {
+        // SAFETY: the caller guarantees that there are sums of each row.
+        unsafe {
+            let products = [product::<S, 4>(s, [a, b, c, d], row, 0), product::<S, 4>(s, [e, f, g, h], row, BLOCK / 2)];
+            let mut sum = s.load(to);
+            for half in 0..2 {
+                let (factor, shift) = scales[half];
+                sum = s.fma(products[half], s.mul(factor, s.splat(row.scale)), sum);
+                sum = s.fma(s.splat(row.halves[half]), shift, sum);
+            }
+            s.store(to, sum);
+            to = to.add(S::VECTORS * S::LANES);
+        }
+    }
+}
+
+/// The sum of codes times a row's integers, of which the first is that at `start`.
+///
+/// The upper two digits make one integer, which has at most 29 bits.
+#[inline(always)]
+fn product<S: Int8, const G: usize>(s: S, codes: [S::I; G], row: &Digits, start: usize) -> S::F {
+    let low = dot(s, s.splat_i32(0), codes, &row.bytes[0], start);
+    let high = dot(s, s.splat_i32(0), codes, &row.bytes[2], start);
+    let high = dot(s, s.field(high, -8, -1), codes, &row.bytes[1], start);
+    s.fma(s.to_f32(high), s.splat(256.0), s.to_f32(low))
+}
+
+/// Adds the products of codes and a row's digits, of which the first is that at `start`.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)]
+fn dot<S: Int8, const G: usize>(s: S, mut sum: S::I, codes: [S::I; G], digits: &[i8; BLOCK], start: usize) -> S::I {
+    assert!(start + 4 * G <= BLOCK);
+    for g in 0..G {
+        // SAFETY: asserted above.
+        let four = unsafe { digits.as_ptr().add(start + 4 * g).cast::<i32>().read_unaligned() };
+        sum = s.dot_digits(sum, codes[g], s.splat_i32(four));
+    }
+    sum
+}

@@ -1,0 +1,149 @@
+//! Compares products of bytes with plain integers, and their errors with those of fp32.
+
+use super::*;
+use crate::block_type::CodeBits;
+
+/// The instruction sets with products of bytes, and portable code.
+fn tested() -> impl Iterator<Item = Isa> {
+    Isa::available().into_iter().filter(|isa| isa.has_digits()).chain([Isa::PORTABLE_DIGITS])
+}
+
+/// Rows with blocks of many sizes: their magnitudes differ by up to 2^40, and those of a block's numbers by up to 2^16.
+fn uneven(count: usize) -> Vec<f32> {
+    let scale = |i: usize| 2.0_f32.powi((i / BLOCK * 7 % 41) as i32 - 20) * 2.0_f32.powi(-((i * i % 17) as i32));
+    numbers(3, count).iter().zip(numbers(4, count)).enumerate().map(|(i, (x, y))| (x * 1.000_001 + y * 1e-4) * scale(i)).collect()
+}
+
+/// The integers of a block of a row, and the power of two that they are multiplied by.
+fn integers(block: &[f32]) -> (Vec<i64>, f64) {
+    let largest = block.iter().fold(0.0_f64, |largest, &x| largest.max(f64::from(x).abs()));
+    let scale = (-126..).map(|e| 2.0_f64.powi(e)).find(|scale| (largest / scale).round_ties_even() <= 8_355_711.0).expect("a scale");
+    (block.iter().map(|&x| (f64::from(x) / scale).round_ties_even() as i64).collect(), scale)
+}
+
+/// The product of a row of weights and a row of numbers, as the kernels compute it.
+fn plain(isa: Isa, kind: BlockType, weights: &[u8], x: &[f32]) -> f32 {
+    let fma = |a: f32, b: f32, c: f32| if isa.is_portable() { a * b + c } else { a.mul_add(b, c) };
+    let group = if kind.code_bits() == CodeBits::Six { BLOCK / 2 } else { BLOCK };
+    let offset = -kind.table().map_or(-kind.offset(), |values| values.into_iter().fold(0.0, f32::min));
+    let mut total = 0.0;
+    for (unit, x) in weights.chunks_exact(kind.bytes()).zip(x.chunks_exact(kind.block())) {
+        let unit = kind.unpack(unit);
+        for at in (0..kind.block()).step_by(group) {
+            let block = at / BLOCK * BLOCK;
+            let (all, row_scale) = integers(&x[block..block + BLOCK]);
+            let numbers = &all[at - block..][..group];
+            let (scale, shift) = unit.scale_and_shift(kind, at);
+            let (mut high, mut low) = (0, 0);
+            for (i, n) in numbers.iter().enumerate() {
+                let code = (kind.value(unit.codes[at + i]) + offset) as i64;
+                let digit = i64::from(*n as i8);
+                low += code * digit;
+                high += code * ((n - digit) >> 8);
+            }
+            let product = fma(high as f32, 256.0, low as f32);
+            total = fma(product, scale * row_scale as f32, total);
+            total = fma(row_scale as f32 * numbers.iter().sum::<i64>() as f32, fma(scale, -offset, shift), total);
+        }
+    }
+    total
+}
+
+#[test]
+fn products_are_those_of_plain_integers_to_the_bit() {
+    let (outs, ins, count) = (40, 768, 3);
+    let x = uneven(count * ins);
+    for kind in BlockType::ALL {
+        let bytes = random_blocks(kind, outs, ins, 5);
+        let each = bytes.len() / outs;
+        for isa in tested() {
+            let matrix = pack(isa, &[tensor(Numbers::Ggml(kind.number()), outs, ins, &bytes)], Merge::Stacked, DType::Kept);
+            let found = multiply(isa, 1, &Linear::new(matrix, None), &x, 0.0, Epilogue::Store);
+            for (at, found) in found.iter().enumerate() {
+                let (m, n) = (at / outs, at % outs);
+                let expected = plain(isa, kind, &bytes[n * each..(n + 1) * each], &x[m * ins..(m + 1) * ins]);
+                assert_eq!(found.to_bits(), expected.to_bits(), "{isa:?} {kind:?} {m} {n}: {found} {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn each_row_alone_gives_what_it_gives_among_others() {
+    let ins = 512;
+    let x = uneven(130 * ins);
+    for isa in tested() {
+        let (layer, ..) = mixed(isa, ins);
+        let outs = layer.matrix.outs;
+        let all = multiply(isa, 2, &layer, &x, 0.0, Epilogue::Store);
+        for (m, row) in all.chunks_exact(outs).enumerate() {
+            let alone = multiply(isa, 1, &layer, &x[m * ins..(m + 1) * ins], 0.0, Epilogue::Store);
+            assert!(alone == row, "{isa:?} row {m}");
+            let first = multiply(isa, 1, &layer, &x[..(m + 1) * ins], 0.0, Epilogue::Store);
+            assert!(first == all[..(m + 1) * outs], "{isa:?} {} rows", m + 1);
+        }
+    }
+}
+
+#[test]
+fn a_number_that_is_not_finite_makes_its_own_row_nan_and_tiny_and_huge_numbers_are_kept() {
+    let (ins, kind) = (256, BlockType::Q4_K);
+    let bytes = random_blocks(kind, 1, ins, 5);
+    let weights = dequantized(kind, &bytes, ins);
+    for isa in tested() {
+        let matrix = pack(isa, &[tensor(Numbers::Ggml(kind.number()), 1, ins, &bytes)], Merge::Stacked, DType::Kept);
+        let layer = Linear::new(matrix, None);
+        for (special, finite) in
+            [(f32::NAN, false), (f32::INFINITY, false), (f32::NEG_INFINITY, false), (1e37, true), (-1e37, true), (1e-40, true)]
+        {
+            let mut x = numbers(3, 2 * ins);
+            x[7] = special;
+            let found = multiply(isa, 1, &layer, &x, 0.0, Epilogue::Store);
+            assert_eq!(found[0].is_finite(), finite, "{isa:?} {special}: {found:?}");
+            assert_eq!(found[0].is_nan(), !finite, "{isa:?} {special}: {found:?}");
+            let alone = multiply(isa, 1, &layer, &x[ins..], 0.0, Epilogue::Store);
+            assert_eq!(found[1].to_bits(), alone[0].to_bits(), "{isa:?} {special}");
+        }
+        for (size, tolerance) in [(1e30_f32, 1e-6), (1e-25, 1e-6), (1e-40, 1.0)] {
+            let x: Vec<f32> = numbers(3, ins).iter().map(|x| x * size).collect();
+            let found = f64::from(multiply(isa, 1, &layer, &x, 0.0, Epilogue::Store)[0]);
+            let products = x.iter().zip(&weights).map(|(x, w)| f64::from(*x) * f64::from(*w));
+            let (expected, total) = products.fold((0.0, 0.0), |(sum, size), product| (sum + product, size + product.abs()));
+            assert!((found - expected).abs() <= tolerance * total, "{isa:?} {size}: {found} {expected}");
+        }
+        assert!(multiply(isa, 1, &layer, &vec![0.0; ins], 0.0, Epilogue::Store) == [0.0]);
+    }
+}
+
+/// The root of the mean square error of products, relative to the root of the sum of the products' squares.
+fn error(isa: Isa, kind: BlockType, x: &[f32], outs: usize, ins: usize) -> f64 {
+    let bytes = random_blocks(kind, outs, ins, 5);
+    let weights = dequantized(kind, &bytes, ins);
+    let matrix = pack(isa, &[tensor(Numbers::Ggml(kind.number()), outs, ins, &bytes)], Merge::Stacked, DType::Kept);
+    let found = multiply(isa, 1, &Linear::new(matrix, None), x, 0.0, Epilogue::Store);
+    let (mut errors, mut sizes) = (0.0, 0.0);
+    for (at, found) in found.iter().enumerate() {
+        let (x, w) = (&x[at / outs * ins..][..ins], &weights[at % outs * ins..][..ins]);
+        let products = x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w));
+        let (exact, size) = products.fold((0.0, 0.0), |(sum, size), product| (sum + product, size + product * product));
+        errors += (f64::from(*found) - exact).powi(2);
+        sizes += size;
+    }
+    (errors / sizes).sqrt()
+}
+
+#[test]
+fn errors_are_smaller_than_those_of_fp32() {
+    let (outs, ins, count) = (32, 2048, 8);
+    let even = numbers(3, count * ins).iter().zip(numbers(4, count * ins)).map(|(x, y)| x + y * 1e-3).collect();
+    // One number of a block in eight is a hundred times as large.
+    let outliers = numbers(3, count * ins).iter().enumerate().map(|(i, x)| x * if i % 256 == 5 { 100.0 } else { 1.0 }).collect();
+    let positive = numbers(3, count * ins).iter().map(|x| x.abs() * 1.001).collect();
+    for (what, x) in [("even", even), ("outliers", outliers), ("positive", positive)] as [(&str, Vec<f32>); 3] {
+        for kind in BlockType::ALL {
+            let [bytes, plain] = [Isa::PORTABLE_DIGITS, Isa::PORTABLE].map(|isa| error(isa, kind, &x, outs, ins));
+            println!("{what} {kind:?}: bytes {bytes:.2e}, fp32 {plain:.2e}");
+            assert!(bytes < plain, "{what} {kind:?}: {bytes:e} {plain:e}");
+        }
+    }
+}
