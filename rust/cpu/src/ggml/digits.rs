@@ -38,7 +38,7 @@ pub(crate) struct Digits {
 unsafe impl Pod for Digits {}
 
 impl Digits {
-    /// Rounds numbers to 24 bits below the largest one.
+    /// Splits numbers. An error is at most 2^-23 of the largest number.
     #[inline(always)]
     pub(crate) fn new(numbers: &[f32; BLOCK]) -> Self {
         // Magnitudes have the same order as their bits, and NaN is the largest.
