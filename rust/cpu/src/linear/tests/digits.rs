@@ -17,7 +17,7 @@ fn uneven(count: usize) -> Vec<f32> {
 /// The integers of a block of a row, and the power of two that they are multiplied by.
 fn integers(block: &[f32]) -> (Vec<i64>, f64) {
     let largest = block.iter().fold(0.0_f64, |largest, &x| largest.max(f64::from(x).abs()));
-    let scale = (-126..).map(|e| 2.0_f64.powi(e)).find(|scale| (largest / scale).round_ties_even() <= 8_355_711.0).expect("a scale");
+    let scale = (-126..=105).map(|e| 2.0_f64.powi(e)).find(|scale| (largest / scale).round_ties_even() <= 8_355_711.0).expect("a scale");
     (block.iter().map(|&x| (f64::from(x) / scale).round_ties_even() as i64).collect(), scale)
 }
 
