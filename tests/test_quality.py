@@ -73,7 +73,7 @@ def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
         ({"in_torch": "int8"}, 1e-2, 0.95, 6e-3),
         ({"in_torch": "fp8"}, 2e-2, 0.86, 5e-2),
         ({"kv_cache_dtype": "float16"}, 1e-4, 0.997, 2e-6),
-        ({"kv_cache_dtype": "int8"}, 1.5e-3, 0.99, 5e-4),
+        ({"kv_cache_dtype": "int8"}, 1.5e-3, 0.98, 5e-4),
     ],
     ids=lambda value: "-".join(f"{name}-{form}" for name, form in value.items()) or "default" if isinstance(value, dict) else None,
 )
