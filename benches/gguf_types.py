@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -52,14 +53,14 @@ def number(kind: str) -> str:
     return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(kind, str(int(GGMLQuantizationType[kind])))
 
 
-def decoder(kind: str, form: str, threads: int) -> _core.Decoder:
+def decoder(kind: str, form: str, threads: int, isa: str) -> _core.Decoder:
     """A model of a type, of MEASURED layers."""
     random = np.random.default_rng(0)
     usual, other = MIXED.get(kind, (kind, kind))
 
     def linear(outs: list[int], ins: int, kinds: list[str], gated: bool = False) -> _core.Linear:
         tensors = [(number(k), rows, blocks(k, rows, ins, random), 0) for k, rows in zip(kinds, outs, strict=True)]
-        return _core.Linear(tensors, ins, form, threads=threads, gated=gated)
+        return _core.Linear(tensors, ins, form, threads=threads, gated=gated, isa=isa)
 
     kv, queries = KV_HEADS * HEAD_DIM, HEADS * HEAD_DIM
     ones = np.ones(HIDDEN, np.float32)
@@ -123,11 +124,12 @@ def measure(model: _core.Decoder, rows: int, seconds: float) -> float:
 
 
 def main() -> None:
-    """Measures the types that are named, or all, and writes the page if it is all."""
+    """Measures the types that are named, or all, with each instruction set that is named, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*", help="such as Q4_K, Q4_K_M, int8:Q4_0 (with --quantization int8)")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each number of rows")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-isa", nargs="+", default=_core.instruction_sets()[:1], help="instruction sets (default: the fastest)")
     args = parser.parse_args()
     known = [GGMLQuantizationType(n).name for n in _core.block_types()]
     names = args.types or [*MIXED, *known, "F16", "BF16", "F32", "int8:Q4_0", "int8:Q8_0"]
@@ -137,20 +139,19 @@ def main() -> None:
         f"Written by `benches/gguf_types.py`. Tokens per second of a step that decodes N sequences; {MATRIX_WEIGHTS / 1e6:.0f} million",
         "weights, random, on the machine below with the threads given. One row is one stream.",
         "",
-        f"Machine: {describe()['cpu']}, {args.threads} threads, kernels {_core.instruction_sets()[0]}.",
+        f"Machine: {describe()['cpu']}, {args.threads} threads.",
         "",
-        "| type | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |",
-        "|---|" + "---|" * len(ROWS),
+        "| type | instruction set | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |",
+        "|---|---|" + "---|" * len(ROWS),
     ]
-    for name in names:
+    for name, isa in product(names, args.cpu_isa):
         kind = name.removeprefix("int8:")
-        model = decoder(kind, "int8" if name != kind else "kept", args.threads)
+        model = decoder(kind, "int8" if name != kind else "kept", args.threads, isa)
         rates = [rows / measure(model, rows, args.seconds) for rows in ROWS]
-        lines.append(f"| {name} | " + " | ".join(f"{rate:.1f}" for rate in rates) + " |")
+        lines.append(f"| {name} | {isa} | " + " | ".join(f"{rate:.1f}" for rate in rates) + " |")
         print(lines[-1], flush=True)
         del model
-    if not args.types:
-        OUT.write_text("\n".join(lines) + "\n")
+    OUT.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
