@@ -46,7 +46,8 @@ async def _answer(request: Request, body: OllamaRequest, empty: bool, ignored: l
     converted, without_effect = body.chat()
     with renamed_fields(FIELD_NAMES):
         completion = await ChatCompletion.begin(request, converted, [*ignored, *without_effect], kind="chat", prefix="ollama-")
-    answer = _Answer(completion, converted.top_logprobs or 0, model.engine.tokenizer, as_message=as_message)
+    loading = request.state.context.waited_for_model
+    answer = _Answer(completion, converted.top_logprobs or 0, model.engine.tokenizer, loading, as_message=as_message)
     if converted.stream:
         return JsonLines(answer.lines(), completion.headers)
     return Json(await answer.whole(), headers=completion.headers)
@@ -55,8 +56,10 @@ async def _answer(request: Request, body: OllamaRequest, empty: bool, ignored: l
 class _Answer:
     """Builds the answer's parts from increments. A call is sent as a whole when it has ended."""
 
-    def __init__(self, completion: ChatCompletion, num_top: int, tokenizer: Any, *, as_message: bool) -> None:
+    def __init__(self, completion: ChatCompletion, num_top: int, tokenizer: Any, loading: float, *, as_message: bool) -> None:
+        """`loading` are the seconds until the model was loaded."""
         self._completion = completion
+        self._loading = loading
         self._num_top = num_top
         self._tokenizer = tokenizer
         self._as_message = as_message
@@ -94,7 +97,8 @@ class _Answer:
                 for part in self._take(delta):
                     yield self._head() | part | {"done": False}
         usage = self._completion.generation.usage
-        end = {"done": True, "done_reason": self._done_reason, **_durations(self._completion.generation.metrics().get("metrics", {}))}
+        durations = _durations(self._completion.generation.metrics().get("metrics", {}), self._loading)
+        end = {"done": True, "done_reason": self._done_reason, **durations}
         counts = {"prompt_eval_count": usage.prompt, "eval_count": usage.completion}
         yield self._head() | _text("", "", self._as_message) | end | counts
 
@@ -133,15 +137,16 @@ def _text(content: str, thinking: str, as_message: bool) -> dict[str, Any]:
     return {"message": {"role": "assistant", "content": content, **fields}} if as_message else {"response": content, **fields}
 
 
-def _durations(metrics: Mapping[str, float | None]) -> dict[str, int]:
-    """Returns Ollama's durations, in nanoseconds. The model is always loaded, so `load_duration` is 0."""
+def _durations(metrics: Mapping[str, float | None], loading: float) -> dict[str, int]:
+    """Returns Ollama's durations, in nanoseconds."""
+    load = round(loading * 1e9)
     first, queued, generation = (
         int((metrics.get(name) or 0.0) * 1e6) for name in ("time_to_first_token_ms", "queue_time_ms", "generation_time_ms")
     )
     return {
         "total_duration": first + generation,
-        "load_duration": 0,
-        "prompt_eval_duration": max(0, first - queued),
+        "load_duration": load,
+        "prompt_eval_duration": max(0, first - queued - load),
         "eval_duration": generation,
     }
 

@@ -43,10 +43,11 @@ async def embed(request: Request) -> Response:
     await service_of(request).use(request, served_name(body.model), keep_alive_seconds(body.keep_alive))
     batch = await EmbeddingBatch.begin(request, _fields(body), inputs, dimensions=body.dimensions, truncate=body.truncate is not False)
     found = await batch.embeddings()
+    load = round(request.state.context.waited_for_model * 1e9)
 
     def respond() -> Json:
         embeddings = [embedding.tolist() for embedding in found]
-        counts = {"prompt_eval_count": batch.generation.usage.prompt, "load_duration": 0, "total_duration": time.monotonic_ns() - began}
+        counts = {"prompt_eval_count": batch.generation.usage.prompt, "load_duration": load, "total_duration": time.monotonic_ns() - began}
         return Json({"model": batch.generation.head["model"], "embeddings": embeddings, **counts}, headers=ignored_header(ignored))
 
     return await asyncio.to_thread(respond)  # many numbers take long
