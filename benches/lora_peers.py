@@ -5,8 +5,8 @@
 
 Adapters have random matrices for all seven projections. All engines have the same numbers, the same prompts, and one HTTP client. They are
 set up by `benches/serving.py setup`. Each round starts one engine after the other and asks for all numbers of adapters in turn, first for
-a few tokens. Nobody drafts. A figure is the median of the rounds. Speeds count from the first request to the last answer. Processor time is
-that of all of an engine's processes; with one thread, where none spins at a barrier, it can be compared on a machine that others use too.
+a few tokens. No engine drafts. A figure is the median of the rounds. Speeds count from the first request to the last answer. Processor time
+is that of all of an engine's processes; with one thread, where none spins at a barrier, it compares on a machine that others use too.
 Writes benches/results/lora_peers.md.
 """
 

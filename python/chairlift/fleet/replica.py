@@ -74,9 +74,12 @@ def by_saturation(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 def application(host: str, port: int, secret: Secret, options: Mapping[str, Any]) -> serve.Application:
     """Replicas whose engines join this server; `options` are those of Ray Serve's deployments."""
-    checks: dict[str, Any] = {"health_check_period_s": CHECK_SECONDS, "health_check_timeout_s": ANSWER_SECONDS}
-    checks |= {"graceful_shutdown_timeout_s": LEAVE_SECONDS}
-    deployed: serve.Deployment = serve.deployment(name="engines", **checks | dict(options))(EngineReplica)
+    defaults = {
+        "health_check_period_s": CHECK_SECONDS,
+        "health_check_timeout_s": ANSWER_SECONDS,
+        "graceful_shutdown_timeout_s": LEAVE_SECONDS,
+    }
+    deployed: serve.Deployment = serve.deployment(name="engines", **{**defaults, **options})(EngineReplica)
     return deployed.bind(host, port, secret)
 
 

@@ -108,13 +108,8 @@ class Trial:
         if self._process is None or self._process.poll() is not None:
             # The child has this process's module path and does not import from its working directory.
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "chairlift.grammar.trial",
-                json.dumps([str(self._vocabulary.file), *self._vocabulary[1:]]),
-            ]
+            file, *others = self._vocabulary
+            command = [sys.executable, "-P", "-m", "chairlift.grammar.trial", json.dumps([str(file), *others])]
             environment = {**os.environ, "PYTHONPATH": path}
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         return self._process

@@ -22,8 +22,8 @@ RETRY_SECONDS = 10.0
 """Pause before the engines are deployed again, after Ray was not reached or was lost."""
 MAX_REASON = 300
 """Most characters of an error of Ray's."""
-LEAVE_SECONDS = 10.0
-"""Seconds that an engine that Ray ends gets, beside those of its requests, before Ray kills it."""
+GRACE_SECONDS = 10.0
+"""Seconds after those of --shutdown-timeout until Ray kills an engine that it ends."""
 REMOVE_SECONDS = 15.0
 """Seconds that Ray gets to remove the engines when the server ends."""
 
@@ -40,7 +40,7 @@ class RayEngines:
             raise InvalidSetting("--ray-address needs Ray: pip install 'chairlift[fleet]'")
         self._address = config.ray_address
         options: dict[str, Any] = {"ray_actor_options": dict(config.ray_actor_options or {"num_cpus": 1})}
-        options["graceful_shutdown_timeout_s"] = config.shutdown_timeout + LEAVE_SECONDS
+        options["graceful_shutdown_timeout_s"] = config.shutdown_timeout + GRACE_SECONDS
         if config.ray_autoscaling_config is None:
             options["num_replicas"] = config.replicas
         else:

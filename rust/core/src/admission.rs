@@ -35,7 +35,8 @@ impl<'a> Admission<'a> {
     /// Takes a step's decoding sequences, before tokens are drafted. `None` if too few such steps were observed lately.
     pub(crate) fn new(load: &Load, model: &'a StepModel) -> Option<Self> {
         let (time, predicted) = (model.decode_rows(load.decode_seqs)?, model.step(load));
-        let row = if predicted > 0.0 { model.decode_row() * time / predicted } else { 0.0 };
+        let [_, _, row, ..] = model.coefficients();
+        let row = if predicted > 0.0 { row * time / predicted } else { 0.0 };
         Some(Self { model, decodes: load.decode_seqs, time, row })
     }
 

@@ -25,7 +25,7 @@ impl Load {
     }
 
     /// Tokens of decoding sequences: the last one of each, and drafted ones.
-    pub(crate) fn decode_rows(&self) -> u32 {
+    pub fn decode_rows(&self) -> u32 {
         self.decode_seqs + self.drafted_tokens
     }
 }
@@ -212,11 +212,6 @@ impl StepModel {
     /// lately.
     pub(crate) fn decode_rows(&self, rows: u32) -> Option<f64> {
         self.row_times.step(rows)
-    }
-
-    /// Predicted microseconds of a row of a decoding sequence.
-    pub(crate) fn decode_row(&self) -> f64 {
-        self.weights[2] * SCALE[2]
     }
 
     /// Mean microseconds of recent steps.

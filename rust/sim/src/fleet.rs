@@ -19,7 +19,7 @@ pub(crate) struct Fleet<'a> {
     block_size: u32,
     /// Whether requests share prefixes, and there is more than one engine to choose from.
     shares_prefixes: bool,
-    /// What each engine is told at the next exchange: the tenants' service at the others.
+    /// The tenants' service at the other engines, which each engine gets at the next exchange.
     elsewhere: Vec<Vec<(Arc<str>, Time)>>,
     /// When engines exchange service next. `None` if they never do.
     exchange_at: Option<Time>,

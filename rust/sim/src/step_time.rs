@@ -40,7 +40,7 @@ impl StepTime {
         let ((from, low), (to, high)) = (self.curve[after - 1], self.curve[after]);
         let alone = low + (high - low) * (tokens - from) / (to - from);
         let attention = self.context_token * load.context_tokens as f64 + self.prefill_pair * load.prefill_pairs as f64;
-        (alone + attention + self.decode_seq * f64::from(load.decode_seqs + load.drafted_tokens)).max(1.0) as u64
+        (alone + attention + self.decode_seq * f64::from(load.decode_rows())).max(1.0) as u64
     }
 }
 

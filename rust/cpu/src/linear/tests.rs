@@ -67,6 +67,11 @@ fn check(isa: Isa, layer: &Linear, weights: &[f32], bias: &[f32], tolerance: f64
     }
 }
 
+/// The instruction sets that multiply blocks in fp32 in vectors, the fastest first.
+fn in_vectors() -> impl Iterator<Item = Isa> {
+    Isa::available().into_iter().filter(|isa| !isa.has_tiles() && !isa.has_digits())
+}
+
 #[test]
 fn products_are_right_and_rows_do_not_depend_on_each_other() {
     // Covers inputs in one and in two slices, full and partial panels, and rows for one tile, some tiles, and groups of tiles.
@@ -105,7 +110,7 @@ fn blocks_kept_as_they_are_give_what_their_numbers_give_to_the_last_bit() {
         let blocks = random_blocks(kind, outs, ins, 1);
         let floats = bytes_of(&dequantized(kind, &blocks, ins));
         let x = numbers(3, 40 * ins);
-        for isa in Isa::available().into_iter().filter(|isa| !isa.has_tiles() && !isa.has_digits()) {
+        for isa in in_vectors() {
             for count in [1, 4, 5, 40] {
                 let sources = [tensor(Numbers::Ggml(kind.number()), outs, ins, &blocks), tensor(Numbers::F32, outs, ins, &floats)];
                 let [kept, plain] = sources.map(|source| {
@@ -127,7 +132,7 @@ fn tensors_of_one_matrix_may_differ_in_type() {
     let plain = bytes_of(&floats.concat());
     let bias = numbers(2, 120);
     let x = numbers(3, 20 * ins);
-    for isa in Isa::available().into_iter().filter(|isa| !isa.has_tiles() && !isa.has_digits()) {
+    for isa in in_vectors() {
         let mixed: Vec<_> = kinds.iter().zip(&blocks).map(|(kind, bytes)| tensor(Numbers::Ggml(kind.number()), 40, ins, bytes)).collect();
         let (mixed, whole) = (pack(isa, &mixed, Merge::Stacked, DType::Kept), tensor(Numbers::F32, 120, ins, &plain));
         let mut row = vec![0.0; ins];
@@ -236,7 +241,7 @@ fn tiles_are_more_accurate_than_chains_of_multiply_adds() {
         let squares = found.iter().enumerate().map(|(i, &y)| (f64::from(y) - exact(i / outs, i % outs)).powi(2));
         (squares.sum::<f64>() / (0..8 * outs).map(|i| exact(i / outs, i % outs).powi(2)).sum::<f64>()).sqrt()
     };
-    let vectors = Isa::available().into_iter().find(|isa| !isa.has_tiles() && !isa.has_digits()).expect("portable code at least");
+    let vectors = in_vectors().next().expect("portable code at least");
     let (tiles, vectors) = (error(Isa::best().with_oracle()), error(vectors));
     assert!(tiles < 0.6 * vectors && vectors < 1e-5, "{tiles:e} {vectors:e}");
 }
