@@ -13,11 +13,10 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from drafts import DRAFT_TOKENS, OUTPUT, TASKS
-from peers.engines import PEERS, Peer, Run
+from peers.engines import PEERS, Peer, Run, flagged
 from peers.install import HF, versions
 from peers.machine import Busy
 from peers.workload import Request
@@ -27,11 +26,6 @@ from chairlift.tokenizer import Tokenizer
 
 RESULT = Path(__file__).parent / "results" / "drafts_peers.md"
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFT_TOKENS}
-
-
-def flagged(name: str, *flags: str) -> Peer:
-    """An engine of `serving.py` with more flags."""
-    return replace(PEERS[name], command=[*PEERS[name].command, *flags])
 
 
 CHAIRLIFT = flagged("chairlift", "--speculative-config", '{"method": "off"}')

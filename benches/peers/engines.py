@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -289,3 +289,8 @@ PEERS: dict[str, Peer] = {
     "chairlift_int8_dynamic": _chairlift("Q4_1", "8 bit", INT8, "dynamic", speed=110),
 }
 """Every peer by its name. `chairlift` is `chairlift serve` with nothing chosen; its answers are those of fp32."""
+
+
+def flagged(name: str, *flags: str) -> Peer:
+    """A peer with more flags. A flag that it has already gets the new value."""
+    return replace(PEERS[name], command=[*PEERS[name].command, *flags])

@@ -42,13 +42,18 @@ def workload(tokenizer: Path, count: int = REQUESTS, seed: int = 0) -> list[Requ
     outputs = _lengths(random, OUTPUT, OUTPUT_SIGMA, OUTPUT_RANGE)
     gaps = random.exponential(1, REQUESTS)
     arrivals = np.cumsum(gaps) - gaps[0]
-    text = re.sub(r"[*=\-~^]{4,}", "", "\n\n".join(pydoc_data.topics.topics.values()))
-    ids = Tokenizer.from_file(str(tokenizer)).encode(text, add_special_tokens=False).ids
+    ids = english(tokenizer)
     stride = len(ids) // REQUESTS
     assert stride >= PROMPT_RANGE[1], "the text is too short for prompts that do not overlap"
     return [
         Request(ids[i * stride : i * stride + int(prompts[i])], int(outputs[i]), float(arrivals[i])) for i in range(min(count, REQUESTS))
     ]
+
+
+def english(tokenizer: Path) -> list[int]:
+    """The tokens of Python's own reference, some 200,000."""
+    text = re.sub(r"[*=\-~^]{4,}", "", "\n\n".join(pydoc_data.topics.topics.values()))
+    return Tokenizer.from_file(str(tokenizer)).encode(text, add_special_tokens=False).ids
 
 
 def _lengths(random: np.random.Generator, median: int, sigma: float, limits: tuple[int, int]) -> np.ndarray:

@@ -88,10 +88,10 @@ impl Need {
     pub(crate) fn state(self) -> TimelineState {
         match self {
             Self::Slot => TimelineState::WaitSlots,
-            Self::Budget => TimelineState::WaitBudget,
+            // The running prompt takes the step's tokens.
+            Self::Budget | Self::Prefix => TimelineState::WaitBudget,
             Self::Blocks(_) | Self::NextStep | Self::Commit | Self::NonPreemptible => TimelineState::WaitBlocks,
             Self::Batch => TimelineState::WaitBatch,
-            Self::Prefix => TimelineState::WaitPolicy,
         }
     }
 }

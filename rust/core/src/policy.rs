@@ -69,6 +69,11 @@ impl Policy {
         matches!(self, Self::Priority | Self::Deadline)
     }
 
+    /// Whether the policy decides between waiting requests and prompts in progress.
+    pub(crate) fn is_urgent(self) -> bool {
+        self.has_classes() || self == Self::Shortest
+    }
+
     /// Whether tenants take turns by the service they have received.
     pub fn has_tenants(self) -> bool {
         matches!(self, Self::Fair | Self::Vtc)

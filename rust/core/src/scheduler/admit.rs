@@ -116,7 +116,7 @@ impl Scheduler {
                     }
                 }
                 Err(need) => {
-                    if need == Need::Prefix {
+                    if need == Need::Prefix && self.config.policy == Policy::Prefix {
                         self.move_last(id);
                     } else {
                         turn.get_or_insert((self.seqs[id].member().group, need));

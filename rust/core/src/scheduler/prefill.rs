@@ -4,7 +4,6 @@ use super::Scheduler;
 use crate::batch::StepPlan;
 use crate::cost::FIRST_PREFILL;
 use crate::phase::{Phase, Stage};
-use crate::policy::Policy;
 use crate::request::{SeqId, Time};
 use crate::sequence::Sequence;
 use crate::stats::Stall;
@@ -61,7 +60,7 @@ impl Scheduler {
         let starved = self.running.prompts().iter().any(|&id| is_starved(&self.seqs[id], now, ageing));
         let blocked = if plan.preempted.is_empty() && !starved { self.admit_aged(plan, budget) } else { None };
         let seqs = &self.seqs;
-        if self.config.policy.has_classes() || self.config.policy == Policy::Shortest {
+        if self.config.policy.is_urgent() {
             let aged = self.running.aged();
             self.running.sort_prompts(|&id| (!is_starved(&seqs[id], now, ageing), aged != Some(id), seqs[id].place.key()));
             self.plan_prompts(plan, budget, 0, blocked.is_none());

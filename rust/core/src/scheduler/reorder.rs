@@ -1,4 +1,4 @@
-//! Keeps the prefix policy's order correct as cached prefixes grow.
+//! Lets requests wait for prefixes that running prompts compute, and keeps the prefix policy's order correct as they grow.
 
 use super::Scheduler;
 use crate::kv::Cached;
@@ -75,9 +75,9 @@ impl Scheduler {
     }
 
     /// Whether a running prompt will cache the block that `id` needs next. The sequence then waits instead of computing
-    /// the block twice. The answer is kept until all blocks that both have in common are computed.
+    /// the block twice. Under the prefix policy the answer is kept until all blocks that both have in common are computed.
     fn is_being_computed(&mut self, id: SeqId) -> bool {
-        if self.config.policy != Policy::Prefix || !self.config.prefix_caching {
+        if self.config.policy.is_urgent() || !self.config.prefix_caching {
             return false;
         }
         let seq = &self.seqs[id];
@@ -86,19 +86,23 @@ impl Scheduler {
         {
             return true;
         }
-        let own = seq.blocks.cached_len();
+        let (own, by_prefix) = (seq.blocks.cached_len(), self.config.policy == Policy::Prefix);
         let same = self.running.prompts().iter().find_map(|&other| {
             // A prompt of a less urgent tier may wait for long, so others do not wait for it.
             let running = self.seqs.get(other).filter(|running| running.spec().tier <= seq.spec().tier)?;
             let next = running.blocks.cached_len();
             let same = next >= own && running.computes(next) && running.blocks.names().get(next)? == seq.blocks.names().get(next)?;
-            same.then_some((other, next))
+            // Nor for one that got no tokens lately. Under the prefix policy they come last meanwhile.
+            let wait = by_prefix || !running.is_stalled() && !self.kv.is_named(seq.blocks.names()[next]);
+            (same && wait).then_some((other, next))
         });
         let Some((other, next)) = same else { return false };
-        let common = next + common_len(&seq.blocks.names()[next..], &self.seqs[other].blocks.names()[next..]);
-        let seq = &mut self.seqs[id];
-        self.waiting.await_nothing(seq);
-        self.waiting.await_block(seq, id, common - 1, Some(other));
+        if by_prefix {
+            let common = next + common_len(&seq.blocks.names()[next..], &self.seqs[other].blocks.names()[next..]);
+            let seq = &mut self.seqs[id];
+            self.waiting.await_nothing(seq);
+            self.waiting.await_block(seq, id, common - 1, Some(other));
+        }
         true
     }
 }

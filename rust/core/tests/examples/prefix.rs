@@ -25,22 +25,19 @@ fn who_has_least_left_to_compute_goes_first() {
 
 #[test]
 fn a_request_waits_for_blocks_that_another_computes_and_finds_them_then() {
-    let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(Policy::Prefix) });
-    lab.add(stem(1, 1, 256, 256, 9));
-    assert_eq!(lab.step().chunks, [(1, 100)]);
-    lab.add(stem(1, 2, 256, 300, 9));
-    assert_eq!(lab.step().chunks, [(1, 100)]);
-    // Half of each step was available to request 2, but most of its prompt is being computed by request 1. Then 44
-    // tokens are left.
-    assert_eq!(lab.step().chunks, [(1, 56)]);
-    assert_eq!(lab.step().chunks, [(1, 1), (2, 44)]);
-    assert_eq!((lab.explain(2).cached_tokens, lab.explain(2).states[TimelineState::WaitPolicy as usize]), (256, 2000));
-    // Under first come, first served, it would have computed 156 tokens itself, because only a hundred were cached.
-    let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(Policy::Fcfs) });
-    lab.add(stem(1, 1, 256, 256, 9));
-    lab.step();
-    lab.add(stem(1, 2, 256, 300, 9));
-    assert_eq!(lab.step().chunks, [(2, 50), (1, 50)]);
+    for policy in [Policy::Fcfs, Policy::Fair, Policy::Vtc, Policy::Prefix] {
+        let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(policy) });
+        lab.add(stem(1, 1, 256, 256, 9));
+        assert_eq!(lab.step().chunks, [(1, 100)]);
+        lab.add(stem(1, 2, 256, 300, 9));
+        assert_eq!(lab.step().chunks, [(1, 100)]);
+        // Half of each step was available to request 2, but most of its prompt is being computed by request 1. Then 44
+        // tokens are left.
+        assert_eq!(lab.step().chunks, [(1, 56)]);
+        assert_eq!(lab.step().chunks, [(1, 1), (2, 44)]);
+        let state = if policy == Policy::Prefix { TimelineState::WaitPolicy } else { TimelineState::WaitBudget };
+        assert_eq!((lab.explain(2).cached_tokens, lab.explain(2).states[state as usize]), (256, 2000), "{policy:?}");
+    }
 }
 
 #[test]
@@ -122,7 +119,7 @@ fn requests_that_await_a_long_shared_prefix_cost_a_plan_next_to_nothing() {
             let most = LOOKUPS + 204 * step.admitted.len() as u64;
             assert!(lookups <= most, "{policy:?}: {lookups} lookups in a plan that admits {}", step.admitted.len());
         }
-        if policy == Policy::Prefix {
+        if !matches!(policy, Policy::Priority | Policy::Deadline | Policy::Shortest) {
             assert!((2..1002).all(|tag| lab.ended[&tag].cached_tokens == 3200), "all but the first find the prefix in the cache");
         }
     }
@@ -163,4 +160,32 @@ fn a_request_that_awaits_a_prompt_is_admitted_when_that_prompt_is_aborted() {
     // The committed part of the first prompt is cached.
     assert_eq!(lab.step().chunks, [(2, 64)]);
     assert_eq!(lab.explain(2).cached_tokens, 128);
+}
+
+#[test]
+fn requests_that_arrive_together_compute_their_prefix_once() {
+    for policy in [Policy::Fcfs, Policy::Fair, Policy::Vtc, Policy::Prefix] {
+        let mut lab = Lab::new(Config { max_tokens: 128, max_seqs: 64, ..plenty(policy) });
+        (1..=64).for_each(|tag| lab.add(stem(1, tag, 1024, 1088, 1)));
+        let mut computed = 0;
+        while lab.ended.len() < 64 {
+            computed += lab.step().chunks.iter().map(|&(_, tokens)| tokens).sum::<u32>();
+        }
+        assert_eq!(computed, 1024 + 64 * 64, "{policy:?}");
+    }
+}
+
+#[test]
+fn nobody_waits_for_the_prefix_of_a_prompt_that_gets_no_tokens() {
+    // The oldest prompt has a guaranteed quarter of each step, and a shorter one gets the rest.
+    let mut lab = Lab::new(Config { max_tokens: 64, ..plenty(Policy::Fcfs) });
+    lab.add(stem(1, 1, 0, 4000, 1));
+    lab.step();
+    lab.add(stem(2, 2, 640, 700, 1));
+    assert_eq!(lab.step().chunks, [(2, 32), (1, 32)]);
+    lab.add(stem(3, 3, 0, 300, 1));
+    assert_eq!(lab.step().chunks, [(3, 32), (2, 16), (1, 16)]);
+    lab.add(stem(2, 4, 640, 700, 1));
+    assert_eq!(lab.step().chunks, [(3, 48), (1, 16)], "the second prompt has computed some blocks of the fourth");
+    assert_eq!(lab.step().chunks[0], (4, 32));
 }

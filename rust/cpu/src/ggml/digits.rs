@@ -39,25 +39,36 @@ unsafe impl Pod for Digits {}
 
 impl Digits {
     /// Splits numbers. An error is at most 2^-23 of the largest number.
+    ///
+    /// All loops are plain: closures would lack the kernel's target features, and would not become vector instructions.
     #[inline(always)]
     pub(crate) fn new(numbers: &[f32; BLOCK]) -> Self {
+        let mut ordered = [0.0; BLOCK];
+        for (to, &i) in ordered.iter_mut().zip(&BYTE_ORDER) {
+            *to = numbers[i];
+        }
         // Magnitudes have the same order as their bits, and NaN is the largest.
-        let largest = numbers.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest));
+        let mut largest = 0;
+        for x in ordered {
+            largest = largest.max(x.to_bits() & 0x7fff_ffff);
+        }
         if largest >= f32::INFINITY.to_bits() {
             return Self { bytes: [[0; BLOCK]; DIGITS], scale: f32::NAN, sum: f32::NAN, halves: [f32::NAN; 2] };
         }
         let exponent = ((largest + CARRY) >> 23).max(LEAST_EXPONENT);
         let (scale, inverse) = (f32::from_bits((exponent - 22) << 23), f32::from_bits((276 - exponent) << 23));
-        let integers = numbers.map(|x| (x * inverse).round_ties_even() as i32);
-        let digits = integers.map(|n| (n + OFFSET) ^ OFFSET);
-        let bytes = [0, 8, 16].map(|shift| {
-            let digit = digits.map(|n| (n >> shift) as i8);
-            BYTE_ORDER.map(|i| digit[i])
-        });
-        let (low, high) = integers.split_at(BLOCK / 2);
-        let [low, high]: [i32; 2] = [low, high].map(|half| half.iter().sum());
-        let number = |sum: i32| scale * sum as f32;
-        Self { bytes, scale, sum: number(low + high), halves: [number(low), number(high)] }
+        // The order keeps the first 16 numbers before the others.
+        let (mut bytes, mut halves) = ([[0; BLOCK]; DIGITS], [0; 2]);
+        for (at, x) in ordered.into_iter().enumerate() {
+            let integer = (x * inverse).round_ties_even() as i32;
+            halves[at / (BLOCK / 2)] += integer;
+            let digits = (integer + OFFSET) ^ OFFSET;
+            bytes[0][at] = digits as i8;
+            bytes[1][at] = (digits >> 8) as i8;
+            bytes[2][at] = (digits >> 16) as i8;
+        }
+        let [low, high] = halves;
+        Self { bytes, scale, sum: scale * (low + high) as f32, halves: [scale * low as f32, scale * high as f32] }
     }
 }
 
