@@ -134,6 +134,8 @@ pub(crate) mod tests {
                     // The sum of four uniform numbers is nearly normal.
                     let x = (uniform() + uniform() + uniform() + uniform() - 2.0) * 1.7;
                     let x = self.steps.map_or(x, |steps| (x * steps).round() / steps) * self.spread;
+                    // Rounding can exceed the largest number.
+                    let x = x.clamp(f32::MIN, f32::MAX);
                     if masked { f32::NEG_INFINITY } else { x }
                 })
                 .collect();
