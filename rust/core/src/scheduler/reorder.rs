@@ -91,10 +91,11 @@ impl Scheduler {
             // A prompt of a less urgent tier may wait for long, so others do not wait for it.
             let running = self.seqs.get(other).filter(|running| running.spec().tier <= seq.spec().tier)?;
             let next = running.blocks.cached_len();
-            let same = next >= own && running.computes(next) && running.blocks.names().get(next)? == seq.blocks.names().get(next)?;
-            // Nor for one that got no tokens lately. Under the prefix policy they come last meanwhile.
-            let wait = by_prefix || !running.is_stalled() && !self.kv.is_named(seq.blocks.names()[next]);
-            (same && wait).then_some((other, next))
+            let name = seq.blocks.names().get(next)?;
+            let same = next >= own && running.computes(next) && running.blocks.names().get(next)? == name;
+            // The prefix policy has looked the block up, and serves others meanwhile. Elsewhere a stalled prompt holds nobody up.
+            let waits = same && (by_prefix || !running.is_stalled() && !self.kv.is_named(*name));
+            waits.then_some((other, next))
         });
         let Some((other, next)) = same else { return false };
         if by_prefix {
