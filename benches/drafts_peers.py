@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drafts import DRAFT_TOKENS, OUTPUT, TASKS
+from peers.client import answered
 from peers.engines import PEERS, Peer, Run, flagged
 from peers.install import HF, versions
 from peers.machine import Busy
@@ -43,10 +44,8 @@ ENGINES: dict[str, tuple[Peer, Peer]] = {
 def cost(run: Run, session: int, prompt: list[int], streams: int) -> tuple[float, float]:
     """Seconds of wall clock and of processor time of one prompt's answers, all at a time. Raises SystemExit if one fails."""
     before = Busy.now(session)
-    answers = run([Request(prompt, OUTPUT, 0.0)] * streams, None)
+    answers = answered(run([Request(prompt, OUTPUT, 0.0)] * streams, None))
     after = Busy.now(session)
-    if errors := [answer.error for answer in answers if answer.error]:
-        raise SystemExit(errors[0])
     return max(answer.times[-1] for answer in answers), after.session - before.session
 
 

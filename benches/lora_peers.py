@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 from lora import write_adapter
-from peers.engines import PEERS, Peer, Run
+from peers.client import answered
+from peers.engines import PEERS, Peer, Run, flagged
 from peers.install import HF, HOME, gguf, python, versions
 from peers.machine import Busy
 from peers.workload import Request
@@ -65,10 +66,7 @@ def engines(threads: int) -> dict[str, Peer]:
         "llama_f16": ["--lora", ",".join(str(_gguf(name)) for name in NAMES), "--lora-init-without-apply", *own],
         "vllm_bf16": ["--enable-lora", *modules, "--max-loras", str(len(NAMES))],
     }
-    return {
-        name: dataclasses.replace(PEERS[name], command=[*PEERS[name].command, *more], environ=PEERS[name].environ | few)
-        for name, more in flags.items()
-    }
+    return {name: dataclasses.replace(flagged(name, *more), environ=PEERS[name].environ | few) for name, more in flags.items()}
 
 
 def requests(engine: str, adapters: int, output: int) -> list[Request]:
@@ -97,9 +95,7 @@ class Cost:
 def cost(run: Run, session: int, asked: list[Request]) -> Cost:
     """Runs the requests. Raises SystemExit if one fails."""
     before = Busy.now(session).session
-    answers = run(asked, None)
-    if errors := [answer.error for answer in answers if answer.error]:
-        raise SystemExit(errors[0])
+    answers = answered(run(asked, None))
     tokens = sum(answer.tokens for answer in answers)
     return Cost(max(answer.times[-1] for answer in answers) / tokens, (Busy.now(session).session - before) / tokens)
 

@@ -30,6 +30,13 @@ class Answer:
         return asdict(self) | {"due": round(self.due, 4), "times": [round(t, 4) for t in self.times]}
 
 
+def answered(answers: list[Answer]) -> list[Answer]:
+    """The same answers. Raises SystemExit if a request failed."""
+    if errors := [answer.error for answer in answers if answer.error]:
+        raise SystemExit(errors[0])
+    return answers
+
+
 async def drive(port: int, requests: list[Request], rate: float | None, extra: dict[str, Any], limit: float) -> list[Answer]:
     """Sends all requests, at once or at `rate` a second, and waits for the answers, for `limit` seconds at most.
 

@@ -51,7 +51,7 @@ def workload(tokenizer: Path, count: int = REQUESTS, seed: int = 0) -> list[Requ
 
 
 def english(tokenizer: Path) -> list[int]:
-    """The tokens of Python's own reference, some 200,000."""
+    """The tokens of Python's own reference, some 110,000."""
     text = re.sub(r"[*=\-~^]{4,}", "", "\n\n".join(pydoc_data.topics.topics.values()))
     return Tokenizer.from_file(str(tokenizer)).encode(text, add_special_tokens=False).ids
 
