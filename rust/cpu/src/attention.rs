@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::ptr::null;
 
 use crate::aligned::AlignedVec;
-use crate::cache::{Cell, KvDType, Pages, Parts};
+use crate::cache::{Bf16Pair, Cell, KvDType, Pages, Parts};
 use crate::linear::softcap;
 use crate::simd::{Isa, Kernel, Simd, exp};
 use crate::unsafe_slice::UnsafeSlice;
@@ -30,7 +30,7 @@ const LANES: usize = 4;
 /// Per-thread scratch memory for [`Attention::attend`].
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
-    /// \[rows\]\[head dim\]: queries times the scale.
+    /// \[rows\]\[head dim\]: queries times the scale, as factors of the cache's cells.
     query: AlignedVec<f32>,
     /// \[rows\]\[head dim, padded\]: sums of the values, weighted by the exponentials.
     sums: AlignedVec<f32>,
@@ -42,6 +42,8 @@ pub(crate) struct Scratch {
     seen: Vec<Range<usize>>,
     /// \[head dim\]\[TILE\]: gathered keys, in the cache's format. Used when the block size is not a multiple of the lanes.
     keys: AlignedVec<i32>,
+    /// \[2\]\[head dim, padded\]: the values of the tile's first and last pair of tokens without the tokens that are not visible.
+    edges: AlignedVec<u32>,
 }
 
 /// Attention in one layer: scaled dot products, softmax, weighted sum of the values.
@@ -79,6 +81,7 @@ impl Attention<'_> {
         match self.pages.dtype {
             KvDType::F32 => isa.run(Attend::<f32> { of: self, task, scratch, cell: PhantomData }),
             KvDType::F16 => isa.run(Attend::<u16> { of: self, task, scratch, cell: PhantomData }),
+            KvDType::Bf16 => isa.run_bf16(Attend::<Bf16Pair> { of: self, task, scratch, cell: PhantomData }),
             KvDType::Int8 => isa.run(Attend::<i8> { of: self, task, scratch, cell: PhantomData }),
         }
     }
@@ -90,7 +93,7 @@ impl Attention<'_> {
     }
 }
 
-/// A task with the element type of the cache.
+/// A task with the type of the cache's cells.
 struct Attend<'a, C> {
     of: &'a Attention<'a>,
     task: Task<'a>,
@@ -103,10 +106,10 @@ struct Tile<C> {
     start: usize,
     /// Tokens of the tile that at least one of the rows attends to, relative to `start`.
     tokens: Range<usize>,
-    /// For each register of tokens, the address of their first dimension. The next dimension is `step` elements further.
+    /// For each register of tokens, the address of the cells of their first dimensions. The next cells are `step` further.
     keys: [*const C; TILE / LANES],
     step: usize,
-    /// One pointer per token.
+    /// One pointer for the cells of each token, or of each pair of tokens.
     values: [*const C; TILE],
     key_scales: [f32; TILE],
     value_scales: [f32; TILE],
@@ -117,7 +120,7 @@ impl<C: Cell> Kernel for Attend<'_, C> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        self.begin::<S>();
+        self.begin(s);
         let mut tile = Tile {
             start: 0,
             tokens: 0..0,
@@ -147,12 +150,12 @@ impl<C: Cell> Kernel for Attend<'_, C> {
 impl<C: Cell> Attend<'_, C> {
     /// Clears the accumulators and copies the scaled queries.
     #[inline(always)]
-    fn begin<S: Simd>(&mut self) {
+    fn begin<S: Simd>(&mut self, s: S) {
         let (plan, head_dim) = (self.of.plan, self.of.pages.shape.head_dim);
         let (group, padded) = (plan.group(), self.of.pages.padded());
         let rows = self.task.parts.iter().map(|part| part.queries).sum::<usize>() * group;
         let width = group * head_dim;
-        let Scratch { query, sums, weights, largest, seen, keys } = &mut *self.scratch;
+        let Scratch { query, sums, weights, largest, seen, keys, edges } = &mut *self.scratch;
         query.reserve(rows * head_dim);
         sums.reserve(rows * padded);
         sums[..rows * padded].fill(0.0);
@@ -161,6 +164,7 @@ impl<C: Cell> Attend<'_, C> {
         largest.reserve(rows);
         largest[..rows].fill(f32::NEG_INFINITY);
         keys.reserve(head_dim * TILE);
+        edges.reserve(2 * padded);
         seen.clear();
         let mut queries = query.chunks_exact_mut(width);
         for part in self.task.parts {
@@ -170,6 +174,7 @@ impl<C: Cell> Attend<'_, C> {
                 for (to, from) in query.iter_mut().zip(from) {
                     *to = from * self.of.scale;
                 }
+                query.chunks_exact_mut(head_dim).for_each(|query| C::factors(s, query));
                 for _ in 0..group {
                     seen.push(self.of.seen(position + i));
                 }
@@ -216,8 +221,8 @@ impl<C: Cell> Attend<'_, C> {
             // SAFETY: all offsets are within the page, or within `gathered`, which has room for cells of 4 bytes.
             unsafe {
                 let Parts { scales, values, keys } = pages.page::<C>(self.of.layer, block, self.task.kv_head);
-                for (i, value) in tile.values[token..end].iter_mut().enumerate() {
-                    *value = values.add((offset + i) * padded);
+                for (i, t) in (token..end).enumerate() {
+                    tile.values[t / C::NUMBERS] = values.add((offset + i) / C::NUMBERS * padded);
                 }
                 if C::SCALED {
                     for (i, t) in (token..end).enumerate() {
@@ -235,7 +240,7 @@ impl<C: Cell> Attend<'_, C> {
                         tile.keys[vector] = keys.add((tile.start + vector * S::LANES) % size);
                     }
                 } else {
-                    for d in 0..head_dim {
+                    for d in 0..head_dim / C::NUMBERS {
                         keys.add(d * size + offset).copy_to_nonoverlapping(gathered.add(d * TILE + token), end - token);
                     }
                 }
@@ -246,6 +251,25 @@ impl<C: Cell> Attend<'_, C> {
             for (vector, keys) in tile.keys[..TILE / S::LANES].iter_mut().enumerate() {
                 *keys = gathered.wrapping_add(vector * S::LANES);
             }
+        }
+        if C::NUMBERS == 2 {
+            self.hide(tile);
+        }
+    }
+
+    /// Replaces the pairs of values of which only one token is visible by copies with zeros for the other token, which may not be written.
+    #[inline(always)]
+    fn hide(&mut self, tile: &mut Tile<C>) {
+        let padded = self.of.pages.padded();
+        let edges = self.scratch.edges[..2 * padded].chunks_exact_mut(padded);
+        let hidden = [(tile.tokens.start, 0xffff_0000), (tile.tokens.end, 0x0000_ffff)];
+        for ((token, mask), edge) in hidden.into_iter().zip(edges).filter(|((token, _), _)| token % 2 == 1) {
+            let values = &mut tile.values[token / 2];
+            for (d, pair) in edge.iter_mut().enumerate() {
+                // SAFETY: `fill` set the pointer for the cells of all dimensions, and they are 32 bits wide.
+                *pair = unsafe { values.cast::<u32>().add(d).read() } & mask;
+            }
+            *values = edge.as_ptr().cast();
         }
     }
 
@@ -294,10 +318,12 @@ impl<C: Cell> Attend<'_, C> {
                 if C::SCALED {
                     multiply(s, scores, &tile.value_scales, vectors.clone());
                 }
+                C::factors(s, scores);
             }
             let padded = pages.padded();
             let sums = self.scratch.sums.as_mut_ptr().add(rows.start * padded);
-            let weighted = Weighted { weights: &scores, tokens, values: &tile.values, factors: &factors, sums, padded };
+            let cells = tokens.start / C::NUMBERS..tokens.end.div_ceil(C::NUMBERS);
+            let weighted = Weighted { weights: &scores, cells, values: &tile.values, factors: &factors, sums, padded };
             let mut d = 0;
             while d < padded {
                 let wide = padded - d >= VECTORS * S::LANES;
@@ -366,14 +392,14 @@ unsafe fn products<S: Simd, C: Cell, const R: usize>(
 ) {
     let keys: [*const C; VECTORS] = std::array::from_fn(|v| tile.keys[first + v]);
     let mut sums = [[s.splat(0.0); VECTORS]; R];
-    for d in 0..head_dim {
-        // SAFETY: the key pointers are valid for `head_dim` steps, and there are `R` queries.
+    for d in 0..head_dim / C::NUMBERS {
+        // SAFETY: the key pointers are valid for so many steps, and there are `R` queries.
         unsafe {
             let query: [S::F; R] = std::array::from_fn(|r| s.splat(*query.add(r * head_dim + d)));
             for v in 0..VECTORS {
                 let key = C::load(s, keys[v].add(d * tile.step));
                 for r in 0..R {
-                    sums[r][v] = s.fma(query[r], key, sums[r][v]);
+                    sums[r][v] = C::multiply(s, query[r], key, sums[r][v]);
                 }
             }
         }
@@ -424,8 +450,10 @@ unsafe fn powers<S: Simd>(s: S, scores: &mut [f32; TILE], vectors: Range<usize>,
 
 /// Weighted sums of the values, to which a tile's values are added.
 struct Weighted<'a, C> {
+    /// Factors of the cells.
     weights: &'a [[f32; TILE]; MICRO],
-    tokens: Range<usize>,
+    /// The cells of the visible tokens: one for each token, or for each pair.
+    cells: Range<usize>,
     values: &'a [*const C; TILE],
     /// Factor that rescales each row's sums, in all lanes of a register.
     factors: &'a [[f32; 16]; MICRO],
@@ -442,13 +470,13 @@ impl<C: Cell> Weighted<'_, C> {
             let at = |r: usize, v: usize| self.sums.add(r * self.padded + d + v * S::LANES);
             let mut sums: [[S::F; R]; V] =
                 std::array::from_fn(|v| std::array::from_fn(|r| s.mul(s.load(at(r, v)), s.load(self.factors[r].as_ptr()))));
-            for token in self.tokens.clone() {
-                let value = *self.values.get_unchecked(token);
-                let weights: [S::F; R] = std::array::from_fn(|r| s.splat(*self.weights[r].get_unchecked(token)));
+            for cell in self.cells.clone() {
+                let value = *self.values.get_unchecked(cell);
+                let weights: [S::F; R] = std::array::from_fn(|r| s.splat(*self.weights[r].get_unchecked(cell)));
                 for (v, sums) in sums.iter_mut().enumerate() {
                     let value = C::load(s, value.add(d + v * S::LANES));
                     for (sum, &weight) in sums.iter_mut().zip(&weights) {
-                        *sum = s.fma(weight, value, *sum);
+                        *sum = C::multiply(s, weight, value, *sum);
                     }
                 }
             }

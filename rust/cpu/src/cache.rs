@@ -42,6 +42,8 @@ pub enum KvDType {
     F32,
     /// IEEE half precision.
     F16,
+    /// bfloat16, in which queries and weights are multiplied too. Needs an even head size and an even block size.
+    Bf16,
     /// Integers from -127 to 127. Each head of a token has one fp32 scale for its keys and one for its values. Heads are rotated before
     /// they are stored, so that an outlier does not decide the scale of the other dimensions (`hadamard.rs`).
     Int8,
@@ -60,7 +62,8 @@ pub struct OutOfMemory {
 /// A KV page is a block's part in one layer and head. It has up to three parts. For [`KvDType::Int8`] the first part is the scales of the
 /// keys and of the values, \[2\]\[block size\]. The values follow, \[block size\]\[head dim, padded\], and then the keys,
 /// \[head dim\]\[block size\]. With this layout a register holds scores of several tokens, or several dimensions of an output, and no
-/// kernel sums across the lanes of a register.
+/// kernel sums across the lanes of a register. For [`KvDType::Bf16`] the pairs that a kernel multiplies at once are next to each other:
+/// values are \[pairs of tokens\]\[head dim, padded\]\[2\], and keys \[pairs of dimensions\]\[block size\]\[2\].
 pub struct KvCache {
     shape: KvShape,
     dtype: KvDType,
@@ -72,7 +75,10 @@ pub struct KvCache {
 
 impl KvCache {
     /// Creates a cache of zeros with `host_blocks` additional blocks for swapping. Physical memory is used only when blocks are written.
+    /// Panics if the dtype needs an even head size and block size and one of them is odd.
     pub fn new(shape: KvShape, dtype: KvDType, host_blocks: usize) -> Result<Self, OutOfMemory> {
+        let even = shape.head_dim.is_multiple_of(2) && shape.block_size.is_multiple_of(2);
+        assert!(even || dtype != KvDType::Bf16, "bfloat16 needs an even head size and an even block size");
         let bytes = |blocks: usize| blocks.checked_mul(Self::bytes_per_block(shape, dtype)).ok_or(OutOfMemory { bytes: usize::MAX });
         Ok(Self { shape, dtype, device: Zeroed::new(bytes(shape.blocks)?)?, host: Zeroed::new(bytes(host_blocks)?)? })
     }
@@ -171,7 +177,7 @@ impl Page {
     fn new(shape: KvShape, dtype: KvDType) -> Self {
         let (cell, scales) = match dtype {
             KvDType::F32 => (size_of::<f32>(), 0),
-            KvDType::F16 => (size_of::<u16>(), 0),
+            KvDType::F16 | KvDType::Bf16 => (size_of::<u16>(), 0),
             KvDType::Int8 => (size_of::<i8>(), 2 * shape.block_size * size_of::<f32>()),
         };
         let keys = scales + shape.block_size * shape.head_dim.next_multiple_of(PADDING) * cell;
@@ -215,6 +221,7 @@ impl Pages<'_> {
             match self.dtype {
                 KvDType::F32 => self.write_cells::<f32>(layer, slot, keys, values),
                 KvDType::F16 => self.write_cells::<u16>(layer, slot, keys, values),
+                KvDType::Bf16 => self.write_cells::<Bf16Pair>(layer, slot, keys, values),
                 KvDType::Int8 => self.write_cells::<i8>(layer, slot, keys, values),
             }
         }
@@ -227,17 +234,19 @@ impl Pages<'_> {
         let KvShape { kv_heads, block_size, head_dim, .. } = self.shape;
         let (block, offset) = (slot / block_size, slot % block_size);
         assert!(keys.len() == kv_heads * head_dim && values.len() == keys.len());
+        // The index of a number where cells are [rows / NUMBERS][columns], and its row and column.
+        let index = |row: usize, columns: usize, column: usize| (row / C::NUMBERS * columns + column) * C::NUMBERS + row % C::NUMBERS;
         for (head, (keys, values)) in keys.chunks_exact(head_dim).zip(values.chunks_exact(head_dim)).enumerate() {
             let start = self.start(layer, block, head);
             // SAFETY: a slot has its own cells and scales. All of them are aligned, because pages and their parts are.
             unsafe {
                 let inverse = self.put_scale::<C>(start, offset, keys);
                 for (d, &x) in keys.iter().enumerate() {
-                    self.put(start + self.page.keys + (d * block_size + offset) * size_of::<C>(), C::store(x, inverse));
+                    self.put(start + self.page.keys + index(d, block_size, offset) * size_of::<C::Number>(), C::store(x, inverse));
                 }
                 let inverse = self.put_scale::<C>(start, block_size + offset, values);
                 for (d, &x) in values.iter().enumerate() {
-                    self.put(start + self.page.values + (offset * self.padded() + d) * size_of::<C>(), C::store(x, inverse));
+                    self.put(start + self.page.values + index(offset, self.padded(), d) * size_of::<C::Number>(), C::store(x, inverse));
                 }
             }
         }
@@ -284,19 +293,34 @@ impl Pages<'_> {
     }
 }
 
-/// An element of the cache.
+/// A cell of the cache: a number, or a pair of numbers that kernels multiply at once.
 pub(crate) trait Cell: Pod {
+    /// A number as it is stored.
+    type Number: Pod;
+    /// Numbers of a cell.
+    const NUMBERS: usize = size_of::<Self>() / size_of::<Self::Number>();
     /// Whether the format has scales.
     const SCALED: bool;
 
     /// Converts `x` to the stored format. `inverse` is 1 / scale.
-    fn store(x: f32, inverse: f32) -> Self;
+    fn store(x: f32, inverse: f32) -> Self::Number;
 
-    /// Loads a register of elements, without applying the scale. `p` need not be aligned.
+    /// Loads a register of cells, without applying the scale. `p` need not be aligned.
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F;
+
+    /// Converts numbers in place to factors of cells, which are the first `numbers.len() / NUMBERS` numbers then.
+    #[inline(always)]
+    fn factors<S: Simd>(_: S, _numbers: &mut [f32]) {}
+
+    /// Adds the products of factors and cells to `sums`.
+    #[inline(always)]
+    fn multiply<S: Simd>(s: S, factors: S::F, cells: S::F, sums: S::F) -> S::F {
+        s.fma(factors, cells, sums)
+    }
 }
 
 impl Cell for f32 {
+    type Number = Self;
     const SCALED: bool = false;
 
     #[inline(always)]
@@ -312,6 +336,7 @@ impl Cell for f32 {
 }
 
 impl Cell for u16 {
+    type Number = Self;
     const SCALED: bool = false;
 
     #[inline(always)]
@@ -326,7 +351,49 @@ impl Cell for u16 {
     }
 }
 
+/// Two bfloat16 numbers, the first one in the lower half.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+pub(crate) struct Bf16Pair(pub(crate) u32);
+
+// SAFETY: a transparent wrapper of u32.
+unsafe impl Pod for Bf16Pair {}
+
+impl Cell for Bf16Pair {
+    type Number = u16;
+    const SCALED: bool = false;
+
+    #[inline(always)]
+    fn store(x: f32, _: f32) -> u16 {
+        half::bf16_from_f32(x)
+    }
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F {
+        // SAFETY: the caller guarantees it.
+        unsafe { s.load(p.cast()) }
+    }
+
+    #[inline(always)]
+    fn factors<S: Simd>(s: S, numbers: &mut [f32]) {
+        for start in (0..numbers.len()).step_by(2 * S::LANES) {
+            let end = numbers.len().min(start + 2 * S::LANES);
+            let (mut from, mut to) = ([0.0; 32], [0.0; 16]);
+            from[..end - start].copy_from_slice(&numbers[start..end]);
+            // SAFETY: the arrays are as long as two of the widest registers, and one.
+            unsafe { s.store(to.as_mut_ptr(), s.round_bf16_pairs(from.as_ptr())) };
+            numbers[start / 2..end / 2].copy_from_slice(&to[..(end - start) / 2]);
+        }
+    }
+
+    #[inline(always)]
+    fn multiply<S: Simd>(s: S, factors: S::F, cells: S::F, sums: S::F) -> S::F {
+        s.dot_bf16_pairs(factors, cells, sums)
+    }
+}
+
 impl Cell for i8 {
+    type Number = Self;
     const SCALED: bool = true;
 
     /// Rounds to the nearest integer, ties to even, by adding 1.5 * 2^23. The integer is then in the lowest bits of the sum.

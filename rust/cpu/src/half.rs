@@ -1,4 +1,4 @@
-//! Conversion of IEEE half precision, one number at a time.
+//! Conversion of IEEE half precision and bfloat16, one number at a time.
 
 /// Converts a half-precision number to fp32.
 #[inline]
@@ -30,6 +30,17 @@ pub fn from_f32(x: f32) -> u16 {
         ((rounded - (112 << 23)) >> 13) as u16
     };
     sign | half
+}
+
+/// Rounds to the nearest bfloat16 number, ties to even.
+#[inline]
+pub(crate) fn bf16_from_f32(x: f32) -> u16 {
+    let bits = x.to_bits();
+    if x.is_nan() {
+        // Rounding a NaN could carry into the sign.
+        return (bits >> 16) as u16 | 0x40;
+    }
+    ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
 }
 
 #[cfg(test)]

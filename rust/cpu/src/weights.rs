@@ -125,12 +125,7 @@ impl Element for Bf16 {
     }
     /// Rounds to nearest even.
     fn from_f32(x: f32) -> Self {
-        let bits = x.to_bits();
-        if x.is_nan() {
-            // Rounding a NaN could carry into the sign.
-            return Self((bits >> 16) as u16 | 0x40);
-        }
-        Self(((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16)
+        Self(half::bf16_from_f32(x))
     }
     fn to_f32(self) -> f32 {
         f32::from_bits(u32::from(self.0) << 16)

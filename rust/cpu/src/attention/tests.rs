@@ -47,6 +47,11 @@ impl Random {
     }
 }
 
+/// The nearest bfloat16 number.
+fn bf16(x: f32) -> f64 {
+    f64::from(f32::from_bits(u32::from(half::bf16_from_f32(x)) << 16))
+}
+
 /// A sequence's queries, keys and values, [tokens][heads * head dim] each.
 struct Tokens {
     queries: Vec<f32>,
@@ -141,6 +146,7 @@ impl Case {
         let store = |&x: &f32| match self.dtype {
             KvDType::F32 => f64::from(x),
             KvDType::F16 => f64::from(half::to_f32(half::from_f32(x))),
+            KvDType::Bf16 => bf16(x),
             KvDType::Int8 if largest == 0.0 => 0.0,
             KvDType::Int8 => f64::from((x * (127.0 / largest)).round_ties_even() * (largest / 127.0)),
         };
@@ -151,11 +157,13 @@ impl Case {
     fn expected(&self, tokens: &Tokens) -> Vec<f64> {
         let (dim, heads) = (self.head_dim, self.kv_heads * self.group);
         let [keys, values] = [&tokens.keys, &tokens.values].map(|x| x.chunks(dim).map(|x| self.stored(x)).collect::<Vec<_>>());
+        let root = 1.0 / (dim as f32).sqrt();
+        let factor = |&x: &f32| if self.dtype == KvDType::Bf16 { bf16(x * root) } else { f64::from(x) / (dim as f64).sqrt() };
         let mut expected = Vec::new();
         for (i, query) in tokens.queries.chunks(dim).enumerate() {
             let (position, head) = (i / heads, i % heads / self.group);
             let seen = self.window.map_or(0, |window| (position + 1).saturating_sub(window))..position + 1;
-            let dot = |key: &Vec<f64>| query.iter().zip(key).map(|(&x, y)| f64::from(x) * y).sum::<f64>() / (dim as f64).sqrt();
+            let dot = |key: &Vec<f64>| query.iter().zip(key).map(|(x, y)| factor(x) * y).sum::<f64>();
             let capped = |score: f64| self.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh());
             let scores: Vec<f64> = seen.clone().map(|token| capped(dot(&keys[token * self.kv_heads + head]))).collect();
             let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -173,11 +181,13 @@ impl Case {
         let mut random = Random(!self.seed);
         let bits = |outputs: &[Vec<f32>]| outputs.iter().map(|x| x.iter().map(|x| x.to_bits()).collect()).collect::<Vec<Vec<_>>>();
         let expected: Vec<_> = self.tokens().iter().map(|tokens| self.expected(tokens)).collect();
+        // The weights of the values are rounded to bfloat16, which has 8 bits.
+        let error = if self.dtype == KvDType::Bf16 { 1.0 / 256.0 } else { 2e-5 };
         for isa in Isa::available() {
             let whole = self.serve(isa, 1, &mut random, |_| usize::MAX / 2);
             for (output, expected) in whole.iter().zip(&expected) {
                 for (i, (&x, y)) in output.iter().zip(expected).enumerate() {
-                    let close = (f64::from(x) - y).abs() <= 2e-5 * f64::from(self.scale * self.scale.max(1.0));
+                    let close = (f64::from(x) - y).abs() <= error * f64::from(self.scale * self.scale.max(1.0));
                     assert!(close, "{isa:?}, number {i}: {x} is not {y}");
                 }
             }
@@ -195,13 +205,14 @@ prop_compose! {
         group in 1..9_usize,
         head_dim in prop::sample::select(vec![2, 8, 16, 32, 64, 72, 80, 96, 128, 256]),
         block_size in prop::sample::select(vec![1, 2, 3, 4, 8, 16, 24, 32, 128]),
-        dtype in prop::sample::select(vec![KvDType::F32, KvDType::F16, KvDType::Int8]),
+        dtype in prop::sample::select(vec![KvDType::F32, KvDType::F16, KvDType::Bf16, KvDType::Int8]),
         window in prop::option::of(prop::sample::select(vec![1, 2, 16, 37, 64, 100])),
         softcap in prop::option::of(prop::sample::select(vec![0.5, 5.0, 50.0])),
         contexts in prop::collection::vec(1..180_usize, 1..4),
         scale in prop::sample::select(vec![0.1, 1.0, 4.0]),
         seed in any::<u64>(),
     ) -> Case {
+        let block_size = if dtype == KvDType::Bf16 { block_size + block_size % 2 } else { block_size };
         Case { kv_heads, group, head_dim, block_size, dtype, window, softcap, contexts, scale, seed }
     }
 }
@@ -218,7 +229,7 @@ proptest! {
 #[test]
 fn the_shapes_of_models_do() {
     for (heads, kv_heads, head_dim) in [(9, 3, 64), (14, 2, 64), (8, 1, 128), (4, 4, 96), (4, 2, 80)] {
-        for dtype in [KvDType::F32, KvDType::F16, KvDType::Int8] {
+        for dtype in [KvDType::F32, KvDType::F16, KvDType::Bf16, KvDType::Int8] {
             for window in [None, Some(70)] {
                 let contexts = vec![131, 17];
                 let group = heads / kv_heads;

@@ -7,7 +7,7 @@ use crate::simd::{Isa, Kernel};
 
 const SHAPE: KvShape = KvShape { layers: 2, blocks: 5, kv_heads: 3, block_size: 4, head_dim: 6 };
 
-const DTYPES: [KvDType; 3] = [KvDType::F32, KvDType::F16, KvDType::Int8];
+const DTYPES: [KvDType; 4] = [KvDType::F32, KvDType::F16, KvDType::Bf16, KvDType::Int8];
 
 /// Keys and values that are unique to a token.
 fn token(layer: usize, slot: usize) -> [Vec<f32>; 2] {
@@ -31,12 +31,13 @@ struct Token<'a> {
 impl Token<'_> {
     fn read<C: Cell, S: Simd>(self, s: S) -> [Vec<f32>; 2] {
         let (block, offset) = (self.slot / SHAPE.block_size, self.slot % SHAPE.block_size);
-        let number = |p: *const C, scale: f32| {
-            let (mut cells, mut numbers) = ([C::store(0.0, 1.0); 16], [0.0; 16]);
+        // A number in the upper half of a pair is the pair as fp32.
+        let number = |p: *const C, row: usize, scale: f32| {
+            let (mut cells, mut numbers) = ([C::store(0.0, 1.0); 32], [0.0; 16]);
             // SAFETY: `p` points to a cell, and the arrays are as long as the widest register.
             unsafe {
-                cells[0] = *p;
-                s.store(numbers.as_mut_ptr(), C::load(s, cells.as_ptr()));
+                cells[C::NUMBERS - 1] = *p.cast::<C::Number>().add(row % C::NUMBERS);
+                s.store(numbers.as_mut_ptr(), C::load(s, cells.as_ptr().cast()));
             }
             numbers[0] * if C::SCALED { scale } else { 1.0 }
         };
@@ -47,9 +48,9 @@ impl Token<'_> {
                 unsafe {
                     let parts = self.pages.page::<C>(self.layer, block, head);
                     let scale = |index: usize| if C::SCALED { *parts.scales.add(index) } else { 1.0 };
-                    token[0].push(number(parts.keys.add(d * SHAPE.block_size + offset), scale(offset)));
-                    let value = parts.values.add(offset * self.pages.padded() + d);
-                    token[1].push(number(value, scale(SHAPE.block_size + offset)));
+                    token[0].push(number(parts.keys.add(d / C::NUMBERS * SHAPE.block_size + offset), d, scale(offset)));
+                    let value = parts.values.add(offset / C::NUMBERS * self.pages.padded() + d);
+                    token[1].push(number(value, offset, scale(SHAPE.block_size + offset)));
                 }
             }
         }
@@ -64,6 +65,7 @@ impl Kernel for Token<'_> {
         match self.pages.dtype {
             KvDType::F32 => self.read::<f32, S>(s),
             KvDType::F16 => self.read::<u16, S>(s),
+            KvDType::Bf16 => self.read::<Bf16Pair, S>(s),
             KvDType::Int8 => self.read::<i8, S>(s),
         }
     }
@@ -88,6 +90,7 @@ fn what_is_written_is_read() {
                 let error = match dtype {
                     KvDType::F32 => 0.0,
                     KvDType::F16 => largest / 2048.0,
+                    KvDType::Bf16 => largest / 256.0,
                     KvDType::Int8 => largest / 253.9,
                 };
                 assert!(found.iter().zip(expected).all(|(x, y)| (x - y).abs() <= error), "{dtype:?}: {found:?} is not {expected:?}");

@@ -1,22 +1,28 @@
-//! AVX-512 with VNNI.
+//! AVX-512 with VNNI, and with products of bfloat16 where the processor has them.
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, Simd};
+use super::{Kernel, Simd, portable};
 
-/// Proof that the processor has AVX-512 with VNNI.
+/// Proof that the processor has AVX-512 with VNNI and, with `BF16`, products of bfloat16.
 #[derive(Clone, Copy)]
-pub(crate) struct Avx512(());
+pub(crate) struct Avx512<const BF16: bool>(());
 
 /// Runs a kernel. The processor must have these instructions.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
 pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run(Avx512(()))
+    kernel.run(Avx512::<false>(()))
+}
+
+/// Runs a kernel. The processor must have these instructions.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")]
+pub(super) unsafe fn run_bf16<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run(Avx512::<true>(()))
 }
 
 // SAFETY of all blocks below: `self` proves that the processor has the instructions, and the caller guarantees that pointers are valid.
 #[allow(clippy::undocumented_unsafe_blocks)]
-impl Simd for Avx512 {
+impl<const BF16: bool> Simd for Avx512<BF16> {
     const LANES: usize = 16;
     const VECTORS: usize = 2;
     const ROWS: usize = 13;
@@ -57,6 +63,21 @@ impl Simd for Avx512 {
             let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(low));
             _mm512_storeu_si512(p.cast(), _mm512_mask_blend_epi16(0xaaaa_aaaa, low, _mm512_castps_si512(high)));
         }
+    }
+    #[inline(always)]
+    unsafe fn round_bf16_pairs(self, p: *const f32) -> __m512 {
+        if !BF16 {
+            return unsafe { portable::round_bf16_pairs(self, p) };
+        }
+        unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(p.add(16)), _mm512_loadu_ps(p))) }
+    }
+    #[inline(always)]
+    fn dot_bf16_pairs(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        if !BF16 {
+            return portable::dot_bf16_pairs(self, a, b, c);
+        }
+        // The registers have the same bits.
+        unsafe { _mm512_dpbf16_ps(c, std::mem::transmute::<__m512, __m512bh>(a), std::mem::transmute::<__m512, __m512bh>(b)) }
     }
     #[inline(always)]
     fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {

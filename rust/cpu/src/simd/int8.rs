@@ -232,7 +232,7 @@ mod x86 {
 
     // SAFETY of all blocks below: as above.
     #[allow(clippy::undocumented_unsafe_blocks)]
-    impl Int8 for Avx512 {
+    impl<const BF16: bool> Int8 for Avx512<BF16> {
         type I = __m512i;
         type Table = __m512;
         const LOOKUP: bool = true;

@@ -61,6 +61,17 @@ pub(crate) trait Simd: Copy {
             }
         }
     }
+    /// Rounds twice [`Simd::LANES`] numbers to bfloat16, and returns consecutive ones as pairs of 32 bits.
+    #[inline(always)]
+    unsafe fn round_bf16_pairs(self, p: *const f32) -> Self::F {
+        // SAFETY: the caller guarantees it.
+        unsafe { portable::round_bf16_pairs(self, p) }
+    }
+    /// Adds both products of pairs of bfloat16 numbers to `c`. Denormal numbers count as zeros.
+    #[inline(always)]
+    fn dot_bf16_pairs(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        portable::dot_bf16_pairs(self, a, b, c)
+    }
     /// `a * b + c`, rounded once if [`Simd::FUSED`].
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
@@ -331,6 +342,25 @@ impl Isa {
             }
         }
         self.run(Rows)
+    }
+
+    /// Whether the vectors multiply bfloat16 numbers in the processor.
+    pub fn has_bf16(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return self.vectors == Vectors::Avx512 && is_x86_feature_detected!("avx512bf16");
+        #[cfg(not(target_arch = "x86_64"))]
+        false
+    }
+
+    /// Runs the version of a kernel that is compiled for this instruction set, with products of bfloat16 where the processor has them.
+    #[inline]
+    pub(crate) fn run_bf16<K: Kernel>(self, kernel: K) -> K::Output {
+        #[cfg(target_arch = "x86_64")]
+        if self.has_bf16() {
+            // SAFETY: `available` has checked the processor for these vectors, and `has_bf16` for bfloat16.
+            return unsafe { avx512::run_bf16(kernel) };
+        }
+        self.run(kernel)
     }
 
     /// Runs the version of a kernel that is compiled for this instruction set.

@@ -1,5 +1,6 @@
 //! What AMX computes, in portable code, for tests on any machine.
 
+use super::portable::flushed;
 use super::{Kernel, Simd, TILE, TileProducts};
 use crate::block_type::BLOCK;
 
@@ -54,10 +55,4 @@ pub(super) fn add(sums: &mut [f32; TILE], row: &[u16], weights: &[u32]) {
 #[inline(always)]
 fn number(x: u16) -> f32 {
     flushed(f32::from_bits(u32::from(x) << 16))
-}
-
-/// Zero for a denormal number.
-#[inline(always)]
-fn flushed(x: f32) -> f32 {
-    if x.is_subnormal() { 0.0_f32.copysign(x) } else { x }
 }

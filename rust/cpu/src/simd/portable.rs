@@ -3,6 +3,9 @@
 use super::Simd;
 use crate::half;
 
+/// Lanes of the widest register of any instruction set.
+const WIDEST: usize = 16;
+
 /// An array of eight numbers.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
@@ -91,4 +94,46 @@ impl Simd for Portable {
     fn power_of_two(self, n: [f32; 8]) -> [f32; 8] {
         n.map(|n| f32::from_bits(((n as i32 + 127) as u32) << 23))
     }
+}
+
+/// [`Simd::round_bf16_pairs`] in scalar code.
+///
+/// # Safety
+///
+/// `p` is valid for twice `S::LANES` numbers.
+#[inline(always)]
+pub(super) unsafe fn round_bf16_pairs<S: Simd>(s: S, p: *const f32) -> S::F {
+    let mut pairs = [0.0; WIDEST];
+    for (lane, pair) in pairs.iter_mut().enumerate().take(S::LANES) {
+        // SAFETY: the caller guarantees it.
+        let [low, high] = unsafe { [*p.add(2 * lane), *p.add(2 * lane + 1)] }.map(|x| half::bf16_from_f32(flushed(x)));
+        *pair = f32::from_bits(u32::from(low) | u32::from(high) << 16);
+    }
+    // SAFETY: there are as many numbers as in the widest register.
+    unsafe { s.load(pairs.as_ptr()) }
+}
+
+/// [`Simd::dot_bf16_pairs`] in scalar code, to the bit of the instruction `vdpbf16ps`: two fused multiply-adds, that of the odd numbers first.
+#[inline(always)]
+pub(super) fn dot_bf16_pairs<S: Simd>(s: S, a: S::F, b: S::F, c: S::F) -> S::F {
+    let mut lanes = [[0.0; WIDEST]; 3];
+    for (lanes, register) in lanes.iter_mut().zip([a, b, c]) {
+        // SAFETY: the array has as many numbers as the widest register.
+        unsafe { s.store(lanes.as_mut_ptr(), register) };
+    }
+    let [a, b, mut c] = lanes;
+    let numbers = |x: f32| [x.to_bits() & 0xffff_0000, x.to_bits() << 16].map(|bits| flushed(f32::from_bits(bits)));
+    for lane in 0..S::LANES {
+        for (a, b) in numbers(a[lane]).into_iter().zip(numbers(b[lane])) {
+            c[lane] = flushed(a.mul_add(b, flushed(c[lane])));
+        }
+    }
+    // SAFETY: as above.
+    unsafe { s.load(c.as_ptr()) }
+}
+
+/// Zero for a denormal number.
+#[inline(always)]
+pub(super) fn flushed(x: f32) -> f32 {
+    if x.is_subnormal() { 0.0_f32.copysign(x) } else { x }
 }

@@ -346,3 +346,44 @@ fn the_oracle_of_tiles_sums_even_and_odd_inputs_apart_and_flushes_denormal_numbe
     assert_eq!(sum(0.0, &[smallest, 0.0, 0.0, 0.0], &[pair(0.5, 0.0), pair(0.0, 0.0)]).to_bits(), 0, "a product");
     assert_eq!(sum(-smallest, &[1.5 * smallest, 0.0, 0.0, 0.0], &ones).to_bits(), 0, "a sum");
 }
+
+/// Rounds `a` and `b` to pairs and adds their products to `c`.
+struct Pairs<'a>(&'a [f32], &'a [f32], &'a [f32]);
+
+impl Kernel for Pairs<'_> {
+    type Output = Vec<u32>;
+    #[inline(always)]
+    fn run<S: Int8>(self, s: S) -> Vec<u32> {
+        let Pairs(a, b, c) = self;
+        let mut out = vec![0.0; c.len()];
+        for i in (0..c.len()).step_by(S::LANES) {
+            // SAFETY: `c` and `out` have whole registers, and `a` and `b` have twice as many numbers.
+            unsafe {
+                let [a, b] = [a, b].map(|x| s.round_bf16_pairs(x[2 * i..2 * (i + S::LANES)].as_ptr()));
+                let sum = s.dot_bf16_pairs(a, b, s.load(c[i..i + S::LANES].as_ptr()));
+                s.store(out[i..i + S::LANES].as_mut_ptr(), sum);
+            }
+        }
+        out.iter().map(|x: &f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }).collect()
+    }
+}
+
+#[test]
+fn pairs_of_bfloat16_are_multiplied_as_by_scalars() {
+    let mut state = 1_u64;
+    let mut number = |spread: i32| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let exponent = (state >> 40) as i32 % (2 * spread + 1) - spread;
+        ((state >> 33) as i32 as f32 / 1e9 - 1.0) * 2.0_f32.powi(exponent)
+    };
+    for spread in [0, 3, 10, 70] {
+        let mut numbers = |count: usize| (0..count).map(|_| number(spread)).collect::<Vec<_>>();
+        let (a, b, c) = (numbers(4096), numbers(4096), numbers(2048));
+        let expected = Isa::PORTABLE.run(Pairs(&a, &b, &c));
+        for isa in Isa::available() {
+            let found = isa.run_bf16(Pairs(&a, &b, &c));
+            let differ = found.iter().zip(&expected).filter(|(x, y)| x != y).count();
+            assert_eq!(differ, 0, "{isa:?}, numbers of 2^{spread}");
+        }
+    }
+}
