@@ -38,7 +38,7 @@ def test_a_static_batch_may_be_larger_than_the_default_batch_of_any_device(devic
         ({"threads": 0}, "--threads must be at least 1, got 0"),
         ({"dtype": "int8"}, "--dtype: expected one of auto, float32, float16, bfloat16, got 'int8'"),
         ({"quantization": "int4"}, "--quantization: expected one of auto, none, int8, fp8, got 'int4'"),
-        ({"kv_cache_dtype": "fp4"}, "--kv-cache-dtype: expected one of auto, float32, float16, int8, fp8, got 'fp4'"),
+        ({"kv_cache_dtype": "fp4"}, "--kv-cache-dtype: expected one of auto, float32, float16, bfloat16, int8, fp8, got 'fp4'"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, r"--max-num-batched-tokens \(8\) must be at least --max-num-seqs \(9\)"),
         ({"tenant_weights": {"a": 0}}, "--tenant-weights: a's must be an integer from 1 to 10000, got 0"),
         ({"tenant_weights": {"a": 10_001}}, "--tenant-weights: a's must be"),

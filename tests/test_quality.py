@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import chairlift.runner  # noqa: F401, before torch computes anything
+from chairlift import _core
 from chairlift.config import EngineConfig
 from chairlift.runner.build import build_runner
 from chairlift.runner.executor import Loader
@@ -74,7 +75,8 @@ def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
         ({"in_torch": "fp8"}, 2e-2, 0.86, 5e-2),
         ({"kv_cache_dtype": "float16"}, 1e-4, 0.997, 2e-6),
         ({"kv_cache_dtype": "int8"}, 1.5e-3, 0.98, 5e-4),
-    ],
+    ]
+    + [({"kv_cache_dtype": "bfloat16"}, 1e-3, 0.98, 1e-4)] * _core.has_bf16("auto"),
     ids=lambda value: "-".join(f"{name}-{form}" for name, form in value.items()) or "default" if isinstance(value, dict) else None,
 )
 def test_perplexity_and_the_likeliest_tokens_are_those_of_transformers(

@@ -40,6 +40,7 @@ __all__ = [
     "__version__",
     "block_types",
     "decode_work",
+    "has_bf16",
     "instruction_sets",
     "matrix_tiles",
     "max_splits",
@@ -493,6 +494,9 @@ def instruction_sets() -> list[str]:
     speed of amx was not measured, so it is the last.
     """
 
+def has_bf16(isa: str) -> bool:
+    """Returns whether an instruction set has products of bfloat16 in vectors. Raises ValueError for one that this machine does not have."""
+
 def matrix_tiles() -> Literal["absent", "refused", "usable"]:
     """Returns whether this process can use the processor's matrix tiles (AMX). The operating system can refuse them to it."""
 
@@ -736,7 +740,7 @@ class KvCache:
     def __new__(
         cls, *, layers: int, blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: str, host_blocks: int = 0
     ) -> KvCache:
-        """Creates a cache; `dtype` is float32, float16 or int8. Raises MemoryError if the system refuses the memory."""
+        """Creates a cache; `dtype` is float32, float16, bfloat16 or int8. Raises MemoryError if the system refuses the memory."""
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, one pair (from, to) after another."""

@@ -102,7 +102,7 @@ class EngineConfig:
     cpu_math: str = flag(
         "exact",
         "'fast', on a CPU: weights and activations of 8 bits as with --quantization int8, or activations of 16 bits in matrix tiles "
-        "(--cpu-isa amx), and KV of 16 bits; other answers. Flags that set a dtype prevail",
+        "(--cpu-isa amx), and KV and attention of 16 bits; other answers. Flags that set a dtype prevail",
         choices=("exact", "fast"),
         group="model",
     )
@@ -264,8 +264,8 @@ class EngineConfig:
     kv_cache_dtype: str = flag(
         "auto",
         "how keys and values are kept: 'auto' is float32 on a CPU, and what the weights are in elsewhere; "
-        "'int8' is for CPUs, 'fp8' for CUDA devices",
-        choices=("auto", "float32", "float16", "int8", "fp8"),
+        "'int8' is for CPUs, 'fp8' for CUDA devices; with 'bfloat16' a CPU with AVX-512 BF16 computes attention in it",
+        choices=("auto", "float32", "float16", "bfloat16", "int8", "fp8"),
         group="cache",
     )
     enable_prefix_caching: bool = flag(True, "share the KV blocks of equal prompt beginnings", group="cache")

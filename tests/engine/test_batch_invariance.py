@@ -28,7 +28,9 @@ def answers(byte_model: Path, prompts: list[list[int]], params: list[SamplingPar
     return llm.generate(prompts, params)
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantization": "int8", "kv_cache_dtype": "int8"}], ids=["as-it-is", "int8"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"quantization": "int8", "kv_cache_dtype": "int8"}, {"cpu_math": "fast"}], ids=["as-it-is", "int8", "fast"]
+)
 def test_a_prompt_among_a_thousand_is_answered_as_alone(byte_model: Path, settings: dict[str, str]) -> None:
     rng = np.random.default_rng(5)
     prompt = rng.integers(0, 256, 90).tolist()

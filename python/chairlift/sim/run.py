@@ -203,7 +203,7 @@ def data_types(model: ModelShape, on: Device, config: EngineConfig) -> tuple[str
 
 def _on_device(model: ModelShape, on: Device, config: EngineConfig, step_time: StepTime | None) -> tuple[dict[str, Any], StepTime]:
     dtype, kv = data_types(model, on, config)
-    if kv not in (("float32", "float16", "int8") if on.name == "cpu" else ("bfloat16", "float16", "fp8")):
+    if kv not in (("float32", "float16", "bfloat16", "int8") if on.name == "cpu" else ("bfloat16", "float16", "fp8")):
         raise InvalidSetting(f"--kv-cache-dtype {kv}: {on.name} does not support it (int8 is for CPUs, fp8 for GPUs)")
     block = kv_bytes(model, kv) * config.block_size
     memory = config.kv_cache_memory_bytes or on.kv_memory(model, dtype)

@@ -22,6 +22,12 @@ pub(crate) fn instruction_sets() -> Vec<&'static str> {
     Isa::available().into_iter().map(Isa::name).collect()
 }
 
+/// Whether an instruction set has products of bfloat16 in vectors. Raises `ValueError` for one that this machine does not have.
+#[pyfunction]
+pub(crate) fn has_bf16(isa: &str) -> PyResult<bool> {
+    Ok(isa_of(isa)?.has_bf16())
+}
+
 /// Whether this process can use the processor's matrix tiles (AMX): 'absent', 'refused' by the operating system, or 'usable'.
 #[pyfunction]
 pub(crate) fn matrix_tiles() -> &'static str {
@@ -378,6 +384,9 @@ impl KvCache {
         if [layers, blocks, kv_heads, block_size, head_dim].contains(&0) {
             return Err(PyValueError::new_err("a cache has at least one of everything"));
         }
+        if dtype == "bfloat16" && (block_size % 2 == 1 || head_dim % 2 == 1) {
+            return Err(PyValueError::new_err("a cache in bfloat16 has an even block size and an even head size"));
+        }
         let shape = cpu::cache::KvShape { layers, blocks, kv_heads, block_size, head_dim };
         let cache = cpu::cache::KvCache::new(shape, kv_dtype_of(dtype)?, host_blocks);
         cache.map(|cache| Self(Mutex::new(cache))).map_err(|error| PyMemoryError::new_err(error.to_string()))
@@ -416,6 +425,7 @@ fn kv_dtype_of(name: &str) -> PyResult<cpu::cache::KvDType> {
     match name {
         "float32" => Ok(cpu::cache::KvDType::F32),
         "float16" => Ok(cpu::cache::KvDType::F16),
+        "bfloat16" => Ok(cpu::cache::KvDType::Bf16),
         "int8" => Ok(cpu::cache::KvDType::Int8),
         _ => Err(PyValueError::new_err(format!("KV cannot be kept as {name:?}"))),
     }

@@ -58,6 +58,20 @@ def test_fast_math_has_8_bits_where_there_are_no_tiles_and_kv_in_16_bits():
     assert decided(dtype="bfloat16", cpu_math="fast", quantization="none", kv_cache_dtype="int8") == Precision("bfloat16", "none", "int8")
 
 
+def test_fast_math_computes_attention_in_bfloat16_where_the_processor_multiplies_it():
+    def fast(**settings) -> str:
+        return decide(EngineConfig(device="cpu", cpu_math="fast", **settings), MODEL, 10**12, bf16=True).kv
+
+    assert fast() == "bfloat16"
+    assert fast(block_size=9) == "float16"
+    assert fast(kv_cache_dtype="float16") == "float16"
+    assert decide(EngineConfig(device="cpu"), MODEL, 10**12, bf16=True).kv == "float32"
+    with pytest.raises(InvalidSetting, match="this instruction set does not multiply bfloat16; float16 takes as little"):
+        decide(EngineConfig(device="cpu", kv_cache_dtype="bfloat16"), MODEL, 10**12)
+    with pytest.raises(InvalidSetting, match="blocks must have an even size"):
+        decide(EngineConfig(device="cpu", kv_cache_dtype="bfloat16", block_size=9), MODEL, 10**12, bf16=True)
+
+
 @pytest.mark.parametrize("form", ["float32", "float16", "bfloat16"])
 def test_a_form_that_was_asked_for_is_not_quantised_for_want_of_memory(form):
     config = EngineConfig(device="cpu", dtype=form)

@@ -56,11 +56,13 @@ def decide(
     *,
     in_torch: bool = False,
     capability: tuple[int, int] = FP8_CAPABILITY,
+    bf16: bool = False,
 ) -> Precision:
     """Chooses the dtypes that the settings leave open, for `available` bytes of free memory. The settings' device is cpu or cuda.
 
     `blocks` are the bytes of a GGUF file's blocks and of its tensors that become fp32; 0 for other checkpoints. `in_torch` is whether
-    torch computes the model on a CPU. `capability` is the CUDA device's compute capability.
+    torch computes the model on a CPU. `capability` is the CUDA device's compute capability. `bf16` is whether the CPU kernels' instruction
+    set multiplies bfloat16.
 
     Raises InvalidSetting if the device does not support a setting or the weights do not fit.
     """
@@ -74,13 +76,21 @@ def decide(
     size = sum(blocks) if weights == "blocks" else weight_bytes(model, weights)
     quantization, why_quantized = _quantization(config, model, weights, size, available)
     decisions = {"int8": Decision("weights", "int8", why_quantized), "none": Decision("weights", weights, f"{why}; {why_quantized}")}
-    if config.kv_cache_dtype == "auto" and config.cpu_math == "fast":
-        kv, why_kv = "float16", asked("--cpu-math")
-    elif config.kv_cache_dtype == "auto":
-        kv, why_kv = "float32", "exact; float16 takes half as much memory, int8 a bit more than a quarter (--kv-cache-dtype)"
-    else:
-        kv, why_kv = config.kv_cache_dtype, asked("--kv-cache-dtype")
+    kv, why_kv = _kv(config, bf16)
     return Precision(weights, quantization, kv, decisions=(decisions[quantization], Decision("KV dtype", kv, why_kv)))
+
+
+def _kv(config: EngineConfig, bf16: bool) -> tuple[str, str]:
+    """The CPU kernels' dtype of the KV cache and the reason."""
+    even = config.block_size % 2 == 0
+    if config.kv_cache_dtype == "bfloat16" and not (bf16 and even):
+        reason = "blocks must have an even size (--block-size)" if bf16 else "this instruction set does not multiply bfloat16"
+        raise InvalidSetting(f"--kv-cache-dtype bfloat16: {reason}; float16 takes as little memory")
+    if config.kv_cache_dtype != "auto":
+        return config.kv_cache_dtype, asked("--kv-cache-dtype")
+    if config.cpu_math == "fast":
+        return ("bfloat16" if bf16 and even else "float16"), asked("--cpu-math")
+    return "float32", "exact; float16 takes half as much memory, int8 a bit more than a quarter (--kv-cache-dtype)"
 
 
 def weight_bytes(model: ModelShape, dtype: str) -> int:
