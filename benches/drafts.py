@@ -77,21 +77,22 @@ TASKS = {
     "chat": "What should I think about before I adopt a dog? I live in a small flat and work from home.",
 }
 
-SCHEMAS = {
-    "extraction": {
-        "type": "object",
-        "properties": {
-            "opened": {"type": "integer"},
-            "address": {"type": "string", "maxLength": 60},
-            "floors": {"type": "array", "items": {"type": "string", "maxLength": 60}, "minItems": 3, "maxItems": 3},
-            "hours": {"type": "string", "maxLength": 60},
-            "events": {"type": "array", "items": {"type": "string", "maxLength": 60}, "minItems": 2, "maxItems": 2},
-        },
-        "required": ["opened", "address", "floors", "hours", "events"],
-        "additionalProperties": False,
-    }
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "opened": {"type": "integer"},
+        "address": {"type": "string", "maxLength": 60},
+        "floors": {"type": "array", "items": {"type": "string", "maxLength": 60}, "minItems": 3, "maxItems": 3},
+        "hours": {"type": "string", "maxLength": 60},
+        "events": {"type": "array", "items": {"type": "string", "maxLength": 60}, "minItems": 2, "maxItems": 2},
+    },
+    "required": ["opened", "address", "floors", "hours", "events"],
+    "additionalProperties": False,
 }
-"""The JSON schemas that answers follow."""
+FORMS = {"extraction": {"json": SCHEMA}, "extraction, compact": {"json": SCHEMA, "disable_any_whitespace": True}}
+"""The forms that answers have."""
+PROMPTS = {**TASKS, "extraction, compact": TASKS["extraction"]}
+"""The prompts of the table's rows."""
 
 
 def output_of(streams: int) -> int:
@@ -103,7 +104,7 @@ class Run:
     """One engine's answers to a prompt, computed in slices. Each answer has another seed, at temperature 0.2."""
 
     def __init__(self, llm: LLM, task: str, prompt: list[int], streams: int) -> None:
-        form: dict[str, Any] = {"structured_output": SCHEMAS[task]} if task in SCHEMAS else {"ignore_eos": True}
+        form: dict[str, Any] = {"structured_output": FORMS[task]} if task in FORMS else {"ignore_eos": True}
         self.engine, self.steps, self.count = llm.engine, 0, 0
         self.answers: list[list[int]] = [[] for _ in range(streams)]
         for tag in range(streams):
@@ -223,10 +224,10 @@ def rows(model: str, streams: Sequence[int], rounds: int, steps: Mapping[str, St
     on = {"method": "auto", "num_speculative_tokens": DRAFT_TOKENS}
     engines = [LLM(model, max_model_len=MODEL_LEN, speculative_config=config) for config in ({"method": "off"}, on)]
     tokenizer, prompts = engines[0].tokenizer, {}
-    for task, text in TASKS.items():
+    for task, text in PROMPTS.items():
         chats = tokenizer.template_source is not None
         prompts[task] = tokenizer.chat([{"role": "user", "content": text}]) if chats else tokenizer.encode(text + "\n\n")
-    cells = {(task, count): Cell() for task in TASKS for count in streams}
+    cells = {(task, count): Cell() for task in PROMPTS for count in streams}
     for _ in range(rounds):
         for (task, count), cell in cells.items():
             cell.run(engines, task, prompts[task], count)
@@ -261,7 +262,7 @@ def main() -> None:
         f"{machine()}. {OUTPUT} tokens an answer ({SHORT} of more than {FEW} streams), temperature 0.2,",
         f"one prompt for all streams, {arguments.rounds} rounds of all rows. Off and on change after every {SLICE} tokens an answer, in",
         "alternating order. Gain is off over on, with its 95 % confidence interval. The answers were equal in every round.",
-        "Answers of the extraction follow a JSON schema, and end with it.",
+        "Answers of the extraction follow a JSON schema, and end with it; compact ones have no whitespace between JSON tokens.",
         "A model without a chat template continues the prompt.",
         "Counted: the answers replayed, with steps of 8.93 ms and 1.07 ms a token, or those of the model that is named;",
         "the drafter begins without experience, and knows no schema.",

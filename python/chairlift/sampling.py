@@ -24,7 +24,8 @@ MAX_END_TOKENS = 64
 MAX_GRAMMAR = 65_536
 """Maximum characters of a schema, regular expression, list of choices or grammar."""
 
-STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
+JSON_STRUCTURES = ("json", "json_object")
+STRUCTURES = (*JSON_STRUCTURES, "regex", "choice", "grammar")
 
 
 class ReasoningBudget(NamedTuple):
@@ -55,6 +56,8 @@ class StructuredOutput(NamedTuple):
     """Lark rules for text before the answer, such as reasoning; their `start` refers to the answer as `@answer`. Empty: no such text."""
     budget: ReasoningBudget | None = None
     """The limit of the reasoning before the answer."""
+    disable_any_whitespace: bool = False
+    """Whether an answer of a JSON kind has no whitespace between its tokens."""
 
 
 def structured(given: Any) -> StructuredOutput:
@@ -66,8 +69,13 @@ def structured(given: Any) -> StructuredOutput:
     if hasattr(value, "model_json_schema"):
         value = ("json", value)
     elif isinstance(value, Mapping):
-        [*keys] = value
-        value = (keys[0], value[keys[0]]) if len(keys) == 1 and keys[0] in STRUCTURES else ("json", value)
+        options = dict(value)
+        compact = options.pop("disable_any_whitespace", False)
+        match [*options.items()]:
+            case [(kind, inner)] if kind in STRUCTURES:
+                value = StructuredOutput(kind, inner, disable_any_whitespace=compact)
+            case _:
+                value = ("json", value)
     if not isinstance(value, tuple | list) or not 1 <= len(value) <= len(StructuredOutput._fields):
         raise InvalidRequest(
             f"structured_output must be a StructuredOutput, a JSON schema as a dict, or a dict of one of {', '.join(STRUCTURES)}, "
@@ -180,6 +188,11 @@ class SamplingParams:
                 raise InvalidRequest(
                     f"structured_output must be one of {', '.join(STRUCTURES)}, got {structure.kind!r:.100}", param="structured_outputs"
                 )
+            if not isinstance(structure.disable_any_whitespace, bool):
+                message = f"disable_any_whitespace must be true or false, got {structure.disable_any_whitespace!r:.100}"
+                raise InvalidRequest(message, param=structure.param)
+            if structure.disable_any_whitespace and structure.kind not in JSON_STRUCTURES:
+                raise InvalidRequest(f"disable_any_whitespace needs {' or '.join(JSON_STRUCTURES)}", param=structure.param)
             text(structure.param, structure.text, 0, MAX_GRAMMAR)
             text(structure.param, structure.before, 0, MAX_GRAMMAR)
             if self.ignore_eos or self.min_tokens:

@@ -56,6 +56,7 @@ FORMS = [
     StructuredOutput("choice", json.dumps(["undecided", "undeniable"])),
     StructuredOutput("grammar", 'start: "<think>" /[a-d]{2,5}/ "</think>the answer is " ("yes" | "yesterday")'),
     StructuredOutput("json_object"),
+    StructuredOutput("json", json.dumps(SCHEMA), disable_any_whitespace=True),
 ]
 
 

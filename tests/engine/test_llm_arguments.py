@@ -102,6 +102,8 @@ def test_the_asynchronous_engine_says_the_same(monkeypatch, arguments, says):
         ({"temperature": "0"}, "temperature must be a number"),
         ({"structured_output": "json"}, "structured_output must be a StructuredOutput, a JSON schema as a dict"),
         ({"structured_output": {"json": {"a": object()}}}, "structured_output is not JSON"),
+        ({"structured_output": {"json": SCHEMA, "disable_any_whitespace": "yes"}}, "disable_any_whitespace must be true or false"),
+        ({"structured_output": {"regex": "a", "disable_any_whitespace": True}}, "disable_any_whitespace needs json or json_object"),
     ],
 )
 def test_wrong_sampling_params(fields, says):
@@ -136,6 +138,13 @@ def test_schemas_and_choices_as_python_values(given, kind, form):
 @pytest.mark.parametrize(("given", "reported"), [({"regex": "a+"}, ("regex", "a+")), ({"json_object": True}, ("json_object", ""))])
 def test_other_structures(given, reported):
     assert SamplingParams(structured_output=given).structured_output[:2] == reported
+
+
+def test_whitespace_can_be_turned_off():
+    for given in ({"json": SCHEMA, "disable_any_whitespace": True}, StructuredOutput("json", SCHEMA, disable_any_whitespace=True)):
+        structure = SamplingParams(structured_output=given).structured_output
+        assert (structure.kind, json.loads(structure.text), structure.disable_any_whitespace) == ("json", SCHEMA, True)
+    assert not SamplingParams(structured_output={"json": SCHEMA}).structured_output.disable_any_whitespace
 
 
 @pytest.mark.parametrize("engine", [LLM, AsyncEngine])

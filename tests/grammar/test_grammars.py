@@ -123,6 +123,61 @@ def test_space_between_json_tokens_is_bounded(grammars, tokenizer):
     assert space not in allowed(matcher)
 
 
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+SPACED = {"x-guidance": {"whitespace_pattern": "[ ]"}}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        StructuredOutput("json", "{}", disable_any_whitespace=True),
+        StructuredOutput("json", json.dumps(SPACED), disable_any_whitespace=True),
+        StructuredOutput("json", "{}", before='start: "" @answer', disable_any_whitespace=True),
+        StructuredOutput("json_object", disable_any_whitespace=True),
+        structure("json", COMPACT),
+        calls_grammar(ToolCallFormat(before="", between="", after=""), {"": COMPACT}, {}, several=False),
+        calls_grammar(
+            ToolCallFormat(begin="<c>"),
+            {"f": None},
+            {},
+            several=False,
+            instead=StructuredOutput("json_object", disable_any_whitespace=True),
+        ),
+    ],
+    ids=["json", "instead of its own", "behind a beginning", "json_object", "its own", "a tool's own", "beside calls"],
+)
+def test_a_compact_answer_has_no_whitespace_between_json_tokens(grammars, tokenizer, form):
+    assert takes(grammars, tokenizer, form, '{"a":1,"b":[1,2]}')
+    for spaced in ('{"a": 1}', '{"a" :1}', '{ "a":1}', '{"a":1 }', '{"a":1, "b":2}', '{"a":[1, 2]}', '{"a":\n1}'):
+        assert not takes(grammars, tokenizer, form, spaced)
+
+
+def test_a_schema_says_which_whitespace_may_come(grammars, tokenizer):
+    tags = tags_grammar([Tag("<f>", COMPACT, "</f>"), Tag("<g>", SPACED, "</g>")], ["<f>", "<g>"], "response_format")
+    for text, good in (("<f>[1,2]</f>", True), ("<f>[1, 2]</f>", False), ("<g>[1, 2]</g>", True), ("<g>[1,\n2]</g>", False)):
+        assert takes(grammars, tokenizer, tags, text) == good
+    unbounded = structure("json", {"x-guidance": {"whitespace_flexible": True}})
+    assert takes(grammars, tokenizer, unbounded, f"{{{' ' * 65}}}")
+
+
+OTHERWISE = {"x-guidance": {"coerce_one_of": True}}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        structure("json", OTHERWISE),
+        tags_grammar([Tag("<f>", OTHERWISE, "")], ["<f>"], "response_format"),
+        calls_grammar(ToolCallFormat(begin="<f>", before="", between="", after=""), {"": OTHERWISE}, {}, several=False),
+    ],
+    ids=["json", "a tag", "a tool"],
+)
+def test_space_is_bounded_whatever_else_a_schema_says(grammars, tokenizer, form):
+    begin = "" if form.kind == "json" else "<f>"
+    assert takes(grammars, tokenizer, form, f"{begin}{{{' ' * 64}}}")
+    assert not takes(grammars, tokenizer, form, f"{begin}{{{' ' * 65}}}")
+
+
 CHAIN = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)} | {"d1200": {}}
 
 
@@ -134,9 +189,11 @@ CHAIN = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)}
         (structure("json", {"$ref": "http://169.254.169.254/s.json"}), "does not fetch"),
         (structure("json", {"$ref": "#"}), "no answer can have this form"),
         (structure("json", {"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (structure("json", {"x-guidance": []}), "x-guidance"),
+        (structure("json", {"x-guidance": {"whitespace_flexible": "no"}}), "expected a boolean"),
         (structure("json", {"enum": []}), ""),
         (structure("json", "["), ""),
-        (structure("json", "\ud800"), "not JSON"),
+        (structure("json", "\ud800"), "Expecting value"),
         (structure("json", {"$defs": CHAIN, "$ref": "#/$defs/d0"}), "too deeply"),
         (structure("regex", "("), "unclosed group"),
         (structure("regex", "(?=a)b"), "look-around"),

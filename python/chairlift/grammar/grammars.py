@@ -92,13 +92,13 @@ class Grammars:
         self._vocabulary = vocabulary
         self._trial = Trial(vocabulary)
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[tuple[str, str, str], Future[Grammar]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str, str, bool], Future[Grammar]] = OrderedDict()
         self._work: SimpleQueue[tuple[StructuredOutput, Future[Grammar]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def compile(self, structure: StructuredOutput) -> Future[Grammar]:
         """Returns the future of the compiled grammar. It fails with InvalidRequest if the grammar is invalid. Raises QueueFull."""
-        key = (structure.kind, structure.text, structure.before)
+        key = (structure.kind, structure.text, structure.before, structure.disable_any_whitespace)
         future = self._kept.get(key)
         if future is None or _is_accident(future):
             if self._work.qsize() >= MAX_WAITING:

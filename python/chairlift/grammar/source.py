@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from chairlift.errors import InvalidRequest
-from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
+from chairlift.sampling import JSON_STRUCTURES, MAX_GRAMMAR, StructuredOutput
 
 _TOOL = "// tool "
 """Begins the comment that names the tool of a rule."""
@@ -33,9 +33,9 @@ def _answer_source(structure: StructuredOutput) -> str:
 
     match structure.kind:
         case "json":
-            return LLMatcher.grammar_from_json_schema(structure.text, defaults={"whitespace_pattern": _SPACE})
+            return LLMatcher.grammar_from_json_schema(_spaced(json.loads(structure.text), structure.disable_any_whitespace))
         case "json_object":
-            return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults={"whitespace_pattern": _SPACE})
+            return LLMatcher.grammar_from_json_schema(_spaced({"type": "object"}, structure.disable_any_whitespace))
         case "regex":
             return LLMatcher.grammar_from_regex(structure.text)
         case "choice":
@@ -44,6 +44,18 @@ def _answer_source(structure: StructuredOutput) -> str:
                 raise ValueError("a choice is a JSON list of strings, and not empty")
             return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}")
     return LLMatcher.grammar_from_lark(structure.text)
+
+
+def _spaced(schema: Any, compact: bool = False) -> dict[str, Any]:
+    """Returns a JSON schema that allows no whitespace between JSON tokens if `compact`, and `_SPACE` if it says nothing of whitespace."""
+    guidance = schema.get("x-guidance", {}) if isinstance(schema, Mapping) else None
+    if not isinstance(guidance, Mapping):
+        raise ValueError("a JSON schema must be an object, and its x-guidance too")
+    if compact:
+        guidance = {**guidance, "whitespace_flexible": False, "whitespace_pattern": None}
+    elif guidance.keys().isdisjoint(("whitespace_flexible", "whitespace_pattern")):
+        guidance = {**guidance, "whitespace_pattern": _SPACE}
+    return {**schema, "x-guidance": guidance}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +148,10 @@ def calls_grammar(
     if instead is None:
         return _form(["start: calls", calls, *_each(form, tools, control)])
     # llguidance's lexer continues with the longest match: it would take any JSON for the beginning of a call.
-    if instead.kind not in ("json", "json_object") or not form.begin:
+    if instead.kind not in JSON_STRUCTURES or not form.begin:
         message = f"{instead.param} and tools don't go together here: leave out either, or send tool_choice none or required"
         raise InvalidRequest(message, param=instead.param)
-    content = _json(json.loads(instead.text) if instead.kind == "json" else None)
+    content = _json(json.loads(instead.text) if instead.kind == "json" else None, instead.disable_any_whitespace)
     return _form(["start: calls | content", f"content: {_lark(form.content, control)} {content}", calls, *_each(form, tools, control)])
 
 
@@ -183,7 +195,7 @@ def tags_grammar(tags: Sequence[Tag], triggers: Sequence[str], param: str) -> St
             if tag.begin.startswith(trigger):
                 names.append(f"tag_{index}_{number}")
                 rest = tag.begin.removeprefix(trigger)
-                schema = json.dumps({"x-guidance": {"whitespace_pattern": _SPACE}, **tag.schema})
+                schema = json.dumps(_spaced(tag.schema))
                 rules.append(f"{names[-1]}: {json.dumps(rest)} %json {schema} {json.dumps(tag.end)}")
         if not names:
             raise InvalidRequest(f"{param} has the trigger {trigger!r:.60}, with which no structure begins", param=param)
@@ -223,9 +235,9 @@ def schemas_by_tool(structure: StructuredOutput) -> dict[str, Mapping[str, Any]]
     return schemas
 
 
-def _json(schema: Mapping[str, Any] | None) -> str:
+def _json(schema: Mapping[str, Any] | None, compact: bool = False) -> str:
     """Returns the rule for a JSON object. Each schema is a separate document, because its references are relative to its root."""
-    return "%json " + json.dumps({"type": "object", "x-guidance": {"whitespace_pattern": _SPACE}, **(schema or {})})
+    return "%json " + json.dumps(_spaced({"type": "object", **(schema or {})}, compact))
 
 
 def _form(rules: list[str]) -> StructuredOutput:

@@ -73,6 +73,22 @@ def test_a_form_is_read_with_the_field_it_came_from(fields, kind, text):
     assert wanted(fields) == StructuredOutput(kind, text, name)
 
 
+@pytest.mark.parametrize("kind", ["json", "json_object"])
+@pytest.mark.parametrize(("given", "read"), [(True, True), (False, False), (None, False)])
+def test_whitespace_can_be_turned_off(kind, given, read):
+    form = {"json": SCHEMA, "json_object": True}[kind]
+    assert wanted({"structured_outputs": {kind: form, "disable_any_whitespace": given}}).disable_any_whitespace is read
+
+
+@pytest.mark.parametrize("form", [{"regex": "a"}, {"choice": ["a"]}, {"grammar": 'start: "a"'}, tagged([TAG], ["<f"])["response_format"]])
+def test_forms_without_json_have_no_whitespace_to_turn_off(form):
+    if "type" in form:
+        form = {"structural_tag": form}
+    assert not wanted({"structured_outputs": form | {"disable_any_whitespace": False}}).disable_any_whitespace
+    with pytest.raises(InvalidRequest, match="disable_any_whitespace needs json or json_object"):
+        wanted({"structured_outputs": form | {"disable_any_whitespace": True}})
+
+
 def test_text_is_no_form():
     assert wanted({"response_format": {"type": "text"}}) is None
 
@@ -128,6 +144,14 @@ def test_forms_reach_the_engine_and_wrong_ones_do_not(http, engine, route):
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs", "one of json"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "is an object"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs", "must be true"),
+        ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "one of json"),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": 1}},
+            "structured_outputs",
+            "disable_any_whitespace must be true or false",
+        ),
+        (as_schema({"x-guidance": 7}), "response_format", "schema.x-guidance must be an object"),
+        (as_schema({"x-guidance": None}), "response_format", "schema.x-guidance must be an object"),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs", "must be a string"),
         ({"structured_outputs": {"regex": "a" * (MAX_REGEX + 1)}}, "structured_outputs", f"at most {MAX_REGEX}"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "non-empty"),

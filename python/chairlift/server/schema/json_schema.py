@@ -48,6 +48,8 @@ def checked_schema(schema: object, param: str, where: str) -> CheckedSchema:
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{where} must be a JSON schema, which is an object, got {brief(schema)}", param=param)
     _check_size(schema, param, where)
+    if not isinstance(schema.get("x-guidance", {}), dict):
+        raise InvalidRequest(f"{where}.x-guidance must be an object, got {brief(schema['x-guidance'])}", param=param)
     relaxed: list[str] = []
     schema = _Checker(param, where, relaxed).check(schema, "")
     return CheckedSchema(checked_text(json.dumps(schema, ensure_ascii=False), MAX_GRAMMAR, param, where), relaxed)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, PrivateAttr, WithJsonSchema
 
 from chairlift.errors import InvalidRequest
 from chairlift.grammar.source import Tag, tags_grammar
-from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
+from chairlift.sampling import JSON_STRUCTURES, MAX_GRAMMAR, StructuredOutput
 from chairlift.server.errors import brief
 from chairlift.server.schema.json_schema import MAX_REGEX, checked_schema, checked_text
 
@@ -58,7 +58,17 @@ _KIND_SCHEMAS: dict[str, Any] = {
     "json_object": {"const": True},
     "structural_tag": {"type": ["object", "string"]},
 }
-_STRUCTURED = {"type": "object", "properties": _KIND_SCHEMAS, "minProperties": 1, "maxProperties": 1, "additionalProperties": False}
+_STRUCTURED = {
+    "oneOf": [
+        {
+            "type": "object",
+            "properties": {kind: schema, "disable_any_whitespace": {"type": "boolean"} if kind in JSON_STRUCTURES else {"const": False}},
+            "required": [kind],
+            "additionalProperties": False,
+        }
+        for kind, schema in _KIND_SCHEMAS.items()
+    ]
+}
 
 
 class StructuredOutputFields(BaseModel):
@@ -145,9 +155,10 @@ class _Reader:
     def _structured_outputs(self, value: object) -> StructuredOutput:
         if isinstance(value, dict):
             options = {kind: inner for kind, inner in value.items() if inner is not None and (kind, inner) != ("json_object", False)}
+            compact = options.pop("disable_any_whitespace", False)
             if len(options) == 1 and options.keys() <= set(_KINDS):
                 [(kind, inner)] = options.items()
-                return self._kind(kind, inner, f"{self._name}.{kind}")
+                return self._kind(kind, inner, f"{self._name}.{kind}")._replace(disable_any_whitespace=compact)
         raise InvalidRequest(f"structured_outputs must be an object with one of {', '.join(_KINDS)}, got {brief(value)}", param=self._name)
 
     def _grammar(self, value: object) -> StructuredOutput:
