@@ -25,7 +25,9 @@ mod _core {
     #[pymodule_export]
     use crate::buffers::StepBuffers;
     #[pymodule_export]
-    use crate::decoder::{Adapter, Decoder, DecoderBlock, KvCache, Linear, TensorFile, block_types, has_bf16, instruction_sets, matrix_tiles};
+    use crate::decoder::{
+        Adapter, Decoder, DecoderBlock, KvCache, Linear, TensorFile, block_types, has_bf16, instruction_sets, matrix_tiles,
+    };
     #[pymodule_export]
     use crate::encoder::{Encoder, EncoderLayer};
     #[pymodule_export]

@@ -14,7 +14,7 @@ pub(super) const WIDTH: usize = 32;
 /// Maximum number of scale groups in a unit.
 pub(super) const GROUPS: usize = 16;
 /// Prefetch distance in bytes, chosen to cover the memory latency. The hardware prefetcher stops at each page boundary.
-pub(super) const AHEAD: usize = 2048;
+const AHEAD: usize = 2048;
 /// Maximum rows for which [`multiply`] is faster than expanding the weights first.
 const FUSED_ROWS: usize = 4;
 
@@ -106,11 +106,10 @@ impl<'a> Units<'a> {
                 if K::CODES {
                     sink.take_scales(s, &mut scales, blocks * per_block);
                 }
+                prefetch_ahead(unit.as_ptr(), self.unit.codes);
                 let mut p = unit.as_ptr().add(self.unit.codes);
                 for b in 0..blocks {
-                    for line in (0..block_bytes).step_by(64) {
-                        prefetch(p.wrapping_add(AHEAD + line));
-                    }
+                    prefetch_ahead(p, block_bytes);
                     let k = (u * blocks + b) * BLOCK;
                     let (factors, shifts) = (scales.factors.as_ptr().add(b * per_block), scales.shifts.as_ptr().add(b * per_block));
                     half::<S, D, V, 0>(s, &constants, p, factors, shifts, k, sink);
@@ -187,6 +186,14 @@ impl Scales {
                 }
             }
         }
+    }
+}
+
+/// Prefetches as many bytes as are read at `p`, [`AHEAD`] of it. All parts of a unit must be prefetched, or memory is waited for.
+#[inline(always)]
+pub(super) fn prefetch_ahead(p: *const u8, bytes: usize) {
+    for line in (0..bytes).step_by(64) {
+        prefetch(p.wrapping_add(AHEAD + line));
     }
 }
 

@@ -5,11 +5,11 @@
 //! row's results do not depend on the other rows.
 
 use super::BlockPanels;
-use super::decode::{AHEAD, EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, WIDTH};
+use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, WIDTH, prefetch_ahead};
 use super::panels::BYTE_ORDER;
 use crate::block_type::BLOCK;
 use crate::pod::Pod;
-use crate::simd::{Int8, Isa, Kernel, prefetch};
+use crate::simd::{Int8, Isa, Kernel};
 
 /// Number of digits of an integer.
 const DIGITS: usize = 3;
@@ -127,11 +127,10 @@ impl Multiply<'_> {
                     _ => scales.fill::<S, 4>(s, from.kind, from.unit, unit, blocks * groups),
                 }
                 scales.subtract(s, from.kind.byte_offset(), blocks * groups * width);
+                prefetch_ahead(unit.as_ptr(), from.unit.codes);
                 for b in 0..blocks {
                     let p = unit.as_ptr().add(from.unit.codes + b * from.unit.block);
-                    for line in (0..from.unit.block).step_by(64) {
-                        prefetch(p.wrapping_add(AHEAD + line));
-                    }
+                    prefetch_ahead(p, from.unit.block);
                     let rows = &rows[(u * blocks + b) * height..][..height];
                     for column in (0..width).step_by(S::LANES) {
                         let codes = codes::<S, D>(s, p.add(4 * column), &table);
