@@ -66,6 +66,11 @@ impl<'a> Admission<'a> {
         self.best((0..most * decodes).map(|count| (count < decodes, 1.0))) > 0
     }
 
+    /// What a drafted token costs its sequence, in the sequence's part of a step without drafts.
+    pub(crate) fn token_price(&self) -> f64 {
+        self.row * f64::from(self.decodes) / self.time
+    }
+
     /// Microseconds of the step with `drafted` tokens: observed, or by the linear model.
     fn step(&self, drafted: u32) -> f64 {
         self.model.decode_rows(self.decodes + drafted).unwrap_or_else(|| self.time + self.row * f64::from(drafted))

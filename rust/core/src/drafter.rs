@@ -6,12 +6,12 @@
 
 use crate::acceptance::{Acceptance, DraftSource, MAX_DRAFT};
 use crate::admission::{Admission, DraftAdmission};
-use crate::back_off::BackOff;
 use crate::batch::StepPlan;
 use crate::corpus::{Corpus, Key};
 use crate::cost::Load;
 use crate::recorder::Recorder;
 use crate::request::{SeqId, Token};
+use crate::stake::{Price, Stake};
 use crate::text_index::{Index, extend};
 use rustc_hash::FxHashMap;
 use slotmap::SecondaryMap;
@@ -39,7 +39,7 @@ struct Drafted {
     /// Tokens proposed for the current step.
     draft: Vec<Token>,
     source: DraftSource,
-    back_off: BackOff,
+    stake: Stake,
     /// Whose finished texts it finds and joins.
     key: Key,
 }
@@ -69,6 +69,8 @@ pub struct Drafter {
     max_tokens: usize,
     seqs: SecondaryMap<SeqId, Drafted>,
     admission: DraftAdmission,
+    /// What the drafted tokens of the latest step cost and save.
+    price: Price,
     corpus: Option<Corpus>,
     stats: DraftStats,
     until_sweep: u32,
@@ -83,6 +85,7 @@ impl Drafter {
             max_tokens,
             seqs: SecondaryMap::new(),
             admission: DraftAdmission::default(),
+            price: Price::default(),
             corpus: Corpus::new(corpus_tokens),
             stats: DraftStats { accepted_by_position: vec![0; max_tokens], ..DraftStats::default() },
             until_sweep: SWEEP,
@@ -94,8 +97,8 @@ impl Drafter {
         // The new sequence may get the place of a finished one.
         self.learn_finished(core);
         let Some(key) = core.owner(id) else { return };
-        let (index, back_off) = (Index::default(), BackOff::default());
-        self.seqs.insert(id, Drafted { index, draft: Vec::new(), source: DraftSource::Grammar, back_off, key });
+        let (index, stake) = (Index::default(), Stake::default());
+        self.seqs.insert(id, Drafted { index, draft: Vec::new(), source: DraftSource::Grammar, stake, key });
         if self.corpus.is_some() {
             core.keep_finished();
         }
@@ -125,12 +128,13 @@ impl Drafter {
             load.context_tokens += tokens.len() as u64;
         }
         // In a full batch not even a certain token pays, so nothing is looked up.
-        if !Admission::new(&load, core.model()).is_some_and(|admission| admission.may_pay(self.max_tokens)) {
-            return;
-        }
-        let matched = self.look_up(core, &forced.into_iter().collect(), load.decode_seqs as usize);
+        let Some(admission) = Admission::new(&load, core.model()).filter(|admission| admission.may_pay(self.max_tokens)) else { return };
+        let token = admission.token_price();
+        let matched = self.look_up(core, &forced.into_iter().collect(), load.decode_seqs as usize, token);
         let drafts: Vec<_> = matched.iter().map(|&id| (self.seqs[id].source, self.seqs[id].draft.len())).collect();
         let admitted = self.admission.admit(&load, core.model(), &drafts);
+        let ahead = admitted.iter().filter(|&&admitted| admitted > 0).count();
+        self.price = Price { token, accepted: ahead as f64 / f64::from(load.decode_seqs) };
         for (id, admitted) in matched.into_iter().zip(admitted) {
             let drafted = &mut self.seqs[id];
             drafted.draft.truncate(admitted);
@@ -141,17 +145,20 @@ impl Drafter {
     }
 
     /// Drafts tokens for each of `decoding` sequences. Returns the sequences with a draft.
-    fn look_up(&mut self, core: &Recorder, forced: &FxHashMap<SeqId, Vec<Token>>, decoding: usize) -> Vec<SeqId> {
+    ///
+    /// `token` is the price of a drafted token.
+    fn look_up(&mut self, core: &Recorder, forced: &FxHashMap<SeqId, Vec<Token>>, decoding: usize, token: f64) -> Vec<SeqId> {
         let mut matched = Vec::with_capacity(decoding);
         for (id, tokens, room) in core.decoding() {
             let Some(drafted) = self.seqs.get_mut(id) else { continue };
             let most = self.max_tokens.min(room);
+            let paid = drafted.stake.step(most, token);
             drafted.draft.clear();
             if let Some(forced) = forced.get(&id) {
                 drafted.source = DraftSource::Grammar;
                 drafted.draft.extend(forced.iter().take(most));
-            } else if let Some(most) = drafted.back_off.step(most) {
-                drafted.look_up(tokens, most, self.corpus.as_ref(), self.admission.acceptance());
+            } else if paid > 0 {
+                drafted.look_up(tokens, paid, self.corpus.as_ref(), self.admission.acceptance());
             }
             if !drafted.draft.is_empty() {
                 matched.push(id);
@@ -174,7 +181,7 @@ impl Drafter {
             let accepted = seq.draft.iter().zip(sampled).take(drafted).take_while(|&(&token, &sampled)| token as i32 == sampled).count();
             self.admission.observe(seq.source, drafted, accepted);
             if seq.source != DraftSource::Grammar {
-                seq.back_off.observe(accepted);
+                seq.stake.observe(drafted, accepted, self.price);
             }
             self.stats.drafts += 1;
             self.stats.draft_tokens += drafted as u64;
