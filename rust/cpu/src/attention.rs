@@ -13,6 +13,7 @@ use crate::unsafe_slice::UnsafeSlice;
 mod plan;
 #[cfg(test)]
 mod tests;
+mod tiled;
 
 use plan::Task;
 pub(crate) use plan::{Plan, Sequences};
@@ -44,6 +45,10 @@ pub(crate) struct Scratch {
     keys: AlignedVec<i32>,
     /// \[2\]\[head dim, padded\]: the values of the tile's first and last pair of tokens without the tokens that are not visible.
     edges: AlignedVec<u32>,
+    /// \[TILE / 2\]\[head dim, padded\]: gathered pairs of values, for matrix tiles.
+    values: AlignedVec<u32>,
+    /// \[rows of a matrix tile\]\[head dim, padded\]: products of weights and values.
+    products: AlignedVec<f32>,
 }
 
 /// Attention in one layer: scaled dot products, softmax, weighted sum of the values.
@@ -79,10 +84,10 @@ impl Attention<'_> {
     pub(crate) unsafe fn attend(&self, isa: Isa, task: usize, scratch: &mut Scratch) {
         let task = self.plan.task(task);
         match self.pages.dtype {
-            KvDType::F32 => isa.run(Attend::<f32> { of: self, task, scratch, cell: PhantomData }),
-            KvDType::F16 => isa.run(Attend::<u16> { of: self, task, scratch, cell: PhantomData }),
-            KvDType::Bf16 => isa.run_bf16(Attend::<Bf16Pair> { of: self, task, scratch, cell: PhantomData }),
-            KvDType::Int8 => isa.run(Attend::<i8> { of: self, task, scratch, cell: PhantomData }),
+            KvDType::F32 => isa.run(Attend::<f32> { isa, of: self, task, scratch, cell: PhantomData }),
+            KvDType::F16 => isa.run(Attend::<u16> { isa, of: self, task, scratch, cell: PhantomData }),
+            KvDType::Bf16 => isa.run_bf16(Attend::<Bf16Pair> { isa, of: self, task, scratch, cell: PhantomData }),
+            KvDType::Int8 => isa.run(Attend::<i8> { isa, of: self, task, scratch, cell: PhantomData }),
         }
     }
 
@@ -95,6 +100,7 @@ impl Attention<'_> {
 
 /// A task with the type of the cache's cells.
 struct Attend<'a, C> {
+    isa: Isa,
     of: &'a Attention<'a>,
     task: Task<'a>,
     scratch: &'a mut Scratch,
@@ -155,7 +161,8 @@ impl<C: Cell> Attend<'_, C> {
         let (group, padded) = (plan.group(), self.of.pages.padded());
         let rows = self.task.parts.iter().map(|part| part.queries).sum::<usize>() * group;
         let width = group * head_dim;
-        let Scratch { query, sums, weights, largest, seen, keys, edges } = &mut *self.scratch;
+        let tiled = self.tiled();
+        let Scratch { query, sums, weights, largest, seen, keys, edges, values, products } = &mut *self.scratch;
         query.reserve(rows * head_dim);
         sums.reserve(rows * padded);
         sums[..rows * padded].fill(0.0);
@@ -165,6 +172,10 @@ impl<C: Cell> Attend<'_, C> {
         largest[..rows].fill(f32::NEG_INFINITY);
         keys.reserve(head_dim * TILE);
         edges.reserve(2 * padded);
+        if tiled {
+            values.reserve(TILE / 2 * padded);
+            products.reserve(tiled::ROWS * padded);
+        }
         seen.clear();
         let mut queries = query.chunks_exact_mut(width);
         for part in self.task.parts {
@@ -187,12 +198,19 @@ impl<C: Cell> Attend<'_, C> {
     fn scan<S: Simd>(&mut self, s: S, tile: &mut Tile<C>, sequence: usize, within: Range<usize>, rows: Range<usize>) {
         let seen = union(&self.scratch.seen[rows.clone()]);
         let seen = seen.start.max(within.start)..seen.end.min(within.end);
-        let most = most_rows::<S>();
+        let (tiled, most) = (self.tiled(), most_rows::<S>());
         for start in (seen.start / TILE * TILE..seen.end).step_by(TILE) {
             tile.start = start;
             tile.tokens = seen.start.max(start) - start..seen.end.min(start + TILE) - start;
             self.fill::<S>(tile, sequence);
             let mut row = rows.start;
+            if tiled {
+                self.gather_values(tile);
+                for first in rows.clone().step_by(tiled::ROWS) {
+                    self.look_tiled(s, tile, first..rows.end.min(first + tiled::ROWS));
+                }
+                row = rows.end;
+            }
             while row < rows.end {
                 let count = match most.min(rows.end - row) {
                     6.. => 6,
@@ -210,7 +228,8 @@ impl<C: Cell> Attend<'_, C> {
     fn fill<S: Simd>(&mut self, tile: &mut Tile<C>, sequence: usize) {
         let (pages, padded) = (self.of.pages, self.of.pages.padded());
         let (size, head_dim) = (pages.shape.block_size, pages.shape.head_dim);
-        let direct = size % S::LANES == 0;
+        // Matrix tiles read 16 keys of a block at once.
+        let direct = size % if self.tiled() { tiled::COLUMNS } else { S::LANES } == 0;
         tile.step = if direct { size } else { TILE };
         let gathered = self.scratch.keys.as_mut_ptr().cast::<C>();
         let mut token = tile.tokens.start;
@@ -276,14 +295,13 @@ impl<C: Cell> Attend<'_, C> {
     /// Processes 1, 3 or 6 rows of the tile. Returns at once if they attend to none of its tokens.
     #[inline(always)]
     fn look<S: Simd>(&mut self, s: S, tile: &Tile<C>, rows: Range<usize>) {
-        let (of, pages) = (self.of, self.of.pages);
+        let pages = self.of.pages;
         let seen = union(&self.scratch.seen[rows.clone()]);
         let tokens = tile.tokens.start.max(seen.start.saturating_sub(tile.start))..tile.tokens.end.min(seen.end.saturating_sub(tile.start));
         if tokens.is_empty() {
             return;
         }
         let vectors = tokens.start / S::LANES..tokens.end.div_ceil(S::LANES);
-        let lanes = vectors.start * S::LANES..vectors.end * S::LANES;
         let mut scores = [[0.0; TILE]; MICRO];
         let mut factors = [[0.0; 16]; MICRO];
         // SAFETY: `begin` sized the scratch memory for all rows, and `fill` set the tile's pointers for all of its tokens.
@@ -297,28 +315,8 @@ impl<C: Cell> Attend<'_, C> {
                 }
             }
             for (r, row) in rows.clone().enumerate() {
-                let scores = &mut scores[r];
-                if C::SCALED {
-                    multiply(s, scores, &tile.key_scales, vectors.clone());
-                }
-                if let Some(cap) = of.softcap {
-                    for v in vectors.clone() {
-                        let p = scores.as_mut_ptr().add(v * S::LANES);
-                        s.store(p, softcap(s, s.load(p), cap));
-                    }
-                }
-                let seen = &self.scratch.seen[row];
-                let start = seen.start.saturating_sub(tile.start).clamp(lanes.start, lanes.end);
-                let end = seen.end.saturating_sub(tile.start).clamp(start, lanes.end);
-                scores[lanes.start..start].fill(f32::NEG_INFINITY);
-                scores[end..lanes.end].fill(f32::NEG_INFINITY);
-                let weights = self.scratch.weights.as_mut_ptr().add(row * S::LANES);
-                let factor = powers(s, scores, vectors.clone(), &mut self.scratch.largest[row], weights);
+                let factor = self.weigh(s, tile, row, vectors.clone(), &mut scores[r]);
                 s.store(factors[r].as_mut_ptr(), factor);
-                if C::SCALED {
-                    multiply(s, scores, &tile.value_scales, vectors.clone());
-                }
-                C::factors(s, scores);
             }
             let padded = pages.padded();
             let sums = self.scratch.sums.as_mut_ptr().add(rows.start * padded);
@@ -338,6 +336,40 @@ impl<C: Cell> Attend<'_, C> {
                 d += if wide { VECTORS * S::LANES } else { S::LANES };
             }
         }
+    }
+
+    /// Replaces a row's scores in some registers by its weights, as factors of the values' cells. Returns the factor that rescales older sums.
+    ///
+    /// # Safety
+    ///
+    /// `begin` has sized the scratch memory for this row.
+    #[inline(always)]
+    unsafe fn weigh<S: Simd>(&mut self, s: S, tile: &Tile<C>, row: usize, vectors: Range<usize>, scores: &mut [f32; TILE]) -> S::F {
+        let lanes = vectors.start * S::LANES..vectors.end * S::LANES;
+        if C::SCALED {
+            multiply(s, scores, &tile.key_scales, vectors.clone());
+        }
+        if let Some(cap) = self.of.softcap {
+            for scores in scores[lanes.clone()].chunks_exact_mut(S::LANES) {
+                // SAFETY: the chunk has `S::LANES` numbers.
+                unsafe { s.store(scores.as_mut_ptr(), softcap(s, s.load(scores.as_ptr()), cap)) };
+            }
+        }
+        let seen = &self.scratch.seen[row];
+        let start = seen.start.saturating_sub(tile.start).clamp(lanes.start, lanes.end);
+        let end = seen.end.saturating_sub(tile.start).clamp(start, lanes.end);
+        scores[lanes.start..start].fill(f32::NEG_INFINITY);
+        scores[end..lanes.end].fill(f32::NEG_INFINITY);
+        // SAFETY: the caller guarantees it.
+        let factor = unsafe {
+            let weights = self.scratch.weights.as_mut_ptr().add(row * S::LANES);
+            powers(s, scores, vectors.clone(), &mut self.scratch.largest[row], weights)
+        };
+        if C::SCALED {
+            multiply(s, scores, &tile.value_scales, vectors);
+        }
+        C::factors(s, scores);
+        factor
     }
 
     /// Divides the weighted sums by the sums of the weights and writes the output.

@@ -177,13 +177,20 @@ impl Case {
         expected
     }
 
+    /// The instruction sets that are tested: also the oracle of matrix tiles, if the cache has a format that they multiply.
+    fn isas(&self) -> Vec<Isa> {
+        let mut isas = Isa::available();
+        isas.extend((self.dtype == KvDType::Bf16).then(|| Isa::best().with_oracle()));
+        isas
+    }
+
     fn check(&self) {
         let mut random = Random(!self.seed);
         let bits = |outputs: &[Vec<f32>]| outputs.iter().map(|x| x.iter().map(|x| x.to_bits()).collect()).collect::<Vec<Vec<_>>>();
         let expected: Vec<_> = self.tokens().iter().map(|tokens| self.expected(tokens)).collect();
         // The weights of the values are rounded to bfloat16, which has 8 bits.
         let error = if self.dtype == KvDType::Bf16 { 1.0 / 256.0 } else { 2e-5 };
-        for isa in Isa::available() {
+        for isa in self.isas() {
             let whole = self.serve(isa, 1, &mut random, |_| usize::MAX / 2);
             for (output, expected) in whole.iter().zip(&expected) {
                 for (i, (&x, y)) in output.iter().zip(expected).enumerate() {
@@ -294,7 +301,7 @@ impl Shared {
         let all: Vec<usize> = (0..count).collect();
         let width = self.queries * kv_heads * case.group * head_dim;
         let mut sharing = 0;
-        for isa in Isa::available() {
+        for isa in case.isas() {
             let (together, tasks) = self.step(isa, &all, &mut cache, &tables, max_blocks);
             for (i, together) in together.chunks(width).enumerate() {
                 let (alone, _) = self.step(isa, &[i], &mut cache, &tables, max_blocks);

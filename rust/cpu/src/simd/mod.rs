@@ -8,7 +8,7 @@ mod tiles;
 
 pub(crate) use int8::Int8;
 pub use tiles::TileSupport;
-pub(crate) use tiles::{Math, TILE, TileProducts};
+pub(crate) use tiles::{Math, PairProducts, TILE, TileProducts};
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;

@@ -1,7 +1,9 @@
 //! What AMX computes, in portable code, for tests on any machine.
 
+use std::slice;
+
 use super::portable::flushed;
-use super::{Kernel, Simd, TILE, TileProducts};
+use super::{Kernel, PairProducts, Simd, TILE, TileProducts};
 use crate::block_type::BLOCK;
 
 /// Computes products of tiles as `tdpbf16ps` does, to the bit.
@@ -32,6 +34,34 @@ impl Kernel for Oracle<'_> {
                 let row = &rows[((block * pieces + piece) * height + row) * BLOCK + first..][..group];
                 add(sums, row, weights);
             }
+        }
+    }
+}
+
+/// Computes [`PairProducts`] as AMX does: 16 pairs at a time.
+///
+/// # Safety
+///
+/// As for [`PairProducts::run`].
+pub(super) unsafe fn pair_products(products: PairProducts, rows: *const f32, columns: &[*const u32], out: *mut f32) {
+    let PairProducts { height, pairs, row_stride, column_stride, out_stride } = products;
+    for row in 0..height {
+        for (tile, &columns) in columns.iter().enumerate() {
+            let mut sums = [0.0; TILE];
+            for first in (0..pairs).step_by(TILE) {
+                let pairs = first..pairs.min(first + TILE);
+                let mut weights = Vec::new();
+                // SAFETY: the caller guarantees it.
+                let numbers = unsafe {
+                    for pair in pairs.clone() {
+                        weights.extend_from_slice(slice::from_raw_parts(columns.add(pair * column_stride), TILE));
+                    }
+                    slice::from_raw_parts(rows.add(row * row_stride + first).cast::<u16>(), 2 * pairs.len())
+                };
+                add(&mut sums, numbers, &weights);
+            }
+            // SAFETY: as above.
+            unsafe { out.add(row * out_stride + tile * TILE).cast::<[f32; TILE]>().write_unaligned(sums) };
         }
     }
 }

@@ -64,6 +64,40 @@ impl TileProducts<'_> {
     }
 }
 
+/// Sizes of a product of rows of bfloat16 pairs and columns of pairs. Strides are numbers of 32 bits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PairProducts {
+    /// Number of rows, at most [`TILE`].
+    pub(crate) height: usize,
+    /// Pairs of a row, which are next to each other.
+    pub(crate) pairs: usize,
+    pub(crate) row_stride: usize,
+    /// From a pair of a column to the next one.
+    pub(crate) column_stride: usize,
+    pub(crate) out_stride: usize,
+}
+
+impl PairProducts {
+    /// Multiplies `rows` by tiles of 16 columns, which begin at `columns`, with the tiles of `isa`. Writes \[rows\]\[tiles\]\[16\] to `out`.
+    ///
+    /// # Safety
+    ///
+    /// All addresses are valid for these sizes.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+    pub(crate) unsafe fn run(self, isa: Isa, rows: *const f32, columns: &[*const u32], out: *mut f32) {
+        assert!((1..=TILE).contains(&self.height));
+        match isa.matrices {
+            Matrices::Vectors | Matrices::Digits => unreachable!("this instruction set has no tiles"),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: only `Isa::available` creates this value, and it has checked the processor. The caller guarantees the rest.
+            Matrices::Amx(_) => unsafe { amx::pair_products(self, rows, columns, out) },
+            #[cfg(test)]
+            // SAFETY: the caller guarantees it.
+            Matrices::Oracle(_) => unsafe { super::oracle::pair_products(self, rows, columns, out) },
+        }
+    }
+}
+
 /// Whether this process can use the tiles, and if not, why not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TileSupport {
@@ -92,7 +126,7 @@ impl TileSupport {
 mod amx {
     use std::arch::asm;
 
-    use super::{TILE, TileProducts, TileSupport};
+    use super::{PairProducts, TILE, TileProducts, TileSupport};
     use crate::block_type::BLOCK;
 
     /// Bytes of a row of a tile.
@@ -192,5 +226,86 @@ mod amx {
             }
         }
         const { assert!(TILE * size_of::<f32>() == LINE && BLOCK * size_of::<u16>() == LINE) }
+    }
+
+    /// What the assembly of [`pair_products`] reads from memory, because there are not enough registers.
+    #[repr(C)]
+    struct Counts {
+        /// Tiles of 16 pairs.
+        tiles: usize,
+        /// Pairs beyond them.
+        rest: usize,
+        /// Bytes from 16 pairs of a column to the next 16.
+        step: usize,
+    }
+
+    /// Computes [`PairProducts`].
+    ///
+    /// # Safety
+    ///
+    /// The process may use the tiles, and all addresses are valid for the sizes.
+    pub(super) unsafe fn pair_products(products: PairProducts, rows: *const f32, columns: &[*const u32], out: *mut f32) {
+        let PairProducts { height, pairs, row_stride, column_stride, out_stride } = products;
+        let counts = Counts { tiles: pairs / TILE, rest: pairs % TILE, step: TILE * 4 * column_stride };
+        let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+        // Register 0 has sums, 1 and 2 have 16 pairs of the rows and of the columns, and 3 and 4 the rest of the pairs.
+        for (register, pairs) in [(0, TILE), (1, TILE), (2, TILE), (3, counts.rest), (4, counts.rest)] {
+            let is_column = register % 2 == 0 && register > 0;
+            config.row_bytes[register] = if is_column { LINE as u16 } else { 4 * pairs as u16 };
+            config.rows[register] = if is_column { pairs as u8 } else { height as u8 };
+        }
+        if counts.rest == 0 {
+            // A register that is not used has neither rows nor columns.
+            (config.row_bytes[4], config.rows[3]) = (0, 0);
+        }
+        // SAFETY: the caller guarantees it. The tile registers are configured, used and released within the assembly, which has no other
+        // effect than to write `out`.
+        unsafe {
+            asm!(
+                "ldtilecfg [{left}]",
+                "2:",
+                "mov {column}, [{columns}]",
+                "add {columns}, 8",
+                "mov {row}, {rows}",
+                "tilezero tmm0",
+                "mov {left}, [{counts}]",
+                "test {left}, {left}",
+                "jz 4f",
+                "3:",
+                "tileloadd tmm1, [{row} + {row_stride}]",
+                "tileloadd tmm2, [{column} + {column_stride}]",
+                "tdpbf16ps tmm0, tmm1, tmm2",
+                "add {row}, {line}",
+                "add {column}, [{counts} + 16]",
+                "dec {left}",
+                "jnz 3b",
+                "4:",
+                "cmp qword ptr [{counts} + 8], 0",
+                "je 5f",
+                "tileloadd tmm3, [{row} + {row_stride}]",
+                "tileloadd tmm4, [{column} + {column_stride}]",
+                "tdpbf16ps tmm0, tmm3, tmm4",
+                "5:",
+                "tilestored [{out} + {out_stride}], tmm0",
+                "add {out}, {line}",
+                "dec {tiles}",
+                "jnz 2b",
+                "tilerelease",
+                line = const LINE,
+                left = inout(reg) &raw const config => _,
+                counts = in(reg) &raw const counts,
+                rows = in(reg) rows,
+                row = out(reg) _,
+                row_stride = in(reg) 4 * row_stride,
+                columns = inout(reg) columns.as_ptr() => _,
+                column = out(reg) _,
+                column_stride = in(reg) 4 * column_stride,
+                out = inout(reg) out => _,
+                out_stride = in(reg) 4 * out_stride,
+                tiles = inout(reg) columns.len() => _,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _,
+                options(nostack),
+            );
+        }
     }
 }
