@@ -32,7 +32,7 @@ impl Stake {
     /// Counts a step. Returns how many of `most` tokens the sequence can pay for, at the price of `token` each.
     pub(crate) fn step(&mut self, most: usize, token: f64) -> usize {
         self.0 = (self.0 + RATE).min(MOST);
-        (0..most).take_while(|&tokens| (tokens + 1) as f64 * token <= self.0).count()
+        ((self.0 / token) as usize).min(most)
     }
 
     /// Records how many drafted tokens were accepted.
