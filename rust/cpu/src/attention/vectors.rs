@@ -1,0 +1,126 @@
+//! Attention in vector registers: dot products, exponentials and weighted sums of a few rows and a tile of tokens.
+
+use std::ops::Range;
+
+use super::{TILE, Tile};
+use crate::cache::Cell;
+use crate::simd::{Simd, exp};
+
+/// Maximum rows of a micro-tile. Each row accumulates in [`VECTORS`] registers.
+pub(super) const MICRO: usize = 6;
+pub(super) const VECTORS: usize = 4;
+
+/// Maximum rows of a micro-tile with these registers. The kernels for more rows are not compiled.
+#[inline(always)]
+pub(super) const fn most_rows<S: Simd>() -> usize {
+    S::VECTORS * S::ROWS / VECTORS
+}
+
+/// Dot products of `R` queries with the keys in [`VECTORS`] of the tile's registers.
+#[inline(always)]
+pub(super) unsafe fn products<S: Simd, C: Cell, const R: usize>(
+    s: S,
+    query: *const f32,
+    head_dim: usize,
+    tile: &Tile<C>,
+    first: usize,
+    scores: &mut [[f32; TILE]; MICRO],
+) {
+    let keys: [*const C; VECTORS] = std::array::from_fn(|v| tile.keys[first + v]);
+    let mut sums = [[s.splat(0.0); VECTORS]; R];
+    for d in 0..head_dim / C::NUMBERS {
+        // SAFETY: the key pointers are valid for so many steps, and there are `R` queries.
+        unsafe {
+            let query: [S::F; R] = std::array::from_fn(|r| s.splat(*query.add(r * head_dim + d)));
+            for v in 0..VECTORS {
+                let key = C::load(s, keys[v].add(d * tile.step));
+                for r in 0..R {
+                    sums[r][v] = C::multiply(s, query[r], key, sums[r][v]);
+                }
+            }
+        }
+    }
+    for (scores, sums) in scores.iter_mut().zip(sums) {
+        for (to, sum) in scores[first * S::LANES..][..VECTORS * S::LANES].chunks_exact_mut(S::LANES).zip(sums) {
+            // SAFETY: the chunk has `S::LANES` numbers.
+            unsafe { s.store(to.as_mut_ptr(), sum) };
+        }
+    }
+}
+
+/// Multiplies a row's numbers by the tokens' numbers in `by`.
+#[inline(always)]
+pub(super) fn multiply<S: Simd>(s: S, row: &mut [f32; TILE], by: &[f32; TILE], vectors: Range<usize>) {
+    let lanes = vectors.start * S::LANES..vectors.end * S::LANES;
+    for (x, y) in row[lanes.clone()].chunks_exact_mut(S::LANES).zip(by[lanes].chunks_exact(S::LANES)) {
+        // SAFETY: the chunks have `S::LANES` numbers.
+        unsafe { s.store(x.as_mut_ptr(), s.mul(s.load(x.as_ptr()), s.load(y.as_ptr()))) };
+    }
+}
+
+/// Replaces a row's scores by their exponentials relative to the running maximum and adds them to the weights. Returns the factor that
+/// rescales older sums.
+#[inline(always)]
+pub(super) unsafe fn powers<S: Simd>(s: S, scores: &mut [f32; TILE], vectors: Range<usize>, largest: &mut f32, weights: *mut f32) -> S::F {
+    // SAFETY: the caller guarantees it.
+    unsafe {
+        let mut most = s.splat(*largest);
+        for v in vectors.clone() {
+            most = s.max(most, s.load(scores.as_ptr().add(v * S::LANES)));
+        }
+        let before = std::mem::replace(largest, s.largest(most));
+        // The row has no visible token yet. Its scores are all minus infinity, and their exponentials must be 0.
+        let base = s.splat(if *largest == f32::NEG_INFINITY { 0.0 } else { *largest });
+        let factor = exp(s, s.sub(s.splat(before), base));
+        let mut sum = s.mul(s.load(weights), factor);
+        for v in vectors {
+            let p = scores.as_mut_ptr().add(v * S::LANES);
+            let power = exp(s, s.sub(s.load(p), base));
+            s.store(p, power);
+            sum = s.add(sum, power);
+        }
+        s.store(weights, sum);
+        factor
+    }
+}
+
+/// Weighted sums of the values, to which a tile's values are added.
+pub(super) struct Weighted<'a, C> {
+    /// Factors of the cells.
+    pub(super) weights: &'a [[f32; TILE]; MICRO],
+    /// The cells of the visible tokens: one for each token, or for each pair.
+    pub(super) cells: Range<usize>,
+    pub(super) values: &'a [*const C; TILE],
+    /// Factor that rescales each row's sums, in all lanes of a register.
+    pub(super) factors: &'a [[f32; 16]; MICRO],
+    pub(super) sums: *mut f32,
+    pub(super) padded: usize,
+}
+
+impl<C: Cell> Weighted<'_, C> {
+    /// Adds to the sums of `R` rows, in the `V` registers of dimensions that start at `d`.
+    #[inline(always)]
+    pub(super) unsafe fn add<S: Simd, const R: usize, const V: usize>(&self, s: S, d: usize) {
+        // SAFETY: the caller guarantees it.
+        unsafe {
+            let at = |r: usize, v: usize| self.sums.add(r * self.padded + d + v * S::LANES);
+            let mut sums: [[S::F; R]; V] =
+                std::array::from_fn(|v| std::array::from_fn(|r| s.mul(s.load(at(r, v)), s.load(self.factors[r].as_ptr()))));
+            for cell in self.cells.clone() {
+                let value = *self.values.get_unchecked(cell);
+                let weights: [S::F; R] = std::array::from_fn(|r| s.splat(*self.weights[r].get_unchecked(cell)));
+                for (v, sums) in sums.iter_mut().enumerate() {
+                    let value = C::load(s, value.add(d + v * S::LANES));
+                    for (sum, &weight) in sums.iter_mut().zip(&weights) {
+                        *sum = C::multiply(s, weight, value, *sum);
+                    }
+                }
+            }
+            for (v, sums) in sums.into_iter().enumerate() {
+                for (r, sum) in sums.into_iter().enumerate() {
+                    s.store(at(r, v), sum);
+                }
+            }
+        }
+    }
+}
