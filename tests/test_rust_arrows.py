@@ -16,7 +16,7 @@ LAYERS = {
         {
             "acceptance",
             "arbiter",
-            "back_off",
+            "stake",
             "hash",
             "cost",
             "kv_budget",
