@@ -60,6 +60,20 @@ class StructuredOutput(NamedTuple):
     """Whether an answer of a JSON kind has no whitespace between its tokens."""
 
 
+def _check_structure(structure: StructuredOutput) -> None:
+    """Raises InvalidRequest for a wrong kind, option or length."""
+    if structure.kind not in STRUCTURES:
+        message = f"structured_output must be one of {', '.join(STRUCTURES)}, got {structure.kind!r:.100}"
+        raise InvalidRequest(message, param="structured_outputs")
+    if not isinstance(structure.disable_any_whitespace, bool):
+        message = f"disable_any_whitespace must be true or false, got {structure.disable_any_whitespace!r:.100}"
+        raise InvalidRequest(message, param=structure.param)
+    if structure.disable_any_whitespace and structure.kind not in JSON_STRUCTURES:
+        raise InvalidRequest(f"disable_any_whitespace needs {' or '.join(JSON_STRUCTURES)}", param=structure.param)
+    text(structure.param, structure.text, 0, MAX_GRAMMAR)
+    text(structure.param, structure.before, 0, MAX_GRAMMAR)
+
+
 def structured(given: Any) -> StructuredOutput:
     """Converts a caller's value to a `StructuredOutput`: one, vLLM's {"regex": ...}, or a JSON schema as a dict or pydantic model.
 
@@ -184,17 +198,7 @@ class SamplingParams:
         self._set("bad_words", _words("bad_words", self.bad_words))
         if self.structured_output is not None:
             structure = structured(self.structured_output)
-            if structure.kind not in STRUCTURES:
-                raise InvalidRequest(
-                    f"structured_output must be one of {', '.join(STRUCTURES)}, got {structure.kind!r:.100}", param="structured_outputs"
-                )
-            if not isinstance(structure.disable_any_whitespace, bool):
-                message = f"disable_any_whitespace must be true or false, got {structure.disable_any_whitespace!r:.100}"
-                raise InvalidRequest(message, param=structure.param)
-            if structure.disable_any_whitespace and structure.kind not in JSON_STRUCTURES:
-                raise InvalidRequest(f"disable_any_whitespace needs {' or '.join(JSON_STRUCTURES)}", param=structure.param)
-            text(structure.param, structure.text, 0, MAX_GRAMMAR)
-            text(structure.param, structure.before, 0, MAX_GRAMMAR)
+            _check_structure(structure)
             if self.ignore_eos or self.min_tokens:
                 conflict = "ignore_eos" if self.ignore_eos else "min_tokens"
                 message = f"{conflict} cannot be combined with {structure.param}, which says where the answer ends: leave one out"

@@ -201,14 +201,14 @@ impl<C: Cell> Attend<'_, C> {
             tile.start = start;
             tile.tokens = seen.start.max(start) - start..seen.end.min(start + TILE) - start;
             self.fill::<S>(tile, sequence);
-            let mut row = rows.start;
             if tiled {
                 self.gather_values(tile);
                 for first in rows.clone().step_by(tiled::ROWS) {
                     self.look_tiled(s, tile, first..rows.end.min(first + tiled::ROWS));
                 }
-                row = rows.end;
+                continue;
             }
+            let mut row = rows.start;
             while row < rows.end {
                 let count = match most.min(rows.end - row) {
                     6.. => 6,
@@ -290,12 +290,18 @@ impl<C: Cell> Attend<'_, C> {
         }
     }
 
+    /// The tile's tokens that at least one of the rows attends to. Empty if there are none.
+    #[inline(always)]
+    fn visible(&self, tile: &Tile<C>, rows: &Range<usize>) -> Range<usize> {
+        let seen = union(&self.scratch.seen[rows.clone()]);
+        tile.tokens.start.max(seen.start.saturating_sub(tile.start))..tile.tokens.end.min(seen.end.saturating_sub(tile.start))
+    }
+
     /// Processes 1, 3 or 6 rows of the tile. Returns at once if they attend to none of its tokens.
     #[inline(always)]
     fn look<S: Simd>(&mut self, s: S, tile: &Tile<C>, rows: Range<usize>) {
         let pages = self.of.pages;
-        let seen = union(&self.scratch.seen[rows.clone()]);
-        let tokens = tile.tokens.start.max(seen.start.saturating_sub(tile.start))..tile.tokens.end.min(seen.end.saturating_sub(tile.start));
+        let tokens = self.visible(tile, &rows);
         if tokens.is_empty() {
             return;
         }

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use super::{Attend, TILE, Tile, union};
+use super::{Attend, TILE, Tile};
 use crate::cache::Cell;
 pub(super) use crate::simd::TILE as COLUMNS;
 use crate::simd::{PairProducts, Simd};
@@ -41,8 +41,7 @@ impl<C: Cell> Attend<'_, C> {
     #[inline(always)]
     pub(super) fn look_tiled<S: Simd>(&mut self, s: S, tile: &Tile<C>, rows: Range<usize>) {
         let (head_dim, padded, height) = (self.of.pages.shape.head_dim, self.of.pages.padded(), rows.len());
-        let seen = union(&self.scratch.seen[rows.clone()]);
-        if tile.tokens.end.min(seen.end.saturating_sub(tile.start)) <= tile.tokens.start.max(seen.start.saturating_sub(tile.start)) {
+        if self.visible(tile, &rows).is_empty() {
             return;
         }
         let mut scores = [[0.0; TILE]; ROWS];

@@ -189,7 +189,7 @@ impl Scales {
     }
 }
 
-/// Prefetches as many bytes as are read at `p`, [`AHEAD`] of it. All parts of a unit must be prefetched, or memory is waited for.
+/// Prefetches what lies [`AHEAD`] bytes beyond `p`, as many bytes as are read there. Call it for every part of a unit, or some lines are missed.
 #[inline(always)]
 pub(super) fn prefetch_ahead(p: *const u8, bytes: usize) {
     for line in (0..bytes).step_by(64) {
