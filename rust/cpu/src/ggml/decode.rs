@@ -222,7 +222,7 @@ macro_rules! unrolled {
 /// Loads word `word` of a plane for each column.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)]
-unsafe fn plane<S: Int8, const V: usize>(s: S, p: *const u8, word: usize) -> [S::I; V] {
+pub(super) unsafe fn plane<S: Int8, const V: usize>(s: S, p: *const u8, word: usize) -> [S::I; V] {
     let mut words = [s.splat_i32(0); V];
     for v in 0..V {
         // SAFETY: the caller guarantees it.

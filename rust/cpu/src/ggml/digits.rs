@@ -5,7 +5,7 @@
 //! row's results do not depend on the other rows.
 
 use super::BlockPanels;
-use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, WIDTH, prefetch_ahead};
+use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, WIDTH, plane, prefetch_ahead};
 use super::panels::BYTE_ORDER;
 use crate::block_type::BLOCK;
 use crate::pod::Pod;
@@ -13,6 +13,8 @@ use crate::simd::{Int8, Isa, Kernel};
 
 /// Number of digits of an integer.
 const DIGITS: usize = 3;
+/// Registers of a panel's columns, in all instruction sets that multiply bytes.
+const V: usize = 2;
 /// Added to an integer, it makes each byte the digit plus 128.
 const OFFSET: i32 = 0x80_8080;
 /// What must be added to the bits of a number above 0x7f7f7f times a power of two, and to no smaller one's, to reach the next exponent.
@@ -92,7 +94,7 @@ impl Kernel for Multiply<'_> {
 
     #[inline(always)]
     fn run<S: Int8>(self, s: S) {
-        if !S::DIGITS {
+        if !S::DIGITS || S::VECTORS != V {
             unreachable!("this instruction set has no products of bytes");
         }
         match self.from.decoding::<S>() {
@@ -111,7 +113,7 @@ impl Multiply<'_> {
     #[inline(always)]
     fn multiply<S: Int8, const D: u8>(self, s: S) {
         let Self { from, rows, height, sums } = self;
-        let (width, blocks) = (S::VECTORS * S::LANES, from.kind.block() / BLOCK);
+        let (width, blocks) = (V * S::LANES, from.kind.block() / BLOCK);
         let groups = if D == SIX { 2 } else { 1 };
         let table = from.kind.table().map_or([0; 16], |values| values.map(|value| (value + from.kind.byte_offset()) as u8));
         let mut scales = Scales { factors: [0.0; GROUPS * WIDTH], shifts: [0.0; GROUPS * WIDTH] };
@@ -122,25 +124,20 @@ impl Multiply<'_> {
                 s.store(sums.add(at), s.splat(0.0));
             }
             for (u, unit) in from.bytes.chunks_exact(from.unit.bytes).enumerate() {
-                match S::VECTORS {
-                    2 => scales.fill::<S, 2>(s, from.kind, from.unit, unit, blocks * groups),
-                    _ => scales.fill::<S, 4>(s, from.kind, from.unit, unit, blocks * groups),
-                }
+                scales.fill::<S, V>(s, from.kind, from.unit, unit, blocks * groups);
                 scales.subtract(s, from.kind.byte_offset(), blocks * groups * width);
                 prefetch_ahead(unit.as_ptr(), from.unit.codes);
                 for b in 0..blocks {
                     let p = unit.as_ptr().add(from.unit.codes + b * from.unit.block);
                     prefetch_ahead(p, from.unit.block);
                     let rows = &rows[(u * blocks + b) * height..][..height];
-                    for column in (0..width).step_by(S::LANES) {
-                        let codes = codes::<S, D>(s, p.add(4 * column), &table);
-                        let (first, to) = (scales.load(s, b * groups * width + column), sums.add(column));
-                        if D == SIX {
-                            let second = scales.load(s, (b * groups + 1) * width + column);
-                            add_halves(s, codes, [first, second], rows, to);
-                        } else {
-                            add(s, codes, first, rows, to);
-                        }
+                    let codes = codes::<S, D>(s, p, &table);
+                    let first = scales.load(s, b * groups * width);
+                    if D == SIX {
+                        let second = scales.load(s, (b * groups + 1) * width);
+                        add_halves(s, codes, [first, second], rows, sums);
+                    } else {
+                        add(s, codes, first, rows, sums);
                     }
                 }
             }
@@ -149,18 +146,27 @@ impl Multiply<'_> {
 }
 
 impl Scales {
-    /// Loads the scales and shifts of the columns of a register.
+    /// Loads the scales and shifts of a panel's columns.
     #[inline(always)]
-    fn load<S: Int8>(&self, s: S, at: usize) -> (S::F, S::F) {
-        assert!(at + S::LANES <= GROUPS * WIDTH);
-        // SAFETY: asserted above.
-        unsafe { (s.load(self.factors.as_ptr().add(at)), s.load(self.shifts.as_ptr().add(at))) }
+    #[allow(clippy::needless_range_loop)]
+    fn load<S: Int8>(&self, s: S, at: usize) -> [(S::F, S::F); V] {
+        assert!(at + V * S::LANES <= GROUPS * WIDTH);
+        let mut scales = [(s.splat(0.0), s.splat(0.0)); V];
+        for v in 0..V {
+            let at = at + v * S::LANES;
+            // SAFETY: asserted above.
+            scales[v] = unsafe { (s.load(self.factors.as_ptr().add(at)), s.load(self.shifts.as_ptr().add(at))) };
+        }
+        scales
     }
 
     /// Subtracts `offset` times its scale from each of the first `count` shifts.
     #[inline(always)]
     fn subtract<S: Int8>(&mut self, s: S, offset: f32, count: usize) {
         assert!(count <= GROUPS * WIDTH && count.is_multiple_of(S::LANES));
+        if offset == 0.0 {
+            return;
+        }
         for at in (0..count).step_by(S::LANES) {
             let (factors, shifts) = (self.factors.as_ptr(), self.shifts.as_mut_ptr());
             // SAFETY: asserted above.
@@ -169,85 +175,103 @@ impl Scales {
     }
 }
 
-/// Reads the codes of 32 weights in the columns of a register. They are in the order of the digits, four to a register.
+/// Reads the codes of 32 weights in each column. They are in the order of the digits, four to a register.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // An iterator's closures would lack the kernel's target features.
-unsafe fn codes<S: Int8, const D: u8>(s: S, p: *const u8, table: &[u8; 16]) -> [S::I; 8] {
-    let word = 4 * S::VECTORS * S::LANES;
-    let mut codes = [s.splat_i32(0); 8];
+unsafe fn codes<S: Int8, const D: u8>(s: S, p: *const u8, table: &[u8; 16]) -> [[S::I; V]; 8] {
+    let mut codes = [[s.splat_i32(0); V]; 8];
     for g in 0..8 {
         // SAFETY: the caller guarantees that there are as many words as the codes need.
-        codes[g] = unsafe {
-            if D == EIGHT {
-                s.words(p.add(g * word))
-            } else {
-                let low = s.field(s.words(p.add(g / 2 * word)), 4 * (g % 2) as i32, 0x0f0f_0f0f);
-                match D {
-                    TABLE => s.lookup_bytes(low, table),
-                    FIVE => s.or(low, s.field(s.words(p.add(4 * word)), g as i32 - 4, 0x1010_1010)),
-                    SIX => s.or(low, s.field(s.words(p.add((4 + g / 4) * word)), 2 * (g % 4) as i32 - 4, 0x3030_3030)),
-                    _ => low,
-                }
-            }
-        };
+        codes[g] = unsafe { plane::<S, V>(s, p, if D == EIGHT { g } else { g / 2 }) };
+        if D == EIGHT {
+            continue;
+        }
+        // SAFETY: as above.
+        let high = unsafe { plane::<S, V>(s, p, if D == SIX { 4 + g / 4 } else if D == FIVE { 4 } else { 0 }) };
+        for v in 0..V {
+            let low = s.field(codes[g][v], 4 * (g % 2) as i32, 0x0f0f_0f0f);
+            codes[g][v] = match D {
+                TABLE => s.lookup_bytes(low, table),
+                FIVE => s.or(low, s.field(high[v], g as i32 - 4, 0x1010_1010)),
+                SIX => s.or(low, s.field(high[v], 2 * (g % 4) as i32 - 4, 0x3030_3030)),
+                _ => low,
+            };
+        }
     }
     codes
 }
 
-/// Adds the products of 32 weights to each row's sums in the columns of a register.
+/// Adds the products of 32 weights in each column to each row's sums.
 #[inline(always)]
-unsafe fn add<S: Int8>(s: S, codes: [S::I; 8], (factor, shift): (S::F, S::F), rows: &[Digits], mut to: *mut f32) {
-    for row in rows {
-        // SAFETY: the caller guarantees that there are sums of each row.
-        unsafe {
-            let product = product::<S, 8>(s, codes, row, 0);
-            let sum = s.fma(product, s.mul(factor, s.splat(row.scale)), s.load(to));
-            s.store(to, s.fma(s.splat(row.sum), shift, sum));
-            to = to.add(S::VECTORS * S::LANES);
+#[allow(clippy::needless_range_loop)]
+unsafe fn add<S: Int8>(s: S, codes: [[S::I; V]; 8], scales: [(S::F, S::F); V], rows: &[Digits], to: *mut f32) {
+    for (r, row) in rows.iter().enumerate() {
+        let products = products::<S, 8>(s, codes, row, 0);
+        for v in 0..V {
+            let (factor, shift) = scales[v];
+            // SAFETY: the caller guarantees that there are sums of each row.
+            unsafe {
+                let to = to.add((r * V + v) * S::LANES);
+                let sum = s.fma(products[v], s.mul(factor, s.splat(row.scale)), s.load(to));
+                s.store(to, s.fma(s.splat(row.sum), shift, sum));
+            }
         }
     }
 }
 
 /// Like [`add`], for weights with a scale for each 16.
 #[inline(always)]
-unsafe fn add_halves<S: Int8>(s: S, codes: [S::I; 8], scales: [(S::F, S::F); 2], rows: &[Digits], mut to: *mut f32) {
+#[allow(clippy::needless_range_loop)]
+unsafe fn add_halves<S: Int8>(s: S, codes: [[S::I; V]; 8], scales: [[(S::F, S::F); V]; 2], rows: &[Digits], to: *mut f32) {
     let [a, b, c, d, e, f, g, h] = codes;
-    for row in rows {
-        // SAFETY: the caller guarantees that there are sums of each row.
-        unsafe {
-            let products = [product::<S, 4>(s, [a, b, c, d], row, 0), product::<S, 4>(s, [e, f, g, h], row, BLOCK / 2)];
-            let mut sum = s.load(to);
-            for half in 0..2 {
-                let (factor, shift) = scales[half];
-                sum = s.fma(products[half], s.mul(factor, s.splat(row.scale)), sum);
-                sum = s.fma(s.splat(row.halves[half]), shift, sum);
+    for (r, row) in rows.iter().enumerate() {
+        let products = [products::<S, 4>(s, [a, b, c, d], row, 0), products::<S, 4>(s, [e, f, g, h], row, BLOCK / 2)];
+        for v in 0..V {
+            // SAFETY: the caller guarantees that there are sums of each row.
+            unsafe {
+                let to = to.add((r * V + v) * S::LANES);
+                let mut sum = s.load(to);
+                for half in 0..2 {
+                    let (factor, shift) = scales[half][v];
+                    sum = s.fma(products[half][v], s.mul(factor, s.splat(row.scale)), sum);
+                    sum = s.fma(s.splat(row.halves[half]), shift, sum);
+                }
+                s.store(to, sum);
             }
-            s.store(to, sum);
-            to = to.add(S::VECTORS * S::LANES);
         }
     }
 }
 
-/// The sum of codes times a row's integers, of which the first is that at `start`.
+/// The sums of codes times a row's integers, of which the first is that at `start`, in each column.
 ///
 /// The upper two digits make one integer, which has at most 29 bits.
 #[inline(always)]
-fn product<S: Int8, const G: usize>(s: S, codes: [S::I; G], row: &Digits, start: usize) -> S::F {
-    let low = dot(s, s.splat_i32(0), codes, &row.bytes[0], start);
-    let high = dot(s, s.splat_i32(0), codes, &row.bytes[2], start);
-    let high = dot(s, s.field(high, -8, -1), codes, &row.bytes[1], start);
-    s.fma(s.to_f32(high), s.splat(256.0), s.to_f32(low))
+#[allow(clippy::needless_range_loop)]
+fn products<S: Int8, const G: usize>(s: S, codes: [[S::I; V]; G], row: &Digits, start: usize) -> [S::F; V] {
+    let low = dot(s, [s.splat_i32(0); V], codes, &row.bytes[0], start);
+    let mut high = dot(s, [s.splat_i32(0); V], codes, &row.bytes[2], start);
+    for v in 0..V {
+        high[v] = s.field(high[v], -8, -1);
+    }
+    let high = dot(s, high, codes, &row.bytes[1], start);
+    let mut products = [s.splat(0.0); V];
+    for v in 0..V {
+        products[v] = s.fma(s.to_f32(high[v]), s.splat(256.0), s.to_f32(low[v]));
+    }
+    products
 }
 
-/// Adds the products of codes and a row's digits, of which the first is that at `start`.
+/// Adds the products of codes and a row's digits, of which the first is that at `start`. A digit is loaded once for all columns.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)]
-fn dot<S: Int8, const G: usize>(s: S, mut sum: S::I, codes: [S::I; G], digits: &[i8; BLOCK], start: usize) -> S::I {
+fn dot<S: Int8, const G: usize>(s: S, mut sums: [S::I; V], codes: [[S::I; V]; G], digits: &[i8; BLOCK], start: usize) -> [S::I; V] {
     assert!(start + 4 * G <= BLOCK);
     for g in 0..G {
         // SAFETY: asserted above.
-        let four = unsafe { digits.as_ptr().add(start + 4 * g).cast::<i32>().read_unaligned() };
-        sum = s.dot_digits(sum, codes[g], s.splat_i32(four));
+        let four = s.splat_i32(unsafe { digits.as_ptr().add(start + 4 * g).cast::<i32>().read_unaligned() });
+        for v in 0..V {
+            sums[v] = s.dot_digits(sums[v], codes[g][v], four);
+        }
     }
-    sum
+    sums
 }
