@@ -7,14 +7,12 @@ use std::ops::Range;
 use super::BlockPanels;
 use super::panels::Unit;
 use crate::block_type::{BLOCK, BlockType, CodeBits, ScaleKind};
-use crate::simd::{Int8, Isa, Kernel, prefetch};
+use crate::simd::{Int8, Isa, Kernel, prefetch_ahead};
 
 /// Maximum columns of a panel.
 pub(super) const WIDTH: usize = 32;
 /// Maximum number of scale groups in a unit.
 pub(super) const GROUPS: usize = 16;
-/// Prefetch distance in bytes, chosen to cover the memory latency. The hardware prefetcher stops at each page boundary.
-const AHEAD: usize = 2048;
 /// Maximum rows for which [`multiply`] is faster than expanding the weights first.
 const FUSED_ROWS: usize = 4;
 
@@ -186,14 +184,6 @@ impl Scales {
                 }
             }
         }
-    }
-}
-
-/// Prefetches what lies [`AHEAD`] bytes beyond `p`, as many bytes as are read there. Call it for every part of a unit, or some lines are missed.
-#[inline(always)]
-pub(super) fn prefetch_ahead(p: *const u8, bytes: usize) {
-    for line in (0..bytes).step_by(64) {
-        prefetch(p.wrapping_add(AHEAD + line));
     }
 }
 

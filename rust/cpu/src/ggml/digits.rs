@@ -5,11 +5,11 @@
 //! row's results do not depend on the other rows.
 
 use super::BlockPanels;
-use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, WIDTH, plane, prefetch_ahead};
+use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, WIDTH, plane};
 use super::panels::BYTE_ORDER;
 use crate::block_type::BLOCK;
 use crate::pod::Pod;
-use crate::simd::{Int8, Isa, Kernel};
+use crate::simd::{Int8, Isa, Kernel, prefetch_ahead};
 
 /// Number of digits of an integer.
 const DIGITS: usize = 3;
@@ -186,8 +186,13 @@ unsafe fn codes<S: Int8, const D: u8>(s: S, p: *const u8, table: &[u8; 16]) -> [
         if D == EIGHT {
             continue;
         }
+        let high_word = match D {
+            FIVE => 4,
+            SIX => 4 + g / 4,
+            _ => 0,
+        };
         // SAFETY: as above.
-        let high = unsafe { plane::<S, V>(s, p, if D == SIX { 4 + g / 4 } else if D == FIVE { 4 } else { 0 }) };
+        let high = unsafe { plane::<S, V>(s, p, high_word) };
         for v in 0..V {
             let low = s.field(codes[g][v], 4 * (g % 2) as i32, 0x0f0f_0f0f);
             codes[g][v] = match D {

@@ -5,10 +5,7 @@ use std::ops::Range;
 use super::rows::Block;
 use super::weights::block_bytes;
 use super::{BLOCK, Bits, QuantWeights, SharedRows};
-use crate::simd::{Int8, Isa, Kernel, prefetch};
-
-/// Prefetch distance in bytes, chosen to cover the memory latency. The hardware prefetcher stops at each page boundary.
-const AHEAD: usize = 2048;
+use crate::simd::{Int8, Isa, Kernel, prefetch_ahead};
 
 /// Multiplies the tile `range` of `rows` by a panel of weights. Writes the result to `out` [rows of the tile, columns of the panel].
 ///
@@ -82,9 +79,7 @@ impl Tile<'_> {
             }
             for b in 0..count {
                 let weights = self.weights.as_ptr().add(b * size);
-                for line in (0..size).step_by(64) {
-                    prefetch(weights.wrapping_add(AHEAD + line));
-                }
+                prefetch_ahead(weights, size);
                 let scales = weights.cast::<u16>();
                 let blocks = self.blocks.as_ptr().add(b * R);
 
