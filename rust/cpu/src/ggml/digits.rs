@@ -9,7 +9,7 @@ use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, WIDTH,
 use super::panels::BYTE_ORDER;
 use crate::block_type::BLOCK;
 use crate::pod::Pod;
-use crate::simd::{Int8, Isa, Kernel, prefetch_ahead};
+use crate::simd::{Int8, Isa, Kernel, prefetch_twice};
 
 /// Number of digits of an integer.
 const DIGITS: usize = 3;
@@ -126,10 +126,10 @@ impl Multiply<'_> {
             for (u, unit) in from.bytes.chunks_exact(from.unit.bytes).enumerate() {
                 scales.fill::<S, V>(s, from.kind, from.unit, unit, blocks * groups);
                 scales.subtract(s, from.kind.byte_offset(), blocks * groups * width);
-                prefetch_ahead(unit.as_ptr(), from.unit.codes);
+                prefetch_twice(unit.as_ptr(), from.unit.codes);
                 for b in 0..blocks {
                     let p = unit.as_ptr().add(from.unit.codes + b * from.unit.block);
-                    prefetch_ahead(p, from.unit.block);
+                    prefetch_twice(p, from.unit.block);
                     let rows = &rows[(u * blocks + b) * height..][..height];
                     let codes = codes::<S, D>(s, p, &table);
                     let first = scales.load(s, b * groups * width);

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::rows::Block;
 use super::weights::block_bytes;
 use super::{BLOCK, Bits, QuantWeights, SharedRows};
-use crate::simd::{Int8, Isa, Kernel, prefetch_ahead};
+use crate::simd::{Int8, Isa, Kernel, prefetch_twice};
 
 /// Multiplies the tile `range` of `rows` by a panel of weights. Writes the result to `out` [rows of the tile, columns of the panel].
 ///
@@ -79,7 +79,7 @@ impl Tile<'_> {
             }
             for b in 0..count {
                 let weights = self.weights.as_ptr().add(b * size);
-                prefetch_ahead(weights, size);
+                prefetch_twice(weights, size);
                 let scales = weights.cast::<u16>();
                 let blocks = self.blocks.as_ptr().add(b * R);
 

@@ -133,38 +133,45 @@ pub(crate) fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
     s.div(m, s.add(m, s.splat(2.0)))
 }
 
-/// Distances in bytes at which [`prefetch_ahead`] fetches to the second-level cache, and from there to the first. The far one covers the
-/// memory latency. The near one takes the lines in order of addresses, as the hardware prefetcher expects; kernels read them in another.
-const FAR: usize = 8192;
-const NEAR: usize = 512;
-
-/// Prefetches what a kernel will read that reads `bytes` bytes at `p` now. The kernel must call it for all that it reads, or some lines are
-/// missed. No address needs to be valid.
+/// Prefetches what a kernel will read that reads `bytes` bytes at `p` now. For kernels that are bound by arithmetic: the fewest instructions
+/// that cover the memory latency. The kernel must call it for all that it reads, or some lines are missed. No address needs to be valid.
 #[inline(always)]
 pub(crate) fn prefetch_ahead(p: *const u8, bytes: usize) {
     for line in (0..bytes).step_by(64) {
-        prefetch(p.wrapping_add(FAR + line), p.wrapping_add(NEAR + line));
+        prefetch::<1>(p.wrapping_add(2048 + line));
     }
 }
 
-/// Prefetches a cache line to the second-level cache, and one to the first. The addresses need not be valid.
+/// Like [`prefetch_ahead`], for kernels that are bound by memory. Lines come to the second-level cache early. Then they come to the first in
+/// the order of their addresses, which the hardware prefetcher expects; the kernels read them in another order.
 #[inline(always)]
-fn prefetch(second: *const u8, first: *const u8) {
+pub(crate) fn prefetch_twice(p: *const u8, bytes: usize) {
+    for line in (0..bytes).step_by(64) {
+        prefetch::<2>(p.wrapping_add(8192 + line));
+        prefetch::<1>(p.wrapping_add(512 + line));
+    }
+}
+
+/// Prefetches a cache line to the first- or second-level cache. The address need not be valid.
+#[inline(always)]
+fn prefetch<const LEVEL: u8>(p: *const u8) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch is a hint, and every processor of this architecture has the instruction.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T1>(second.cast());
-        _mm_prefetch::<_MM_HINT_T0>(first.cast());
+        if LEVEL == 1 { _mm_prefetch::<_MM_HINT_T0>(p.cast()) } else { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
     }
     #[cfg(target_arch = "aarch64")]
     // SAFETY: as above.
     unsafe {
-        std::arch::asm!("prfm pldl2keep, [{p}]", p = in(reg) second, options(nostack, readonly, preserves_flags));
-        std::arch::asm!("prfm pldl1keep, [{p}]", p = in(reg) first, options(nostack, readonly, preserves_flags));
+        if LEVEL == 1 {
+            std::arch::asm!("prfm pldl1keep, [{p}]", p = in(reg) p, options(nostack, readonly, preserves_flags));
+        } else {
+            std::arch::asm!("prfm pldl2keep, [{p}]", p = in(reg) p, options(nostack, readonly, preserves_flags));
+        }
     }
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-    let _ = (second, first);
+    let _ = p;
 }
 
 /// Code that is compiled once for each instruction set.
