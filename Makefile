@@ -49,6 +49,10 @@ miri: ## run the CPU kernels' shared memory and KV cache tests under Miri (needs
 	  echo "make miri needs a nightly toolchain with Miri: rustup toolchain install nightly --component miri" >&2; exit 1; }
 	cargo +nightly miri test -p chairlift-cpu --lib -- aligned unsafe_slice cache
 
+.PHONY: amx
+amx: ## run the CPU kernels' tests on an emulated processor with AMX (Debian, half an hour; ARGS="attention" runs some)
+	rust/cpu/tests/amx.sh $(ARGS)
+
 .PHONY: batch-kills
 batch-kills: $(VENV)/.developing ## kill a server five times while it runs a batch of 10,000 requests
 	BATCH_REQUESTS=10000 BATCH_KILLS=5 $(BIN)/python -m pytest -s --timeout 3000 tests/faults/test_batches.py -k kills $(ARGS)
