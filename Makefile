@@ -50,7 +50,7 @@ miri: ## run the CPU kernels' shared memory and KV cache tests under Miri (needs
 	cargo +nightly miri test -p chairlift-cpu --lib -- aligned unsafe_slice cache
 
 .PHONY: amx
-amx: ## run the CPU kernels' tests on an emulated processor with AMX (Debian, half an hour; ARGS="attention" runs some)
+amx: ## run the CPU kernels' tests on an emulated processor with AMX (Debian; more than an hour, ARGS="attention" runs some)
 	rust/cpu/tests/amx.sh $(ARGS)
 
 .PHONY: batch-kills
