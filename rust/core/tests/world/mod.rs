@@ -2,16 +2,16 @@
 //!
 //! The property test and the fuzz target share it. They differ in the source of the calls.
 
+mod fake_model;
+
 use chairlift_core::{
-    BACKGROUND, BlockHash, BlockHasher, Config, Continues, DraftSource, Drafter, FinishReason, HeldId, Lens, Outputs, ParsedJournal,
-    Policy, Recorder, Rejected, Request, Reservation, Resumed, Scheduler, SeqId, StepBuffers, StepPlan, Tier, Timeline, Token,
+    BACKGROUND, BlockHash, BlockHasher, Config, Continues, DraftSource, Drafter, FinishReason, HeldId, Outputs, ParsedJournal, Policy,
+    Recorder, Rejected, Request, Reservation, Resumed, Scheduler, SeqId, StepPlan, Tier, Timeline, Token,
 };
-use std::cell::Cell;
 use std::collections::{HashMap, HashSet, VecDeque};
 
-pub(crate) const VOCABULARY: u32 = 3;
-/// Marks an invalid cell. A cell computed from an invalid cell is invalid too, as with NaN.
-const POISON: u32 = 0xDEAD_DEAD;
+pub(crate) use self::fake_model::VOCABULARY;
+use self::fake_model::{FakeModel, POISON, cell, oracle, origin};
 
 /// A call, or several calls that belong together.
 #[derive(Clone, Debug)]
@@ -77,24 +77,6 @@ pub(crate) enum Op {
     },
 }
 
-/// The key and value of one position. Like real ones, they are a function of the token there and of all tokens before it.
-fn cell(before: u32, token: Token) -> u32 {
-    if before == POISON { POISON } else { (before ^ token).wrapping_mul(0x9E37_79B1).rotate_left(9) }
-}
-
-/// The state before position 0. It depends on the salt, so that the test detects a block shared across salts.
-fn origin(salt: u8) -> u32 {
-    1 + u32::from(salt)
-}
-
-fn sample(last: u32) -> i32 {
-    if last == POISON { -1 } else { (last % VOCABULARY) as i32 }
-}
-
-fn oracle(salt: u8, context: &[Token]) -> Token {
-    sample(context.iter().fold(origin(salt), |before, token| cell(before, *token))) as Token
-}
-
 /// Appends up to `most` tokens to a prompt, as an engine that ended had answered it.
 fn answer(prompt: &mut Vec<Token>, salt: u8, most: u32, stop: &[Token], came: u64) -> Resumed {
     let mut answered = 0;
@@ -138,20 +120,11 @@ struct Held {
     tokens: Vec<Token>,
 }
 
-/// The scheduler, the model's cache, and the requests from the caller's view.
+/// The scheduler, the model, and the requests from the caller's view.
 pub(crate) struct World {
     scheduler: Recorder,
     drafter: Option<Drafter>,
-    cache: Vec<u32>,
-    host: Vec<u32>,
-    tables: Vec<i32>,
-    /// A copy of the block tables, updated only from the changes of each step.
-    copied_tables: Vec<i32>,
-    last_token: Vec<i32>,
-    row_salt: Vec<u8>,
-    row_tag: Vec<u64>,
-    /// The arrays of the latest step, kept to reuse their memory.
-    arrays: Arrays,
+    model: FakeModel,
     in_flight: VecDeque<(Box<StepPlan>, Vec<i32>)>,
     live: HashMap<u64, Live>,
     held: Vec<Held>,
@@ -165,44 +138,8 @@ pub(crate) struct World {
     energy: u64,
 }
 
-/// The arrays of a step.
-#[derive(Default)]
-struct Arrays {
-    ids: Vec<i32>,
-    positions: Vec<i32>,
-    slots: Vec<i32>,
-    starts: Vec<i32>,
-    context_lens: Vec<i32>,
-    rows: Vec<i32>,
-    sample_at: Vec<i32>,
-    sample_rows: Vec<i32>,
-    copies: Vec<i32>,
-    table_writes: Vec<i32>,
-    lens: Lens,
-}
-
-impl Arrays {
-    fn new(max_tokens: usize, max_seqs: usize, table_cells: usize) -> Self {
-        let zeros = |len| vec![0; len];
-        let [ids, positions, slots, sample_at, sample_rows] = [(); 5].map(|()| zeros(max_tokens));
-        let [context_lens, rows] = [(); 2].map(|()| zeros(max_seqs));
-        let (starts, copies) = (zeros(max_seqs + 1), zeros(2 * max_seqs));
-        let table_writes = zeros(2 * table_cells);
-        Self { ids, positions, slots, starts, context_lens, rows, sample_at, sample_rows, copies, table_writes, lens: Lens::default() }
-    }
-
-    /// Overwrites the previous step with values that no test accepts.
-    fn wipe(&mut self) {
-        let Self { ids, positions, slots, starts, context_lens, rows, sample_at, sample_rows, copies, table_writes, .. } = self;
-        for array in [ids, positions, slots, starts, context_lens, rows, sample_at, sample_rows, copies, table_writes] {
-            array.fill(i32::MIN);
-        }
-    }
-}
-
 impl World {
     pub(crate) fn new(config: Config, journal: bool) -> Self {
-        let rows = config.max_seqs as usize;
         let scheduler = Scheduler::new(config).unwrap();
         let mut scheduler = if journal { Recorder::on(scheduler) } else { Recorder::off(scheduler) };
         scheduler.record_cache_changes();
@@ -212,14 +149,7 @@ impl World {
             drafter: None,
             ended: Vec::new(),
             energy: 0,
-            host: vec![8; (config.host_blocks * config.block_size) as usize],
-            cache: vec![7; (config.num_blocks * config.block_size) as usize],
-            tables: vec![0; rows * config.max_blocks_per_seq() as usize],
-            copied_tables: vec![0; rows * config.max_blocks_per_seq() as usize],
-            last_token: vec![-99; rows],
-            arrays: Arrays::new(config.max_tokens as usize, rows, rows * config.max_blocks_per_seq() as usize),
-            row_salt: vec![0; rows],
-            row_tag: vec![0; rows],
+            model: FakeModel::new(config),
             in_flight: VecDeque::new(),
             live: HashMap::new(),
             held: Vec::new(),
@@ -348,8 +278,7 @@ impl World {
                 || config.reservation == Reservation::MaxTokens
         );
         for id in self.scheduler.take_given_back() {
-            let size = config.block_size as usize;
-            self.cache[id.0 as usize * size..][..size].fill(POISON);
+            self.model.block_mut(id.0).fill(POISON);
         }
         assert_eq!(self.scheduler.take_given_back(), []);
     }
@@ -369,7 +298,7 @@ impl World {
             for (offset, token) in block.iter().enumerate() {
                 before = cell(before, *token);
                 if let Some(id) = at.checked_sub(found).map(|new| restored[new]) {
-                    self.cache[id.0 as usize * size + offset] = before;
+                    self.model.block_mut(id.0)[offset] = before;
                 }
             }
         }
@@ -383,10 +312,9 @@ impl World {
         let size = self.scheduler.config().block_size as usize;
         let mut places = HashMap::from([(0, None)]);
         for block in self.scheduler.stored_blocks(0) {
-            let cells = |id: u32| &self.cache[id as usize * size..(id as usize + 1) * size];
-            let mut before = places[&block.parent].map_or(origin(0), |parent| cells(parent)[size - 1]);
+            let mut before = places[&block.parent].map_or(origin(0), |parent| self.model.block(parent)[size - 1]);
             places.insert(block.content, Some(block.id.0));
-            for (token, &found) in block.tokens.iter().zip(cells(block.id.0)) {
+            for (token, &found) in block.tokens.iter().zip(self.model.block(block.id.0)) {
                 before = cell(before, *token);
                 assert_eq!(found, before, "block {block:?}");
             }
@@ -564,111 +492,16 @@ impl World {
         let poison = poison.filter(|tag| self.live.contains_key(tag));
         let plan = self.scheduler.plan(self.now)?;
         for admitted in &plan.admitted {
-            self.row_tag[admitted.slot as usize] = admitted.tag;
-            self.row_salt[admitted.slot as usize] = self.live[&admitted.tag].salt;
+            self.model.admit(admitted.slot, admitted.tag, self.live[&admitted.tag].salt);
         }
         if self.scheduler.config().reservation == Reservation::MaxTokens {
             assert!(plan.preempted.is_empty(), "preempted though blocks were reserved");
         }
         self.check_order(&plan);
-        let arrays = self.fill(&plan);
-        self.copy_blocks(&plan, &arrays);
-        let missing = self.compute(&plan, &arrays, poison, lost);
-        self.check_writes(&plan, &arrays.starts, &arrays.positions, &arrays.slots);
-        let sampled: Vec<i32> =
-            arrays.sample_at[..arrays.lens.samples].iter().map(|&at| sample(self.cache[arrays.slots[at as usize] as usize])).collect();
-        for (&row, &token) in arrays.sample_rows.iter().zip(&sampled) {
-            self.last_token[row as usize] = token;
-        }
+        let longest = |tag| self.live.get(&tag).map(|live| live.context.len() + live.left as usize);
+        let (sampled, lost) = self.model.run(&self.scheduler, &plan, poison, lost, longest);
         self.in_flight.push_back((plan, sampled));
-        let config = self.scheduler.config();
-        let lacks = |i: &usize| {
-            let first = arrays.rows[*i] as usize * config.max_blocks_per_seq() as usize;
-            let blocks = (arrays.context_lens[*i] as u32).div_ceil(config.block_size) as usize;
-            self.tables[first..first + blocks].iter().any(|block| missing.contains(block))
-        };
-        let lost = (0..arrays.lens.seqs).filter(lacks).map(|i| self.row_tag[arrays.rows[i] as usize]).collect();
-        self.arrays = arrays;
         Some(lost)
-    }
-
-    /// The arrays that the model reads. The block tables in `self` are brought up to date.
-    fn fill(&mut self, plan: &StepPlan) -> Arrays {
-        let config = *self.scheduler.config();
-        let (max_tokens, max_seqs) = (config.max_tokens as usize, config.max_seqs as usize);
-        let mut arrays = std::mem::take(&mut self.arrays);
-        arrays.wipe();
-        let lens = plan.fill(
-            &self.scheduler,
-            &StepBuffers {
-                input_ids: cells(&mut arrays.ids),
-                positions: cells(&mut arrays.positions),
-                slot_mapping: cells(&mut arrays.slots),
-                query_starts: cells(&mut arrays.starts),
-                context_lens: cells(&mut arrays.context_lens),
-                batch_slots: cells(&mut arrays.rows),
-                sample_at: cells(&mut arrays.sample_at),
-                sample_slots: cells(&mut arrays.sample_rows),
-                copies: cells(&mut arrays.copies),
-                block_tables: cells(&mut self.tables),
-                table_writes: cells(&mut arrays.table_writes),
-                max_blocks: config.max_blocks_per_seq() as usize,
-            },
-        );
-        assert!(0 < lens.tokens && lens.tokens <= max_tokens && lens.seqs <= max_seqs, "{lens:?}");
-        arrays.table_writes.chunks(2).take(lens.table_writes).for_each(|pair| self.copied_tables[pair[0] as usize] = pair[1]);
-        assert_eq!(self.copied_tables, self.tables);
-        Arrays { lens, ..arrays }
-    }
-
-    /// Makes the step's copies of blocks, in the order that the plan states.
-    fn copy_blocks(&mut self, plan: &StepPlan, arrays: &Arrays) {
-        let size = self.scheduler.config().block_size as usize;
-        for &(block, host) in &plan.swap_out {
-            let (from, to) = (block.0 as usize * size, host as usize * size);
-            self.host[to..to + size].copy_from_slice(&self.cache[from..from + size]);
-        }
-        for &(host, block) in &plan.swap_in {
-            let (from, to) = (host as usize * size, block.0 as usize * size);
-            self.cache[to..to + size].copy_from_slice(&self.host[from..from + size]);
-        }
-        for pair in arrays.copies.chunks(2).take(arrays.lens.copies) {
-            let (from, to) = (pair[0] as usize * size, pair[1] as usize * size);
-            self.cache.copy_within(from..from + size, to);
-        }
-    }
-
-    /// Computes the cells of the step's tokens, except those of `lost`. Returns the blocks that lack them.
-    fn compute(&mut self, plan: &StepPlan, arrays: &Arrays, poison: Option<u64>, lost: Option<u64>) -> Vec<i32> {
-        let config = self.scheduler.config();
-        let (size, max_blocks) = (config.block_size as usize, config.max_blocks_per_seq() as usize);
-        let mut missing = Vec::new();
-        for i in 0..arrays.lens.seqs {
-            let (row, from, to) = (arrays.rows[i] as usize, arrays.starts[i] as usize, arrays.starts[i + 1] as usize);
-            if lost == Some(self.row_tag[row]) {
-                missing.extend(arrays.slots[from..to].iter().map(|&slot| slot / size as i32));
-                continue;
-            }
-            assert!(from < to, "an empty chunk");
-            let slot = |position: usize| self.tables[row * max_blocks + position / size] as usize * size + position % size;
-            assert_eq!(arrays.context_lens[i], arrays.positions[to - 1] + 1);
-            if let Some(live) = self.live.get(&self.row_tag[row]) {
-                let limit = live.context.len() + live.left as usize;
-                let context = arrays.context_lens[i] as usize;
-                assert!(context < limit + usize::from(limit == 1), "planned past the last token that can matter");
-            }
-            for at in from..to {
-                let (id, position) = (arrays.ids[at], arrays.positions[at] as usize);
-                assert_eq!(arrays.slots[at] as usize, slot(position));
-                assert!(arrays.slots[at] as usize >= size, "wrote the scratch block");
-                let before = if position == 0 { origin(self.row_salt[row]) } else { self.cache[slot(position - 1)] };
-                let token = if id < 0 { self.last_token[(-id - 1) as usize] } else { id };
-                // A slot whose request failed in the previous step has no token. The commit drops it.
-                let broken = (poison == Some(self.row_tag[row]) && plan.chunks[i].samples) || token < 0;
-                self.cache[arrays.slots[at] as usize] = if broken { POISON } else { cell(before, token as Token) };
-            }
-        }
-        missing
     }
 
     /// A step that preempted sequences admits only the requests they were preempted for.
@@ -698,21 +531,6 @@ impl World {
                 assert!(most < plan.preempted.iter().map(class).min(), "preempted for one that is no more urgent");
             }
             _ => panic!("admitted in a step that preempted"),
-        }
-    }
-
-    /// No step writes a cell that belonged to another sequence before the step.
-    fn check_writes(&self, plan: &StepPlan, starts: &[i32], positions: &[i32], slots: &[i32]) {
-        let config = self.scheduler.config();
-        let (size, max_blocks) = (config.block_size as usize, config.max_blocks_per_seq() as usize);
-        for (reader, chunk) in plan.chunks.iter().enumerate() {
-            if plan.admitted.iter().any(|admitted| admitted.seq == chunk.seq) {
-                continue; // a block found in the cache may be completed in this same step
-            }
-            let (row, start) = (chunk.slot as usize, positions[starts[reader] as usize] as usize);
-            let had: Vec<usize> = (0..start).map(|p| self.tables[row * max_blocks + p / size] as usize * size + p % size).collect();
-            let written = &slots[..*starts[..=plan.chunks.len()].last().unwrap() as usize];
-            assert!(written.iter().all(|&slot| !had.contains(&(slot as usize))), "wrote into a cell that row {row} reads");
         }
     }
 
@@ -807,8 +625,4 @@ fn tenant_name(tenant: u8) -> std::sync::Arc<str> {
 
 fn salt_bytes(salt: u8) -> std::sync::Arc<[u8]> {
     vec![salt; usize::from(salt)].into()
-}
-
-fn cells(array: &mut [i32]) -> &[Cell<i32>] {
-    Cell::from_mut(array).as_slice_of_cells()
 }
