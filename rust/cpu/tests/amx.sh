@@ -70,7 +70,7 @@ for executable in $executables; do
   name=$(basename "$executable")
   cp "$executable" system/bin/
   case $name in
-    chairlift_cpu-*) for test in $tests; do echo "/bin/$name --test-threads=1 $test || failed=1"; done ;;
+    chairlift_cpu-*) echo "/bin/$name --test-threads=1 $tests || failed=1" ;;
     *) [ $# -gt 0 ] || echo "/bin/$name --test-threads=1 || failed=1" ;;
   esac
 done >>system/init
