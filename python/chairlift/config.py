@@ -101,8 +101,8 @@ class EngineConfig:
     )
     cpu_math: str = flag(
         "exact",
-        "'fast', on a CPU: weights and activations of 8 bits as with --quantization int8, or activations of 16 bits in matrix tiles "
-        "(--cpu-isa amx), and KV and attention of 16 bits; other answers. Flags that set a dtype prevail",
+        "'fast', on a CPU: weights and activations of 8 bits as with --quantization int8, and KV and attention of 16 bits; other answers. "
+        "Flags that set a dtype prevail",
         choices=("exact", "fast"),
         group="model",
     )
@@ -370,11 +370,6 @@ class EngineConfig:
         if self.speculative_config is None:
             return min(DEFAULT_SPECULATIVE_TOKENS, self.step_tokens - 1)
         return int(self.speculative_config.get("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS))
-
-    @property
-    def kernels_isa(self) -> str:
-        """The CPU kernels' name of the instruction set: that of `cpu_isa`, and of `cpu_math` where tiles multiply."""
-        return "amx-bf16" if self.cpu_isa == "amx" and self.cpu_math == "fast" else self.cpu_isa
 
     def for_positions(self, positions: int) -> EngineConfig:
         """Returns the settings of a model that was made for so many positions.

@@ -26,7 +26,7 @@ from chairlift.runner.weights import GGUFWeights, open_weights
 Kind = gguf.GGMLQuantizationType
 EXACT = Precision("blocks", "none", "float32")
 TYPES = [Kind(number) for number in _core.block_types()]
-IN_FP32 = EngineConfig(device="cpu", threads=2, cpu_isa=next(isa for isa in _core.instruction_sets() if isa != "vnni"))
+IN_FP32 = EngineConfig(device="cpu", threads=2, cpu_isa=next(isa for isa in _core.instruction_sets() if isa not in ("amx", "vnni")))
 """With the fastest instruction set that sums products of blocks in fp32."""
 
 

@@ -147,18 +147,12 @@ def test_an_instruction_set_that_the_processor_lacks_is_refused(tmp_path, monkey
     ("sets", "tiles", "name", "value", "reason"),
     [
         (["avx2", "portable"], "absent", "auto", "avx2", "the processor's fastest"),
-        (
-            ["avx512", "amx"],
-            "usable",
-            "auto",
-            "avx512",
-            "matrix tiles are present: --cpu-isa amx uses them",
-        ),
-        (["avx512", "amx"], "usable", "amx", "amx", "--cpu-isa says so"),
+        (["amx", "vnni"], "usable", "auto", "amx", "the processor's fastest"),
+        (["amx", "vnni"], "usable", "vnni", "vnni", "--cpu-isa says so"),
         (["avx512"], "refused", "auto", "avx512", "the operating system refuses AMX to this process"),
     ],
 )
-def test_matrix_tiles_are_used_only_when_asked_for(monkeypatch, sets, tiles, name, value, reason):
+def test_matrix_tiles_are_used_where_the_process_may_use_them(monkeypatch, sets, tiles, name, value, reason):
     monkeypatch.setattr(_core, "instruction_sets", lambda: sets)
     monkeypatch.setattr(_core, "matrix_tiles", lambda: tiles)
     decision = choose_isa(name)

@@ -26,7 +26,7 @@ def fingerprint(config: EngineConfig, directory: Path, runner: Runner) -> str:
 
     Of the weights, the sizes of the files and samples of their content count.
     """
-    isa = _core.instruction_sets()[0] if config.cpu_isa == "auto" else config.kernels_isa
+    isa = _core.instruction_sets()[0] if config.cpu_isa == "auto" else config.cpu_isa
     chosen = [f"{what}={value}" for what, value, _ in runner.decisions if what in NUMERICS]
     # LongRoPE's frequencies depend on the longest context.
     longest = str(config.max_model_len) if getattr(runner.model_config, "long_rope", None) else ""

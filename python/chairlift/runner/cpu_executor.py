@@ -35,9 +35,9 @@ class CpuExecutor(ModelExecutor):
         """Packs the weights. The settings are complete. Raises UnsupportedModel."""
         dtype = "int8" if precision.quantization == "int8" else precision.weights.replace("blocks", "kept")
         longest = config.max_model_len or model.max_position_embeddings
-        decoder = build_decoder(model, weights, dtype, config.threads or 1, config.kernels_isa, longest)
+        decoder = build_decoder(model, weights, dtype, config.threads or 1, config.cpu_isa, longest)
         weights.finish(model)
-        return cls(model, decoder, precision.kv, config.kernels_isa)
+        return cls(model, decoder, precision.kv, config.cpu_isa)
 
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
         """Allocates the KV cache."""

@@ -134,7 +134,7 @@ def _build(config: EngineConfig, model: EncoderConfig, weights: Weights, dtype: 
     def linear(names: list[str], outs: int, ins: int) -> _core.Linear:
         parts = [weights.part(f"{model.prefix}{name}.weight", outs, ins) for name in names]
         bias = np.concatenate([as_float32(weights.take(f"{model.prefix}{name}.bias", outs)) for name in names])
-        return _core.Linear(parts, ins, dtype, threads=threads, bias=bias, isa=config.kernels_isa)
+        return _core.Linear(parts, ins, dtype, threads=threads, bias=bias, isa=config.cpu_isa)
 
     def table(name: str, rows: int) -> np.ndarray:
         return np.ascontiguousarray(as_float32(weights.take(f"{model.prefix}embeddings.{name}.weight", rows, hidden)))

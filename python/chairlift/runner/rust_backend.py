@@ -39,7 +39,7 @@ class RustBackend:
     def decide(self, available: int) -> Precision:
         """Chooses the dtypes."""
         blocks = self._weights.sizes() if isinstance(self._weights, GGUFWeights) else (0, 0)
-        return decide(self._config, self.model, available, blocks, bf16=_core.has_bf16(self._config.kernels_isa))
+        return decide(self._config, self.model, available, blocks, bf16=_core.has_bf16(self._config.cpu_isa))
 
     def load(self, precision: Precision) -> ModelExecutor:
         """Packs the weights."""
@@ -64,15 +64,11 @@ class RustBackend:
 
 
 def choose_isa(name: str) -> Decision:
-    """Chooses the instruction set of the CPU kernels. Raises InvalidSetting for one that this process cannot use.
-
-    Matrix tiles are not chosen by themselves, because they did not run on a processor yet.
-    """
+    """Chooses the instruction set of the CPU kernels. Raises InvalidSetting for one that this process cannot use."""
     usable, tiles = _core.instruction_sets(), _core.matrix_tiles()
     refused = "; the operating system refuses AMX to this process" if tiles == "refused" else ""
     if name not in ("auto", *usable):
         raise InvalidSetting(f"--cpu-isa {name}: this processor has {', '.join(usable)}{refused}")
     if name != "auto":
         return Decision("instruction set", name, asked("--cpu-isa"))
-    unused = "; matrix tiles are present: --cpu-isa amx uses them, their speed was not measured by us yet" if "amx" in usable else refused
-    return Decision("instruction set", usable[0], f"the processor's fastest{unused}")
+    return Decision("instruction set", usable[0], f"the processor's fastest{refused}")

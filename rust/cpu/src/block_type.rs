@@ -169,15 +169,6 @@ impl BlockType {
         self.table().map_or(self.offset(), |values| -values.into_iter().fold(0.0, f32::min))
     }
 
-    /// The middle of the codes, for types with shifts. The codes of the other types are centred by their offset.
-    pub(crate) fn centre(self) -> f32 {
-        match (self.scale_kind(), self.code_bits()) {
-            (ScaleKind::HalfShift | ScaleKind::ScaleMin, CodeBits::Four) => 8.0,
-            (ScaleKind::HalfShift | ScaleKind::ScaleMin, _) => 16.0,
-            _ => 0.0,
-        }
-    }
-
     /// The value of each code of 4 bits, for types whose codes are not linear.
     pub(crate) fn table(self) -> Option<[f32; 16]> {
         match self {

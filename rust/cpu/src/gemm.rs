@@ -46,10 +46,15 @@ pub(crate) trait Gemm: Copy {
 pub(crate) struct Scratch {
     /// Weights that became fp32.
     pub(crate) expanded: AlignedVec<f32>,
-    /// Pairs of bfloat16 weights, their scales and shifts, and products of tiles.
+    /// Pairs of bfloat16 weights, and their scales and shifts.
     pub(crate) pairs: AlignedVec<u32>,
     pub(crate) scales: AlignedVec<f32>,
-    pub(crate) products: AlignedVec<f32>,
+}
+
+/// Splits inputs into equal slices of at most `depth`. Each slice is a multiple of `unit`.
+pub(crate) fn slices(ins: usize, unit: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
+    let each = ins.div_ceil(ins.div_ceil(depth).max(1)).next_multiple_of(unit).clamp(1, depth);
+    (0..ins).step_by(each).map(move |start| start..ins.min(start + each))
 }
 
 /// Splits rows into as few tiles as possible, with sizes as equal as possible.
@@ -89,6 +94,16 @@ impl Tiles {
     /// The rows of all tiles.
     pub(crate) fn rows(&self) -> Range<usize> {
         self.tiling.range(self.range.start).start..self.tiling.range(self.range.end - 1).end
+    }
+
+    /// The rows of consecutive tiles of the same height, and that height.
+    pub(crate) fn of_equal_height(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
+        let first = self.tiling.range(self.range.start).len();
+        let end = self.range.clone().find(|&tile| self.tiling.range(tile).len() < first).unwrap_or(self.range.end);
+        [self.range.start..end, end..self.range.end].into_iter().filter(|tiles| !tiles.is_empty()).map(|range| {
+            let tiles = Self { tiling: self.tiling, range };
+            (tiles.rows(), tiles.rows().len() / tiles.range.len())
+        })
     }
 
     /// The rows of each tile.

@@ -90,7 +90,7 @@ impl Rows {
     /// Returns a view for a call with `rows` rows.
     pub(crate) fn packed(&mut self, rows: usize) -> Packed<'_> {
         let Self { floats, pieces, digits, quant } = self;
-        let (floats, pieces, digits, quant) = (floats.shared(), pieces.shared(), digits.shared(), quant.shared());
+        let (floats, pieces, digits, quant) = (floats.shared(), pieces.shared(), digits.shared(rows), quant.shared());
         Packed { rows, floats, pieces, digits, quant, deltas: None }
     }
 }

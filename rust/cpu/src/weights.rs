@@ -1,8 +1,10 @@
 //! A linear layer's weights, packed in panels. A panel has the columns that a tile computes together side by side.
 
+use std::ops::Range;
+
 use crate::aligned::AlignedVec;
 use crate::block_type::BLOCK;
-use crate::ggml::BlockPanels;
+use crate::ggml::{BlockPanels, PAIR_ORDER};
 use crate::half;
 use crate::pod::Pod;
 use crate::pool::ThreadPool;
@@ -172,6 +174,63 @@ impl<E: Element> Panels<E> {
     }
 }
 
+/// bfloat16 weights as matrix tiles read them, \[panels\]\[blocks of 32 inputs\]\[tiles\]\[pairs in [`PAIR_ORDER`]\]\[16 columns\].
+#[derive(Debug)]
+pub(crate) struct PairPanels {
+    pairs: AlignedVec<u32>,
+    pub(crate) ins: usize,
+    width: usize,
+}
+
+impl PairPanels {
+    fn pack(pool: &mut ThreadPool, width: usize, tensor: &Tensor<'_>) -> Result<Self, ReadError> {
+        let ins = tensor.ins;
+        let mut panels = Self { pairs: AlignedVec::zeros(tensor.rows.next_multiple_of(width) * ins / 2), ins, width };
+        let size = width * ins / 2;
+        let shared = panels.pairs.shared();
+        tensor.for_each_panel(pool, width, |panel, rows: &RowReader<'_>| {
+            // SAFETY: each panel is written by one call.
+            let out = unsafe { shared.write(panel * size, size) };
+            let mut row = vec![0.0; ins];
+            for column in 0..rows.count() {
+                tensor.numbers.decode(rows.row(column), &mut row);
+                for pair in 0..ins / 2 {
+                    let [low, high] = inputs_of(pair).map(|input| u32::from(Bf16::from_f32(row[input]).0));
+                    out[place(width, pair, column)] = low | high << 16;
+                }
+            }
+        })?;
+        Ok(panels)
+    }
+
+    /// The pairs of some inputs of a panel. The inputs start and end at multiples of 32.
+    pub(crate) fn pairs(&self, panel: usize, inputs: &Range<usize>) -> &[u32] {
+        let at = |input: usize| (panel * self.ins + input) * self.width / 2;
+        &self.pairs[at(inputs.start)..at(inputs.end)]
+    }
+
+    fn read_column(&self, column: usize, out: &mut [f32]) {
+        let panel = self.pairs(column / self.width, &(0..self.ins));
+        for pair in 0..self.ins / 2 {
+            let word = panel[place(self.width, pair, column % self.width)];
+            let [low, high] = inputs_of(pair);
+            (out[low], out[high]) = (f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000));
+        }
+    }
+}
+
+/// The inputs of a pair of bfloat16 weights.
+fn inputs_of(pair: usize) -> [usize; 2] {
+    let (block, pair) = (pair / (BLOCK / 2) * BLOCK, pair % (BLOCK / 2));
+    [block + PAIR_ORDER[2 * pair], block + PAIR_ORDER[2 * pair + 1]]
+}
+
+/// The place of a pair in a panel.
+fn place(width: usize, pair: usize, column: usize) -> usize {
+    let (block, pair) = (pair / (BLOCK / 2), pair % (BLOCK / 2));
+    ((block * (width / TILE) + column / TILE) * (BLOCK / 2) + pair) * TILE + column % TILE
+}
+
 /// The weights [outs, ins] of a linear layer.
 #[derive(Debug)]
 pub struct Matrix {
@@ -197,9 +256,9 @@ pub(crate) struct Part {
 pub(crate) enum Store {
     /// Products in fp32, in vector registers.
     Float(FloatPanels),
-    /// Exact products by matrix tiles.
-    Tiles(FloatPanels),
-    /// Products of bytes: the codes of blocks by the digits of fp32 rows.
+    /// Products of fp32 rows in pieces, by matrix tiles.
+    Tiles(PairPanels),
+    /// The codes of blocks by the digits of fp32 rows: products of bytes, or of matrix tiles for many rows.
     Digits(BlockPanels),
     /// Products of integers.
     Int8(QuantWeights),
@@ -215,16 +274,6 @@ pub(crate) enum FloatPanels {
 }
 
 impl FloatPanels {
-    /// Number of inputs.
-    pub(crate) fn ins(&self) -> usize {
-        match self {
-            Self::F32(panels) => panels.ins,
-            Self::F16(panels) => panels.ins,
-            Self::Bf16(panels) => panels.ins,
-            Self::Blocks(panels) => panels.ins(),
-        }
-    }
-
     fn read_column(&self, column: usize, out: &mut [f32]) {
         match self {
             Self::F32(panels) => panels.read_column(column, out),
@@ -243,6 +292,9 @@ impl Part {
                 return Ok(Self { store: Store::Int8(QuantWeights::pack(pool, isa, tensor)?), rows: tensor.rows });
             }
             (DType::F32, _) | (DType::Kept, Numbers::F32) => FloatPanels::F32(Panels::pack(pool, width, tensor)?),
+            (DType::Bf16, _) | (DType::Kept, Numbers::Bf16) if isa.has_tiles() && tensor.ins.is_multiple_of(BLOCK) => {
+                return Ok(Self { store: Store::Tiles(PairPanels::pack(pool, width, tensor)?), rows: tensor.rows });
+            }
             (DType::Bf16, _) | (DType::Kept, Numbers::Bf16) => FloatPanels::Bf16(Panels::pack(pool, width, tensor)?),
             (DType::Kept, Numbers::F16) => FloatPanels::F16(Panels::pack(pool, width, tensor)?),
             (DType::F16, _) => {
@@ -264,9 +316,7 @@ impl Part {
                 FloatPanels::Blocks(panels)
             }
         };
-        let exact = matches!(panels, FloatPanels::Bf16(_) | FloatPanels::Blocks(_)) && tensor.ins.is_multiple_of(BLOCK);
-        let store = if isa.has_tiles() && exact { Store::Tiles(panels) } else { Store::Float(panels) };
-        Ok(Self { store, rows: tensor.rows })
+        Ok(Self { store: Store::Float(panels), rows: tensor.rows })
     }
 
     /// Number of panels.
@@ -276,7 +326,8 @@ impl Part {
 
     fn read_row(&self, row: usize, to: &mut [f32]) {
         match &self.store {
-            Store::Float(panels) | Store::Tiles(panels) => panels.read_column(row, to),
+            Store::Float(panels) => panels.read_column(row, to),
+            Store::Tiles(panels) => panels.read_column(row, to),
             Store::Digits(panels) => panels.read_column(row, to),
             Store::Int8(panels) => panels.read_row(row, to),
         }

@@ -16,7 +16,7 @@ use pyo3::types::PyBytes;
 
 use crate::threads::{ThreadPool, lock, started};
 
-/// The instruction sets that the kernels can use on this machine. The first is the fastest that was measured.
+/// The instruction sets that the kernels can use on this machine. The first is the fastest.
 #[pyfunction]
 pub(crate) fn instruction_sets() -> Vec<&'static str> {
     Isa::available().into_iter().map(Isa::name).collect()
@@ -159,9 +159,7 @@ fn tensor_of<'a>((kind, rows, bytes, interleaved): &'a TensorArgs<'_>, ins: usiz
 }
 
 fn isa_of(name: &str) -> PyResult<Isa> {
-    let mut all = Isa::available();
-    all.extend(all.clone().into_iter().filter_map(Isa::fast));
-    let isa = if name == "auto" { Some(Isa::best()) } else { all.into_iter().find(|isa| isa.name() == name) };
+    let isa = if name == "auto" { Some(Isa::best()) } else { Isa::available().into_iter().find(|isa| isa.name() == name) };
     isa.ok_or_else(|| PyValueError::new_err(format!("the kernels cannot use {name} on this processor")))
 }
 

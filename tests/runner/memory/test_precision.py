@@ -50,11 +50,10 @@ def test_what_was_asked_for_wins():
     assert decided(ROOM, dtype="bfloat16") == Precision("bfloat16", "int8", "float32")
 
 
-def test_fast_math_has_8_bits_where_there_are_no_tiles_and_kv_in_16_bits():
+def test_fast_math_has_8_bits_and_kv_in_16_bits():
     fast = decided(dtype="bfloat16", cpu_math="fast")
     assert fast == Precision("bfloat16", "int8", "float16")
     assert reasons(fast) == {"weights": "int8: --cpu-math says so", "KV dtype": "float16: --cpu-math says so"}
-    assert decided(dtype="bfloat16", cpu_math="fast", cpu_isa="amx") == Precision("bfloat16", "none", "float16")
     assert decided(dtype="bfloat16", cpu_math="fast", quantization="none", kv_cache_dtype="int8") == Precision("bfloat16", "none", "int8")
 
 

@@ -137,7 +137,7 @@ def _quantization(config: EngineConfig, model: ModelShape, weights: str, size: i
     """The CPU kernels' quantization and the reason."""
     if config.quantization != "auto":
         return config.quantization, asked("--quantization")
-    if config.cpu_math == "fast" and config.cpu_isa != "amx" and config.dtype == "auto":
+    if config.cpu_math == "fast" and config.dtype == "auto":
         return "int8", asked("--cpu-math")
     if size + ROOM <= available:
         return "none", f"{gib(size)} of the {gib(available)} of free memory"

@@ -3,35 +3,27 @@
 use std::ops::Range;
 
 use super::BlockPanels;
-use super::decode::{EIGHT, FIVE, FOUR, SIX, Scales, Sink, TABLE, Units};
-use crate::simd::{Int8, Isa, Kernel, TILE};
+use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, WIDTH, plane};
+use super::digits::codes;
+use crate::block_type::BLOCK;
+use crate::simd::{Int8, Isa, Kernel, TILE, prefetch_ahead};
+
+/// Registers of a panel's columns, in all instruction sets with tiles.
+const V: usize = 2;
 
 /// Writes a panel's codes for `inputs`, as pairs of bfloat16 numbers, to `pairs`, \[groups\]\[tiles\]\[pairs of inputs\]\[16 columns\]. Writes
-/// the groups' scales and shifts to `factors` and `shifts`, \[groups\]\[columns\]. Returns whether the type has shifts.
-///
-/// A weight is `code * scale + shift`. Codes of types with shifts are centred, because codes of one sign would cancel the shifts.
-pub(crate) fn expand_codes(
-    isa: Isa,
-    panels: &BlockPanels,
-    panel: usize,
-    inputs: Range<usize>,
-    pairs: &mut [u32],
-    factors: &mut [f32],
-    shifts: &mut [f32],
-) -> bool {
+/// the groups' scales and shifts to `scales`, \[groups\]\[2\]\[columns\]. They are those of the products of bytes.
+pub(crate) fn expand_codes(isa: Isa, panels: &BlockPanels, panel: usize, inputs: Range<usize>, pairs: &mut [u32], scales: &mut [f32]) {
     let (from, groups) = (Units::of(isa, panels, panel, &inputs), inputs.len() / panels.group());
-    assert!(pairs.len() == inputs.len() / 2 * panels.width && factors.len() == groups * panels.width && shifts.len() == factors.len());
-    let centre = panels.kind.centre();
-    isa.run(ExpandCodes { from, group: panels.group(), pairs, factors, shifts });
-    centre > 0.0
+    assert!(pairs.len() == inputs.len() / 2 * panels.width && scales.len() == groups * 2 * panels.width);
+    isa.run(ExpandCodes { from, values: &panels.halves, pairs, scales });
 }
 
 struct ExpandCodes<'a> {
     from: Units<'a>,
-    group: usize,
+    values: &'a [u16; 64],
     pairs: &'a mut [u32],
-    factors: &'a mut [f32],
-    shifts: &'a mut [f32],
+    scales: &'a mut [f32],
 }
 
 impl Kernel for ExpandCodes<'_> {
@@ -39,84 +31,99 @@ impl Kernel for ExpandCodes<'_> {
 
     #[inline(always)]
     fn run<S: Int8>(self, s: S) {
-        // Without the oracle, only AVX-512 has tiles beside it.
-        if S::LANES < TILE && cfg!(not(test)) {
+        if !S::DIGITS || S::VECTORS != V {
             unreachable!("this instruction set has no tiles");
         }
-        macro_rules! by_decoding {
-            ($($d:ident)*) => {
-                match (self.from.decoding::<S>(), S::VECTORS) {
-                    $(($d, 2) => self.expand::<S, $d, 2>(s),
-                      ($d, 4) => if S::VECTORS == 4 { self.expand::<S, $d, 4>(s) },)*
-                    _ => unreachable!("panels are 2 or 4 registers wide"),
-                }
-            };
+        match self.from.decoding::<S>() {
+            TABLE | FOUR => self.expand::<S, FOUR>(s),
+            FIVE => self.expand::<S, FIVE>(s),
+            SIX => self.expand::<S, SIX>(s),
+            EIGHT => self.expand::<S, EIGHT>(s),
+            _ => unreachable!("there are five ways"),
         }
-        by_decoding!(TABLE FOUR FIVE SIX EIGHT);
     }
 }
 
 impl ExpandCodes<'_> {
     #[inline(always)]
-    fn expand<S: Int8, const D: u8, const V: usize>(self, s: S) {
-        if D == FOUR && S::LOOKUP {
-            return;
-        }
-        let Self { from, group, pairs, factors, shifts } = self;
-        let centre = from.kind.centre();
-        let mut sink = Codes::<S, V> { pairs: pairs.as_mut_ptr(), group, low: [s.splat(0.0); V], factors, shifts, centre, scales_taken: 0 };
-        // SAFETY: the function `expand_codes` has checked that there is room for the codes and scales of all units.
-        unsafe { from.each::<S, D, V, _>(s, &mut sink) }
-    }
-}
-
-/// Writes codes and scales in the layouts of [`expand_codes`].
-struct Codes<'a, S: Int8, const V: usize> {
-    pairs: *mut u32,
-    group: usize,
-    /// The codes of the last even input.
-    low: [S::F; V],
-    factors: &'a mut [f32],
-    shifts: &'a mut [f32],
-    centre: f32,
-    scales_taken: usize,
-}
-
-impl<S: Int8, const V: usize> Sink<S, V> for Codes<'_, S, V> {
-    const CODES: bool = true;
-
-    #[inline(always)]
-    unsafe fn take_scales(&mut self, s: S, scales: &mut Scales, count: usize) {
-        for at in (0..count).step_by(S::LANES) {
-            let to = self.scales_taken + at;
-            assert!(to + S::LANES <= self.factors.len() && to + S::LANES <= self.shifts.len());
-            // SAFETY: asserted above for the slices, and `count` is at most the size of the arrays.
+    fn expand<S: Int8, const D: u8>(self, s: S) {
+        let Self { from, values, pairs, scales: scales_to } = self;
+        let (width, blocks) = (V * S::LANES, from.kind.block() / BLOCK);
+        let groups = if D == SIX { 2 } else { 1 };
+        let mut scales = Scales { factors: [0.0; GROUPS * WIDTH], shifts: [0.0; GROUPS * WIDTH] };
+        for (u, unit) in from.bytes.chunks_exact(from.unit.bytes).enumerate() {
+            // SAFETY: `expand_codes` has checked that there is room for the codes and scales of all units. A unit has all parts of its
+            // layout.
             unsafe {
-                let (factors, shifts) = (scales.factors.as_mut_ptr().add(at), scales.shifts.as_mut_ptr().add(at));
-                let factor = s.load(factors);
-                s.store(self.factors.as_mut_ptr().add(to), factor);
-                s.store(self.shifts.as_mut_ptr().add(to), s.fma(factor, s.splat(self.centre), s.load(shifts)));
-                // With these, the codes come out as they are.
-                s.store(factors, s.splat(1.0));
-                s.store(shifts, s.splat(-0.0));
+                scales.fill::<S, V>(s, from.kind, from.unit, unit, blocks * groups);
+                scales.subtract(s, from.kind.byte_offset(), blocks * groups * width);
+                prefetch_ahead(unit.as_ptr(), from.unit.codes);
+                let scales_to = scales_to.as_mut_ptr().add(u * blocks * groups * 2 * width);
+                for at in (0..blocks * groups * width).step_by(S::LANES) {
+                    let to = scales_to.add(at / width * 2 * width + at % width);
+                    s.store(to, s.load(scales.factors.as_ptr().add(at)));
+                    s.store(to.add(width), s.load(scales.shifts.as_ptr().add(at)));
+                }
+                for b in 0..blocks {
+                    let p = unit.as_ptr().add(from.unit.codes + b * from.unit.block);
+                    prefetch_ahead(p, from.unit.block);
+                    let to = pairs.as_mut_ptr().add((u * blocks + b) * BLOCK / 2 * width);
+                    if D == FOUR {
+                        expand_words::<S>(s, p, values, to);
+                    } else {
+                        expand_bytes::<S, D>(s, p, values, to);
+                    }
+                }
             }
         }
-        self.scales_taken += count;
     }
+}
 
-    #[inline(always)]
-    #[allow(clippy::needless_range_loop)]
-    unsafe fn take(&mut self, s: S, k: usize, weights: [S::F; V]) {
-        if k.is_multiple_of(2) {
-            self.low = weights;
-            return;
+/// The place of a pair of inputs of a block, in words.
+#[inline(always)]
+fn place<S: Int8, const D: u8>(pair: usize, column: usize) -> usize {
+    let (width, each) = (V * S::LANES, if D == SIX { BLOCK / 4 } else { BLOCK / 2 });
+    ((pair / each * (width / TILE) + column / TILE) * each + pair % each) * TILE + column % TILE
+}
+
+/// Expands codes of 4 bits.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // An iterator's closures would lack the kernel's target features.
+unsafe fn expand_words<S: Int8>(s: S, p: *const u8, values: &[u16; 64], to: *mut u32) {
+    for word in 0..4 {
+        // SAFETY: the caller guarantees that the codes are valid and that there is room.
+        unsafe {
+            let words = plane::<S, V>(s, p, word);
+            for v in 0..V {
+                for at in 0..4 {
+                    let to = to.add(place::<S, FOUR>(4 * word + at, v * S::LANES)).cast();
+                    s.store(to, s.lookup_halves(words[v], 4 * at as i32, values, false));
+                }
+            }
         }
-        let (width, pairs) = (V * S::LANES, self.group / 2);
-        for v in 0..V {
-            let column = v * S::LANES;
-            let at = ((k / self.group * (width / TILE) + column / TILE) * pairs + k % self.group / 2) * TILE + column % TILE;
-            // SAFETY: the caller guarantees that there is room.
-            unsafe { s.store_bf16_pairs(self.pairs.add(at), self.low[v], weights[v]) }
+    }
+}
+
+/// Expands codes of 5 to 8 bits.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)]
+unsafe fn expand_bytes<S: Int8, const D: u8>(s: S, p: *const u8, values: &[u16; 64], to: *mut u32) {
+    // SAFETY: the caller guarantees that the codes are valid and that there is room.
+    unsafe {
+        let codes = codes::<S, D>(s, p, &[0; 16]);
+        for g in 0..8 {
+            for v in 0..V {
+                for second in 0..2 {
+                    let shift = 8 * second as i32;
+                    let to = to.add(place::<S, D>(g / 2 * 4 + 2 * second + g % 2, v * S::LANES));
+                    if D == EIGHT {
+                        let (low, high) = (s.field(codes[g][v], shift, 255), s.field(codes[g][v], 16 + shift, 255));
+                        s.store_bf16_pairs(to, s.to_f32(low), s.to_f32(high));
+                    } else {
+                        s.store(to.cast(), s.lookup_halves(codes[g][v], shift, values, D == SIX));
+                    }
+                }
+            }
         }
     }
 }

@@ -95,15 +95,12 @@ impl<'a> Units<'a> {
         // Not a constant: the compiler would unroll the loops over blocks and run out of registers.
         let (size, block_bytes) = (self.unit.bytes, self.unit.block);
         let per_block = if D == SIX { 2 * width } else { width };
-        let constants = Constants::new(s, self.kind, if K::CODES { self.kind.centre() } else { 0.0 });
+        let constants = Constants::new(s, self.kind);
         let mut scales = Scales { factors: [0.0; GROUPS * WIDTH], shifts: [0.0; GROUPS * WIDTH] };
         for (u, unit) in self.bytes.chunks_exact(size).enumerate() {
             // SAFETY: a unit has all parts of its layout, and a panel is at most as wide as the arrays.
             unsafe {
                 scales.fill::<S, V>(s, self.kind, self.unit, unit, blocks * per_block / width);
-                if K::CODES {
-                    sink.take_scales(s, &mut scales, blocks * per_block);
-                }
                 prefetch_ahead(unit.as_ptr(), self.unit.codes);
                 let mut p = unit.as_ptr().add(self.unit.codes);
                 for b in 0..blocks {
@@ -121,10 +118,6 @@ impl<'a> Units<'a> {
 
 /// Receives weights as they are decoded. This is a trait because closures that are not inlined lack the kernel's target features.
 pub(super) trait Sink<S: Int8, const V: usize> {
-    /// Whether the weights are centred codes, without scales and shifts.
-    const CODES: bool = false;
-    /// Takes a unit's scales and shifts, `count` each, out of `scales`.
-    unsafe fn take_scales(&mut self, _: S, _: &mut Scales, _count: usize) {}
     /// Receives the weights of input `k` in all columns of the panel.
     unsafe fn take(&mut self, s: S, k: usize, weights: [S::F; V]);
 }
@@ -196,8 +189,8 @@ struct Constants<S: Int8> {
 
 impl<S: Int8> Constants<S> {
     #[inline(always)]
-    fn new(s: S, kind: BlockType, centre: f32) -> Self {
-        let offset = kind.offset() + centre;
+    fn new(s: S, kind: BlockType) -> Self {
+        let offset = kind.offset();
         let values = kind.table().unwrap_or_else(|| std::array::from_fn(|code| code as f32 - offset));
         let offsets = [8, 12, 16].map(|at| f32::from_bits(exponent(at) as u32) + offset);
         Self { table: s.table(&values), offsets: [s.splat(offsets[0]), s.splat(offsets[1]), s.splat(offsets[2])] }

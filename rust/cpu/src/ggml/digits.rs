@@ -1,8 +1,11 @@
 //! Products of codes and the digits of fp32 rows, in bytes.
 //!
 //! 32 numbers of a row are integers of 24 bits times a power of two. Such an integer has three signed digits of 8 bits, and the sums of
-//! codes times digits are exact integers. Each is converted to fp32 once, and the fp32 sums over blocks are added in ascending order. So a
-//! row's results do not depend on the other rows.
+//! codes times digits are exact integers. They are added in fp32, the lowest digit's first, and the fp32 sums over blocks are added in
+//! ascending order. So a row's results do not depend on the other rows.
+//!
+//! Matrix tiles compute the same results to the bit. bfloat16 holds each digit times its power of two, and each code. The tiles add the
+//! products of a digit exactly, and those of the three digits in the same order.
 
 use super::BlockPanels;
 use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, WIDTH, plane};
@@ -19,8 +22,11 @@ const V: usize = 2;
 const OFFSET: i32 = 0x80_8080;
 /// What must be added to the bits of a number above 0x7f7f7f times a power of two, and to no smaller one's, to reach the next exponent.
 const CARRY: u32 = 0x01_0101;
-/// Smallest exponent of a block, as stored in fp32. Blocks of smaller numbers keep fewer of their bits.
-const LEAST_EXPONENT: u32 = 23;
+/// Smallest exponent of a block, as stored in fp32. Blocks of smaller numbers keep fewer of their bits, so that scales of weights times those
+/// of rows are not denormal.
+const LEAST_EXPONENT: u32 = 49;
+/// The bits of 2^112. The sums of codes times larger numbers could be infinite.
+const MOST: u32 = (127 + 112) << 23;
 
 /// 32 numbers of a row.
 #[derive(Clone, Copy, Debug, Default)]
@@ -45,26 +51,15 @@ impl Digits {
     /// All loops are plain: closures would lack the kernel's target features, and would not become vector instructions.
     #[inline(always)]
     pub(crate) fn new(numbers: &[f32; BLOCK]) -> Self {
-        let mut ordered = [0.0; BLOCK];
-        for (to, &i) in ordered.iter_mut().zip(&BYTE_ORDER) {
-            *to = numbers[i];
-        }
-        // Magnitudes have the same order as their bits, and NaN is the largest.
-        let mut largest = 0;
-        for x in ordered {
-            largest = largest.max(x.to_bits() & 0x7fff_ffff);
-        }
-        if largest >= f32::INFINITY.to_bits() {
+        let Some((scale, inverse)) = scale_of(numbers) else {
             return Self { bytes: [[0; BLOCK]; DIGITS], scale: f32::NAN, sum: f32::NAN, halves: [f32::NAN; 2] };
-        }
-        let exponent = ((largest + CARRY) >> 23).max(LEAST_EXPONENT);
-        let (scale, inverse) = (f32::from_bits((exponent - 22) << 23), f32::from_bits((276 - exponent) << 23));
+        };
         // The order keeps the first 16 numbers before the others.
         let (mut bytes, mut halves) = ([[0; BLOCK]; DIGITS], [0; 2]);
-        for (at, x) in ordered.into_iter().enumerate() {
-            let integer = (x * inverse).round_ties_even() as i32;
+        for at in 0..BLOCK {
+            let integer = integer(numbers[BYTE_ORDER[at]], inverse);
             halves[at / (BLOCK / 2)] += integer;
-            let digits = (integer + OFFSET) ^ OFFSET;
+            let digits = digits(integer);
             bytes[0][at] = digits as i8;
             bytes[1][at] = (digits >> 8) as i8;
             bytes[2][at] = (digits >> 16) as i8;
@@ -72,6 +67,75 @@ impl Digits {
         let [low, high] = halves;
         Self { bytes, scale, sum: scale * (low + high) as f32, halves: [scale * low as f32, scale * high as f32] }
     }
+}
+
+/// The digits of 32 numbers for matrix tiles.
+pub(crate) struct TileDigits {
+    /// Pairs of digits times their powers of two in bfloat16, in [`PAIR_ORDER`](super::PAIR_ORDER). The lowest digits come first.
+    pub(crate) pairs: [[u32; BLOCK / 2]; DIGITS],
+    /// As for [`Digits`].
+    pub(crate) sum: f32,
+    pub(crate) halves: [f32; 2],
+}
+
+impl TileDigits {
+    /// Splits numbers as [`Digits::new`] does.
+    #[inline(always)]
+    #[allow(clippy::needless_range_loop)]
+    pub(crate) fn new(numbers: &[f32; BLOCK]) -> Self {
+        let Some((scale, inverse)) = scale_of(numbers) else {
+            let nan = f32::NAN.to_bits();
+            return Self { pairs: [[nan >> 16 | nan; BLOCK / 2]; DIGITS], sum: f32::NAN, halves: [f32::NAN; 2] };
+        };
+        let (mut pairs, mut halves) = ([[0; BLOCK / 2]; DIGITS], [0; 2]);
+        for half in 0..2 {
+            let (mut low, mut high) = ([0; 8], [0; 8]);
+            for at in 0..8 {
+                low[at] = integer(numbers[16 * half + at], inverse);
+                high[at] = integer(numbers[16 * half + 8 + at], inverse);
+            }
+            for at in 0..8 {
+                halves[half] += low[at] + high[at];
+                (low[at], high[at]) = (digits(low[at]), digits(high[at]));
+            }
+            let mut power = scale;
+            for digit in 0..DIGITS {
+                for at in 0..8 {
+                    let (low, high) = (f32::from((low[at] >> (8 * digit)) as i8), f32::from((high[at] >> (8 * digit)) as i8));
+                    pairs[digit][8 * half + at] = (low * power).to_bits() >> 16 | (high * power).to_bits();
+                }
+                power *= 256.0;
+            }
+        }
+        let [low, high] = halves;
+        Self { pairs, sum: scale * (low + high) as f32, halves: [scale * low as f32, scale * high as f32] }
+    }
+}
+
+/// The power of two that makes integers of 32 numbers, and its inverse. None if a number is too large, infinite or NaN.
+#[inline(always)]
+fn scale_of(numbers: &[f32; BLOCK]) -> Option<(f32, f32)> {
+    // Magnitudes have the same order as their bits, and NaN is the largest.
+    let mut largest = 0;
+    for x in numbers {
+        largest = largest.max(x.to_bits() & 0x7fff_ffff);
+    }
+    if largest >= MOST {
+        return None;
+    }
+    let exponent = ((largest + CARRY) >> 23).max(LEAST_EXPONENT);
+    Some((f32::from_bits((exponent - 22) << 23), f32::from_bits((276 - exponent) << 23)))
+}
+
+#[inline(always)]
+fn integer(x: f32, inverse: f32) -> i32 {
+    (x * inverse).round_ties_even() as i32
+}
+
+/// The signed digits of an integer, one in each byte.
+#[inline(always)]
+fn digits(integer: i32) -> i32 {
+    (integer + OFFSET) ^ OFFSET
 }
 
 /// Multiplies rows \[blocks\]\[rows\] by a panel. Writes the result to `sums` \[rows\]\[columns\].
@@ -162,7 +226,7 @@ impl Scales {
 
     /// Subtracts `offset` times its scale from each of the first `count` shifts.
     #[inline(always)]
-    fn subtract<S: Int8>(&mut self, s: S, offset: f32, count: usize) {
+    pub(super) fn subtract<S: Int8>(&mut self, s: S, offset: f32, count: usize) {
         assert!(count <= GROUPS * WIDTH && count.is_multiple_of(S::LANES));
         if offset == 0.0 {
             return;
@@ -178,7 +242,7 @@ impl Scales {
 /// Reads the codes of 32 weights in each column. They are in the order of the digits, four to a register.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // An iterator's closures would lack the kernel's target features.
-unsafe fn codes<S: Int8, const D: u8>(s: S, p: *const u8, table: &[u8; 16]) -> [[S::I; V]; 8] {
+pub(super) unsafe fn codes<S: Int8, const D: u8>(s: S, p: *const u8, table: &[u8; 16]) -> [[S::I; V]; 8] {
     let mut codes = [[s.splat_i32(0); V]; 8];
     for g in 0..8 {
         // SAFETY: the caller guarantees that there are as many words as the codes need.
@@ -248,20 +312,17 @@ unsafe fn add_halves<S: Int8>(s: S, codes: [[S::I; V]; 8], scales: [[(S::F, S::F
 }
 
 /// The sums of codes times a row's integers, of which the first is that at `start`, in each column.
-///
-/// The upper two digits make one integer, which has at most 29 bits.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)]
 fn products<S: Int8, const G: usize>(s: S, codes: [[S::I; V]; G], row: &Digits, start: usize) -> [S::F; V] {
-    let low = dot(s, [s.splat_i32(0); V], codes, &row.bytes[0], start);
-    let mut high = dot(s, [s.splat_i32(0); V], codes, &row.bytes[2], start);
-    for v in 0..V {
-        high[v] = s.field(high[v], -8, -1);
-    }
-    let high = dot(s, high, codes, &row.bytes[1], start);
+    let none = [s.splat_i32(0); V];
+    let low = dot(s, none, codes, &row.bytes[0], start);
+    let middle = dot(s, none, codes, &row.bytes[1], start);
+    let high = dot(s, none, codes, &row.bytes[2], start);
     let mut products = [s.splat(0.0); V];
     for v in 0..V {
-        products[v] = s.fma(s.to_f32(high[v]), s.splat(256.0), s.to_f32(low[v]));
+        let lower = s.fma(s.to_f32(middle[v]), s.splat(256.0), s.to_f32(low[v]));
+        products[v] = s.fma(s.to_f32(high[v]), s.splat(65536.0), lower);
     }
     products
 }

@@ -12,8 +12,8 @@ mod panels;
 
 pub(crate) use codes::expand_codes;
 pub(crate) use decode::{expand, fused_rows, multiply};
-pub(crate) use digits::{Digits, multiply_digits};
-pub(crate) use panels::BlockPanels;
+pub(crate) use digits::{Digits, TileDigits, multiply_digits};
+pub(crate) use panels::{BlockPanels, PAIR_ORDER};
 
 #[cfg(test)]
 pub(crate) mod tests;

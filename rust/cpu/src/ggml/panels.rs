@@ -1,5 +1,7 @@
 //! Blocks packed for the kernels, with the columns of a panel side by side.
 
+use std::ops::Range;
+
 use crate::aligned::AlignedVec;
 use crate::block_type::{BLOCK, BlockType, CodeBits, ScaleKind, Unpacked};
 use crate::pool::ThreadPool;
@@ -15,9 +17,10 @@ use crate::tensor::{ReadError, RowReader, Tensor};
 /// i / 16 at bit 2 (i % 16) + 4. These high bits are rotated: bits beyond 31 wrap around to the lowest bits. Codes of 8 bits take 8 words:
 /// weight i is byte i % 4 of word i / 4.
 ///
-/// Panels for products of bytes ([`Isa::has_digits`]) have high bits in the bytes of [`BYTE_ORDER`], which is the order of the low four bits
-/// when a word is read as its low and then its high halves of bytes. A fifth bit of code i of that order is at bit i / 4 of byte i % 4. A
-/// fifth and a sixth bit are at bit 2 (i / 4 % 4) of byte i % 4 of word i / 16. Codes of 8 bits are in this order.
+/// Panels for products of bytes and for matrix tiles ([`Isa::has_digits`]) have the weights in another order, in which those of a pair
+/// ([`PAIR_ORDER`]) are in the low and in the high half of a word, and the high bits in the bytes of [`BYTE_ORDER`], which is the order of the
+/// low four bits when a word is read as its low and then its high halves of bytes. A fifth bit of code i of that order is at bit i / 4 of
+/// byte i % 4. A fifth and a sixth bit are at bit 2 (i / 4 % 4) of byte i % 4 of word i / 16. Codes of 8 bits are in this order.
 #[derive(Debug)]
 pub(crate) struct BlockPanels {
     pub(super) bytes: AlignedVec<u8>,
@@ -25,6 +28,8 @@ pub(crate) struct BlockPanels {
     pub(super) width: usize,
     pub(super) ins: usize,
     pub(super) order: CodeOrder,
+    /// The values of codes as products of bytes have them, without their scales and shifts, in bfloat16.
+    pub(super) halves: [u16; 64],
 }
 
 /// Order of the codes in a column's words.
@@ -32,20 +37,40 @@ pub(crate) struct BlockPanels {
 pub(super) enum CodeOrder {
     /// For products in fp32.
     Bits,
-    /// For products of bytes.
+    /// For products of bytes and for matrix tiles.
     Bytes,
 }
 
 /// The weights whose codes are the bytes of a column, four to a word.
 pub(super) const BYTE_ORDER: [usize; BLOCK] = {
     let mut order = [0; BLOCK];
+    let mut i = 0;
+    while i < BLOCK {
+        let (word, byte, _) = place_in_bytes(i);
+        order[4 * word + byte] = i;
+        i += 1;
+    }
+    order
+};
+
+/// The inputs of a block in the order of the pairs that tiles multiply. Inputs of a pair share a scale.
+pub(crate) const PAIR_ORDER: [usize; BLOCK] = {
+    let mut order = [0; BLOCK];
     let mut at = 0;
     while at < BLOCK {
-        order[at] = at / 8 * 8 + 2 * (at % 4) + at / 4 % 2;
+        order[at] = at / 16 * 16 + at / 2 % 8 + at % 2 * 8;
         at += 1;
     }
     order
 };
+
+/// The word and the byte of weight `i` in [`BYTE_ORDER`], and the place of its low four bits among those of all weights. The pairs of
+/// [`PAIR_ORDER`] are four apart in a word of eight codes.
+const fn place_in_bytes(i: usize) -> (usize, usize, usize) {
+    let (pair, second) = (i / 16 * 8 + i % 8, i / 8 % 2);
+    let nibble = pair / 4 * 8 + pair % 4 + second * 4;
+    (nibble / 8 * 2 + nibble % 2, nibble % 8 / 2, nibble)
+}
 
 /// Byte offsets in a unit, and sizes.
 #[derive(Clone, Copy, Debug)]
@@ -106,13 +131,24 @@ impl BlockPanels {
                 }
             }
         })?;
-        Ok(Self { bytes, kind, width, ins, order })
+        // Codes of 4 bits are looked up together with bits of the next code.
+        let count = if kind.code_bits() == CodeBits::Four { 16 } else { 64 };
+        let half = |code: usize| ((kind.value((code % count) as u8) + kind.byte_offset()).to_bits() >> 16) as u16;
+        Ok(Self { bytes, kind, width, ins, order, halves: std::array::from_fn(half) })
     }
 
     /// The units of a panel.
     pub(super) fn panel(&self, panel: usize) -> &[u8] {
         let size = self.ins / self.kind.block() * Unit::new(self.kind, self.width).bytes;
         &self.bytes[panel * size..(panel + 1) * size]
+    }
+
+    /// Where the units after those of `inputs` are, as many as these, in the panel or in the next one. The addresses need not be valid.
+    pub(crate) fn after(&self, panel: usize, inputs: &Range<usize>) -> Range<*const u8> {
+        let size = Unit::new(self.kind, self.width).bytes;
+        let (panel, each) = (self.panel(panel), self.kind.block());
+        let start = panel.as_ptr().wrapping_add(inputs.end / each * size);
+        start..start.wrapping_add(inputs.len() / each * size)
     }
 
     /// Inputs per unit. Parts of a panel must start and end at multiples of it.
@@ -147,9 +183,10 @@ impl BlockPanels {
 /// The location of weight `i` of 32 in a column's words. Each entry has the word, the bit in that word, the lowest bit of the code that is
 /// there, and the mask.
 fn places(bits: CodeBits, order: CodeOrder, i: usize) -> [Option<(usize, u32, u32, u32)>; 2] {
-    let low = Some((i / 8, 4 * (i % 8) as u32, 0, 15));
-    // The word and the byte of the weight in `BYTE_ORDER`.
-    let (word, byte) = (i / 8 * 2 + i % 2, 8 * (i % 8 / 2) as u32);
+    let (word, byte, nibble) = place_in_bytes(i);
+    let byte = 8 * byte as u32;
+    let at = if order == CodeOrder::Bytes { nibble } else { i };
+    let low = Some((at / 8, 4 * (at % 8) as u32, 0, 15));
     match (bits, order) {
         (CodeBits::Four, _) => [low, None],
         (CodeBits::Five, CodeOrder::Bits) => [low, Some((4, i as u32 + 4, 4, 1))],
@@ -186,6 +223,10 @@ fn words_of(bits: CodeBits, order: CodeOrder, codes: &[u8; BLOCK]) -> [u32; 8] {
         let field = |(i, &code): (usize, &u8)| (u32::from(code) >> from & ((1 << each) - 1)) << (i as u32 * each);
         codes.iter().enumerate().map(field).fold(0, |word, field| word | field)
     };
+    let mut ordered = *codes;
+    if order == CodeOrder::Bytes {
+        codes.iter().enumerate().for_each(|(i, &code)| ordered[place_in_bytes(i).2] = code);
+    }
     let bytes = match order {
         CodeOrder::Bits => *codes,
         CodeOrder::Bytes => BYTE_ORDER.map(|i| codes[i]),
@@ -196,7 +237,7 @@ fn words_of(bits: CodeBits, order: CodeOrder, codes: &[u8; BLOCK]) -> [u32; 8] {
         words.iter_mut().zip(bytes).for_each(|(word, &codes)| *word = u32::from_le_bytes(codes));
         return words;
     }
-    words.iter_mut().zip(codes.chunks_exact(8)).for_each(|(word, codes)| *word = gather(codes, 0, 4));
+    words.iter_mut().zip(ordered.chunks_exact(8)).for_each(|(word, codes)| *word = gather(codes, 0, 4));
     // The high bits of four codes at a time, side by side in each byte.
     let high = |words: &[[u8; 4]], each: u32| {
         let field =

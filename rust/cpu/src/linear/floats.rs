@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use crate::aligned::AlignedVec;
 use crate::block_type::BLOCK;
-use crate::gemm::{Gemm, STRIP, Scratch, Tiles};
+use crate::gemm::{Gemm, STRIP, Scratch, Tiles, slices};
 use crate::ggml;
 use crate::simd::{Isa, Kernel, Simd};
 use crate::unsafe_slice::UnsafeSlice;
@@ -106,7 +106,7 @@ impl SharedFloats<'_> {
             };
             return unsafe { self.sum_expanded(isa, (ins, BLOCK), expand, part, tiles, sums, expanded) };
         }
-        for inputs in pieces(ins, BLOCK, DEPTH) {
+        for inputs in slices(ins, BLOCK, DEPTH) {
             let b = &panels.panel(part.start)[inputs.start * width..];
             unsafe { self.sum(isa, ins, inputs, tiles, b, part.len(), ins * width, sums) };
         }
@@ -132,7 +132,7 @@ impl SharedFloats<'_> {
         for start in part.clone().step_by(together) {
             let panels = start..part.end.min(start + together);
             let sums = &mut all_sums[(start - part.start) * rows * width..];
-            for inputs in pieces(ins, unit, depth) {
+            for inputs in slices(ins, unit, depth) {
                 let size = inputs.len() * width;
                 for (panel, to) in panels.clone().zip(expanded.chunks_exact_mut(size)) {
                     expand(panel, inputs.clone(), to);
@@ -163,12 +163,6 @@ impl SharedFloats<'_> {
             isa.run(Sum { height, a, b, count, b_apart: apart, sums, sums_apart: rows.len() * width, fresh: inputs.start == 0 });
         }
     }
-}
-
-/// Splits inputs into equal pieces of at most `depth`. Each piece is a multiple of `unit`.
-fn pieces(ins: usize, unit: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
-    let each = ins.div_ceil(ins.div_ceil(depth)).next_multiple_of(unit).min(depth);
-    (0..ins).step_by(each).map(move |start| start..ins.min(start + each))
 }
 
 /// Converts numbers to fp32.

@@ -1,225 +1,185 @@
-//! Products of fp32 rows and weights in bfloat16, or in integer codes with scales, by matrix tiles.
+//! Rows in bfloat16 pieces for matrix tiles, and their products with weights in bfloat16.
 //!
-//! An fp32 number is the sum of three bfloat16 numbers, its pieces; fast products round it to one. bfloat16 also holds every code of ggml's blocks. The tiles multiply the
-//! pieces by the codes of inputs that share a scale, and vectors multiply the sums by the scales. A sum of 32 inputs rounds a few times,
-//! where a chain of fused multiply-adds rounds 32 times, so the results are closer to the exact ones.
+//! An fp32 number is the sum of three bfloat16 numbers, its pieces. Their products with weights in bfloat16 are exact, and the sums of the
+//! smaller pieces lose little, so the results are closer to the exact ones than those of fp32 vectors.
 
 use std::ops::Range;
 
 use crate::aligned::AlignedVec;
 use crate::block_type::BLOCK;
-use crate::gemm::{Gemm, Scratch, Tiles};
-use crate::ggml;
-use crate::simd::{Isa, Kernel, Math, Simd, TILE, TileProducts};
+use crate::gemm::{Gemm, Scratch, Tiles, slices};
+use crate::simd::{Isa, Kernel, PIECES, ScaledProducts, Simd};
 use crate::unsafe_slice::UnsafeSlice;
-use crate::weights::{Bf16, Element, FloatPanels};
+use crate::weights::PairPanels;
 
-/// Inputs whose weights are expanded at once: a block of ggml's K types.
-const DEPTH: usize = 256;
+/// Maximum inputs whose weights are expanded at once: a block of ggml's K types. They stay in the processor's first-level cache.
+pub(super) const DEPTH: usize = 256;
 
-/// Rows in pieces, \[blocks of 32 inputs\]\[pieces, the last one first\]\[rows of the tile\]\[32\] for each tile, and the sum of each block,
-/// \[blocks\]\[rows of the tile\].
+/// Bytes from a weight in bfloat16 that is read to one that is prefetched.
+const AHEAD: usize = 8192;
+
+/// Pairs of a block.
+pub(super) const PAIRS: usize = BLOCK / 2;
+
+/// Rows in pieces, \[blocks of 32 inputs\]\[pieces, the smallest first\]\[rows of the tile\]\[16 pairs\] for each tile, with the inputs in
+/// [`PAIR_ORDER`](crate::ggml::PAIR_ORDER).
 #[derive(Debug, Default)]
-pub(crate) struct PieceRows {
-    pieces: AlignedVec<u16>,
-    sums: AlignedVec<f32>,
-}
+pub(crate) struct PieceRows(AlignedVec<u32>);
 
 /// A view of the rows. The threads pack them in one phase and multiply them in a later one.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct SharedPieces<'a> {
-    pieces: UnsafeSlice<'a, u16>,
-    sums: UnsafeSlice<'a, f32>,
-}
+pub(crate) struct SharedPieces<'a>(UnsafeSlice<'a, u32>);
 
 impl PieceRows {
     /// Allocates room for `rows` rows of `ins` numbers, if the instruction set has tiles.
     pub(crate) fn reserve(&mut self, isa: Isa, rows: usize, ins: usize) {
         if isa.has_tiles() {
-            let blocks = rows * ins.div_ceil(BLOCK);
-            self.pieces.reserve(blocks * isa.math().pieces() * BLOCK);
-            self.sums.reserve(blocks);
+            self.0.reserve(rows * ins.div_ceil(BLOCK) * PIECES * PAIRS);
         }
     }
 
     /// Returns a view for the thread pool.
     pub(crate) fn shared(&mut self) -> SharedPieces<'_> {
-        SharedPieces { pieces: self.pieces.shared(), sums: self.sums.shared() }
+        SharedPieces(self.0.shared())
     }
 }
 
-/// Splits a number into bfloat16 numbers that add up to it, the largest first. The upper half of what remains is cut off each time, so that
-/// nothing rounds to infinity. Infinite numbers become NaN.
-fn pieces(x: f32) -> [u16; 3] {
-    let mut rest = x;
-    std::array::from_fn(|_| {
-        let bits = rest.to_bits() & 0xffff_0000;
-        rest -= f32::from_bits(bits);
-        (bits >> 16) as u16
-    })
+/// How weights become pairs of bfloat16 numbers, some inputs at a time.
+pub(super) struct Expansion<'a, E> {
+    pub(super) ins: usize,
+    /// Inputs that share a scale.
+    pub(super) group: usize,
+    /// Inputs are expanded in multiples of this number, but for the last ones, and at most `depth` at a time.
+    pub(super) unit: usize,
+    pub(super) depth: usize,
+    /// Sums of the rows' groups, \[groups\]\[rows of the tile\] for each tile, if the weights have shifts.
+    pub(super) row_sums: Option<UnsafeSlice<'a, f32>>,
+    /// Writes the scales and shifts of some inputs of a panel, as [`ScaledProducts`] reads them, and the pairs, or returns those as they are
+    /// stored. Also returns the memory to prefetch.
+    pub(super) expand: E,
 }
 
-impl Gemm for SharedPieces<'_> {
-    type Weights = FloatPanels;
-
-    unsafe fn pack(self, isa: Isa, tile: Range<usize>, row: usize, numbers: &[f32]) {
-        let (blocks, height, count) = (numbers.len() / BLOCK, tile.len(), isa.math().pieces());
-        assert!(numbers.len().is_multiple_of(BLOCK) && tile.contains(&row));
-        let row = row - tile.start;
+impl SharedPieces<'_> {
+    /// The pieces of the tile with the rows `tile`.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Gemm::pack`].
+    #[allow(clippy::mut_from_ref)]
+    pub(super) unsafe fn write(&self, tile: &Range<usize>, blocks: usize) -> &mut [u32] {
+        let size = blocks * PIECES * PAIRS;
         // SAFETY: the caller guarantees it.
-        let (pieces_to, sums) = unsafe {
-            let size = count * BLOCK;
-            (self.pieces.write(tile.start * blocks * size, height * blocks * size), self.sums.write(tile.start * blocks, height * blocks))
-        };
-        for (b, block) in numbers.as_chunks::<BLOCK>().0.iter().enumerate() {
-            let to = |piece: usize| ((b * count + piece) * height + row) * BLOCK;
-            let rounded = match isa.math() {
-                Math::Exact => {
-                    let split = block.map(pieces);
-                    for piece in 0..count {
-                        pieces_to[to(piece)..][..BLOCK].iter_mut().zip(&split).for_each(|(to, pieces)| *to = pieces[count - 1 - piece]);
-                    }
-                    *block
-                }
-                Math::Fast => {
-                    let rounded = block.map(Bf16::from_f32);
-                    pieces_to[to(0)..][..BLOCK].iter_mut().zip(&rounded).for_each(|(to, x)| *to = x.0);
-                    rounded.map(Bf16::to_f32)
-                }
-            };
-            // Shifts multiply the numbers that the codes multiply.
-            sums[b * height + row] = rounded.iter().map(|&x| f64::from(x)).sum::<f64>() as f32;
-        }
+        unsafe { self.0.write(tile.start * size, tile.len() * size) }
     }
 
-    unsafe fn multiply(
+    /// Multiplies tiles by panels of weights that are expanded.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Gemm::multiply`].
+    pub(super) unsafe fn multiply_expanded<'a, E>(
         self,
         isa: Isa,
-        weights: &FloatPanels,
+        weights: &Expansion<'_, E>,
         panels: Range<usize>,
         tiles: &Tiles,
         sums: &mut [f32],
         scratch: &mut Scratch,
-    ) {
-        let (width, rows, ins, group) = (isa.panel(), tiles.rows(), weights.ins(), group_of(weights));
-        let groups = DEPTH / group;
-        scratch.pairs.reserve(DEPTH / 2 * width);
-        scratch.scales.reserve(2 * groups * width);
-        scratch.products.reserve(groups * TILE * width);
+    ) where
+        E: Fn(usize, Range<usize>, &mut [u32], &mut [f32]) -> (Option<&'a [u32]>, Range<*const u8>),
+    {
+        let (width, rows, stride) = (isa.panel(), tiles.rows(), weights.ins / BLOCK);
+        scratch.pairs.reserve(weights.depth / 2 * width);
+        scratch.scales.reserve(2 * weights.depth.div_ceil(weights.group) * width);
         for (panel, sums) in panels.zip(sums.chunks_exact_mut(rows.len() * width)) {
             sums.fill(0.0);
-            for inputs in (0..ins).step_by(DEPTH).map(|start| start..ins.min(start + DEPTH)) {
-                let (groups, blocks) = (inputs.len() / group, inputs.len() / BLOCK);
+            let whole = weights.ins / weights.unit * weights.unit;
+            let rest = (whole < weights.ins).then_some(whole..weights.ins);
+            for inputs in slices(whole, weights.unit, weights.depth).chain(rest) {
+                let group = weights.group.min(inputs.len());
                 let pairs = &mut scratch.pairs[..inputs.len() / 2 * width];
-                let (factors, shifts) = scratch.scales[..2 * groups * width].split_at_mut(groups * width);
-                let shifted = expand(isa, weights, panel, inputs.clone(), pairs, factors, shifts);
-                for tile in tiles.each() {
-                    let (height, first) = (tile.len(), tile.start * ins / BLOCK + inputs.start / BLOCK * tile.len());
+                let scales = &mut scratch.scales[..2 * inputs.len() / group * width];
+                let (as_they_are, ahead) = (weights.expand)(panel, inputs.clone(), pairs, scales);
+                let pairs = as_they_are.unwrap_or(pairs);
+                for (part, height) in tiles.of_equal_height() {
+                    let first = part.start * stride + inputs.start / BLOCK * height;
+                    let blocks = (part.len() - height) * stride + inputs.len() / BLOCK * height;
                     // SAFETY: the caller guarantees it.
-                    let (rows_of_tile, row_sums) = unsafe {
-                        let size = isa.math().pieces() * BLOCK;
-                        (self.pieces.read(first * size, blocks * height * size), self.sums.read(first, blocks * height))
+                    let (rows_of_tiles, shifted) = unsafe {
+                        let groups = |blocks: usize| blocks * BLOCK / group;
+                        let of_groups = weights.row_sums.map(|sums| sums.read(groups(first), groups(blocks)));
+                        (self.0.read(first * PIECES * PAIRS, blocks * PIECES * PAIRS), of_groups)
                     };
-                    let products = &mut scratch.products[..groups * height * width];
-                    TileProducts { height, group, rows: rows_of_tile, weights: pairs, out: products }.run(isa);
-                    let sums = &mut sums[(tile.start - rows.start) * width..(tile.end - rows.start) * width];
-                    isa.run(Scale { products, factors, shifts: shifted.then_some(&*shifts), row_sums, sums });
+                    let sums = &mut sums[(part.start - rows.start) * width..(part.end - rows.start) * width];
+                    ScaledProducts {
+                        height,
+                        stride,
+                        group,
+                        rows: rows_of_tiles,
+                        weights: pairs,
+                        scales,
+                        shifted,
+                        sums,
+                        ahead: ahead.clone(),
+                    }
+                    .run(isa);
                 }
             }
         }
     }
 }
 
-/// Number of inputs that share a scale.
-fn group_of(weights: &FloatPanels) -> usize {
-    if let FloatPanels::Blocks(blocks) = weights { blocks.group() } else { BLOCK }
-}
+impl Gemm for SharedPieces<'_> {
+    type Weights = PairPanels;
 
-/// Writes the codes of `inputs` to `pairs`, \[groups\]\[tiles\]\[pairs of inputs\]\[16 columns\], and the groups' scales and shifts to
-/// `factors` and `shifts`, \[groups\]\[columns\]. Returns whether there are shifts.
-fn expand(
-    isa: Isa,
-    weights: &FloatPanels,
-    panel: usize,
-    inputs: Range<usize>,
-    pairs: &mut [u32],
-    factors: &mut [f32],
-    shifts: &mut [f32],
-) -> bool {
-    match weights {
-        FloatPanels::Blocks(blocks) => ggml::expand_codes(isa, blocks, panel, inputs, pairs, factors, shifts),
-        FloatPanels::Bf16(numbers) => {
-            let width = numbers.width;
-            isa.run(Pair { from: &numbers.panel(panel)[inputs.start * width..inputs.end * width], to: pairs });
-            factors.fill(1.0);
-            false
-        }
-        FloatPanels::F32(_) | FloatPanels::F16(_) => unreachable!("vectors multiply weights that are not exact in bfloat16"),
+    unsafe fn pack(self, isa: Isa, tile: Range<usize>, row: usize, numbers: &[f32]) {
+        assert!(numbers.len().is_multiple_of(BLOCK) && tile.contains(&row));
+        // SAFETY: the caller guarantees it.
+        let to = unsafe { self.write(&tile, numbers.len() / BLOCK) };
+        isa.run(Pack { numbers, row: row - tile.start, height: tile.len(), to });
+    }
+
+    unsafe fn multiply(self, isa: Isa, weights: &PairPanels, panels: Range<usize>, tiles: &Tiles, sums: &mut [f32], scratch: &mut Scratch) {
+        let expand = |panel, inputs: Range<usize>, _: &mut [u32], scales: &mut [f32]| {
+            scales.fill(1.0);
+            let pairs = weights.pairs(panel, &inputs);
+            let ahead = pairs.as_ptr().wrapping_byte_add(AHEAD);
+            (Some(pairs), ahead.cast()..ahead.wrapping_add(pairs.len()).cast())
+        };
+        let weights = Expansion { ins: weights.ins, group: DEPTH, unit: DEPTH, depth: 8 * DEPTH, row_sums: None, expand };
+        // SAFETY: the caller guarantees it.
+        unsafe { self.multiply_expanded(isa, &weights, panels, tiles, sums, scratch) }
     }
 }
 
-/// Puts bfloat16 weights \[inputs\]\[columns\] into pairs, \[groups\]\[tiles\]\[pairs of inputs\]\[16 columns\].
-struct Pair<'a> {
-    from: &'a [Bf16],
+/// Packs one of a tile's rows.
+struct Pack<'a> {
+    numbers: &'a [f32],
+    row: usize,
+    height: usize,
     to: &'a mut [u32],
 }
 
-impl Kernel for Pair<'_> {
+impl Kernel for Pack<'_> {
     type Output = ();
 
+    /// A number is split by cutting off the upper half of what remains, so that nothing rounds to infinity. Infinite numbers become NaN. All
+    /// loops are plain: closures would lack the kernel's target features, and would not become vector instructions.
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let width = S::VECTORS * S::LANES;
-        assert!(self.from.len() == 2 * self.to.len() && self.from.len().is_multiple_of(BLOCK * width));
-        for pair in 0..self.to.len() / width {
-            for column in (0..width).step_by(S::LANES) {
-                let (group, pair_of_group) = (pair / (BLOCK / 2), pair % (BLOCK / 2));
-                let at = ((group * (width / TILE) + column / TILE) * (BLOCK / 2) + pair_of_group) * TILE + column % TILE;
-                // SAFETY: both slices have whole blocks of the panel's columns, as asserted.
-                unsafe {
-                    let from = self.from.as_ptr().cast::<u16>().add(2 * pair * width + column);
-                    s.store_bf16_pairs(self.to.as_mut_ptr().add(at), s.load_bf16(from), s.load_bf16(from.add(width)));
-                }
-            }
-        }
-    }
-}
-
-/// Adds scaled products \[groups\]\[tiles\]\[rows\]\[16 columns\] and, if there are `shifts`, the shifts times the rows' sums to `sums`,
-/// \[rows\]\[columns\].
-struct Scale<'a> {
-    products: &'a [f32],
-    factors: &'a [f32],
-    shifts: Option<&'a [f32]>,
-    row_sums: &'a [f32],
-    sums: &'a mut [f32],
-}
-
-impl Kernel for Scale<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let width = S::VECTORS * S::LANES;
-        let (height, groups) = (self.sums.len() / width, self.factors.len() / width);
-        assert!(self.products.len() == groups * height * width && self.sums.len() == height * width);
-        assert!(self.shifts.is_none_or(|shifts| shifts.len() == groups * width && self.row_sums.len() == groups * height));
-        for row in 0..height {
-            for column in (0..width).step_by(S::LANES) {
-                // SAFETY: the lengths are asserted above.
-                unsafe {
-                    let to = self.sums.as_mut_ptr().add(row * width + column);
-                    let mut sum = s.load(to);
-                    for g in 0..groups {
-                        let at = ((g * (width / TILE) + column / TILE) * height + row) * TILE + column % TILE;
-                        let factor = s.load(self.factors.as_ptr().add(g * width + column));
-                        sum = s.fma(factor, s.load(self.products.as_ptr().add(at)), sum);
-                        if let Some(shifts) = self.shifts {
-                            let x = s.splat(*self.row_sums.as_ptr().add(g * height + row));
-                            sum = s.fma(s.load(shifts.as_ptr().add(g * width + column)), x, sum);
-                        }
+    fn run<S: Simd>(self, _: S) {
+        let Self { numbers, row, height, to } = self;
+        for (b, numbers) in numbers.as_chunks::<BLOCK>().0.iter().enumerate() {
+            for (half, numbers) in numbers.as_chunks::<PAIRS>().0.iter().enumerate() {
+                let mut rest = *numbers;
+                for piece in (0..PIECES).rev() {
+                    let start = ((b * PIECES + piece) * height + row) * PAIRS + half * PAIRS / 2;
+                    let to = &mut to[start..start + PAIRS / 2];
+                    for at in 0..PAIRS / 2 {
+                        let bits = [rest[at].to_bits() & 0xffff_0000, rest[at + PAIRS / 2].to_bits() & 0xffff_0000];
+                        rest[at] -= f32::from_bits(bits[0]);
+                        rest[at + PAIRS / 2] -= f32::from_bits(bits[1]);
+                        to[at] = bits[0] >> 16 | bits[1];
                     }
-                    s.store(to, sum);
                 }
             }
         }

@@ -52,6 +52,11 @@ pub(crate) trait Int8: Simd {
     fn dot_digits(self, _sum: Self::I, _w: Self::I, _x: Self::I) -> Self::I {
         unreachable!("only where `DIGITS` is set")
     }
+    /// Replaces each half of a word by one of `values`. The index is in the half's lowest 5 bits, or 6 if `wide`, after a shift to the right
+    /// by `shift`.
+    fn lookup_halves(self, _x: Self::I, _shift: i32, _values: &[u16; 64], _wide: bool) -> Self::F {
+        unreachable!("only where `DIGITS` is set")
+    }
     /// Replaces each byte, which must be below 16, by the byte of `table` with this index.
     fn lookup_bytes(self, _x: Self::I, _table: &[u8; 16]) -> Self::I {
         unreachable!("only where `DIGITS` is set")
@@ -129,6 +134,11 @@ impl Int8 for Portable {
     fn dot_digits(self, sum: [i32; 8], w: [i32; 8], x: [i32; 8]) -> [i32; 8] {
         let product = |w: i32, x: i32, byte: usize| i32::from((w >> (8 * byte)) as u8) * i32::from((x >> (8 * byte)) as i8);
         std::array::from_fn(|i| sum[i] + (0..4).map(|byte| product(w[i], x[i], byte)).sum::<i32>())
+    }
+    #[inline(always)]
+    fn lookup_halves(self, x: [i32; 8], shift: i32, values: &[u16; 64], wide: bool) -> [f32; 8] {
+        let value = |half: i32| u32::from(values[(half >> shift) as usize & if wide { 63 } else { 31 }]);
+        x.map(|x| f32::from_bits(value(x & 0xffff) | value((x >> 16) & 0xffff) << 16))
     }
     #[inline(always)]
     fn lookup_bytes(self, x: [i32; 8], table: &[u8; 16]) -> [i32; 8] {
@@ -307,6 +317,16 @@ mod x86 {
         #[inline(always)]
         fn dot_digits(self, sum: __m512i, w: __m512i, x: __m512i) -> __m512i {
             unsafe { _mm512_dpbusd_epi32(sum, w, x) }
+        }
+        #[inline(always)]
+        fn lookup_halves(self, x: __m512i, shift: i32, values: &[u16; 64], wide: bool) -> __m512 {
+            unsafe {
+                let low = _mm512_loadu_si512(values.as_ptr().cast());
+                let high = _mm512_loadu_si512(values.as_ptr().add(32).cast());
+                let index = _mm512_srl_epi16(x, _mm_cvtsi32_si128(shift));
+                let found = if wide { _mm512_permutex2var_epi16(low, index, high) } else { _mm512_permutexvar_epi16(index, low) };
+                _mm512_castsi512_ps(found)
+            }
         }
         #[inline(always)]
         fn lookup_bytes(self, x: __m512i, table: &[u8; 16]) -> __m512i {

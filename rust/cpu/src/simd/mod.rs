@@ -4,11 +4,13 @@ mod int8;
 #[cfg(test)]
 mod oracle;
 mod portable;
+mod scaled_tiles;
 mod tiles;
 
 pub(crate) use int8::Int8;
+pub(crate) use scaled_tiles::{PIECES, ScaledProducts};
 pub use tiles::TileSupport;
-pub(crate) use tiles::{Math, PairProducts, TILE, TileProducts};
+pub(crate) use tiles::{PairProducts, TILE};
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -212,12 +214,12 @@ enum Matrices {
     Vectors,
     /// Products of bytes in vectors (VNNI), for integer codes with scales only.
     Digits,
-    /// AMX with bfloat16.
+    /// AMX with bfloat16. Codes times few rows are products of bytes, with the same results.
     #[cfg(target_arch = "x86_64")]
-    Amx(Math),
+    Amx,
     /// Portable code that computes what AMX computes.
     #[cfg(test)]
-    Oracle(Math),
+    Oracle,
 }
 
 impl Isa {
@@ -228,8 +230,7 @@ impl Isa {
     #[cfg(test)]
     pub(crate) const PORTABLE_DIGITS: Self = Self { vectors: Vectors::Portable, matrices: Matrices::Digits };
 
-    /// All instruction sets that this processor has. The first is the fastest that was measured. The last is AMX, whose speed was not
-    /// measured.
+    /// All instruction sets that this processor has, the fastest first.
     pub fn available() -> Vec<Self> {
         let mut found = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -256,27 +257,27 @@ impl Isa {
         if found[0].vectors == Vectors::Avx512 {
             found.insert(0, Self { vectors: Vectors::Avx512, matrices: Matrices::Digits });
             if TileSupport::detect() == TileSupport::Usable {
-                found.push(Self { vectors: Vectors::Avx512, matrices: Matrices::Amx(Math::Exact) });
+                found.insert(0, Self { vectors: Vectors::Avx512, matrices: Matrices::Amx });
             }
         }
         found
     }
 
-    /// All instruction sets that this processor has, portable products of bytes, and the oracle of AMX with the fastest vectors, each also
-    /// with fast products.
+    /// All instruction sets that this processor has, portable products of bytes, and the oracle of AMX with the fastest vectors and with
+    /// portable ones.
     #[cfg(test)]
     pub(crate) fn tested() -> Vec<Self> {
         let mut all = Self::available();
         all.push(Self::PORTABLE_DIGITS);
         all.push(Self::best().with_oracle());
-        all.extend(all.clone().into_iter().filter_map(Self::fast));
+        all.push(Self::PORTABLE.with_oracle());
         all
     }
 
     /// The same vectors, and the oracle of AMX.
     #[cfg(test)]
     pub(crate) fn with_oracle(self) -> Self {
-        Self { matrices: Matrices::Oracle(Math::Exact), ..self }
+        Self { matrices: Matrices::Oracle, ..self }
     }
 
     /// The fastest instruction set that this processor has.
@@ -287,8 +288,8 @@ impl Isa {
     /// A readable name.
     pub fn name(self) -> &'static str {
         #[cfg(target_arch = "x86_64")]
-        if let Matrices::Amx(math) = self.matrices {
-            return if math == Math::Exact { "amx" } else { "amx-bf16" };
+        if self.matrices == Matrices::Amx {
+            return "amx";
         }
         if self.matrices == Matrices::Digits {
             return "vnni";
@@ -309,37 +310,14 @@ impl Isa {
         self.vectors == Vectors::Portable
     }
 
-    /// The same with rows in bfloat16, where tiles multiply them. None for other instruction sets.
-    pub fn fast(self) -> Option<Self> {
-        let matrices = match self.matrices {
-            Matrices::Vectors | Matrices::Digits => return None,
-            #[cfg(target_arch = "x86_64")]
-            Matrices::Amx(_) => Matrices::Amx(Math::Fast),
-            #[cfg(test)]
-            Matrices::Oracle(_) => Matrices::Oracle(Math::Fast),
-        };
-        Some(Self { matrices, ..self })
-    }
-
-    /// How exactly tiles multiply. Exact for instruction sets without them.
-    pub(crate) fn math(self) -> Math {
-        match self.matrices {
-            Matrices::Vectors | Matrices::Digits => Math::Exact,
-            #[cfg(target_arch = "x86_64")]
-            Matrices::Amx(math) => math,
-            #[cfg(test)]
-            Matrices::Oracle(math) => math,
-        }
-    }
-
-    /// Whether tiles multiply weights of bfloat16 and of integer codes.
+    /// Whether tiles multiply weights of bfloat16, and integer codes times many rows.
     pub(crate) fn has_tiles(self) -> bool {
         !matches!(self.matrices, Matrices::Vectors | Matrices::Digits)
     }
 
     /// Whether products of bytes multiply weights of integer codes.
     pub(crate) fn has_digits(self) -> bool {
-        self.matrices == Matrices::Digits
+        self.matrices != Matrices::Vectors
     }
 
     /// Number of columns in a panel of weights.

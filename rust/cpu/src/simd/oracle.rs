@@ -3,36 +3,46 @@
 use std::slice;
 
 use super::portable::flushed;
-use super::{Kernel, PairProducts, Simd, TILE, TileProducts};
+use super::{Kernel, PIECES, PairProducts, ScaledProducts, Simd, TILE};
 use crate::block_type::BLOCK;
 
-/// Computes products of tiles as `tdpbf16ps` does, to the bit.
-///
-/// The instruction sums even and odd inputs in two chains of fused multiply-adds, adds the chains, and adds the result to the accumulator.
-/// It rounds to nearest, and reads and writes denormal numbers as zeros. This is the definition of Intel's manual. It was compared with a
-/// processor in 512,000 cells.
+/// Computes [`ScaledProducts`] as AMX does, to the bit.
 pub(super) struct Oracle<'a> {
-    pub(super) products: TileProducts<'a>,
-    /// Tiles of a panel.
-    pub(super) tiles: usize,
-    /// Pieces of a row.
-    pub(super) pieces: usize,
+    pub(super) products: ScaledProducts<'a>,
+    /// Columns of the panel.
+    pub(super) width: usize,
 }
 
 impl Kernel for Oracle<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, _: S) {
-        let (TileProducts { height, group, rows, weights, out }, tiles, pieces) = (self.products, self.tiles, self.pieces);
-        for (at, sums) in out.as_chunks_mut::<TILE>().0.iter_mut().enumerate() {
-            let (row, tile, g) = (at % height, at / height % tiles, at / height / tiles);
-            let (block, first) = (g * group / BLOCK, g * group % BLOCK);
-            let weights = &weights[(g * tiles + tile) * group / 2 * TILE..][..group / 2 * TILE];
-            *sums = [0.0; TILE];
-            for piece in 0..pieces {
-                let row = &rows[((block * pieces + piece) * height + row) * BLOCK + first..][..group];
-                add(sums, row, weights);
+    fn run<S: Simd>(self, s: S) {
+        let ScaledProducts { height, stride, group, rows, weights, scales, shifted, sums, .. } = self.products;
+        let (width, inputs) = (self.width, group.min(BLOCK));
+        for (at, sums) in sums.as_chunks_mut::<TILE>().0.iter_mut().enumerate() {
+            let (row, column) = (at * TILE / width, at * TILE % width);
+            let (tile, row) = (row / height * stride, row % height);
+            for (g, scales) in scales.chunks_exact(2 * width).enumerate() {
+                let mut product = [0.0; TILE];
+                for first in (g * group..(g + 1) * group).step_by(inputs) {
+                    let weights = &weights[first * width / 2 + column * inputs / 2..][..inputs / 2 * TILE];
+                    for piece in 0..PIECES {
+                        let at = (((tile + first / BLOCK) * PIECES + piece) * height + row) * BLOCK / 2 + first % BLOCK / 2;
+                        add(&mut product, &rows[at..at + inputs / 2], weights);
+                    }
+                }
+                for lane in (0..TILE).step_by(S::LANES) {
+                    // SAFETY: the arrays and slices have a register's lanes from these places on.
+                    unsafe {
+                        let (factor, shift) = (s.load(&raw const scales[column + lane]), s.load(&raw const scales[width + column + lane]));
+                        let mut sum = s.fma(factor, s.load(&raw const product[lane]), s.load(&raw const sums[lane]));
+                        if let Some(row_sums) = shifted {
+                            sum = s.fma(shift, s.splat(row_sums[(tile * BLOCK / group + g) * height + row]), sum);
+                        }
+                        s.store(&raw mut sums[lane], sum);
+                    }
+                }
             }
         }
     }
@@ -56,7 +66,7 @@ pub(super) unsafe fn pair_products(products: PairProducts, rows: *const f32, col
                     for pair in pairs.clone() {
                         weights.extend_from_slice(slice::from_raw_parts(columns.add(pair * column_stride), TILE));
                     }
-                    slice::from_raw_parts(rows.add(row * row_stride + first).cast::<u16>(), 2 * pairs.len())
+                    slice::from_raw_parts(rows.add(row * row_stride + first).cast::<u32>(), pairs.len())
                 };
                 add(&mut sums, numbers, &weights);
             }
@@ -67,13 +77,17 @@ pub(super) unsafe fn pair_products(products: PairProducts, rows: *const f32, col
 }
 
 /// Adds the products of a row and a tile of weights, \[pairs of inputs\]\[16 columns\], to the row's sums.
+///
+/// The instruction `tdpbf16ps` sums even and odd inputs in two chains of fused multiply-adds, adds the chains, and adds the result to the
+/// accumulator. It rounds to nearest, and reads and writes denormal numbers as zeros. This is the definition of Intel's manual. It was
+/// compared with a processor in 512,000 cells.
 #[inline(always)]
-pub(super) fn add(sums: &mut [f32; TILE], row: &[u16], weights: &[u32]) {
+pub(super) fn add(sums: &mut [f32; TILE], row: &[u32], weights: &[u32]) {
     let (mut even, mut odd) = ([0.0; TILE], [0.0; TILE]);
-    for (x, weights) in row.as_chunks::<2>().0.iter().zip(weights.as_chunks::<TILE>().0) {
+    for (x, weights) in row.iter().zip(weights.as_chunks::<TILE>().0) {
         for ((even, odd), &w) in even.iter_mut().zip(&mut odd).zip(weights) {
-            *even = flushed(number(x[0]).mul_add(number(w as u16), *even));
-            *odd = flushed(number(x[1]).mul_add(number((w >> 16) as u16), *odd));
+            *even = flushed(number(x << 16).mul_add(number(w << 16), *even));
+            *odd = flushed(number(*x).mul_add(number(w), *odd));
         }
     }
     for (sum, (even, odd)) in sums.iter_mut().zip(even.into_iter().zip(odd)) {
@@ -81,8 +95,8 @@ pub(super) fn add(sums: &mut [f32; TILE], row: &[u16], weights: &[u32]) {
     }
 }
 
-/// The fp32 number of a bfloat16 number.
+/// The number in the upper half of a word.
 #[inline(always)]
-fn number(x: u16) -> f32 {
-    flushed(f32::from_bits(u32::from(x) << 16))
+fn number(word: u32) -> f32 {
+    flushed(f32::from_bits(word & 0xffff_0000))
 }

@@ -329,7 +329,8 @@ fn the_oracle_of_tiles_sums_even_and_odd_inputs_apart_and_flushes_denormal_numbe
     let pair = |even: f32, odd: f32| [u32::from(bf16(even)) | u32::from(bf16(odd)) << 16; TILE];
     let sum = |start: f32, row: &[f32], weights: &[[u32; TILE]]| {
         let mut sums = [start; TILE];
-        oracle::add(&mut sums, &row.iter().map(|&x| bf16(x)).collect::<Vec<_>>(), weights.as_flattened());
+        let row: Vec<u32> = row.chunks_exact(2).map(|x| pair(x[0], x[1])[0]).collect();
+        oracle::add(&mut sums, &row, weights.as_flattened());
         assert!(sums.iter().all(|x| x.to_bits() == sums[0].to_bits()));
         sums[0]
     };

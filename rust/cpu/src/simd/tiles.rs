@@ -1,68 +1,9 @@
 //! Matrix tiles: products of bfloat16 tiles, by the processor's AMX unit or by its portable oracle.
 
 use super::{Isa, Matrices};
-use crate::block_type::BLOCK;
 
 /// Maximum rows of a tile, and columns of a tile of sums.
 pub(crate) const TILE: usize = 16;
-
-/// How exactly the tiles multiply fp32 rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Math {
-    /// An fp32 number is split into three bfloat16 numbers whose sum it is.
-    Exact,
-    /// An fp32 number is rounded to bfloat16.
-    Fast,
-}
-
-impl Math {
-    /// Number of bfloat16 numbers for an fp32 number.
-    pub(crate) fn pieces(self) -> usize {
-        match self {
-            Self::Exact => 3,
-            Self::Fast => 1,
-        }
-    }
-}
-
-/// Multiplies a tile of rows by a panel's weights, a group of inputs at a time: 32, or 16 where weights have a scale for each 16.
-pub(crate) struct TileProducts<'a> {
-    /// Number of rows, at most [`TILE`].
-    pub(crate) height: usize,
-    /// Inputs of a group: 16 or 32.
-    pub(crate) group: usize,
-    /// The rows' pieces in bfloat16, \[blocks\]\[pieces\]\[rows\]\[32 inputs\].
-    pub(crate) rows: &'a [u16],
-    /// Pairs of weights in bfloat16, \[groups\]\[tiles\]\[pairs of inputs\]\[16 columns\].
-    pub(crate) weights: &'a [u32],
-    /// The results: the sum of each group's products, \[groups\]\[tiles\]\[rows\]\[16 columns\].
-    pub(crate) out: &'a mut [f32],
-}
-
-impl TileProducts<'_> {
-    /// Computes the products with the tiles of `isa`. Each result adds the products of the pieces, the last piece first.
-    pub(crate) fn run(self, isa: Isa) {
-        let pieces = isa.math().pieces();
-        let blocks = self.rows.len() / (pieces * self.height * BLOCK);
-        let groups = blocks * BLOCK / self.group;
-        assert!((1..=TILE).contains(&self.height) && (self.group == BLOCK || self.group == BLOCK / 2));
-        assert_eq!(self.rows.len(), blocks * pieces * self.height * BLOCK);
-        let tiles = self.weights.len() / (groups * self.group / 2 * TILE).max(1);
-        assert_eq!(self.weights.len(), groups * tiles * self.group / 2 * TILE);
-        assert_eq!(self.out.len(), groups * tiles * self.height * TILE);
-        match isa.matrices {
-            Matrices::Vectors | Matrices::Digits => unreachable!("this instruction set has no tiles"),
-            #[cfg(target_arch = "x86_64")]
-            Matrices::Amx(_) => {
-                assert_eq!(tiles, 2, "panels are as wide as two tiles");
-                // SAFETY: only `Isa::available` creates this value, and it has checked the processor. The lengths are asserted above.
-                unsafe { amx::run(self, blocks, pieces) }
-            }
-            #[cfg(test)]
-            Matrices::Oracle(_) => isa.run(super::oracle::Oracle { products: self, tiles, pieces }),
-        }
-    }
-}
 
 /// Sizes of a product of rows of bfloat16 pairs and columns of pairs. Strides are numbers of 32 bits.
 #[derive(Clone, Copy, Debug)]
@@ -90,10 +31,10 @@ impl PairProducts {
             Matrices::Vectors | Matrices::Digits => unreachable!("this instruction set has no tiles"),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: only `Isa::available` creates this value, and it has checked the processor. The caller guarantees the rest.
-            Matrices::Amx(_) => unsafe { amx::pair_products(self, rows, columns, out) },
+            Matrices::Amx => unsafe { amx::pair_products(self, rows, columns, out) },
             #[cfg(test)]
             // SAFETY: the caller guarantees it.
-            Matrices::Oracle(_) => unsafe { super::oracle::pair_products(self, rows, columns, out) },
+            Matrices::Oracle => unsafe { super::oracle::pair_products(self, rows, columns, out) },
         }
     }
 }
@@ -123,23 +64,33 @@ impl TileSupport {
 }
 
 #[cfg(target_arch = "x86_64")]
-mod amx {
+pub(super) mod amx {
     use std::arch::asm;
 
-    use super::{PairProducts, TILE, TileProducts, TileSupport};
-    use crate::block_type::BLOCK;
+    use super::{PairProducts, TILE, TileSupport};
 
     /// Bytes of a row of a tile.
-    const LINE: usize = 64;
+    pub(in crate::simd) const LINE: usize = 64;
 
     /// The operand of `ldtilecfg`: bytes in a row, and rows, of each tile register.
     #[repr(C, align(64))]
-    struct Config {
+    pub(in crate::simd) struct Config {
         palette: u8,
         start_row: u8,
         reserved: [u8; 14],
         row_bytes: [u16; 16],
         rows: [u8; 16],
+    }
+
+    impl Config {
+        pub(in crate::simd) fn new() -> Self {
+            Self { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] }
+        }
+
+        /// Sets the size of a register.
+        pub(in crate::simd) fn set(&mut self, register: usize, rows: usize, row_bytes: usize) {
+            (self.rows[register], self.row_bytes[register]) = (rows as u8, row_bytes as u16);
+        }
     }
 
     /// Bits 22 (bfloat16) and 24 (tiles) of EDX in CPUID's leaf 7, and Linux's `arch_prctl` call for the tiles' state.
@@ -162,72 +113,6 @@ mod amx {
         if result == 0 { TileSupport::Usable } else { TileSupport::Refused }
     }
 
-    /// Computes the products of rows and a panel of two tiles.
-    ///
-    /// # Safety
-    ///
-    /// The process may use the tiles, and all lengths are checked.
-    pub(super) unsafe fn run(products: TileProducts<'_>, blocks: usize, pieces: usize) {
-        let TileProducts { height, group, rows, weights, out } = products;
-        let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
-        for register in 0..5 {
-            // Registers 0 and 1 have sums, 2 and 3 weights, and 4 a piece of the rows.
-            config.row_bytes[register] = if register < 4 { LINE as u16 } else { 2 * group as u16 };
-            config.rows[register] = if matches!(register, 2 | 3) { group as u8 / 2 } else { height as u8 };
-        }
-        // Groups of a block. Each turn computes the same group of all blocks.
-        let turns = BLOCK / group;
-        // A tile of sums is as large as a piece of a block of rows.
-        let (weight_tile, row_tile) = (group / 2 * LINE, height * LINE);
-        for turn in 0..turns {
-            // SAFETY: the caller guarantees it. The tile registers are configured, used and released within the assembly, which has no
-            // other effect than to write `out`.
-            unsafe {
-                asm!(
-                    "ldtilecfg [{config}]",
-                    "2:",
-                    "tilezero tmm0",
-                    "tilezero tmm1",
-                    "tileloadd tmm2, [{weights} + {line}]",
-                    "add {weights}, {weight_tile}",
-                    "tileloadd tmm3, [{weights} + {line}]",
-                    "add {weights}, {weight_rest}",
-                    "mov {left}, {pieces}",
-                    "3:",
-                    "tileloadd tmm4, [{rows} + {line}]",
-                    "add {rows}, {row_tile}",
-                    "tdpbf16ps tmm0, tmm4, tmm2",
-                    "tdpbf16ps tmm1, tmm4, tmm3",
-                    "dec {left}",
-                    "jnz 3b",
-                    "tilestored [{out} + {line}], tmm0",
-                    "add {out}, {row_tile}",
-                    "tilestored [{out} + {line}], tmm1",
-                    "add {out}, {sum_rest}",
-                    "dec {count}",
-                    "jnz 2b",
-                    "tilerelease",
-                    config = in(reg) &raw const config,
-                    line = in(reg) LINE,
-                    rows = inout(reg) rows.as_ptr().cast::<u8>().add(turn * 2 * group) => _,
-                    row_tile = in(reg) row_tile,
-                    pieces = in(reg) pieces,
-                    left = out(reg) _,
-                    weights = inout(reg) weights.as_ptr().cast::<u8>().add(turn * 2 * weight_tile) => _,
-                    weight_tile = in(reg) weight_tile,
-                    weight_rest = in(reg) (2 * turns - 1) * weight_tile,
-                    out = inout(reg) out.as_mut_ptr().cast::<u8>().add(turn * 2 * row_tile) => _,
-                    sum_rest = in(reg) (2 * turns - 1) * row_tile,
-                    count = inout(reg) blocks => _,
-                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                    out("tmm4") _,
-                    options(nostack),
-                );
-            }
-        }
-        const { assert!(TILE * size_of::<f32>() == LINE && BLOCK * size_of::<u16>() == LINE) }
-    }
-
     /// What the assembly of [`pair_products`] reads from memory, because there are not enough registers.
     #[repr(C)]
     struct Counts {
@@ -247,16 +132,15 @@ mod amx {
     pub(super) unsafe fn pair_products(products: PairProducts, rows: *const f32, columns: &[*const u32], out: *mut f32) {
         let PairProducts { height, pairs, row_stride, column_stride, out_stride } = products;
         let counts = Counts { tiles: pairs / TILE, rest: pairs % TILE, step: TILE * 4 * column_stride };
-        let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+        let mut config = Config::new();
         // Register 0 has sums, 1 and 2 have 16 pairs of the rows and of the columns, and 3 and 4 the rest of the pairs.
         for (register, pairs) in [(0, TILE), (1, TILE), (2, TILE), (3, counts.rest), (4, counts.rest)] {
-            let is_column = register % 2 == 0 && register > 0;
-            config.row_bytes[register] = if is_column { LINE as u16 } else { 4 * pairs as u16 };
-            config.rows[register] = if is_column { pairs as u8 } else { height as u8 };
-        }
-        if counts.rest == 0 {
             // A register that is not used has neither rows nor columns.
-            (config.row_bytes[4], config.rows[3]) = (0, 0);
+            if pairs > 0 {
+                let is_column = register % 2 == 0 && register > 0;
+                let (rows, line) = if is_column { (pairs, LINE) } else { (height, 4 * pairs) };
+                config.set(register, rows, line);
+            }
         }
         // SAFETY: the caller guarantees it. The tile registers are configured, used and released within the assembly, which has no other
         // effect than to write `out`.
