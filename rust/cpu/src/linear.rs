@@ -20,7 +20,7 @@ use crate::simd::Isa;
 use crate::unsafe_slice::UnsafeSlice;
 use crate::weights::{Matrix, Merge, Part, Store};
 use digits::{DigitRows, SharedDigits};
-use epilogue::{Finish, Gate, add_bias};
+use epilogue::Finish;
 use floats::{FloatRows, SharedFloats};
 use pieces::{PieceRows, SharedPieces};
 
@@ -178,25 +178,23 @@ impl<'a> Packed<'a> {
             for (i, panel) in panels.enumerate() {
                 let column = panel * width;
                 let count = width.min(matrix.parts[part].rows - column);
-                for m in rows.clone() {
-                    let at = (i * rows.len() + m - rows.start) * width;
-                    // SAFETY: one index of the loop writes the columns of a panel in each row.
-                    let out = unsafe { out.write(m * stride + first_row + column, count) };
-                    let sums = &mut sums[at..at + width];
-                    if let Some(deltas) = self.deltas {
-                        deltas.add(m, part, column, sums);
-                        if let Epilogue::Gate(_) = epilogue {
-                            deltas.add(m, 1, column, &mut ups[at..at + width]);
-                        }
+                let of_panel = i * rows.len() * width..(i + 1) * rows.len() * width;
+                let sums = &mut sums[of_panel.clone()];
+                let (ups, biases) = if let Epilogue::Gate(_) = epilogue {
+                    (&mut ups[of_panel], [of(column, count), of(matrix.outs + column, count)])
+                } else {
+                    (&mut [][..], [of(first_row + column, count), None])
+                };
+                if let Some(deltas) = self.deltas {
+                    for (row, sums) in rows.clone().zip(sums.chunks_exact_mut(width)) {
+                        deltas.add(row, part, column, sums);
                     }
-                    if let Epilogue::Gate(activation) = epilogue {
-                        let biases = [of(column, count), of(matrix.outs + column, count)];
-                        isa.run(Gate { gates: sums, ups: &mut ups[at..at + width], biases, activation, out });
-                    } else {
-                        add_bias(sums, of(first_row + column, count));
-                        isa.run(Finish { sums, out, epilogue });
+                    for (row, ups) in rows.clone().zip(ups.chunks_exact_mut(width)) {
+                        deltas.add(row, 1, column, ups);
                     }
                 }
+                let first = rows.start * stride + first_row + column;
+                isa.run(Finish { sums, ups, biases, epilogue, out, first, stride, count });
             }
         });
     }

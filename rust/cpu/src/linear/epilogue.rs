@@ -1,6 +1,7 @@
 //! Epilogues: operations on a linear layer's sums while they are in the cache.
 
 use crate::simd::{Kernel, Simd, exp, tanh};
+use crate::unsafe_slice::UnsafeSlice;
 
 /// Activation of the gate in a gated MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,11 +27,21 @@ pub(crate) enum Epilogue {
     Gelu,
 }
 
-/// Applies an epilogue other than [`Epilogue::Gate`] to a row of a panel's sums.
+/// Adds the biases to a panel's sums, applies an epilogue, and writes the results.
 pub(super) struct Finish<'a> {
+    /// \[rows\]\[columns of the panel\].
     pub(super) sums: &'a mut [f32],
-    pub(super) out: &'a mut [f32],
+    /// The sums that the activated `sums` are multiplied by, for [`Epilogue::Gate`].
+    pub(super) ups: &'a mut [f32],
+    /// Biases of `sums` and of `ups`.
+    pub(super) biases: [Option<&'a [f32]>; 2],
     pub(super) epilogue: Epilogue,
+    /// A row's results begin `stride` numbers after those of the row before. The first row's begin at `first`.
+    pub(super) out: UnsafeSlice<'a, f32>,
+    pub(super) first: usize,
+    pub(super) stride: usize,
+    /// Columns that exist.
+    pub(super) count: usize,
 }
 
 impl Kernel for Finish<'_> {
@@ -38,16 +49,41 @@ impl Kernel for Finish<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Self { sums, out, epilogue } = self;
-        if let Epilogue::Add(scale) = epilogue {
-            return out.iter_mut().zip(sums).for_each(|(x, sum)| *x += *sum * scale);
+        let Self { sums, ups, biases, epilogue, out, first, stride, count } = self;
+        let width = S::VECTORS * S::LANES;
+        for (row, sums) in sums.chunks_exact_mut(width).enumerate() {
+            add_bias(sums, biases[0]);
+            match epilogue {
+                Epilogue::Gate(activation) => {
+                    let ups = &mut ups[row * width..(row + 1) * width];
+                    add_bias(ups, biases[1]);
+                    activate(s, sums, ups, activation);
+                }
+                Epilogue::Softcap(cap) => map(s, sums, |x| softcap(s, x, cap)),
+                Epilogue::Gelu => map(s, sums, |x| gelu(s, x)),
+                Epilogue::Store | Epilogue::Add(_) => {}
+            }
+            // SAFETY: `Packed::multiply` gives the columns of a panel in each row to one thread.
+            let out = unsafe { out.write(first + row * stride, count) };
+            write(s, sums, out, epilogue);
         }
-        match epilogue {
-            Epilogue::Softcap(cap) => map(s, sums, |x| softcap(s, x, cap)),
-            Epilogue::Gelu => map(s, sums, |x| gelu(s, x)),
-            Epilogue::Store | Epilogue::Add(_) | Epilogue::Gate(_) => {}
+    }
+}
+
+/// Stores a row's results, or adds them to the output.
+#[inline(always)]
+fn write<S: Simd>(s: S, sums: &[f32], out: &mut [f32], epilogue: Epilogue) {
+    let whole = out.len() / S::LANES * S::LANES;
+    assert!(out.len() <= sums.len());
+    for at in (0..whole).step_by(S::LANES) {
+        // SAFETY: both slices have at least `S::LANES` numbers from `at` on.
+        unsafe {
+            let (sum, to) = (s.load(sums.as_ptr().add(at)), out.as_mut_ptr().add(at));
+            s.store(to, if let Epilogue::Add(scale) = epilogue { s.add(s.load(to), s.mul(sum, s.splat(scale))) } else { sum });
         }
-        out.copy_from_slice(&sums[..out.len()]);
+    }
+    for (x, sum) in out[whole..].iter_mut().zip(&sums[whole..]) {
+        *x = if let Epilogue::Add(scale) = epilogue { *x + sum * scale } else { *sum };
     }
 }
 
@@ -87,32 +123,16 @@ pub(crate) fn softcap<S: Simd>(s: S, x: S::F, cap: f32) -> S::F {
     s.mul(s.splat(cap), tanh(s, s.div(x, s.splat(cap))))
 }
 
-/// Computes `activation(gate) * up` for a row of the sums of two panels.
-pub(super) struct Gate<'a> {
-    pub(super) gates: &'a mut [f32],
-    pub(super) ups: &'a mut [f32],
-    pub(super) biases: [Option<&'a [f32]>; 2],
-    pub(super) activation: Activation,
-    pub(super) out: &'a mut [f32],
-}
-
-impl Kernel for Gate<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let Self { gates, ups, biases, activation, out } = self;
-        add_bias(gates, biases[0]);
-        add_bias(ups, biases[1]);
-        match activation {
-            Activation::Silu => gate(s, gates, ups, |gate| gate),
-            // `0.5 * (1 + tanh(u))` equals `sigmoid(2 * u)`.
-            Activation::GeluTanh => gate(s, gates, ups, |gate| {
-                let cubic = s.fma(s.mul(gate, gate), s.splat(0.044_715), s.splat(1.0));
-                s.mul(s.mul(gate, cubic), s.splat(2.0 * 0.797_884_6))
-            }),
-        }
-        out.copy_from_slice(&gates[..out.len()]);
+/// Replaces each gate by `activation(gate) * up`.
+#[inline(always)]
+fn activate<S: Simd>(s: S, gates: &mut [f32], ups: &[f32], activation: Activation) {
+    match activation {
+        Activation::Silu => gate(s, gates, ups, |gate| gate),
+        // `0.5 * (1 + tanh(u))` equals `sigmoid(2 * u)`.
+        Activation::GeluTanh => gate(s, gates, ups, |gate| {
+            let cubic = s.fma(s.mul(gate, gate), s.splat(0.044_715), s.splat(1.0));
+            s.mul(s.mul(gate, cubic), s.splat(2.0 * 0.797_884_6))
+        }),
     }
 }
 
@@ -132,6 +152,9 @@ fn gate<S: Simd>(s: S, gates: &mut [f32], ups: &[f32], argument: impl Fn(S::F) -
 }
 
 /// Adds a bias, if there is one.
-pub(super) fn add_bias(sums: &mut [f32], bias: Option<&[f32]>) {
-    sums.iter_mut().zip(bias.into_iter().flatten()).for_each(|(sum, b)| *sum += b);
+#[inline(always)]
+fn add_bias(sums: &mut [f32], bias: Option<&[f32]>) {
+    for (sum, b) in sums.iter_mut().zip(bias.unwrap_or_default()) {
+        *sum += b;
+    }
 }

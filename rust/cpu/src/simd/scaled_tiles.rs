@@ -72,35 +72,45 @@ mod amx {
         config: Config,
         /// A group's products, for each of two tiles of columns.
         products: MaybeUninit<[[f32; TILE * TILE]; 2]>,
-        /// Bytes from the end of a group's pieces to those of the next group, which is in the same block or in the next one in turn.
-        next_rows: [isize; 2],
         /// Bytes of the lines in a tile of products of which the sums are written while the next piece is multiplied.
         until: [usize; 3],
-        /// Bytes of a piece of a block.
+        steps: Steps,
+        turns: Turns,
+        /// The next cache line to prefetch, and the number of lines for each turn.
+        ahead: *const u8,
+        lines: usize,
+    }
+
+    /// Bytes from one thing to the next.
+    #[repr(C)]
+    struct Steps {
+        /// From the end of a group's pieces to those of the next group, which is in the same block or in the next one in turn.
+        next_rows: [isize; 2],
+        /// From the end of a tile's pieces to those of the next tile, and the same of its sums of rows.
+        next_tile: usize,
+        next_row_sums: usize,
+        /// The size of a piece of a block, of a tile of weights, of all weights, of all scales, and of the sums of a tile.
         piece: usize,
-        /// Blocks of a group but for the last, and how many of them are left.
-        more: usize,
-        more_left: usize,
-        /// Bytes of the lines that the first turn skips, because no products were stored yet. Then 0.
-        first_row: usize,
+        tile: usize,
+        weights: usize,
+        scales: usize,
+        sums: usize,
+    }
+
+    /// What is left to do.
+    #[repr(C)]
+    struct Turns {
         /// Groups of a tile, and how many of them are not multiplied yet, and not added yet.
         groups: usize,
         to_multiply: usize,
         to_add: usize,
         /// Groups of all tiles that are not multiplied yet.
         left: usize,
-        /// Bytes from the end of a tile's pieces to those of the next tile, of all weights and scales, and of a tile's sums.
-        next_tile: usize,
-        weights: usize,
-        scales: usize,
-        sums: usize,
-        /// Bytes from the end of a tile's sums of rows to those of the next tile.
-        next_row_sums: usize,
-        /// The next cache line to prefetch, and the number of lines for each turn.
-        ahead: *const u8,
-        lines: usize,
-        /// Bytes of a tile of weights.
-        tile: usize,
+        /// Blocks of a group but for the last, and how many of them are left.
+        more: usize,
+        more_left: usize,
+        /// Bytes of the lines that the first turn skips, because no products were stored yet. Then 0.
+        first_row: usize,
     }
 
     /// Multiplies the next piece of the rows by two tiles of weights, in registers 6 and 7.
@@ -256,38 +266,38 @@ mod amx {
                 odd = inout(reg) 0_usize => _,
                 row = out(reg) _,
                 count = out(reg) _,
-                next_rows = const offset_of!(Job, next_rows),
+                next_rows = const offset_of!(Job, steps.next_rows),
                 products = const offset_of!(Job, products),
                 until = const offset_of!(Job, until),
-                piece = const offset_of!(Job, piece),
-                more = const offset_of!(Job, more),
-                more_left = const offset_of!(Job, more_left),
-                first_row = const offset_of!(Job, first_row),
-                groups = const offset_of!(Job, groups),
+                piece = const offset_of!(Job, steps.piece),
+                more = const offset_of!(Job, turns.more),
+                more_left = const offset_of!(Job, turns.more_left),
+                first_row = const offset_of!(Job, turns.first_row),
+                groups = const offset_of!(Job, turns.groups),
                 ahead = const offset_of!(Job, ahead),
                 lines = const offset_of!(Job, lines),
-                tile = const offset_of!(Job, tile),
-                to_multiply = const offset_of!(Job, to_multiply),
-                to_add = const offset_of!(Job, to_add),
-                left = const offset_of!(Job, left),
-                next_tile = const offset_of!(Job, next_tile),
-                weights_of_tile = const offset_of!(Job, weights),
-                scales_of_tile = const offset_of!(Job, scales),
-                sums_of_tile = const offset_of!(Job, sums),
+                tile = const offset_of!(Job, steps.tile),
+                to_multiply = const offset_of!(Job, turns.to_multiply),
+                to_add = const offset_of!(Job, turns.to_add),
+                left = const offset_of!(Job, turns.left),
+                next_tile = const offset_of!(Job, steps.next_tile),
+                weights_of_tile = const offset_of!(Job, steps.weights),
+                scales_of_tile = const offset_of!(Job, steps.scales),
+                sums_of_tile = const offset_of!(Job, steps.sums),
                 $($operands)*
                 out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _, out("zmm7") _,
+                out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
                 options(nostack),
             )
         };
     }
 
-    #[allow(clippy::needless_pass_by_value)] // The sums are borrowed mutably.
     /// Computes [`ScaledProducts`].
     ///
     /// # Safety
     ///
     /// The process may use the tiles, and all lengths are checked.
+    #[allow(clippy::needless_pass_by_value)] // The sums are borrowed mutably.
     pub(super) unsafe fn run(of: ScaledProducts<'_>, tiles: usize, groups: usize) {
         const { assert!(TILE * size_of::<f32>() == LINE && BLOCK / 2 * size_of::<u32>() == LINE) }
         let (height, group) = (of.height, of.group);
@@ -296,28 +306,30 @@ mod amx {
         let (half, back) = ((LINE / 2) as isize, (PIECES * all) as isize);
         // The rows are spread over the pieces, so that neither the tiles nor the vectors wait.
         let third = |n: usize| (height * n).div_ceil(3) * LINE;
-        let mut job = Job {
-            config: Config::new(),
-            products: MaybeUninit::uninit(),
+        let more_blocks = of.stride - groups * group / BLOCK;
+        let steps = Steps {
             next_rows: if group < BLOCK { [half - back, -half] } else { [0; 2] },
-            until: [third(1), third(2), all],
+            next_tile: more_blocks * PIECES * all,
+            next_row_sums: more_blocks * BLOCK / group * height * size_of::<f32>(),
             piece: all,
-            more: (group / BLOCK).saturating_sub(1),
-            more_left: 0,
-            first_row: all,
-            groups,
-            to_multiply: groups,
-            // The loop adds what the turn before has multiplied.
-            to_add: groups + 1,
-            left: tiles * groups,
-            next_tile: (of.stride - groups * group / BLOCK) * PIECES * all,
+            tile: group.min(BLOCK) / 2 * LINE,
             weights: size_of_val(of.weights),
             scales: size_of_val(of.scales),
             sums: 2 * all,
+        };
+        // The loop adds what the turn before has multiplied.
+        let (to_multiply, to_add, left) = (groups, groups + 1, tiles * groups);
+        let more = (group / BLOCK).saturating_sub(1);
+        let turns = Turns { groups, to_multiply, to_add, left, more, more_left: 0, first_row: all };
+        let bytes_ahead = of.ahead.end.addr() - of.ahead.start.addr();
+        let mut job = Job {
+            config: Config::new(),
+            products: MaybeUninit::uninit(),
+            until: [third(1), third(2), all],
+            steps,
+            turns,
             ahead: of.ahead.start,
-            lines: (of.ahead.end.addr() - of.ahead.start.addr()).div_ceil(tiles * groups * (group / BLOCK).max(1) * LINE),
-            tile: group.min(BLOCK) / 2 * LINE,
-            next_row_sums: (of.stride * BLOCK / group).saturating_sub(groups) * height * size_of::<f32>(),
+            lines: bytes_ahead.div_ceil(left * (more + 1) * LINE).max(1),
         };
         let inputs = group.min(BLOCK);
         for register in [0, 1, 4, 5] {
@@ -338,7 +350,7 @@ mod amx {
                     "vfmadd231ps zmm4, zmm2, zmm6\n vfmadd231ps zmm5, zmm3, zmm6\n",
                     "vmovups zmm2, [{scales} + 128]\n vmovups zmm3, [{scales} + 192]",
                     "add {row_sums}, [{job} + {next_row_sums}]",
-                    next_row_sums = const offset_of!(Job, next_row_sums),
+                    next_row_sums = const offset_of!(Job, steps.next_row_sums),
                     row_sums = inout(reg) row_sums.as_ptr() => _,
                 );
             } else {
