@@ -45,7 +45,7 @@ def test_the_report_is_plain_text_and_says_the_same_as_json(capsys):
     assert main.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert list(report) == ["system", "processor", "memory", "limits", "packages", "GPU", "what runs", "GPU kernels"]
-    assert report["processor"]["CPU kernels"] in ("vnni", "avx512", "avx2", "neon", "portable")
+    assert report["processor"]["CPU kernels"] in ("amx", "vnni", "avx512", "avx2", "neon", "portable")
     for heading, facts in report.items():
         assert f"{heading}\n" in text
         assert all(name in text for name in facts)

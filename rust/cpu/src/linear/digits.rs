@@ -11,7 +11,7 @@ use crate::simd::{Int8, Isa, Kernel, PIECES};
 use crate::unsafe_slice::UnsafeSlice;
 
 /// Rows from which matrix tiles are faster than products of bytes.
-const LEAST_ROWS: usize = 12;
+const LEAST_ROWS: usize = 14;
 
 /// Rows in digits.
 #[derive(Debug, Default)]
