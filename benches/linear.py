@@ -35,7 +35,7 @@ FORMS = {
     "float32": {"dtype": "float32"},
     "float16": {"dtype": "float16"},
     "int8": {"quantization": "int8"},
-} | ({"as the GGUF file has them, AMX": {"cpu_isa": "amx"}} if "amx" in _core.instruction_sets() else {})
+} | ({"as the GGUF file has them, without AMX": {"cpu_isa": "vnni"}} if "amx" in _core.instruction_sets() else {})
 ROUNDS, LEAST = 2, 0.5
 CONTEXT = 500
 
