@@ -40,6 +40,7 @@ impl ScaledProducts<'_> {
         let (blocks, tiles) = (groups * self.group / BLOCK, self.sums.len() / (height * width));
         let all = (tiles - 1) * self.stride + blocks;
         assert!((1..=TILE).contains(&height) && groups > 0 && self.stride >= blocks && width.is_multiple_of(TILE));
+        assert!(self.ahead.start <= self.ahead.end);
         assert!(if self.group < BLOCK { self.group == BLOCK / 2 && groups == 2 * blocks } else { self.group.is_multiple_of(BLOCK) });
         assert!(self.scales.len() == 2 * groups * width && self.sums.len() == tiles * height * width);
         assert!(self.rows.len() == all * height * PIECES * BLOCK / 2 && self.weights.len() == blocks * BLOCK / 2 * width);
