@@ -9,7 +9,7 @@ use crate::half;
 use crate::pod::Pod;
 use crate::pool::ThreadPool;
 use crate::quant::QuantWeights;
-use crate::simd::{Isa, Simd, TILE};
+use crate::simd::{Isa, Simd, TILE, pair_place};
 use crate::tensor::{Numbers, ReadError, RowReader, Source, Tensor};
 
 /// Storage format of a matrix's weights. Weights in formats other than `Int8` are multiplied in fp32.
@@ -196,7 +196,7 @@ impl PairPanels {
                 tensor.numbers.decode(rows.row(column), &mut row);
                 for pair in 0..ins / 2 {
                     let [low, high] = inputs_of(pair).map(|input| u32::from(Bf16::from_f32(row[input]).0));
-                    out[place(width, pair, column)] = low | high << 16;
+                    out[pair_place(width, BLOCK / 2, pair, column)] = low | high << 16;
                 }
             }
         })?;
@@ -212,7 +212,7 @@ impl PairPanels {
     fn read_column(&self, column: usize, out: &mut [f32]) {
         let panel = self.pairs(column / self.width, &(0..self.ins));
         for pair in 0..self.ins / 2 {
-            let word = panel[place(self.width, pair, column % self.width)];
+            let word = panel[pair_place(self.width, BLOCK / 2, pair, column % self.width)];
             let [low, high] = inputs_of(pair);
             (out[low], out[high]) = (f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000));
         }
@@ -223,12 +223,6 @@ impl PairPanels {
 fn inputs_of(pair: usize) -> [usize; 2] {
     let (block, pair) = (pair / (BLOCK / 2) * BLOCK, pair % (BLOCK / 2));
     [block + PAIR_ORDER[2 * pair], block + PAIR_ORDER[2 * pair + 1]]
-}
-
-/// The place of a pair in a panel.
-fn place(width: usize, pair: usize, column: usize) -> usize {
-    let (block, pair) = (pair / (BLOCK / 2), pair % (BLOCK / 2));
-    ((block * (width / TILE) + column / TILE) * (BLOCK / 2) + pair) * TILE + column % TILE
 }
 
 /// The weights [outs, ins] of a linear layer.

@@ -6,7 +6,7 @@ use super::BlockPanels;
 use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, WIDTH, plane};
 use super::digits::codes;
 use crate::block_type::BLOCK;
-use crate::simd::{Int8, Isa, Kernel, TILE, prefetch_ahead};
+use crate::simd::{Int8, Isa, Kernel, pair_place, prefetch_ahead};
 
 /// Registers of a panel's columns, in all instruction sets with tiles.
 const V: usize = 2;
@@ -82,8 +82,7 @@ impl ExpandCodes<'_> {
 /// The place of a pair of inputs of a block, in words.
 #[inline(always)]
 fn place<S: Int8, const D: u8>(pair: usize, column: usize) -> usize {
-    let (width, each) = (V * S::LANES, if D == SIX { BLOCK / 4 } else { BLOCK / 2 });
-    ((pair / each * (width / TILE) + column / TILE) * each + pair % each) * TILE + column % TILE
+    pair_place(V * S::LANES, if D == SIX { BLOCK / 4 } else { BLOCK / 2 }, pair, column)
 }
 
 /// Expands codes of 4 bits.

@@ -34,7 +34,7 @@ const MOST: u32 = (127 + 112) << 23;
 pub(crate) struct Digits {
     /// The lowest digits first, in the order of the codes' bytes.
     bytes: [[i8; BLOCK]; DIGITS],
-    /// A power of two. NaN if a number is NaN or infinite, so that all results of the block are NaN.
+    /// A power of two. NaN if a number is not finite, or too large, so that all results of the block are NaN.
     scale: f32,
     /// The sum of the numbers.
     sum: f32,

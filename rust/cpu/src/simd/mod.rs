@@ -8,7 +8,7 @@ mod scaled_tiles;
 mod tiles;
 
 pub(crate) use int8::Int8;
-pub(crate) use scaled_tiles::{PIECES, ScaledProducts};
+pub(crate) use scaled_tiles::{PIECES, ScaledProducts, pair_place};
 pub use tiles::TileSupport;
 pub(crate) use tiles::{PairProducts, TILE};
 

@@ -59,6 +59,12 @@ impl ScaledProducts<'_> {
     }
 }
 
+/// The place of a pair of weights in a panel `width` columns wide, if `each` pairs of a column are in one tile.
+#[inline(always)]
+pub(crate) fn pair_place(width: usize, each: usize, pair: usize, column: usize) -> usize {
+    ((pair / each * (width / TILE) + column / TILE) * each + pair % each) * TILE + column % TILE
+}
+
 #[cfg(target_arch = "x86_64")]
 mod amx {
     use std::arch::asm;
