@@ -38,9 +38,9 @@ __all__ = [
     "ThreadPool",
     "TooLong",
     "__version__",
+    "bf16_products",
     "block_types",
     "decode_work",
-    "has_bf16",
     "instruction_sets",
     "matrix_tiles",
     "max_splits",
@@ -494,8 +494,11 @@ def instruction_sets() -> list[str]:
     products, with the same results, and for weights and attention in bfloat16.
     """
 
-def has_bf16(isa: str) -> bool:
-    """Returns whether an instruction set has products of bfloat16 in vectors. Raises ValueError for one that this machine does not have."""
+def bf16_products(isa: str) -> Literal["none", "vectors", "tiles"]:
+    """Returns the unit that multiplies bfloat16 numbers in an instruction set; one with tiles has vectors too.
+
+    Raises ValueError for one that this machine does not have.
+    """
 
 def matrix_tiles() -> Literal["absent", "refused", "usable"]:
     """Returns whether this process can use the processor's matrix tiles (AMX). The operating system can refuse them to it."""

@@ -101,7 +101,8 @@ class EngineConfig:
     )
     cpu_math: str = flag(
         "exact",
-        "'fast', on a CPU: weights and activations of 8 bits as with --quantization int8, and KV and attention of 16 bits; other answers. "
+        "'fast', on a CPU: products in bfloat16 where the processor has AMX, otherwise weights and activations of 8 bits as with "
+        "--quantization int8; KV and attention of 16 bits; other answers. "
         "Flags that set a dtype prevail",
         choices=("exact", "fast"),
         group="model",

@@ -33,7 +33,10 @@ class CpuExecutor(ModelExecutor):
     @classmethod
     def load(cls, config: EngineConfig, weights: Weights, model: ModelConfig, precision: Precision) -> CpuExecutor:
         """Packs the weights. The settings are complete. Raises UnsupportedModel."""
-        dtype = "int8" if precision.quantization == "int8" else precision.weights.replace("blocks", "kept")
+        if precision.quantization == "int8":
+            dtype = "int8"
+        else:
+            dtype = "rounded" if precision.compute == "bfloat16" else precision.weights.replace("blocks", "kept")
         longest = config.max_model_len or model.max_position_embeddings
         decoder = build_decoder(model, weights, dtype, config.threads or 1, config.cpu_isa, longest)
         weights.finish(model)

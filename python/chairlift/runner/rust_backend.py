@@ -39,7 +39,7 @@ class RustBackend:
     def decide(self, available: int) -> Precision:
         """Chooses the dtypes."""
         blocks = self._weights.sizes() if isinstance(self._weights, GGUFWeights) else (0, 0)
-        return decide(self._config, self.model, available, blocks, bf16=_core.has_bf16(self._config.cpu_isa))
+        return decide(self._config, self.model, available, blocks, bf16=_core.bf16_products(self._config.cpu_isa))
 
     def load(self, precision: Precision) -> ModelExecutor:
         """Packs the weights."""

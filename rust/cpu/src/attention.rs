@@ -7,7 +7,7 @@ use std::ptr::null;
 use crate::aligned::AlignedVec;
 use crate::cache::{Bf16Pair, Cell, KvDType, Pages, Parts};
 use crate::linear::softcap;
-use crate::simd::{Isa, Kernel, Simd};
+use crate::simd::{Isa, Kernel, PairTiles, Simd};
 use crate::unsafe_slice::UnsafeSlice;
 
 mod plan;
@@ -45,8 +45,6 @@ pub(crate) struct Scratch {
     edges: AlignedVec<u32>,
     /// \[TILE / 2\]\[head dim, padded\]: gathered pairs of values, for matrix tiles.
     values: AlignedVec<u32>,
-    /// \[rows of a matrix tile\]\[head dim, padded\]: products of weights and values.
-    products: AlignedVec<f32>,
 }
 
 /// Attention in one layer: scaled dot products, softmax, weighted sum of the values.
@@ -134,6 +132,8 @@ impl<C: Cell> Kernel for Attend<'_, C> {
             key_scales: [0.0; TILE],
             value_scales: [0.0; TILE],
         };
+        // SAFETY: a task uses tiles in no other way.
+        let mut tiles = self.tiled().then(|| unsafe { PairTiles::begin(self.isa) });
         // First the tiles that all sequences share, then those of each sequence.
         let (parts, shared) = (self.task.parts, self.task.shared);
         let mut end = 0;
@@ -145,7 +145,11 @@ impl<C: Cell> Kernel for Attend<'_, C> {
                 (shared..usize::MAX, end..end + part.queries * self.of.plan.group())
             };
             end = if i == 0 { 0 } else { rows.end };
-            self.scan(s, &mut tile, part.sequence, tokens, rows);
+            self.scan(s, &mut tile, &mut tiles, part.sequence, tokens, rows);
+        }
+        if let Some(tiles) = tiles {
+            // SAFETY: as above.
+            unsafe { tiles.end() };
         }
         self.end(s);
     }
@@ -160,7 +164,7 @@ impl<C: Cell> Attend<'_, C> {
         let rows = self.task.parts.iter().map(|part| part.queries).sum::<usize>() * group;
         let width = group * head_dim;
         let tiled = self.tiled();
-        let Scratch { query, sums, weights, largest, seen, keys, edges, values, products } = &mut *self.scratch;
+        let Scratch { query, sums, weights, largest, seen, keys, edges, values } = &mut *self.scratch;
         query.reserve(rows * head_dim);
         sums.reserve(rows * padded);
         sums[..rows * padded].fill(0.0);
@@ -172,7 +176,6 @@ impl<C: Cell> Attend<'_, C> {
         edges.reserve(2 * padded);
         if tiled {
             values.reserve(TILE / 2 * padded);
-            products.reserve(tiled::ROWS * padded);
         }
         seen.clear();
         let mut queries = query.chunks_exact_mut(width);
@@ -193,19 +196,26 @@ impl<C: Cell> Attend<'_, C> {
 
     /// Processes the tiles of `sequence` that start within `within`, for some rows.
     #[inline(always)]
-    fn scan<S: Simd>(&mut self, s: S, tile: &mut Tile<C>, sequence: usize, within: Range<usize>, rows: Range<usize>) {
+    fn scan<S: Simd>(
+        &mut self,
+        s: S,
+        tile: &mut Tile<C>,
+        tiles: &mut Option<PairTiles>,
+        sequence: usize,
+        within: Range<usize>,
+        rows: Range<usize>,
+    ) {
         let seen = union(&self.scratch.seen[rows.clone()]);
         let seen = seen.start.max(within.start)..seen.end.min(within.end);
-        let (tiled, most) = (self.tiled(), most_rows::<S>());
+        let most = most_rows::<S>();
         for start in (seen.start / TILE * TILE..seen.end).step_by(TILE) {
             tile.start = start;
             tile.tokens = seen.start.max(start) - start..seen.end.min(start + TILE) - start;
             self.fill::<S>(tile, sequence);
-            if tiled {
-                self.gather_values(tile);
-                for first in rows.clone().step_by(tiled::ROWS) {
-                    self.look_tiled(s, tile, first..rows.end.min(first + tiled::ROWS));
-                }
+            if let Some(tiles) = tiles.as_mut() {
+                self.gather_values(s, tile);
+                // SAFETY: nothing else uses tiles before `end`.
+                unsafe { self.look_tiled(s, tile, &rows, tiles) };
                 continue;
             }
             let mut row = rows.start;
@@ -320,7 +330,7 @@ impl<C: Cell> Attend<'_, C> {
             }
             for (r, row) in rows.clone().enumerate() {
                 let factor = self.weigh(s, tile, row, vectors.clone(), &mut scores[r]);
-                s.store(factors[r].as_mut_ptr(), factor);
+                s.store(factors[r].as_mut_ptr(), factor.unwrap_or(s.splat(1.0)));
             }
             let padded = pages.padded();
             let sums = self.scratch.sums.as_mut_ptr().add(rows.start * padded);
@@ -342,13 +352,14 @@ impl<C: Cell> Attend<'_, C> {
         }
     }
 
-    /// Replaces a row's scores in some registers by its weights, as factors of the values' cells. Returns the factor that rescales older sums.
+    /// Replaces a row's scores in some registers by its weights, as factors of the values' cells. Returns the factor that rescales older sums, if it
+    /// is not 1.
     ///
     /// # Safety
     ///
     /// `begin` has sized the scratch memory for this row.
     #[inline(always)]
-    unsafe fn weigh<S: Simd>(&mut self, s: S, tile: &Tile<C>, row: usize, vectors: Range<usize>, scores: &mut [f32; TILE]) -> S::F {
+    unsafe fn weigh<S: Simd>(&mut self, s: S, tile: &Tile<C>, row: usize, vectors: Range<usize>, scores: &mut [f32; TILE]) -> Option<S::F> {
         let lanes = vectors.start * S::LANES..vectors.end * S::LANES;
         if C::SCALED {
             multiply(s, scores, &tile.key_scales, vectors.clone());
@@ -367,7 +378,7 @@ impl<C: Cell> Attend<'_, C> {
         // SAFETY: the caller guarantees it.
         let factor = unsafe {
             let weights = self.scratch.weights.as_mut_ptr().add(row * S::LANES);
-            powers(s, scores, vectors.clone(), &mut self.scratch.largest[row], weights)
+            powers::<S, C>(s, scores, vectors.clone(), &mut self.scratch.largest[row], weights)
         };
         if C::SCALED {
             multiply(s, scores, &tile.value_scales, vectors);

@@ -4,7 +4,7 @@ use thiserror::Error;
 
 use crate::half;
 use crate::pod::Pod;
-use crate::simd::Simd;
+use crate::simd::{Simd, exp};
 use crate::unsafe_slice::UnsafeSlice;
 
 use self::zeroed::Zeroed;
@@ -237,38 +237,21 @@ impl Pages<'_> {
         // The index of a number where cells are [rows / NUMBERS][columns], and its row and column.
         let index = |row: usize, columns: usize, column: usize| (row / C::NUMBERS * columns + column) * C::NUMBERS + row % C::NUMBERS;
         for (head, (keys, values)) in keys.chunks_exact(head_dim).zip(values.chunks_exact(head_dim)).enumerate() {
-            let start = self.start(layer, block, head);
-            // SAFETY: a slot has its own cells and scales. All of them are aligned, because pages and their parts are.
+            let page = self.cells.pointer(self.start(layer, block, head), self.page.bytes);
+            // SAFETY: a slot has its own cells and scales, within the page. All of them are aligned, because pages and their parts are.
             unsafe {
-                let inverse = self.put_scale::<C>(start, offset, keys);
+                let scales = page.cast::<f32>();
+                let (to, inverse) = (page.add(self.page.keys).cast::<C::Number>(), put_scale::<C>(scales.wrapping_add(offset), keys));
                 for (d, &x) in keys.iter().enumerate() {
-                    self.put(start + self.page.keys + index(d, block_size, offset) * size_of::<C::Number>(), C::store(x, inverse));
+                    to.add(index(d, block_size, offset)).write(C::store(x, inverse));
                 }
-                let inverse = self.put_scale::<C>(start, block_size + offset, values);
+                let (to, inverse) =
+                    (page.add(self.page.values).cast::<C::Number>(), put_scale::<C>(scales.wrapping_add(block_size + offset), values));
                 for (d, &x) in values.iter().enumerate() {
-                    self.put(start + self.page.values + index(offset, self.padded(), d) * size_of::<C::Number>(), C::store(x, inverse));
+                    to.add(index(offset, self.padded(), d)).write(C::store(x, inverse));
                 }
             }
         }
-    }
-
-    /// Stores the scale for `numbers`, if the format has scales. Returns the factor that converts the numbers to codes.
-    #[inline(always)]
-    unsafe fn put_scale<C: Cell>(self, start: usize, index: usize, numbers: &[f32]) -> f32 {
-        if !C::SCALED {
-            return 1.0;
-        }
-        // Compares magnitudes as integers. NaN is then the largest, and the scale becomes NaN.
-        let largest = f32::from_bits(numbers.iter().fold(0, |most, x| most.max(x.to_bits() & 0x7fff_ffff)));
-        // SAFETY: the caller guarantees it.
-        unsafe { self.put(start + index * size_of::<f32>(), largest / 127.0) };
-        if largest > 0.0 { 127.0 / largest } else { 0.0 }
-    }
-
-    #[inline(always)]
-    unsafe fn put<T>(self, at: usize, x: T) {
-        // SAFETY: the caller guarantees it.
-        unsafe { self.cells.write(at, size_of::<T>()).as_mut_ptr().cast::<T>().write(x) }
     }
 
     /// Returns a page for reading.
@@ -293,6 +276,19 @@ impl Pages<'_> {
     }
 }
 
+/// Stores the scale for `numbers`, if the format has scales. Returns the factor that converts the numbers to codes.
+#[inline(always)]
+unsafe fn put_scale<C: Cell>(to: *mut f32, numbers: &[f32]) -> f32 {
+    if !C::SCALED {
+        return 1.0;
+    }
+    // Compares magnitudes as integers. NaN is then the largest, and the scale becomes NaN.
+    let largest = f32::from_bits(numbers.iter().fold(0, |most, x| most.max(x.to_bits() & 0x7fff_ffff)));
+    // SAFETY: the caller guarantees it.
+    unsafe { to.write(largest / 127.0) };
+    if largest > 0.0 { 127.0 / largest } else { 0.0 }
+}
+
 /// A cell of the cache: a number, or a pair of numbers that kernels multiply at once.
 pub(crate) trait Cell: Pod {
     /// A number as it is stored.
@@ -311,6 +307,12 @@ pub(crate) trait Cell: Pod {
     /// Converts numbers in place to factors of cells, which are the first `numbers.len() / NUMBERS` numbers then.
     #[inline(always)]
     fn factors<S: Simd>(_: S, _numbers: &mut [f32]) {}
+
+    /// e^`x` for numbers that are not above 0, as exact as factors of cells need it.
+    #[inline(always)]
+    fn exp<S: Simd>(s: S, x: S::F) -> S::F {
+        exp(s, x)
+    }
 
     /// Adds the products of factors and cells to `sums`.
     #[inline(always)]
@@ -381,9 +383,17 @@ impl Cell for Bf16Pair {
             let (mut from, mut to) = ([0.0; 32], [0.0; 16]);
             from[..end - start].copy_from_slice(&numbers[start..end]);
             // SAFETY: the arrays are as long as two of the widest registers, and one.
-            unsafe { s.store(to.as_mut_ptr(), s.round_bf16_pairs(from.as_ptr())) };
+            unsafe {
+                let (low, high) = (s.load(from.as_ptr()), s.load(from.as_ptr().add(S::LANES)));
+                s.store(to.as_mut_ptr(), s.round_bf16_pairs(low, high));
+            }
             numbers[start / 2..end / 2].copy_from_slice(&to[..(end - start) / 2]);
         }
+    }
+
+    #[inline(always)]
+    fn exp<S: Simd>(s: S, x: S::F) -> S::F {
+        s.exp_13_bits(x)
     }
 
     #[inline(always)]

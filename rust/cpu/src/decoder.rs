@@ -108,14 +108,14 @@ impl Decoder {
         let (isa, tokens) = (*isa, step.input_ids.len());
         self.tokens = tokens;
         let inner = blocks.iter().map(Block::inner).max().unwrap_or(0);
-        rows.reserve(isa, tokens, config.hidden_size.max(config.widths().0).max(inner));
+        rows.reserve(isa, tokens, blocks.iter().flat_map(Block::linears));
         let table = embedding.as_ref().unwrap_or(&head.matrix);
         let Step { query_starts, context_lens, block_tables, max_blocks, .. } = *step;
         let sequences =
             Sequences { query_starts, context_lens, rows: step.rows, block_tables, max_blocks, block_size: cache.shape().block_size };
         let plan = Plan::new(sequences, config.num_heads, config.num_kv_heads, pool.size());
         let adapted = AdaptedRows::new(&numbers, adapters, pool.size(), widest(blocks), lora);
-        let pass = Pass::new(isa, config, step, &plan, cache.pages(), rows.packed(tokens), adapted.as_ref(), inner, buffers);
+        let pass = Pass::new(isa, config, step, &plan, cache.pages(), rows.packed(isa, tokens), adapted.as_ref(), inner, buffers);
         pool.run(|worker| {
             let mut spare = scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner);
             pass.run(worker, &mut spare, table, blocks);
@@ -147,8 +147,8 @@ impl Decoder {
         let (isa, hidden, eps) = (*isa, config.hidden_size, config.rms_norm_eps);
         let vocabulary = head.matrix.outs;
         assert!(out.len() >= at.len() * vocabulary && at.iter().all(|&t| (t as usize) < self.tokens), "places of the last step");
-        rows.reserve(isa, at.len(), hidden);
-        let (states, packed, out) = (&self.buffers.hidden, rows.packed(at.len()), UnsafeSlice::new(out));
+        rows.reserve(isa, at.len(), [&*head]);
+        let (states, packed, out) = (&self.buffers.hidden, rows.packed(isa, at.len()), UnsafeSlice::new(out));
         let epilogue = config.final_softcap.map_or(Epilogue::Store, Epilogue::Softcap);
         pool.run(|worker| {
             let linear = &mut scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner).linear;

@@ -49,6 +49,8 @@ pub(crate) struct Scratch {
     /// Pairs of bfloat16 weights, and their scales and shifts.
     pub(crate) pairs: AlignedVec<u32>,
     pub(crate) scales: AlignedVec<f32>,
+    /// Sums of matrix tiles.
+    pub(crate) sums: AlignedVec<f32>,
 }
 
 /// Splits inputs into equal slices of at most `depth`. Each slice is a multiple of `unit`.
@@ -96,13 +98,13 @@ impl Tiles {
         self.tiling.range(self.range.start).start..self.tiling.range(self.range.end - 1).end
     }
 
-    /// The rows of consecutive tiles of the same height, and that height.
-    pub(crate) fn of_equal_height(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
+    /// The rows of consecutive tiles of the same height, that height, and the index of the first tile among these tiles.
+    pub(crate) fn of_equal_height(&self) -> impl Iterator<Item = (Range<usize>, usize, usize)> {
         let first = self.tiling.range(self.range.start).len();
         let end = self.range.clone().find(|&tile| self.tiling.range(tile).len() < first).unwrap_or(self.range.end);
         [self.range.start..end, end..self.range.end].into_iter().filter(|tiles| !tiles.is_empty()).map(|range| {
             let tiles = Self { tiling: self.tiling, range };
-            (tiles.rows(), tiles.rows().len() / tiles.range.len())
+            (tiles.rows(), tiles.rows().len() / tiles.range.len(), tiles.range.start - self.range.start)
         })
     }
 

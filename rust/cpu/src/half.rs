@@ -36,11 +36,9 @@ pub fn from_f32(x: f32) -> u16 {
 #[inline]
 pub(crate) fn bf16_from_f32(x: f32) -> u16 {
     let bits = x.to_bits();
-    if x.is_nan() {
-        // Rounding a NaN could carry into the sign.
-        return (bits >> 16) as u16 | 0x40;
-    }
-    ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    // Rounding a NaN could carry into the sign.
+    (if x.is_nan() { bits >> 16 | 0x40 } else { rounded }) as u16
 }
 
 #[cfg(test)]

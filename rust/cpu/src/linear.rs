@@ -16,7 +16,7 @@ use crate::gemm::{self, GROUP, Gemm, STRIP, Tiles, Tiling};
 use crate::lora::Deltas;
 use crate::pool::Worker;
 use crate::quant::{QuantRows, SharedRows};
-use crate::simd::Isa;
+use crate::simd::{Isa, prefetch_to_write};
 use crate::unsafe_slice::UnsafeSlice;
 use crate::weights::{Matrix, Merge, Part, Store};
 use digits::{DigitRows, SharedDigits};
@@ -54,7 +54,8 @@ impl Linear {
 #[derive(Debug, Default)]
 pub(crate) struct Rows {
     floats: FloatRows,
-    pieces: PieceRows,
+    pieces: PieceRows<3>,
+    rounded: PieceRows<1>,
     digits: DigitRows,
     quant: QuantRows,
 }
@@ -64,7 +65,8 @@ pub(crate) struct Rows {
 pub(crate) struct Packed<'a> {
     rows: usize,
     floats: SharedFloats<'a>,
-    pieces: SharedPieces<'a>,
+    pieces: SharedPieces<'a, 3>,
+    rounded: SharedPieces<'a, 1>,
     digits: SharedDigits<'a>,
     quant: SharedRows<'a>,
     deltas: Option<Deltas<'a>>,
@@ -79,19 +81,26 @@ pub(crate) struct Scratch {
 }
 
 impl Rows {
-    /// Allocates room for `rows` rows of `ins` inputs.
-    pub(crate) fn reserve(&mut self, isa: Isa, rows: usize, ins: usize) {
-        self.floats.reserve(rows, ins);
-        self.pieces.reserve(isa, rows, ins);
-        self.digits.reserve(isa, rows, ins);
-        self.quant.reserve(isa, rows, ins);
+    /// Allocates room for `rows` rows of each layer's inputs.
+    pub(crate) fn reserve<'l>(&mut self, isa: Isa, rows: usize, layers: impl IntoIterator<Item = &'l Linear>) {
+        for Matrix { parts, ins, .. } in layers.into_iter().map(|layer| &layer.matrix) {
+            for part in parts {
+                match part.store {
+                    Store::Float(_) => self.floats.reserve(rows, *ins),
+                    Store::Pieces(_) => self.pieces.reserve(rows, *ins),
+                    Store::Rounded(_) => self.rounded.reserve(rows, *ins),
+                    Store::Digits(_) => self.digits.reserve(isa, rows, *ins),
+                    Store::Int8(_) => self.quant.reserve(isa, rows, *ins),
+                }
+            }
+        }
     }
 
     /// Returns a view for a call with `rows` rows.
-    pub(crate) fn packed(&mut self, rows: usize) -> Packed<'_> {
-        let Self { floats, pieces, digits, quant } = self;
-        let (floats, pieces, digits, quant) = (floats.shared(), pieces.shared(), digits.shared(rows), quant.shared());
-        Packed { rows, floats, pieces, digits, quant, deltas: None }
+    pub(crate) fn packed(&mut self, isa: Isa, rows: usize) -> Packed<'_> {
+        let Self { floats, pieces, rounded, digits, quant } = self;
+        let (pieces, rounded) = (pieces.shared(), rounded.shared());
+        Packed { rows, floats: floats.shared(), pieces, rounded, digits: digits.shared(isa, rows), quant: quant.shared(), deltas: None }
     }
 }
 
@@ -115,11 +124,12 @@ impl<'a> Packed<'a> {
         scratch.row.resize(ins, 0.0);
         let row = &mut scratch.row;
         let tiling = Tiling::new(self.rows, layer.matrix.tile_rows());
-        let parts = &layer.matrix.parts;
-        let tiles = parts.iter().any(|part| matches!(part.store, Store::Tiles(_)));
-        let digits = parts.iter().any(|part| matches!(part.store, Store::Digits(_)));
-        let floats = parts.iter().any(|part| matches!(part.store, Store::Float(_)));
-        let int8 = parts.iter().any(|part| matches!(part.store, Store::Int8(_)));
+        let is = |kind: fn(&Store) -> bool| layer.matrix.parts.iter().any(|part| kind(&part.store));
+        let floats = is(|store| matches!(store, Store::Float(_)));
+        let pieces = is(|store| matches!(store, Store::Pieces(_)));
+        let rounded = is(|store| matches!(store, Store::Rounded(_)));
+        let digits = is(|store| matches!(store, Store::Digits(_)));
+        let int8 = is(|store| matches!(store, Store::Int8(_)));
         worker.parallel_for(tiling.tiles(), |tile| {
             let tile = tiling.range(tile);
             for m in tile.clone() {
@@ -129,8 +139,11 @@ impl<'a> Packed<'a> {
                     if floats {
                         self.floats.pack(isa, tile.clone(), m, row);
                     }
-                    if tiles {
+                    if pieces {
                         self.pieces.pack(isa, tile.clone(), m, row);
+                    }
+                    if rounded {
+                        self.rounded.pack(isa, tile.clone(), m, row);
                     }
                     if digits {
                         self.digits.pack(isa, tile.clone(), m, row);
@@ -138,6 +151,15 @@ impl<'a> Packed<'a> {
                     if int8 {
                         self.quant.pack(isa, tile.clone(), m, row);
                     }
+                }
+            }
+            // SAFETY: as above.
+            unsafe {
+                if pieces {
+                    self.pieces.seal(isa, &tile, ins);
+                }
+                if rounded {
+                    self.rounded.seal(isa, &tile, ins);
                 }
             }
         });
@@ -170,6 +192,10 @@ impl<'a> Packed<'a> {
             let (part, first_row, panels) = strips.find(piece % strips.count);
             let size = panels.len() * rows.len() * width;
             let of = |row: usize, count: usize| bias.as_ref().map(|bias| &bias[row..row + count]);
+            for row in rows.clone() {
+                let to = out.pointer(row * stride + first_row + panels.start * width, 0);
+                prefetch_to_write(to.cast(), panels.len() * width * size_of::<f32>());
+            }
             let (sums, ups) = scratch.sums.split_at_mut(size);
             self.sum(isa, &matrix.parts[part], panels.clone(), &tiles, sums, &mut scratch.gemm);
             if let Epilogue::Gate(_) = epilogue {
@@ -205,7 +231,8 @@ impl<'a> Packed<'a> {
         unsafe {
             match &part.store {
                 Store::Float(weights) => self.floats.multiply(isa, weights, panels, tiles, sums, scratch),
-                Store::Tiles(weights) => self.pieces.multiply(isa, weights, panels, tiles, sums, scratch),
+                Store::Pieces(weights) => self.pieces.multiply(isa, weights, panels, tiles, sums, scratch),
+                Store::Rounded(weights) => self.rounded.multiply(isa, weights, panels, tiles, sums, scratch),
                 Store::Digits(weights) => self.digits.multiply(isa, weights, panels, tiles, sums, scratch),
                 Store::Int8(weights) => self.quant.multiply(isa, weights, panels, tiles, sums, scratch),
             }

@@ -30,6 +30,13 @@ impl<'a, T: Pod> UnsafeSlice<'a, T> {
         Self { start: slice.as_mut_ptr(), len: slice.len(), life: PhantomData }
     }
 
+    /// Returns the address of `len` numbers from `start`. Panics if they do not exist.
+    #[inline(always)]
+    pub(crate) fn pointer(self, start: usize, len: usize) -> *mut T {
+        assert!(start <= self.len && len <= self.len - start);
+        self.start.wrapping_add(start)
+    }
+
     /// Returns `len` numbers from `start` for reading.
     ///
     /// # Safety

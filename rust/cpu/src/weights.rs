@@ -4,15 +4,15 @@ use std::ops::Range;
 
 use crate::aligned::AlignedVec;
 use crate::block_type::BLOCK;
-use crate::ggml::{BlockPanels, PAIR_ORDER};
+use crate::ggml::{BlockPanels, CodeOrder, WordOrder, expand_rounded};
 use crate::half;
 use crate::pod::Pod;
 use crate::pool::ThreadPool;
 use crate::quant::QuantWeights;
-use crate::simd::{Isa, Simd, TILE, pair_place};
+use crate::simd::{Isa, Simd, TILE};
 use crate::tensor::{Numbers, ReadError, RowReader, Source, Tensor};
 
-/// Storage format of a matrix's weights. Weights in formats other than `Int8` are multiplied in fp32.
+/// Storage format of a matrix's weights, and the arithmetic of their products: fp32, but for `Rounded` and `Int8`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DType {
     /// fp32.
@@ -23,6 +23,9 @@ pub enum DType {
     Bf16,
     /// The checkpoint's format, for each tensor of a matrix separately: fp32, 16 bits, or ggml's blocks.
     Kept,
+    /// The checkpoint's blocks, or bfloat16. Weights and activations are rounded to bfloat16 and multiplied by matrix tiles. Only for
+    /// instruction sets that have them ([`Isa::has_tiles`]).
+    Rounded,
     /// 8-bit integers, or 4-bit integers if the checkpoint has them, in blocks of 32 with a scale each. They are multiplied by activations
     /// that are quantised to 8-bit integers.
     Int8,
@@ -174,11 +177,57 @@ impl<E: Element> Panels<E> {
     }
 }
 
-/// bfloat16 weights as matrix tiles read them, \[panels\]\[blocks of 32 inputs\]\[tiles\]\[pairs in [`PAIR_ORDER`]\]\[16 columns\].
+/// Weights whose products matrix tiles sum in bfloat16.
+#[derive(Debug)]
+pub(crate) enum TilePanels {
+    /// bfloat16 numbers.
+    Numbers(PairPanels),
+    /// ggml's blocks. The weights are rounded to bfloat16 before each product.
+    Blocks(BlockPanels),
+}
+
+impl TilePanels {
+    /// Number of inputs.
+    pub(crate) fn ins(&self) -> usize {
+        match self {
+            Self::Numbers(panels) => panels.ins,
+            Self::Blocks(panels) => panels.ins(),
+        }
+    }
+
+    /// Weights are expanded in multiples of this number of inputs.
+    pub(crate) fn unit_inputs(&self) -> usize {
+        match self {
+            Self::Numbers(_) => BLOCK,
+            Self::Blocks(panels) => panels.unit_inputs(),
+        }
+    }
+
+    /// The pairs of some inputs of a panel, \[blocks of 32 inputs\]\[columns\]\[16 pairs\], as they are stored, or written to `to`.
+    pub(crate) fn expand<'a>(&'a self, isa: Isa, panel: usize, inputs: Range<usize>, to: &'a mut [u32]) -> &'a [u32] {
+        match self {
+            Self::Numbers(panels) => panels.pairs(panel, &inputs),
+            Self::Blocks(panels) => {
+                let to = &mut to[..inputs.len() / 2 * isa.panel()];
+                expand_rounded(isa, panels, panel, inputs, to);
+                to
+            }
+        }
+    }
+
+    fn read_column(&self, column: usize, out: &mut [f32]) {
+        match self {
+            Self::Numbers(panels) => panels.read_column(column, out),
+            Self::Blocks(panels) => panels.read_column(column, out),
+        }
+    }
+}
+
+/// Pairs of bfloat16 weights, \[panels\]\[blocks of 32 inputs\]\[columns\]\[16 pairs\].
 #[derive(Debug)]
 pub(crate) struct PairPanels {
     pairs: AlignedVec<u32>,
-    pub(crate) ins: usize,
+    ins: usize,
     width: usize,
 }
 
@@ -194,9 +243,12 @@ impl PairPanels {
             let mut row = vec![0.0; ins];
             for column in 0..rows.count() {
                 tensor.numbers.decode(rows.row(column), &mut row);
-                for pair in 0..ins / 2 {
-                    let [low, high] = inputs_of(pair).map(|input| u32::from(Bf16::from_f32(row[input]).0));
-                    out[pair_place(width, BLOCK / 2, pair, column)] = low | high << 16;
+                for (block, numbers) in row.as_chunks::<BLOCK>().0.iter().enumerate() {
+                    let to = &mut out[(block * width + column) * BLOCK / 2..][..BLOCK / 2];
+                    for (to, pair) in to.iter_mut().zip(numbers.as_chunks::<2>().0) {
+                        let [low, high] = pair.map(|x| u32::from(Bf16::from_f32(x).0));
+                        *to = low | high << 16;
+                    }
                 }
             }
         })?;
@@ -204,25 +256,20 @@ impl PairPanels {
     }
 
     /// The pairs of some inputs of a panel. The inputs start and end at multiples of 32.
-    pub(crate) fn pairs(&self, panel: usize, inputs: &Range<usize>) -> &[u32] {
+    fn pairs(&self, panel: usize, inputs: &Range<usize>) -> &[u32] {
         let at = |input: usize| (panel * self.ins + input) * self.width / 2;
         &self.pairs[at(inputs.start)..at(inputs.end)]
     }
 
     fn read_column(&self, column: usize, out: &mut [f32]) {
         let panel = self.pairs(column / self.width, &(0..self.ins));
-        for pair in 0..self.ins / 2 {
-            let word = panel[pair_place(self.width, BLOCK / 2, pair, column % self.width)];
-            let [low, high] = inputs_of(pair);
-            (out[low], out[high]) = (f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000));
+        for (block, out) in out.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+            let from = &panel[(block * self.width + column % self.width) * BLOCK / 2..];
+            for (out, pair) in out.as_chunks_mut::<2>().0.iter_mut().zip(from) {
+                *out = [f32::from_bits(pair << 16), f32::from_bits(pair & 0xffff_0000)];
+            }
         }
     }
-}
-
-/// The inputs of a pair of bfloat16 weights.
-fn inputs_of(pair: usize) -> [usize; 2] {
-    let (block, pair) = (pair / (BLOCK / 2) * BLOCK, pair % (BLOCK / 2));
-    [block + PAIR_ORDER[2 * pair], block + PAIR_ORDER[2 * pair + 1]]
 }
 
 /// The weights [outs, ins] of a linear layer.
@@ -250,8 +297,10 @@ pub(crate) struct Part {
 pub(crate) enum Store {
     /// Products in fp32, in vector registers.
     Float(FloatPanels),
-    /// Products of fp32 rows in pieces, by matrix tiles.
-    Tiles(PairPanels),
+    /// Products of fp32 rows in three pieces, by matrix tiles.
+    Pieces(TilePanels),
+    /// Products of rows rounded to bfloat16, by matrix tiles.
+    Rounded(TilePanels),
     /// The codes of blocks by the digits of fp32 rows: products of bytes, or of matrix tiles for many rows.
     Digits(BlockPanels),
     /// Products of integers.
@@ -287,9 +336,17 @@ impl Part {
             }
             (DType::F32, _) | (DType::Kept, Numbers::F32) => FloatPanels::F32(Panels::pack(pool, width, tensor)?),
             (DType::Bf16, _) | (DType::Kept, Numbers::Bf16) if isa.has_tiles() && tensor.ins.is_multiple_of(BLOCK) => {
-                return Ok(Self { store: Store::Tiles(PairPanels::pack(pool, width, tensor)?), rows: tensor.rows });
+                let panels = TilePanels::Numbers(PairPanels::pack(pool, width, tensor)?);
+                return Ok(Self { store: Store::Pieces(panels), rows: tensor.rows });
             }
-            (DType::Bf16, _) | (DType::Kept, Numbers::Bf16) => FloatPanels::Bf16(Panels::pack(pool, width, tensor)?),
+            (DType::Rounded, numbers) if isa.has_tiles() && tensor.ins.is_multiple_of(BLOCK) => {
+                let panels = match numbers.blocks() {
+                    Some(kind) => TilePanels::Blocks(BlockPanels::pack(pool, isa, tensor, kind, CodeOrder::Columns)?),
+                    None => TilePanels::Numbers(PairPanels::pack(pool, width, tensor)?),
+                };
+                return Ok(Self { store: Store::Rounded(panels), rows: tensor.rows });
+            }
+            (DType::Bf16 | DType::Rounded, _) | (DType::Kept, Numbers::Bf16) => FloatPanels::Bf16(Panels::pack(pool, width, tensor)?),
             (DType::Kept, Numbers::F16) => FloatPanels::F16(Panels::pack(pool, width, tensor)?),
             (DType::F16, _) => {
                 let panels = Panels::<F16>::pack(pool, width, tensor)?;
@@ -303,7 +360,8 @@ impl Part {
             }
             (DType::Kept, Numbers::Ggml(number)) => {
                 let kind = tensor.numbers.blocks().ok_or(PackError::Blocks(number))?;
-                let panels = BlockPanels::pack(pool, isa, tensor, kind)?;
+                let order = if isa.has_digits() { WordOrder::Bytes } else { WordOrder::Bits };
+                let panels = BlockPanels::pack(pool, isa, tensor, kind, CodeOrder::Words(order))?;
                 if isa.has_digits() {
                     return Ok(Self { store: Store::Digits(panels), rows: tensor.rows });
                 }
@@ -321,7 +379,7 @@ impl Part {
     fn read_row(&self, row: usize, to: &mut [f32]) {
         match &self.store {
             Store::Float(panels) => panels.read_column(row, to),
-            Store::Tiles(panels) => panels.read_column(row, to),
+            Store::Pieces(panels) | Store::Rounded(panels) => panels.read_column(row, to),
             Store::Digits(panels) => panels.read_column(row, to),
             Store::Int8(panels) => panels.read_row(row, to),
         }
@@ -380,7 +438,11 @@ impl Matrix {
 
     /// Maximum rows of a tile of activations for this matrix.
     pub(crate) fn tile_rows(&self) -> usize {
-        if self.parts.iter().all(|part| matches!(part.store, Store::Tiles(_) | Store::Digits(_))) { TILE } else { self.isa.rows() }
+        if self.parts.iter().all(|part| matches!(part.store, Store::Pieces(_) | Store::Rounded(_) | Store::Digits(_))) {
+            TILE
+        } else {
+            self.isa.rows()
+        }
     }
 
     /// Whether the matrix has this shape and is packed for `isa`.

@@ -22,10 +22,16 @@ pub(crate) fn instruction_sets() -> Vec<&'static str> {
     Isa::available().into_iter().map(Isa::name).collect()
 }
 
-/// Whether an instruction set has products of bfloat16 in vectors. Raises `ValueError` for one that this machine does not have.
+/// The unit that multiplies bfloat16 numbers in an instruction set: 'none', 'vectors', or vectors and 'tiles'. Raises `ValueError` for one
+/// that this machine does not have.
 #[pyfunction]
-pub(crate) fn has_bf16(isa: &str) -> PyResult<bool> {
-    Ok(isa_of(isa)?.has_bf16())
+pub(crate) fn bf16_products(isa: &str) -> PyResult<&'static str> {
+    let isa = isa_of(isa)?;
+    Ok(match (isa.has_bf16(), isa.has_tiles()) {
+        (true, true) => "tiles",
+        (true, false) => "vectors",
+        (false, _) => "none",
+    })
 }
 
 /// Whether this process can use the processor's matrix tiles (AMX): 'absent', 'refused' by the operating system, or 'usable'.
@@ -169,6 +175,7 @@ fn dtype_of(name: &str) -> PyResult<DType> {
         "float16" => Ok(DType::F16),
         "bfloat16" => Ok(DType::Bf16),
         "kept" => Ok(DType::Kept),
+        "rounded" => Ok(DType::Rounded),
         "int8" => Ok(DType::Int8),
         _ => Err(PyValueError::new_err(format!("weights cannot be kept as {name:?}"))),
     }

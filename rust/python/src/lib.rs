@@ -26,7 +26,7 @@ mod _core {
     use crate::buffers::StepBuffers;
     #[pymodule_export]
     use crate::decoder::{
-        Adapter, Decoder, DecoderBlock, KvCache, Linear, TensorFile, block_types, has_bf16, instruction_sets, matrix_tiles,
+        Adapter, Decoder, DecoderBlock, KvCache, Linear, TensorFile, bf16_products, block_types, instruction_sets, matrix_tiles,
     };
     #[pymodule_export]
     use crate::encoder::{Encoder, EncoderLayer};

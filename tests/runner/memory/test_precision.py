@@ -59,16 +59,29 @@ def test_fast_math_has_8_bits_and_kv_in_16_bits():
 
 def test_fast_math_computes_attention_in_bfloat16_where_the_processor_multiplies_it():
     def fast(**settings) -> str:
-        return decide(EngineConfig(device="cpu", cpu_math="fast", **settings), MODEL, 10**12, bf16=True).kv
+        return decide(EngineConfig(device="cpu", cpu_math="fast", **settings), MODEL, 10**12, bf16="vectors").kv
 
     assert fast() == "bfloat16"
     assert fast(block_size=9) == "float16"
     assert fast(kv_cache_dtype="float16") == "float16"
-    assert decide(EngineConfig(device="cpu"), MODEL, 10**12, bf16=True).kv == "float32"
+    assert decide(EngineConfig(device="cpu"), MODEL, 10**12, bf16="vectors").kv == "float32"
     with pytest.raises(InvalidSetting, match="this instruction set does not multiply bfloat16; float16 takes as little"):
         decide(EngineConfig(device="cpu", kv_cache_dtype="bfloat16"), MODEL, 10**12)
     with pytest.raises(InvalidSetting, match="blocks must have an even size"):
-        decide(EngineConfig(device="cpu", kv_cache_dtype="bfloat16", block_size=9), MODEL, 10**12, bf16=True)
+        decide(EngineConfig(device="cpu", kv_cache_dtype="bfloat16", block_size=9), MODEL, 10**12, bf16="vectors")
+
+
+def test_fast_math_multiplies_in_bfloat16_where_the_processor_has_matrix_tiles():
+    def fast(checkpoint: str = "float16", available: int = 10**12, blocks: tuple[int, int] = (0, 0), **settings) -> Precision:
+        model = replace(MODEL, dtype=checkpoint)
+        return decide(EngineConfig(device="cpu", cpu_math="fast", **settings), model, available, blocks, bf16="tiles")
+
+    assert fast() == Precision("bfloat16", "none", "bfloat16", "bfloat16")
+    assert fast(blocks=(100 * MIB, MIB)) == Precision("blocks", "none", "bfloat16", "bfloat16")
+    assert reasons(fast())["weights"] == "bfloat16: --cpu-math says so: products in bfloat16"
+    assert fast(quantization="int8") == Precision("float16", "int8", "bfloat16")
+    assert fast(available=ROOM) == Precision("float16", "int8", "bfloat16")
+    assert fast(dtype="float32") == Precision("float32", "none", "bfloat16")
 
 
 @pytest.mark.parametrize("form", ["float32", "float16", "bfloat16"])

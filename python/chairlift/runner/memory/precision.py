@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
@@ -24,6 +25,9 @@ FP8_CAPABILITY = (8, 9)
 """Lowest CUDA compute capability with fp8 products. Rows and columns must be multiples of FP8_ALIGNMENT."""
 FP8_ALIGNMENT = 16
 
+Bf16Products = Literal["none", "vectors", "tiles"]
+"""The unit that multiplies bfloat16 numbers."""
+
 ROOM = 512 << 20
 """Bytes that must be free beside the unquantised weights."""
 
@@ -34,8 +38,8 @@ NO_FP8 = "--quantization fp8 is for CUDA devices: int8 takes as little on a CPU"
 class Precision:
     """Dtypes of weights and KV cache: float32, float16 or bfloat16; weights also blocks, KV also int8 or fp8.
 
-    "blocks" are a GGUF file's quantised blocks, computed in fp32. `quantization` is none, int8, fp8 or the method of a quantised
-    checkpoint. int8 computes with integers in Rust; for torch see `Linear`. `compute` is the dtype of activations. With
+    "blocks" are a GGUF file's quantised blocks. `quantization` is none, int8, fp8 or the method of a quantised checkpoint. int8 computes
+    with integers in Rust; for torch see `Linear`. `compute` is the dtype of activations, in Rust of products. With
     `rounds_activations`, products with the checkpoint's weights of fp8 round them to fp8 too.
     """
 
@@ -56,13 +60,13 @@ def decide(
     *,
     in_torch: bool = False,
     capability: tuple[int, int] = FP8_CAPABILITY,
-    bf16: bool = False,
+    bf16: Bf16Products = "none",
 ) -> Precision:
     """Chooses the dtypes that the settings leave open, for `available` bytes of free memory. The settings' device is cpu or cuda.
 
     `blocks` are the bytes of a GGUF file's blocks and of its tensors that become fp32; 0 for other checkpoints. `in_torch` is whether
-    torch computes the model on a CPU. `capability` is the CUDA device's compute capability. `bf16` is whether the CPU kernels' instruction
-    set multiplies bfloat16.
+    torch computes the model on a CPU. `capability` is the CUDA device's compute capability. `bf16` is the unit that multiplies bfloat16
+    in the CPU kernels' instruction set.
 
     Raises InvalidSetting if the device does not support a setting or the weights do not fit.
     """
@@ -74,10 +78,22 @@ def decide(
         raise InvalidSetting(NO_FP8)
     weights, why = _weights(config, model, blocks, available)
     size = sum(blocks) if weights == "blocks" else weight_bytes(model, weights)
-    quantization, why_quantized = _quantization(config, model, weights, size, available)
-    decisions = {"int8": Decision("weights", "int8", why_quantized), "none": Decision("weights", weights, f"{why}; {why_quantized}")}
-    kv, why_kv = _kv(config, bf16)
-    return Precision(weights, quantization, kv, decisions=(decisions[quantization], Decision("KV dtype", kv, why_kv)))
+    quantization, why_quantized = _quantization(config, model, weights, size, available, bf16)
+    compute = "bfloat16" if quantization == "none" and _rounds(config, bf16) else "float32"
+    if quantization == "int8":
+        decision = Decision("weights", "int8", why_quantized)
+    elif compute == "bfloat16":
+        weights = "blocks" if weights == "blocks" else "bfloat16"
+        decision = Decision("weights", weights, f"{asked('--cpu-math')}: products in bfloat16")
+    else:
+        decision = Decision("weights", weights, f"{why}; {why_quantized}")
+    kv, why_kv = _kv(config, bf16 != "none")
+    return Precision(weights, quantization, kv, compute, decisions=(decision, Decision("KV dtype", kv, why_kv)))
+
+
+def _rounds(config: EngineConfig, bf16: Bf16Products) -> bool:
+    """Whether weights and activations are rounded to bfloat16 for each product."""
+    return config.cpu_math == "fast" and bf16 == "tiles" and config.dtype == "auto"
 
 
 def _kv(config: EngineConfig, bf16: bool) -> tuple[str, str]:
@@ -133,11 +149,11 @@ def _weights(config: EngineConfig, model: ModelShape, blocks: tuple[int, int], a
     return "float16", f"computed with in float32; in float32 they would take {gib(size)}"
 
 
-def _quantization(config: EngineConfig, model: ModelShape, weights: str, size: int, available: int) -> tuple[str, str]:
+def _quantization(config: EngineConfig, model: ModelShape, weights: str, size: int, available: int, bf16: Bf16Products) -> tuple[str, str]:
     """The CPU kernels' quantization and the reason."""
     if config.quantization != "auto":
         return config.quantization, asked("--quantization")
-    if config.cpu_math == "fast" and config.dtype == "auto":
+    if config.cpu_math == "fast" and config.dtype == "auto" and not _rounds(config, bf16):
         return "int8", asked("--cpu-math")
     if size + ROOM <= available:
         return "none", f"{gib(size)} of the {gib(available)} of free memory"

@@ -6,7 +6,10 @@ use super::TILE;
 
 /// Target maximum of rows (query tokens times heads of a group) in a task. A task reads its tiles of keys and values once for all of its
 /// rows.
-const ROWS: usize = 48;
+const ROWS: usize = 192;
+
+/// Rows of a task below which more tasks would cost more than they give.
+const LEAST_ROWS: usize = 48;
 
 /// The sequences of a step, and where their keys and values are.
 #[derive(Clone, Copy, Debug)]
@@ -61,22 +64,24 @@ impl<'a> Plan<'a> {
     pub(crate) fn new(sequences: Sequences<'a>, heads: usize, kv_heads: usize, threads: usize) -> Self {
         let group = heads / kv_heads;
         let most = (ROWS / group).max(1);
+        // More and smaller tasks than threads keep the threads busy.
+        let busy = |queries: usize| most.min(queries * kv_heads / (4 * threads));
         let mut plan = Self { sequences, group, parts: Vec::new(), tasks: Vec::new() };
         let (mut groups, mut short) = (Vec::new(), Vec::new());
+        let each = busy(sequences.query_starts.last().map_or(0, |&end| end as usize)).max(LEAST_ROWS / group).max(1);
         for sequence in 0..sequences.context_lens.len() {
             let count = plan.queries(sequence).len();
-            if count <= most / 2 {
+            if count <= each / 2 {
                 short.extend((count > 0).then_some(Part { sequence, first: 0, queries: count }));
                 continue;
             }
-            for first in (0..count).step_by(most) {
+            for first in (0..count).step_by(each) {
                 groups.push((plan.parts.len()..plan.parts.len() + 1, 0));
-                plan.parts.push(Part { sequence, first, queries: most.min(count - first) });
+                plan.parts.push(Part { sequence, first, queries: each.min(count - first) });
             }
         }
-        // More and smaller tasks than threads keep the threads busy.
         let queries: usize = short.iter().map(|part| part.queries).sum();
-        groups.extend(plan.share(short, most.min(queries * kv_heads / (4 * threads))));
+        groups.extend(plan.share(short, busy(queries)));
         let cost = |part: &Part| part.queries * (plan.position(part) + part.queries);
         groups.sort_by_cached_key(|(parts, _)| std::cmp::Reverse(plan.parts[parts.clone()].iter().map(cost).sum::<usize>()));
         plan.tasks = groups.iter().flat_map(|(parts, shared)| (0..kv_heads).map(|head| (parts.clone(), *shared, head))).collect();

@@ -354,7 +354,7 @@ fn decodes_that_share_blocks_share_tasks() {
     // Pairs share 192 tokens, and all share none.
     assert_eq!(Shared { case: case(3), prefix: 63, queries: 1 }.check(), 8 * 3);
     // The query heads of one sequence fill a task.
-    assert_eq!(Shared { case: case(48), prefix: 128, queries: 1 }.check(), 0);
+    assert_eq!(Shared { case: case(192), prefix: 128, queries: 1 }.check(), 0);
 }
 
 #[test]

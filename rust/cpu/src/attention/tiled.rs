@@ -6,11 +6,16 @@ use std::ops::Range;
 
 use super::{Attend, TILE, Tile};
 use crate::cache::Cell;
+use crate::gemm::Tiling;
 pub(super) use crate::simd::TILE as COLUMNS;
-use crate::simd::{PairProducts, Simd};
+use crate::simd::{PairProducts, PairTiles, Simd};
 
 /// Maximum rows that are computed at once.
-pub(super) const ROWS: usize = COLUMNS;
+const ROWS: usize = COLUMNS;
+
+/// Scores of some rows, whose lines are those of the cache.
+#[repr(align(64))]
+struct Scores([[f32; TILE]; ROWS]);
 
 /// Maximum tiles of columns that one call multiplies.
 const MOST_COLUMNS: usize = 16;
@@ -24,52 +29,90 @@ impl<C: Cell> Attend<'_, C> {
 
     /// Copies the pairs of values, \[pairs of tokens\]\[head dim, padded\]. Tokens that are not visible become zeros.
     #[inline(always)]
-    pub(super) fn gather_values(&mut self, tile: &Tile<C>) {
+    pub(super) fn gather_values<S: Simd>(&mut self, s: S, tile: &Tile<C>) {
         let padded = self.of.pages.padded();
         let visible = tile.tokens.start / 2..tile.tokens.end.div_ceil(2);
-        for (pair, to) in self.scratch.values[..TILE / 2 * padded].chunks_exact_mut(padded).enumerate() {
-            if visible.contains(&pair) {
+        let values = &mut self.scratch.values[..TILE / 2 * padded];
+        values[..visible.start * padded].fill(0);
+        values[visible.end * padded..].fill(0);
+        for pair in visible {
+            let (from, to) = (tile.values[pair].cast::<f32>(), &mut values[pair * padded..(pair + 1) * padded]);
+            for (at, to) in to.chunks_exact_mut(S::LANES).enumerate() {
                 // SAFETY: `fill` set the pointer for the pairs of all dimensions, and they are 32 bits wide.
-                unsafe { tile.values[pair].cast::<u32>().copy_to_nonoverlapping(to.as_mut_ptr(), padded) };
-            } else {
-                to.fill(0);
+                unsafe { s.store(to.as_mut_ptr().cast(), s.load(from.add(at * S::LANES))) };
             }
         }
     }
 
-    /// Processes up to [`ROWS`] rows of the tile. Returns at once if they attend to none of its tokens.
+    /// Processes some rows of the tile, up to [`ROWS`] at once.
+    ///
+    /// # Safety
+    ///
+    /// As for [`PairTiles::begin`].
     #[inline(always)]
-    pub(super) fn look_tiled<S: Simd>(&mut self, s: S, tile: &Tile<C>, rows: Range<usize>) {
-        let (head_dim, padded, height) = (self.of.pages.shape.head_dim, self.of.pages.padded(), rows.len());
-        if self.visible(tile, &rows).is_empty() {
-            return;
+    pub(super) unsafe fn look_tiled<S: Simd>(&mut self, s: S, tile: &Tile<C>, rows: &Range<usize>, tiles: &mut PairTiles) {
+        let chunks = Tiling::new(rows.len(), ROWS);
+        let mut scores = [Scores([[0.0; TILE]; ROWS]), Scores([[0.0; TILE]; ROWS])];
+        let mut last: Option<Range<usize>> = None;
+        for chunk in 0..=chunks.tiles() {
+            let rows = (chunk < chunks.tiles()).then(|| chunks.range(chunk)).map(|chunk| rows.start + chunk.start..rows.start + chunk.end);
+            let rows = rows.filter(|rows| !self.visible(tile, rows).is_empty());
+            // The tiles multiply the next rows while vectors compute the exponentials of the last ones.
+            // SAFETY: the caller guarantees it.
+            unsafe {
+                if let Some(rows) = &rows {
+                    self.score::<S>(tile, rows, tiles, &mut scores[chunk % 2]);
+                }
+                if let Some(last) = last {
+                    self.add_values(s, tile, last, tiles, &mut scores[(chunk + 1) % 2]);
+                }
+            }
+            last = rows;
         }
-        let mut scores = [[0.0; TILE]; ROWS];
+    }
+
+    /// Computes the scores of some rows and all keys of the tile.
+    ///
+    /// # Safety
+    ///
+    /// As for [`PairTiles::begin`].
+    #[inline(always)]
+    unsafe fn score<S: Simd>(&self, tile: &Tile<C>, rows: &Range<usize>, tiles: &mut PairTiles, scores: &mut Scores) {
+        let head_dim = self.of.pages.shape.head_dim;
         let keys: [*const u32; TILE / COLUMNS] = std::array::from_fn(|column| tile.keys[column * COLUMNS / S::LANES].cast());
-        let products = PairProducts { height, pairs: head_dim / 2, row_stride: head_dim, column_stride: tile.step, out_stride: TILE };
-        // SAFETY: `begin` sized the scratch memory for all rows, and `fill` set the addresses of all keys. The process may use the tiles.
+        let (row_stride, column_stride) = (head_dim, tile.step);
+        let products = PairProducts { height: rows.len(), pairs: head_dim / 2, row_stride, column_stride, out_stride: TILE, add: false };
+        // SAFETY: `begin` sized the scratch memory for all rows, and `fill` set the addresses of all keys. The caller guarantees the rest.
         unsafe {
             let query = self.scratch.query.as_ptr().add(rows.start * head_dim);
-            products.run(self.isa, query, &keys, scores.as_mut_ptr().cast());
-            let mut factors = [[0.0; 16]; ROWS];
-            for (r, row) in rows.clone().enumerate() {
-                let factor = self.weigh(s, tile, row, 0..TILE / S::LANES, &mut scores[r]);
-                s.store(factors[r].as_mut_ptr(), factor);
+            tiles.multiply(products, query, &keys, scores.0.as_mut_ptr().cast());
+        }
+    }
+
+    /// Replaces the scores of some rows by weights, and adds the weighted values to the rows' sums.
+    ///
+    /// # Safety
+    ///
+    /// As for [`PairTiles::begin`].
+    #[inline(always)]
+    unsafe fn add_values<S: Simd>(&mut self, s: S, tile: &Tile<C>, rows: Range<usize>, tiles: &mut PairTiles, scores: &mut Scores) {
+        let (padded, height, first_row) = (self.of.pages.padded(), rows.len(), rows.start);
+        // SAFETY: `begin` sized the scratch memory for all rows. The caller guarantees the rest.
+        unsafe {
+            for (row, scores) in rows.zip(&mut scores.0) {
+                if let Some(factor) = self.weigh(s, tile, row, 0..TILE / S::LANES, scores) {
+                    for at in (row * padded..(row + 1) * padded).step_by(S::LANES) {
+                        let sum = self.scratch.sums.as_mut_ptr().add(at);
+                        s.store(sum, s.mul(s.load(sum), factor));
+                    }
+                }
             }
-            let values = self.scratch.values.as_ptr();
-            let out = self.scratch.products.as_mut_ptr();
-            let products = PairProducts { height, pairs: TILE / 2, row_stride: TILE, column_stride: padded, out_stride: padded };
+            let (values, sums) = (self.scratch.values.as_ptr(), self.scratch.sums.as_mut_ptr().add(first_row * padded));
+            let products = PairProducts { height, pairs: TILE / 2, row_stride: TILE, column_stride: padded, out_stride: padded, add: true };
             for first in (0..padded).step_by(MOST_COLUMNS * COLUMNS) {
                 let count = MOST_COLUMNS.min((padded - first) / COLUMNS);
                 let columns: [*const u32; MOST_COLUMNS] = std::array::from_fn(|column| values.wrapping_add(first + column * COLUMNS));
-                products.run(self.isa, scores.as_ptr().cast(), &columns[..count], out.add(first));
-            }
-            let sums = self.scratch.sums.as_mut_ptr().add(rows.start * padded);
-            for (r, factor) in factors[..height].iter().enumerate() {
-                for at in (r * padded..(r + 1) * padded).step_by(S::LANES) {
-                    let sum = s.fma(s.load(sums.add(at)), s.load(factor.as_ptr()), s.load(out.add(at)));
-                    s.store(sums.add(at), sum);
-                }
+                tiles.multiply(products, scores.0.as_ptr().cast(), &columns[..count], sums.add(first));
             }
         }
     }

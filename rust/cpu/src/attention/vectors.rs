@@ -59,9 +59,15 @@ pub(super) fn multiply<S: Simd>(s: S, row: &mut [f32; TILE], by: &[f32; TILE], v
 }
 
 /// Replaces a row's scores by their exponentials relative to the running maximum and adds them to the weights. Returns the factor that
-/// rescales older sums.
+/// rescales older sums, if it is not 1.
 #[inline(always)]
-pub(super) unsafe fn powers<S: Simd>(s: S, scores: &mut [f32; TILE], vectors: Range<usize>, largest: &mut f32, weights: *mut f32) -> S::F {
+pub(super) unsafe fn powers<S: Simd, C: Cell>(
+    s: S,
+    scores: &mut [f32; TILE],
+    vectors: Range<usize>,
+    largest: &mut f32,
+    weights: *mut f32,
+) -> Option<S::F> {
     // SAFETY: the caller guarantees it.
     unsafe {
         let mut most = s.splat(*largest);
@@ -71,11 +77,14 @@ pub(super) unsafe fn powers<S: Simd>(s: S, scores: &mut [f32; TILE], vectors: Ra
         let before = std::mem::replace(largest, s.largest(most));
         // The row has no visible token yet. Its scores are all minus infinity, and their exponentials must be 0.
         let base = s.splat(if *largest == f32::NEG_INFINITY { 0.0 } else { *largest });
-        let factor = exp(s, s.sub(s.splat(before), base));
-        let mut sum = s.mul(s.load(weights), factor);
+        let mut sum = s.load(weights);
+        let factor = if *largest > before { Some(exp(s, s.sub(s.splat(before), base))) } else { None };
+        if let Some(factor) = factor {
+            sum = s.mul(sum, factor);
+        }
         for v in vectors {
             let p = scores.as_mut_ptr().add(v * S::LANES);
-            let power = exp(s, s.sub(s.load(p), base));
+            let power = C::exp(s, s.sub(s.load(p), base));
             s.store(p, power);
             sum = s.add(sum, power);
         }

@@ -71,7 +71,7 @@ impl Digits {
 
 /// The digits of 32 numbers for matrix tiles.
 pub(crate) struct TileDigits {
-    /// Pairs of digits times their powers of two in bfloat16, in [`PAIR_ORDER`](super::PAIR_ORDER). The lowest digits come first.
+    /// Pairs of digits times their powers of two in bfloat16, those of numbers p and p + 8 in each half. The lowest digits come first.
     pub(crate) pairs: [[u32; BLOCK / 2]; DIGITS],
     /// As for [`Digits`].
     pub(crate) sum: f32,
@@ -190,10 +190,10 @@ impl Multiply<'_> {
             for (u, unit) in from.bytes.chunks_exact(from.unit.bytes).enumerate() {
                 scales.fill::<S, V>(s, from.kind, from.unit, unit, blocks * groups);
                 scales.subtract(s, from.kind.byte_offset(), blocks * groups * width);
-                prefetch_twice(unit.as_ptr(), from.unit.codes);
+                prefetch_twice::<8192>(unit.as_ptr(), from.unit.codes);
                 for b in 0..blocks {
                     let p = unit.as_ptr().add(from.unit.codes + b * from.unit.block);
-                    prefetch_twice(p, from.unit.block);
+                    prefetch_twice::<8192>(p, from.unit.block);
                     let rows = &rows[(u * blocks + b) * height..][..height];
                     let codes = codes::<S, D>(s, p, &table);
                     let first = scales.load(s, b * groups * width);

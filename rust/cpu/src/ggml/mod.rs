@@ -9,11 +9,13 @@ mod codes;
 mod decode;
 mod digits;
 mod panels;
+mod rounded;
 
 pub(crate) use codes::expand_codes;
 pub(crate) use decode::{expand, fused_rows, multiply};
 pub(crate) use digits::{Digits, TileDigits, multiply_digits};
-pub(crate) use panels::{BlockPanels, PAIR_ORDER};
+pub(crate) use panels::{BlockPanels, CodeOrder, WordOrder};
+pub(crate) use rounded::{RoundedSink, each_rounded, expand_rounded};
 
 #[cfg(test)]
 pub(crate) mod tests;

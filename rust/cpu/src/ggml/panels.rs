@@ -17,10 +17,12 @@ use crate::tensor::{ReadError, RowReader, Tensor};
 /// i / 16 at bit 2 (i % 16) + 4. These high bits are rotated: bits beyond 31 wrap around to the lowest bits. Codes of 8 bits take 8 words:
 /// weight i is byte i % 4 of word i / 4.
 ///
-/// Panels for products of bytes and for matrix tiles ([`Isa::has_digits`]) have the weights in another order, in which those of a pair
-/// ([`PAIR_ORDER`]) are in the low and in the high half of a word, and the high bits in the bytes of [`BYTE_ORDER`], which is the order of the
-/// low four bits when a word is read as its low and then its high halves of bytes. A fifth bit of code i of that order is at bit i / 4 of
+/// Panels for products of bytes and of matrix tiles ([`WordOrder::Bytes`]) have the weights in another order, in which those of a pair (p and
+/// p + 8, in each half of the 32) are in the low and in the high half of a word, and the high bits in the bytes of [`BYTE_ORDER`], which is
+/// the order of the low four bits when a word is read as its low and then its high halves of bytes. A fifth bit of code i of that order is at bit i / 4 of
 /// byte i % 4. A fifth and a sixth bit are at bit 2 (i / 4 % 4) of byte i % 4 of word i / 16. Codes of 8 bits are in this order.
+///
+/// Panels for products in bfloat16 have the weights of a column next to each other, see [`CodeOrder::Columns`].
 #[derive(Debug)]
 pub(crate) struct BlockPanels {
     pub(super) bytes: AlignedVec<u8>,
@@ -32,12 +34,24 @@ pub(crate) struct BlockPanels {
     pub(super) halves: [u16; 64],
 }
 
+/// Order of the codes of 32 weights in all columns of a panel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CodeOrder {
+    /// Words, for products in fp32 or in digits.
+    Words(WordOrder),
+    /// Weights of a column, for products in bfloat16. Four columns share 32 halves of words, which hold the low four bits of their codes,
+    /// those of column c at bit 4 (c % 4). Then 16 columns share 32 halves with a fifth bit at bit c % 16, or 8 columns share 32 halves with
+    /// a fifth and a sixth bit at bit 2 (c % 8). The halves are those of weights in ascending order for codes of 4 bits; otherwise the low
+    /// halves of words have the first 16 weights, and the high halves the others. Codes of 8 bits are signed bytes, in ascending order.
+    Columns,
+}
+
 /// Order of the codes in a column's words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum CodeOrder {
+pub(crate) enum WordOrder {
     /// For products in fp32.
     Bits,
-    /// For products of bytes and for matrix tiles.
+    /// For products of bytes, and of matrix tiles with the same results.
     Bytes,
 }
 
@@ -53,19 +67,8 @@ pub(super) const BYTE_ORDER: [usize; BLOCK] = {
     order
 };
 
-/// The inputs of a block in the order of the pairs that tiles multiply. Inputs of a pair share a scale.
-pub(crate) const PAIR_ORDER: [usize; BLOCK] = {
-    let mut order = [0; BLOCK];
-    let mut at = 0;
-    while at < BLOCK {
-        order[at] = at / 16 * 16 + at / 2 % 8 + at % 2 * 8;
-        at += 1;
-    }
-    order
-};
-
 /// The word and the byte of weight `i` in [`BYTE_ORDER`], and the place of its low four bits among those of all weights. The pairs of
-/// [`PAIR_ORDER`] are four apart in a word of eight codes.
+/// tiles (p and p + 8) are four apart in a word of eight codes.
 const fn place_in_bytes(i: usize) -> (usize, usize, usize) {
     let (pair, second) = (i / 16 * 8 + i % 8, i / 8 % 2);
     let nibble = pair / 4 * 8 + pair % 4 + second * 4;
@@ -115,9 +118,8 @@ fn words(bits: CodeBits) -> usize {
 
 impl BlockPanels {
     /// Reads and packs a tensor of blocks. All threads pack panels.
-    pub(crate) fn pack(pool: &mut ThreadPool, isa: Isa, tensor: &Tensor<'_>, kind: BlockType) -> Result<Self, ReadError> {
+    pub(crate) fn pack(pool: &mut ThreadPool, isa: Isa, tensor: &Tensor<'_>, kind: BlockType, order: CodeOrder) -> Result<Self, ReadError> {
         let (width, ins) = (isa.panel(), tensor.ins);
-        let order = if isa.has_digits() { CodeOrder::Bytes } else { CodeOrder::Bits };
         let unit = Unit::new(kind, width);
         let size = ins / kind.block() * unit.bytes;
         let mut bytes = AlignedVec::zeros(tensor.rows.div_ceil(width) * size);
@@ -182,19 +184,42 @@ impl BlockPanels {
 
 /// The location of weight `i` of 32 in a column's words. Each entry has the word, the bit in that word, the lowest bit of the code that is
 /// there, and the mask.
-fn places(bits: CodeBits, order: CodeOrder, i: usize) -> [Option<(usize, u32, u32, u32)>; 2] {
+fn places(bits: CodeBits, order: WordOrder, i: usize) -> [Option<(usize, u32, u32, u32)>; 2] {
     let (word, byte, nibble) = place_in_bytes(i);
     let byte = 8 * byte as u32;
-    let at = if order == CodeOrder::Bytes { nibble } else { i };
+    let at = if order == WordOrder::Bytes { nibble } else { i };
     let low = Some((at / 8, 4 * (at % 8) as u32, 0, 15));
     match (bits, order) {
         (CodeBits::Four, _) => [low, None],
-        (CodeBits::Five, CodeOrder::Bits) => [low, Some((4, i as u32 + 4, 4, 1))],
-        (CodeBits::Five, CodeOrder::Bytes) => [low, Some((4, byte + word as u32, 4, 1))],
-        (CodeBits::Six, CodeOrder::Bits) => [low, Some((4 + i / 16, 2 * (i % 16) as u32 + 4, 4, 3))],
-        (CodeBits::Six, CodeOrder::Bytes) => [low, Some((4 + word / 4, byte + 2 * (word % 4) as u32, 4, 3))],
-        (CodeBits::Eight, CodeOrder::Bits) => [Some((i / 4, 8 * (i % 4) as u32, 0, 255)), None],
-        (CodeBits::Eight, CodeOrder::Bytes) => [Some((word, byte, 0, 255)), None],
+        (CodeBits::Five, WordOrder::Bits) => [low, Some((4, i as u32 + 4, 4, 1))],
+        (CodeBits::Five, WordOrder::Bytes) => [low, Some((4, byte + word as u32, 4, 1))],
+        (CodeBits::Six, WordOrder::Bits) => [low, Some((4 + i / 16, 2 * (i % 16) as u32 + 4, 4, 3))],
+        (CodeBits::Six, WordOrder::Bytes) => [low, Some((4 + word / 4, byte + 2 * (word % 4) as u32, 4, 3))],
+        (CodeBits::Eight, WordOrder::Bits) => [Some((i / 4, 8 * (i % 4) as u32, 0, 255)), None],
+        (CodeBits::Eight, WordOrder::Bytes) => [Some((word, byte, 0, 255)), None],
+    }
+}
+
+/// The bit that makes a code of 8 bits, the value plus 128, a signed byte.
+fn sign_in_columns(bits: CodeBits) -> u8 {
+    if bits == CodeBits::Eight { 0x80 } else { 0 }
+}
+
+/// The location of weight `i` of 32 in [`CodeOrder::Columns`]. Each entry has the byte, the lowest bit of the code that is there, the bit in
+/// the byte, and the mask.
+fn places_in_columns(bits: CodeBits, width: usize, column: usize, i: usize) -> [Option<(usize, u8, u8, u8)>; 2] {
+    let half = if bits == CodeBits::Four { i } else { 2 * (i % 16) + i / 16 };
+    // `columns` share the halves, each with 16 / `columns` bits.
+    let place = |start: usize, columns: usize, from: u8, mask: u8| {
+        let bit = column % columns * (16 / columns);
+        Some((start + column / columns * 2 * BLOCK + 2 * half + bit / 8, from, (bit % 8) as u8, mask))
+    };
+    let (low, high) = (place(0, 4, 0, 15), width * BLOCK / 2);
+    match bits {
+        CodeBits::Four => [low, None],
+        CodeBits::Five => [low, place(high, 16, 4, 1)],
+        CodeBits::Six => [low, place(high, 8, 4, 3)],
+        CodeBits::Eight => [Some((column * BLOCK + i, 0, 0, 255)), None],
     }
 }
 
@@ -210,7 +235,16 @@ fn write(block: &Unpacked, kind: BlockType, order: CodeOrder, unit: Unit, to: &m
     for (group, at) in (unit.mins..unit.codes).step_by(width).enumerate() {
         to[at + column] = block.mins[group];
     }
+    let sign = sign_in_columns(kind.code_bits());
     for (to, codes) in to[unit.codes..].chunks_exact_mut(unit.block).zip(block.codes.as_chunks::<BLOCK>().0) {
+        let CodeOrder::Words(order) = order else {
+            for (i, code) in codes.iter().enumerate() {
+                for (at, from, bit, mask) in places_in_columns(kind.code_bits(), width, column, i).into_iter().flatten() {
+                    to[at] |= ((code ^ sign) >> from & mask) << bit;
+                }
+            }
+            continue;
+        };
         for (to, word) in to[4 * column..].chunks_mut(4 * width).zip(words_of(kind.code_bits(), order, codes)) {
             to[..4].copy_from_slice(&word.to_le_bytes());
         }
@@ -218,18 +252,18 @@ fn write(block: &Unpacked, kind: BlockType, order: CodeOrder, unit: Unit, to: &m
 }
 
 /// Packs 32 codes into a column's words. [`places`] gives the location of the bits.
-fn words_of(bits: CodeBits, order: CodeOrder, codes: &[u8; BLOCK]) -> [u32; 8] {
+fn words_of(bits: CodeBits, order: WordOrder, codes: &[u8; BLOCK]) -> [u32; 8] {
     let gather = |codes: &[u8], from: u32, each: u32| {
         let field = |(i, &code): (usize, &u8)| (u32::from(code) >> from & ((1 << each) - 1)) << (i as u32 * each);
         codes.iter().enumerate().map(field).fold(0, |word, field| word | field)
     };
     let mut ordered = *codes;
-    if order == CodeOrder::Bytes {
+    if order == WordOrder::Bytes {
         codes.iter().enumerate().for_each(|(i, &code)| ordered[place_in_bytes(i).2] = code);
     }
     let bytes = match order {
-        CodeOrder::Bits => *codes,
-        CodeOrder::Bytes => BYTE_ORDER.map(|i| codes[i]),
+        WordOrder::Bits => *codes,
+        WordOrder::Bytes => BYTE_ORDER.map(|i| codes[i]),
     };
     let bytes = bytes.as_chunks::<4>().0;
     let mut words = [0; 8];
@@ -245,13 +279,13 @@ fn words_of(bits: CodeBits, order: CodeOrder, codes: &[u8; BLOCK]) -> [u32; 8] {
         words.iter().enumerate().map(field).fold(0, |word, field| word | field)
     };
     match (bits, order) {
-        (CodeBits::Five, CodeOrder::Bits) => words[4] = gather(codes, 4, 1).rotate_left(4),
-        (CodeBits::Five, CodeOrder::Bytes) => words[4] = high(bytes, 1),
-        (CodeBits::Six, CodeOrder::Bits) => {
+        (CodeBits::Five, WordOrder::Bits) => words[4] = gather(codes, 4, 1).rotate_left(4),
+        (CodeBits::Five, WordOrder::Bytes) => words[4] = high(bytes, 1),
+        (CodeBits::Six, WordOrder::Bits) => {
             words[4] = gather(&codes[..16], 4, 2).rotate_left(4);
             words[5] = gather(&codes[16..], 4, 2).rotate_left(4);
         }
-        (CodeBits::Six, CodeOrder::Bytes) => (words[4], words[5]) = (high(&bytes[..4], 2), high(&bytes[4..], 2)),
+        (CodeBits::Six, WordOrder::Bytes) => (words[4], words[5]) = (high(&bytes[..4], 2), high(&bytes[4..], 2)),
         (CodeBits::Four | CodeBits::Eight, _) => {}
     }
     words
@@ -270,7 +304,17 @@ fn read(kind: BlockType, order: CodeOrder, unit: Unit, from: &[u8], width: usize
     for (group, at) in (unit.mins..unit.codes).step_by(width).enumerate() {
         block.mins[group] = from[at + column];
     }
+    let sign = sign_in_columns(kind.code_bits());
     for (from, codes) in from[unit.codes..].chunks_exact(unit.block).zip(block.codes.chunks_exact_mut(BLOCK)) {
+        let CodeOrder::Words(order) = order else {
+            for (i, code) in codes.iter_mut().enumerate() {
+                for (at, to, bit, mask) in places_in_columns(kind.code_bits(), width, column, i).into_iter().flatten() {
+                    *code |= (from[at] >> bit & mask) << to;
+                }
+                *code ^= sign;
+            }
+            continue;
+        };
         let mut words = [0_u32; 8];
         for (word, from) in words.iter_mut().zip(from[4 * column..].chunks(4 * width)) {
             *word = u32::from_le_bytes([from[0], from[1], from[2], from[3]]);

@@ -2,64 +2,113 @@
 
 use std::ops::Range;
 
-use super::pieces::{DEPTH, Expansion, PAIRS, PieceRows, SharedPieces};
 use crate::aligned::AlignedVec;
 use crate::block_type::BLOCK;
-use crate::gemm::{Gemm, Scratch, Tiles};
+use crate::gemm::{Gemm, Scratch, Tiles, slices};
 use crate::ggml::{BlockPanels, Digits, TileDigits, expand_codes, multiply_digits};
-use crate::simd::{Int8, Isa, Kernel, PIECES};
+use crate::simd::{DIGITS, Int8, Isa, Kernel, ScaledProducts};
 use crate::unsafe_slice::UnsafeSlice;
 
 /// Rows from which matrix tiles are faster than products of bytes.
 const LEAST_ROWS: usize = 14;
+
+/// Maximum inputs whose weights are expanded at once for several tiles: a block of ggml's K types. They stay in the processor's first-level
+/// cache.
+const DEPTH: usize = 256;
+
+/// Pairs of a block.
+const PAIRS: usize = BLOCK / 2;
 
 /// Rows in digits.
 #[derive(Debug, Default)]
 pub(crate) struct DigitRows {
     /// \[blocks of 32 inputs\]\[rows of the tile\] for each tile.
     digits: AlignedVec<Digits>,
-    /// For matrix tiles, instead of `digits`.
-    pieces: PieceRows,
+    /// For matrix tiles, instead of `digits`: \[blocks\]\[digits\]\[rows of the tile\]\[16 pairs\] for each tile.
+    pairs: AlignedVec<u32>,
     /// The sum of each block, \[blocks\]\[rows of the tile\] for each tile, and those of its halves, \[blocks\]\[2\]\[rows\].
     sums: AlignedVec<f32>,
     halves: AlignedVec<f32>,
-    has_tiles: bool,
 }
 
 /// A view of the rows. The threads pack them in one phase and multiply them in a later one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SharedDigits<'a> {
     digits: UnsafeSlice<'a, Digits>,
-    pieces: SharedPieces<'a>,
+    pairs: UnsafeSlice<'a, u32>,
     sums: UnsafeSlice<'a, f32>,
     halves: UnsafeSlice<'a, f32>,
-    /// Whether the rows are in pieces, and not in digits.
-    in_pieces: bool,
+    /// Whether the digits are in bfloat16, for tiles.
+    in_tiles: bool,
 }
 
 impl DigitRows {
-    /// Allocates room for `rows` rows of `ins` numbers, if the instruction set multiplies bytes.
+    /// Allocates room for `rows` rows of `ins` numbers.
     pub(crate) fn reserve(&mut self, isa: Isa, rows: usize, ins: usize) {
         let blocks = rows * ins.div_ceil(BLOCK);
-        self.has_tiles = isa.has_tiles();
-        if self.in_pieces(rows) {
-            self.pieces.reserve(isa, rows, ins);
+        if in_tiles(isa, rows) {
+            self.pairs.reserve(blocks * DIGITS * PAIRS);
             self.sums.reserve(blocks);
             self.halves.reserve(2 * blocks);
-        } else if isa.has_digits() {
+        } else {
             self.digits.reserve(blocks);
         }
     }
 
-    fn in_pieces(&self, rows: usize) -> bool {
-        self.has_tiles && rows >= LEAST_ROWS
-    }
-
     /// Returns a view for the thread pool, for a call with `rows` rows.
-    pub(crate) fn shared(&mut self, rows: usize) -> SharedDigits<'_> {
-        let in_pieces = self.in_pieces(rows);
-        let Self { digits, pieces, sums, halves, .. } = self;
-        SharedDigits { digits: digits.shared(), pieces: pieces.shared(), sums: sums.shared(), halves: halves.shared(), in_pieces }
+    pub(crate) fn shared(&mut self, isa: Isa, rows: usize) -> SharedDigits<'_> {
+        let Self { digits, pairs, sums, halves } = self;
+        let in_tiles = in_tiles(isa, rows);
+        SharedDigits { digits: digits.shared(), pairs: pairs.shared(), sums: sums.shared(), halves: halves.shared(), in_tiles }
+    }
+}
+
+fn in_tiles(isa: Isa, rows: usize) -> bool {
+    isa.has_tiles() && rows >= LEAST_ROWS
+}
+
+impl SharedDigits<'_> {
+    /// Multiplies tiles by panels of weights whose codes are expanded, with matrix tiles.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Gemm::multiply`].
+    unsafe fn multiply_tiles(
+        self,
+        isa: Isa,
+        weights: &BlockPanels,
+        panels: Range<usize>,
+        tiles: &Tiles,
+        sums: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
+        let (width, rows, group, stride) = (isa.panel(), tiles.rows(), weights.group(), weights.ins() / BLOCK);
+        // The fewer rows, the more the start and the end of the products count.
+        let depth = if tiles.range.len() == 1 { 4 * DEPTH } else { DEPTH };
+        let row_sums = if group == BLOCK { self.sums } else { self.halves };
+        scratch.pairs.reserve(depth / 2 * width);
+        scratch.scales.reserve(2 * depth / group * width);
+        for (panel, sums) in panels.zip(sums.chunks_exact_mut(rows.len() * width)) {
+            sums.fill(0.0);
+            for inputs in slices(weights.ins(), weights.unit_inputs(), depth) {
+                let pairs = &mut scratch.pairs[..inputs.len() / 2 * width];
+                let scales = &mut scratch.scales[..2 * inputs.len() / group * width];
+                expand_codes(isa, weights, panel, inputs.clone(), pairs, scales);
+                for (part, height, _) in tiles.of_equal_height() {
+                    let first = part.start * stride + inputs.start / BLOCK * height;
+                    let blocks = (part.len() - height) * stride + inputs.len() / BLOCK * height;
+                    let groups = |blocks: usize| blocks * BLOCK / group;
+                    // SAFETY: the caller guarantees it.
+                    let (rows_of_tiles, shifted) = unsafe {
+                        let size = DIGITS * PAIRS;
+                        (self.pairs.read(first * size, blocks * size), row_sums.read(groups(first), groups(blocks)))
+                    };
+                    let sums = &mut sums[(part.start - rows.start) * width..(part.end - rows.start) * width];
+                    let ahead = weights.after(panel, &inputs);
+                    ScaledProducts { height, stride, group, rows: rows_of_tiles, weights: pairs, scales, shifted, sums, ahead }.run(isa);
+                }
+            }
+        }
     }
 }
 
@@ -72,10 +121,11 @@ impl Gemm for SharedDigits<'_> {
         let row = row - tile.start;
         // SAFETY: the caller guarantees it.
         unsafe {
-            if self.in_pieces {
-                let pieces = self.pieces.write(&tile, blocks);
+            if self.in_tiles {
+                let size = DIGITS * PAIRS;
+                let pairs = self.pairs.write(start * size, height * blocks * size);
                 let (sums, halves) = (self.sums.write(start, height * blocks), self.halves.write(2 * start, 2 * height * blocks));
-                isa.run(PackTiles { numbers, pieces, sums, halves, row, height });
+                isa.run(PackTiles { numbers, pairs, sums, halves, row, height });
             } else {
                 isa.run(Pack { numbers, to: self.digits.write(start, height * blocks), row, height });
             }
@@ -91,19 +141,11 @@ impl Gemm for SharedDigits<'_> {
         sums: &mut [f32],
         scratch: &mut Scratch,
     ) {
-        let (width, rows, ins, group) = (isa.panel(), tiles.rows(), weights.ins(), weights.group());
-        if self.in_pieces {
-            let expand = |panel, inputs: Range<usize>, pairs: &mut [u32], scales: &mut [f32]| {
-                expand_codes(isa, weights, panel, inputs.clone(), pairs, scales);
-                (None, weights.after(panel, &inputs))
-            };
-            // The fewer rows, the more the start and the end of the products count.
-            let depth = if tiles.range.len() == 1 { 4 * DEPTH } else { DEPTH };
-            let row_sums = Some(if group == BLOCK { self.sums } else { self.halves });
-            let weights = Expansion { ins, group, unit: weights.unit_inputs(), depth, row_sums, expand };
+        if self.in_tiles {
             // SAFETY: the caller guarantees it.
-            return unsafe { self.pieces.multiply_expanded(isa, &weights, panels, tiles, sums, scratch) };
+            return unsafe { self.multiply_tiles(isa, weights, panels, tiles, sums, scratch) };
         }
+        let (width, rows, ins) = (isa.panel(), tiles.rows(), weights.ins());
         for (panel, sums) in panels.zip(sums.chunks_exact_mut(rows.len() * width)) {
             for tile in tiles.each() {
                 let sums = &mut sums[(tile.start - rows.start) * width..(tile.end - rows.start) * width];
@@ -138,7 +180,7 @@ impl Kernel for Pack<'_> {
 /// Packs one of a tile's rows for matrix tiles.
 struct PackTiles<'a> {
     numbers: &'a [f32],
-    pieces: &'a mut [u32],
+    pairs: &'a mut [u32],
     sums: &'a mut [f32],
     halves: &'a mut [f32],
     row: usize,
@@ -150,16 +192,16 @@ impl Kernel for PackTiles<'_> {
 
     #[inline(always)]
     fn run<S: Int8>(self, _: S) {
-        let Self { numbers, pieces, sums, halves, row, height } = self;
+        let Self { numbers, pairs, sums, halves, row, height } = self;
         for (b, numbers) in numbers.as_chunks::<BLOCK>().0.iter().enumerate() {
             let digits = TileDigits::new(numbers);
             sums[b * height + row] = digits.sum;
             for half in 0..2 {
                 halves[(2 * b + half) * height + row] = digits.halves[half];
             }
-            for (piece, pairs) in digits.pairs.iter().enumerate() {
-                let start = ((b * PIECES + piece) * height + row) * PAIRS;
-                pieces[start..start + PAIRS].copy_from_slice(pairs);
+            for (digit, from) in digits.pairs.iter().enumerate() {
+                let start = ((b * DIGITS + digit) * height + row) * PAIRS;
+                pairs[start..start + PAIRS].copy_from_slice(from);
             }
         }
     }

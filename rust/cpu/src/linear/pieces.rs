@@ -1,185 +1,253 @@
 //! Rows in bfloat16 pieces for matrix tiles, and their products with weights in bfloat16.
 //!
 //! An fp32 number is the sum of three bfloat16 numbers, its pieces. Their products with weights in bfloat16 are exact, and the sums of the
-//! smaller pieces lose little, so the results are closer to the exact ones than those of fp32 vectors.
+//! smaller pieces lose little, so the results are closer to the exact ones than those of fp32 vectors. A single piece is the number rounded
+//! to bfloat16.
 
 use std::ops::Range;
 
 use crate::aligned::AlignedVec;
 use crate::block_type::BLOCK;
 use crate::gemm::{Gemm, Scratch, Tiles, slices};
-use crate::simd::{Isa, Kernel, PIECES, ScaledProducts, Simd};
+use crate::ggml::{BlockPanels, RoundedSink, each_rounded};
+use crate::simd::{Isa, Kernel, PieceProducts, RegisterProducts, Simd, TILE};
 use crate::unsafe_slice::UnsafeSlice;
-use crate::weights::PairPanels;
+use crate::weights::TilePanels;
 
-/// Maximum inputs whose weights are expanded at once: a block of ggml's K types. They stay in the processor's first-level cache.
-pub(super) const DEPTH: usize = 256;
+/// Maximum inputs whose weights are expanded at once, in multiples of ggml's largest block. They stay in the first-level cache.
+const DEPTH: usize = 256;
 
-/// Bytes from a weight in bfloat16 that is read to one that is prefetched.
-const AHEAD: usize = 8192;
+/// Blocks of weights that are in memory while they are multiplied: some that are read, and some that are written.
+const TURNS: usize = 4;
 
 /// Pairs of a block.
-pub(super) const PAIRS: usize = BLOCK / 2;
+const PAIRS: usize = BLOCK / 2;
 
-/// Rows in pieces, \[blocks of 32 inputs\]\[pieces, the smallest first\]\[rows of the tile\]\[16 pairs\] for each tile, with the inputs in
-/// [`PAIR_ORDER`](crate::ggml::PAIR_ORDER).
+/// Rows in `P` pieces, \[blocks of 32 inputs\]\[pieces, the smallest first\]\[16 pairs\]\[rows of the tile\] for each tile.
 #[derive(Debug, Default)]
-pub(crate) struct PieceRows(AlignedVec<u32>);
+pub(crate) struct PieceRows<const P: usize>(AlignedVec<u32>);
 
 /// A view of the rows. The threads pack them in one phase and multiply them in a later one.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct SharedPieces<'a>(UnsafeSlice<'a, u32>);
+pub(crate) struct SharedPieces<'a, const P: usize>(UnsafeSlice<'a, u32>);
 
-impl PieceRows {
-    /// Allocates room for `rows` rows of `ins` numbers, if the instruction set has tiles.
-    pub(crate) fn reserve(&mut self, isa: Isa, rows: usize, ins: usize) {
-        if isa.has_tiles() {
-            self.0.reserve(rows * ins.div_ceil(BLOCK) * PIECES * PAIRS);
-        }
+impl<const P: usize> PieceRows<P> {
+    /// Allocates room for `rows` rows of `ins` numbers.
+    pub(crate) fn reserve(&mut self, rows: usize, ins: usize) {
+        self.0.reserve(rows * ins.div_ceil(BLOCK) * P * PAIRS);
     }
 
     /// Returns a view for the thread pool.
-    pub(crate) fn shared(&mut self) -> SharedPieces<'_> {
+    pub(crate) fn shared(&mut self) -> SharedPieces<'_, P> {
         SharedPieces(self.0.shared())
     }
 }
 
-/// How weights become pairs of bfloat16 numbers, some inputs at a time.
-pub(super) struct Expansion<'a, E> {
-    pub(super) ins: usize,
-    /// Inputs that share a scale.
-    pub(super) group: usize,
-    /// Inputs are expanded in multiples of this number, but for the last ones, and at most `depth` at a time.
-    pub(super) unit: usize,
-    pub(super) depth: usize,
-    /// Sums of the rows' groups, \[groups\]\[rows of the tile\] for each tile, if the weights have shifts.
-    pub(super) row_sums: Option<UnsafeSlice<'a, f32>>,
-    /// Writes the scales and shifts of some inputs of a panel, as [`ScaledProducts`] reads them, and the pairs, or returns those as they are
-    /// stored. Also returns the memory to prefetch.
-    pub(super) expand: E,
-}
-
-impl SharedPieces<'_> {
-    /// The pieces of the tile with the rows `tile`.
+impl<const P: usize> SharedPieces<'_, P> {
+    /// Puts the pairs of a tile in the order of the products, after all of its rows are packed.
     ///
     /// # Safety
     ///
     /// As for [`Gemm::pack`].
-    #[allow(clippy::mut_from_ref)]
-    pub(super) unsafe fn write(&self, tile: &Range<usize>, blocks: usize) -> &mut [u32] {
-        let size = blocks * PIECES * PAIRS;
+    pub(crate) unsafe fn seal(self, isa: Isa, tile: &Range<usize>, ins: usize) {
+        if tile.len() == 1 {
+            return;
+        }
+        let size = ins / BLOCK * P * PAIRS;
         // SAFETY: the caller guarantees it.
-        unsafe { self.0.write(tile.start * size, tile.len() * size) }
+        let pairs = unsafe { self.0.write(tile.start * size, tile.len() * size) };
+        isa.run(Seal { pairs, height: tile.len() });
     }
+}
 
-    /// Multiplies tiles by panels of weights that are expanded.
+impl<const P: usize> SharedPieces<'_, P> {
+    /// Multiplies one or two tiles of the same height by a panel, a block at a time. Writes the sums to `scratch`.
     ///
     /// # Safety
     ///
     /// As for [`Gemm::multiply`].
-    pub(super) unsafe fn multiply_expanded<'a, E>(
-        self,
-        isa: Isa,
-        weights: &Expansion<'_, E>,
-        panels: Range<usize>,
-        tiles: &Tiles,
-        sums: &mut [f32],
-        scratch: &mut Scratch,
-    ) where
-        E: Fn(usize, Range<usize>, &mut [u32], &mut [f32]) -> (Option<&'a [u32]>, Range<*const u8>),
-    {
-        let (width, rows, stride) = (isa.panel(), tiles.rows(), weights.ins / BLOCK);
-        scratch.pairs.reserve(weights.depth / 2 * width);
-        scratch.scales.reserve(2 * weights.depth.div_ceil(weights.group) * width);
-        for (panel, sums) in panels.zip(sums.chunks_exact_mut(rows.len() * width)) {
-            sums.fill(0.0);
-            let whole = weights.ins / weights.unit * weights.unit;
-            let rest = (whole < weights.ins).then_some(whole..weights.ins);
-            for inputs in slices(whole, weights.unit, weights.depth).chain(rest) {
-                let group = weights.group.min(inputs.len());
-                let pairs = &mut scratch.pairs[..inputs.len() / 2 * width];
-                let scales = &mut scratch.scales[..2 * inputs.len() / group * width];
-                let (as_they_are, ahead) = (weights.expand)(panel, inputs.clone(), pairs, scales);
-                let pairs = as_they_are.unwrap_or(pairs);
-                for (part, height) in tiles.of_equal_height() {
-                    let first = part.start * stride + inputs.start / BLOCK * height;
-                    let blocks = (part.len() - height) * stride + inputs.len() / BLOCK * height;
-                    // SAFETY: the caller guarantees it.
-                    let (rows_of_tiles, shifted) = unsafe {
-                        let groups = |blocks: usize| blocks * BLOCK / group;
-                        let of_groups = weights.row_sums.map(|sums| sums.read(groups(first), groups(blocks)));
-                        (self.0.read(first * PIECES * PAIRS, blocks * PIECES * PAIRS), of_groups)
-                    };
-                    let sums = &mut sums[(part.start - rows.start) * width..(part.end - rows.start) * width];
-                    ScaledProducts {
-                        height,
-                        stride,
-                        group,
-                        rows: rows_of_tiles,
-                        weights: pairs,
-                        scales,
-                        shifted,
-                        sums,
-                        ahead: ahead.clone(),
-                    }
-                    .run(isa);
-                }
-            }
+    unsafe fn multiply_fused(self, isa: Isa, weights: &BlockPanels, panel: usize, tiles: &Tiles, scratch: &mut Scratch) {
+        let (width, rows, count) = (isa.panel(), tiles.rows(), tiles.range.len());
+        let size = weights.ins() / BLOCK * P * PAIRS;
+        // SAFETY: the caller guarantees that the rows are packed. Decoding uses no tiles.
+        unsafe {
+            let packed = self.0.read(rows.start * size, rows.len() * size);
+            let sums = &mut scratch.sums[..count * width * TILE];
+            let mut products = Fused(RegisterProducts::begin(isa, rows.len() / count, P, packed, sums));
+            each_rounded(isa, weights, panel, 0..weights.ins(), &mut scratch.pairs[..TURNS * PAIRS * width], &mut products);
+            products.0.end();
         }
     }
 }
 
-impl Gemm for SharedPieces<'_> {
-    type Weights = PairPanels;
+impl<const P: usize> Gemm for SharedPieces<'_, P> {
+    type Weights = TilePanels;
 
     unsafe fn pack(self, isa: Isa, tile: Range<usize>, row: usize, numbers: &[f32]) {
         assert!(numbers.len().is_multiple_of(BLOCK) && tile.contains(&row));
+        let size = numbers.len() / BLOCK * P * PAIRS;
         // SAFETY: the caller guarantees it.
-        let to = unsafe { self.write(&tile, numbers.len() / BLOCK) };
-        isa.run(Pack { numbers, row: row - tile.start, height: tile.len(), to });
+        let to = unsafe { self.0.write(tile.start * size, tile.len() * size) };
+        isa.run_bf16(Pack::<P> { numbers, row: row - tile.start, height: tile.len(), to });
     }
 
-    unsafe fn multiply(self, isa: Isa, weights: &PairPanels, panels: Range<usize>, tiles: &Tiles, sums: &mut [f32], scratch: &mut Scratch) {
-        let expand = |panel, inputs: Range<usize>, _: &mut [u32], scales: &mut [f32]| {
-            scales.fill(1.0);
-            let pairs = weights.pairs(panel, &inputs);
-            let ahead = pairs.as_ptr().wrapping_byte_add(AHEAD);
-            (Some(pairs), ahead.cast()..ahead.wrapping_add(pairs.len()).cast())
+    unsafe fn multiply(self, isa: Isa, weights: &TilePanels, panels: Range<usize>, tiles: &Tiles, sums: &mut [f32], scratch: &mut Scratch) {
+        let (width, rows, ins) = (isa.panel(), tiles.rows(), weights.ins());
+        let tile_sums = width * TILE;
+        scratch.pairs.reserve(DEPTH / 2 * width);
+        scratch.sums.reserve(tiles.range.len() * tile_sums);
+        // The sums of one or two tiles stay in registers for all inputs.
+        let few = tiles.range.len() <= 2;
+        let (depth, prefetch) = match weights {
+            TilePanels::Numbers(_) if few => (ins, true),
+            TilePanels::Numbers(_) => (if P == 1 { DEPTH } else { DEPTH / 2 }, true),
+            TilePanels::Blocks(_) => (DEPTH, false),
         };
-        let weights = Expansion { ins: weights.ins, group: DEPTH, unit: DEPTH, depth: 8 * DEPTH, row_sums: None, expand };
-        // SAFETY: the caller guarantees it.
-        unsafe { self.multiply_expanded(isa, &weights, panels, tiles, sums, scratch) }
+        let one_height = tiles.of_equal_height().count() == 1;
+        for (panel, sums) in panels.zip(sums.chunks_exact_mut(rows.len() * width)) {
+            if let (TilePanels::Blocks(weights), true, true) = (weights, few, one_height) {
+                // SAFETY: the caller guarantees it.
+                unsafe { self.multiply_fused(isa, weights, panel, tiles, scratch) };
+                transpose(isa, tiles, &scratch.sums, sums);
+                continue;
+            }
+            for inputs in slices(ins, weights.unit_inputs(), depth) {
+                let weights = weights.expand(isa, panel, inputs.clone(), &mut scratch.pairs);
+                for (part, height, first) in tiles.of_equal_height() {
+                    let (stride, blocks, count) = (ins / BLOCK, inputs.len() / BLOCK, part.len() / height);
+                    let size = P * PAIRS * height;
+                    let start = part.start * stride * P * PAIRS + inputs.start / BLOCK * size;
+                    PieceProducts {
+                        height,
+                        pieces: P,
+                        blocks,
+                        stride,
+                        weights,
+                        // SAFETY: the caller guarantees it.
+                        rows: unsafe { self.0.read(start, ((count - 1) * stride + blocks) * size) },
+                        sums: &mut scratch.sums[first * tile_sums..(first + count) * tile_sums],
+                        fresh: inputs.start == 0,
+                        prefetch,
+                    }
+                    .run(isa);
+                }
+            }
+            transpose(isa, tiles, &scratch.sums, sums);
+        }
     }
 }
 
-/// Packs one of a tile's rows.
-struct Pack<'a> {
+/// Multiplies each block of weights as soon as it is decoded.
+struct Fused<'a>(RegisterProducts<'a>);
+
+impl RoundedSink for Fused<'_> {
+    #[inline(always)]
+    fn take(&mut self, weights: &[u32]) {
+        // SAFETY: `multiply` uses no other tiles meanwhile.
+        unsafe { self.0.add(weights) };
+    }
+}
+
+/// Writes the sums of tiles, \[tiles\]\[columns\]\[16 rows\], to \[rows\]\[columns\].
+fn transpose(isa: Isa, tiles: &Tiles, from: &[f32], to: &mut [f32]) {
+    let (width, start) = (isa.panel(), tiles.rows().start);
+    for (tile, from) in tiles.each().zip(from.chunks_exact(width * TILE)) {
+        isa.run(Transpose { from, to: &mut to[(tile.start - start) * width..(tile.end - start) * width] });
+    }
+}
+
+/// Packs one of a tile's rows, \[blocks\]\[pieces\]\[rows\]\[16 pairs\].
+struct Pack<'a, const P: usize> {
     numbers: &'a [f32],
     row: usize,
     height: usize,
     to: &'a mut [u32],
 }
 
-impl Kernel for Pack<'_> {
+impl<const P: usize> Kernel for Pack<'_, P> {
     type Output = ();
 
     /// A number is split by cutting off the upper half of what remains, so that nothing rounds to infinity. Infinite numbers become NaN. All
     /// loops are plain: closures would lack the kernel's target features, and would not become vector instructions.
     #[inline(always)]
-    fn run<S: Simd>(self, _: S) {
+    fn run<S: Simd>(self, s: S) {
         let Self { numbers, row, height, to } = self;
+        assert!(row < height && to.len() == numbers.len() / 2 * P * height);
         for (b, numbers) in numbers.as_chunks::<BLOCK>().0.iter().enumerate() {
-            for (half, numbers) in numbers.as_chunks::<PAIRS>().0.iter().enumerate() {
-                let mut rest = *numbers;
-                for piece in (0..PIECES).rev() {
-                    let start = ((b * PIECES + piece) * height + row) * PAIRS + half * PAIRS / 2;
-                    let to = &mut to[start..start + PAIRS / 2];
-                    for at in 0..PAIRS / 2 {
-                        let bits = [rest[at].to_bits() & 0xffff_0000, rest[at + PAIRS / 2].to_bits() & 0xffff_0000];
-                        rest[at] -= f32::from_bits(bits[0]);
-                        rest[at + PAIRS / 2] -= f32::from_bits(bits[1]);
-                        to[at] = bits[0] >> 16 | bits[1];
+            let place = |piece: usize| ((b * P + piece) * height + row) * PAIRS;
+            if P == 1 {
+                let to = &mut to[place(0)..place(0) + PAIRS];
+                for (numbers, pairs) in numbers.chunks_exact(2 * S::LANES).zip(to.chunks_exact_mut(S::LANES)) {
+                    // SAFETY: the slices have two registers' numbers, and one.
+                    unsafe {
+                        let (low, high) = (s.load(numbers.as_ptr()), s.load(numbers.as_ptr().add(S::LANES)));
+                        s.store(pairs.as_mut_ptr().cast(), s.round_bf16_pairs(low, high));
                     }
+                }
+            } else {
+                let mut rest = *numbers;
+                for piece in (0..P).rev() {
+                    let pairs = &mut to[place(piece)..place(piece) + PAIRS];
+                    for (pair, rest) in pairs.iter_mut().zip(rest.as_chunks_mut::<2>().0) {
+                        let bits = rest.map(|x| x.to_bits() & 0xffff_0000);
+                        *rest = [rest[0] - f32::from_bits(bits[0]), rest[1] - f32::from_bits(bits[1])];
+                        *pair = bits[0] >> 16 | bits[1];
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Turns \[rows\]\[16 pairs\] to \[16 pairs\]\[rows\], for all blocks and pieces of a tile.
+struct Seal<'a> {
+    pairs: &'a mut [u32],
+    height: usize,
+}
+
+impl Kernel for Seal<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (mut from, mut to) = ([0; PAIRS * TILE], [0; PAIRS * TILE]);
+        for pairs in self.pairs.chunks_exact_mut(PAIRS * self.height) {
+            from[..pairs.len()].copy_from_slice(pairs);
+            for row in (0..TILE).step_by(S::LANES) {
+                for pair in (0..PAIRS).step_by(S::LANES) {
+                    let (from, to) = (&from[row * PAIRS + pair..], &mut to[pair * TILE + row..]);
+                    // SAFETY: the square lies within both arrays. The numbers are only moved.
+                    unsafe { s.transpose(from.as_ptr().cast(), PAIRS, to.as_mut_ptr().cast(), TILE, S::LANES) };
+                }
+            }
+            for (pairs, to) in pairs.chunks_exact_mut(self.height).zip(to.chunks_exact(TILE)) {
+                pairs.copy_from_slice(&to[..pairs.len()]);
+            }
+        }
+    }
+}
+
+/// Writes the sums of a tile of rows, \[columns\]\[16 rows\], to \[rows\]\[columns\].
+struct Transpose<'a> {
+    from: &'a [f32],
+    to: &'a mut [f32],
+}
+
+impl Kernel for Transpose<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let width = self.from.len() / TILE;
+        let height = self.to.len() / width;
+        assert!(width.is_multiple_of(S::LANES) && height <= TILE && TILE.is_multiple_of(S::LANES) && self.to.len() == height * width);
+        for column in (0..width).step_by(S::LANES) {
+            for row in (0..height).step_by(S::LANES) {
+                let count = S::LANES.min(height - row);
+                // SAFETY: the square lies within `from`, and `count` of its columns within `to`.
+                unsafe {
+                    let from = self.from.as_ptr().add(column * TILE + row);
+                    s.transpose(from, TILE, self.to.as_mut_ptr().add(row * width + column), width, count);
                 }
             }
         }

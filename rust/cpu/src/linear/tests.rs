@@ -1,4 +1,5 @@
 mod digits;
+mod rounded;
 
 use super::*;
 use crate::block_type::{BLOCK, BlockType};
@@ -34,9 +35,9 @@ fn multiply(isa: Isa, threads: usize, layer: &Linear, x: &[f32], start: f32, epi
     let (ins, outs) = (layer.matrix.ins, layer.matrix.outs);
     let count = x.len() / ins;
     let mut rows = Rows::default();
-    rows.reserve(isa, count, ins);
+    rows.reserve(isa, count, [layer]);
     let mut out = vec![start; count * outs];
-    let (packed, shared) = (rows.packed(count), UnsafeSlice::new(&mut out));
+    let (packed, shared) = (rows.packed(isa, count), UnsafeSlice::new(&mut out));
     ThreadPool::new(threads).expect("threads").run(|worker| {
         let mut scratch = Scratch::default();
         packed.pack(worker, isa, layer, &mut scratch, |m, to| to.copy_from_slice(&x[m * ins..(m + 1) * ins]));

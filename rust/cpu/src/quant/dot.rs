@@ -79,7 +79,7 @@ impl Tile<'_> {
             }
             for b in 0..count {
                 let weights = self.weights.as_ptr().add(b * size);
-                prefetch_twice(weights, size);
+                prefetch_twice::<8192>(weights, size);
                 let scales = weights.cast::<u16>();
                 let blocks = self.blocks.as_ptr().add(b * R);
 

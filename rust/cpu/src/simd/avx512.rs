@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, Simd, portable};
+use super::{EXP2, Kernel, Simd, portable};
 
 /// Proof that the processor has AVX-512 with VNNI and, with `BF16`, products of bfloat16.
 #[derive(Clone, Copy)]
@@ -65,11 +65,40 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn round_bf16_pairs(self, p: *const f32) -> __m512 {
+    fn round_bf16_pairs(self, low: __m512, high: __m512) -> __m512 {
         if !BF16 {
-            return unsafe { portable::round_bf16_pairs(self, p) };
+            return portable::round_bf16_pairs(self, low, high);
         }
-        unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(p.add(16)), _mm512_loadu_ps(p))) }
+        unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }
+    }
+    /// Four numbers of each of four rows fill a register, which is then transposed within its quarters.
+    #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, apart: usize, to: *mut f32, to_apart: usize, count: usize) {
+        let four = |row: usize, column: usize| {
+            let at = |row: usize| unsafe { _mm_loadu_ps(from.add(row * apart + column)) };
+            let first = unsafe { _mm512_castps128_ps512(at(row)) };
+            unsafe {
+                let two = _mm512_mask_broadcast_f32x4(first, 0x00f0, at(row + 4));
+                let three = _mm512_mask_broadcast_f32x4(two, 0x0f00, at(row + 8));
+                _mm512_mask_broadcast_f32x4(three, 0xf000, at(row + 12))
+            }
+        };
+        for column in (0..count).step_by(4) {
+            unsafe {
+                let rows = [four(0, column), four(1, column), four(2, column), four(3, column)];
+                let low = [0, 2].map(|row| _mm512_castps_pd(_mm512_unpacklo_ps(rows[row], rows[row + 1])));
+                let high = [0, 2].map(|row| _mm512_castps_pd(_mm512_unpackhi_ps(rows[row], rows[row + 1])));
+                let columns = [
+                    _mm512_unpacklo_pd(low[0], low[1]),
+                    _mm512_unpackhi_pd(low[0], low[1]),
+                    _mm512_unpacklo_pd(high[0], high[1]),
+                    _mm512_unpackhi_pd(high[0], high[1]),
+                ];
+                for (i, x) in columns.into_iter().enumerate().take(count - column) {
+                    _mm512_storeu_ps(to.add((column + i) * to_apart), _mm512_castpd_ps(x));
+                }
+            }
+        }
     }
     #[inline(always)]
     fn dot_bf16_pairs(self, a: __m512, b: __m512, c: __m512) -> __m512 {
@@ -118,6 +147,21 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     fn round(self, x: __m512) -> __m512 {
         unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x) }
+    }
+    /// The sum with 1.5 * 2^23 has the rounded exponent of two in its lowest bits, and shifting them adds it to the exponent.
+    #[inline(always)]
+    fn exp_13_bits(self, x: __m512) -> __m512 {
+        unsafe {
+            let [magic, log2e] = [12_582_912.0, std::f32::consts::LOG2_E].map(|x| _mm512_set1_ps(x));
+            let kept = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-87.0));
+            let shifted = _mm512_fmadd_ps(x, log2e, magic);
+            let r = _mm512_fmsub_ps(x, log2e, _mm512_sub_ps(shifted, magic));
+            let mut p = _mm512_fmadd_ps(_mm512_set1_ps(EXP2[2]), r, _mm512_set1_ps(EXP2[1]));
+            p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(EXP2[0]));
+            p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0));
+            let exponent = _mm512_slli_epi32::<23>(_mm512_castps_si512(shifted));
+            _mm512_castsi512_ps(_mm512_maskz_add_epi32(kept, _mm512_castps_si512(p), exponent))
+        }
     }
     #[inline(always)]
     fn power_of_two(self, n: __m512) -> __m512 {

@@ -57,6 +57,15 @@ pub(crate) trait Int8: Simd {
     fn lookup_halves(self, _x: Self::I, _shift: i32, _values: &[u16; 64], _wide: bool) -> Self::F {
         unreachable!("only where `DIGITS` is set")
     }
+    /// Replaces each half of a word by a number of `table` in bfloat16, the upper half of the number's bits. The index is in the half's
+    /// lowest 4 bits after a shift to the right by `shift`, a multiple of 4. The table has 16 numbers, in as many registers as they need.
+    fn pick_bf16(self, _x: Self::I, _shift: i32, _table: [Self::F; 2]) -> Self::F {
+        unreachable!("only where `DIGITS` is set")
+    }
+    /// Rounds the upper halves of the numbers' bits to the nearest bfloat16 numbers, ties away from zero. The lower halves are unspecified.
+    fn round_upper_halves(self, _x: Self::F) -> Self::F {
+        unreachable!("only where `DIGITS` is set")
+    }
     /// Replaces each byte, which must be below 16, by the byte of `table` with this index.
     fn lookup_bytes(self, _x: Self::I, _table: &[u8; 16]) -> Self::I {
         unreachable!("only where `DIGITS` is set")
@@ -139,6 +148,15 @@ impl Int8 for Portable {
     fn lookup_halves(self, x: [i32; 8], shift: i32, values: &[u16; 64], wide: bool) -> [f32; 8] {
         let value = |half: i32| u32::from(values[(half >> shift) as usize & if wide { 63 } else { 31 }]);
         x.map(|x| f32::from_bits(value(x & 0xffff) | value((x >> 16) & 0xffff) << 16))
+    }
+    #[inline(always)]
+    fn pick_bf16(self, x: [i32; 8], shift: i32, table: [[f32; 8]; 2]) -> [f32; 8] {
+        let bits = |index: i32| table.as_flattened()[(index & 15) as usize].to_bits();
+        x.map(|x| f32::from_bits(bits(x >> shift) >> 16 | bits(x >> (16 + shift)) & 0xffff_0000))
+    }
+    #[inline(always)]
+    fn round_upper_halves(self, x: [f32; 8]) -> [f32; 8] {
+        x.map(|x| f32::from_bits(x.to_bits().wrapping_add(0x8000)))
     }
     #[inline(always)]
     fn lookup_bytes(self, x: [i32; 8], table: &[u8; 16]) -> [i32; 8] {
@@ -327,6 +345,19 @@ mod x86 {
                 let found = if wide { _mm512_permutex2var_epi16(low, index, high) } else { _mm512_permutexvar_epi16(index, low) };
                 _mm512_castsi512_ps(found)
             }
+        }
+        #[inline(always)]
+        fn pick_bf16(self, x: __m512i, shift: i32, table: [__m512; 2]) -> __m512 {
+            // The instruction uses the lowest five bits of each half: twice the code, and 1 for the upper half.
+            unsafe {
+                let twice = if shift == 0 { _mm512_slli_epi16::<1>(x) } else { _mm512_srl_epi16(x, _mm_cvtsi32_si128(shift - 1)) };
+                let index = _mm512_or_si512(twice, _mm512_set1_epi16(1));
+                _mm512_castsi512_ps(_mm512_permutexvar_epi16(index, _mm512_castps_si512(table[0])))
+            }
+        }
+        #[inline(always)]
+        fn round_upper_halves(self, x: __m512) -> __m512 {
+            unsafe { _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000))) }
         }
         #[inline(always)]
         fn lookup_bytes(self, x: __m512i, table: &[u8; 16]) -> __m512i {

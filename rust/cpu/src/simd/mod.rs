@@ -3,14 +3,16 @@
 mod int8;
 #[cfg(test)]
 mod oracle;
+mod piece_tiles;
 mod portable;
 mod scaled_tiles;
 mod tiles;
 
 pub(crate) use int8::Int8;
-pub(crate) use scaled_tiles::{PIECES, ScaledProducts, pair_place};
+pub(crate) use piece_tiles::{PieceProducts, RegisterProducts};
+pub(crate) use scaled_tiles::{DIGITS, ScaledProducts, pair_place};
 pub use tiles::TileSupport;
-pub(crate) use tiles::{PairProducts, TILE};
+pub(crate) use tiles::{PairProducts, PairTiles, TILE};
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -63,11 +65,21 @@ pub(crate) trait Simd: Copy {
             }
         }
     }
-    /// Rounds twice [`Simd::LANES`] numbers to bfloat16, and returns consecutive ones as pairs of 32 bits.
+    /// Rounds numbers to bfloat16: those of `low`, and then those of `high`. Consecutive ones are pairs of 32 bits.
     #[inline(always)]
-    unsafe fn round_bf16_pairs(self, p: *const f32) -> Self::F {
-        // SAFETY: the caller guarantees it.
-        unsafe { portable::round_bf16_pairs(self, p) }
+    fn round_bf16_pairs(self, low: Self::F, high: Self::F) -> Self::F {
+        portable::round_bf16_pairs(self, low, high)
+    }
+    /// Writes the first `count` columns of a square of [`Simd::LANES`] rows as rows. The rows begin `apart` numbers from each other, those
+    /// that are written `to_apart`.
+    #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, apart: usize, to: *mut f32, to_apart: usize, count: usize) {
+        for column in 0..count {
+            for row in 0..Self::LANES {
+                // SAFETY: the caller guarantees it.
+                unsafe { to.add(column * to_apart + row).write(*from.add(row * apart + column)) };
+            }
+        }
     }
     /// Adds both products of pairs of bfloat16 numbers to `c`. Denormal numbers count as zeros.
     #[inline(always)]
@@ -90,7 +102,12 @@ pub(crate) trait Simd: Copy {
     fn largest(self, x: Self::F) -> f32;
     /// Rounds to the nearest integer, ties to even.
     fn round(self, x: Self::F) -> Self::F;
-    /// 2^`n`, for integers from -126 to 127.
+    /// e^`x` for numbers that are not above 0, to 13 bits: for results that become bfloat16. 0 below -87.7, or already below -87.
+    #[inline(always)]
+    fn exp_13_bits(self, x: Self::F) -> Self::F {
+        exp_13_bits(self, x)
+    }
+    /// 2^`n`, for integers from -127 to 127. The result is 0 for -127.
     fn power_of_two(self, n: Self::F) -> Self::F;
 }
 
@@ -107,6 +124,23 @@ pub(crate) fn exp<S: Simd>(s: S, x: S::F) -> S::F {
     // 1 where x >= -87.3, otherwise 0: min(1, max(0, (x + 87.3) * huge + 1)).
     let inside = s.min(s.splat(1.0), s.max(s.splat(0.0), s.fma(s.sub(x, kept), s.splat(1e30), s.splat(1.0))));
     s.mul(s.mul(p, s.power_of_two(n)), inside)
+}
+
+/// The coefficients of a polynomial of degree 3 for 2^r, with a relative error of 2^-13 between -0.5 and 0.5. The lowest one is 1.
+const EXP2: [f32; 3] = [0.693_282_9, 0.242_211, 0.055_008_91];
+
+/// [`Simd::exp_13_bits`], for all instruction sets.
+#[inline(always)]
+fn exp_13_bits<S: Simd>(s: S, x: S::F) -> S::F {
+    // The power of two of -127 is 0.
+    let x = s.max(s.splat(-127.0), s.mul(x, s.splat(std::f32::consts::LOG2_E)));
+    let n = s.round(x);
+    let r = s.sub(x, n);
+    let mut p = s.splat(EXP2[2]);
+    for c in [EXP2[1], EXP2[0], 1.0] {
+        p = s.fma(p, r, s.splat(c));
+    }
+    s.mul(p, s.power_of_two(n))
 }
 
 /// Returns `n`, `r` and `p` such that e^`x` is `(1 + r + r * r * p)` times 2^`n`.
@@ -144,13 +178,28 @@ pub(crate) fn prefetch_ahead(p: *const u8, bytes: usize) {
     }
 }
 
-/// Like [`prefetch_ahead`], for kernels that are bound by memory. Lines come to the second-level cache early. Then they come to the first in
-/// the order of their addresses, which the hardware prefetcher expects; the kernels read them in another order.
+/// Like [`prefetch_ahead`], for kernels that are bound by memory. Lines come to the second-level cache early, `FAR` bytes ahead. Then they
+/// come to the first in the order of their addresses, which the hardware prefetcher expects; the kernels read them in another order.
 #[inline(always)]
-pub(crate) fn prefetch_twice(p: *const u8, bytes: usize) {
+pub(crate) fn prefetch_twice<const FAR: usize>(p: *const u8, bytes: usize) {
     for line in (0..bytes).step_by(64) {
-        prefetch::<2>(p.wrapping_add(8192 + line));
+        prefetch::<2>(p.wrapping_add(FAR + line));
         prefetch::<1>(p.wrapping_add(512 + line));
+    }
+}
+
+/// Prefetches memory that will be written. No address needs to be valid.
+#[inline(always)]
+pub(crate) fn prefetch_to_write(p: *const u8, bytes: usize) {
+    for line in (0..bytes).step_by(64) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a prefetch is a hint. Processors without this one ignore it.
+        unsafe {
+            use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+            _mm_prefetch::<_MM_HINT_ET0>(p.wrapping_add(line).cast());
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = p.wrapping_add(line);
     }
 }
 
@@ -311,7 +360,7 @@ impl Isa {
     }
 
     /// Whether tiles multiply weights of bfloat16, and integer codes times many rows.
-    pub(crate) fn has_tiles(self) -> bool {
+    pub fn has_tiles(self) -> bool {
         !matches!(self.matrices, Matrices::Vectors | Matrices::Digits)
     }
 

@@ -3,7 +3,7 @@
 use std::slice;
 
 use super::portable::flushed;
-use super::{Kernel, PIECES, PairProducts, ScaledProducts, Simd, TILE};
+use super::{DIGITS, Kernel, PairProducts, PieceProducts, ScaledProducts, Simd, TILE};
 use crate::block_type::BLOCK;
 
 /// Computes [`ScaledProducts`] as AMX does, to the bit.
@@ -19,30 +19,50 @@ impl Kernel for Oracle<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let ScaledProducts { height, stride, group, rows, weights, scales, shifted, sums, .. } = self.products;
-        let (width, inputs) = (self.width, group.min(BLOCK));
+        let width = self.width;
         for (at, sums) in sums.as_chunks_mut::<TILE>().0.iter_mut().enumerate() {
             let (row, column) = (at * TILE / width, at * TILE % width);
             let (tile, row) = (row / height * stride, row % height);
             for (g, scales) in scales.chunks_exact(2 * width).enumerate() {
                 let mut product = [0.0; TILE];
-                for first in (g * group..(g + 1) * group).step_by(inputs) {
-                    let weights = &weights[first * width / 2 + column * inputs / 2..][..inputs / 2 * TILE];
-                    for piece in 0..PIECES {
-                        let at = (((tile + first / BLOCK) * PIECES + piece) * height + row) * BLOCK / 2 + first % BLOCK / 2;
-                        add(&mut product, &rows[at..at + inputs / 2], weights);
-                    }
+                let first = g * group;
+                let weights = &weights[first * width / 2 + column * group / 2..][..group / 2 * TILE];
+                for digit in 0..DIGITS {
+                    let at = (((tile + first / BLOCK) * DIGITS + digit) * height + row) * BLOCK / 2 + first % BLOCK / 2;
+                    add(&mut product, &rows[at..at + group / 2], weights);
                 }
                 for lane in (0..TILE).step_by(S::LANES) {
                     // SAFETY: the arrays and slices have a register's lanes from these places on.
                     unsafe {
                         let (factor, shift) = (s.load(&raw const scales[column + lane]), s.load(&raw const scales[width + column + lane]));
                         let mut sum = s.fma(factor, s.load(&raw const product[lane]), s.load(&raw const sums[lane]));
-                        if let Some(row_sums) = shifted {
-                            sum = s.fma(shift, s.splat(row_sums[(tile * BLOCK / group + g) * height + row]), sum);
-                        }
+                        sum = s.fma(shift, s.splat(shifted[(tile * BLOCK / group + g) * height + row]), sum);
                         s.store(&raw mut sums[lane], sum);
                     }
                 }
+            }
+        }
+    }
+}
+
+/// Computes [`PieceProducts`] as AMX does, to the bit. A panel has `width` columns.
+pub(super) fn piece_products(products: PieceProducts<'_>, width: usize) {
+    let PieceProducts { height, pieces, blocks, stride, weights, rows, sums, fresh, .. } = products;
+    let pairs = BLOCK / 2;
+    for (at, sums) in sums.as_chunks_mut::<TILE>().0.iter_mut().enumerate() {
+        let (tile, column) = (at / width * stride, at % width);
+        if fresh {
+            sums.fill(0.0);
+        }
+        for block in 0..blocks {
+            let weights = &weights[(block * width + column) * pairs..][..pairs];
+            for piece in 0..pieces {
+                let mut numbers = Vec::new();
+                for pair in 0..pairs {
+                    let at = (((tile + block) * pieces + piece) * pairs + pair) * height;
+                    numbers.extend((0..TILE).map(|row| if row < height { rows[at + row] } else { 0 }));
+                }
+                add(sums, weights, &numbers);
             }
         }
     }
@@ -52,12 +72,15 @@ impl Kernel for Oracle<'_> {
 ///
 /// # Safety
 ///
-/// As for [`PairProducts::run`].
+/// As for [`PairTiles::multiply`](super::PairTiles::multiply).
 pub(super) unsafe fn pair_products(products: PairProducts, rows: *const f32, columns: &[*const u32], out: *mut f32) {
-    let PairProducts { height, pairs, row_stride, column_stride, out_stride } = products;
+    let PairProducts { height, pairs, row_stride, column_stride, out_stride, add: adds } = products;
     for row in 0..height {
         for (tile, &columns) in columns.iter().enumerate() {
-            let mut sums = [0.0; TILE];
+            // SAFETY: the caller guarantees it.
+            let to = unsafe { out.add(row * out_stride + tile * TILE).cast::<[f32; TILE]>() };
+            // SAFETY: as above.
+            let mut sums = if adds { unsafe { to.read_unaligned() } } else { [0.0; TILE] };
             for first in (0..pairs).step_by(TILE) {
                 let pairs = first..pairs.min(first + TILE);
                 let mut weights = Vec::new();
@@ -71,7 +94,7 @@ pub(super) unsafe fn pair_products(products: PairProducts, rows: *const f32, col
                 add(&mut sums, numbers, &weights);
             }
             // SAFETY: as above.
-            unsafe { out.add(row * out_stride + tile * TILE).cast::<[f32; TILE]>().write_unaligned(sums) };
+            unsafe { to.write_unaligned(sums) };
         }
     }
 }

@@ -97,20 +97,20 @@ impl Simd for Portable {
 }
 
 /// [`Simd::round_bf16_pairs`] in scalar code.
-///
-/// # Safety
-///
-/// `p` is valid for twice `S::LANES` numbers.
 #[inline(always)]
-pub(super) unsafe fn round_bf16_pairs<S: Simd>(s: S, p: *const f32) -> S::F {
+pub(super) fn round_bf16_pairs<S: Simd>(s: S, low: S::F, high: S::F) -> S::F {
+    let mut numbers = [0.0; 2 * WIDEST];
     let mut pairs = [0.0; WIDEST];
-    for (lane, pair) in pairs.iter_mut().enumerate().take(S::LANES) {
-        // SAFETY: the caller guarantees it.
-        let [low, high] = unsafe { [*p.add(2 * lane), *p.add(2 * lane + 1)] }.map(|x| half::bf16_from_f32(flushed(x)));
-        *pair = f32::from_bits(u32::from(low) | u32::from(high) << 16);
+    // SAFETY: the arrays have as many numbers as one or two of the widest registers.
+    unsafe {
+        s.store(numbers.as_mut_ptr(), low);
+        s.store(numbers.as_mut_ptr().add(S::LANES), high);
+        for (pair, numbers) in pairs.iter_mut().zip(numbers.as_chunks::<2>().0) {
+            let [low, high] = numbers.map(|x| half::bf16_from_f32(flushed(x)));
+            *pair = f32::from_bits(u32::from(low) | u32::from(high) << 16);
+        }
+        s.load(pairs.as_ptr())
     }
-    // SAFETY: there are as many numbers as in the widest register.
-    unsafe { s.load(pairs.as_ptr()) }
 }
 
 /// [`Simd::dot_bf16_pairs`] in scalar code, to the bit of the instruction `vdpbf16ps`: two fused multiply-adds, that of the odd numbers first.

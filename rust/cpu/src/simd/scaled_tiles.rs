@@ -1,12 +1,12 @@
-//! Products of rows in bfloat16 pieces and weights with scales, by matrix tiles.
+//! Products of rows in digits and weights with scales, by matrix tiles.
 
 use std::ops::Range;
 
 use super::{Isa, Matrices, TILE};
 use crate::block_type::BLOCK;
 
-/// bfloat16 numbers whose sum is an fp32 number.
-pub(crate) const PIECES: usize = 3;
+/// Digits of a number of a row, in bfloat16.
+pub(crate) const DIGITS: usize = 3;
 
 /// Multiplies tiles of rows by a panel's weights, and adds the products times their scales to the rows' sums.
 pub(crate) struct ScaledProducts<'a> {
@@ -14,17 +14,16 @@ pub(crate) struct ScaledProducts<'a> {
     pub(crate) height: usize,
     /// Blocks from a tile's first block to that of the next tile.
     pub(crate) stride: usize,
-    /// Inputs that share a scale: 16, or a multiple of 32.
+    /// Inputs that share a scale: 16 or 32.
     pub(crate) group: usize,
-    /// Pairs of the rows' pieces in bfloat16, \[blocks of 32 inputs\]\[pieces\]\[rows\]\[16\] for each tile.
+    /// Pairs of the rows' digits in bfloat16, \[blocks of 32 inputs\]\[digits\]\[rows\]\[16\] for each tile.
     pub(crate) rows: &'a [u32],
-    /// Pairs of weights in bfloat16, \[groups\]\[tiles\]\[pairs of inputs\]\[16 columns\] for groups of 16, otherwise
-    /// \[blocks\]\[tiles\]\[16 pairs of inputs\]\[16 columns\].
+    /// Pairs of weights in bfloat16, \[groups\]\[tiles\]\[pairs of inputs\]\[16 columns\].
     pub(crate) weights: &'a [u32],
     /// The groups' scales, and then their shifts, \[groups\]\[2\]\[columns\].
     pub(crate) scales: &'a [f32],
-    /// The rows' sums of each group, \[groups\]\[rows\] for each tile, if there are shifts. Then the groups have 16 or 32 inputs.
-    pub(crate) shifted: Option<&'a [f32]>,
+    /// The rows' sums of each group, \[groups\]\[rows\] for each tile.
+    pub(crate) shifted: &'a [f32],
     /// \[tiles\]\[rows\]\[columns\].
     pub(crate) sums: &'a mut [f32],
     /// What is read after these products, to be prefetched. The addresses need not be valid.
@@ -32,8 +31,8 @@ pub(crate) struct ScaledProducts<'a> {
 }
 
 impl ScaledProducts<'_> {
-    /// Computes the products with the tiles of `isa`. A group's product adds the products of the pieces, block by block and in the order of
-    /// the pieces. Then it is multiplied by its scale and added to the sum, and the group's sum times the shift is added.
+    /// Computes the products with the tiles of `isa`. A group's product adds the products of the digits, in their order. Then it is
+    /// multiplied by its scale and added to the sum, and the group's sum times the shift is added.
     pub(crate) fn run(self, isa: Isa) {
         let (width, height) = (isa.panel(), self.height);
         let groups = self.scales.len() / (2 * width);
@@ -41,10 +40,10 @@ impl ScaledProducts<'_> {
         let all = (tiles - 1) * self.stride + blocks;
         assert!((1..=TILE).contains(&height) && groups > 0 && self.stride >= blocks && width.is_multiple_of(TILE));
         assert!(self.ahead.start <= self.ahead.end);
-        assert!(if self.group < BLOCK { self.group == BLOCK / 2 && groups == 2 * blocks } else { self.group.is_multiple_of(BLOCK) });
+        assert!(matches!(self.group, 16 | BLOCK) && groups * self.group == blocks * BLOCK);
         assert!(self.scales.len() == 2 * groups * width && self.sums.len() == tiles * height * width);
-        assert!(self.rows.len() == all * height * PIECES * BLOCK / 2 && self.weights.len() == blocks * BLOCK / 2 * width);
-        assert!(self.shifted.is_none_or(|sums| self.group <= BLOCK && sums.len() == all * BLOCK / self.group * height));
+        assert!(self.rows.len() == all * height * DIGITS * BLOCK / 2 && self.weights.len() == blocks * BLOCK / 2 * width);
+        assert!(self.shifted.len() == all * BLOCK / self.group * height);
         match isa.matrices {
             Matrices::Vectors | Matrices::Digits => unreachable!("this instruction set has no tiles"),
             #[cfg(target_arch = "x86_64")]
@@ -71,7 +70,7 @@ mod amx {
     use std::mem::{MaybeUninit, offset_of};
 
     use super::super::tiles::amx::{Config, LINE};
-    use super::{BLOCK, PIECES, ScaledProducts, TILE};
+    use super::{BLOCK, DIGITS, ScaledProducts, TILE};
 
     /// What the assembly reads from memory, because there are not enough registers.
     #[repr(C, align(64))]
@@ -79,7 +78,7 @@ mod amx {
         config: Config,
         /// A group's products, for each of two tiles of columns.
         products: MaybeUninit<[[f32; TILE * TILE]; 2]>,
-        /// Bytes of the lines in a tile of products of which the sums are written while the next piece is multiplied.
+        /// Bytes of the lines in a tile of products of which the sums are written while the next digit is multiplied.
         until: [usize; 3],
         steps: Steps,
         turns: Turns,
@@ -91,13 +90,13 @@ mod amx {
     /// Bytes from one thing to the next.
     #[repr(C)]
     struct Steps {
-        /// From the end of a group's pieces to those of the next group, which is in the same block or in the next one in turn.
+        /// From the end of a group's digits to those of the next group, which is in the same block or in the next one in turn.
         next_rows: [isize; 2],
-        /// From the end of a tile's pieces to those of the next tile, and the same of its sums of rows.
+        /// From the end of a tile's digits to those of the next tile, and the same of its sums of rows.
         next_tile: usize,
         next_row_sums: usize,
-        /// The size of a piece of a block, of a tile of weights, of all weights, of all scales, and of the sums of a tile.
-        piece: usize,
+        /// The size of a digit of a block, of a tile of weights, of all weights, of all scales, and of the sums of a tile.
+        digit: usize,
         tile: usize,
         weights: usize,
         scales: usize,
@@ -113,15 +112,12 @@ mod amx {
         to_add: usize,
         /// Groups of all tiles that are not multiplied yet.
         left: usize,
-        /// Blocks of a group but for the last, and how many of them are left.
-        more: usize,
-        more_left: usize,
         /// Bytes of the lines that the first turn skips, because no products were stored yet. Then 0.
         first_row: usize,
     }
 
-    /// Multiplies the next piece of the rows by two tiles of weights, in registers 6 and 7.
-    macro_rules! piece {
+    /// Multiplies the next digit of the rows by two tiles of weights, in registers 6 and 7.
+    macro_rules! digit {
         ($register:literal) => {
             concat!(
                 "tileloadd ",
@@ -133,7 +129,7 @@ mod amx {
                 "tdpbf16ps tmm1, ",
                 $register,
                 ", tmm7\n",
-                "add {rows}, [{job} + {piece}]\n",
+                "add {rows}, [{job} + {digit}]\n",
             )
         };
     }
@@ -166,7 +162,7 @@ mod amx {
 
     /// Adds the last group's products of rows to their sums, until a certain row.
     macro_rules! add {
-        ($label:literal, $until:literal, $row_sum:literal, $shift:literal) => {
+        ($label:literal, $until:literal) => {
             concat!(
                 "cmp {row}, [{job} + {until} + ",
                 $until,
@@ -179,10 +175,12 @@ mod amx {
                 ":\n",
                 "vmovups zmm4, [{sums} + 2*{row}]\n",
                 "vmovups zmm5, [{sums} + 2*{row} + 64]\n",
-                $row_sum,
+                "vbroadcastss zmm6, [{row_sums}]\n",
+                "add {row_sums}, 4\n",
                 "vfmadd231ps zmm4, zmm0, [{job} + {row} + {products}]\n",
                 "vfmadd231ps zmm5, zmm1, [{job} + {row} + {products} + 1024]\n",
-                $shift,
+                "vfmadd231ps zmm4, zmm2, zmm6\n",
+                "vfmadd231ps zmm5, zmm3, zmm6\n",
                 "vmovups [{sums} + 2*{row}], zmm4\n",
                 "vmovups [{sums} + 2*{row} + 64], zmm5\n",
                 "add {row}, 64\n",
@@ -199,10 +197,62 @@ mod amx {
         };
     }
 
-    /// Runs the assembly. The first group is multiplied, and then each one while the products of the last one are added to the sums: the unit
-    /// of the tiles and the vectors work at the same time.
-    macro_rules! run {
-        ($job:ident, $of:ident, $row_sum:literal, $shift:literal, $shifts:literal, $next_row_sums:literal, $($operands:tt)*) => {
+    impl Job {
+        #[inline(always)]
+        fn new(of: &ScaledProducts<'_>, tiles: usize, groups: usize) -> Self {
+            const { assert!(TILE * size_of::<f32>() == LINE && BLOCK / 2 * size_of::<u32>() == LINE) }
+            let (height, group) = (of.height, of.group);
+            let all = height * LINE;
+            // Groups of 16 inputs are the first and the second half of each line.
+            let (half, back) = ((LINE / 2) as isize, (DIGITS * all) as isize);
+            // The rows are spread over the digits, so that neither the tiles nor the vectors wait.
+            let third = |n: usize| (height * n).div_ceil(3) * LINE;
+            let more_blocks = of.stride - groups * group / BLOCK;
+            let steps = Steps {
+                next_rows: if group < BLOCK { [half - back, -half] } else { [0; 2] },
+                next_tile: more_blocks * DIGITS * all,
+                next_row_sums: more_blocks * BLOCK / group * height * size_of::<f32>(),
+                digit: all,
+                tile: group / 2 * LINE,
+                weights: size_of_val(of.weights),
+                scales: size_of_val(of.scales),
+                sums: 2 * all,
+            };
+            // The loop adds what the turn before has multiplied.
+            let (to_multiply, to_add, left) = (groups, groups + 1, tiles * groups);
+            let turns = Turns { groups, to_multiply, to_add, left, first_row: all };
+            let bytes_ahead = of.ahead.end.addr() - of.ahead.start.addr();
+            let mut job = Self {
+                config: Config::new(),
+                products: MaybeUninit::uninit(),
+                until: [third(1), third(2), all],
+                steps,
+                turns,
+                ahead: of.ahead.start,
+                lines: bytes_ahead.div_ceil(left * LINE).max(1),
+            };
+            for register in [0, 1, 4, 5] {
+                // Registers 0 and 1 have products, 4 and 5 digits of the rows, and 6 and 7 weights.
+                job.config.set(register, height, if register < 4 { LINE } else { 2 * group });
+            }
+            for register in [6, 7] {
+                job.config.set(register, group / 2, LINE);
+            }
+            job
+        }
+    }
+
+    /// Computes [`ScaledProducts`].
+    ///
+    /// # Safety
+    ///
+    /// The process may use the tiles, and all lengths are checked.
+    #[allow(clippy::needless_pass_by_value)] // The sums are borrowed mutably.
+    pub(super) unsafe fn run(of: ScaledProducts<'_>, tiles: usize, groups: usize) {
+        let mut job = Job::new(&of, tiles, groups);
+        // SAFETY: the caller guarantees it. The tile registers are configured, used and released within the assembly, which has no other
+        // effect than to write `job` and `sums`.
+        unsafe {
             asm!(
                 "ldtilecfg [{job}]",
                 "jmp 3f",
@@ -210,34 +260,21 @@ mod amx {
                 "xor {odd}, 8",
                 "vmovups zmm0, [{scales}]",
                 "vmovups zmm1, [{scales} + 64]",
-                $shifts,
+                "vmovups zmm2, [{scales} + 128]",
+                "vmovups zmm3, [{scales} + 192]",
                 "add {scales}, 256",
                 "3:",
                 "tilezero tmm0",
                 "tilezero tmm1",
-                "mov {count}, [{job} + {more}]",
-                "test {count}, {count}",
-                "jz 7f",
-                "6:",
-                "mov [{job} + {more_left}], {count}",
-                prefetch!(),
-                weights!(),
-                piece!("tmm4"),
-                piece!("tmm5"),
-                piece!("tmm4"),
-                "mov {count}, [{job} + {more_left}]",
-                "dec {count}",
-                "jnz 6b",
-                "7:",
                 "mov {row}, [{job} + {first_row}]",
                 "mov qword ptr [{job} + {first_row}], 0",
                 weights!(),
-                piece!("tmm4"),
-                add!(1, 0, $row_sum, $shift),
-                piece!("tmm5"),
-                add!(2, 8, $row_sum, $shift),
-                piece!("tmm4"),
-                add!(3, 16, $row_sum, $shift),
+                digit!("tmm4"),
+                add!(1, 0),
+                digit!("tmm5"),
+                add!(2, 8),
+                digit!("tmm4"),
+                add!(3, 16),
                 "add {rows}, [{job} + {odd} + {next_rows}]",
                 "tilestored [{job} + {line} + {products}], tmm0",
                 "tilestored [{job} + {line} + {products} + 1024], tmm1",
@@ -254,31 +291,32 @@ mod amx {
                 "mov [{job} + {to_add}], {count}",
                 "sub {scales}, [{job} + {scales_of_tile}]",
                 "add {sums}, [{job} + {sums_of_tile}]",
-                $next_row_sums,
+                "add {row_sums}, [{job} + {next_row_sums}]",
                 "9:",
                 "dec qword ptr [{job} + {left}]",
                 "jnz 2b",
                 "vmovups zmm0, [{scales}]",
                 "vmovups zmm1, [{scales} + 64]",
-                $shifts,
+                "vmovups zmm2, [{scales} + 128]",
+                "vmovups zmm3, [{scales} + 192]",
                 "xor {row:e}, {row:e}",
-                add!(3, 16, $row_sum, $shift),
+                add!(3, 16),
                 "tilerelease",
-                job = in(reg) &raw mut $job,
+                job = in(reg) &raw mut job,
                 line = in(reg) LINE,
-                rows = inout(reg) $of.rows.as_ptr() => _,
-                weights = inout(reg) $of.weights.as_ptr() => _,
-                scales = inout(reg) $of.scales.as_ptr() => _,
-                sums = inout(reg) $of.sums.as_mut_ptr() => _,
+                rows = inout(reg) of.rows.as_ptr() => _,
+                weights = inout(reg) of.weights.as_ptr() => _,
+                scales = inout(reg) of.scales.as_ptr() => _,
+                sums = inout(reg) of.sums.as_mut_ptr() => _,
                 odd = inout(reg) 0_usize => _,
                 row = out(reg) _,
                 count = out(reg) _,
                 next_rows = const offset_of!(Job, steps.next_rows),
                 products = const offset_of!(Job, products),
                 until = const offset_of!(Job, until),
-                piece = const offset_of!(Job, steps.piece),
-                more = const offset_of!(Job, turns.more),
-                more_left = const offset_of!(Job, turns.more_left),
+                digit = const offset_of!(Job, steps.digit),
+                next_row_sums = const offset_of!(Job, steps.next_row_sums),
+                row_sums = inout(reg) of.shifted.as_ptr() => _,
                 first_row = const offset_of!(Job, turns.first_row),
                 groups = const offset_of!(Job, turns.groups),
                 ahead = const offset_of!(Job, ahead),
@@ -291,78 +329,10 @@ mod amx {
                 weights_of_tile = const offset_of!(Job, steps.weights),
                 scales_of_tile = const offset_of!(Job, steps.scales),
                 sums_of_tile = const offset_of!(Job, steps.sums),
-                $($operands)*
                 out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
                 out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
                 options(nostack),
-            )
-        };
-    }
-
-    /// Computes [`ScaledProducts`].
-    ///
-    /// # Safety
-    ///
-    /// The process may use the tiles, and all lengths are checked.
-    #[allow(clippy::needless_pass_by_value)] // The sums are borrowed mutably.
-    pub(super) unsafe fn run(of: ScaledProducts<'_>, tiles: usize, groups: usize) {
-        const { assert!(TILE * size_of::<f32>() == LINE && BLOCK / 2 * size_of::<u32>() == LINE) }
-        let (height, group) = (of.height, of.group);
-        let all = height * LINE;
-        // Groups of 16 inputs are the first and the second half of each line.
-        let (half, back) = ((LINE / 2) as isize, (PIECES * all) as isize);
-        // The rows are spread over the pieces, so that neither the tiles nor the vectors wait.
-        let third = |n: usize| (height * n).div_ceil(3) * LINE;
-        let more_blocks = of.stride - groups * group / BLOCK;
-        let steps = Steps {
-            next_rows: if group < BLOCK { [half - back, -half] } else { [0; 2] },
-            next_tile: more_blocks * PIECES * all,
-            next_row_sums: more_blocks * BLOCK / group * height * size_of::<f32>(),
-            piece: all,
-            tile: group.min(BLOCK) / 2 * LINE,
-            weights: size_of_val(of.weights),
-            scales: size_of_val(of.scales),
-            sums: 2 * all,
-        };
-        // The loop adds what the turn before has multiplied.
-        let (to_multiply, to_add, left) = (groups, groups + 1, tiles * groups);
-        let more = (group / BLOCK).saturating_sub(1);
-        let turns = Turns { groups, to_multiply, to_add, left, more, more_left: 0, first_row: all };
-        let bytes_ahead = of.ahead.end.addr() - of.ahead.start.addr();
-        let mut job = Job {
-            config: Config::new(),
-            products: MaybeUninit::uninit(),
-            until: [third(1), third(2), all],
-            steps,
-            turns,
-            ahead: of.ahead.start,
-            lines: bytes_ahead.div_ceil(left * (more + 1) * LINE).max(1),
-        };
-        let inputs = group.min(BLOCK);
-        for register in [0, 1, 4, 5] {
-            // Registers 0 and 1 have products, 4 and 5 pieces of the rows, and 6 and 7 weights.
-            job.config.set(register, height, if register < 4 { LINE } else { 2 * inputs });
-        }
-        for register in [6, 7] {
-            job.config.set(register, inputs / 2, LINE);
-        }
-        // SAFETY: the caller guarantees it. The tile registers are configured, used and released within the assembly, which has no other
-        // effect than to write `job` and `sums`.
-        unsafe {
-            if let Some(row_sums) = of.shifted {
-                run!(
-                    job,
-                    of,
-                    "vbroadcastss zmm6, [{row_sums}]\n add {row_sums}, 4\n",
-                    "vfmadd231ps zmm4, zmm2, zmm6\n vfmadd231ps zmm5, zmm3, zmm6\n",
-                    "vmovups zmm2, [{scales} + 128]\n vmovups zmm3, [{scales} + 192]",
-                    "add {row_sums}, [{job} + {next_row_sums}]",
-                    next_row_sums = const offset_of!(Job, steps.next_row_sums),
-                    row_sums = inout(reg) row_sums.as_ptr() => _,
-                );
-            } else {
-                run!(job, of, "", "", "", "",);
-            }
+            );
         }
     }
 }

@@ -360,7 +360,10 @@ impl Kernel for Pairs<'_> {
         for i in (0..c.len()).step_by(S::LANES) {
             // SAFETY: `c` and `out` have whole registers, and `a` and `b` have twice as many numbers.
             unsafe {
-                let [a, b] = [a, b].map(|x| s.round_bf16_pairs(x[2 * i..2 * (i + S::LANES)].as_ptr()));
+                let [a, b] = [a, b].map(|x| {
+                    let x = x[2 * i..2 * (i + S::LANES)].as_ptr();
+                    s.round_bf16_pairs(s.load(x), s.load(x.add(S::LANES)))
+                });
                 let sum = s.dot_bf16_pairs(a, b, s.load(c[i..i + S::LANES].as_ptr()));
                 s.store(out[i..i + S::LANES].as_mut_ptr(), sum);
             }

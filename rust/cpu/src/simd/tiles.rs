@@ -16,25 +16,65 @@ pub(crate) struct PairProducts {
     /// From a pair of a column to the next one.
     pub(crate) column_stride: usize,
     pub(crate) out_stride: usize,
+    /// Whether the products are added to what is there.
+    pub(crate) add: bool,
 }
 
-impl PairProducts {
-    /// Multiplies `rows` by tiles of 16 columns, which begin at `columns`, with the tiles of `isa`. Writes \[rows\]\[tiles\]\[16\] to `out`.
+/// Products of pairs in tile registers, which stay configured from one product to the next.
+pub(crate) struct PairTiles {
+    isa: Isa,
+    /// The height that the registers are configured for. 0 if they are not.
+    height: usize,
+    /// The number of pairs modulo [`TILE`] that the registers are configured for.
+    rest: usize,
+}
+
+impl PairTiles {
+    /// Begins to use the tiles of `isa`.
     ///
     /// # Safety
     ///
-    /// All addresses are valid for these sizes.
+    /// No other code uses tiles on this thread before [`PairTiles::end`].
+    pub(crate) unsafe fn begin(isa: Isa) -> Self {
+        Self { isa, height: 0, rest: 0 }
+    }
+
+    /// Multiplies `rows` by tiles of 16 columns, which begin at `columns`. Writes \[rows\]\[tiles\]\[16\] to `out`.
+    ///
+    /// # Safety
+    ///
+    /// As for [`PairTiles::begin`], and all addresses are valid for these sizes.
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
-    pub(crate) unsafe fn run(self, isa: Isa, rows: *const f32, columns: &[*const u32], out: *mut f32) {
-        assert!((1..=TILE).contains(&self.height));
-        match isa.matrices {
+    pub(crate) unsafe fn multiply(&mut self, products: PairProducts, rows: *const f32, columns: &[*const u32], out: *mut f32) {
+        assert!((1..=TILE).contains(&products.height));
+        match self.isa.matrices {
             Matrices::Vectors | Matrices::Digits => unreachable!("this instruction set has no tiles"),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: only `Isa::available` creates this value, and it has checked the processor. The caller guarantees the rest.
-            Matrices::Amx => unsafe { amx::pair_products(self, rows, columns, out) },
+            Matrices::Amx => unsafe {
+                let rest = products.pairs % TILE;
+                if (self.height, self.rest) != (products.height, rest) && (self.height != products.height || rest > 0) {
+                    amx::configure(products.height, rest);
+                    (self.height, self.rest) = (products.height, rest);
+                }
+                amx::pair_products(products, rows, columns, out);
+            },
             #[cfg(test)]
             // SAFETY: the caller guarantees it.
-            Matrices::Oracle => unsafe { super::oracle::pair_products(self, rows, columns, out) },
+            Matrices::Oracle => unsafe { super::oracle::pair_products(products, rows, columns, out) },
+        }
+    }
+
+    /// Releases the registers.
+    ///
+    /// # Safety
+    ///
+    /// As for [`PairTiles::begin`].
+    pub(crate) unsafe fn end(self) {
+        #[cfg(target_arch = "x86_64")]
+        if self.height > 0 && self.isa.matrices == Matrices::Amx {
+            // SAFETY: `multiply` has configured the registers.
+            unsafe { amx::release() };
         }
     }
 }
@@ -113,6 +153,29 @@ pub(super) mod amx {
         if result == 0 { TileSupport::Usable } else { TileSupport::Refused }
     }
 
+    /// Configures the registers for [`pair_products`]. Registers 0 to 3 have sums, 4 and 5 have 16 pairs of the rows and of the columns, and
+    /// 6 and 7 `rest` pairs.
+    pub(super) unsafe fn configure(height: usize, rest: usize) {
+        let mut config = Config::new();
+        for register in 0..8 {
+            let pairs = if register < 6 { TILE } else { rest };
+            match register {
+                // A register that is not used has neither rows nor columns.
+                6 | 7 if rest == 0 => {}
+                5 | 7 => config.set(register, pairs, LINE),
+                _ => config.set(register, height, 4 * pairs),
+            }
+        }
+        // SAFETY: the configuration is valid. Compiled code does not use tiles.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly, preserves_flags)) };
+    }
+
+    /// Releases the registers.
+    pub(super) unsafe fn release() {
+        // SAFETY: compiled code does not use tiles.
+        unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
+    }
+
     /// What the assembly of [`pair_products`] reads from memory, because there are not enough registers.
     #[repr(C)]
     struct Counts {
@@ -122,74 +185,89 @@ pub(super) mod amx {
         rest: usize,
         /// Bytes from 16 pairs of a column to the next 16.
         step: usize,
+        /// Whether to add.
+        add: usize,
+    }
+
+    /// Multiplies tiles of columns, as many as there are registers with sums: `$at` and `$sums` for each.
+    macro_rules! multiply {
+        ($counts:ident, $rows:ident, $row_stride:ident, $column_stride:ident, $out:ident, $out_stride:ident,
+         $(($sums:literal, $at:literal, $column:ident, $start:expr)),+) => {
+            asm!(
+                "cmp qword ptr [{counts} + 24], 0",
+                "je 2f",
+                $(concat!("tileloadd ", $sums, ", [{out} + {out_stride} + ", $at, "]"),)+
+                "jmp 3f",
+                "2:",
+                $(concat!("tilezero ", $sums),)+
+                "3:",
+                "mov {left}, [{counts}]",
+                "test {left}, {left}",
+                "jz 5f",
+                "4:",
+                "tileloadd tmm4, [{row} + {row_stride}]",
+                $(
+                    concat!("tileloadd tmm5, [{", stringify!($column), "} + {column_stride}]"),
+                    concat!("tdpbf16ps ", $sums, ", tmm4, tmm5"),
+                    concat!("add {", stringify!($column), "}, [{counts} + 16]"),
+                )+
+                "add {row}, {line}",
+                "dec {left}",
+                "jnz 4b",
+                "5:",
+                "cmp qword ptr [{counts} + 8], 0",
+                "je 6f",
+                "tileloadd tmm6, [{row} + {row_stride}]",
+                $(
+                    concat!("tileloadd tmm7, [{", stringify!($column), "} + {column_stride}]"),
+                    concat!("tdpbf16ps ", $sums, ", tmm6, tmm7"),
+                )+
+                "6:",
+                $(concat!("tilestored [{out} + {out_stride} + ", $at, "], ", $sums),)+
+                line = const LINE,
+                counts = in(reg) &raw const $counts,
+                left = out(reg) _,
+                row = inout(reg) $rows => _,
+                row_stride = in(reg) 4 * $row_stride,
+                column_stride = in(reg) 4 * $column_stride,
+                $($column = inout(reg) $start => _,)+
+                out = in(reg) $out,
+                out_stride = in(reg) 4 * $out_stride,
+                options(nostack),
+            )
+        };
     }
 
     /// Computes [`PairProducts`].
     ///
     /// # Safety
     ///
-    /// The process may use the tiles, and all addresses are valid for the sizes.
+    /// The registers are configured for the height and the rest of the pairs, and all addresses are valid for the sizes.
     pub(super) unsafe fn pair_products(products: PairProducts, rows: *const f32, columns: &[*const u32], out: *mut f32) {
-        let PairProducts { height, pairs, row_stride, column_stride, out_stride } = products;
-        let counts = Counts { tiles: pairs / TILE, rest: pairs % TILE, step: TILE * 4 * column_stride };
-        let mut config = Config::new();
-        // Register 0 has sums, 1 and 2 have 16 pairs of the rows and of the columns, and 3 and 4 the rest of the pairs.
-        for (register, pairs) in [(0, TILE), (1, TILE), (2, TILE), (3, counts.rest), (4, counts.rest)] {
-            // A register that is not used has neither rows nor columns.
-            if pairs > 0 {
-                let is_column = register % 2 == 0 && register > 0;
-                let (rows, line) = if is_column { (pairs, LINE) } else { (height, 4 * pairs) };
-                config.set(register, rows, line);
-            }
-        }
-        // SAFETY: the caller guarantees it. The tile registers are configured, used and released within the assembly, which has no other
-        // effect than to write `out`.
+        let PairProducts { pairs, row_stride, column_stride, out_stride, add, .. } = products;
+        let counts = Counts { tiles: pairs / TILE, rest: pairs % TILE, step: TILE * 4 * column_stride, add: usize::from(add) };
+        let (fours, others) = columns.as_chunks::<4>();
+        // SAFETY: the caller guarantees it. The assembly has no other effect than to write `out`, and compiled code does not use tiles.
         unsafe {
-            asm!(
-                "ldtilecfg [{left}]",
-                "2:",
-                "mov {column}, [{columns}]",
-                "add {columns}, 8",
-                "mov {row}, {rows}",
-                "tilezero tmm0",
-                "mov {left}, [{counts}]",
-                "test {left}, {left}",
-                "jz 4f",
-                "3:",
-                "tileloadd tmm1, [{row} + {row_stride}]",
-                "tileloadd tmm2, [{column} + {column_stride}]",
-                "tdpbf16ps tmm0, tmm1, tmm2",
-                "add {row}, {line}",
-                "add {column}, [{counts} + 16]",
-                "dec {left}",
-                "jnz 3b",
-                "4:",
-                "cmp qword ptr [{counts} + 8], 0",
-                "je 5f",
-                "tileloadd tmm3, [{row} + {row_stride}]",
-                "tileloadd tmm4, [{column} + {column_stride}]",
-                "tdpbf16ps tmm0, tmm3, tmm4",
-                "5:",
-                "tilestored [{out} + {out_stride}], tmm0",
-                "add {out}, {line}",
-                "dec {tiles}",
-                "jnz 2b",
-                "tilerelease",
-                line = const LINE,
-                left = inout(reg) &raw const config => _,
-                counts = in(reg) &raw const counts,
-                rows = in(reg) rows,
-                row = out(reg) _,
-                row_stride = in(reg) 4 * row_stride,
-                columns = inout(reg) columns.as_ptr() => _,
-                column = out(reg) _,
-                column_stride = in(reg) 4 * column_stride,
-                out = inout(reg) out => _,
-                out_stride = in(reg) 4 * out_stride,
-                tiles = inout(reg) columns.len() => _,
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _,
-                options(nostack),
-            );
+            for (i, four) in fours.iter().enumerate() {
+                let out = out.add(4 * TILE * i);
+                multiply!(
+                    counts,
+                    rows,
+                    row_stride,
+                    column_stride,
+                    out,
+                    out_stride,
+                    ("tmm0", 0, a, four[0]),
+                    ("tmm1", 64, b, four[1]),
+                    ("tmm2", 128, c, four[2]),
+                    ("tmm3", 192, d, four[3])
+                );
+            }
+            for (i, &one) in others.iter().enumerate() {
+                let out = out.add(4 * TILE * fours.len() + TILE * i);
+                multiply!(counts, rows, row_stride, column_stride, out, out_stride, ("tmm0", 0, a, one));
+            }
         }
     }
 }
