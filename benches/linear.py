@@ -34,6 +34,7 @@ FORMS = {
     "as the GGUF file has them (default)": {},
     "float32": {"dtype": "float32"},
     "float16": {"dtype": "float16"},
+    "`--cpu-math fast`": {"cpu_math": "fast"},
     "int8": {"quantization": "int8"},
 } | ({"as the GGUF file has them, without AMX": {"cpu_isa": "vnni"}} if "amx" in _core.instruction_sets() else {})
 ROUNDS, LEAST = 2, 0.5

@@ -256,10 +256,13 @@ def _chairlift_environ() -> dict[str, str]:
 F32 = ["--dtype", "float32", "--quantization", "none"]
 F16 = ["--dtype", "float16", "--quantization", "none"]
 INT8 = ["--quantization", "int8"]
+FAST: Arithmetic = "16 bit" if "amx_bf16" in Path("/proc/cpuinfo").read_text() else "8 bit"
+"""The arithmetic of `--cpu-math fast` on this machine."""
 
 PEERS: dict[str, Peer] = {
     "chairlift": _chairlift("Q4_1", "fp32", [], speed=250),
     "chairlift_int8": _chairlift("Q4_1", "8 bit", INT8, speed=400),
+    "chairlift_fast": _chairlift("Q4_1", FAST, ["--cpu-math", "fast"], speed=400),
     "vllm_f32": _vllm("float32", 150),
     "vllm_bf16": _vllm("bfloat16", 200),
     "llama_q4_1": _llama("Q4_1", "8 bit", speed=83),
@@ -270,6 +273,7 @@ PEERS: dict[str, Peer] = {
     "llama_f32": _llama("F32", "fp32", speed=90),
     "chairlift_in_process": _chairlift_in_process("Q4_1", "fp32", {}, 250),
     "chairlift_int8_in_process": _chairlift_in_process("Q4_1", "8 bit", {"quantization": "int8"}, 400),
+    "chairlift_fast_in_process": _chairlift_in_process("Q4_1", FAST, {"cpu_math": "fast"}, 400),
     "openvino_f32": _openvino("fp16", "f32", "fp32", 250),
     "openvino_bf16": _openvino("fp16", "bf16", "16 bit", 300),
     "openvino_int8_f32": _openvino("int8", "f32", "8 bit", 300),

@@ -20,8 +20,10 @@ ENGINES = {
 OURS = {
     "chairlift": "through HTTP",
     "chairlift_int8": "through HTTP",
+    "chairlift_fast": "through HTTP",
     "chairlift_in_process": "in process",
     "chairlift_int8_in_process": "in process",
+    "chairlift_fast_in_process": "in process",
 }
 
 
