@@ -61,7 +61,7 @@ impl<const P: usize> SharedPieces<'_, P> {
 }
 
 impl<const P: usize> SharedPieces<'_, P> {
-    /// Multiplies one or two tiles of the same height by a panel, a block at a time. Writes the sums to `scratch`.
+    /// Multiplies one or two tiles by a panel, a block at a time. Writes the sums to `scratch`.
     ///
     /// # Safety
     ///
@@ -73,7 +73,7 @@ impl<const P: usize> SharedPieces<'_, P> {
         unsafe {
             let packed = self.0.read(rows.start * size, rows.len() * size);
             let sums = &mut scratch.sums[..count * width * TILE];
-            let mut products = Fused(RegisterProducts::begin(isa, rows.len() / count, P, packed, sums));
+            let mut products = Fused(RegisterProducts::begin(isa, tiles.each().map(|tile| tile.len()), P, packed, sums));
             each_rounded(isa, weights, panel, 0..weights.ins(), &mut scratch.pairs[..TURNS * PAIRS * width], &mut products);
             products.0.end();
         }
@@ -103,9 +103,8 @@ impl<const P: usize> Gemm for SharedPieces<'_, P> {
             TilePanels::Numbers(_) => (if P == 1 { DEPTH } else { DEPTH / 2 }, true),
             TilePanels::Blocks(_) => (DEPTH, false),
         };
-        let one_height = tiles.of_equal_height().count() == 1;
         for (panel, sums) in panels.zip(sums.chunks_exact_mut(rows.len() * width)) {
-            if let (TilePanels::Blocks(weights), true, true) = (weights, few, one_height) {
+            if let (TilePanels::Blocks(weights), true) = (weights, few) {
                 // SAFETY: the caller guarantees it.
                 unsafe { self.multiply_fused(isa, weights, panel, tiles, scratch) };
                 transpose(isa, tiles, &scratch.sums, sums);

@@ -80,7 +80,7 @@ fn products_are_right_and_rows_do_not_depend_on_each_other() {
         let (weights, bias) = (numbers(1, outs * ins), numbers(2, outs));
         let bytes = bytes_of(&weights);
         for isa in Isa::tested() {
-            for dtype in [DType::F32, DType::F16, DType::Bf16, DType::Kept] {
+            for dtype in [DType::F32, DType::F16, DType::Bf16, DType::Rounded, DType::Kept] {
                 let matrix = pack(isa, &[tensor(Numbers::F32, outs, ins, &bytes)], Merge::Stacked, dtype);
                 // Half precision has 11 bits, for weights of up to 8.
                 let tolerance = if dtype == DType::F16 { 5e-4 } else { 1e-6 };

@@ -61,7 +61,8 @@ impl PieceProducts<'_> {
 /// products of the last one are computed. The results are those of [`PieceProducts`].
 pub(crate) struct RegisterProducts<'a> {
     isa: Isa,
-    height: usize,
+    /// Number of rows in each tile. 1 for a tile that does not exist.
+    heights: [usize; 2],
     pieces: usize,
     /// Of each tile, the numbers from the next block on.
     rows: [&'a [u32]; 2],
@@ -70,23 +71,33 @@ pub(crate) struct RegisterProducts<'a> {
 }
 
 impl<'a> RegisterProducts<'a> {
-    /// Begins with all blocks of `tiles` tiles of rows, whose sizes are those of [`PieceProducts`].
+    /// Begins with all blocks of one or two tiles, which have `heights` rows. Sizes are those of [`PieceProducts`].
     ///
     /// # Safety
     ///
     /// No other code uses tiles on this thread before [`RegisterProducts::end`].
-    pub(crate) unsafe fn begin(isa: Isa, height: usize, pieces: usize, rows: &'a [u32], sums: &'a mut [f32]) -> Self {
-        let tiles = sums.len() / (isa.panel() * TILE);
-        assert!((1..=2).contains(&tiles) && sums.len() == tiles * isa.panel() * TILE);
-        assert!((1..=TILE).contains(&height) && rows.len().is_multiple_of(tiles * pieces * PAIRS * height));
-        let (first, second) = rows.split_at(rows.len() / tiles);
+    pub(crate) unsafe fn begin(
+        isa: Isa,
+        heights: impl Iterator<Item = usize>,
+        pieces: usize,
+        rows: &'a [u32],
+        sums: &'a mut [f32],
+    ) -> Self {
+        let (mut tiles, mut all) = (0, [1; 2]);
+        for height in heights {
+            (all[tiles], tiles) = (height, tiles + 1);
+        }
+        let height = all[..tiles].iter().sum::<usize>();
+        assert!(tiles > 0 && sums.len() == tiles * isa.panel() * TILE && all.iter().all(|height| (1..=TILE).contains(height)));
+        assert!(rows.len().is_multiple_of(pieces * PAIRS * height));
+        let (first, second) = rows.split_at(rows.len() / height * all[0]);
         sums.fill(0.0);
         #[cfg(target_arch = "x86_64")]
         if isa.matrices == Matrices::Amx {
             // SAFETY: only `Isa::available` creates this value, and it has checked the processor.
-            unsafe { amx::begin(height) };
+            unsafe { amx::begin(all) };
         }
-        Self { isa, height, pieces, rows: [first, second], tiles, sums }
+        Self { isa, heights: all, pieces, rows: [first, second], tiles, sums }
     }
 
     /// Multiplies the next block of each tile by these weights, \[columns\]\[16 pairs\], and adds the products.
@@ -96,9 +107,9 @@ impl<'a> RegisterProducts<'a> {
     /// As for [`RegisterProducts::begin`].
     #[inline(always)]
     pub(crate) unsafe fn add(&mut self, weights: &[u32]) {
-        let size = self.pieces * PAIRS * self.height;
-        let [first, second] = self.rows.map(|rows| rows.split_at_checked(size).unwrap_or_default());
-        assert!(first.0.len() == size && (self.tiles == 1 || second.0.len() == size));
+        let [first_size, second_size] = self.heights.map(|height| self.pieces * PAIRS * height);
+        let first = self.rows[0].split_at(first_size);
+        let second = if self.tiles == 1 { Default::default() } else { self.rows[1].split_at(second_size) };
         self.rows = [first.1, second.1];
         match self.isa.matrices {
             Matrices::Vectors | Matrices::Digits => unreachable!("this instruction set has no tiles"),
@@ -108,17 +119,17 @@ impl<'a> RegisterProducts<'a> {
                 // SAFETY: `begin` configured the registers, and the lengths are checked.
                 unsafe {
                     if self.tiles == 1 {
-                        amx::add_one(weights.as_ptr(), first.0.as_ptr(), 4 * self.height, self.pieces);
+                        amx::add_one(weights.as_ptr(), first.0.as_ptr(), self.heights[0], self.pieces);
                     } else {
-                        amx::add_two(weights.as_ptr(), [first.0.as_ptr(), second.0.as_ptr()], 4 * self.height, self.pieces);
+                        amx::add_two(weights.as_ptr(), [first.0.as_ptr(), second.0.as_ptr()], self.heights, self.pieces);
                     }
                 }
             }
             #[cfg(test)]
             Matrices::Oracle => {
-                let Self { height, pieces, .. } = *self;
+                let pieces = self.pieces;
                 let tile_sums = self.sums.len() / self.tiles;
-                for (rows, sums) in [first.0, second.0].into_iter().zip(self.sums.chunks_exact_mut(tile_sums)) {
+                for ((rows, height), sums) in [first.0, second.0].into_iter().zip(self.heights).zip(self.sums.chunks_exact_mut(tile_sums)) {
                     PieceProducts { height, pieces, blocks: 1, stride: 1, weights, rows, sums, fresh: false, prefetch: false }
                         .run(self.isa);
                 }
@@ -158,7 +169,7 @@ mod amx {
         let PieceProducts { height, pieces, blocks, stride, .. } = of;
         // SAFETY: the registers are configured here and released below. All addresses are within the slices, as the caller has checked.
         unsafe {
-            begin(height);
+            begin([height; 2]);
             for tile in (0..tiles).step_by(2) {
                 let rows = |tile: usize| of.rows.as_ptr().wrapping_add(tile * stride * pieces * PAIRS * height);
                 let sums = of.sums.as_mut_ptr().add(tile * 2 * TILE * TILE);
@@ -173,9 +184,9 @@ mod amx {
                         prefetch_twice::<8192>(weights.cast(), 2 * TILE * LINE);
                     }
                     if count == 2 {
-                        add_two(weights, rows, 4 * height, pieces);
+                        add_two(weights, rows, [height; 2], pieces);
                     } else {
-                        add_one(weights, rows[0], 4 * height, pieces);
+                        add_one(weights, rows[0], height, pieces);
                     }
                 }
                 store(sums, count);
@@ -184,11 +195,15 @@ mod amx {
         }
     }
 
-    /// Configures the registers, which become zero.
-    pub(super) unsafe fn begin(height: usize) {
+    /// Configures the registers for two tiles of rows with these heights. The registers become zero.
+    pub(super) unsafe fn begin(heights: [usize; 2]) {
         let mut config = Config::new();
-        for register in 0..8 {
-            config.set(register, TILE, if matches!(register, 4 | 5) { LINE } else { 4 * height });
+        for (register, line) in [(4, LINE), (5, LINE)]
+            .into_iter()
+            .chain([0, 1, 6].map(|register| (register, 4 * heights[0])))
+            .chain([2, 3, 7].map(|register| (register, 4 * heights[1])))
+        {
+            config.set(register, TILE, line);
         }
         // SAFETY: the configuration is valid. Tiles are not used by compiled code.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly, preserves_flags)) };
@@ -253,7 +268,7 @@ mod amx {
 
     /// Multiplies a block of a tile of rows.
     #[inline(always)]
-    pub(super) unsafe fn add_one(weights: *const u32, rows: *const u32, line_of_rows: usize, pieces: usize) {
+    pub(super) unsafe fn add_one(weights: *const u32, rows: *const u32, height: usize, pieces: usize) {
         // SAFETY: as above. The sums stay in the registers, which compiled code does not use.
         unsafe {
             asm!(
@@ -266,33 +281,35 @@ mod amx {
                 "add {rows}, {step}",
                 "dec {pieces}",
                 "jnz 2b",
-                weights = in(reg) weights, line = in(reg) LINE, rows = inout(reg) rows => _, row_line = in(reg) line_of_rows,
-                step = in(reg) line_of_rows * PAIRS, pieces = inout(reg) pieces => _, options(nostack, readonly),
+                weights = in(reg) weights, line = in(reg) LINE, rows = inout(reg) rows => _, row_line = in(reg) 4 * height,
+                step = in(reg) 4 * height * PAIRS, pieces = inout(reg) pieces => _, options(nostack, readonly),
             );
         }
     }
 
     /// Multiplies a block of two tiles of rows.
     #[inline(always)]
-    pub(super) unsafe fn add_two(weights: *const u32, rows: [*const u32; 2], line_of_rows: usize, pieces: usize) {
+    pub(super) unsafe fn add_two(weights: *const u32, rows: [*const u32; 2], heights: [usize; 2], pieces: usize) {
+        let lines = heights.map(|height| 4 * height);
         // SAFETY: as above.
         unsafe {
             asm!(
                 "tileloadd tmm4, [{weights} + {line}]",
                 "tileloadd tmm5, [{weights} + {line} + 1024]",
                 "2:",
-                "tileloadd tmm6, [{first} + {row_line}]",
+                "tileloadd tmm6, [{first} + {first_line}]",
                 "tdpbf16ps tmm0, tmm4, tmm6",
                 "tdpbf16ps tmm1, tmm5, tmm6",
-                "tileloadd tmm7, [{second} + {row_line}]",
+                "tileloadd tmm7, [{second} + {second_line}]",
                 "tdpbf16ps tmm2, tmm4, tmm7",
                 "tdpbf16ps tmm3, tmm5, tmm7",
-                "add {first}, {step}",
-                "add {second}, {step}",
+                "add {first}, {first_step}",
+                "add {second}, {second_step}",
                 "dec {pieces}",
                 "jnz 2b",
                 weights = in(reg) weights, line = in(reg) LINE, first = inout(reg) rows[0] => _, second = inout(reg) rows[1] => _,
-                row_line = in(reg) line_of_rows, step = in(reg) line_of_rows * PAIRS, pieces = inout(reg) pieces => _,
+                first_line = in(reg) lines[0], first_step = in(reg) lines[0] * PAIRS,
+                second_line = in(reg) lines[1], second_step = in(reg) lines[1] * PAIRS, pieces = inout(reg) pieces => _,
                 options(nostack, readonly),
             );
         }

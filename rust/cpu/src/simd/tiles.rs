@@ -53,7 +53,7 @@ impl PairTiles {
             // SAFETY: only `Isa::available` creates this value, and it has checked the processor. The caller guarantees the rest.
             Matrices::Amx => unsafe {
                 let rest = products.pairs % TILE;
-                if (self.height, self.rest) != (products.height, rest) && (self.height != products.height || rest > 0) {
+                if self.height != products.height || (rest > 0 && rest != self.rest) {
                     amx::configure(products.height, rest);
                     (self.height, self.rest) = (products.height, rest);
                 }
