@@ -3,13 +3,10 @@
 use std::ops::Range;
 
 use super::BlockPanels;
-use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, WIDTH, plane};
+use super::decode::{ByCodeBits, EIGHT, FOUR, GROUPS, SIX, Scales, Units, V, WIDTH, by_code_bits, plane};
 use super::digits::codes;
 use crate::block_type::BLOCK;
 use crate::simd::{Int8, Isa, Kernel, pair_place, prefetch_ahead};
-
-/// Registers of a panel's columns, in all instruction sets with tiles.
-const V: usize = 2;
 
 /// Writes a panel's codes for `inputs`, as pairs of bfloat16 numbers, to `pairs`, \[groups\]\[tiles\]\[pairs of inputs\]\[16 columns\]. Writes
 /// the groups' scales and shifts to `scales`, \[groups\]\[2\]\[columns\]. They are those of the products of bytes.
@@ -31,20 +28,11 @@ impl Kernel for ExpandCodes<'_> {
 
     #[inline(always)]
     fn run<S: Int8>(self, s: S) {
-        if !S::DIGITS || S::VECTORS != V {
-            unreachable!("this instruction set has no tiles");
-        }
-        match self.from.decoding::<S>() {
-            TABLE | FOUR => self.expand::<S, FOUR>(s),
-            FIVE => self.expand::<S, FIVE>(s),
-            SIX => self.expand::<S, SIX>(s),
-            EIGHT => self.expand::<S, EIGHT>(s),
-            _ => unreachable!("there are five ways"),
-        }
+        by_code_bits(s, self.from.decoding::<S>(), self);
     }
 }
 
-impl ExpandCodes<'_> {
+impl ByCodeBits for ExpandCodes<'_> {
     #[inline(always)]
     fn expand<S: Int8, const D: u8>(self, s: S) {
         let Self { from, values, pairs, scales: scales_to } = self;

@@ -9,6 +9,8 @@ use super::panels::Unit;
 use crate::block_type::{BLOCK, BlockType, CodeBits, ScaleKind};
 use crate::simd::{Int8, Isa, Kernel, prefetch_ahead};
 
+/// Registers of a panel's columns, in all instruction sets with products of bytes or with tiles.
+pub(super) const V: usize = 2;
 /// Maximum columns of a panel.
 pub(super) const WIDTH: usize = 32;
 /// Maximum number of scale groups in a unit.
@@ -113,6 +115,26 @@ impl<'a> Units<'a> {
                 }
             }
         }
+    }
+}
+
+/// A kernel for matrix tiles, with a version for each number of bits of a code. Values of a table are codes of 4 bits.
+pub(super) trait ByCodeBits {
+    fn expand<S: Int8, const D: u8>(self, s: S);
+}
+
+/// Runs the version of `kernel` for the result of [`Units::decoding`].
+#[inline(always)]
+pub(super) fn by_code_bits<S: Int8>(s: S, decoding: u8, kernel: impl ByCodeBits) {
+    if !S::DIGITS || S::VECTORS != V {
+        unreachable!("this instruction set has no tiles");
+    }
+    match decoding {
+        TABLE | FOUR => kernel.expand::<S, FOUR>(s),
+        FIVE => kernel.expand::<S, FIVE>(s),
+        SIX => kernel.expand::<S, SIX>(s),
+        EIGHT => kernel.expand::<S, EIGHT>(s),
+        _ => unreachable!("there are five ways"),
     }
 }
 

@@ -8,16 +8,12 @@
 //! products of a digit exactly, and those of the three digits in the same order.
 
 use super::BlockPanels;
-use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, WIDTH, plane};
+use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, V, WIDTH, plane};
 use super::panels::BYTE_ORDER;
 use crate::block_type::BLOCK;
 use crate::pod::Pod;
-use crate::simd::{Int8, Isa, Kernel, prefetch_twice};
+use crate::simd::{DIGITS, Int8, Isa, Kernel, prefetch_twice};
 
-/// Number of digits of an integer.
-const DIGITS: usize = 3;
-/// Registers of a panel's columns, in all instruction sets that multiply bytes.
-const V: usize = 2;
 /// Added to an integer, it makes each byte the digit plus 128.
 const OFFSET: i32 = 0x80_8080;
 /// What must be added to the bits of a number above 0x7f7f7f times a power of two, and to no smaller one's, to reach the next exponent.

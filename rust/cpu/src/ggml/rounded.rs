@@ -3,13 +3,10 @@
 use std::ops::Range;
 
 use super::BlockPanels;
-use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, WIDTH};
+use super::decode::{ByCodeBits, EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, Units, V, WIDTH, by_code_bits};
 use super::panels::CodeOrder;
 use crate::block_type::BLOCK;
 use crate::simd::{Int8, Isa, Kernel, prefetch_twice};
-
-/// Registers of a panel's columns, in all instruction sets with tiles.
-const V: usize = 2;
 
 /// Bytes from what is read to what is prefetched to the second-level cache.
 const FAR: usize = 3072;
@@ -62,20 +59,11 @@ impl<K: RoundedSink> Kernel for ExpandRounded<'_, K> {
 
     #[inline(always)]
     fn run<S: Int8>(self, s: S) {
-        if !S::DIGITS || S::VECTORS != V {
-            unreachable!("this instruction set has no tiles");
-        }
-        match self.from.decoding::<S>() {
-            TABLE | FOUR => self.expand::<S, FOUR>(s),
-            FIVE => self.expand::<S, FIVE>(s),
-            SIX => self.expand::<S, SIX>(s),
-            EIGHT => self.expand::<S, EIGHT>(s),
-            _ => unreachable!("there are five ways"),
-        }
+        by_code_bits(s, self.from.decoding::<S>(), self);
     }
 }
 
-impl<K: RoundedSink> ExpandRounded<'_, K> {
+impl<K: RoundedSink> ByCodeBits for ExpandRounded<'_, K> {
     #[inline(always)]
     fn expand<S: Int8, const D: u8>(self, s: S) {
         let Self { from, to, sink } = self;

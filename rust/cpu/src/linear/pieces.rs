@@ -58,9 +58,7 @@ impl<const P: usize> SharedPieces<'_, P> {
         let pairs = unsafe { self.0.write(tile.start * size, tile.len() * size) };
         isa.run(Seal { pairs, height: tile.len() });
     }
-}
 
-impl<const P: usize> SharedPieces<'_, P> {
     /// Multiplies one or two tiles by a panel, a block at a time. Writes the sums to `scratch`.
     ///
     /// # Safety

@@ -156,7 +156,7 @@ mod amx {
     use std::arch::asm;
 
     use super::super::prefetch_twice;
-    use super::super::tiles::amx::{Config, LINE};
+    use super::super::tiles::amx::{Config, LINE, release};
     use super::{PAIRS, PieceProducts, TILE};
 
     /// Computes [`PieceProducts`]. Registers 0 to 3 have sums, 4 and 5 weights, 6 and 7 rows.
@@ -205,8 +205,8 @@ mod amx {
         {
             config.set(register, TILE, line);
         }
-        // SAFETY: the configuration is valid. Tiles are not used by compiled code.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly, preserves_flags)) };
+        // SAFETY: the caller guarantees it.
+        unsafe { config.load() };
     }
 
     /// Loads the sums of one or two tiles, or zeros.
@@ -249,12 +249,6 @@ mod amx {
                 );
             }
         }
-    }
-
-    /// Releases the registers.
-    unsafe fn release() {
-        // SAFETY: as above.
-        unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
     }
 
     /// Stores the sums and releases the registers.

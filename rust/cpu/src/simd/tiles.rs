@@ -131,6 +131,16 @@ pub(super) mod amx {
         pub(in crate::simd) fn set(&mut self, register: usize, rows: usize, row_bytes: usize) {
             (self.rows[register], self.row_bytes[register]) = (rows as u8, row_bytes as u16);
         }
+
+        /// Configures the registers, which become zero.
+        ///
+        /// # Safety
+        ///
+        /// The process may use the tiles.
+        pub(in crate::simd) unsafe fn load(&self) {
+            // SAFETY: sizes are set within the registers' bounds. Compiled code does not use tiles.
+            unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const *self, options(nostack, readonly, preserves_flags)) };
+        }
     }
 
     /// Bits 22 (bfloat16) and 24 (tiles) of EDX in CPUID's leaf 7, and Linux's `arch_prctl` call for the tiles' state.
@@ -166,12 +176,12 @@ pub(super) mod amx {
                 _ => config.set(register, height, 4 * pairs),
             }
         }
-        // SAFETY: the configuration is valid. Compiled code does not use tiles.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly, preserves_flags)) };
+        // SAFETY: the caller guarantees it.
+        unsafe { config.load() };
     }
 
     /// Releases the registers.
-    pub(super) unsafe fn release() {
+    pub(in crate::simd) unsafe fn release() {
         // SAFETY: compiled code does not use tiles.
         unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
     }
