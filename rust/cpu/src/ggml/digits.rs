@@ -46,22 +46,21 @@ impl Digits {
     ///
     /// All loops are plain: closures would lack the kernel's target features, and would not become vector instructions.
     #[inline(always)]
-    pub(crate) fn new(numbers: &[f32; BLOCK]) -> Self {
+    pub(crate) fn new<S: Int8>(s: S, numbers: &[f32; BLOCK]) -> Self {
         let Some((scale, inverse)) = scale_of(numbers) else {
             return Self { bytes: [[0; BLOCK]; DIGITS], scale: f32::NAN, sum: f32::NAN, halves: [f32::NAN; 2] };
         };
         // The order keeps the first 16 numbers before the others.
-        let (mut bytes, mut halves) = ([[0; BLOCK]; DIGITS], [0; 2]);
+        let integers = integers(s, numbers, inverse);
+        let mut bytes = [[0; BLOCK]; DIGITS];
         for at in 0..BLOCK {
-            let integer = integer(numbers[BYTE_ORDER[at]], inverse);
-            halves[at / (BLOCK / 2)] += integer;
-            let digits = digits(integer);
+            let digits = digits(integers[BYTE_ORDER[at]]);
             bytes[0][at] = digits as i8;
             bytes[1][at] = (digits >> 8) as i8;
             bytes[2][at] = (digits >> 16) as i8;
         }
-        let [low, high] = halves;
-        Self { bytes, scale, sum: scale * (low + high) as f32, halves: [scale * low as f32, scale * high as f32] }
+        let (sum, halves) = sums(&integers, scale);
+        Self { bytes, scale, sum, halves }
     }
 }
 
@@ -78,33 +77,27 @@ impl TileDigits {
     /// Splits numbers as [`Digits::new`] does.
     #[inline(always)]
     #[allow(clippy::needless_range_loop)]
-    pub(crate) fn new(numbers: &[f32; BLOCK]) -> Self {
+    pub(crate) fn new<S: Int8>(s: S, numbers: &[f32; BLOCK]) -> Self {
         let Some((scale, inverse)) = scale_of(numbers) else {
             let nan = f32::NAN.to_bits();
             return Self { pairs: [[nan >> 16 | nan; BLOCK / 2]; DIGITS], sum: f32::NAN, halves: [f32::NAN; 2] };
         };
-        let (mut pairs, mut halves) = ([[0; BLOCK / 2]; DIGITS], [0; 2]);
-        for half in 0..2 {
-            let (mut low, mut high) = ([0; 8], [0; 8]);
-            for at in 0..8 {
-                low[at] = integer(numbers[16 * half + at], inverse);
-                high[at] = integer(numbers[16 * half + 8 + at], inverse);
-            }
-            for at in 0..8 {
-                halves[half] += low[at] + high[at];
-                (low[at], high[at]) = (digits(low[at]), digits(high[at]));
-            }
-            let mut power = scale;
-            for digit in 0..DIGITS {
-                for at in 0..8 {
-                    let (low, high) = (f32::from((low[at] >> (8 * digit)) as i8), f32::from((high[at] >> (8 * digit)) as i8));
-                    pairs[digit][8 * half + at] = (low * power).to_bits() >> 16 | (high * power).to_bits();
-                }
-                power *= 256.0;
-            }
+        let integers = integers(s, numbers, inverse);
+        let (mut low, mut high) = ([0; BLOCK / 2], [0; BLOCK / 2]);
+        for at in 0..BLOCK / 2 {
+            let first = at / 8 * 16 + at % 8;
+            (low[at], high[at]) = (digits(integers[first]), digits(integers[first + 8]));
         }
-        let [low, high] = halves;
-        Self { pairs, sum: scale * (low + high) as f32, halves: [scale * low as f32, scale * high as f32] }
+        let (mut pairs, mut power) = ([[0; BLOCK / 2]; DIGITS], scale);
+        for digit in 0..DIGITS {
+            for at in 0..BLOCK / 2 {
+                let (low, high) = (f32::from((low[at] >> (8 * digit)) as i8), f32::from((high[at] >> (8 * digit)) as i8));
+                pairs[digit][at] = (low * power).to_bits() >> 16 | (high * power).to_bits();
+            }
+            power *= 256.0;
+        }
+        let (sum, halves) = sums(&integers, scale);
+        Self { pairs, sum, halves }
     }
 }
 
@@ -123,9 +116,30 @@ fn scale_of(numbers: &[f32; BLOCK]) -> Option<(f32, f32)> {
     Some((f32::from_bits((exponent - 22) << 23), f32::from_bits((276 - exponent) << 23)))
 }
 
+/// Rounds numbers times `inverse` to integers, in registers: plain code would check each conversion for overflow.
 #[inline(always)]
-fn integer(x: f32, inverse: f32) -> i32 {
-    (x * inverse).round_ties_even() as i32
+fn integers<S: Int8>(s: S, numbers: &[f32; BLOCK], inverse: f32) -> [i32; BLOCK] {
+    let mut integers = [0; BLOCK];
+    for (numbers, integers) in numbers.chunks_exact(S::LANES).zip(integers.chunks_exact_mut(S::LANES)) {
+        // SAFETY: both slices have a register's lanes.
+        unsafe {
+            let scaled = s.mul(s.load(numbers.as_ptr()), s.splat(inverse));
+            s.store(integers.as_mut_ptr().cast(), s.with_bits(s.to_integers(scaled), 0));
+        }
+    }
+    integers
+}
+
+/// The sum of integers times `scale`, and those of their halves.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)]
+fn sums(integers: &[i32; BLOCK], scale: f32) -> (f32, [f32; 2]) {
+    let (mut low, mut high) = (0, 0);
+    for at in 0..BLOCK / 2 {
+        low += integers[at];
+        high += integers[BLOCK / 2 + at];
+    }
+    (scale * (low + high) as f32, [scale * low as f32, scale * high as f32])
 }
 
 /// The signed digits of an integer, one in each byte.

@@ -169,10 +169,10 @@ impl Kernel for Pack<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Int8>(self, _: S) {
+    fn run<S: Int8>(self, s: S) {
         let Self { numbers, to, row, height } = self;
         for (to, numbers) in to[row..].iter_mut().step_by(height).zip(numbers.as_chunks::<BLOCK>().0) {
-            *to = Digits::new(numbers);
+            *to = Digits::new(s, numbers);
         }
     }
 }
@@ -191,10 +191,10 @@ impl Kernel for PackTiles<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Int8>(self, _: S) {
+    fn run<S: Int8>(self, s: S) {
         let Self { numbers, pairs, sums, halves, row, height } = self;
         for (b, numbers) in numbers.as_chunks::<BLOCK>().0.iter().enumerate() {
-            let digits = TileDigits::new(numbers);
+            let digits = TileDigits::new(s, numbers);
             sums[b * height + row] = digits.sum;
             for half in 0..2 {
                 halves[(2 * b + half) * height + row] = digits.halves[half];

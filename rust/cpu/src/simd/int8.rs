@@ -35,6 +35,8 @@ pub(crate) trait Int8: Simd {
     /// Converts the sums of `dot4` to one 32-bit sum per column.
     fn total4(self, sum: Self::I) -> Self::I;
     fn to_f32(self, x: Self::I) -> Self::F;
+    /// Rounds to the nearest integers, ties to even. Numbers that 32 bits do not hold give unspecified integers.
+    fn to_integers(self, x: Self::F) -> Self::I;
     /// Loads [`Simd::LANES`] 32-bit words.
     unsafe fn words(self, p: *const u8) -> Self::I;
     /// Shifts each word right by `shift`, or left if it is negative, and masks it with `mask`.
@@ -110,6 +112,10 @@ impl Int8 for Portable {
     #[inline(always)]
     fn to_f32(self, x: [i32; 8]) -> [f32; 8] {
         x.map(|x| x as f32)
+    }
+    #[inline(always)]
+    fn to_integers(self, x: [f32; 8]) -> [i32; 8] {
+        x.map(|x| x.round_ties_even() as i32)
     }
     #[inline(always)]
     unsafe fn words(self, p: *const u8) -> [i32; 8] {
@@ -216,6 +222,10 @@ mod x86 {
             unsafe { _mm256_cvtepi32_ps(x) }
         }
         #[inline(always)]
+        fn to_integers(self, x: __m256) -> __m256i {
+            unsafe { _mm256_cvtps_epi32(x) }
+        }
+        #[inline(always)]
         unsafe fn words(self, p: *const u8) -> __m256i {
             unsafe { _mm256_loadu_si256(p.cast()) }
         }
@@ -298,6 +308,10 @@ mod x86 {
         #[inline(always)]
         fn to_f32(self, x: __m512i) -> __m512 {
             unsafe { _mm512_cvtepi32_ps(x) }
+        }
+        #[inline(always)]
+        fn to_integers(self, x: __m512) -> __m512i {
+            unsafe { _mm512_cvtps_epi32(x) }
         }
         #[inline(always)]
         unsafe fn words(self, p: *const u8) -> __m512i {
@@ -417,6 +431,10 @@ mod arm {
         #[inline(always)]
         fn to_f32(self, x: int32x4_t) -> float32x4_t {
             unsafe { vcvtq_f32_s32(x) }
+        }
+        #[inline(always)]
+        fn to_integers(self, x: float32x4_t) -> int32x4_t {
+            unsafe { vcvtnq_s32_f32(x) }
         }
         #[inline(always)]
         unsafe fn words(self, p: *const u8) -> int32x4_t {
