@@ -35,8 +35,8 @@ pub(crate) struct Scratch {
     sums: AlignedVec<f32>,
     /// \[rows\]\[lanes\]: sums of the exponentials, by position modulo lanes.
     weights: AlignedVec<f32>,
-    /// \[rows\]: the running maximum of the scores, which is subtracted before the exponential.
-    largest: AlignedVec<f32>,
+    /// \[rows\]: what is subtracted from the scores before the exponential.
+    bases: AlignedVec<f32>,
     /// \[rows\]: the positions that the row attends to.
     seen: Vec<Range<usize>>,
     /// \[head dim\]\[TILE\]: gathered keys, in the cache's format. Used when the block size is not a multiple of the lanes.
@@ -45,6 +45,8 @@ pub(crate) struct Scratch {
     edges: AlignedVec<u32>,
     /// \[TILE / 2\]\[head dim, padded\]: gathered pairs of values, for matrix tiles.
     values: AlignedVec<u32>,
+    /// Scores of some rows, and of the next ones, for matrix tiles.
+    scores: AlignedVec<f32>,
 }
 
 /// Attention in one layer: scaled dot products, softmax, weighted sum of the values.
@@ -164,14 +166,14 @@ impl<C: Cell> Attend<'_, C> {
         let rows = self.task.parts.iter().map(|part| part.queries).sum::<usize>() * group;
         let width = group * head_dim;
         let tiled = self.tiled();
-        let Scratch { query, sums, weights, largest, seen, keys, edges, values } = &mut *self.scratch;
+        let Scratch { query, sums, weights, bases, seen, keys, edges, values, .. } = &mut *self.scratch;
         query.reserve(rows * head_dim);
         sums.reserve(rows * padded);
         sums[..rows * padded].fill(0.0);
         weights.reserve(rows * S::LANES);
         weights[..rows * S::LANES].fill(0.0);
-        largest.reserve(rows);
-        largest[..rows].fill(f32::NEG_INFINITY);
+        bases.reserve(rows);
+        bases[..rows].fill(f32::NEG_INFINITY);
         keys.reserve(head_dim * TILE);
         edges.reserve(2 * padded);
         if tiled {
@@ -315,7 +317,8 @@ impl<C: Cell> Attend<'_, C> {
         if tokens.is_empty() {
             return;
         }
-        let vectors = tokens.start / S::LANES..tokens.end.div_ceil(S::LANES);
+        // Pairs of registers become registers of pairs.
+        let vectors = tokens.start / S::LANES / C::NUMBERS * C::NUMBERS..tokens.end.div_ceil(S::LANES).next_multiple_of(C::NUMBERS);
         let mut scores = [[0.0; TILE]; MICRO];
         let mut factors = [[0.0; 16]; MICRO];
         // SAFETY: `begin` sized the scratch memory for all rows, and `fill` set the tile's pointers for all of its tokens.
@@ -373,17 +376,19 @@ impl<C: Cell> Attend<'_, C> {
         let seen = &self.scratch.seen[row];
         let start = seen.start.saturating_sub(tile.start).clamp(lanes.start, lanes.end);
         let end = seen.end.saturating_sub(tile.start).clamp(start, lanes.end);
-        scores[lanes.start..start].fill(f32::NEG_INFINITY);
-        scores[end..lanes.end].fill(f32::NEG_INFINITY);
+        // Most rows see the whole tile, and calls to fill nothing take longer than all exponentials.
+        if (start..end) != lanes {
+            scores[lanes.start..start].fill(f32::NEG_INFINITY);
+            scores[end..lanes.end].fill(f32::NEG_INFINITY);
+        }
         // SAFETY: the caller guarantees it.
         let factor = unsafe {
             let weights = self.scratch.weights.as_mut_ptr().add(row * S::LANES);
-            powers::<S, C>(s, scores, vectors.clone(), &mut self.scratch.largest[row], weights)
+            powers::<S, C>(s, scores, vectors.clone(), &mut self.scratch.bases[row], weights)
         };
         if C::SCALED {
             multiply(s, scores, &tile.value_scales, vectors);
         }
-        C::factors(s, scores);
         factor
     }
 

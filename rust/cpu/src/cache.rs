@@ -308,10 +308,10 @@ pub(crate) trait Cell: Pod {
     #[inline(always)]
     fn factors<S: Simd>(_: S, _numbers: &mut [f32]) {}
 
-    /// e^`x` for numbers that are not above 0, as exact as factors of cells need it.
+    /// e^(`x` - `base`) for exponents that are not above 88, as exact as factors of cells need it.
     #[inline(always)]
-    fn exp<S: Simd>(s: S, x: S::F) -> S::F {
-        exp(s, x)
+    fn exp<S: Simd>(s: S, x: S::F, base: S::F) -> S::F {
+        exp(s, s.sub(x, base))
     }
 
     /// Adds the products of factors and cells to `sums`.
@@ -392,8 +392,8 @@ impl Cell for Bf16Pair {
     }
 
     #[inline(always)]
-    fn exp<S: Simd>(s: S, x: S::F) -> S::F {
-        s.exp_13_bits(x)
+    fn exp<S: Simd>(s: S, x: S::F, base: S::F) -> S::F {
+        s.exp_13_bits(x, base)
     }
 
     #[inline(always)]

@@ -13,9 +13,8 @@ use crate::simd::{PairProducts, PairTiles, Simd};
 /// Maximum rows that are computed at once.
 const ROWS: usize = COLUMNS;
 
-/// Scores of some rows, whose lines are those of the cache.
-#[repr(align(64))]
-struct Scores([[f32; TILE]; ROWS]);
+/// Scores of some rows.
+type Scores = [[f32; TILE]; ROWS];
 
 /// Maximum tiles of columns that one call multiplies.
 const MOST_COLUMNS: usize = 16;
@@ -52,19 +51,20 @@ impl<C: Cell> Attend<'_, C> {
     #[inline(always)]
     pub(super) unsafe fn look_tiled<S: Simd>(&mut self, s: S, tile: &Tile<C>, rows: &Range<usize>, tiles: &mut PairTiles) {
         let chunks = Tiling::new(rows.len(), ROWS);
-        let mut scores = [Scores([[0.0; TILE]; ROWS]), Scores([[0.0; TILE]; ROWS])];
+        self.scratch.scores.reserve(2 * ROWS * TILE);
+        let scores = self.scratch.scores.as_mut_ptr().cast::<Scores>();
         let mut last: Option<Range<usize>> = None;
         for chunk in 0..=chunks.tiles() {
             let rows = (chunk < chunks.tiles()).then(|| chunks.range(chunk)).map(|chunk| rows.start + chunk.start..rows.start + chunk.end);
             let rows = rows.filter(|rows| !self.visible(tile, rows).is_empty());
             // The tiles multiply the next rows while vectors compute the exponentials of the last ones.
-            // SAFETY: the caller guarantees it.
+            // SAFETY: the caller guarantees it, and nothing else uses the memory of the scores.
             unsafe {
                 if let Some(rows) = &rows {
-                    self.score::<S>(tile, rows, tiles, &mut scores[chunk % 2]);
+                    self.score::<S>(tile, rows, tiles, &mut *scores.add(chunk % 2));
                 }
                 if let Some(last) = last {
-                    self.add_values(s, tile, last, tiles, &mut scores[(chunk + 1) % 2]);
+                    self.add_values(s, tile, last, tiles, &mut *scores.add((chunk + 1) % 2));
                 }
             }
             last = rows;
@@ -85,7 +85,7 @@ impl<C: Cell> Attend<'_, C> {
         // SAFETY: `begin` sized the scratch memory for all rows, and `fill` set the addresses of all keys. The caller guarantees the rest.
         unsafe {
             let query = self.scratch.query.as_ptr().add(rows.start * head_dim);
-            tiles.multiply(products, query, &keys, scores.0.as_mut_ptr().cast());
+            tiles.multiply(products, query, &keys, scores.as_mut_ptr().cast());
         }
     }
 
@@ -99,7 +99,7 @@ impl<C: Cell> Attend<'_, C> {
         let (padded, height, first_row) = (self.of.pages.padded(), rows.len(), rows.start);
         // SAFETY: `begin` sized the scratch memory for all rows. The caller guarantees the rest.
         unsafe {
-            for (row, scores) in rows.zip(&mut scores.0) {
+            for (row, scores) in rows.zip(scores.iter_mut()) {
                 if let Some(factor) = self.weigh(s, tile, row, 0..TILE / S::LANES, scores) {
                     for at in (row * padded..(row + 1) * padded).step_by(S::LANES) {
                         let sum = self.scratch.sums.as_mut_ptr().add(at);
@@ -112,7 +112,7 @@ impl<C: Cell> Attend<'_, C> {
             for first in (0..padded).step_by(MOST_COLUMNS * COLUMNS) {
                 let count = MOST_COLUMNS.min((padded - first) / COLUMNS);
                 let columns: [*const u32; MOST_COLUMNS] = std::array::from_fn(|column| values.wrapping_add(first + column * COLUMNS));
-                tiles.multiply(products, scores.0.as_ptr().cast(), &columns[..count], sums.add(first));
+                tiles.multiply(products, scores.as_ptr().cast(), &columns[..count], sums.add(first));
             }
         }
     }

@@ -58,35 +58,47 @@ pub(super) fn multiply<S: Simd>(s: S, row: &mut [f32; TILE], by: &[f32; TILE], v
     }
 }
 
-/// Replaces a row's scores by their exponentials relative to the running maximum and adds them to the weights. Returns the factor that
-/// rescales older sums, if it is not 1.
+/// How far a score may be above the number that is subtracted before the exponential. Few tiles exceed it, so that the sums are rarely
+/// rescaled, as in `FlashAttention` 4.
+const SLACK: f32 = 4.0;
+
+/// Replaces a row's scores by their exponentials relative to `base`, as factors of the values' cells, and adds them to the weights. If a
+/// score is too far above the base, the largest one becomes the base. Returns the factor that then rescales older sums.
 #[inline(always)]
 pub(super) unsafe fn powers<S: Simd, C: Cell>(
     s: S,
     scores: &mut [f32; TILE],
     vectors: Range<usize>,
-    largest: &mut f32,
+    base: &mut f32,
     weights: *mut f32,
 ) -> Option<S::F> {
     // SAFETY: the caller guarantees it.
     unsafe {
-        let mut most = s.splat(*largest);
-        for v in vectors.clone() {
+        let mut most = s.load(scores.as_ptr().add(vectors.start * S::LANES));
+        for v in vectors.start + 1..vectors.end {
             most = s.max(most, s.load(scores.as_ptr().add(v * S::LANES)));
         }
-        let before = std::mem::replace(largest, s.largest(most));
-        // The row has no visible token yet. Its scores are all minus infinity, and their exponentials must be 0.
-        let base = s.splat(if *largest == f32::NEG_INFINITY { 0.0 } else { *largest });
         let mut sum = s.load(weights);
-        let factor = if *largest > before { Some(exp(s, s.sub(s.splat(before), base))) } else { None };
-        if let Some(factor) = factor {
-            sum = s.mul(sum, factor);
+        let mut factor = None;
+        if s.any_above(most, s.splat(*base + SLACK)) {
+            let before = std::mem::replace(base, s.largest(most));
+            let rescale = exp(s, s.sub(s.splat(before), s.splat(*base)));
+            sum = s.mul(sum, rescale);
+            factor = Some(rescale);
         }
-        for v in vectors {
+        // The row has no visible token yet. Its scores are all minus infinity, and their exponentials must be 0.
+        let base = s.splat(if *base == f32::NEG_INFINITY { 0.0 } else { *base });
+        for v in vectors.step_by(C::NUMBERS) {
             let p = scores.as_mut_ptr().add(v * S::LANES);
-            let power = C::exp(s, s.sub(s.load(p), base));
-            s.store(p, power);
-            sum = s.add(sum, power);
+            let first = C::exp(s, s.load(p), base);
+            sum = s.add(sum, first);
+            if C::NUMBERS == 2 {
+                let second = C::exp(s, s.load(p.add(S::LANES)), base);
+                sum = s.add(sum, second);
+                s.store(scores.as_mut_ptr().add(v / 2 * S::LANES), s.round_bf16_pairs(first, second));
+            } else {
+                s.store(p, first);
+            }
         }
         s.store(weights, sum);
         factor

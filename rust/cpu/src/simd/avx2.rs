@@ -96,6 +96,10 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    fn any_above(self, a: __m256, b: __m256) -> bool {
+        unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b)) != 0 }
+    }
+    #[inline(always)]
     fn round(self, x: __m256) -> __m256 {
         unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x) }
     }

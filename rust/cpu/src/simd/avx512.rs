@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{EXP2, Kernel, Simd, portable};
+use super::{Kernel, Simd, portable};
 
 /// Proof that the processor has AVX-512 with VNNI and, with `BF16`, products of bfloat16.
 #[derive(Clone, Copy)]
@@ -145,22 +145,26 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe { _mm512_reduce_max_ps(x) }
     }
     #[inline(always)]
+    fn any_above(self, a: __m512, b: __m512) -> bool {
+        unsafe { _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b) != 0 }
+    }
+    #[inline(always)]
     fn round(self, x: __m512) -> __m512 {
         unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x) }
     }
-    /// The sum with 1.5 * 2^23 has the rounded exponent of two in its lowest bits, and shifting them adds it to the exponent.
+    /// One instruction finds the distance to the next lower integer, and another one multiplies by two to the power of that integer.
     #[inline(always)]
-    fn exp_13_bits(self, x: __m512) -> __m512 {
+    fn exp_13_bits(self, x: __m512, base: __m512) -> __m512 {
+        // 2^r between 0 and 1, with a relative error of 2^-13.
+        const COEFFICIENTS: [f32; 4] = [0.999_925_2, 0.695_833_56, 0.226_067_16, 0.078_024_52];
         unsafe {
-            let [magic, log2e] = [12_582_912.0, std::f32::consts::LOG2_E].map(|x| _mm512_set1_ps(x));
-            let kept = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-87.0));
-            let shifted = _mm512_fmadd_ps(x, log2e, magic);
-            let r = _mm512_fmsub_ps(x, log2e, _mm512_sub_ps(shifted, magic));
-            let mut p = _mm512_fmadd_ps(_mm512_set1_ps(EXP2[2]), r, _mm512_set1_ps(EXP2[1]));
-            p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(EXP2[0]));
-            p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0));
-            let exponent = _mm512_slli_epi32::<23>(_mm512_castps_si512(shifted));
-            _mm512_castsi512_ps(_mm512_maskz_add_epi32(kept, _mm512_castps_si512(p), exponent))
+            let log2e = _mm512_set1_ps(std::f32::consts::LOG2_E);
+            let x = _mm512_fmsub_ps(x, log2e, _mm512_mul_ps(base, log2e));
+            let kept = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-126.0));
+            let r = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(x);
+            let [c0, c1, c2, c3] = COEFFICIENTS.map(|c| _mm512_set1_ps(c));
+            let p = _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_fmadd_ps(c3, r, c2), r, c1), r, c0);
+            _mm512_maskz_scalef_ps(kept, p, x)
         }
     }
     #[inline(always)]

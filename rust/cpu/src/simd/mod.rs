@@ -100,12 +100,15 @@ pub(crate) trait Simd: Copy {
     fn sum(self, x: Self::F) -> f32;
     /// The largest lane. No lane may be NaN.
     fn largest(self, x: Self::F) -> f32;
+    /// Whether any lane of `a` is above that of `b`.
+    fn any_above(self, a: Self::F, b: Self::F) -> bool;
     /// Rounds to the nearest integer, ties to even.
     fn round(self, x: Self::F) -> Self::F;
-    /// e^`x` for numbers that are not above 0, to 13 bits: for results that become bfloat16. 0 below -87.7, or already below -87.
+    /// e^(`x` - `base`) for exponents that are not above 88, to 13 bits: for results that become bfloat16. 0 below -87.7, or already below
+    /// -87.
     #[inline(always)]
-    fn exp_13_bits(self, x: Self::F) -> Self::F {
-        exp_13_bits(self, x)
+    fn exp_13_bits(self, x: Self::F, base: Self::F) -> Self::F {
+        exp_13_bits(self, self.sub(x, base))
     }
     /// 2^`n`, for integers from -127 to 127. The result is 0 for -127.
     fn power_of_two(self, n: Self::F) -> Self::F;

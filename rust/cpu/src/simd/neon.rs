@@ -95,6 +95,10 @@ impl Simd for Neon {
         unsafe { vmaxvq_f32(x) }
     }
     #[inline(always)]
+    fn any_above(self, a: float32x4_t, b: float32x4_t) -> bool {
+        unsafe { vmaxvq_u32(vcgtq_f32(a, b)) != 0 }
+    }
+    #[inline(always)]
     fn round(self, x: float32x4_t) -> float32x4_t {
         unsafe { vrndnq_f32(x) }
     }

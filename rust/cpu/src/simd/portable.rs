@@ -87,6 +87,10 @@ impl Simd for Portable {
         x.into_iter().fold(f32::NEG_INFINITY, f32::max)
     }
     #[inline(always)]
+    fn any_above(self, a: [f32; 8], b: [f32; 8]) -> bool {
+        a.into_iter().zip(b).any(|(a, b)| a > b)
+    }
+    #[inline(always)]
     fn round(self, x: [f32; 8]) -> [f32; 8] {
         x.map(f32::round_ties_even)
     }

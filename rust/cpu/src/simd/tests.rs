@@ -62,6 +62,7 @@ op!(Min, |s, a, b, _| s.min(a, b));
 op!(Round, |s, a, _, _| s.round(a));
 op!(PowerOfTwo, |s, a, _, _| s.power_of_two(a));
 op!(Exp, |s, a, _, _| exp(s, a));
+op!(Exp13Bits, |s, a, b, _| s.exp_13_bits(a, b));
 op!(Tanh, |s, a, _, _| tanh(s, a));
 
 macro_rules! kernel {
@@ -305,6 +306,25 @@ fn exp_at_its_borders() {
             assert_eq!(at(x), at(88.0), "{} exp({x})", isa.name());
         }
         assert!(exp_error(88.0, at(88.0)) <= 2.0, "{}", isa.name());
+    }
+}
+
+#[test]
+fn exp_to_13_bits_is_near_and_0_far_below() {
+    let numbers: Vec<f32> = (-86_000..88_000).map(|x| x as f32 / 1000.0).collect();
+    for isa in Isa::available() {
+        for base in [0.0, 7.25, -30.5] {
+            let scores: Vec<f32> = numbers.iter().map(|x| x + base).collect();
+            let bases = vec![base; scores.len()];
+            for (x, got) in scores.iter().zip(apply::<Exp13Bits>(isa, &scores, &bases, &bases)) {
+                let want = (f64::from(*x) - f64::from(base)).exp();
+                assert!((f64::from(got) - want).abs() <= 1.4e-4 * want, "{} exp({x} - {base}): {got}", isa.name());
+            }
+        }
+        let [low, none, zeros] = [-88.0, f32::NEG_INFINITY, 0.0].map(|x| [x; WIDEST]);
+        for x in [low, none] {
+            assert!(apply::<Exp13Bits>(isa, &x, &zeros, &zeros).iter().all(|&x| x.to_bits() == 0), "{} exp({})", isa.name(), x[0]);
+        }
     }
 }
 
