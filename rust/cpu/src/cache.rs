@@ -4,7 +4,7 @@ use thiserror::Error;
 
 use crate::half;
 use crate::pod::Pod;
-use crate::simd::{Simd, exp};
+use crate::simd::Simd;
 use crate::unsafe_slice::UnsafeSlice;
 
 use self::zeroed::Zeroed;
@@ -311,7 +311,7 @@ pub(crate) trait Cell: Pod {
     /// e^(`x` - `base`) for exponents that are not above 88, as exact as factors of cells need it.
     #[inline(always)]
     fn exp<S: Simd>(s: S, x: S::F, base: S::F) -> S::F {
-        exp(s, s.sub(x, base))
+        s.exp(s.sub(x, base))
     }
 
     /// Adds the products of factors and cells to `sums`.

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{TILE, Tile};
 use crate::cache::Cell;
-use crate::simd::{Simd, exp};
+use crate::simd::Simd;
 
 /// Maximum rows of a micro-tile. Each row accumulates in [`VECTORS`] registers.
 pub(super) const MICRO: usize = 6;
@@ -82,7 +82,7 @@ pub(super) unsafe fn powers<S: Simd, C: Cell>(
         let mut factor = None;
         if s.any_above(most, s.splat(*base + SLACK)) {
             let before = std::mem::replace(base, s.largest(most));
-            let rescale = exp(s, s.sub(s.splat(before), s.splat(*base)));
+            let rescale = s.exp(s.sub(s.splat(before), s.splat(*base)));
             sum = s.mul(sum, rescale);
             factor = Some(rescale);
         }

@@ -1,7 +1,7 @@
 //! Attention within a text: every token attends to all tokens.
 
 use crate::aligned::AlignedVec;
-use crate::simd::{Kernel, Simd, exp};
+use crate::simd::{Kernel, Simd};
 use crate::unsafe_slice::UnsafeSlice;
 
 /// Queries that are computed together. A key or value is loaded once for all of them.
@@ -122,7 +122,7 @@ fn exponentials<S: Simd>(s: S, row: &mut [f32]) -> f32 {
     for x in row.chunks_exact_mut(S::LANES) {
         // SAFETY: as above.
         unsafe {
-            let power = exp(s, s.sub(s.load(x.as_ptr()), largest));
+            let power = s.exp(s.sub(s.load(x.as_ptr()), largest));
             s.store(x.as_mut_ptr(), power);
             sum = s.add(sum, power);
         }

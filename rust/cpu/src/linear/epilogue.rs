@@ -1,6 +1,6 @@
 //! Epilogues: operations on a linear layer's sums while they are in the cache.
 
-use crate::simd::{Kernel, Simd, exp, tanh};
+use crate::simd::{Kernel, Simd, tanh};
 use crate::unsafe_slice::UnsafeSlice;
 
 /// Activation of the gate in a gated MLP.
@@ -113,7 +113,7 @@ fn gelu<S: Simd>(s: S, x: S::F) -> S::F {
     for c in [-1.453_152_1, 1.421_413_8, -0.284_496_74, 0.254_829_6] {
         p = s.fma(p, t, s.splat(c));
     }
-    let tail = s.mul(s.mul(s.mul(p, t), exp(s, s.sub(s.splat(0.0), s.mul(z, z)))), s.splat(0.5));
+    let tail = s.mul(s.mul(s.mul(p, t), s.exp(s.sub(s.splat(0.0), s.mul(z, z)))), s.splat(0.5));
     s.sub(s.max(x, s.splat(0.0)), s.mul(size, tail))
 }
 
@@ -145,7 +145,7 @@ fn gate<S: Simd>(s: S, gates: &mut [f32], ups: &[f32], argument: impl Fn(S::F) -
         unsafe {
             let gate = s.load(gates.as_ptr().add(at));
             let up = s.load(ups.as_ptr().add(at));
-            let activated = s.div(gate, s.add(s.splat(1.0), exp(s, s.sub(s.splat(0.0), argument(gate)))));
+            let activated = s.div(gate, s.add(s.splat(1.0), s.exp(s.sub(s.splat(0.0), argument(gate)))));
             s.store(gates.as_mut_ptr().add(at), s.mul(activated, up));
         }
     }

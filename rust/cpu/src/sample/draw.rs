@@ -2,7 +2,7 @@
 
 use super::{BLOCK, Extent, order, padded, spread, token_of};
 use crate::pool::ThreadPool;
-use crate::simd::{Isa, Kernel, Simd, exp};
+use crate::simd::{Isa, Kernel, Simd};
 
 /// Number of buckets, in order of falling logits. A power of two.
 const BUCKETS: usize = 1024;
@@ -210,7 +210,7 @@ impl Scale {
             // SAFETY: a block is a whole number of registers.
             unsafe {
                 let below = s.sub(s.load(logits.as_ptr().add(at)), best);
-                s.store(weights.as_mut_ptr().add(at), exp(s, s.div(below, temperature)));
+                s.store(weights.as_mut_ptr().add(at), s.exp(s.div(below, temperature)));
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use super::{BLOCK, Extent, order, padded, rank, spread, token_of};
 use crate::pool::ThreadPool;
-use crate::simd::{Isa, Kernel, Simd, exp};
+use crate::simd::{Isa, Kernel, Simd};
 
 /// Number of logits that are compared with the bound at once.
 const FEW: usize = 64;
@@ -66,7 +66,7 @@ fn log_total<S: Simd>(s: S, logits: &[f32], best: f32) -> f64 {
         for at in (0..BLOCK).step_by(S::LANES) {
             // SAFETY: a block is a whole number of registers.
             let x = unsafe { s.load(part.as_ptr().add(at)) };
-            sum = s.add(sum, exp(s, s.sub(x, s.splat(best))));
+            sum = s.add(sum, s.exp(s.sub(x, s.splat(best))));
         }
         total += f64::from(s.sum(sum));
     }

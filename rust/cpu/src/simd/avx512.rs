@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, Simd, portable};
+use super::{Kernel, Simd, exp_parts, portable};
 
 /// Proof that the processor has AVX-512 with VNNI and, with `BF16`, products of bfloat16.
 #[derive(Clone, Copy)]
@@ -151,6 +151,17 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     fn round(self, x: __m512) -> __m512 {
         unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x) }
+    }
+    /// The numbers of the portable function. One instruction multiplies by the power of two.
+    #[inline(always)]
+    fn exp(self, x: __m512) -> __m512 {
+        unsafe {
+            let x = _mm512_min_ps(_mm512_set1_ps(88.0), x);
+            let kept = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-87.3));
+            let (n, r, p) = exp_parts(self, x);
+            let p = _mm512_fmadd_ps(_mm512_mul_ps(r, r), p, _mm512_add_ps(r, _mm512_set1_ps(1.0)));
+            _mm512_maskz_scalef_ps(kept, p, n)
+        }
     }
     /// One instruction finds the distance to the next lower integer, and another one multiplies by two to the power of that integer.
     #[inline(always)]

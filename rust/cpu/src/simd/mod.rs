@@ -104,6 +104,11 @@ pub(crate) trait Simd: Copy {
     fn any_above(self, a: Self::F, b: Self::F) -> bool;
     /// Rounds to the nearest integer, ties to even.
     fn round(self, x: Self::F) -> Self::F;
+    /// e^`x`, to 2 units in the last place. 0 below -87.3, and never more than e^88.
+    #[inline(always)]
+    fn exp(self, x: Self::F) -> Self::F {
+        exp(self, x)
+    }
     /// e^(`x` - `base`) for exponents that are not above 88, to 13 bits: for results that become bfloat16. 0 below -87.7, or already below
     /// -87.
     #[inline(always)]
@@ -114,11 +119,9 @@ pub(crate) trait Simd: Copy {
     fn power_of_two(self, n: Self::F) -> Self::F;
 }
 
-/// e^`x`, to 2 units in the last place. 0 below -87.3, and never more than e^88.
-///
-/// The reduction and the polynomial are those of Cephes' `expf`.
+/// [`Simd::exp`], for all instruction sets. The reduction and the polynomial are those of Cephes' `expf`.
 #[inline(always)]
-pub(crate) fn exp<S: Simd>(s: S, x: S::F) -> S::F {
+fn exp<S: Simd>(s: S, x: S::F) -> S::F {
     // Below -87.3 the result would be subnormal, and is masked to 0. The mask is a factor, so that the trait needs no operation for it.
     let x = s.min(s.splat(88.0), x);
     let kept = s.max(s.splat(-87.3), x);

@@ -61,7 +61,7 @@ op!(Max, |s, a, b, _| s.max(a, b));
 op!(Min, |s, a, b, _| s.min(a, b));
 op!(Round, |s, a, _, _| s.round(a));
 op!(PowerOfTwo, |s, a, _, _| s.power_of_two(a));
-op!(Exp, |s, a, _, _| exp(s, a));
+op!(Exp, |s, a, _, _| s.exp(a));
 op!(Exp13Bits, |s, a, b, _| s.exp_13_bits(a, b));
 op!(Tanh, |s, a, _, _| tanh(s, a));
 
