@@ -376,7 +376,7 @@ impl<C: Cell> Attend<'_, C> {
         let seen = &self.scratch.seen[row];
         let start = seen.start.saturating_sub(tile.start).clamp(lanes.start, lanes.end);
         let end = seen.end.saturating_sub(tile.start).clamp(start, lanes.end);
-        // Most rows see the whole tile, and calls to fill nothing take longer than all exponentials.
+        // Most rows see the whole tile. To fill nothing would still be a call, around which no register is kept.
         if (start..end) != lanes {
             scores[lanes.start..start].fill(f32::NEG_INFINITY);
             scores[end..lanes.end].fill(f32::NEG_INFINITY);
