@@ -166,7 +166,7 @@ impl<C: Cell> Attend<'_, C> {
         let rows = self.task.parts.iter().map(|part| part.queries).sum::<usize>() * group;
         let width = group * head_dim;
         let tiled = self.tiled();
-        let Scratch { query, sums, weights, bases, seen, keys, edges, values, .. } = &mut *self.scratch;
+        let Scratch { query, sums, weights, bases, seen, keys, edges, values, scores } = &mut *self.scratch;
         query.reserve(rows * head_dim);
         sums.reserve(rows * padded);
         sums[..rows * padded].fill(0.0);
@@ -178,6 +178,7 @@ impl<C: Cell> Attend<'_, C> {
         edges.reserve(2 * padded);
         if tiled {
             values.reserve(TILE / 2 * padded);
+            scores.reserve(tiled::SCORES);
         }
         seen.clear();
         let mut queries = query.chunks_exact_mut(width);

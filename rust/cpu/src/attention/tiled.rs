@@ -16,6 +16,9 @@ const ROWS: usize = COLUMNS;
 /// Scores of some rows.
 type Scores = [[f32; TILE]; ROWS];
 
+/// Scores of some rows and of the next ones.
+pub(super) const SCORES: usize = 2 * ROWS * TILE;
+
 /// Maximum tiles of columns that one call multiplies.
 const MOST_COLUMNS: usize = 16;
 
@@ -51,14 +54,13 @@ impl<C: Cell> Attend<'_, C> {
     #[inline(always)]
     pub(super) unsafe fn look_tiled<S: Simd>(&mut self, s: S, tile: &Tile<C>, rows: &Range<usize>, tiles: &mut PairTiles) {
         let chunks = Tiling::new(rows.len(), ROWS);
-        self.scratch.scores.reserve(2 * ROWS * TILE);
         let scores = self.scratch.scores.as_mut_ptr().cast::<Scores>();
         let mut last: Option<Range<usize>> = None;
         for chunk in 0..=chunks.tiles() {
             let rows = (chunk < chunks.tiles()).then(|| chunks.range(chunk)).map(|chunk| rows.start + chunk.start..rows.start + chunk.end);
             let rows = rows.filter(|rows| !self.visible(tile, rows).is_empty());
             // The tiles multiply the next rows while vectors compute the exponentials of the last ones.
-            // SAFETY: the caller guarantees it, and nothing else uses the memory of the scores.
+            // SAFETY: the caller guarantees it. `begin` sized the memory for the scores, and nothing else uses it.
             unsafe {
                 if let Some(rows) = &rows {
                     self.score::<S>(tile, rows, tiles, &mut *scores.add(chunk % 2));

@@ -50,8 +50,8 @@ impl Digits {
         let Some((scale, inverse)) = scale_of(numbers) else {
             return Self { bytes: [[0; BLOCK]; DIGITS], scale: f32::NAN, sum: f32::NAN, halves: [f32::NAN; 2] };
         };
-        // The order keeps the first 16 numbers before the others.
         let integers = integers(s, numbers, inverse);
+        // The order keeps the first 16 numbers before the others.
         let mut bytes = [[0; BLOCK]; DIGITS];
         for at in 0..BLOCK {
             let digits = digits(integers[BYTE_ORDER[at]]);

@@ -107,49 +107,39 @@ pub(crate) trait Simd: Copy {
     /// e^`x`, to 2 units in the last place. 0 below -87.3, and never more than e^88.
     #[inline(always)]
     fn exp(self, x: Self::F) -> Self::F {
-        exp(self, x)
+        // Below -87.3 the result would be subnormal, and is masked to 0. The mask is a factor, so that the trait needs no operation for it.
+        let x = self.min(self.splat(88.0), x);
+        let kept = self.max(self.splat(-87.3), x);
+        let (n, r, p) = exp_parts(self, kept);
+        let p = self.fma(self.mul(r, r), p, self.add(r, self.splat(1.0)));
+        // 1 where x >= -87.3, otherwise 0: min(1, max(0, (x + 87.3) * huge + 1)).
+        let inside = self.fma(self.sub(x, kept), self.splat(1e30), self.splat(1.0));
+        let inside = self.min(self.splat(1.0), self.max(self.splat(0.0), inside));
+        self.mul(self.mul(p, self.power_of_two(n)), inside)
     }
     /// e^(`x` - `base`) for exponents that are not above 88, to 13 bits: for results that become bfloat16. 0 below -87.7, or already below
     /// -87.
     #[inline(always)]
     fn exp_13_bits(self, x: Self::F, base: Self::F) -> Self::F {
-        exp_13_bits(self, self.sub(x, base))
+        // 2^r between -0.5 and 0.5, with a relative error of 2^-13.
+        const COEFFICIENTS: [f32; 4] = [1.0, 0.693_282_9, 0.242_211, 0.055_008_91];
+        // The power of two of -127 is 0.
+        let x = self.max(self.splat(-127.0), self.mul(self.sub(x, base), self.splat(std::f32::consts::LOG2_E)));
+        let n = self.round(x);
+        let r = self.sub(x, n);
+        let [lower @ .., highest] = COEFFICIENTS;
+        let mut p = self.splat(highest);
+        for c in lower.into_iter().rev() {
+            p = self.fma(p, r, self.splat(c));
+        }
+        self.mul(p, self.power_of_two(n))
     }
     /// 2^`n`, for integers from -127 to 127. The result is 0 for -127.
     fn power_of_two(self, n: Self::F) -> Self::F;
 }
 
-/// [`Simd::exp`], for all instruction sets. The reduction and the polynomial are those of Cephes' `expf`.
-#[inline(always)]
-fn exp<S: Simd>(s: S, x: S::F) -> S::F {
-    // Below -87.3 the result would be subnormal, and is masked to 0. The mask is a factor, so that the trait needs no operation for it.
-    let x = s.min(s.splat(88.0), x);
-    let kept = s.max(s.splat(-87.3), x);
-    let (n, r, p) = exp_parts(s, kept);
-    let p = s.fma(s.mul(r, r), p, s.add(r, s.splat(1.0)));
-    // 1 where x >= -87.3, otherwise 0: min(1, max(0, (x + 87.3) * huge + 1)).
-    let inside = s.min(s.splat(1.0), s.max(s.splat(0.0), s.fma(s.sub(x, kept), s.splat(1e30), s.splat(1.0))));
-    s.mul(s.mul(p, s.power_of_two(n)), inside)
-}
-
-/// The coefficients of a polynomial of degree 3 for 2^r, with a relative error of 2^-13 between -0.5 and 0.5. The lowest one is 1.
-const EXP2: [f32; 3] = [0.693_282_9, 0.242_211, 0.055_008_91];
-
-/// [`Simd::exp_13_bits`], for all instruction sets.
-#[inline(always)]
-fn exp_13_bits<S: Simd>(s: S, x: S::F) -> S::F {
-    // The power of two of -127 is 0.
-    let x = s.max(s.splat(-127.0), s.mul(x, s.splat(std::f32::consts::LOG2_E)));
-    let n = s.round(x);
-    let r = s.sub(x, n);
-    let mut p = s.splat(EXP2[2]);
-    for c in [EXP2[1], EXP2[0], 1.0] {
-        p = s.fma(p, r, s.splat(c));
-    }
-    s.mul(p, s.power_of_two(n))
-}
-
-/// Returns `n`, `r` and `p` such that e^`x` is `(1 + r + r * r * p)` times 2^`n`.
+/// Returns `n`, `r` and `p` such that e^`x` is `(1 + r + r * r * p)` times 2^`n`. The reduction and the polynomial are those of Cephes'
+/// `expf`.
 #[inline(always)]
 fn exp_parts<S: Simd>(s: S, x: S::F) -> (S::F, S::F, S::F) {
     let n = s.round(s.mul(x, s.splat(std::f32::consts::LOG2_E)));
