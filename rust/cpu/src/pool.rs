@@ -38,8 +38,8 @@ struct State {
     call: Mutex<Call>,
     called: Condvar,
     returned: Condvar,
-    /// The next index of the current phase's loop.
-    next: CachePadded<AtomicUsize>,
+    /// For each thread, how many indices of its own part of the current phase's loop are taken.
+    taken: Vec<CachePadded<AtomicUsize>>,
     /// Number of threads that have reached the end of the phase.
     arrived: CachePadded<AtomicUsize>,
     /// Number of completed phases.
@@ -100,7 +100,7 @@ impl ThreadPool {
             call: Mutex::default(),
             called: Condvar::new(),
             returned: Condvar::new(),
-            next: CachePadded::default(),
+            taken: (0..threads.max(1)).map(|_| CachePadded::default()).collect(),
             arrived: CachePadded::default(),
             phases: CachePadded::default(),
             broken: AtomicBool::new(false),
@@ -124,8 +124,7 @@ impl ThreadPool {
         let work: &(dyn Fn(&mut Worker<'_>) + Sync) = &work;
         let state = &*self.state;
         // Taking the lock below makes these stores visible to the threads.
-        state.next.0.store(0, Ordering::Relaxed);
-        state.arrived.0.store(0, Ordering::Relaxed);
+        state.begin_phase();
         state.phases.0.store(0, Ordering::Relaxed);
         state.broken.store(false, Ordering::Relaxed);
         // SAFETY: only the lifetime is extended, and this function does not return before `working` is 0. Not a cast: a future Rust may
@@ -167,6 +166,12 @@ impl Drop for ThreadPool {
 }
 
 impl State {
+    /// Resets the counters before a phase.
+    fn begin_phase(&self) {
+        self.arrived.0.store(0, Ordering::Relaxed);
+        self.taken.iter().for_each(|taken| taken.0.store(0, Ordering::Relaxed));
+    }
+
     /// A thread's main loop: waits for a call, runs it, and reports its completion.
     fn serve(&self, index: usize) {
         let mut seen = 0;
@@ -214,16 +219,23 @@ impl Worker<'_> {
         self.state.size
     }
 
-    /// Calls `body` with each index below `count`, on any free thread, and waits until all threads have finished.
+    /// Calls `body` with each index below `count` and waits until all threads have finished.
     ///
-    /// Every thread must call it with the same `count`. Writes of one phase are visible in the next.
+    /// Each thread has an equal part of the indices, in order, so that what it wrote in the phase before is still in its cache. Then it
+    /// helps the threads after it. Every thread must call it with the same `count`. Writes of one phase are visible in the next.
     pub fn parallel_for(&mut self, count: usize, mut body: impl FnMut(usize)) {
-        loop {
-            let next = self.state.next.0.fetch_add(1, Ordering::Relaxed);
-            if next >= count {
-                break;
+        let size = self.size();
+        for owner in (self.index..size).chain(0..self.index) {
+            let (start, end) = (owner * count / size, (owner + 1) * count / size);
+            let taken = &self.state.taken[owner].0;
+            // Loading first leaves the cache line of a thread that needs no help alone.
+            while taken.load(Ordering::Relaxed) < end - start {
+                let index = start + taken.fetch_add(1, Ordering::Relaxed);
+                if index >= end {
+                    break;
+                }
+                body(index);
             }
-            body(next);
         }
         self.wait();
     }
@@ -236,8 +248,7 @@ impl Worker<'_> {
         // releases them to the threads that load it. At this point every thread has taken its last index of this phase, and no thread has
         // taken one of the next, so the counters can be reset.
         if state.arrived.0.fetch_add(1, Ordering::AcqRel) + 1 == state.size {
-            state.arrived.0.store(0, Ordering::Relaxed);
-            state.next.0.store(0, Ordering::Relaxed);
+            state.begin_phase();
             state.phases.0.store(self.phase, Ordering::Release);
             return;
         }
@@ -279,6 +290,30 @@ mod tests {
                 assert!(done.iter().flatten().all(|n| n.load(Ordering::Relaxed) == 1));
             }
         }
+    }
+
+    #[test]
+    fn threads_begin_with_their_own_parts_and_then_help_others() {
+        let mut pool = ThreadPool::new(3).expect("threads");
+        let (begun, left) = (AtomicUsize::new(0), AtomicUsize::new(11));
+        pool.run(|worker| {
+            let index = worker.index();
+            let mut first = true;
+            worker.parallel_for(12, |piece| {
+                if std::mem::take(&mut first) {
+                    assert_eq!(piece, 4 * index);
+                    begun.fetch_add(1, Ordering::Relaxed);
+                    while begun.load(Ordering::Relaxed) < 3 {
+                        thread::yield_now();
+                    }
+                }
+                // The others must do the rest of this thread's part.
+                while piece == 0 && left.load(Ordering::Relaxed) > 0 {
+                    thread::yield_now();
+                }
+                left.fetch_sub(usize::from(piece > 0), Ordering::Relaxed);
+            });
+        });
     }
 
     #[test]
