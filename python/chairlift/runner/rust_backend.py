@@ -32,14 +32,15 @@ class RustBackend:
         self._config, self.model = config, whole
         self._weights = open_weights(config, directory, 1 - whole.norm_offset, whole.scheme)
         self._pooling = decoder_pooling(directory)
-        self.budget = HostBudget(sharing)
+        self._bf16 = _core.bf16_products(config.cpu_isa)
+        self.budget = HostBudget(sharing, tiles=self._bf16 == "tiles")
         why = asked("--runner") if config.runner == "rust" else "the CPU kernels support it"
         self.code = Decision("code", f"{whole.architecture}, in Rust", why)
 
     def decide(self, available: int) -> Precision:
         """Chooses the dtypes."""
         blocks = self._weights.sizes() if isinstance(self._weights, GGUFWeights) else (0, 0)
-        return decide(self._config, self.model, available, blocks, bf16=_core.bf16_products(self._config.cpu_isa))
+        return decide(self._config, self.model, available, blocks, bf16=self._bf16)
 
     def load(self, precision: Precision) -> ModelExecutor:
         """Packs the weights."""

@@ -77,6 +77,18 @@ def test_steps_have_the_default_size_where_memory_is_not_short():
     assert fitted(max_num_batched_tokens=20).max_num_seqs == 20
 
 
+def test_matrix_tiles_compute_larger_steps_of_small_models():
+    def tokens(model: ModelConfig, **settings: int) -> tuple[int, str]:
+        size = fit(EngineConfig(**settings), model, "float32", 8 * GIB, tiles=True)
+        (why,) = (decision.reason for decision in size.decisions if decision.what == "tokens a step")
+        return size.max_num_batched_tokens, why
+
+    assert tokens(MODEL) == (256, "the default for a small model with matrix tiles")
+    assert tokens(LARGE) == (128, "the default")
+    assert tokens(MODEL, max_num_seqs=300) == (300, "follows from the other")
+    assert tokens(MODEL, max_num_batched_tokens=20) == (20, "--max-num-batched-tokens says so")
+
+
 def test_steps_shrink_where_memory_is_short_but_not_what_was_asked_for():
     wide = ModelConfig.parse(SMALL | {"vocab_size": 1_000_000})
     size = fitted(600 * MIB, wide)

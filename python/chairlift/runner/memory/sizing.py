@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from chairlift.config import EngineConfig
+from chairlift.config import TILES_STEP_TOKENS, TILES_WEIGHTS, EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.shape import ModelShape
 from chairlift.runner.memory.decision import Decision, asked, gib
@@ -88,12 +88,12 @@ def _activations(model: ModelShape, tokens: int) -> int:
     return tokens * 4 * (4 * model.hidden_size + 3 * qkv + 3 * model.intermediate_size)
 
 
-def fit(config: EngineConfig, model: ModelShape, kv: str, available: int) -> Size:
-    """Sizes everything for `available` bytes of host memory, after the weights are loaded.
+def fit(config: EngineConfig, model: ModelShape, kv: str, available: int, *, tiles: bool = False) -> Size:
+    """Sizes everything for `available` bytes of host memory, after the weights are loaded. `tiles` is whether matrix tiles compute.
 
     Sizes that the settings name are kept or refused with InvalidSetting. Other sizes shrink to fit.
     """
-    step = fit_step(config, model, available)
+    step = fit_step(config, model, available, tiles=tiles)
     left = min(available * LARGEST_SHARE, available - headroom(available)) - step_bytes(model, step.seqs, step.tokens)
     source = f"{gib(available)} of free memory"
     # A quarter by default, because other programs need memory too.
@@ -144,10 +144,13 @@ def headroom(available: int) -> int:
     return min(HEADROOM, available // 4)
 
 
-def fit_step(config: EngineConfig, model: ModelShape, available: int) -> StepSize:
+def fit_step(config: EngineConfig, model: ModelShape, available: int, *, tiles: bool = False) -> StepSize:
     """Sizes a step. If memory is short, the larger of its two parts is halved until both fit, unless a flag sets it."""
-    seqs, tokens = wanted = config.slots, config.step_tokens
     usual = EngineConfig(device=config.device)
+    usual_tokens, why_tokens = usual.step_tokens, "the default"
+    if tiles and model.num_weights <= TILES_WEIGHTS:
+        usual_tokens, why_tokens = TILES_STEP_TOKENS, "the default for a small model with matrix tiles"
+    seqs, tokens = wanted = config.slots, config.max_num_batched_tokens or max(usual_tokens, config.slots)
     least = config.max_num_seqs or config.static_batch_size or 1
     while step_bytes(model, seqs, tokens) > available * STEP_SHARE:
         may_seqs = seqs > least
@@ -159,22 +162,24 @@ def fit_step(config: EngineConfig, model: ModelShape, available: int) -> StepSiz
         else:
             break
 
-    def why(flag: str, given: int | None, fitted: int, wanted: int, default: int) -> str:
+    def why(flag: str, given: int | None, fitted: int, wanted: int, default: int, why_default: str) -> str:
         if given is not None:
             return asked(flag)
         if fitted != wanted:
             return f"{wanted} would need too much of {gib(available)} of free memory"
-        return "the default" if wanted == default else "follows from the other"
+        return why_default if wanted == default else "follows from the other"
 
     return StepSize(
         seqs,
         tokens,
         (
-            Decision("sequences a step", str(seqs), why("--max-num-seqs", config.max_num_seqs, seqs, wanted[0], usual.slots)),
+            Decision(
+                "sequences a step", str(seqs), why("--max-num-seqs", config.max_num_seqs, seqs, wanted[0], usual.slots, "the default")
+            ),
             Decision(
                 "tokens a step",
                 str(tokens),
-                why("--max-num-batched-tokens", config.max_num_batched_tokens, tokens, wanted[1], usual.step_tokens),
+                why("--max-num-batched-tokens", config.max_num_batched_tokens, tokens, wanted[1], usual_tokens, why_tokens),
             ),
         ),
     )
@@ -193,13 +198,14 @@ def fit_host(config: EngineConfig, model: ModelShape, kv: str, available: int) -
 class HostBudget:
     """Divides the host's memory."""
 
-    def __init__(self, processes: int) -> None:
-        """`processes` is the number of processes that share this machine's memory."""
-        self._processes = processes
+    def __init__(self, processes: int, *, tiles: bool = False) -> None:
+        """`processes` is the number of processes that share this machine's memory, and `tiles` whether matrix tiles compute."""
+        self._processes, self._tiles = processes, tiles
 
     def check(self, config: EngineConfig, model: ModelShape, precision: Precision) -> None:
         """Does nothing: `precision.decide` has checked that the weights fit."""
 
     def fit(self, config: EngineConfig, model: ModelShape, precision: Precision, run: Callable[[StepSize], None]) -> Size:
         """Sizes a step and the KV cache. Swapped-out blocks are in the same memory as the cache."""
-        return fit(config, model, precision.kv, max(0, available_memory() // self._processes - config.swap_space))
+        available = max(0, available_memory() // self._processes - config.swap_space)
+        return fit(config, model, precision.kv, available, tiles=self._tiles)
