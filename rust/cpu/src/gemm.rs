@@ -9,7 +9,7 @@ use crate::aligned::AlignedVec;
 use crate::simd::Isa;
 
 /// Maximum panels that a thread multiplies at once.
-pub(crate) const STRIP: usize = 4;
+pub(crate) const STRIP: usize = 8;
 /// Maximum rows that use a panel's slice while it is in the cache.
 pub(crate) const GROUP: usize = 128;
 

@@ -145,12 +145,19 @@ impl BlockPanels {
         &self.bytes[panel * size..(panel + 1) * size]
     }
 
-    /// Where the units after those of `inputs` are, as many as these, in the panel or in the next one. The addresses need not be valid.
-    pub(crate) fn after(&self, panel: usize, inputs: &Range<usize>) -> Range<*const u8> {
+    /// Where the units are that are read after those of `inputs` in `panel`, as many as these: in the next of `panels`, then in the first
+    /// one after these inputs, and at last behind all of them. The addresses need not be valid.
+    pub(crate) fn after(&self, panels: &Range<usize>, panel: usize, inputs: &Range<usize>) -> Range<*const u8> {
         let size = Unit::new(self.kind, self.width).bytes;
-        let (panel, each) = (self.panel(panel), self.kind.block());
-        let start = panel.as_ptr().wrapping_add(inputs.end / each * size);
-        start..start.wrapping_add(inputs.len() / each * size)
+        let units = |inputs: usize| inputs / self.kind.block();
+        let skipped = match () {
+            () if panel + 1 < panels.end => units(self.ins + inputs.start),
+            () if inputs.end < self.ins => units(inputs.end),
+            () => units(self.ins),
+        };
+        let from = if panel + 1 < panels.end || inputs.end == self.ins { panel } else { panels.start };
+        let start = self.panel(from).as_ptr().wrapping_add(skipped * size);
+        start..start.wrapping_add(units(inputs.len()) * size)
     }
 
     /// Inputs per unit. Parts of a panel must start and end at multiples of it.

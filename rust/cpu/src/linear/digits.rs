@@ -88,12 +88,16 @@ impl SharedDigits<'_> {
         let row_sums = if group == BLOCK { self.sums } else { self.halves };
         scratch.pairs.reserve(depth / 2 * width);
         scratch.scales.reserve(2 * depth / group * width);
-        for (panel, sums) in panels.zip(sums.chunks_exact_mut(rows.len() * width)) {
-            sums.fill(0.0);
-            for inputs in slices(weights.ins(), weights.unit_inputs(), depth) {
-                let pairs = &mut scratch.pairs[..inputs.len() / 2 * width];
-                let scales = &mut scratch.scales[..2 * inputs.len() / group * width];
+        // All panels use a slice of the rows while it is in the second-level cache.
+        for inputs in slices(weights.ins(), weights.unit_inputs(), depth) {
+            let pairs = &mut scratch.pairs[..inputs.len() / 2 * width];
+            let scales = &mut scratch.scales[..2 * inputs.len() / group * width];
+            for (panel, sums) in panels.clone().zip(sums.chunks_exact_mut(rows.len() * width)) {
+                if inputs.start == 0 {
+                    sums.fill(0.0);
+                }
                 expand_codes(isa, weights, panel, inputs.clone(), pairs, scales);
+                let ahead = weights.after(&panels, panel, &inputs);
                 for (part, height, _) in tiles.of_equal_height() {
                     let first = part.start * stride + inputs.start / BLOCK * height;
                     let blocks = (part.len() - height) * stride + inputs.len() / BLOCK * height;
@@ -104,8 +108,8 @@ impl SharedDigits<'_> {
                         (self.pairs.read(first * size, blocks * size), row_sums.read(groups(first), groups(blocks)))
                     };
                     let sums = &mut sums[(part.start - rows.start) * width..(part.end - rows.start) * width];
-                    let ahead = weights.after(panel, &inputs);
-                    ScaledProducts { height, stride, group, rows: rows_of_tiles, weights: pairs, scales, shifted, sums, ahead }.run(isa);
+                    let (weights, ahead) = (&*pairs, ahead.clone());
+                    ScaledProducts { height, stride, group, rows: rows_of_tiles, weights, scales, shifted, sums, ahead }.run(isa);
                 }
             }
         }

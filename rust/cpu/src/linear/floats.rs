@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use crate::aligned::AlignedVec;
 use crate::block_type::BLOCK;
-use crate::gemm::{Gemm, STRIP, Scratch, Tiles, slices};
+use crate::gemm::{Gemm, Scratch, Tiles, slices};
 use crate::ggml;
 use crate::simd::{Isa, Kernel, Simd};
 use crate::unsafe_slice::UnsafeSlice;
@@ -127,7 +127,7 @@ impl SharedFloats<'_> {
         let (width, rows) = (isa.panel(), tiles.rows().len());
         // Expanded weights that a single tile uses need to stay in the L1 cache only. Two panels, because a single row multiplies two
         // panels at once.
-        let (depth, together) = if tiles.range.len() == 1 { (SHALLOW.max(unit), 2) } else { (DEPTH, STRIP) };
+        let (depth, together) = if tiles.range.len() == 1 { (SHALLOW.max(unit), 2) } else { (DEPTH, 4) };
         expanded.reserve(together * depth * width);
         for start in part.clone().step_by(together) {
             let panels = start..part.end.min(start + together);

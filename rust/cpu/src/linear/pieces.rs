@@ -92,23 +92,28 @@ impl<const P: usize> Gemm for SharedPieces<'_, P> {
     unsafe fn multiply(self, isa: Isa, weights: &TilePanels, panels: Range<usize>, tiles: &Tiles, sums: &mut [f32], scratch: &mut Scratch) {
         let (width, rows, ins) = (isa.panel(), tiles.rows(), weights.ins());
         let tile_sums = width * TILE;
+        let panel_sums = tiles.range.len() * tile_sums;
         scratch.pairs.reserve(DEPTH / 2 * width);
-        scratch.sums.reserve(tiles.range.len() * tile_sums);
         // The sums of one or two tiles stay in registers for all inputs.
         let few = tiles.range.len() <= 2;
+        if let (TilePanels::Blocks(weights), true) = (weights, few) {
+            scratch.sums.reserve(panel_sums);
+            for (panel, sums) in panels.zip(sums.chunks_exact_mut(rows.len() * width)) {
+                // SAFETY: the caller guarantees it.
+                unsafe { self.multiply_fused(isa, weights, panel, tiles, scratch) };
+                transpose(isa, tiles, &scratch.sums, sums);
+            }
+            return;
+        }
+        scratch.sums.reserve(panels.len() * panel_sums);
         let (depth, prefetch) = match weights {
             TilePanels::Numbers(_) if few => (ins, true),
             TilePanels::Numbers(_) => (if P == 1 { DEPTH } else { DEPTH / 2 }, true),
             TilePanels::Blocks(_) => (DEPTH, false),
         };
-        for (panel, sums) in panels.zip(sums.chunks_exact_mut(rows.len() * width)) {
-            if let (TilePanels::Blocks(weights), true) = (weights, few) {
-                // SAFETY: the caller guarantees it.
-                unsafe { self.multiply_fused(isa, weights, panel, tiles, scratch) };
-                transpose(isa, tiles, &scratch.sums, sums);
-                continue;
-            }
-            for inputs in slices(ins, weights.unit_inputs(), depth) {
+        // All panels use a slice of the rows while it is in the second-level cache.
+        for inputs in slices(ins, weights.unit_inputs(), depth) {
+            for (panel, sums) in panels.clone().zip(scratch.sums.chunks_exact_mut(panel_sums)) {
                 let weights = weights.expand(isa, panel, inputs.clone(), &mut scratch.pairs);
                 for (part, height, first) in tiles.of_equal_height() {
                     let (stride, blocks, count) = (ins / BLOCK, inputs.len() / BLOCK, part.len() / height);
@@ -122,14 +127,16 @@ impl<const P: usize> Gemm for SharedPieces<'_, P> {
                         weights,
                         // SAFETY: the caller guarantees it.
                         rows: unsafe { self.0.read(start, ((count - 1) * stride + blocks) * size) },
-                        sums: &mut scratch.sums[first * tile_sums..(first + count) * tile_sums],
+                        sums: &mut sums[first * tile_sums..(first + count) * tile_sums],
                         fresh: inputs.start == 0,
                         prefetch,
                     }
                     .run(isa);
                 }
             }
-            transpose(isa, tiles, &scratch.sums, sums);
+        }
+        for (from, to) in scratch.sums.chunks_exact(panel_sums).zip(sums.chunks_exact_mut(rows.len() * width)) {
+            transpose(isa, tiles, from, to);
         }
     }
 }
