@@ -149,7 +149,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--peers", type=lambda text: text.split(","), default=list(PEERS), help="some of " + ", ".join(PEERS))
     parser.add_argument("--rates", type=lambda text: text.split(","), default=MODES, help="offline, or requests a second")
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--requests", type=int, default=REQUESTS, help="the first of them, to try things out")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="how many; 64 is the committed table's number")
     parser.add_argument("--retries", type=int, default=1, help="how often a disturbed run is done again")
     parser.add_argument(
         "--steps", type=lambda text: text.split(","), default=[], help="for setup: llama, transformers, models, vllm, openvino, plots"

@@ -33,21 +33,25 @@ class Request:
 
 
 def workload(tokenizer: Path, count: int = REQUESTS, seed: int = 0) -> list[Request]:
-    """The first `count` of the 64 requests; `tokenizer` is a tokenizer.json.
+    """The first `count` requests; `tokenizer` is a tokenizer.json.
 
-    Prompts are English text: parts of Python's own reference, none of which overlap, so that no two share a prefix.
+    Prompts are English text: parts of Python's own reference. No two share a prefix, and the first 64 do not overlap.
     """
-    random = np.random.default_rng(seed)
-    prompts = _lengths(random, PROMPT, PROMPT_SIGMA, PROMPT_RANGE)
-    outputs = _lengths(random, OUTPUT, OUTPUT_SIGMA, OUTPUT_RANGE)
-    gaps = random.exponential(1, REQUESTS)
-    arrivals = np.cumsum(gaps) - gaps[0]
     ids = english(tokenizer)
-    stride = len(ids) // REQUESTS
+    stride, rounds = len(ids) // REQUESTS, -(-count // REQUESTS)
     assert stride >= PROMPT_RANGE[1], "the text is too short for prompts that do not overlap"
-    return [
-        Request(ids[i * stride : i * stride + int(prompts[i])], int(outputs[i]), float(arrivals[i])) for i in range(min(count, REQUESTS))
-    ]
+    requests: list[Request] = []
+    for turn in range(rounds):
+        random = np.random.default_rng(seed + turn)
+        prompts = _lengths(random, PROMPT, PROMPT_SIGMA, PROMPT_RANGE)
+        outputs = _lengths(random, OUTPUT, OUTPUT_SIGMA, OUTPUT_RANGE)
+        gaps = random.exponential(1, REQUESTS)
+        arrivals = requests[-1].arrival + np.cumsum(gaps) if requests else np.cumsum(gaps) - gaps[0]
+        first = (stride - PROMPT_RANGE[1]) * turn // rounds
+        for i in range(REQUESTS):
+            start = i * stride + first
+            requests.append(Request(ids[start : start + int(prompts[i])], int(outputs[i]), float(arrivals[i])))
+    return requests[:count]
 
 
 def english(tokenizer: Path) -> list[int]:
