@@ -224,6 +224,11 @@ impl Kernel for Seal<'_> {
                     unsafe { s.transpose(from.as_ptr().cast(), PAIRS, to.as_mut_ptr().cast(), TILE, S::LANES) };
                 }
             }
+            // One copy where it is possible: each is a call.
+            if pairs.len() == to.len() {
+                pairs.copy_from_slice(&to);
+                continue;
+            }
             for (pairs, to) in pairs.chunks_exact_mut(self.height).zip(to.chunks_exact(TILE)) {
                 pairs.copy_from_slice(&to[..pairs.len()]);
             }
