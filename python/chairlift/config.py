@@ -19,7 +19,8 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_SLOTS, DEFAULT_STEP_TOKENS = 64, 128
 """Default maximum of sequences and tokens per step, if memory is not short."""
 TILES_STEP_TOKENS, TILES_WEIGHTS = 256, 300_000_000
-"""Default maximum of tokens per step on a CPU with matrix tiles, for models of at most so many weights: tenths of a second."""
+"""Default maximum of tokens per step on a CPU with matrix tiles, for models of at most so many weights: tenths of a second. Twice as many
+with `--cpu-math fast`."""
 CUDA_SLOTS, CUDA_STEP_TOKENS = 256, 2048
 """The same on a GPU. It needs this many to be busy, and runs a step of this size so quickly that streams hardly notice."""
 
@@ -155,8 +156,9 @@ class EngineConfig:
     max_num_batched_tokens: int | None = flag(
         None,
         "tokens in one step: longer prompts are computed in chunks "
-        f"(default: {DEFAULT_STEP_TOKENS}, for small models on a CPU with AMX {TILES_STEP_TOKENS}, on a CUDA device {CUDA_STEP_TOKENS}, "
-        "or --max-num-seqs; fewer where memory is short)",
+        f"(default: {DEFAULT_STEP_TOKENS}; {TILES_STEP_TOKENS} for small models on a CPU with AMX, twice as many with --cpu-math fast; "
+        f"{CUDA_STEP_TOKENS} on a CUDA device; "
+        "at least --max-num-seqs; fewer where memory is short)",
         parse_size,
         group="scheduler",
     )

@@ -5,8 +5,8 @@ from model_sizes import GIB, LARGE, MIB, MODEL, SMALL
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig
-from chairlift.runner.memory.precision import decide, weight_bytes
-from chairlift.runner.memory.sizing import Size, block_bytes, fit, fit_host, step_bytes
+from chairlift.runner.memory.precision import Precision, decide, weight_bytes
+from chairlift.runner.memory.sizing import Size, block_bytes, fit, fit_host, step_bytes, tile_step_tokens
 
 EACH = block_bytes(MODEL, 16, "float32")
 ONE = 63
@@ -78,12 +78,14 @@ def test_steps_have_the_default_size_where_memory_is_not_short():
 
 
 def test_matrix_tiles_compute_larger_steps_of_small_models():
-    def tokens(model: ModelConfig, **settings: int) -> tuple[int, str]:
-        size = fit(EngineConfig(**settings), model, "float32", 8 * GIB, tiles=True)
+    def tokens(model: ModelConfig, compute: str = "float32", **settings: int) -> tuple[int, str]:
+        default = tile_step_tokens(model, Precision("blocks", "none", "float32", compute))
+        size = fit(EngineConfig(**settings), model, "float32", 8 * GIB, step_tokens=default)
         (why,) = (decision.reason for decision in size.decisions if decision.what == "tokens a step")
         return size.max_num_batched_tokens, why
 
     assert tokens(MODEL) == (256, "the default for a small model with matrix tiles")
+    assert tokens(MODEL, "bfloat16") == (512, "the default for a small model with matrix tiles")
     assert tokens(LARGE) == (128, "the default")
     assert tokens(MODEL, max_num_seqs=300) == (300, "follows from the other")
     assert tokens(MODEL, max_num_batched_tokens=20) == (20, "--max-num-batched-tokens says so")

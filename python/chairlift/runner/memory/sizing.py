@@ -88,12 +88,20 @@ def _activations(model: ModelShape, tokens: int) -> int:
     return tokens * 4 * (4 * model.hidden_size + 3 * qkv + 3 * model.intermediate_size)
 
 
-def fit(config: EngineConfig, model: ModelShape, kv: str, available: int, *, tiles: bool = False) -> Size:
-    """Sizes everything for `available` bytes of host memory, after the weights are loaded. `tiles` is whether matrix tiles compute.
+def tile_step_tokens(model: ModelShape, precision: Precision) -> int | None:
+    """The default tokens of a step that matrix tiles compute. None for the usual default, where the model is large."""
+    if model.num_weights > TILES_WEIGHTS:
+        return None
+    # In bfloat16, twice as many tokens take as long.
+    return TILES_STEP_TOKENS * (2 if precision.compute == "bfloat16" else 1)
+
+
+def fit(config: EngineConfig, model: ModelShape, kv: str, available: int, *, step_tokens: int | None = None) -> Size:
+    """Sizes everything for `available` bytes of host memory, after the weights are loaded. `step_tokens` is a default for matrix tiles.
 
     Sizes that the settings name are kept or refused with InvalidSetting. Other sizes shrink to fit.
     """
-    step = fit_step(config, model, available, tiles=tiles)
+    step = fit_step(config, model, available, step_tokens)
     left = min(available * LARGEST_SHARE, available - headroom(available)) - step_bytes(model, step.seqs, step.tokens)
     source = f"{gib(available)} of free memory"
     # A quarter by default, because other programs need memory too.
@@ -144,12 +152,11 @@ def headroom(available: int) -> int:
     return min(HEADROOM, available // 4)
 
 
-def fit_step(config: EngineConfig, model: ModelShape, available: int, *, tiles: bool = False) -> StepSize:
+def fit_step(config: EngineConfig, model: ModelShape, available: int, step_tokens: int | None = None) -> StepSize:
     """Sizes a step. If memory is short, the larger of its two parts is halved until both fit, unless a flag sets it."""
     usual = EngineConfig(device=config.device)
-    usual_tokens, why_tokens = usual.step_tokens, "the default"
-    if tiles and model.num_weights <= TILES_WEIGHTS:
-        usual_tokens, why_tokens = TILES_STEP_TOKENS, "the default for a small model with matrix tiles"
+    usual_tokens = step_tokens or usual.step_tokens
+    why_tokens = "the default for a small model with matrix tiles" if step_tokens else "the default"
     seqs, tokens = wanted = config.slots, config.max_num_batched_tokens or max(usual_tokens, config.slots)
     least = config.max_num_seqs or config.static_batch_size or 1
     while step_bytes(model, seqs, tokens) > available * STEP_SHARE:
@@ -208,4 +215,4 @@ class HostBudget:
     def fit(self, config: EngineConfig, model: ModelShape, precision: Precision, run: Callable[[StepSize], None]) -> Size:
         """Sizes a step and the KV cache. Swapped-out blocks are in the same memory as the cache."""
         available = max(0, available_memory() // self._processes - config.swap_space)
-        return fit(config, model, precision.kv, available, tiles=self._tiles)
+        return fit(config, model, precision.kv, available, step_tokens=tile_step_tokens(model, precision) if self._tiles else None)
