@@ -150,13 +150,12 @@ impl BlockPanels {
     pub(crate) fn after(&self, panels: &Range<usize>, panel: usize, inputs: &Range<usize>) -> Range<*const u8> {
         let size = Unit::new(self.kind, self.width).bytes;
         let units = |inputs: usize| inputs / self.kind.block();
-        let skipped = match () {
-            () if panel + 1 < panels.end => units(self.ins + inputs.start),
-            () if inputs.end < self.ins => units(inputs.end),
-            () => units(self.ins),
+        let (panel, input) = match () {
+            () if panel + 1 < panels.end => (panel + 1, inputs.start),
+            () if inputs.end < self.ins => (panels.start, inputs.end),
+            () => (panel, self.ins),
         };
-        let from = if panel + 1 < panels.end || inputs.end == self.ins { panel } else { panels.start };
-        let start = self.panel(from).as_ptr().wrapping_add(skipped * size);
+        let start = self.panel(panel).as_ptr().wrapping_add(units(input) * size);
         start..start.wrapping_add(units(inputs.len()) * size)
     }
 

@@ -17,6 +17,8 @@ use crate::weights::{Element, FloatPanels, Panels};
 /// Maximum inputs that are summed before the next panel. A panel's slice of this depth stays in the L2 cache together with the slice of the
 /// rows.
 const DEPTH: usize = 1024;
+/// Panels whose slices are expanded to fp32 together.
+const TOGETHER: usize = 4;
 /// Minimum number of tiles for which panels of 16-bit weights are expanded to fp32 once for all tiles, and not within each tile.
 const EXPANDED: usize = 3;
 /// Inputs that are expanded to fp32 at once for a single tile. The slices of two panels of this depth stay in the L1 cache.
@@ -127,7 +129,7 @@ impl SharedFloats<'_> {
         let (width, rows) = (isa.panel(), tiles.rows().len());
         // Expanded weights that a single tile uses need to stay in the L1 cache only. Two panels, because a single row multiplies two
         // panels at once.
-        let (depth, together) = if tiles.range.len() == 1 { (SHALLOW.max(unit), 2) } else { (DEPTH, 4) };
+        let (depth, together) = if tiles.range.len() == 1 { (SHALLOW.max(unit), 2) } else { (DEPTH, TOGETHER) };
         expanded.reserve(together * depth * width);
         for start in part.clone().step_by(together) {
             let panels = start..part.end.min(start + together);
