@@ -79,7 +79,7 @@ def write_random(source: Path, to: Path) -> None:
         if found.name.startswith("tokenizer."):
             kind, *of = found.types
             writer.add_key_value(found.name, found.contents(), kind, of[-1] if of else None)
-    vocabulary = len(gguf.GGUFReader(source).fields["tokenizer.ggml.tokens"].data)
+    vocabulary = vocabulary_size(source)
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
@@ -108,6 +108,11 @@ def write_random(source: Path, to: Path) -> None:
     writer.close()
 
 
+def vocabulary_size(source: Path) -> int:
+    """The number of tokens of a GGUF file's tokenizer."""
+    return len(gguf.GGUFReader(source).fields["tokenizer.ggml.tokens"].data)
+
+
 MAKE_CHECKPOINT = """
 import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -127,8 +132,7 @@ def large_checkpoint() -> Path:
         with tempfile.TemporaryDirectory(dir=install.MODELS) as folder:
             made = Path(folder) / "made"
             shutil.copytree(install.HF, made, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-            vocabulary = len(gguf.GGUFReader(install.gguf("Q4_1")).fields["tokenizer.ggml.tokens"].data)
-            sizes = map(str, (vocabulary, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, CONTEXT))
+            sizes = map(str, (vocabulary_size(install.gguf("Q4_1")), HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, CONTEXT))
             subprocess.run([str(install.python("openvino")), "-c", MAKE_CHECKPOINT, str(made), *sizes], check=True)
             made.rename(to)
     return to
@@ -138,23 +142,26 @@ def large_openvino() -> Path:
     """The same checkpoint in OpenVINO's 4-bit format. Makes it if there is none."""
     to = install.MODELS / "llama_1b_openvino_int4"
     if not to.exists():
-        install.export_openvino(large_checkpoint(), "int4", to)
+        with tempfile.TemporaryDirectory(dir=install.MODELS) as folder:
+            made = Path(folder) / "made"
+            install.export_openvino(large_checkpoint(), "int4", made)
+            made.rename(to)
     return to
 
 
 def engines(file: Path) -> dict[str, Peer]:
-    """The engines with a file. All keep KV for as many tokens."""
+    """The engines with a file. Those that read it keep KV for as many tokens; vLLM and OpenVINO have 4 GB for KV."""
     mine = ["--max-num-seqs", str(max(STREAMS)), "--max-model-len", "1024", "--no-enable-prefix-caching"]
     mine += ["--num-kv-blocks", str(max(STREAMS) * 1024 // 16 + 1)]
     theirs = ["--cache-ram", "0", "--no-cache-prompt", "--slot-prompt-similarity", "0"]
-    all_files = {
+    readers = {
         OURS: chairlift_server(file, "blocks", "fp32", mine),
         FAST: chairlift_server(file, "blocks", "8 bit", [*mine, "--cpu-math", "fast"]),
         LLAMA: llama_server(file, "blocks", "8 bit", theirs, seqs=max(STREAMS), context=1024),
     }
     if file != large_model():
-        return all_files
-    return all_files | {
+        return readers
+    return readers | {
         VLLM: vllm_server(large_checkpoint(), "bfloat16", 80),
         OPENVINO: openvino_engine(large_openvino(), "int4", "bf16", "8 bit", 70),
     }
@@ -253,7 +260,7 @@ def main() -> None:
         "memory before. The first start also converts the tokenizer. Chairlift computes with the file's weights in fp32, exactly; with",
         "`--cpu-math fast` it rounds weights and activations to bfloat16 (amx kernels), or activations to 8 bits, as llama.cpp does.",
         "Chairlift drafts by prompt lookup, its default, and the others do not: greedy answers of random weights and to random prompts",
-        "repeat, so one stream gains much by it. vLLM and OpenVINO have a model of the file's shape in their own formats.",
+        "repeat, so one stream gains much by it. vLLM and OpenVINO have a model of the file's shape in their own formats, and 4 GB for KV.",
         "",
         f"Machine: {machine['cpu']}, {machine['cores']} cores, {instruction_sets()[0]} kernels; {peak['read_gb_s']} GB/s read,",
         f"{peak['fp32_gflop_s']} GFLOP/s in fp32 through torch. {TURNS} turns; load average before {load:.1f}.",

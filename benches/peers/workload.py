@@ -33,9 +33,10 @@ class Request:
 
 
 def workload(tokenizer: Path, count: int = REQUESTS, seed: int = 0) -> list[Request]:
-    """The first `count` requests; `tokenizer` is a tokenizer.json.
+    """`count` requests, of which the first 64 are always the same; `tokenizer` is a tokenizer.json.
 
-    Prompts are English text: parts of Python's own reference. No two share a prefix, and the first 64 do not overlap.
+    Prompts are English text: parts of Python's own reference. Those of the first 64 do not overlap, so that no two share a prefix. Others
+    begin elsewhere in the same parts.
     """
     ids = english(tokenizer)
     stride, rounds = len(ids) // REQUESTS, -(-count // REQUESTS)

@@ -18,11 +18,11 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 DEFAULT_SLOTS, DEFAULT_STEP_TOKENS = 64, 128
 """Default maximum of sequences and tokens per step, if memory is not short."""
-TILES_STEP_TOKENS, TILES_WEIGHTS = 256, 300_000_000
-"""Default maximum of tokens per step on a CPU with matrix tiles, for models of at most so many weights: tenths of a second. Twice as many
-with `--cpu-math fast`."""
 CUDA_SLOTS, CUDA_STEP_TOKENS = 256, 2048
 """The same on a GPU. It needs this many to be busy, and runs a step of this size so quickly that streams hardly notice."""
+TILES_STEP_TOKENS, TILES_WEIGHTS = 256, 300_000_000
+"""Default maximum of tokens per step on a CPU with matrix tiles, for models of at most so many weights. Twice as many with
+`--cpu-math fast`. Such a step takes some tenths of a second."""
 
 LARGEST_WEIGHT, LARGEST_TIER_WEIGHT = 10_000, 100
 
@@ -394,5 +394,8 @@ class EngineConfig:
     @property
     def step_tokens(self) -> int:
         """Maximum number of tokens per step, if memory is not short."""
-        usual = CUDA_STEP_TOKENS if self.device == "cuda" else DEFAULT_STEP_TOKENS
-        return self.max_num_batched_tokens or max(usual, self.slots)
+        return self.step_tokens_from(CUDA_STEP_TOKENS if self.device == "cuda" else DEFAULT_STEP_TOKENS)
+
+    def step_tokens_from(self, default: int) -> int:
+        """Maximum number of tokens per step where `default` is usual, if memory is not short."""
+        return self.max_num_batched_tokens or max(default, self.slots)

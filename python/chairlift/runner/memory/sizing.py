@@ -153,11 +153,14 @@ def headroom(available: int) -> int:
 
 
 def fit_step(config: EngineConfig, model: ModelShape, available: int, step_tokens: int | None = None) -> StepSize:
-    """Sizes a step. If memory is short, the larger of its two parts is halved until both fit, unless a flag sets it."""
+    """Sizes a step. If memory is short, the larger of its two parts is halved until both fit, unless a flag sets it.
+
+    `step_tokens` is a default for matrix tiles.
+    """
     usual = EngineConfig(device=config.device)
     usual_tokens = step_tokens or usual.step_tokens
     why_tokens = "the default for a small model with matrix tiles" if step_tokens else "the default"
-    seqs, tokens = wanted = config.slots, config.max_num_batched_tokens or max(usual_tokens, config.slots)
+    seqs, tokens = wanted = config.slots, config.step_tokens_from(usual_tokens)
     least = config.max_num_seqs or config.static_batch_size or 1
     while step_bytes(model, seqs, tokens) > available * STEP_SHARE:
         may_seqs = seqs > least
