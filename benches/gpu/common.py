@@ -15,12 +15,15 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from results import Results, cell
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("numpy", "torch", "triton", "transformers", "tokenizers", "safetensors", "jinja2", "llguidance", "msgpack", "pydantic", "rich")
@@ -39,22 +42,23 @@ class OutOfTime(BaseException):
 
 @dataclass
 class Run:
-    """One run of a script: what it was told, how long it may take, and what it has found so far.
+    """One run of a script: its settings, how long it may take, and its results so far.
 
-    All that is found is written after each row, so that a run which is cut short leaves what it has.
+    A script is a sequence of parts. A part that an earlier run has done is not run again, so that a script which was cut short goes on.
     """
 
-    name: str
-    out: Path
+    results: Results
     seconds: float
     dry: bool
     memory: float
     """Bytes of the device."""
+    only: tuple[str, ...] = ()
+    """Beginnings of the names of the parts to run, even if they are done; empty: all."""
     began: float = field(default_factory=time.monotonic)
-    found: dict[str, Any] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
     flags: dict[str, Any] = field(default_factory=dict)
     """The script's own flags."""
+    _part: str = ""
+    _parts: list[str] = field(default_factory=list)
 
     @property
     def device(self) -> str:
@@ -68,21 +72,54 @@ class Run:
 
     @property
     def left(self) -> float:
-        """Seconds."""
-        return self.seconds - (time.monotonic() - self.began)
+        """Seconds; a dry run may take any time, for other work may slow it."""
+        return math.inf if self.dry else self.seconds - (time.monotonic() - self.began)
 
-    def fits(self, what: str, seconds: float) -> bool:
-        """Whether so much time is left; otherwise says that `what` is skipped."""
-        if self.left >= seconds:
+    def selects(self, name: str) -> bool:
+        """Whether `--only` names a part; it names all if it is not given."""
+        return name.startswith(self.only or "")
+
+    def part(self, name: str, work: Callable[[], object], *, needs: float = 10, most: float = math.inf) -> bool:
+        """Runs a part unless it is done, not selected, or less than `needs` seconds are left; returns whether it is done.
+
+        It may take `most` seconds. What fails is written down, and the script goes on; a dry run ends there.
+        """
+        self._parts.append(name)
+        if self.results.ends.get(name) == "done":
+            print(f"{name}: done by an earlier run", flush=True)
             return True
-        self.say(f"Skipped, for {max(0, self.left):.0f} s are left and it needs {seconds:.0f}: {what}.")
-        return False
+        if not self.selects(name):
+            return False
+        self._part, began = name, time.monotonic()
+        if self.left < needs:
+            self._end("skipped", began, f"{max(0, self.left):.0f} s are left and it needs {needs:.0f}")
+            return False
+        print(f"== {name}, {self.left:.0f} s left", flush=True)
+        try:
+            with _limit(math.inf if self.dry else min(most, max(1, self.left - 5))):
+                work()
+        except (Exception, OutOfTime) as error:
+            self._end("failed", began, f"{type(error).__name__}: {str(error).strip()[:300] or 'no message'}".replace("\n", " "))
+            if self.dry:
+                raise
+            if not isinstance(error, OutOfTime):
+                traceback.print_exception(error, limit=-6)
+            free()
+            return False
+        wrong = self.results.wrong(name)
+        self._end("wrong" if wrong else "done", began, f"{wrong} checks" if wrong else None)
+        return not wrong
+
+    def _end(self, end: str, began: float, why: str | None) -> None:
+        seconds = time.monotonic() - began
+        self.results.add(self._part, end=end, seconds=round(seconds, 1), why=why)
+        print(f"== {self._part}: {end}, {seconds:.1f} s{f' ({why})' if why else ''}", flush=True)
 
     @contextlib.contextmanager
     def tried(self, what: str, seconds: float = math.inf) -> Iterator[None]:
-        """Goes on after what fails, or takes longer than `seconds` or than the run has left; the page says why."""
+        """Goes on after a step of a part that fails, or takes longer than `seconds` or than the run has left; the page says why."""
         try:
-            with _limit(min(seconds, max(1, self.left - 5))):
+            with _limit(math.inf if self.dry else min(seconds, max(1, self.left - 5))):
                 yield
         except (Exception, OutOfTime) as error:
             if self.dry:
@@ -93,64 +130,68 @@ class Run:
     def say(self, text: str) -> None:
         """Puts a paragraph on the page, and prints it."""
         print(text, flush=True)
-        self.lines += ["", text]
-        self.write()
+        self.results.add(self._part, text=text)
 
-    def row(self, title: str, row: dict[str, Any]) -> dict[str, Any]:
-        """Adds a row to the table of that title, on the page and in the JSON; what is put into it later is written with the next."""
-        if title not in self.found:
-            self.found[title] = []
-            self.lines.append(title)
-        self.found[title].append(row)
-        print(f"{title}: " + ", ".join(f"{key} {_cell(value)}" for key, value in row.items()), flush=True)
-        self.write()
-        return row
+    def row(self, table: str, row: dict[str, Any]) -> int:
+        """Adds a row to the table of that title and returns its number."""
+        print(f"{table}: {_words(row)}", flush=True)
+        return self.results.add_row(self._part, table, row)
 
-    def write(self) -> None:
-        """Writes the page and the JSON as they are."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        dry = ["", "**A dry run on a CPU: nothing here is a measurement.**"] if self.dry else []
-        title = f"# {self.name.capitalize()}, on a GPU"
-        text = [title, "", f"Written by `benches/gpu/{self.name}.py`, {time.monotonic() - self.began:.0f} s.", *dry]
-        for line in self.lines:
-            text += _table(line, self.found[line]) if line in self.found else [line]
-        (self.out / f"{self.name}.md").write_text("\n".join(text) + "\n")
-        (self.out / f"{self.name}.json").write_text(json.dumps(_plain(self.found), indent=1) + "\n")
+    def more(self, number: int, more: dict[str, Any]) -> None:
+        """Adds columns to a row."""
+        print(f"  {_words(more)}", flush=True)
+        self.results.add(self._part, of=number, more=more)
 
+    def keep(self, **values: Any) -> None:
+        """Keeps numbers for other parts, and for later runs, in `results.values`."""
+        self.results.add(self._part, values=values)
 
-def _table(title: str, rows: list[dict[str, Any]]) -> list[str]:
-    heads = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [[_cell(row.get(head)) for head in heads] for row in rows]
-    return ["", f"## {title}", "", *(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *cells))]
+    def finish(self) -> int:
+        """Prints how the parts ended; returns 1 if one found something wrong or failed, else 0."""
+        ends = {name: self.results.ends[name] for name in self._parts if name in self.results.ends}
+        for end in ("wrong", "failed", "skipped"):
+            if named := [name for name, how in ends.items() if how == end]:
+                print(f"{end.upper()}: {', '.join(named)}", flush=True)
+        print(f"{self.results.name}: {sum(how == 'done' for how in ends.values())} of {len(ends)} parts are done", flush=True)
+        return int(any(how in ("wrong", "failed") for how in ends.values()))
 
 
-def begin(name: str, description: str, minutes: float, **flags: str) -> Run:
+def _words(row: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {cell(value)}" for key, value in row.items())
+
+
+def begin(name: str, description: str, minutes: float, **flags: str | bool) -> Run:
     """Reads the command line, checks that all is there, fixes seeds, and notes the machine. Ends the process if something is missing.
 
-    `flags` are the script's own, with their help; their values are in the run's `flags`.
+    `flags` are the script's own: a flag with a value has its help, one without has False. Their values are in the run's `flags`.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benches" / "results" / "gpu", help="directory of the page and the JSON")
+    parser.add_argument("--out", type=Path, default=ROOT / "benches" / "results" / "gpu", help="directory of the log and the page")
     parser.add_argument("--minutes", type=float, default=minutes, help=f"what does not fit is skipped (default: {minutes:g})")
+    parser.add_argument("--only", metavar="NAME[,NAME]", help="parts whose names begin so, even if they are done; the others are not run")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on a CPU, kernels in Triton's interpreter: is the script in order?")
     for flag, words in flags.items():
-        parser.add_argument(f"--{flag}", help=words)
+        if words is False:
+            parser.add_argument(f"--{flag}", action="store_true")
+        else:
+            parser.add_argument(f"--{flag}", help=str(words))
     given = parser.parse_args()
     if given.dry:
         # Triton asks when a kernel is defined.
         os.environ["TRITON_INTERPRET"] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    facts = _check(given.dry)
-    run = Run(name, given.out, given.minutes * 60, given.dry, facts.get("GiB", DRY_GIB) * 2**30)
+    facts = {**_check(given.dry), "dry": given.dry}
+    only = tuple(part for part in (given.only or "").split(",") if part)
+    results = Results(name, given.out, facts, lambda part: bool(only) and part.startswith(only))
+    run = Run(results, given.minutes * 60, given.dry, facts.get("GiB", DRY_GIB) * 2**30, only)
     run.flags = {flag: getattr(given, flag) for flag in flags}
     import torch
 
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     torch.backends.cuda.matmul.allow_tf32 = False
-    run.found["machine"] = facts
-    run.say(", ".join(f"{key} {value}" for key, value in facts.items()) + ".")
+    print(_words(facts), flush=True)
     return run
 
 
@@ -285,28 +326,36 @@ def copies(run: Run, size: float, most: int = 16) -> int:
 
 
 def ceilings(run: Run) -> tuple[float, float]:
-    """What the device reaches: bytes a second, read and written by a copy, and FLOP a second of a product of bf16 matrices."""
+    """What the device reaches: bytes a second, read and written by a copy, and FLOP a second of a product of bf16 matrices.
+
+    Measured once by a script, as its part "ceilings"; NaN if that failed.
+    """
     import torch
 
-    size, side = (1 << 12, 64) if run.dry else (2 << 30, 8192)
-    source, target = (torch.zeros(size, dtype=torch.uint8, device=run.device) for _ in range(2))
-    a, b = (torch.randn(side, side, device=run.device).bfloat16() for _ in range(2))
-    copied = 2 * size / time_calls(run, [lambda: target.copy_(source)])
-    computed = 2 * side**3 / time_calls(run, [lambda: a @ b], rounds=4)
-    run.found["ceilings"] = {"copy_bytes_s": copied, "bf16_flop_s": computed}
-    run.say(f"Ceilings, measured in this run: copy {copied / 1e9:.0f} GB/s, bf16 {side}x{side} product {computed / 1e12:.0f} TFLOP/s.")
+    def measure() -> None:
+        size, side = (1 << 12, 64) if run.dry else (2 << 30, 8192)
+        source, target = (torch.zeros(size, dtype=torch.uint8, device=run.device) for _ in range(2))
+        a, b = (torch.randn(side, side, device=run.device).bfloat16() for _ in range(2))
+        copied = 2 * size / time_calls(run, [lambda: target.copy_(source)])
+        computed = 2 * side**3 / time_calls(run, [lambda: a @ b], rounds=4)
+        run.keep(copy_bytes_s=copied, bf16_flop_s=computed)
+        run.say(f"Ceilings: copy {copied / 1e9:.0f} GB/s, bf16 {side}x{side} product {computed / 1e12:.0f} TFLOP/s.")
+
+    run.part("ceilings", measure)
+    copied, computed = (run.results.values.get(name) or math.nan for name in ("copy_bytes_s", "bf16_flop_s"))
     return copied, computed
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> Path:
-    """Makes a model's directory without weights: its config.json, and a tokenizer with a word for each id."""
+    """Makes a model's directory without weights: its config.json, and a tokenizer of bytes, with a word for each id behind those."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    words = {f"t{i}": i for i in range(config["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: i for i, word in enumerate(alphabet + [f"t{i}" for i in range(len(alphabet), config["vocab_size"])])}
+    tokenizer = Tokenizer(models.BPE(words, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
 
@@ -348,18 +397,3 @@ def steps_overlap(overlaps: bool) -> Iterator[None]:
         yield
     finally:
         loop._build_runner = usual
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return "-" if math.isnan(value) else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
-    return "" if value is None else str(value)
-
-
-def _plain(value: Any) -> Any:
-    """The same for JSON, which has no NaN."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

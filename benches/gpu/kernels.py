@@ -1,120 +1,78 @@
-"""Times every kernel on a GPU beside the device's ceilings and torch's own ways; takes about eight minutes.
+"""Times every kernel on a GPU beside the device's ceilings and other implementations; takes up to eight minutes.
 
 The ceilings, a copy and a product of bf16 matrices, are measured first, in the same run. Calls are replayed as CUDA graphs over memory
 that the L2 cache cannot hold; times are medians. Shapes are those of Llama-3.1-8B: 32 heads of 128, 8 KV heads, bf16. Peers of attention
-get keys and values that lie in one piece (`sdpa`), which is an upper bound for a cache in blocks.
+(torch's SDPA, and FlashAttention-3 of the package fa3-fwd where it is installed) get keys and values that lie in one piece, which is an
+upper bound for a cache in blocks. What matters most comes first: attention of a few usual steps, then what takes a smaller part of a step.
+`--sweep` also times attention with other launch settings.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import math
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import common
-import numpy as np
+from pool import DIM, HEADS, KV_HEADS, TOKEN_BYTES, Pool
+from sweep import sweep
 
-HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCABULARY = 32, 8, 128, 4096, 14336, 128_256
-TOKEN_BYTES = 2 * KV_HEADS * DIM
-"""Of a token's keys and values in one layer, times the bytes of a number."""
+HIDDEN, INNER, VOCABULARY = 4096, 14336, 128_256
 POOL_SHARE = 0.6
 """Share of the device's memory that a cache takes at most."""
+USUAL = ((64, 2048), (256, 1024), (1, 2048), (64, 8192), (1, 32768))
+"""Decode steps (batch, context) that are timed in each form of the cache, the most usual first."""
 
 
-class Pool:
-    """A cache of a few layers, which calls go through in turn, as a model's do; its strides decide what is compiled."""
-
-    def __init__(self, run: common.Run, tokens: int, layers: int, block_size: int, dtype: Any) -> None:
-        import torch
-
-        from chairlift.models.shape import KvSpec
-        from chairlift.runner.memory.kv_cache import KvCache
-
-        self.run, self.block_size = run, block_size
-        spec = KvSpec(KV_HEADS, DIM, DIM, None)
-        self.cache = KvCache([spec] * layers, tokens // block_size + 2, block_size, dtype, torch.device(run.device))
-        # Zeros would be quicker to read for some memories; the bits of small numbers in each form are good for all.
-        self.cache.tensor.view(torch.uint8).random_(0, 48)
-
-    def plans(self, lengths: list[tuple[int, int]]) -> list[Any]:
-        """Steps of (queries, context), enough for all layers together to be cold."""
-        import torch
-
-        from chairlift.layers.device_attention import DevicePlan
-
-        queries, contexts = (np.array(part, dtype=np.int32) for part in zip(*lengths, strict=True))
-        widths = -(-contexts // self.block_size)
-        size = float(contexts.sum()) * TOKEN_BYTES * self.cache.tensor.element_size() * len(self.cache.layers)
-        there = len(self.cache.tensor) - 1
-        made = []
-        for seed in range(min(common.copies(self.run, size), max(1, there // int(widths.sum())))):
-            order = np.random.default_rng(seed).permutation(there) + 1
-            tables = np.zeros((len(lengths), int(widths.max())), dtype=np.int32)
-            for row, used, end in zip(tables, widths, widths.cumsum(), strict=True):
-                row[:used] = order[end - used : end]
-            starts = np.concatenate(([0], queries.cumsum())).astype(np.int32)
-            slots = np.zeros(int(queries.sum()), dtype=np.int32)
-            made.append(DevicePlan.send(slots, starts, contexts, tables, windows=[None], device=torch.device(self.run.device)))
-        return made
-
-    def calls(self, lengths: list[tuple[int, int]], query: Any) -> list[Callable[[], object]]:
-        """Attention of all layers over all plans."""
-        from chairlift.layers.attention import paged_attention
-
-        scales = None
-        if self.cache.tensor.element_size() == 1:
-            scales = (query.new_ones(KV_HEADS).float(), query.new_ones(KV_HEADS).float())
-        return [
-            lambda plan=plan, layer=layer: paged_attention(query, *layer, plan, scales=scales)
-            for plan in self.plans(lengths)
-            for layer in self.cache.layers
-        ]
-
-    def in_one_piece(self, batch: int, context: int) -> list[tuple[Any, Any]]:
-        """The pool's memory as contiguous keys and values [batch, kv_heads, context, D], as often as needed to be cold."""
-        flat, size = self.cache.tensor.view(-1), batch * context * TOKEN_BYTES // 2
-        count = min(common.copies(self.run, 2 * size * self.cache.tensor.element_size()), len(flat) // (2 * size))
-        parts = flat[: count * 2 * size].view(count, 2, batch, KV_HEADS, context, DIM)
-        return [(part[0], part[1]) for part in parts]
-
-
-def decode(run: common.Run, copied: float) -> None:
-    """Attention of one token a sequence: bytes of keys and values a second."""
+def decode(run: common.Run, copied: float, form: tuple[str, int, Any], cases: list[tuple[int, int]]) -> None:
+    """Attention of one token a sequence: bytes of keys and values a second. `form` is the cache's name, block size and dtype."""
     import torch
 
-    grid = [(batch, context) for context in (512, 2048, 8192, 32768) for batch in (1, 8, 32, 64, 128, 256)]
-    few = [(64, 2048), (64, 8192), (1, 32768)]
-    grid, few = ([(2, 40)], [(2, 40)]) if run.dry else (grid, few)
+    name, size, dtype = form
     half = torch.float16 if run.dry else torch.bfloat16
     most = POOL_SHARE * run.memory
-    forms = [("16", 16, half, grid), ("32", 32, half, few), ("64", 64, half, few), ("16, fp8", 16, torch.float8_e4m3fn, few)]
-    for name, size, dtype, cases in forms[: 2 if run.dry else None]:
-        for layers in (8, 2):
-            # Longer ones do not fit as often as others, or not at all.
-            fitting = [case for case in cases if (_bytes(case, 8, dtype) <= most) == (layers == 8) and _bytes(case, layers, dtype) <= most]
-            if not fitting or not run.fits(f"decode, blocks of {name}, {layers} layers", 25):
-                continue
-            with run.tried(f"decode, blocks of {name}"):
-                tokens = max(batch * (context + size) for batch, context in fitting)
-                pool = Pool(run, max(tokens, 100 if run.dry else 60_000), layers, size, dtype)
-                for batch, context in fitting:
-                    query = torch.randn(batch, HEADS, DIM, device=run.device).to(half)
-                    seconds = common.time_calls(run, pool.calls([(1, context)] * batch, query))
-                    rate = batch * context * TOKEN_BYTES * dtype.itemsize / seconds
-                    row = {
-                        "block": name,
-                        "batch": batch,
-                        "context": context,
-                        "us": seconds * 1e6,
-                        "GB/s": rate / 1e9,
-                        "of copy": rate / copied,
-                    }
-                    run.row("Decode attention", row)
-                    if size == 16 and dtype == half:
-                        theirs = _sdpa_decode(run, pool, query, batch, context)
-                        row |= {"sdpa us": theirs * 1e6, "sdpa / ours": theirs / seconds}
-                del pool
-            common.free()
+    for layers in (8, 2):
+        # Longer ones do not fit as often as others, or not at all.
+        fitting = [case for case in cases if (_bytes(case, 8, dtype) <= most) == (layers == 8) and _bytes(case, layers, dtype) <= most]
+        if not fitting:
+            continue
+        tokens = max(batch * (context + size) for batch, context in fitting)
+        pool = Pool(run, max(tokens, 100 if run.dry else 60_000), layers, size, dtype)
+        for batch, context in fitting:
+            query = torch.randn(batch, HEADS, DIM, device=run.device).to(half)
+            seconds = common.time_calls(run, pool.calls([(1, context)] * batch, query))
+            rate = batch * context * TOKEN_BYTES * dtype.itemsize / seconds
+            row = {"block": name, "batch": batch, "context": context, "us": seconds * 1e6}
+            number = run.row("Decode attention", row | {"GB/s": rate / 1e9, "of copy": rate / copied})
+            if size == 16 and dtype == half:
+                with run.tried(f"SDPA, {batch} x {context}", 30):
+                    theirs = _sdpa_decode(run, pool, query, batch, context)
+                    run.more(number, {"sdpa us": theirs * 1e6, "sdpa / ours": theirs / seconds})
+                if has_fa3(run):
+                    with run.tried(f"FlashAttention-3, {batch} x {context}", 30):
+                        theirs = _fa3_decode(run, pool, query, batch, context)
+                        run.more(number, {"FA3 us": theirs * 1e6, "FA3 / ours": theirs / seconds})
+        del pool
+        common.free()
+
+
+def has_fa3(run: common.Run) -> bool:
+    """Whether FlashAttention-3 is installed: the package fa3-fwd, which has no pages."""
+    return not run.dry and importlib.util.find_spec("fa3_fwd_interface") is not None
+
+
+def _fa3_decode(run: common.Run, pool: Pool, query: Any, batch: int, context: int) -> float:
+    import torch
+    from fa3_fwd_interface import flash_attn_with_kvcache
+
+    rows, used = query.view(batch, 1, HEADS, DIM), query.new_full((batch,), context, dtype=torch.int32)
+    # It reads [batch, context, heads, D], by strides.
+    parts = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in pool.in_one_piece(batch, context)]
+    return common.time_calls(run, [lambda k=k, v=v: flash_attn_with_kvcache(rows, k, v, cache_seqlens=used) for k, v in parts], repeats=7)
 
 
 def many_layers(run: common.Run) -> None:
@@ -147,27 +105,29 @@ def _sdpa_decode(run: common.Run, pool: Pool, query: Any, batch: int, context: i
     return common.time_calls(run, calls, repeats=7)
 
 
-def other_decodes(run: common.Run) -> None:
+OTHERS = {"varlen": "varlen_attn, in one piece", "varlen-pages": "varlen_attn, pages of 256", "flex": "flex_attention, pages"}
+"""Parts of `other_decodes`, and what they time."""
+
+
+def other_decodes(run: common.Run, part: str) -> None:
     """Peers that take long to compile, or are not in every torch: varlen attention, and flex_attention over pages."""
     import torch
 
-    if run.dry:
-        return
-    title = "Decode attention, other ways"
+    make = {"varlen": _varlen, "varlen-pages": _varlen_paged, "flex": _flex}[part]
     for batch, context in ((64, 2048), (64, 8192)):
         pool = Pool(run, batch * (context + 128), 8, 16, torch.bfloat16)
         query = torch.randn(batch, HEADS, DIM, device="cuda").bfloat16()
         ours = common.time_calls(run, pool.calls([(1, context)] * batch, query))
-        run.row(title, {"way": "chairlift, blocks of 16", "batch": batch, "context": context, "us": ours * 1e6})
-        for name, make in (
-            ("varlen_attn, in one piece", _varlen),
-            ("varlen_attn, pages of 256", _varlen_paged),
-            ("flex_attention, pages", _flex),
-        ):
-            if run.fits(f"{name}, {batch} x {context}", 30):
-                with run.tried(f"{name}, {batch} x {context}", 60):
-                    seconds = common.time_calls(run, make(pool, query, batch, context), repeats=7, graph="flex" not in name)
-                    run.row(title, {"way": name, "batch": batch, "context": context, "us": seconds * 1e6, "time / ours": seconds / ours})
+        seconds = common.time_calls(run, make(pool, query, batch, context), repeats=7, graph=part != "flex")
+        row = {
+            "way": OTHERS[part],
+            "batch": batch,
+            "context": context,
+            "us": seconds * 1e6,
+            "ours us": ours * 1e6,
+            "time / ours": seconds / ours,
+        }
+        run.row("Decode attention, other ways", row)
         del pool
         common.free()
 
@@ -216,33 +176,50 @@ def _flex(pool: Pool, query: Any, batch: int, context: int) -> list[Callable[[],
     ]
 
 
-def prefill(run: common.Run, computed: float) -> None:
+def prefill(run: common.Run, computed: float, cases: list[tuple[int, int]]) -> None:
     """Attention of whole prompts, and of chunks behind a context: FLOP a second of what a causal mask leaves."""
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
 
-    cases = [(length, length) for length in (512, 2048, 4096, 8192, 16384)] + [(512, 8192), (2048, 16384)]
-    cases = [(20, 20)] if run.dry else cases
     half = torch.float16 if run.dry else torch.bfloat16
     pool = Pool(run, 40 if run.dry else 60_000, 2, 16, half)
     for queries, context in cases:
         query = torch.randn(queries, HEADS, DIM, device=run.device).to(half)
-        work = 4 * HEADS * DIM * (queries * context - queries * (queries - 1) / 2)
+        work = _causal_work(queries, context)
         seconds = common.time_calls(run, pool.calls([(queries, context)], query)[:4])
         row = {"queries": queries, "context": context, "us": seconds * 1e6, "TFLOP/s": work / seconds / 1e12}
-        row = run.row("Prefill attention", row | {"of product": work / seconds / computed})
+        number = run.row("Prefill attention", row | {"of product": work / seconds / computed})
         if queries == context and not run.dry:
-            with run.tried("SDPA of a prompt", 60):
-                # Heads repeated beforehand: every backend takes that, and it costs nothing here.
-                q, k, v = (torch.randn(1, HEADS, context, DIM, device=run.device).to(half) for _ in range(3))
-                theirs = common.time_calls(run, [lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True)], repeats=7)
-                row |= {"sdpa TFLOP/s": work / theirs / 1e12, "sdpa / ours": theirs / seconds}
-                with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                    flash = common.time_calls(run, [lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True)], repeats=7)
-                row["flash / ours"] = flash / seconds
+            for name, call in _prompt_peers(run, context).items():
+                with run.tried(f"{name} of a prompt of {context}", 30):
+                    theirs = common.time_calls(run, [call], repeats=7)
+                    run.more(number, {f"{name} TFLOP/s": work / theirs / 1e12, f"{name} / ours": theirs / seconds})
     del pool
     common.free()
+
+
+def _causal_work(queries: int, context: int) -> float:
+    return 4 * HEADS * DIM * (queries * context - queries * (queries - 1) / 2)
+
+
+def _prompt_peers(run: common.Run, context: int) -> dict[str, Callable[[], object]]:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    # Heads repeated beforehand: every backend takes that, and it costs nothing here.
+    q, k, v = (torch.randn(1, HEADS, context, DIM, device=run.device).bfloat16() for _ in range(3))
+
+    def flash() -> object:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    peers: dict[str, Callable[[], object]] = {"sdpa": lambda: scaled_dot_product_attention(q, k, v, is_causal=True), "flash": flash}
+    if has_fa3(run):
+        from fa3_fwd_interface import flash_attn_func
+
+        rows, few = q.transpose(1, 2), [x[:, :KV_HEADS].transpose(1, 2) for x in (k, v)]
+        peers["FA3"] = lambda: flash_attn_func(rows, *few, causal=True)
+    return peers
 
 
 def layers(run: common.Run, copied: float) -> None:
@@ -262,15 +239,13 @@ def layers(run: common.Run, copied: float) -> None:
         with run.tried(f"{name}, {tokens} tokens", 60):
             seconds = common.time_calls(run, ours)
             row = {"kernel": name, "tokens": tokens, "us": seconds * 1e6, "GB/s": size / seconds / 1e9, "of copy": size / seconds / copied}
-            run.row("Between products and attention", row)
+            number = run.row("Between products and attention", row)
             if theirs:
                 other = common.time_calls(run, theirs)
-                row |= {"torch us": other * 1e6, "torch / ours": other / seconds}
+                run.more(number, {"torch us": other * 1e6, "torch / ours": other / seconds})
 
     weight = torch.ones(hidden, device=run.device, dtype=half)
     for tokens in (2,) if run.dry else (64, 256, 2048, 8192):
-        if not run.fits(f"layers, {tokens} tokens", 15):
-            break
         size = 2 * tokens * hidden * 2
         xs = [(normal(tokens, hidden), normal(tokens, hidden)) for _ in range(common.copies(run, 2 * size))]
         ours: list[Any] = [lambda x=x: rms_norm.rms_norm(x, weight, 1e-5) for x, _ in xs]
@@ -322,13 +297,11 @@ def eight_bits(run: common.Run, copied: float) -> None:
         with run.tried(f"{name}, {tokens} tokens", 60):
             seconds = common.time_calls(run, ours)
             row = {"in fp8": name, "tokens": tokens, "us": seconds * 1e6, "of copy": size / seconds / copied}
-            row = run.row("Products in 8 bits", row)
+            number = run.row("Products in 8 bits", row)
             other = common.time_calls(run, theirs)
-            row |= {"other us": other * 1e6, "other / ours": other / seconds}
+            run.more(number, {"other us": other * 1e6, "other / ours": other / seconds})
 
     for tokens in (2,) if run.dry else (1, 64, 256, 2048):
-        if not run.fits(f"8 bits, {tokens} tokens", 15):
-            break
         size = 3 * tokens * hidden
         xs = [torch.randn(tokens, hidden, device=run.device).to(half) for _ in range(common.copies(run, size))]
         ours: list[Any] = [lambda x=x: rms_norm.rms_norm(x, norm, 1e-5, least=MIN_ABSMAX) for x in xs]
@@ -397,17 +370,15 @@ def sampling(run: common.Run, copied: float) -> None:
             "top-p 0.9": _nucleus_in_torch,
         }
         for name, chosen, truncated, penalised in ways:
-            if not run.fits(f"sampling, {name}", 10):
-                break
             with run.tried(f"sampling, {name}, {count} rows", 60):
                 last = torch.zeros(count, dtype=torch.int32, device=run.device)
                 more = (places, places, chosen, last, said if penalised else None)
                 seconds = common.time_calls(run, [lambda x=x, m=more, t=truncated: sample(x, *m, truncated=t) for x in logits])
                 row = {"tier": name, "rows": count, "us": seconds * 1e6, "GB/s, one pass": size / seconds / 1e9}
-                row = run.row("Sampling", row | {"passes": seconds * copied / size})
+                number = run.row("Sampling", row | {"passes": seconds * copied / size})
                 if name in peers:
                     theirs = common.time_calls(run, [lambda x=x, f=peers[name]: f(x) for x in logits], graph=name != "top-p 0.9")
-                    row |= {"torch us": theirs * 1e6, "torch / ours": theirs / seconds}
+                    run.more(number, {"torch us": theirs * 1e6, "torch / ours": theirs / seconds})
         del logits, said
         common.free()
 
@@ -422,29 +393,36 @@ def _nucleus_in_torch(logits: Any) -> Any:
     return places.gather(-1, torch.multinomial(ordered.softmax(-1), 1))
 
 
-def main() -> None:
+def main() -> int:
     """Measures the ceilings, and then all kernels, the most important first."""
-    run = common.begin("kernels", __doc__ or "", 8)
-    with run.tried("the ceilings"):
-        copied, computed = common.ceilings(run)
-        for part, given, seconds in (
-            (decode, copied, 300),
-            (prefill, computed, 90),
-            (layers, copied, 90),
-            (sampling, copied, 60),
-            (eight_bits, copied, 60),
-        ):
-            if run.fits(part.__name__, 20):
-                with run.tried(part.__name__, seconds):
-                    part(run, given)
-        if run.fits("layers in a block", 20):
-            with run.tried("layers in a block", 60):
-                many_layers(run)
-        if run.fits("other ways", 40):
-            with run.tried("other ways"):
-                other_decodes(run)
-    run.say(f"Done, with {run.left:.0f} s left.")
+    run = common.begin("kernels", __doc__ or "", 8, sweep=False)
+    import torch
+
+    copied, computed = common.ceilings(run)
+    half = torch.float16 if run.dry else torch.bfloat16
+    usual = [(2, 40)] if run.dry else list(USUAL)
+    chunks = [(20, 20)] if run.dry else [(2048, 2048), (8192, 8192), (2048, 16384)]
+    run.part("decode", lambda: decode(run, copied, ("16", 16, half), usual), most=60)
+    run.part("prefill", lambda: prefill(run, computed, chunks), most=60)
+    run.part("layers", lambda: layers(run, copied), most=60)
+    run.part("sampling", lambda: sampling(run, copied), most=40)
+    run.part("eight-bits", lambda: eight_bits(run, copied), most=40)
+    run.part("decode-fp8", lambda: decode(run, copied, ("16, fp8", 16, torch.float8_e4m3fn), usual), most=40)
+    if not run.dry:
+        run.part("decode-64", lambda: decode(run, copied, ("64", 64, half), usual), most=40)
+    if run.flags["sweep"]:
+        sweep(run)
+    if not run.dry:
+        lengths = (512, 2048, 8192, 32768)
+        rest = [case for case in itertools.product((1, 8, 32, 64, 128, 256), lengths) if case not in usual]
+        run.part("decode-more", lambda: decode(run, copied, ("16", 16, half), rest), most=90)
+        run.part("prefill-more", lambda: prefill(run, computed, [(512, 512), (4096, 4096), (16384, 16384), (512, 8192)]), most=60)
+        run.part("decode-32", lambda: decode(run, copied, ("32", 32, half), usual), most=40)
+        for part in OTHERS:
+            run.part(part, partial(other_decodes, run, part), needs=30, most=60)
+    run.part("many-layers", lambda: many_layers(run), most=60)
+    return run.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,9 +2,9 @@
 
 A Llama of the shape of 3.1-8B (of 3.2-3B on a card of 24 GB) with random weights, bf16, greedy, prompts of token ids, ends of text
 ignored, no prefix cache. transformers' `generate` (static cache) and `generate_batch` (continuous batching) run afterwards with the same
-weights, then vLLM, where it is installed, with random weights. The floor of a step is reading weights and KV once at the bandwidth of a
-copy, or multiplying at the rate of a large product where that takes longer; both are measured first, in the same run. Then a model of the
-shape of SmolLM2-135M at batch 64: is the host's time hidden behind the device's?
+weights, then vLLM, where it is installed, with random weights. Each case is a part of its own. The floor of a step is reading weights and
+KV once at the bandwidth of a copy, or multiplying at the rate of a large product where that takes longer; both are measured in the same
+run. First a model of the shape of SmolLM2-135M at batch 64: is the host's time hidden behind the device's?
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,33 +175,53 @@ class Case:
         """For tables."""
         return f"{self.count} x ({self.prompt} in, {self.answer} out)"
 
+    @property
+    def short(self) -> str:
+        """For the names of parts."""
+        return f"{self.count}x{self.prompt}+{self.answer}"
 
-def ours(
-    run: common.Run, llm: Any, shape: Shape, cases: list[Case], ceilings: tuple[float, float]
-) -> dict[str, tuple[float, list[list[int]]]]:
-    """The engine on all cases; tokens a second and answers by the name of the case."""
-    found: dict[str, tuple[float, list[list[int]]]] = {}
+
+class Engine:
+    """An engine with random weights that is loaded when a part needs it."""
+
+    def __init__(self, run: common.Run, directory: Path, **settings: Any) -> None:
+        self._run, self._directory, self._settings = run, directory, settings
+        self._llm: Any = None
+
+    def __call__(self) -> Any:
+        """The engine."""
+        if self._llm is None:
+            began = time.perf_counter()
+            self._llm = load(self._run, self._directory, **self._settings)
+            decisions = dict(decision[:2] for decision in self._llm.facts["decisions"])
+            graphs = decisions.get("CUDA graphs", "none on this device")
+            self._run.say(f"Loaded in {time.perf_counter() - began:.1f} s. CUDA graphs: {graphs}.")
+        return self._llm
+
+    def close(self) -> None:
+        """Gives its memory back."""
+        self._llm = None
+        common.free()
+
+
+def ours(run: common.Run, engine: Engine, shape: Shape, case: Case, ceilings: tuple[float, float]) -> None:
+    """The engine on a case; keeps its tokens a second and the first tokens of its answers for peers."""
     vocabulary, (copied, computed) = shape.config["vocab_size"], ceilings
-    for case in cases:
-        token_ids = prompts(case.count, case.prompt, vocabulary)
-        if not run.fits(f"chairlift, {case.name}", 15):
-            continue
-        with run.tried(f"chairlift, {case.name}", 120):
-            timed(llm, token_ids, min(2, case.answer))  # what is compiled for this shape is compiled
-            with Clock(llm) as clock:
-                seconds, answers = timed(llm, token_ids, case.answer)
-            rate = case.count * case.answer / seconds
-            found[case.name] = rate, answers
-            run.row(THROUGHPUT, {"engine": "chairlift", "case": case.name, "s": seconds, "tokens/s": rate})
-            row: dict[str, Any] = {"case": case.name}
-            if case.answer == 1:
-                floor, step = case.count * shape.prefill_floor(case.prompt, computed), seconds
-            else:
-                steps = [whole for whole, _ in clock.decode(case.count)]
-                floor = shape.decode_floor(case.count, case.prompt + case.answer / 2, copied, computed)
-                step = statistics.median(steps) if steps else math.nan
-            run.row(STEPS, row | {"ms/step": step * 1e3, "floor ms": floor * 1e3, "of the floor": floor / step})
-    return found
+    llm, token_ids = engine(), prompts(case.count, case.prompt, vocabulary)
+    timed(llm, token_ids, min(2, case.answer))  # what is compiled for this shape is compiled
+    with Clock(llm) as clock:
+        seconds, answers = timed(llm, token_ids, case.answer)
+    rate = case.count * case.answer / seconds
+    run.row(THROUGHPUT, {"engine": "chairlift", "case": case.name, "s": seconds, "tokens/s": rate})
+    row: dict[str, Any] = {"case": case.name}
+    if case.answer == 1:
+        floor, step = case.count * shape.prefill_floor(case.prompt, computed), seconds
+    else:
+        steps = [whole for whole, _ in clock.decode(case.count)]
+        floor = shape.decode_floor(case.count, case.prompt + case.answer / 2, copied, computed)
+        step = statistics.median(steps) if steps else math.nan
+    run.row(STEPS, row | {"ms/step": step * 1e3, "floor ms": floor * 1e3, "of the floor": floor / step})
+    run.keep(**{case.name: (rate, [answer[:8] for answer in answers])})
 
 
 def idle(run: common.Run, name: str, llm: Any, batch: int, prompt: int, vocabulary: int) -> None:
@@ -261,27 +282,22 @@ def same_weights(run: common.Run, llm: Any, config: dict[str, Any]) -> Any:
     return model.eval()
 
 
-def peer(
-    run: common.Run, name: str, generate: Any, case: Case, vocabulary: int, mine: Any, needs: float, most: float, whole: bool = False
-) -> None:
+def peer(run: common.Run, name: str, generate: Any, case: Case, vocabulary: int, *, whole: bool = False) -> None:
     """One of transformers' ways on one case: after two tokens to warm up, whose time also tells how long a step is.
 
     What is made for a length of answers is warmed up with the `whole`; its milliseconds a step have the prompt in them.
     """
-    if case.name not in mine or not run.fits(f"{name}, {case.name}", needs):
-        return
-    with run.tried(f"{name}, {case.name}", most):
-        token_ids, few = prompts(case.count, case.prompt, vocabulary), min(2, case.answer)
-        generate(token_ids, case.answer if whole else few)
-        seconds, answers = _timed(generate, token_ids, case.answer)
-        short, steps = (0.0, case.answer) if whole else (_timed(generate, token_ids, few)[0], max(1, case.answer - few))
-        rate, right = mine[case.name]
-        row = {"engine": name, "case": case.name, "s": seconds, "tokens/s": case.count * case.answer / seconds}
-        row |= {"ms/step": (seconds - short) / steps * 1e3, "chairlift / this": rate * seconds / (case.count * case.answer)}
-        # Not a proof: rounding differs, and a token that differs changes all after it.
-        equal = [one[:8] == other[:8] for one, other in zip(answers, right, strict=True)]
-        row["first 8 tokens equal"] = f"{sum(equal)} of {len(equal)}"
-        run.row(THROUGHPUT, row)
+    token_ids, few = prompts(case.count, case.prompt, vocabulary), min(2, case.answer)
+    generate(token_ids, case.answer if whole else few)
+    seconds, answers = _timed(generate, token_ids, case.answer)
+    short, steps = (0.0, case.answer) if whole else (_timed(generate, token_ids, few)[0], max(1, case.answer - few))
+    rate, right = run.results.values[case.name]
+    row = {"engine": name, "case": case.name, "s": seconds, "tokens/s": case.count * case.answer / seconds}
+    row |= {"ms/step": (seconds - short) / steps * 1e3, "chairlift / this": rate * seconds / (case.count * case.answer)}
+    # Not a proof: rounding differs, and a token that differs changes all after it.
+    equal = [one[:8] == other for one, other in zip(answers, right, strict=True)]
+    row["first 8 tokens equal"] = f"{sum(equal)} of {len(equal)}"
+    run.row(THROUGHPUT, row)
     common.free()
 
 
@@ -324,33 +340,36 @@ def ways(run: common.Run, model: Any) -> tuple[Any, Any, Any]:
     return static, lambda token_ids, answer: static(token_ids, answer, compiled=True), continuous
 
 
-def vllm(run: common.Run, python: str, order: dict[str, Any], cases: list[Case], mine: Any, vocabulary: int) -> None:
+def vllm(run: common.Run, python: str, order: dict[str, Any], cases: list[Case], vocabulary: int) -> None:
     """vLLM on the cases, with weights of its own: its answers are others."""
-    with run.tried("vLLM", VLLM_SECONDS):
-        given = [{"name": case.name, "answer": case.answer, "prompts": prompts(case.count, case.prompt, vocabulary)} for case in cases]
-        engine, counts = "vLLM", {case.name: case.count * case.answer for case in cases}
-        for reply in peer_vllm.replies(python, order | {"cases": given}, min(VLLM_SECONDS, run.left) - 10):
-            if "vllm" in reply:
-                engine = f"vLLM {reply['vllm']}"
-                continue
-            name, seconds = reply["case"], reply["seconds"]
-            row = {"engine": engine, "case": name, "s": seconds, "tokens/s": counts[name] / seconds}
-            run.row(THROUGHPUT, row | {"chairlift / this": mine[name][0] * seconds / counts[name]})
+    given = [{"name": case.name, "answer": case.answer, "prompts": prompts(case.count, case.prompt, vocabulary)} for case in cases]
+    engine, counts = "vLLM", {case.name: case.count * case.answer for case in cases}
+    for reply in peer_vllm.replies(python, order | {"cases": given}, min(VLLM_SECONDS, run.left) - 10):
+        if "vllm" in reply:
+            engine = f"vLLM {reply['vllm']}"
+            continue
+        name, seconds = reply["case"], reply["seconds"]
+        row = {"engine": engine, "case": name, "s": seconds, "tokens/s": counts[name] / seconds}
+        run.row(THROUGHPUT, row | {"chairlift / this": run.results.values[name][0] * seconds / counts[name]})
 
 
-def large(run: common.Run, folder: Path, ceilings: tuple[float, float], python: str | None) -> None:
+def large(run: common.Run, folder: Path, python: str | None) -> None:
     """The 8B shape, or the 3B shape on a card of 24 GB, then transformers with its weights, then vLLM if there is a Python for it."""
     size, shape_name = (4096, 14336, 32, 32, 8, 128_256), "8B"
-    decodes = [Case(batch, 512, 256) for batch in (1, 32, 64, 256)]
+    decodes = [Case(batch, 512, 256) for batch in (64, 1, 256, 32)]
     others = [Case(1, 8192, 1), Case(32, 1024, 1024)]
     step, blocks, length = 8192, 14_000, 8448
     if run.small:
         # Two copies of the weights take 13 GB, and these blocks 6 GB.
         size, shape_name = (3072, 8192, 28, 24, 8, 128_256), "3B"
-        decodes, others, blocks = decodes[:3], [Case(1, 8192, 1), Case(16, 1024, 1024)], 3200
+        decodes, others, blocks = (
+            [Case(32, 512, 256), Case(1, 512, 256), Case(64, 512, 256)],
+            [Case(1, 8192, 1), Case(16, 1024, 1024)],
+            3200,
+        )
     if run.dry:
         size = (64, 96, 2, 4, 2, 512)
-        decodes, others, step, blocks, length = [Case(1, 9, 6), Case(3, 9, 6)], [Case(1, 60, 1)], 64, 200, 128
+        decodes, others, step, blocks, length = [Case(3, 9, 4), Case(1, 9, 4)], [Case(1, 60, 1)], 64, 200, 128
     config = common.llama(*size)
     directory, shape = common.write_model(folder / "large", config), Shape(config)
     sizes = {
@@ -359,72 +378,77 @@ def large(run: common.Run, folder: Path, ceilings: tuple[float, float], python: 
         "num_kv_blocks": blocks,
         "max_model_len": length,
     }
-    llm = load(run, directory, **sizes)
-    mine = ours(run, llm, shape, [*decodes, *others], ceilings)
-    later = VLLM_SECONDS if python else 0
-    run.seconds -= later
-    if run.fits("the device's idle share", 15):
-        with run.tried("the device's idle share", 60):
-            idle(run, shape_name, llm, 3 if run.dry else 64, 9 if run.dry else 512, config["vocab_size"])
-    with run.tried("transformers"):
-        model = same_weights(run, llm, config)
-        del llm
-        common.free()
-        beside_transformers(run, model, decodes, others, config["vocab_size"], mine)
-        del model
-    run.seconds += later
-    if python:
-        common.free()
+    engine, vocabulary, ceilings = Engine(run, directory, **sizes), config["vocab_size"], common.ceilings(run)
+    timed_cases = []
+    for case in (decodes[0], others[0], *decodes[1:], *others[1:]):
+        if run.part(f"{shape_name}-{case.short}", partial(ours, run, engine, shape, case, ceilings), needs=25, most=120):
+            timed_cases.append(case)
+    batch, prompt = (3, 9) if run.dry else (64, 512)
+    run.part(f"{shape_name}-idle", lambda: idle(run, shape_name, engine(), batch, prompt, vocabulary), needs=15, most=60)
+    beside_transformers(run, engine, config, [case for case in decodes if case in timed_cases], vocabulary)
+    engine.close()
+    if python and timed_cases:
         settings = {name: sizes[name] for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
         settings |= {"dtype": "float32" if run.dry else "bfloat16", "gpu_memory_utilization": 0.85}
         order = {"model": str(directory), "settings": settings}
-        vllm(run, python, order, [case for case in (*decodes, *others) if case.name in mine], mine, config["vocab_size"])
+        run.part("vllm", lambda: vllm(run, python, order, timed_cases, vocabulary), needs=90, most=VLLM_SECONDS)
 
 
-def beside_transformers(run: common.Run, model: Any, decodes: list[Case], others: list[Case], vocabulary: int, mine: Any) -> None:
-    """transformers' ways on the cases that they are for."""
-    static, compiled, continuous = ways(run, model)
-    for case in (*decodes[1:], *others[1:]):
-        peer(run, "transformers generate_batch", continuous, case, vocabulary, mine, 40, 120, whole=True)
+def beside_transformers(run: common.Run, engine: Engine, config: dict[str, Any], cases: list[Case], vocabulary: int) -> None:
+    """transformers' ways on the cases that they are for, with the engine's weights."""
+    made: Any = None
+
+    def model() -> Any:
+        nonlocal made
+        if made is None:
+            made = same_weights(run, engine(), config)
+            engine.close()
+        return made
+
+    def continuous(case: Case) -> None:
+        peer(run, "transformers generate_batch", ways(run, model())[2], case, vocabulary, whole=True)
         # It is sized for the requests that it was made with.
-        getattr(model, "destroy_cached_continuous_batching_manager", lambda: None)()
+        getattr(model(), "destroy_cached_continuous_batching_manager", lambda: None)()
         common.free()
-    for case in (decodes[0], decodes[-2]):
-        peer(run, "transformers generate, static cache", static, case, vocabulary, mine, 25, 60)
+
+    def static(case: Case, compiled: bool) -> None:
+        name = f"transformers generate, static cache{', compiled' * compiled}"
+        peer(run, name, ways(run, model())[compiled], case, vocabulary, whole=compiled)
+
+    for case in [case for case in cases if case.count > 1][:2]:
+        run.part(f"generate_batch-{case.short}", partial(continuous, case), needs=40, most=120)
+    for case in cases[:2]:
+        run.part(f"generate-{case.short}", partial(static, case, False), needs=25, most=60)
     if not run.dry:
-        for case in decodes[:2]:
-            peer(run, "transformers generate, static cache, compiled", compiled, case, vocabulary, mine, 70, 150, whole=True)
+        for case in cases[:2]:
+            run.part(f"generate-compiled-{case.short}", partial(static, case, True), needs=70, most=150)
 
 
 def small(run: common.Run, folder: Path) -> None:
     """The 135M shape at batch 64, with graphs and without: steps of a millisecond, where a host that is slow shows."""
     config = common.llama(*((64, 96, 2, 4, 2, 512) if run.dry else (576, 1536, 30, 9, 3, 49_152)), tie_word_embeddings=True)
     directory = common.write_model(folder / "small", config)
-    batch = 4 if run.dry else 64
+    batch, prompt = (4, 9) if run.dry else (64, 128)
     sizes = {"max_num_seqs": batch, "max_num_batched_tokens": 64 if run.dry else 4096, "num_kv_blocks": 300 if run.dry else 8000}
-    for name, eager in (("135M", False), ("135M, without graphs", True)):
-        llm = load(run, directory, **sizes, max_model_len=1024, enforce_eager=eager)
-        idle(run, name, llm, batch, 9 if run.dry else 128, config["vocab_size"])
-        del llm
-        common.free()
+    for name, eager in (("135M", False), ("135M-eager", True)):
+        engine = Engine(run, directory, **sizes, max_model_len=1024, enforce_eager=eager)
+        run.part(name, lambda name=name, engine=engine: idle(run, name, engine(), batch, prompt, config["vocab_size"]), most=60)
+        engine.close()
 
 
-def main() -> None:
+def main() -> int:
     """The small model first, for it takes seconds; the peers last."""
     run = common.begin("serve", __doc__ or "", 12.5, vllm="a Python that has vLLM, which is timed too (default: this one, if it has)")
     python = run.flags["vllm"] or sys.executable
     has_vllm = peer_vllm.has_vllm(python)
     if not has_vllm:
-        run.say(f"Not timed: vLLM, which {python} does not have.")
-    with tempfile.TemporaryDirectory() as name, run.tried("serve"):
+        print(f"not timed: vLLM, which {python} does not have", flush=True)
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ceilings = common.ceilings(run)
-        with run.tried("the 135M shape", 60):
-            small(run, folder)
-        common.free()
-        large(run, folder, ceilings, python if has_vllm else None)
-    run.say(f"Done, with {run.left:.0f} s left.")
+        small(run, folder)
+        large(run, folder, python if has_vllm else None)
+    return run.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
