@@ -1,8 +1,9 @@
 """Errors of kernels that cannot run on a device: Triton's, for those that do not compile, and our own."""
 
 from triton.errors import TritonError
+from triton.runtime import driver
 
-__all__ = ["KERNEL_ERRORS", "HeadsTooLarge", "TritonError"]
+__all__ = ["KERNEL_ERRORS", "HeadsTooLarge", "TritonError", "load_launcher"]
 
 
 class HeadsTooLarge(ValueError):
@@ -10,3 +11,11 @@ class HeadsTooLarge(ValueError):
 
 
 KERNEL_ERRORS = (TritonError, HeadsTooLarge)
+
+
+def load_launcher() -> None:
+    """Loads the C module with which Triton starts kernels. Compiles it unless Triton's cache has it.
+
+    Raises RuntimeError without a C compiler, and CalledProcessError if the compiler fails.
+    """
+    _ = driver.active

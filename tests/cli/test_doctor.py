@@ -58,7 +58,7 @@ def test_it_needs_no_torch():
         "print(diagnosis.machine()['GPU']['devices'], diagnosis.what_runs()['--device auto'], 'torch' in sys.modules, sep=';')"
     )
     done = subprocess.run([sys.executable, "-c", requested], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "unknown: torch is not installed;cpu: there is no CUDA driver;False"
+    assert done.stdout.strip() == "unknown: torch is not installed;cpu: there is no CUDA device;False"
 
 
 def test_without_torch_it_says_what_does_not_run(without_torch):
@@ -100,3 +100,21 @@ def test_a_containers_limit_is_the_smallest_of_its_groups(tmp_path, monkeypatch)
     assert machine.memory_limit() == 2 << 30
     del files["/a/memory.max"], files["/a/memory.high"]
     assert machine.memory_limit() is None
+
+
+def test_it_says_why_a_driver_is_of_no_use_and_that_this_ends_a_start(monkeypatch):
+    fault = cuda.NoDevice("the NVIDIA driver supports CUDA 12.4, and torch needs CUDA 13", is_fault=True)
+    monkeypatch.setattr(diagnosis, "cuda_devices", lambda: 0)
+    monkeypatch.setattr(diagnosis, "why_no_device", lambda: fault)
+    assert diagnosis.machine()["GPU"]["devices"] == f"none: {fault.reason}"
+    assert diagnosis.what_runs()["--device auto"] == f"none: {fault.reason}"
+    assert diagnosis.why_no_gpu() == fault.reason
+
+
+def test_it_names_what_the_launcher_of_kernels_needs(device, monkeypatch):
+    device(9, 0)
+    monkeypatch.setattr(diagnosis, "missing_for_launcher", lambda: "Python.h (apt install python3.12-dev)")
+    monkeypatch.setattr(diagnosis, "cuda_devices", lambda: 1)
+    assert diagnosis.machine()["GPU"]["Triton's launcher"] == "cannot be compiled without Python.h (apt install python3.12-dev)"
+    monkeypatch.setattr(diagnosis, "missing_for_launcher", lambda: None)
+    assert diagnosis.machine()["GPU"]["Triton's launcher"] == "a C compiler and Python.h are there"

@@ -173,7 +173,7 @@ class TooSmall(Emulator):
         raise OutOfResources(139264, 101376, "shared memory")
 
 
-def test_a_model_that_cannot_be_recorded_runs_without_graphs(make):
+def test_a_model_that_cannot_be_recorded_runs_without_graphs(make, caplog):
     requested = [[1, 2, 3]], [SamplingParams(max_tokens=4, temperature=0.0)]
     found = []
     for records, settings, why in (
@@ -185,5 +185,9 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(make):
         assert ["CUDA graphs", "none", why] in llm.engine.facts["decisions"]
         found.append(answers(llm, *requested))
         assert records.replays == 0
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        expected = [f"decode steps run without CUDA graphs, and slower: {why}. Please report this with `chairlift doctor`"]
+        assert warnings == (expected if why.startswith("the model") else [])
+        caplog.clear()
     same(found[0], found[1])
     same(found[0], found[2])

@@ -391,7 +391,7 @@ def test_an_old_device_is_refused_or_left_alone(tmp_path, runner_for, monkeypatc
     monkeypatch.setattr("chairlift.runner.build.compute_capability", lambda: (7, 5))
     write("llama", tmp_path)
     why = "the device has compute capability 7.5, and the kernels need 8.0"
-    with pytest.raises(InvalidSetting, match=rf"--device cuda: {why} \(use --device cpu\)"):
+    with pytest.raises(InvalidSetting, match=rf"--device cuda: {why} \(use --device cpu for the CPU\)"):
         runner_for(tmp_path, device="cuda")
     runner = runner_for(tmp_path, device="auto")
     assert ("device", "cpu", why) in runner.decisions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import FAMILIES, ModelConfig, load_shape
 from chairlift.models.shape import ModelShape
-from chairlift.runner.cuda import compute_capability, cuda_devices, has_cuda_driver, too_old
+from chairlift.runner.cuda import KERNEL_DRIVER, compute_capability, cuda_devices, has_cuda_driver, too_old, why_no_device
 from chairlift.runner.executor import ModelExecutor, time_swap
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.machine import available_memory, usable_cores
@@ -25,6 +26,9 @@ from chairlift.runner.rust_backend import RustBackend
 
 if TYPE_CHECKING:
     from chairlift.runner.memory.budget import DeviceBudget
+
+
+log = logging.getLogger("chairlift")
 
 
 class Backend(Protocol):
@@ -171,12 +175,17 @@ def _choose_device(name: str, count: int) -> Decision:
         return Decision("device", "cpu", "torch is not installed (for CUDA devices: pip install chairlift)")
     if 0 < devices < count:
         raise InvalidSetting(f"--tensor-parallel-size {count}: torch sees {devices} CUDA devices here")
-    reason = too_old(compute_capability()) if devices else "there is no CUDA device"
+    missing = None if devices else why_no_device()
+    reason = too_old(compute_capability()) if missing is None else missing.reason
+    if reason and (name == "cuda" or (missing and missing.is_fault)):
+        raise InvalidSetting(f"--device {name}: {reason} (use --device cpu for the CPU)")
     if name == "cuda":
-        if reason:
-            raise InvalidSetting(f"--device cuda: {reason} (use --device cpu)")
         return Decision("device", "cuda", asked("--device"))
-    return Decision("device", "cpu", reason) if reason else Decision("device", "cuda", "torch sees a CUDA device")
+    if reason is None:
+        return Decision("device", "cuda", "torch sees a CUDA device")
+    if KERNEL_DRIVER.exists():
+        log.warning("--device auto: the CPU is used, for %s", reason)
+    return Decision("device", "cpu", reason)
 
 
 def choose_threads(requested: int | None, processes: int) -> Decision:

@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from importlib import util
+from pathlib import Path
+from typing import NamedTuple
 
 MIN_CAPABILITY = (8, 0)
 """Lowest compute capability of a device that runs the kernels: Triton has no tensor cores and no bfloat16 below it."""
+
+
+DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")
+"""Files of the kernel driver where a process may use a device; the second is WSL's."""
+KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
+"""Describes the kernel driver. Containers see it even if they may use no device."""
+
+
+class NoDevice(NamedTuple):
+    """Why there is no CUDA device to use. A fault must not lead to the CPU unless the user chooses it: it is too slow for large models."""
+
+    reason: str
+    is_fault: bool
 
 
 def has_cuda_driver() -> bool:
@@ -24,6 +41,56 @@ def cuda_devices() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def why_no_device() -> NoDevice:
+    """Why `cuda_devices` is 0, and what to do about it."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1"):
+        return NoDevice("CUDA_VISIBLE_DEVICES hides all CUDA devices", False)
+    if not any(map(os.path.exists, DEVICE_FILES)):
+        if not KERNEL_DRIVER.exists():
+            return NoDevice("there is no CUDA device", False)
+        return NoDevice("this machine has an NVIDIA driver, but no device may be used here (docker run needs --gpus all)", False)
+    if not util.find_spec("torch"):
+        return NoDevice("torch is not installed (for CUDA devices: pip install chairlift)", False)
+    if not has_cuda_driver():
+        return NoDevice(
+            "the NVIDIA kernel driver is loaded, but libcuda.so.1 is not found: install the driver's libraries (libnvidia-compute, or the "
+            "NVIDIA Container Toolkit on a container's host)",
+            True,
+        )
+    return NoDevice(_why_torch_sees_none(), True)
+
+
+def _why_torch_sees_none() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built for CPUs: install one for CUDA (pip install --force-reinstall torch)"
+    supported, needed = driver_cuda(), tuple(map(int, torch.version.cuda.split(".")[:2]))
+    # A driver supports all minor versions of its major version.
+    if supported is not None and supported[0] < needed[0]:
+        return (
+            f"the NVIDIA driver supports CUDA {dotted(supported)}, and torch {torch.__version__} needs CUDA {needed[0]}: update the "
+            f"driver, or install torch for CUDA {supported[0]} (https://pytorch.org/get-started/locally)"
+        )
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    # torch raises errors of several types, and asserts.
+    except Exception as error:
+        return f"torch cannot use the CUDA device ({(str(error).strip() or type(error).__name__).splitlines()[0]:.200}): see `nvidia-smi`"
+    return "torch sees no CUDA device: see `nvidia-smi`"
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest version of CUDA that the driver supports; None if it does not say."""
+    version = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
 
 
 def compute_capability() -> tuple[int, int]:

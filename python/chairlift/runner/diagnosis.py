@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chairlift import _core
-from chairlift.runner.cuda import compute_capability, cuda_devices, dotted, has_cuda_driver, too_old
+from chairlift.runner.cuda import KERNEL_DRIVER, compute_capability, cuda_devices, dotted, has_cuda_driver, too_old, why_no_device
+from chairlift.runner.launcher import missing_for_launcher
 from chairlift.runner.memory.decision import gib
 from chairlift.runner.memory.machine import available_memory, memory_limit, usable_cores
 from chairlift.runner.memory.precision import FP8_CAPABILITY
@@ -92,7 +93,7 @@ def _limit(value: int, words: Callable[[int], str]) -> str:
 
 
 def _gpus() -> Facts:
-    driver = _read("/proc/driver/nvidia/version").partition("\n")[0]
+    driver = _read(KERNEL_DRIVER).partition("\n")[0]
     unknown = "of unknown version" if has_cuda_driver() else "none"
     facts = {"driver": driver.partition(":")[2].strip() or unknown}
     if not util.find_spec("torch"):
@@ -100,8 +101,10 @@ def _gpus() -> Facts:
     import torch
 
     facts["torch's CUDA"] = torch.version.cuda or "none: this torch is for CPUs"
-    if not torch.cuda.is_available():
-        return facts | {"devices": "none that torch sees"}
+    if not cuda_devices():
+        return facts | {"devices": f"none: {why_no_device().reason}"}
+    missing = missing_for_launcher()
+    facts["Triton's launcher"] = f"cannot be compiled without {missing}" if missing else "a C compiler and Python.h are there"
     for index in range(torch.cuda.device_count()):
         found, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
         facts[f"device {index}"] = (
@@ -113,10 +116,10 @@ def _gpus() -> Facts:
 
 def what_runs() -> Facts:
     """What runs where, and why other things do not."""
-    reason = why_no_gpu()
+    reason, fault = why_no_gpu(), not cuda_devices() and why_no_device().is_fault
     isa = _core.instruction_sets()[0]
     slow = "" if isa != "portable" else ", slowly: this processor lacks avx2, fma or f16c"
-    facts = {"--device auto": "cuda" if reason is None else f"cpu: {reason}"}
+    facts = {"--device auto": "cuda" if reason is None else f"{'none' if fault else 'cpu'}: {reason}"}
     if reason is None:
         facts["Chairlift's own models"] = "torch with Triton kernels on the GPU"
         facts |= _dtypes(compute_capability())
@@ -129,12 +132,10 @@ def what_runs() -> Facts:
 
 def why_no_gpu() -> str | None:
     """Why the GPU kernels do not run here; None if they do."""
-    if not has_cuda_driver():
-        return "there is no CUDA driver"
     missing = next((name for name in ("torch", "triton") if not util.find_spec(name)), None)
-    if missing:
+    if missing and has_cuda_driver():
         return f"{missing} is not installed"
-    return too_old(compute_capability()) if cuda_devices() else "torch sees no CUDA device"
+    return too_old(compute_capability()) if cuda_devices() else why_no_device().reason
 
 
 def _dtypes(capability: tuple[int, int]) -> Facts:
@@ -142,7 +143,7 @@ def _dtypes(capability: tuple[int, int]) -> Facts:
     return {"bfloat16, float16, float32": "yes", "--quantization fp8, --kv-cache-dtype fp8": fp8, "--quantization int8": "yes"}
 
 
-def _read(path: str) -> str:
+def _read(path: str | Path) -> str:
     try:
         return Path(path).read_text()
     except OSError:

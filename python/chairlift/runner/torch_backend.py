@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from chairlift.errors import ChairliftError
 from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.executor import Loader, ModelExecutor
+from chairlift.runner.launcher import explain_launcher_error
 from chairlift.runner.memory.budget import DeviceBudget
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.device_memory import CudaMemory, DeviceMemory, HostMemory, raise_out_of_memory
@@ -55,6 +57,8 @@ class TorchBackend:
             self._memory: DeviceMemory = HostMemory()
             self.budget: HostBudget | DeviceBudget = HostBudget(sharing)
         else:
+            if config.device == "cuda" and memory is None:
+                _load_launcher()
             self._memory = memory or CudaMemory(torch.device(config.device))
             self.budget = DeviceBudget(self._memory, config.gpu_memory_utilization)
 
@@ -110,13 +114,33 @@ def _raise_kernel_errors(runner: ModelRunner) -> Iterator[None]:
     from chairlift.kernels.errors import KERNEL_ERRORS  # imports triton, which is only installed for GPUs
 
     try:
-        yield
+        with _raise_launcher_errors():
+            yield
     except KERNEL_ERRORS as error:
         # The last line has the reason; those before it are the kernel's source.
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
         raise ChairliftError(
             f"this device cannot run the model's kernels ({reason}): use --device cpu, and report the output of `chairlift doctor`"
         ) from error
+
+
+@contextmanager
+def _raise_launcher_errors() -> Iterator[None]:
+    """Turns errors of Triton as it compiles its launcher into a ChairliftError that names what is missing."""
+    try:
+        yield
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        if (reason := explain_launcher_error(error)) is None:
+            raise
+        raise ChairliftError(f"{reason}; or use --device cpu") from error
+
+
+def _load_launcher() -> None:
+    """Loads Triton's launcher, or compiles it, before weights are loaded in vain. Raises ChairliftError."""
+    from chairlift.kernels.errors import load_launcher  # imports triton, which is only installed for GPUs
+
+    with _raise_launcher_errors():
+        load_launcher()
 
 
 def _choose_executor(config: EngineConfig, model: ModelShape) -> tuple[Loader, Decision]:

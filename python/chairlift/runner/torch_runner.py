@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
@@ -19,6 +21,8 @@ from chairlift.runner.runner import Launched, ModelRunner
 from chairlift.runner.sampling.device import DeviceSampler
 from chairlift.runner.sampling.host import HostSampler
 from chairlift.runner.torch_executor import DeviceExecutor, TorchExecutor
+
+log = logging.getLogger("chairlift")
 
 
 class TorchRunner(ModelRunner):
@@ -93,6 +97,7 @@ class TorchRunner(ModelRunner):
             self.graphs = capture(recorder, self.model, self.buffers[0].on_device, self._device_sampler, self.max_model_len)
         except RuntimeError as error:
             reason = f"the model cannot be recorded: {str(error).strip().splitlines()[0]:.200}"
+            log.warning("decode steps run without CUDA graphs, and slower: %s. Please report this with `chairlift doctor`", reason)
             return (Decision("CUDA graphs", "none", reason),)
         taken = gib(max(0, before - self._memory.read().free))
         value = f"{len(self.graphs)}, of up to {self.graphs[-1].size} sequences, {taken}"
