@@ -53,6 +53,9 @@ class Launches(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name not in FREE:
             self.counts[name] += 1
+        if name == "_scaled_mm":
+            # The last argument, `use_fast_accum`, without which the product is much slower.
+            assert args[-1] is True
         return func(*args, **(kwargs or {}))
 
 

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import InterpretedFunction
 
+from chairlift.runner.copy_stream import CopyStream
+
 aten = torch.ops.aten
 WAITING = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.lift_fresh.default)
 """What would wait for a device, or take from memory of the host that is not pinned."""
@@ -151,11 +153,8 @@ PINNED: list[StorageWeakRef] = []
 """What stands for page-locked memory. A weak reference keeps its identity, so a later tensor at the same address is not mistaken for it."""
 
 
-class LateCopyStream:
+class LateCopyStream(CopyStream):
     """Brings tensors to the host no sooner than it must: whatever is overwritten too early is seen."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
 
     def pinned(self, size: int) -> torch.Tensor:
         made = torch.zeros(size, dtype=torch.int32)

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from chairlift.runner.copy_stream import PAGEABLE, CopyStream
 from chairlift.runner.torch_executor import DeviceExecutor
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -89,6 +90,7 @@ class LazyDevice(TorchDispatchMode):
             assert kwargs.get("non_blocking") or (func is aten.copy_.default and args[2]), "a copy that waits for the device"
             place = 0 if func is aten._to_copy.default else 1
             if not any(args[place].data_ptr() in memory for memory in self._pinned):
+                assert args[place].nbytes <= PAGEABLE, "a large copy from pageable memory, which waits for the device"
                 args = (*args[:place], args[place].clone(), *args[place + 1 :])
         else:
             assert all(tensor.is_meta or tensor.dim() == 0 for tensor in tensors), f"{func} has a tensor of the host"
@@ -126,14 +128,18 @@ def _nothing() -> None:
     """What is left of work that was done."""
 
 
-class LazyCopyStream:
-    """Brings tensors from the lazy device, in the place of `CopyStream`."""
+class LazyCopyStream(CopyStream):
+    """Brings tensors to and from the lazy device, in the place of `CopyStream`."""
 
     def __init__(self, lazy: LazyDevice) -> None:
+        super().__init__(META)
         self._lazy = lazy
 
     def pinned(self, size: int) -> torch.Tensor:
         return self._lazy.pin(torch.zeros(size, dtype=torch.int32))
+
+    def _page_locked(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._lazy.pin(tensor.clone())
 
     def fetch(self, tensor: torch.Tensor) -> Arriving:
         return Arriving(self._lazy, tensor)

@@ -131,7 +131,9 @@ class Linear:
         if self.rounds_activations:
             assert isinstance(weight, Quantised)
             rounded, scale, dtype = x if isinstance(x, Rounded) else round_rows(x)
-            product = torch._scaled_mm(rounded, weight.numbers.t(), scale_a=scale, scale_b=weight.scale.t(), out_dtype=dtype)
+            # Without `use_fast_accum` torch's kernel for scales of rows moves its sums out of the tensor cores again and again.
+            scales = {"scale_a": scale, "scale_b": weight.scale.t()}
+            product = torch._scaled_mm(rounded, weight.numbers.t(), **scales, out_dtype=dtype, use_fast_accum=True)
             return product if self.bias is None else product.add_(self.bias)
         assert isinstance(x, torch.Tensor)
         if isinstance(weight, torch.Tensor):

@@ -7,9 +7,15 @@ import torch
 
 from chairlift.runner.buffers import PendingResult, ReadyResult
 
+PAGEABLE = 64 << 10
+"""Most bytes that the CUDA driver copies from pageable memory without waiting for queued work."""
+
 
 class CopyStream:
-    """Copies tensors to the host. On CUDA it uses its own stream, so that the next step does not wait for the copy."""
+    """Copies tensors to the host and to the device.
+
+    On CUDA, copies to the host use a stream of their own, so that the next step does not wait for them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -18,6 +24,17 @@ class CopyStream:
     def pinned(self, size: int) -> torch.Tensor:
         """Page-locked host memory, int32 [size], for asynchronous copies to the device."""
         return torch.zeros(size, dtype=torch.int32, pin_memory=self._stream is not None)
+
+    def send(self, array: np.ndarray) -> torch.Tensor:
+        """Copies an array to the device without waiting for queued work. The array may change when this returns."""
+        tensor = torch.from_numpy(array)
+        if array.nbytes > PAGEABLE and self._device.type != "cpu":
+            tensor = self._page_locked(tensor)
+        return tensor.to(self._device, non_blocking=True)
+
+    def _page_locked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in page-locked memory, which torch does not use again before it is copied to the device."""
+        return tensor.pin_memory()
 
     def fetch(self, tensor: torch.Tensor) -> PendingResult:
         """Starts an async copy to the host of `tensor`'s value after all work queued so far. Later work must not overwrite it.
@@ -47,11 +64,3 @@ class _PendingCopy:
         """Waits for the copy without Python's lock."""
         self._done.synchronize()
         return self._host.numpy()
-
-
-def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copies a small array to the device without waiting for queued work. The array may change when this returns.
-
-    The driver copies pageable memory at once. Page-locked memory is not allowed, because its copy is asynchronous.
-    """
-    return torch.from_numpy(array).to(device, non_blocking=True)

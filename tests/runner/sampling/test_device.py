@@ -1,10 +1,12 @@
 import numpy as np
 import pytest
 import torch
+from lazy_device import META, LazyCopyStream, LazyDevice
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from chairlift.kernels.sampling import reference
+from chairlift.runner.copy_stream import PAGEABLE
 from chairlift.runner.sampling.device import DeviceSampler
 from chairlift.runner.sampling.host import Penalties, philox
 from chairlift.sampling import SamplingParams
@@ -178,7 +180,7 @@ def test_lines_that_could_not_be_filled_are_free_again(monkeypatch):
 
     for _ in range(5):
         with monkeypatch.context() as patch:
-            patch.setattr("chairlift.runner.sampling.device.send", lacking)
+            patch.setattr(made, "send", lacking)
             with pytest.raises(torch.OutOfMemoryError):
                 made.add_request(0, params, np.ones(1, dtype=np.int32), 1, 0)
     for row in range(4):
@@ -215,3 +217,19 @@ def test_nothing_waits_for_the_device():
             made.add_request(row, SamplingParams(**way), np.array([1, 2, 2], dtype=np.int32), 1, row)
         tokens = made.sample(logits, ints([0, 1, 2, 3]), ints([3] * 4), made.prepare(np.arange(4)))
         made.score_rows(logits, torch.tensor([1, 3]), tokens, 4)
+
+
+@pytest.mark.parametrize("rows", [3, 90])
+def test_masks_of_any_size_are_copied_without_waiting_for_the_device(rows):
+    vocabulary = 10_000
+    octets = np.random.default_rng(0).integers(0, 256, (rows, vocabulary // 8), dtype=np.uint8)
+    assert (octets.nbytes > PAGEABLE) == (rows == 90)
+    expected = np.unpackbits(octets, axis=1, bitorder="little").astype(bool)
+    # The device refuses large copies from pageable memory, and does its work only at the end.
+    with LazyDevice() as lazy:
+        made = DeviceSampler(rows, vocabulary, META, LazyCopyStream(lazy))
+        logits = lazy.make((rows, vocabulary), torch.float32, lambda: torch.zeros(rows, vocabulary))
+        made.mask(logits, np.arange(rows), octets)
+        octets.fill(0)
+        lazy.wait()
+    assert np.array_equal(logits.box.value.numpy() == 0, expected)

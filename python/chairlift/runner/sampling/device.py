@@ -10,7 +10,7 @@ import torch
 from chairlift.kernels.sampling import reference
 from chairlift.kernels.sampling.settings import Settings
 from chairlift.runner.buffers import PendingResult, StepBuffers
-from chairlift.runner.copy_stream import CopyStream, send
+from chairlift.runner.copy_stream import CopyStream
 from chairlift.runner.sampling.bias import NEVER
 from chairlift.runner.sampling.sampler import LOWEST_TEMPERATURE, Drawn, Scored
 from chairlift.sampling import SamplingParams
@@ -93,7 +93,7 @@ class DeviceSampler:
         distinct, inverse = np.unique(tokens, return_inverse=True)
         counts = 2 * np.bincount(inverse[prompt_len:], minlength=len(distinct))
         counts[inverse[:prompt_len]] += 1
-        places, values = send(distinct.astype(np.int64), self.device), send(counts.astype(np.int32), self.device)
+        places, values = self.send(distinct.astype(np.int64)), self.send(counts.astype(np.int32))
         self._counts[row].zero_().index_copy_(0, places, values)
         return self._free_rows.pop()  # last, because the lines above may run out of memory
 
@@ -102,8 +102,8 @@ class DeviceSampler:
         buffers.on_device.resolve(num_tokens, self.last_token)
 
     def send(self, array: np.ndarray) -> torch.Tensor:
-        """Copies a small array to the device."""
-        return send(array, self.device)
+        """Copies an array to the device."""
+        return self._copy_stream.send(array)
 
     def mask(self, logits: torch.Tensor, rows: np.ndarray, octets: np.ndarray) -> None:
         """Masks tokens that are not allowed."""
@@ -118,7 +118,7 @@ class DeviceSampler:
     def prepare(self, slots: np.ndarray) -> SamplingVariant:
         """Copies changed parameters to the device and returns the variant of a step that samples these slots."""
         if self._changed:
-            self._table.copy_(send(self._host.numpy(), self.device))
+            self._table.copy_(self.send(self._host.numpy()))
             self._changed = False
         penalised = (self._settings["slot"][slots] >= 0).any()
         return SamplingVariant(bool(self._truncated[slots].any()), len(self._counts) if penalised else 0)
@@ -143,7 +143,7 @@ class DeviceSampler:
         lines = None
         if scored is not None:
             places = torch.arange(scored.at.size, device=self.device)
-            chosen = tokens[send(scored.at, self.device)]
+            chosen = tokens[self.send(scored.at)]
             lines = self._copy_stream.fetch(self.score_rows(scored.logits, places, chosen, scored.num_top))
         return Drawn(self._copy_stream.fetch(tokens), lines, ())
 
@@ -162,7 +162,7 @@ class DeviceSampler:
 
     def score(self, logits: torch.Tensor, tokens: np.ndarray, count: int) -> PendingResult:
         """Starts computing lines of `logprobs.score` for tokens [M], given logits [M, vocabulary]."""
-        targets = send(tokens.astype(np.int64), self.device)
+        targets = self.send(tokens.astype(np.int64))
         return self._copy_stream.fetch(self.score_rows(logits, torch.arange(len(targets), device=self.device), targets, count))
 
     def score_rows(self, logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
