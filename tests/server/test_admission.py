@@ -1,5 +1,6 @@
 import asyncio
 import json
+import threading
 from dataclasses import replace
 
 import httpx
@@ -7,6 +8,7 @@ import pytest
 from fake_async_engine import MODEL, FakeEngine, serving, wait_until
 
 from chairlift.server.admission import Admission
+from chairlift.server.app import routes
 from chairlift.server.errors import ApiError
 from chairlift.server.keys import Tenant
 
@@ -67,6 +69,7 @@ def test_every_route_that_waits_and_no_other_finds_the_queue_full(engine):
     counting = {
         "/tokenize": {"prompt": "hi"},
         "/detokenize": {"tokens": [97]},
+        "/api/show": {"model": MODEL},
         "/v1/messages/count_tokens": {"model": MODEL, "messages": messages},
     }
     with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
@@ -76,6 +79,69 @@ def test_every_route_that_waits_and_no_other_finds_the_queue_full(engine):
                 assert (path, answer.status_code, answer.headers.get("retry-after")) == (path, 503, "1")
             for path, body in counting.items():
                 assert (path, http.post(path, json=body).status_code) == (path, 200)
+        wait_until(lambda: counted(service) == (0, 0))
+
+
+FREE = {
+    *(("GET", path) for path in ("/", "/live", "/ready", "/health", "/ping", "/version", "/openapi.json", "/metrics")),
+    *(("GET", path) for path in ("/v1/models", "/v1/models/{name:path}", "/api/tags", "/api/ps", "/api/version")),
+    *(("GET", path) for path in ("/dashboard", "/dashboard/data", "/v1/requests/{name:path}/explain")),
+    *(("POST", "/api/pull"), ("DELETE", "/api/delete")),  # refused at once
+    *(("GET", "/v1/sequences"), ("PATCH", "/v1/sequences/{id}"), ("DELETE", "/v1/sequences/{id}")),
+    *(("GET", "/v1/files"), ("GET", "/v1/files/{id}"), ("DELETE", "/v1/files/{id}")),
+    *(("GET", "/v1/batches"), ("GET", "/v1/batches/{id}"), ("POST", "/v1/batches/{id}/cancel")),
+}
+"""Routes that count towards no limit: they neither tokenize nor compute nor store, and some end what a tenant at its limit waits for."""
+
+
+@pytest.mark.parametrize("limit", ["max_requests", "max_queued"])
+def test_every_route_counts_towards_a_tenants_limits_unless_it_is_known_to_be_free(limit, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[alice]\nkey = "a"\n{limit} = 1\n[bob]\nkey = "b"\n')
+    engine = FakeEngine()
+    ways = {(method, route.path) for route in routes() for method in route.methods - {"HEAD"}}
+    assert ways >= FREE, "each free route exists"
+    with (
+        serving(engine, api_key_file=str(keys), data_dir=str(tmp_path / "data")) as (base, service),
+        httpx.Client(base_url=base, timeout=30, headers={"x-api-key": "a"}) as http,
+    ):
+        with http.stream("POST", COMPLETIONS, json=HELD | {"stream": True}):
+            refused = {way for way in sorted(ways) if http.request(way[0], path_of(way[1]), json={}).status_code == 429}
+            assert ways - refused == FREE
+            others = {
+                way for way in sorted(ways) if http.request(way[0], path_of(way[1]), json={}, headers={"x-api-key": "b"}).status_code == 429
+            }
+            assert others == set()
+        wait_until(lambda: counted(service) == (0, 0))
+
+
+def path_of(route):
+    return route.replace("{id}", "x").replace("{name:path}", "x")
+
+
+def test_a_tenant_at_its_limit_may_not_tokenize_beside(engine, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[alice]\nkey = "a"\nmax_requests = 2\n')
+    tokenizing, done = [], threading.Event()
+
+    async def encode(text, **_):
+        tokenizing.append(text)
+        await asyncio.to_thread(done.wait)
+        return [97]
+
+    engine.encode = encode
+
+    async def burst(base):
+        async with httpx.AsyncClient(base_url=base, timeout=30, headers={"x-api-key": "a"}) as client:
+            requested = [asyncio.create_task(client.post("/tokenize", json={"prompt": "hi"})) for _ in range(6)]
+            while sum(one.done() for one in requested) < 4:
+                await asyncio.sleep(0.01)
+            done.set()
+            return sorted([answer.status_code for answer in await asyncio.gather(*requested)])
+
+    with serving(engine, api_key_file=str(keys)) as (base, service):
+        assert asyncio.run(burst(base)) == [200, 200, 429, 429, 429, 429]
+        assert tokenizing == ["hi", "hi"]
         wait_until(lambda: counted(service) == (0, 0))
 
 

@@ -47,7 +47,7 @@ def test_a_file_has_keys_and_limits(tmp_path):
     )
     keys = read_keys("alice=sk-6,sk-7", str(file))
     assert whose(keys, *(f"sk-{i}" for i in range(1, 9))) == ["alice", "bob", "bob", "team:7", "team:7", "alice", "", None]
-    alice = Tenant("alice", weight=4, max_queued=8, max_requests=16)
+    alice = Tenant("alice", weight=4, max_queued=8, max_requests=16, has_key=True)
     assert keys.tenant(b"sk-1") == keys.tenant(b"sk-6") == alice
     assert {tenant.name for tenant in keys} == {"alice", "bob", "team:7"}
 

@@ -139,19 +139,40 @@ def test_a_model_in_use_is_not_unloaded(several):
 
 
 @pytest.mark.parametrize("several", [{"max_loaded": 1}], indirect=True)
-def test_a_live_sequence_keeps_its_model(several):
+def test_an_idle_live_sequence_does_not_keep_its_model_loaded(several):
+    http, service, _ = several
+    url = f"/v1/sequences/{http.post('/v1/sequences', json={'prompt': 'ab', 'model': 'chat'}).json()['id']}"
+    for use in (("generate", {"max_tokens": 2}), ("append", {"text": " c", "compute": True}), ("fork", {"n": 1})):
+        assert ask(http, "small").status_code == 200
+        assert statuses(http) == {"chat": "not loaded", "gpt-4o": "not loaded", "small": "loaded", "third": "not loaded"}
+        # What needs no engine loads nothing.
+        assert http.post(f"{url}/append", json={"text": " b"}).status_code == http.get(url).status_code == 200
+        assert http.patch(url, json={"priority": 1}).status_code == 200
+        assert statuses(http)["chat"] == "not loaded"
+        tokens = http.get(url).json()["tokens"]
+        answer = http.post(f"{url}/{use[0]}", json=use[1])
+        assert answer.status_code == 200, answer.text
+        assert statuses(http)["chat"] == "loaded"
+        assert http.get(url).json()["tokens"] == tokens + 2 * (use[0] != "fork")
+    assert http.post(f"{url}/generate", json={"max_tokens": 2}).json()["model"] == "chat"
+    other = http.post(f"{url}/generate", json={"max_tokens": 2, "model": "small"})
+    assert "belongs to the model chat" in other.json()["error"]["message"]
+    assert http.delete(url).status_code == 200
+    wait_until(lambda: service.loader.uses(service.find("chat")) == 0)
+
+
+@pytest.mark.parametrize("several", [{"max_loaded": 1}], indirect=True)
+def test_a_running_live_sequence_keeps_its_model(several):
     http, _, engines = several
-    sequence = http.post("/v1/sequences", json={"prompt": "ab", "model": "chat"}).json()["id"]
-    with ThreadPoolExecutor(1) as threads:
+    url = f"/v1/sequences/{http.post('/v1/sequences', json={'prompt': 'paused a', 'model': 'chat'}).json()['id']}"
+    with ThreadPoolExecutor(2) as threads:
+        running = threads.submit(http.post, f"{url}/generate", json={"max_tokens": 4})
+        wait_until(lambda: engines["chat"].started == 2)
         waiting = threads.submit(ask, http, "small")
         wait_until(lambda: http.get("/dashboard/data").json()["models"][1]["requests"] == 1)
-        answer = http.post(f"/v1/sequences/{sequence}/generate", json={"max_tokens": 2})
-        assert answer.json()["model"] == "chat"
-        other = http.post(f"/v1/sequences/{sequence}/generate", json={"max_tokens": 2, "model": "small"})
-        assert "belongs to the model chat" in other.json()["error"]["message"]
         assert engines["small"].starts == 0
-        assert http.delete(f"/v1/sequences/{sequence}").status_code == 200
-        assert waiting.result().status_code == 200
+        engines["chat"].released = True
+        assert running.result().status_code == waiting.result().status_code == 200
 
 
 def test_a_client_that_leaves_waits_no_longer(several):

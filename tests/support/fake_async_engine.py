@@ -26,7 +26,7 @@ from chairlift.scheduling import Scheduling
 from chairlift.server.app import application, guarded
 from chairlift.server.batch.runner import BatchRunner
 from chairlift.server.config import ServerConfig
-from chairlift.server.http.protocol import HttpProtocol
+from chairlift.server.http.protocol import HttpProtocol, HttpServer
 from chairlift.server.keys import read_keys
 from chairlift.server.lifecycle import ModelState
 from chairlift.server.load_policy import LoadPolicy
@@ -313,8 +313,8 @@ def _word(prompt: str, i: int) -> str:
     return f"{words[i % len(words)]} "
 
 
-class _PromptServer(uvicorn.Server):
-    """uvicorn's server, which notices within 10 ms that it should exit. uvicorn takes 0.2 s, most of the time of most tests."""
+class _PromptServer(HttpServer):
+    """The server, which notices within 10 ms that it should exit. uvicorn takes 0.2 s, most of the time of most tests."""
 
     async def main_loop(self) -> None:
         """Serves until `should_exit`."""

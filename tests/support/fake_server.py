@@ -13,11 +13,13 @@ from chairlift.server.http.sockets import open_port
 
 
 @contextlib.contextmanager
-def running(shutdown_timeout=30, loads="well", **environment):
-    """A server in a process: yields the process and a client of it."""
+def running(shutdown_timeout=30, loads="well", max_files=None, **environment):
+    """A server in a process, which may have `max_files` files open: yields the process and a client of it."""
     with open_port("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     command = [sys.executable, str(Path(__file__).with_name("serve_fake.py")), str(port), str(shutdown_timeout), loads]
+    if max_files is not None:
+        command = ["sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh", *command]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
@@ -37,10 +39,10 @@ def status(client, path):
 
 
 @contextlib.contextmanager
-def own_process(tmp_path, loads):
+def own_process(tmp_path, loads, **options):
     """A ready server whose engine has a process of its own, and what tells that process's id."""
     file = tmp_path / "pid"
-    with running(loads=loads, FAKE_ENGINE_HURRY="1.0", FAKE_ENGINE_PID=str(file)) as (process, client):
+    with running(loads=loads, FAKE_ENGINE_HURRY="1.0", FAKE_ENGINE_PID=str(file), **options) as (process, client):
         wait_until(lambda: status(client, "/ready") == 200)
         yield process, client, lambda: int(file.read_text())
 

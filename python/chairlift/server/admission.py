@@ -55,8 +55,8 @@ class Admission:
         """Returns a ticket for a request of `tenant`, which is not admitted yet."""
         return Ticket(self, tenant)
 
-    def _check(self, tenant: Tenant, more: int, new: int) -> None:
-        """Raises ApiError 429 or 503 unless `more` prompts may wait and `new` requests may open."""
+    def _check(self, tenant: Tenant, more: int, new: int, *, queued: bool = True) -> None:
+        """Raises ApiError 429 or 503 unless `more` prompts may wait, in the queue if `queued`, and `new` requests may open."""
         own = self._tenants.get(tenant.name, _Counts())
         if tenant.max_requests is not None and own.open + new > tenant.max_requests:
             # The time until the next of them ends, if they started evenly spaced.
@@ -64,7 +64,7 @@ class Admission:
             raise _too_many(f"tenant {tenant.name} has {own.open} requests in flight, its limit: wait for one to end", after)
         if tenant.max_queued is not None and own.waiting + more > tenant.max_queued:
             raise _too_many(f"tenant {tenant.name} has {own.waiting} requests waiting, its limit: try again later", self._predicted_wait())
-        if self._max_queued is not None and self._all.waiting + more > self._max_queued:
+        if queued and self._max_queued is not None and self._all.waiting + more > self._max_queued:
             message = f"{self._all.waiting} requests are waiting, the limit is {self._max_queued} (--max-num-queued-reqs)"
             raise unavailable(message, "queue_full", _whole_seconds(self._predicted_wait()))
 
@@ -74,11 +74,13 @@ class Admission:
         since = (self._all.waiting + 1) / (stats.get("waiting", 0) + 1)
         return float(stats.get("predicted_wait_us", 0) / 1e6 * max(1.0, since)) + self._seconds_until_ready()
 
-    def _count(self, tenant: Tenant, waiting: int, open: int = 0) -> None:
+    def _count(self, tenant: Tenant, waiting: int, open: int = 0, *, queued: bool = True) -> None:
         own = self._tenants.setdefault(tenant.name, _Counts())
-        for count in (self._all, own):
-            count.waiting += waiting
-            count.open += open
+        own.waiting += waiting
+        own.open += open
+        self._all.open += open
+        if queued:
+            self._all.waiting += waiting
         if not own.open:
             del self._tenants[tenant.name]
 
@@ -93,17 +95,28 @@ class Ticket:
         self._admission = admission
         self._tenant = tenant
         self._waiting = 0
+        self._queued = True
         self._admitted_at: float | None = None
         self._releases: list[Callable[[], None]] = []
+
+    @property
+    def tenant(self) -> Tenant:
+        """Who sent the request."""
+        return self._tenant
 
     def on_release(self, call: Callable[[], None]) -> None:
         """Adds something to call when the request is over."""
         self._releases.append(call)
 
-    def admit(self) -> None:
-        """Admits the request; raises ApiError 429 at its tenant's limit, 503 if the queue is full."""
-        self._admission._check(self._tenant, 1, 1)
-        self._admission._count(self._tenant, 1, 1)
+    def admit(self, *, queued: bool = True) -> None:
+        """Admits the request; raises ApiError 429 at its tenant's limit, 503 if the queue is full.
+
+        A request that is not `queued` never waits for the engine, so it takes no place in the queue. Among its tenant's requests it counts
+        as waiting.
+        """
+        self._admission._check(self._tenant, 1, 1, queued=queued)
+        self._admission._count(self._tenant, 1, 1, queued=queued)
+        self._queued = queued
         self._waiting, self._admitted_at = 1, time.monotonic()
 
     def add_prompts(self, prompts: int) -> None:
@@ -123,7 +136,7 @@ class Ticket:
     def release(self) -> None:
         """Called when the request is over, admitted or not."""
         if self._admitted_at is not None:
-            self._admission._count(self._tenant, -self._waiting, -1)
+            self._admission._count(self._tenant, -self._waiting, -1, queued=self._queued)
             self._admission._record_duration(time.monotonic() - self._admitted_at)
             self._waiting, self._admitted_at = 0, None
         while self._releases:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from chairlift.server.config import ServerConfig
 from chairlift.server.errors import HANDLERS
+from chairlift.server.http.body import MAX_BODIES_BYTES, Bodies
 from chairlift.server.http.sockets import is_loopback
 from chairlift.server.keys import Keys
 from chairlift.server.middleware.access import PROBE_PATHS, AccessMiddleware, AccessPolicy
@@ -62,6 +63,7 @@ def application(service: Service, max_body_size: int) -> Starlette:
     app.state.service = service
     app.state.pollers = {}
     app.state.max_body_size = max_body_size
+    app.state.bodies = Bodies(max(MAX_BODIES_BYTES, 4 * max_body_size))
     return app
 
 

@@ -166,7 +166,7 @@ class ServerConfig:
         metavar="DIR",
         group="server",
     )
-    max_data_size: int = flag(10 << 30, "bytes that all uploaded files may take; more are refused", parse_size, group="server")
+    max_data_size: int = flag(10 << 30, "bytes that uploads and outputs of batches may take; more are refused", parse_size, group="server")
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the flag, for an invalid setting."""

@@ -175,7 +175,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, QueueFull):  # the engine counts those that its own queue rejects
             service.count_rejected(response.rejection_reason, request.scope.get("state", {}).get("model"))
         if "context" in request.scope.get("state", {}):
-            refusal = Refusal(response.status, response.envelope["error"])
+            refusal = Refusal.of(response.status, response.envelope["error"])
             service.registry.add_refusal(request.state.tenant, request.state.context.request_id, refusal)
     return for_route(response, request.url.path).response()
 

@@ -241,7 +241,7 @@ class Generation:
         if isinstance(error, QueueFull):
             progress.unfinished = 0  # the engine counts the requests that it rejects
         refused = api_error(error)
-        refusal = Refusal(refused.status, refused.envelope["error"])
+        refusal = Refusal.of(refused.status, refused.envelope["error"])
         self._service.registry.add_refusal(self._scheduling.tenant, self._request_id, refusal)
 
     def _end(self, progress: _Progress) -> None:

@@ -38,6 +38,13 @@ class Tenant:
     """Maximum waiting requests."""
     max_requests: int | None = None
     """Maximum open requests, waiting or running."""
+    has_key: bool = False
+    """Whether it has a key of its own. Clients name other tenants as they like."""
+
+    @property
+    def group(self) -> str:
+        """Its name, or "" for all tenants without a key of their own: the name for limits that invented tenants must not evade."""
+        return self.name if self.has_key else ""
 
 
 class Keys:
@@ -72,7 +79,7 @@ def read_keys(text: str | None, file: str | None = None) -> Keys:
     file_keys = _file_keys(file) if file is not None else []
     tenants = {tenant.name: tenant for _, _, tenant in file_keys}
     for name, key in [] if text is None else _split_keys(text):
-        _add_key(keys, "--api-key", key, tenants.get(name) or Tenant(name))
+        _add_key(keys, "--api-key", key, tenants.get(name) or Tenant(name, has_key=bool(name)))
     for where, key, tenant in file_keys:
         _add_key(keys, where, key, tenant)
     return Keys(keys.items())
@@ -124,7 +131,7 @@ def _tenant_keys(flag: str, name: str, table: Any) -> Iterator[tuple[str, str, T
     if not keys or not all(isinstance(key, str) for key in keys):
         raise InvalidSetting(f'{where} needs key = "...", or keys = ["...", "..."]')
     limits = {setting: _limit(where, setting, table.get(setting)) for setting in _SETTINGS[2:]}
-    tenant = Tenant(name, **limits)
+    tenant = Tenant(name, **limits, has_key=True)
     for key in keys:
         yield where, key, tenant
 

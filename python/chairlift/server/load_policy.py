@@ -44,7 +44,7 @@ class _Model:
     """The part of `num_bytes` that all loaded models use together."""
     stage: Stage = Stage.UNLOADED
     uses: int = 0
-    """Requests and live sequences that need the model."""
+    """Requests that need the model."""
     waiting: dict[Hashable, float] = field(default_factory=dict)
     """Requests that wait for the model, with their time of arrival, oldest first."""
     used_at: float = -math.inf
@@ -92,7 +92,7 @@ class LoadPolicy:
         return self._models[name].stage
 
     def uses(self, name: str) -> int:
-        """Requests and live sequences that need the model, those that wait for it included."""
+        """Requests that need the model, those that wait for it included."""
         return self._models[name].uses + len(self._models[name].waiting)
 
     def num_bytes(self, name: str) -> int:
@@ -133,10 +133,6 @@ class LoadPolicy:
     def give_up(self, name: str, request: Hashable) -> None:
         """Called for a request that waits no longer."""
         self._models[name].waiting.pop(request, None)
-
-    def hold(self, name: str) -> None:
-        """Counts one more use of a model that is in use."""
-        self._models[name].uses += 1
 
     def release(self, name: str, now: float) -> None:
         """Called when a use has ended."""

@@ -70,7 +70,7 @@ class ModelLoader:
         self._keepers[model.name].join(process, config, drain_seconds)
 
     def uses(self, model: ServedModel) -> int:
-        """Requests and live sequences that need the model."""
+        """Requests that need the model."""
         return self._policy.uses(model.name)
 
     def num_bytes(self, model: ServedModel) -> int:
@@ -111,11 +111,6 @@ class ModelLoader:
         finally:
             self._waiting.discard(request)
         return self._release_once(name)
-
-    def hold(self, model: ServedModel) -> Callable[[], None]:
-        """Counts one more use of a model that is in use. Returns what ends it."""
-        self._policy.hold(model.name)
-        return self._release_once(model.name)
 
     async def crashed(self) -> None:
         """Waits for a failure of the server's own code that keeps engines running, and raises it."""

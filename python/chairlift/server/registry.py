@@ -17,19 +17,30 @@ MAX_REQUESTS = 10_000
 MAX_REFUSALS = 1000
 """Refused requests that stay known: an overloaded server refuses more than anybody asks about."""
 
+MAX_MESSAGE_BYTES = 600
+"""The beginning of a refusal's message that is kept: with ids and objects less than 1 KB."""
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The HTTP status and OpenAI error object that a refused request got."""
+    """What a refused request got: the HTTP status, and the code and the beginning of the message of OpenAI's error object."""
 
     status: int
-    error: Mapping[str, Any]
+    code: str | None
+    text: bytes
+    """The message in UTF-8: a string would take four bytes for each of its characters if one of them needs them."""
+
+    @classmethod
+    def of(cls, status: int, error: Mapping[str, Any]) -> Refusal:
+        """Returns what is kept of an error object."""
+        message: str = error["message"]
+        return cls(status, error.get("code"), message[:MAX_MESSAGE_BYTES].encode(errors="replace")[:MAX_MESSAGE_BYTES])
 
     def explanation(self, request_id: str) -> dict[str, Any]:
         """Returns the body of `GET /v1/requests/{id}/explain` for this request."""
-        code, message = self.error.get("code"), self.error["message"]
-        summary = f"Refused with status {self.status}{f' ({code})' if code else ''}: {message}"
-        refused = {"status": self.status, "code": code, "message": message}
+        message = self.text.decode(errors="ignore")
+        summary = f"Refused with status {self.status}{f' ({self.code})' if self.code else ''}: {message}"
+        refused = {"status": self.status, "code": self.code, "message": message}
         return {"id": request_id, "object": "request.explanation", "summary": summary, "refused": refused, "sequences": []}
 
 

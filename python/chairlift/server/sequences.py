@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,16 +46,11 @@ class Sequences:
     def __init__(self) -> None:
         self._served: dict[str, ServedSequence] = {}
 
-    def add(self, model: ServedModel, sequence: AsyncLiveSequence, fields: dict[str, Any], on_drop: Callable[[], None]) -> ServedSequence:
-        """Gives a sequence an id that nobody can guess. When it is dropped, the id is forgotten and `on_drop` is called."""
+    def add(self, model: ServedModel, sequence: AsyncLiveSequence, fields: dict[str, Any]) -> ServedSequence:
+        """Gives a sequence an id that nobody can guess, which is forgotten when the sequence is dropped."""
         served = ServedSequence(f"seq-{secrets.token_hex(16)}", int(time.time()), model, sequence, fields)
         self._served[served.id] = served
-
-        def forget() -> None:
-            self._served.pop(served.id, None)
-            on_drop()
-
-        sequence.on_drop = forget
+        sequence.on_drop = lambda: self._served.pop(served.id, None)
         return served
 
     def get(self, tenant: str, id: str) -> ServedSequence:

@@ -18,11 +18,10 @@ from chairlift.server.model import ServedModel
 from chairlift.server.model_loader import ModelLoader
 from chairlift.server.observability.metrics import render
 from chairlift.server.registry import RequestRegistry
-from chairlift.server.sequences import Sequences, ServedSequence
+from chairlift.server.sequences import Sequences
 from chairlift.server.tiers import ServiceTiers
 
 if TYPE_CHECKING:
-    from chairlift.engine.async_live_sequence import AsyncLiveSequence
     from chairlift.outputs import Timeline
     from chairlift.server.observability.traces import Traces
     from chairlift.server.observability.usage_log import UsageLog
@@ -119,10 +118,6 @@ class Service:
             if not ready:
                 request.state.context.waited_for_model = time.monotonic() - began
         return model
-
-    def add_sequence(self, model: ServedModel, sequence: AsyncLiveSequence, fields: dict[str, Any]) -> ServedSequence:
-        """Adds a live sequence of a model that is in use. The model stays loaded until the sequence is dropped."""
-        return self.sequences.add(model, sequence, fields, self.loader.hold(model))
 
     def let_unload(self, model: ServedModel) -> None:
         """Unloads a model when it is idle because a client asks for it. A model that stays loaded for ever does so."""

@@ -19,6 +19,7 @@ from chairlift.engine.engine_process import EngineProcess
 from chairlift.server.admin import AdminApp
 from chairlift.server.app import PROBES, application, guarded
 from chairlift.server.config import ServerConfig
+from chairlift.server.http.connections import AcceptFailures, connection_limit
 from chairlift.server.http.protocol import HttpProtocol, HttpServer
 from chairlift.server.http.sockets import address
 from chairlift.server.keys import Keys
@@ -42,8 +43,8 @@ logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 2
 """Seconds that connections get at shutdown to send what is buffered."""
 
-KEEP_ALIVE_SECONDS = 75
-"""Seconds that an idle connection stays open: longer than the timeouts of clients and proxies, so that they close it first."""
+KEEP_ALIVE_SECONDS = 120
+"""Seconds that an idle connection stays open: longer than the timeouts of clients and proxies (Go's is 90), so that they close it first."""
 
 
 def _is_not_probe(record: logging.LogRecord) -> bool:
@@ -77,6 +78,7 @@ class Supervisor:
         logging.getLogger("uvicorn.access").addFilter(_is_not_probe)
         logging.getLogger("uvicorn.access").addFilter(redact_query)
         logging.getLogger("asyncio").addFilter(_is_not_broken_pipe)
+        logging.getLogger("asyncio").addFilter(AcceptFailures())
         self._app = application(self._service, config.max_body_size)
         self._http = HttpServer(
             uvicorn.Config(
@@ -91,7 +93,8 @@ class Supervisor:
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=FLUSH_SECONDS,
-            )
+            ),
+            connection_limit(),
         )
         self._stop_requested = asyncio.Event()
         self._force_stop = asyncio.Event()

@@ -1,9 +1,7 @@
 import contextlib
 import json
-import shutil
 import socket
 import ssl
-import subprocess
 from types import SimpleNamespace
 
 import httpx
@@ -280,17 +278,6 @@ def test_the_limit_of_a_body_is_a_flag():
     with serving(FakeEngine(), max_body_size=16 << 20) as (base, _):
         body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * (3 << 20)})
         assert httpx.post(f"{base}/v1/completions", content=body, headers={"content-type": "application/json"}).status_code == 200
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    if not shutil.which("openssl"):
-        pytest.skip("openssl is not installed")
-    folder = tmp_path_factory.mktemp("tls")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return str(folder / "cert.pem"), str(folder / "key.pem")
 
 
 def test_https(certificate):

@@ -122,7 +122,7 @@ async def import_input(storage: Storage, path: Path, model: str) -> str:
             if batch.fields["metadata"] == metadata and batch.status not in (Status.FAILED, Status.CANCELLED, Status.EXPIRED):
                 return batch.id
         stream.seek(0)
-        upload = storage.files.begin("")
+        upload = await storage.files.begin("")
         try:
             while data := await asyncio.to_thread(stream.read, 1 << 20):
                 await upload.write(data)

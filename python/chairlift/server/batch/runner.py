@@ -16,7 +16,9 @@ from starlette.types import ASGIApp
 from chairlift.server.admission import Admission
 from chairlift.server.batch.call import Reply, call
 from chairlift.server.batch.input import read_input, read_request
+from chairlift.server.errors import ApiError
 from chairlift.server.lifecycle import ModelState
+from chairlift.server.model import ServedModel
 from chairlift.server.service import Service
 from chairlift.server.storage.batches import Answer, Batch, BatchRequest, Status, output_line
 from chairlift.server.storage.storage import Storage
@@ -173,7 +175,7 @@ class BatchRunner:
                 return
             current.attempts[request.line] = attempts = current.attempts.get(request.line, 0) + 1
             if attempts < MAX_ATTEMPTS:
-                model = self._service.find(body.get("model"))
+                model = self._model(body.get("model"))
                 if model.lifecycle.state is not ModelState.UNLOADED:
                     await model.lifecycle.wait_for_engine()
                 current.pending.append(request)
@@ -181,6 +183,13 @@ class BatchRunner:
         response = f'{{"status_code":{reply.status},"request_id":"{reply.request_id}","body":{reply.body.decode()}}}'
         text = output_line(request.custom_id, response)
         self._answers.append(Answer(batch.id, request.line, reply.status == 200, text))
+
+    def _model(self, name: object) -> ServedModel:
+        """Returns the model of a request; the first for a name that the next attempt will refuse."""
+        with contextlib.suppress(ApiError):
+            if isinstance(name, str):
+                return self._service.find(name)
+        return self._service.default
 
     async def _store_answers(self) -> None:
         if answers := self._answers[:]:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
@@ -16,6 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from chairlift.server.errors import ApiError
+from chairlift.server.http.connections import MAX_CONNECTIONS, Connections, ConnectionState
 from chairlift.server.observability.request_context import FIRST_BYTE
 
 HEADER_BYTES = 64 << 10
@@ -36,12 +39,49 @@ STALL_SECONDS = 60.0
 LINGER_SECONDS = 10.0
 """Seconds that a client may go on sending after a response that closes the connection."""
 
+HANDSHAKE_SECONDS = 10.0
+"""Timeout for a TLS handshake."""
+
+ACCEPTED_AT_ONCE = 16
+"""Connections that asyncio accepts in one callback, before any of them is counted."""
+
+BACKLOG = 2048
+"""Connections that the system holds until they are accepted."""
+
+_OVERLOADED = ApiError(503, "the server has too many connections: try again later", type="server_error", code="too_many_connections")
+
 # An absolute-form request target (RFC 9112, section 3.2.2): authority without user info, then path and query.
 _ABSOLUTE = re.compile(rb"https?://([^/?#@]+)(/[^?#]*)?(\?[^#]*)?", re.IGNORECASE)
 
 
+def _response(error: ApiError) -> bytes:
+    """Returns the response of an error after which the connection closes."""
+    status = f"{error.status} {HTTPStatus(error.status).phrase}"
+    body = json.dumps(error.envelope)
+    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    return (head + body).encode()
+
+
 class HttpServer(uvicorn.Server):
-    """uvicorn's server without signal handlers: uvicorn would refuse connections during shutdown, the supervisor answers 503."""
+    """uvicorn's server with a limit of connections and without signal handlers.
+
+    uvicorn would refuse connections during shutdown; the supervisor answers 503.
+    """
+
+    def __init__(self, config: uvicorn.Config, max_connections: int = MAX_CONNECTIONS) -> None:
+        """Serves `HttpProtocol`."""
+        config.backlog = ACCEPTED_AT_ONCE
+        super().__init__(config)
+        self._max_connections = max_connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen. The connections begin TLS themselves: asyncio's are counted only after the handshake."""
+        tls, self.config.ssl = self.config.ssl, None
+        self.server_state.connections = cast(Any, Connections(self._max_connections, tls))
+        await super().startup(sockets)
+        for listener in (one for server in self.servers for one in server.sockets):
+            with listener.dup() as same:
+                same.listen(BACKLOG)  # asyncio has set ACCEPTED_AT_ONCE
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -121,21 +161,51 @@ class HttpProtocol(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = _Connection(h11.SERVER, HEADER_BYTES)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Starts the timeout for the first request."""
-        self._raw_transport = cast(asyncio.Transport, transport)
-        super().connection_made(cast(asyncio.Transport, _LingeringTransport(self._raw_transport, self._linger)))
-        # h11 needs 1 µs for each byte of a body in one-byte chunks: larger reads would block the event loop.
-        self._raw_transport.max_size = READ_BYTES  # type: ignore[attr-defined]
-        # Count any byte beyond the system's buffer as unread, not only those above asyncio's default of 64 KiB.
-        self.transport.set_write_buffer_limits(high=1)
+        self._connections = cast(Connections, self.connections)
+        self._early = b""
+        """Data that came before `_begin`."""
         self._stall_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
-        self._header_timer: asyncio.TimerHandle | None = self.loop.call_later(HEADERS_SECONDS, self._on_header_timeout)
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Counts the connection, and begins TLS or awaits the first request."""
+        self._raw_transport = cast(asyncio.Transport, transport)
+        # h11 needs 1 µs for each byte of a body in one-byte chunks: larger reads would block the event loop.
+        self._raw_transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        if not self._connections.enter(self):
+            self._raw_transport.write(_response(_OVERLOADED))
+            self._raw_transport.close()
+        elif self._connections.tls is not None:
+            self._handshake = self.loop.create_task(self._start_tls(self._connections.tls))
+        else:
+            self._begin(self._raw_transport)
+
+    async def _start_tls(self, tls: ssl.SSLContext) -> None:
+        try:
+            transport = await self.loop.start_tls(self._raw_transport, self, tls, server_side=True, ssl_handshake_timeout=HANDSHAKE_SECONDS)
+        except OSError:  # the client is no TLS client, has left, or says nothing
+            transport = None
+        if transport is None or transport.is_closing():
+            self._connections.leave(self)
+        else:
+            self._begin(transport)
+            if self._early:
+                self.data_received(self._early)
+
+    def _begin(self, transport: asyncio.Transport) -> None:
+        """Starts the timeout for the first request. `transport` is what encrypts, with TLS."""
+        self._raw_transport = transport
+        super().connection_made(cast(asyncio.Transport, _LingeringTransport(transport, self._linger)))
+        # Count any byte beyond the system's buffer as unread, not only those above asyncio's default of 64 KiB.
+        self.transport.set_write_buffer_limits(high=1)
+        self._header_timer = self.loop.call_later(HEADERS_SECONDS, self._on_header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancels all timers."""
+        self._connections.leave(self)
+        if self.transport is None:
+            return  # it was refused
         super().connection_lost(exc)
         self._set_header_timer(False)
         self.resume_writing()
@@ -144,6 +214,9 @@ class HttpProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Feeds data to h11 and restarts the timeouts for headers and for bodies that nobody reads."""
+        if self.transport is None:
+            self._early += data  # asyncio has finished the handshake, but `_start_tls` does not know yet
+            return
         if self.transport.is_closing():
             return  # the response is complete; discard further data
         before = self.conn.their_state
@@ -157,6 +230,27 @@ class HttpProtocol(H11Protocol):
         self._set_header_timer((theirs is h11.IDLE and ahead > 0) or (theirs is h11.SEND_BODY and ours is h11.DONE))
         if theirs is h11.DONE and ahead < MAX_PIPELINED_BYTES:
             self.flow.resume_reading()  # uvicorn pauses reading at a pipelined request and would miss a disconnect
+        self._update_state()
+
+    def on_response_complete(self) -> None:
+        """Awaits the next request."""
+        self._connections.set_state(self, ConnectionState.IDLE)
+        super().on_response_complete()
+        self._update_state()  # a pipelined request may have begun
+
+    def end(self) -> None:
+        """Closes the connection at once, to make room for others."""
+        if self.transport is not None and self.conn.our_state is h11.SEND_RESPONSE:
+            self._raw_transport.write(_response(_OVERLOADED))
+        self._raw_transport.abort()
+
+    def _update_state(self) -> None:
+        """Tells the connections whether a request is being received or answered."""
+        if self.cycle is None or self.cycle.response_complete:
+            state = ConnectionState.IDLE
+        else:
+            state = ConnectionState.RECEIVING if self.cycle.more_body else ConnectionState.ANSWERING
+        self._connections.set_state(self, state)
 
     def _begin_request(self) -> None:
         """Records the time of the next request's first byte; uvicorn copies it to the request's scope."""
@@ -164,7 +258,9 @@ class HttpProtocol(H11Protocol):
 
     def shutdown(self) -> None:
         """Called at server shutdown: closes the connection when its response is complete."""
-        if self.transport.is_closing():
+        if self.transport is None:
+            self._raw_transport.abort()  # in the middle of the handshake
+        elif self.transport.is_closing():
             self.transport.close()  # stop lingering
         else:
             super().shutdown()
@@ -186,8 +282,7 @@ class HttpProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Rejects a malformed request."""
-        refusal = cast(_Connection, self.conn).refusal
-        self._reject(f"{refusal.status} {HTTPStatus(refusal.status).phrase}", refusal)
+        self._reject(cast(_Connection, self.conn).refusal)
 
     def _set_header_timer(self, more: bool) -> None:
         """Starts the header timeout if `more` data is expected and it is not running, or cancels it."""
@@ -200,15 +295,13 @@ class HttpProtocol(H11Protocol):
     def _on_header_timeout(self) -> None:
         if self.conn.trailing_data[0]:
             message = f"the headers did not arrive within {HEADERS_SECONDS:g} seconds"
-            self._reject("408 Request Timeout", ApiError(408, message, code="request_timeout"))
+            self._reject(ApiError(408, message, code="request_timeout"))
         self.transport.close()
 
-    def _reject(self, status: str, error: ApiError) -> None:
+    def _reject(self, error: ApiError) -> None:
         """Sends an error, unless a response has begun, and closes the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
-            body = json.dumps(error.envelope)
-            head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            self.transport.write((head + body).encode())
+            self.transport.write(_response(error))
         self.transport.close()
 
     def _linger(self) -> bool:

@@ -131,11 +131,11 @@ async def open_sequence(request: Request) -> Response:
     scheduling = replace(scheduling, deadline_ms=None, ttft_deadline_ms=None)
     sequence = model.engine.hold(prompt, scheduling, body.lease_seconds or LEASE)
     try:
-        await _compute(request, generation, sequence)
+        await _compute(request, generation, model, sequence)
     except BaseException:
         sequence.drop()
         raise
-    return Json(service.add_sequence(model, sequence, fields).json(), headers=ignored_header(ignored))
+    return Json(service.sequences.add(model, sequence, fields).json(), headers=ignored_header(ignored))
 
 
 async def list_sequences(request: Request) -> Response:
@@ -145,6 +145,7 @@ async def list_sequences(request: Request) -> Response:
 
 async def get_sequence(request: Request) -> Response:
     """Returns a sequence with its text."""
+    request.state.ticket.admit(queued=False)
     served = _served(request)
     tokenizer = served.model.engine.tokenizer
     text = await asyncio.to_thread(tokenizer.decode, served.sequence.token_ids)
@@ -152,8 +153,8 @@ async def get_sequence(request: Request) -> Response:
 
 
 async def update_sequence(request: Request) -> Response:
-    """Changes the priority, also of a running generation."""
-    body, ignored = SequenceUpdateRequest.read(await read_json(request, queued=False))
+    """Changes the priority, also of a running generation, which may be all that the tenant may run."""
+    body, ignored = SequenceUpdateRequest.read(await read_json(request, queued=False, counted=False))
     served = _served(request)
     served.sequence.priority = served.fields["priority"] = body.priority
     return Json(served.json(), headers=ignored_header(ignored))
@@ -174,8 +175,8 @@ async def fork(request: Request) -> Response:
     sequence = served.sequence
     sequence.check_room(count)
     if not sequence.busy:
-        await _compute(request, GenerationRequest(**served.fields), sequence)
-    forks = [service.add_sequence(served.model, one, dict(served.fields)) for one in sequence.fork_now(count)]
+        await _compute(request, GenerationRequest(**served.fields), served.model, sequence)
+    forks = [service.sequences.add(served.model, one, dict(served.fields)) for one in sequence.fork_now(count)]
     return _list_of(forks, ignored_header(ignored))
 
 
@@ -194,7 +195,7 @@ async def append(request: Request) -> Response:
         error.param = param if error.param == "content" else error.param
         raise
     if body.compute:
-        await _compute(request, GenerationRequest(**served.fields), served.sequence)
+        await _compute(request, GenerationRequest(**served.fields), served.model, served.sequence)
     return Json(served.json(), headers=ignored_header(ignored))
 
 
@@ -215,6 +216,7 @@ async def generate(request: Request) -> Response:
         raise InvalidRequest(f"the sequence belongs to the model {served.model.name}: leave out model", param="model")
     params = body.params(served.model.default_sampling)
     served.sequence.params(params)
+    await service_of(request).use(request, served.model.name)
     headers = ignored_header([*ignored, *body.relaxed])
     body = body.model_copy(update=served.fields)
     if body.stream:
@@ -252,9 +254,10 @@ def _generating(
         yield generation, Choices(model_of(request), generation, body, params, [prompt], [prompt])
 
 
-async def _compute(request: Request, body: GenerationRequest, sequence: AsyncLiveSequence) -> None:
-    """Computes what was appended."""
+async def _compute(request: Request, body: GenerationRequest, model: ServedModel, sequence: AsyncLiveSequence) -> None:
+    """Computes what was appended, after `model` was loaded."""
     if sequence.uncomputed:
+        await service_of(request).use(request, model.name)
         with sequence.computing() as prompt:
             generation = Generation(request, body, [prompt], COMPUTE, kind="sequence", prefix="seqcmpl-", sequence=sequence)
             async with aclosing(generation.outputs()) as outputs:
@@ -263,10 +266,8 @@ async def _compute(request: Request, body: GenerationRequest, sequence: AsyncLiv
 
 
 def _served(request: Request) -> ServedSequence:
-    """Returns the request's sequence, whose model is loaded because of it."""
-    served = service_of(request).sequences.get(request.state.tenant, request.path_params["id"])
-    request.state.model = served.model
-    return served
+    """Returns the request's sequence, whose model may not be loaded."""
+    return service_of(request).sequences.get(request.state.tenant, request.path_params["id"])
 
 
 def _list_of(sequences: list[ServedSequence], headers: dict[str, str]) -> Response:

@@ -86,6 +86,7 @@ async def tokenizer_info(request: Request) -> Response:
     """Returns the control tokens and the chat template, for clients that render conversations themselves."""
     service = service_of(request)
     service.check_admission()
+    request.state.ticket.admit(queued=False)
     model = await service.use(request, request.query_params.get("model"))
     tokenizer = model.engine.tokenizer
     return Json(

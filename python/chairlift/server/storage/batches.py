@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from chairlift.server.errors import ApiError, brief
-from chairlift.server.storage.database import Database
+from chairlift.server.storage.database import REQUEST_BYTES, Database
 from chairlift.server.storage.files import Files, StoredFile, insert_file
 
 if TYPE_CHECKING:
@@ -44,6 +44,12 @@ class Status(StrEnum):
 
 _TIMES: dict[Status, str] = {status: f"{status.value}_at" for status in Status if status is not Status.VALIDATING}
 _ENDED = (Status.FAILED, Status.COMPLETED, Status.EXPIRED, Status.CANCELLED)
+
+NO_ROOM = {
+    "code": "file_quota_exceeded",
+    "message": "The answers of this batch take all the space that is left (--max-data-size): delete files and send this request again.",
+}
+"""The error of requests whose answers cannot be stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,11 @@ class Answer:
     succeeded: bool
     text: str
 
+    @property
+    def size(self) -> int:
+        """Its bytes in the file."""
+        return len(self.text.encode()) + 1
+
 
 _COLUMNS = "id, tenant, status, input_file_id, total, completed, failed, fields"
 
@@ -114,7 +125,7 @@ class Batches:
         *,
         window: int | None = WINDOW_SECONDS,
     ) -> Batch:
-        """Creates a batch; raises ApiError if the tenant has too many open ones.
+        """Creates a batch; raises ApiError if the tenant has too many open ones or too many files, or if there is no space.
 
         Without `endpoint` its requests may use any, and without `window`, in seconds, it never expires.
         """
@@ -134,6 +145,7 @@ class Batches:
         batch = Batch(f"batch_{uuid.uuid4().hex}", tenant, Status.VALIDATING, input_file_id, 0, 0, 0, fields)
 
         def work(connection: Connection) -> int:
+            self._files.check_room(connection, tenant)
             [count] = connection.execute("SELECT count(*) FROM batches WHERE tenant = ? AND ended_at IS NULL", (tenant,)).fetchone()
             if count < MAX_OPEN_BATCHES:
                 # The file may have been deleted since the caller saw it.
@@ -185,15 +197,21 @@ class Batches:
         return await self.get(tenant, id)
 
     async def start(self, batch: Batch, requests: Sequence[BatchRequest]) -> None:
-        """Stores the requests of a valid batch, whose answers may be added from now on."""
+        """Stores the requests of a valid batch, whose answers may be added from now on. Without space for their errors the batch fails."""
 
         def work(connection: Connection) -> None:
             rows = ((batch.id, request.line, request.custom_id, request.start, request.length) for request in requests)
-            if _set_status(connection, batch.id, (Status.VALIDATING,), Status.IN_PROGRESS):
-                connection.executemany("INSERT INTO requests VALUES (?, ?, ?, ?, ?)", rows)
-                connection.execute("UPDATE batches SET total = ? WHERE id = ?", (len(requests), batch.id))
+            if not _set_status(connection, batch.id, (Status.VALIDATING,), Status.IN_PROGRESS):
+                return
+            connection.executemany("INSERT INTO requests VALUES (?, ?, ?, ?, ?)", rows)
+            [held] = connection.execute(f"SELECT sum({REQUEST_BYTES}) FROM requests WHERE batch = ?", (batch.id,)).fetchone()
+            self._files.check_space(connection, held)
+            connection.execute("UPDATE batches SET total = ?, held_bytes = ? WHERE id = ?", (len(requests), held, batch.id))
 
-        await self._database.run(work)
+        try:
+            await self._database.run(work)
+        except ApiError as refusal:
+            await self.fail(batch, [{"code": "file_quota_exceeded", "message": str(refusal), "param": None, "line": None}])
 
     async def fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
         """Ends a batch whose input is invalid."""
@@ -207,15 +225,25 @@ class Batches:
         return [BatchRequest(*row) for row in rows]
 
     async def add_answers(self, answers: Iterable[Answer]) -> None:
-        """Stores answers, in one transaction. A request that has one already keeps it."""
+        """Stores answers, in one transaction. A request that has one already keeps it.
+
+        If an answer takes more space than is left, its request and all other requests of its batch without an answer fail.
+        """
 
         def work(connection: Connection) -> None:
+            free = self._files.free_bytes(connection)
             for answer in answers:
-                name = (answer.batch, answer.line)
-                if connection.execute("DELETE FROM requests WHERE batch = ? AND line = ?", name).rowcount:
-                    connection.execute("INSERT INTO answers VALUES (?, ?, ?, ?)", (*name, answer.succeeded, answer.text))
-                    count = "completed" if answer.succeeded else "failed"
-                    connection.execute(f"UPDATE batches SET {count} = {count} + 1 WHERE id = ?", (answer.batch,))
+                query = f"SELECT {REQUEST_BYTES} AS held FROM requests WHERE batch = ? AND line = ?"
+                row = connection.execute(query, (answer.batch, answer.line)).fetchone()
+                if row is None:
+                    continue
+                if (more := answer.size - row["held"]) > max(free, 0):
+                    rest = connection.execute("SELECT line, custom_id FROM requests WHERE batch = ?", (answer.batch,)).fetchall()
+                    for line, custom_id in rest:
+                        _add_answer(connection, Answer(answer.batch, line, False, output_line(custom_id, "null", json.dumps(NO_ROOM))))
+                else:
+                    _add_answer(connection, answer)
+                    free -= more
 
         await self._database.run(work)
 
@@ -231,29 +259,36 @@ class Batches:
             before = (Status.FINALIZING,)
         lifetime = batch.fields["output_expires_after"]
 
-        def work(connection: Connection) -> list[int]:
+        written: list[str] = []
+
+        def work(connection: Connection) -> None:
+            [current] = connection.execute("SELECT status FROM batches WHERE id = ?", (batch.id,)).fetchone()
+            if Status(current) not in before:
+                return  # it was cancelled meanwhile, and the caller will see that
             changes: dict[str, Any] = {}
-            sizes = []
             for name, succeeded in (("output", True), ("error", False)):
                 lines = _output(connection, batch.id, succeeded, unanswered)
                 if (first := next(lines, None)) is None:
                     continue
                 id, size = self._files.write_output(_chain(first, lines))
+                written.append(id)
                 now = int(time.time())
                 file = StoredFile(id, f"{batch.id}_{name}.jsonl", "batch_output", size, now, None if lifetime is None else now + lifetime)
                 insert_file(connection, batch.tenant, file)
                 changes[f"{name}_file_id"] = id
-                sizes.append(size)
             if unanswered is not None:
                 query = "UPDATE batches SET failed = failed + (SELECT count(*) FROM requests WHERE batch = ?1) WHERE id = ?1"
                 connection.execute(query, (batch.id,))
             _set_status(connection, batch.id, before, status, changes)
             for table in ("requests", "answers"):
                 connection.execute(f"DELETE FROM {table} WHERE batch = ?", (batch.id,))
-            return sizes
 
-        for size in await self._database.run(work):
-            self._files.add_output(batch.tenant, size)
+        try:
+            await self._database.run(work)
+        except Exception:
+            for id in written:  # the caller tries again, so a full disk would collect them
+                self._files.path(id).unlink(missing_ok=True)
+            raise
 
     async def remove_old(self) -> None:
         """Forgets batches that ended long ago."""
@@ -277,6 +312,17 @@ def _set_status(
     query = "UPDATE batches SET status = ?, ended_at = ?, fields = ? WHERE id = ?"
     connection.execute(query, (status.value, ended, json.dumps(fields), id))
     return True
+
+
+def _add_answer(connection: Connection, answer: Answer) -> None:
+    """Replaces a request by its answer."""
+    name = (answer.batch, answer.line)
+    query = f"DELETE FROM requests WHERE batch = ? AND line = ? RETURNING {REQUEST_BYTES}"
+    [[held]] = connection.execute(query, name).fetchall()
+    connection.execute("INSERT INTO answers VALUES (?, ?, ?, ?)", (*name, answer.succeeded, answer.text))
+    count = "completed" if answer.succeeded else "failed"
+    query = f"UPDATE batches SET {count} = {count} + 1, held_bytes = held_bytes + ? WHERE id = ?"
+    connection.execute(query, (answer.size - held, answer.batch))
 
 
 def _output(connection: Connection, id: str, succeeded: bool, unanswered: str | None) -> Iterator[str]:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_VERSION = 1
+_VERSION = 2
+
+REQUEST_BYTES = "(512 + 12 * length(custom_id))"
+"""What a batch's request without an answer holds, in SQL: no error line that this server writes for it is longer."""
 
 _SCHEMA = f"""
 CREATE TABLE files (
@@ -26,7 +29,7 @@ CREATE INDEX files_of_tenant ON files (tenant, seq);
 CREATE TABLE batches (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, status TEXT NOT NULL,
     input_file_id TEXT NOT NULL, total INTEGER NOT NULL, completed INTEGER NOT NULL, failed INTEGER NOT NULL, ended_at INTEGER,
-    fields TEXT NOT NULL
+    fields TEXT NOT NULL, held_bytes INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX batches_of_tenant ON batches (tenant, seq);
 CREATE INDEX batches_by_status ON batches (status);
@@ -39,6 +42,17 @@ CREATE TABLE answers (
 );
 PRAGMA user_version = {_VERSION};
 """
+
+# Version 1 did not count the bytes of open batches.
+_FROM_VERSION_1 = f"""
+ALTER TABLE batches ADD COLUMN held_bytes INTEGER NOT NULL DEFAULT 0;
+UPDATE batches SET held_bytes = (SELECT coalesce(sum({REQUEST_BYTES}), 0) FROM requests WHERE batch = batches.id)
+    + (SELECT coalesce(sum(length(CAST(text AS BLOB)) + 1), 0) FROM answers WHERE batch = batches.id);
+PRAGMA user_version = {_VERSION};
+"""
+
+_UPLOADS = "CREATE TEMP TABLE uploads (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, bytes INTEGER NOT NULL)"
+"""Files on their way in, which end with the process."""
 
 
 class Database:
@@ -94,6 +108,9 @@ def _open(path: Path) -> sqlite3.Connection:
     connection.execute("COMMIT")
     if version == 0:
         connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+    elif version == 1:
+        connection.executescript(f"BEGIN; {_FROM_VERSION_1} COMMIT;")
     elif version != _VERSION:
         raise sqlite3.DatabaseError(f"it was written by another version of chairlift (format {version}, this one reads {_VERSION})")
+    connection.execute(_UPLOADS)
     return connection

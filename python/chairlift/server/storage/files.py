@@ -7,8 +7,8 @@ import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -57,33 +57,32 @@ class Files:
     """The files of all tenants. A tenant's ids mean nothing to another tenant."""
 
     def __init__(self, directory: Path, database: Database, max_bytes: int) -> None:
-        """`max_bytes` limits the sum of all uploads. Removes what an interrupted process left incomplete; raises OSError."""
+        """`max_bytes` limits the bytes of all files, uploads and answers. Removes what an interrupted process left; raises OSError."""
         self._directory = directory
         self._database = database
         self._max_bytes = max_bytes
         directory.mkdir(mode=0o700, exist_ok=True)
-        self._bytes, self._counts = database.run_now(_usage)
         known = database.run_now(lambda connection: {row["id"] for row in connection.execute("SELECT id FROM files")})
         for path in directory.iterdir():
             if path.name not in known:
                 path.unlink()
 
-    def begin(self, tenant: str) -> Upload:
-        """Begins an upload; raises ApiError if the tenant may have no more files."""
-        count = self._counts.get(tenant, 0)
-        if count >= MAX_FILES:
-            raise _quota(f"you have {count} files, and {MAX_FILES} are allowed: delete some")
-        if sum(self._counts.values()) >= MAX_ALL_FILES:
-            raise _quota(f"the server has {MAX_ALL_FILES} files, the limit")
-        self._counts[tenant] = count + 1
-        return Upload(self, tenant)
+    async def begin(self, tenant: str) -> Upload:
+        """Begins an upload; raises ApiError if the tenant may have no more files, or the server's files take all the space."""
+        upload = Upload(self, self._database, tenant)
+        try:
+            await self._database.run(upload.insert)
+        except BaseException:
+            await upload.discard()  # a cancelled call may have inserted it
+            raise
+        return upload
 
     async def get(self, tenant: str, id: str) -> StoredFile:
         """Returns the file; raises ApiError 404, also for a file of another tenant."""
         query = f"SELECT {_COLUMNS} FROM files WHERE id = ? AND tenant = ? AND (expires_at IS NULL OR expires_at > ?)"
         row = await self._database.run(lambda connection: connection.execute(query, (id, tenant, int(time.time()))).fetchone())
         if row is None:
-            raise ApiError(404, f"no such file: {brief(id)}", param="file_id", code="file_not_found")
+            raise _unknown(id)
         return StoredFile(*row)
 
     async def page(
@@ -105,31 +104,30 @@ class Files:
 
     async def delete(self, tenant: str, id: str) -> None:
         """Deletes a file; raises ApiError 404, and 409 if a batch still reads it."""
-        file = await self.get(tenant, id)
+        await self.get(tenant, id)
 
         def work(connection: Connection) -> str | None:
             query = "SELECT id FROM batches WHERE input_file_id = ? AND ended_at IS NULL"
             if (reader := connection.execute(query, (id,)).fetchone()) is not None:
                 return str(reader["id"])
-            connection.execute("DELETE FROM files WHERE id = ?", (id,))
+            if connection.execute("DELETE FROM files WHERE id = ?", (id,)).rowcount == 0:
+                raise _unknown(id)  # another call has deleted it
+            self.path(id).unlink(missing_ok=True)
             return None
 
         if (batch := await self._database.run(work)) is not None:
             raise ApiError(409, f"the batch {batch} reads this file: cancel it first", param="file_id", code="file_in_use")
-        self._forget(tenant, file.bytes)
-        await asyncio.to_thread(self.path(id).unlink, missing_ok=True)
 
     async def remove_expired(self) -> None:
         """Deletes the files whose time is over, except those that a batch still reads."""
         unused = "id NOT IN (SELECT input_file_id FROM batches WHERE ended_at IS NULL)"
 
-        def work(connection: Connection) -> list[tuple[str, str, int]]:
-            query = f"DELETE FROM files WHERE expires_at <= ? AND {unused} RETURNING id, tenant, bytes"
-            return [tuple(row) for row in connection.execute(query, (int(time.time()),)).fetchall()]
+        def work(connection: Connection) -> None:
+            query = f"DELETE FROM files WHERE expires_at <= ? AND {unused} RETURNING id"
+            for row in connection.execute(query, (int(time.time()),)).fetchall():
+                self.path(row["id"]).unlink(missing_ok=True)
 
-        for id, tenant, size in await self._database.run(work):
-            self._forget(tenant, size)
-            await asyncio.to_thread(self.path(id).unlink, missing_ok=True)
+        await self._database.run(work)
 
     async def content(self, file: StoredFile) -> AsyncGenerator[bytes]:
         """Yields the bytes of a file."""
@@ -145,85 +143,109 @@ class Files:
         """Writes the lines to a new file that has no row yet; returns its id and size. Blocks. Without a row a restart removes it."""
         id = _new_id()
         part = self.path(id + _PART)
-        with part.open("wb") as stream:
-            for line in lines:
-                stream.write(line.encode() + b"\n")
-            _complete(stream, part, self.path(id))
-            return id, stream.tell()
+        try:
+            with part.open("wb") as stream:
+                for line in lines:
+                    stream.write(line.encode() + b"\n")
+                _complete(stream, part, self.path(id))
+                return id, stream.tell()
+        except BaseException:
+            part.unlink(missing_ok=True)  # the caller tries again, so a full disk would collect them
+            raise
 
-    def add_output(self, tenant: str, size: int) -> None:
-        """Counts an output whose row was inserted. Outputs are never refused, but leave less room for uploads."""
-        self._bytes += size
-        self._counts[tenant] = self._counts.get(tenant, 0) + 1
+    def free_bytes(self, connection: Connection) -> int:
+        """Bytes that may still be stored; negative if outputs took more than is allowed."""
+        return self._max_bytes - _used_bytes(connection)
 
-    def _reserve(self, size: int) -> None:
-        """Takes space for a part of an upload; raises ApiError."""
-        if self._bytes + size > self._max_bytes:
-            raise _quota(f"the server's files take {self._bytes} bytes, and {self._max_bytes} are allowed (--max-data-size): delete some")
-        self._bytes += size
+    def check_room(self, connection: Connection, tenant: str, size: int = 1) -> None:
+        """Raises ApiError unless `tenant` may have another file and `size` more bytes may be stored."""
+        tables = "SELECT tenant FROM files UNION ALL SELECT tenant FROM uploads"
+        files, own = connection.execute(f"SELECT count(*), coalesce(sum(tenant = ?), 0) FROM ({tables})", (tenant,)).fetchone()
+        if own >= MAX_FILES:
+            raise _quota(f"you have {own} files, and {MAX_FILES} are allowed: delete some")
+        if files >= MAX_ALL_FILES:
+            raise _quota(f"the server has {files} files, the limit")
+        self.check_space(connection, size)
 
-    def _forget(self, tenant: str, size: int) -> None:
-        self._bytes -= size
-        self._counts[tenant] -= 1
-        if not self._counts[tenant]:
-            del self._counts[tenant]
+    def check_space(self, connection: Connection, size: int) -> None:
+        """Raises ApiError unless `size` more bytes may be stored."""
+        used = _used_bytes(connection)
+        if used + size > self._max_bytes:
+            raise _quota(f"the server's files take {used} bytes, and {self._max_bytes} are allowed (--max-data-size): delete some")
 
 
 class Upload:
-    """A file on its way in. Ends with `finish`, or with `discard`."""
+    """A file on its way in. Ends with `finish`, or with `discard`.
 
-    def __init__(self, files: Files, tenant: str) -> None:
+    Its row in `uploads` has its place and its bytes until it is a file. The database's thread writes the file too, so neither a call
+    that is cancelled nor one that runs beside it can leave a file that is not counted.
+    """
+
+    def __init__(self, files: Files, database: Database, tenant: str) -> None:
         self._files = files
+        self._database = database
         self._tenant = tenant
         self._id = _new_id()
         self._buffer = bytearray()
         self._size = 0
         self._stream: BinaryIO | None = None
-        self._done = False
+
+    def insert(self, connection: Connection) -> None:
+        """Takes a place among the tenant's files; raises ApiError."""
+        self._files.check_room(connection, self._tenant)
+        connection.execute("INSERT INTO uploads VALUES (?, ?, 0)", (self._id, self._tenant))
 
     async def write(self, data: bytes) -> None:
         """Appends to the file; raises ApiError for a file that is too large."""
-        if self._size + len(data) > MAX_FILE_BYTES:
+        self._size += len(data)
+        if self._size > MAX_FILE_BYTES:
             raise ApiError(
                 413, f"the file is larger than {MAX_FILE_BYTES} bytes", param="file", code="file_too_large", headers={"connection": "close"}
             )
-        self._files._reserve(len(data))
-        self._size += len(data)
         self._buffer += data
         if len(self._buffer) >= _BUFFER_BYTES:
-            await self._flush()
+            await self._database.run(self._flush)
 
     async def finish(self, filename: str, purpose: str, lifetime: int | None) -> StoredFile:
         """Makes the file visible, on the disk. `lifetime` is in seconds."""
-        await self._flush()
+        await self._database.run(self._flush)
         assert self._stream is not None
         await asyncio.to_thread(_complete, self._stream, self._part, self._files.path(self._id))
         now = int(time.time())
         file = StoredFile(self._id, filename, purpose, self._size, now, None if lifetime is None else now + lifetime)
-        await self._files._database.run(partial(insert_file, tenant=self._tenant, file=file))
-        self._done = True
+
+        def work(connection: Connection) -> None:
+            connection.execute("DELETE FROM uploads WHERE id = ?", (self._id,))
+            insert_file(connection, self._tenant, file)
+
+        await self._database.run(work)
         return file
 
     async def discard(self) -> None:
         """Removes an upload that is not finished."""
-        if self._stream is not None:
-            self._stream.close()
-        if self._done:
-            return
-        self._done = True
-        self._files._forget(self._tenant, self._size)
-        for path in (self._part, self._files.path(self._id)):
-            path.unlink(missing_ok=True)
+
+        def work(connection: Connection) -> None:
+            if self._stream is not None:
+                with suppress(OSError):  # a full disk does not take the rest of the buffer
+                    self._stream.close()
+            if connection.execute("DELETE FROM uploads WHERE id = ?", (self._id,)).rowcount:
+                for path in (self._part, self._files.path(self._id)):
+                    path.unlink(missing_ok=True)
+
+        await asyncio.shield(self._database.run(work))
 
     @property
     def _part(self) -> Path:
         return self._files.path(self._id + _PART)
 
-    async def _flush(self) -> None:
+    def _flush(self, connection: Connection) -> None:
+        """Takes the space of what is in the buffer and writes it; raises ApiError and OSError."""
+        self._files.check_space(connection, len(self._buffer))
+        connection.execute("UPDATE uploads SET bytes = bytes + ? WHERE id = ?", (len(self._buffer), self._id))
         if self._stream is None:
-            self._stream = await asyncio.to_thread(open, self._part, "xb")
-        data, self._buffer = bytes(self._buffer), bytearray()
-        await asyncio.to_thread(self._stream.write, data)
+            self._stream = self._part.open("xb")
+        self._stream.write(self._buffer)
+        self._buffer.clear()
 
 
 def insert_file(connection: Connection, tenant: str, file: StoredFile) -> None:
@@ -232,9 +254,11 @@ def insert_file(connection: Connection, tenant: str, file: StoredFile) -> None:
     connection.execute(f"INSERT INTO files (tenant, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 
 
-def _usage(connection: Connection) -> tuple[int, dict[str, int]]:
-    rows = connection.execute("SELECT tenant, count(*) AS files, sum(bytes) AS bytes FROM files GROUP BY tenant").fetchall()
-    return sum(row["bytes"] for row in rows), {row["tenant"]: row["files"] for row in rows}
+def _used_bytes(connection: Connection) -> int:
+    """Bytes of all files and uploads, and those that open batches hold."""
+    tables = "SELECT bytes FROM files UNION ALL SELECT bytes FROM uploads UNION ALL SELECT held_bytes FROM batches WHERE ended_at IS NULL"
+    [used] = connection.execute(f"SELECT coalesce(sum(bytes), 0) FROM ({tables})").fetchone()
+    return int(used)
 
 
 def _complete(stream: BinaryIO, part: Path, path: Path) -> None:
@@ -250,6 +274,10 @@ def _complete(stream: BinaryIO, part: Path, path: Path) -> None:
 
 def _new_id() -> str:
     return f"file-{uuid.uuid4().hex}"
+
+
+def _unknown(id: str) -> ApiError:
+    return ApiError(404, f"no such file: {brief(id)}", param="file_id", code="file_not_found")
 
 
 def _quota(message: str) -> ApiError:

@@ -11,6 +11,8 @@ from fake_async_engine import MODEL, FakeEngine, serving, wait_until
 
 from chairlift.scheduling import BACKGROUND
 from chairlift.server.batch import input as batch_input
+from chairlift.server.batch import runner
+from chairlift.server.batch.call import Reply
 from chairlift.server.storage import batches, files
 
 KEYS = "alice=a,bob=b"
@@ -194,6 +196,21 @@ def test_a_request_that_the_server_cannot_serve_is_tried_three_times(alice, engi
     assert lines_of(alice, batch.error_file_id)[0]["response"]["status_code"] == 503
 
 
+def test_a_request_that_names_no_model_of_the_server_is_answered_after_a_503(alice, monkeypatch):
+    seen, call = [], runner.call
+
+    async def refuse_once(app, admission, tenant, url, body):
+        if body in seen:
+            return await call(app, admission, tenant, url, body)
+        seen.append(body)
+        return Reply(503, "r", b"{}")
+
+    monkeypatch.setattr(runner, "call", refuse_once)
+    batch = ended(alice, start(alice, line("a", model="nobody"), line("b", model=["x"]), line("c")))
+    assert [answer["response"]["status_code"] for answer in lines_of(alice, batch.error_file_id)] == [404, 400]
+    assert [answer["custom_id"] for answer in lines_of(alice, batch.output_file_id)] == ["c"]
+
+
 def test_files_are_listed_and_deleted(alice):
     ids = [upload(alice, line(str(number)), name=f"{number}.jsonl").id for number in range(5)]
     assert [file.id for file in alice.files.list()] == ids[::-1]
@@ -301,6 +318,16 @@ def test_half_an_upload_leaves_nothing(server, alice, tmp_path):
     assert len(stored(tmp_path)) == 1
 
 
+def test_a_batch_whose_answers_do_not_fit_says_so(alice, tmp_path):
+    batch = ended(alice, start(alice, *(line(str(number), prompt="x" * 1000, n=8, echo=True) for number in range(15))))
+    assert (batch.status, batch.request_counts.total) == ("completed", 15)
+    assert 0 < batch.request_counts.completed < 15
+    errors = lines_of(alice, batch.error_file_id)
+    assert len(errors) == batch.request_counts.failed
+    assert {one["error"]["code"] for one in errors} == {"file_quota_exceeded"}
+    assert sum(path.stat().st_size for path in (tmp_path / "data" / "files").iterdir()) <= 100_000
+
+
 def test_a_tenant_has_a_largest_number_of_files_and_batches(alice, bob, engine, monkeypatch):
     monkeypatch.setattr(files, "MAX_FILES", 3)
     monkeypatch.setattr(batches, "MAX_OPEN_BATCHES", 2)
@@ -314,6 +341,10 @@ def test_a_tenant_has_a_largest_number_of_files_and_batches(alice, bob, engine, 
     bob.files.delete(other.id)
     upload(bob, line("a"))
     create = alice.batches.create
+    with pytest.raises(openai.BadRequestError, match="3 files"):  # the outputs would be more
+        create(input_file_id=ids[0], endpoint="/v1/completions", completion_window="24h")
+    monkeypatch.setattr(files, "MAX_FILES", 4)
+    monkeypatch.setattr(files, "MAX_ALL_FILES", 5)
     for id in ids[:2]:
         create(input_file_id=id, endpoint="/v1/completions", completion_window="24h")
     with pytest.raises(openai.BadRequestError, match="2 batches"):

@@ -249,6 +249,6 @@ def test_a_refused_request_is_told_so_and_why(engine):
 def test_refusals_are_forgotten_in_time_and_a_tenants_are_its_own():
     kept = RequestRegistry()
     for number in range(MAX_REFUSALS + 1):
-        kept.add_refusal("alice", str(number), Refusal(503, {"message": "full"}))
+        kept.add_refusal("alice", str(number), Refusal.of(503, {"message": "full"}))
     assert kept.refusal("alice", "0") is kept.refusal("", "0") is kept.refusal("bob", "1") is None
     assert kept.refusal("alice", "1") is kept.refusal("", "1") is not None

@@ -24,8 +24,9 @@ _MAX_PAGE = 10_000
 
 async def create_file(request: Request) -> Response:
     """Stores an upload."""
+    request.state.ticket.admit(queued=False)
     files = service_of(request).data.files
-    upload = files.begin(request.state.tenant)
+    upload = await files.begin(request.state.tenant)
     try:
         form = await read_form(request, upload.write)
         if (purpose := form.fields.get("purpose")) != "batch":
@@ -73,6 +74,7 @@ async def delete_file(request: Request) -> Response:
 
 async def file_content(request: Request) -> Response:
     """Returns a file's bytes."""
+    request.state.ticket.admit(queued=False)
     files = service_of(request).data.files
     file = await files.get(request.state.tenant, request.path_params["id"])
     # Never shown as a page of this server: the bytes are a client's.

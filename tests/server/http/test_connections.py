@@ -1,0 +1,233 @@
+"""Limits of connections and of bodies that arrive, before a request is admitted."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import ssl
+
+import httpx
+import pytest
+from fake_async_engine import FakeEngine, serving, wait_until
+from fake_server import own_process, status
+
+from chairlift.server.http import connections, protocol
+from chairlift.server.http.body import Bodies
+from chairlift.server.http.connections import AcceptFailures, Connections, ConnectionState, connection_limit
+
+GET = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100000\r\n\r\n"
+
+
+class Connection:
+    def __init__(self, ended):
+        self.end = lambda: ended.append(self)
+
+
+def test_the_connection_that_was_idle_for_longest_ends_first():
+    held, ended = Connections(4), []
+    first, second, receiving, answering = made = [Connection(ended) for _ in range(4)]
+    assert all(map(held.enter, made))
+    held.set_state(receiving, ConnectionState.RECEIVING)
+    held.set_state(answering, ConnectionState.ANSWERING)
+    held.set_state(first, ConnectionState.ANSWERING)
+    held.set_state(first, ConnectionState.IDLE)  # it has been idle for less than the second one
+    for _ in range(3):
+        busy = Connection(ended)
+        assert held.enter(busy)
+        held.set_state(busy, ConnectionState.ANSWERING)
+    assert ended == [second, first, receiving]
+    refused = Connection(ended)
+    assert not held.enter(refused)
+    assert (len(held), len(ended), answering in held, refused in held, first in held) == (4, 3, True, False, False)
+    held.set_state(second, ConnectionState.ANSWERING)  # one that has ended may report once more
+    held.leave(second)
+    held.leave(answering)
+    assert held.enter(refused)
+
+
+def test_bodies_that_arrive_leave_room_for_others():
+    held, ended = Connections(8), []
+    made = [Connection(ended) for _ in range(6)]
+    for one in made:
+        assert held.enter(one)
+        held.set_state(one, ConnectionState.RECEIVING)
+    assert ended == made[:2]
+    held.set_state(made[2], ConnectionState.ANSWERING)
+    last = Connection(ended)
+    held.enter(last)
+    held.set_state(last, ConnectionState.RECEIVING)
+    assert ended == made[:2]
+
+
+def test_there_is_room_for_files_beside_the_connections(monkeypatch):
+    resource = pytest.importorskip("resource")
+    limits = [(1024, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+    assert connection_limit() == (4096 - connections.RESERVED_DESCRIPTORS) // 2
+    assert limits[-1] == (4096, 4096)
+    limits.append((1 << 20, 1 << 20))
+    assert connection_limit() == connections.MAX_CONNECTIONS
+    limits.append((256, 256))
+    assert connection_limit() == 80
+
+
+def connected(base):
+    host, port = base.partition("://")[2].split(":")
+    return socket.create_connection((host, int(port)), 30)
+
+
+@pytest.fixture
+def eight(monkeypatch):
+    """Servers have room for eight connections."""
+    monkeypatch.setattr(protocol, "Connections", lambda _, tls: Connections(8, tls))
+
+
+def closed(sock):
+    """All that comes until the server closes the connection."""
+    got = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := sock.recv(65536):
+            got += piece
+    return got
+
+
+def test_idle_connections_make_room_for_others(eight):
+    engine = FakeEngine()
+    with serving(engine) as (base, service), contextlib.ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(base_url=base, timeout=30))
+        stream = stack.enter_context(client.stream("POST", "/v1/completions", json={"prompt": "paused", "max_tokens": 9, "stream": True}))
+        opened = [stack.enter_context(connected(base)) for _ in range(4)]
+        for number in range(40):
+            opened.append(stack.enter_context(connected(base)))
+            opened[-1].sendall((b"", GET, GET[:20], POST + b"{")[number % 4])
+        assert httpx.get(f"{base}/live").status_code == 200
+        for sock in opened[:30]:
+            closed(sock)
+        engine.released = True
+        assert stream.read().endswith(b"data: [DONE]\n\n")
+        wait_until(lambda: service.open <= 8)
+    wait_until(lambda: service.open == 0)
+
+
+def test_connections_whose_requests_are_answered_stay(eight):
+    engine = FakeEngine()
+    with serving(engine) as (base, _), contextlib.ExitStack() as stack:
+        body = {"prompt": "paused", "max_tokens": 9, "stream": True}
+        streams = [stack.enter_context(httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=30)) for _ in range(8)]
+        with connected(base) as sock:
+            got = closed(sock)
+            assert got.startswith(b"HTTP/1.1 503 ")
+            assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
+        engine.released = True
+        assert all(stream.read().endswith(b"data: [DONE]\n\n") for stream in streams)
+    with serving(engine) as (base, _):
+        assert httpx.get(f"{base}/live").status_code == 200
+
+
+def test_connections_without_a_handshake_are_idle(eight, certificate):
+    cert, key = certificate
+    trusted = ssl.create_default_context(cafile=cert)
+    with serving(FakeEngine(), ssl_certfile=cert, ssl_keyfile=key) as (base, _), contextlib.ExitStack() as stack:
+        for _ in range(30):
+            silent = stack.enter_context(connected(base))
+            assert httpx.get(f"{base}/live", verify=trusted).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            httpx.get(base.replace("https", "http"))
+        silent.close()
+        assert httpx.get(f"{base}/live", verify=trusted).status_code == 200
+
+
+def test_a_handshake_that_never_ends_is_cut(monkeypatch, certificate):
+    monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.2)
+    cert, key = certificate
+    with serving(FakeEngine(), ssl_certfile=cert, ssl_keyfile=key) as (base, _), connected(base) as sock:
+        assert closed(sock) == b""
+
+
+@pytest.mark.slow
+def test_idle_connections_under_a_low_limit_of_files_stop_nothing(tmp_path):
+    with own_process(tmp_path, "process", max_files=160) as (process, client, engine), contextlib.ExitStack() as stack:
+        base = str(client.base_url)
+        process.send_signal(signal.SIGSTOP)  # so that it finds all of them at once
+        for number in range(200):
+            sock = stack.enter_context(connected(base))
+            sock.sendall((GET, b"", POST, GET[:20])[number % 4])
+        process.send_signal(signal.SIGCONT)
+        for _ in range(3):
+            assert httpx.get(f"{base}/live").status_code == httpx.get(f"{base}/v1/models").status_code == 200
+        os.kill(engine(), signal.SIGKILL)
+        wait_until(lambda: status(client, "/ready") == 503)
+        wait_until(lambda: status(client, "/ready") == 200)
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        stack.pop_all().close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        log = process.stderr.read()
+        assert "out of system resource" not in log
+        assert len(log) < 100_000
+
+
+def test_failures_to_accept_are_logged_once_a_minute(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(connections.time, "monotonic", lambda: now[0])
+    logged = AcceptFailures()
+
+    def lines(message):
+        return sum(logged.filter(logging.LogRecord("asyncio", logging.ERROR, "", 0, message, (), None)) for _ in range(100))
+
+    failure = "socket.accept() out of system resource\nsocket: <asyncio.TransportSocket fd=6>"
+    assert (lines(failure), lines("Task exception was never retrieved")) == (1, 100)
+    now[0] = 59.0
+    assert lines(failure) == 0
+    now[0] = 60.0
+    assert lines(failure) == 1
+
+
+def test_of_too_many_bodies_the_oldest_of_the_largest_group_is_refused():
+    async def work():
+        bodies = Bodies(100)
+        async with contextlib.AsyncExitStack() as stack:
+
+            def arriving(group, size):
+                deadline = asyncio.timeout(None)
+                body = stack.enter_context(bodies.arriving(group, deadline))
+                deadline.reschedule = lambda _: None
+                bodies.add(body, size)
+                return body
+
+            honest, first, second = arriving("alice", 30), arriving("eve", 30), arriving("eve", 40)
+            assert [body.refused for body in (honest, first, second)] == [False, False, False]
+            third = arriving("eve", 20)
+            assert [body.refused for body in (honest, first, second, third)] == [False, True, False, False]
+            bodies.add(first, 1000)  # what it has received before it notices
+            bodies.add(honest, 10)
+            assert [body.refused for body in (honest, second, third)] == [False, False, False]
+            bodies.add(honest, 40)
+            assert [body.refused for body in (honest, second, third)] == [True, False, False]
+        with bodies.arriving("alice", asyncio.timeout(None)) as alone:
+            bodies.add(alone, 100)
+            assert not alone.refused  # the others are forgotten
+
+    asyncio.run(work())
+
+
+def test_half_bodies_make_room_for_others(monkeypatch):
+    monkeypatch.setattr("chairlift.server.app.MAX_BODIES_BYTES", 400_000)
+    monkeypatch.setattr("chairlift.server.http.body.BODY_TIMEOUT", 1000)
+    with serving(FakeEngine(), max_body_size=100_000) as (base, service), contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(12):
+            opened.append(stack.enter_context(connected(base)))
+            opened[-1].sendall(POST + b" " * 60_000)
+        for sock in opened[:6]:
+            got = closed(sock)
+            assert got.startswith(b"HTTP/1.1 503 ")
+            assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
+        body = {"prompt": "a", "max_tokens": 1, "user": "x" * 90_000}
+        assert httpx.post(f"{base}/v1/completions", json=body).status_code == 200
+    wait_until(lambda: service.open == 0)
