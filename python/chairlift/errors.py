@@ -22,6 +22,17 @@ class InvalidRequest(ChairliftError, ValueError):
         self.code = code
 
 
+class ContextExceeded(InvalidRequest):
+    """A prompt, or a prompt with its answer, is longer than the context.
+
+    `limit` is the context in tokens, `prompt` are those of the prompt (at least) and `answer` those that it asked for.
+    """
+
+    def __init__(self, message: str, *, param: str, limit: int, prompt: int, answer: int = 0) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+        self.limit, self.prompt, self.answer = limit, prompt, answer
+
+
 class SequenceDropped(InvalidRequest):
     """A live sequence was dropped, or its lease has ended."""
 

@@ -98,15 +98,16 @@ _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 
 
 def parse_duration(text: str) -> float:
-    """Parses `90`, `30s`, `5m`, `1.5h` or `300ms` as seconds; a negative one is infinite. Raises ValueError."""
-    match = re.fullmatch(r"\s*(-?[0-9.]+)(ms|s|m|h)?\s*", text)
+    """Parses `90`, `30s`, `5m`, `1.5h`, `300ms` or, as Go writes it, `1h5m0s` as seconds; a negative one is infinite. Raises ValueError."""
+    match = re.fullmatch(r"\s*(-?)([0-9.]+|(?:[0-9.]+(?:ms|s|m|h))+)\s*", text)
     try:
         if match is None:
             raise ValueError
-        seconds = float(match[1]) * _SECONDS[match[2] or "s"]
+        parts = re.findall(r"([0-9.]+)(ms|s|m|h)?", match[2])
+        seconds = sum(float(number) * _SECONDS[unit or "s"] for number, unit in parts)
     except ValueError:
         raise ValueError(f"not a duration: {text!r:.100} (try 5m, 30s, 0, or -1 for ever)") from None
-    return math.inf if seconds < 0 else seconds
+    return math.inf if match[1] and seconds else seconds
 
 
 def parse_names(text: str) -> tuple[str, ...]:

@@ -351,7 +351,7 @@ def test_what_the_model_cannot_take_is_refused_before_it_is_sent():
         ([-1], {}, "from 0 to 999999"),
         ([True], {}, "not a token id"),
         (["a"], {}, "not a token id"),
-        ([1, 2], {"max_tokens": 2 * ENDLESS}, r"requested 2000000002 tokens \(2 in the prompt, 2000000000 for the output\)"),
+        ([1, 2], {"max_tokens": 2 * ENDLESS}, r"requested 2000000002 tokens \(2 in the prompt, 2000000000 in the completion\)"),
     ]
 
     async def test(engine):
@@ -368,7 +368,7 @@ def test_validate_fills_what_the_context_leaves():
     engine.facts = {"max_model_len": 10, "vocab_size": 5, "generates": True}
     assert engine.validate([1] * 9, SamplingParams(max_tokens=None)).max_tokens == 1
     assert engine.validate([1], SamplingParams(max_tokens=9)).max_tokens == 9
-    with pytest.raises(InvalidRequest, match=r"maximum context length is 10 .* 11 tokens \(10 in the prompt, 1 for the") as caught:
+    with pytest.raises(InvalidRequest, match=r"maximum context length is 10 .* 11 tokens \(10 in the prompt, 1 in the") as caught:
         engine.validate([1] * 10, SamplingParams(max_tokens=None))
     assert caught.value.code == "context_length_exceeded"
 

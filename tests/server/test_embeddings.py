@@ -88,7 +88,7 @@ def test_ollama_s_routes_shorten_long_texts(http: httpx.Client) -> None:
     assert shortened == [embed(http, input=kept).json()["data"][0]["embedding"]]
     refused = http.post("/api/embed", json={"model": "bert", "input": LONG, "truncate": False})
     assert refused.status_code == 400
-    assert "maximum context length is 40" in refused.json()["error"]
+    assert "input length exceeds the context length of 40 tokens" in refused.json()["error"]
     assert http.post("/api/show", json={"model": "bert"}).json()["capabilities"] == ["embedding"]
 
 

@@ -100,6 +100,15 @@ class FakeEngine:
             "determinism": "batch-invariant",
             "generates": True,
             "max_text_len": None,
+            "hidden_size": 64,
+            "architecture": "LlamaForCausalLM",
+            "num_weights": 134_515_008,
+            "weight_format": "gguf",
+            "weight_type": "Q4_1",
+            "weight_bytes": 96_577_024,
+            "num_bytes": 10**9,
+            "digest": "ab" * 32,
+            "decisions": [["device", "cpu", "there is no other"]],
         }
         self.alive = self.ready = True
         self.process = EngineProcess()  # is not started
@@ -237,9 +246,9 @@ class FakeEngine:
                         output.text_offsets = [sum(len(_word(text, j + index)) for j in range(i))]
                     if params.prompt_logprobs is not None and i == index == 0:
                         output.prompt_logprobs = [None, *(scored(token, params.prompt_logprobs) for token in prompt[1:])]
+                    # A fork finds the whole prompt computed.
+                    output.cached_tokens = len(prompt) if index else 3
                     if done:
-                        # A fork finds the whole prompt computed.
-                        output.cached_tokens = len(prompt) if index else 3
                         output.timing = Timing(0.001, 0.001, 0.002, 0.003)
                         if "drafted" in text:
                             output.timeline = timeline(draft_tokens=5, accepted_draft_tokens=2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from chairlift import _core
 from chairlift.checkpoint.cache import weight_bytes
 from chairlift.config import EngineConfig
-from chairlift.engine.fingerprint import fingerprint
+from chairlift.engine.fingerprint import checkpoint_digest, fingerprint
 
 if TYPE_CHECKING:
     from chairlift.runner.interface import Runner
@@ -34,6 +34,7 @@ def start_facts(config: EngineConfig, directory: Path, runner: Runner, eos: Sequ
     )
     return {
         "model": config.model,
+        "digest": checkpoint_digest(directory),
         # An encoder's sequences have one token more than their texts, which is not computed.
         "max_model_len": runner.max_model_len if runner.generates else runner.max_model_len - 1,
         "max_text_len": None if runner.pooling is None else runner.max_model_len - 1,

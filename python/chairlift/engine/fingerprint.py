@@ -41,6 +41,14 @@ def fingerprint(config: EngineConfig, directory: Path, runner: Runner) -> str:
     return found.hexdigest()
 
 
+def checkpoint_digest(directory: Path) -> str:
+    """Identifies a checkpoint by its configuration and, as in `fingerprint`, samples of its weights: 64 hex digits."""
+    found = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=32)
+    for piece in _weights(directory):
+        found.update(piece)
+    return found.hexdigest()
+
+
 def _weights(directory: Path) -> Iterator[bytes]:
     """The size of each file of weights, and samples of it."""
     paths = [directory / LINK] if (directory / LINK).exists() else sorted(directory.glob("*.safetensors"))

@@ -33,6 +33,7 @@ from chairlift.errors import InvalidRequest, InvalidSetting, OutOfMemory
 from chairlift.grammar.grammars import Grammar, Grammars
 from chairlift.grammar.trial import Vocabulary
 from chairlift.runner.buffers import StepSizes
+from chairlift.runner.description import checkpoint_facts
 from chairlift.runner.null_runner import NullRunner
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
@@ -107,7 +108,8 @@ class Engine:
         self._grammars = Grammars(Vocabulary(tokenizer_file(directory, config.tokenizer), vocab_size, ends))
         self._energy_read, self._meter_due = 0, 0
         self._read_meter(_now())
-        self.facts = start_facts(config, directory, runner, self._eos, sampling) | {"adapter_digests": self._adapters.digests}
+        self.facts = start_facts(config, directory, runner, self._eos, sampling) | checkpoint_facts(directory, runner.model_config)
+        self.facts["adapter_digests"] = self._adapters.digests
         self._disk_cache = _open_disk_cache(config, self._scheduler, runner, self.facts["fingerprint"])
         self._kv_blocks = None if config.num_kv_blocks is not None else runner.kv_blocks
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from chairlift.engine.detokenizer import TextStream
 from chairlift.engine.frames import ResumedChoice, pack_tokens
-from chairlift.errors import InvalidRequest
+from chairlift.errors import ContextExceeded, InvalidRequest
 from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
 
@@ -151,6 +151,7 @@ class Choice:
         self.num_tokens += len(tokens)
         self._logprob += sum(logprobs[: len(tokens)])
         output = RequestOutput(text, tokens, self._prompt_token_ids, reason, stop_reason, index=self.index, queued=self._queued)
+        output.cached_tokens = self._cached_tokens
         if self._num_logprobs is not None:
             output.logprobs = TokenLogprobs.read(b"".join(details[: len(tokens)]), self._num_logprobs)
             output.text_offsets = offsets + [self._text.length] * (len(tokens) - len(offsets))
@@ -175,7 +176,7 @@ class Choice:
 
     def _close(self, output: RequestOutput) -> None:
         self.over = True
-        output.cached_tokens, output.embedding = self._cached_tokens, self._embedding
+        output.embedding = self._embedding
         timeline = output.timeline = self._timeline
         if timeline is not None and timeline.ended is not None:
             output.preemptions = timeline.preemptions
@@ -392,11 +393,13 @@ def _room_for_answer(prompt: int, params: SamplingParams, facts: Mapping[str, An
     room = limit - prompt
     max_tokens = max(room, 1) if params.max_tokens is None else params.max_tokens
     if max_tokens > room:
-        raise InvalidRequest(
+        raise ContextExceeded(
             f"This model's maximum context length is {limit} tokens. However, you requested {prompt + max_tokens} tokens "
-            f"({prompt} in the prompt, {max_tokens} for the output). Please shorten the prompt or ask for fewer tokens.",
+            f"({prompt} in the prompt, {max_tokens} in the completion). Please reduce the length of the prompt or completion.",
             param="prompt",
-            code="context_length_exceeded",
+            limit=limit,
+            prompt=prompt,
+            answer=max_tokens,
         )
     return max_tokens
 
@@ -406,7 +409,7 @@ def _token_for_embedding(prompt: int, facts: Mapping[str, Any]) -> int:
     check_embeds(facts)
     if prompt > facts["max_text_len"]:
         message = f"This model's maximum context length is {facts['max_text_len']} tokens for an embedding, and the input has {prompt}."
-        raise InvalidRequest(message, param="input", code="context_length_exceeded")
+        raise ContextExceeded(message, param="input", limit=facts["max_text_len"], prompt=prompt)
     return 1
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from chairlift.checkpoint.cache import LINK, weight_bytes
 from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.checkpoint.safetensors_file import SafetensorsFile
+from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig, load_shape
 from chairlift.models.encoder import EncoderConfig
 from chairlift.models.shape import ModelShape
@@ -39,6 +40,24 @@ def describe(directory: Path) -> dict[str, str]:
     facts["answers"] = "embeddings" if encoder else "text, and embeddings by pooling"
     facts["computed by"] = _code(shape)
     return facts
+
+
+def checkpoint_facts(directory: Path, shape: ModelShape) -> dict[str, str | int]:
+    """Returns the facts of a checkpoint that clients see: architecture, parameters, and the format, type and bytes of its weights.
+
+    The type is the method of a quantised checkpoint, else that of most bytes; it is empty without weights.
+    """
+    try:
+        kinds = _tensors(directory).most_common(1)
+    except UnsupportedModel:  # transformers may read more types than Chairlift
+        kinds = []
+    return {
+        "architecture": shape.architecture,
+        "num_weights": shape.num_weights,
+        "weight_format": "gguf" if (directory / LINK).exists() else "safetensors",
+        "weight_type": shape.quantization or (kinds[0][0] if kinds else ""),
+        "weight_bytes": weight_bytes(directory),
+    }
 
 
 def _tensors(directory: Path) -> Counter[str]:

@@ -50,7 +50,15 @@ def guarded(app: Starlette, config: ServerConfig, keys: Keys) -> ASGIApp:
         return middleware
     # CORS wraps the access check: browsers send preflight requests without a key.
     exposed = ["x-request-id", "x-chairlift-ignored", "retry-after"]
-    return CORSMiddleware(middleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
+    # Browsers ask for more than CORS before a page of the internet reaches a server in a private network.
+    return CORSMiddleware(
+        middleware,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        allow_private_network=True,
+        expose_headers=exposed,
+    )
 
 
 def application(service: Service, max_body_size: int) -> Starlette:

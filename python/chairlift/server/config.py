@@ -136,7 +136,10 @@ class ServerConfig:
     tool_call_parser: str = flag(
         "auto",
         "how the model writes tool calls; 'auto' goes by its chat template",
-        choices=("auto", "deepseek", "gemma", "granite", "hermes", "llama", "mistral", "openai", "pythonic"),
+        choices=(
+            *("auto", "deepseek", "gemma", "glm", "granite", "hermes", "llama", "mistral", "nemotron", "openai", "pythonic"),
+            "qwen3_coder",
+        ),
         group="server",
     )
     reasoning_parser: str = flag(

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from starlette.requests import Request
 
 from chairlift.engine.request import check_dimensions
-from chairlift.errors import InvalidRequest
+from chairlift.errors import ContextExceeded, InvalidRequest
 from chairlift.sampling import EMBED
 from chairlift.server.generation import Generation
 from chairlift.server.schema.fields import GenerationRequest
@@ -44,7 +44,7 @@ class EmbeddingBatch:
                 continue
             if not truncate:
                 message = f"This model's maximum context length is {limit} tokens for an embedding. Input {index} has {len(tokens)}."
-                raise InvalidRequest(message, param="input", code="context_length_exceeded")
+                raise ContextExceeded(message, param="input", limit=limit, prompt=len(tokens))
             kept = model.engine.tokenizer.num_closing_tokens if isinstance(inputs[index], str) else 0
             texts[index] = tokens[: limit - kept] + tokens[len(tokens) - kept :]
         try:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from chairlift.errors import (
+    ContextExceeded,
     DeadlineMissed,
     EngineClosed,
     EngineDead,
@@ -51,10 +52,15 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
         usage: Usage | None = None,
         admitted: bool = False,
+        exceeded: ContextExceeded | None = None,
     ) -> None:
-        """`admitted` marks the failure of a request that had been accepted: it does not count as rejected."""
+        """`admitted` marks the failure of a request that had been accepted: it does not count as rejected.
+
+        `exceeded` is the cause, if the context is too short.
+        """
         super().__init__(message)
         self.status = status
+        self.exceeded = exceeded
         self._admitted = admitted
         self.envelope: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code}}
         if usage is not None:
@@ -101,8 +107,27 @@ _ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_fo
 _ANTHROPIC |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 
 
+def _context_words(error: ContextExceeded, path: str) -> str:
+    """Returns the words of the API at `path` for a prompt that is too long: clients recognize them, and shorten the conversation."""
+    limit, prompt, answer = error.limit, error.prompt, error.answer
+    if path.startswith("/v1/messages"):
+        if prompt < limit:
+            limits = f"{prompt} + {answer} > {limit}"
+            return f"input length and `max_tokens` exceed context limit: {limits}, decrease input length or `max_tokens` and try again"
+        return f"prompt is too long: {prompt} tokens > {min(limit, prompt - 1)} maximum"
+    if path.startswith("/v1/responses"):
+        return f"Your input exceeds the context window of this model. Please adjust your input and try again. {error}"
+    if path.startswith("/api/embed"):
+        return f"the input length exceeds the context length of {limit} tokens"
+    if path.startswith("/api/"):
+        return f"prompt too long; exceeded max context length by {prompt + answer - limit} tokens"
+    return str(error).replace("the prompt", "the messages") if path.startswith("/v1/chat/") else str(error)
+
+
 def for_route(error: ApiError, path: str) -> ApiError:
     """Returns the error in the format of the API at `path`."""
+    if error.exceeded is not None:
+        error.envelope["error"]["message"] = _context_words(error.exceeded, path)
     if path.startswith("/v1/messages"):
         return AnthropicError(error)
     return OllamaError(error) if path.startswith("/api/") else error
@@ -132,7 +157,8 @@ def api_error(error: Exception, route: str = "the request") -> ApiError:
             headers = {} if error.retry_after is None else {"retry-after": str(max(1, math.ceil(error.retry_after)))}
             return ApiError(429, str(error), type="rate_limit_error", param=error.param, code=error.code, headers=headers)
         case InvalidRequest():
-            return ApiError(400, str(error), param=error.param, code=error.code)
+            exceeded = error if isinstance(error, ContextExceeded) else None
+            return ApiError(400, str(error), param=error.param, code=error.code, exceeded=exceeded)
         case EngineClosed():
             return unavailable("the server is shutting down, and the answer was not finished in time", "shutting_down", 5)
         case EngineDead():

@@ -81,7 +81,9 @@ class Generation:
             "model": lora or self._model.name,
             "determinism": str(self._model.engine.facts["determinism"]),
         }
-        self.usage = Usage(prompt=sum(map(len, prompts)))
+        config = self._model.engine.config
+        cacheable = sum(len(prompt) // config.block_size * config.block_size for prompt in prompts) if config.enable_prefix_caching else 0
+        self.usage = Usage(prompt=sum(map(len, prompts)), cacheable=cacheable)
         if body.energy:
             self.usage.energy = {"joules": None, "method": self._model.engine.facts.get("energy_method")}
         self._timing: Timing | None = None
@@ -205,13 +207,13 @@ class Generation:
         progress.lengths[output.index] = progress.lengths.get(output.index, 0) + count
         progress.tokens += count
         self.usage.completion += count
+        if progress.cached is None or output.cached_tokens < progress.cached:
+            # Forks hit blocks that the first of them computed. The minimum is what was cached before the request.
+            self.usage.cached += output.cached_tokens - (progress.cached or 0)
+            progress.cached = output.cached_tokens
 
     def _count_answer(self, progress: _Progress, output: RequestOutput, reason: str) -> None:
         """Updates usage, timing and metrics by the last increment of an answer."""
-        # Forks hit blocks that the first of them computed. The minimum is what was cached before the request.
-        cached_before = output.cached_tokens if progress.cached is None else min(progress.cached, output.cached_tokens)
-        self.usage.cached += cached_before - (progress.cached or 0)
-        progress.cached = cached_before
         progress.unfinished -= 1
         progress.timelines.append(output.timeline)
         self._timing = output.timing if self._timing is None else self._timing.merge(output.timing)

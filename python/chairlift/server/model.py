@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from chairlift.errors import InvalidRequest
+from chairlift.errors import ContextExceeded
 from chairlift.server.lifecycle import Lifecycle, ModelState
 from chairlift.server.observability.metrics import Metrics
 
@@ -94,11 +94,12 @@ class ServedModel:
         """Raises InvalidRequest for a text that exceeds the context even if every token is the longest of the vocabulary."""
         limit = self.engine.facts["max_model_len"]
         if len(text) > limit and (min_tokens := math.ceil(len(text) / self.engine.tokenizer.longest_token)) > limit:
-            raise InvalidRequest(
+            raise ContextExceeded(
                 f"This model's maximum context length is {limit} tokens. However, the prompt has {len(text)} characters, which are "
-                f"at least {min_tokens} tokens. Please shorten the prompt.",
+                f"at least {min_tokens} tokens. Please reduce the length of the prompt.",
                 param="prompt",
-                code="context_length_exceeded",
+                limit=limit,
+                prompt=min_tokens,
             )
 
     async def render(self, conversation: list[dict[str, Any]], **variables: Any) -> list[int]:

@@ -22,6 +22,8 @@ class Usage:
     rejected: int = 0
     """Proposed tokens that are not in the answers; they are not part of `completion`."""
 
+    cacheable: int = 0
+    """Tokens of the prompts in whole KV blocks, which stay in the prefix cache."""
     energy: dict[str, Any] | None = None
     """The field `energy`, if the request asks for it."""
 
@@ -50,10 +52,11 @@ class Usage:
         }
 
     def message(self) -> dict[str, Any]:
-        """Returns Anthropic's `usage` object, which does not count cached tokens as input."""
+        """Returns Anthropic's `usage` object, which does not count tokens as input that the prefix cache had or now has."""
+        written = max(0, self.cacheable - self.cached)
         return {
-            "input_tokens": self.prompt - self.cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": self.prompt - self.cached - written,
+            "cache_creation_input_tokens": written,
             "cache_read_input_tokens": self.cached,
             "output_tokens": self.completion,
         }

@@ -73,7 +73,7 @@ WRONG = [
     ({"messages": [HELLO, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[1].tool_calls[0].function"),
     ({"messages": [HELLO, {"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "messages[1].tool_calls[0].custom"),
     ({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]}, "messages"),
-    ({"messages": [{"role": "tool", "tool_call_id": "a"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages"),
 ]  # fmt: skip
 
 
@@ -159,3 +159,38 @@ def test_messages_of_every_kind_are_taken(client, engine):
     system, first, second, called, user = engine.tokenizer.rendered[0][0]
     assert (system["role"], first["content"], second["content"], user["name"]) == ("system", "I may not", "nor this", "ann")
     assert called["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+@pytest.mark.parametrize("arguments", ["", " ", "null", "{}", " {} ", None, {}])
+def test_a_call_without_arguments_is_sent_back_in_many_ways(arguments):
+    _, _, (_, called), _ = checked({"messages": call(arguments=arguments)})
+    assert called["tool_calls"][0]["function"]["arguments"] == {}
+    older = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": arguments}}
+    _, _, (_, called), _ = checked({"messages": [HELLO, older]})
+    assert called["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}, {"content": [{"type": "text", "text": ""}]}])
+def test_a_turn_that_only_calls_has_no_text(content):
+    for role in ("assistant", "tool", "function"):
+        _, _, (_, turn), _ = checked({"messages": [HELLO, {"role": role, **content}]})
+        assert turn["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "says"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a " * 1500}], "max_tokens": 9}, "3009 tokens (3000 in the messages, 9 in the"),
+        (
+            CHAT,
+            {"messages": [HELLO], "max_tokens": 2042},
+            "2049 tokens (7 in the messages, 2042 in the completion). Please reduce the length",
+        ),
+        ("/v1/completions", {"prompt": "a " * 1500}, "maximum context length is 2048 tokens. However, the prompt has 3000 characters"),
+        ("/v1/responses", {"input": "a " * 1500}, "Your input exceeds the context window of this model. Please adjust your input and try"),
+    ],
+)
+def test_each_api_says_in_its_own_words_that_a_prompt_is_too_long(http, path, fields, says):
+    error = http.post(path, json=fields).json()["error"]
+    assert says in error["message"]
+    assert error["code"] == "context_length_exceeded"

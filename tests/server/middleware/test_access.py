@@ -134,6 +134,17 @@ def test_web_pages_that_are_allowed(allowed):
         assert ("access-control-allow-origin" in other.headers) == (allowed == ("*",))
 
 
+def test_allowed_web_pages_reach_a_private_network():
+    asked = {**ASKED, "access-control-request-private-network": "true"}
+    with serving(FakeEngine(), cors_allow_origins=(PAGE,)) as (base, _), httpx.Client(base_url=base) as http:
+        leave = http.options("/v1/completions", headers=asked)
+        names = ("access-control-allow-origin", "access-control-allow-private-network")
+        assert (leave.status_code, *(leave.headers[name] for name in names)) == (200, PAGE, "true")
+        other = http.options("/v1/completions", headers=asked | {"origin": "https://evil.example"})
+        assert (other.status_code, "access-control-allow-origin" in other.headers) == (400, False)
+        assert "access-control-allow-private-network" not in http.options("/v1/completions", headers=ASKED).headers
+
+
 def test_web_pages_that_are_allowed_need_no_key_where_there_is_none():
     with serving(FakeEngine(), cors_allow_origins=(PAGE,)) as (base, _), httpx.Client(base_url=base) as http:
         assert http.get("/v1/models", headers={"origin": PAGE}).status_code == 200

@@ -6,7 +6,7 @@ import threading
 
 import httpx
 import pytest
-from fake_async_engine import MODEL, answer, wait_until
+from fake_async_engine import MODEL, FakeEngine, answer, serving, wait_until
 
 pytestmark = pytest.mark.shared_server
 
@@ -178,9 +178,31 @@ def test_models_that_are_not_served(http, name):
     assert len(refused(http.post(COMPLETIONS, json={**ONE, "model": name}), 404)["message"]) < 300
 
 
-@pytest.mark.parametrize("kind", ["", "text/plain", "multipart/form-data; boundary=x"])
+@pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded", ";"])
 def test_bodies_that_a_web_page_could_send_unasked(http, kind):
     refused(http.post(COMPLETIONS, content=json.dumps(ONE), headers={"content-type": kind}), 415)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/v1/messages", "/api/chat", "/api/generate", "/tokenize"])
+def test_a_body_without_a_type_is_json_unless_a_browser_sent_it(http, path):
+    said = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "options": {"num_predict": 1}}
+    if path == "/tokenize":
+        del said["messages"]
+    content = json.dumps(said)
+    assert http.post(path, content=content).status_code == 200
+    assert http.post(path, content=content, headers={"content-type": ""}).status_code == 200
+    own = str(http.base_url).rstrip("/")
+    for origin, status in ((own, 415), ("null", 403), ("https://evil.example", 403)):
+        assert http.post(path, content=content, headers={"origin": origin}).status_code == status
+
+
+def test_no_page_of_another_site_sends_a_body_without_a_type_to_a_server_for_the_network():
+    engine = FakeEngine()
+    with serving(engine, host="0.0.0.0") as (base, _):  # it accepts any host, and has no key that a page would lack
+        for origin in ("https://evil.example", "null"):
+            assert httpx.post(f"{base}{COMPLETIONS}", content=json.dumps(ONE), headers={"origin": origin}).status_code == 415
+        assert engine.started == 0
+        assert httpx.post(f"{base}{COMPLETIONS}", content=json.dumps(ONE)).status_code == 200
 
 
 def test_compressed_bodies_are_not_inflated(http):

@@ -29,7 +29,8 @@ from chairlift.server.chat.reasoning import (
 )
 from chairlift.server.chat.request import ChatRequest, ToolSpec
 from chairlift.server.chat.tools.custom import CustomCalls
-from chairlift.server.chat.tools.formats import TOOL_PARSERS, Hermes, parser_for_template
+from chairlift.server.chat.tools.formats import TOOL_PARSERS, parser_for_template
+from chairlift.server.chat.tools.hermes import Hermes
 from chairlift.server.chat.tools.parser import ToolCallDelta, ToolParser
 from chairlift.server.chat.tools.prompted import add_tool_prompt
 from chairlift.server.errors import brief
@@ -109,17 +110,23 @@ class ChatCompletion:
         self._n = n
 
     @classmethod
-    async def begin(cls, request: Request, body: ChatRequest, ignored: list[str], *, kind: str, prefix: str) -> Self:
+    async def begin(
+        cls, request: Request, body: ChatRequest, ignored: list[str], *, kind: str, prefix: str, raw_prompt: str | None = None
+    ) -> Self:
         """Validates the request and renders its prompt; does not submit anything to the engine yet.
 
-        `kind` is the `object` of the response, `prefix` begins its id, and `ignored` are the names of fields without effect. Raises
-        InvalidRequest or ApiError.
+        `kind` is the `object` of the response, `prefix` begins its id, and `ignored` are the names of fields without effect. A `raw_prompt`
+        takes the place of the rendered conversation; its output is all content. Raises InvalidRequest or ApiError.
         """
         model = await service_of(request).use(request, body.model)
         check_generates(model.engine.facts)
         params, tool_spec = body.params(model.default_sampling), body.tool_spec()
         try:
-            prompt = await _render_prompt(model, body, tool_spec)
+            if raw_prompt is None:
+                prompt = await _render_prompt(model, body, tool_spec)
+            else:
+                model.check_length(raw_prompt)
+                prompt = _RenderedPrompt(await model.engine.encode(raw_prompt), Hermes, None)
             parser_config = _ParserConfig(
                 model, tool_spec, prompt, hide=params.skip_special_tokens, show=body.include_reasoning is not False
             )
@@ -218,7 +225,8 @@ class _ParserConfig:
 
     def call_parser(self) -> ToolParser | None:
         """Returns a parser of tool calls for one choice; None if there are no tools."""
-        return self.parser_type([tool.name for tool in self.tool_spec.tools]) if self._parses_calls else None
+        schemas = {tool.name: tool.parameters for tool in self.tool_spec.tools}
+        return self.parser_type(schemas.keys(), schemas=schemas) if self._parses_calls else None
 
     def visible(self, text: str) -> str:
         """Removes hidden control tokens from a text of whole tokens."""
@@ -308,7 +316,7 @@ def _tool_grammar(
     if not (tool_spec.required or content or strict):
         return None
     free = not (tool_spec.required or content)
-    schemas = {tool.name: None if free and not tool.strict else tool.parameters for tool in tool_spec.tools}
+    schemas = {tool.name: None if free and not tool.strict else tool.arguments_schema() for tool in tool_spec.tools}
     for name, schema in schemas.items():
         if schema is not None:
             if schema.get("type", "object") != "object":
@@ -332,7 +340,7 @@ def _template_inputs(
 ) -> tuple[list[dict[str, Any]], dict[str, Any], type[ToolParser]]:
     """Returns the conversation and variables for the chat template, and the parser for the calls that the template elicits."""
     conversation, variables = body.conversation(), body.variables()
-    tools = [{"type": "function", "function": tool.model_dump(exclude_unset=True, exclude={"strict"})} for tool in tool_spec.tools]
+    tools = [{"type": "function", "function": tool.for_template()} for tool in tool_spec.tools]
     template = model.engine.tokenizer.template
     if body.documents and not template.uses("documents"):
         raise InvalidRequest("this model's chat template has no place for documents: put them into a message", param="documents")

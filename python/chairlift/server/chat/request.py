@@ -42,14 +42,27 @@ _PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"t
 """A content part in /openapi.json."""
 
 
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+
+
 class Function(BaseModel):
-    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+    """A function that the model may call; `parameters` is the JSON schema of its arguments, None if it takes none."""
 
     model_config = ConfigDict(strict=True)
     name: Annotated[str, Field(pattern=_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the function for a chat template; templates expect `parameters`, and some fail without."""
+        parameters = _NO_PARAMETERS if self.parameters is None else self.parameters
+        return {**self.model_dump(exclude_unset=True, exclude={"strict"}), "parameters": parameters}
+
+    def arguments_schema(self) -> dict[str, Any]:
+        """Returns the JSON schema for calls: without properties, the only valid arguments are `{}` unless the schema allows others."""
+        schema = _NO_PARAMETERS if self.parameters is None else self.parameters
+        return {"additionalProperties": False, **schema} if schema.get("properties") == {} else schema
 
 
 class TextFormat(BaseModel):
@@ -104,7 +117,7 @@ class Tool(BaseModel):
 class _CalledFunction(BaseModel):
     model_config = ConfigDict(strict=True)
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] | None = None
 
 
 class _CalledCustomTool(BaseModel):
@@ -163,8 +176,10 @@ class Message(BaseModel):
         match self.content:
             case str(text):
                 return text
-            case None if self.role == "assistant":
+            case None | [] if self.role == "assistant":
                 return self.refusal or ""  # it called tools or refused
+            case None | [] if self.role in ("tool", "function"):
+                return ""  # the tool returned nothing
             case list(parts) if parts:
                 return "\n".join(self._part(part, f"{where}[{i}]") for i, part in enumerate(parts))
         raise InvalidRequest(f"{where} must be a string or a list of text parts, got {brief(self.content)}", param="messages")
@@ -179,16 +194,19 @@ class Message(BaseModel):
 
 
 def _call_for_template(call: _MessageToolCall, where: str) -> dict[str, Any]:
-    """Converts a tool call for a chat template, which expects arguments as an object if they are one."""
+    """Converts a tool call for a chat template, which expects arguments as an object if they are one.
+
+    Clients send back a call without arguments as "", "null" or null.
+    """
     function = call.called(where)
-    arguments = function.arguments
+    arguments = function.arguments or {}
     if isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments)
+            parsed = json.loads(arguments.strip() or "{}")
         except (ValueError, RecursionError):  # arguments that a model wrote may be invalid JSON
-            parsed = None
-        if isinstance(parsed, dict):
-            arguments = parsed
+            parsed = arguments
+        if parsed is None or isinstance(parsed, dict):
+            arguments = parsed or {}
     _check_depth("messages", arguments)
     id_field = {} if call.id is None else {"id": call.id}
     return {**id_field, "type": "function", "function": {"name": function.name, "arguments": arguments}}
@@ -369,7 +387,8 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
         name = (error.param or "").partition("[")[0].partition(".")[0]
         if name not in names:
             raise
-        raise InvalidRequest(str(error).replace(name, names[name]), param=names[name], code=error.code) from None
+        error.args, error.param = (str(error).replace(name, names[name]),), names[name]
+        raise
 
 
 def _function_name(tool: object) -> str | None:

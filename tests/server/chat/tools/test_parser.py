@@ -5,17 +5,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.server.chat.tools.formats import TOOL_PARSERS
+from chairlift.server.chat.tools.formats import TOOL_PARSERS, parser_for_template
 from chairlift.server.chat.tools.json_text import JsonText
 from chairlift.server.chat.tools.parser import ToolCallDelta
 
 NAMES = ("f", "get_weather")
+COLOUR = {"enum": ["red", "7"]}
+PROPERTIES = {
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "hot": {"type": "boolean"},
+    "ratio": {"type": "number"},
+    "many": {"type": "array"},
+    "at": {"type": "object"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "either": {"type": ["integer", "string"]},
+    "colour": {"$ref": "#/$defs/Colour"},
+    "loop": {"$ref": "#/properties/loop"},
+    "any": {},
+}
+SCHEMAS = {"f": {"type": "object", "properties": PROPERTIES, "$defs": {"Colour": COLOUR}}}
 
 
 def parsed(syntax, pieces):
     """Content and calls of a text that comes in `pieces`, the calls as (id, name, arguments)."""
     numbers = itertools.count()
-    parser = TOOL_PARSERS[syntax](NAMES, lambda: f"id{next(numbers)}")
+    parser = TOOL_PARSERS[syntax](NAMES, lambda: f"id{next(numbers)}", SCHEMAS)
     news = [one for piece in pieces for one in parser.push(piece)] + parser.end()
     calls = []
     for call in (one for one in news if isinstance(one, ToolCallDelta)):
@@ -51,6 +66,14 @@ def deepseek(text):
     return text
 
 
+def qwen(name, **arguments):
+    """A call as Qwen's template writes it, after some text."""
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"I look.\n\n<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
+
+
+CODE = r"""{"city": "\n if a < b:\n\t\"é\"\n</function>\n</par>\n"}"""
+
 GOLDEN = [
     # Hermes
     ("hermes", "Hello.", "Hello.", []),
@@ -61,6 +84,7 @@ GOLDEN = [
     ("hermes", '<tool_call>[{"name": "f"}, {"name": "f", "arguments": {"a": 1}}]</tool_call>', "", [("f", "{}"), ("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": null, "id": [7]}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [("f", "{}")]),
     # A raw line break in a string, a missing brace, one too many, and no end.
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "1\n2"}}</tool_call>', "", [("f", '{"a": "1\\n2"}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', "", [("f", '{"a": 1}')]),
@@ -129,6 +153,71 @@ GOLDEN = [
     ("gemma", '<|tool_call>call:f{a:<|"|>never', '<|tool_call>call:f{a:<|"|>never', []),
     ("gemma", "<|tool_call>call:f{a:1e999}<tool_call|>", "<|tool_call>call:f{a:1e999}<tool_call|>", []),
     ("gemma", "<|tool_call>call:f{a:NaN}<tool_call|>", "<|tool_call>call:f{a:NaN}<tool_call|>", []),
+    # Nemotron
+    ("nemotron", f"I look.\n<TOOLCALL>{ARRAY}</TOOLCALL>", "I look.", [("f", NESTED), ("get_weather", ESCAPED)]),
+    ("nemotron", '<TOOLCALL>[{"name": "f", "parameters": {}}]</TOOLCALL> ok', " ok", [("f", "{}")]),
+    ("nemotron", "<TOOLCALL>[]</TOOLCALL>", "<TOOLCALL>[]</TOOLCALL>", []),
+    # Qwen3-Coder and Qwen3.5: as the template writes it, text with tags in it, without arguments, and without the outer tags
+    ("qwen3_coder", "Hello <b>.", "Hello <b>.", []),
+    (
+        "qwen3_coder",
+        qwen("f", city="Bern", days="3", hot="true", ratio="-1.5", many='[1, "x"]', at='{"x": null}', maybe="null", either="7", any="7"),
+        "I look.",
+        [
+            (
+                "f",
+                '{"city": "Bern", "days": 3, "hot": true, "ratio": -1.5, "many": [1, "x"], "at": {"x": null}, "maybe": null, "either": 7, '
+                '"any": 7}',
+            )
+        ],
+    ),
+    (
+        "qwen3_coder",
+        qwen("f", city="7", hot="False", days="None", many="x, y", maybe="7", either="7.5", colour="7", any="a <b>", loop="1"),
+        "I look.",
+        [
+            (
+                "f",
+                '{"city": "7", "hot": false, "days": null, "many": "x, y", "maybe": "7", "either": "7.5", "colour": "7", "any": "a <b>", '
+                '"loop": 1}',
+            )
+        ],
+    ),
+    ("qwen3_coder", qwen("f", city='\n if a < b:\n\t"é"\n</function>\n</par>\n'), "I look.", [("f", CODE)]),
+    ("qwen3_coder", qwen("f", city=""), "I look.", [("f", '{"city": ""}')]),
+    ("qwen3_coder", qwen("f") + qwen("get_weather", new="x"), "I look.I look.", [("f", "{}"), ("get_weather", '{"new": "x"}')]),
+    ("qwen3_coder", "<function=f><parameter=city>Bern</parameter></function>ok", "ok", [("f", '{"city": "Bern"}')]),
+    ("qwen3_coder", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [("f", '{"a": 1}')]),
+    ("qwen3_coder", "<tool_call><function=f></tool_call>x", "x", [("f", "{}")]),
+    # Broken off, and broken.
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=city>\nBe", "", [("f", '{"city": "Be')]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=days>\n12", "", [("f", '{"days": ')]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=days>\n12\n</parameter>\n</fun", "", [("f", '{"days": 12')]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=da", "", [("f", "{")]),
+    ("qwen3_coder", "<function=f><parameter=days>1</parameter> and <b>", " and <b>", [("f", '{"days": 1}')]),
+    ("qwen3_coder", "<tool_call>\n<function=unknown>\n</function>", "<tool_call>\n<function=unknown>\n</function>", []),
+    ("qwen3_coder", "<tool_call>\n<function=f>\nno", "<tool_call>\n<function=f>\nno", []),
+    ("qwen3_coder", qwen("f", days="1e999", ratio="NaN"), "I look.", [("f", '{"days": "1e999", "ratio": "NaN"}')]),
+    # GLM 4.5 and 4.7
+    ("glm", "Hello <b>.", "Hello <b>.", []),
+    (
+        "glm",
+        "I look.\n<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Bern\n</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
+        "</tool_call>\n<tool_call>get_weather\n</tool_call>",
+        "I look.",
+        [("f", '{"city": "Bern\\n", "days": 3}'), ("get_weather", "{}")],
+    ),
+    (
+        "glm",
+        "<tool_call>f<arg_key>at</arg_key><arg_value>{}</arg_value><arg_key>any</arg_key><arg_value>x</arg_value></tool_call>"
+        "<tool_call>get_weather</tool_call>",
+        "",
+        [("f", '{"at": {}, "any": "x"}'), ("get_weather", "{}")],
+    ),
+    ("glm", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("glm", "<tool_call>f<arg_key>city</arg_key><arg_value>Be", "", [("f", '{"city": "Be')]),
+    ("glm", "<tool_call>f<arg_key>city</arg_key>Bern</tool_call>", "city</arg_key>Bern", [("f", "{}")]),
+    ("glm", "<tool_call>unknown</tool_call>", "<tool_call>unknown</tool_call>", []),
     # Python
     ("pythonic", "Hello [1].", "Hello [1].", []),
     ("pythonic", "[1] is a source.", "[1] is a source.", []),
@@ -141,6 +230,7 @@ GOLDEN = [
     ),
     ("pythonic", f" \n[f(**{NESTED})]", "", [("f", json.dumps(json.loads(NESTED)))]),
     ("pythonic", "Ok <|tool_call_start|>[f(a='1')]<|tool_call_end|> x", "Ok x", [("f", '{"a": "1"}')]),
+    ("pythonic", f"<|tool_call_start|>{ARRAY}<|tool_call_end|>ok", "ok", [("f", NESTED), ("get_weather", ESCAPED)]),
     ("pythonic", "<|python_start|>[f(a='1')]<|python_end|>", "", [("f", '{"a": "1"}')]),
     *(
         ("pythonic", text, text, [])
@@ -183,7 +273,8 @@ NO_CALLS = [
 MARKED = [
     *(("hermes", "<tool_call>", "</tool_call>"), ("llama", "<|python_tag|>", ""), ("mistral", "[TOOL_CALLS]", "")),
     *(("granite", "<|tool_call|>", ""), ("gemma", "<|tool_call>", "<tool_call|>"), ("pythonic", "<|tool_call_start|>", "")),
-    *(("deepseek", deepseek("BEGIN"), deepseek("END")), ("openai", "x", "")),
+    *(("deepseek", deepseek("BEGIN"), deepseek("END")), ("openai", "x", ""), ("nemotron", "<TOOLCALL>", "</TOOLCALL>")),
+    *(("qwen3_coder", "<tool_call>", "</tool_call>"), ("qwen3_coder", "<function=", ""), ("glm", "<tool_call>", " x</tool_call>")),
 ]
 
 
@@ -199,6 +290,8 @@ PIECES = (
     *("<|tool_call|>", "<|tool_call>", "<tool_call|>", "call:f{", 'a:<|"|>', "<|tool_call_start|>", "[f(", "a=", ")", "'", "1)]"),
     *("<|channel|>", "<|message|>", "to=functions.f", "<|end|>", *map(deepseek, ("BEGIN", "CALL", "fSEP", "CALL_END", "END"))),
     *('{"name": "f", "arguments": {"a": [1, "x"]}}', '"parameters": ', '{"name": "f", ', '"arguments": ', '{"a": "\\u00e9\\""}', "f", "{}"),
+    *("<function=f>", "<function=", "<parameter=city>", "<parameter=days>\n", "\n</parameter>", "</function>", "<TOOLCALL>", "</TOOLCALL>"),
+    *("f\n", "<arg_key>", "days</arg_key>", "city</arg_key>", "<arg_value>", "</arg_value>", "<arg_"),
     *("{", "}", "[", "]", ",", ";", ":", '"', "\\", " ", "\n", "\t", "é😀", "-1.5e", "tru", "null", "x"),
 )
 
@@ -284,3 +377,43 @@ def test_mistral_s_ids_are_what_its_templates_take():
     ids = {TOOL_PARSERS["mistral"].new_id() for _ in range(20)}
     assert len(ids) == 20
     assert all(len(one) == 9 and one.isascii() and one.isalnum() for one in ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "syntax"),
+    [
+        ("{{ '<tool_call>\\n<function=' + call.name + '>' }}{{ '<parameter=' + key + '>\\n' }}", "qwen3_coder"),
+        ("<tool_call>{{ call.name }}<arg_key>{{ key }}</arg_key><arg_value>{{ value }}</arg_value></tool_call>", "glm"),
+        ("{{ 'List of tools: <|tool_list_start|>[' }}", "pythonic"),
+        ("{{ 'List of tools: [' }}{{ tools | tojson }}", "pythonic"),
+        ("<AVAILABLE_TOOLS>{{ tools }}</AVAILABLE_TOOLS> reply with <TOOLCALL>[...]</TOOLCALL>", "nemotron"),
+        ("<tool_call>{{ call | tojson }}</tool_call>", "hermes"),
+        ("{{ messages }}", "hermes"),
+    ],
+)
+def test_the_template_tells_the_syntax(template, syntax):
+    assert parser_for_template(template) is TOOL_PARSERS[syntax]
+
+
+@pytest.mark.parametrize(
+    ("syntax", "template", "begin"),
+    [
+        ("pythonic", "List of tools: ", "<|tool_call_start|>["),
+        ("nemotron", "<TOOLCALL>", "<TOOLCALL>["),
+        ("glm", "<arg_key>", "<tool_call>\n"),
+    ],
+)
+def test_a_forced_call_is_one_that_the_parser_reads(syntax, template, begin):
+    form = TOOL_PARSERS[syntax].call_format(template)
+    assert form.begin == begin
+    one = f'{form.before}f{form.between}{{"a": 1}}{form.after}'
+    assert parsed(syntax, f"{form.begin}{one}{form.separator}{one}{form.end}") == ("", [("id0", "f", '{"a": 1}'), ("id1", "f", '{"a": 1}')])
+
+
+def test_text_between_tags_is_told_as_it_comes():
+    parser = TOOL_PARSERS["qwen3_coder"](NAMES, lambda: "id", SCHEMAS)
+    assert parser.push("<tool_call>\n<function=f>\n<parameter=") == [ToolCallDelta(0, id="id", name="f"), ToolCallDelta(0, "{")]
+    assert parser.push("city>\nBe") == [ToolCallDelta(0, piece) for piece in ('"city": ', '"', "Be")]
+    assert parser.push('r"n\n') == [ToolCallDelta(0, 'r\\"n')]
+    assert parser.push("</parameter>\n</function>\n") == [ToolCallDelta(0, piece) for piece in ('"', "}")]
+    assert parser.push("</tool_call>") == parser.end() == []

@@ -43,7 +43,7 @@ def test_a_whole_answer_has_anthropic_s_shape(http):
     assert answered.content[0].text == answer("be brief one two", 4)
     assert (answered.stop_reason, answered.stop_sequence, answered.model) == ("max_tokens", None, MODEL)
     usage = answered.usage
-    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (13, 3, 4)
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens, usage.output_tokens) == (0, 3, 13, 4)
 
 
 def test_a_stream_tells_the_whole_story(http):
@@ -157,6 +157,71 @@ def test_blocks_become_a_conversation(claude, engine):
     assert (engine.seen[0].stop, engine.seen[0].top_k, engine.seen[0].temperature) == (("x",), 3, 0.5)
 
 
+USER = {"role": "user", "content": "one"}
+ASSISTANT = {"role": "assistant", "content": "two"}
+CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "hot", "input": {}}]}
+RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "warm"}]}
+SYSTEM = {"role": "system", "content": [{"type": "text", "text": "be brief"}]}
+REMINDER = "<system-reminder>\nbe brief\n</system-reminder>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "conversation"),
+    [
+        ([SYSTEM, USER], [("system", "be brief"), ("user", "one")]),
+        ([USER, SYSTEM], [("user", f"one\n{REMINDER}")]),
+        ([USER, SYSTEM, SYSTEM, USER], [("user", f"one\n{REMINDER}\n{REMINDER}"), ("user", "one")]),
+        ([USER, ASSISTANT, SYSTEM, USER], [("user", "one"), ("assistant", "two"), ("user", f"{REMINDER}\none")]),
+        ([USER, ASSISTANT, SYSTEM], [("user", "one"), ("assistant", "two"), ("user", REMINDER)]),
+        ([USER, CALLED, RESULT, SYSTEM], [("user", "one"), ("assistant", ""), ("tool", f"warm\n{REMINDER}")]),
+        ([USER, CALLED, SYSTEM, RESULT], [("user", "one"), ("assistant", ""), ("tool", f"{REMINDER}\nwarm")]),
+        ([USER, SYSTEM, ASSISTANT], [("user", f"one\n{REMINDER}"), ("assistant", "two")]),
+        ([USER, ASSISTANT, SYSTEM, ASSISTANT], [("user", "one"), ("assistant", "two"), ("user", REMINDER), ("assistant", "two")]),
+    ],
+)
+def test_system_turns_keep_their_place(claude, engine, messages, conversation):
+    claude.messages.create(model=MODEL, max_tokens=1, messages=messages)
+    rendered, variables = engine.tokenizer.rendered[-1]
+    assert [(turn["role"], turn["content"]) for turn in rendered] == conversation
+    assert variables.get("continue_final_message", False) == (messages[-1]["role"] == "assistant")
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=HASH;"}, {"type": "text", "text": "be brief"}],
+        [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=HASH;\n\nbe brief"}],
+        "X-Anthropic-Billing-Header: cch=HASH\nbe brief",
+    ],
+)
+def test_the_billing_header_is_not_part_of_the_prompt(http, engine, system):
+    for cch in ("1a2b3", "c4d5e"):
+        sent = json.loads(json.dumps(system).replace("HASH", cch))
+        assert http.post("/v1/messages", json={**ONE, "system": sent}).status_code == 200
+        assert engine.tokenizer.rendered[-1][0][0] == {"role": "system", "content": "be brief"}
+        counted = http.post("/v1/messages/count_tokens", json={"messages": ONE["messages"], "system": sent})
+        assert counted.json() == {"input_tokens": len("be brief one two")}
+    alone = [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}]
+    http.post("/v1/messages", json={**ONE, "system": alone})
+    assert [turn["role"] for turn in engine.tokenizer.rendered[-1][0]] == ["user"]
+
+
+def test_a_stream_begins_and_ends_with_the_same_counts_of_the_prompt(http):
+    said = {**ONE, "messages": [{"role": "user", "content": "word " * 10}], "stream": True}  # 49 tokens: three blocks of 16 and one more
+    events = [json.loads(event.partition("data: ")[2]) for event in http.post("/v1/messages", json=said).text.strip().split("\n\n")]
+    names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    begin, end = events[0]["message"]["usage"], events[-2]["usage"]
+    assert [begin[name] for name in names] == [end[name] for name in names] == [2, 3, 45]
+
+
+@pytest.mark.parametrize("sent", [{}, {"input": None}, {"input": ""}, {"input": {}}])
+def test_a_call_may_be_sent_back_without_input(http, engine, sent):
+    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "hot", **sent}]}
+    assert http.post("/v1/messages", json={**ONE, "messages": [USER, called, RESULT]}).status_code == 200
+    [assistant] = [turn for turn in engine.tokenizer.rendered[-1][0] if turn["role"] == "assistant"]
+    assert "tool_calls" in assistant or '"arguments": {}' in assistant["content"]
+
+
 def test_a_schema_bounds_the_answer(claude, engine):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     claude.messages.create(**ONE, output_config={"format": {"type": "json_schema", "schema": schema}})
@@ -183,10 +248,13 @@ def test_a_tool_may_give_nothing_back(claude, content):
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "role"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "only system turns"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "role"),
+        ({"messages": [*ONE["messages"], {"role": "system", "content": 5}]}, "messages[1].content"),
         ({"messages": [{"role": "user", "content": 5}]}, r"messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "images"),
-        ({"messages": [{"role": "user", "content": "a " * 3000}]}, "context length"),
+        ({"messages": [{"role": "user", "content": "a " * 3000}]}, "prompt is too long: 6000 tokens > 2048 maximum"),
+        ({"max_tokens": 2042}, "input length and `max_tokens` exceed context limit: 7 + 2042 > 2048, decrease"),
         ({"system": 5}, "system"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"tools": [{"name": "hot"}]}, "tools[0].input_schema"),

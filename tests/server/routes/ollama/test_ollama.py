@@ -1,12 +1,15 @@
 """Ollama's API, driven by Ollama's own client."""
 
 import json
+import math
 
 import ollama
 import pytest
 from fake_async_engine import MODEL, answer
 
 from chairlift.chat_template import ChatTemplate
+from chairlift.errors import InvalidRequest
+from chairlift.server.routes.ollama.fields import keep_alive_seconds
 
 pytestmark = pytest.mark.shared_server
 
@@ -92,13 +95,90 @@ def test_thinking_has_its_own_field(llama, engine):
     assert "thinking" in llama.show(MODEL).capabilities
 
 
-def test_the_model_is_described(llama):
-    assert [model.model for model in llama.list().models] == [MODEL]
+DETAILS = {
+    "parent_model": "",
+    "format": "gguf",
+    "family": "llama",
+    "families": ["llama"],
+    "parameter_size": "134.52M",
+    "quantization_level": "Q4_1",
+}
+
+
+def test_the_model_is_described(llama, http):
+    [listed] = llama.list().models
+    assert (listed.model, listed.size, listed.digest) == (MODEL, 96_577_024, "ab" * 32)
     [running] = llama.ps().models
-    assert (running.model, running.context_length) == (MODEL, 2048)
+    assert (running.model, running.context_length, running.digest) == (MODEL, 2048, "ab" * 32)
+    assert (running.size, running.size_vram) == (10**9, 0)
+    assert http.get("/api/tags").json()["models"][0]["details"] == http.get("/api/ps").json()["models"][0]["details"] == DETAILS
     shown = llama.show(MODEL)
-    assert (shown.template, shown.modelinfo["context_length"]) == ("{{ messages }}", 2048)
+    assert (shown.template, shown.modelinfo["llama.context_length"], shown.modelinfo["general.architecture"]) == (
+        *("{{ messages }}", 2048, "llama"),
+    )
+    assert shown.details.model_dump() == DETAILS
+    assert shown.modelinfo["general.parameter_count"] == 134_515_008
     assert {"completion", "tools"} <= set(shown.capabilities)
+    assert http.post("/api/show", json={"name": f"{MODEL}:latest"}).json()["details"] == DETAILS
+    assert http.post("/api/show", json={"name": "other"}).status_code == 404
+
+
+def test_what_is_not_known_before_the_first_start_is_empty(http, engine):
+    known, engine.facts = engine.facts, {}
+    try:
+        [listed] = http.get("/api/tags").json()["models"]
+    finally:
+        engine.facts = known
+    assert (listed["size"], listed["digest"], listed["details"]["families"], listed["details"]["family"]) == (0, "", [], "")
+
+
+def test_memory_of_a_device_is_told(http, engine):
+    engine.facts["decisions"], before = [["device", "cuda", "there is one"]], engine.facts["decisions"]
+    [running] = http.get("/api/ps").json()["models"]
+    engine.facts["decisions"] = before
+    assert running["size_vram"] == running["size"]
+
+
+def test_the_version_is_one_that_clients_take(http):
+    assert tuple(map(int, http.get("/api/version").json()["version"].split("."))) >= (0, 13, 4)
+
+
+def test_a_raw_prompt_has_no_template(llama, engine):
+    rendered = len(engine.tokenizer.rendered)
+    assert llama.generate(MODEL, "one two", raw=True, options={"num_predict": 3}).response == answer("one two", 3)
+    assert "".join(part.response for part in llama.generate(MODEL, "one two", raw=True, stream=True, options={"num_predict": 3})) == answer(
+        "one two", 3
+    )
+    assert llama.generate(MODEL, "SAY:<think>a</think>b", raw=True).response == "<think>a</think>b"
+    assert len(engine.tokenizer.rendered) == rendered
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "seconds"),
+    [
+        *[
+            ("5m0s", 300),
+            ("1h30m", 5400),
+            ("1h0m0.5s", 3600.5),
+            ("300ms", 0.3),
+            ("90", 90),
+            (90, 90),
+            (1.5, 1.5),
+            (0, 0),
+            ("0s", 0),
+            ("0", 0),
+        ],
+        *[(-1, math.inf), ("-1", math.inf), ("-1m0s", math.inf), (1e300, 1e300)],
+    ],
+)
+def test_durations_may_be_numbers_or_go_s(keep_alive, seconds):
+    assert keep_alive_seconds(keep_alive) == seconds
+
+
+@pytest.mark.parametrize("keep_alive", ["", "m", "5 minutes", "5m0", "1.2.3s", "--1", True, [], {}, "nan", "inf"])
+def test_durations_that_are_none(keep_alive):
+    with pytest.raises(InvalidRequest, match="keep_alive must be"):
+        keep_alive_seconds(keep_alive)
 
 
 def test_an_empty_request_loads_the_model(llama, engine):
@@ -117,9 +197,12 @@ def test_an_empty_request_loads_the_model(llama, engine):
         ("chat", {"messages": [{"role": "pope", "content": "x"}]}, "messages[0].role"),
         ("chat", {"messages": HELLO, "format": "xml"}, "format must be a JSON schema"),
         ("chat", {"messages": HELLO, "think": "hard"}, "think"),
-        ("generate", {"prompt": "x", "raw": True}, "raw is not supported"),
+        ("generate", {"prompt": "x", "raw": True, "system": "y"}, "leave out system, or raw"),
+        ("generate", {"prompt": "a " * 1500, "raw": True}, "prompt too long"),
         ("generate", {"prompt": "x", "images": ["aGk="]}, "images is not supported"),
         ("generate", {"prompt": "x", "context": [1]}, "context is not supported"),
+        ("chat", {"messages": [{"role": "user", "content": "a " * 3000}]}, "prompt too long; exceeded max context length by 3953 tokens"),
+        ("generate", {"prompt": "a " * 1500, "options": {"num_predict": 8}}, "exceeded max context length by 960 tokens"),
         ("generate", {"prompt": "full"}, "4 requests are waiting"),
         ("embed", {"input": "x"}, "no embeddings"),
     ],

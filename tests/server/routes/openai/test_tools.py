@@ -7,6 +7,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 
 from chairlift.chat_template import ChatTemplate
+from chairlift.grammar.source import schemas_by_tool
 
 pytestmark = pytest.mark.shared_server
 
@@ -125,7 +126,7 @@ def test_only_allowed_tools_may_be_called(client, engine):
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     [choice] = client.chat.completions.create(**body(SAID["hermes"], tool_choice=choice)).choices
     assert choice.message.tool_calls is None
-    assert engine.tokenizer.rendered[-1][1]["tools"] == [TIME]
+    assert [tool["function"]["name"] for tool in engine.tokenizer.rendered[-1][1]["tools"]] == ["get_time"]
 
 
 def test_every_answer_has_its_own_calls(client):
@@ -147,6 +148,31 @@ def test_the_older_fields_for_functions(http):
     assert [piece.get("name") for piece in pieces] == ["get_weather"] + [None] * (len(pieces) - 1)
     assert "".join(piece["arguments"] for piece in pieces) == ZURICH
     assert chunks[-1]["choices"][0]["finish_reason"] == "function_call"
+
+
+QWEN = "<tool_call>\n<function=get_weather>\n{}</function>\n</tool_call>".format(
+    "".join(f"<parameter={name}>\n7\n</parameter>\n" for name in ("city", "days"))
+)
+GLM = "<tool_call>get_weather\n{}</tool_call>".format(
+    "".join(f"<arg_key>{name}</arg_key>\n<arg_value>7</arg_value>\n" for name in ("city", "days"))
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("sign", "text"), [("<parameter=", QWEN), ("<arg_key>", GLM)])
+def test_schemas_tell_the_types_of_arguments_that_are_written_as_text(client, engine, sign, text, stream):
+    engine.tokenizer.template = ChatTemplate({"default": "{{ tools }}<tool_call>" + sign}, {})
+    properties = {"city": {"type": "string"}, "days": {"type": "integer"}}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": properties}}}
+    request = body(f"I look.\n\n{text}", tools=[tool])
+    if stream:
+        with client.chat.completions.stream(**request) as events:
+            list(events)
+            [choice] = events.get_final_completion().choices
+    else:
+        [choice] = client.chat.completions.create(**request).choices
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
+    assert [call.function.arguments for call in choice.message.tool_calls] == ['{"city": "7", "days": 7}']
 
 
 def test_control_tokens_are_seen_only_where_calls_are_written_with_them(client, engine):
@@ -213,6 +239,30 @@ def test_a_forced_call_is_written_with_the_control_tokens_of_the_model(client, e
     assert not engine.seen[-1].skip_special_tokens
 
 
+@pytest.mark.parametrize("parameters", [{}, {"parameters": None}, {"parameters": {"type": "object", "properties": {}}}])
+def test_a_forced_call_of_a_function_without_parameters_has_no_arguments(http, engine, parameters):
+    tool = {"type": "function", "function": {"name": "now", **parameters}}
+    text = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    request = body(text, tools=[tool], tool_choice="required")
+    [whole] = http.post("/v1/chat/completions", json=request).json()["choices"]
+    assert whole["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
+    [schema] = schemas_by_tool(engine.seen[-1].structured_output).values()
+    assert (schema["properties"], schema["additionalProperties"]) == ({}, False)
+    assert engine.tokenizer.rendered[-1][1]["tools"][0]["function"]["parameters"] == {"type": "object", "properties": {}}
+    response = http.post("/v1/chat/completions", json={**request, "stream": True})
+    chunks = [json.loads(line[6:]) for line in response.text.split("\n\n") if line and not line.endswith("[DONE]")]
+    pieces = [piece["function"] for chunk in chunks for piece in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert "".join(piece.get("arguments", "") for piece in pieces) == "{}"
+
+
+@pytest.mark.parametrize("schema", [{"type": "object"}, {}, {"properties": {}, "additionalProperties": {"type": "integer"}}])
+def test_a_function_with_arguments_of_any_name_keeps_them(client, engine, schema):
+    tool = {"type": "function", "function": {"name": "now", "parameters": schema}}
+    client.chat.completions.create(**body("", tools=[tool], tool_choice="required"))
+    [forced] = schemas_by_tool(engine.seen[-1].structured_output).values()
+    assert forced.get("additionalProperties") is not False
+
+
 @pytest.mark.parametrize("schema", [{"type": "array"}, {"properties": {"a": {"minItems": 10**9}}}, {"pattern": "a" * 10_000}])
 def test_what_no_call_can_be_forced_for(client, schema):
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
@@ -239,7 +289,7 @@ def test_a_template_is_given_calls_and_tools_as_it_expects_them(client, engine):
     ]
     client.chat.completions.create(model=MODEL, messages=messages, tools=[TIME], max_tokens=1)
     conversation, variables = engine.tokenizer.rendered[-1]
-    assert variables["tools"] == [TIME]
+    assert variables["tools"] == [{**TIME, "function": {**TIME["function"], "parameters": {"type": "object", "properties": {}}}}]
     assert conversation[1] == {
         "role": "assistant",
         "content": "",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from typing import ClassVar
 
 from chairlift.grammar.source import ToolCallFormat
-from chairlift.server.chat.tools.literals import GEMMA_OPEN, PYTHONIC_OPEN, Gemma, Pythonic
-from chairlift.server.chat.tools.parser import InvalidCall, ParserSteps, ToolParser
+from chairlift.server.chat.tools.hermes import HERMES_OPEN, Hermes
+from chairlift.server.chat.tools.literals import GEMMA_OPEN, PYTHONIC_TEMPLATES, Gemma, Pythonic
+from chairlift.server.chat.tools.parser import MAX_HEAD, InvalidCall, ParserSteps, ToolParser
+from chairlift.server.chat.tools.tagged import GLM_KEY, QWEN_PARAMETER, Glm, Qwen
 
-HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 GRANITE_OPEN, GRANITE_CLOSE = "<|tool_call|>", "<|/tool_call|>"
+NEMOTRON_OPEN, NEMOTRON_CLOSE = "<TOOLCALL>", "</TOOLCALL>"
 LLAMA_TAG = "<|python_tag|>"
 MISTRAL_MARK, MISTRAL_CALL_ID, MISTRAL_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 DEEPSEEK_BEGIN, DEEPSEEK_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
@@ -20,32 +21,7 @@ DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<
 DEEPSEEK_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 START, CHANNEL, MESSAGE, HARMONY_CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
 
-MAX_HEAD = 256
-"""Maximum characters of a call's name with its id and the marks around it."""
-
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
-
-
-class Hermes(ToolParser):
-    """`<tool_call>{"name": "f", "arguments": {}}</tool_call>`, once for each call: the format of Hermes, Qwen and many others.
-
-    Also accepts a list of calls between two marks, as SmolLM2 writes it, and a missing or doubled last brace.
-    """
-
-    marks: ClassVar[tuple[str, ...]] = (HERMES_OPEN, HERMES_CLOSE)
-    end_mark = HERMES_CLOSE
-
-    @classmethod
-    def call_format(cls, template: str) -> ToolCallFormat:
-        """The format of Qwen's templates, with line breaks."""
-        return ToolCallFormat(f"{HERMES_OPEN}\n", separator=f"\n{HERMES_CLOSE}\n{HERMES_OPEN}\n", end=f"\n{HERMES_CLOSE}")
-
-    def _parse(self) -> ParserSteps:
-        yield from self._marked_calls(self._call, (self.end_mark,))
-
-    def _call(self) -> ParserSteps:
-        yield from self._objects()
-        yield from self._skip_space("}")
 
 
 class Granite(Hermes):
@@ -58,6 +34,18 @@ class Granite(Hermes):
     def call_format(cls, template: str) -> ToolCallFormat:
         """One list of all calls."""
         return ToolCallFormat(f"{GRANITE_OPEN}[", separator=", ", end="]")
+
+
+class Nemotron(Hermes):
+    """`<TOOLCALL>[{"name": "f", "arguments": {}}]</TOOLCALL>`: the format of Nemotron Nano 2 and Llama Nemotron."""
+
+    marks = (NEMOTRON_OPEN, NEMOTRON_CLOSE)
+    end_mark = NEMOTRON_CLOSE
+
+    @classmethod
+    def call_format(cls, template: str) -> ToolCallFormat:
+        """One list of all calls."""
+        return ToolCallFormat(f"{NEMOTRON_OPEN}[", separator=", ", end=f"]{NEMOTRON_CLOSE}")
 
 
 class Llama(ToolParser):
@@ -210,14 +198,17 @@ class Harmony(ToolParser):
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "deepseek": DeepSeek,
     "gemma": Gemma,
+    "glm": Glm,
     "granite": Granite,
     "hermes": Hermes,
     "llama": Llama,
     "mistral": Mistral,
+    "nemotron": Nemotron,
     "openai": Harmony,
     "pythonic": Pythonic,
+    "qwen3_coder": Qwen,
 }
-"""Parsers by name; `openai` is that of gpt-oss, as in vLLM."""
+"""Parsers by name; `openai` is that of gpt-oss and `qwen3_coder` that of Qwen3.5 too, as in vLLM."""
 
 _TEMPLATE_MARKS = {
     "openai": (f"{CHANNEL}commentary",),
@@ -225,7 +216,10 @@ _TEMPLATE_MARKS = {
     "gemma": GEMMA_OPEN,
     "granite": (GRANITE_OPEN,),
     "mistral": (MISTRAL_MARK,),
-    "pythonic": ("[func_name1(", PYTHONIC_OPEN),
+    "pythonic": ("[func_name1(", *PYTHONIC_TEMPLATES),
+    "nemotron": (NEMOTRON_OPEN,),
+    "qwen3_coder": (QWEN_PARAMETER,),
+    "glm": (GLM_KEY,),
     "hermes": (HERMES_OPEN,),
     "llama": (LLAMA_TAG, "ipython"),
 }

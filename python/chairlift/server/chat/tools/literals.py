@@ -14,6 +14,8 @@ GEMMA_OPEN = ("<|tool_call>", "<start_function_call>")
 _GEMMA_CLOSE = ("<tool_call|>", "<end_function_call>")
 _GEMMA_QUOTES = ('<|"|>', "<escape>")
 PYTHONIC_OPEN = "<|tool_call_start|>"
+PYTHONIC_TEMPLATES = (PYTHONIC_OPEN, "<|tool_list_start|>", "List of tools: ")
+"""Texts in the chat templates of models that write calls between marks. LFM2's show only the list of tools."""
 _PYTHONIC_CLOSE = "<|tool_call_end|>"
 
 _MAX_NAME = 128
@@ -118,7 +120,8 @@ class Gemma(ToolParser):
 class Pythonic(ToolParser):
     """`[f(city="Bern", days=3), g()]`, as the whole answer or between marks: the format of Llama 3.2 and 4, ToolACE and LFM2.
 
-    Calls are returned when the list is complete. Without marks, only an answer that begins with a call contains calls.
+    Calls are returned when the list is complete. Without marks, only an answer that begins with a call contains calls. LFM2 writes JSON if
+    a prompt asks for it.
     """
 
     marks = (PYTHONIC_OPEN, _PYTHONIC_CLOSE, "<|python_start|>", "<|python_end|>")
@@ -127,7 +130,8 @@ class Pythonic(ToolParser):
     @classmethod
     def call_format(cls, template: str) -> ToolCallFormat:
         """Calls with JSON as an unpacked dictionary, which needs no grammar of Python's literals."""
-        begin, end = (PYTHONIC_OPEN, _PYTHONIC_CLOSE) if PYTHONIC_OPEN in template else ("", "")
+        marked = any(text in template for text in PYTHONIC_TEMPLATES)
+        begin, end = (PYTHONIC_OPEN, _PYTHONIC_CLOSE) if marked else ("", "")
         return ToolCallFormat(f"{begin}[", "", "(**", ")", ", ", f"]{end}")
 
     def _parse(self) -> ParserSteps:
@@ -147,7 +151,9 @@ class Pythonic(ToolParser):
 
     def _call_list(self) -> ParserSteps:
         yield from self._expect("[")
-        yield from self._skip_space()
+        if (yield from self._skip_space()) == "{":
+            yield from self._rest_of_objects()
+            return
         name = ""
         while (character := (yield from self._peek())) != "(":
             if not (character.isidentifier() or character.isdigit() or character in (".", "-")) or len(name) == _MAX_NAME:

@@ -6,9 +6,9 @@ import json
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from chairlift.grammar.source import ToolCallFormat
 from chairlift.server.chat.tools.json_text import JsonText
@@ -16,6 +16,8 @@ from chairlift.server.chat.tools.json_text import JsonText
 ParserSteps = Generator[None, None, None]
 """Part of a parser as a generator that yields when it needs more text."""
 
+MAX_HEAD = 256
+"""Maximum characters of a call's name with its id and the marks around it."""
 _ARGUMENTS = ("arguments", "parameters")
 _CALL_KEYS = frozenset((*_ARGUMENTS, "name", "id", "type"))
 """Allowed keys of a call's object; an object with other keys is not a call."""
@@ -58,9 +60,15 @@ class ToolParser(ABC):
     wraps_content: ClassVar[bool] = False
     """Whether content has marks too, so that answers without tools must be parsed."""
 
-    def __init__(self, names: Collection[str], new_id: Callable[[], str] | None = None) -> None:
-        """`names` are the available functions; `new_id` creates call ids."""
+    def __init__(
+        self,
+        names: Collection[str],
+        new_id: Callable[[], str] | None = None,
+        schemas: Mapping[str, Mapping[str, Any] | None] | None = None,
+    ) -> None:
+        """`names` are the available functions, `schemas` the JSON schemas of their parameters; `new_id` creates call ids."""
         self._names = names
+        self._schemas = schemas or {}
         self._new_id = new_id or self.new_id
         self._text = ""
         self._at = 0
@@ -114,17 +122,22 @@ class ToolParser(ABC):
 
     def _content(self) -> Generator[None, None, str]:
         """Returns text as content up to the next mark. Consumes and returns the mark, or "" at the end of the text."""
-        pattern = re.compile("|".join(map(re.escape, self.marks)))
+        mark = yield from self._until(self.marks, self._emit_content)
+        self._raw = [mark]
+        return mark
+
+    def _until(self, marks: tuple[str, ...], emit: Callable[[str], None]) -> Generator[None, None, str]:
+        """Passes text to `emit` as it arrives, up to the first of `marks`. Consumes and returns the mark, or "" at the end of the text."""
+        pattern = re.compile("|".join(map(re.escape, marks)))
         while not (match := pattern.search(self._text, self._at)):
-            end = self._safe_end(self.marks)
-            self._emit_content(self._text[self._at : end])
+            end = self._safe_end(marks)
+            emit(self._text[self._at : end])
             self._at = end
             if self._over:
                 return ""
             yield
-        self._emit_content(self._text[self._at : match.start()])
+        emit(self._text[self._at : match.start()])
         self._at = match.end()
-        self._raw = [match[0]]
         return match[0]
 
     def _marked_calls(self, call: Callable[[], ParserSteps], ends: tuple[str, ...]) -> ParserSteps:
@@ -233,15 +246,8 @@ class ToolParser(ABC):
 
     def _rest_of_arguments(self) -> ParserSteps:
         """Returns the text up to the end mark as arguments."""
-        while (end_at := self._text.find(self.end_mark, self._at)) < 0:
-            end = self._safe_end((self.end_mark,))
-            self._emit_arguments(self._text[self._at : end])
-            self._at = end
-            if self._over:
-                return
-            yield
-        self._emit_arguments(self._text[self._at : end_at])
-        self._at = end_at
+        mark = yield from self._until((self.end_mark,), self._emit_arguments)
+        self._at -= len(mark)
 
     def _objects(self) -> ParserSteps:
         """Parses one call's object, or a list of them."""
@@ -249,6 +255,10 @@ class ToolParser(ABC):
             yield from self._object()
             return
         self._take()
+        yield from self._rest_of_objects()
+
+    def _rest_of_objects(self) -> ParserSteps:
+        """Parses a list of calls' objects after its bracket."""
         yield from self._object()
         while (yield from self._skip_space()) != "]":
             yield from self._expect(",")
@@ -326,9 +336,9 @@ class ToolParser(ABC):
 
 
 def _object_text(text: str) -> str:
-    """Returns the text of an object that may be null, or encoded as a string as some models write it; raises InvalidCall."""
+    """Returns the text of an object that may be null or empty, or encoded as a string as some models write it; raises InvalidCall."""
     if text.startswith('"'):
-        text = json.loads(text).strip()
+        text = json.loads(text).strip() or "{}"
         value = JsonText()
         if value.read(text, 0)[1] < len(text) or not value.done:
             raise InvalidCall

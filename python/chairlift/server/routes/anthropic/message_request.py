@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import itertools
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -18,12 +19,15 @@ FIELD_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
 FIELD_NAMES |= {"response_format": "output_config", "reasoning_effort": "output_config", "thinking_token_budget": "thinking"}
 """Names of chat fields in this API."""
 
+_BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
+"""The line with which Claude Code begins its system prompt. It differs in each request, so the prefix cache would never hit."""
+
 
 class AnthropicMessage(BaseModel):
     """One message of a conversation."""
 
     model_config = ConfigDict(strict=True)
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: _BLOCKS
 
 
@@ -107,13 +111,34 @@ class CountRequest(GenerationParams):
         return body
 
     def _conversation(self) -> list[dict[str, Any]]:
-        system = [] if self.system is None else [{"role": "system", "content": _text(self.system, "system")}]
-        messages: list[dict[str, Any]] = [entry for entry in system if entry["content"]]
-        for index, message in enumerate(self.messages):
-            where = f"messages[{index}].content"
-            convert = _assistant_messages if message.role == "assistant" else _user_messages
-            messages += convert(message.content, where)
-        return messages
+        """Returns the messages. System turns at the beginning belong to the system prompt; later ones join the user's turn beside them.
+
+        Many chat templates refuse a system message after the first turn. The text stays in its place, so the prefix cache still hits.
+        """
+        turns = [(message, f"messages[{index}].content") for index, message in enumerate(self.messages)]
+        leading = list(itertools.takewhile(lambda turn: turn[0].role == "system", turns))
+        if len(leading) == len(turns):
+            raise InvalidRequest("messages has only system turns: add one of the user", param="messages")
+        texts = [] if self.system is None else [_text(self.system, "system")]
+        texts += [_text(message.content, where) for message, where in leading]
+        system = _BILLING.sub("", "\n".join(filter(None, texts)))
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        reminders: list[str] = []
+        for message, where in turns[len(leading) :]:
+            if message.role == "system":
+                reminders.append(_reminder(message, where))
+                if messages[-1]["role"] in ("user", "tool"):
+                    messages[-1]["content"] = "\n".join((messages[-1]["content"], *reminders)).lstrip("\n")
+                    reminders.clear()
+            elif message.role == "user":
+                messages += _user_messages(message.content, where)
+                messages[-1]["content"] = "\n".join((*reminders, messages[-1]["content"]))
+                reminders.clear()
+            else:
+                messages += _reminder_turn(reminders)
+                messages.append(_assistant_message(message.content, where))
+                reminders.clear()
+        return messages + _reminder_turn(reminders)
 
 
 class MessagesRequest(CountRequest):
@@ -136,17 +161,16 @@ def _tool(tool: ClientTool, where: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name, **description, "parameters": tool.input_schema}}
 
 
-def _assistant_messages(content: object, where: str) -> list[dict[str, Any]]:
+def _assistant_message(content: object, where: str) -> dict[str, Any]:
     """Converts an assistant message: reasoning, text, then its tool calls."""
     if not isinstance(content, list):
-        return [{"role": "assistant", "content": _text(content, where)}]
+        return {"role": "assistant", "content": _text(content, where)}
     reasoning: list[str] = []
     texts, calls = [], []
     for index, block in enumerate(content):
         match block:
-            case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(arguments)}:
-                function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-                calls.append({"id": id, "type": "function", "function": function})
+            case {"type": "tool_use", "id": str(id), "name": str(name)} if isinstance(block.get("input"), dict | str | None):
+                calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": block.get("input")}})
             case {"type": "thinking", "thinking": str(text)}:
                 reasoning.append(text)
             case {"type": "redacted_thinking"}:
@@ -156,7 +180,7 @@ def _assistant_messages(content: object, where: str) -> list[dict[str, Any]]:
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if reasoning:
         message["reasoning_content"] = "\n".join(reasoning)
-    return [message | ({"tool_calls": calls} if calls else {})]
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def _user_messages(content: object, where: str) -> list[dict[str, Any]]:
@@ -174,6 +198,16 @@ def _user_messages(content: object, where: str) -> list[dict[str, Any]]:
             case _:
                 texts.append(_block(block, f"{where}[{index}]"))
     return [*results, *([{"role": "user", "content": "\n".join(texts)}] if texts or not results else [])]
+
+
+def _reminder(message: AnthropicMessage, where: str) -> str:
+    """Returns the text of a system turn, marked as Claude Code marks what is not the user's."""
+    return f"<system-reminder>\n{_text(message.content, where)}\n</system-reminder>"
+
+
+def _reminder_turn(reminders: list[str]) -> list[dict[str, Any]]:
+    """Returns a user message for system turns that no user's turn follows, if there are any."""
+    return [{"role": "user", "content": "\n".join(reminders)}] if reminders else []
 
 
 def _text(content: object, where: str) -> str:

@@ -45,7 +45,8 @@ async def _answer(request: Request, body: OllamaRequest, empty: bool, ignored: l
         return Json({"model": model.name, "created_at": _now(), **_text("", "", as_message), "done": True, "done_reason": "load"})
     converted, without_effect = body.chat()
     with renamed_fields(FIELD_NAMES):
-        completion = await ChatCompletion.begin(request, converted, [*ignored, *without_effect], kind="chat", prefix="ollama-")
+        ignored = [*ignored, *without_effect]
+        completion = await ChatCompletion.begin(request, converted, ignored, kind="chat", prefix="ollama-", raw_prompt=body.raw_prompt)
     loading = request.state.context.waited_for_model
     answer = _Answer(completion, converted.top_logprobs or 0, model.engine.tokenizer, loading, as_message=as_message)
     if converted.stream:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal
 
@@ -36,7 +35,7 @@ _HARDWARE = frozenset(
 class _Function(BaseModel):
     model_config = ConfigDict(strict=True)
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] | str | None = None
 
 
 class _ToolCall(BaseModel):
@@ -63,11 +62,7 @@ class OllamaMessage(BaseModel):
         if self.tool_name is not None:
             message["name"] = self.tool_name
         if self.tool_calls:
-            functions = [call.function for call in self.tool_calls]
-            message["tool_calls"] = [
-                {"function": {"name": function.name, "arguments": json.dumps(function.arguments, ensure_ascii=False)}}
-                for function in functions
-            ]
+            message["tool_calls"] = [{"function": call.function.model_dump()} for call in self.tool_calls]
         return message
 
 
@@ -113,6 +108,11 @@ class OllamaRequest(Fields, ABC):
         """The name of the model on this server."""
         return served_name(self.model)
 
+    @property
+    def raw_prompt(self) -> str | None:
+        """The text that the model continues without a chat template; None for a conversation. Raises InvalidRequest."""
+        return None
+
     @abstractmethod
     def _messages(self) -> list[dict[str, Any]]:
         """Returns the messages of the chat request."""
@@ -140,16 +140,26 @@ class OllamaChatRequest(OllamaRequest):
 
 
 class GenerateRequest(OllamaRequest):
-    """POST /api/generate: one prompt, as the user's message."""
+    """POST /api/generate: one prompt, as the user's message or, if `raw`, as it is."""
 
-    unsupported = {"suffix": ("",), "template": ("",), "context": ([],), "raw": (False,), "images": ([],)}  # noqa: RUF012
+    unsupported = {"suffix": ("",), "template": ("",), "context": ([],), "images": ([],)}  # noqa: RUF012
     prompt: str | None = None
     system: str | None = None
+    raw: bool | None = None
 
     @property
     def empty(self) -> bool:
         """Whether the request only asks for the model to be loaded."""
         return not self.prompt
+
+    @property
+    def raw_prompt(self) -> str | None:
+        """The text that the model continues without a chat template; None for a message. Raises InvalidRequest."""
+        if not self.raw:
+            return None
+        if self.system:
+            raise InvalidRequest("raw sends the prompt as it is: leave out system, or raw", param="system")
+        return self.prompt
 
     def _messages(self) -> list[dict[str, Any]]:
         system = [{"role": "system", "content": self.system}] if self.system else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
@@ -18,10 +19,12 @@ def keep_alive_seconds(value: Any) -> float | None:
     """Returns a request's `keep_alive` in seconds, infinite if it is negative; raises InvalidRequest."""
     if value is None:
         return None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return math.inf if value < 0 else float(value)
     try:
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
+        if not isinstance(value, str):
             raise ValueError
-        return parse_duration(str(value))
+        return parse_duration(value)
     except ValueError:
         message = f'keep_alive must be a number of seconds, or a duration like "5m", got {brief(value)}'
         raise InvalidRequest(message, param="keep_alive") from None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-import chairlift
 from chairlift.server.chat.reasoning import format_for_template
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, ignored_header
@@ -22,28 +22,44 @@ _FOR_EVER = 100 * 365 * 86400.0
 """What Ollama's clients see as the time of a model that stays loaded, in seconds from now."""
 
 
-class ShowRequest(Fields):
-    """POST /api/show."""
+OLLAMA_VERSION = "0.40.0"
+"""The version of Ollama that clients see. Many refuse one that is older than the features they use."""
 
-    without_effect = frozenset(("verbose", "name"))
+
+class ShowRequest(Fields):
+    """POST /api/show. `name` is the older name of `model`."""
+
+    without_effect = frozenset(("verbose",))
+    name: str | None = None
 
 
 async def tags(request: Request) -> Response:
     """Lists the served models under all of their names."""
-    return Json({"models": [_entry(model, name) for model in service_of(request).models for name in model.names]})
+    listed = [(model, name) for model in service_of(request).models for name in model.names]
+    return Json({"models": [{**_entry(model, name), "size": _facts(model).get("weight_bytes", 0)} for model, name in listed]})
 
 
 async def ps(request: Request) -> Response:
-    """Lists the loaded models, each with when it is unloaded if no request comes; `size` is null where it is not known."""
+    """Lists the loaded models, each with its bytes in memory and when it is unloaded if no request comes."""
     loader = service_of(request).loader
-    loaded = [model for model in service_of(request).models if model.engine.ready]
     listed = []
-    for model in loaded:
-        seconds = min(loader.seconds_until_unload(model), _FOR_EVER)
-        expires = _time(time.time() + seconds)
-        own = {"expires_at": expires, "requests": loader.uses(model), "load_seconds": round(model.lifecycle.start_seconds or 0.0, 3)}
-        facts = {"context_length": model.engine.facts["max_model_len"], "size": model.engine.facts.get("num_bytes")}
-        listed.append(_entry(model, model.name) | facts | own)
+    for model in service_of(request).models:
+        if not model.engine.ready:
+            continue
+        expires = _time(time.time() + min(loader.seconds_until_unload(model), _FOR_EVER))
+        size = _facts(model).get("num_bytes", 0)
+        on_cpu = any(what == "device" and value == "cpu" for what, value, _ in _facts(model).get("decisions", ()))
+        listed.append(
+            {
+                **_entry(model, model.name),
+                "size": size,
+                "size_vram": 0 if on_cpu else size,
+                "context_length": _facts(model)["max_model_len"],
+                "expires_at": expires,
+                "requests": loader.uses(model),
+                "load_seconds": round(model.lifecycle.start_seconds or 0.0, 3),
+            }
+        )
     return Json({"models": listed})
 
 
@@ -52,26 +68,77 @@ async def show(request: Request) -> Response:
     service = service_of(request)
     service.check_admission()
     body, ignored = ShowRequest.read(await read_json(request, queued=False))
-    model = await service.use(request, served_name(body.model))
+    model = await service.use(request, served_name(body.model or body.name))
     template = model.engine.tokenizer.template_source
     names = {"generate": "completion", "embed": "embedding"}
     capabilities = [names[task] for task in model.tasks()]
     if template is not None:
         capabilities += ["tools"]
         capabilities += ["thinking"] if format_for_template(template) else []
-    info = {"general.name": model.name, "context_length": model.engine.facts["max_model_len"]}
     entry = _entry(model, model.name)
-    described = {"modified_at": entry["modified_at"], "template": template or "", "details": entry["details"]}
-    return Json({**described, "model_info": info, "capabilities": capabilities}, headers=ignored_header(ignored))
+    described = {
+        "license": "",
+        "modelfile": f"FROM {model.name}\n",
+        "parameters": "\n".join(f"{name} {value:g}" for name, value in model.default_sampling.items()),
+        "template": template or "",
+        "details": entry["details"],
+        "model_info": _model_info(model),
+        "capabilities": capabilities,
+        "modified_at": entry["modified_at"],
+    }
+    return Json(described, headers=ignored_header(ignored))
 
 
 async def version(request: Request) -> Response:
-    """Returns the server's version."""
-    return Json({"version": chairlift.__version__})
+    """Returns the version of Ollama whose API this is; Chairlift's own is at /version."""
+    return Json({"version": OLLAMA_VERSION})
+
+
+def _facts(model: ServedModel) -> Mapping[str, Any]:
+    """Returns what the engine tells of the model; nothing before its first start."""
+    return model.engine.facts
 
 
 def _entry(model: ServedModel, name: str) -> dict[str, Any]:
-    return {"name": name, "model": name, "modified_at": _time(model.created), "details": {}}
+    """Returns the fields of all lists. What is not known before the model was loaded is empty."""
+    facts = _facts(model)
+    family = _family(model)
+    details = {
+        "parent_model": "",
+        "format": facts.get("weight_format", ""),
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": _parameter_size(facts.get("num_weights", 0)),
+        "quantization_level": facts.get("weight_type", ""),
+    }
+    return {"name": name, "model": name, "modified_at": _time(model.created), "digest": facts.get("digest", ""), "details": details}
+
+
+def _model_info(model: ServedModel) -> dict[str, Any]:
+    """Returns the facts of a loaded model under GGUF's names, some of which begin with the architecture."""
+    facts = _facts(model)
+    family = _family(model)
+    return {
+        "general.architecture": family,
+        "general.basename": model.name,
+        "general.name": model.name,
+        "general.parameter_count": facts.get("num_weights", 0),
+        f"{family}.context_length": facts["max_model_len"],
+        f"{family}.embedding_length": facts.get("hidden_size", 0),
+    }
+
+
+def _family(model: ServedModel) -> str:
+    """Returns the architecture in GGUF's words: `llama` for LlamaForCausalLM."""
+    architecture: str = _facts(model).get("architecture", "")
+    return architecture.partition("For")[0].removesuffix("Model").lower()
+
+
+def _parameter_size(count: int) -> str:
+    """Returns a number of parameters as Ollama shows it: `134.52M`, `8.0B`; "" for 0."""
+    if count >= 10**9:
+        return f"{count / 1e9:.1f}B"
+    return f"{count / 1e6:.2f}M" if count else ""
 
 
 def _time(seconds: float) -> str:

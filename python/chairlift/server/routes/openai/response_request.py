@@ -150,7 +150,7 @@ def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
 def _append_item(messages: list[dict[str, Any]], item: object, where: str) -> None:
     """Appends an input item to the conversation; raises InvalidRequest that names it as `where`."""
     match item:
-        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
+        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str() | None as arguments}:
             _append_call(messages, {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
         case {"type": "custom_tool_call", "call_id": str(call_id), "name": str(name), "input": str(text)}:
             _append_call(messages, {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}})

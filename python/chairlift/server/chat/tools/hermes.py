@@ -1,0 +1,32 @@
+"""Hermes' format of tool calls, which many models use, and others in part."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from chairlift.grammar.source import ToolCallFormat
+from chairlift.server.chat.tools.parser import ParserSteps, ToolParser
+
+HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Hermes(ToolParser):
+    """`<tool_call>{"name": "f", "arguments": {}}</tool_call>`, once for each call: the format of Hermes, Qwen and many others.
+
+    Also accepts a list of calls between two marks, as SmolLM2 writes it, and a missing or doubled last brace.
+    """
+
+    marks: ClassVar[tuple[str, ...]] = (HERMES_OPEN, HERMES_CLOSE)
+    end_mark = HERMES_CLOSE
+
+    @classmethod
+    def call_format(cls, template: str) -> ToolCallFormat:
+        """The format of Qwen's templates, with line breaks."""
+        return ToolCallFormat(f"{HERMES_OPEN}\n", separator=f"\n{HERMES_CLOSE}\n{HERMES_OPEN}\n", end=f"\n{HERMES_CLOSE}")
+
+    def _parse(self) -> ParserSteps:
+        yield from self._marked_calls(self._call, (self.end_mark,))
+
+    def _call(self) -> ParserSteps:
+        yield from self._objects()
+        yield from self._skip_space("}")
