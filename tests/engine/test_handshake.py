@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import struct
+from dataclasses import fields, replace
 
 import msgpack
 import pytest
@@ -39,30 +40,69 @@ async def meet(server, engine):
 
 def test_both_ends_prove_the_secret_and_no_byte_more_is_read():
     server, engine, rest = asyncio.run(meet(SECRET, Secret(b"s" * 32)))
-    assert (server.role, engine.role, rest) == ("engine", "server", b"the next byte")
+    assert (server.hello.role, engine.hello.role, rest) == ("engine", "server", b"the next byte")
+
+
+def test_both_ends_have_the_keys_of_both_directions_and_no_other_connection_has_them():
+    connections = [asyncio.run(meet(SECRET, SECRET))[:2] for _ in range(2)]
+    for server, engine in connections:
+        assert server.keys == engine.keys[::-1]
+    assert len({key for server, _ in connections for key in server.keys}) == 4
 
 
 def test_another_secret_is_refused_on_both_sides():
     server, engine, _ = asyncio.run(meet(SECRET, Secret(b"t" * 32)))
-    assert (type(server), type(engine)) == (JoinRefused, JoinRefused)
+    assert (type(server), type(engine)) == (BadHandshake, BadHandshake)  # neither knows who the other one is
     assert "another secret" in str(server)
     assert "another secret" in str(engine)
-    assert isinstance(engine, InvalidSetting)  # exit status 2
 
 
-@pytest.mark.parametrize("old", ["admit", "introduce"])
-def test_another_protocol_is_refused_on_both_sides(monkeypatch, old):
+@pytest.mark.parametrize(("knows", "refused"), [(True, JoinRefused), (False, BadHandshake)])
+@pytest.mark.parametrize("old", [admit, introduce])
+def test_only_an_end_that_knows_the_secret_can_refuse_for_its_version(monkeypatch, old, knows, refused):
+    """The old end has another protocol until its hello is sent."""
+    new = introduce if old is admit else admit
+    role = "server" if old is admit else "engine"
+    hello = own_hello
+    monkeypatch.setattr(handshake, "own_hello", lambda one: replace(hello(one), protocol="0") if one == role else hello(one))
+
     async def main():
         ours, theirs = pair()
-        hello = {
-            name: getattr(own_hello("engine" if old == "introduce" else "server"), name) for name in ("role", "version", "nonce", "clock")
-        }
         with ours, theirs:
-            theirs.send(message({**hello, "protocol": "0"}))
-            new = admit if old == "introduce" else introduce
-            with pytest.raises(JoinRefused, match="install the same version"):
-                await new(ours, SECRET)
-            assert theirs.recv(1000)  # a hello, from which the other end sees it too
+            _, result = await asyncio.gather(old(theirs, SECRET if knows else Secret(b"t" * 32)), new(ours, SECRET), return_exceptions=True)
+        assert type(result) is refused
+        assert ("install the same version" in str(result)) == knows
+        assert isinstance(result, InvalidSetting) == knows  # exit status 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", [admit, introduce])
+def test_an_end_of_another_version_that_proves_nothing_is_named_as_that(end):
+    hello = own_hello("engine" if end is admit else "server")
+    named = {item.name: getattr(hello, item.name) for item in fields(hello)}
+
+    async def main():
+        ours, theirs = pair()
+        with ours, theirs:
+            theirs.send(message({**named, "protocol": "0"}))
+            theirs.shutdown(socket.SHUT_WR)
+            with pytest.raises(BadHandshake, match=r"it proved nothing; .* install the same version"):
+                await end(ours, SECRET)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("sent", [{"refused": "secret"}, {"refused": ""}, {"proof": b""}, {"proof": None}, {}])
+def test_whoever_does_not_know_the_secret_cannot_refuse_for_good(sent):
+    hello = own_hello("server").encode()
+
+    async def main():
+        ours, theirs = pair()
+        with ours, theirs:
+            theirs.send(hello + message(sent))
+            with pytest.raises(BadHandshake):
+                await introduce(ours, SECRET)
 
     asyncio.run(main())
 
@@ -117,6 +157,7 @@ def test_a_message_that_is_too_long_is_not_waited_for():
 @pytest.mark.parametrize("end", [admit, introduce])
 def test_an_end_that_stops_sending_is_given_up(monkeypatch, sent, end):
     monkeypatch.setattr(handshake, "SECONDS", 0.02)
+    monkeypatch.setattr(handshake, "PROOF_SECONDS", 0.02)
 
     async def main():
         ours, theirs = pair()

@@ -3,19 +3,24 @@
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import dying_engine
 import paced_engine
 import pytest
 from resumable import KINDS, ask, metric, order, requested, write_order
 from served import Served, served, until
+
+from chairlift.engine.seal import TAG_BYTES
 
 pytestmark = pytest.mark.slow
 
@@ -29,11 +34,17 @@ def write_secret(file: Path, content: str) -> str:
     return str(file)
 
 
+def address_of(server: Served) -> str:
+    return str(re.findall(r"listening for engines on (\S+)", server.log())[0])
+
+
 @contextmanager
-def joining(server: Served, secret: str, log: Path, environment: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def joining(
+    server: Served, secret: str, log: Path, environment: dict[str, str] | None = None, address: str | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """`chairlift join` in a process of its own."""
-    address = re.findall(r"listening for engines on (\S+)", server.log())[0]
-    command = [sys.executable, dying_engine.__file__, "join", address, "--engine-secret-file", secret]
+    address = address or address_of(server)
+    command = [sys.executable, dying_engine.__file__, "join", address, "--engine-secret-file", secret, "--model", server.model]
     variables = os.environ | {paced_engine.GATE: str(server.directory / "gate")} | (environment or {})
     with log.open("wb") as output, subprocess.Popen(command, stderr=output, env=variables) as process:
         try:
@@ -148,6 +159,77 @@ def test_streams_of_a_broken_connection_go_on(server: Served, secret: str, tmp_p
             until(lambda: states(server) == ["ready", "ready"])
 
 
+class Meddler:
+    """Stands between an engine and the server, and does `change` to the next two frames that one of them sends after `meddle` is set."""
+
+    def __init__(self, address: str, sender: str, change: Callable[[bytes, bytes], bytes]) -> None:
+        self.meddle = threading.Event()
+        self._server, self._sender, self._change = address.split(":"), sender, change
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                engine, server = self._listener.accept()[0], socket.create_connection((self._server[0], int(self._server[1])))
+                for ends in ((engine, server, "engine"), (server, engine, "server")):
+                    threading.Thread(target=self._pass, args=ends, daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, sender: str) -> None:
+        with suppress(OSError, struct.error), source.makefile("rb") as file:
+            for _ in range(2):  # the handshake
+                header = file.read(2)
+                sink.sendall(header + file.read(*struct.unpack(">H", header)))
+            while True:
+                if sender == self._sender and self.meddle.is_set():
+                    self.meddle.clear()
+                    sink.sendall(self._change(self._frame(file), self._frame(file)))
+                sink.sendall(self._frame(file))
+        for one in (source, sink):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    @staticmethod
+    def _frame(file: BinaryIO) -> bytes:
+        header = file.read(8 + TAG_BYTES)
+        return header + file.read(struct.unpack(">I", header[:4])[0] + TAG_BYTES)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+CHANGES: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "repeats": lambda one, two: one + one + two,
+    "drops": lambda one, two: two,
+    "reorders": lambda one, two: two + one,
+}
+
+
+@pytest.mark.parametrize(("sender", "change"), [("engine", "repeats"), ("server", "drops"), ("engine", "reorders")])
+def test_streams_go_on_elsewhere_if_somebody_between_changes_frames(
+    server: Served, secret: str, tmp_path: Path, sender: str, change: str
+) -> None:
+    meddler = Meddler(address_of(server), sender, CHANGES[change])
+    with ThreadPoolExecutor(len(KINDS) + 1) as threads, joining(server, secret, tmp_path / "log", address=meddler.address):
+        expected = requested(server, threads)
+        until(lambda: states(server) == ["ready", "ready"])
+        before = len(server.log())
+        if sender == "server":
+            meddler.meddle.set()
+            assert requested(server, threads) == expected
+        else:
+            answers = slow_answers(server, threads)
+            meddler.meddle.set()
+            assert {kind: answer.result() for kind, answer in answers.items()} == {kind: expected[kind] for kind in KINDS}
+            (server.directory / "gate").unlink()
+        until(lambda: "lost its engine" in server.log()[before:])
+        assert server.log()[before:].count("a frame was changed on its way, repeated, left out or moved") == 1
+        assert ("the engine ends: a frame was changed" in (tmp_path / "log").read_text()) == (sender == "server")
+        until(lambda: states(server) == ["ready", "ready"])
+    meddler.close()
+
+
 def test_an_engine_with_other_numerics_is_refused(server: Served, secret: str, tmp_path: Path) -> None:
     foreign = tmp_path / "foreign"
     (tmp_path / "other").mkdir()
@@ -159,12 +241,16 @@ def test_an_engine_with_other_numerics_is_refused(server: Served, secret: str, t
         assert server.answer(max_tokens=4)
 
 
-def test_a_wrong_secret_ends_join_with_status_2_and_one_line(server: Served, tmp_path: Path) -> None:
+def test_a_wrong_secret_is_one_line_and_tried_again_until_it_leaves(server: Served, tmp_path: Path) -> None:
     wrong = write_secret(tmp_path / "wrong", "f" * 64)
     with joining(server, wrong, tmp_path / "log") as process:
-        assert process.wait(60) == 2
-    assert (tmp_path / "log").read_text() == "chairlift: the server has another secret than --engine-secret-file of this machine\n"
-    assert server.log().count("it has another secret than --engine-secret-file of this server") == 1
+        until(lambda: "joining" in (tmp_path / "log").read_text())
+        process.terminate()
+        assert process.wait(60) == 0
+    [line, left] = (tmp_path / "log").read_text().splitlines()
+    assert "the server has another secret than --engine-secret-file of this machine: joining" in line
+    assert "SIGTERM: leaving" in left
+    assert "it has another secret than --engine-secret-file of this server" in server.log()
     assert states(server) == ["ready"]
 
 

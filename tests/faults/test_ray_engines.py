@@ -18,6 +18,7 @@ import pytest
 from resumable import KINDS, order, requested
 from served import Served, served, until
 
+from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.server.config import ServerConfig
 from chairlift.server.ray_engines import RayEngines
@@ -110,7 +111,7 @@ def test_a_new_deployment_replaces_the_engines_and_no_request_fails(server: Serv
     before = processes(server, "chairlift.engine.process")
     [port] = re.findall(r"listening for engines on 127\.0\.0\.1:(\d+)", server.log())
     deployment = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 1}}
-    address = {"address": "auto", "host": "127.0.0.1", "port": int(port), "secret_file": str(secret)}
+    address = {"address": "auto", "host": "127.0.0.1", "port": int(port), "secret_file": str(secret), "files": {"model": server.model}}
     command = [sys.executable, "-m", "chairlift.fleet.placement", json.dumps({**address, "options": deployment})]
     ended = Event()
     with ThreadPoolExecutor(8) as threads, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as update:
@@ -174,7 +175,7 @@ def test_without_ray_the_server_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = ServerConfig(ray_address="auto", engine_listen=("10.0.0.1", 7000), engine_secret_file="secret")
     with pytest.raises(InvalidSetting, match=r"pip install 'chairlift\[fleet\]'"):
-        RayEngines(config, 7000)
+        RayEngines(config, EngineConfig(), 7000)
 
 
 @pytest.mark.parametrize(

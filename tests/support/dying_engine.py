@@ -15,7 +15,7 @@ from typing import Any
 
 from paced_engine import GATE
 
-from chairlift.engine import frames, heartbeat, process
+from chairlift.engine import frames, heartbeat, parent, process
 
 POISON = (7, 8, 9) * 3
 """A prompt that kills every engine that begins to compute it."""
@@ -62,7 +62,7 @@ def doom() -> None:
     from chairlift.engine import facts
     from chairlift.runner.runner import ModelRunner
 
-    one, add_request, launch, send, known = Doom(), ModelRunner.add_request, ModelRunner.launch, process.send, facts.fingerprint
+    one, add_request, launch, send, known = Doom(), ModelRunner.add_request, ModelRunner.launch, parent.send, facts.fingerprint
 
     def adding(self: Any, slot: int, params: Any, tokens: Any, *more: Any, **options: Any) -> None:
         if tuple(tokens[: len(POISON)]) == POISON:
@@ -76,28 +76,28 @@ def doom() -> None:
             time.sleep(STEP_SECONDS)
         return launch(self, buffer_index, sizes)
 
-    def sending(sock: Any, frame: Any, engine: int) -> None:
+    def sending(sock: Any, frame: Any, engine: int, seal: Any) -> None:
         if isinstance(frame, frames.StepOutputs) and frame.tokens:
             if one.now("send"):
                 one.strike()
             if one.now("half"):
-                whole = frames.encode(frame, engine)
+                whole = frames.encode(frame, engine, seal)
                 sock.sendall(whole[: len(whole) // 2])
                 one.strike()
             if one.now("flip"):
-                whole = frames.encode(frame, engine)
+                whole = frames.encode(frame, engine, seal)
                 at = whole.index(frame.tokens)
                 one.strike()
                 sock.sendall(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
                 return
-        send(sock, frame, engine)
+        send(sock, frame, engine, seal)
 
     def fingerprint(*arguments: Any) -> str:
         return known(*arguments) + str((Path(os.environ[GATE]).parent / FOREIGN).exists())
 
     ModelRunner.add_request = adding  # type: ignore[method-assign]
     ModelRunner.launch = launching  # type: ignore[method-assign]
-    process.send = sending
+    parent.send = sending
     facts.fingerprint = fingerprint
 
 
@@ -117,6 +117,6 @@ if __name__ == "__main__":
     if sys.argv[1] in ("serve", "join"):
         sys.exit(serve())
     doom()
-    status = process.main(int(sys.argv[1]), partial(process.load, sys.argv[2]))
+    status = process.main(int(sys.argv[1]), partial(process.load, sys.argv[2]), *process.more_arguments(sys.argv[3:]))
     sys.stdout.flush()
     os._exit(status)

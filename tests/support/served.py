@@ -21,8 +21,9 @@ import paced_engine
 class Served:
     """A running server: where it listens, its processes, and what it says of itself."""
 
-    def __init__(self, port: int, directory: Path, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, port: int, directory: Path, process: subprocess.Popen[bytes], model: str = "") -> None:
         self.port = port
+        self.model = model
         self.process = process
         self.directory = directory
         self._gate = directory / "gate"
@@ -114,7 +115,7 @@ def served(*flags: str, script: str = paced_engine.__file__, load_format: str = 
         command += ["--admin-socket", str(directory / "admin"), "--log-level", "warning", *flags]
         with (directory / "log").open("wb") as log:
             process = subprocess.Popen(command, stderr=log, env=os.environ | {paced_engine.GATE: str(directory / "gate")})
-        server = Served(port, directory, process)
+        server = Served(port, directory, process, next(iter(flags), ""))
         try:
             until(lambda: _ready(server))
             yield server

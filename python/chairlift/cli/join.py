@@ -9,7 +9,9 @@ import signal
 from typing import Any
 
 from chairlift.cli import flags
+from chairlift.config import EngineConfig
 from chairlift.engine.secret import Secret
+from chairlift.engine.worker_files import OWN, WorkerFiles
 from chairlift.errors import InvalidSetting
 from chairlift.server.config import ServerConfig
 from chairlift.settings import parse_host_and_port
@@ -20,8 +22,10 @@ _EXAMPLES = """\
 examples:
   chairlift serve MODEL --engine-listen 10.0.0.1:7000 --engine-secret-file secret     on the server's machine
   chairlift join 10.0.0.1:7000 --engine-secret-file secret                            on this one
+  chairlift join 10.0.0.1:7000 --engine-secret-file secret --model /models/llama      a model of this machine's disk
 
-The model's name or path must be valid on this machine too. Ctrl-C ends the engine after its requests; those that take
+The server names no file of this machine: only those of these flags are used. Without --model the model is fetched by the name that the
+server has for it, from the Hugging Face hub for example. Ctrl-C ends the engine after its requests; those that take
 longer than the server's --shutdown-timeout go on in another engine. A second Ctrl-C ends it at once.
 """
 
@@ -31,23 +35,30 @@ def add_parser(commands: Any, summary: str) -> None:
     parser = flags.add_command(commands, "join", summary, _EXAMPLES, run)
     parser.add_argument("address", type=_address, metavar="HOST:PORT", help="where the server listens for engines (--engine-listen)")
     flags.add_fields(parser, ServerConfig, ("engine_secret_file", "log_level", "log_format"))
+    parser.add_argument("--model", metavar="MODEL", help=f"the server's model on this machine: {flags.MODEL_SOURCES}")
+    flags.add_fields(parser, EngineConfig, {*OWN, "enable_lora"} - {"chat_template"})  # the server renders chats
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs an engine until a signal; the second one ends it at once. Raises JoinRefused if the server has another secret or version."""
+    """Runs an engine until a signal; the second one ends it at once. Raises JoinRefused if the server has another version."""
     from chairlift.engine.secret import read_secret
 
     if args.server.engine_secret_file is None:
         raise InvalidSetting("join needs --engine-secret-file FILE, with the secret of the server")
     with asyncio.Runner() as runner:
-        return runner.run(_join(args.address, read_secret(args.server.engine_secret_file)))
+        return runner.run(_join(args.address, read_secret(args.server.engine_secret_file), _files(args)))
 
 
-async def _join(address: tuple[str, int], secret: Secret) -> int:
+def _files(args: argparse.Namespace) -> WorkerFiles:
+    settings = {name: getattr(args.engine, name) for name in OWN}
+    return WorkerFiles(settings if args.model is None else {**settings, "model": args.model})
+
+
+async def _join(address: tuple[str, int], secret: Secret, files: WorkerFiles) -> int:
     from chairlift.engine.joining import join
 
     leaving = asyncio.Event()
-    joining = asyncio.create_task(join(*address, secret, leaving))
+    joining = asyncio.create_task(join(*address, secret, files, leaving))
 
     def leave(name: str) -> None:
         if leaving.is_set():

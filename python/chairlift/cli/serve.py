@@ -185,7 +185,8 @@ async def _serve(
                 from chairlift.engine.background import in_background
                 from chairlift.server.ray_engines import RayEngines
 
-                await stack.enter_async_context(in_background(RayEngines(server, joining.listener.getsockname()[1]).keep()))
+                ray_engines = RayEngines(server, specs[0].config, joining.listener.getsockname()[1])
+                await stack.enter_async_context(in_background(ray_engines.keep()))
         status: int = await supervisor.run(listener, starting)
     # asyncio and Python wait for all threads at exit, and a thread may be downloading a model for an hour.
     exit_timer = threading.Timer(THREADS_TIMEOUT, os._exit, (status,))

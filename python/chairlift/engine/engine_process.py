@@ -21,6 +21,7 @@ from chairlift.engine.frames import (
     Fatal,
     Frame,
     Leaving,
+    Pulse,
     Ready,
     ServiceShared,
     ShareService,
@@ -36,6 +37,8 @@ from chairlift.sampling import MAX_SEQUENCES
 
 log = logging.getLogger("chairlift")
 
+PULSE_SECONDS = 1.0
+"""Interval of `Pulse`."""
 STOP_SECONDS = 5.0
 """Seconds that the process gets to exit before it is killed, and an engine to end before that is logged."""
 
@@ -96,6 +99,7 @@ class EngineProcess:
         self._starting = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._pulsing: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -127,6 +131,8 @@ class EngineProcess:
                 await self.close()
                 raise
             self._reading = asyncio.create_task(self._read())
+            if self.joined is not None:
+                self._pulsing = asyncio.create_task(self._pulse())
             return number
 
     def offer(self, joined: JoinedProcess) -> bool:
@@ -168,9 +174,10 @@ class EngineProcess:
 
     def write(self, number: int, frame: Frame) -> None:
         """Sends a frame to an engine."""
+        seal = None
         if self.joined is not None:
-            frame = self.joined.sent(frame)
-        self._writer.write(frames.encode(frame, number))
+            frame, seal = self.joined.sent(frame), self.joined.seals.outgoing
+        self._writer.write(frames.encode(frame, number, seal))
 
     async def drain(self) -> None:
         """Waits until the process has read most of what was sent."""
@@ -239,7 +246,8 @@ class EngineProcess:
         """Passes the process's frames to the engines' clients until it ends."""
         death: ChairliftError | None = None
         try:
-            while (received := await frames.read(self._reader)) is not None:
+            seal = None if self.joined is None else self.joined.seals.incoming
+            while (received := await frames.read(self._reader, seal)) is not None:
                 number, frame = received
                 if self.joined is not None:
                     frame = self.joined.received(frame)
@@ -281,6 +289,11 @@ class EngineProcess:
         process.kill()
         self._end(death)
 
+    async def _pulse(self) -> None:
+        while True:
+            await asyncio.sleep(PULSE_SECONDS)
+            self.write(0, Pulse())
+
     def _on_ready(self, number: int, frame: Ready) -> None:
         self._running.add(number)
         if self.joined is None:
@@ -307,9 +320,10 @@ class EngineProcess:
             if not (shared := self._sharing.popleft()).done():
                 shared.set_exception(death)
         self._exit_watch.close()
-        if self._watching is not None:
-            self._watching.cancel()
-            self._watching = None
+        for task in (self._watching, self._pulsing):
+            if task is not None:
+                task.cancel()
+        self._watching = self._pulsing = None
 
 
 def reported(frame: Failed | Fatal) -> ChairliftError:

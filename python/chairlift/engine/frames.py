@@ -1,7 +1,8 @@
 """The frames between client and engine process: length and CRC-32 of a msgpack map, both in 4 bytes big-endian, then the map.
 
-Each frame is a dataclass, named by the map's key `t`. The key `e` is the number of the engine that a frame is to or from; 0 if it is
-absent. Frames contain only plain data, no pickle.
+Between machines the first eight bytes and the map are each followed by a tag (`engine.seal`), so that a length is authenticated before it
+is believed. Each frame is a dataclass, named by the map's key `t`. The key `e` is the number of the engine that a frame is to or from; 0 if
+it is absent. Frames contain only plain data, no pickle.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from chairlift.scheduling import Scheduling
 if TYPE_CHECKING:
     import asyncio
     import socket
+
+    from chairlift.engine.seal import Seal
 
 MAX_FRAME = 64 * 2**20
 """Most bytes of a frame: a prompt of sixteen million tokens. A longer frame is an error."""
@@ -165,6 +168,11 @@ class ShareService:
     """
 
     elsewhere: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """To the process of another machine once a second. It shows there that no frame before it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +325,7 @@ ToEngine = (
     | Explain
     | SnapshotRequest
     | ShareService
+    | Pulse
     | Stop
 )
 FromEngine = (
@@ -340,7 +349,7 @@ _KINDS: dict[str, type[Frame]] = {kind.__name__.lower(): kind for kind in get_ar
 _SHAPES = {kind: (name, tuple(item.name for item in fields(kind))) for name, kind in _KINDS.items()}
 
 
-def encode(frame: Frame, engine: int = 0) -> bytes:
+def encode(frame: Frame, engine: int = 0, seal: Seal | None = None) -> bytes:
     """Encodes a frame to or from an engine, including its length. Raises BadFrame if it is too long."""
     name, items = _SHAPES[type(frame)]
     content = {"t": name, **{item: getattr(frame, item) for item in items}}
@@ -348,7 +357,8 @@ def encode(frame: Frame, engine: int = 0) -> bytes:
         content["e"] = engine
     payload = _pack(content)
     _check_length(len(payload))
-    return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
+    header = _HEADER.pack(len(payload), zlib.crc32(payload))
+    return header + payload if seal is None else seal.close(header) + seal.close(payload)
 
 
 def decode(payload: bytes) -> tuple[int, Frame]:
@@ -360,31 +370,33 @@ def decode(payload: bytes) -> tuple[int, Frame]:
         raise BadFrame(f"a frame of {len(payload)} bytes is invalid: {type(error).__name__}: {error}") from error
 
 
-def send(sock: socket.socket, frame: Frame, engine: int = 0) -> None:
+def send(sock: socket.socket, frame: Frame, engine: int = 0, seal: Seal | None = None) -> None:
     """Writes a frame. Blocks while the other end does not read."""
-    sock.sendall(encode(frame, engine))
+    sock.sendall(encode(frame, engine, seal))
 
 
-def receive(file: BinaryIO) -> tuple[int, Frame] | None:
+def receive(file: BinaryIO, seal: Seal | None = None) -> tuple[int, Frame] | None:
     """Reads the next frame and its engine's number; blocks until it is complete. None if the other end has closed. Raises BadFrame."""
-    header = file.read(_HEADER.size)
+    extra = 0 if seal is None else seal.extra
+    header = file.read(_HEADER.size + extra)
     if not header:
         return None
-    length, checksum = _read_header(header)
-    payload = file.read(length)
-    if len(payload) < length:
-        raise BadFrame(f"the stream ended {length - len(payload)} bytes before its frame did")
-    return _checked(payload, checksum)
+    length, checksum = _read_header(header, seal)
+    payload = file.read(length + extra)
+    if len(payload) < length + extra:
+        raise BadFrame(f"the stream ended {length + extra - len(payload)} bytes before its frame did")
+    return _checked(payload, checksum, seal)
 
 
-async def read(reader: asyncio.StreamReader) -> tuple[int, Frame] | None:
+async def read(reader: asyncio.StreamReader, seal: Seal | None = None) -> tuple[int, Frame] | None:
     """Reads the next frame and its engine's number from an asyncio stream. Raises BadFrame.
 
     None if the other end has closed or died, also within a frame.
     """
+    extra = 0 if seal is None else seal.extra
     try:
-        length, checksum = _read_header(await reader.readexactly(_HEADER.size))
-        return _checked(await reader.readexactly(length), checksum)
+        length, checksum = _read_header(await reader.readexactly(_HEADER.size + extra), seal)
+        return _checked(await reader.readexactly(length + extra), checksum, seal)
     except EOFError:  # asyncio.IncompleteReadError, without importing asyncio into the child
         return None
 
@@ -400,17 +412,19 @@ def pack_fields(item: SamplingParams | Scheduling) -> dict[str, Any]:
     return {field.name: getattr(item, field.name) for field in fields(item)}
 
 
-def _read_header(header: bytes) -> tuple[int, int]:
+def _read_header(header: bytes, seal: Seal | None) -> tuple[int, int]:
     """The length and the checksum of the rest."""
-    if len(header) < _HEADER.size:
+    if len(header) < _HEADER.size + (0 if seal is None else seal.extra):
         raise BadFrame("the stream ended in the middle of a frame's header")
-    length, checksum = _HEADER.unpack(header)
+    length, checksum = _HEADER.unpack(header if seal is None else seal.open(header))
     _check_length(length)
     return length, checksum
 
 
-def _checked(payload: bytes, checksum: int) -> tuple[int, Frame]:
+def _checked(payload: bytes, checksum: int, seal: Seal | None) -> tuple[int, Frame]:
     """Decodes a frame that has arrived as it was sent. TCP's own checksum misses errors, which would be wrong tokens here."""
+    if seal is not None:
+        payload = seal.open(payload)
     if zlib.crc32(payload) != checksum:
         raise BadFrame(f"a frame of {len(payload)} bytes was changed on its way")
     return decode(payload)

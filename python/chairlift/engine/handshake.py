@@ -1,8 +1,10 @@
 """How two machines make sure that both know a secret, before anything else is read from a connection.
 
 The machine that joins sends a hello, and the server answers with its own. Each has a role, the version of the frames and a nonce. Then the
-machine that joins proves that it knows the secret, and the server does: a proof is the HMAC-SHA256 of both hellos under the secret. The
-connection is not encrypted afterwards. A message is a 2-byte big-endian length, then a msgpack map of at most MAX_MESSAGE bytes.
+machine that joins proves that it knows the secret, and the server does: a proof is the HMAC-SHA256 of both hellos under the secret. Only
+then do they compare their versions, so that nobody else can make them give up. The keys under which frames are authenticated afterwards
+(`engine.seal`) are HMACs of both hellos too. Nothing is encrypted. A message is a 2-byte big-endian length, then a msgpack map of at most
+MAX_MESSAGE bytes.
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ import secrets
 import struct
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import msgpack
 
 import chairlift
 from chairlift.config import EngineConfig
 from chairlift.engine.frames import Frame
+from chairlift.engine.seal import Seal, Seals
 from chairlift.engine.secret import Role, Secret
 from chairlift.errors import ChairliftError, InvalidSetting
 from chairlift.sampling import SamplingParams
@@ -33,7 +36,9 @@ if TYPE_CHECKING:
 MAX_MESSAGE = 512
 """Most bytes of a message of the handshake."""
 SECONDS = 10.0
-"""Most seconds that a handshake takes."""
+"""Most seconds that a handshake takes at the machine that joins."""
+PROOF_SECONDS = 3.0
+"""Most seconds in which it proves to the server that it knows the secret: two times there and back."""
 NONCE_BYTES = 32
 _LENGTH = struct.Struct(">H")
 _pack: Callable[[object], bytes] = msgpack.dumps
@@ -41,11 +46,11 @@ _unpack: Callable[[bytes], Any] = msgpack.loads
 
 
 class BadHandshake(ChairliftError):
-    """The other end does not answer, or not as Chairlift does. A later attempt may succeed."""
+    """The other end has not proved that it knows the secret: it may be anybody. A later attempt may succeed."""
 
 
 class JoinRefused(InvalidSetting):
-    """The two ends have other secrets, or other versions."""
+    """The two ends know the same secret, and have other versions."""
 
 
 def protocol() -> str:
@@ -76,52 +81,63 @@ def own_hello(role: Role) -> Hello:
     return Hello(role, protocol(), chairlift.__version__, secrets.token_bytes(NONCE_BYTES), time.monotonic_ns() // 1000)
 
 
-async def admit(sock: socket.socket, secret: Secret) -> Hello:
-    """The server's part, on a connection that it accepted. Returns the other end's hello. Raises BadHandshake and JoinRefused."""
-    return await _within(_admit(sock, secret))
+class Peer(NamedTuple):
+    """What an end knows of the other one after the handshake."""
+
+    hello: Hello
+    keys: tuple[bytes, bytes]
+    """Those of what this end sends, and of what it receives."""
+
+    def seals(self) -> Seals:
+        """Authenticates the frames. To be called once: frames are counted."""
+        return Seals(*map(Seal, self.keys))
 
 
-async def introduce(sock: socket.socket, secret: Secret) -> Hello:
-    """The part of the machine that joins. Returns the server's hello. Raises BadHandshake and JoinRefused."""
-    return await _within(_introduce(sock, secret))
+async def admit(sock: socket.socket, secret: Secret) -> Peer:
+    """The server's part, on a connection that it accepted. Raises BadHandshake and JoinRefused."""
+    return await _within(PROOF_SECONDS, _admit(sock, secret))
 
 
-async def _within(handshake: Any) -> Hello:
+async def introduce(sock: socket.socket, secret: Secret) -> Peer:
+    """The part of the machine that joins. Raises BadHandshake and JoinRefused."""
+    return await _within(SECONDS, _introduce(sock, secret))
+
+
+async def _within(seconds: float, handshake: Coroutine[Any, Any, Peer]) -> Peer:
     try:
-        async with asyncio.timeout(SECONDS):
-            hello: Hello = await handshake
-            return hello
+        async with asyncio.timeout(seconds):
+            return await handshake
     except TimeoutError:
-        raise BadHandshake(f"the other end did not complete the handshake within {SECONDS:.0f} s") from None
+        raise BadHandshake(f"the other end did not complete the handshake within {seconds:.0f} s") from None
     except OSError as error:
         raise BadHandshake(f"the connection broke in the handshake: {error.strerror or error}") from None
 
 
-async def _admit(sock: socket.socket, secret: Secret) -> Hello:
+async def _admit(sock: socket.socket, secret: Secret) -> Peer:
     loop = asyncio.get_running_loop()
     message, theirs = await _receive_hello(sock, "engine")
     own = own_hello("server").encode()
     await loop.sock_sendall(sock, own)
-    _check_protocol(theirs)
     transcript = message + own
-    if not _proves(_parse(await _receive(sock)), secret.prove("engine", transcript)):
+    if not await _proves(sock, theirs, secret.prove("engine", transcript)):
         await loop.sock_sendall(sock, _encode({"refused": "secret"}))
-        raise JoinRefused("it has another secret than --engine-secret-file of this server")
+        raise BadHandshake("it has another secret than --engine-secret-file of this server")
     await loop.sock_sendall(sock, _encode({"proof": secret.prove("server", transcript)}))
-    return theirs
+    _check_protocol(theirs)
+    return Peer(theirs, (secret.key("server", transcript), secret.key("engine", transcript)))
 
 
-async def _introduce(sock: socket.socket, secret: Secret) -> Hello:
+async def _introduce(sock: socket.socket, secret: Secret) -> Peer:
     loop = asyncio.get_running_loop()
     own = own_hello("engine").encode()
     await loop.sock_sendall(sock, own)
     message, theirs = await _receive_hello(sock, "server")
-    _check_protocol(theirs)
     transcript = own + message
     await loop.sock_sendall(sock, _encode({"proof": secret.prove("engine", transcript)}))
-    if not _proves(_parse(await _receive(sock)), secret.prove("server", transcript)):
-        raise JoinRefused("the server has another secret than --engine-secret-file of this machine")
-    return theirs
+    if not await _proves(sock, theirs, secret.prove("server", transcript)):
+        raise BadHandshake("the server has another secret than --engine-secret-file of this machine")
+    _check_protocol(theirs)
+    return Peer(theirs, (secret.key("engine", transcript), secret.key("server", transcript)))
 
 
 async def _receive_hello(sock: socket.socket, role: Role) -> tuple[bytes, Hello]:
@@ -173,14 +189,24 @@ def _encode(content: dict[str, Any]) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
-def _proves(message: dict[str, Any], proof: bytes) -> bool:
-    sent = message.get("proof")
+async def _proves(sock: socket.socket, theirs: Hello, proof: bytes) -> bool:
+    """Receives the other end's proof. If an end of another version sends none, the error says that it may be that."""
+    try:
+        sent = _parse(await _receive(sock)).get("proof")
+    except (BadHandshake, OSError):
+        if theirs.protocol == protocol():
+            raise
+        raise BadHandshake(f"it proved nothing; {_other_version(theirs)}") from None
     return isinstance(sent, bytes) and hmac.compare_digest(sent, proof)
 
 
 def _check_protocol(theirs: Hello) -> None:
     if theirs.protocol != protocol():
-        raise JoinRefused(
-            f"the {theirs.role} has other frames (protocol {theirs.protocol!r:.20}, version {theirs.version!r:.20}) than this process "
-            f"(protocol {protocol()!r}, version {chairlift.__version__!r}): install the same version on both machines"
-        )
+        raise JoinRefused(_other_version(theirs))
+
+
+def _other_version(theirs: Hello) -> str:
+    return (
+        f"the {theirs.role} has other frames (protocol {theirs.protocol!r:.20}, version {theirs.version!r:.20}) than this process "
+        f"(protocol {protocol()!r}, version {chairlift.__version__!r}): install the same version on both machines"
+    )

@@ -10,6 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from chairlift.engine.frames import Add, Explained, Frame, StepOutputs
+from chairlift.engine.seal import Seals
+from chairlift.engine.worker_files import without_files
 from chairlift.errors import EngineDead
 
 _TIMES = ("arrived", "submitted", "started", "first_token", "ended")
@@ -26,9 +28,11 @@ class JoinedProcess:
 
     pid = None
 
-    def __init__(self, sock: socket.socket, name: str, clock_ahead: int) -> None:
+    def __init__(self, sock: socket.socket, name: str, clock_ahead: int, seals: Seals) -> None:
         self.name = name
         """The other machine's address, for the log."""
+        self.seals = seals
+        """Authenticate the frames to the process and from it."""
         self._sock: socket.socket | None = sock
         self._connection = sock
         self._clock_ahead = clock_ahead
@@ -61,8 +65,8 @@ class JoinedProcess:
         return f"the connection to the engine of {self.name} ended"
 
     def sent(self, frame: Frame) -> Frame:
-        """A frame as the process understands it: without a time of this machine's clock."""
-        return replace(frame, submitted=None) if isinstance(frame, Add) else frame
+        """A frame as the process understands it: without a time of this machine's clock, and without its files."""
+        return replace(frame, submitted=None) if isinstance(frame, Add) else without_files(frame)
 
     def received(self, frame: Frame) -> Frame:
         """A frame of the process with times of this machine's clock."""

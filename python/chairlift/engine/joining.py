@@ -10,10 +10,12 @@ import time
 
 from chairlift.engine.background import in_background
 from chairlift.engine.engine_process import EngineProcess
-from chairlift.engine.handshake import SECONDS, BadHandshake, introduce
+from chairlift.engine.handshake import SECONDS, BadHandshake, Peer, introduce
 from chairlift.engine.joined_process import detect_silence
 from chairlift.engine.secret import Secret
 from chairlift.engine.spawned_process import SpawnedProcess
+from chairlift.engine.worker import Worker
+from chairlift.engine.worker_files import WorkerFiles
 
 log = logging.getLogger("chairlift")
 
@@ -25,41 +27,47 @@ STABLE_SECONDS = 60
 """After an engine that ran this long, the pauses begin at a second again."""
 
 
-async def join(host: str, port: int, secret: Secret, leaving: asyncio.Event) -> None:
+async def join(host: str, port: int, secret: Secret, files: WorkerFiles, leaving: asyncio.Event) -> None:
     """Runs an engine for the server at this address, and another one after its end.
 
     When `leaving` is set, the server lets the engine's requests end or go on in another engine, and this returns. Cancelling this ends the
-    engine at once. Raises JoinRefused if the server has another secret or version.
+    engine at once. Raises JoinRefused if the server proves that it knows the secret and has another version. Whatever else is at the
+    address is asked again, as it may not be the server; the same reason is logged once.
     """
-    failures = 0
+    failures, runs, unproved = 0, 0, ""
     while True:
         began = time.monotonic()
         try:
-            reason = await run_engine(host, port, secret, leaving)
+            reason = await run_engine(host, port, secret, files.numbered(runs), leaving)
+            runs, unproved, level = runs + 1, "", logging.WARNING
         except BadHandshake as error:
             reason = str(error)
+            level = logging.DEBUG if reason == unproved else logging.WARNING
+            unproved = reason
         if leaving.is_set():
             return
         failures = 0 if time.monotonic() - began > STABLE_SECONDS else failures
         delay = min(1 << failures, MAX_DELAY)
         failures += 1
-        log.warning("%s: joining %s:%d again in %d s", reason, host, port, delay)
+        log.log(level, "%s: joining %s:%d again in %d s, and then with pauses of up to %d s", reason, host, port, delay, MAX_DELAY)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(leaving.wait(), delay)
 
 
-async def run_engine(host: str, port: int, secret: Secret, leaving: asyncio.Event, saturation: int | None = None) -> str:
+async def run_engine(
+    host: str, port: int, secret: Secret, files: WorkerFiles, leaving: asyncio.Event, saturation: int | None = None
+) -> str:
     """Runs one engine for the server at this address until its end, for which `leaving` asks the server.
 
     The engine keeps its saturation in the open file `saturation` (`engine.gauge`) from its first step on. Returns the reason for the end.
     Raises BadHandshake and JoinRefused.
     """
-    sock = await _connect(host, port, secret)
+    sock, peer = await _connect(host, port, secret)
     log.info("joined the server at %s:%d", host, port)
-    return await _run_engine(sock, leaving, saturation)
+    return await _run_engine(sock, Worker(peer.keys, files), leaving, saturation)
 
 
-async def _connect(host: str, port: int, secret: Secret) -> socket.socket:
+async def _connect(host: str, port: int, secret: Secret) -> tuple[socket.socket, Peer]:
     """A connection whose other end knows the secret. Raises BadHandshake and JoinRefused."""
     try:
         sock = await asyncio.to_thread(socket.create_connection, (host, port), SECONDS)
@@ -68,17 +76,17 @@ async def _connect(host: str, port: int, secret: Secret) -> socket.socket:
     try:
         sock.setblocking(False)
         detect_silence(sock)
-        await introduce(sock, secret)
+        peer = await introduce(sock, secret)
         sock.setblocking(True)
     except BaseException:
         sock.close()
         raise
-    return sock
+    return sock, peer
 
 
-async def _run_engine(sock: socket.socket, leaving: asyncio.Event, saturation: int | None) -> str:
+async def _run_engine(sock: socket.socket, worker: Worker, leaving: asyncio.Event, saturation: int | None) -> str:
     """Runs an engine that speaks on `sock` until its end. Returns the reason for that."""
-    process = SpawnedProcess(EngineProcess.command, "auto", sock, {}, saturation)
+    process = SpawnedProcess(EngineProcess.command, "auto", sock, {}, saturation, worker)
 
     async def leave() -> None:
         await leaving.wait()

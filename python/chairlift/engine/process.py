@@ -1,4 +1,6 @@
-"""The engines' process: `python -m chairlift.engine.process FD FORMAT [SATURATION]`, where FD is one end of a socket pair.
+"""The engines' process: `python -m chairlift.engine.process FD FORMAT [joined] [SATURATION]`.
+
+FD is one end of a socket pair, or of a connection to another machine's server: then its standard input has a `Worker`.
 
 Three threads work: one reads the socket, one runs the steps, one is the watchdog. Another loads engines beside those that run, and two
 wait forever, so that the parent learns of their exit (`exit_watch`). The engine is imported while the parent locates the model, so this
@@ -7,7 +9,7 @@ module's own imports must be fast.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import signal
 import socket
@@ -19,14 +21,23 @@ from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
-from chairlift.engine.frames import BadFrame, Fatal, Frame, Leaving, Phase, StepOutputs, receive, send
-from chairlift.engine.gauge import write_gauge
+from chairlift.engine.frames import Fatal, Leaving, Phase
+from chairlift.engine.parent import Parent
 from chairlift.engine.spawned_process import LEAVE
 from chairlift.engine.step_loop import EngineMaker, Inbox, StepLoop
+from chairlift.engine.worker import JOINED, Worker, read_worker
 from chairlift.errors import ChairliftError
+
+log = logging.getLogger("chairlift")
 
 MIN_LOCATE_SECONDS = 0.005
 """Shorter waits for the model's directory are not reported as a phase."""
+
+
+def more_arguments(arguments: list[str]) -> tuple[int | None, Worker | None]:
+    """The last arguments of `main`, from those of the command line. Raises EngineDead if the process that joined has ended."""
+    worker = read_worker(sys.stdin.buffer) if JOINED in arguments else None
+    return next((int(one) for one in arguments if one != JOINED), None), worker
 
 
 def load(load_format: str = "auto") -> EngineMaker:
@@ -41,10 +52,11 @@ def load(load_format: str = "auto") -> EngineMaker:
     return Engine
 
 
-def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None = None) -> int:
+def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None = None, worker: Worker | None = None) -> int:
     """Runs engines for the parent at the other end of socket `fd` until the parent stops it or exits. Returns the exit status.
 
-    `saturation` is an open file that always has the engine's saturation, for a parent to which the engine does not send its frames.
+    `saturation` is an open file that always has the engine's saturation, for a parent to which the engine does not send its frames. With a
+    `worker` the socket's other end is a server on another machine.
     """
     began = time.perf_counter()
     # Ctrl-C and a service manager's SIGTERM reach the whole process group; only the parent handles them.
@@ -52,11 +64,11 @@ def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent()
     sock = socket.socket(fileno=fd)
-    parent = _Parent(sock, saturation)
+    parent = Parent(sock, saturation, worker)
     # The main thread, which handles signals, may just be sending: another thread waits for its turn.
     signal.signal(LEAVE, lambda *_: threading.Thread(target=parent.try_send, args=(Leaving(),), daemon=True).start())
     inbox: Inbox = SimpleQueue()
-    threading.Thread(target=_receive_frames, args=(sock, inbox), name="intake", daemon=True).start()
+    threading.Thread(target=parent.receive_into, args=(inbox,), name="intake", daemon=True).start()
     try:
         make = load()
         parent.send(Phase("imports", time.perf_counter() - began))
@@ -71,47 +83,11 @@ def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None
     except BaseException as error:  # a panic of the core is not an Exception
         if not isinstance(error, ChairliftError):
             traceback.print_exc()
+        elif worker is not None:  # the server logs it, on its machine
+            log.error("the engine ends: %s", error)
         parent.send(Fatal(type(error).__name__, str(error) or repr(error)))
         return 1
     return 0
-
-
-class _Parent:
-    """The parent's end of the socket. Three threads send to it."""
-
-    def __init__(self, sock: socket.socket, saturation: int | None) -> None:
-        self._sock = sock
-        self._saturation = saturation
-        self._lock = threading.Lock()
-
-    def send(self, frame: Frame, engine: int = 0, timeout: float = -1) -> None:
-        """Sends a frame of an engine, or drops it if other threads are sending for longer than `timeout` seconds (-1: waits forever)."""
-        if self._lock.acquire(timeout=timeout):
-            try:
-                send(self._sock, frame, engine)
-            finally:
-                self._lock.release()
-        if self._saturation is not None and isinstance(frame, StepOutputs) and "saturation" in frame.stats:
-            write_gauge(self._saturation, frame.stats["saturation"])
-
-    def try_send(self, frame: Frame) -> None:
-        """Like `send`, but does nothing if the parent has exited."""
-        with contextlib.suppress(OSError):
-            self.send(frame)
-
-
-def _receive_frames(sock: socket.socket, inbox: Inbox) -> None:
-    """Moves frames from the socket to the queue. Ends the process at once, even during a step, when the parent exits."""
-    with sock.makefile("rb") as file:
-        try:
-            while (received := receive(file)) is not None:
-                inbox.put(received)
-        except BadFrame as error:
-            inbox.put(error)
-            return
-        except OSError:
-            pass  # a connection reset
-    os._exit(1)
 
 
 def _die_with_parent() -> None:
@@ -124,6 +100,6 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    status = main(int(sys.argv[1]), partial(load, sys.argv[2]), *map(int, sys.argv[3:]))
+    status = main(int(sys.argv[1]), partial(load, sys.argv[2]), *more_arguments(sys.argv[3:]))
     sys.stderr.flush()
     os._exit(status)  # nothing is left to save, and torch's exit handlers are slow

@@ -23,6 +23,10 @@ class Secret:
         """What shows that an end knows the secret: the HMAC-SHA256 of its role and of all that both ends have sent."""
         return hmac.digest(self._content, role.encode() + b"\0" + transcript, "sha256")
 
+    def key(self, role: Role, transcript: bytes) -> bytes:
+        """The key of what the end with this role sends after the handshake: of this connection and direction alone, 32 bytes."""
+        return hmac.digest(self._content, b"frames of " + role.encode() + b"\0" + transcript, "sha256")
+
 
 def read_secret(file: str) -> Secret:
     """Reads the file of `--engine-secret-file`, which only its owner may read. Raises InvalidSetting, which does not tell the secret."""

@@ -1,6 +1,6 @@
 """The process that deploys a server's engines on a Ray cluster, and removes them when its standard input ends.
 
-    python -m chairlift.fleet.placement '{"address": ..., "host": ..., "port": ..., "secret_file": ..., "options": {...}}'
+    python -m chairlift.fleet.placement '{"address": ..., "host": ..., "port": ..., "secret_file": ..., "files": {...}, "options": {...}}'
 
 It is a process of its own because Ray ends the process of a driver whose cluster is lost.
 """
@@ -16,6 +16,7 @@ import ray
 from ray import serve
 
 from chairlift.engine.secret import read_secret
+from chairlift.engine.worker_files import WorkerFiles
 from chairlift.fleet.replica import application
 
 
@@ -26,7 +27,8 @@ def main() -> int:
         _connect(order["address"])
         name = f"chairlift-{order['host']}-{order['port']}"
         serve.start(proxy_location="Disabled")
-        engines = application(order["host"], order["port"], read_secret(order["secret_file"]), order["options"])
+        secret, files = read_secret(order["secret_file"]), WorkerFiles(order["files"])
+        engines = application(order["host"], order["port"], secret, files, order["options"])
         serve.run(engines, name=name, route_prefix=None)
         print("deployed", flush=True)
         sys.stdin.read()

@@ -13,6 +13,7 @@ from ray.serve.config import AutoscalingContext
 from chairlift.engine.gauge import open_gauge, read_gauge
 from chairlift.engine.joining import run_engine
 from chairlift.engine.secret import Secret, read_secret
+from chairlift.engine.worker_files import OWN, WorkerFiles
 from chairlift.settings import parse_host_and_port
 
 CHECK_SECONDS = 1.0
@@ -33,9 +34,9 @@ class EngineReplica:
     Requests do not pass through Ray: the engine and the server exchange frames over their own connection.
     """
 
-    def __init__(self, host: str, port: int, secret: Secret) -> None:
-        """The engine joins the server that listens at `host` and `port` and knows the secret."""
-        self._server = host, port, secret
+    def __init__(self, host: str, port: int, secret: Secret, files: WorkerFiles) -> None:
+        """The engine joins the server that listens at `host` and `port` and knows the secret, and uses these files of its machine."""
+        self._server = host, port, secret, files
         self._leaving = asyncio.Event()
         self._saturation = open_gauge()
         self._engine: asyncio.Task[str] | None = None
@@ -72,20 +73,22 @@ def by_saturation(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     return max(1, math.ceil(sum(saturations) / SATURATION)), {}
 
 
-def application(host: str, port: int, secret: Secret, options: Mapping[str, Any]) -> serve.Application:
-    """Replicas whose engines join this server; `options` are those of Ray Serve's deployments."""
+def application(host: str, port: int, secret: Secret, files: WorkerFiles, options: Mapping[str, Any]) -> serve.Application:
+    """Replicas whose engines join this server and use these files; `options` are those of Ray Serve's deployments."""
     defaults = {
         "health_check_period_s": CHECK_SECONDS,
         "health_check_timeout_s": ANSWER_SECONDS,
         "graceful_shutdown_timeout_s": LEAVE_SECONDS,
     }
     deployed: serve.Deployment = serve.deployment(name="engines", **{**defaults, **options})(EngineReplica)
-    return deployed.bind(host, port, secret)
+    return deployed.bind(host, port, secret, files)
 
 
-def engines(arguments: Mapping[str, str]) -> serve.Application:
+def engines(arguments: Mapping[str, Any]) -> serve.Application:
     """The application for Ray's own tools, with the arguments `server`, HOST:PORT, and `secret_file`, a path on the cluster's machines.
 
-    A file for `serve deploy` names it as `import_path: chairlift.fleet.replica:engines`, and has the deployment's options.
+    The other arguments are the settings of `join` that name files: `model`, `cache_dir`, `lora_modules` and so on. A file for `serve
+    deploy` names this as `import_path: chairlift.fleet.replica:engines`, and has the deployment's options.
     """
-    return application(*parse_host_and_port(arguments["server"]), read_secret(arguments["secret_file"]), {})
+    files = WorkerFiles({name: arguments[name] for name in ("model", *OWN) if name in arguments})
+    return application(*parse_host_and_port(arguments["server"]), read_secret(arguments["secret_file"]), files, {})

@@ -11,9 +11,11 @@ import sys
 from asyncio.subprocess import PIPE
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from chairlift.engine.worker_files import OWN
 from chairlift.errors import InvalidSetting
 
 if TYPE_CHECKING:
+    from chairlift.config import EngineConfig
     from chairlift.server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -33,8 +35,8 @@ class RayEngines:
 
     command: ClassVar[tuple[str, ...]] = ("-m", "chairlift.fleet.placement")
 
-    def __init__(self, config: ServerConfig, port: int) -> None:
-        """The engines join at `port` of the address in `--engine-listen`."""
+    def __init__(self, config: ServerConfig, engine: EngineConfig, port: int) -> None:
+        """The engines join at `port` of the address in `--engine-listen`. The files that `engine` names are those of their machines."""
         assert config.engine_listen is not None
         if importlib.util.find_spec("ray") is None:
             raise InvalidSetting("--ray-address needs Ray: pip install 'chairlift[fleet]'")
@@ -47,7 +49,8 @@ class RayEngines:
             policy = {"policy_function": "chairlift.fleet.replica:by_saturation"}
             options["autoscaling_config"] = {"policy": policy, **config.ray_autoscaling_config}
         order = {"address": config.ray_address, "host": config.engine_listen[0], "port": port, "secret_file": config.engine_secret_file}
-        self._order = json.dumps({**order, "options": options})
+        files = {name: getattr(engine, name) for name in ("model", *OWN)}
+        self._order = json.dumps({**order, "files": files, "options": options})
 
     async def keep(self) -> None:
         """Deploys the engines, again after each failure, until this is cancelled. Then Ray removes them.
