@@ -31,6 +31,8 @@ def test_a_static_batch_may_be_larger_than_the_default_batch_of_any_device(devic
         ({"queue_ageing_ms": float("nan")}, "--queue-ageing-ms must be above 0"),
         ({"target_itl_ms": 0.0}, "--target-itl-ms must be above 0"),
         ({"gather_ms": 5.0, "batching": "static"}, "--gather-ms needs --batching continuous"),
+        ({"background_slowdown": 0.9}, "--background-slowdown must be at least 1 and at most 1000, got 0.9"),
+        ({"background_slowdown": float("nan")}, "--background-slowdown must be at least 1"),
         ({"target_itl_ms": float("inf")}, "--target-itl-ms .* at most 1e.10"),
         ({"swap_space": -1}, "--swap-space must be at least 0"),
         ({"watermark": 1.0}, "--watermark must be at least 0 and below 1"),

@@ -26,7 +26,7 @@ LAYERS = {
             "text_index",
             "timeline",
         },
-        {"admission", "block", "config", "corpus", "group", "phase", "place", "queue", "snapshot", "stats"},
+        {"admission", "background", "block", "config", "corpus", "group", "phase", "place", "queue", "snapshot", "stats"},
         {"batch", "kv", "router", "settings"},
         {"compute", "held", "sequence", "steps", "journal"},
         {"accounts", "awaited", "deadlines", "parsed_journal", "reservation"},

@@ -40,6 +40,7 @@ _COUNTS = (
     "max_lora_rank",
 )
 _DURATIONS = ("batch_timeout_ms", "queue_ageing_ms", "target_itl_ms", "gather_ms")
+LARGEST_SLOWDOWN = 1000
 
 
 def _check_speculation(config: Mapping[str, str | int]) -> None:
@@ -233,6 +234,13 @@ class EngineConfig:
         metavar="MS",
         group="scheduler",
     )
+    background_slowdown: float = flag(
+        3.0,
+        "longest step with background requests beside others, as a multiple of the step without them; at least 1",
+        float,
+        metavar="TIMES",
+        group="scheduler",
+    )
     gather_ms: float | None = flag(
         None,
         "while nothing runs, requests with a 'ttft_deadline_ms' wait this long at most for others, so that steps carry more; 'auto' waits "
@@ -319,6 +327,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value <= LONGEST_MS:
                 raise ValueError(f"--{name.replace('_', '-')} must be above 0 and at most {LONGEST_MS:g}, got {value:g}")
+        if not 1 <= self.background_slowdown <= LARGEST_SLOWDOWN:
+            raise ValueError(f"--background-slowdown must be at least 1 and at most {LARGEST_SLOWDOWN}, got {self.background_slowdown:g}")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < (self.max_num_seqs or 1):
             raise ValueError(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs ({self.max_num_seqs}): "

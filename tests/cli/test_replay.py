@@ -235,6 +235,7 @@ def test_json_has_all_numbers(replay, file):
         ("target_itl_ms=20", "target_itl", 20_000),
         ("gather_ms=auto", "gather", 10_000_000_000_000),
         ("target_itl_ms=none", "target_itl", None),
+        ("background_slowdown=1.25", "background_slowdown", 125),
         ("host_blocks=8", "host_blocks", 8),
         ("swap_ns_per_block=500", "swap_ns_per_block", 500),
     ],

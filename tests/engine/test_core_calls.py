@@ -218,6 +218,7 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
         "max_queued_tokens": None,
         "ageing": 10_000_000,
         "target_itl": 500,
+        "background_slowdown": 300,
         "gather": None,
         "host_blocks": 7,
         "swap_ns_per_block": 900,

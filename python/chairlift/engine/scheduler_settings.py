@@ -55,6 +55,12 @@ _CONVERSIONS = (
     _Conversion("max_num_queued_tokens", "max_queued_tokens"),
     _Conversion("queue_ageing_ms", "ageing", _microseconds, _milliseconds),
     _Conversion("target_itl_ms", "target_itl", _microseconds, _milliseconds),
+    _Conversion(
+        "background_slowdown",
+        "background_slowdown",
+        encode=lambda times, blocks: None if times is None else round(times * 100),
+        decode=lambda hundredths, blocks: None if hundredths is None else Fraction(hundredths, 100),
+    ),
     _Conversion("gather_ms", "gather", _microseconds, _milliseconds),
 )
 

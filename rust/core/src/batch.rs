@@ -1,5 +1,6 @@
 //! The plan of one forward pass, as flat integer arrays for the model runner.
 
+use crate::background::BackgroundRoom;
 use crate::block::BlockId;
 use crate::cost::Load;
 use crate::request::{FinishReason, SeqId, Time, Token};
@@ -72,6 +73,12 @@ pub struct StepPlan {
     /// Position of the plan in the order of commits.
     pub(crate) step: u64,
     pub(crate) planned: Time,
+    /// The part of `load` of requests that are not in the background.
+    pub(crate) foreground: Load,
+    /// What background requests may still add. `None` if they are not limited.
+    pub(crate) background: Option<BackgroundRoom>,
+    /// Whether a background sequence that decodes got no token.
+    pub(crate) leaves_out_background: bool,
 }
 
 /// Number of entries that a plan writes to each array.
@@ -153,7 +160,7 @@ impl StepPlan {
         self.copies.clear();
         self.admitted.clear();
         self.preempted.clear();
-        self.load = Load::default();
-        (self.step, self.planned) = (step, now);
+        (self.load, self.foreground, self.background) = (Load::default(), Load::default(), None);
+        (self.step, self.planned, self.leaves_out_background) = (step, now, false);
     }
 }

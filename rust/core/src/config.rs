@@ -87,6 +87,8 @@ pub struct Config {
     /// Target for the longest step in microseconds, applied by limiting prompt tokens. 0 means three times the duration
     /// of the decodes alone, while at most one prompt is in progress.
     pub target_itl: Time,
+    /// The longest step with background requests beside others, in hundredths of the step's time without them. 0 for no limit.
+    pub background_slowdown: u32,
     /// Microseconds that requests with a deadline for their first token wait for others at most, while nothing runs. Continuous
     /// batching only.
     pub gather: Time,
@@ -113,6 +115,7 @@ impl Default for Config {
             max_queued_tokens: u64::MAX,
             ageing: 10_000_000,
             target_itl: 0,
+            background_slowdown: 300,
             gather: 0,
             host_blocks: 0,
             swap_ns_per_block: 0,

@@ -24,6 +24,18 @@ impl Load {
         self.prefill_tokens + self.decode_rows()
     }
 
+    /// Adds `len` prompt tokens after the first `from`.
+    pub(crate) fn add_piece(&mut self, from: u32, len: u32) {
+        self.context_tokens += u64::from(from + len);
+        // A prompt piece of one token costs as much as a decode.
+        if len == 1 {
+            self.decode_seqs += 1;
+        } else {
+            self.prefill_tokens += len;
+            self.prefill_pairs += u64::from(len) * (u64::from(from) + u64::from(len) / 2);
+        }
+    }
+
     /// Tokens of decoding sequences: the last one of each, and drafted ones.
     pub fn decode_rows(&self) -> u32 {
         self.decode_seqs + self.drafted_tokens
@@ -233,11 +245,15 @@ impl StepModel {
     /// least as many as `least` microseconds allow, and at most twice as many as in any observed step, because the
     /// model may not be linear beyond that.
     pub fn prefill_room(&self, load: &Load, target: f64, least: f64, context: u32) -> u32 {
-        let each = self.prefill_token(context.into());
         // The filter follows a machine that becomes slower too late for a target.
         let pace = larger(self.prefill_pace, 1.0);
         let beside = Load { context_tokens: load.context_tokens + u64::from(context), ..*load };
-        let room = (target / pace - self.step(&beside)).max(least / pace);
+        self.prefill_fits((target / pace - self.step(&beside)).max(least / pace), context)
+    }
+
+    /// Prompt tokens that take `room` microseconds, with `context` tokens before them. At most twice as many as in any observed step.
+    pub(crate) fn prefill_fits(&self, room: f64, context: u32) -> u32 {
+        let each = self.prefill_token(context.into());
         let fits = if each > 0.0 { (room / each) as u32 } else { u32::MAX };
         fits.min(self.largest_prefill.max(FIRST_PREFILL / 2).saturating_mul(2))
     }

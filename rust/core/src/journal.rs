@@ -322,7 +322,8 @@ impl<'a> Frames<'a> {
         let mut frames = Self { reader: Reader { bytes, at: MAGIC.len() + VERSION.len() }, sum: SEED };
         let Frame::Records(mut reader, at) = frames.next()? else { return Err(JournalError::NoSettings) };
         let given = read_settings(&mut reader).ok_or(JournalError::Damaged(at))?;
-        let config = Config::default().with(&given)?;
+        // A journal without this setting is of a scheduler without that limit.
+        let config = Config { background_slowdown: 0, ..Config::default() }.with(&given)?;
         config.check()?;
         Ok((frames, config))
     }

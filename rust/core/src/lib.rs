@@ -10,6 +10,7 @@ mod accounts;
 mod admission;
 mod arbiter;
 mod awaited;
+mod background;
 mod batch;
 mod block;
 mod compute;

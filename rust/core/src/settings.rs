@@ -152,7 +152,7 @@ macro_rules! optional {
 }
 
 /// Every setting, in the order in which settings are applied. A later setting may depend on earlier ones.
-pub const SETTINGS: [Setting; 19] = [
+pub const SETTINGS: [Setting; 20] = [
     number!(num_blocks, 2, U32, "Blocks in the KV cache, scratch block 0 included."),
     number!(block_size, 1, INT, "Tokens in a block."),
     number!(max_tokens, 1, INT, "Tokens in a step."),
@@ -219,6 +219,13 @@ pub const SETTINGS: [Setting; 19] = [
         0,
         u64::MAX,
         "Microseconds that a step with prompts should take at most; unset for three times what its decodes take alone, with one prompt."
+    ),
+    optional!(
+        background_slowdown,
+        0,
+        100,
+        100_000,
+        "Hundredths of a step's time that it takes at most with background requests beside others; unset for no limit."
     ),
     optional!(
         gather,

@@ -68,6 +68,7 @@ proptest! {
         reservation in prop::sample::select(Reservation::NAMES.map(|(_, reservation)| reservation).to_vec()),
         policy in policy(), batching in batching(),
         ageing in 0..60u64, target_itl in prop_oneof![2 => Just(0u64), 1 => 1..5u64], gather in prop_oneof![2 => Just(0u64), 1 => 1..60u64],
+        background_slowdown in prop::sample::select(vec![0, 100, 120, 300]),
         host in prop_oneof![1 => Just((0, 0)), 2 => (1..40u32, prop::sample::select(vec![0, 500, 1_000_000u32]))],
         max_queued_reqs in prop_oneof![3 => Just(u32::MAX), 1 => 0..10u32],
         drafts in prop_oneof![1 => Just((0, 0)), 1 => (1..8usize, prop::sample::select(vec![0, 50, 5000usize]))],
@@ -77,7 +78,7 @@ proptest! {
         let (host_blocks, swap_ns_per_block) = host;
         let config = Config {
             num_blocks, block_size, max_tokens, max_seqs, max_model_len: 44, prefix_caching, watermark, reservation, policy, batching,
-            max_queued_reqs, max_queued_tokens: u64::MAX, ageing, target_itl, gather, host_blocks, swap_ns_per_block,
+            max_queued_reqs, max_queued_tokens: u64::MAX, ageing, target_itl, background_slowdown, gather, host_blocks, swap_ns_per_block,
         };
         let mut world = World::new(config, journal).drafting(drafts.0, drafts.1);
         for op in ops {

@@ -91,7 +91,6 @@ impl Scheduler {
 
     /// Admits waiting sequences while tokens, slots and blocks allow. If this step preempted sequences, only the first
     /// `reserved` are admitted. If an aged request is `blocked`, given as its group and its need, none is admitted.
-    /// Background requests are admitted if no other request waits and no prompt of another is in progress.
     pub(super) fn plan_waiting(&mut self, plan: &mut StepPlan, budget: &mut u32, reserved: u32, blocked: Option<(u32, Need)>) {
         let mut left = if plan.preempted.is_empty() { u32::MAX } else { reserved };
         let (mut turn, mut rejected, mut walk) = (blocked, 0, Walk::default());
@@ -101,7 +100,7 @@ impl Scheduler {
             if self.seqs[id].place.was_rejected_in(self.steps.plan_number()) {
                 continue; // rejected before the walk restarted, or before it was moved
             }
-            if self.seqs[id].is_background() && (self.waiting.foreground() > 0 || self.has_foreground_prompt()) {
+            if self.seqs[id].is_background() && !self.may_start_background(id, plan) {
                 break;
             }
             left -= 1;
@@ -129,11 +128,6 @@ impl Scheduler {
             }
         }
         self.note_turn(turn, plan, *budget);
-    }
-
-    /// Whether the prompt of a request that is not in the background was in progress when the plan began.
-    fn has_foreground_prompt(&self) -> bool {
-        self.running.prompts().iter().any(|&id| !self.seqs[id].is_background())
     }
 
     /// Counts an admission for the requests rejected before it. Returns whether no more requests may bypass one of them.
@@ -191,6 +185,9 @@ impl Scheduler {
         };
         if closed && !self.seqs[id].has_started() {
             return Err(Need::Batch);
+        }
+        if self.step_tokens(id, plan, *budget) == 0 {
+            return Err(Need::Budget);
         }
         let held_back = self.held_back(id);
         let seq = &self.seqs[id];

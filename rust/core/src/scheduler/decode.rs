@@ -5,11 +5,12 @@ use crate::batch::{StepPlan, WHOLE_TABLE};
 use crate::request::SeqId;
 
 impl Scheduler {
-    /// Plans the next token of each decoding sequence and drops sequences that have ended. `spare` blocks are free
-    /// beyond the need of these tokens.
+    /// Plans the next token of each decoding sequence, of the background only as far as it has room, and drops sequences
+    /// that have ended. `spare` blocks are free beyond the need of these tokens.
     pub(super) fn plan_decodes(&mut self, plan: &mut StepPlan, budget: &mut u32, mut spare: usize) {
         self.running.clear_prompts();
         let (mut kept, mut fast, mut context) = (0, 0, 0);
+        let (foreground, mut background) = self.background_room().unzip();
         for at in 0..self.running.len() {
             let id = self.running.at(at);
             let Some(seq) = self.seqs.get_mut(id) else { continue };
@@ -17,6 +18,15 @@ impl Scheduler {
             self.running.keep(kept, id);
             kept += 1;
             if seq.has_nothing_to_plan() {
+                continue;
+            }
+            if let Some(room) = &mut background
+                && seq.is_background()
+                && seq.uncomputed() <= 1
+                && !room.take_decode(1 + seq.draft().len() as u32, seq.computed())
+            {
+                seq.use_draft(0);
+                plan.leaves_out_background = true;
                 continue;
             }
             if seq.is_on_fast_path() {
@@ -34,6 +44,7 @@ impl Scheduler {
         self.running.truncate(kept);
         plan.load.decode_seqs += fast;
         plan.load.context_tokens += context;
+        (plan.foreground, plan.background) = (foreground.unwrap_or(plan.load), background);
         self.accounts.count_computed(plan.load.decode_seqs);
     }
 

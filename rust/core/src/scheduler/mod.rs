@@ -4,6 +4,7 @@
 
 mod add;
 mod admit;
+mod background;
 mod check;
 mod decode;
 mod elsewhere;
@@ -21,6 +22,7 @@ mod stats;
 mod stored;
 
 use crate::accounts::Accounts;
+use crate::background::BackgroundCost;
 use crate::batch::{Outputs, StepPlan};
 use crate::config::Config;
 use crate::cost::StepModel;
@@ -57,6 +59,7 @@ pub struct Scheduler {
     accounts: Accounts,
     deadlines: Deadlines,
     model: StepModel,
+    background: BackgroundCost,
     steps: Steps,
     /// Sequences that ended by themselves, with their tokens, if they are wanted.
     finished: Option<Vec<(SeqId, Vec<Token>)>>,
@@ -82,6 +85,7 @@ impl Scheduler {
             accounts: Accounts::new(&config),
             deadlines: Deadlines::default(),
             model: StepModel::default(),
+            background: BackgroundCost::default(),
             steps: Steps::default(),
             finished: None,
             config,
@@ -199,6 +203,7 @@ impl Scheduler {
         let ran = self.steps.commit(&plan, self.accounts.now());
         self.accounts.divide_step(&plan, ran.took, &self.model, &mut self.seqs);
         self.accounts.divide_energy(&mut self.seqs);
+        self.background.observe(&plan.foreground, &plan.load, &self.model, ran.took);
         let predicted = self.model.observe(&plan.load, ran.took);
         self.note_use(&plan.load, ran.from, predicted);
         outputs.tokens.clear();

@@ -14,13 +14,13 @@ const MIN_PREFILL: f64 = 0.15;
 const DEFAULT_SLOWDOWN: f64 = 3.0;
 /// The part of the target to aim at. A prompt's next piece always costs slightly more than the pieces that the model
 /// has observed.
-const AIM: f64 = 0.88;
+pub(super) const AIM: f64 = 0.88;
 /// The part of a step's prompt tokens, as a divisor, that is guaranteed to the oldest prompt in progress.
 const GUARANTEE: u32 = 4;
 
 impl Scheduler {
     /// Limits the tokens for prompts by the target: the configured target, or three times the duration of the decodes
-    /// alone. The default target costs throughput. It applies only beside decodes, with one prompt in progress, and
+    /// alone, without the background. The default target costs throughput. It applies only beside decodes, with one prompt in progress, and
     /// without a `backlog`, which means requests that already waited in the previous plan.
     pub(super) fn bound_prefill(&self, plan: &StepPlan, budget: &mut u32, backlog: bool) {
         let configured = self.config.target_itl > 0;
@@ -29,14 +29,14 @@ impl Scheduler {
             return;
         }
         let busy = backlog || prompts.iter().filter(|&&id| !self.seqs[id].is_background()).count() > 1;
-        if !configured && (plan.load.decode_seqs == 0 || busy || !self.model.knows()) {
+        if !configured && (plan.foreground.decode_seqs == 0 || busy || !self.model.knows()) {
             return;
         }
         if !self.model.knows() {
             *budget = (*budget).min(FIRST_PREFILL);
             return;
         }
-        let alone = self.model.decode_step(&plan.load);
+        let alone = self.model.decode_step(&plan.foreground);
         let target = if configured { self.config.target_itl as f64 } else { DEFAULT_SLOWDOWN * alone };
         // The prompt that runs next is not known yet. The longest prompt in progress is the most expensive.
         let context = prompts.iter().map(|&id| self.seqs[id].computed()).max().unwrap_or(0);
@@ -96,13 +96,13 @@ impl Scheduler {
             if oldest == Some(id) {
                 reserved = 0;
             }
-            let mut available = budget.saturating_sub(reserved);
+            let available = self.step_tokens(id, plan, budget.saturating_sub(reserved));
             if available == 0 {
                 self.stall_prompt(id);
             } else {
-                let table_from = self.seqs[id].blocks.held() as u32;
-                self.plan_piece(id, table_from, plan, &mut available);
-                *budget = available + reserved;
+                let (table_from, mut left) = (self.seqs[id].blocks.held() as u32, available);
+                self.plan_piece(id, table_from, plan, &mut left);
+                *budget -= available - left;
             }
         }
     }
@@ -126,19 +126,19 @@ impl Scheduler {
     /// `table_from` entries of its block table.
     pub(super) fn plan_piece(&mut self, id: SeqId, table_from: u32, plan: &mut StepPlan, budget: &mut u32) {
         self.resume(id);
+        // The caller has seen that there is room for a token.
+        let available = self.step_tokens(id, plan, *budget).max(1);
         let seq = &mut self.seqs[id];
-        let len = seq.uncomputed().min(*budget);
+        let len = seq.uncomputed().min(available);
         *budget -= len;
         let from = seq.computed();
-        plan.load.context_tokens += u64::from(from + len);
-        self.accounts.count_computed(len);
-        // A prompt piece of one token costs as much as a decode.
-        if len == 1 {
-            plan.load.decode_seqs += 1;
-        } else {
-            plan.load.prefill_tokens += len;
-            plan.load.prefill_pairs += u64::from(len) * (u64::from(from) + u64::from(len) / 2);
+        plan.load.add_piece(from, len);
+        if !seq.is_background() {
+            plan.foreground.add_piece(from, len);
+        } else if let Some(room) = &mut plan.background {
+            room.take_prompt(self.model.prefill(from.into(), len.into()));
         }
+        self.accounts.count_computed(len);
         plan.chunks.push(seq.next_chunk(id, len, table_from, self.config.block_size));
         self.seal(id, plan.step);
     }

@@ -1,6 +1,6 @@
 //! Background requests yield to all others, under every policy.
 
-use crate::lab::{Lab, ask, plenty};
+use crate::lab::{Cost, Lab, ask, plenty};
 use chairlift_core::{BACKGROUND, Config, Policy, Rejected, Request};
 
 fn background(tag: u64, prompt: u32, new: u32) -> Request {
@@ -74,18 +74,62 @@ fn they_lose_their_blocks_to_others_decodes_and_others_prompts() {
 #[test]
 fn their_prompts_get_what_others_leave_of_a_step() {
     each_policy(|policy| {
-        let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(policy) });
+        let mut lab = Lab::new(Config { max_tokens: 60, max_seqs: 8, ..plenty(policy) });
         lab.add(background(1, 1000, 2));
-        assert_eq!(lab.step().chunks, [(1, 100)]);
-        lab.add(ask(2, 250, 2));
+        assert_eq!(lab.step().chunks, [(1, 60)]);
+        lab.add(ask(2, 150, 2));
         let mut computed = 0;
-        while computed < 250 {
+        while computed < 150 {
             let chunks = lab.step().chunks;
             let own = chunks.iter().find(|&&(tag, _)| tag == 2).expect("it runs").1;
             computed += own;
-            assert!(own == 100 || computed == 250, "{chunks:?}: a step of its prompt has room for nothing else");
+            assert!(own == 60 || computed == 150, "{chunks:?}: a step of its prompt has room for nothing else");
         }
         lab.finish();
+    });
+}
+
+/// A machine whose steps take as long as their tokens, so that a strict limit leaves no time for the background.
+fn strict(policy: Policy, streams: u64) -> Lab {
+    let config = Config { background_slowdown: 110, max_seqs: 16, ..plenty(policy) };
+    let mut lab = Lab::taught(config, Cost(1000, 1000, 5000));
+    (1..=streams).for_each(|tag| lab.add(ask(tag, 10, 4000)));
+    (0..=streams).for_each(|_| drop(lab.step()));
+    lab
+}
+
+/// The requests with tokens in each of the next steps.
+fn next_steps(lab: &mut Lab, steps: u32) -> Vec<Vec<u64>> {
+    (0..steps).map(|_| lab.step().chunks.iter().map(|&(tag, _)| tag).collect()).collect()
+}
+
+#[test]
+fn beside_streams_they_get_a_token_in_every_sixteenth_step_at_least() {
+    each_policy(|policy| {
+        let mut lab = strict(policy, 2);
+        lab.add(background(7, 20, 50));
+        let steps = next_steps(&mut lab, 400);
+        let at: Vec<usize> = (0..steps.len()).filter(|&at| steps[at].contains(&7)).collect();
+        assert!((24..=26).contains(&at.len()), "{at:?}");
+        assert!(at[0] <= 16 && at.windows(2).all(|pair| pair[1] - pair[0] <= 16), "{at:?}");
+        assert!(steps.iter().all(|step| step.contains(&1) && step.contains(&2)), "a stream has a token in each step");
+    });
+}
+
+#[test]
+fn beside_a_prompt_and_a_stream_they_get_less_and_their_prompts_nothing() {
+    each_policy(|policy| {
+        let mut lab = Lab::taught(Config { max_seqs: 16, ..plenty(policy) }, Cost(8000, 100, 100));
+        (1..=4).for_each(|tag| lab.add(background(tag, 20, 4000)));
+        lab.add(background(5, 8000, 1));
+        lab.steps(8);
+        lab.add(ask(6, 10, 500));
+        lab.step();
+        let beside_stream = next_steps(&mut lab, 12);
+        assert!(beside_stream.iter().filter(|step| step.len() == 6).count() > 8, "rows and a prompt: {beside_stream:?}");
+        lab.add(ask(7, 8000, 1));
+        let beside_prompt = next_steps(&mut lab, 5);
+        assert!(beside_prompt.iter().all(|step| step.contains(&7) && !step.contains(&5)), "{beside_prompt:?}");
     });
 }
 
