@@ -64,7 +64,7 @@ def test_a_step_crosses_in_flat_arrays() -> None:
     plan = core.plan(buffers, 2000)
     assert plan is not None
     assert (plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies) == (6, 2, 2, 0)
-    assert [(row, tag, cached, queued) for row, _, tag, cached, queued in plan.admitted] == [(0, 70, 0, 1000), (1, 71, 0, 1000)]
+    assert [(row, tag, *admission) for row, _, tag, *admission in plan.admitted] == [(0, 70, 0, 0, 1000), (1, 71, 0, 0, 1000)]
     assert plan.admitted[0][1] == first
     assert step["input_ids"][:6].tolist() == [5, 6, 7, 8, 9, 3]
     assert step["positions"][:6].tolist() == [0, 1, 2, 3, 4, 0]
@@ -89,6 +89,7 @@ def test_a_step_crosses_in_flat_arrays() -> None:
             "ended": 3000,
             "prompt_tokens": 1,
             "cached_tokens": 0,
+            "own_cached_tokens": 0,
             "output_tokens": 1,
             "computed_tokens": 1,
             "recomputed_tokens": 0,

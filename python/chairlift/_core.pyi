@@ -214,8 +214,12 @@ class StepPlan:
     @property
     def num_table_writes(self) -> int: ...
     @property
-    def admitted(self) -> list[tuple[int, int, int, int, int]]:
-        """One entry per sequence admitted in this step: batch slot, sequence, tag, cached prompt tokens, microseconds in the queue."""
+    def admitted(self) -> list[tuple[int, int, int, int, int, int]]:
+        """One entry per sequence admitted in this step.
+
+        The numbers are its batch slot, its handle, its tag, the prompt tokens that were cached, those of them that its tenant had used
+        before, and its microseconds in the queue.
+        """
     @property
     def preempted(self) -> list[int]:
         """Tags of the sequences that were preempted."""
@@ -272,7 +276,7 @@ class Scheduler:
         deadline: int | None = None,
         ttft_deadline: int | None = None,
         predicted_tokens: int | None = None,
-        resumed: tuple[int, int, int, int, int | None] | None = None,
+        resumed: tuple[int, int, int, int, int, int | None] | None = None,
         continues: tuple[int, int] | None = None,
         draft: bool = False,
     ) -> int:
@@ -280,9 +284,9 @@ class Scheduler:
 
         With `draft`, several of its tokens can be sampled in one step. `resumed` is set for a request that an engine lost: its prompt then
         ends with the answer so far, and no limit of the queue applies. The fields are the answer's tokens, the prompt tokens that were
-        cached, and when the request was submitted and started and had its first token. `continues` is a held sequence and how many leading
-        tokens of the prompt are its tokens. If the request ends by a stop or by its length, the held sequence gets its blocks. `tier` is
-        `priority`, `default`, `flex` or `background`.
+        cached, those of them that the tenant had used before, and when the request was submitted and started and had its first token.
+        `continues` is a held sequence and how many leading tokens of the prompt are its tokens. If the request ends by a stop or by its
+        length, the held sequence gets its blocks. `tier` is `priority`, `default`, `flex` or `background`.
         """
     def open(self, tenant: str, salt: bytes, now: int) -> int:
         """Opens a held sequence without tokens and returns its handle."""

@@ -50,6 +50,9 @@ class Timeline:
     ended: float | None
     prompt_tokens: int
     cached_tokens: int
+    """Prompt tokens whose KV was in the prefix cache."""
+    own_cached_tokens: int
+    """Those of them that a request of the same tenant had computed or used before. A server tells a tenant of no others."""
     output_tokens: int
     computed_tokens: int
     """Tokens that the model computed for it, including recomputed ones."""
@@ -138,6 +141,8 @@ class RequestOutput:
     """The stop string or stop token that ended the output; None for the model's own end of sequence."""
     cached_tokens: int = 0
     """Prompt tokens whose KV was in the prefix cache."""
+    own_cached_tokens: int = 0
+    """Those of them that a request of the same tenant had computed or used before."""
     preemptions: int = 0
     timing: Timing | None = None
     """Set with `finish_reason`."""

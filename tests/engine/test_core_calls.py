@@ -268,18 +268,18 @@ def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
 
 def test_the_unfinished_choices_of_a_lost_request_go_on_with_their_seeds(make):
     engine = make()
-    answers = [ResumedChoice(0, pack_tokens([4, 5]), 2, 100, 200, 300), ResumedChoice(2, b"", 2, 100, 200, None)]
+    answers = [ResumedChoice(0, pack_tokens([4, 5]), 2, 1, 100, 200, 300), ResumedChoice(2, b"", 2, 1, 100, 200, None)]
     engine.add(7, [1, 2], SamplingParams(n=3, seed=9), spent={"receive": 1000}, resumed=answers)
     assert engine.core.added.keys() == {7, 9}
     begun = NOW - 1000
-    assert engine.core.added[7]["resumed"] == (2, 2, begun + 100, begun + 200, begun + 300)
-    assert engine.core.added[9]["resumed"] == (0, 2, begun + 100, begun + 200, None)
-    engine.core.plans.append(plan([(row, 10 * tag, tag, 0, 0) for row, tag in enumerate((7, 9))]))
+    assert engine.core.added[7]["resumed"] == (2, 2, 1, begun + 100, begun + 200, begun + 300)
+    assert engine.core.added[9]["resumed"] == (0, 2, 1, begun + 100, begun + 200, None)
+    engine.core.plans.append(plan([(row, 10 * tag, tag, 0, 0, 0) for row, tag in enumerate((7, 9))]))
     engine.step()
     resumed = dict(engine.runner.seeds)
     engine = make()
     engine.add(1, [1, 2], SamplingParams(n=3, seed=9))
-    engine.core.plans.append(plan([(row, 10 * tag, tag, 0, 0) for row, tag in enumerate((1, 3))]))
+    engine.core.plans.append(plan([(row, 10 * tag, tag, 0, 0, 0) for row, tag in enumerate((1, 3))]))
     engine.step()
     assert resumed == engine.runner.seeds
 
@@ -291,7 +291,7 @@ def test_answers_are_forks_with_draws_of_their_own(make):
     assert engine.core.calls == [("fork", 40, 5), ("fork", 40, 6), ("fork", 70, 8)]
 
     def seeds(tags):
-        engine.core.plans.append(plan([(row, 10 * tag, tag, 0, 0) for row, tag in enumerate(tags)]))
+        engine.core.plans.append(plan([(row, 10 * tag, tag, 0, 0, 0) for row, tag in enumerate(tags)]))
         engine.step()
         return [engine.runner.seeds[row] for row in range(len(tags))]
 
@@ -330,12 +330,12 @@ def test_a_step_swaps_before_it_runs_and_expires_before_it_plans(make):
         engine.add(tag, [1, 2], SamplingParams())
     core = engine.core
     core.expiring = [2]
-    core.plans.append(plan([(0, 10, 1, 16, 250)], ending=[3], swap_out=[(5, 0)], swap_in=[(1, 6)]))
+    core.plans.append(plan([(0, 10, 1, 16, 8, 250)], ending=[3], swap_out=[(5, 0)], swap_in=[(1, 6)]))
     report = engine.step()
     assert core.calls == ["expire", "plan", "add", ("swap", [(5, 0)], [(1, 6)]), "launch 1 in 0", "sample 1", "collect 1", "commit"]
     assert (report.tags, report.tokens, report.finishes) == (b"the tags", b"\4\0\0\0", b"\2")
     assert np.frombuffer(report.logprobs, "<f4").tolist() == [-0.5]
-    assert report.started == [(1, 16, 250)]
+    assert report.started == [(1, 16, 8, 250)]
     assert report.ended == [{"tag": 2, "finish": "deadline"}, {"tag": 3, "finish": "length"}]
     assert [engine.abort(tag) for tag in (1, 2, 3)] == [True, False, False]
 
@@ -348,10 +348,10 @@ def test_the_next_step_is_launched_before_this_one_is_collected_and_sampled_afte
     for tag in (1, 2, 3):
         engine.add(tag, [1, 2], SamplingParams())
     # In the second plan 2 has taken the row of 1, which lost it, and whose last token is on its way.
-    core.plans += [plan([(0, 10, 1, 0, 0), (1, 30, 3, 0, 0)]), plan([(0, 20, 2, 0, 0)]), plan()]
+    core.plans += [plan([(0, 10, 1, 0, 0, 0), (1, 30, 3, 0, 0, 0)]), plan([(0, 20, 2, 0, 0, 0)]), plan()]
     core.plans[0].ending, core.plans[1].ending = [1], [3]
     added = ["add", ("swap", (), ())]
-    assert engine.step().started == [(1, 0, 0), (3, 0, 0), (2, 0, 0)]
+    assert engine.step().started == [(1, 0, 0, 0), (3, 0, 0, 0), (2, 0, 0, 0)]
     first, second = ["plan", "add", *added, "launch 1 in 0", "sample 1"], ["plan", *added, "launch 2 in 1", "collect 1", "commit"]
     assert core.calls == ["expire", *first, *second, "sample 2"]
     core.calls.clear()
@@ -378,7 +378,7 @@ def test_each_stage_of_a_step_is_told(make):
 
     engine.core.calls = engine.runner.calls = Calls()
     engine.add(1, [1, 2], SamplingParams())
-    engine.core.plans.append(plan([(0, 10, 1, 0, 0)]))
+    engine.core.plans.append(plan([(0, 10, 1, 0, 0, 0)]))
     engine.step()
     assert stages == {
         **{"expire": "plan", "plan": "plan", "add": "run", ("swap", (), ()): "run"},
@@ -393,7 +393,7 @@ def test_when_a_step_fails_all_that_are_under_way_are_committed_without_tokens(m
     engine = make()
     core = engine.core
     engine.add(1, [1, 2], SamplingParams())
-    core.plans += [plan([(0, 10, 1, 0, 0)]), plan(), plan()]
+    core.plans += [plan([(0, 10, 1, 0, 0, 0)]), plan(), plan()]
     engine.step()
     core.calls.clear()
     committed = []
@@ -414,7 +414,7 @@ def test_log_probabilities_are_of_those_that_are_still_there(make, monkeypatch):
     for tag in (1, 2, 3):
         engine.add(tag, [1, 2], SamplingParams())
     core = engine.core
-    core.plans.append(plan([(row, 10 * tag, tag, 0, 0) for row, tag in enumerate((1, 2, 3))]))
+    core.plans.append(plan([(row, 10 * tag, tag, 0, 0, 0) for row, tag in enumerate((1, 2, 3))]))
     core.plans[0].num_samples = 3
     monkeypatch.setattr(FakeRunner, "buffers", (SimpleNamespace(arrays=dict, sample_slots=np.array([2, 0, 1], dtype=np.int32)),))
     sampled = Sampled(np.array([7, 8, 9], np.int32), np.array([-1, -2, -3], np.float32), {0: b"three", 1: b"one", 2: b"two"}, [])

@@ -214,16 +214,19 @@ def test_a_batch_waits_for_its_time_and_says_how_long(make, monkeypatch):
 def test_salts_keep_caches_apart_and_tenants_alone_do_not(make):
     engine = make()
 
-    def cached(tag: int, **scheduling) -> int:
+    def cached(tag: int, **scheduling) -> tuple[bool, bool]:
         engine.add(tag, PROMPTS[5], GREEDY, Scheduling(**scheduling))
         run = Run(engine)
         run.all()
-        return run.timelines[tag].cached_tokens
+        timeline = run.timelines[tag]
+        assert timeline.own_cached_tokens in (0, timeline.cached_tokens)
+        return timeline.cached_tokens > 0, timeline.own_cached_tokens > 0
 
-    assert cached(1) == 0
-    assert cached(2, tenant="a") > 0
-    assert cached(3, cache_salt="s") == 0
-    assert cached(4, cache_salt="s") > 0
+    assert cached(1) == (False, False)
+    assert cached(2, tenant="a") == (True, False), "the tenant is not told that another had this prompt"
+    assert cached(3, tenant="a") == (True, True)
+    assert cached(4, cache_salt="s") == (False, False)
+    assert cached(5, cache_salt="s") == (True, True)
 
 
 def test_a_sequence_is_explained_while_it_lives_and_afterwards(make, tmp_path):

@@ -28,6 +28,35 @@ def test_keys_may_have_tenants(text, keys):
     assert whose(read, "", text[:-1], "alice", "alice=sk-1") == [None] * 4
 
 
+@pytest.mark.parametrize(
+    ("text", "operator", "operators"),
+    [
+        ("sk-1", None, ["sk-1"]),
+        ("sk-1,sk-2", None, ["sk-1", "sk-2"]),
+        ("alice=sk-1,sk-2", None, []),
+        ("sk-1", "sk-3", ["sk-3"]),
+        ("alice=sk-1,sk-2", "sk-3", ["sk-3"]),
+        (None, "sk-3", ["sk-3"]),
+    ],
+)
+def test_an_unnamed_key_is_the_operators_only_without_others(text, operator, operators):
+    keys = read_keys(text, None, operator)
+    assert [key for key in ("sk-1", "sk-2", "sk-3") if (tenant := keys.tenant(key.encode())) is not None and tenant.operator] == operators
+
+
+def test_a_tenant_of_a_file_may_be_an_operator(tmp_path):
+    file = tmp_path / "keys.toml"
+    file.write_text('[alice]\nkey = "sk-1"\n[ops]\nkey = "sk-2"\noperator = true\n')
+    keys = read_keys("ops=sk-3,sk-4", str(file))
+    assert [keys.tenant(key).reader for key in (b"sk-1", b"sk-2", b"sk-3", b"sk-4")] == ["alice", None, None, ""]
+
+
+@pytest.mark.parametrize("text", ["none=sk-1", "a=sk-1,other=sk-2", "another=sk-1"])
+def test_names_that_stand_for_several_tenants_have_no_key(text):
+    with pytest.raises(InvalidSetting, match="no tenant may be called"):
+        read_keys(text)
+
+
 def test_without_keys_none_is_wanted():
     assert not read_keys(None)
 
@@ -69,6 +98,8 @@ FILES = {
     "a key as a setting": (f'[alice]\n{SECRET} = "key"', r"\[alice\] has an unknown setting; it may have"),
     "no weight": (f'[alice]\nkey = "{SECRET}"\nweight = 0', r"\[alice\]: weight must be a whole number from 1 to 10000"),
     "half a request": (f'[alice]\nkey = "{SECRET}"\nmax_requests = 1.5', r"\[alice\]: max_requests must be a whole number"),
+    "one operator": (f'[alice]\nkey = "{SECRET}"\noperator = 1', r"\[alice\]: operator must be true or false"),
+    "a reserved name": (f'[other]\nkey = "{SECRET}"', r"\[other\]: no tenant may be called other"),
     "true": (f'[alice]\nkey = "{SECRET}"\nmax_queued = true', r"\[alice\]: max_queued must be a whole number"),
 }
 

@@ -248,6 +248,7 @@ class FakeEngine:
                         output.prompt_logprobs = [None, *(scored(token, params.prompt_logprobs) for token in prompt[1:])]
                     # A fork finds the whole prompt computed.
                     output.cached_tokens = len(prompt) if index else 3
+                    output.own_cached_tokens = len(prompt) if index else 1
                     if done:
                         output.timing = Timing(0.001, 0.001, 0.002, 0.003)
                         if "drafted" in text:
@@ -290,6 +291,7 @@ def timeline(**changes: object) -> Timeline:
             ended=102.0,
             prompt_tokens=5,
             cached_tokens=0,
+            own_cached_tokens=0,
             output_tokens=3,
             computed_tokens=7,
             recomputed_tokens=0,
@@ -367,7 +369,7 @@ def serving_models(
     app = application(service, config.max_body_size)
     server = _PromptServer(
         uvicorn.Config(
-            guarded(app, config, read_keys(config.api_key, config.api_key_file)),
+            guarded(app, config, read_keys(config.api_key, config.api_key_file, config.operator_key)),
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
             port=0,

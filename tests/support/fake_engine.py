@@ -50,6 +50,7 @@ def timeline(tag, finish="length", **changes):
         "ended": 4_000_000,
         "prompt_tokens": 1,
         "cached_tokens": 16,
+        "own_cached_tokens": 8,
         "output_tokens": 3,
         "computed_tokens": 4,
         "recomputed_tokens": 2,
@@ -167,7 +168,7 @@ class FakeEngine:
                 report.ended.append(timeline(tag, "deadline", **times))
                 continue
             if count == 0:
-                report.started.append((tag, 16, 500_000))
+                report.started.append((tag, 16, 8, 500_000))
             entry[1] += 1
             token = start + count
             stops = {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})

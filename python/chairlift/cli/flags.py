@@ -24,7 +24,7 @@ COMMON = {
     *("tokenizer", "chat_template", "device", "tensor_parallel_size", "threads", "dtype", "quantization", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "tenant_weights", "batching", "max_num_queued_reqs"),
     *("target_itl_ms", "journal", "num_kv_blocks", "gpu_memory_utilization", "kv_cache_dtype", "enable_prefix_caching", "swap_space"),
-    *("host", "port", "served_model_name", "api_key", "api_key_file", "cors_allow_origins", "ssl_certfile", "ssl_keyfile"),
+    *("host", "port", "served_model_name", "api_key", "api_key_file", "operator_key", "cors_allow_origins", "ssl_certfile", "ssl_keyfile"),
     *("admin_socket", "shutdown_timeout", "log_level", "log_format", "tool_call_parser", "reasoning_parser"),
 }
 """The settings that `--help` shows; `--help-all` shows all."""

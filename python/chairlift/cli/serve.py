@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from chairlift.server.tiers import read_tiers
 
     server = args.server
-    keys = read_keys(server.api_key, server.api_key_file)
+    keys = read_keys(server.api_key, server.api_key_file, server.operator_key)
     tiers = read_tiers(server.tiers)
     weights = {tenant.name: tenant.weight for tenant in keys if tenant.weight is not None}
     tenant_weights = {**weights, **(args.engine.tenant_weights or {})} or None

@@ -89,6 +89,7 @@ class ResumedChoice(NamedTuple):
     answer: bytes
     """Its tokens so far, as int32 little-endian."""
     cached_tokens: int
+    own_cached_tokens: int
     submitted: int
     started: int
     first_token: int | None
@@ -206,8 +207,9 @@ class StepOutputs:
 
     `tags` (u64), `tokens` (i32) and `finishes` (u8: 0 none, 1 stop, 2 length, 3 error) are little-endian with one entry per token.
     `logprobs` (f32) has one entry per token if any request needs log-probabilities, else none. `started` has (tag, cached tokens,
-    microseconds queued) for each admitted sequence, including those admitted again after a preemption. `ended` has the timelines of
-    ended sequences; a sequence that missed its deadline is in no other field. `stats` are counters, which are not sent every time.
+    those of them that its tenant used before, microseconds queued) for each admitted sequence, including those admitted again after a
+    preemption. `ended` has the timelines of ended sequences; a sequence that missed its deadline is in no other field. `stats` are
+    counters, which are not sent every time.
     `details` (by tag) and `prompts` (pairs with a request's first tag) are log-probabilities of tokens and of prompt tokens, in lines of
     4-byte numbers: token, log-probability (f32), rank, top tokens, their log-probabilities (f32). The `details` of a request for an
     embedding are its numbers (f32).

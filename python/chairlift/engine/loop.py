@@ -266,7 +266,7 @@ class Engine:
         self.stage = "plan", time.monotonic()
         now = _now()
         expired = self._expire(now)
-        started: list[tuple[int, int, int]] = []
+        started: list[tuple[int, int, int, int]] = []
         starved: list[Mapping[str, Any]] = []
         try:
             step, self._in_flight = self._in_flight, None
@@ -368,7 +368,7 @@ class Engine:
             self._sequences.forget(timeline["tag"])
         return expired
 
-    def _plan_and_launch(self, now: int, started: list[tuple[int, int, int]]) -> _InFlightStep | None:
+    def _plan_and_launch(self, now: int, started: list[tuple[int, int, int, int]]) -> _InFlightStep | None:
         """Plans a step and launches it; None if there is nothing to run. Adds admitted sequences to `started`."""
         self.stage = "plan", time.monotonic()
         plan = self._scheduler.plan(self._buffers[self._next_buffer], now, self._forced_tokens())
@@ -376,9 +376,9 @@ class Engine:
             return None
         self._plans.append(plan)
         self.stage = "run", time.monotonic()
-        for slot, seq, tag, cached_tokens, queued in plan.admitted:
+        for slot, seq, tag, cached_tokens, own_cached_tokens, queued in plan.admitted:
             self._assign_slot(slot, seq, tag)
-            started.append((tag, cached_tokens, queued))
+            started.append((tag, cached_tokens, own_cached_tokens, queued))
         self.runner.swap(plan.swap_out, plan.swap_in)
         sizes = StepSizes(plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies, plan.num_table_writes)
         slots = self.runner.buffers[self._next_buffer].sample_slots[: sizes.samples]

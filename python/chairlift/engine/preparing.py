@@ -39,7 +39,15 @@ class Preparing:
         waiting, now = self._requests[tag], _now()
         request, spent = waiting[0], _spent(*waiting, now)
         counts = (
-            *("cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "draft_tokens", "accepted_draft_tokens"),
+            *(
+                "cached_tokens",
+                "own_cached_tokens",
+                "output_tokens",
+                "computed_tokens",
+                "recomputed_tokens",
+                "draft_tokens",
+                "accepted_draft_tokens",
+            ),
             *("preemptions", "swaps", "block_us", "compute_ns"),
         )
         return {

@@ -67,7 +67,7 @@ class Choice:
         self._first: float | None = None
         self._started: float | None = None
         self._queued: float | None = None
-        self._cached_tokens = 0
+        self._cached_tokens = self._own_cached_tokens = 0
         self._timeline: Timeline | None = None
 
     @property
@@ -96,7 +96,8 @@ class Choice:
         first_token = None if self._first is None else max(self._first, started)
         submitted_us, started_us = _microseconds(submitted - self._arrived), _microseconds(started - self._arrived)
         first_us = None if first_token is None else _microseconds(first_token - self._arrived)
-        return ResumedChoice(self.index, pack_tokens(self._answer), self._cached_tokens, submitted_us, started_us, first_us)
+        cached = self._cached_tokens, self._own_cached_tokens
+        return ResumedChoice(self.index, pack_tokens(self._answer), *cached, submitted_us, started_us, first_us)
 
     def feed(self, token: int, logprob: float, finish: int, detail: bytes | None = None) -> None:
         """Adds a token with its finish code (0: none) and its line of log-probabilities, if any; or the prompt's embedding."""
@@ -112,9 +113,9 @@ class Choice:
             self._first = time.monotonic()
         self._finish = finish
 
-    def start(self, cached_tokens: int, queued: int) -> None:
-        """Records the admission: cached prompt tokens and microseconds in the queue."""
-        self._cached_tokens, self._queued = cached_tokens, queued / 1e6
+    def start(self, cached_tokens: int, own_cached_tokens: int, queued: int) -> None:
+        """Records the admission: cached prompt tokens, those of them that its tenant used before, and microseconds in the queue."""
+        self._cached_tokens, self._own_cached_tokens, self._queued = cached_tokens, own_cached_tokens, queued / 1e6
         if self._started is None:
             self._started = time.monotonic()
 
@@ -151,7 +152,7 @@ class Choice:
         self.num_tokens += len(tokens)
         self._logprob += sum(logprobs[: len(tokens)])
         output = RequestOutput(text, tokens, self._prompt_token_ids, reason, stop_reason, index=self.index, queued=self._queued)
-        output.cached_tokens = self._cached_tokens
+        output.cached_tokens, output.own_cached_tokens = self._cached_tokens, self._own_cached_tokens
         if self._num_logprobs is not None:
             output.logprobs = TokenLogprobs.read(b"".join(details[: len(tokens)]), self._num_logprobs)
             output.text_offsets = offsets + [self._text.length] * (len(tokens) - len(offsets))
@@ -317,9 +318,9 @@ def deliver(step: StepOutputs, requests: dict[int, R]) -> list[R]:
     Unknown tags belong to aborted requests; their tokens are dropped.
     """
     touched: dict[int, R] = {}
-    for tag, cached_tokens, queued in step.started:
+    for tag, *admission in step.started:
         if (request := requests.get(tag)) is not None:
-            request.choice(tag).start(cached_tokens, queued)
+            request.choice(tag).start(*admission)
             if (on_start := request.on_start) is not None:
                 request.on_start = None
                 on_start()

@@ -177,7 +177,8 @@ class Sequences:
             answer = np.frombuffer(resumed.answer, dtype=np.int32)
             tokens = np.concatenate((tokens, answer))
             first_token = None if resumed.first_token is None else arrived + resumed.first_token
-            earlier = len(answer), resumed.cached_tokens, arrived + resumed.submitted, arrived + resumed.started, first_token
+            cached = resumed.cached_tokens, resumed.own_cached_tokens
+            earlier = len(answer), *cached, arrived + resumed.submitted, arrived + resumed.started, first_token
         return self._scheduler.add(
             tag,
             tokens,

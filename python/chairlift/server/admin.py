@@ -28,7 +28,7 @@ from chairlift.server.service import Service, service_of
 
 
 class AdminApp:
-    """The ASGI application of the admin socket. Its requests belong to no tenant and see all tenants' requests."""
+    """The ASGI application of the admin socket. Its requests belong to no tenant and are the operator's."""
 
     def __init__(self, service: Service, drain: Callable[[], None], drain_seconds: float) -> None:
         """`drain` begins the server's shutdown, as SIGTERM does. An engine's requests get `drain_seconds` to end before it is restarted."""
@@ -55,7 +55,7 @@ class AdminApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
-        scope["state"] = {"tenant": ""}
+        scope["state"] = {"tenant": "", "reader": None}
         await self._app(scope, receive, send)
 
     async def _restart(self, request: Request) -> Response:

@@ -51,10 +51,18 @@ class ServerConfig:
         group="server",
         secret=True,
     )
+    operator_key: str | None = flag(
+        None,
+        "an API key that sees the requests and the metrics of all tenants, and may act for each of them",
+        metavar="KEY",
+        group="server",
+        secret=True,
+    )
     public_metrics: bool = flag(False, "serve /metrics without an API key: all figures, those of every tenant", group="server")
     api_key_file: str | None = flag(
         None,
-        "keys out of sight of 'ps', and limits: TOML with a table [NAME] a tenant, of key (or keys), weight, max_queued, max_requests",
+        "keys out of sight of 'ps', limits and rights: TOML with a table [NAME] a tenant, of key (or keys), weight, max_queued, "
+        "max_requests, operator",
         metavar="FILE",
         group="server",
     )

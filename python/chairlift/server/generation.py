@@ -16,6 +16,7 @@ from chairlift.errors import DeadlineMissed, InvalidRequest, QueueFull, Sequence
 from chairlift.outputs import RequestOutput, Timeline, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.server.errors import api_error
+from chairlift.server.keys import Reader
 from chairlift.server.model import model_of
 from chairlift.server.observability.latencies import Latencies
 from chairlift.server.observability.usage_log import UsageLabels, UsageLog
@@ -58,6 +59,7 @@ class Generation:
         self._service, self._model = service_of(request), model_of(request)
         tier = self._service.tiers.choose(body.service_tier, request.state.tenant)
         self._scheduling = body.scheduling(request.state.tenant, tier, request.headers)
+        self._reader: Reader = request.state.reader
         self._asks_for_tier = body.service_tier is not None
         self._stream = bool(body.stream)
         lora = self._model.adapter(body.model)
@@ -207,10 +209,11 @@ class Generation:
         progress.lengths[output.index] = progress.lengths.get(output.index, 0) + count
         progress.tokens += count
         self.usage.completion += count
-        if progress.cached is None or output.cached_tokens < progress.cached:
+        cached = output.cached_tokens if self._reader is None else output.own_cached_tokens
+        if progress.cached is None or cached < progress.cached:
             # Forks hit blocks that the first of them computed. The minimum is what was cached before the request.
-            self.usage.cached += output.cached_tokens - (progress.cached or 0)
-            progress.cached = output.cached_tokens
+            self.usage.cached += cached - (progress.cached or 0)
+            progress.cached = cached
 
     def _count_answer(self, progress: _Progress, output: RequestOutput, reason: str) -> None:
         """Updates usage, timing and metrics by the last increment of an answer."""

@@ -1,4 +1,4 @@
-"""API keys and their tenants, from `--api-key` and from the file of `--api-key-file`."""
+"""API keys, their tenants and what each may see, from `--api-key`, `--api-key-file` and `--operator-key`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,28 @@ TENANT = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 # A key may end in base64 padding; a tenant's name has no "=".
 _NAMED_KEY = re.compile(rf"({TENANT.pattern})=([^=].*)")
 
-_SETTINGS = ("key", "keys", "weight", "max_queued", "max_requests")
+_LIMITS = ("weight", "max_queued", "max_requests")
+_SETTINGS = ("key", "keys", *_LIMITS, "operator")
 _MAX_LIMIT = 2**31 - 1
 
 HIDDEN_TENANT = "another"
 """The name that a tenant sees in place of other tenants' names."""
+
+RESERVED_NAMES = frozenset({HIDDEN_TENANT, "none", "other"})
+"""Names that no tenant may have, because metrics and explanations give them to several tenants."""
+
+Reader = str | None
+"""Who may see what: a tenant sees its own requests, and None, the operator, sees all."""
+
+
+def sees(reader: Reader, tenant: str) -> bool:
+    """Whether `reader` may see the requests of `tenant`."""
+    return reader is None or reader == tenant
+
+
+def visible_name(reader: Reader, tenant: str) -> str:
+    """Returns the name of `tenant` as `reader` sees it."""
+    return tenant if sees(reader, tenant) or not tenant else HIDDEN_TENANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +57,18 @@ class Tenant:
     """Maximum open requests, waiting or running."""
     has_key: bool = False
     """Whether it has a key of its own. Clients name other tenants as they like."""
+    operator: bool = False
+    """Whether it sees the requests of all tenants and the metrics of the whole server."""
 
     @property
     def group(self) -> str:
         """Its name, or "" for all tenants without a key of their own: the name for limits that invented tenants must not evade."""
         return self.name if self.has_key else ""
+
+    @property
+    def reader(self) -> Reader:
+        """What it may see."""
+        return None if self.operator else self.name
 
 
 class Keys:
@@ -70,16 +94,21 @@ class Keys:
         return matches[0] if matches else None
 
 
-def read_keys(text: str | None, file: str | None = None) -> Keys:
-    """Reads the keys of `--api-key` (`text`: KEY, or NAME=KEY,NAME=KEY) and of `--api-key-file`; raises InvalidSetting.
+def read_keys(text: str | None, file: str | None = None, operator: str | None = None) -> Keys:
+    """Reads the keys of `--api-key` (`text`: KEY, or NAME=KEY,NAME=KEY), `--api-key-file` and `--operator-key`; raises InvalidSetting.
 
-    A KEY without a name belongs to no tenant. The file is TOML with one table for each tenant.
+    A KEY without a name belongs to no tenant. It is the operator's only if the server has no other kind of key. The file is TOML with
+    one table for each tenant.
     """
     keys: dict[str, Tenant] = {}
     file_keys = _file_keys(file) if file is not None else []
-    tenants = {tenant.name: tenant for _, _, tenant in file_keys}
-    for name, key in [] if text is None else _split_keys(text):
-        _add_key(keys, "--api-key", key, tenants.get(name) or Tenant(name, has_key=bool(name)))
+    named = {tenant.name: tenant for _, _, tenant in file_keys}
+    entries = [] if text is None else list(_split_keys(text))
+    sole = operator is None and not named and not any(name for name, _ in entries)
+    for name, key in entries:
+        _add_key(keys, "--api-key", key, named.get(name) or Tenant(name, has_key=bool(name), operator=sole))
+    if operator is not None:
+        _add_key(keys, "--operator-key", operator, Tenant(operator=True))
     for where, key, tenant in file_keys:
         _add_key(keys, where, key, tenant)
     return Keys(keys.items())
@@ -96,6 +125,8 @@ def _add_key(keys: dict[str, Tenant], where: str, key: str, tenant: Tenant) -> N
         raise InvalidSetting(f"{where}: a key must not be empty, begin or end with a space, or have control characters")
     if key in keys:
         raise InvalidSetting(f"{where}: the same key is there twice; give each tenant its own")
+    if tenant.name in RESERVED_NAMES:
+        raise InvalidSetting(f"{where}: no tenant may be called {tenant.name}; the metrics use this name")
     keys[key] = tenant
 
 
@@ -130,8 +161,11 @@ def _tenant_keys(flag: str, name: str, table: Any) -> Iterator[tuple[str, str, T
     keys = [*([table["key"]] if "key" in table else []), *_list(table.get("keys", []))]
     if not keys or not all(isinstance(key, str) for key in keys):
         raise InvalidSetting(f'{where} needs key = "...", or keys = ["...", "..."]')
-    limits = {setting: _limit(where, setting, table.get(setting)) for setting in _SETTINGS[2:]}
-    tenant = Tenant(name, **limits, has_key=True)
+    limits = {setting: _limit(where, setting, table.get(setting)) for setting in _LIMITS}
+    operator = table.get("operator", False)
+    if not isinstance(operator, bool):
+        raise InvalidSetting(f"{where}: operator must be true or false")
+    tenant = Tenant(name, **limits, has_key=True, operator=operator)
     for key in keys:
         yield where, key, tenant
 

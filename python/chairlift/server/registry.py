@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from chairlift.server.keys import Reader
 from chairlift.server.observability.request_context import RequestContext
 
 _Key = TypeVar("_Key")
@@ -47,15 +48,15 @@ class Refusal:
 class RequestRegistry:
     """The newest requests by the reader who may ask and the request's id, which clients choose.
 
-    A reader is a tenant, who finds its own requests, or the operator "", who finds all.
+    A tenant finds its own requests, and the operator finds all.
     """
 
     def __init__(self) -> None:
         self._prompt_counts: dict[str, int] = {}
         """Number of prompts by the id of the answer."""
-        self._answer_ids: dict[tuple[str, str], str] = {}
-        self._refusals: dict[tuple[str, str], Refusal] = {}
-        self._preparing: dict[tuple[str, str], RequestContext] = {}
+        self._answer_ids: dict[tuple[Reader, str], str] = {}
+        self._refusals: dict[tuple[Reader, str], Refusal] = {}
+        self._preparing: dict[tuple[Reader, str], RequestContext] = {}
         """Accepted requests that are not in the engine yet."""
 
     def add(self, tenant: str, request_id: str, answer_id: str, prompts: int) -> None:
@@ -63,35 +64,35 @@ class RequestRegistry:
         self._prompt_counts[answer_id] = prompts
         if len(self._prompt_counts) > MAX_REQUESTS:
             del self._prompt_counts[next(iter(self._prompt_counts))]
-        for reader in {tenant, ""}:
+        for reader in {tenant, None}:
             self._refusals.pop((reader, request_id), None)
             _put_last(self._answer_ids, (reader, request_id), answer_id, 2 * MAX_REQUESTS)
 
     def add_preparing(self, tenant: str, context: RequestContext) -> None:
         """Registers an accepted request whose prompt is about to be tokenized."""
-        for reader in {tenant, ""}:
+        for reader in {tenant, None}:
             self._preparing[reader, context.request_id] = context
 
     def remove_preparing(self, tenant: str, context: RequestContext) -> None:
         """Called when the request is prepared or over; a newer request of that id stays."""
-        for reader in {tenant, ""}:
+        for reader in {tenant, None}:
             if self._preparing.get((reader, context.request_id)) is context:
                 del self._preparing[reader, context.request_id]
 
-    def preparing(self, reader: str, request_id: str) -> RequestContext | None:
+    def preparing(self, reader: Reader, request_id: str) -> RequestContext | None:
         """Returns the request of that id if it is being prepared."""
         return self._preparing.get((reader, request_id))
 
     def add_refusal(self, tenant: str, request_id: str, refusal: Refusal) -> None:
         """Registers a refused request."""
-        for reader in {tenant, ""}:
+        for reader in {tenant, None}:
             _put_last(self._refusals, (reader, request_id), refusal, 2 * MAX_REFUSALS)
 
-    def refusal(self, reader: str, request_id: str) -> Refusal | None:
+    def refusal(self, reader: Reader, request_id: str) -> Refusal | None:
         """Returns why the newest request of that id was refused; None if it was not, or is not known."""
         return self._refusals.get((reader, request_id))
 
-    def resolve(self, reader: str, name: str) -> tuple[str, list[str]]:
+    def resolve(self, reader: Reader, name: str) -> tuple[str, list[str]]:
         """Returns the answer's id and the engine's ids of the request called `name`, its request id or answer id.
 
         The list is empty for an unknown request.

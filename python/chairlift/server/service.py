@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from chairlift.server.admission import Admission
 from chairlift.server.errors import ApiError, brief
+from chairlift.server.keys import Reader
 from chairlift.server.lifecycle import ModelState
 from chairlift.server.load_policy import LoadPolicy
 from chairlift.server.model import ServedModel
@@ -124,15 +125,18 @@ class Service:
         if model.keep_alive is not None:
             self.loader.unload(model)
 
-    def describe(self, model: ServedModel) -> dict[str, Any]:
+    def describe(self, model: ServedModel, reader: Reader = None) -> dict[str, Any]:
         """Describes a model for the operator and the dashboard.
 
         `num_bytes` are those of weights and KV cache, 0 if they are not known. `unload_in_seconds` is None for a model that is in use,
-        stays loaded, or is not loaded.
+        stays loaded, or is not loaded. A tenant sees only its own requests among those that run and wait.
         """
         uses, ready = self.loader.uses(model), model.engine.ready
         stats = model.engine.stats() if ready else {}
         seconds = self.loader.seconds_until_unload(model) if ready else math.inf
+        if reader is not None:
+            stats, seconds = stats.get("tenants", {}).get(reader, {}), math.inf
+            uses = stats.get("running", 0) + stats.get("waiting", 0)
         return {
             "name": model.name,
             "aliases": list(model.aliases),
@@ -153,14 +157,14 @@ class Service:
         """Counts a rejected request, one whose model is not known yet for the first model."""
         (model or self.default).metrics.count_rejected(reason)
 
-    def render_metrics(self, tenant: str = "") -> bytes:
-        """Returns the metrics of all models in Prometheus' text format; a `tenant` does not see other tenants' samples."""
-        return render([model.metrics for model in self.models], tenant)
+    def render_metrics(self, reader: Reader = None) -> bytes:
+        """Returns the metrics of all models that `reader` may see in Prometheus' text format."""
+        return render([model.metrics for model in self.models], reader)
 
-    async def explain(self, reader: str, name: str) -> tuple[str, list[Timeline], ServedModel]:
+    async def explain(self, reader: Reader, name: str) -> tuple[str, list[Timeline], ServedModel]:
         """Returns the answer's id, the timelines of a request's sequences, none if the request is unknown, and its model.
 
-        `reader` is the tenant who asks, "" for the operator. Raises ApiError 503 while there is no engine.
+        Raises ApiError 503 while there is no engine.
         """
         answer_id, ids = self.registry.resolve(reader, name)
         available = [model for model in self.models if model.lifecycle.engine_available]

@@ -1,6 +1,7 @@
 //! Usage of requests, tenants and classes, and counters for operators.
 
 use crate::batch::StepPlan;
+use crate::block::User;
 use crate::compute::{Compute, StepParts};
 use crate::config::Config;
 use crate::cost::StepModel;
@@ -267,6 +268,11 @@ impl Accounts {
         self.tenants.name(member.tenant)
     }
 
+    /// The user that stands for a tenant at cached blocks.
+    pub(crate) fn user(&self, tenant: u32) -> User {
+        User::new(self.tenants.serial(tenant))
+    }
+
     pub(crate) fn tenant_name(&self, tenant: u32) -> &Arc<str> {
         self.tenants.name(tenant)
     }
@@ -378,6 +384,7 @@ impl Accounts {
             states: Default::default(),
             prompt_tokens: spec.prompt_len,
             cached_tokens: seq.cached_tokens(),
+            own_cached_tokens: seq.own_cached_tokens(),
             output_tokens: seq.output_tokens(),
             computed_tokens: seq.computed_in_all(),
             recomputed_tokens: 0,

@@ -48,6 +48,8 @@ pub struct Admitted {
     pub tag: u64,
     /// Prompt tokens that were cached when the request was first admitted.
     pub cached_tokens: u32,
+    /// Those of them that the tenant may be told of: see [`Timeline::own_cached_tokens`](crate::Timeline::own_cached_tokens).
+    pub own_cached_tokens: u32,
     /// Time the request had waited when first admitted, in microseconds.
     pub queued: Time,
 }

@@ -1,6 +1,7 @@
 //! Physical KV blocks: the holders, the name and the free state of each.
 
 use self::limit::Unbacked;
+use self::users::Users;
 use crate::hash::{BlockHash, BlockHasher};
 use crate::request::Token;
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -8,8 +9,10 @@ use std::sync::Arc;
 
 mod changes;
 mod limit;
+mod users;
 
 pub use changes::CacheChanges;
+pub(crate) use users::User;
 
 /// Index of a physical block. Block 0 is scratch and is never allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -113,6 +116,7 @@ struct Name {
     salt: Option<Arc<[u8]>>,
     /// The step that completes the block.
     step: u64,
+    users: Users,
 }
 
 #[derive(Debug)]
@@ -304,6 +308,18 @@ impl BlockPool {
         (shared, fresh)
     }
 
+    /// Whether a request of `user` has held the block. A block without a name is shared only within a tenant.
+    pub(crate) fn is_used_by(&self, id: BlockId, user: User) -> bool {
+        self.blocks[id.0 as usize].name.as_ref().is_none_or(|name| name.users.has(user))
+    }
+
+    /// Records that a request of `user` holds a named block, or has computed its content.
+    pub(crate) fn use_by(&mut self, id: BlockId, user: User) {
+        if let Some(name) = self.blocks[id.0 as usize].name.as_mut() {
+            name.users.add(user);
+        }
+    }
+
     /// Whether a named block is complete before `step` begins.
     pub fn complete_before(&self, id: BlockId, step: u64) -> bool {
         self.blocks[id.0 as usize].name.as_ref().is_some_and(|name| name.step < step)
@@ -325,27 +341,27 @@ impl BlockPool {
     /// Names the next full block of `table`, which holds `tokens` after `step` has run, so that later sequences can
     /// find it. If equal content is already cached, the block stays unnamed and the chain continues from the cached
     /// content. If another block has the same name but `find` would not accept it here (its parent is no longer named,
-    /// or the names collide), that block loses the name.
-    pub fn seal(&mut self, table: &BlockTable, chain: &mut Chain, hash: BlockHash, tokens: &[Token], step: u64) {
+    /// or the names collide), that block loses the name. Returns the block that has the name.
+    pub fn seal(&mut self, table: &BlockTable, chain: &mut Chain, hash: BlockHash, tokens: &[Token], step: u64) -> BlockId {
         debug_assert_eq!(tokens.len(), self.block_size);
         let id = table.0[chain.len];
         let other = self.named.get(&hash).copied();
-        let content = if let Some(content) = other.and_then(|other| self.content_if(other, chain, tokens)) {
-            content
-        } else {
+        let cached = other.and_then(|other| Some((other, self.content_if(other, chain, tokens)?)));
+        let (named, content) = cached.unwrap_or_else(|| {
             if let Some(other) = other {
                 self.take_name(other);
             }
             let content = self.new_content();
             debug_assert!(self.blocks[id.0 as usize].holders > 0 && self.blocks[id.0 as usize].name.is_none());
             let salt = (chain.content == ROOT).then(|| Arc::clone(&chain.salt));
-            self.blocks[id.0 as usize].name = Some(Name { hash, content, parent: chain.content, salt, step });
+            self.blocks[id.0 as usize].name = Some(Name { hash, content, parent: chain.content, salt, step, users: Users::default() });
             self.tokens[id.0 as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
             self.named.insert(hash, id);
             self.record(hash, true);
-            content
-        };
+            (id, content)
+        });
         chain.advance(content);
+        named
     }
 
     /// Removes the names of blocks in `table` that step `since` or a later step completes, because their content may be invalid.

@@ -17,7 +17,7 @@ pub struct Usage {
     pub requests: u64,
     /// Prompt tokens of ended requests.
     pub prompt_tokens: u64,
-    /// Prompt tokens that were cached.
+    /// Prompt tokens that were cached, as the tenant is told: see [`Timeline::own_cached_tokens`].
     pub cached_tokens: u64,
     /// Generated tokens.
     pub output_tokens: u64,
@@ -44,7 +44,7 @@ impl Usage {
     pub(crate) fn book(&mut self, timeline: &Timeline) {
         self.requests += 1;
         self.prompt_tokens += u64::from(timeline.prompt_tokens);
-        self.cached_tokens += u64::from(timeline.cached_tokens);
+        self.cached_tokens += u64::from(timeline.own_cached_tokens);
         self.output_tokens += u64::from(timeline.output_tokens);
         self.computed_tokens += timeline.computed_tokens;
         self.compute_ns += timeline.compute_ns;
@@ -70,6 +70,8 @@ const REMEMBERED: usize = 4096;
 #[derive(Debug)]
 struct Group<K> {
     name: K,
+    /// Number of the name, which is never reused, in the order in which names became known.
+    serial: u64,
     live: u32,
     usage: Usage,
 }
@@ -81,13 +83,14 @@ pub(crate) struct Groups<K> {
     /// Hashed with a random key, because clients choose names.
     numbers: HashMap<K, u32>,
     list: Vec<Group<K>>,
+    last_serial: u64,
     /// Groups that had no requests at some time, longest ago first.
     idle: VecDeque<u32>,
 }
 
 impl<K: Clone + Eq + Hash> Groups<K> {
     pub(crate) fn new() -> Self {
-        Self { numbers: HashMap::new(), list: Vec::new(), idle: VecDeque::new() }
+        Self { numbers: HashMap::new(), list: Vec::new(), last_serial: 0, idle: VecDeque::new() }
     }
 
     /// Adds a request to a group. Returns the group's number and whether the number is new for this name.
@@ -96,7 +99,8 @@ impl<K: Clone + Eq + Hash> Groups<K> {
             self.list[number as usize].live += 1;
             return (number, false);
         }
-        let group = Group { name: name.clone(), live: 1, usage: Usage::default() };
+        self.last_serial += 1;
+        let group = Group { name: name.clone(), serial: self.last_serial, live: 1, usage: Usage::default() };
         let number = if let Some(number) = self.free_number() {
             self.numbers.remove(&self.list[number as usize].name);
             self.list[number as usize] = group;
@@ -130,6 +134,11 @@ impl<K: Clone + Eq + Hash> Groups<K> {
         K: Borrow<Q>,
     {
         self.numbers.get(name).copied()
+    }
+
+    /// The number of a group's name that is never given to another name, at least 1.
+    pub(crate) fn serial(&self, number: u32) -> u64 {
+        self.list[number as usize].serial
     }
 
     pub(crate) fn usage(&mut self, number: u32) -> &mut Usage {

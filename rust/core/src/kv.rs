@@ -1,6 +1,6 @@
 //! The KV cache: device and host blocks, their names and their holders.
 
-use crate::block::{BlockId, BlockPool, BlockTable, BlockUse, CacheChanges, Chain, Estimate, StoredBlock};
+use crate::block::{BlockId, BlockPool, BlockTable, BlockUse, CacheChanges, Chain, Estimate, StoredBlock, User};
 use crate::hash::{BlockHash, BlockHasher};
 use crate::host::HostPool;
 use crate::request::Token;
@@ -18,6 +18,8 @@ pub(crate) struct SeqBlocks {
     /// The named blocks in the cache at the latest lookup.
     chain: Chain,
     salt: Arc<[u8]>,
+    /// The tenant that is told of the blocks that it used before.
+    user: User,
     /// Host blocks that hold the sequence's KV while it is swapped out.
     host: Vec<u32>,
 }
@@ -26,7 +28,7 @@ impl SeqBlocks {
     /// The state of a sequence without blocks.
     pub(crate) fn new(salt: Arc<[u8]>) -> Self {
         let chain = Chain::root(&salt);
-        Self { seal_at: None, table: BlockTable::default(), names: Vec::new(), chain, salt, host: Vec::new() }
+        Self { seal_at: None, table: BlockTable::default(), names: Vec::new(), chain, salt, user: User::default(), host: Vec::new() }
     }
 
     pub(crate) fn ids(&self) -> &[BlockId] {
@@ -50,6 +52,11 @@ impl SeqBlocks {
 
     pub(crate) fn salt(&self) -> &Arc<[u8]> {
         &self.salt
+    }
+
+    /// Sets the tenant of the sequence.
+    pub(crate) fn set_user(&mut self, user: User) {
+        self.user = user;
     }
 
     pub(crate) fn host(&self) -> &[u32] {
@@ -85,6 +92,14 @@ pub(crate) struct Cached {
     /// A block that the fork's parent or the held sequence has partly filled, and the number of tokens computed with it.
     /// The sequence copies the block.
     tail: Option<(BlockId, u32)>,
+}
+
+/// Computed tokens of a sequence at its admission.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Computed {
+    pub(crate) tokens: u32,
+    /// Leading tokens of these in blocks that requests of the same tenant have held before.
+    pub(crate) own: u32,
 }
 
 /// Limits of one allocation at admission.
@@ -336,8 +351,8 @@ impl Kv {
         self.recycle(cached.blocks);
     }
 
-    /// Allocates blocks for all tokens of a sequence, starting with the `cached` ones. Returns the number of computed
-    /// tokens, or as an error the number of free blocks required. Appends block copies needed before the step to
+    /// Allocates blocks for all tokens of a sequence, starting with the `cached` ones. Returns the computed tokens, or as
+    /// an error the number of free blocks required. Appends block copies needed before the step to
     /// `copies`.
     pub(crate) fn admit(
         &mut self,
@@ -346,7 +361,7 @@ impl Kv {
         mut cached: Cached,
         grant: Grant,
         copies: &mut Vec<(BlockId, BlockId)>,
-    ) -> Result<u32, usize> {
+    ) -> Result<Computed, usize> {
         let (len, size) = (tokens.len(), self.block_size as usize);
         // The last token is always computed, because its logits are sampled. If its block was cached, the step writes
         // the block again. The sequence then writes to a copy if other sequences hold the block. If the block is not
@@ -359,6 +374,7 @@ impl Kv {
             (rewritten, copy) = (None, false);
         }
         let shared = cached.blocks.len();
+        let own = cached.blocks.iter().take_while(|&&block| self.pool.is_used_by(block, blocks.user)).count();
         let taken = self.share(blocks, cached.blocks, grant, usize::from(copy));
         taken?;
         if copy {
@@ -367,9 +383,10 @@ impl Kv {
             self.pool.rewrite(last, grant.step);
         }
         self.fill_up(blocks, grant.blocks);
-        let Some((tail, computed)) = cached.tail else { return Ok((shared * size).min(len - 1) as u32) };
-        copies.push((tail, blocks.table.ids()[shared]));
-        Ok(computed)
+        let tokens = cached.tail.map_or((shared * size).min(len - 1) as u32, |(_, computed)| computed);
+        copies.extend(cached.tail.map(|(tail, _)| (tail, blocks.table.ids()[shared])));
+        // The tail is that of the fork's parent or of the held sequence, which have the same tenant.
+        Ok(Computed { tokens, own: if own == shared { tokens } else { (own * size) as u32 } })
     }
 
     /// Allocates device blocks for the KV of a swapped sequence, starting with cached blocks. Returns the number of
@@ -404,6 +421,7 @@ impl Kv {
         if fits {
             for &block in &found {
                 self.pool.share(&mut blocks.table, block);
+                self.pool.use_by(block, blocks.user);
             }
             blocks.seal_at = self.sharing.then_some((found.len() as u32 + 1) * self.block_size);
         }
@@ -439,7 +457,8 @@ impl Kv {
                 self.pool.name_block(&blocks.salt, full, &mut blocks.names);
             }
             let name = blocks.names[block];
-            self.pool.seal(&blocks.table, &mut blocks.chain, name, full, step);
+            let block = self.pool.seal(&blocks.table, &mut blocks.chain, name, full, step);
+            self.pool.use_by(block, blocks.user);
             named(name);
             blocks.seal_at = Some(at + self.block_size);
         }

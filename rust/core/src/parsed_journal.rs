@@ -264,6 +264,7 @@ impl ParsedJournal {
             resumed: resumed.map(|answered| Resumed {
                 answered,
                 cached_tokens: 0,
+                own_cached_tokens: 0,
                 submitted: time,
                 started: time,
                 first_token: (answered > 0).then_some(time),

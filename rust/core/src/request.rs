@@ -104,6 +104,8 @@ pub struct Resumed {
     pub answered: u32,
     /// Prompt tokens that were cached when the request was first admitted.
     pub cached_tokens: u32,
+    /// Those of them that the tenant may be told of.
+    pub own_cached_tokens: u32,
     /// When the request was added to its first engine.
     pub submitted: Time,
     /// When its first chunk was planned.

@@ -2,9 +2,10 @@
 
 mod chunks;
 
+use crate::block::User;
 use crate::error::Rejected;
 use crate::group::Member;
-use crate::kv::SeqBlocks;
+use crate::kv::{Computed, SeqBlocks};
 use crate::phase::{Phase, Stage};
 use crate::place::Place;
 use crate::policy::Class;
@@ -85,6 +86,8 @@ pub(crate) struct Spec {
 struct Run {
     /// Prompt tokens that were cached when the sequence was first admitted.
     cached_tokens: u32,
+    /// Those of them in blocks that requests of the same tenant had held before.
+    own_cached_tokens: u32,
     /// Computed tokens when the sequence was last admitted.
     computed_from: u32,
     /// Tokens with lost KV, which the sequence must recompute.
@@ -129,8 +132,8 @@ impl Sequence {
         let len = request.prompt.len() as u32;
         let (run, times, submitted) = match request.resumed {
             None => (Run::default(), Times { arrived: now, started: None, first_token: None, check_at: None }, now),
-            Some(Resumed { cached_tokens, submitted, started, first_token, .. }) => (
-                Run { cached_tokens, recompute_tokens: len, ..Run::default() },
+            Some(Resumed { cached_tokens, own_cached_tokens, submitted, started, first_token, .. }) => (
+                Run { cached_tokens, own_cached_tokens, recompute_tokens: len, ..Run::default() },
                 Times { arrived: now, started: Some(started), first_token, check_at: None },
                 submitted,
             ),
@@ -198,9 +201,10 @@ impl Sequence {
         self.member = member;
     }
 
-    /// Sets the sequence's groups.
-    pub(crate) fn join(&mut self, member: Member) {
+    /// Sets the sequence's groups, and the tenant that is told of the blocks that it used before.
+    pub(crate) fn join(&mut self, member: Member, user: User) {
         self.member = member;
+        self.blocks.set_user(user);
     }
 
     /// Closes the current phase in the account and begins `phase`. `others` is the timeline state while another group
@@ -410,6 +414,11 @@ impl Sequence {
         self.run.cached_tokens
     }
 
+    /// Cached prompt tokens that the tenant may be told of.
+    pub(crate) fn own_cached_tokens(&self) -> u32 {
+        self.run.own_cached_tokens
+    }
+
     /// Computed tokens when the sequence was last admitted.
     pub(crate) fn computed_from(&self) -> u32 {
         self.run.computed_from
@@ -447,15 +456,16 @@ impl Sequence {
     }
 
     /// Begins a run with `computed` tokens. Returns the number of tokens that the sequence recomputes.
-    pub(crate) fn start(&mut self, computed: u32, now: Time) -> u32 {
+    pub(crate) fn start(&mut self, computed: Computed, now: Time) -> u32 {
         let turn = self.turn();
+        let Computed { tokens: computed, own } = computed;
         self.place.admit();
         self.progress.computed = computed;
         self.run.computed_from = computed;
         if self.times.started.is_none() {
             self.account.start(turn);
             self.times.started = Some(now);
-            self.run.cached_tokens = computed;
+            (self.run.cached_tokens, self.run.own_cached_tokens) = (computed, own);
             return 0;
         }
         let again = self.run.recompute_tokens.saturating_sub(computed);

@@ -144,6 +144,9 @@ pub struct Timeline {
     pub prompt_tokens: u32,
     /// Prompt tokens that were cached when the request was first admitted.
     pub cached_tokens: u32,
+    /// Those of them that a request of the same tenant put into the cache or had used before. The request's tenant is told
+    /// of no others, because they tell which prompts other tenants have sent.
+    pub own_cached_tokens: u32,
     /// Generated tokens.
     pub output_tokens: u32,
     /// Computed tokens, including recomputed ones.

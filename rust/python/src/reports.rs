@@ -48,6 +48,7 @@ pub(crate) fn timeline<'py>(py: Python<'py>, timeline: &core::Timeline) -> PyRes
     dict.set_item("ended", timeline.finish.map(|_| timeline.ended))?;
     dict.set_item("prompt_tokens", timeline.prompt_tokens)?;
     dict.set_item("cached_tokens", timeline.cached_tokens)?;
+    dict.set_item("own_cached_tokens", timeline.own_cached_tokens)?;
     dict.set_item("output_tokens", timeline.output_tokens)?;
     dict.set_item("computed_tokens", timeline.computed_tokens)?;
     dict.set_item("recomputed_tokens", timeline.recomputed_tokens)?;

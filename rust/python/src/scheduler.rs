@@ -36,11 +36,11 @@ pub(crate) struct StepPlan {
     swap_in: Vec<(u32, u32)>,
 }
 
-/// (slot, sequence, tag, cached tokens, microseconds queued) of a sequence admitted in a step.
-type Admitted = (u32, u64, u64, u32, core::Time);
+/// (slot, sequence, tag, cached tokens, those that its tenant used before, microseconds queued) of an admitted sequence.
+type Admitted = (u32, u64, u64, u32, u32, core::Time);
 
 /// The fields of [`core::Resumed`], in order.
-type Resumed = (u32, u32, core::Time, core::Time, Option<core::Time>);
+type Resumed = (u32, u32, u32, core::Time, core::Time, Option<core::Time>);
 
 /// The results of a step: packed arrays of equal length, one entry per token.
 #[pyclass(frozen, get_all, module = "chairlift._core")]
@@ -128,9 +128,10 @@ impl Scheduler {
             deadline,
             ttft_deadline,
             predicted_tokens,
-            resumed: resumed.map(|(answered, cached_tokens, submitted, started, first_token)| core::Resumed {
+            resumed: resumed.map(|(answered, cached_tokens, own_cached_tokens, submitted, started, first_token)| core::Resumed {
                 answered,
                 cached_tokens,
+                own_cached_tokens,
                 submitted,
                 started,
                 first_token,
@@ -281,7 +282,8 @@ impl Scheduler {
         }
         let Some(plan) = core.plan(now) else { return Ok(None) };
         let lens = plan.fill(core, &view);
-        let admitted = plan.admitted.iter().map(|one| (one.slot, one.seq.to_bits(), one.tag, one.cached_tokens, one.queued));
+        let admitted =
+            plan.admitted.iter().map(|one| (one.slot, one.seq.to_bits(), one.tag, one.cached_tokens, one.own_cached_tokens, one.queued));
         Ok(Some(StepPlan {
             num_tokens: lens.tokens,
             num_seqs: lens.seqs,

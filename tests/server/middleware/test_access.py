@@ -72,6 +72,63 @@ def test_a_key_says_whose_request_it_is():
     assert [one.tenant for one in engine.scheduled] == ["alice", "bob", "", "bob", "carol"]
 
 
+def bearer(key, tenant=None):
+    return {"authorization": f"Bearer {key}"} | ({} if tenant is None else {"x-tenant-id": tenant})
+
+
+TENANT_ROUTES = [("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/dashboard/data"), ("GET", "/v1/sequences"), ("GET", "/nothing")]
+TENANT_ROUTES += [
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/messages"),
+    ("DELETE", "/v1/sequences/seq-1"),
+    ("GET", "/v1/requests/x/explain"),
+]
+
+
+def test_an_unnamed_key_beside_named_ones_may_not_name_their_tenants():
+    engine = FakeEngine()
+    with serving(engine, "alice=sk-1,sk-2", operator_key="sk-3") as (base, _), httpx.Client(base_url=base) as client:
+        for method, path in TENANT_ROUTES:
+            refused = client.request(method, path, json={"prompt": "a", "max_tokens": 1}, headers=bearer("sk-2", "alice"))
+            assert refused.status_code == 403
+            if path != "/v1/messages":  # Anthropic's errors have no code
+                assert refused.json()["error"]["code"] == "tenant_has_key"
+            assert client.request(method, path, headers=bearer("sk-2", "carol")).status_code != 403
+            assert client.request(method, path, headers=bearer("sk-3", "alice")).status_code != 403, "the operator may act for alice"
+        assert engine.scheduled == []
+        body = {"prompt": "a", "max_tokens": 1}
+        assert client.post("/v1/completions", json=body, headers=bearer("sk-3", "alice")).status_code == 200
+    assert [one.tenant for one in engine.scheduled] == ["alice"]
+
+
+def test_the_owner_of_a_server_is_its_operator_and_a_tenant_is_not():
+    """Without keys or with unnamed keys only, a request without X-Tenant-Id is the operator's."""
+
+    def sees_all(client, **headers):
+        return "chairlift_num_requests_running" in client.get("/metrics", headers=headers).text
+
+    with serving(FakeEngine()) as (base, _), httpx.Client(base_url=base) as client:
+        assert (sees_all(client), sees_all(client, **{"x-tenant-id": "bob"})) == (True, False)
+    for keys in ("sk-1", "sk-1,sk-2"):
+        with serving(FakeEngine(), keys) as (base, _), httpx.Client(base_url=base) as client:
+            assert (sees_all(client, **bearer("sk-1")), sees_all(client, **bearer("sk-1", "bob"))) == (True, False)
+    with serving(FakeEngine(), "sk-1", operator_key="sk-2") as (base, _), httpx.Client(base_url=base) as client:
+        assert (sees_all(client, **bearer("sk-1")), sees_all(client, **bearer("sk-2")), sees_all(client, **bearer("sk-2", "bob"))) == (
+            False,
+            True,
+            False,
+        )
+    with serving(FakeEngine(), "bob=sk-1,sk-2") as (base, _), httpx.Client(base_url=base) as client:
+        assert (sees_all(client, **bearer("sk-1")), sees_all(client, **bearer("sk-2"))) == (False, False)
+    with serving(FakeEngine(), "bob=sk-1", public_metrics=True) as (base, _), httpx.Client(base_url=base) as client:
+        assert sees_all(client)
+
+
+@pytest.mark.parametrize("name", ["none", "other", "another"])
+def test_no_request_takes_a_name_that_stands_for_several_tenants(http, name):
+    assert http.get("/v1/models", headers={"x-tenant-id": name}).status_code == 400
+
+
 def test_a_key_may_come_as_anthropic_sends_it(locked):
     key = KEY.encode()
     good, bad, bearer = (b"x-api-key", key), (b"x-api-key", b"nope"), (b"authorization", b"Bearer " + key)

@@ -261,20 +261,35 @@ def test_latencies_have_labels_for_so_many_tenants_and_no_more():
 
 
 def test_a_tenant_is_not_told_of_others(engine):
-    with serving(engine, "alice=KEY-A,bob=KEY-B,KEY-C") as (base, _):
+    engine.counters = {
+        "running": 3,
+        "waiting": 2,
+        "saturation": 0.69,
+        "tenants": {name: use(9, cached_tokens=5) for name in ("alice", "bob", "")},
+    }
+    with serving(engine, "alice=KEY-A,bob=KEY-B,KEY-C", operator_key="KEY-D") as (base, _), httpx.Client(base_url=base) as http:
 
-        def tenants(key):
-            text = httpx.get(f"{base}/metrics", headers={"authorization": f"Bearer {key}"}).text
-            samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-            assert any(sample.name == "chairlift_num_requests_running" for sample in samples)
-            return {sample.labels["tenant"] for sample in samples if "tenant" in sample.labels}
+        def read(key):
+            text = http.get("/metrics", headers={"authorization": f"Bearer {key}"}).text
+            return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
-        for key in ("KEY-A", "KEY-B"):
+        for key in ("KEY-A", "KEY-B", "KEY-C"):
             body = {"prompt": "a", "max_tokens": 2}
-            httpx.post(f"{base}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).raise_for_status()
-        assert tenants("KEY-A") == {"alice"}
-        assert tenants("KEY-B") == {"bob"}
-        assert tenants("KEY-C") == {"alice", "bob", "none"}
+            http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).raise_for_status()
+        for key, label in (("KEY-A", "alice"), ("KEY-B", "bob"), ("KEY-C", "none")):
+            samples = read(key)
+            assert {sample.labels["tenant"] for sample in samples if "tenant" in sample.labels} == {label}
+            assert {"chairlift_prompt_tokens_cached_by_tenant_total", "chairlift_e2e_request_latency_by_tenant_seconds_sum"} <= {
+                sample.name for sample in samples
+            }
+            # Computed tokens would tell which of its prompts others have sent before.
+            assert "chairlift_computed_tokens_by_tenant_total" not in {sample.name for sample in samples}
+            shared = {sample.name: sample.value for sample in samples if "tenant" not in sample.labels}
+            assert shared.pop("chairlift_cache_config_info", 1) == 1
+            assert shared == {"chairlift_engine_restarts_total": 0, "chairlift_saturation": 0.5}
+        everything = read("KEY-D")
+        assert {sample.labels["tenant"] for sample in everything if "tenant" in sample.labels} == {"alice", "bob", "none"}
+        assert {("chairlift_num_requests_running", 3), ("chairlift_saturation", 0.69)} <= {(one.name, one.value) for one in everything}
 
 
 def test_every_answer_counts_and_those_that_never_came_in_do_not(http):

@@ -36,7 +36,7 @@ def write(directory, *batches, engine=None):
 
 def test_a_record_sums_the_answers_of_a_prompt(tmp_path):
     second = timeline(finish="stop", ended=103.0, preemptions=2, states={"wait_blocks": 1.0, "decode": 1.0})
-    [record] = write(tmp_path, [timeline(cached_tokens=4), second])
+    [record] = write(tmp_path, [timeline(cached_tokens=5, own_cached_tokens=4), second])
     assert record.pop("time").startswith(time.strftime("%Y-"))
     assert record == {
         "id": "cmpl-1",

@@ -55,7 +55,7 @@ async def call(app: ASGIApp, admission: Admission, tenant: str, url: str, body: 
 
     ticket = admission.ticket(Tenant(tenant))
     try:
-        await app(_scope(url, {"context": context, "tenant": tenant, "ticket": ticket, "raw_send": send}), receive, send)
+        await app(_scope(url, {"context": context, "tenant": tenant, "reader": tenant, "ticket": ticket, "raw_send": send}), receive, send)
     finally:
         ticket.release()
     return Reply(status, context.request_id, b"".join(parts))

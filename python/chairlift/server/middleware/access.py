@@ -8,13 +8,13 @@ import re
 import time
 import uuid
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.server.errors import ApiError, brief, for_route
 from chairlift.server.http.sockets import is_loopback
-from chairlift.server.keys import TENANT, Keys, Tenant
+from chairlift.server.keys import RESERVED_NAMES, TENANT, Keys, Tenant
 from chairlift.server.middleware.disconnect import run_until_disconnect
 from chairlift.server.observability.request_context import CURRENT_REQUEST, FIRST_BYTE, TRACE_HEADERS, RequestContext
 from chairlift.server.service import Service
@@ -49,10 +49,11 @@ class AccessPolicy:
 
 
 class AccessMiddleware:
-    """ASGI middleware around the whole server. It sets `state.context`, `state.tenant`, `state.ticket` and `state.raw_send`.
+    """ASGI middleware around the whole server. It sets `state.context`, `state.tenant`, `state.reader`, `state.ticket` and
+    `state.raw_send`.
 
     With keys, every route except the open ones requires one. Without keys, or with a key of no tenant, the header `x-tenant-id` names the
-    tenant.
+    tenant. Only an operator's key may name a tenant that has a key of its own.
     """
 
     def __init__(self, app: ASGIApp, service: Service, policy: AccessPolicy) -> None:
@@ -86,7 +87,7 @@ class AccessMiddleware:
             await for_route(refusal, scope["path"]).response()(scope, receive, send_with_id)
             return
         ticket = self._service.admission.ticket(tenant)
-        scope["state"] = {"context": context, "tenant": tenant.name, "ticket": ticket, "raw_send": send}
+        scope["state"] = {"context": context, "tenant": tenant.name, "reader": tenant.reader, "ticket": ticket, "raw_send": send}
         with self._service.track_open():
             try:
                 if not await run_until_disconnect(self._app, scope, receive, send_with_id):
@@ -106,14 +107,18 @@ class AccessMiddleware:
             # Two lengths of the body allow request smuggling.
             raise ApiError(400, "Content-Length and Transfer-Encoding exclude each other")
         if path in self._policy.open_paths:
-            return Tenant()
+            return Tenant(operator=True)
         if self._policy.host is not None:
             self._check_origin(self._policy.host, headers)
+        own = self._key_tenant(path, headers) if self._policy.keys else Tenant(operator=True)
         # A tenant's key takes precedence over a header that anybody can send.
-        if self._policy.keys and (tenant := self._key_tenant(path, headers)).name:
-            return tenant
-        name = _tenant_header(headers)
-        return self._tenants.get(name) or Tenant(name)
+        if own.name or not (name := _tenant_header(headers)):
+            return own
+        tenant = self._tenants.get(name)
+        if tenant is not None and not own.operator:
+            message = f"the tenant {name} has an API key of its own: send that key, or another x-tenant-id"
+            raise ApiError(403, message, param="x-tenant-id", code="tenant_has_key")
+        return replace(tenant or Tenant(name), operator=False)
 
     def _key_tenant(self, path: str, headers: _Headers) -> Tenant:
         """Returns the tenant of the request's key; raises ApiError 401."""
@@ -182,10 +187,10 @@ def _tenant_header(headers: _Headers) -> str:
     names = [value.decode("latin-1") for value in _header_values(headers, b"x-tenant-id")]
     if not names:
         return ""
-    if len(names) == 1 and TENANT.fullmatch(names[0]):
+    if len(names) == 1 and TENANT.fullmatch(names[0]) and names[0] not in RESERVED_NAMES:
         return names[0]
-    shown = brief(", ".join(names))
-    message = f"x-tenant-id must be one name of 1 to 64 letters, digits and . _ : -, got {shown}"
+    shown, reserved = brief(", ".join(names)), ", ".join(sorted(RESERVED_NAMES))
+    message = f"x-tenant-id must be one name of 1 to 64 letters, digits and . _ : - (and not {reserved}), got {shown}"
     raise ApiError(400, message, param="x-tenant-id")
 
 

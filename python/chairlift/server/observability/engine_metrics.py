@@ -82,6 +82,9 @@ _PRESENT = (
 
 _PRESENT_BY_TENANT = (*_PRESENT, ("num_held_sequences", "held", "Live sequences that the engine holds"))
 
+NO_TENANT = "none"
+"""The label of requests without a tenant."""
+
 CLASSES = ("high", "default", "low")
 """The results of `priority_class`."""
 
@@ -141,7 +144,7 @@ class _UsageByLabel:
 
 def _tenants(usage: _Usage) -> dict[Any, str]:
     largest = set(heapq.nlargest(MAX_TENANTS, usage, key=lambda name: usage[name]["computed_tokens"]))
-    return {name: (name or "none") if name in largest else "other" for name in usage}
+    return {name: (name or NO_TENANT) if name in largest else "other" for name in usage}
 
 
 def _classes(usage: _Usage) -> dict[Any, str]:

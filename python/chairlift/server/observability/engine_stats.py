@@ -34,6 +34,11 @@ def saturation(stats: Stats) -> float:
     return saturation
 
 
+def coarse(saturation: float) -> float:
+    """Rounds `saturation` to halves: enough to tell an idle server from a busy and an overloaded one."""
+    return round(2 * saturation) / 2
+
+
 def load(stats: Stats) -> dict[str, float]:
     """Returns all of the above by the names in /dashboard/data."""
     return {

@@ -12,7 +12,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from chairlift.scheduling import TIERS, Scheduling
-from chairlift.server.observability.engine_metrics import CLASSES, priority_class
+from chairlift.server.observability.engine_metrics import CLASSES, NO_TENANT, priority_class
 
 # vLLM's buckets, with finer ones below: small models respond within milliseconds.
 _TTFT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -92,7 +92,7 @@ class AllLatencies(Collector):
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels
         self._tenants: set[str] = set()
-        known = [*(("none", kind, "default") for kind in CLASSES), *(("none", "default", tier) for tier in TIERS)]
+        known = [*((NO_TENANT, kind, "default") for kind in CLASSES), *((NO_TENANT, "default", tier) for tier in TIERS)]
         self._by_label: dict[tuple[str, str, str], Latencies] = {key: Latencies() for key in known}
 
     def for_request(self, scheduling: Scheduling) -> Latencies:
@@ -101,7 +101,7 @@ class AllLatencies(Collector):
         tenant = scheduling.tenant
         if tenant and len(self._tenants) < MAX_TENANTS:
             self._tenants.add(tenant)
-        label = "none" if not tenant else tenant if tenant in self._tenants else "other"
+        label = NO_TENANT if not tenant else tenant if tenant in self._tenants else "other"
         return self._by_label.setdefault((label, priority_class(scheduling.priority), scheduling.served_tier), Latencies())
 
     def buckets(self, stem: str) -> dict[float, float]:

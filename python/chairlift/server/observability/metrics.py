@@ -11,7 +11,9 @@ from prometheus_client.samples import Sample
 from chairlift.outputs import RequestOutput, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
-from chairlift.server.observability.engine_metrics import REJECTIONS, AllEngineMetrics
+from chairlift.server.keys import Reader
+from chairlift.server.observability import engine_stats
+from chairlift.server.observability.engine_metrics import NO_TENANT, REJECTIONS, AllEngineMetrics
 from chairlift.server.observability.latencies import LATENCY, AllLatencies, Latencies
 
 if TYPE_CHECKING:
@@ -46,6 +48,12 @@ _VLLM = frozenset(
     ]
 )
 """Metrics that vLLM has under the same name after its prefix."""
+
+
+_SHARED = frozenset({"cache_config_info", "engine_restarts", "saturation"})
+"""Metrics without a tenant that a tenant may see."""
+_HIDDEN = frozenset({"computed_tokens_by_tenant"})
+"""Metrics by tenant that only the operator may see: beside the prompt tokens, they tell which prompts others sent before."""
 
 
 class Metrics:
@@ -155,16 +163,19 @@ class Metrics:
         """Counts a request that the server rejected, for one of `REJECTIONS`; the engine counts its own rejections."""
         self._rejected[reason] += 1
 
-    def render(self, tenant: str = "") -> bytes:
-        """Returns the exposition format; a `tenant` does not see other tenants' samples."""
-        return render([self], tenant)
+    def render(self, reader: Reader = None) -> bytes:
+        """Returns what `reader` may see in the exposition format."""
+        return render([self], reader)
 
-    def families(self, tenant: str) -> Iterator[Metric]:
-        """Yields the metrics that `tenant` may see, without creation times, and those that vLLM has again under its names."""
+    def families(self, reader: Reader) -> Iterator[Metric]:
+        """Yields the metrics that `reader` may see, without creation times, and those that vLLM has again under its names."""
         for family in self.registry.collect():
-            family.samples = [sample for sample in family.samples if _is_shown(sample, tenant)]
-            yield family
             stem = family.name.removeprefix("chairlift_")
+            samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            family.samples = samples if reader is None else _of_tenant(reader, stem, samples)
+            if reader is not None and not family.samples:
+                continue
+            yield family
             if self._alias and stem in _VLLM:
                 yield _renamed(family, stem)
 
@@ -173,11 +184,11 @@ class Metrics:
         return {short: self._latencies.buckets(stem) for short, stem in _DASHBOARD_LATENCIES.items()}
 
 
-def render(models: Sequence[Metrics], tenant: str = "") -> bytes:
-    """Returns the metrics of all models in the exposition format; a `tenant` does not see other tenants' samples."""
+def render(models: Sequence[Metrics], reader: Reader = None) -> bytes:
+    """Returns the metrics of all models that `reader` may see in the exposition format."""
     families: dict[str, Metric] = {}
     for metrics in models:
-        for family in metrics.families(tenant):
+        for family in metrics.families(reader):
             if (merged := families.setdefault(family.name, family)) is not family:
                 merged.samples += family.samples
     return generate_latest(_Families(families.values()))
@@ -194,9 +205,13 @@ class _Families(CollectorRegistry):
         yield from self._families
 
 
-def _is_shown(sample: Sample, tenant: str) -> bool:
-    other_tenant = tenant and sample.labels.get("tenant", tenant) != tenant
-    return not (other_tenant or sample.name.endswith("_created"))
+def _of_tenant(tenant: str, stem: str, samples: Sequence[Sample]) -> list[Sample]:
+    """Returns the samples of a metric that `tenant` may see: its own, and few without a tenant, which do not tell what others do when."""
+    if stem == "saturation":
+        return [sample._replace(value=engine_stats.coarse(sample.value)) for sample in samples]
+    if stem in _SHARED:
+        return list(samples)
+    return [] if stem in _HIDDEN else [sample for sample in samples if sample.labels.get("tenant") == (tenant or NO_TENANT)]
 
 
 def _renamed(family: Metric, stem: str) -> Metric:

@@ -6,13 +6,13 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import chairlift
 from chairlift.errors import ChairliftError
-from chairlift.server.keys import HIDDEN_TENANT
+from chairlift.server.keys import Reader, sees
 from chairlift.server.observability import engine_stats
 from chairlift.server.observability.latencies import Buckets, percentiles
 
@@ -50,10 +50,10 @@ class SnapshotPoller:
         self._buckets: deque[tuple[float, Mapping[str, Buckets]]] = deque()
         self._previous: tuple[float, Mapping[str, Any]] | None = None
 
-    async def state(self, step: int = 0, sample: float = 0.0, tenant: str = "") -> dict[str, Any]:
+    async def state(self, step: int = 0, sample: float = 0.0, reader: Reader = None) -> dict[str, Any]:
         """Returns the body of /dashboard/data: steps after the one numbered `step`, samples after the time `sample`.
 
-        A `tenant` does not see the names of other tenants.
+        A tenant sees its own requests and how loaded the server is, and the same fields without values for the rest.
         """
         self._last_request_time = time.monotonic()
         if self._task is None or self._task.done():
@@ -62,8 +62,8 @@ class SnapshotPoller:
         if self.replica.engine.ready:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._polled.wait(), FIRST_POLL_TIMEOUT)
-        engine, stats = self.replica.engine, self.replica.engine.stats()
-        names = dict(self._snapshot.get("names", ()))
+        engine = self.replica.engine
+        activity = self._activity(step, sample) if reader is None else self._activity_of(reader)
         return {
             "model": self._model.name,
             "version": chairlift.__version__,
@@ -75,16 +75,45 @@ class SnapshotPoller:
             "replicas": [{"number": one.number, "state": one.state} for one in self._model.engine.replicas],
             "stuck": engine.stuck,
             "facts": {name: fact for name, fact in engine.facts.items() if isinstance(fact, int)},
+            **activity,
+        }
+
+    def _activity(self, step: int, sample: float) -> dict[str, Any]:
+        """Returns all that the engine does, for the operator."""
+        stats = self.replica.engine.stats()
+        return {
             "load": engine_stats.load(stats),
             "stats": {name: value for name, value in stats.items() if name not in ("tenants", "classes")},
             "latency": self._latency(),
-            "running": [_with_request_id(one, names, tenant) for one in self._snapshot.get("running", ())],
-            "waiting": [_with_request_id(one, names, tenant) for one in self._snapshot.get("waiting", ())],
+            "running": self._requests("running", None),
+            "waiting": self._requests("waiting", None),
             "kv_map": base64.b64encode(self._snapshot.get("kv_map", b"")).decode(),
             "blocks_per_cell": self._snapshot.get("blocks_per_cell", 1),
             "steps": [one for one in self._steps if one["id"] > step],
             "samples": [one for one in self._samples if one["time"] > sample],
         }
+
+    def _activity_of(self, tenant: str) -> dict[str, Any]:
+        """Returns a tenant's part of `_activity`. Steps, samples, latencies and the map would tell what others do, and when."""
+        running, waiting = self._requests("running", tenant), self._requests("waiting", tenant)
+        stats = self.replica.engine.stats()
+        slots, blocks = stats.get("slots", 0), stats.get("total_blocks", 0)
+        own = {"running": len(running), "waiting": len(waiting), "slots": slots, "total_blocks": blocks}
+        own["free_blocks"] = blocks - min(blocks, sum(one["blocks"] for one in running))
+        states = dict(Counter(one["state"] for one in waiting))
+        load = engine_stats.load(own) | {"saturation": engine_stats.coarse(engine_stats.saturation(stats))}
+        nothing = {"latency": {"window": None}, "kv_map": "", "blocks_per_cell": 1, "steps": [], "samples": []}
+        return {"load": load, "stats": {**own, "waiting_by_state": states}, "running": running, "waiting": waiting, **nothing}
+
+    def _requests(self, part: str, reader: Reader) -> list[dict[str, Any]]:
+        """Returns the sequences of the snapshot that `reader` may see, each with the request's id."""
+        names = dict(self._snapshot.get("names", ()))
+        rows = [{**one, "request": names.get(one["tag"])} for one in self._snapshot.get(part, ()) if sees(reader, one["tenant"])]
+        if reader is not None and part == "running":
+            for row in rows:
+                # During the prompt, they would tell a tenant how much of it others had put into the cache.
+                row["computed_tokens"] = row["prompt_tokens"] + row["output_tokens"] - 1 if row["output_tokens"] else 0
+        return rows
 
     async def _poll(self) -> None:
         """Polls until no client asks any more."""
@@ -134,10 +163,3 @@ class SnapshotPoller:
         return {"window": newest - since if long else None} | {
             name: percentiles(before.get(name, {}) if long else {}, buckets) for name, buckets in now.items()
         }
-
-
-def _with_request_id(one: Mapping[str, Any], names: Mapping[int, str], tenant: str) -> dict[str, Any]:
-    """Adds the request's id to a sequence; a tenant does not see those of other tenants."""
-    if tenant not in ("", one["tenant"]):
-        return {**one, "tenant": HIDDEN_TENANT, "request": None}
-    return {**one, "request": names.get(one["tag"])}

@@ -26,7 +26,7 @@ SYNC_SECONDS = 1.0
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
-_COUNTS = attrgetter("cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps")
+_COUNTS = attrgetter("own_cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps")
 """Fields of a timeline that a record sums over the prompt's answers."""
 
 

@@ -105,7 +105,7 @@ impl Scheduler {
     /// Registers a sequence with its tenant and class.
     fn insert(&mut self, mut seq: Sequence, tenant: &Arc<str>) -> SeqId {
         let (member, new) = self.accounts.enroll(tenant, seq.spec().priority);
-        seq.join(member);
+        seq.join(member, self.accounts.user(member.tenant));
         if new && self.config.policy.has_tenants() {
             self.waiting.introduce_tenant(member.tenant);
         }

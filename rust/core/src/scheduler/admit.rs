@@ -4,7 +4,7 @@ use super::Scheduler;
 use crate::batch::{Admitted, StepPlan};
 use crate::config::{Batching, Reservation};
 use crate::cost::Load;
-use crate::kv::Grant;
+use crate::kv::{Computed, Grant};
 use crate::phase::{Need, Phase};
 use crate::policy::{Key, Policy};
 use crate::queue::Walk;
@@ -252,13 +252,13 @@ impl Scheduler {
         len.div_ceil(self.config.block_size) as usize
     }
 
-    /// Allocates blocks for all tokens of a sequence, from host memory or the cache where possible. Returns the number
-    /// of computed tokens.
-    fn take_blocks(&mut self, id: SeqId, grant: Grant, plan: &mut StepPlan) -> Result<u32, Need> {
+    /// Allocates blocks for all tokens of a sequence, from host memory or the cache where possible. Returns the computed
+    /// tokens.
+    fn take_blocks(&mut self, id: SeqId, grant: Grant, plan: &mut StepPlan) -> Result<Computed, Need> {
         let seq = &mut self.seqs[id];
         let taken = if let Phase::Swapped { tokens: swapped } = seq.phase() {
             let (blocks, tokens) = seq.blocks_and_tokens();
-            self.kv.swap_in(blocks, tokens, swapped, grant, &mut plan.swap_in).map(|()| swapped)
+            self.kv.swap_in(blocks, tokens, swapped, grant, &mut plan.swap_in).map(|()| Computed { tokens: swapped, own: swapped })
         } else {
             let cached = self.find_cached(id, plan.step)?;
             let (blocks, tokens) = self.seqs[id].blocks_and_tokens();
@@ -271,7 +271,7 @@ impl Scheduler {
     }
 
     /// Gives a slot to a sequence that has its blocks.
-    fn start(&mut self, id: SeqId, computed: u32, plan: &mut StepPlan) {
+    fn start(&mut self, id: SeqId, computed: Computed, plan: &mut StepPlan) {
         self.dequeue(id);
         let seq = &mut self.seqs[id];
         let stage = seq.first_stage();
@@ -289,15 +289,22 @@ impl Scheduler {
         if is_first {
             self.waiting.start_batch_member();
             let looked_for = self.config.prefix_caching && seq.parent().is_none() && seq.spec().continues.is_none();
-            self.accounts.count_admission(prompt_len, computed, looked_for);
+            self.accounts.count_admission(prompt_len, computed.tokens, looked_for);
             if self.config.policy.has_tenants() && !seq.is_background() {
-                self.waiting.charge(member.tenant, PROMPT_TOKEN * u64::from(prompt_len - computed), weight);
+                self.waiting.charge(member.tenant, PROMPT_TOKEN * u64::from(prompt_len - computed.tokens), weight);
             }
         }
         let slot = self.running.assign(id, seq);
         self.accounts.begin_compute(slot, id);
         let queued = seq.queued(now);
-        plan.admitted.push(Admitted { slot, seq: id, tag: seq.spec().tag, cached_tokens: seq.cached_tokens(), queued });
+        plan.admitted.push(Admitted {
+            slot,
+            seq: id,
+            tag: seq.spec().tag,
+            cached_tokens: seq.cached_tokens(),
+            own_cached_tokens: seq.own_cached_tokens(),
+            queued,
+        });
         self.accounts.runs(member);
         self.accounts.enter(seq, Phase::Running { slot, stage });
         self.accounts.hold_blocks(seq);

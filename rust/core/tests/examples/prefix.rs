@@ -73,6 +73,54 @@ fn another_salt_finds_nothing() {
     assert_eq!((lab.ended[&2].cached_tokens, lab.ended[&2].computed_tokens), (0, 64));
 }
 
+/// The cached tokens of a request of `tenant` whose first `shared` of 80 tokens are those of the other requests, and how
+/// many of them the tenant is told of.
+fn cached(lab: &mut Lab, tag: u64, tenant: &str, shared: u32) -> (u32, u32) {
+    lab.add(Request { tenant: tenant.into(), ..stem(1, tag, shared, 80, 1) });
+    lab.finish();
+    let timeline = &lab.ended[&tag];
+    assert_eq!(timeline.computed_tokens, u64::from(80 - timeline.cached_tokens), "the cache saves the work whoever filled it");
+    (timeline.cached_tokens, timeline.own_cached_tokens)
+}
+
+#[test]
+fn a_tenant_is_told_only_of_cached_tokens_that_it_used_before() {
+    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    assert_eq!(cached(&mut lab, 1, "alice", 64), (0, 0));
+    // Bob's first guess is right for 64 tokens, and he is told what he is told after a wrong one.
+    assert_eq!(cached(&mut lab, 2, "bob", 64), (64, 0));
+    assert_eq!(cached(&mut lab, 3, "bob", 64), (64, 64), "now his own request held the blocks");
+    assert_eq!(cached(&mut lab, 4, "alice", 48), (48, 48));
+    assert_eq!(cached(&mut lab, 5, "carol", 32), (32, 0));
+    assert_eq!(cached(&mut lab, 6, "carol", 64), (64, 32), "of the first 32 tokens only");
+    let told = lab.scheduler.tenants().map(|(tenant, usage)| (tenant.to_string(), usage.cached_tokens)).collect::<Vec<_>>();
+    assert_eq!(told, [("alice".into(), 48), ("bob".into(), 64), ("carol".into(), 32)]);
+    assert_eq!(lab.scheduler.stats().counters.prefix_hits, 64 + 64 + 48 + 32 + 64, "the operator sees all hits");
+}
+
+#[test]
+fn an_evicted_block_is_nobodys_when_another_tenant_computes_it_again() {
+    let mut lab = Lab::new(Config { num_blocks: 12, ..plenty(Policy::Fcfs) });
+    assert_eq!(cached(&mut lab, 1, "alice", 64), (0, 0));
+    lab.add(Request { tenant: "carol".into(), ..ask(2, 170, 1) });
+    lab.finish();
+    assert_eq!(cached(&mut lab, 3, "bob", 64), (0, 0));
+    assert_eq!(cached(&mut lab, 4, "alice", 64), (64, 0));
+}
+
+#[test]
+fn equal_content_that_two_tenants_compute_at_once_belongs_to_both() {
+    let mut lab = Lab::new(Config { max_tokens: 160, ..plenty(Policy::Fcfs) });
+    for (tag, tenant) in [(1, "alice"), (2, "bob")] {
+        lab.add(Request { tenant: tenant.into(), ..stem(1, tag, 64, 80, 1) });
+    }
+    lab.finish();
+    for (tag, tenant) in [(3, "alice"), (4, "bob")] {
+        let (found, own) = cached(&mut lab, tag, tenant, 64);
+        assert_eq!((found, own), (64, 64), "{tenant}");
+    }
+}
+
 #[test]
 fn a_long_uncached_prompt_starts_within_its_ageing_bound() {
     let mut lab = Lab::new(Config { max_seqs: 1, ageing: 50_000, ..plenty(Policy::Prefix) });

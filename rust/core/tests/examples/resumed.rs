@@ -7,7 +7,8 @@ const ANSWERED: u32 = 5;
 
 /// A request of 20 prompt tokens whose last 5 tokens are its answer so far.
 fn lost(tag: u64, new: u32) -> Request {
-    let resumed = Resumed { answered: ANSWERED, cached_tokens: 4, submitted: 1_000, started: 3_000, first_token: Some(5_000) };
+    let resumed =
+        Resumed { answered: ANSWERED, cached_tokens: 4, own_cached_tokens: 3, submitted: 1_000, started: 3_000, first_token: Some(5_000) };
     Request { resumed: Some(resumed), ..ask(tag, 20 + ANSWERED, new) }
 }
 
@@ -25,7 +26,7 @@ fn its_answer_is_output_and_its_first_events_are_those_of_the_first_engine() {
     let timeline = &lab.ended[&1];
     assert_eq!((timeline.finish, timeline.prompt_tokens, timeline.output_tokens), (Some(FinishReason::Length), 20, 12));
     assert_eq!((timeline.submitted, timeline.started, timeline.first_token), (1_000, Some(3_000), Some(5_000)));
-    assert_eq!((timeline.queued(), timeline.cached_tokens), (2_000, 4));
+    assert_eq!((timeline.queued(), timeline.cached_tokens, timeline.own_cached_tokens), (2_000, 4, 3));
     assert_eq!((timeline.recomputed_tokens, timeline.states[TimelineState::Prefill as usize]), (25, 0));
     assert!(timeline.states[TimelineState::Recompute as usize] > 0);
 }

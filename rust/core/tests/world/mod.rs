@@ -3,6 +3,7 @@
 //! The property test and the fuzz target share it. They differ in the source of the calls.
 
 mod fake_model;
+mod used_prefixes;
 
 use chairlift_core::{
     BACKGROUND, BlockHash, BlockHasher, Config, Continues, DraftSource, Drafter, FinishReason, HeldId, Outputs, ParsedJournal, Policy,
@@ -12,6 +13,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 pub(crate) use self::fake_model::VOCABULARY;
 use self::fake_model::{FakeModel, POISON, cell, oracle, origin};
+use self::used_prefixes::UsedPrefixes;
 
 /// A call, or several calls that belong together.
 #[derive(Clone, Debug)]
@@ -89,7 +91,14 @@ fn answer(prompt: &mut Vec<Token>, salt: u8, most: u32, stop: &[Token], came: u6
         answered += 1;
     }
     let ago = |time: u64| came.saturating_sub(time);
-    Resumed { answered, cached_tokens: 0, submitted: ago(9), started: ago(6), first_token: (answered > 0).then_some(ago(3)) }
+    Resumed {
+        answered,
+        cached_tokens: 0,
+        own_cached_tokens: 0,
+        submitted: ago(9),
+        started: ago(6),
+        first_token: (answered > 0).then_some(ago(3)),
+    }
 }
 
 /// A request from the test's view.
@@ -130,6 +139,8 @@ pub(crate) struct World {
     held: Vec<Held>,
     /// Names of the cached blocks, as the scheduler reports them.
     reported: HashSet<BlockHash>,
+    /// The prefixes that each tenant has sent or received.
+    used: UsedPrefixes,
     outputs: Outputs,
     next_tag: u64,
     now: u64,
@@ -153,6 +164,7 @@ impl World {
             in_flight: VecDeque::new(),
             live: HashMap::new(),
             held: Vec::new(),
+            used: UsedPrefixes::new(config.block_size),
             outputs: Outputs::default(),
             next_tag: 0,
             now: 0,
@@ -288,6 +300,7 @@ impl World {
         let size = self.scheduler.config().block_size as usize;
         let (free, known) = (self.scheduler.stats().free_blocks, self.scheduler.cached_blocks(tokens));
         let (found, restored) = self.scheduler.restore(tokens, self.now);
+        self.used.add("storage", 0, tokens);
         assert_eq!(found, known);
         assert_eq!(self.scheduler.stats().free_blocks, free, "restored blocks are free");
         let whole = if self.scheduler.config().prefix_caching { tokens.len() / size } else { 0 };
@@ -492,7 +505,10 @@ impl World {
         let poison = poison.filter(|tag| self.live.contains_key(tag));
         let plan = self.scheduler.plan(self.now)?;
         for admitted in &plan.admitted {
-            self.model.admit(admitted.slot, admitted.tag, self.live[&admitted.tag].salt);
+            let live = &self.live[&admitted.tag];
+            self.model.admit(admitted.slot, admitted.tag, live.salt);
+            self.used.check(&live.tenant, live.salt, &live.context, admitted.own_cached_tokens, admitted.cached_tokens);
+            self.used.add(&live.tenant, live.salt, &live.context);
         }
         if self.scheduler.config().reservation == Reservation::MaxTokens {
             assert!(plan.preempted.is_empty(), "preempted though blocks were reserved");
@@ -554,6 +570,7 @@ impl World {
             }
             assert_eq!(output.token, oracle(live.salt, &live.context), "request {}", output.tag);
             live.context.push(output.token);
+            self.used.add_last(&live.tenant, live.salt, &live.context);
             live.left -= 1;
             let expected = match () {
                 () if live.stop == Some(output.token) => Some(FinishReason::Stop),

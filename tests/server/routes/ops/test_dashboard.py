@@ -124,14 +124,51 @@ def test_a_question_that_makes_no_sense(query):
         assert httpx.get(f"{base}/dashboard/data?{query}").status_code == 400
 
 
-def test_a_tenant_does_not_see_the_names_of_others():
-    with serving(busy(), "alice=sk-1,sk-3") as (base, _):
-        alice = httpx.get(f"{base}/dashboard/data", headers={"authorization": "Bearer sk-1"})
-        operator = httpx.get(f"{base}/dashboard/data", headers={"authorization": "Bearer sk-3"})
-    assert [alice.json()[part][0]["request"] for part in ("running", "waiting")] == ["cmpl-abc", None]
-    assert alice.json()["waiting"][0]["tenant"] == "another"
-    assert "bob" not in alice.text
-    assert operator.json()["waiting"][0]["request"] == "cmpl-def"
+def test_a_tenant_sees_its_own_requests_and_no_trace_of_others(quick):
+    with serving(busy(), "alice=sk-1,bob=sk-2,sk-3", operator_key="sk-4") as (base, _), httpx.Client(base_url=base) as http:
+
+        def read(key):
+            return http.get("/dashboard/data", headers={"authorization": f"Bearer {key}"}).json()
+
+        wait_until(lambda: read("sk-4")["samples"])
+        operator, alice, bob, unnamed = map(read, ("sk-4", "sk-1", "sk-2", "sk-3"))
+    assert (operator["running"][0]["request"], operator["waiting"][0]["request"]) == ("cmpl-abc", "cmpl-def")
+    assert operator["steps"]
+    assert (alice["running"], alice["waiting"]) == ([{**ROW, "request": "cmpl-abc"}], [])
+    assert ROW["computed_tokens"] == ROW["prompt_tokens"] + ROW["output_tokens"] - 1
+    assert (bob["running"], bob["waiting"]) == ([], [{**WAIT, "request": "cmpl-def"}])
+    assert (alice["load"]["slots"], alice["load"]["kv_cache"], bob["load"]["slots"], bob["load"]["kv_cache"]) == (0.25, 0.25, 0, 0)
+    assert bob["stats"]["waiting_by_state"] == {"wait_blocks": 1}
+    for own in (alice, bob, unnamed):
+        assert own.keys() == operator.keys(), "the page reads the same fields"
+        assert (own["steps"], own["samples"], own["kv_map"], own["latency"]) == ([], [], "", {"window": None})
+        assert own["stats"].keys() == {"running", "waiting", "slots", "total_blocks", "free_blocks", "waiting_by_state"}
+    # Except for the time, the unnamed key sees what it would see on an idle server.
+    idle = {
+        "running": [],
+        "waiting": [],
+        "stats": {**unnamed["stats"], "running": 0, "waiting": 0, "free_blocks": 8, "waiting_by_state": {}},
+    }
+    assert {name: unnamed[name] for name in idle} == idle
+    assert [model["requests"] for model in unnamed["models"]] == [0]
+
+
+def test_a_tenant_does_not_see_where_the_cached_part_of_its_prompt_ends():
+    engine = busy()
+    engine.snapshot["running"] = [ROW | {"output_tokens": 0, "computed_tokens": 4, "state": "prefill"}]
+    with serving(engine, "alice=sk-1", operator_key="sk-4") as (base, _):
+        rows = [
+            httpx.get(f"{base}/dashboard/data", headers={"authorization": f"Bearer {key}"}).json()["running"] for key in ("sk-1", "sk-4")
+        ]
+    assert [[row["computed_tokens"] for row in seen] for seen in rows] == [[0], [4]]
+
+
+def test_load_is_told_to_tenants_in_halves():
+    engine = busy()
+    engine.counters["saturation"] = 0.69
+    with serving(engine, "alice=sk-1", operator_key="sk-4") as (base, _):
+        load = [httpx.get(f"{base}/dashboard/data", headers={"authorization": f"Bearer {key}"}).json()["load"] for key in ("sk-1", "sk-4")]
+    assert [one["saturation"] for one in load] == [0.5, 0.69]
 
 
 def test_a_browser_may_send_the_key_as_a_password_and_to_these_pages_only():

@@ -66,21 +66,49 @@ def test_the_oldest_are_forgotten(http, server, monkeypatch):
 
 
 def test_tenants_see_their_own_requests_only():
-    with serving(FakeEngine(), "alice=sk-1,bob=sk-2,sk-3") as (base, _), httpx.Client(base_url=base) as client:
-        keys = {name: {"authorization": f"Bearer {key}"} for name, key in {"alice": "sk-1", "bob": "sk-2", "operator": "sk-3"}.items()}
-        answer_id, _ = ask(client, headers=keys["alice"])
-        seen = {name: client.get(f"/v1/requests/{answer_id}/explain", headers=key).status_code for name, key in keys.items()}
-    assert seen == {"alice": 200, "bob": 404, "operator": 200}
+    readers = {"alice": "sk-1", "bob": "sk-2", "unnamed": "sk-3", "operator": "sk-4"}
+    with serving(FakeEngine(), "alice=sk-1,bob=sk-2,sk-3", operator_key="sk-4") as (base, _), httpx.Client(base_url=base) as client:
+        keys = {name: {"authorization": f"Bearer {key}"} for name, key in readers.items()}
+        for owner in ("alice", "unnamed"):
+            names = ask(client, headers=keys[owner])
+            for name in names:
+                seen = {reader: client.get(f"/v1/requests/{name}/explain", headers=key).status_code for reader, key in keys.items()}
+                assert seen == dict.fromkeys(readers, 404) | {owner: 200, "operator": 200}
+        refused = {"x-request-id": "refused"}
+        client.post("/v1/completions", json={"prompt": 1}, headers=keys["alice"] | refused)
+        seen = [client.get("/v1/requests/refused/explain", headers=key).status_code for key in keys.values()]
+        assert seen == [200, 404, 404, 200]
 
 
 def test_a_tenant_cannot_take_the_names_of_anothers_requests():
-    with serving(FakeEngine(), "alice=sk-1,bob=sk-2,sk-3") as (base, _), httpx.Client(base_url=base) as client:
+    with serving(FakeEngine(), "alice=sk-1,bob=sk-2", operator_key="sk-3") as (base, _), httpx.Client(base_url=base) as client:
         alice, bob, operator = ({"authorization": f"Bearer sk-{number}"} for number in (1, 2, 3))
         answer_id, _ = ask(client, headers=alice | {"x-request-id": "mine"})
         taken = [ask(client, headers=bob | {"x-request-id": name})[0] for name in ("mine", answer_id)]
         for reader, name, found in ((alice, "mine", answer_id), (alice, answer_id, answer_id), (bob, "mine", taken[0])):
             assert client.get(f"/v1/requests/{name}/explain", headers=reader).json()["id"] == found
         assert client.get(f"/v1/requests/{answer_id}/explain", headers=operator).json()["id"] == answer_id
+
+
+def test_a_tenant_is_not_told_which_prompts_others_have_sent():
+    """Neither by cached nor by computed tokens, nor by the time that reading the disk took."""
+    engine = FakeEngine()
+    with serving(engine, "alice=sk-1", operator_key="sk-2") as (base, _), httpx.Client(base_url=base) as client:
+        answer_id, _ = ask(client, headers={"authorization": "Bearer sk-1"})
+        states = {"wait_step": 0.25, "read_cache": 0.5, "decode": 0.25}
+        engine.timelines[answer_id] = [timeline(tenant="alice", cached_tokens=4, own_cached_tokens=1, computed_tokens=3, states=states)]
+        alice, operator = (
+            client.get(f"/v1/requests/{answer_id}/explain", headers={"authorization": f"Bearer {key}"}).json() for key in ("sk-1", "sk-2")
+        )
+        unanswered = timeline(tenant="alice", cached_tokens=4, own_cached_tokens=1, computed_tokens=3, first_token=None, finish=None)
+        engine.timelines[answer_id] = [unanswered]
+        early = client.get(f"/v1/requests/{answer_id}/explain", headers={"authorization": "Bearer sk-1"}).json()["sequences"][0]
+    assert early["computed_tokens"] == 0, "the first step's tokens would tell where the cached ones end"
+    fields = ("cached_tokens", "own_cached_tokens", "computed_tokens", "states")
+    assert [alice["sequences"][0][name] for name in fields] == [1, 1, 6, {"wait_step": 0.75, "decode": 0.25}]
+    assert [operator["sequences"][0][name] for name in fields] == [4, 1, 3, states]
+    assert "disk" not in str(alice)
+    assert "disk" in str(operator)
 
 
 SENTENCES = [
@@ -174,7 +202,7 @@ def test_a_request_in_one_paragraph(sequences, reported):
 def test_an_operator_hears_who_was_in_the_way_and_a_tenant_only_that_somebody_was():
     engine = FakeEngine()
     engine.others = [timeline(tag=17, tenant="bob"), timeline(tag=18, tenant="alice"), timeline(tag=19, tenant="unasked")]
-    with serving(engine, "alice=sk-1,sk-3") as (base, _), httpx.Client(base_url=base) as client:
+    with serving(engine, "alice=sk-1", operator_key="sk-3") as (base, _), httpx.Client(base_url=base) as client:
         answer_id, _ = ask(client, headers={"authorization": "Bearer sk-1"})
         crowded = {"states": {"wait_fairness": 1.0}, "queued_behind": {"bob": 2.0, "carol": 1.5, "alice": 1.0}, "tenant": "alice"}
         crowded |= {"served_before": {"fairness": 2}, "served_first": ((17, "bob", "fairness"), (18, "alice", "fairness"))}
@@ -204,7 +232,7 @@ def test_a_request_that_is_being_tokenized_is_found_by_those_who_may_ask():
         return response.status_code, response.json()
 
     with (
-        serving(engine, "alice=sk-1,bob=sk-2,sk-3") as (base, service),
+        serving(engine, "alice=sk-1,bob=sk-2", operator_key="sk-3") as (base, service),
         httpx.Client(base_url=base) as client,
         ThreadPoolExecutor(1) as threads,
     ):
@@ -250,5 +278,5 @@ def test_refusals_are_forgotten_in_time_and_a_tenants_are_its_own():
     kept = RequestRegistry()
     for number in range(MAX_REFUSALS + 1):
         kept.add_refusal("alice", str(number), Refusal.of(503, {"message": "full"}))
-    assert kept.refusal("alice", "0") is kept.refusal("", "0") is kept.refusal("bob", "1") is None
-    assert kept.refusal("alice", "1") is kept.refusal("", "1") is not None
+    assert kept.refusal("alice", "0") is kept.refusal(None, "0") is kept.refusal("bob", "1") is None
+    assert kept.refusal("alice", "1") is kept.refusal(None, "1") is not None

@@ -56,7 +56,7 @@ async def ps(request: Request) -> Response:
                 "size_vram": 0 if on_cpu else size,
                 "context_length": _facts(model)["max_model_len"],
                 "expires_at": expires,
-                "requests": loader.uses(model),
+                "requests": service_of(request).describe(model, request.state.reader)["requests"],
                 "load_seconds": round(model.lifecycle.start_seconds or 0.0, 3),
             }
         )

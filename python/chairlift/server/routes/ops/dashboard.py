@@ -41,8 +41,10 @@ async def data(request: Request) -> Response:
         step, sample = int(request.query_params.get("step", 0)), float(request.query_params.get("sample", 0))
     except ValueError:
         raise ApiError(400, "step must be a whole number, and sample a time in seconds") from None
-    state = await poller.state(step, sample, request.state.tenant)
-    return Json({**state, "models": [service.describe(model) for model in service.models]}, headers={"cache-control": "no-store"})
+    reader = request.state.reader
+    state = await poller.state(step, sample, reader)
+    models = [service.describe(model, reader) for model in service.models]
+    return Json({**state, "models": models}, headers={"cache-control": "no-store"})
 
 
 def _poller(request: Request, model: ServedModel) -> SnapshotPoller:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from chairlift.outputs import Timeline
 from chairlift.server.errors import ApiError, brief
 from chairlift.server.http.responses import Json
-from chairlift.server.keys import HIDDEN_TENANT
+from chairlift.server.keys import Reader, sees, visible_name
 from chairlift.server.observability.explanation import summary_before_submission, summary_line, summary_text
 from chairlift.server.registry import MAX_REQUESTS
 from chairlift.server.service import service_of
@@ -23,33 +23,42 @@ async def explain(request: Request) -> Response:
     """
     name: str = request.path_params["name"]
     service = service_of(request)
-    tenant: str = request.state.tenant
-    if (context := service.registry.preparing(tenant, name)) is not None:
+    reader: Reader = request.state.reader
+    if (context := service.registry.preparing(reader, name)) is not None:
         states = context.elapsed()
         explanation = {"id": name, "object": "request.explanation", "summary": summary_before_submission(states)}
         return Json({**explanation, "preparing": {"state": "tokenize", "states": states}, "sequences": []})
-    if (refusal := service.registry.refusal(tenant, name)) is not None:
+    if (refusal := service.registry.refusal(reader, name)) is not None:
         return Json(refusal.explanation(name))
-    answer_id, all_timelines, model = await service.explain(tenant, name)
-    timelines = [_visible_to(tenant, timeline) for timeline in all_timelines if tenant in ("", timeline.tenant)]
+    answer_id, all_timelines, model = await service.explain(reader, name)
+    timelines = [_visible_to(reader, timeline) for timeline in all_timelines if sees(reader, timeline.tenant)]
     if not timelines:
         message = f"no request {brief(name)} is known: give the id of an answer, or its X-Request-Id, of the last {MAX_REQUESTS} requests"
         raise ApiError(404, message, code="request_not_found")
     others = await model.engine.explain_sequences(sorted({tag for timeline in timelines for tag in timeline.preempted_by}))
-    tenants = {other.tag: _tenant_name(tenant, other.tenant) for other in others}
+    tenants = {other.tag: visible_name(reader, other.tenant) for other in others}
     sequences = [asdict(timeline) | {"summary": summary_line(timeline, tenants)} for timeline in timelines]
     return Json({"id": answer_id, "object": "request.explanation", "summary": summary_text(timelines, tenants), "sequences": sequences})
 
 
-def _tenant_name(reader: str, tenant: str) -> str:
-    return tenant if reader in ("", tenant) or not tenant else HIDDEN_TENANT
-
-
-def _visible_to(reader: str, timeline: Timeline) -> Timeline:
-    """Replaces the names of other tenants in `queued_behind`, whose times it sums, and in `served_first`."""
+def _visible_to(reader: Reader, timeline: Timeline) -> Timeline:
+    """Hides from a tenant what others did: their names, and which of its prompt tokens they had put into the cache or on disk."""
+    if reader is None:
+        return timeline
     queued_behind: dict[str, float] = {}
     for tenant, seconds in timeline.queued_behind.items():
-        name = _tenant_name(reader, tenant)
+        name = visible_name(reader, tenant)
         queued_behind[name] = queued_behind.get(name, 0.0) + seconds
-    served_first = tuple((tag, _tenant_name(reader, tenant), rule) for tag, tenant, rule in timeline.served_first)
-    return replace(timeline, queued_behind=queued_behind, served_first=served_first)
+    # Until the first token, the computed tokens would tell where the cached ones end.
+    computed = 0 if timeline.first_token is None else timeline.computed_tokens + timeline.cached_tokens - timeline.own_cached_tokens
+    states = dict(timeline.states)
+    if (reading := states.pop("read_cache", None)) is not None:
+        states["wait_step"] = states.get("wait_step", 0.0) + reading
+    return replace(
+        timeline,
+        queued_behind=queued_behind,
+        served_first=tuple((tag, visible_name(reader, tenant), rule) for tag, tenant, rule in timeline.served_first),
+        cached_tokens=timeline.own_cached_tokens,
+        computed_tokens=computed,
+        states=states,
+    )

@@ -32,7 +32,7 @@ async def version(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Returns all metrics in Prometheus' text format."""
-    return Response(service_of(request).render_metrics(request.state.tenant), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(service_of(request).render_metrics(request.state.reader), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def live(request: Request) -> Response:

@@ -1,0 +1,68 @@
+"""The number of cached tokens in answers: a tenant is told only of those that its own requests used before."""
+
+import json
+
+import httpx
+import pytest
+from fake_async_engine import FakeEngine, serving
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+PROMPT = {"prompt": "a b", "max_tokens": 2}
+
+
+def openai_usage(usage):
+    return usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def responses_usage(usage):
+    return usage["input_tokens_details"]["cached_tokens"]
+
+
+def anthropic_usage(usage):
+    return usage["cache_read_input_tokens"]
+
+
+ANSWERS = [
+    ("/v1/completions", PROMPT, openai_usage),
+    ("/v1/chat/completions", CHAT, openai_usage),
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 2}, responses_usage),
+    ("/v1/messages", CHAT, anthropic_usage),
+]
+
+
+@pytest.fixture(scope="module")
+def keyed():
+    with serving(FakeEngine(), "alice=sk-1,sk-2", operator_key="sk-3") as (base, _), httpx.Client(base_url=base) as http:
+        yield http
+
+
+def readers(http, path, body):
+    """The answers to alice, to the unnamed key, to the operator, and to the operator who acts for alice."""
+    for key, tenant in (("sk-1", None), ("sk-2", None), ("sk-3", None), ("sk-3", "alice")):
+        headers = {"authorization": f"Bearer {key}"} | ({} if tenant is None else {"x-tenant-id": tenant})
+        answer = http.post(path, json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        yield answer
+
+
+@pytest.mark.parametrize(("path", "body", "read"), ANSWERS)
+def test_answers_tell_a_tenant_of_its_own(keyed, path, body, read):
+    assert [read(answer.json()["usage"]) for answer in readers(keyed, path, body)] == [1, 1, 3, 1]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)])
+def test_streams_tell_a_tenant_of_its_own(keyed, path, body):
+    told = []
+    for answer in readers(keyed, path, body | {"stream": True, "stream_options": {"include_usage": True}}):
+        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        told.append(openai_usage(chunks[-1]["usage"]))
+    assert told == [1, 1, 3, 1]
+
+
+def test_several_answers_count_what_was_cached_before_the_first(keyed):
+    assert [openai_usage(answer.json()["usage"]) for answer in readers(keyed, "/v1/completions", PROMPT | {"n": 3})] == [1, 1, 3, 1]
+
+
+def test_without_keys_the_owner_is_told_of_all():
+    with serving(FakeEngine()) as (base, _):
+        assert openai_usage(httpx.post(f"{base}/v1/completions", json=PROMPT).json()["usage"]) == 3
