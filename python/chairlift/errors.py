@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -20,6 +21,16 @@ class InvalidRequest(ChairliftError, ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+    def packed(self) -> bytes:
+        """The message and the code, for `unpacked`."""
+        return json.dumps([str(self), self.code]).encode()
+
+    @staticmethod
+    def unpacked(packed: bytes, param: str | None) -> InvalidRequest:
+        """The error with this message and code, for a field."""
+        message, code = json.loads(packed)
+        return InvalidRequest(message, param=param, code=code)
 
 
 class ContextExceeded(InvalidRequest):

@@ -1,10 +1,13 @@
 """Structured output with the real scheduler and sampler, and a tiny random model that would never write JSON by itself."""
 
+import asyncio
+import itertools
 import json
 import random
 import re
 import time
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
@@ -12,11 +15,17 @@ import pytest
 from chairlift import LLM
 from chairlift.engine.frames import Abort, Add, Explain, Rejected, pack_fields, pack_tokens
 from chairlift.engine.hosted_engine import HostedEngine
+from chairlift.engine.request import deliver
+from chairlift.engine.stream import Stream
 from chairlift.errors import InvalidRequest
-from chairlift.grammar.grammars import Grammar, Matcher
+from chairlift.grammar import grammars, trial, usage
+from chairlift.grammar.grammar import Grammar, Matcher
 from chairlift.grammar.source import ReasoningFormat, after_reasoning
+from chairlift.grammar.usage import GrammarUsage
 from chairlift.outputs import Timeline
 from chairlift.sampling import ReasoningBudget, SamplingParams, StructuredOutput
+from chairlift.scheduling import Scheduling
+from chairlift.server.errors import api_error
 
 PROMPT = [ord(letter) for letter in "Say it in JSON"]
 PATTERN = r"([a-z]{1,4} ){2,6}[0-9]{2}"
@@ -191,10 +200,61 @@ def test_a_grammar_that_fails_on_the_way_fails_alone(llm, monkeypatch):
     free = SamplingParams(max_tokens=12, seed=9)
     alone = llm.generate(PROMPT, free)[0].token_ids
     with monkeypatch.context() as broken:
-        broken.setattr(Grammar, "matcher", lambda self, budget: Failing(self._template.deep_copy()))
+        broken.setattr(Grammar, "matcher", lambda self, budget: Failing(self._template.deep_copy(), self.usage))
         failed, other = llm.generate([PROMPT] * 2, [bounded("json_object"), free])
     assert (failed.finish_reason, failed.token_ids) == ("error", [])
     assert other.token_ids == alone
+
+
+def answers(llm, *requests):
+    """Runs requests of tenants, (tenant, params), side by side. Returns the token ids of each, or the error that its client gets."""
+    streams, running = [], {}
+    for number, (tenant, params) in enumerate(requests):
+        stream = Stream(llm.tokenizer, 1000 * (number + 1), PROMPT, params, arrived=0.0)
+        llm.engine.add(stream.tags.start, PROMPT, params, Scheduling(tenant=tenant))
+        streams.append(stream)
+        running.update(dict.fromkeys(stream.tags, stream))
+    while running:
+        step = llm.engine.step()
+        if step is not None:
+            deliver(step, running)
+    llm.engine.step()
+    results = []
+    for stream in streams:
+        stream.wake()
+        try:
+            results.append([output.token_ids for output in asyncio.run(stream.next())])
+        except InvalidRequest as error:
+            results.append(error)
+    return results
+
+
+def test_a_grammar_that_takes_too_much_time_ends_its_sequences_alone(llm, monkeypatch):
+    slow = bounded("regex", "[a-z]{50}slow", n=2, structured_output=StructuredOutput("regex", "[a-z]{50}slow", "guided_regex"))
+    free, form = SamplingParams(max_tokens=12, seed=9), bounded("regex", "[a-z]{30}")
+    alone = answers(llm, ("alice", free), ("alice", form))
+    with monkeypatch.context() as changed:
+        changed.setattr(grammars, "GrammarUsage", partial(GrammarUsage, processor_clock=itertools.count(0, 0.04).__next__))
+        llm.engine.compile(slow, "eve").result(60)
+    refused, *others = answers(llm, ("eve", slow), ("alice", free), ("alice", form))
+    assert others == alone
+    assert (refused.code, refused.param) == ("grammar_timeout", "guided_regex")
+    reported = api_error(refused)
+    assert (reported.status, reported.envelope["error"]["code"]) == (400, "grammar_timeout")
+    assert "make it simpler" in reported.envelope["error"]["message"]
+
+
+def test_a_lexer_that_one_tenant_has_used_up_is_not_that_of_another(make, monkeypatch):
+    monkeypatch.setattr(trial, "MAX_LEXER_STATES", 300)
+    monkeypatch.setattr(usage, "GRAMMAR_SECONDS", 1e6)
+    llm = make()
+    hot = bounded("regex", r"(.|\n)*[a-m](.|\n){16}end", n=4, max_tokens=60)
+    short = bounded("regex", r"(.|\n)*[a-m](.|\n){16}end", max_tokens=3, temperature=0.0)
+    [before] = answers(llm, ("alice", short))
+    eve, beside = answers(llm, ("eve", hot), ("alice", short))
+    assert eve.code == "grammar_too_complex"
+    assert beside == before
+    assert answers(llm, ("alice", short), ("eve", short)) == [before, before]
 
 
 def test_what_is_refused_names_its_field_before_anything_runs(llm):
@@ -227,7 +287,7 @@ class _Engine:
     def explain(self, tag):
         return None
 
-    def compile(self, params):
+    def compile(self, params, tenant):
         if params.structured_output is None:
             return None
         return self.compiling.setdefault(params.structured_output.text, Future())
@@ -273,8 +333,8 @@ def test_a_request_waits_for_its_grammar_beside_the_others():
     assert sum(reported.states.values()) == pytest.approx(reported.submitted - reported.arrived, abs=1e-6)
     drain(Abort([4]), Abort([5]))
     engine.compiling["wrong"].set_exception(InvalidRequest("no good", param="regex"))
-    for text in ("slow", "left"):
-        engine.compiling[text].set_result(None)
+    assert engine.compiling["left"].cancelled(), "no request waits for it any more"
+    engine.compiling["slow"].set_result(None)
     drain(request(6, "slow"))
     assert engine.added == [2, 1, 6] or engine.added == [2, 6, 1]
     assert replies == [Rejected(3, "InvalidRequest", "no good", "regex", None)]

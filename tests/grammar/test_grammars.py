@@ -1,18 +1,22 @@
 """Forms compiled over a small vocabulary: what they let through, what is refused, and what compiling may cost."""
 
 import json
+import random
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
+import tokenizers
 
 from chairlift.errors import InvalidRequest, QueueFull, RequestFailed
 from chairlift.grammar import grammars as module
-from chairlift.grammar import trial
+from chairlift.grammar import trial, usage
 from chairlift.grammar.grammars import Grammars
 from chairlift.grammar.source import Tag, ToolCallFormat, calls_grammar, tags_grammar
 from chairlift.grammar.trial import Vocabulary
+from chairlift.grammar.usage import GrammarUsage
 from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
 from chairlift.tokenizer import Tokenizer
 
@@ -43,6 +47,19 @@ def grammars(vocabulary):
     made = Grammars(vocabulary)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def wordy(byte_model, tmp_path_factory):
+    """Grammars over a vocabulary with long tokens, along which the parser has to try ambiguous grammars."""
+    made, source = tokenizers.Tokenizer.from_file(str(byte_model / "tokenizer.json")), random.Random(0)
+    letters = ("abcdefghijklmnopqrstuvwxyz ", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    made.add_tokens(sorted({"".join(source.choices(letters[i % 2], k=source.randint(3, 10))) for i in range(4000)}))
+    file = tmp_path_factory.mktemp("wordy") / "tokenizer.json"
+    made.save(str(file))
+    wordy = Grammars(Vocabulary(file, made.get_vocab_size(), (made.token_to_id("</s>"),)))
+    yield wordy
+    wordy.close()
 
 
 def structure(kind, text=""):
@@ -241,6 +258,128 @@ def test_what_only_looks_dangerous_is_served(grammars, form):
     assert allowed(grammars.compile(form).result(PATIENCE).matcher())
 
 
+def one_of(number):
+    """A schema of objects that differ in their property."""
+    only = [{"type": "object", "properties": {f"a{i}": {"type": "integer"}}, "required": [f"a{i}"]} for i in range(number)]
+    return {"anyOf": [one | {"additionalProperties": False} for one in only]}
+
+
+def within(schema):
+    return {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
+
+
+NODE = {"type": "object", "properties": {"value": {"type": "integer"}, "children": {"type": "array", "items": {"$ref": "#/$defs/node"}}}}
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        pytest.param(structure("choice", [f"option {i}" for i in range(4096)]), "option 4095", id="choice of 4,096"),
+        pytest.param(structure("choice", ["", "a"]), "", id="an empty choice"),
+        pytest.param(structure("json", one_of(300)), '{"a299":1}', id="anyOf of 300"),
+        pytest.param(structure("json", one_of(3000)), '{"a2999":1}', id="anyOf of 3,000", marks=pytest.mark.slow),
+        pytest.param(
+            structure("json", within(one_of(1500)))._replace(disable_any_whitespace=True),
+            '{"x":{"a1499":1}}',
+            id="anyOf of 1,500 in a property",
+        ),
+        pytest.param(
+            structure("json", {"type": "object", "properties": {f"p{i}": {"type": "boolean"} for i in range(1000)}}),
+            '{"p500":true,"p999":true}',
+            id="1,000 optional properties",
+        ),
+        pytest.param(
+            structure("json", {"$defs": {"node": NODE}, "$ref": "#/$defs/node"}),
+            '{"value":1,"children":[{"value":2,"children":[]}]}',
+            id="recursion",
+        ),
+        pytest.param(structure("json", {"enum": [f"e{i}" for i in range(5000)]}), '"e4999"', id="enum of 5,000"),
+        pytest.param(structure("grammar", 'start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]+/'), "1+(2*3+4)*5", id="arithmetic"),
+    ],
+)
+def test_large_grammars_are_served(grammars, tokenizer, form, text):
+    assert takes(grammars, tokenizer, form, text)
+    assert not takes(grammars, tokenizer, form, "~")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        structure("grammar", "start: s\ns: s s | s s s | A\nA: /[a-z ]/"),
+        structure("grammar", "start: s\ns: s s | s s s | A\nA: /[A-Z]/"),
+        structure("grammar", "start: s\ns: s s s s s | s s | A\nA: /./"),
+        structure("grammar", "start: s\ns: (s*)* | A\nA: /[a-z ]/"),
+        structure("grammar", "start: s\ns: A? s? A? s?\nA: /[a-z ]/"),
+        structure("json", within(one_of(2600))),
+    ],
+    ids=["letters", "capitals", "five", "stars", "optional", "anyOf of 2,600 in a property"],
+)
+def test_a_grammar_whose_masks_are_expensive_is_refused_at_once(wordy, form):
+    with pytest.raises(InvalidRequest) as refused:
+        wordy.compile(form).result(PATIENCE)
+    assert refused.value.code in ("grammar_too_complex", "grammar_timeout")
+    assert len(str(refused.value)) < 500
+
+
+MANY_STATES = structure("regex", r"b?(.|\n)*[a-m](.|\n){16}end")
+
+
+def write(matcher, tokenizer):
+    """Writes 3,000 letters."""
+    source = random.Random(3)
+    for _ in range(3000):
+        allowed(matcher)
+        matcher.accept(*tokenizer.encode(source.choice("mz")))
+
+
+def test_a_lexer_without_states_fails_for_its_tenant_alone_and_is_made_anew(vocabulary, tokenizer, monkeypatch):
+    monkeypatch.setattr(trial, "MAX_LEXER_STATES", 3000)
+    monkeypatch.setattr(usage, "GRAMMAR_SECONDS", 1e6)
+    made = Grammars(vocabulary)
+    eve, alice = (made.compile(MANY_STATES, tenant) for tenant in ("eve", "alice"))
+    first = alice.result(PATIENCE).matcher()
+    with pytest.raises(InvalidRequest, match="too many states") as failed:
+        write(eve.result(PATIENCE).matcher(), tokenizer)
+    assert failed.value.code == "grammar_too_complex"
+    assert allowed(first)
+    assert made.compile(MANY_STATES, "alice") is alice
+    again = made.compile(MANY_STATES, "eve")
+    assert again is not eve
+    assert allowed(again.result(PATIENCE).matcher())
+    assert made.compile(MANY_STATES, "eve") is again
+    made.close()
+
+
+def test_a_tenant_whose_grammars_took_too_much_time_waits_with_new_ones(vocabulary):
+    made = Grammars(vocabulary)
+    old = made.compile(structure("choice", ["a"]), "eve")
+    other = made.compile(structure("choice", ["other"]), "eve").result(PATIENCE).usage
+    other.spend(1.5 * usage.TENANT_SECONDS)
+    with pytest.raises(QueueFull, match="more processor time") as full:
+        made.compile(structure("choice", ["b"]), "eve").result(PATIENCE)
+    assert full.value.retry_after > 0
+    assert made.compile(structure("choice", ["a"]), "eve") is old
+    assert allowed(old.result(PATIENCE).matcher()), "its usual grammars go on"
+    assert made.compile(structure("choice", ["b"]), "alice").result(PATIENCE)
+    other.spend(-10.0)
+    assert made.compile(structure("choice", ["b"]), "eve").result(PATIENCE)
+    made.close()
+
+
+def test_bytes_are_counted_as_they_grow(vocabulary, monkeypatch):
+    made, memory = Grammars(vocabulary), [0]
+    monkeypatch.setattr(module, "GrammarUsage", partial(GrammarUsage, resident=lambda: memory[-1]))
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 600 * 2**20)
+    first = made.compile(structure("choice", ["a"]))
+    made.compile(structure("choice", ["b"])).result(PATIENCE)
+    assert made.compile(structure("choice", ["a"])) is first
+    first.result(PATIENCE).usage.grow(memory.append, 700 * 2**20)
+    assert first.result(PATIENCE).size > 700 * 2**20
+    made.compile(structure("choice", ["c"])).result(PATIENCE)
+    assert made.compile(structure("choice", ["a"])) is not first
+    made.close()
+
+
 def test_a_grammar_is_compiled_once_and_a_refusal_found_once(grammars):
     assert grammars.compile(structure("choice", ["a"])) is grammars.compile(StructuredOutput("choice", '["a"]', "guided_choice"))
     refused = grammars.compile(structure("regex", "("))
@@ -269,16 +408,13 @@ def test_large_ones_are_let_go_first_by_their_memory(vocabulary, monkeypatch):
     made.close()
 
 
-def test_no_more_than_so_many_wait(vocabulary, monkeypatch):
+def test_a_grammar_that_waits_for_compilation_is_waited_for_by_others_too(vocabulary, monkeypatch):
     made = Grammars(vocabulary)
     monkeypatch.setattr(made, "_start", lambda: None)
-    monkeypatch.setattr(module, "MAX_WAITING", 3)
-    for name in "abc":
-        made.compile(structure("choice", [name]))
-    with pytest.raises(QueueFull, match="3 grammars wait") as full:
-        made.compile(structure("choice", ["d"]))
-    assert full.value.retry_after > 0
-    assert not made.compile(structure("choice", ["c"])).done()  # one that waits already may be waited for
+    waiting = made.compile(structure("choice", ["a"]))
+    assert made.compile(structure("choice", ["a"])) is waiting
+    assert waiting.cancel()
+    assert made.compile(structure("choice", ["a"])) is not waiting, "a cancelled one is compiled when it is requested again"
 
 
 def test_a_trial_whose_process_ends_is_no_verdict(vocabulary, monkeypatch):

@@ -212,7 +212,7 @@ class StepOutputs:
     counters, which are not sent every time.
     `details` (by tag) and `prompts` (pairs with a request's first tag) are log-probabilities of tokens and of prompt tokens, in lines of
     4-byte numbers: token, log-probability (f32), rank, top tokens, their log-probabilities (f32). The `details` of a request for an
-    embedding are its numbers (f32).
+    embedding are its numbers (f32). Those of a sequence that ended with an error may be its reason (see `InvalidRequest.packed`).
     `starved` are the tags in `ended` that failed because the device was out of memory. `cached` and `dropped` are the names (u64) of the
     KV blocks that prompts can reuse since the last frame, and of those that they cannot reuse any more.
     """

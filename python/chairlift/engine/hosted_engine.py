@@ -39,7 +39,7 @@ from chairlift.scheduling import Scheduling
 if TYPE_CHECKING:
     from chairlift.engine.adapters import PackedAdapter
     from chairlift.engine.disk_cache import StoredPrefix
-    from chairlift.grammar.grammars import Grammar
+    from chairlift.grammar.grammar import Grammar
 
 STATS_SECONDS, USAGE_SECONDS = 0.2, 1.0
 """Intervals at which counters, and those per tenant and class, are sent while the engine works."""
@@ -58,8 +58,8 @@ class EngineLike(KvSharer, Protocol):
     def overlaps(self) -> bool:
         """Whether a device runs the steps asynchronously."""
 
-    def compile(self, params: SamplingParams) -> Future[Grammar] | None:
-        """Starts compiling a request's grammar. Raises QueueFull."""
+    def compile(self, params: SamplingParams, tenant: str) -> Future[Grammar] | None:
+        """Starts compiling a request's grammar; cancelling the future takes it back. Raises QueueFull."""
 
     def read_prefix(self, prompt: Sequence[int], params: SamplingParams, scheduling: Scheduling) -> Future[StoredPrefix] | None:
         """Starts reading the KV of a prompt's beginning from disk; None if there is none to read."""
@@ -241,7 +241,7 @@ class HostedEngine:
         self, what: Future[Any], state: str, frame: Add, grammar: Future[Grammar] | None, stored: Future[StoredPrefix] | None
     ) -> None:
         """Keeps a request in a state of its timeline until `what` is done."""
-        self._preparing.begin(frame, state)
+        self._preparing.begin(frame, state, what if what is grammar else None)
         put, tag = self._put, frame.tag
         what.add_done_callback(lambda _: put(Prepared(tag, grammar, stored, time.monotonic_ns() // 1000)))
 
@@ -250,7 +250,7 @@ class HostedEngine:
         try:
             params, scheduling = SamplingParams(**frame.params), Scheduling(**frame.scheduling)
             prompt, resumed = memoryview(frame.prompt).cast("i"), [ResumedChoice(*choice) for choice in frame.resumed]
-            grammar = grammar or self.engine.compile(params)
+            grammar = grammar or self.engine.compile(params, scheduling.tenant)
             if grammar is not None and not grammar.done():
                 self._wait_for(grammar, "grammar", frame, grammar, None)
                 return

@@ -30,11 +30,13 @@ from chairlift.engine.prefix_store import PrefixStore
 from chairlift.engine.sequences import Sequences
 from chairlift.engine.split_step import SplitStep
 from chairlift.errors import InvalidRequest, InvalidSetting, OutOfMemory
-from chairlift.grammar.grammars import Grammar, Grammars
+from chairlift.grammar.grammar import Grammar
+from chairlift.grammar.grammars import Grammars
 from chairlift.grammar.trial import Vocabulary
 from chairlift.runner.buffers import StepSizes
 from chairlift.runner.description import checkpoint_facts
 from chairlift.runner.null_runner import NullRunner
+from chairlift.runner.sampling.sampler import entries_of
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.tokenizer import eos_token_ids, tokenizer_file
@@ -61,8 +63,8 @@ class _InFlightStep:
     sizes: StepSizes
     tags: np.ndarray
     """Tags of the samples, u64. Slots may have new owners at the commit."""
-    failed: np.ndarray | None
-    """Samples of sequences that cannot be sampled, as a mask."""
+    failed: Mapping[int, bytes | None]
+    """The samples of sequences that cannot be sampled, each with its reason if that is an InvalidRequest."""
     launched: Any = None
     """The runner's handle; None if the device lacks memory for the whole step."""
     sampled: Sampled | None = None
@@ -100,7 +102,7 @@ class Engine:
         self._adapters = Adapters(config, runner)
         self._sequences = Sequences(config, self._scheduler, runner, self._eos, self._adapters)
         self._slot_tags = np.zeros(runner.max_num_seqs, dtype=np.uint64)  # the last sequence of each batch slot
-        self._failed_slots: set[int] = set()  # their sequences cannot be sampled and end with an error
+        self._failed_slots: dict[int, bytes | None] = {}  # their sequences cannot be sampled and end with an error, for this reason
         self.stage = "idle", time.monotonic()
         """The current part of a step (`plan`, `run` or `commit`) and its start. Not reset after a step."""
         vocab_size = runner.model_config.vocab_size
@@ -147,9 +149,9 @@ class Engine:
         self._discard_blocks()
         return limit
 
-    def compile(self, params: SamplingParams) -> Future[Grammar] | None:
+    def compile(self, params: SamplingParams, tenant: str) -> Future[Grammar] | None:
         """Starts compiling the request's grammar on another thread; None if it has none. Raises QueueFull."""
-        return None if params.structured_output is None else self._grammars.compile(params.structured_output)
+        return None if params.structured_output is None else self._grammars.compile(params.structured_output, tenant)
 
     def read_prefix(
         self, prompt: Sequence[int] | np.ndarray, params: SamplingParams, scheduling: Scheduling
@@ -183,14 +185,15 @@ class Engine:
         """
         if not self.runner.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise InvalidRequest("without a model (--load-format none) there are no log-probabilities: leave them out", param="logprobs")
+        scheduling = scheduling or Scheduling()
         self._sequences.add(
             tag,
             prompt,
             params,
-            scheduling or Scheduling(),
+            scheduling,
             _now(),
             submitted=submitted,
-            grammar=grammar or self.compile(params),
+            grammar=grammar or self.compile(params, scheduling.tenant),
             spent=spent or {},
             resumed=resumed,
             continues=continues,
@@ -382,7 +385,7 @@ class Engine:
         self.runner.swap(plan.swap_out, plan.swap_in)
         sizes = StepSizes(plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies, plan.num_table_writes)
         slots = self.runner.buffers[self._next_buffer].sample_slots[: sizes.samples]
-        failed = np.isin(slots, list(self._failed_slots)) if self._failed_slots else None
+        failed = dict(entries_of(self._failed_slots, slots))
         step = _InFlightStep(self._next_buffer, sizes, self._slot_tags[slots], failed)
         self._next_buffer = (self._next_buffer + 1) % len(self._buffers)
         if self._split_step.fits(sizes.tokens, now):
@@ -427,8 +430,10 @@ class Engine:
         """Waits for a step's tokens."""
         self.stage = "run", time.monotonic()
         sampled: Sampled = step.sampled or self.runner.collect(step.launched)
-        if step.failed is not None:
-            sampled.tokens[step.failed] = -1
+        for at, reason in step.failed.items():
+            sampled.tokens[at] = -1
+            if reason is not None:
+                sampled.details[at] = reason
         return sampled
 
     def _commit(self, sampled: Sampled) -> _core.Outputs:
@@ -489,7 +494,7 @@ class Engine:
         request, ids = self._sequences.get(tag), np.frombuffer(tokens, dtype=np.int32)
         assert request is not None  # the step has its tokens
         request.slot, self._slot_tags[slot] = slot, tag
-        self._failed_slots.discard(slot)
+        self._failed_slots.pop(slot, None)
         try:
             matcher = None if request.new_matcher is None else request.new_matcher()
             ends = self._sequences.end_tokens(request.params)
@@ -501,9 +506,12 @@ class Engine:
                 prompt=request.prompt,
                 adapter=adapter,
             )
-        except Exception:
-            log.exception("sequence %d cannot be sampled and ends with an error", tag)
-            self._failed_slots.add(slot)
+        except Exception as error:
+            if isinstance(error, InvalidRequest):
+                self._failed_slots[slot] = error.packed()
+            else:
+                log.exception("sequence %d cannot be sampled and ends with an error", tag)
+                self._failed_slots[slot] = None
             self.runner.add_request(slot, SamplingParams(temperature=0.0), ids, prompt_len, 0)  # replaces a half-assigned slot
 
     def _write_journal(self) -> None:

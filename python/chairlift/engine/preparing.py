@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chairlift.engine.frames import Add
 from chairlift.scheduling import Scheduling
+
+if TYPE_CHECKING:
+    from chairlift.grammar.grammar import Grammar
 
 
 class Preparing:
@@ -16,21 +20,28 @@ class Preparing:
 
     def __init__(self) -> None:
         self._requests: dict[int, tuple[Add, str, int]] = {}
+        self._grammars: dict[int, Future[Grammar]] = {}  # that requests wait for
 
-    def begin(self, request: Add, state: str) -> None:
-        """Adds a request that waits in `state` of its timeline."""
+    def begin(self, request: Add, state: str, grammar: Future[Grammar] | None) -> None:
+        """Adds a request that waits in `state` of its timeline, for this grammar if any."""
         self._requests[request.tag] = request, state, _now()
+        if grammar is not None:
+            self._grammars[request.tag] = grammar
 
     def end(self, tag: int, ended: int) -> Add | None:
         """Removes a request whose wait ended at `ended` and returns it for submission; None if it was aborted."""
+        self._grammars.pop(tag, None)
         if (waiting := self._requests.pop(tag, None)) is None:
             return None
         return replace(waiting[0], submitted=ended, spent=_spent(*waiting, ended))
 
     def abort(self, tags: Iterable[int]) -> None:
-        """Forgets requests. Unknown tags are ignored."""
+        """Forgets requests, and cancels grammars that no other request waits for. Unknown tags are ignored."""
         for tag in tags:
             self._requests.pop(tag, None)
+            grammar = self._grammars.pop(tag, None)
+            if grammar is not None and grammar not in self._grammars.values():
+                grammar.cancel()
 
     def explain(self, tag: int) -> dict[str, Any] | None:
         """The timeline of a request that waits, as the core reports it; None for any other tag."""

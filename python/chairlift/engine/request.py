@@ -48,10 +48,13 @@ class Choice:
         """Whether its last increment was taken."""
         self.starved = False
         """Whether it failed because the device was out of memory."""
+        self.refusal: InvalidRequest | None = None
+        """Why it failed, if its own grammar was the reason."""
         self._prompt_token_ids = prompt_token_ids
         self._prompt_logprobs = prompt_logprobs
         self._num_logprobs = params.logprobs
         self._embeds = params.embed
+        self._structure = params.structured_output
         self._embedding: array[float] | None = None
         self._shows_stop = params.include_stop_str_in_output
         self._one_by_one = bool(params.stop) or params.logprobs is not None
@@ -103,7 +106,11 @@ class Choice:
         """Adds a token with its finish code (0: none) and its line of log-probabilities, if any; or the prompt's embedding."""
         if self._embeds and finish == STOP and detail is not None:
             self._embedding = array("f", detail)
-        elif finish != ERROR:  # it has no token
+        elif finish == ERROR:  # it has no token
+            if detail is not None:
+                structure = self._structure
+                self.refusal = InvalidRequest.unpacked(detail, None if structure is None else structure.param)
+        else:
             self._answer.append(token)
             self._tokens.append(token)
             self._logprobs.append(logprob)

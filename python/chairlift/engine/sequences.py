@@ -18,7 +18,7 @@ from chairlift.engine.adapters import Adapter, Adapters
 from chairlift.engine.frames import ResumedChoice
 from chairlift.engine.request import shared_salt
 from chairlift.errors import InvalidRequest, QueueFull
-from chairlift.grammar.grammars import Grammar
+from chairlift.grammar.grammar import Grammar
 from chairlift.runner.sampling.logprobs import PromptLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import TIER_WEIGHTS, Scheduling

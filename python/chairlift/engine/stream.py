@@ -76,8 +76,15 @@ class Stream(Request):
         if self._error is not None:
             raise self._error
         outputs = self.take()
-        if self.some_over and any(choice.starved for choice in self.choices):
-            raise OutOfMemory("the device has too little memory for this request just now: try again later, or with a shorter prompt")
-        if self.some_over and any(output.finish_reason == "error" for output in outputs):
-            raise RequestFailed("the model gave no usable answer for this request: its logits are not finite, or could not be sampled")
+        if self.some_over:
+            self._raise_for_choices(outputs)
         return outputs
+
+    def _raise_for_choices(self, outputs: list[RequestOutput]) -> None:
+        """Raises the error of a choice that has failed, if any."""
+        if any(choice.starved for choice in self.choices):
+            raise OutOfMemory("the device has too little memory for this request just now: try again later, or with a shorter prompt")
+        if (refusal := next((choice.refusal for choice in self.choices if choice.refusal is not None), None)) is not None:
+            raise refusal
+        if any(output.finish_reason == "error" for output in outputs):
+            raise RequestFailed("the model gave no usable answer for this request: its logits are not finite, or could not be sampled")

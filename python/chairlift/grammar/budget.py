@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-    from chairlift.grammar.grammars import Matcher
+    from chairlift.grammar.grammar import Matcher
     from chairlift.sampling import ReasoningBudget
 
 

@@ -1,111 +1,58 @@
-"""Compiles an engine's grammars on a separate thread, caches them, and matches output against them token by token."""
+"""Compiles an engine's grammars on a separate thread, and caches them."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
 from concurrent.futures import Future
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from chairlift.errors import InvalidRequest, QueueFull, RequestFailed
-from chairlift.grammar.budget import BudgetMatcher
+from chairlift.grammar.allowance import TenantAllowances
+from chairlift.grammar.compile_queue import CompileQueue, Work
+from chairlift.grammar.grammar import Grammar
 from chairlift.grammar.trial import Trial, Vocabulary, compiled
-from chairlift.sampling import ReasoningBudget, StructuredOutput
+from chairlift.grammar.usage import TENANT_SECONDS, GrammarUsage
+from chairlift.sampling import StructuredOutput
 
 if TYPE_CHECKING:
-    import numpy as np
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
-MAX_WAITING = 256
-"""Maximum number of grammars that wait to be compiled."""
 MAX_KEPT, MAX_KEPT_BYTES = 256, 512 * 2**20
 """Maximum number and total bytes of cached grammars. The newest grammar is always kept."""
 STACK_BYTES = 64 * 2**20
 """Stack of the compiling thread in bytes: many times the stack of a trial. Only used pages take memory."""
 
 
-class Grammar:
-    """A compiled grammar of `size` bytes. Each sequence has its own matcher."""
-
-    def __init__(self, template: LLMatcher, size: int, tokenizer: LLTokenizer) -> None:
-        self._template = template
-        self._tokenizer = tokenizer
-        self.size = size
-
-    def matcher(self, budget: ReasoningBudget | None = None) -> Matcher | BudgetMatcher:
-        """Returns a matcher at the start of the output. All matchers of a grammar share its lexer's cache."""
-        matcher = Matcher(self._template.deep_copy())
-        return matcher if budget is None else BudgetMatcher(matcher, budget, self._piece)
-
-    def _piece(self, token: int) -> bytes:
-        piece: bytes = self._tokenizer.decode_bytes([token])
-        return piece
-
-
-class Matcher:
-    """The position of one sequence in a grammar: a `chairlift.runner.sampling.matcher.Matcher`."""
-
-    def __init__(self, place: LLMatcher) -> None:
-        self._place = place
-
-    def mask(self, bitmask: np.ndarray, index: int) -> None:
-        """Sets the bits of the tokens that the grammar allows next. After the grammar's end only end-of-sequence tokens are allowed.
-
-        `bitmask` is int32 [rows, ceil(vocabulary / 32)]. Raises ValueError.
-        """
-        row = bitmask[index]
-        self._place.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self._check()
-
-    def accept(self, token: int) -> None:
-        """Advances by one token. Raises ValueError if the grammar does not allow it."""
-        self._place.consume_token(token)
-        self._check()
-
-    def forced(self) -> list[int]:
-        """The tokens that must come next, one after the other; none if there is a choice."""
-        tokens: list[int] = self._place.compute_ff_tokens()
-        return tokens
-
-    def allows(self, tokens: Sequence[int]) -> bool:
-        """Whether these tokens may come next, one after the other."""
-        return bool(self._place.validate_tokens(list(tokens)) == len(tokens))
-
-    def copy(self) -> Matcher:
-        """Another matcher at the same position."""
-        return Matcher(self._place.deep_copy())
-
-    def _check(self) -> None:
-        if self._place.is_error():
-            raise ValueError(self._place.get_error())
-
-
 class Grammars:
     """Compiles grammars over a model's vocabulary. Each grammar is first compiled in a trial process with limits on time and memory.
 
-    Only one thread may call `compile`. The first call starts another thread, which loads the tokenizer and compiles.
+    Tenants share no grammar, because the sequences of one grammar share the states of its lexer and their limit. Only one thread may call
+    `compile`. The first call starts another thread, which loads the tokenizer and compiles.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._trial = Trial(vocabulary)
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[tuple[str, str, str, bool], Future[Grammar]] = OrderedDict()
-        self._work: SimpleQueue[tuple[StructuredOutput, Future[Grammar]] | None] = SimpleQueue()
+        self._kept: OrderedDict[tuple[str, str, str, str, bool], Future[Grammar]] = OrderedDict()
+        self._allowances = TenantAllowances(TENANT_SECONDS)
+        self._queue = CompileQueue()
         self._thread: threading.Thread | None = None
 
-    def compile(self, structure: StructuredOutput) -> Future[Grammar]:
-        """Returns the future of the compiled grammar. It fails with InvalidRequest if the grammar is invalid. Raises QueueFull."""
-        key = (structure.kind, structure.text, structure.before, structure.disable_any_whitespace)
+    def compile(self, structure: StructuredOutput, tenant: str = "") -> Future[Grammar]:
+        """Returns the future of the compiled grammar. Raises QueueFull.
+
+        The future fails with InvalidRequest if the grammar is invalid, and with QueueFull if the tenant's grammars have taken too much
+        time. The caller may cancel it when no request waits for it any more.
+        """
+        key = (tenant, structure.kind, structure.text, structure.before, structure.disable_any_whitespace)
         future = self._kept.get(key)
-        if future is None or _is_accident(future):
-            if self._work.qsize() >= MAX_WAITING:
-                raise QueueFull(f"{MAX_WAITING} grammars wait to be compiled, as many as may", retry_after=1.0)
-            future = self._kept[key] = Future()
+        if future is None or _needs_compiling(future):
+            future = Future()
+            self._queue.put(Work(structure, tenant, future))
+            self._kept[key] = future
             self._start()
-            self._work.put((structure, future))
         self._kept.move_to_end(key)
         self._shrink()
         return future
@@ -113,7 +60,7 @@ class Grammars:
     def close(self) -> None:
         """Ends the thread after its current grammar, and ends the trial process."""
         if self._thread is not None:
-            self._work.put(None)
+            self._queue.close()
             self._trial.close()
 
     def _start(self) -> None:
@@ -126,18 +73,24 @@ class Grammars:
                 threading.stack_size(before)
 
     def _compile(self) -> None:
-        while (work := self._work.get()) is not None:
-            structure, future = work
+        while (work := self._queue.get()) is not None:
             try:
-                if self._tokenizer is None:
-                    self._trial.start()  # loads the vocabulary too, at the same time
-                    self._tokenizer = self._vocabulary.load()
-                size = self._trial.run(structure)
-                future.set_result(Grammar(compiled(self._tokenizer, structure), size, self._tokenizer))
+                work.future.set_result(self._compiled(work))
             except Exception as error:
-                future.set_exception(error)
+                work.future.set_exception(error)
             except BaseException as error:  # a Rust panic is not an Exception
-                future.set_exception(RequestFailed(f"the grammar could not be compiled: {error}"))
+                work.future.set_exception(RequestFailed(f"the grammar could not be compiled: {error}"))
+
+    def _compiled(self, work: Work) -> Grammar:
+        allowance = self._allowances.of(work.tenant)
+        if allowance.left <= 0:
+            message = "your grammars have taken more processor time than they may: make them simpler, or send new ones later"
+            raise QueueFull(message, retry_after=allowance.refilled_in)
+        if self._tokenizer is None:
+            self._trial.start()  # loads the vocabulary too, at the same time
+            self._tokenizer = self._vocabulary.load()
+        size = self._trial.run(work.structure)
+        return Grammar(compiled(self._tokenizer, work.structure), size, self._tokenizer, GrammarUsage(allowance))
 
     def _shrink(self) -> None:
         """Evicts the least recently requested grammars. Sequences that use them are not affected."""
@@ -148,10 +101,14 @@ class Grammars:
             total -= sizes[key]
 
 
-def _is_accident(future: Future[Grammar]) -> bool:
-    """Whether the compilation failed for a reason other than the grammar."""
-    return future.done() and not isinstance(future.exception(), InvalidRequest | None)
+def _needs_compiling(future: Future[Grammar]) -> bool:
+    """Whether a kept future was cancelled, failed for a reason other than the grammar, or has a grammar that is worn."""
+    if not future.done():
+        return False
+    if future.cancelled() or not isinstance(future.exception(), InvalidRequest | None):
+        return True
+    return future.exception() is None and future.result().usage.worn
 
 
 def _size(future: Future[Grammar]) -> int:
-    return future.result().size if future.done() and future.exception() is None else 0
+    return future.result().size if future.done() and not future.cancelled() and future.exception() is None else 0

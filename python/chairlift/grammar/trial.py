@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import resource
 import signal
 import subprocess
@@ -17,7 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chairlift.errors import InvalidRequest, RequestFailed
+from chairlift.grammar.allowance import Allowance
+from chairlift.grammar.grammar import LIMIT_REACHED, TOO_COMPLEX, check
 from chairlift.grammar.source import schemas_by_tool, source
+from chairlift.grammar.usage import TENANT_SECONDS, GrammarUsage
 from chairlift.sampling import StructuredOutput
 
 if TYPE_CHECKING:
@@ -31,7 +36,12 @@ MAX_BYTES = 256 * 2**20
 """Bytes of memory that one grammar may take."""
 STACK_BYTES = 4 * 2**20
 MAX_LEXER_STATES = 50_000
-"""A fifth of llguidance's default. Each takes 1 to 2 kB, and their number grows with every answer."""
+"""A fifth of llguidance's default. Their number grows with every answer, and each takes up to 2 kB."""
+MAX_ITEMS = 5_000
+"""Maximum items of the parser in a row, and in all rows that one mask tries. A twenty-thousandth of a second each, so it bounds masks of
+ambiguous grammars. Schemas with 1,000 optional properties and lists of 3,000 alternatives need less."""
+TRIED_TOKENS = 32
+"""Tokens of an arbitrary answer that the trial drives a grammar through."""
 MAX_MESSAGE = 400
 """Maximum characters of llguidance's message to report, because the message may repeat the grammar."""
 
@@ -64,14 +74,14 @@ def compiled(tokenizer: LLTokenizer, structure: StructuredOutput) -> LLMatcher:
             try:
                 _compiled(tokenizer, StructuredOutput("json", json.dumps(schema)))
             except InvalidRequest as cause:
-                raise InvalidRequest(f"the parameters of {name}: {cause}") from None
+                raise InvalidRequest(f"the parameters of {name}: {cause}", code=cause.code) from None
         raise error
 
 
 def _compiled(tokenizer: LLTokenizer, structure: StructuredOutput) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    limits = LLParserLimits(max_items_in_row=MAX_ITEMS, step_max_items=MAX_ITEMS, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     try:
         matcher = LLMatcher(tokenizer, source(structure), log_level=0, limits=limits)
     except ValueError as error:
@@ -80,6 +90,8 @@ def _compiled(tokenizer: LLTokenizer, structure: StructuredOutput) -> LLMatcher:
         matcher.compute_bitmask()
     if matcher.is_error():
         message = shortened(matcher.get_error())
+        if LIMIT_REACHED.match(message):
+            raise InvalidRequest(f"it is too complex ({message}): make it simpler", code=TOO_COMPLEX)
         raise InvalidRequest("no answer can have this form" if message.startswith("NoExtension") else message)
     return matcher
 
@@ -197,13 +209,34 @@ def _verdict(tokenizer: LLTokenizer, structure: StructuredOutput) -> dict[str, A
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         matcher = compiled(tokenizer, structure)
+        # Everything that runs outside the engine's thread with the large stack runs here with the small one.
+        _drive(matcher.deep_copy(), tokenizer)
     except InvalidRequest as error:
-        return {"error": str(error)}
-    # Everything that runs outside the engine's thread with the large stack runs here with the small one.
-    matcher.deep_copy().compute_bitmask()
+        return {"error": str(error), "code": error.code}
     del matcher
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {"error": None, "bytes": kilobytes * 1024}
+
+
+_ANY_BIT = re.compile(rb"[^\0]")
+
+
+def _drive(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+    """Writes an arbitrary answer, the same one each time. Raises InvalidRequest if the grammar fails on it or takes too much time."""
+    usage, source = GrammarUsage(Allowance(TENANT_SECONDS)), random.Random(0)
+    for _ in range(TRIED_TOKENS):
+        usage.check()
+        mask: bytes = usage.call(matcher.compute_bitmask)
+        check(matcher, usage)
+        found = _ANY_BIT.search(mask, source.randrange(len(mask))) or _ANY_BIT.search(mask)
+        assert found is not None  # without a token that may come, llguidance fails
+        at, octet = found.start(), found[0][0]
+        token = 8 * at + octet.bit_length() - 1
+        if token in tokenizer.eos_tokens:
+            return
+        usage.call(matcher.consume_token, token)
+        usage.call(matcher.compute_ff_tokens)
+        check(matcher, usage)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import Protocol, Self
 
 import numpy as np
 
+from chairlift.errors import InvalidRequest
+
 log = logging.getLogger("chairlift")
 
 
@@ -16,7 +18,8 @@ class Matcher(Protocol):
     """The position of one sequence in a grammar.
 
     The sampler gets a new matcher each time a sequence is assigned a slot, and lets it accept the output so far. It then calls `mask`
-    before each draw and `accept` after it, on the engine's thread. An exception ends only this sequence.
+    before each draw and `accept` after it, on the engine's thread. An exception ends only this sequence; the client gets the message of an
+    InvalidRequest.
     """
 
     def mask(self, bitmask: np.ndarray, index: int) -> None:
@@ -43,11 +46,20 @@ class MatchedRows:
     matcher: Matcher
     draft: list[int]
     """The drafted tokens: row `first` + i + 1 follows token i."""
+    refusal: InvalidRequest | None = None
+    """The matcher's reason to end the sequence, once it has raised one."""
 
     @property
     def rows(self) -> range:
         """The rows."""
         return range(self.first, self.first + 1 + len(self.draft))
+
+    def fail(self, error: Exception) -> None:
+        """Keeps or logs the error of the matcher."""
+        if isinstance(error, InvalidRequest):
+            self.refusal = error
+        else:
+            log.error("grammar error: the request ends with an error", exc_info=error)
 
 
 def matched_rows(matchers: Mapping[int, Matcher], slots: np.ndarray, inputs: np.ndarray) -> list[MatchedRows]:
@@ -74,8 +86,8 @@ def allowed(matched: Sequence[MatchedRows], vocabulary: int) -> np.ndarray:
     for one in matched:
         try:
             one.matcher.mask(bitmask, index)
-        except Exception:
-            log.exception("grammar error: the request ends with an error")
+        except Exception as error:
+            one.fail(error)
             bitmask[index] = 0
         else:
             _allow_drafted(one, bitmask[index + 1 :])
@@ -97,19 +109,22 @@ def _allow_drafted(matched: MatchedRows, bitmask: np.ndarray) -> None:
             return
 
 
-def accept(matched: Sequence[MatchedRows], chosen: np.ndarray, failed: int) -> None:
+def accept(matched: Sequence[MatchedRows], chosen: np.ndarray, failed: int) -> dict[int, InvalidRequest]:
     """Advances each matcher by its tokens in `chosen` [N], up to the first that is not the drafted one.
 
-    If a matcher raises, its token becomes `failed`.
+    If a matcher raises, its token becomes `failed`. Returns the reasons of failed rows, if their matchers gave one.
     """
+    refusals: dict[int, InvalidRequest] = {}
     for one in matched:
         for i, drafted in zip(one.rows, [*one.draft, None], strict=True):
-            if chosen[i] == failed:
-                break
-            try:
-                one.matcher.accept(int(chosen[i]))
-            except Exception:
-                log.exception("grammar error: the request ends with an error")
-                chosen[i] = failed
+            if chosen[i] != failed:
+                try:
+                    one.matcher.accept(int(chosen[i]))
+                except Exception as error:
+                    one.fail(error)
+                    chosen[i] = failed
+            if chosen[i] == failed and one.refusal is not None:
+                refusals[i] = one.refusal
             if chosen[i] != drafted:
                 break
+    return refusals

@@ -189,7 +189,8 @@ class Sampler:
             logprob[sample.scored] = logprobs.logprobs(lines)
             for line in np.flatnonzero(sample.counts != NONE_REQUESTED).tolist():
                 details[int(sample.scored[line])] = logprobs.packed(lines[line : line + 1], int(sample.counts[line]))
-        accept(sample.matched, chosen, FAILED)
+        for i, refusal in accept(sample.matched, chosen, FAILED).items():
+            details[i] = refusal.packed()
         for i, tracker in sample.trackers:
             if chosen[i] != FAILED:
                 tracker.add(int(chosen[i]))

@@ -1,0 +1,93 @@
+"""A compiled grammar, and the position of a sequence in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from chairlift.errors import InvalidRequest
+from chairlift.grammar.budget import BudgetMatcher
+from chairlift.grammar.usage import GrammarUsage
+from chairlift.sampling import ReasoningBudget
+
+if TYPE_CHECKING:
+    import numpy as np
+    from llguidance import LLMatcher, LLTokenizer
+
+LIMIT_REACHED = re.compile(r"(lexer|parser) error: (too many|current row has)", re.IGNORECASE)
+"""The beginning of llguidance's messages about its limits."""
+TOO_COMPLEX = "grammar_too_complex"
+"""The error code of a grammar that reaches one."""
+
+
+class Grammar:
+    """A compiled grammar, which took `size` bytes when it was compiled. Each sequence has its own matcher."""
+
+    def __init__(self, template: LLMatcher, size: int, tokenizer: LLTokenizer, usage: GrammarUsage) -> None:
+        self._template, self._tokenizer = template, tokenizer
+        self._size = size
+        self.usage = usage
+
+    @property
+    def size(self) -> int:
+        """Bytes, with the lexer's states that were added since."""
+        return self._size + self.usage.growth
+
+    def matcher(self, budget: ReasoningBudget | None = None) -> Matcher | BudgetMatcher:
+        """Returns a matcher at the start of the output. All matchers of a grammar share its lexer."""
+        matcher = Matcher(self._template.deep_copy(), self.usage)
+        return matcher if budget is None else BudgetMatcher(matcher, budget, self._piece)
+
+    def _piece(self, token: int) -> bytes:
+        piece: bytes = self._tokenizer.decode_bytes([token])
+        return piece
+
+
+class Matcher:
+    """The position of one sequence in a grammar: a `chairlift.runner.sampling.matcher.Matcher`.
+
+    `mask` and `accept` raise InvalidRequest if the grammar has become too complex or has taken too much time.
+    """
+
+    def __init__(self, place: LLMatcher, usage: GrammarUsage) -> None:
+        self._place, self._usage = place, usage
+
+    def mask(self, bitmask: np.ndarray, index: int) -> None:
+        """Sets the bits of the tokens that the grammar allows next. After the grammar's end only end-of-sequence tokens are allowed.
+
+        `bitmask` is int32 [rows, ceil(vocabulary / 32)].
+        """
+        self._usage.check()
+        row = bitmask[index]
+        self._usage.grow(self._place.unsafe_compute_mask_ptr, row.ctypes.data, row.nbytes)
+        check(self._place, self._usage)
+
+    def accept(self, token: int) -> None:
+        """Advances by one token. Raises ValueError if the grammar does not allow it."""
+        self._usage.call(self._place.consume_token, token)
+        check(self._place, self._usage)
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, one after the other; none if there is a choice."""
+        tokens: list[int] = self._usage.call(self._place.compute_ff_tokens)
+        return tokens
+
+    def allows(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens may come next, one after the other."""
+        return bool(self._usage.call(self._place.validate_tokens, list(tokens)) == len(tokens))
+
+    def copy(self) -> Matcher:
+        """Another matcher at the same position."""
+        return Matcher(self._place.deep_copy(), self._usage)
+
+
+def check(place: LLMatcher, usage: GrammarUsage) -> None:
+    """Raises ValueError if a matcher has failed; InvalidRequest with the code `grammar_too_complex` if it has reached a limit."""
+    if not place.is_error():
+        return
+    message = place.get_error().removesuffix("<non-verbose/>").strip()
+    usage.broken = usage.broken or message.startswith("lexer error")
+    if not LIMIT_REACHED.match(message):
+        raise ValueError(message)
+    raise InvalidRequest(f"the grammar is too complex for this answer ({message:.200}): make it simpler", code=TOO_COMPLEX)
