@@ -41,7 +41,6 @@ class FakeTokenizer:
     special_token_ids = frozenset({0})
     special_tokens = {"eos_token": "<eos>"}  # noqa: RUF012
     strips_first_space = False
-    longest_token = 1
     eos_token_ids = frozenset({0})
     template_source = "{{ messages }}"
     control_texts = ("<|end|>", "<eos>")
@@ -59,11 +58,17 @@ class FakeTokenizer:
     def piece(self, token: int) -> bytes:
         return bytes([token])
 
-    def chat(self, messages: list[dict[str, str]], **variables: object) -> list[int]:
+    def min_tokens(self, text: str) -> int:
+        return len(text)
+
+    def render(self, messages: list[dict[str, str]], **variables: object) -> list[tuple[str, bool]]:
         self.rendered.append((messages, variables))
         if messages[-1]["content"] == "bad template":
             raise InvalidRequest("the chat template refuses these messages", param="messages")
-        return self.encode(" ".join(message["content"] for message in messages))
+        return [(" ".join(message["content"] for message in messages), False)]
+
+    def encode_pieces(self, pieces: list[tuple[str, bool]]) -> list[int]:
+        return [token for text, _ in pieces for token in self.encode(text)]
 
 
 @dataclass
@@ -140,9 +145,6 @@ class FakeEngine:
         self.end = asyncio.Event()
         self.frames: list[Frame] = []
         self._sequences = AsyncSequences(self, self.frames.append)
-
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def validate(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
         return validate(prompt, params, self.facts)

@@ -215,6 +215,9 @@ class FakeTokenizer:
     def piece(self, token):
         return chr(token % 0xD800).encode()  # from there on come surrogates, which are no text
 
+    def min_tokens(self, text):
+        return len(text)
+
     def chat(self, messages):
         return self.encode(messages[-1]["content"])
 

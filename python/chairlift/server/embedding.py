@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from array import array
 from contextlib import aclosing
@@ -13,6 +12,7 @@ from chairlift.engine.request import check_dimensions
 from chairlift.errors import ContextExceeded, InvalidRequest
 from chairlift.sampling import EMBED
 from chairlift.server.generation import Generation
+from chairlift.server.model import ServedModel
 from chairlift.server.schema.fields import GenerationRequest
 from chairlift.server.service import service_of
 
@@ -38,7 +38,7 @@ class EmbeddingBatch:
         if len(inputs) > MAX_INPUTS:
             raise InvalidRequest(f"{len(inputs)} inputs in one request, at most {MAX_INPUTS} are allowed", param="input")
         limit = facts["max_text_len"]
-        texts = await asyncio.to_thread(lambda: [model.engine.tokenizer.encode(one) if isinstance(one, str) else one for one in inputs])
+        texts = await _tokens(model, inputs, limit, must_fit=not truncate)
         for index, tokens in enumerate(texts):
             if len(tokens) <= limit:
                 continue
@@ -61,6 +61,13 @@ class EmbeddingBatch:
                 if output.embedding is not None:
                     found[index] = _shortened(output.embedding, self._dimensions)
         return [embedding for _, embedding in sorted(found.items())]
+
+
+async def _tokens(model: ServedModel, inputs: list[str | list[int]], limit: int, *, must_fit: bool) -> list[list[int]]:
+    """Returns the token ids of each input; raises InvalidRequest."""
+    texts = [one for one in inputs if isinstance(one, str)]
+    encoded = iter(await model.tokenizing.encode(model.engine.tokenizer, texts, limit, must_fit=must_fit, param="input"))
+    return [next(encoded) if isinstance(one, str) else one for one in inputs]
 
 
 def _shortened(embedding: array[float], dimensions: int | None) -> array[float]:

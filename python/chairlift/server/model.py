@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from chairlift.errors import ContextExceeded
 from chairlift.server.lifecycle import Lifecycle, ModelState
 from chairlift.server.observability.metrics import Metrics
+from chairlift.server.tokenizing import Tokenizing
 
 if TYPE_CHECKING:
     from chairlift.engine.replicated_engine import ReplicatedEngine
@@ -48,6 +47,8 @@ class ServedModel:
     """Bytes of weights and KV cache, as far as that is known before the model is loaded."""
     metrics_alias: bool = False
     """Whether metrics are also shown under vLLM's names."""
+    tokenizing: Tokenizing = field(default_factory=Tokenizing)
+    """Tokenizes what requests send; one for all models of a server."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     """Whether requests are served, held or refused."""
     probation: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -90,21 +91,16 @@ class ServedModel:
         facts = self.engine.facts
         return ["generate"] * facts["generates"] + ["embed"] * (facts["max_text_len"] is not None)
 
-    def check_length(self, text: str) -> None:
-        """Raises InvalidRequest for a text that exceeds the context even if every token is the longest of the vocabulary."""
-        limit = self.engine.facts["max_model_len"]
-        if len(text) > limit and (min_tokens := math.ceil(len(text) / self.engine.tokenizer.longest_token)) > limit:
-            raise ContextExceeded(
-                f"This model's maximum context length is {limit} tokens. However, the prompt has {len(text)} characters, which are "
-                f"at least {min_tokens} tokens. Please reduce the length of the prompt.",
-                param="prompt",
-                limit=limit,
-                prompt=min_tokens,
-            )
+    async def encode(self, text: str, *, must_fit: bool = True, add_special_tokens: bool = True) -> list[int]:
+        """Returns the tokens of a text; raises InvalidRequest. With `must_fit` a text that exceeds the context is not tokenized."""
+        tokenizer, limit = self.engine.tokenizer, self.engine.facts["max_model_len"]
+        [tokens] = await self.tokenizing.encode(tokenizer, [text], limit, must_fit=must_fit, add_special_tokens=add_special_tokens)
+        return tokens
 
-    async def render(self, conversation: list[dict[str, Any]], **variables: Any) -> list[int]:
-        """Applies the chat template in a thread and returns the prompt's token ids; raises InvalidRequest."""
-        return await asyncio.to_thread(self.engine.tokenizer.chat, conversation, **variables)
+    async def render(self, conversation: list[dict[str, Any]], variables: Mapping[str, Any], *, must_fit: bool = True) -> list[int]:
+        """Applies the chat template and returns the prompt's tokens; raises InvalidRequest. `must_fit` as in `encode`."""
+        limit = self.engine.facts["max_model_len"]
+        return await self.tokenizing.chat(self.engine.tokenizer, conversation, variables, limit, must_fit=must_fit)
 
 
 def model_of(request: Request) -> ServedModel:

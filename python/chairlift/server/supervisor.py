@@ -31,6 +31,7 @@ from chairlift.server.observability.traces import Traces
 from chairlift.server.observability.usage_log import UsageLog
 from chairlift.server.service import Service
 from chairlift.server.tiers import ServiceTiers
+from chairlift.server.tokenizing import Tokenizing
 
 if TYPE_CHECKING:
     from chairlift.engine.joined_process import JoinedProcess
@@ -200,6 +201,7 @@ class Supervisor:
 
 def served_models(specs: Sequence[ModelSpec], engines: Sequence[ReplicatedEngine], config: ServerConfig) -> list[ServedModel]:
     """Returns the models of `specs`, each with its engine. Those that are not preloaded are loaded on demand."""
+    tokenizing = Tokenizing()
     return [
         ServedModel(
             spec.name,
@@ -212,6 +214,7 @@ def served_models(specs: Sequence[ModelSpec], engines: Sequence[ReplicatedEngine
             spec.priority,
             weight_bytes(Path(spec.config.model).expanduser()),
             config.metrics_alias == "vllm",
+            tokenizing,
             Lifecycle(ModelState.STARTING if spec.preload else ModelState.UNLOADED),
         )
         for spec, engine in zip(specs, engines, strict=True)

@@ -1,4 +1,3 @@
-import asyncio
 import json
 import socket
 import threading
@@ -62,10 +61,7 @@ def test_a_client_that_goes_while_its_prompt_is_made_is_not_waited_for(base, ser
         assert made.wait(20)
         return [97]
 
-    async def encode(*_, **__):
-        return await asyncio.to_thread(make)
-
-    engine.encode, engine.tokenizer.chat = encode, make
+    engine.tokenizer.encode = engine.tokenizer.encode_pieces = make
     prompt = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
     for _ in leave(base, path, {**prompt, "max_tokens": 5, "stream": stream}):
         assert making.wait(20)

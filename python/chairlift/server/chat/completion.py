@@ -125,8 +125,7 @@ class ChatCompletion:
             if raw_prompt is None:
                 prompt = await _render_prompt(model, body, tool_spec)
             else:
-                model.check_length(raw_prompt)
-                prompt = _RenderedPrompt(await model.engine.encode(raw_prompt), Hermes, None)
+                prompt = _RenderedPrompt(await model.encode(raw_prompt), Hermes, None)
             parser_config = _ParserConfig(
                 model, tool_spec, prompt, hide=params.skip_special_tokens, show=body.include_reasoning is not False
             )
@@ -239,15 +238,16 @@ class _ParserConfig:
         return {mark: ids[0] for mark, ids in encoded.items() if len(ids) == 1}
 
 
-async def prompt_of(model: ServedModel, body: ChatRequest) -> list[int]:
-    """Returns the token ids of a conversation's prompt; raises InvalidRequest."""
-    return (await _render_prompt(model, body, body.tool_spec())).tokens
+async def prompt_of(model: ServedModel, body: ChatRequest, *, must_fit: bool = True) -> list[int]:
+    """Returns the token ids of a conversation's prompt; raises InvalidRequest, with `must_fit` also for one that exceeds the context."""
+    return (await _render_prompt(model, body, body.tool_spec(), must_fit=must_fit)).tokens
 
 
-async def _render_prompt(model: ServedModel, body: ChatRequest, tool_spec: ToolSpec) -> _RenderedPrompt:
+async def _render_prompt(model: ServedModel, body: ChatRequest, tool_spec: ToolSpec, *, must_fit: bool = True) -> _RenderedPrompt:
     """Renders the prompt; raises InvalidRequest."""
     conversation, variables, parser_type = await asyncio.to_thread(_template_inputs, model, body, tool_spec)
-    tokens = body.truncate(await model.render(conversation, **variables), model.engine.facts["max_model_len"])
+    must_fit = must_fit and body.truncate_prompt_tokens is None
+    tokens = body.truncate(await model.render(conversation, variables, must_fit=must_fit), model.engine.facts["max_model_len"])
     return _RenderedPrompt(tokens, parser_type, _reasoning(model, tokens, conversation[-1] if body.continue_final_message else None))
 
 

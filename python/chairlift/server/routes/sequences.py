@@ -73,8 +73,7 @@ class SequenceOpenRequest(Fields):
             return list(self.prompt)
         if not isinstance(self.prompt, str):
             raise InvalidRequest(f"prompt must be a string or a list of token ids, got {brief(self.prompt)}", param="prompt")
-        model.check_length(self.prompt)
-        return await model.engine.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
+        return await model.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
 
 
 class SequenceForkRequest(Fields):
@@ -187,10 +186,8 @@ async def append(request: Request) -> Response:
     param, content = ("tokens", body.tokens) if body.text is None else ("text", body.text)
     if content is None or (body.text is not None and body.tokens is not None):
         raise InvalidRequest("send either text or tokens", param="text")
-    if isinstance(content, str):
-        served.model.check_length(content)
     try:
-        await served.sequence.append(content)
+        await served.sequence.append(await served.model.encode(content, add_special_tokens=False) if isinstance(content, str) else content)
     except InvalidRequest as error:
         error.param = param if error.param == "content" else error.param
         raise

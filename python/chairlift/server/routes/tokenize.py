@@ -18,8 +18,8 @@ from chairlift.server.model import ServedModel
 from chairlift.server.schema.fields import Fields
 from chairlift.server.schema.logprobs import token_text
 from chairlift.server.service import service_of
+from chairlift.server.tokenizing import MAX_CHARACTERS
 
-MAX_CHARACTERS = 1 << 20
 MAX_TOKENS = 1 << 18
 
 
@@ -55,9 +55,9 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either a prompt or messages", param="prompt")
     if body.prompt is None:
-        tokens = await prompt_of(model, body.chat())
+        tokens = await prompt_of(model, body.chat(), must_fit=False)
     else:
-        tokens = await model.engine.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        tokens = await model.encode(body.prompt, must_fit=False, add_special_tokens=body.add_special_tokens is not False)
     # The response may be a megabyte: serialize it in a thread.
     return await asyncio.to_thread(_tokens_response, model, tokens, bool(body.return_token_strs), ignored_header(ignored))
 

@@ -1,4 +1,3 @@
-import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -222,10 +221,10 @@ def test_an_operator_hears_who_was_in_the_way_and_a_tenant_only_that_somebody_wa
 def test_a_request_that_is_being_tokenized_is_found_by_those_who_may_ask():
     engine, tokenizing, finish = FakeEngine(), threading.Event(), threading.Event()
 
-    async def encode(text, *, add_special_tokens=True):
+    def encode(text, *, add_special_tokens=True):
         tokenizing.set()
-        await asyncio.to_thread(finish.wait, 60)
-        return engine.tokenizer.encode(text)
+        finish.wait(60)
+        return list(text.encode())
 
     def explained(client, key):
         response = client.get("/v1/requests/mine/explain", headers=key)
@@ -238,7 +237,7 @@ def test_a_request_that_is_being_tokenized_is_found_by_those_who_may_ask():
     ):
         alice, bob, operator = ({"authorization": f"Bearer sk-{number}"} for number in (1, 2, 3))
         ask(client, headers=alice | {"x-request-id": "mine"})  # an earlier request of the same id
-        engine.encode = encode
+        engine.tokenizer.encode = encode
         requested = threads.submit(ask, client, headers=alice | {"x-request-id": "mine"})
         try:
             assert tokenizing.wait(60)

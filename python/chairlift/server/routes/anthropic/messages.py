@@ -36,7 +36,7 @@ async def count_tokens(request: Request) -> Response:
     service = service_of(request)
     service.check_admission()
     body, ignored = CountRequest.read(await read_json(request, queued=False))
-    tokens = await prompt_of(await service.use(request, body.model), body.chat())
+    tokens = await prompt_of(await service.use(request, body.model), body.chat(), must_fit=False)
     return Json({"input_tokens": len(tokens)}, headers=ignored_header(ignored))
 
 

@@ -46,9 +46,8 @@ async def completions(request: Request) -> Response:
 async def _tokens(model: ServedModel, prompt: str | list[int], body: CompletionRequest) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
-    if body.truncate_prompt_tokens is None:
-        model.check_length(prompt)
-    return await model.engine.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+    must_fit = body.truncate_prompt_tokens is None
+    return await model.encode(prompt, must_fit=must_fit, add_special_tokens=body.add_special_tokens is not False)
 
 
 class Choices:

@@ -1,0 +1,119 @@
+"""Processes that render chat templates, so that a template can take neither time nor memory from this one."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from chairlift.errors import InvalidRequest
+from chairlift.template_renderer import LENGTH_BYTES, decode, encode
+
+MAX_SECONDS = 2.0
+"""CPU time that rendering may take."""
+
+MAX_BYTES = 512 << 20
+"""Memory that rendering may take."""
+
+MAX_PROCESSES = 2
+"""Templates that are rendered at once; more wait."""
+
+
+class TemplateProcesses:
+    """The processes of this program. They are started at the first use and replaced when a template has ended one. Thread-safe."""
+
+    def __init__(self, max_seconds: float = MAX_SECONDS, max_bytes: int = MAX_BYTES) -> None:
+        self._max_seconds, self._max_bytes = max_seconds, max_bytes
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins without processes. A forked child of this program calls it, because those that there are belong to its parent."""
+        self._free = threading.BoundedSemaphore(MAX_PROCESSES)
+        self._idle: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of the processes that are idle."""
+        return [process.pid for process in self._idle]
+
+    def run(self, job: dict[str, Any]) -> Any:
+        """Runs one job: see `template_renderer`. Blocks, without the GIL. Raises InvalidRequest if the template fails or takes too much."""
+        try:
+            content = encode(job)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"messages and variables of the chat template must be JSON: {error}", param="messages") from None
+        with self._free:
+            process = self._idle.pop() if self._idle else self._start()
+            if process.poll() is not None:  # it was killed while it was idle
+                _close(process)
+                process = self._start()
+            try:
+                reply = _exchange(process, content)
+            except BaseException:
+                process.kill()
+                _close(process)
+                raise
+            if reply is None:
+                raise InvalidRequest(self._reason(_close(process)))
+            self._idle.append(process)
+        answer = decode(reply)
+        if "error" in answer:
+            raise InvalidRequest(answer["error"], param=answer["param"])
+        return answer["result"]
+
+    def close(self) -> None:
+        """Ends the processes that are idle."""
+        while self._idle:
+            _close(self._idle.pop())
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # The child has this process's module path and does not import from its working directory.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "chairlift.template_renderer", str(self._max_seconds), str(self._max_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    def _reason(self, status: int) -> str:
+        if status == -signal.SIGPROF:
+            return f"rendering takes longer than {self._max_seconds:g} seconds"
+        return f"rendering ended its process ({f'killed by signal {-status}' if status < 0 else f'exit status {status}'})"
+
+
+def _exchange(process: subprocess.Popen[bytes], content: bytes) -> bytes | None:
+    """Sends a job and returns the reply; None if the process ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(len(content).to_bytes(LENGTH_BYTES, "little") + content)
+        process.stdin.flush()
+    except BrokenPipeError:
+        return None
+    length = process.stdout.read(LENGTH_BYTES)
+    if len(length) < LENGTH_BYTES:
+        return None
+    expected = int.from_bytes(length, "little")
+    reply = process.stdout.read(expected)
+    return reply if len(reply) == expected else None
+
+
+def _close(process: subprocess.Popen[bytes]) -> int:
+    """Ends a process; returns its exit status."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
+    return process.wait()
+
+
+PROCESSES = TemplateProcesses()
+atexit.register(PROCESSES.close)
+os.register_at_fork(after_in_child=PROCESSES.forget)

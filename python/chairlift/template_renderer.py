@@ -1,0 +1,188 @@
+"""Renders chat templates, which are hostile code of model files, in a process with limits: see `template_process`.
+
+`python -m chairlift.template_renderer SECONDS BYTES` reads jobs from standard input and writes replies to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from chairlift.errors import InvalidRequest
+
+MAX_CHARACTERS = 16 << 20
+"""Maximum length of a rendered conversation: a multiple of what a request can send."""
+
+LENGTH_BYTES = 8
+"""Size of the length, little-endian, before each job and each reply."""
+
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""Marks around control tokens that users wrote: Unicode noncharacters, which do not occur in text."""
+
+_END = "\ufdd2"
+"""Mark after a message that is to be continued."""
+
+_MARKS = str.maketrans("", "", _OPEN + _CLOSE)
+
+
+def render(job: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """Returns the conversation as pieces of text: see `ChatTemplate.render`. Raises InvalidRequest, and any error of the template."""
+    messages, continued = job["messages"], job["continue_final_message"]
+    if continued:
+        messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{_END}"}]
+    pattern = _pattern(tuple(job["controls"]))
+    marked = _mark_control_tokens([messages, job["variables"]], pattern)
+    messages, variables = marked or (messages, job["variables"])
+    text = _compiled(job["source"]).render({**variables, "messages": messages})
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidRequest(f"the text is longer than {MAX_CHARACTERS} characters")
+    if continued:
+        text = _cut_at_end_mark(text)
+    if marked is None:
+        return [(text, False)]
+    pieces = re.split(f"{_OPEN}({pattern.pattern}){_CLOSE}", text)
+    # A template that slices strings may leave a single mark.
+    cleaned = (piece.translate(_MARKS) for piece in pieces)
+    return [(piece, index % 2 == 1) for index, piece in enumerate(cleaned) if piece]
+
+
+def variables_read(source: str) -> list[str]:
+    """Returns the variables that a template reads and does not set; raises jinja2.TemplateError for an invalid template."""
+    from jinja2 import meta
+
+    environment = _compiled(source).environment
+    return sorted(meta.find_undeclared_variables(environment.parse(source)))
+
+
+def _cut_at_end_mark(text: str) -> str:
+    """Returns the text before the end mark; raises InvalidRequest if the template dropped the mark."""
+    before, mark, _ = text.rpartition(_END)
+    if not mark:
+        message = "the chat template drops the end of the last message, so it cannot be continued"
+        raise InvalidRequest(message, param="continue_final_message")
+    return before
+
+
+def _mark_control_tokens(value: Any, pattern: re.Pattern[str]) -> Any:
+    """Returns a copy of `value` with marks around the control tokens in its strings; None if there are none."""
+    found = False
+
+    def copy(item: Any) -> Any:
+        nonlocal found
+        if isinstance(item, str):
+            marked, count = pattern.subn(rf"{_OPEN}\g<0>{_CLOSE}", item.translate(_MARKS) if _OPEN in item or _CLOSE in item else item)
+            found = found or count > 0
+            return marked
+        if isinstance(item, dict):
+            return {copy(key): copy(inner) for key, inner in item.items()}
+        if isinstance(item, list):
+            return [copy(inner) for inner in item]
+        return item
+
+    copied = copy(value)
+    return copied if found else None
+
+
+@lru_cache(maxsize=8)
+def _pattern(controls: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(_alternatives(controls) if controls else "(?!)")
+
+
+def _alternatives(texts: Sequence[str]) -> str:
+    """Returns a pattern that matches the longest of `texts`.
+
+    Their common beginnings are tried once, so that the search takes time linear in the text however many there are.
+    """
+    by_first: dict[str, list[str]] = {}
+    for text in texts:
+        if text:
+            by_first.setdefault(text[0], []).append(text[1:])
+    branches = [re.escape(first) + _alternatives(rests) for first, rests in by_first.items()]
+    if not branches:
+        return ""
+    return f"(?:{'|'.join(branches)}){'?' if '' in texts else ''}"
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Any:
+    """Compiles the template with the filters and functions that Hugging Face's templates use."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here only its content is rendered."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        # Jinja's own filter escapes HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment.from_string(source)
+
+
+def main(jobs: BinaryIO, replies: BinaryIO, seconds: float, num_bytes: int) -> None:
+    """Answers jobs until the parent closes the pipe or ends.
+
+    A job may take `seconds` of CPU time, then the kernel ends the process whatever it does, and (on Linux) `num_bytes` of address space.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal also reaches this process
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit, (_, most) = pages * resource.getpagesize() + num_bytes, resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+    while length := jobs.read(LENGTH_BYTES):
+        content = jobs.read(int.from_bytes(length, "little"))
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process: it has no handler
+        reply = _reply(content)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        replies.write(len(reply).to_bytes(LENGTH_BYTES, "little") + reply)
+        replies.flush()
+
+
+def _reply(content: bytes) -> bytes:
+    try:
+        job = decode(content)
+        return encode({"result": variables_read(job["source"]) if job["messages"] is None else render(job)})
+    except MemoryError:
+        return encode({"error": "it needs too much memory", "param": None})
+    except InvalidRequest as error:
+        return encode({"error": str(error), "param": error.param})
+    except Exception as error:  # any error of a template is the fault of this job
+        return encode({"error": f"{str(error) or type(error).__name__:.500}", "param": None})
+
+
+def encode(value: Any) -> bytes:
+    """Returns `value` as JSON, in which lone surrogates survive; raises TypeError or ValueError."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def decode(content: bytes) -> Any:
+    """Returns the value that `encode` was given."""
+    return json.loads(content.decode("utf-8", "surrogatepass"))
+
+
+if __name__ == "__main__":
+    main(sys.stdin.buffer, sys.stdout.buffer, float(sys.argv[1]), int(sys.argv[2]))

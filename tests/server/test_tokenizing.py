@@ -1,0 +1,171 @@
+"""Every route checks the length of its texts before it tokenizes them, and long texts are tokenized one request at a time."""
+
+import asyncio
+import re
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_async_engine import FakeEngine, FakeTokenizer, serving
+
+import chairlift.server
+from chairlift.errors import InvalidRequest
+from chairlift.server.tokenizing import LONG, MAX_CHARACTERS, Tokenizing
+
+TEXT = "7" * (MAX_CHARACTERS + 1)
+SAID = [{"role": "user", "content": TEXT}]
+BODIES = {
+    "/v1/completions": {"prompt": TEXT},
+    "/v1/completions?several": {"prompt": ["a", TEXT]},
+    "/v1/completions?truncated": {"prompt": TEXT, "truncate_prompt_tokens": 5},
+    "/v1/chat/completions": {"messages": SAID},
+    "/v1/chat/completions?truncated": {"messages": SAID, "truncate_prompt_tokens": 5},
+    "/v1/chat/completions?many": {"messages": [{"role": "user", "content": "7" * 1000}] * 1100},
+    "/v1/responses": {"input": TEXT},
+    "/v1/messages": {"messages": SAID, "max_tokens": 5},
+    "/v1/messages/count_tokens": {"messages": SAID},
+    "/v1/embeddings": {"input": ["a", TEXT]},
+    "/v1/rerank": {"query": "a", "documents": ["b", TEXT]},
+    "/api/generate": {"prompt": TEXT},
+    "/api/chat": {"messages": SAID},
+    "/api/embed": {"input": TEXT},
+    "/api/embeddings": {"prompt": TEXT},
+    "/tokenize": {"prompt": TEXT},
+    "/tokenize?messages": {"messages": SAID},
+    "/v1/sequences": {"prompt": TEXT},
+    "/v1/sequences?messages": {"messages": SAID},
+}
+
+
+class RecordingTokenizer(FakeTokenizer):
+    """Keeps the lengths of the texts that it tokenized."""
+
+    def __init__(self):
+        super().__init__()
+        self.lengths = []
+
+    def encode(self, text, *, add_special_tokens=True):
+        self.lengths.append(len(text))
+        return super().encode(text)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """A server that also computes embeddings, and its tokenizer."""
+    engine = FakeEngine()
+    engine.tokenizer = RecordingTokenizer()
+    engine.facts |= {"max_text_len": 64, "hidden_size": 4}
+    with serving(engine) as (base, _), httpx.Client(base_url=base, timeout=60) as client:
+        yield client, engine.tokenizer
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_text_that_is_too_long_is_not_tokenized(recorded, path):
+    client, tokenizer = recorded
+    tokenizer.lengths.clear()
+    response = client.post(path, json=BODIES[path])
+    assert response.status_code == 400
+    assert re.search("context length|at most 1048576 characters", response.text), response.text
+    assert sum(tokenizer.lengths) < 1000
+
+
+def test_an_appended_text_that_is_too_long_is_not_tokenized(recorded):
+    client, tokenizer = recorded
+    sequence = client.post("/v1/sequences", json={"prompt": "a"}).json()["id"]
+    tokenizer.lengths.clear()
+    assert client.post(f"/v1/sequences/{sequence}/append", json={"text": TEXT}).status_code == 400
+    assert tokenizer.lengths == []
+    client.delete(f"/v1/sequences/{sequence}")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "count"),
+    [
+        ("/tokenize", {"prompt": "7" * LONG * 2}, LONG * 2),
+        ("/tokenize", {"messages": [{"role": "user", "content": "7" * LONG * 2}]}, LONG * 2),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "7" * LONG * 2}]}, LONG * 2),
+        ("/v1/completions", {"prompt": "7" * LONG * 2, "truncate_prompt_tokens": 5, "max_tokens": 1}, 5),
+    ],
+)
+def test_a_text_beyond_the_context_can_be_counted_and_truncated(recorded, path, body, count):
+    said = recorded[0].post(path, json=body).json()
+    assert count in (said.get("count"), said.get("input_tokens"), said.get("usage", {}).get("prompt_tokens"))
+
+
+def test_no_module_of_the_server_tokenizes_by_itself():
+    own = {"tokenizing.py"}
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in Path(chairlift.server.__file__).parent.rglob("*.py")
+        if path.name not in own
+        for line in path.read_text().splitlines()
+        if re.search(r"(tokenizer|engine)\.(encode|encode_pieces|render|chat|prepare)\(", line)
+    ]
+    # Marks of the model's formats, and the tokens of a prompt.
+    allowed = ("encode(mark,", "encode(forced,", "engine.prepare(self._prompt,")
+    assert [line for line in found if not any(text in line for text in allowed)] == []
+    assert len(found) == len(allowed)
+
+
+class SlowTokenizer(FakeTokenizer):
+    """Counts how many texts it tokenizes at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+        self.now = self.most = 0
+
+    def encode(self, text, *, add_special_tokens=True):
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        threading.Event().wait(0.01)
+        with self.lock:
+            self.now -= 1
+        return [len(text)]
+
+
+def test_long_texts_are_tokenized_one_by_one_and_short_ones_pass_them():
+    async def main():
+        tokenizer, tokenizing = SlowTokenizer(), Tokenizing()
+        long = [tokenizing.encode(tokenizer, ["7" * LONG, "7"], 10 * LONG) for _ in range(4)]
+        long += [tokenizing.chat(tokenizer, [{"role": "user", "content": "7" * (LONG + 1)}], {}, 10 * LONG) for _ in range(4)]
+        running = [asyncio.ensure_future(one) for one in long]
+        assert await tokenizing.encode(tokenizer, ["77"], 10) == [[2]]
+        assert not all(one.done() for one in running)
+        assert await asyncio.gather(*running) == [[[LONG], [1]]] * 4 + [[LONG + 1]] * 4
+        assert tokenizer.most <= 2
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_cancelled_leaves_the_line_and_frees_no_place():
+    async def main():
+        tokenizer, tokenizing = SlowTokenizer(), Tokenizing()
+        for _ in range(8):
+            waiting = asyncio.ensure_future(tokenizing.encode(tokenizer, ["7" * (LONG + 1)], 10 * LONG))
+            await asyncio.sleep(0.002)
+            waiting.cancel()
+        await tokenizing.encode(tokenizer, ["7" * (LONG + 1)], 10 * LONG)
+        assert tokenizer.most == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["must_fit", "limit", "tokenizer", "text"])
+def test_a_variable_of_a_template_may_have_any_name(recorded, name):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "chat_template_kwargs": {name: 1}}
+    response = recorded[0].post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    assert recorded[1].rendered[-1][1] == {name: 1}
+
+
+def test_a_text_is_refused_only_if_its_tokens_surely_are_too_many():
+    async def main(text):
+        return await Tokenizing().encode(FakeTokenizer(), [text], 10)
+
+    assert asyncio.run(main("7" * 10)) == [[55] * 10]
+    with pytest.raises(InvalidRequest, match=r"has 11 characters, which are at least 11 tokens. Please shorten the prompt") as caught:
+        asyncio.run(main("7" * 11))
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")

@@ -1,0 +1,115 @@
+"""A hostile template takes neither time nor memory from the process that asks for a rendering."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from chairlift import chat_template
+from chairlift.chat_template import ChatTemplate
+from chairlift.errors import InvalidRequest
+from chairlift.template_process import TemplateProcesses
+from chairlift.template_renderer import render
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+SLOW = [
+    "{{ 7**8000000 > 1 }}",  # folded when the template is compiled
+    "{{ (messages|length + 6)**8000000 > 1 }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+]
+LARGE = [
+    "{{ ('x' * 1000000000)|length }}",
+    "{{ (messages[0].content * 1000000000)|length }}",
+    "{{ 'x'|center(1000000000) }}",
+    "{{ messages[0].content.rjust(1000000000) }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '%1000000000d'|format(1) }}",
+    "{{ '{:1000000000d}'.format(1) }}",
+    "{{ ('x\\n' * 100000)|indent(100000) }}",
+    "{{ ('x' * 100000)|replace('x', 'y' * 100000) }}",
+    "{{ ('y' * 100000).join('x' * 100000) }}",
+    "{{ [1]|tojson(indent=1000000000) }}",
+    "{{ [1]|batch(1000000000, 'x')|list }}",
+    "{{ (1).to_bytes(1000000000, 'big')|length }}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+]
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Processes with a tenth of a second and 64 MiB."""
+    processes = TemplateProcesses(0.1, 64 << 20)
+    monkeypatch.setattr(chat_template, "PROCESSES", processes)
+    yield processes
+    processes.close()
+
+
+@pytest.mark.parametrize("source", [*SLOW, *LARGE])
+def test_a_hostile_template_takes_neither_time_nor_memory_here(processes, source):
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # resets the peak of the memory
+    before, began = _peak(), time.process_time()
+    with pytest.raises(InvalidRequest, match="the chat template cannot render these messages: ") as caught:
+        ChatTemplate({"default": source}, {}).render(HELLO, ())
+    assert time.process_time() - began < 0.1
+    assert _peak() - before < 16 << 10
+    assert caught.value.param == "messages"
+    if source in SLOW:
+        assert "takes longer than 0.1 seconds" in str(caught.value)
+    assert ChatTemplate({"default": "{{ messages[0].content }}"}, {}).render(HELLO, ()) == [("hello", False)]
+
+
+def _peak() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+
+
+def test_a_hostile_template_is_not_run_to_learn_what_it_reads(processes):
+    template = ChatTemplate({"default": "{{ 7**8000000 > 1 }}{{ tools }}", "other": "{{ documents }}{% set x = x %}"}, {})
+    began = time.process_time()
+    assert (template.uses("tools"), template.uses("documents"), template.uses("x"), template.uses("y")) == (False, True, True, False)
+    assert time.process_time() - began < 0.1
+
+
+def test_a_process_that_was_killed_is_replaced(processes):
+    template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+    template.render(HELLO, ())
+    [process] = processes.pids
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    assert template.render(HELLO, ()) == [("hello", False)]
+    assert process not in processes.pids
+
+
+def test_messages_that_are_no_json_are_refused(processes):
+    with pytest.raises(InvalidRequest, match="must be JSON"):
+        ChatTemplate({"default": ""}, {}).render([{"role": "user", "content": object()}], ())
+
+
+@pytest.mark.parametrize("content", ["\ud800", "\x00", "9" * 5000, {"a": 1e400}], ids=["surrogate", "zero", "digits", "infinity"])
+def test_what_a_message_says_crosses_unchanged(processes, content):
+    text = ChatTemplate({"default": "{{ messages[0].content }}"}, {}).render([{"content": content}], ())
+    assert text == [(str(content), False)]
+
+
+CONTROLS = (*(f"<|reserved_special_token_{i}|>" for i in range(250)), "<|begin_of_text|>", "[CALL]", "<eos>")
+
+
+@pytest.mark.parametrize("text", ["<|r" * 200_000, "<" * 600_000, "<|reserved_special_token_2" * 24_000], ids=["begins", "short", "almost"])
+def test_looking_for_control_tokens_is_cheap(text):
+    job = {"source": "x", "messages": [{"content": text}], "variables": {}, "controls": CONTROLS, "continue_final_message": False}
+    render(job)  # compiles
+    began = time.thread_time()
+    assert render(job) == [("x", False)]
+    assert time.thread_time() - began < 0.15  # a pattern that tries each of the tokens takes 0.4 s and more
+
+
+def test_the_longest_control_token_is_found():
+    job = {"source": "{{ messages[0] }}", "variables": {}, "continue_final_message": False}
+    job |= {"messages": ["a<|x|>b<|x|>>c<|xd"], "controls": ("<|x|>>", "<|x|>", "<|")}
+    marked = [(text, True) for text in ("<|x|>", "<|x|>>", "<|")]
+    assert render(job) == [("a", False), marked[0], ("b", False), marked[1], ("c", False), marked[2], ("xd", False)]
