@@ -57,10 +57,19 @@ amx: ## run the CPU kernels' tests on an emulated processor with AMX (Debian; mo
 batch-kills: $(VENV)/.developing ## kill a server five times while it runs a batch of 10,000 requests
 	BATCH_REQUESTS=10000 BATCH_KILLS=5 $(BIN)/python -m pytest -s --timeout 3000 tests/faults/test_batches.py -k kills $(ARGS)
 
+COMPILE_TESTS := $(addprefix tests/kernels/test_compile_,attention.py layers.py sampling.py)
+LAUNCH_TESTS := $(addprefix tests/kernels/test_,cached_launch.py sampling_launch.py compile_watch.py) tests/runner/test_launcher.py
+
 .PHONY: compile-gate
 compile-gate: $(VENV)/.developing ## compile the GPU kernels for all head sizes, dtypes and devices and check the result (no GPU needed)
-	COMPILE_GATE=full $(BIN)/python -m pytest tests/kernels/test_compile_attention.py tests/kernels/test_compile_layers.py \
-	  tests/kernels/test_compile_sampling.py $(ARGS)
+	COMPILE_GATE=full $(BIN)/python -m pytest $(COMPILE_TESTS) $(ARGS)
+
+.PHONY: compile-sample
+compile-sample: OTHER = $(abspath $(VENV))/triton-$(or $(TRITON),newest)
+compile-sample: $(VENV)/.developing ## compile a sample of them, and launch some, with another Triton (TRITON=3.4.0, by default the newest)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OTHER) triton$(TRITON:%===%)
+	PYTHONPATH=$(OTHER) $(BIN)/python -c "import triton; print('Triton', triton.__version__)"
+	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest $(COMPILE_TESTS) $(LAUNCH_TESTS) $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.developing ## formatting, lints and types of both languages

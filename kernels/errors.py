@@ -18,4 +18,5 @@ def load_launcher() -> None:
 
     Raises RuntimeError without a C compiler, and CalledProcessError if the compiler fails.
     """
-    _ = driver.active
+    # The first use of an attribute makes the driver in Triton 3.4, and that of `active` in later versions.
+    _ = driver.active.get_current_target

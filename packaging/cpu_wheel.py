@@ -12,7 +12,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 NAME = "chairlift-cpu"
-LEFT_OUT = {"torch", "transformers", "triton"}
+LEFT_OUT = {"accelerate", "torch", "transformers", "triton"}
 """The dependencies that are left out."""
 EXTRAS = {"gguf", "otel"}
 """The extras that need none of them."""

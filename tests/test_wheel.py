@@ -65,9 +65,9 @@ def test_the_one_for_cpus_has_the_same_files_and_fewer_dependencies(wheel: Path,
     metadata = HeaderParser().parsestr(files[f"{info}METADATA"].decode())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [requirement.partition(">")[0] for requirement in project["dependencies"]]
-    assert {"torch", "transformers", "triton"} <= set(names)
+    assert {"accelerate", "torch", "transformers", "triton"} <= set(names)
     required = [value.partition(">")[0] for value in metadata.get_all("Requires-Dist") if "extra ==" not in value]
-    assert sorted(required) == sorted(set(names) - {"torch", "transformers", "triton"})
+    assert sorted(required) == sorted(set(names) - {"accelerate", "torch", "transformers", "triton"})
     assert (metadata["Name"], metadata.get_all("Provides-Extra")) == ("chairlift-cpu", ["gguf", "otel"])
     extras = [value.partition(">")[0] for value in metadata.get_all("Requires-Dist") if "extra ==" in value]
     assert sorted(extras) == sorted(one.partition(">")[0] for extra in ("gguf", "otel") for one in project["optional-dependencies"][extra])

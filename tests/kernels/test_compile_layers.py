@@ -4,7 +4,7 @@ import re
 from itertools import product
 
 import pytest
-from offline import FULL, SHARED_MEMORY, Compiled, compiled
+from offline import FULL, SHARED_MEMORY, VERSION, Compiled, compiled
 from triton import next_power_of_2
 
 from chairlift.kernels import (
@@ -126,7 +126,11 @@ def test_rope_write(model, capability, cache):
     assert made.registers <= 64
     # The slot is the one narrow load, and the scale of keys and that of values. Of eight bits, 8 pairs are 8 bytes.
     assert set(made.loads) == {16, 4}
-    assert made.loads[4] == (1 if cache == "bf16" else 5)
+    if cache == "bf16" or VERSION >= (3, 9):
+        assert made.loads[4] == (1 if cache == "bf16" else 5)
+    else:
+        # Older versions make more narrow loads of it: slower, and as right.
+        assert made.loads[4] <= 33
     assert set(made.stores) == ({16} if cache == "bf16" else {16, 8})
 
 

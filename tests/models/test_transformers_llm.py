@@ -13,6 +13,8 @@ from tiny_transformers import EXPERTS, MIXED, YARN, build, configure
 from chairlift import LLM, SamplingParams
 from chairlift.errors import UnsupportedModel
 from chairlift.models import transformers_model
+from chairlift.models.config import load_shape
+from chairlift.models.transformers_model import TransformersModel
 
 pytestmark = pytest.mark.slow
 
@@ -98,6 +100,28 @@ def test_a_quantised_checkpoint_needs_packages_before_it_is_read(method, package
     message = f"LlamaForCausalLM is quantised with {method}, which .* the help of {packages}: pip install {lacking} "
     with pytest.raises(UnsupportedModel, match=message):
         LLM(str(tmp_path), **SETTINGS)
+
+
+def test_a_device_gets_weights_from_the_files_and_not_by_way_of_the_host(save, tmp_path, monkeypatch):
+    save("gpt_neox")
+    model, device, found = load_shape(tmp_path), torch.device("meta"), []
+
+    class Decoders:
+        @staticmethod
+        def from_pretrained(directory, **settings):
+            found.append(settings["device_map"])
+            raise OSError("as far as this test goes")
+
+    monkeypatch.setattr(transformers_model, "DECODERS", Decoders)
+    with pytest.raises(UnsupportedModel, match="as far as this test goes"):
+        TransformersModel.load(model, tmp_path, torch.float32, device, 64, None)
+    assert found == [device]
+    monkeypatch.setattr(transformers_model, "_installed", lambda name: False)
+    with pytest.raises(
+        UnsupportedModel, match=r"^transformers loads GPTNeoXForCausalLM onto a device with accelerate: pip install accelerate$"
+    ):
+        TransformersModel.load(model, tmp_path, torch.float32, device, 64, None)
+    assert len(found) == 1
 
 
 def test_a_quantization_that_nobody_knows_is_refused(save, tmp_path):

@@ -27,8 +27,11 @@ def triton(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    for name in ("_active", "_default"):
-        monkeypatch.setattr(driver, name, None)
+    if hasattr(driver, "_default"):
+        for name in ("_active", "_default"):
+            monkeypatch.setattr(driver, name, None)
+    else:  # Triton 3.4
+        monkeypatch.setattr(driver, "active", type(driver.default)(CudaDriver))
     monkeypatch.setattr(CudaDriver, "is_active", staticmethod(lambda: True))
     monkeypatch.delattr(CudaUtils, "instance", raising=False)
     if find := getattr(triton_build, "_find_compiler", None):  # newer versions of Triton remember it

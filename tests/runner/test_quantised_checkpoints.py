@@ -94,7 +94,7 @@ def test_compressed_tensors_reads_the_same(form, make):
     assert (found - whole.float()).norm() <= 2**-8 * found.norm()
 
 
-@pytest.mark.parametrize("form", ["gptq", "gptq, desc_act", "packed, with zeros", "floats by row", "fp8 in blocks"])
+@pytest.mark.parametrize("form", ["gptq", "gptq, desc_act", "packed, with zeros", "floats by row", "fp8 in blocks", "modelopt"])
 def test_both_back_ends_answer_as_the_model_that_a_checkpoint_stands_for(form, make):
     packed, plain = make(form, "llama-biased" if form.startswith("fp8") else "qwen3")
     [expected, rust, torch_] = [
@@ -239,8 +239,14 @@ def test_a_quantised_model_has_no_whole_weight(make):
     assert all(isinstance(linear.weight, Quantised) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
 
 
-@pytest.mark.parametrize(("form", "rounds"), [("floats", True), ("floats by row", True), ("floats in blocks", False), ("fp8", False)])
-def test_activations_are_rounded_if_a_checkpoint_asks_for_a_scale_of_each_token(form, rounds, make):
+@pytest.mark.parametrize(
+    ("form", "rounds"),
+    [
+        *(("floats", True), ("floats by row", True), ("floats in blocks", False), ("fp8", True), ("fp8 in blocks", False)),
+        *(("modelopt", True), ("modelopt by row", True)),
+    ],
+)
+def test_activations_are_rounded_if_a_checkpoint_is_made_for_it_and_scales_are_of_rows(form, rounds, make):
     packed, _ = make(form)
     model = ModelConfig.load(packed)
     assert model.scheme.per_token == rounds
@@ -255,6 +261,7 @@ BAD = {
     "layout": ("gptq", {"checkpoint_format": "marlin"}, "4 bits, marlin"),
     "group": ("gptq", {"group_size": 24}, "groups of 24 have no code of ours"),
     "gemv": ("awq", {"version": "gemv"}, "4 bits, gemv"),
+    "nvfp4": ("modelopt", {"quant_algo": "NVFP4"}, r"a checkpoint quantised with modelopt \(NVFP4\) has no code of ours"),
     "int8": ("packed", {"config_groups": {"a": {"weights": {"type": "int", "num_bits": 8, "strategy": "channel"}}}}, "int8"),
     "unknown": ("fp8", {"quant_method": "mine"}, "a checkpoint quantised with mine has no code of ours .*compressed-tensors.*GPTQ and AWQ"),
 }
@@ -269,3 +276,36 @@ def test_a_scheme_without_code_is_named_with_those_that_have_some(name, make):
     (packed / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UnsupportedModel, match=message):
         ModelConfig.load(packed)
+
+
+def describe_in_a_file(packed: Path, **changes: str) -> None:
+    """Describes a checkpoint of ModelOpt as its older versions do."""
+    raw = json.loads((packed / "config.json").read_text())
+    quantization = raw.pop("quantization_config") | changes
+    (packed / "config.json").write_text(json.dumps(raw))
+    described = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": quantization["quant_algo"], "exclude_modules": ["lm_head"]},
+    }
+    (packed / "hf_quant_config.json").write_text(json.dumps(described))
+
+
+def test_a_checkpoint_that_modelopt_describes_in_a_file_is_read(make):
+    packed, plain = make("modelopt")
+    expected = load_file(plain / "model.safetensors")[f"{DOWN}.weight"]
+    describe_in_a_file(packed)
+    assert ModelConfig.load(packed).scheme.name == "modelopt e4m3"
+    assert torch.equal(torch.from_numpy(multiply_out(matrices(packed).matrix(DOWN, *SHAPE))), expected)
+
+
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_modelopt_that_nobody_reads_ends_a_start_by_name(in_a_file, make):
+    packed, _ = make("modelopt")
+    if in_a_file:
+        describe_in_a_file(packed, quant_algo="NVFP4")
+    else:
+        raw = json.loads((packed / "config.json").read_text())
+        raw["quantization_config"]["quant_algo"] = "NVFP4"
+        (packed / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedModel, match=r"quantised with modelopt.* which transformers .*modelopt \(NVFP4\) has no code of ours"):
+        LLM(str(packed), **SIZES)

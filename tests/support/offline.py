@@ -23,6 +23,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 if not CUOBJDUMP.exists():
     pytest.skip("this Triton comes without cuobjdump", allow_module_level=True)
 
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+"""Triton's version, without its last number."""
 FULL = os.environ.get("COMPILE_GATE") == "full"
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}

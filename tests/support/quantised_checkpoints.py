@@ -143,6 +143,8 @@ FORMATS = {
         e4m3(*BLOCK, "weight_scale"), compressed("float-quantized", 8, "float", strategy="block", block_structure=list(BLOCK))
     ),
     "fp8": Format(e4m3(0, 0, "weight_scale"), {"quant_method": "fp8", "activation_scheme": "static"}),
+    "modelopt": Format(e4m3(0, 0, "weight_scale"), {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}),
+    "modelopt by row": Format(e4m3(1, 0, "weight_scale"), {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}),
     "fp8 in blocks": Format(
         e4m3(*BLOCK, "weight_scale_inv"), {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
     ),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import ModelNotFound, UnsupportedModel
-from chairlift.models.quantization import QuantizationScheme, UnsupportedScheme, parse_quantization
+from chairlift.models.quantization import MODELOPT_FILE, QuantizationScheme, UnsupportedScheme, parse_quantization
 from chairlift.models.shape import KvSpec, ModelShape
 
 
@@ -196,7 +196,12 @@ class ModelConfig(ModelShape):
         Raises ModelNotFound if there is no readable config.json, UnsupportedModel for invalid values, and NoNativeModel for a model without
         native code.
         """
-        return cls.parse(read_json(directory))
+        raw = read_json(directory)
+        if not raw.get("quantization_config") and (directory / MODELOPT_FILE).exists():
+            found = read_json(directory, MODELOPT_FILE)
+            quantization = found.get("quantization") if isinstance(found, dict) else None
+            raw["quantization_config"] = {**(quantization if isinstance(quantization, dict) else {}), "quant_method": "modelopt"}
+        return cls.parse(raw)
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> ModelConfig:

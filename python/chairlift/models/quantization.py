@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-SUPPORTED = "compressed-tensors of 8-bit floats or 4-bit integers, fp8, GPTQ and AWQ of 4 bits, and GGUF files"
+SUPPORTED = "compressed-tensors of 8-bit floats or 4-bit integers, fp8, ModelOpt FP8, GPTQ and AWQ of 4 bits, and GGUF files"
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where older versions of ModelOpt describe the quantization, instead of in config.json."""
 MIN_GROUP = 16
 """Fewest columns of a scale: the inner side of a GPU's products."""
 
@@ -15,9 +17,10 @@ MIN_GROUP = 16
 class QuantizationScheme:
     """A layer's weights are e4m3 numbers (8 bits) or integers of 4 bits.
 
-    `method` is compressed-tensors, fp8, gptq or awq. A scale is of `group` columns, or of a whole row if `group` is 0, and of
-    `block_rows` rows. Stored zeros are `zero_offset` less than they mean. `per_token` means that activations were rounded to e4m3 too,
-    with a scale of each token. Which layers are quantised is seen in their tensors.
+    `method` is compressed-tensors, fp8, modelopt, gptq or awq. A scale is of `group` columns, or of a whole row if `group` is 0, and of
+    `block_rows` rows. Stored zeros are `zero_offset` less than they mean. `per_token` means that the model is made for activations in
+    e4m3; they are rounded with a scale of each token, also where the checkpoint has one scale for all. Which layers are quantised is seen
+    in their tensors.
     """
 
     method: str
@@ -75,7 +78,7 @@ def _group(group: dict[str, Any], layout: str) -> QuantizationScheme:
     if kind == "float8" and layout in ("float-quantized", "naive-quantized") and strategy in ("tensor", "channel", "block"):
         rows, columns = weights["block_structure"] if strategy == "block" else (1, 0)
         inputs = group.get("input_activations") or {}
-        per_token = columns == 0 and inputs.get("type") == "float" and inputs.get("strategy") == "token" and inputs.get("dynamic") is True
+        per_token = columns == 0 and inputs.get("type") == "float" and inputs.get("strategy") in ("token", "tensor")
         return QuantizationScheme("compressed-tensors", 8, _size(columns), _size(rows), per_token=per_token)
     if kind == "int4" and layout == "pack-quantized" and strategy in ("group", "channel"):
         if weights.get("actorder") not in (None, False, "weight", "static"):
@@ -89,7 +92,15 @@ def _fp8(found: dict[str, Any]) -> QuantizationScheme:
     if found.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise ValueError(found["fmt"])
     rows, columns = found.get("weight_block_size") or (1, 0)
-    return QuantizationScheme("fp8", 8, _size(columns), _size(rows))
+    return QuantizationScheme("fp8", 8, _size(columns), _size(rows), per_token=columns == 0)
+
+
+def _modelopt(found: dict[str, Any]) -> QuantizationScheme:
+    """NVIDIA's ModelOpt, documented in https://github.com/NVIDIA/Model-Optimizer: e4m3 with a scale of each matrix, or of each row."""
+    algorithm = str(found["quant_algo"])
+    if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        raise ValueError(algorithm)
+    return QuantizationScheme("modelopt", 8, per_token=True)
 
 
 def _gptq(found: dict[str, Any]) -> QuantizationScheme:
@@ -121,6 +132,7 @@ def _size(size: Any) -> int:
 METHODS: dict[str, Callable[[dict[str, Any]], QuantizationScheme]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "modelopt": _modelopt,
     "gptq": _gptq,
     "awq": _awq,
 }

@@ -12,6 +12,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from chairlift.errors import UnsupportedModel
+from chairlift.models.quantization import MODELOPT_FILE
 from chairlift.models.shape import KvSpec, ModelShape
 
 ATTENTION = "chairlift"
@@ -67,6 +68,8 @@ class TransformersConfig(ModelShape):
             theirs = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         except Exception as error:
             raise UnsupportedModel(f"{reason}, and transformers cannot read it either: {brief(error)}") from None
+        if not getattr(theirs, "quantization_config", None) and (directory / MODELOPT_FILE).exists():
+            raise UnsupportedModel(f"{directory} is quantised with modelopt ({MODELOPT_FILE}), which transformers cannot read ({reason})")
         return cls.of(theirs, reason)
 
     @classmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.metadata
-import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,15 +137,16 @@ def _loaded(config: TransformersConfig, directory: Path, dtype: torch.dtype, dev
         _check_quantization(config, config.quantization)
     if config.quantization in DEQUANTISED:
         theirs.quantization_config["dequantize"] = True
-    # Only with accelerate can weights reach a device without a complete copy of the model on the host.
-    there = device.type == "cpu" or importlib.util.find_spec("accelerate")
+    if device.type != "cpu" and not _installed("accelerate"):
+        # Without it transformers would load the whole model into the host's memory first.
+        raise UnsupportedModel(f"transformers loads {config.architecture} onto a device with accelerate: pip install accelerate")
     try:
         with _without_bars():
             model, found = DECODERS.from_pretrained(
                 directory,
                 config=theirs,
                 dtype=dtype,
-                device_map=device if there and device.type != "cpu" else None,
+                device_map=None if device.type == "cpu" else device,
                 attn_implementation=ATTENTION,
                 use_safetensors=True,
                 local_files_only=True,
@@ -158,7 +158,7 @@ def _loaded(config: TransformersConfig, directory: Path, dtype: torch.dtype, dev
         raise UnsupportedModel(f"{what} cannot be loaded from {directory}: {brief(error)}") from None
     if missing := sorted(found["missing_keys"]):
         raise UnsupportedModel(f"{directory} lacks weights that its config.json asks for: {', '.join(missing[:3])}")
-    return model if there else model.to(device)
+    return model
 
 
 def _check_quantization(config: TransformersConfig, method: str) -> None:

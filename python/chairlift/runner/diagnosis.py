@@ -125,7 +125,8 @@ def what_runs() -> Facts:
         facts |= _dtypes(compute_capability())
     else:
         facts["Chairlift's own models"] = f"CPU kernels in Rust, {isa}{slow}"
-    missing = [name for name in ("torch", "transformers") if not util.find_spec(name)]
+    needed = ("torch", "transformers", *(("accelerate",) if reason is None else ()))
+    missing = [name for name in needed if not util.find_spec(name)]
     facts["other architectures"] = f"not here: {' and '.join(missing)} not installed" if missing else "transformers' code in torch"
     return facts
 
