@@ -89,7 +89,7 @@ SCHEMA = {
     "required": ["opened", "address", "floors", "hours", "events"],
     "additionalProperties": False,
 }
-FORMS = {"extraction": {"json": SCHEMA}, "extraction, compact": {"json": SCHEMA, "disable_any_whitespace": True}}
+FORMS = {"extraction": {"json": SCHEMA, "disable_any_whitespace": False}, "extraction, compact": {"json": SCHEMA}}
 """The forms that answers have."""
 PROMPTS = {**TASKS, "extraction, compact": TASKS["extraction"]}
 """The prompts of the table's rows."""

@@ -56,8 +56,8 @@ class StructuredOutput(NamedTuple):
     """Lark rules for text before the answer, such as reasoning; their `start` refers to the answer as `@answer`. Empty: no such text."""
     budget: ReasoningBudget | None = None
     """The limit of the reasoning before the answer."""
-    disable_any_whitespace: bool = False
-    """Whether an answer of a JSON kind has no whitespace between its tokens."""
+    disable_any_whitespace: bool | None = None
+    """Whether an answer of a JSON kind has no whitespace between its tokens. None: none, unless its schema says otherwise."""
 
 
 def _check_structure(structure: StructuredOutput) -> None:
@@ -65,7 +65,7 @@ def _check_structure(structure: StructuredOutput) -> None:
     if structure.kind not in STRUCTURES:
         message = f"structured_output must be one of {', '.join(STRUCTURES)}, got {structure.kind!r:.100}"
         raise InvalidRequest(message, param="structured_outputs")
-    if not isinstance(structure.disable_any_whitespace, bool):
+    if not isinstance(structure.disable_any_whitespace, bool | None):
         message = f"disable_any_whitespace must be true or false, got {structure.disable_any_whitespace!r:.100}"
         raise InvalidRequest(message, param=structure.param)
     if structure.disable_any_whitespace and structure.kind not in JSON_STRUCTURES:
@@ -84,7 +84,7 @@ def structured(given: Any) -> StructuredOutput:
         value = ("json", value)
     elif isinstance(value, Mapping):
         options = dict(value)
-        compact = options.pop("disable_any_whitespace", False)
+        compact = options.pop("disable_any_whitespace", None)
         match [*options.items()]:
             case [(kind, inner)] if kind in STRUCTURES:
                 value = StructuredOutput(kind, inner, disable_any_whitespace=compact)

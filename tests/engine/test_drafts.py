@@ -51,12 +51,12 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMS = [
-    StructuredOutput("json", json.dumps(SCHEMA)),
+    StructuredOutput("json", json.dumps(SCHEMA), disable_any_whitespace=False),
     StructuredOutput("regex", r"(Once upon a time [a-c]{1,3}, ){2,4}the end"),
     StructuredOutput("choice", json.dumps(["undecided", "undeniable"])),
     StructuredOutput("grammar", 'start: "<think>" /[a-d]{2,5}/ "</think>the answer is " ("yes" | "yesterday")'),
-    StructuredOutput("json_object"),
-    StructuredOutput("json", json.dumps(SCHEMA), disable_any_whitespace=True),
+    StructuredOutput("json_object", disable_any_whitespace=False),
+    StructuredOutput("json", json.dumps(SCHEMA)),
 ]
 
 

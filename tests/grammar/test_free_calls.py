@@ -14,8 +14,12 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 TOOLS = {"weather": CITY, "stop": None}
 
 
+def compact(value):
+    return json.dumps(value, separators=(",", ":"))
+
+
 GOOD, STOP, WRONG = (
-    f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+    f'<tool_call>\n{{"name": "{name}", "arguments": {compact(arguments)}}}\n</tool_call>'
     for name, arguments in (("weather", {"city": "Bern"}), ("stop", {"a": 1}), ("weather", {"town": "Bern"}))
 )
 
@@ -63,7 +67,7 @@ def test_every_parser_reads_the_calls_that_its_grammar_allows(takes, name, templ
     form = parser_type.call_format(template)
 
     def written(*calls):
-        each = [f"{form.before}{tool}{form.between}{json.dumps(arguments)}{form.after}" for tool, arguments in calls]
+        each = [f"{form.before}{tool}{form.between}{compact(arguments)}{form.after}" for tool, arguments in calls]
         return form.begin + form.separator.join(each) + form.end
 
     two = written(("weather", {"city": "Bern"}), ("stop", {"a": [1, None]}))

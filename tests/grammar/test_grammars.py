@@ -87,7 +87,11 @@ def takes(grammars, tokenizer, form, text):
 @pytest.mark.parametrize(
     ("form", "good", "bad"),
     [
-        (structure("json", WEATHER), ['{"city":"Bern"}', '{ "city" : "" }'], ["{}", '{"city":1}', '{"city":"longer than eight"}']),
+        (
+            structure("json", WEATHER),
+            ['{"city":"Bern"}', '{"city":""}'],
+            ["{}", '{"city": "Bern"}', '{"city":1}', '{"city":"longer than eight"}'],
+        ),
         (structure("json_object"), ["{}", '{"a":[1,null,"é"]}'], ["[]", "1", ""]),
         (structure("regex", r"[0-9]{3}-\w+"), ["123-ab", "000-é"], ["12-ab", "123-", "x"]),
         (structure("choice", ["yes", 'no "never"', "a\\b\n", "é🎿"]), ["yes", 'no "never"', "a\\b\n", "é🎿"], ["no", "", "y"]),
@@ -133,7 +137,7 @@ def test_a_token_out_of_place_is_an_error_of_that_matcher_alone(grammars, tokeni
 
 
 def test_space_between_json_tokens_is_bounded(grammars, tokenizer):
-    matcher = grammars.compile(structure("json_object")).result(PATIENCE).matcher()
+    matcher = grammars.compile(StructuredOutput("json_object", disable_any_whitespace=False)).result(PATIENCE).matcher()
     [space] = tokenizer.encode(" ")
     for token in [*tokenizer.encode("{"), *[space] * 64]:
         matcher.accept(token)
@@ -147,21 +151,29 @@ SPACED = {"x-guidance": {"whitespace_pattern": "[ ]"}}
 @pytest.mark.parametrize(
     "form",
     [
+        structure("json", {}),
+        structure("json_object"),
         StructuredOutput("json", "{}", disable_any_whitespace=True),
         StructuredOutput("json", json.dumps(SPACED), disable_any_whitespace=True),
         StructuredOutput("json", "{}", before='start: "" @answer', disable_any_whitespace=True),
         StructuredOutput("json_object", disable_any_whitespace=True),
         structure("json", COMPACT),
         calls_grammar(ToolCallFormat(before="", between="", after=""), {"": COMPACT}, {}, several=False),
-        calls_grammar(
-            ToolCallFormat(begin="<c>"),
-            {"f": None},
-            {},
-            several=False,
-            instead=StructuredOutput("json_object", disable_any_whitespace=True),
-        ),
+        calls_grammar(ToolCallFormat(begin="<c>"), {"f": None}, {}, several=False, instead=StructuredOutput("json_object")),
+        calls_grammar(ToolCallFormat(before="", between="", after=""), {"": None}, {}, several=False),
     ],
-    ids=["json", "instead of its own", "behind a beginning", "json_object", "its own", "a tool's own", "beside calls"],
+    ids=[
+        "by default",
+        "any object",
+        "json",
+        "instead of its own",
+        "behind a beginning",
+        "json_object",
+        "its own",
+        "a tool's own",
+        "beside calls",
+        "a tool",
+    ],
 )
 def test_a_compact_answer_has_no_whitespace_between_json_tokens(grammars, tokenizer, form):
     assert takes(grammars, tokenizer, form, '{"a":1,"b":[1,2]}')
@@ -181,18 +193,19 @@ OTHERWISE = {"x-guidance": {"coerce_one_of": True}}
 
 
 @pytest.mark.parametrize(
-    "form",
+    ("form", "spaces"),
     [
-        structure("json", OTHERWISE),
-        tags_grammar([Tag("<f>", OTHERWISE, "")], ["<f>"], "response_format"),
-        calls_grammar(ToolCallFormat(begin="<f>", before="", between="", after=""), {"": OTHERWISE}, {}, several=False),
+        (structure("json", OTHERWISE), 0),
+        (structure("json", OTHERWISE)._replace(disable_any_whitespace=False), 64),
+        (tags_grammar([Tag("<f>", OTHERWISE, "")], ["<f>"], "response_format"), 0),
+        (calls_grammar(ToolCallFormat(begin="<f>", before="", between="", after=""), {"": OTHERWISE}, {}, several=False), 0),
     ],
-    ids=["json", "a tag", "a tool"],
+    ids=["json", "json with whitespace", "a tag", "a tool"],
 )
-def test_space_is_bounded_whatever_else_a_schema_says(grammars, tokenizer, form):
+def test_space_is_bounded_whatever_else_a_schema_says(grammars, tokenizer, form, spaces):
     begin = "" if form.kind == "json" else "<f>"
-    assert takes(grammars, tokenizer, form, f"{begin}{{{' ' * 64}}}")
-    assert not takes(grammars, tokenizer, form, f"{begin}{{{' ' * 65}}}")
+    assert takes(grammars, tokenizer, form, f"{begin}{{{' ' * spaces}}}")
+    assert not takes(grammars, tokenizer, form, f"{begin}{{{' ' * (spaces + 1)}}}")
 
 
 CHAIN = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)} | {"d1200": {}}
@@ -278,11 +291,7 @@ NODE = {"type": "object", "properties": {"value": {"type": "integer"}, "children
         pytest.param(structure("choice", ["", "a"]), "", id="an empty choice"),
         pytest.param(structure("json", one_of(300)), '{"a299":1}', id="anyOf of 300"),
         pytest.param(structure("json", one_of(3000)), '{"a2999":1}', id="anyOf of 3,000", marks=pytest.mark.slow),
-        pytest.param(
-            structure("json", within(one_of(1500)))._replace(disable_any_whitespace=True),
-            '{"x":{"a1499":1}}',
-            id="anyOf of 1,500 in a property",
-        ),
+        pytest.param(structure("json", within(one_of(1500))), '{"x":{"a1499":1}}', id="anyOf of 1,500 in a property"),
         pytest.param(
             structure("json", {"type": "object", "properties": {f"p{i}": {"type": "boolean"} for i in range(1000)}}),
             '{"p500":true,"p999":true}',
@@ -490,7 +499,7 @@ TAGS += [Tag("[g]", {"type": "boolean"}, "")]
     ("text", "good"),
     [
         ("no tags", True),
-        ('So <f>{"a": 1}</f> and <fun>7; or [g]true.', True),
+        ('So <f>{"a":1}</f> and <fun>7; or [g]true.', True),
         ('<f>{"b": 1}</f>', False),
         ("<fun>7", False),
         ("<for>", False),

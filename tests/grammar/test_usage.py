@@ -5,7 +5,7 @@ import pytest
 from chairlift.errors import InvalidRequest
 from chairlift.grammar import allowance
 from chairlift.grammar.allowance import REFILL, Allowance, TenantAllowances
-from chairlift.grammar.usage import CALL_SECONDS, GRAMMAR_SECONDS, MAX_GROWTH, TENANT_SECONDS, GrammarUsage
+from chairlift.grammar.usage import CALL_SECONDS, GRAMMAR_SECONDS, MAX_GROWTH, TENANT_SECONDS, WATCHED_CALLS, GrammarUsage
 
 
 class Machine:
@@ -113,3 +113,15 @@ def test_a_grammar_that_grew_too_much_is_worn(machine):
     usage.grow(machine.work, 0.0, 1)
     assert usage.worn
     assert not machine.usage(machine.allowance()).worn
+
+
+def test_memory_is_read_while_masks_are_slow_enough_to_add_states(machine):
+    usage = machine.usage(machine.allowance())
+    for _ in range(WATCHED_CALLS):
+        usage.grow(machine.work, 0.0, 1)
+    assert usage.growth == WATCHED_CALLS
+    usage.grow(machine.work, 0.0, 1)
+    assert usage.growth == WATCHED_CALLS
+    usage.grow(machine.work, CALL_SECONDS, 1)
+    usage.grow(machine.work, 0.0, 5)
+    assert usage.growth == WATCHED_CALLS + 5

@@ -108,7 +108,7 @@ class FakeEngine:
     def has_work(self):
         return bool(self.running)
 
-    def compile(self, params):
+    def compile(self, params, tenant):
         return None
 
     def read_prefix(self, prompt, params, scheduling):

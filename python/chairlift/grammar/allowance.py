@@ -21,6 +21,8 @@ class Allowance:
     @property
     def left(self) -> float:
         """Seconds that are left; negative if more was spent than there was."""
+        if self._left == self._capacity:
+            return self._left  # the usual case, without a look at the clock
         return min(self._capacity, self._left + (self._clock() - self._at) * REFILL)
 
     @property
@@ -40,7 +42,8 @@ class Allowance:
 
     def spend(self, seconds: float) -> None:
         """Takes seconds out; negative seconds are put back."""
-        self._left, self._at = min(self._capacity, self.left - seconds), self._clock()
+        if seconds > 0 or self._left < self._capacity:
+            self._left, self._at = min(self._capacity, self.left - seconds), self._clock()
 
 
 class TenantAllowances:

@@ -35,7 +35,7 @@ class Grammars:
         self._vocabulary = vocabulary
         self._trial = Trial(vocabulary)
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[tuple[str, str, str, str, bool], Future[Grammar]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str, str, str, bool | None], Future[Grammar]] = OrderedDict()
         self._allowances = TenantAllowances(TENANT_SECONDS)
         self._queue = CompileQueue()
         self._thread: threading.Thread | None = None
@@ -47,15 +47,16 @@ class Grammars:
         time. The caller may cancel it when no request waits for it any more.
         """
         key = (tenant, structure.kind, structure.text, structure.before, structure.disable_any_whitespace)
-        future = self._kept.get(key)
-        if future is None or _needs_compiling(future):
-            future = Future()
+        for worn in [key for key, future in self._kept.items() if _worn(future)]:
+            del self._kept[worn]
+        if key not in self._kept:
+            future: Future[Grammar] = Future()
             self._queue.put(Work(structure, tenant, future))
             self._kept[key] = future
             self._start()
         self._kept.move_to_end(key)
         self._shrink()
-        return future
+        return self._kept[key]
 
     def close(self) -> None:
         """Ends the thread after its current grammar, and ends the trial process."""
@@ -101,8 +102,8 @@ class Grammars:
             total -= sizes[key]
 
 
-def _needs_compiling(future: Future[Grammar]) -> bool:
-    """Whether a kept future was cancelled, failed for a reason other than the grammar, or has a grammar that is worn."""
+def _worn(future: Future[Grammar]) -> bool:
+    """Whether the next request needs a new one: it was cancelled, failed for a reason other than the grammar, or has a worn grammar."""
     if not future.done():
         return False
     if future.cancelled() or not isinstance(future.exception(), InvalidRequest | None):
@@ -111,4 +112,4 @@ def _needs_compiling(future: Future[Grammar]) -> bool:
 
 
 def _size(future: Future[Grammar]) -> int:
-    return future.result().size if future.done() and not future.cancelled() and future.exception() is None else 0
+    return future.result().size if future.done() and future.exception() is None else 0

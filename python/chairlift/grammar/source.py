@@ -15,7 +15,7 @@ _TOOL = "// tool "
 """Begins the comment that names the tool of a rule."""
 
 _SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Whitespace between JSON tokens is optional and bounded, because small models tend to repeat it without end."""
+"""Whitespace between JSON tokens where a request allows it. It is bounded, because small models tend to repeat it without end."""
 
 
 def source(structure: StructuredOutput) -> str:
@@ -47,15 +47,18 @@ def _answer_source(structure: StructuredOutput) -> str:
     return LLMatcher.grammar_from_lark(structure.text)
 
 
-def _spaced(schema: Any, compact: bool = False) -> dict[str, Any]:
-    """Returns a JSON schema that allows no whitespace between JSON tokens if `compact`, and `_SPACE` if it says nothing of whitespace."""
+def _spaced(schema: Any, compact: bool | None = None) -> dict[str, Any]:
+    """Returns a JSON schema that says which whitespace may stand between JSON tokens.
+
+    None if `compact`. Otherwise what the schema itself says; if it says nothing, none, or `_SPACE` if `compact` is False.
+    """
     guidance = schema.get("x-guidance", {}) if isinstance(schema, Mapping) else None
     if not isinstance(guidance, Mapping):
         raise ValueError("a JSON schema must be an object, and its x-guidance too")
     if compact:
         guidance = {**guidance, "whitespace_flexible": False, "whitespace_pattern": None}
     elif guidance.keys().isdisjoint(("whitespace_flexible", "whitespace_pattern")):
-        guidance = {**guidance, "whitespace_pattern": _SPACE}
+        guidance = {**guidance, **({"whitespace_flexible": False} if compact is None else {"whitespace_pattern": _SPACE})}
     return {**schema, "x-guidance": guidance}
 
 
@@ -236,7 +239,7 @@ def schemas_by_tool(structure: StructuredOutput) -> dict[str, Mapping[str, Any]]
     return schemas
 
 
-def _json(schema: Mapping[str, Any] | None, compact: bool = False) -> str:
+def _json(schema: Mapping[str, Any] | None, compact: bool | None = None) -> str:
     """Returns the rule for a JSON object. Each schema is a separate document, because its references are relative to its root."""
     return "%json " + json.dumps(_spaced({"type": "object", **(schema or {})}, compact))
 

@@ -17,6 +17,8 @@ GRAMMAR_SECONDS, TENANT_SECONDS = 0.1, 0.2
 """What the calls of one grammar, and of all grammars of a tenant, may take beyond that, for example while a lexer has few states."""
 MAX_GROWTH = 16 * 2**20
 """Bytes by which a grammar may grow before the next request gets a newly compiled one."""
+GROWING_SECONDS, WATCHED_CALLS = 0.1e-3, 64
+"""A call that takes less processor time adds few states to the lexer. After so many of them the memory is not read until one takes more."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,7 +50,7 @@ class GrammarUsage:
     ) -> None:
         self._own, self._tenant = Allowance(GRAMMAR_SECONDS, clock), tenant
         self._processor_clock, self._resident = processor_clock, resident
-        self._growth = 0
+        self._growth, self._watched = 0, WATCHED_CALLS
         self.broken = False
         """Whether the lexer, which all matchers share, has failed."""
 
@@ -76,7 +78,10 @@ class GrammarUsage:
         """Calls a function of a matcher and charges its processor time."""
         began = self._processor_clock()
         result = function(*args, **kwargs)
-        self.spend(self._processor_clock() - began)
+        seconds = self._processor_clock() - began
+        if seconds > GROWING_SECONDS:
+            self._watched = WATCHED_CALLS
+        self.spend(seconds)
         return result
 
     def spend(self, seconds: float) -> None:
@@ -85,7 +90,10 @@ class GrammarUsage:
         self._tenant.spend(seconds - CALL_SECONDS)
 
     def grow(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Like `call`, for a function that adds states to the lexer; counts their bytes."""
+        """Like `call`, for a function that adds states to the lexer; counts their bytes, except in a series of calls without new states."""
+        if not self._watched:
+            return self.call(function, *args, **kwargs)
+        self._watched -= 1
         before = self._resident()
         result = self.call(function, *args, **kwargs)
         self._growth += self._resident() - before

@@ -74,8 +74,8 @@ def test_a_form_is_read_with_the_field_it_came_from(fields, kind, text):
 
 
 @pytest.mark.parametrize("kind", ["json", "json_object"])
-@pytest.mark.parametrize(("given", "read"), [(True, True), (False, False), (None, False)])
-def test_whitespace_can_be_turned_off(kind, given, read):
+@pytest.mark.parametrize(("given", "read"), [(True, True), (False, False), (None, None)])
+def test_a_request_says_which_whitespace_may_come(kind, given, read):
     form = {"json": SCHEMA, "json_object": True}[kind]
     assert wanted({"structured_outputs": {kind: form, "disable_any_whitespace": given}}).disable_any_whitespace is read
 

@@ -155,7 +155,7 @@ class _Reader:
     def _structured_outputs(self, value: object) -> StructuredOutput:
         if isinstance(value, dict):
             options = {kind: inner for kind, inner in value.items() if inner is not None and (kind, inner) != ("json_object", False)}
-            compact = options.pop("disable_any_whitespace", False)
+            compact = options.pop("disable_any_whitespace", None)
             if len(options) == 1 and options.keys() <= set(_KINDS):
                 [(kind, inner)] = options.items()
                 return self._kind(kind, inner, f"{self._name}.{kind}")._replace(disable_any_whitespace=compact)
