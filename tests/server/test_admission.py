@@ -11,6 +11,7 @@ from chairlift.server.admission import Admission
 from chairlift.server.app import routes
 from chairlift.server.errors import ApiError
 from chairlift.server.keys import Tenant
+from chairlift.server.model import ServedModel
 
 COMPLETIONS = "/v1/completions"
 HELD = {"prompt": "held", "max_tokens": 2}
@@ -119,17 +120,17 @@ def path_of(route):
     return route.replace("{id}", "x").replace("{name:path}", "x")
 
 
-def test_a_tenant_at_its_limit_may_not_tokenize_beside(engine, tmp_path):
+def test_a_tenant_at_its_limit_may_not_tokenize_beside(engine, tmp_path, monkeypatch):
     keys = tmp_path / "keys.toml"
     keys.write_text('[alice]\nkey = "a"\nmax_requests = 2\n')
     tokenizing, done = [], threading.Event()
 
-    async def encode(text, **_):
+    async def encode(_, text, **options):
         tokenizing.append(text)
         await asyncio.to_thread(done.wait)
         return [97]
 
-    engine.encode = encode
+    monkeypatch.setattr(ServedModel, "encode", encode)
 
     async def burst(base):
         async with httpx.AsyncClient(base_url=base, timeout=30, headers={"x-api-key": "a"}) as client:

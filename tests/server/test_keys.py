@@ -124,3 +124,19 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 def test_settings_do_not_show_a_key():
     assert SECRET not in repr(ServerConfig(api_key=SECRET))
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o400, False), (0o644, True), (0o640, True), (0o604, True)])
+def test_a_file_that_others_may_read_is_warned_of(tmp_path, caplog, mode, warned):
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[alice]\nkey = "{SECRET * 4}"\n')
+    file.chmod(mode)
+    read_keys(None, str(file))
+    assert ["chmod 600" in record.getMessage() for record in caplog.records] == [True] * warned
+
+
+def test_short_keys_are_warned_of_and_not_shown(caplog):
+    read_keys(f"alice={'a' * 15},bob={'b' * 16}")
+    [record] = caplog.records
+    assert record.getMessage().startswith("1 API key(s) of fewer than 16 characters")
+    assert "aaa" not in record.getMessage()

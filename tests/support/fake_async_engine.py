@@ -368,10 +368,10 @@ def serving_models(
     config = ServerConfig(api_key=api_key, **settings)
     if config.data_dir is not None:
         service.storage = Storage(config.data_dir, config.max_data_size)
-    app = application(service, config.max_body_size)
+    app, keys = application(service, config.max_body_size), read_keys(config.api_key, config.api_key_file, config.operator_key)
     server = _PromptServer(
         uvicorn.Config(
-            guarded(app, config, read_keys(config.api_key, config.api_key_file, config.operator_key)),
+            guarded(app, config, keys),
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
             port=0,
@@ -385,7 +385,7 @@ def serving_models(
     async def run() -> None:
         batches = None
         if service.storage is not None:
-            runner = BatchRunner(app, service, service.storage, config.max_body_size)
+            runner = BatchRunner(app, service, service.storage, config.max_body_size, keys)
             batches = asyncio.create_task(runner.run())
         await server.serve()
         if batches is not None:

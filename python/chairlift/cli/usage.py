@@ -34,12 +34,14 @@ _SUMS = {
     "compute_seconds": "compute seconds",
     "energy_joules": "joules",
     "block_seconds": "KV block-seconds",
+    "held_token_seconds": "held token-seconds",
     "seconds": "seconds",
     "preemptions": "preemptions",
 }
 """What is summed, with its heading."""
-_REQUIRED = (*_GROUPS[1:], *(name for name in list(_SUMS)[1:] if name != "energy_joules"))
-"""What every record has: the energy only where there is a meter."""
+_OPTIONAL = ("energy_joules", "held_token_seconds")
+"""What not every record has: the energy is there if there is a meter, and only live sequences are held."""
+_REQUIRED = (*_GROUPS[1:], *(name for name in list(_SUMS)[1:] if name not in _OPTIONAL))
 
 
 def add_parser(commands: Any, summary: str) -> None:
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
                 continue
             key = tuple(file.stem if name == "day" else str(record[name]) for name in args.by)
             group = sums.setdefault(key, dict.fromkeys(_SUMS, 0))
-            group["requests"] += 1
+            group["requests"] += "held_token_seconds" not in record
             for name in list(_SUMS)[1:]:
                 group[name] += record.get(name, 0)
     if invalid:
@@ -105,7 +107,7 @@ def _table(by: Sequence[str], sums: dict[tuple[str, ...], dict[str, float]]) -> 
     table = Table(box=None, header_style="bold", padding=(0, 2))
     for name in by:
         table.add_column(name)
-    names = [name for name in _SUMS if name != "energy_joules" or any(group[name] for group in sums.values())]
+    names = [name for name in _SUMS if name not in _OPTIONAL or any(group[name] for group in sums.values())]
     for name in names:
         table.add_column(_SUMS[name], justify="right")
     for key in sorted(sums):

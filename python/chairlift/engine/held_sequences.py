@@ -82,13 +82,16 @@ class HeldSequences:
         return self._count
 
     def check_room(self, tenant: str, count: int = 1) -> None:
-        """Raises TooManySequences unless `tenant` may hold `count` more."""
+        """Raises TooManySequences unless `tenant` may hold `count` more, and leaves as many for others as it holds."""
         own = self._by_tenant.get(tenant, {})
         if len(own) + count > MAX_PER_TENANT:
             message = f"a tenant may hold {MAX_PER_TENANT} sequences, and this one holds {len(own)}: drop some first"
             raise TooManySequences(message, retry_after=_seconds_until(min((held.expires for held in own.values()), default=math.inf)))
-        if self._count + count > MAX_HELD:
+        if (free := MAX_HELD - self._count) < count:
             message = f"all tenants together may hold {MAX_HELD} sequences, and hold {self._count}: drop some first"
+            raise TooManySequences(message, retry_after=_seconds_until(self._next_expiry))
+        if len(own) + count > free:
+            message = f"a tenant may hold as many sequences as are free, {free}, and this one holds {len(own)}: drop some first"
             raise TooManySequences(message, retry_after=_seconds_until(self._next_expiry))
 
     def enter(self, sequences: Sequence[HeldSequence], tenant: str) -> list[int]:
@@ -152,6 +155,8 @@ class HeldSequence:
         self.expires = math.inf
         """When the lease ends, on the monotonic clock. Infinite while the sequence is computed or generated."""
         self.handle = 0
+        self._idle_since = time.monotonic()
+        self._idle_token_seconds = 0.0
         held.enter([self], scheduling.tenant)
         self._renew()
 
@@ -186,6 +191,12 @@ class HeldSequence:
         return len(self._logprobs)
 
     @property
+    def idle_token_seconds(self) -> float:
+        """Its tokens multiplied by the seconds for which it has held them without being computed or generated."""
+        self._count_idle_time()
+        return self._idle_token_seconds
+
+    @property
     def scheduling(self) -> Scheduling:
         """The scheduling parameters of its generations."""
         return self._scheduling
@@ -217,6 +228,7 @@ class HeldSequence:
     def rewind(self, count: int) -> None:
         """Removes the last `count` tokens. The others stay computed. Raises InvalidRequest unless one token is left."""
         self._check_idle()
+        self._count_idle_time()
         kept = len(self._token_ids) - count
         if not 0 < kept <= len(self._token_ids):
             raise InvalidRequest(f"count must be from 0 to {len(self._token_ids) - 1}, got {count!r:.50}", param="count")
@@ -255,6 +267,7 @@ class HeldSequence:
         """Begins to compute or generate. Raises SequenceBusy and SequenceDropped."""
         with self._held.beginning:
             self._check_idle()
+            self._count_idle_time()
             self._state, self.expires = state, math.inf
 
     def continued_by(self, tag: int) -> tuple[int, int]:
@@ -278,13 +291,14 @@ class HeldSequence:
         """Ends what `begin` began. Without `finish`, the sequence stays as it was."""
         self._tag = None
         if self._state is not _DROPPED:
-            self._state = _IDLE
+            self._state, self._idle_since = _IDLE, time.monotonic()
             self._renew()
 
     def release(self, engine: HeldEngine) -> int | None:
         """Drops the sequence, unless it was dropped. Returns the tag of the request that continues it, which must be aborted."""
         if self._state is _DROPPED:
             return None
+        self._count_idle_time()
         self._state = _DROPPED
         self._held.remove(self)
         engine.drop_sequence(self.handle)
@@ -300,6 +314,7 @@ class HeldSequence:
     def _append(self, tokens: Sequence[int]) -> None:
         """Appends token ids. Raises InvalidRequest beyond the context length."""
         self._check_idle()
+        self._count_idle_time()
         facts = self._held.facts()
         limit, vocabulary = facts["max_model_len"], facts["vocab_size"]
         length = len(self._token_ids) + len(tokens)
@@ -318,7 +333,8 @@ class HeldSequence:
     def _forks(self, count: int, engine: HeldEngine) -> list[Self]:
         """Makes `count` idle copies, all or none. Raises TooManySequences and SequenceDropped."""
         self.check_room(count)
-        held, expires = self._held, time.monotonic() + self._lease
+        held, now = self._held, time.monotonic()
+        expires = now + self._lease
         held.lease_until(expires)
         if self._state is _IDLE:
             self.expires = expires
@@ -327,12 +343,20 @@ class HeldSequence:
             fork = object.__new__(type(self))
             fork.__dict__ = fields = self.__dict__.copy()  # a quarter of the time of copy.copy
             fields["_state"], fields["_tag"], fields["on_drop"], fields["expires"] = _IDLE, None, None, expires
+            fields["_idle_since"], fields["_idle_token_seconds"] = now, 0.0
             forks.append(fork)
         engine.fork_sequence(self.handle, held.enter(forks, self._scheduling.tenant))
         return forks
 
     def _set_logprobs(self, logprobs: list[tuple[int, float]]) -> None:
         self._logprobs, self._score = logprobs, math.fsum(logprob for _, logprob in logprobs)
+
+    def _count_idle_time(self) -> None:
+        """Called before its tokens or its state change."""
+        if self._state is _IDLE:
+            now = time.monotonic()
+            self._idle_token_seconds += len(self._token_ids) * (now - self._idle_since)
+            self._idle_since = now
 
     def _renew(self) -> None:
         self.expires = time.monotonic() + self._lease

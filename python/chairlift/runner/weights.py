@@ -180,6 +180,8 @@ def _files(directory: Path) -> list[Path]:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UnsupportedModel(f"{index} is not an index of safetensors files") from None
+        if outside := [name for name in names if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise UnsupportedModel(f"{index} names {outside[0]!r:.100}, which is no file of this directory")
         paths = [directory / name for name in names]
         for path in paths:
             if not path.exists():

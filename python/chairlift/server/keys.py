@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
+import stat
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from chairlift.config import LARGEST_WEIGHT
 from chairlift.errors import InvalidSetting
 from chairlift.server.toml_file import read_text
+
+logger = logging.getLogger(__name__)
 
 TENANT = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """Allowed names of tenants."""
@@ -23,6 +28,9 @@ _NAMED_KEY = re.compile(rf"({TENANT.pattern})=([^=].*)")
 _LIMITS = ("weight", "max_queued", "max_requests")
 _SETTINGS = ("key", "keys", *_LIMITS, "operator")
 _MAX_LIMIT = 2**31 - 1
+
+MIN_KEY_LENGTH = 16
+"""Characters of the shortest key that causes no warning."""
 
 HIDDEN_TENANT = "another"
 """The name that a tenant sees in place of other tenants' names."""
@@ -98,7 +106,7 @@ def read_keys(text: str | None, file: str | None = None, operator: str | None = 
     """Reads the keys of `--api-key` (`text`: KEY, or NAME=KEY,NAME=KEY), `--api-key-file` and `--operator-key`; raises InvalidSetting.
 
     A KEY without a name belongs to no tenant. It is the operator's only if the server has no other kind of key. The file is TOML with
-    one table for each tenant.
+    one table for each tenant. Logs a warning for a file that other users may read and for short keys.
     """
     keys: dict[str, Tenant] = {}
     file_keys = _file_keys(file) if file is not None else []
@@ -111,7 +119,17 @@ def read_keys(text: str | None, file: str | None = None, operator: str | None = 
         _add_key(keys, "--operator-key", operator, Tenant(operator=True))
     for where, key, tenant in file_keys:
         _add_key(keys, where, key, tenant)
+    _warn(keys, file)
     return Keys(keys.items())
+
+
+def _warn(keys: Iterable[str], file: str | None) -> None:
+    """Logs what makes keys easy to find out."""
+    if file is not None and (mode := stat.S_IMODE(Path(file).expanduser().stat().st_mode)) & 0o077:
+        logger.warning("--api-key-file %s may be read by other users of the machine (mode %o): chmod 600 it", file, mode)
+    if short := sum(len(key) < MIN_KEY_LENGTH for key in keys):
+        hint = "can be guessed: make keys with 'openssl rand -hex 32'"
+        logger.warning("%d API key(s) of fewer than %d characters %s", short, MIN_KEY_LENGTH, hint)
 
 
 def is_key_list(text: str) -> bool:

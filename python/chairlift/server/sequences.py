@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from chairlift.engine.held_sequences import MAX_HELD
+from chairlift.errors import TooManySequences
 from chairlift.server.errors import ApiError
 
 if TYPE_CHECKING:
     from chairlift.engine.async_live_sequence import AsyncLiveSequence
+    from chairlift.server.keys import Tenant
     from chairlift.server.model import ServedModel
+
+MAX_INVENTED = MAX_HELD // 2
+"""Most live sequences of all tenants that have a name and no key: clients name them as they like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +51,45 @@ class ServedSequence:
 class Sequences:
     """All live sequences that clients have opened and not dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_drop: Callable[[ServedSequence], None]) -> None:
+        """`on_drop` is called for each sequence that was dropped."""
+        self._on_drop = on_drop
         self._served: dict[str, ServedSequence] = {}
+        self._invented: Counter[str] = Counter()
+        """The number of sequences of each tenant that has a name and no key."""
 
-    def add(self, model: ServedModel, sequence: AsyncLiveSequence, fields: dict[str, Any]) -> ServedSequence:
+    def check_room(self, tenant: Tenant, count: int = 1) -> None:
+        """Raises TooManySequences unless `tenant` may hold `count` more. The engine's limits apply in addition."""
+        if not tenant.name or tenant.has_key:
+            return
+        held, own = self._invented.total(), self._invented[tenant.name]
+        if own + count > MAX_INVENTED - held:
+            message = f"tenants without keys may hold {MAX_INVENTED} sequences and leave as many as each holds, and hold {held}"
+            raise TooManySequences(f"{message}: drop some first", retry_after=None)
+
+    def add(self, tenant: Tenant, model: ServedModel, sequence: AsyncLiveSequence, fields: dict[str, Any]) -> ServedSequence:
         """Gives a sequence an id that nobody can guess, which is forgotten when the sequence is dropped."""
         served = ServedSequence(f"seq-{secrets.token_hex(16)}", int(time.time()), model, sequence, fields)
         self._served[served.id] = served
-        sequence.on_drop = lambda: self._served.pop(served.id, None)
+        invented = tenant.name if not tenant.has_key else ""
+        if invented:
+            self._invented[invented] += 1
+
+        def forget() -> None:
+            del self._served[served.id]
+            if invented:
+                self._invented[invented] -= 1
+                if not self._invented[invented]:
+                    del self._invented[invented]
+            self._on_drop(served)
+
+        sequence.on_drop = forget
         return served
+
+    def drop_all(self) -> None:
+        """Drops all sequences."""
+        for served in list(self._served.values()):
+            served.sequence.drop()
 
     def get(self, tenant: str, id: str) -> ServedSequence:
         """Returns a sequence of `tenant`. Raises ApiError 404, which is the same for other tenants' sequences."""

@@ -18,8 +18,9 @@ from chairlift.server.load_policy import LoadPolicy
 from chairlift.server.model import ServedModel
 from chairlift.server.model_loader import ModelLoader
 from chairlift.server.observability.metrics import render
+from chairlift.server.observability.usage_log import UsageLabels
 from chairlift.server.registry import RequestRegistry
-from chairlift.server.sequences import Sequences
+from chairlift.server.sequences import Sequences, ServedSequence
 from chairlift.server.tiers import ServiceTiers
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Service:
         """Requests being answered."""
         self.registry = RequestRegistry()
         """Recent requests, for explanations."""
-        self.sequences = Sequences()
+        self.sequences = Sequences(self._bill)
         """Clients' live sequences."""
         limits = [model.engine.config.max_num_queued_reqs for model in self.models]
         queued = None if None in limits else sum(limit for limit in limits if limit is not None)
@@ -183,6 +184,13 @@ class Service:
             yield
         finally:
             self.open -= 1
+
+    def _bill(self, served: ServedSequence) -> None:
+        """Records what a live sequence has held."""
+        if self.usage_log is not None:
+            sequence, scheduling = served.sequence, served.sequence.scheduling
+            labels = UsageLabels(served.id, "", served.model.name, scheduling.tenant, scheduling.served_tier, scheduling.priority, 0)
+            self.usage_log.write_held(labels, sequence.idle_token_seconds, time.time() - served.created)
 
     def _busiest_stats(self) -> Mapping[str, Any]:
         """Returns the newest counters of the engine with the longest expected wait."""

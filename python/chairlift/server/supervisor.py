@@ -66,7 +66,7 @@ class Supervisor:
         self, models: Sequence[ServedModel], config: ServerConfig, keys: Keys, tiers: ServiceTiers, processes: Sequence[EngineProcess] = ()
     ) -> None:
         """`processes` are those of the models' engines, which end with the server."""
-        self._config, self._processes = config, processes
+        self._config, self._keys, self._processes = config, keys, processes
         self._service = Service(
             models,
             tiers,
@@ -160,6 +160,7 @@ class Supervisor:
             await asyncio.gather(http, return_exceptions=True)
             if self._service.traces is not None:
                 await self._service.traces.close()
+            self._service.sequences.drop_all()
             if self._service.usage_log is not None:
                 await self._service.usage_log.close()
         return 1 if self._force_stop.is_set() or broken else 0
@@ -174,7 +175,7 @@ class Supervisor:
             return []
         from chairlift.server.batch.runner import BatchRunner
 
-        return [asyncio.create_task(BatchRunner(self._app, self._service, storage, self._config.max_body_size).run())]
+        return [asyncio.create_task(BatchRunner(self._app, self._service, storage, self._config.max_body_size, self._keys).run())]
 
     def _stop(self, reason: str) -> None:
         """Begins the shutdown; a second call ends it immediately."""

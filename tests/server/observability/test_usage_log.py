@@ -157,7 +157,8 @@ def test_a_generation_has_a_record_although_its_sequence_was_dropped_meanwhile(t
             next(lines)
             assert http.delete(url).status_code == 200
             assert '"sequence_dropped"' in list(lines)[-2]
-        wait_until(lambda: len(records(tmp_path)) == 2)
+        wait_until(lambda: len(records(tmp_path)) == 3)
+        assert sorted(record["finish"] for record in records(tmp_path)) == [["dropped"], ["length"], ["length"]]
 
 
 def test_the_command_sums_by_day_tenant_and_tier(tmp_path, capsys):
@@ -180,6 +181,7 @@ def test_the_command_sums_by_day_tenant_and_tier(tmp_path, capsys):
         "block_seconds": 1.0,
         "compute_seconds": 0.5,
         "energy_joules": 0,
+        "held_token_seconds": 0,
         "seconds": 4.0,
         "preemptions": 0,
     }

@@ -3,12 +3,15 @@
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, serving, wait_until
+from fake_async_engine import MODEL, FakeEngine, serving, wait_until
 
+from chairlift.cli.main import main
 from chairlift.engine.frames import DropSequence, ForkSequence, SetPriority
+from chairlift.server.observability.usage_log import UsageLog
 
 KEYS = {"api_key": "alice=ka,bob=kb"}
 URL = "/v1/sequences"
@@ -169,6 +172,74 @@ def test_an_opening_that_fails_holds_nothing(alice):
     alice.post(f"{url}/append", json={"text": " boom"})
     assert error(alice.post(f"{url}/generate", json={"max_tokens": 5})) == (500, "request_failed")
     assert alice.get(url).json()["tokens"] == 8
+
+
+def test_invented_tenants_leave_room_for_others(engine, monkeypatch):
+    """Without keys, and beside a tenant with a key."""
+    monkeypatch.setattr("chairlift.engine.held_sequences.MAX_HELD", 64)
+    monkeypatch.setattr("chairlift.server.sequences.MAX_INVENTED", 32)
+
+    def fill(http):
+        """Opens as many as the server allows for 64 invented tenants."""
+        held = []
+        for number in range(64):
+            headers = {"x-tenant-id": f"t{number}"}
+            answer = http.post(URL, json={"prompt": "a"}, headers=headers)
+            if answer.status_code == 200:
+                held += [
+                    answer.json(),
+                    *http.post(f"{URL}/{answer.json()['id']}/fork", json={"n": 8}, headers=headers).json().get("data", []),
+                ]
+            else:
+                assert error(answer) == (429, "too_many_sequences")
+        return len(held)
+
+    with serving(FakeEngine()) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
+        assert fill(http) <= 32
+        assert http.post(URL, json={"prompt": "a"}).status_code == 200
+        service.sequences.drop_all()
+        assert fill(http) <= 32
+    with serving(FakeEngine(), api_key="alice=ka,kb") as (base, _), httpx.Client(base_url=base, timeout=30) as http:
+        http.headers["authorization"] = "Bearer kb"
+        assert fill(http) <= 32
+        opened(http)
+        http.headers["authorization"] = "Bearer ka"
+        url = f"{URL}/{opened(http)['id']}"
+        assert http.post(f"{url}/fork", json={"n": 10}).status_code == 200
+
+
+def test_a_tenant_leaves_as_much_as_it_holds(alice, bob, engine, monkeypatch):
+    monkeypatch.setattr("chairlift.engine.held_sequences.MAX_HELD", 16)
+    url = f"{URL}/{opened(alice)['id']}"
+    assert alice.post(f"{url}/fork", json={"n": 7}).status_code == 200
+    assert error(alice.post(f"{url}/fork", json={"n": 1})) == (429, "too_many_sequences")
+    assert bob.post(f"{URL}/{opened(bob)['id']}/fork", json={"n": 3}).status_code == 200
+
+
+def test_what_a_sequence_holds_is_billed(monkeypatch, tmp_path, capsys):
+    now = [1000.0]
+    monkeypatch.setattr("chairlift.engine.held_sequences.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with serving(FakeEngine()) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
+        service.usage_log = UsageLog(str(tmp_path))
+        url = f"{URL}/{opened(http, 'abc', priority=2)['id']}"
+        now[0] += 10
+        http.post(f"{url}/append", json={"text": "de"})
+        now[0] += 100
+        [fork] = http.post(f"{url}/fork", json={"n": 1}).json()["data"]
+        http.post(f"{url}/rewind", json={"count": 4})
+        now[0] += 200
+        assert http.delete(url).status_code == 200
+        now[0] += 7
+        assert http.delete(f"{URL}/{fork['id']}").status_code == 200
+    records = [json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
+    held = {record["id"]: record["held_token_seconds"] for record in records if "held_token_seconds" in record}
+    assert held == {url.rpartition("/")[2]: 3 * 10 + 5 * 100 + 1 * 200, fork["id"]: 5 * 207}
+    assert {(one["finish"][0], one["priority"], one["model"], one["tier"]) for one in records if one["id"] in held} == {
+        ("dropped", 2, MODEL, "default")
+    }
+    assert main(["usage", str(tmp_path), "--by", "tenant", "--json"]) == 0
+    [sums] = json.loads(capsys.readouterr().out)
+    assert (sums["held_token_seconds"], sums["requests"]) == (730 + 1035, len(records) - 2)
 
 
 def test_a_tenant_can_hold_a_limited_number(alice, bob, engine, monkeypatch):

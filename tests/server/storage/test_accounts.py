@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.server.errors import ApiError
+from chairlift.server.storage import batches
 from chairlift.server.storage.batches import NO_ROOM, Answer, Batches, BatchRequest, Status, output_line
 from chairlift.server.storage.database import _SCHEMA, _VERSION, Database
 from chairlift.server.storage.files import Files
@@ -199,6 +200,31 @@ def test_a_batch_whose_answers_take_all_the_space_fails_its_other_requests(stora
         errors = storage.files.path(batch.fields["error_file_id"]).read_text().splitlines()
         assert [json.loads(line)["custom_id"] for line in errors] == [f"request-{number}" for number in range(4, 21)]
         assert {json.loads(line)["error"]["code"] for line in errors} == {"file_quota_exceeded"}
+
+    asyncio.run(work())
+    storage.check()
+
+
+def test_the_tenant_with_the_most_batches_forgets_its_oldest(storage, monkeypatch):
+    monkeypatch.setattr(batches, "MAX_BATCHES", 5)
+    monkeypatch.setattr(batches, "MAX_ALL_OPEN_BATCHES", 3)
+
+    async def end(batch):
+        await storage.batches.fail(batch, [])
+
+    async def work():
+        files = {tenant: await store(storage, tenant, 10) for tenant in TENANTS}
+        kept = await storage.batches.create("bob", files["bob"].id, None, None, None)
+        await end(kept)
+        for _ in range(20):
+            await end(await storage.batches.create("alice", files["alice"].id, None, None, None))
+        assert storage.rows("SELECT tenant, count(*) FROM batches GROUP BY tenant") == [("alice", 4), ("bob", 1)]
+        assert [seq for [seq] in storage.rows("SELECT seq FROM batches")] == [1, 18, 19, 20, 21]
+        opened = [await storage.batches.create("alice", files["alice"].id, None, None, None) for _ in range(3)]
+        with pytest.raises(ApiError, match="the server has 3 batches"):
+            await storage.batches.create("bob", files["bob"].id, None, None, None)
+        assert {batch.id for batch in opened} <= {id for [id] in storage.rows("SELECT id FROM batches")}
+        assert (await storage.batches.get("bob", kept.id)).ended
 
     asyncio.run(work())
     storage.check()

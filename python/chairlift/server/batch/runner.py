@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,8 @@ from chairlift.server.admission import Admission
 from chairlift.server.batch.call import Reply, call
 from chairlift.server.batch.input import read_input, read_request
 from chairlift.server.errors import ApiError
+from chairlift.server.keys import Keys
 from chairlift.server.lifecycle import ModelState
-from chairlift.server.model import ServedModel
 from chairlift.server.service import Service
 from chairlift.server.storage.batches import Answer, Batch, BatchRequest, Status, output_line
 from chairlift.server.storage.storage import Storage
@@ -58,13 +58,14 @@ class _Open:
 class BatchRunner:
     """Runs batches from the storage until it is cancelled. Only answers that were stored count, so it may be killed at any time."""
 
-    def __init__(self, app: ASGIApp, service: Service, storage: Storage, max_body_size: int) -> None:
-        """`app` is the application behind the access checks."""
+    def __init__(self, app: ASGIApp, service: Service, storage: Storage, max_body_size: int, keys: Keys | None = None) -> None:
+        """`app` is the application behind the access checks. `keys` have the tenants' limits."""
         self._app = app
         self._service = service
         self._storage = storage
         self._max_body_size = max_body_size
         self._admission = Admission(None, dict)  # the queue's limits are for clients
+        self._limits = {tenant.name: tenant.max_requests for tenant in keys or () if tenant.max_requests is not None}
         self._open: dict[str, _Open] = {}
         self._answers: list[Answer] = []
         self._wake = storage.batches.changed
@@ -142,14 +143,18 @@ class BatchRunner:
         self._wake.set()
 
     async def _start_requests(self) -> None:
-        """Starts requests until enough run, in turn from the batch with the fewest running ones."""
+        """Starts requests until enough run, in turn from the tenant with the fewest running ones, and from its batch with the fewest."""
         service = self._service
         while not service.draining and any(model.lifecycle.state in _SERVING for model in service.models):
             limit = max(model.engine.facts.get("max_num_seqs", 1) for model in service.models)
-            ready = [one for one in self._open.values() if one.pending or not one.exhausted]
-            if not ready or sum(len(one.running) for one in self._open.values()) >= limit:
+            running: Counter[str] = Counter()
+            for one in self._open.values():
+                running[one.batch.tenant] += len(one.running)
+            unstarted = [one for one in self._open.values() if one.pending or not one.exhausted]
+            ready = [one for one in unstarted if running[one.batch.tenant] < self._limits.get(one.batch.tenant, limit)]
+            if not ready or running.total() >= limit:
                 return
-            chosen = min(ready, key=lambda one: len(one.running))
+            chosen = min(ready, key=lambda one: (running[one.batch.tenant], len(one.running)))
             if not chosen.pending:
                 page = await self._storage.batches.unanswered(chosen.batch.id, chosen.read_to, _PAGE)
                 chosen.pending.extend(page)
@@ -175,21 +180,20 @@ class BatchRunner:
                 return
             current.attempts[request.line] = attempts = current.attempts.get(request.line, 0) + 1
             if attempts < MAX_ATTEMPTS:
-                model = self._model(body.get("model"))
-                if model.lifecycle.state is not ModelState.UNLOADED:
-                    await model.lifecycle.wait_for_engine()
+                await self._wait_for_engine(body.get("model"))
                 current.pending.append(request)
                 return
         response = f'{{"status_code":{reply.status},"request_id":"{reply.request_id}","body":{reply.body.decode()}}}'
         text = output_line(request.custom_id, response)
         self._answers.append(Answer(batch.id, request.line, reply.status == 200, text))
 
-    def _model(self, name: object) -> ServedModel:
-        """Returns the model of a request; the first for a name that the next attempt will refuse."""
+    async def _wait_for_engine(self, name: object) -> None:
+        """Waits until a request's model has an engine; the first model if there is none of that name, which the next attempt refuses."""
+        model = self._service.default
         with contextlib.suppress(ApiError):
-            if isinstance(name, str):
-                return self._service.find(name)
-        return self._service.default
+            model = self._service.find(name) if isinstance(name, str) else model
+        if model.lifecycle.state is not ModelState.UNLOADED:
+            await model.lifecycle.wait_for_engine()
 
     async def _store_answers(self) -> None:
         if answers := self._answers[:]:

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,16 +81,21 @@ class UsageLog:
         except ChairliftError as error:
             logger.debug("the engine could not be asked about %s: %s", labels.id, error)
         if known:
-            self._append(labels, known, tenants)
+            now = time.time()
+            self._append(labels, now, record(now, labels, known, tenants))
 
     def write_later(self, engine: ReplicatedEngine, labels: UsageLabels) -> None:
         """Starts a task that does `write_ended`; `close` waits for it."""
         self._start(self.write_ended(engine, labels))
 
-    def _append(self, labels: UsageLabels, timelines: Sequence[Timeline], preempted_by: Sequence[str]) -> None:
-        """Appends a line. Logs an error if the disk refuses it: the answer is sent all the same."""
+    def write_held(self, labels: UsageLabels, token_seconds: float, seconds: float) -> None:
+        """Appends the record of a live sequence that was dropped after `seconds`. Without a request, it held `token_seconds`."""
         now = time.time()
-        line = _encode(record(now, labels, timelines, preempted_by)).encode() + b"\n"
+        self._append(labels, now, held_record(now, labels, token_seconds, seconds))
+
+    def _append(self, labels: UsageLabels, now: float, fields: dict[str, Any]) -> None:
+        """Appends a line. Logs an error if the disk refuses it: the answer is sent all the same."""
+        line = _encode(fields).encode() + b"\n"
         try:
             if _day(now) != self._day:
                 self._open(_day(now))
@@ -141,15 +146,8 @@ def record(now: float, labels: UsageLabels, timelines: Sequence[Timeline], preem
     cached_tokens, output_tokens, computed_tokens, recomputed_tokens, preemptions, swaps = counts
     ended = max((timeline.ended for timeline in timelines if timeline.ended is not None), default=timelines[0].arrived)
     return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)),
-        "id": labels.id,
-        "request_id": labels.request_id,
-        "model": labels.model,
-        "tenant": labels.tenant,
-        "tier": labels.tier,
-        "priority": labels.priority,
+        **_head(now, labels),
         "finish": sorted({timeline.finish for timeline in timelines if timeline.finish}),
-        "prompt_tokens": labels.prompt_tokens,
         "cached_tokens": cached_tokens,
         "output_tokens": output_tokens,
         "computed_tokens": computed_tokens,
@@ -163,6 +161,26 @@ def record(now: float, labels: UsageLabels, timelines: Sequence[Timeline], preem
         "seconds": round(ended - timelines[0].arrived, 6),
         "states": states,
     }
+
+
+def held_record(now: float, labels: UsageLabels, token_seconds: float, seconds: float) -> dict[str, Any]:
+    """Returns the record of a live sequence: that of a prompt that used nothing, and what the sequence held between its requests."""
+    nothing = dict.fromkeys(("cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps"), 0)
+    return {
+        **_head(now, labels),
+        "finish": ["dropped"],
+        **nothing,
+        "block_seconds": 0.0,
+        "compute_seconds": 0.0,
+        "preempted_by": [],
+        "held_token_seconds": round(token_seconds, 6),
+        "seconds": round(seconds, 6),
+        "states": {},
+    }
+
+
+def _head(now: float, labels: UsageLabels) -> dict[str, Any]:
+    return {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)), **asdict(labels)}
 
 
 def _energy(timelines: Sequence[Timeline]) -> dict[str, float]:

@@ -128,13 +128,16 @@ async def open_sequence(request: Request) -> Response:
     scheduling = generation.scheduling(request.state.tenant, tier, request.headers)
     # Deadlines in the headers are those of this request.
     scheduling = replace(scheduling, deadline_ms=None, ttft_deadline_ms=None)
+    tenant = request.state.ticket.tenant
+    service.sequences.check_room(tenant)
     sequence = model.engine.hold(prompt, scheduling, body.lease_seconds or LEASE)
+    served = service.sequences.add(tenant, model, sequence, fields)
     try:
         await _compute(request, generation, model, sequence)
     except BaseException:
         sequence.drop()
         raise
-    return Json(service.sequences.add(model, sequence, fields).json(), headers=ignored_header(ignored))
+    return Json(served.json(), headers=ignored_header(ignored))
 
 
 async def list_sequences(request: Request) -> Response:
@@ -171,11 +174,12 @@ async def fork(request: Request) -> Response:
     service = service_of(request)
     body, ignored = SequenceForkRequest.read(await read_json(request))
     served, count = _served(request), body.n or 1
-    sequence = served.sequence
+    sequence, tenant = served.sequence, request.state.ticket.tenant
     sequence.check_room(count)
     if not sequence.busy:
         await _compute(request, GenerationRequest(**served.fields), served.model, sequence)
-    forks = [service.sequences.add(served.model, one, dict(served.fields)) for one in sequence.fork_now(count)]
+    service.sequences.check_room(tenant, count)
+    forks = [service.sequences.add(tenant, served.model, one, dict(served.fields)) for one in sequence.fork_now(count)]
     return _list_of(forks, ignored_header(ignored))
 
 

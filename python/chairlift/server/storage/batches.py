@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 MAX_OPEN_BATCHES = 32
 """Batches of one tenant that have not ended."""
 
+MAX_ALL_OPEN_BATCHES = 1024
+"""Batches of all tenants that have not ended: without keys, clients name tenants as they like."""
+
+MAX_BATCHES = 10_000
+"""Batches of all tenants that are remembered. Beyond it, the tenant that has the most forgets its oldest ended one."""
+
 WINDOW_SECONDS = 24 * 3600
 """OpenAI's completion window."""
 
@@ -125,7 +131,7 @@ class Batches:
         *,
         window: int | None = WINDOW_SECONDS,
     ) -> Batch:
-        """Creates a batch; raises ApiError if the tenant has too many open ones or too many files, or if there is no space.
+        """Creates a batch; raises ApiError if there are too many open ones or too many files, or if there is no space.
 
         Without `endpoint` its requests may use any, and without `window`, in seconds, it never expires.
         """
@@ -144,18 +150,15 @@ class Batches:
         }
         batch = Batch(f"batch_{uuid.uuid4().hex}", tenant, Status.VALIDATING, input_file_id, 0, 0, 0, fields)
 
-        def work(connection: Connection) -> int:
+        def work(connection: Connection) -> None:
             self._files.check_room(connection, tenant)
-            [count] = connection.execute("SELECT count(*) FROM batches WHERE tenant = ? AND ended_at IS NULL", (tenant,)).fetchone()
-            if count < MAX_OPEN_BATCHES:
-                # The file may have been deleted since the caller saw it.
-                query = f"INSERT INTO batches ({_COLUMNS}) SELECT ?, ?, ?, id, 0, 0, 0, ? FROM files WHERE id = ? AND tenant = ?"
-                connection.execute(query, (batch.id, tenant, batch.status.value, json.dumps(fields), input_file_id, tenant))
-            return int(count)
+            _check_open(connection, tenant)
+            # The file may have been deleted since the caller saw it.
+            query = f"INSERT INTO batches ({_COLUMNS}) SELECT ?, ?, ?, id, 0, 0, 0, ? FROM files WHERE id = ? AND tenant = ?"
+            connection.execute(query, (batch.id, tenant, batch.status.value, json.dumps(fields), input_file_id, tenant))
+            _forget_one(connection)
 
-        if (count := await self._database.run(work)) >= MAX_OPEN_BATCHES:
-            message = f"you have {count} batches that have not ended, the limit: wait for one to end"
-            raise ApiError(400, message, code="batch_quota_exceeded")
+        await self._database.run(work)
         self.changed.set()
         return await self.get(tenant, batch.id)
 
@@ -297,6 +300,27 @@ class Batches:
 
     async def _move(self, id: str, before: Sequence[Status], status: Status, changes: Mapping[str, Any] | None = None) -> bool:
         return await self._database.run(partial(_set_status, id=id, before=before, status=status, changes=changes))
+
+
+def _check_open(connection: Connection, tenant: str) -> None:
+    """Raises ApiError unless `tenant` may have another open batch."""
+    query = "SELECT count(*), coalesce(sum(tenant = ?), 0) FROM batches WHERE ended_at IS NULL"
+    count, own = connection.execute(query, (tenant,)).fetchone()
+    if own >= MAX_OPEN_BATCHES:
+        message = f"you have {own} batches that have not ended, the limit: wait for one to end"
+        raise ApiError(400, message, code="batch_quota_exceeded")
+    if count >= MAX_ALL_OPEN_BATCHES:
+        raise ApiError(400, f"the server has {count} batches that have not ended, the limit: try again later", code="batch_quota_exceeded")
+
+
+def _forget_one(connection: Connection) -> None:
+    """Forgets an ended batch if there are too many."""
+    [count] = connection.execute("SELECT count(*) FROM batches").fetchone()
+    if count > MAX_BATCHES:
+        largest = "SELECT tenant FROM batches WHERE ended_at IS NOT NULL GROUP BY tenant ORDER BY count(*) DESC LIMIT 1"
+        connection.execute(
+            f"DELETE FROM batches WHERE seq = (SELECT min(seq) FROM batches WHERE ended_at IS NOT NULL AND tenant = ({largest}))"
+        )
 
 
 def _set_status(

@@ -157,15 +157,15 @@ class Files:
         """Bytes that may still be stored; negative if outputs took more than is allowed."""
         return self._max_bytes - _used_bytes(connection)
 
-    def check_room(self, connection: Connection, tenant: str, size: int = 1) -> None:
-        """Raises ApiError unless `tenant` may have another file and `size` more bytes may be stored."""
+    def check_room(self, connection: Connection, tenant: str) -> None:
+        """Raises ApiError unless `tenant` may have another file and there is space."""
         tables = "SELECT tenant FROM files UNION ALL SELECT tenant FROM uploads"
         files, own = connection.execute(f"SELECT count(*), coalesce(sum(tenant = ?), 0) FROM ({tables})", (tenant,)).fetchone()
         if own >= MAX_FILES:
             raise _quota(f"you have {own} files, and {MAX_FILES} are allowed: delete some")
         if files >= MAX_ALL_FILES:
             raise _quota(f"the server has {files} files, the limit")
-        self.check_space(connection, size)
+        self.check_space(connection, 1)
 
     def check_space(self, connection: Connection, size: int) -> None:
         """Raises ApiError unless `size` more bytes may be stored."""

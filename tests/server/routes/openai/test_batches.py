@@ -120,6 +120,39 @@ def test_batches_take_no_place_in_the_queue_and_a_bounded_number_runs(alice, eng
     assert ended(alice, batch).request_counts.completed == 30
 
 
+def test_tenants_take_turns(alice, bob, engine, server):
+    lifecycle = server[1].default.lifecycle
+    lifecycle.loading()
+    held = [line(str(number), prompt="held") for number in range(8)]
+    batches = [start(alice, *held) for _ in range(3)]
+    last = start(bob, *held)
+    wait_until(lambda: bob.batches.retrieve(last.id).status == "in_progress")
+    lifecycle.ready()
+    start(alice, "{")  # wakes the runner
+    wait_until(lambda: engine.started == 8)
+    assert sorted(one.tenant for one in engine.scheduled) == ["alice"] * 4 + ["bob"] * 4
+    engine.released = True
+    for client, batch in [*((alice, batch) for batch in batches), (bob, last)]:
+        ended(client, batch)
+
+
+def test_a_tenant_runs_as_many_as_its_limit_allows(engine, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[alice]\nkey = "a"\nmax_requests = 2\n[bob]\nkey = "b"\n')
+    held = [line(str(number), prompt="held") for number in range(8)]
+    with (
+        serving(engine, api_key_file=str(keys), data_dir=str(tmp_path / "data")) as (base, _),
+        client_of(base, "a") as alice,
+        client_of(base, "b") as bob,
+    ):
+        batches = [(alice, start(alice, *held)), (alice, start(alice, *held)), (bob, start(bob, *held))]
+        wait_until(lambda: engine.started == 8)
+        assert sorted(one.tenant for one in engine.scheduled) == ["alice"] * 2 + ["bob"] * 6
+        assert alice.completions.create(model=MODEL, prompt="online", max_tokens=1).choices[0].text == "online "
+        engine.released = True
+        assert [ended(client, batch).request_counts.completed for client, batch in batches] == [8, 8, 8]
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [
