@@ -98,13 +98,18 @@ class Router:
         """`routing` is a name of --routing; `hash_key` and `block_size` are those of the engines' schedulers. Raises ValueError."""
 
     def choose(
-        self, engines: Sequence[tuple[int, int, int, float]], prompt: Sequence[int], salt: bytes, session: bytes | None = None
+        self,
+        engines: Sequence[tuple[int, int, int, float]],
+        prompt: Sequence[int],
+        salt: bytes,
+        session: bytes | None = None,
+        group: str = "",
     ) -> tuple[int, int, int]:
         """Returns the index of the chosen engine, how many tokens of the prompt it is expected to have, and the request's number.
 
         An engine is its number, its requests, the microseconds until it starts another prompt, and those for each prompt token. Only
-        prompts of equal `salt` share prefixes. Requests of a session stay with one engine while its load allows it. Until `computed` the
-        engine counts as having the prompt.
+        prompts of equal `salt` and `group` share prefixes. Requests of a session stay with one engine while its load allows it. Until
+        `computed` the engine counts as having the prompt.
         """
 
     def computed(self, request: int) -> None:
@@ -269,6 +274,7 @@ class Scheduler:
         now: int,
         *,
         salt: bytes = ...,
+        group: str = "",
         priority: int = 0,
         tier: str = "default",
         tenant: str = "",
@@ -288,25 +294,25 @@ class Scheduler:
         `continues` is a held sequence and how many leading tokens of the prompt are its tokens. If the request ends by a stop or by its
         length, the held sequence gets its blocks. `tier` is `priority`, `default`, `flex` or `background`.
         """
-    def open(self, tenant: str, salt: bytes, now: int) -> int:
+    def open(self, tenant: str, salt: bytes, now: int, group: str = "") -> int:
         """Opens a held sequence without tokens and returns its handle."""
     def fork_held(self, held: int, now: int) -> int | None:
         """Opens a held sequence with the same blocks. Returns None if the sequence was dropped."""
     def drop_held(self, held: int, now: int) -> bool:
         """Drops a held sequence. Its blocks are free for the next step. Returns False if it was dropped before."""
-    def cached_blocks(self, tokens: NDArray[np.int32]) -> int:
-        """Number of full blocks at the start of `tokens` (int32) that a request without a salt would find in the cache."""
-    def restore(self, tokens: NDArray[np.int32], now: int) -> tuple[int, list[int]]:
-        """Names free blocks for the full blocks of `tokens` (int32) that are not cached, as many as are free.
+    def cached_blocks(self, tokens: NDArray[np.int32], group: str = "") -> int:
+        """Number of full blocks at the start of `tokens` (int32) that a request of `group`, without a salt, would find in the cache."""
+    def restore(self, tokens: NDArray[np.int32], now: int, group: str = "") -> tuple[int, list[int]]:
+        """Names free blocks of `group` for the full blocks of `tokens` (int32) that are not cached, as many as are free.
 
         Returns the number of leading blocks that were cached, and the blocks that follow them. Their KV must be written before the next
         step.
         """
-    def stored_blocks(self, after: int) -> list[tuple[int, int, int, bytes]]:
+    def stored_blocks(self, after: int) -> list[tuple[int, int, int, bytes, str]]:
         """The cached blocks with complete KV and without a salt, whose content is newer than number `after`.
 
-        Each is the block, the number of its content, that of the content before it (0: none), and its tokens (int32). Older content comes
-        first.
+        Each is the block, the number of its content, that of the content before it (0: none), its tokens (int32), and its group. Older
+        content comes first.
         """
     def record_cache_changes(self) -> None:
         """Records from now on which blocks are cached and dropped. The record grows until `take_cache_changes`."""

@@ -251,6 +251,7 @@ def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
         "continues": None,
         "now": NOW,
         "salt": "ü".encode(),
+        "group": "",
         "priority": -2,
         "tier": "priority",
         "tenant": "a",
@@ -262,7 +263,7 @@ def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
         "draft": True,
     }
     none = dict.fromkeys(("deadline", "ttft_deadline", "predicted_tokens", "resumed", "continues"))
-    plain = {"salt": b"", "priority": 0, "tier": "default", "weight": 2, "draft": True, **none}
+    plain = {"salt": b"", "group": "", "priority": 0, "tier": "default", "weight": 2, "draft": True, **none}
     assert engine.core.added[2] == {"max_new_tokens": 16, "stop": [], "now": NOW, "tenant": "b", **plain}
 
 

@@ -18,12 +18,13 @@ from chairlift.config import EngineConfig
 from chairlift.engine import disk_cache
 from chairlift.engine.frames import Add, pack_fields, pack_tokens
 from chairlift.engine.hosted_engine import HostedEngine
-from chairlift.engine.prefix_store import ROOT, PrefixStore
+from chairlift.engine.prefix_store import PrefixStore
 from chairlift.errors import InvalidSetting
 
 PROMPT = "The chairlift carries skiers up the hill while the sun shines. " * 2
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
 PRINT = "ab" * 16
+ROOT = bytes(16)
 
 
 @pytest.fixture
@@ -82,6 +83,24 @@ def test_salted_prompts_are_neither_written_nor_read(start, tmp_path):
         assert answer(llm, scheduling=Scheduling(cache_salt="secret"))[2] == 0
         assert answer(llm)[2] > 0
         assert llm.engine.read_prefix(llm.tokenizer.encode(PROMPT), PARAMS, Scheduling()) is None  # all of it is in memory
+
+
+def test_groups_keep_their_prefixes_apart_on_disk(start, tmp_path):
+    """A group is no secret, so its blocks are written, and are found by its tenants only."""
+    groups = {"alice": "team", "bob": "team", "carol": "others"}
+
+    def cached(llm, tenant):
+        return answer(llm, scheduling=Scheduling(tenant=tenant))[2]
+
+    with start(cache_groups=groups) as llm:
+        assert [cached(llm, tenant) > 0 for tenant in ("alice", "bob", "carol", "dave", "dave")] == [False, True, False, False, True]
+    written = len(files(tmp_path))
+    with start(cache_groups=groups) as llm:
+        assert [cached(llm, tenant) > 0 for tenant in ("bob", "carol", "dave")] == [True, True, True]
+        assert cached(llm, "erin") == 0
+    assert len(files(tmp_path)) == 4 * written / 3
+    with start() as llm:
+        assert cached(llm, "alice") == 0, "without groups none of their files is read"
 
 
 def test_adapters_and_scored_prompts_read_nothing(start):

@@ -86,7 +86,7 @@ def test_engines_report_what_they_have_cached_and_evicted(byte_model: Path) -> N
 
     async def run() -> None:
         size = {"num_kv_blocks": 17, "max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 256, "threads": 1}
-        config = EngineConfig(model=str(byte_model), load_format="dummy", **size)
+        config = EngineConfig(model=str(byte_model), load_format="dummy", cache_groups={"alice": "team"}, **size)
         processes = [EngineProcess(config.load_format, exclusive=True) for _ in range(2)]
         engine = ReplicatedEngine(config, processes, routing="prefix-aware")
         try:
@@ -100,7 +100,7 @@ def test_engines_report_what_they_have_cached_and_evicted(byte_model: Path) -> N
                     pass
                 return stream
 
-            for scheduling in (Scheduling(), Scheduling(cache_salt="own")):
+            for scheduling in (Scheduling(tenant="alice"), Scheduling(cache_salt="own")):
                 await answer(second, prompt, scheduling)  # past the router
                 stream = await answer(engine, prompt, scheduling)
                 assert stream.expected_tokens == 1, "the last token is always computed"
@@ -113,7 +113,7 @@ def test_engines_report_what_they_have_cached_and_evicted(byte_model: Path) -> N
             for _ in range(2):
                 stream = await engine.prepare(refused, SamplingParams(max_tokens=1))
                 with pytest.raises(InvalidRequest):
-                    await anext(engine.run(stream, cast(Scheduling, SimpleNamespace(cache_salt=None))))
+                    await anext(engine.run(stream, cast(Scheduling, SimpleNamespace(cache_salt=None, tenant=""))))
                 assert stream.expected_tokens == 160, "a request that does not begin is not expected"
         finally:
             await engine.close()

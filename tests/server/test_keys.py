@@ -1,8 +1,9 @@
 import pytest
 
+from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.server.config import ServerConfig
-from chairlift.server.keys import Tenant, read_keys
+from chairlift.server.keys import TENANT, Tenant, cache_groups, read_keys
 
 
 def whose(keys, *given):
@@ -49,6 +50,21 @@ def test_a_tenant_of_a_file_may_be_an_operator(tmp_path):
     file.write_text('[alice]\nkey = "sk-1"\n[ops]\nkey = "sk-2"\noperator = true\n')
     keys = read_keys("ops=sk-3,sk-4", str(file))
     assert [keys.tenant(key).reader for key in (b"sk-1", b"sk-2", b"sk-3", b"sk-4")] == ["alice", None, None, ""]
+
+
+def test_tenants_of_a_file_may_form_groups_that_share_cached_prompts(tmp_path):
+    file = tmp_path / "keys.toml"
+    file.write_text('[alice]\nkey = "sk-1"\ngroup = "team"\n[bob]\nkey = "sk-2"\ngroup = "team"\n[carol]\nkey = "sk-3"\n')
+    groups = cache_groups(read_keys("dave=sk-4", str(file)))
+    assert groups == {"alice": "team", "bob": "team"}
+    config = EngineConfig(cache_groups=groups)
+    names = [config.cache_group(tenant) for tenant in ("alice", "bob", "carol", "dave", "team", "")]
+    assert names[0] == names[1] == "team"
+    assert len(set(names)) == 5, "a tenant without a group shares with nobody"
+    assert not any(TENANT.fullmatch(name) for name in names[2:]), "no group can be called like theirs"
+    file.write_text('[alice]\nkey = "sk-1"\n')
+    assert cache_groups(read_keys("bob=sk-2", str(file))) is None
+    assert {EngineConfig().cache_group(tenant) for tenant in ("alice", "bob", "")} == {""}, "without groups all share"
 
 
 @pytest.mark.parametrize("text", ["none=sk-1", "a=sk-1,other=sk-2", "another=sk-1"])
@@ -99,6 +115,9 @@ FILES = {
     "no weight": (f'[alice]\nkey = "{SECRET}"\nweight = 0', r"\[alice\]: weight must be a whole number from 1 to 10000"),
     "half a request": (f'[alice]\nkey = "{SECRET}"\nmax_requests = 1.5', r"\[alice\]: max_requests must be a whole number"),
     "one operator": (f'[alice]\nkey = "{SECRET}"\noperator = 1', r"\[alice\]: operator must be true or false"),
+    "a bad group": (f'[alice]\nkey = "{SECRET}"\ngroup = "a b"', r"\[alice\]: group must be a name"),
+    "an unknown tier": (f'[alice]\nkey = "{SECRET}"\ntiers = ["gold"]', r"\[alice\]: tiers must be a list of priority, default, flex"),
+    "one tier": (f'[alice]\nkey = "{SECRET}"\ntiers = "flex"', r"\[alice\]: tiers must be a list"),
     "a reserved name": (f'[other]\nkey = "{SECRET}"', r"\[other\]: no tenant may be called other"),
     "true": (f'[alice]\nkey = "{SECRET}"\nmax_queued = true', r"\[alice\]: max_queued must be a whole number"),
 }

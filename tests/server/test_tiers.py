@@ -1,6 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
-from chairlift.errors import InvalidSetting
+from chairlift.errors import InvalidRequest, InvalidSetting
+from chairlift.scheduling import Scheduling
+from chairlift.server.keys import Tenant
 from chairlift.server.tiers import ServiceTiers, Tier, read_tiers
 
 
@@ -23,6 +27,45 @@ def test_a_file_changes_what_it_names(tmp_path):
     tiers = read_tiers(written(tmp_path, '[priority]\ntenants = ["alice"]\nttft_ms = 500\nweight = 9\n[default]\nitl_ms = 50.5\n'))
     assert tiers.tiers == {"priority": Tier(9, frozenset({"alice"}), 500), "default": Tier(2, None, None, 50.5), "flex": Tier(1)}
     assert [tiers.choose("priority", tenant) for tenant in ("alice", "bob", "")] == ["priority", "default", "default"]
+
+
+NAMED = [Tenant("alice"), Tenant("bob", tiers=frozenset({"priority", "flex"})), Tenant("carol", operator=True)]
+ANYBODY = ("alice", "bob", "carol", "", "invented")
+
+
+def may_use(tiers, tier):
+    return [tenant for tenant in ANYBODY if tiers.choose(tier, tenant) == tier]
+
+
+def test_with_keys_the_tier_priority_is_granted():
+    assert may_use(ServiceTiers(), "priority") == may_use(ServiceTiers().granted([]), "priority") == [*ANYBODY]
+    tiers = ServiceTiers().granted(NAMED)
+    assert (may_use(tiers, "priority"), may_use(tiers, "flex")) == (["bob"], [*ANYBODY])
+
+
+def test_a_tier_is_granted_by_either_file(tmp_path):
+    tiers = read_tiers(written(tmp_path, '[priority]\ntenants = ["alice"]\n[flex]\ntenants = ["carol"]\n')).granted(NAMED)
+    assert (may_use(tiers, "priority"), may_use(tiers, "flex")) == (["alice", "bob"], ["bob", "carol"])
+    assert tiers.weights == ServiceTiers().weights
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline", "shortest", "prefix", "vtc"])
+def test_with_keys_fields_claim_no_urgency_without_the_grant(policy):
+    tiers = ServiceTiers().granted(NAMED)
+    hasty = Scheduling(tenant="alice", priority=-5, predicted_tokens=1)
+    assert tiers.bound(hasty, policy) == Scheduling(tenant="alice", predicted_tokens=None if policy == "shortest" else 1)
+    assert tiers.bound(replace(hasty, tenant="bob"), policy) == replace(hasty, tenant="bob")
+    assert ServiceTiers().bound(hasty, policy) == hasty, "without keys"
+    modest = Scheduling(tenant="alice", priority=7)
+    assert tiers.bound(modest, policy) == modest
+    for deadline in ({"deadline_ms": 5.0}, {"ttft_deadline_ms": 5.0}):
+        late = Scheduling(tenant="alice", **deadline)
+        if policy == "deadline":
+            with pytest.raises(InvalidRequest, match="leave the deadline out"):
+                tiers.bound(late, policy)
+        else:
+            assert tiers.bound(late, policy) == late
+        assert tiers.bound(replace(late, tenant="bob"), policy) == replace(late, tenant="bob")
 
 
 @pytest.mark.parametrize(

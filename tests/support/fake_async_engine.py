@@ -33,6 +33,7 @@ from chairlift.server.load_policy import LoadPolicy
 from chairlift.server.model import ServedModel
 from chairlift.server.service import Service
 from chairlift.server.storage.storage import Storage
+from chairlift.server.tiers import ServiceTiers
 
 MODEL = "org/fake-model"
 
@@ -361,11 +362,12 @@ def serving_models(
     models: Sequence[ServedModel], api_key: str | None = None, *, policy: LoadPolicy | None = None, **settings: Any
 ) -> Iterator[tuple[str, Service]]:
     """As `serving`, with several models. Those with the state `STARTING` are ready."""
-    service = Service(models, policy=policy)
+    config = ServerConfig(api_key=api_key, **settings)
+    keys = read_keys(config.api_key, config.api_key_file, config.operator_key)
+    service = Service(models, policy=policy, tiers=ServiceTiers().granted(keys))
     for model in models:
         if model.lifecycle.state is ModelState.STARTING:
             service.loader.serve_started(model)
-    config = ServerConfig(api_key=api_key, **settings)
     if config.data_dir is not None:
         service.storage = Storage(config.data_dir, config.max_data_size)
     app, keys = application(service, config.max_body_size), read_keys(config.api_key, config.api_key_file, config.operator_key)

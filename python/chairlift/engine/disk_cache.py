@@ -6,13 +6,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from chairlift import _core
-from chairlift.engine.prefix_store import ROOT, PrefixStore
+from chairlift.engine.prefix_store import PrefixStore
 from chairlift.runner.interface import BlockStorage
 
 WRITE_SECONDS, WRITE_BYTES = 1.0, 64 << 20
@@ -33,6 +32,8 @@ class StoredPrefix:
     """Number of blocks before those that were read, which were in memory."""
     kv: list[memoryview]
     """KV of the blocks that were read."""
+    group: str = ""
+    """The group of tenants whose requests share the blocks."""
 
 
 class _NewBlock(NamedTuple):
@@ -50,29 +51,29 @@ class DiskCache:
     def __init__(self, scheduler: _core.Scheduler, blocks: BlockStorage, num_blocks: int, block_size: int, store: PrefixStore) -> None:
         self._scheduler, self._blocks, self._store = scheduler, blocks, store
         self._num_blocks, self._block_size = num_blocks, block_size
-        self._names = {0: ROOT}  # the names of contents, oldest first after the root
+        self._names: dict[int, bytes] = {}  # the names of contents, oldest first
         self._newest = 0  # the newest content that is on disk, or was left out
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="prefix-cache")
         self._writes: list[Future[bool]] = []
         self._write_due = 0.0
         self.blocks_read = self.blocks_written = 0
 
-    def read(self, prompt: np.ndarray) -> Future[StoredPrefix] | None:
-        """Starts reading the blocks of a prompt, int32, that are not in memory; None if there are none on disk."""
+    def read(self, prompt: np.ndarray, group: str = "") -> Future[StoredPrefix] | None:
+        """Starts reading the blocks of a group's prompt, int32, that are not in memory; None if there are none on disk."""
         if not len(prompt) or prompt.min() < 0:
             return None  # it is refused later
         whole = (len(prompt) - 1) // self._block_size
-        first = self._scheduler.cached_blocks(prompt[: whole * self._block_size])
+        first = self._scheduler.cached_blocks(prompt[: whole * self._block_size], group)
         # The name of a later block needs those of all before it, so most prompts are sorted out by their first block.
-        if first == whole or not self._store.has(self._store.name(ROOT, self._tokens(prompt, 0))):
+        if first == whole or not self._store.has(self._store.name(self._store.root(group), self._tokens(prompt, 0))):
             return None
-        return self._threads.submit(self._read, prompt[: whole * self._block_size], first)
+        return self._threads.submit(self._read, prompt[: whole * self._block_size], first, group)
 
     def put(self, found: StoredPrefix, now: int) -> None:
         """Gives blocks that were read to the scheduler, between two steps."""
-        if not found.kv or self._scheduler.cached_blocks(found.tokens) < found.first:
+        if not found.kv or self._scheduler.cached_blocks(found.tokens, found.group) < found.first:
             return  # the blocks before them were evicted meanwhile
-        cached, restored = self._scheduler.restore(found.tokens, now)
+        cached, restored = self._scheduler.restore(found.tokens, now, found.group)
         for at, block in enumerate(restored, cached):
             self._blocks.write(block, found.kv[at - found.first])
         self.blocks_read += len(restored)
@@ -108,8 +109,8 @@ class DiskCache:
         """Ends the threads. Reads and writes that have not begun are dropped."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, prompt: np.ndarray, first: int) -> StoredPrefix:
-        parent, kv = ROOT, []
+    def _read(self, prompt: np.ndarray, first: int, group: str) -> StoredPrefix:
+        parent, kv = self._store.root(group), []
         for at in range(len(prompt) // self._block_size):
             tokens = self._tokens(prompt, at)
             name = self._store.name(parent, tokens)
@@ -120,13 +121,13 @@ class DiskCache:
                     break
                 kv.append(found)
             parent = name
-        return StoredPrefix(prompt[: (first + len(kv)) * self._block_size], first, kv)
+        return StoredPrefix(prompt[: (first + len(kv)) * self._block_size], first, kv, group)
 
     def _new_blocks(self) -> Iterator[_NewBlock]:
         """The blocks that were computed since the last one that this yielded, and that are not on disk."""
-        for number, content, before, tokens in self._scheduler.stored_blocks(self._newest):
+        for number, content, before, tokens, group in self._scheduler.stored_blocks(self._newest):
             self._newest = content
-            if (parent := self._names.get(before)) is None:
+            if (parent := self._names.get(before) if before else self._store.root(group)) is None:
                 continue  # the name was forgotten
             self._names[content] = name = self._store.name(parent, tokens)
             if self._store.has(name):
@@ -134,7 +135,7 @@ class DiskCache:
             else:
                 yield _NewBlock(number, name, parent, tokens)
         while len(self._names) > self._num_blocks + MAX_NAMES:
-            self._names.pop(next(islice(self._names, 1, None)))
+            self._names.pop(next(iter(self._names)))
 
     def _count_writes(self) -> None:
         self.blocks_written += sum(write.result() for write in self._writes if write.done() and not write.cancelled())

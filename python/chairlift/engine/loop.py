@@ -159,7 +159,8 @@ class Engine:
         """Starts reading the KV of the prompt's beginning from disk; None if there is none to read."""
         if self._disk_cache is None or scheduling.cache_salt or params.lora is not None or params.prompt_logprobs is not None:
             return None
-        return self._disk_cache.read(np.ascontiguousarray(prompt, dtype=np.int32))
+        group = self.config.cache_group(scheduling.tenant)
+        return self._disk_cache.read(np.ascontiguousarray(prompt, dtype=np.int32), group)
 
     def add(
         self,

@@ -14,8 +14,6 @@ from chairlift.errors import InvalidSetting
 
 log = logging.getLogger("chairlift")
 
-ROOT = bytes(16)
-"""The parent of a prompt's first block."""
 CHECKS = 20
 """The limit is checked once a process has written this part of it. So each process may exceed it by as much for a short time."""
 _MAGIC = b"chairlift-kv-1\n\0"
@@ -25,8 +23,9 @@ _DIGEST_BYTES = 16
 class PrefixStore:
     """Files with one KV block each, in a folder for one fingerprint. Several processes may share a directory.
 
-    A block's name is the hash of its tokens and of the name before it. A file has the fingerprint, the parent's name, the tokens, the KV
-    and a checksum. All are compared when it is read, and a file that differs is not used. Methods may be called in any thread.
+    A block's name is the hash of its tokens and of the name before it, which for a first block stands for the group of its tenants. A file
+    has the fingerprint, the parent's name, the tokens, the KV and a checksum. All are compared when it is read, and a file that differs is
+    not used. Methods may be called in any thread.
     """
 
     def __init__(self, directory: str, limit: int, fingerprint: str) -> None:
@@ -50,6 +49,12 @@ class PrefixStore:
             raise InvalidSetting(f"--prefix-cache-dir {directory}: {error.strerror or error}") from None
         self._unchecked = 0  # bytes written since the last check of the limit
         self._trim()
+
+    def root(self, group: str) -> bytes:
+        """The parent of a prompt's first block in a group of tenants that share blocks; "" if all tenants do."""
+        if not group:
+            return bytes(_DIGEST_BYTES)
+        return hashlib.blake2b(group.encode(), digest_size=_DIGEST_BYTES, key=self._fingerprint).digest()
 
     def name(self, parent: bytes, tokens: bytes) -> bytes:
         """The name of the block with these tokens (int32) after the block `parent`."""

@@ -27,11 +27,11 @@ class ReplicaRouter:
         self._routing = routing
         self._router: _core.Router | None = None  # until the size of a block is known
 
-    def choose(self, replicas: Sequence[Replica], stream: Stream, salt: bytes, session: bytes | None) -> Replica:
+    def choose(self, replicas: Sequence[Replica], stream: Stream, salt: bytes, session: bytes | None, group: str = "") -> Replica:
         """Returns one of the engines, and tells the request how much of its prompt that engine is expected to compute."""
         prompt = stream.prompt_token_ids
         router = self._of(replicas[0])
-        index, cached, request = router.choose([_seen(replica) for replica in replicas], prompt, salt, session)
+        index, cached, request = router.choose([_seen(replica) for replica in replicas], prompt, salt, session, group)
         stream.expected_tokens = len(prompt) - cached
         stream.on_computed = partial(router.computed, request)
         return replicas[index]

@@ -233,7 +233,11 @@ class ReplicatedEngine:
             raise EngineDead("no engine of the model is ready")
         moving = [replica for replica in ready if not replica.engine.stuck] or ready
         own = None if session is None else f"{scheduling.tenant}\0{session}".encode()
-        chosen = moving[0] if self._router is None else self._router.choose(moving, stream, self._salt(stream, scheduling), own)
+        if self._router is None:
+            chosen = moving[0]
+        else:
+            group = self.config.cache_group(scheduling.tenant)
+            chosen = self._router.choose(moving, stream, self._salt(stream, scheduling), own, group)
         if handle is not None:
             self._homes[handle] = chosen
         return chosen

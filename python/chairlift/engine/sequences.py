@@ -51,6 +51,7 @@ class Sequences:
     def __init__(self, config: EngineConfig, scheduler: _core.Scheduler, runner: Runner, eos: Sequence[int], adapters: Adapters) -> None:
         self._scheduler, self._eos, self._adapters = scheduler, eos, adapters
         self._engine_seed = config.seed
+        self._cache_group = config.cache_group
         self._tenant_weights, self._tier_weights = config.tenant_weights or {}, {**TIER_WEIGHTS, **(config.tier_weights or {})}
         self._vocab_size, self._max_model_len = runner.model_config.vocab_size, runner.max_model_len
         self._unique_salts = itertools.count()
@@ -151,7 +152,7 @@ class Sequences:
     def _held_by_core(self, handle: int, tenant: str, salt: bytes, now: int) -> int:
         """The core's handle of a held sequence, which is opened if it is unknown."""
         if handle not in self._held:
-            self._held[handle] = self._scheduler.open(tenant, salt, now)
+            self._held[handle] = self._scheduler.open(tenant, salt, now, self._cache_group(tenant))
         return self._held[handle]
 
     def _schedule(
@@ -186,6 +187,7 @@ class Sequences:
             self.end_tokens(params),
             now,
             salt=salt,
+            group=self._cache_group(scheduling.tenant),
             priority=scheduling.priority,
             tier=scheduling.tier,
             tenant=scheduling.tenant,

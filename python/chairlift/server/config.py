@@ -62,7 +62,7 @@ class ServerConfig:
     api_key_file: str | None = flag(
         None,
         "keys out of sight of 'ps', limits and rights: TOML with a table [NAME] a tenant, of key (or keys), weight, max_queued, "
-        "max_requests, operator",
+        "max_requests, group, tiers, operator",
         metavar="FILE",
         group="server",
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 from chairlift.config import LARGEST_WEIGHT
 from chairlift.errors import InvalidSetting
+from chairlift.scheduling import TIERS
 from chairlift.server.toml_file import read_text
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ TENANT = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _NAMED_KEY = re.compile(rf"({TENANT.pattern})=([^=].*)")
 
 _LIMITS = ("weight", "max_queued", "max_requests")
-_SETTINGS = ("key", "keys", *_LIMITS, "operator")
+_SETTINGS = ("key", "keys", *_LIMITS, "group", "tiers", "operator")
 _MAX_LIMIT = 2**31 - 1
 
 MIN_KEY_LENGTH = 16
@@ -65,6 +66,10 @@ class Tenant:
     """Maximum open requests, waiting or running."""
     has_key: bool = False
     """Whether it has a key of its own. Clients name other tenants as they like."""
+    cache_group: str | None = None
+    """The group of tenants with which it shares cached prompts."""
+    tiers: frozenset[str] = frozenset()
+    """The service tiers that it was granted."""
     operator: bool = False
     """Whether it sees the requests of all tenants and the metrics of the whole server."""
 
@@ -132,6 +137,11 @@ def _warn(keys: Iterable[str], file: str | None) -> None:
         logger.warning("%d API key(s) of fewer than %d characters %s", short, MIN_KEY_LENGTH, hint)
 
 
+def cache_groups(tenants: Iterable[Tenant]) -> dict[str, str] | None:
+    """Returns the groups that tenants declare, by tenant; None if there are none."""
+    return {tenant.name: tenant.cache_group for tenant in tenants if tenant.cache_group is not None} or None
+
+
 def is_key_list(text: str) -> bool:
     """Whether `--api-key` would read this as several keys, or as a key with a tenant's name."""
     return "," in text or _NAMED_KEY.fullmatch(text) is not None
@@ -183,7 +193,13 @@ def _tenant_keys(flag: str, name: str, table: Any) -> Iterator[tuple[str, str, T
     operator = table.get("operator", False)
     if not isinstance(operator, bool):
         raise InvalidSetting(f"{where}: operator must be true or false")
-    tenant = Tenant(name, **limits, has_key=True, operator=operator)
+    group = table.get("group")
+    if group is not None and not (isinstance(group, str) and TENANT.fullmatch(group)):
+        raise InvalidSetting(f"{where}: group must be a name of 1 to 64 letters, digits and . _ : -")
+    tiers = table.get("tiers", [])
+    if not isinstance(tiers, list) or any(tier not in TIERS for tier in tiers):
+        raise InvalidSetting(f"{where}: tiers must be a list of {', '.join(TIERS)}")
+    tenant = Tenant(name, **limits, has_key=True, cache_group=group, tiers=frozenset(tiers), operator=operator)
     for key in keys:
         yield where, key, tenant
 

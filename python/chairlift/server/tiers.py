@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chairlift.config import LARGEST_TIER_WEIGHT
-from chairlift.errors import InvalidSetting
-from chairlift.scheduling import LONGEST_MS, TIER_WEIGHTS, TIERS
-from chairlift.server.keys import TENANT
+from chairlift.errors import InvalidRequest, InvalidSetting
+from chairlift.scheduling import LONGEST_MS, TIER_WEIGHTS, TIERS, Scheduling
+from chairlift.server.keys import TENANT, Tenant
 from chairlift.server.toml_file import line_of, read_toml
 
 _SETTINGS = ("tenants", "weight", "ttft_ms", "itl_ms")
@@ -34,6 +34,23 @@ class ServiceTiers:
     """The settings of all tiers, by name."""
 
     tiers: Mapping[str, Tier] = field(default_factory=lambda: {name: Tier(TIER_WEIGHTS[name]) for name in TIERS})
+    keyed: bool = False
+    """Whether tenants have keys. Then only those that may use the tier `priority` may claim to be urgent by other fields."""
+
+    def granted(self, tenants: Iterable[Tenant]) -> ServiceTiers:
+        """Returns the settings for a server whose keys belong to `tenants`: `priority` is for those that were granted it.
+
+        Without tenants nothing changes.
+        """
+        named = list(tenants)
+        if not named:
+            return self
+        tiers = {}
+        for name, tier in self.tiers.items():
+            listed = frozenset() if tier.tenants is None and name == "priority" else tier.tenants
+            extra = frozenset(tenant.name for tenant in named if name in tenant.tiers)
+            tiers[name] = tier if listed is None else replace(tier, tenants=listed | extra)
+        return ServiceTiers(tiers, keyed=True)
 
     @property
     def weights(self) -> dict[str, int]:
@@ -45,9 +62,32 @@ class ServiceTiers:
 
         It is `default` for `auto`, for OpenAI's `scale`, and where the tenant may not use the tier.
         """
-        tier = self.tiers.get(asked or "")
-        allowed = tier is not None and (tier.tenants is None or tenant in tier.tenants)
-        return asked if asked is not None and allowed else "default"
+        return asked if asked is not None and asked in self.tiers and self._may_use(asked, tenant) else "default"
+
+    def priority(self, asked: int, tenant: str) -> int:
+        """Returns the priority that `tenant` gets for `asked`: a claim to be more urgent than usual needs a grant."""
+        return asked if self._may_claim(tenant) else max(0, asked)
+
+    def bound(self, scheduling: Scheduling, policy: str) -> Scheduling:
+        """Returns what a request gets of the urgency that it claims under `policy`.
+
+        Raises InvalidRequest for a deadline that needs a grant.
+        """
+        if self._may_claim(scheduling.tenant):
+            return scheduling
+        if policy == "deadline" and (scheduling.deadline_ms is not None or scheduling.ttft_deadline_ms is not None):
+            message = "on this server a request with a deadline passes others, and your key may not claim that: leave the deadline out"
+            param = "ttft_deadline_ms" if scheduling.deadline_ms is None else "deadline_ms"
+            raise InvalidRequest(message, param=param, code="deadline_not_granted")
+        predicted = None if policy == "shortest" else scheduling.predicted_tokens
+        return replace(scheduling, priority=self.priority(scheduling.priority, scheduling.tenant), predicted_tokens=predicted)
+
+    def _may_claim(self, tenant: str) -> bool:
+        return not self.keyed or self._may_use("priority", tenant)
+
+    def _may_use(self, tier: str, tenant: str) -> bool:
+        allowed = self.tiers[tier].tenants
+        return allowed is None or tenant in allowed
 
 
 def read_tiers(file: str | None) -> ServiceTiers:

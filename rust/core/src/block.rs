@@ -2,9 +2,10 @@
 
 use self::limit::Unbacked;
 use self::users::Users;
+use crate::cache_scope::CacheScope;
 use crate::hash::{BlockHash, BlockHasher};
 use crate::request::Token;
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
 mod changes;
@@ -58,15 +59,15 @@ impl Drop for BlockTable {
 /// The end of a sequence's chain of cached full blocks.
 #[derive(Clone, Debug)]
 pub struct Chain {
-    salt: Arc<[u8]>,
+    scope: Arc<CacheScope>,
     content: Content,
     len: usize,
 }
 
 impl Chain {
     /// The chain of a sequence without named blocks.
-    pub fn root(salt: &Arc<[u8]>) -> Self {
-        Self { salt: Arc::clone(salt), content: ROOT, len: 0 }
+    pub fn root(scope: &Arc<CacheScope>) -> Self {
+        Self { scope: Arc::clone(scope), content: ROOT, len: 0 }
     }
 
     /// Number of blocks in the chain.
@@ -94,8 +95,8 @@ impl Estimate {
     }
 
     /// The chain of a sequence with `names`.
-    pub(crate) fn chain(&self, salt: &Arc<[u8]>) -> Chain {
-        Chain { salt: Arc::clone(salt), content: self.content, len: self.len }
+    pub(crate) fn chain(&self, scope: &Arc<CacheScope>) -> Chain {
+        Chain { scope: Arc::clone(scope), content: self.content, len: self.len }
     }
 }
 
@@ -112,8 +113,8 @@ struct Name {
     hash: BlockHash,
     content: Content,
     parent: Content,
-    /// Salt of a chain's first block. Later blocks get the salt from their parent.
-    salt: Option<Arc<[u8]>>,
+    /// Scope of a chain's first block. Later blocks get the scope from their parent.
+    scope: Option<Arc<CacheScope>>,
     /// The step that completes the block.
     step: u64,
     users: Users,
@@ -137,6 +138,8 @@ pub struct StoredBlock {
     pub content: u64,
     /// The content before it. 0 for the first block of a prefix.
     pub parent: u64,
+    /// The group of tenants whose requests share it.
+    pub group: Arc<str>,
     /// The tokens of the block.
     pub tokens: Vec<Token>,
 }
@@ -201,16 +204,16 @@ impl BlockPool {
     }
 
     /// Appends the names of full blocks of `tokens` that `names` lacks.
-    pub fn name_blocks(&mut self, salt: &[u8], tokens: &[Token], names: &mut Vec<BlockHash>) {
+    pub fn name_blocks(&mut self, scope: &CacheScope, tokens: &[Token], names: &mut Vec<BlockHash>) {
         names.reserve((tokens.len() / self.block_size).saturating_sub(names.len()));
         for block in tokens.chunks_exact(self.block_size).skip(names.len()) {
-            self.name_block(salt, block, names);
+            self.name_block(scope, block, names);
         }
     }
 
     /// Appends the name of the block that follows the blocks in `names`.
-    pub fn name_block(&mut self, salt: &[u8], block: &[Token], names: &mut Vec<BlockHash>) {
-        let parent = names.last().copied().unwrap_or_else(|| self.hasher.root(salt));
+    pub fn name_block(&mut self, scope: &CacheScope, block: &[Token], names: &mut Vec<BlockHash>) {
+        let parent = names.last().copied().unwrap_or_else(|| self.hasher.root(scope));
         names.push(self.hasher.child(parent, block));
         self.lookups += 1;
     }
@@ -232,9 +235,9 @@ impl BlockPool {
 
     /// Appends the longest run of cached blocks whose content equals `tokens` from the start. Returns the end of their
     /// chain. `names` are the names of the blocks that may be found, computed by [`name_blocks`](Self::name_blocks).
-    /// Each candidate's tokens, parent and salt are compared, because names can collide.
-    pub fn find(&mut self, salt: &Arc<[u8]>, names: &[BlockHash], tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
-        self.find_on(Chain::root(salt), names, tokens, found)
+    /// Each candidate's tokens, parent and scope are compared, because names can collide.
+    pub fn find(&mut self, scope: &Arc<CacheScope>, names: &[BlockHash], tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
+        self.find_on(Chain::root(scope), names, tokens, found)
     }
 
     /// Like [`find`](Self::find), but starts after a chain that was found before.
@@ -353,8 +356,8 @@ impl BlockPool {
             }
             let content = self.new_content();
             debug_assert!(self.blocks[id.0 as usize].holders > 0 && self.blocks[id.0 as usize].name.is_none());
-            let salt = (chain.content == ROOT).then(|| Arc::clone(&chain.salt));
-            self.blocks[id.0 as usize].name = Some(Name { hash, content, parent: chain.content, salt, step, users: Users::default() });
+            let scope = (chain.content == ROOT).then(|| Arc::clone(&chain.scope));
+            self.blocks[id.0 as usize].name = Some(Name { hash, content, parent: chain.content, scope, step, users: Users::default() });
             self.tokens[id.0 as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
             self.named.insert(hash, id);
             self.record(hash, true);
@@ -376,17 +379,18 @@ impl BlockPool {
     /// The named blocks without a salt that are complete before `step`, whose whole prefix is, and whose content is newer
     /// than `after`. Older content comes first, and so a block comes after the block before it.
     pub fn stored(&self, step: u64, after: u64) -> Vec<StoredBlock> {
-        let complete = |name: &&Name| name.step < step && name.salt.as_ref().is_none_or(|salt| salt.is_empty());
+        let complete = |name: &&Name| name.step < step && name.scope.as_ref().is_none_or(|scope| scope.salt.is_empty());
         let named = self.blocks.iter().zip(0..).filter_map(|(block, id)| Some((block.name.as_ref().filter(complete)?, BlockId(id))));
         let mut named: Vec<_> = named.collect();
         // A block is named after the block before it.
         named.sort_unstable_by_key(|(name, _)| name.content);
-        let mut whole = FxHashSet::default();
-        named.retain(|(name, _)| (name.parent == ROOT || whole.contains(&name.parent)) && whole.insert(name.content));
-        let newer = named.into_iter().filter(|(name, _)| name.content > after);
-        let stored = newer.map(|(&Name { content, parent, .. }, id)| {
-            let tokens = self.tokens[id.0 as usize * self.block_size..][..self.block_size].to_vec();
-            StoredBlock { id, content, parent, tokens }
+        let mut groups = FxHashMap::<Content, Arc<str>>::default();
+        let stored = named.into_iter().filter_map(|(&Name { content, parent, ref scope, .. }, id)| {
+            let group = scope.as_ref().map(|scope| &scope.group).or_else(|| groups.get(&parent))?;
+            let group = Arc::clone(group);
+            groups.insert(content, Arc::clone(&group));
+            let tokens = || self.tokens[id.0 as usize * self.block_size..][..self.block_size].to_vec();
+            (content > after).then(|| StoredBlock { id, content, parent, group, tokens: tokens() })
         });
         stored.collect()
     }
@@ -438,7 +442,7 @@ impl BlockPool {
     fn content_if(&self, id: BlockId, chain: &Chain, tokens: &[Token]) -> Option<Content> {
         let name = self.blocks[id.0 as usize].name.as_ref()?;
         let same = name.parent == chain.content
-            && name.salt.as_ref().is_none_or(|salt| *salt == chain.salt)
+            && name.scope.as_ref().is_none_or(|scope| *scope == chain.scope)
             && self.tokens[id.0 as usize * self.block_size..][..self.block_size] == *tokens;
         same.then_some(name.content)
     }

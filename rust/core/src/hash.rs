@@ -1,5 +1,6 @@
 //! The name of a full block: a hash of its tokens and of all tokens before them.
 
+use crate::cache_scope::CacheScope;
 use crate::request::Token;
 use siphasher::sip::SipHasher13;
 use std::hash::Hasher;
@@ -42,16 +43,19 @@ impl BlockHasher {
         Self { sip: SipHasher13::new_with_keys(low, high), block: State::new(low, high) }
     }
 
-    /// The parent name of a first block. `salt` separates callers that must not share blocks.
-    pub fn root(&self, salt: &[u8]) -> BlockHash {
+    /// The parent name of a first block. `scope` separates callers that must not share blocks.
+    pub fn root(&self, scope: &CacheScope) -> BlockHash {
         let mut hasher = self.sip;
-        hasher.write(salt);
+        hasher.write(scope.group.as_bytes());
+        // A group is UTF-8, so this byte ends it.
+        hasher.write_u8(0xff);
+        hasher.write(&scope.salt);
         BlockHash(hasher.finish())
     }
 
     /// The names of the full blocks of `tokens`.
-    pub fn names(&self, salt: &[u8], tokens: &[Token], block_size: usize) -> Vec<BlockHash> {
-        let mut parent = self.root(salt);
+    pub fn names(&self, scope: &CacheScope, tokens: &[Token], block_size: usize) -> Vec<BlockHash> {
+        let mut parent = self.root(scope);
         let named = tokens.chunks_exact(block_size).map(|block| {
             parent = self.child(parent, block);
             parent
@@ -114,6 +118,7 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::{BlockHash, BlockHasher};
+    use crate::CacheScope;
     use siphasher::sip::SipHasher13;
     use std::collections::HashSet;
     use std::hash::Hasher;
@@ -134,16 +139,17 @@ mod tests {
     #[test]
     fn names_depend_on_every_token_on_the_order_on_what_came_before_and_on_the_key() {
         let hasher = BlockHasher::new(1);
-        let root = hasher.root(b"");
+        let root = hasher.root(&CacheScope::default());
         let blocks: Vec<Vec<u32>> = (0..4096u32).map(|n| (0..6).map(|i| n >> (2 * i) & 3).collect()).collect();
         let mut seen: HashSet<_> = blocks.iter().map(|tokens| hasher.child(root, tokens)).collect();
         seen.extend(blocks.iter().map(|tokens| hasher.child(hasher.child(root, &[1]), tokens)));
-        seen.extend(blocks.iter().map(|tokens| hasher.child(hasher.root(b"salt"), tokens)));
+        seen.extend(blocks.iter().map(|tokens| hasher.child(hasher.root(&CacheScope::salted(b"salt")), tokens)));
+        seen.extend(blocks.iter().map(|tokens| hasher.child(hasher.root(&CacheScope::of_group("salt")), tokens)));
         for other in [0, 2, 1 << 64] {
             let other = BlockHasher::new(other);
-            seen.extend(blocks.iter().map(|tokens| other.child(other.root(b""), tokens)));
+            seen.extend(blocks.iter().map(|tokens| other.child(other.root(&CacheScope::default()), tokens)));
         }
-        assert_eq!(seen.len(), 6 * blocks.len());
+        assert_eq!(seen.len(), 7 * blocks.len());
     }
 
     /// Regression test. An earlier hash multiplied the state, xored with a pair of tokens, by a public number. A pair
@@ -159,7 +165,7 @@ mod tests {
             [first as u32, (first >> 32) as u32, state as u32, (state >> 32) as u32]
         };
         let hasher = BlockHasher::new(1);
-        let root = hasher.root(b"");
+        let root = hasher.root(&CacheScope::default());
         let names: HashSet<_> = (1..=64).map(|first| hasher.child(root, &block(first))).collect();
         assert_eq!(names.len(), 64);
     }

@@ -42,7 +42,7 @@ pub(crate) struct Held {
 impl Held {
     /// Adds a sequence. Its `blocks` hold its first `computed` tokens.
     pub(crate) fn open(&mut self, tenant: u32, blocks: SeqBlocks, computed: u32, now: Time) -> HeldId {
-        let empty = SeqBlocks::new(Arc::clone(blocks.salt()));
+        let empty = SeqBlocks::new(Arc::clone(blocks.scope()));
         let seq = HeldSeq { number: self.opened, tenant, blocks: empty, computed: 0, busy: false, since: now, used: 0, planned: 0 };
         self.opened += 1;
         let id = self.seqs.insert(seq);
@@ -102,7 +102,7 @@ impl Held {
         self.by_use.remove(&seq.used);
         self.blocks -= seq.blocks.held();
         seq.computed = 0;
-        let empty = SeqBlocks::new(Arc::clone(seq.blocks.salt()));
+        let empty = SeqBlocks::new(Arc::clone(seq.blocks.scope()));
         (std::mem::replace(&mut seq.blocks, empty), seq.tenant, now.saturating_sub(seq.since))
     }
 

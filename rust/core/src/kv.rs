@@ -1,6 +1,7 @@
 //! The KV cache: device and host blocks, their names and their holders.
 
 use crate::block::{BlockId, BlockPool, BlockTable, BlockUse, CacheChanges, Chain, Estimate, StoredBlock, User};
+use crate::cache_scope::CacheScope;
 use crate::hash::{BlockHash, BlockHasher};
 use crate::host::HostPool;
 use crate::request::Token;
@@ -17,7 +18,7 @@ pub(crate) struct SeqBlocks {
     names: Vec<BlockHash>,
     /// The named blocks in the cache at the latest lookup.
     chain: Chain,
-    salt: Arc<[u8]>,
+    scope: Arc<CacheScope>,
     /// The tenant that is told of the blocks that it used before.
     user: User,
     /// Host blocks that hold the sequence's KV while it is swapped out.
@@ -26,9 +27,9 @@ pub(crate) struct SeqBlocks {
 
 impl SeqBlocks {
     /// The state of a sequence without blocks.
-    pub(crate) fn new(salt: Arc<[u8]>) -> Self {
-        let chain = Chain::root(&salt);
-        Self { seal_at: None, table: BlockTable::default(), names: Vec::new(), chain, salt, user: User::default(), host: Vec::new() }
+    pub(crate) fn new(scope: Arc<CacheScope>) -> Self {
+        let chain = Chain::root(&scope);
+        Self { seal_at: None, table: BlockTable::default(), names: Vec::new(), chain, scope, user: User::default(), host: Vec::new() }
     }
 
     pub(crate) fn ids(&self) -> &[BlockId] {
@@ -50,8 +51,8 @@ impl SeqBlocks {
         self.chain.len()
     }
 
-    pub(crate) fn salt(&self) -> &Arc<[u8]> {
-        &self.salt
+    pub(crate) fn scope(&self) -> &Arc<CacheScope> {
+        &self.scope
     }
 
     /// Sets the tenant of the sequence.
@@ -81,7 +82,7 @@ impl SeqBlocks {
 
     /// Clears the chain of cached blocks.
     pub(crate) fn reset_chain(&mut self) {
-        self.chain = Chain::root(&self.salt);
+        self.chain = Chain::root(&self.scope);
     }
 }
 
@@ -196,7 +197,7 @@ impl Kv {
     pub(crate) fn names<'a>(&'a self, blocks: &'a SeqBlocks, tokens: &'a [Token], from: usize) -> impl Iterator<Item = BlockHash> + 'a {
         let hasher = self.pool.hasher();
         let known = from.min(blocks.names.len());
-        let mut name = known.checked_sub(1).map_or_else(|| hasher.root(&blocks.salt), |last| blocks.names[last]);
+        let mut name = known.checked_sub(1).map_or_else(|| hasher.root(&blocks.scope), |last| blocks.names[last]);
         let rest = tokens.chunks_exact(self.block_size as usize).enumerate().skip(known).map(move |(at, block)| {
             name = blocks.names.get(at).copied().unwrap_or_else(|| hasher.child(name, block));
             name
@@ -207,7 +208,7 @@ impl Kv {
     /// Computes the missing names of a sequence's full blocks.
     pub(crate) fn name(&mut self, blocks: &mut SeqBlocks, tokens: &[Token]) {
         if self.sharing {
-            self.pool.name_blocks(&blocks.salt, tokens, &mut blocks.names);
+            self.pool.name_blocks(&blocks.scope, tokens, &mut blocks.names);
         }
     }
 
@@ -223,21 +224,21 @@ impl Kv {
         self.recycle(found);
     }
 
-    /// Number of full blocks at the start of `tokens`, without a salt, that are cached.
-    pub(crate) fn cached(&mut self, tokens: &[Token]) -> usize {
+    /// Number of full blocks at the start of `tokens`, in a group and without a salt, that are cached.
+    pub(crate) fn cached(&mut self, group: &str, tokens: &[Token]) -> usize {
         let mut found = std::mem::take(&mut self.spare);
-        self.find_unsalted(tokens, &mut found);
+        self.find_unsalted(group, tokens, &mut found);
         let len = found.len();
         self.recycle(found);
         len
     }
 
-    /// Names free blocks for the full blocks of `tokens`, without a salt, that are not cached: as many as are free. The
+    /// Names free blocks for the full blocks of `tokens`, in a group and without a salt, that are not cached: as many as are free. The
     /// least recently used cached blocks lose their names. Calls `on_name` for each name. Returns the number of blocks that
     /// were cached, and the new blocks that follow them. The caller writes their KV before the next step.
-    pub(crate) fn restore(&mut self, tokens: &[Token], mut on_name: impl FnMut(BlockHash)) -> (usize, Vec<BlockId>) {
+    pub(crate) fn restore(&mut self, group: &str, tokens: &[Token], mut on_name: impl FnMut(BlockHash)) -> (usize, Vec<BlockId>) {
         let mut found = Vec::new();
-        let (names, mut chain) = self.find_unsalted(tokens, &mut found);
+        let (names, mut chain) = self.find_unsalted(group, tokens, &mut found);
         let mut table = BlockTable::default();
         for &id in &found {
             self.pool.share(&mut table, id);
@@ -255,19 +256,19 @@ impl Kv {
         (found.len(), restored)
     }
 
-    /// Names of the full blocks of `tokens` without a salt. None if sequences share no blocks.
-    pub(crate) fn unsalted_names(&mut self, tokens: &[Token]) -> Vec<BlockHash> {
+    /// Names of the full blocks of `tokens` in a group, without a salt. None if sequences share no blocks.
+    pub(crate) fn unsalted_names(&mut self, group: &str, tokens: &[Token]) -> Vec<BlockHash> {
         let mut names = Vec::new();
         if self.sharing {
-            self.pool.name_blocks(&[], tokens, &mut names);
+            self.pool.name_blocks(&CacheScope::of_group(group), tokens, &mut names);
         }
         names
     }
 
-    /// Finds the cached blocks of `tokens` without a salt. Returns the names of all full blocks and the end of the chain.
-    fn find_unsalted(&mut self, tokens: &[Token], found: &mut Vec<BlockId>) -> (Vec<BlockHash>, Chain) {
-        let names = self.unsalted_names(tokens);
-        let chain = self.pool.find(&[].into(), &names, tokens, found);
+    /// Finds the cached blocks of `tokens` in a group, without a salt. Returns the names of all full blocks and the end of the chain.
+    fn find_unsalted(&mut self, group: &str, tokens: &[Token], found: &mut Vec<BlockId>) -> (Vec<BlockHash>, Chain) {
+        let names = self.unsalted_names(group, tokens);
+        let chain = self.pool.find(&Arc::new(CacheScope::of_group(group)), &names, tokens, found);
         (names, chain)
     }
 
@@ -287,7 +288,7 @@ impl Kv {
         let known = last.take().filter(|last| last.holds_for(&blocks.names, from));
         let estimate = known.unwrap_or_else(|| self.pool.estimate(&blocks.names, from));
         *last = Some(estimate);
-        estimate.chain(&blocks.salt)
+        estimate.chain(&blocks.scope)
     }
 
     /// Finds the blocks that a sequence can share. A fork whose `parent` has computed its whole prompt also gets the
@@ -298,7 +299,7 @@ impl Kv {
         let whole = (tokens.len() - 1) / self.block_size as usize;
         let mut found = std::mem::take(&mut self.spare);
         if self.sharing {
-            blocks.chain = self.pool.find(&blocks.salt, &blocks.names, tokens, &mut found);
+            blocks.chain = self.pool.find(&blocks.scope, &blocks.names, tokens, &mut found);
         } else {
             found.extend(parent.iter().flat_map(|parent| &parent.table.ids()[..whole]));
             blocks.reset_chain();
@@ -330,7 +331,7 @@ impl Kv {
     pub(crate) fn hold(&mut self, blocks: &mut SeqBlocks, computed: u32) -> (SeqBlocks, u32) {
         let named = if self.sharing { (blocks.chain.len() as u32 + 1) * self.block_size - 1 } else { u32::MAX };
         let computed = computed.min(named);
-        let mut held = SeqBlocks::new(Arc::clone(&blocks.salt));
+        let mut held = SeqBlocks::new(Arc::clone(&blocks.scope));
         std::mem::swap(&mut held.table, &mut blocks.table);
         std::mem::swap(&mut held.chain, &mut blocks.chain);
         self.pool.truncate(&mut held.table, computed.div_ceil(self.block_size) as usize);
@@ -339,7 +340,7 @@ impl Kv {
 
     /// A second holder of a held sequence's blocks.
     pub(crate) fn fork(&mut self, held: &SeqBlocks) -> SeqBlocks {
-        let mut fork = SeqBlocks::new(Arc::clone(&held.salt));
+        let mut fork = SeqBlocks::new(Arc::clone(&held.scope));
         fork.chain = held.chain.clone();
         fork.table.reserve(held.held());
         held.table.ids().iter().for_each(|&id| self.pool.share(&mut fork.table, id));
@@ -370,7 +371,7 @@ impl Kv {
         let mut copy = rewritten.is_some_and(|last| self.pool.holders(last) > 0);
         if copy && rewritten.is_some_and(|last| !self.pool.complete_before(last, grant.step)) {
             cached.blocks.clear();
-            blocks.chain = self.pool.find(&blocks.salt, &blocks.names[..(len - 1) / size], tokens, &mut cached.blocks);
+            blocks.chain = self.pool.find(&blocks.scope, &blocks.names[..(len - 1) / size], tokens, &mut cached.blocks);
             (rewritten, copy) = (None, false);
         }
         let shared = cached.blocks.len();
@@ -404,7 +405,7 @@ impl Kv {
         if self.sharing {
             self.name(blocks, tokens);
             let whole = (swapped_tokens / self.block_size) as usize;
-            blocks.chain = self.pool.find(&blocks.salt, &blocks.names[..whole], tokens, &mut found);
+            blocks.chain = self.pool.find(&blocks.scope, &blocks.names[..whole], tokens, &mut found);
         }
         let shared = found.len();
         self.share(blocks, found, grant, 0)?;
@@ -454,7 +455,7 @@ impl Kv {
             let full = &known[(at - self.block_size) as usize..at as usize];
             let block = blocks.chain.len();
             if blocks.names.len() == block {
-                self.pool.name_block(&blocks.salt, full, &mut blocks.names);
+                self.pool.name_block(&blocks.scope, full, &mut blocks.names);
             }
             let name = blocks.names[block];
             let block = self.pool.seal(&blocks.table, &mut blocks.chain, name, full, step);

@@ -338,8 +338,8 @@ fn token_of(hash: u64) -> Token {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::BlockHasher;
     use crate::journal::Writer;
+    use crate::{BlockHasher, CacheScope};
 
     /// Pseudorandom numbers.
     struct Dice(u64);
@@ -361,7 +361,7 @@ mod tests {
                 journal.number(dice.roll(5)).number(dice.roll(3)).number(dice.roll(90)).number(dice.roll(90)).number(dice.roll(9));
                 journal.text(["", "a"][dice.roll(2) as usize]);
                 for _ in 0..prompt / 4 {
-                    journal.name(BlockHasher::new(0).root(&[dice.roll(3) as u8]));
+                    journal.name(BlockHasher::new(0).root(&CacheScope::salted(&[dice.roll(3) as u8])));
                 }
             }
             3 if *known > 0 => {
@@ -405,7 +405,7 @@ mod tests {
                 let count = dice.roll(9);
                 journal.call(Kind::Restore, now).number(count);
                 for _ in 0..count {
-                    journal.name(BlockHasher::new(0).root(&[dice.roll(3) as u8]));
+                    journal.name(BlockHasher::new(0).root(&CacheScope::salted(&[dice.roll(3) as u8])));
                 }
             }
             14 => {

@@ -3,6 +3,7 @@
 use crate::acceptance::DraftSource;
 use crate::batch::{Chunk, Outputs, StepPlan};
 use crate::block::{BlockId, CacheChanges};
+use crate::cache_scope::CacheScope;
 use crate::error::Rejected;
 use crate::journal::{Kind, REASONS, Writer, zigzag};
 use crate::request::{ArrivalNumber, FinishReason, HeldId, Request, SeqId, Time, Token, served_tier};
@@ -107,11 +108,11 @@ impl Recorder {
     }
 
     /// See [`Scheduler::open`].
-    pub fn open(&mut self, tenant: &Arc<str>, salt: &Arc<[u8]>, now: Time) -> HeldId {
+    pub fn open(&mut self, tenant: &Arc<str>, scope: &Arc<CacheScope>, now: Time) -> HeldId {
         if let Some(journal) = &mut self.journal {
             journal.call(Kind::Open, now).text(tenant);
         }
-        self.scheduler.open(tenant, salt, now)
+        self.scheduler.open(tenant, scope, now)
     }
 
     /// See [`Scheduler::fork_held`].
@@ -133,20 +134,20 @@ impl Recorder {
     }
 
     /// See [`Scheduler::cached_blocks`]. Not recorded, because no decision depends on it.
-    pub fn cached_blocks(&mut self, tokens: &[Token]) -> usize {
-        self.scheduler.cached_blocks(tokens)
+    pub fn cached_blocks(&mut self, group: &str, tokens: &[Token]) -> usize {
+        self.scheduler.cached_blocks(group, tokens)
     }
 
     /// See [`Scheduler::restore`].
-    pub fn restore(&mut self, tokens: &[Token], now: Time) -> (usize, Vec<BlockId>) {
+    pub fn restore(&mut self, group: &str, tokens: &[Token], now: Time) -> (usize, Vec<BlockId>) {
         if let Some(journal) = &mut self.journal {
-            let names = self.scheduler.restored_names(tokens);
+            let names = self.scheduler.restored_names(group, tokens);
             journal.call(Kind::Restore, now).number(names.len() as u64);
             for name in names {
                 journal.name(name);
             }
         }
-        self.scheduler.restore(tokens, now)
+        self.scheduler.restore(group, tokens, now)
     }
 
     /// See [`Scheduler::set_priority`].

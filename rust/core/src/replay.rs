@@ -11,6 +11,7 @@ use crate::scheduler::Scheduler;
 use crate::timeline::Timeline;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 /// The result of replaying a journal.
 #[derive(Debug)]
@@ -186,7 +187,7 @@ impl Replay {
                 self.scheduler.end(id, *reason, now);
                 self.ended.extend(tag.and_then(|tag| self.scheduler.explain(tag)));
             }
-            Call::Open(tenant) => self.live.held.push(self.scheduler.open(tenant, &[].into(), now)),
+            Call::Open(tenant) => self.live.held.push(self.scheduler.open(tenant, &Arc::default(), now)),
             Call::ForkHeld(number) => {
                 let fork = self.scheduler.fork_held(self.live.held[*number as usize], now);
                 self.live.held.push(fork.unwrap_or_default());
@@ -195,7 +196,7 @@ impl Replay {
                 self.scheduler.drop_held(self.live.held[*number as usize], now);
             }
             Call::Restore(names) => {
-                self.scheduler.restore(&journal.tokens_of(names), now);
+                self.scheduler.restore("", &journal.tokens_of(names), now);
             }
             Call::SetPriority { arrival_number, priority } => {
                 self.scheduler.set_priority(self.live.ids[*arrival_number as usize], *priority, now);

@@ -1,5 +1,6 @@
 //! Requests and the types they use.
 
+use crate::cache_scope::CacheScope;
 use crate::tier::Tier;
 use slotmap::{Key as _, KeyData, new_key_type};
 use std::sync::Arc;
@@ -75,8 +76,8 @@ pub struct Request {
     pub max_new_tokens: u32,
     /// Tokens that end the request when sampled.
     pub stop: Vec<Token>,
-    /// Salt of cached blocks. Requests share cached blocks only under equal salts.
-    pub salt: Arc<[u8]>,
+    /// Requests share cached blocks only in equal scopes.
+    pub scope: Arc<CacheScope>,
     /// The request's class. Within a tier, lower classes go first under policies with classes.
     pub priority: i32,
     /// The request's tier. The class [`BACKGROUND`] implies the tier [`Tier::Background`].
@@ -121,7 +122,7 @@ impl Default for Request {
             prompt: Vec::new(),
             max_new_tokens: 16,
             stop: Vec::new(),
-            salt: [].into(),
+            scope: Arc::default(),
             priority: 0,
             tier: Tier::default(),
             tenant: "".into(),

@@ -5,25 +5,28 @@ mod world;
 
 use chairlift_core::{BACKGROUND, Batching, Config, Policy, Reservation, Tier};
 use proptest::prelude::*;
-use world::{Op, VOCABULARY, World};
+use world::{GROUP, Op, VOCABULARY, World};
 
 fn op() -> impl Strategy<Value = Op> {
     let prompt = (0..2u32, 0..30usize, prop::collection::vec(0..VOCABULARY, 0..8)).prop_filter_map("empty", |(stem, len, tail)| {
         let prompt: Vec<_> = (0..len as u32).map(|i| (i * i + stem * (i / 5)) % VOCABULARY).chain(tail).collect();
         (!prompt.is_empty()).then_some(prompt)
     });
-    let stored = (0..2u32, 0..30u32).prop_map(|(stem, len)| Op::Restore((0..len).map(|i| (i * i + stem * (i / 5)) % VOCABULARY).collect()));
+    let stored = (0..2u32, 0..30u32, any::<bool>()).prop_map(|(stem, len, grouped)| {
+        let tokens = (0..len).map(|i| (i * i + stem * (i / 5)) % VOCABULARY).collect();
+        Op::Restore { grouped, tokens }
+    });
     let priority = prop_oneof![4 => -1..2i32, 1 => Just(BACKGROUND)];
     let tier = prop::sample::select(vec![Tier::Priority, Tier::Default, Tier::Default, Tier::Flex]);
     let (patience, predicted) = (prop::option::weighted(0.3, 0..60u64), prop::option::weighted(0.5, 1..12u32));
     let whose = ((priority, tier), 0..3u8, patience, predicted, prop_oneof![Just(0), 0..9u64], prop::option::weighted(0.2, 0..12u32));
-    let what = (prompt, 1..12u32, any::<bool>(), 0..2u8, prop_oneof![3 => Just(0), 1 => 1..3usize]);
+    let what = (prompt, 1..12u32, any::<bool>(), 0..=GROUP, prop_oneof![3 => Just(0), 1 => 1..3usize]);
     prop_oneof![
         4 => (what, whose).prop_map(|((prompt, new, stop, salt, forks), ((priority, tier), tenant, patience, predicted, ago, resumed))| {
             Op::Add { prompt, new, stop, salt, forks, priority, tier, tenant, patience, predicted, ago, resumed }
         }),
         1 => (0..30usize).prop_map(Op::Fork),
-        1 => (0..2u8, 0..3u8).prop_map(|(salt, tenant)| Op::Open { salt, tenant }),
+        1 => (0..=GROUP, 0..3u8).prop_map(|(salt, tenant)| Op::Open { salt, tenant }),
         1 => (0..30usize).prop_map(Op::ForkHeld),
         1 => (0..30usize).prop_map(Op::DropHeld),
         4 => (0..30usize, 0..3usize, prop::collection::vec(0..VOCABULARY, 0..8), 1..8u32, any::<bool>())

@@ -1,6 +1,6 @@
 //! The router between the engines of a server.
 
-use chairlift_core::{self as core, BlockHash, BlockHasher, CacheChanges, EngineView, Routing, Time, Token};
+use chairlift_core::{self as core, BlockHash, BlockHasher, CacheChanges, CacheScope, EngineView, Routing, Time, Token};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -60,17 +60,24 @@ impl Router {
     }
 
     /// Returns the index of the chosen engine, the prompt's tokens that it is expected to have, and the request's number.
-    #[pyo3(signature = (engines, prompt, salt, session = None))]
+    #[pyo3(signature = (engines, prompt, salt, session = None, group = ""))]
     #[allow(clippy::needless_pass_by_value)] // types that Python passes
-    fn choose(&self, engines: Vec<Engine>, prompt: Vec<Token>, salt: &[u8], session: Option<&[u8]>) -> PyResult<(usize, u32, u64)> {
+    fn choose(
+        &self,
+        engines: Vec<Engine>,
+        prompt: Vec<Token>,
+        salt: &[u8],
+        session: Option<&[u8]>,
+        group: &str,
+    ) -> PyResult<(usize, u32, u64)> {
         if engines.is_empty() {
             return Err(PyValueError::new_err("no engine to choose from"));
         }
         let request = core::RouterRequest {
             prompt_tokens: prompt.len() as u32,
-            names: &self.hasher.names(salt, &prompt, self.block_size as usize),
+            names: &self.hasher.names(&CacheScope { group: group.into(), salt: salt.into() }, &prompt, self.block_size as usize),
             block_size: self.block_size,
-            session: session.map(|session| self.hasher.root(session).to_bits()),
+            session: session.map(|session| self.hasher.root(&CacheScope::salted(session)).to_bits()),
         };
         let chosen = self.lock().choose(&engines, &request);
         Ok((chosen.index, chosen.cached_tokens, chosen.number))

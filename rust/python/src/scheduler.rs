@@ -10,7 +10,7 @@ use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A planned step. `Scheduler.commit` consumes it.
 #[pyclass(frozen, module = "chairlift._core")]
@@ -58,8 +58,8 @@ struct Inner {
     sampled: Vec<i32>,
 }
 
-/// A cached block, its content, the content before it, and its tokens.
-type StoredBlock = (u32, u64, u64, Py<PyBytes>);
+/// A cached block, its content, the content before it, its tokens, and the group that shares it.
+type StoredBlock = (u32, u64, u64, Py<PyBytes>, String);
 
 /// Plans the tokens of each step and the KV blocks that hold them.
 #[pyclass(frozen, module = "chairlift._core")]
@@ -92,7 +92,7 @@ impl Scheduler {
         Ok(Self(Mutex::new(Inner { core, drafter, outputs: core::Outputs::default(), sampled: Vec::new() })))
     }
 
-    #[pyo3(signature = (tag, prompt, max_new_tokens, stop, now, *, salt = b"".as_slice(), priority = 0, tier = "default", tenant = "", weight = 1,
+    #[pyo3(signature = (tag, prompt, max_new_tokens, stop, now, *, salt = b"".as_slice(), group = "", priority = 0, tier = "default", tenant = "", weight = 1,
         deadline = None, ttft_deadline = None, predicted_tokens = None, resumed = None, continues = None, draft = false))]
     #[allow(clippy::needless_pass_by_value, clippy::too_many_arguments)] // types that Python passes
     fn add(
@@ -104,6 +104,7 @@ impl Scheduler {
         stop: Vec<u32>,
         now: core::Time,
         salt: &[u8],
+        group: &str,
         priority: i32,
         tier: &str,
         tenant: &str,
@@ -120,7 +121,7 @@ impl Scheduler {
             prompt: unsigned(py, &prompt)?,
             max_new_tokens,
             stop,
-            salt: salt.into(),
+            scope: scope(group, salt),
             priority,
             tier: core::Tier::from_name(tier).ok_or_else(|| PyValueError::new_err("no such tier"))?,
             tenant: tenant.into(),
@@ -157,8 +158,9 @@ impl Scheduler {
         Ok(fork.to_bits())
     }
 
-    fn open(&self, tenant: &str, salt: &[u8], now: core::Time) -> PyResult<u64> {
-        Ok(self.lock()?.core.open(&tenant.into(), &salt.into(), now).to_bits())
+    #[pyo3(signature = (tenant, salt, now, group = ""))]
+    fn open(&self, tenant: &str, salt: &[u8], now: core::Time, group: &str) -> PyResult<u64> {
+        Ok(self.lock()?.core.open(&tenant.into(), &scope(group, salt), now).to_bits())
     }
 
     fn fork_held(&self, held: u64, now: core::Time) -> PyResult<Option<u64>> {
@@ -170,15 +172,17 @@ impl Scheduler {
     }
 
     #[allow(clippy::needless_pass_by_value)] // a type that Python passes
-    fn cached_blocks(&self, py: Python<'_>, tokens: PyBuffer<i32>) -> PyResult<usize> {
+    #[pyo3(signature = (tokens, group = ""))]
+    fn cached_blocks(&self, py: Python<'_>, tokens: PyBuffer<i32>, group: &str) -> PyResult<usize> {
         let tokens = unsigned(py, &tokens)?;
-        Ok(self.lock()?.core.cached_blocks(&tokens))
+        Ok(self.lock()?.core.cached_blocks(group, &tokens))
     }
 
     #[allow(clippy::needless_pass_by_value)] // a type that Python passes
-    fn restore(&self, py: Python<'_>, tokens: PyBuffer<i32>, now: core::Time) -> PyResult<(usize, Vec<u32>)> {
+    #[pyo3(signature = (tokens, now, group = ""))]
+    fn restore(&self, py: Python<'_>, tokens: PyBuffer<i32>, now: core::Time, group: &str) -> PyResult<(usize, Vec<u32>)> {
         let tokens = unsigned(py, &tokens)?;
-        let (cached, restored) = self.lock()?.core.restore(&tokens, now);
+        let (cached, restored) = self.lock()?.core.restore(group, &tokens, now);
         Ok((cached, restored.into_iter().map(|block| block.0).collect()))
     }
 
@@ -186,7 +190,7 @@ impl Scheduler {
         let stored = self.lock()?.core.stored_blocks(after);
         let found = stored.iter().map(|block| {
             let tokens = packed(py, &block.tokens, |token| token.to_le_bytes())?;
-            Ok((block.id.0, block.content, block.parent, tokens))
+            Ok((block.id.0, block.content, block.parent, tokens, block.group.to_string()))
         });
         found.collect()
     }
@@ -398,6 +402,10 @@ impl Scheduler {
         self.lock()?.core.check();
         Ok(())
     }
+}
+
+fn scope(group: &str, salt: &[u8]) -> Arc<core::CacheScope> {
+    core::CacheScope { group: group.into(), salt: salt.into() }.into()
 }
 
 /// The tokens of an int32 buffer.

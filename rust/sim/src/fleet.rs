@@ -58,8 +58,8 @@ impl<'a> Fleet<'a> {
         }
         // A scheduler without a key of its own names blocks like this.
         let hasher = BlockHasher::new(0);
-        let Request { tag, prompt, salt, .. } = &job.request;
-        let names = if self.shares_prefixes { hasher.names(salt, prompt, self.block_size as usize) } else { Vec::new() };
+        let Request { tag, prompt, scope, .. } = &job.request;
+        let names = if self.shares_prefixes { hasher.names(scope, prompt, self.block_size as usize) } else { Vec::new() };
         let request = RouterRequest { prompt_tokens: prompt.len() as u32, names: &names, block_size: self.block_size, session: None };
         let views: Vec<_> = (0..).zip(&self.engines).map(|(number, engine)| Numbered(number, engine)).collect();
         let chosen = self.router.choose(&views, &request);

@@ -3,7 +3,7 @@ import json
 import httpx
 import openai
 import pytest
-from fake_async_engine import MODEL, answer, wait_until
+from fake_async_engine import MODEL, FakeEngine, answer, serving, wait_until
 
 from chairlift.errors import QueueFull
 from chairlift.scheduling import BACKGROUND, Scheduling
@@ -85,6 +85,24 @@ def test_a_tenant_that_may_not_use_a_tier_is_served_as_default(http, engine, ser
         headers = {} if tenant is None else {"x-tenant-id": tenant}
         body = http.post(CHAT, json=request_body(CHAT, service_tier="priority"), headers=headers).json()
         assert (body["service_tier"], engine.scheduled[-1].tier) == (served, served)
+
+
+def test_a_tenants_key_claims_no_urgency_that_it_was_not_granted(tmp_path):
+    file = tmp_path / "keys.toml"
+    file.write_text('[alice]\nkey = "sk-1"\n[bob]\nkey = "sk-2"\ntiers = ["priority"]\n')
+    engine = FakeEngine()
+    with serving(engine, "sk-3", api_key_file=str(file)) as (base, _), httpx.Client(base_url=base) as http:
+        for key, served, priority in (("sk-1", "default", 0), ("sk-2", "priority", -9), ("sk-3", "default", 0)):
+            headers = {"authorization": f"Bearer {key}"}
+            body = request_body(CHAT, service_tier="priority", priority=-9)
+            assert http.post(CHAT, json=body, headers=headers).json()["service_tier"] == served
+            assert (engine.scheduled[-1].tier, engine.scheduled[-1].priority) == (served, priority)
+            opened = http.post("/v1/sequences", json={"prompt": "a", "service_tier": "priority", "priority": -9}, headers=headers).json()
+            assert (engine.scheduled[-1].tier, engine.scheduled[-1].priority) == (served, priority)
+            changed = http.patch(f"/v1/sequences/{opened['id']}", json={"priority": -8}, headers=headers).json()
+            assert changed["priority"] == (-8 if priority else 0)
+        for name in ("x-request-deadline-ms", "x-request-ttft-deadline-ms"):
+            assert http.post(CHAT, json=request_body(CHAT), headers={"authorization": "Bearer sk-1", name: "5000"}).status_code == 200
 
 
 def test_a_background_request_is_served_by_no_tier(http, engine):

@@ -113,8 +113,8 @@ def test_messages_are_rendered_and_the_fields_of_the_opening_hold_for_all_genera
     assert abs(sequence["expires_at"] - time.time() - 60) < 30
     url = f"{URL}/{sequence['id']}"
     (fork,) = alice.post(f"{url}/fork", json={}).json()["data"]
-    assert alice.patch(url, json={"priority": -2}).json()["priority"] == -2
-    for one, priority in ((url, -2), (f"{URL}/{fork['id']}", 3)):
+    assert alice.patch(url, json={"priority": 2}).json()["priority"] == 2
+    for one, priority in ((url, 2), (f"{URL}/{fork['id']}", 3)):
         assert alice.post(f"{one}/generate", json={"max_tokens": 1, "deadline_ms": 9e5}).status_code == 200
         used = engine.scheduled[-1]
         assert (used.tenant, used.priority, used.cache_salt, used.deadline_ms) == ("alice", priority, "s", 9e5)

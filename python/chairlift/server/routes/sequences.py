@@ -130,6 +130,7 @@ async def open_sequence(request: Request) -> Response:
     scheduling = replace(scheduling, deadline_ms=None, ttft_deadline_ms=None)
     tenant = request.state.ticket.tenant
     service.sequences.check_room(tenant)
+    scheduling = service.tiers.bound(scheduling, model.engine.config.scheduling_policy)
     sequence = model.engine.hold(prompt, scheduling, body.lease_seconds or LEASE)
     served = service.sequences.add(tenant, model, sequence, fields)
     try:
@@ -158,7 +159,8 @@ async def update_sequence(request: Request) -> Response:
     """Changes the priority, also of a running generation, which may be all that the tenant may run."""
     body, ignored = SequenceUpdateRequest.read(await read_json(request, queued=False, counted=False))
     served = _served(request)
-    served.sequence.priority = served.fields["priority"] = body.priority
+    priority = service_of(request).tiers.priority(body.priority, request.state.tenant)
+    served.sequence.priority = served.fields["priority"] = priority
     return Json(served.json(), headers=ignored_header(ignored))
 
 

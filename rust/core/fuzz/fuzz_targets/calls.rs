@@ -4,7 +4,7 @@
 use arbitrary::{Result, Unstructured};
 use chairlift_core::{Batching, Config, Policy, Reservation, Tier};
 use libfuzzer_sys::fuzz_target;
-use world::{Op, VOCABULARY, World};
+use world::{GROUP, Op, VOCABULARY, World};
 
 #[path = "../../tests/world/mod.rs"]
 mod world;
@@ -58,7 +58,7 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
             prompt: prompt(bytes)?,
             new: bytes.int_in_range(1..=12)?,
             stop: bytes.arbitrary()?,
-            salt: bytes.int_in_range(0..=1)?,
+            salt: bytes.int_in_range(0..=GROUP)?,
             forks: *bytes.choose(&[0, 0, 0, 1, 2])?,
             priority: bytes.int_in_range(-1..=1)?,
             tier: *bytes.choose(&[Tier::Priority, Tier::Default, Tier::Default, Tier::Flex])?,
@@ -74,7 +74,7 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
         7..=8 => Op::Draft { which: bytes.int_in_range(0..=30)?, right: bytes.int_in_range(0..=3)?, wrong: bytes.int_in_range(0..=2)? },
         9 => Op::Step { lag: bytes.int_in_range(0..=2)?, poison: Some(bytes.int_in_range(0..=30)?), lost: None },
         10 => Op::Step { lag: bytes.int_in_range(0..=2)?, poison: None, lost: Some(bytes.int_in_range(0..=30)?) },
-        11 => Op::Open { salt: bytes.int_in_range(0..=1)?, tenant: bytes.int_in_range(0..=2)? },
+        11 => Op::Open { salt: bytes.int_in_range(0..=GROUP)?, tenant: bytes.int_in_range(0..=2)? },
         12 => Op::ForkHeld(bytes.int_in_range(0..=30)?),
         13 => Op::DropHeld(bytes.int_in_range(0..=30)?),
         14 => Op::Continue {
@@ -85,7 +85,7 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
             stop: bytes.arbitrary()?,
         },
         15 => Op::SetPriority(bytes.int_in_range(0..=30)?, bytes.int_in_range(-1..=1)?),
-        16 => Op::Restore(prompt(bytes)?),
+        16 => Op::Restore { grouped: bytes.arbitrary()?, tokens: prompt(bytes)? },
         17 => Op::ShareService { tenant: bytes.int_in_range(0..=3)?, us: *bytes.choose(&[1, 20, 300, u64::MAX])? },
         18 => Op::SetBlockLimit(bytes.int_in_range(0..=40)?),
         _ => Op::Step { lag: *bytes.choose(&[0, 0, 1, 2])?, poison: None, lost: None },

@@ -1,7 +1,7 @@
 use super::*;
 
-fn salt(text: &str) -> Arc<[u8]> {
-    text.as_bytes().into()
+fn salt(text: &str) -> Arc<CacheScope> {
+    CacheScope::salted(text.as_bytes()).into()
 }
 
 /// A table holding `tokens` in full blocks, sealed under `name`.
@@ -9,7 +9,7 @@ fn cache(pool: &mut BlockPool, name: &str, tokens: &[Token]) -> BlockTable {
     let (mut table, mut chain) = (BlockTable::default(), Chain::root(&salt(name)));
     assert!(pool.grow(&mut table, tokens.len() / pool.block_size));
     let mut names = Vec::new();
-    pool.name_blocks(name.as_bytes(), tokens, &mut names);
+    pool.name_blocks(&salt(name), tokens, &mut names);
     for (tokens, name) in tokens.chunks_exact(pool.block_size).zip(names) {
         pool.seal(&table, &mut chain, name, tokens, 0);
     }
@@ -18,7 +18,7 @@ fn cache(pool: &mut BlockPool, name: &str, tokens: &[Token]) -> BlockTable {
 
 fn hits(pool: &mut BlockPool, name: &str, tokens: &[Token]) -> Vec<u32> {
     let (mut found, mut names) = (Vec::new(), Vec::new());
-    pool.name_blocks(name.as_bytes(), tokens, &mut names);
+    pool.name_blocks(&salt(name), tokens, &mut names);
     pool.find(&salt(name), &names, tokens, &mut found);
     found.into_iter().map(|id| id.0).collect()
 }
@@ -51,12 +51,38 @@ fn a_block_is_found_only_with_its_tokens_its_past_and_its_salt() {
 }
 
 #[test]
+fn groups_share_nothing_and_only_blocks_without_a_salt_are_stored() {
+    let mut pool = BlockPool::new(20, 2, BlockHasher::new(0));
+    let scopes = [("", ""), ("team", ""), ("strangers", ""), ("", "team"), ("team", "salt")];
+    let scopes = scopes.map(|(group, salt)| Arc::new(CacheScope { group: group.into(), salt: salt.as_bytes().into() }));
+    let tokens = [1, 2, 3, 4];
+    let mut tables = Vec::new();
+    for scope in &scopes {
+        let (mut table, mut chain, mut names, mut found) = (BlockTable::default(), Chain::root(scope), Vec::new(), Vec::new());
+        pool.name_blocks(scope, &tokens, &mut names);
+        pool.find(scope, &names, &tokens, &mut found);
+        assert_eq!(found, [], "{scope:?}");
+        assert!(pool.grow(&mut table, 2));
+        tokens.chunks_exact(2).zip(names).for_each(|(tokens, name)| _ = pool.seal(&table, &mut chain, name, tokens, 0));
+        tables.push(table);
+    }
+    let stored = pool.stored(1, 0);
+    let groups = stored.iter().map(|block| (&*block.group, &*block.tokens)).collect::<Vec<_>>();
+    let each = |group| [(group, &tokens[..2]), (group, &tokens[2..])];
+    assert_eq!(groups, ["", "team", "strangers"].map(each).concat());
+    assert_eq!(pool.stored(1, stored[0].content), stored[1..], "the group of a block is that of its first block");
+    for table in &mut tables {
+        pool.release(table);
+    }
+}
+
+#[test]
 fn equal_names_with_other_content_are_not_shared() {
     let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
     let mut table = cache(&mut pool, "a", &[1, 2]);
     // Force a collision: the block's name now also stands for other tokens, and for another salt.
     for (salt_text, tokens) in [("a", [9, 9]), ("b", [1, 2])] {
-        let hash = pool.hasher.child(pool.hasher.root(salt_text.as_bytes()), &tokens);
+        let hash = pool.hasher.child(pool.hasher.root(&salt(salt_text)), &tokens);
         pool.named.insert(hash, BlockId(1));
         assert!(hits(&mut pool, salt_text, &tokens).is_empty());
         pool.named.remove(&hash);
@@ -164,7 +190,7 @@ fn the_recorded_changes_give_the_names_that_are_cached() {
     pool.set_limit(0); // drops the names
     pool.set_limit(11);
     pool.record_changes();
-    let (mut reported, mut dice) = (FxHashSet::default(), 1_u64);
+    let (mut reported, mut dice) = (rustc_hash::FxHashSet::default(), 1_u64);
     for round in 0..2000 {
         let mut tables = Vec::new();
         for _ in 0..=round % 3 {

@@ -1,6 +1,7 @@
 //! Held sequences: opens, forks, drops and evicts them, and changes the class of requests.
 
 use super::Scheduler;
+use crate::cache_scope::CacheScope;
 use crate::kv::SeqBlocks;
 use crate::phase::Phase;
 use crate::request::{BACKGROUND, FinishReason, HeldId, SeqId, Time};
@@ -11,9 +12,9 @@ impl Scheduler {
     /// Opens a held sequence without tokens. A request that [continues](crate::Continues) it and ends by a stop or by
     /// its length leaves its blocks to it. The blocks count against the tenant. They are the first to be evicted when
     /// blocks are scarce. The next request then computes the tokens again.
-    pub fn open(&mut self, tenant: &Arc<str>, salt: &Arc<[u8]>, now: Time) -> HeldId {
+    pub fn open(&mut self, tenant: &Arc<str>, scope: &Arc<CacheScope>, now: Time) -> HeldId {
         self.accounts.tick(now);
-        self.insert_held(tenant, SeqBlocks::new(Arc::clone(salt)), 0)
+        self.insert_held(tenant, SeqBlocks::new(Arc::clone(scope)), 0)
     }
 
     /// Opens a copy of a held sequence. Both share all blocks. A request that continues one of them copies the partly

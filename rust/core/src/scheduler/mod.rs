@@ -290,7 +290,7 @@ impl Scheduler {
     /// The tenant and the cache salt of a sequence.
     pub(crate) fn owner(&self, id: SeqId) -> Option<(Arc<str>, Arc<[u8]>)> {
         let seq = self.seqs.get(id)?;
-        Some((self.tenant(seq).clone(), seq.blocks.salt().clone()))
+        Some((self.tenant(seq).clone(), Arc::clone(&seq.blocks.scope().salt)))
     }
 
     /// The tenant of a sequence.

@@ -1,6 +1,6 @@
 //! Prefixes whose KV is stored outside, for example on disk.
 //!
-//! Only prefixes without a salt are stored, because a salt is a secret of its requests.
+//! Only prefixes without a salt are stored, because a salt is a secret of its requests. A group is none.
 
 use super::Scheduler;
 use crate::block::{BlockId, CacheChanges, StoredBlock};
@@ -8,27 +8,27 @@ use crate::hash::BlockHash;
 use crate::request::{Time, Token};
 
 impl Scheduler {
-    /// Number of full blocks at the start of `tokens` that a request without a salt would find in the cache.
-    pub fn cached_blocks(&mut self, tokens: &[Token]) -> usize {
-        self.kv.cached(tokens)
+    /// Number of full blocks at the start of `tokens` that a request of a group, without a salt, would find in the cache.
+    pub fn cached_blocks(&mut self, group: &str, tokens: &[Token]) -> usize {
+        self.kv.cached(group, tokens)
     }
 
     /// Names free blocks for the full blocks of `tokens` that are not cached, as many as are free, so that requests
-    /// without a salt find them. Sequences keep all their blocks, and no block is taken that one holds; the least recently
+    /// of the group without a salt find them. Sequences keep all their blocks, and no block is taken that one holds; the least recently
     /// used cached blocks are evicted. While copies to host memory are outstanding, it takes none. Returns the number of leading blocks that were cached, and the blocks that follow
     /// them. The caller must write their KV before the next step.
-    pub fn restore(&mut self, tokens: &[Token], now: Time) -> (usize, Vec<BlockId>) {
+    pub fn restore(&mut self, group: &str, tokens: &[Token], now: Time) -> (usize, Vec<BlockId>) {
         self.accounts.tick(now);
         if self.steps.owes_copies() {
-            return (self.kv.cached(tokens), Vec::new());
+            return (self.kv.cached(group, tokens), Vec::new());
         }
         let waiting = &mut self.waiting;
-        self.kv.restore(tokens, |name| waiting.block_ready(name))
+        self.kv.restore(group, tokens, |name| waiting.block_ready(name))
     }
 
     /// The names of the full blocks of `tokens`, as [`restore`](Self::restore) gives them.
-    pub(crate) fn restored_names(&mut self, tokens: &[Token]) -> Vec<BlockHash> {
-        self.kv.unsalted_names(tokens)
+    pub(crate) fn restored_names(&mut self, group: &str, tokens: &[Token]) -> Vec<BlockHash> {
+        self.kv.unsalted_names(group, tokens)
     }
 
     /// Records changes of the cached blocks from now on, for a router. Call [`take_cache_changes`](Self::take_cache_changes)

@@ -9,7 +9,7 @@ fn caching(prefix_caching: bool) -> Config {
 
 /// A held sequence whose 40 tokens are computed but for the last. They are two full blocks and seven tokens of a third.
 fn held(lab: &mut Lab) -> HeldId {
-    let held = lab.scheduler.open(&"".into(), &[].into(), lab.now);
+    let held = lab.scheduler.open(&"".into(), &std::sync::Arc::default(), lab.now);
     lab.add(continues(held, 1, 39, 0, 1));
     lab.step();
     held

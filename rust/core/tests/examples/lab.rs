@@ -1,6 +1,6 @@
 //! A scheduler on a machine with configured step times.
 
-use chairlift_core::{Config, Load, Outputs, Policy, Rejected, Request, Scheduler, SeqId, StepPlan, Time, Timeline, Token};
+use chairlift_core::{CacheScope, Config, Load, Outputs, Policy, Rejected, Request, Scheduler, SeqId, StepPlan, Time, Timeline, Token};
 use std::collections::{HashMap, HashSet};
 
 /// Token sampled by every request that continues. The next constant is the stop token.
@@ -100,7 +100,7 @@ impl Lab {
         for i in 0..60 {
             // The salt prevents other requests from sharing these blocks.
             let tag = 900_000 + u64::from(i);
-            lab.add(Request { salt: [1].into(), ..ask(tag, (1 + i * 37 % 200).min(room / 2), 1 + i % 7) });
+            lab.add(Request { scope: CacheScope::salted(&[1]).into(), ..ask(tag, (1 + i * 37 % 200).min(room / 2), 1 + i % 7) });
             lab.finish();
         }
         lab.started.clear();

@@ -1,7 +1,7 @@
 //! Longest cached prefix first, and no sequence computes blocks that another is about to compute.
 
 use crate::lab::{Lab, ask, plenty, stem};
-use chairlift_core::{Config, Policy, Request, TimelineState};
+use chairlift_core::{CacheScope, Config, Policy, Request, TimelineState};
 
 /// Maximum number of block names looked up by a plan without admissions: 2 log2 of the blocks for each reordered sequence.
 const LOOKUPS: u64 = 16 * 16;
@@ -68,9 +68,21 @@ fn another_salt_finds_nothing() {
     let mut lab = Lab::new(plenty(Policy::Prefix));
     lab.add(stem(1, 1, 64, 64, 1));
     lab.finish();
-    lab.add(Request { salt: [9].into(), ..stem(1, 2, 64, 64, 1) });
+    lab.add(Request { scope: CacheScope::salted(&[9]).into(), ..stem(1, 2, 64, 64, 1) });
     lab.finish();
     assert_eq!((lab.ended[&2].cached_tokens, lab.ended[&2].computed_tokens), (0, 64));
+}
+
+#[test]
+fn another_group_finds_nothing_and_a_group_shares_among_its_tenants() {
+    let mut lab = Lab::new(plenty(Policy::Prefix));
+    let requests = [("alice", "team"), ("bob", "team"), ("carol", "=carol"), ("dave", "")];
+    for (tag, (tenant, group)) in (1..).zip(requests) {
+        lab.add(Request { tenant: tenant.into(), scope: CacheScope::of_group(group).into(), ..stem(1, tag, 64, 64, 1) });
+        lab.finish();
+    }
+    assert_eq!([1, 2, 3, 4].map(|tag| lab.ended[&tag].cached_tokens), [0, 63, 0, 0]);
+    assert_eq!([1, 2, 3, 4].map(|tag| lab.ended[&tag].own_cached_tokens), [0; 4]);
 }
 
 /// The cached tokens of a request of `tenant` whose first `shared` of 80 tokens are those of the other requests, and how

@@ -6,14 +6,17 @@ mod fake_model;
 mod used_prefixes;
 
 use chairlift_core::{
-    BACKGROUND, BlockHash, BlockHasher, Config, Continues, DraftSource, Drafter, FinishReason, HeldId, Outputs, ParsedJournal, Policy,
-    Recorder, Rejected, Request, Reservation, Resumed, Scheduler, SeqId, StepPlan, Tier, Timeline, Token,
+    BACKGROUND, BlockHash, BlockHasher, CacheScope, Config, Continues, DraftSource, Drafter, FinishReason, HeldId, Outputs, ParsedJournal,
+    Policy, Recorder, Rejected, Request, Reservation, Resumed, Scheduler, SeqId, StepPlan, Tier, Timeline, Token,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 
 pub(crate) use self::fake_model::VOCABULARY;
 use self::fake_model::{FakeModel, POISON, cell, oracle, origin};
 use self::used_prefixes::UsedPrefixes;
+
+/// The number that stands for a group of tenants instead of a salt.
+pub(crate) const GROUP: u8 = 2;
 
 /// A call, or several calls that belong together.
 #[derive(Clone, Debug)]
@@ -53,8 +56,11 @@ pub(crate) enum Op {
         new: u32,
         stop: bool,
     },
-    /// Restores the KV of a prefix from storage.
-    Restore(Vec<Token>),
+    /// Restores the KV of a prefix from storage, in a group or without one.
+    Restore {
+        grouped: bool,
+        tokens: Vec<Token>,
+    },
     SetPriority(usize, i32),
     /// A tenant had service elsewhere, and others are told of the service here.
     ShareService {
@@ -189,7 +195,7 @@ impl World {
                     prompt,
                     max_new_tokens: new,
                     stop,
-                    salt: salt_bytes(salt),
+                    scope: scope_of(salt),
                     priority,
                     tier,
                     tenant: tenant_name(tenant),
@@ -212,7 +218,7 @@ impl World {
                 }
             }
             Op::Open { salt, tenant } => {
-                let id = self.scheduler.open(&tenant_name(tenant), &salt_bytes(salt), self.now);
+                let id = self.scheduler.open(&tenant_name(tenant), &scope_of(salt), self.now);
                 self.held.push(Held { id, salt, tenant, tokens: Vec::new() });
             }
             Op::ForkHeld(which) => {
@@ -233,7 +239,7 @@ impl World {
                 }
             }
             Op::Continue { which, less, more, new, stop } => self.continue_held(which, less, &more, new, stop),
-            Op::Restore(tokens) => self.restore(&tokens),
+            Op::Restore { grouped, tokens } => self.restore(if grouped { GROUP } else { 0 }, &tokens),
             Op::SetPriority(which, priority) => {
                 if let Some(tag) = self.pick(which) {
                     let live = self.live.get_mut(&tag).expect("picked");
@@ -296,17 +302,18 @@ impl World {
     }
 
     /// Writes the cells of restored blocks. All stored blocks have the right cells, and no other block is lost.
-    fn restore(&mut self, tokens: &[Token]) {
+    fn restore(&mut self, salt: u8, tokens: &[Token]) {
+        let group = group_of(salt);
         let size = self.scheduler.config().block_size as usize;
-        let (free, known) = (self.scheduler.stats().free_blocks, self.scheduler.cached_blocks(tokens));
-        let (found, restored) = self.scheduler.restore(tokens, self.now);
-        self.used.add("storage", 0, tokens);
+        let (free, known) = (self.scheduler.stats().free_blocks, self.scheduler.cached_blocks(group, tokens));
+        let (found, restored) = self.scheduler.restore(group, tokens, self.now);
+        self.used.add("storage", salt, tokens);
         assert_eq!(found, known);
         assert_eq!(self.scheduler.stats().free_blocks, free, "restored blocks are free");
         let whole = if self.scheduler.config().prefix_caching { tokens.len() / size } else { 0 };
         assert!(found + restored.len() == whole || restored.len() <= free);
-        assert_eq!(self.scheduler.cached_blocks(tokens), found + restored.len());
-        let mut before = origin(0);
+        assert_eq!(self.scheduler.cached_blocks(group, tokens), found + restored.len());
+        let mut before = origin(salt);
         for (at, block) in tokens.chunks_exact(size).take(found + restored.len()).enumerate() {
             for (offset, token) in block.iter().enumerate() {
                 before = cell(before, *token);
@@ -325,7 +332,8 @@ impl World {
         let size = self.scheduler.config().block_size as usize;
         let mut places = HashMap::from([(0, None)]);
         for block in self.scheduler.stored_blocks(0) {
-            let mut before = places[&block.parent].map_or(origin(0), |parent| self.model.block(parent)[size - 1]);
+            let root = origin(if block.group.is_empty() { 0 } else { GROUP });
+            let mut before = places[&block.parent].map_or(root, |parent| self.model.block(parent)[size - 1]);
             places.insert(block.content, Some(block.id.0));
             for (token, &found) in block.tokens.iter().zip(self.model.block(block.id.0)) {
                 before = cell(before, *token);
@@ -343,8 +351,9 @@ impl World {
         let config = *self.scheduler.config();
         assert!(self.reported.len() <= config.usable_blocks() as usize);
         for live in self.live.values() {
-            let found = self.scheduler.cached_blocks(&live.context);
-            let names = BlockHasher::new(0).names(&[], &live.context, config.block_size as usize);
+            let found = self.scheduler.cached_blocks(group_of(live.salt), &live.context);
+            let scope = CacheScope::of_group(group_of(live.salt));
+            let names = BlockHasher::new(0).names(&scope, &live.context, config.block_size as usize);
             let reported = names.iter().take_while(|name| self.reported.contains(name)).count();
             assert!(found <= reported, "{found} blocks are found, and {reported} were reported");
         }
@@ -366,7 +375,7 @@ impl World {
             prompt,
             max_new_tokens: new,
             stop: stop.then_some(VOCABULARY - 1).into_iter().collect(),
-            salt: salt_bytes(held.salt),
+            scope: scope_of(held.salt),
             tenant: tenant_name(held.tenant),
             weight: 1 + u32::from(held.tenant),
             continues: Some(Continues { held: held.id, tokens: kept as u32 }),
@@ -640,6 +649,12 @@ fn tenant_name(tenant: u8) -> std::sync::Arc<str> {
     ["", "a", "b", "stranger"][usize::from(tenant)].into()
 }
 
-fn salt_bytes(salt: u8) -> std::sync::Arc<[u8]> {
-    vec![salt; usize::from(salt)].into()
+/// The scope of requests with this number as their salt. [`GROUP`] stands for a group without a salt.
+fn scope_of(salt: u8) -> std::sync::Arc<CacheScope> {
+    let scope = CacheScope { group: group_of(salt).into(), salt: vec![salt; usize::from(salt)].into() };
+    if salt == GROUP { CacheScope { salt: [].into(), ..scope } } else { scope }.into()
+}
+
+fn group_of(salt: u8) -> &'static str {
+    if salt == GROUP { "team" } else { "" }
 }
