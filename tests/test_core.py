@@ -30,8 +30,8 @@ def arrays(**changes: np.ndarray) -> dict[str, np.ndarray]:
     return {name: np.zeros(shape, np.int32) for name, shape in shapes.items()} | changes
 
 
-def scheduler(num_blocks: int = 33) -> _core.Scheduler:
-    return _core.Scheduler(num_blocks=num_blocks, block_size=BLOCK, max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_model_len=MAX_LEN)
+def scheduler(num_blocks: int = 33, max_tokens: int = MAX_TOKENS) -> _core.Scheduler:
+    return _core.Scheduler(num_blocks=num_blocks, block_size=BLOCK, max_tokens=max_tokens, max_seqs=MAX_SEQS, max_model_len=MAX_LEN)
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -120,6 +120,18 @@ def test_a_step_crosses_in_flat_arrays() -> None:
     assert [stats[name] for name in ("running", "waiting", "free_blocks", "total_blocks")] == [0, 0, 32, 32]
     assert [stats[name] for name in ("steps", "prompt_tokens", "generated_tokens")] == [2, 6, 3]
     core.check()
+
+
+def test_a_prompts_tokens_count_as_computed_step_by_step() -> None:
+    core, buffers = scheduler(max_tokens=4), _core.StepBuffers(**arrays())
+    core.add(1, ids(*range(10)), 2, [], 0)
+    counts = []
+    for now in range(4):
+        plan = core.plan(buffers, now)
+        assert plan is not None
+        core.commit(plan, ids(*[7] * (now >= 2)), now + 1)
+        counts.append([core.stats()[name] for name in ("prompt_tokens", "computed_prompt_tokens", "computed_tokens")])
+    assert counts == [[10, 4, 4], [10, 8, 8], [10, 10, 10], [10, 10, 11]]
 
 
 def test_a_token_that_is_none_ends_its_request_alone() -> None:

@@ -82,14 +82,14 @@ def parse_value(metadata: Mapping[str, Any], annotation: object, text: str) -> A
 
 
 def parse_size(text: str) -> int:
-    """Parses `4096`, `32k`, `2G` or `1.5GiB`. Decimal suffixes are lower case k/m/g, binary ones K/M/G or KiB/MiB/GiB."""
+    """Parses `4096`, `32k`, `2G` or `1.5GiB`. All suffixes are binary: k is 1,024, m 1,024 k, and so on, in lower and upper case."""
     text = text.strip()
-    match = re.fullmatch(r"([^a-zA-Z]+)(?:([kmgt])|([KMGT])(?:iB)?)?", text)
+    match = re.fullmatch(r"([^a-zA-Z]+)(?:([kmgt])(?:ib)?)?", text, re.IGNORECASE)
     try:
         if match is None:
             raise ValueError
-        number, decimal, binary = match.groups()
-        return int(float(number) * (1000 ** " kmgt".index(decimal) if decimal else 1024 ** " KMGT".index(binary or " ")))
+        number, suffix = match.groups()
+        return int(float(number) * 1024 ** " kmgt".index((suffix or " ").lower()))
     except (ValueError, OverflowError):
         raise ValueError(f"not a size: {text!r} (try 4096, 32k or 2G)") from None
 

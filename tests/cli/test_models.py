@@ -95,6 +95,7 @@ def server(status_after_stop="not loaded", requests=0):
         "/api/ps": {"models": [loaded]},
         "/v1/models": {"data": models},
         "/v1/models/chat": {"status": status_after_stop},
+        "/v1/models/small": {"status": "not loaded"},
     }
 
     class Answer(BaseHTTPRequestHandler):
@@ -106,6 +107,8 @@ def server(status_after_stop="not loaded", requests=0):
             bodies.append((self.path, body))
             if body["model"] in ("chat", "gpt"):
                 self.answer(200, {"model": "chat"})
+            elif body["model"] == "small":
+                self.answer(200, {"model": "small"})
             else:
                 self.answer(404, {"error": "this server has 'chat', 'gpt', 'small'"})
 
@@ -151,7 +154,7 @@ def test_ps_lists_the_models_of_a_server(capsys):
 @pytest.mark.parametrize(
     ("status", "requests", "code", "words"),
     [
-        ("not loaded", 0, 0, "chat is not loaded"),
+        ("not loaded", 0, 0, "chat is unloaded"),
         ("loaded", 2, 0, "unloaded when its 2 requests have ended"),
         ("loaded", 0, 1, "the server preloads it"),
     ],
@@ -162,6 +165,12 @@ def test_stop_says_what_becomes_of_the_model(capsys, status, requests, code, wor
     assert bodies == [("/api/generate", {"model": "gpt", "prompt": "", "keep_alive": 0})]
     captured = capsys.readouterr()
     assert words in captured.out + captured.err
+
+
+def test_stop_says_that_there_was_nothing_to_do(capsys):
+    with server() as (url, _):
+        assert main.main(["stop", "small", "--url", url]) == 0
+    assert capsys.readouterr().out == "small was not loaded already\n"
 
 
 def test_stop_names_the_models_that_there_are(capsys):

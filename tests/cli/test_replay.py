@@ -222,7 +222,7 @@ def test_json_has_all_numbers(replay, file):
     [
         ("max_num_seqs=2", "max_seqs", 2),
         ("max-num-batched-tokens=64", "max_tokens", 64),
-        ("max_model_len=0.1k", "max_model_len", 100),
+        ("max_model_len=0.125k", "max_model_len", 128),
         ("num-kv-blocks=1K", "num_blocks", 1024),
         ("enable_prefix_caching=off", "prefix_caching", False),
         ("watermark=0.5", "watermark", 20),

@@ -12,6 +12,7 @@ import chairlift
 from chairlift.cli import flags, main
 from chairlift.config import EngineConfig
 from chairlift.server.config import ServerConfig
+from chairlift.settings import parse_size
 
 HEAVY = {"torch", "transformers", "starlette", "uvicorn", "pydantic", "numpy", "rich", "tokenizers", "jinja2", "huggingface_hub", "msgpack"}
 
@@ -129,7 +130,7 @@ def test_a_failure_is_one_line_and_exit_code_1(arguments, says):
     ("arguments", "says"),
     [
         (["generate", "a", "--temperature", "-1"], "temperature must be a number from 0 to 100, got -1.0"),
-        (["generate", "a", "--max-model-len", "10m"], "--max-model-len 10000000: the model was made for 8192 positions"),
+        (["generate", "a", "--max-model-len", "10m"], "--max-model-len 10485760: the model was made for 8192 positions"),
     ],
 )
 @pytest.mark.slow
@@ -145,7 +146,7 @@ def test_flags_win_over_variables_and_variables_over_defaults(monkeypatch):
     monkeypatch.setenv("CHAIRLIFT_ENABLE_PREFIX_CACHING", "off")
     given = vars(main.build_parser().parse_args(["serve", "--port", "2"]))
     assert flags.read(ServerConfig, given).port == 2
-    assert flags.read(EngineConfig, given) == EngineConfig(model="from/variable", max_model_len=2000, enable_prefix_caching=False)
+    assert flags.read(EngineConfig, given) == EngineConfig(model="from/variable", max_model_len=2048, enable_prefix_caching=False)
     given = vars(main.build_parser().parse_args(["serve", "from/argument", "--enable-prefix-caching", "--max-num-batched-tokens", "1K"]))
     engine = flags.read(EngineConfig, given)
     assert (engine.model, engine.enable_prefix_caching, engine.max_num_batched_tokens) == ("from/argument", True, 1024)
@@ -190,6 +191,11 @@ def test_help_shows_the_common_flags_and_help_all_the_rest(capsys):
         assert hidden or len(shown) <= 42
 
 
+@pytest.mark.parametrize(("text", "size"), [("4k", 4096), ("4K", 4096), ("1m", 2**20), ("1M", 2**20), ("1.5GiB", 3 * 2**29), ("7", 7)])
+def test_sizes_are_binary_in_lower_and_upper_case(text, size):
+    assert parse_size(text) == size
+
+
 @pytest.mark.parametrize("text", ["5km", "5kk", "5B", "k", "5iB", "1e3k", "nan", "-"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(SystemExit):
@@ -205,7 +211,7 @@ def test_a_config_file_gives_settings_and_flags_and_variables_win(tmp_path, monk
     args = vars(main.build_parser().parse_args(["serve", "--config", str(file), "--port", "2"]))
     args["file_settings"] = flags.read_config(args)
     server, engine = flags.read(ServerConfig, args), flags.read(EngineConfig, args)
-    assert (server.port, server.max_body_size, engine.model, engine.max_num_seqs, engine.watermark) == (2, 9, "from/file", 1000, 0.25)
+    assert (server.port, server.max_body_size, engine.model, engine.max_num_seqs, engine.watermark) == (2, 9, "from/file", 1024, 0.25)
     assert (engine.tenant_weights, engine.scheduling_policy) == ({"alice": 2}, "fair")
 
 

@@ -208,6 +208,9 @@ def test_the_limit_holds_for_two_writers_and_the_starts_of_prefixes_stay_longest
     names = chain(stores[0], 60, b"x" * 1000)
     chain(stores[1], 60, b"y" * 1000)
     assert sum(path.stat().st_size for path in files(tmp_path)) <= limit * (1 + 2 / 20)
+    assert sum(store.blocks_evicted for store in stores) > 0
+    again = PrefixStore(str(tmp_path / "kv"), limit, PRINT)
+    assert again.contents == f"{tmp_path / 'kv'} has {len(files(tmp_path))} blocks, 0 of 0 MB"
     kept = [stores[0].has(name) for name in names]
     assert 10 < sum(kept) < 60
     assert kept == sorted(kept, reverse=True)

@@ -34,7 +34,7 @@ def test_a_file_has_a_table_for_each_model(tmp_path):
     chat, small = read(tmp_path, GOOD)
     assert (chat.name, chat.aliases, chat.keep_alive, chat.priority, chat.preload) == ("chat", ("gpt-4o", "default"), 3600, -1, False)
     assert (chat.weight, small.weight) == (3, 1)
-    assert (chat.config.model, chat.config.max_model_len, chat.config.max_num_seqs) == ("org/chat", 4000, 3)
+    assert (chat.config.model, chat.config.max_model_len, chat.config.max_num_seqs) == ("org/chat", 4096, 3)
     assert (chat.tool_call_parser, small.tool_call_parser) == ("mistral", "auto")
     assert (small.name, small.keep_alive, small.preload, small.config.enable_prefix_caching) == ("org/small", None, True, False)
 
@@ -48,7 +48,7 @@ def test_a_context_length_on_the_command_line_is_for_all_models(tmp_path):
     file.write_text(GOOD)
     chat, small = read_models(str(file), common, ServerConfig())
     # What a table or the only model of a server sets is not changed, and refused when the model is loaded.
-    assert (chat.config.for_positions(512).max_model_len, small.config.for_positions(512).max_model_len) == (4000, None)
+    assert (chat.config.for_positions(512).max_model_len, small.config.for_positions(512).max_model_len) == (4096, None)
     assert single_model("./a", common, ServerConfig()).config.for_positions(512).max_model_len == 8192
 
 
@@ -70,8 +70,13 @@ def test_a_context_length_on_the_command_line_is_for_all_models(tmp_path):
         (
             "max-model-len",
             "max-num-batched-tokens = 2 #",
-            "line 2: [chat]: --max-num-batched-tokens (2) must be at least",
+            "line 8: [chat] max-num-batched-tokens: --max-num-batched-tokens (2) must be at least",
         ),
+        ("max-model-len", "max_num_seqs = 0 #", "line 8: [chat] max_num_seqs: --max-num-seqs must be at least 1, got 0"),
+        ("max-model-len", "static_batch_size = 4 #", "line 8: [chat] static_batch_size: --static-batch-size needs --batching static"),
+        ("preload = true", 'journal = "j"\n[c]\npath = "c"\njournal = "j"', "line 16: [c] journal: two models have the journal j"),
+        ("[chat]\n", 'line = {path = "a", weight = 0}\n[chat]\n', "line 2: [line] weight: expected a whole number"),
+        ("preload = true", '["org/small".tenant_weights]\na = 0', "line 13: [org/small] tenant_weights: "),
     ],
 )
 def test_an_error_names_the_line_and_the_key(tmp_path, old, new, message):

@@ -202,6 +202,15 @@ def test_ollamas_clients_load_and_unload(several):
     assert (refused.status_code, "keep_alive must be" in refused.json()["error"]) == (400, True)
 
 
+def test_the_log_tells_once_what_is_on_disk(several, caplog):
+    http, _, engines = several
+    engines["small"].facts |= {"disk_cache": "kv has 3 blocks, 2 of 100 MB"}
+    with caplog.at_level("INFO", "chairlift"):
+        for _ in range(3):
+            ask(http, "small")
+    assert [line for line in caplog.messages if "disk" in line] == ["prefix cache on disk: kv has 3 blocks, 2 of 100 MB"]
+
+
 def test_metrics_have_the_name_of_the_model(several):
     http, _, _ = several
     ask(http, "small")

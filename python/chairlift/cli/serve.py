@@ -47,7 +47,7 @@ examples:
 then:
   curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "Once upon a time"}'
 
-Sizes may be written 4096, 32k or 2G. Ctrl-C or SIGTERM lets running requests finish; a second one exits at once.
+Sizes may be written 4096, 32k (32,768) or 2G. Ctrl-C or SIGTERM lets running requests finish; a second one exits at once.
 """
 
 

@@ -28,10 +28,17 @@ def add_parser(commands: Any, summary: str) -> None:
 def run(args: argparse.Namespace) -> int:
     """Asks the server to unload the model, as Ollama's clients do. Raises ChairliftError if the model stays loaded."""
     key = client_key(args)
+    before = {one["id"]: one["status"] for one in get_json(args.url, "/v1/models", key)["data"]}.get(args.name)
     name = post_json(args.url, "/api/generate", key, {"model": args.name, "prompt": "", "keep_alive": 0})["model"]
     status = get_json(args.url, f"/v1/models/{quote(name)}", key)["status"]
     if status != "loaded":
-        print(f"{name} is {status}")
+        print(
+            f"{name} was {status} already"
+            if before == status
+            else f"{name} is unloaded"
+            if status == "not loaded"
+            else f"{name} is {status}"
+        )
         return 0
     row = next(one for one in get_json(args.url, "/api/ps", key)["models"] if one["name"] == name)
     if not row["requests"]:

@@ -79,8 +79,24 @@ def run(args: argparse.Namespace) -> int:
         rows = [dict(zip(args.by, key, strict=True)) | {name: round(value, 6) for name, value in sums[key].items()} for key in sorted(sums)]
         print(json.dumps(rows, indent=2))
     else:
-        console.print(_table(args.by, sums) if sums else "no records")
+        _print(console, args.by, sums)
     return 0
+
+
+def _print(console: Console, by: Sequence[str], sums: dict[tuple[str, ...], dict[str, float]]) -> None:
+    """Prints one line for each group, or one paragraph where the lines are wider than the terminal: numbers are never cut."""
+    if not sums:
+        console.print("no records")
+        return
+    table = _table(by, sums)
+    if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width:
+        console.print(table)
+        return
+    names = _names(sums)
+    width = max(len(_SUMS[name]) for name in names)
+    for key in sorted(sums):
+        lines = [f"{_SUMS[name]:{width}}  {sums[key][name]:,.0f}" for name in names]
+        console.print(", ".join(part or "-" for part in key), *lines, sep="\n  ", markup=False, soft_wrap=True)
 
 
 def _records(file: Path) -> Iterator[dict[str, Any] | None]:
@@ -103,11 +119,16 @@ def _groups(text: str) -> tuple[str, ...]:
     return names
 
 
+def _names(sums: dict[tuple[str, ...], dict[str, float]]) -> list[str]:
+    """What is shown: optional sums only where they are not zero."""
+    return [name for name in _SUMS if name not in _OPTIONAL or any(group[name] for group in sums.values())]
+
+
 def _table(by: Sequence[str], sums: dict[tuple[str, ...], dict[str, float]]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2))
     for name in by:
         table.add_column(name)
-    names = [name for name in _SUMS if name not in _OPTIONAL or any(group[name] for group in sums.values())]
+    names = _names(sums)
     for name in names:
         table.add_column(_SUMS[name], justify="right")
     for key in sorted(sums):

@@ -58,6 +58,19 @@ class DiskCache:
         self._write_due = 0.0
         self.blocks_read = self.blocks_written = 0
 
+    @property
+    def contents(self) -> str:
+        """What the directory had at the start, in words."""
+        return self._store.contents
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start: blocks read, written, and deleted because of the limit."""
+        return {
+            "disk_blocks_read": self.blocks_read,
+            "disk_blocks_written": self.blocks_written,
+            "disk_blocks_evicted": self._store.blocks_evicted,
+        }
+
     def read(self, prompt: np.ndarray, group: str = "") -> Future[StoredPrefix] | None:
         """Starts reading the blocks of a group's prompt, int32, that are not in memory; None if there are none on disk."""
         if not len(prompt) or prompt.min() < 0:

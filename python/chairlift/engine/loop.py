@@ -113,6 +113,8 @@ class Engine:
         self.facts = start_facts(config, directory, runner, self._eos, sampling) | checkpoint_facts(directory, runner.model_config)
         self.facts["adapter_digests"] = self._adapters.digests
         self._disk_cache = _open_disk_cache(config, self._scheduler, runner, self.facts["fingerprint"])
+        if self._disk_cache is not None:
+            self.facts["disk_cache"] = self._disk_cache.contents
         self._kv_blocks = None if config.num_kv_blocks is not None else runner.kv_blocks
 
     @property
@@ -332,11 +334,8 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """The scheduler's counters and gauges."""
-        return self._scheduler.stats() | {
-            "steps_short_of_memory": self._split_step.steps,
-            "disk_blocks_read": self._disk_cache.blocks_read if self._disk_cache else 0,
-            "disk_blocks_written": self._disk_cache.blocks_written if self._disk_cache else 0,
-        }
+        disk = self._disk_cache.stats() if self._disk_cache else {}
+        return self._scheduler.stats() | {"steps_short_of_memory": self._split_step.steps} | disk
 
     def usage(self) -> dict[str, Any]:
         """The usage of each of the `tenants` and `classes`."""

@@ -34,6 +34,7 @@ class PrefixStore:
         self._folder = self._directory / fingerprint
         self._fingerprint = bytes.fromhex(fingerprint)
         self._failed = False
+        self.blocks_evicted = 0
         try:
             self._directory.parent.mkdir(parents=True, exist_ok=True)
             for folder in (self._directory, self._folder):
@@ -48,7 +49,9 @@ class PrefixStore:
         except OSError as error:
             raise InvalidSetting(f"--prefix-cache-dir {directory}: {error.strerror or error}") from None
         self._unchecked = 0  # bytes written since the last check of the limit
-        self._trim()
+        sizes = self._trim()
+        self.contents = f"{directory} has {len(sizes):,} blocks, {sum(sizes.values()) / 1e6:,.0f} of {limit / 1e6:,.0f} MB"
+        """What the directory had at the start, in words."""
 
     def root(self, group: str) -> bytes:
         """The parent of a prompt's first block in a group of tenants that share blocks; "" if all tenants do."""
@@ -110,8 +113,11 @@ class PrefixStore:
             self._trim()
         return True
 
-    def _trim(self) -> None:
-        """If all files exceed the limit, deletes the least recently used until a tenth is free. A block is deleted before its parent."""
+    def _trim(self) -> dict[Path, int]:
+        """If all files exceed the limit, deletes the least recently used until a tenth is free. A block is deleted before its parent.
+
+        Returns the sizes of the files that are left.
+        """
         self._unchecked = 0
         sizes: dict[Path, int] = {}
         used: dict[Path, int] = {}
@@ -121,7 +127,7 @@ class PrefixStore:
                 sizes[path], used[path] = found.st_size, found.st_mtime_ns
         excess = sum(sizes.values()) - self._limit
         if excess <= 0:
-            return
+            return sizes
         excess += self._limit // 10
         parents = {path: path.with_name(_parent(path)) for path in sizes}
         # A block counts as used later than the blocks after it. From the latest on, each path climbs only to one that is later.
@@ -134,7 +140,9 @@ class PrefixStore:
                 break
             with suppress(OSError):
                 path.unlink()
-            excess -= sizes[path]
+                self.blocks_evicted += 1
+            excess -= sizes.pop(path)
+        return sizes
 
     def _path(self, name: bytes) -> Path:
         return self._folder / name.hex()

@@ -58,8 +58,8 @@ _CONVERSIONS = (
     _Conversion(
         "background_slowdown",
         "background_slowdown",
-        encode=lambda times, blocks: None if times is None else round(times * 100),
-        decode=lambda hundredths, blocks: None if hundredths is None else Fraction(hundredths, 100),
+        encode=lambda times, blocks: round(times * 100),
+        decode=lambda hundredths, blocks: Fraction(hundredths, 100),
     ),
     _Conversion("gather_ms", "gather", _microseconds, _milliseconds),
 )

@@ -49,6 +49,8 @@ class EngineKeeper:
         """
         self._mark_ready()
         for replica in self._model.engine.replicas:
+            if replica.engine.ready:
+                _log_disk_cache(replica)
             self._keep(replica)
 
     def join(self, process: EngineProcess, config: EngineConfig, drain_seconds: float) -> None:
@@ -171,6 +173,7 @@ class EngineKeeper:
             logger.error("%s could not be started: %s: %s", self._name(replica), type(error).__name__, error)
             return False
         logger.info("%s is ready, %d requests waited for it", self._name(replica), lifecycle.held_requests)
+        _log_disk_cache(replica)
         self._mark_ready()
         return True
 
@@ -205,3 +208,9 @@ class EngineKeeper:
 def restart_delay(failures: int) -> int:
     """Seconds to wait before the next restart, after `failures` engines in a row that died early: 0, 1, 2, 4 and so on."""
     return min(1 << (failures - 1), MAX_RESTART_DELAY) if failures else 0
+
+
+def _log_disk_cache(replica: Replica) -> None:
+    """Logs what an engine that is ready found in its directory for KV blocks, if it has one."""
+    if (contents := replica.engine.facts.get("disk_cache")) is not None:
+        logger.info("prefix cache on disk: %s", contents)

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -221,10 +222,10 @@ class Generation:
         progress.unfinished -= 1
         progress.timelines.append(output.timeline)
         self._timing = output.timing if self._timing is None else self._timing.merge(output.timing)
-        metrics = self._model.metrics
-        metrics.observe_answer(output, progress.lengths[output.index], progress.latencies)
+        metrics, tokens = self._model.metrics, progress.lengths.pop(output.index)
+        metrics.observe_answer(output, tokens, progress.latencies)
         if (tier := self._service.tiers.tiers.get(self._scheduling.served_tier)) is not None:
-            metrics.observe_targets(self._scheduling.tier, tier, output.timing, progress.lengths[output.index])
+            metrics.observe_targets(self._scheduling.tier, tier, output.timing, tokens)
         metrics.count_finished(reason, time.monotonic() - self._context.arrived, progress.latencies)
         if output.timeline is not None:
             self.usage.accepted += output.timeline.accepted_draft_tokens
@@ -244,6 +245,7 @@ class Generation:
     def _count_refusal(self, progress: _Progress, error: QueueFull | InvalidRequest) -> None:
         """Records a prompt that the engine rejected, which has used nothing."""
         progress.usage_log = None
+        progress.refused = True
         if isinstance(error, QueueFull):
             progress.unfinished = 0  # the engine counts the requests that it rejects
         refused = api_error(error)
@@ -252,9 +254,11 @@ class Generation:
 
     def _end(self, progress: _Progress) -> None:
         """Counts the answers that did not end, and records the prompt in the usage log and the traces."""
-        engine = self._model.engine
-        for _ in range(progress.unfinished):
-            self._model.metrics.count_finished(progress.reason, time.monotonic() - self._context.arrived, progress.latencies)
+        engine, metrics = self._model.engine, self._model.metrics
+        for _, tokens in zip_longest(range(progress.unfinished), progress.lengths.values(), fillvalue=0):
+            metrics.count_finished(progress.reason, time.monotonic() - self._context.arrived, progress.latencies)
+            if not progress.refused:
+                metrics.observe_lengths(len(self._prompts[progress.index][0]), tokens)
         if progress.usage_log is not None:
             progress.usage_log.write_later(engine, self._usage_labels(progress.index))
         if self._service.traces is not None:
@@ -272,12 +276,14 @@ class _Progress:
     times: _TokenTimes
     usage_log: UsageLog | None
     """None if there is none, or it has the prompt's record."""
+    refused: bool = False
+    """Whether the engine took nothing of the prompt."""
     reason: str = "abort"
     """Why the unfinished answers ended."""
     tokens: int = 0
     cached: int | None = None
     lengths: dict[int, int] = field(default_factory=dict)
-    """Tokens of each answer, by its index."""
+    """Tokens of each answer that has not ended, by its index."""
     timelines: list[Timeline | None] = field(default_factory=list)
 
 

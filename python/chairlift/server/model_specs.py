@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,8 +105,15 @@ def read_models(file: str, config: EngineConfig, server: ServerConfig) -> list[M
                 raise ValueError('it needs path = "..."')
             specs.append(_table_spec(name, settings, config, server))
         except ValueError as error:
-            raise InvalidSetting(f"{flag}{line_of(text, name)}: [{name:.100}]: {error}") from None
+            key = _named_in(str(error), table)
+            raise InvalidSetting(f"{flag}{line_of(text, name, key)}: [{name:.100}]{f' {key}' if key else ''}: {error}") from None
     return _checked(specs, server, flag, text)
+
+
+def _named_in(message: str, table: Mapping[str, Any]) -> str | None:
+    """Returns the key of a model's table whose flag `message` names first."""
+    found = {match.start(): key for key in table if (match := re.search(rf"--{key.replace('_', '-')}\b(?!-)", message))}
+    return found[min(found)] if found else None
 
 
 def _table_spec(name: str, settings: dict[str, Any], config: EngineConfig, server: ServerConfig) -> ModelSpec:
@@ -184,10 +192,17 @@ def _checked(specs: list[ModelSpec], server: ServerConfig, flag: str = "", text:
     if server.max_loaded_models is not None and preloaded > server.max_loaded_models:
         raise InvalidSetting(f"{where}{preloaded} models are preloaded, more than --max-loaded-models {server.max_loaded_models}")
     if len(specs) > 1 and (shared := _shared_journal(specs)):
-        raise InvalidSetting(f"{where}two models have the journal {shared}: give each its own in the file of --models")
+        line = f"{flag}{line_of(text, shared.name, 'journal')}: [{shared.name:.100}] journal: " if flag else ""
+        raise InvalidSetting(f"{line}two models have the journal {shared.config.journal}: give each its own in the file of --models")
     return specs
 
 
-def _shared_journal(specs: Iterable[ModelSpec]) -> str | None:
-    journals = [spec.config.journal for spec in specs if spec.config.journal is not None]
-    return next((path for index, path in enumerate(journals) if path in journals[:index]), None)
+def _shared_journal(specs: Iterable[ModelSpec]) -> ModelSpec | None:
+    """Returns the first model whose journal is another's too."""
+    journals: set[str] = set()
+    for spec in specs:
+        if spec.config.journal in journals:
+            return spec
+        if spec.config.journal is not None:
+            journals.add(spec.config.journal)
+    return None

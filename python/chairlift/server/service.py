@@ -121,10 +121,12 @@ class Service:
                 request.state.context.waited_for_model = time.monotonic() - began
         return model
 
-    def let_unload(self, model: ServedModel) -> None:
-        """Unloads a model when it is idle because a client asks for it. A model that stays loaded for ever does so."""
-        if model.keep_alive is not None:
-            self.loader.unload(model)
+    def let_unload(self, model: ServedModel) -> bool:
+        """Unloads a model when it is idle because a client asks for it. Returns False for a model that stays loaded for ever."""
+        if model.keep_alive is None:
+            return False
+        self.loader.unload(model)
+        return True
 
     def describe(self, model: ServedModel, reader: Reader = None) -> dict[str, Any]:
         """Describes a model for the operator and the dashboard.

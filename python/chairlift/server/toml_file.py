@@ -32,16 +32,18 @@ def read_toml(flag: str, file: str) -> tuple[dict[str, Any], str]:
 def line_of(text: str, name: str, key: str | None = None) -> str:
     """Returns `, line N` of the table `name`, or of its `key`; nothing if it is written in another form.
 
-    A value outside the tables has a `name` alone.
+    A value outside the tables has a `name` alone. A key in a table of one line, or that is a table itself, has the line of that table.
     """
-    table = ""
+    table, owner = "", ""
     for number, line in enumerate(text.splitlines(), 1):
         left, _, right = (part.strip(" \t\"'") for part in line.partition("="))
         if header := re.match(r"\s*\[([^]]*)\]", line):
-            table = header[1].strip(" \t\"'")
-            found = key is None and table == name
+            table = re.sub(r"[\"']", "", header[1]).strip()
+            found = table == (name if key is None else f"{name}.{key}")
         else:
             found = bool(right) and (table, left) == (("", name) if key is None else (name, key))
         if found:
             return f", line {number}"
-    return ""
+        if not owner and (table == name or (table, left) == ("", name)):
+            owner = f", line {number}"
+    return owner

@@ -316,6 +316,11 @@ impl Accounts {
         self.counters.computed_tokens += u64::from(tokens);
     }
 
+    /// Counts those of the computed tokens that are a prompt's.
+    pub(crate) fn count_prompt(&mut self, tokens: u32) {
+        self.counters.computed_prompt_tokens += u64::from(tokens);
+    }
+
     /// Counts sampled tokens.
     #[inline]
     pub(crate) fn count_generated(&mut self, tokens: u64) {

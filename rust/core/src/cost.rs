@@ -54,6 +54,9 @@ const UNKNOWN: f64 = 1e10;
 /// Noise as a part of a step's time. The next constant is the noise of an empty step in microseconds.
 const NOISE: f64 = 0.1;
 const MIN_NOISE: f64 = 2.0;
+/// The part of a step's time limit to aim at. A prompt's next piece always costs slightly more than the pieces that the model
+/// has observed.
+pub(crate) const AIM: f64 = 0.88;
 /// Prompt tokens in a step with a time limit before their cost is known.
 pub(crate) const FIRST_PREFILL: u32 = 64;
 /// The part of the running means of step times that each step replaces.

@@ -220,12 +220,11 @@ pub const SETTINGS: [Setting; 20] = [
         u64::MAX,
         "Microseconds that a step with prompts should take at most; unset for three times what its decodes take alone, with one prompt."
     ),
-    optional!(
+    number!(
         background_slowdown,
         0,
-        100,
         100_000,
-        "Hundredths of a step's time that it takes at most with background requests beside others; unset for no limit."
+        "Hundredths of a step's time that it takes at most with background requests beside others; 0 for no limit."
     ),
     optional!(
         gather,

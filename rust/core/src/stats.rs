@@ -28,7 +28,7 @@ pub struct Counters {
     pub steps: u64,
     /// Prompt tokens of admitted requests.
     pub prompt_tokens: u64,
-    /// Prompt tokens looked up in the prefix cache, once per request.
+    /// Prompt tokens looked up in the prefix cache, once per request. Those that a held sequence has count as found.
     pub prefix_queries: u64,
     /// Looked-up prompt tokens that were cached.
     pub prefix_hits: u64,
@@ -42,6 +42,8 @@ pub struct Counters {
     pub idle_energy_uj: Option<u64>,
     /// Tokens computed by steps.
     pub computed_tokens: u64,
+    /// The part of them that are prompts' tokens.
+    pub computed_prompt_tokens: u64,
     /// Computed tokens that had already been computed before a preemption.
     pub recomputed_tokens: u64,
     /// Preemptions that discarded the sequence's KV.

@@ -141,6 +141,7 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
         ("prefix_hits", counters.prefix_hits),
         ("generated_tokens", counters.generated_tokens),
         ("computed_tokens", counters.computed_tokens),
+        ("computed_prompt_tokens", counters.computed_prompt_tokens),
         ("recomputed_tokens", counters.recomputed_tokens),
         ("preemptions", counters.preemptions_recompute + counters.preemptions_swap),
         ("preemptions_recompute", counters.preemptions_recompute),

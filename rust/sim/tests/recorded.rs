@@ -1,7 +1,7 @@
 //! A recorded journal in the format of a simulation, with two steps in flight, as on a GPU.
 
-use chairlift_core::{Config, FinishReason, Outputs, ParsedJournal, Recorder, Request, Scheduler, Time, Token};
-use chairlift_sim::{Histogram, Sums, recorded};
+use chairlift_core::{Config, Continues, FinishReason, Outputs, ParsedJournal, Recorder, Request, Scheduler, Time, Token};
+use chairlift_sim::{Histogram, Machine, StepTime, Sums, jobs, recorded, simulate};
 
 const BEGINS: Time = 10_000;
 
@@ -55,4 +55,39 @@ fn steps_are_timed_one_after_the_other_though_planned_ahead() {
         .collect();
     assert_eq!(reported, [(2, 50, None, 1500, Some(FinishReason::Abort)), (1, 0, Some(1000), 3500, Some(FinishReason::Length))]);
     assert_eq!(report.longest_gaps, [0, 900]);
+}
+
+#[test]
+fn a_simulated_run_finds_as_much_in_the_cache_as_the_recorded_one_with_held_sequences() {
+    let config = Config { num_blocks: 65, max_tokens: 64, max_seqs: 4, max_model_len: 512, ..Config::default() };
+    let mut core = Recorder::on(Scheduler::new(config).unwrap());
+    let (mut outputs, mut now) = (Outputs::default(), BEGINS);
+    let held = core.open(&"".into(), &[].into(), now);
+    let mut prompt: Vec<Token> = (100..130).collect();
+    let mut known = 0;
+    for tag in 0..6 {
+        let continues = Some(Continues { held, tokens: known });
+        core.add(Request { tag, prompt: prompt.clone(), max_new_tokens: 8, continues, ..Request::default() }, now).unwrap();
+        while let Some(plan) = core.plan(now) {
+            now += 1000;
+            core.commit(plan, &[9], now, &mut outputs);
+        }
+        // The answer, and then the next turn.
+        prompt.extend([9; 8]);
+        known = prompt.len() as u32;
+        prompt.extend((0..20).map(|at| 1000 * (tag as Token + 1) + at));
+    }
+    assert!(core.drop_held(held, now) && core.is_idle());
+    let mut bytes = Vec::new();
+    core.take_journal(&mut bytes);
+    let journal = ParsedJournal::read(&bytes).unwrap();
+
+    let (replayed, report) = recorded(&journal).unwrap();
+    let machine = Machine { step: StepTime::linear([1000.0, 0.0, 0.0, 0.0, 0.0]), swap_ns_per_block: 0, draft_tokens: 0 };
+    let simulated = simulate(config, jobs(&journal, &replayed), &machine).unwrap();
+    let [recorded, simulated] = [report, simulated].map(|report| report.stats.unwrap().counters);
+    assert_eq!(recorded.prefix_queries, simulated.prefix_queries);
+    // A held sequence has its last block too, which is not full, and all but the last token of its answer.
+    let blocks = recorded.prefix_hits.abs_diff(simulated.prefix_hits).div_ceil(16);
+    assert!(simulated.prefix_hits > 0 && blocks <= 5, "{} tokens recorded, {} simulated", recorded.prefix_hits, simulated.prefix_hits);
 }

@@ -6,7 +6,7 @@ from collections import Counter
 
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, serving
+from fake_async_engine import FakeEngine, serving, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from chairlift.engine.replica import Replica
@@ -316,6 +316,18 @@ def test_what_answers_took_and_asked_is_shown(http):
     }
 
 
+def test_the_lengths_of_an_aborted_request_count(http):
+    body = {"prompt": "slow ab", "max_tokens": 500, "n": 2, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    wait_until(lambda: by(http, "request_success_total", "finished_reason")["abort"] == 2)
+    http.post("/v1/completions", json={"prompt": "full", "n": 4})
+    seen = scrape(http)
+    assert (seen["request_prompt_tokens_count"], seen["request_prompt_tokens_sum"]) == (2, 2 * len("slow ab"))
+    assert seen["request_generation_tokens_count"] == 2
+    assert 1 <= seen["request_generation_tokens_sum"] < 1000
+
+
 def test_counters_go_on_where_an_engine_is_started_again():
     stats = {"generated_tokens": 100, "rejected_queue_full": 2}
     metrics = Metrics("m", lambda: [replica(stats)])
@@ -416,15 +428,18 @@ def test_the_load_line_tells_of_swapping_and_preemption_with_a_remedy():
 
 
 def test_the_load_line_tells_rates_and_is_silent_when_idle():
-    quiet = {"prompt_tokens": 100, "generated_tokens": 50, "running": 0, "waiting": 0}
+    quiet = {"computed_prompt_tokens": 100, "generated_tokens": 50, "running": 0, "waiting": 0}
     assert load_line(quiet, quiet, 10) is None
     assert load_line({}, {}, 10) is None
-    busy = {"prompt_tokens": 300, "generated_tokens": 100, "running": 2, "waiting": 1, "total_blocks": 8, "free_blocks": 6}
+    busy = {"computed_prompt_tokens": 300, "generated_tokens": 100, "running": 2, "waiting": 1, "total_blocks": 8, "free_blocks": 6}
     assert load_line(quiet, busy | {"prefix_queries": 4, "prefix_hits": 1}, 10) == (
         "running 2, waiting 1, KV cache 25.0%, prefix hits 25.0%, prompt 20.0 tokens/s, generation 5.0 tokens/s"
     )
+    disk = {"disk_blocks_read": 3, "disk_blocks_written": 20, "disk_blocks_evicted": 1}
+    assert load_line(busy, busy | disk, 10).endswith("generation 0.0 tokens/s, KV blocks on disk: 3 read, 20 written, 1 evicted")
+    assert "disk" not in load_line(busy | disk, busy | disk, 10)
     assert load_line(busy, busy, 10) is not None  # something runs, though nothing moves
-    again = {"prompt_tokens": 20, "generated_tokens": 10, "running": 1}  # an engine that was started again
+    again = {"computed_prompt_tokens": 20, "generated_tokens": 10, "running": 1}  # an engine that was started again
     assert "prompt 2.0 tokens/s, generation 1.0 tokens/s" in load_line(busy, again, 10)
 
 

@@ -189,6 +189,16 @@ def test_the_command_sums_by_day_tenant_and_tier(tmp_path, capsys):
     assert capsys.readouterr().out == "no records\n"
 
 
+@pytest.mark.parametrize("columns", [20, 60, 80, 120, 200])
+def test_numbers_are_never_cut(tmp_path, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    write(tmp_path, [timeline(computed_tokens=987_654_321)])
+    assert main(["usage", str(tmp_path)]) == 0
+    words = capsys.readouterr().out.split()
+    assert "987,654,321" in words
+    assert not any("…" in word for word in words)
+
+
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     assert main(["usage", str(tmp_path / "none")]) == 2
     assert "is not a directory: name the one that was given to --usage-log" in capsys.readouterr().err

@@ -43,6 +43,7 @@ _COUNTERS = (
     ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache."),
     ("prefix_cache_disk_reads", "disk_blocks_read", "KV blocks read from --prefix-cache-dir."),
     ("prefix_cache_disk_writes", "disk_blocks_written", "KV blocks written to --prefix-cache-dir."),
+    ("prefix_cache_disk_evictions", "disk_blocks_evicted", "KV blocks deleted from --prefix-cache-dir because of its limit."),
     ("num_preemptions", "preemptions", "Preemptions of running requests."),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that were started, including cached ones."),
     ("generation_tokens", "generated_tokens", "Tokens generated."),

@@ -59,7 +59,7 @@ class JsonFormatter(logging.Formatter):
 
 def load_line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> str | None:
     """Describes the change between two readings of the engine's counters, `seconds` apart; None if the engine was idle."""
-    prompt, generated = increase(before, now, "prompt_tokens"), increase(before, now, "generated_tokens")
+    prompt, generated = increase(before, now, "computed_prompt_tokens"), increase(before, now, "generated_tokens")
     running, waiting, swapped = now.get("running", 0), now.get("waiting", 0), now.get("swapped", 0)
     if not (prompt or generated or running or waiting or swapped):
         return None
@@ -71,6 +71,9 @@ def load_line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float)
         text += f"swapped {swapped:.0f}, "
     text += f"KV cache {used:.1%}, prefix hits {hits:.1%}, "
     text += f"prompt {prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} tokens/s"
+    read, written, evicted = (increase(before, now, f"disk_blocks_{what}") for what in ("read", "written", "evicted"))
+    if read or written or evicted:
+        text += f", KV blocks on disk: {read:.0f} read, {written:.0f} written, {evicted:.0f} evicted"
     if preempted := increase(before, now, "preemptions"):
         reasons = {reason: increase(before, now, f"preemptions_for_{reason}") for reason in PREEMPTION_REASONS}
         why = ", ".join(f"{times:.0f} {PREEMPTION_REASONS[reason]}{_ADVICE.get(reason, '')}" for reason, times in reasons.items() if times)

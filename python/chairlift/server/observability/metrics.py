@@ -134,10 +134,14 @@ class Metrics:
             self._decode.observe(timing.total - timing.first_token)
             if tokens > 1:
                 latencies.per_token.observe((timing.total - timing.first_token) / (tokens - 1))
-        self._prompt.observe(len(output.prompt_token_ids))
+        self.observe_lengths(len(output.prompt_token_ids), tokens)
         self._prefilled.observe(len(output.prompt_token_ids) - output.cached_tokens)
-        self._generated.observe(tokens)
         self._preempted.observe(output.preemptions)
+
+    def observe_lengths(self, prompt_tokens: int, tokens: int) -> None:
+        """Records the lengths of an answer, which may not have ended, and of its prompt."""
+        self._prompt.observe(prompt_tokens)
+        self._generated.observe(tokens)
 
     def observe_targets(self, name: str, tier: Tier, timing: Timing | None, tokens: int) -> None:
         """Counts for an answer of the tier `name` which of the tier's targets it met."""

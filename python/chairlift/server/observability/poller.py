@@ -31,7 +31,7 @@ STEPS, SAMPLES = 480, 300
 LATENCY_WINDOW = 60.0
 """Seconds that latency percentiles cover; until a sixth of it was observed they cover the time since the server's start."""
 
-_RATES = {"generation": "generated_tokens", "prompt": "prompt_tokens", "computed": "computed_tokens", "steps": "steps"}
+_RATES = {"generation": "generated_tokens", "prompt": "computed_prompt_tokens", "computed": "computed_tokens", "steps": "steps"}
 
 
 class SnapshotPoller:

@@ -288,7 +288,7 @@ impl Scheduler {
         let (prompt_len, weight) = (seq.spec().prompt_len, seq.spec().weight);
         if is_first {
             self.waiting.start_batch_member();
-            let looked_for = self.config.prefix_caching && seq.parent().is_none() && seq.spec().continues.is_none();
+            let looked_for = self.config.prefix_caching && seq.parent().is_none();
             self.accounts.count_admission(prompt_len, computed.tokens, looked_for);
             if self.config.policy.has_tenants() && !seq.is_background() {
                 self.waiting.charge(member.tenant, PROMPT_TOKEN * u64::from(prompt_len - computed.tokens), weight);

@@ -1,10 +1,9 @@
 //! Limits what background requests add to a step, so that the streams of other requests keep their speed.
 
 use super::Scheduler;
-use super::prefill::AIM;
 use crate::background::BackgroundRoom;
 use crate::batch::StepPlan;
-use crate::cost::{FIRST_PREFILL, Load};
+use crate::cost::{AIM, FIRST_PREFILL, Load};
 use crate::request::SeqId;
 use crate::tier::Tier;
 

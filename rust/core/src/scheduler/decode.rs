@@ -72,6 +72,7 @@ impl Scheduler {
         plan.load.drafted_tokens += drafted;
         plan.load.context_tokens += u64::from(last + drafted);
         self.accounts.count_computed(drafted);
+        self.accounts.count_prompt(u32::from(last <= seq.spec().prompt_len));
         let grew = seq.blocks.held() > table_from;
         let from = if grew || len > 1 { table_from as u32 } else { WHOLE_TABLE };
         plan.chunks.push(seq.next_chunk(id, len, from, block_size));

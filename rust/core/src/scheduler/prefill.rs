@@ -2,7 +2,7 @@
 
 use super::Scheduler;
 use crate::batch::StepPlan;
-use crate::cost::FIRST_PREFILL;
+use crate::cost::{AIM, FIRST_PREFILL};
 use crate::phase::{Phase, Stage};
 use crate::request::{SeqId, Time};
 use crate::sequence::Sequence;
@@ -12,9 +12,6 @@ use crate::stats::Stall;
 const MIN_PREFILL: f64 = 0.15;
 /// Without a target: the longest step with one prompt, as a multiple of the step with its decodes alone.
 const DEFAULT_SLOWDOWN: f64 = 3.0;
-/// The part of the target to aim at. A prompt's next piece always costs slightly more than the pieces that the model
-/// has observed.
-pub(super) const AIM: f64 = 0.88;
 /// The part of a step's prompt tokens, as a divisor, that is guaranteed to the oldest prompt in progress.
 const GUARANTEE: u32 = 4;
 
@@ -139,6 +136,7 @@ impl Scheduler {
             room.take_prompt(self.model.prefill(from.into(), len.into()));
         }
         self.accounts.count_computed(len);
+        self.accounts.count_prompt(seq.spec().prompt_len.saturating_sub(from).min(len));
         plan.chunks.push(seq.next_chunk(id, len, table_from, self.config.block_size));
         self.seal(id, plan.step);
     }

@@ -183,6 +183,7 @@ def test_durations_that_are_none(keep_alive):
 
 def test_an_empty_request_loads_the_model(llama, engine):
     assert llama.generate(MODEL).done_reason == "load"
+    assert llama.generate(MODEL, keep_alive=0).done_reason == "load"  # the only model stays loaded
     assert llama.chat(MODEL, []).done_reason == "load"
     assert not engine.seen
 
