@@ -33,9 +33,14 @@ def get_weather(city: str) -> str:
 
 
 def test_the_model_is_listed_and_described(fast, model):
-    assert [one.model for one in fast.list().models] == [model]
-    assert [one.model for one in fast.ps().models] == [model]
-    assert "tools" in fast.show(model).capabilities
+    [listed], [running], shown = fast.list().models, fast.ps().models, fast.show(model)
+    assert listed.model == running.model == model
+    assert listed.size > 0 < running.size
+    assert listed.digest == running.digest != ""
+    assert listed.details == running.details == shown.details
+    family = shown.modelinfo["general.architecture"]
+    assert (shown.details.family, shown.modelinfo[f"{family}.context_length"]) == (family, 512)
+    assert "tools" in shown.capabilities
 
 
 def test_a_chat_and_a_stream_say_the_same(fast, model):
@@ -47,6 +52,8 @@ def test_a_chat_and_a_stream_say_the_same(fast, model):
 
 def test_a_prompt(fast, model):
     assert fast.generate(model, "Hello", system="Be brief.", options=SHORT).eval_count == 8
+    raw = fast.generate(model, "Hello", raw=True, options=SHORT, keep_alive="5m0s")
+    assert raw.prompt_eval_count < 5
 
 
 def test_a_schema(slow, model):

@@ -35,6 +35,9 @@ QUICK = ["--load-format", "none", "--max-model-len", "512"]
 """The server with the real scheduler and no weights: arbitrary tokens at once."""
 REAL = ["--max-model-len", "2048", "--max-num-seqs", "16"]
 """The server with the default model."""
+SERVE = [sys.executable, "-m", "chairlift.cli.main", "serve", "--port", "0"]
+SCRIPTED = [sys.executable, str(HERE / "scripted_server.py")]
+"""The server around a fake engine that says what it is told to."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Client:
     package: str | None = None
     """Whose version is told; None for one that no Python package brings."""
     needs_model: bool = False
+    scripted: bool = False
+    """Its checks need answers that they choose."""
     slow: bool = False
     """Runs when named only."""
     borrows: bool = False
@@ -64,6 +69,9 @@ CLIENTS = (
     Client("smolagents", "smolagents", needs_model=True),
     Client("llama_index", "llama-index-llms-openai-like", needs_model=True),
     Client("dspy", "dspy", needs_model=True),
+    Client("claude_code", "claude-agent-sdk", scripted=True),
+    Client("codex", "openai-codex-cli-bin", scripted=True),
+    Client("aider", "aider-chat", scripted=True),
     Client("vllm"),
     Client("schemathesis", "schemathesis"),
     Client("prometheus"),
@@ -112,9 +120,8 @@ def install(client: Client, venvs: Path) -> Path:
 
 
 @contextlib.contextmanager
-def serving(flags: list[str], log: Path) -> Iterator[str]:
-    """Address of `chairlift serve` with these flags, on a free port, until it is left."""
-    command = [sys.executable, "-m", "chairlift.cli.main", "serve", "--port", "0", *flags]
+def serving(command: list[str], log: Path) -> Iterator[str]:
+    """Address of the server that this command starts on a free port, until it is left."""
     environ = os.environ | {"CHAIRLIFT_API_KEY": KEY}
     with log.open("w") as out, subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
         assert process.stderr is not None
@@ -203,9 +210,11 @@ def main() -> int:
         environ = os.environ | {"CHAIRLIFT_KEY": KEY, "CHAIRLIFT_MODEL": DEFAULT_MODEL, "CHAIRLIFT_MODEL_DIR": str(locate(DEFAULT_MODEL))}
         environ.pop("PYTHONPATH", None)
         data = servers.enter_context(tempfile.TemporaryDirectory())
-        environ["CHAIRLIFT_QUICK"] = servers.enter_context(serving([*QUICK, "--data-dir", data], venvs / "quick.log"))
+        environ["CHAIRLIFT_QUICK"] = servers.enter_context(serving([*SERVE, *QUICK, "--data-dir", data], venvs / "quick.log"))
         if any(client.needs_model for client in chosen):
-            environ["CHAIRLIFT_REAL"] = servers.enter_context(serving(REAL, venvs / "real.log"))
+            environ["CHAIRLIFT_REAL"] = servers.enter_context(serving([*SERVE, *REAL], venvs / "real.log"))
+        if any(client.scripted for client in chosen):
+            environ["CHAIRLIFT_SCRIPTED"] = servers.enter_context(serving(SCRIPTED, venvs / "scripted.log"))
         for client in chosen:
             outcomes.append(run(client, venvs, environ))
     print(f"\n{'client':14}{'version':12}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}  note")

@@ -190,3 +190,27 @@ def test_requests_that_cannot_be_served(http, engine, fields, param):
     response = http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 4, **fields})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert engine.started == 0
+
+
+def test_a_stream_says_as_openai_does_that_the_input_is_too_long(http):
+    long = {"input": "a " * 1500}
+    refused = http.post("/v1/responses", json=long)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    counted = rejected(http)
+    response = http.post("/v1/responses", json={**long, "stream": True})
+    assert response.status_code == 200
+    created, failed = [json.loads(event.partition("data: ")[2]) for event in response.text.strip().split("\n\n")]
+    EVENT.validate_python(created)
+    assert (created["type"], failed["type"], failed["sequence_number"]) == ("response.created", "response.failed", 1)
+    error = failed["response"]["error"]
+    assert (failed["response"]["status"], error["code"]) == ("failed", "context_length_exceeded")
+    assert error["message"].startswith("Your input exceeds the context window of this model.")
+    assert rejected(http) == counted + 1
+
+
+def rejected(http):
+    """Invalid requests so far."""
+    [line] = [
+        line for line in http.get("/metrics").text.splitlines() if "admission_rejections_total{" in line and 'reason="invalid"' in line
+    ]
+    return float(line.split()[-1])

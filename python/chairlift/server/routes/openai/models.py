@@ -48,5 +48,8 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
         **({"tasks": ["generate"] if adapter else model.tasks()} if facts else {}),
         "type": "model",
         "display_name": name,
+        "lifecycle": "active",
+        "max_input_tokens": facts.get("max_model_len"),
+        "max_tokens": facts.get("max_model_len"),
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
     }

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chairlift.errors import ContextExceeded
 from chairlift.outputs import TokenLogprobs
 from chairlift.server.chat.completion import ChatCompletion, Delta
 from chairlift.server.chat.request import renamed_fields
+from chairlift.server.errors import api_error, for_route
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json
-from chairlift.server.model import model_of
+from chairlift.server.model import ServedModel, model_of
 from chairlift.server.routes.openai.response_request import FIELD_NAMES, ResponsesRequest
 from chairlift.server.schema.logprobs import chat_logprobs_json
+from chairlift.server.service import service_of
 from chairlift.server.streaming import EventStream, client_error, typed_event
 
 
@@ -25,8 +29,15 @@ async def responses(request: Request) -> Response:
     """Answers one request, streamed or whole."""
     body, ignored = ResponsesRequest.read(await read_json(request))
     chat = body.chat()
-    with renamed_fields(FIELD_NAMES):
-        completion = await ChatCompletion.begin(request, chat, ignored, kind="response", prefix="resp_")
+    try:
+        with renamed_fields(FIELD_NAMES):
+            completion = await ChatCompletion.begin(request, chat, ignored, kind="response", prefix="resp_")
+    except ContextExceeded as error:
+        if not body.stream:
+            raise
+        # OpenAI says in the stream that the input is too long, and only there Codex takes it as a reason to compact the conversation.
+        service_of(request).count_rejected("invalid", model_of(request))
+        return EventStream(_refusal(body, model_of(request), error), {})
     builder = _ResponseBuilder(body, completion, model_of(request).engine.tokenizer)
     if body.stream:
         return EventStream(builder.events(), completion.headers)
@@ -178,36 +189,52 @@ class _ResponseBuilder:
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         """Returns the response object in its current state, with the request's parameters."""
-        body, head = self._body, self._completion.generation.head
-        return {
-            "id": head["id"],
-            "object": "response",
-            "created_at": head["created"],
-            "determinism": head["determinism"],
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "model": head["model"],
-            "output": list(self._done),
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            "service_tier": self._completion.generation.service_tier,
-            "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
-            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-            "tools": [tool.response_tool() for tool in body.tools or ()],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
-            "usage": None,
-            **fields,
-        }
+        generation = self._completion.generation
+        return _response_object(
+            self._body, generation.head, status, output=list(self._done), service_tier=generation.service_tier, **fields
+        )
+
+
+def _response_object(body: ResponsesRequest, head: Mapping[str, Any], status: str, **fields: Any) -> dict[str, Any]:
+    """Returns a response object with the request's parameters. `head` has its id, when it was created, its model and determinism."""
+    return {
+        "id": head["id"],
+        "object": "response",
+        "created_at": head["created"],
+        "determinism": head["determinism"],
+        "status": status,
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": head["model"],
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "service_tier": None,
+        "store": False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": [tool.response_tool() for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        **fields,
+    }
+
+
+async def _refusal(body: ResponsesRequest, model: ServedModel, error: ContextExceeded) -> AsyncGenerator[bytes]:
+    """Yields the events of a response that fails because its input is too long."""
+    head = {"id": _id("resp"), "created": int(time.time()), "model": model.name, "determinism": str(model.engine.facts["determinism"])}
+    reason = {"code": error.code, "message": for_route(api_error(error), "/v1/responses").envelope["error"]["message"]}
+    events = ("created", _response_object(body, head, "in_progress")), ("failed", _response_object(body, head, "failed", error=reason))
+    for number, (name, response) in enumerate(events):
+        yield typed_event({"type": f"response.{name}", "response": response, "sequence_number": number})
 
 
 def _message() -> dict[str, Any]:
