@@ -89,6 +89,10 @@ format: $(VENV)/.developing ## format all sources
 bench: $(VENV)/.developing ## time the scheduler and write benches/results/scheduler.md
 	$(BIN)/python benches/scheduler.py
 
+.PHONY: soak
+soak: $(VENV)/.developing ## run honest tenants beside hostile ones for an hour and write benches/results/soak.md (SECONDS=60 for a minute)
+	$(BIN)/python benches/soak.py --seconds $(or $(SECONDS),3600) $(ARGS)
+
 .PHONY: conformance
 conformance: $(VENV)/.developing ## run other projects' clients, unmodified, against the server (ARGS="openai llm" runs some)
 	$(BIN)/python tests/conformance/run.py $(ARGS)
@@ -101,9 +105,15 @@ docs: $(VENV)/.documenting ## build the documentation's site into site/ and chec
 wheel: $(VENV)/.developing ## build the wheel into dist/
 	$(BIN)/maturin build --release --out dist
 
+.PHONY: lock
+lock: ## renew the versions that the image installs, packaging/*.lock (PYTHON=python3.13, as in the image, on x86-64 Linux)
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/pip install --quiet --disable-pip-version-check 'pip-tools>=7.5'
+	.venv-lock/bin/python packaging/lock.py
+
 .PHONY: clean
 clean: ## remove what was built, and the virtual environments
-	rm -rf $(VENV) .venv-conformance dist site target python/chairlift/_core.abi3.so
+	rm -rf $(VENV) .venv-conformance .venv-lock dist site target python/chairlift/_core.abi3.so
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

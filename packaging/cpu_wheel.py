@@ -54,8 +54,13 @@ def _belongs(name: str, value: str) -> bool:
         return value in EXTRAS
     if name != "Requires-Dist":
         return True
-    package, extra = re.match(r"[\w.-]+", value), re.search(r"extra *== *['\"]([\w-]+)['\"]", value)
-    return extra[1] in EXTRAS if extra else package is not None and package[0] not in LEFT_OUT
+    extra = re.search(r"extra *== *['\"]([\w-]+)['\"]", value)
+    return extra[1] in EXTRAS if extra else package_name(value) not in LEFT_OUT
+
+
+def package_name(requirement: str) -> str:
+    """The package of a requirement like `torch>=2.8; platform_system == 'Linux'`."""
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
 
 if __name__ == "__main__":

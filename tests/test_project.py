@@ -1,5 +1,6 @@
 """The files with which others build, run and publish the project: Dockerfile, compose.yaml, the source distribution, URLs."""
 
+import importlib
 import importlib.util
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 URL = "https://forge.example/team/chairlift"
@@ -42,6 +44,32 @@ def test_the_build_context_of_the_image_is_a_whole_crate(tmp_path):
             shutil.copy(ROOT / name, tmp_path / name)
     subprocess.run(["cargo", "metadata", "--locked", "--offline", "--format-version=1"], cwd=tmp_path, check=True, capture_output=True)
     assert (tmp_path / "python/chairlift/kernels/rms_norm.py").is_file()
+
+
+def test_the_lock_files_of_the_image_have_what_the_project_needs(monkeypatch):
+    """`make lock` renews them after a change of the dependencies."""
+    monkeypatch.syspath_prepend(ROOT / "packaging")
+    for name, needed in importlib.import_module("lock").requirements().items():
+        text = (ROOT / f"packaging/{name}.lock").read_text()
+        locked = dict(re.findall(r"^([\w.-]+)==([\w.]+)(?: ; [^\n]*)? \\\n    --hash=sha256:[0-9a-f]{64}", text, re.MULTILINE))
+        assert len(locked) == len(re.findall(r"^[\w.-]+==", text, re.MULTILINE))
+        for one in map(Requirement, needed):
+            assert locked[one.name] in one.specifier, f"{name}.lock: {one}"
+
+
+def test_the_image_installs_only_what_is_locked():
+    dockerfile = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    installs = re.findall(r"pip install ([^&\n]*)", dockerfile)
+    assert len(installs) == 5
+    for install in installs:
+        assert "--no-deps /wheels/" in install or re.search(r"--require-hashes --requirement /?packaging/\w+\.lock", install), install
+
+
+def test_actions_are_pinned_by_their_commit():
+    uses = [line for file in (ROOT / ".github/workflows").glob("*.yml") for line in file.read_text().splitlines() if " uses: " in line]
+    assert len(uses) > 10
+    for line in uses:
+        assert re.search(r" uses: [\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
 
 
 @pytest.mark.slow

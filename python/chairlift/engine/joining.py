@@ -34,16 +34,18 @@ async def join(host: str, port: int, secret: Secret, files: WorkerFiles, leaving
     engine at once. Raises JoinRefused if the server proves that it knows the secret and has another version. Whatever else is at the
     address is asked again, as it may not be the server; the same reason is logged once.
     """
-    failures, runs, unproved = 0, 0, ""
+    failures, runs = 0, 0
+    logged: set[str] = set()
     while True:
         began = time.monotonic()
         try:
             reason = await run_engine(host, port, secret, files.numbered(runs), leaving)
-            runs, unproved, level = runs + 1, "", logging.WARNING
+            runs, level = runs + 1, logging.WARNING
+            logged.clear()
         except BadHandshake as error:
             reason = str(error)
-            level = logging.DEBUG if reason == unproved else logging.WARNING
-            unproved = reason
+            level = logging.DEBUG if reason in logged else logging.WARNING
+            logged.add(reason)
         if leaving.is_set():
             return
         failures = 0 if time.monotonic() - began > STABLE_SECONDS else failures

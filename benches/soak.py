@@ -1,0 +1,385 @@
+"""Four honest tenants beside four hostile ones, on a real server with the default model: do their answers and their latency stay the same?
+
+    python benches/soak.py --seconds 3600      writes benches/results/soak.md; `make soak` does it
+    python benches/soak.py --seconds 60 --out FILE
+
+First each honest answer is computed alone, then the honest tenants run by themselves, then beside those of `hostile_tenants.py`. The exit
+status is 1 if an honest answer differs or fails, if a p99 of the time between two tokens is above 1.5 times that without the hostile
+tenants plus one step, or if the server ends. Everything is on this machine, over loopback, and ends with the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+from hostile_tenants import TENANTS
+from scheduler import machine
+
+ROOT = Path(__file__).parent.parent
+RATIO = 1.5
+"""How much longer the p99 of the time between two tokens may be, beside one step."""
+ALONE = (10.0, 120.0)
+"""Fewest and most seconds without the hostile tenants; in between, a tenth of those with them."""
+LOOK_SECONDS = 5.0
+"""Interval of looks at the server's metrics and memory."""
+TIMEOUT = 300.0
+"""Seconds after which an honest answer counts as lost."""
+FLAGS = ("--scheduling-policy", "fair", "--max-num-seqs", "16", "--max-num-queued-reqs", "200", "--max-data-size", "64M")
+MAX_REQUESTS = 8
+"""Each tenant's limit of open requests."""
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time there was a small dragon who",
+    "def fibonacci(n):",
+    "List three fruits and their colours:",
+    "The quick brown fox jumps over the lazy dog. Again:",
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+GREEDY: dict[str, Any] = {"temperature": 0, "seed": 7}
+
+
+def _completion(prompt: str) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": 60, "ignore_eos": True, "logprobs": 1, **GREEDY}
+
+
+def _chat(prompt: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": prompt}], "max_tokens": 60, **GREEDY}
+
+
+HONEST: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "alice": [("/v1/completions", {**_completion(prompt), "stream": True}) for prompt in PROMPTS],
+    "bob": [("/v1/chat/completions", {**_chat(prompt), "stream": True}) for prompt in PROMPTS],
+    "carol": [
+        ("/v1/completions", _completion(PROMPTS[0])),
+        ("/v1/chat/completions", _chat(PROMPTS[3])),
+        (
+            "/v1/chat/completions",
+            {**_chat(PROMPTS[1]), "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+        ),
+        ("/v1/embeddings", {"input": PROMPTS[4]}),
+    ],
+    "dave": [("/v1/completions", {**_completion(PROMPTS[1] * 12), "stream": True, "max_tokens": 90})],
+}
+"""What each honest tenant asks for, in turn. Those of a route that refuses the model are left out."""
+
+
+@dataclass
+class Answer:
+    """What must be the same each time, and how long it took."""
+
+    status: int
+    content: object
+    gaps: list[float] = field(default_factory=list)
+    """Seconds between two events of a stream."""
+
+
+def ask(port: int, key: str, path: str, body: dict[str, Any]) -> Answer:
+    """One honest request. A connection that breaks is an answer with the status 0."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)
+    try:
+        connection.request("POST", path, json.dumps(body), {"authorization": f"Bearer {key}", "content-type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200 or not body.get("stream"):
+            document = json.loads(response.read())
+            return Answer(response.status, document.get("choices", document.get("data", document)))
+        parts, gaps, last = [], [], None
+        while line := response.readline():
+            if not line.startswith(b"data: {"):
+                continue
+            now = time.perf_counter()
+            gaps += [] if last is None else [now - last]
+            last = now
+            parts += json.loads(line[6:]).get("choices") or ["no choices"]
+        return Answer(200, _whole(parts), gaps)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return Answer(0, f"{type(error).__name__}: {error}")
+    finally:
+        connection.close()
+
+
+def _whole(parts: list[Any]) -> dict[str, Any]:
+    """The text, the log-probabilities and the end of a stream, however its tokens were divided among events."""
+    text, numbers, finish = "", [], None
+    for part in parts:
+        if not isinstance(part, dict):
+            return {"broken": part}
+        text += part.get("text") or (part.get("delta") or {}).get("content") or ""
+        numbers += (part.get("logprobs") or {}).get("token_logprobs") or []
+        finish = part.get("finish_reason") or finish
+    return {"text": text, "logprobs": numbers, "finish": finish}
+
+
+class Honest:
+    """An honest tenant's requests, one after the other, and what became of them."""
+
+    def __init__(self, name: str, port: int, key: str) -> None:
+        self.name = name
+        self._port, self._key = port, key
+        self._known: list[tuple[str, dict[str, Any], object]] = []
+        self.left_out: list[str] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all figures."""
+        self.answers = 0
+        self.gaps: list[float] = []
+        self.faults: list[str] = []
+
+    def learn(self) -> None:
+        """Computes the answers. To be called while nothing else runs."""
+        for path, body in HONEST[self.name]:
+            answer = ask(self._port, self._key, path, body)
+            if answer.status == 200:
+                self._known.append((path, body, answer.content))
+            else:
+                self.left_out.append(f"{self.name}'s {path}: {answer.status}")
+
+    def run(self, ends: float) -> None:
+        """Asks until then, and compares."""
+        for path, body, known in itertools.cycle(self._known):
+            answer = ask(self._port, self._key, path, body)
+            self.answers += 1
+            self.gaps += answer.gaps
+            if answer.status != 200:
+                self.faults.append(f"{path}: {answer.status} {str(answer.content)[:120]}")
+            elif answer.content != known:
+                self.faults.append(f"{path}: other bits: {str(answer.content)[:120]}")
+            if time.monotonic() >= ends:
+                return
+
+    @property
+    def p99(self) -> float | None:
+        """Of the seconds between two events, None without streams."""
+        return quantiles(self.gaps, n=100)[98] if len(self.gaps) > 1 else None
+
+
+class Watch:
+    """Looks at the server's metrics and memory."""
+
+    def __init__(self, port: int, key: str, pid: int) -> None:
+        self._port, self._key, self._pid = port, key, pid
+        self.most_memory = 0
+        self.longest_callback: tuple[float, str] | None = None
+        self.silent = 0
+        """Looks that got no answer."""
+
+    def run(self, ended: threading.Event) -> None:
+        """Looks until the event."""
+        while not ended.wait(LOOK_SECONDS):
+            self.most_memory = max(self.most_memory, self.memory())
+            text = self.metrics()
+            self.silent += not text
+            for name, seconds in re.findall(
+                r'^chairlift_event_loop_longest_callback_seconds\{.*callback="([^"]*)".*\} (\S+)$', text, re.MULTILINE
+            ):
+                self.longest_callback = max(self.longest_callback or (0.0, ""), (float(seconds), name))
+
+    def memory(self) -> int:
+        """Resident MiB of the server and its engines."""
+        pids = [self._pid, *map(int, Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split())]
+        total = 0
+        for pid in pids:
+            with contextlib.suppress(OSError, IndexError):
+                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return total >> 20
+
+    def metrics(self) -> str:
+        """The page, empty if it does not come."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+        try:
+            connection.request("GET", "/metrics", headers={"authorization": f"Bearer {self._key}"})
+            return connection.getresponse().read().decode()
+        except (OSError, http.client.HTTPException):
+            return ""
+        finally:
+            connection.close()
+
+    def step(self) -> tuple[float, float]:
+        """Steps so far, and their seconds."""
+        text = self.metrics()
+        return _sum(text, "chairlift_engine_steps_total"), _sum(text, "chairlift_engine_step_seconds_total")
+
+    def lag(self) -> dict[float, float]:
+        """How many timers were late by at most so many seconds; empty where the server does not measure it."""
+        found = re.findall(r'^chairlift_event_loop_lag_seconds_bucket\{.*le="([^"]+)".*\} (\S+)$', self.metrics(), re.MULTILINE)
+        return {float(bound): float(count) for bound, count in found}
+
+
+def _sum(text: str, name: str) -> float:
+    return sum(float(value) for value in re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE))
+
+
+def late(before: dict[float, float], after: dict[float, float], share: float = 0.99) -> float | None:
+    """A bound of the lag that this share of the timers kept between two looks."""
+    counts = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
+    total = counts.get(float("inf"), 0.0)
+    return min((bound for bound, count in counts.items() if count >= share * total), default=None) if total else None
+
+
+@contextlib.contextmanager
+def server(directory: Path, keys: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """A server until the block is left."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "chairlift", "serve", "--port", str(port), "--api-key-file", str(keys)]
+    command += ["--data-dir", str(directory / "data"), *FLAGS]
+    with (directory / "log").open("wb") as log, subprocess.Popen(command, stderr=log, stdout=log) as process:
+        try:
+            for _ in range(1200):
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                    connection.request("GET", "/ready")
+                    if connection.getresponse().status == 200:
+                        break
+                if process.poll() is not None:
+                    sys.exit(f"the server ended: {(directory / 'log').read_text()[-2000:]}")
+                time.sleep(0.1)
+            yield port, process
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def together(tenants: list[Honest], seconds: float) -> None:
+    """Runs the honest tenants side by side."""
+    ends = time.monotonic() + seconds
+    threads = [threading.Thread(target=one.run, args=(ends,)) for one in tenants]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def soak(seconds: float) -> tuple[list[str], bool]:
+    """Runs everything. Returns the lines of the result and whether all bounds were kept."""
+    names = ["operator", *HONEST, *(f"eve{number}" for number in range(len(TENANTS)))]
+    key = {name: secrets.token_hex(16) for name in names}
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        keys = directory / "keys.toml"
+        keys.touch(0o600)
+        limits = {name: "operator = true" if name == "operator" else f"max_requests = {MAX_REQUESTS}" for name in names}
+        keys.write_text("".join(f'[{name}]\nkey = "{key[name]}"\n{limits[name]}\n' for name in names))
+        with server(directory, keys) as (port, process):
+            tenants = [Honest(name, port, key[name]) for name in HONEST]
+            watch = Watch(port, key["operator"], process.pid)
+            for one in tenants:
+                one.learn()
+            steps = watch.step()
+            together(tenants, min(max(ALONE[0], seconds / 10), ALONE[1]))
+            step = _mean_step(steps, watch.step())
+            alone = {one.name: (one.answers, one.p99, list(one.faults)) for one in tenants}
+            memory, lag = watch.memory(), watch.lag()
+            for one in tenants:
+                one.clear()
+            ended = threading.Event()
+            watching = threading.Thread(target=watch.run, args=(ended,))
+            watching.start()
+            command = [sys.executable, str(ROOT / "benches/hostile_tenants.py"), str(port), str(seconds)]
+            with subprocess.Popen([*command, *(key[name] for name in names[-len(TENANTS) :])], stdout=subprocess.PIPE) as hostile:
+                try:
+                    together(tenants, seconds)
+                    output, _ = hostile.communicate(timeout=TIMEOUT)
+                finally:
+                    hostile.kill()
+                    ended.set()
+            watching.join()
+            lags = late(lag, watch.lag())
+            alive = process.poll() is None
+        log = (directory / "log").read_bytes()
+    counts = {kind: Counter(statuses) for kind, statuses in json.loads(output).items()}
+    kept = alive
+    lines = [
+        "# Honest tenants beside hostile ones",
+        "",
+        f"{time.strftime('%Y-%m-%d')}, {machine()}; {_versions()}.",
+        f"The default model for {seconds:.0f} s; `{' '.join(FLAGS)}`, and at most {MAX_REQUESTS} open requests of each tenant. A stream's",
+        f"bound is {RATIO} times its p99 of the time between two events without the hostile tenants, plus the mean step of that time",
+        f"({step * 1e3:.1f} ms). An answer is right if its text and the log-probabilities of completions are those computed alone.",
+        "",
+        "| tenant | answers | wrong or failed | p99 alone, ms | p99 beside them, ms | bound, ms | longest, ms | kept |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in tenants:
+        answers, before, faults = alone[one.name]
+        bound = None if before is None else RATIO * before + step
+        late_tokens = bound is not None and (one.p99 is None or one.p99 > bound)
+        good = not one.faults and not faults and not late_tokens and one.answers > 0
+        kept = kept and good
+        longest = max(one.gaps, default=None)
+        times = " | ".join("-" if value is None else f"{value * 1e3:.0f}" for value in (before, one.p99, bound, longest))
+        lines.append(f"| {one.name} | {answers} + {one.answers} | {len(faults) + len(one.faults)} | {times} | {'yes' if good else 'no'} |")
+    lines += ["", *_of_the_server(watch, memory, lags, len(log), alive), "", "| hostile requests | statuses |", "|---|---|"]
+    lines += [f"| {kind} | {', '.join(f'{count} x {status}' for status, count in sorted(one.items()))} |" for kind, one in counts.items()]
+    if left_out := [text for one in tenants for text in one.left_out]:
+        lines += ["", f"Left out, because the server refused them alone: {'; '.join(left_out)}."]
+    if faults := [f"- {one.name} {fault}" for one in tenants for fault in (*alone[one.name][2], *one.faults)]:
+        lines += ["", "The first faults:", "", *faults[:10]]
+    return [*lines, "", f"All bounds kept: {'yes' if kept else 'no'}.", ""], kept
+
+
+def _of_the_server(watch: Watch, memory: int, lags: float | None, log_bytes: int, alive: bool) -> list[str]:
+    """What the server's own figures say."""
+    callback = "not measured by this server"
+    if watch.longest_callback is not None:
+        callback = f"{watch.longest_callback[0] * 1e3:.0f} ms of CPU ({watch.longest_callback[1] or 'none above 5 ms'})"
+    return [
+        f"- the event loop's longest callback: {callback}",
+        f"- its lag: {'not measured by this server' if lags is None else f'99 % of timers were late by at most {lags * 1e3:g} ms'}",
+        f"- looks at `/metrics` without an answer in 30 s: {watch.silent}",
+        f"- memory of server and engine: {memory} MiB alone, at most {watch.most_memory} MiB beside them",
+        f"- log: {log_bytes / 1e6:.1f} MB; the server {'ran on' if alive else 'ENDED'}",
+    ]
+
+
+def _mean_step(before: tuple[float, float], after: tuple[float, float]) -> float:
+    return (after[1] - before[1]) / max(1.0, after[0] - before[0])
+
+
+def _versions() -> str:
+    import chairlift
+
+    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return f"Chairlift {chairlift.__version__}, commit {revision or 'unknown'}"
+
+
+def main() -> int:
+    """Runs it, writes the result, and returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="duration beside the hostile tenants (default: 3600)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benches/results/soak.md", help="where the result is written")
+    args = parser.parse_args()
+    lines, kept = soak(args.seconds)
+    args.out.write_text("\n".join(lines))
+    print("\n".join(lines))
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

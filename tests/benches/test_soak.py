@@ -1,0 +1,110 @@
+"""The soak of benches/soak.py sees what it is there to see; its hostile tenants send all they have."""
+
+import json
+import math
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def benches(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benches"))
+    import hostile_tenants
+    import soak
+
+    return soak, hostile_tenants
+
+
+@contextmanager
+def answering(reply):
+    """A server that answers everything with the status and the document, or the events, of `reply(path)`."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            asked.append(self.path)
+            status, content = reply(self.path)
+            events = "".join(f"data: {json.dumps(one)}\n\n" for one in content) + "data: [DONE]\n\n" if isinstance(content, list) else None
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write((json.dumps(content) if events is None else events).encode())
+
+        do_GET = do_DELETE = do_POST  # noqa: N815 (the names are the library's)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server.server_address[1], asked
+        server.shutdown()
+
+
+def streamed(*texts, logprob=-0.5):
+    parts = [{"choices": [{"text": text, "logprobs": {"token_logprobs": [logprob]}, "finish_reason": None}]} for text in texts]
+    return 200, [*parts, {"choices": [{"text": "", "finish_reason": "length"}]}]
+
+
+@pytest.mark.parametrize(
+    ("later", "fault"),
+    [
+        (streamed("a", "b"), None),
+        (streamed("ab", logprob=-0.5), "other bits"),  # a log-probability is missing
+        (streamed("a", "c"), "other bits"),
+        (streamed("a", "b", logprob=-0.25), "other bits"),
+        ((200, [{"error": {"message": "it failed"}}]), "other bits"),
+        ((503, {"error": {}}), "503"),
+    ],
+)
+def test_an_answer_with_other_bits_or_none_is_a_fault(benches, later, fault):
+    soak, _ = benches
+    replies = [streamed("a", "b")] * len(soak.HONEST["alice"])
+    with answering(lambda path: replies.pop() if replies else later) as (port, _):
+        alice = soak.Honest("alice", port, "key")
+        alice.learn()
+        assert not alice.left_out
+        alice.run(0.0)
+    assert alice.answers == 1
+    assert [fault in one for one in alice.faults] == ([] if fault is None else [True])
+
+
+def test_what_the_server_refuses_alone_is_left_out(benches):
+    soak, _ = benches
+    with answering(lambda path: (400, {}) if path == "/v1/embeddings" else (200, {"choices": [1]})) as (port, asked):
+        carol = soak.Honest("carol", port, "key")
+        carol.learn()
+        carol.run(0.0)
+    assert carol.left_out == ["carol's /v1/embeddings: 400"]
+    assert not carol.faults
+    assert asked.count("/v1/embeddings") == 1
+
+
+def test_the_lag_is_that_between_two_looks(benches):
+    soak, _ = benches
+    before = {0.01: 1000.0, 0.1: 1000.0, math.inf: 1000.0}
+    assert soak.late(before, {0.01: 1098.0, 0.1: 1099.0, math.inf: 1100.0}) == 0.1
+    assert soak.late(before, before) is None
+    assert soak.late({}, {}) is None
+
+
+def test_each_hostile_kind_sends_what_it_is_named_for(benches, monkeypatch):
+    _, hostile = benches
+    monkeypatch.setattr(hostile, "IDLE_SOCKETS", 4)
+    monkeypatch.setattr(hostile.time, "sleep", lambda seconds: None)
+    sent = {}
+    with answering(lambda path: (200, {"id": "x"})) as (port, asked):
+        for kind in {kind for kinds in hostile.TENANTS for kind in kinds}:
+            asked.clear()
+            attacker = hostile.Attacker(port, "key", 1)
+            kind(attacker)
+            assert set(attacker.statuses) <= {"200", "left", "opened"}
+            sent[kind.__name__] = (sum(attacker.statuses.values()), asked[:])
+    assert all(count for count, _ in sent.values())
+    assert sent["files"][1] == ["/v1/files"] + ["/v1/files/x"] * 8
+    assert sent["batches"][1] == ["/v1/files", "/v1/batches", "/v1/batches/x/cancel"]
+    assert sent["live_sequences"][1] == ["/v1/sequences", "/v1/sequences/x/fork", "/v1/sequences/x/generate"]
