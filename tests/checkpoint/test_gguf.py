@@ -1,7 +1,9 @@
 import json
 import os
+import re
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,17 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import default_file, gguf_of, tiny_model, write_safetensors
+from gguf_files import default_file, gguf_of, split_gguf_of, tiny_model, write_safetensors
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chairlift import _core
-from chairlift.checkpoint.gguf import BLOCK_TYPES, GGUFTensors, convert
+from chairlift.checkpoint.generation_config import recommended_sampling
+from chairlift.checkpoint.gguf import BLOCK_TYPES, GGUFTensors, convert, model_config
 from chairlift.checkpoint.gguf_file import GGUFFile
+from chairlift.checkpoint.gguf_keys import check_keys
 from chairlift.errors import ChairliftError, UnsupportedModel
+from chairlift.models.encoder import decoder_pooling
 from chairlift.tokenizer import Tokenizer
 
 BLOCKS = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
@@ -49,7 +54,7 @@ def test_config_of_the_default_model(converted: Path) -> None:
     wanted = {"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "head_dim": 64, "vocab_size": 49152, "eos_token_id": 2}
     wanted |= {"rms_norm_eps": 1e-5, "rope_theta": 1e5, "max_position_embeddings": 8192, "tie_word_embeddings": True}
     assert {key: config[key] for key in wanted} == wanted
-    assert json.loads((converted / "generation_config.json").read_text()) == {"bos_token_id": 1, "pad_token_id": 2, "eos_token_id": [2]}
+    assert json.loads((converted / "generation_config.json").read_text()) == {"bos_token_id": 1, "pad_token_id": 2, "eos_token_id": [2, 0]}
 
 
 @pytest.mark.slow
@@ -155,7 +160,11 @@ def _altered(tmp_path: Path, **metadata: Any) -> Path:
     [
         ({"general__architecture": "mamba"}, "architecture 'mamba'; those that can be read: llama, qwen2, qwen3"),
         ({"llama__expert_count": 8}, "mixture of experts"),
-        ({"split__count": 3}, "llama-gguf-split --merge"),
+        ({"split__count": 3}, "is one part of 3: name the first, whose name ends with -00001-of-00003.gguf"),
+        ({"llama__attention__clamp_kqv": 8.0}, "llama.attention.clamp_kqv is 8.0, which the code for this architecture cannot compute"),
+        ({"llama__expert_used_count": 2}, "llama.expert_used_count is 2, which"),
+        ({"llama__attention__scale": 0.5}, "llama.attention.scale is 0.5, which"),
+        ({"llama__attention__causal": False}, "llama.attention.causal is False, which"),
         ({"llama__block_count": None}, "llama.block_count is None"),
         ({"llama__block_count": 2**31 - 1}, "says it has 2147483647 layers but holds 21 tensors"),
         ({"llama__block_count": 3}, "lacks 9 tensors, model.layers.2.self_attn.q_proj.weight among them"),
@@ -180,6 +189,95 @@ def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, metadata
     with pytest.raises(UnsupportedModel, match=reason):
         convert(path, tmp_path / "out")
     assert [left.name for left in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+def _keys_of_the_package(kinds: Any) -> list[str]:
+    """All metadata keys that the gguf package knows, for the architecture llama."""
+    found: list[str] = []
+    for name, value in vars(kinds).items():
+        if isinstance(value, type):
+            found += _keys_of_the_package(value)
+        elif isinstance(value, str) and not name.startswith("_"):
+            found.append(re.sub(r"\{\w+\}", "0", value.replace("{arch}", "llama")))
+    return found
+
+
+def test_each_key_is_used_or_changes_nothing_or_is_reported(tmp_path: Path) -> None:
+    """Every key that the gguf package knows, with a value that is not neutral, one after the other."""
+    path = tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("llama"), path)
+    file = GGUFFile(path, BLOCKS.get)
+    model_config(file)
+    assert check_keys(path, file.unread(), 16) == []
+    outcomes = Counter[str]()
+    for key in sorted({*_keys_of_the_package(gguf.constants.Keys), "llama.made_up"}):
+        if file.value(key) is not None:
+            continue
+        try:
+            outcomes["reported" if check_keys(path, {key: 7}, 16) else "fine"] += 1
+        except UnsupportedModel:
+            outcomes["refused"] += 1
+    assert outcomes["refused"] > 60
+    assert outcomes["reported"] > 20
+    neutral = {
+        "llama.expert_count": 0,
+        "llama.attention.scale": 0.25,
+        "llama.rope.scaling.attn_factor": 1.0,
+        "llama.attention.causal": True,
+    }
+    assert check_keys(path, neutral | {"llama.made_up": 7}, 16) == ["llama.made_up"]
+
+
+def test_an_unknown_key_is_reported_when_the_weights_are_opened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    GGUFTensors(_altered(tmp_path, llama__made_up=7))
+    assert "tiny.gguf has metadata that is not known here and not used: llama.made_up" in caplog.text
+
+
+def test_recommended_sampling(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"temp": 0.7, "top_k": 1, "top_p": 0.9, "min_p": 0.05, "penalty_repeat": 1.1}
+    path = _altered(tmp_path, **{f"general__sampling__{name}": value for name, value in settings.items()}, general__sampling__mirostat=2)
+    convert(path, tmp_path / "out")
+    assert recommended_sampling(tmp_path / "out") == {
+        **{"temperature": 0.7, "top_k": 1, "top_p": 0.9, "min_p": 0.05},
+        "repetition_penalty": 1.1,
+    }
+    assert "recommends sampling with mirostat, which is not supported" in caplog.text
+    convert(path, tmp_path / "other", {"temperature": 0.2})
+    assert recommended_sampling(tmp_path / "other")["temperature"] == 0.2
+
+
+@pytest.mark.parametrize(("number", "pooling"), [(None, "last"), (0, "last"), (1, None), (3, "last"), (4, None)])
+def test_pooling(tmp_path: Path, number: int | None, pooling: str | None) -> None:
+    convert(_altered(tmp_path, llama__pooling_type=number), tmp_path / "out")
+    assert decoder_pooling(tmp_path / "out") == pooling
+
+
+def test_a_split_file_holds_the_tensors_of_all_parts(tmp_path: Path) -> None:
+    model = tiny_model("qwen2")
+    gguf_of(model, tmp_path / "whole.gguf")
+    parts = split_gguf_of(model, tmp_path / "m" / "tiny.gguf", 6)
+    whole, split = GGUFTensors(tmp_path / "whole.gguf"), GGUFTensors(parts[0])
+    assert whole.entries.keys() == split.entries.keys()
+    assert {entry.file for entry in split.entries.values()} == {*parts[1:]} | {
+        path for path in parts[:1] if GGUFFile(path, BLOCKS.get).tensors
+    }
+    for name in whole.entries:
+        np.testing.assert_array_equal(whole.values(name), split.values(name), strict=True)
+
+
+def test_damaged_sets_of_parts_are_refused(tmp_path: Path) -> None:
+    parts = split_gguf_of(tiny_model("qwen2"), tmp_path / "m" / "tiny.gguf", 6)
+    second = parts[1].read_bytes()
+    for content, reason in (
+        (parts[2].read_bytes(), "is not part 2 of"),
+        (second[: len(second) // 2], "damaged or incomplete"),
+        (None, "is missing: the model has"),
+    ):
+        parts[1].unlink()
+        if content is not None:
+            parts[1].write_bytes(content)
+        with pytest.raises(UnsupportedModel, match=reason):
+            GGUFTensors(parts[0])
 
 
 def test_frequencies_of_another_kind_are_refused(tmp_path: Path) -> None:

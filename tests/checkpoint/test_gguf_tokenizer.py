@@ -2,11 +2,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_files import CONTROLS, byte_level_metadata, default_file, gguf_of, sentencepiece_metadata, tiny_model
+from gguf_files import (
+    CONTROL,
+    CONTROLS,
+    NORMAL,
+    USER_DEFINED,
+    byte_level_metadata,
+    default_file,
+    gguf_of,
+    sentencepiece_metadata,
+    tiny_model,
+)
 from tokenizers.pre_tokenizers import ByteLevel, Digits
 from tokenizers.pre_tokenizers import Sequence as InTurn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from chairlift.checkpoint.end_tokens import end_tokens
 from chairlift.checkpoint.gguf import convert
 from chairlift.errors import UnsupportedModel
 from chairlift.tokenizer import Tokenizer
@@ -79,7 +90,7 @@ BYTE_TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "default", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
 def test_ways_of_cutting_words(tmp_path: Path, pre: str) -> None:
     ours, theirs = _both(tmp_path, byte_level_metadata(pre) | {"tokenizer.ggml.add_bos_token": False})
     # Qwen's own tokenizer composes characters first (NFC), which transformers leaves out for GGUF files; and it adds
@@ -125,6 +136,71 @@ def test_ends_of_a_turn(tmp_path: Path) -> None:
     metadata = byte_level_metadata("gpt-2") | {"tokenizer.ggml.eos_token_id": 257, "tokenizer.ggml.eot_token_id": 258}
     ours, _ = _both(tmp_path, metadata)
     assert ours.eos_token_ids == {256, 257, 258}  # <|end|> is known to end a turn
+
+
+@pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED, CONTROL])
+def test_a_token_with_a_known_text_ends_answers_whatever_its_type(tmp_path: Path, kind: int) -> None:
+    metadata = byte_level_metadata("gpt-2") | {"tokenizer.ggml.eos_token_id": 257, "tokenizer.ggml.eos_token_ids": [90]}
+    metadata["tokenizer.ggml.token_type"][256] = kind
+    ours, _ = _both(tmp_path, metadata)
+    assert ours.eos_token_ids == {90, 256, 257}
+    assert ours.decode([97, 256]) == "a"
+    assert ours.encode("a<|end|>") == [97, 256]
+
+
+def test_what_ends_a_message_alone_does_not_end_an_answer() -> None:
+    assert end_tokens({"<|end|>": 1, "<|return|>": 2, "<|call|>": 3, "a": 4}) == {2, 3}
+    assert end_tokens({"<|end|>": 1, "<|calls|>": 2, "<|flush|>": 3}) == {2, 3}
+    assert end_tokens({"<|end|>": 1, "<|return|>": 2}) == {1, 2}
+    assert end_tokens({"</s>": 1, "<turn|>": 2, "<|tool_response>": 3}) == {2, 3}
+    assert end_tokens({"</s>": 1, "<eos>": 2}) == {1, 2}
+
+
+def test_named_chat_templates(tmp_path: Path) -> None:
+    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "tools", "tokenizer.chat_template.rag": "rag"}
+    ours, _ = _both(tmp_path, byte_level_metadata("gpt-2") | templates)
+    assert ours.decode(ours.chat([])) == "plain"
+    assert ours.decode(ours.chat([], tools=[{}])) == "tools"
+
+
+def test_an_unknown_pre_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"of the kind 'gpt2' / 'somebodys-own'; put the model's own tokenizer.json beside"):
+        _both(tmp_path, byte_level_metadata("somebodys-own"))
+
+
+def test_a_missing_pre_tokenizer_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _both(tmp_path, byte_level_metadata("gpt-2") | {"tokenizer.ggml.pre": None})
+    assert "names no pre-tokenizer" in caplog.text
+
+
+def test_gemma4_merges_characters(tmp_path: Path) -> None:
+    metadata = sentencepiece_metadata() | {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.pre": None}
+    metadata |= {"tokenizer.ggml.merges": ["h e", "l l"], "tokenizer.ggml.add_bos_token": False}
+    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", replaced=metadata)
+    convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    ours = Tokenizer(tmp_path / "out")
+    assert [ours.piece(token) for token in ours.encode("hell he\u4f60")] == [b"<s>", b"he", b"ll", b" ", b"he", b"\xe4", b"\xbd", b"\xa0"]
+    assert ours.decode(ours.encode(" he\u4f60")) == " he\u4f60"
+
+
+def test_wordpiece(tmp_path: Path) -> None:
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "\u2581hello", "\u2581wor", "ld", "\u2581a", "\u2581,"]
+    metadata = byte_level_metadata("gpt-2") | {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.pre": "bert-bge",
+        "tokenizer.ggml.tokens": pieces + [f"[unused{index}]" for index in range(320 - len(pieces))],
+        "tokenizer.ggml.token_type": [CONTROL] * 4 + [NORMAL] * (len(pieces) - 4) + [5] * (320 - len(pieces)),
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.seperator_token_id": 3,
+        "tokenizer.ggml.unknown_token_id": 1,
+        "tokenizer.ggml.eos_token_id": None,
+    }
+    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", replaced=metadata)
+    convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    ours = Tokenizer(tmp_path / "out")
+    assert ours.encode("H\u00e9llo World, a zz") == [2, 4, 5, 6, 8, 7, 1, 3]
+    assert ours.decode(ours.encode("hello world")) == "hello world"
 
 
 def test_llama3_takes_whole_words_before_it_merges(tmp_path: Path) -> None:

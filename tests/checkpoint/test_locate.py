@@ -4,13 +4,15 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from gguf_files import gguf_of, tiny_model
+from gguf_files import gguf_of, split_gguf_of, tiny_model
 from huggingface_hub import constants, errors
 
 from chairlift.checkpoint import locate as module
+from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.locate import cache_dir, locate, public_name
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ChairliftError, ModelNotFound, UnsupportedModel
+from chairlift.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_default_model_is_complete(model_dir: Path) -> None:
     names = {path.name for path in model_dir.iterdir()}
     config = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    assert names == {*config, "model.gguf"}
+    assert names == {*config, LINK}
     assert locate(DEFAULT_MODEL) == model_dir
 
 
@@ -53,7 +55,7 @@ def test_a_file_is_converted_once(tmp_path: Path, cache: Path, capsys: pytest.Ca
     gguf_of(tiny_model("qwen2"), path)
     first = locate(str(path))
     assert first.parent == cache / "gguf"
-    assert (first / "model.gguf").resolve() == path
+    assert (first / LINK).resolve() == path
     assert capsys.readouterr().err == "Reading the tokenizer of tiny.gguf\n"
     assert locate(str(path)) == first
     assert capsys.readouterr().err == ""
@@ -134,13 +136,48 @@ def test_a_file_that_was_moved_away_and_back_is_linked_again(tmp_path: Path, cac
     assert locate(str(path), progress=False) == found
 
 
-def test_a_directory_with_one_gguf_file_stands_for_it(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "m").mkdir()
-    gguf_of(tiny_model("qwen2"), tmp_path / "m" / "tiny.gguf")
-    assert (locate(str(tmp_path / "m"), progress=False) / "config.json").is_file()
-    (tmp_path / "m" / "other.gguf").write_bytes(b"")
-    with pytest.raises(ModelNotFound, match=r"it holds 2 \.gguf files: name one of them"):
-        locate(str(tmp_path / "m"))
+def test_the_model_among_the_gguf_files_of_a_directory(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "m"
+    place.mkdir()
+    for name in ("a-Q8_0.gguf", "b-q4_k_m.GGUF", "a-F16.gguf"):
+        gguf_of(tiny_model("qwen2"), place / name)
+    for name in ("mmproj-F16.gguf", "imatrix.gguf", "mtp-a.gguf", "eagle3-a.gguf"):
+        (place / name).write_bytes(b"GGUF")
+    assert (locate(str(place)) / LINK).resolve().name == "b-q4_k_m.GGUF"
+    assert f"Taking b-q4_k_m.GGUF of {place}, which also holds a-Q8_0.gguf, a-F16.gguf" in capsys.readouterr().err
+    (place / "b-q4_k_m.GGUF").unlink()
+    (place / "config.json").write_text("{}")  # some repositories of GGUF files have one
+    assert (locate(str(place), progress=False) / LINK).resolve().name == "a-Q8_0.gguf"
+    (place / "model.safetensors").write_bytes(b"")
+    assert locate(str(place)) == place
+
+
+def test_a_file_may_have_any_name(tmp_path: Path, cache: Path) -> None:
+    gguf_of(tiny_model("qwen2"), tmp_path / "tiny.gguf")
+    (tmp_path / "tiny.gguf").rename(tmp_path / "blob")
+    assert (locate(str(tmp_path / "blob"), progress=False) / LINK).resolve() == tmp_path / "blob"
+
+
+@pytest.mark.parametrize("name", ["tiny.gguf", ""])
+def test_a_tokenizer_beside_a_link_to_the_file_is_taken(tmp_path: Path, cache: Path, model_dir: Path, name: str) -> None:
+    """A snapshot in the hub's cache holds links to files of other names elsewhere."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    gguf_of(tiny_model("qwen2"), blobs / "tiny.gguf", tokenizer="unheard-of")
+    (blobs / "tiny.gguf").rename(blobs / "aaaa")
+    (blobs / "bbbb").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    (snapshot / "tiny.gguf").symlink_to("../blobs/aaaa")
+    (snapshot / "tokenizer.json").symlink_to("../blobs/bbbb")
+    assert Tokenizer(locate(str(snapshot / name), progress=False)).vocab_size == 49152
+
+
+def test_any_part_of_a_split_file_stands_for_the_model(tmp_path: Path, cache: Path) -> None:
+    split_gguf_of(tiny_model("qwen2"), tmp_path / "m" / "tiny.gguf", 6)
+    parts = sorted((tmp_path / "m").iterdir())
+    assert len(parts) > 2
+    assert len({locate(str(path), progress=False) for path in (*parts, tmp_path / "m")}) == 1
+    assert public_name(str(parts[1])) == "tiny"
 
 
 def test_a_bad_file_leaves_nothing(tmp_path: Path, cache: Path) -> None:
@@ -153,8 +190,8 @@ def test_a_bad_file_leaves_nothing(tmp_path: Path, cache: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("empty", r"empty has no config\.json; a model's directory holds config\.json, tokenizer\.json and \*\.safetensors"),
-        ("weights.bin", r"weights\.bin is a file but not a \.gguf one"),
+        ("empty", r"empty has no config\.json and no GGUF file; a model's directory holds config\.json, tokenizer\.json"),
+        ("weights.bin", r"weights\.bin is a file but not a GGUF one"),
         ("missing", "there is no model '.*missing' here; name a directory"),
         ("missing.gguf", "there is no model"),
     ],

@@ -59,10 +59,12 @@ def gguf_of(
     replaced: dict[str, Any] | None = None,
     frequencies: np.ndarray | None = None,
     kinds: dict[str, gguf.GGMLQuantizationType] | None = None,
+    split: int = 0,
 ) -> None:
     """Writes `model`, its matrices quantized; `replaced` metadata differ from what it says, and None is left out.
 
-    `kinds` names the types of some matrices, by their Hugging Face names without `.weight`.
+    `kinds` names the types of some matrices, by their Hugging Face names without `.weight`. With `split` there are that many tensors in
+    each part.
     """
     config, kind = model.config, model.config.model_type.removesuffix("_text")
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -96,7 +98,7 @@ def gguf_of(
         values[f"{kind}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if rope["rope_type"] == "llama3":
         frequencies = _llama3_divisors(rope, head_dim)
-    writer = _writer(path, values | (replaced or {}))
+    writer = _writer(path, values | (replaced or {}), split)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -114,6 +116,13 @@ def gguf_of(
     if frequencies is not None:
         writer.add_tensor("rope_freqs.weight", frequencies)
     _write(writer)
+
+
+def split_gguf_of(model: PreTrainedModel, path: Path, tensors: int, **options: Any) -> list[Path]:
+    """Writes `model` in parts of so many tensors, as path-00001-of-0000N.gguf; returns the parts."""
+    path.parent.mkdir(exist_ok=True)
+    gguf_of(model, path, split=tensors, **options)
+    return sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))
 
 
 def quantized(weights: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
@@ -184,8 +193,8 @@ def _llama3_divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
     return np.array(divisors, dtype=np.float32)
 
 
-def _writer(path: Path, values: dict[str, Any]) -> gguf.GGUFWriter:
-    writer = gguf.GGUFWriter(path, values.pop("general.architecture"))
+def _writer(path: Path, values: dict[str, Any], split: int = 0) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(path, values.pop("general.architecture"), split_max_tensors=split)
     for key, value in values.items():
         if value is None:
             continue
@@ -195,7 +204,7 @@ def _writer(path: Path, values: dict[str, Any]) -> gguf.GGUFWriter:
             writer.add_string(key, value)
         elif isinstance(value, bool):
             writer.add_bool(key, value)
-        elif key.rsplit(".", 1)[1] in FLOATS:
+        elif isinstance(value, float) or key.rsplit(".", 1)[1] in FLOATS:
             writer.add_float32(key, value)
         else:
             writer.add_uint32(key, value)

@@ -13,7 +13,7 @@ from chairlift.errors import ChairliftError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk."""
-LINK = "model.gguf"
+LINK = "chairlift.gguf"
 """File name in the directory of a converted model: a symbolic link to the GGUF file, from which the tensors are read."""
 
 
@@ -27,12 +27,6 @@ def hub_dir(directory: str | None = None) -> Path | None:
     """Returns the directory of Hugging Face hub models if `directory` or $CHAIRLIFT_CACHE_DIR sets it; None for the hub's own cache."""
     named = _named(directory)
     return named and named / "hub"
-
-
-def weight_bytes(model: Path) -> int:
-    """Returns the size of the weights in a model's directory, or of a .gguf file; 0 if there are none here."""
-    files = [model] if model.is_file() else [*model.glob("*.safetensors"), *model.glob("*.gguf")]
-    return sum(file.stat().st_size for file in files if file.exists())
 
 
 def _named(directory: str | None) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 import tempfile
@@ -14,9 +15,12 @@ import numpy as np
 
 from chairlift.checkpoint.cache import LINK, writing_to
 from chairlift.checkpoint.gguf_file import GGUFFile, TensorEntry
-from chairlift.checkpoint.gguf_tokenizer import turn_end_ids, write_tokenizer
+from chairlift.checkpoint.gguf_keys import check_keys
+from chairlift.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
 from chairlift.checkpoint.safetensors_file import Array, as_float32
 from chairlift.errors import UnsupportedModel
+
+log = logging.getLogger("chairlift")
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -53,6 +57,10 @@ _GEMMA_LAYER = {
 """Gemma has an additional norm after attention and after the MLP, and other names for the norms before them."""
 _IGNORED = ("rope_freqs.weight", ".attn_rot_embd.weight")
 """Tensors that are not weights: frequencies that follow from the configuration."""
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
+"""Recommended sampling settings: keys below `general.sampling`, and the names in generation_config.json."""
+_POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
+"""llama.cpp's numbers of ways to combine the states of a text, and the names in sentence-transformers' configuration."""
 _CACHED_BYTES = 1 << 16
 BLOCK_TYPES = {
     0: ("F32", 1, 4),
@@ -88,6 +96,7 @@ def convert(path: Path, out: Path, sampling: Mapping[str, float] | None = None) 
     """
     file = _opened(path)
     config = model_config(file)
+    check_keys(path, file.unread(), config["head_dim"])
     with writing_to(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -106,7 +115,12 @@ def _write(file: GGUFFile, config: dict[str, Any], out: Path, sampling: Mapping[
     write_tokenizer(file, out)
     _write_json(out / "config.json", config)
     generation = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
-    _write_json(out / "generation_config.json", generation | {"eos_token_id": turn_end_ids(file)} | dict(sampling))
+    generation |= {"eos_token_id": end_token_ids(file)} | _recommended_sampling(file) | dict(sampling)
+    _write_json(out / "generation_config.json", generation)
+    if (pooling := file.value(f"{file.get('general.architecture', str)}.pooling_type")) in _POOLINGS:
+        _write_json(out / "modules.json", [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}])
+        (out / "1_Pooling").mkdir()
+        _write_json(out / "1_Pooling" / "config.json", {"pooling_mode": _POOLINGS[pooling]})
     for _ in _matched(file, config):
         pass  # checks that all tensors exist and have the right shapes
     (out / LINK).symlink_to(file.path.absolute())
@@ -121,6 +135,8 @@ class GGUFTensors:
         self.path = path
         self.file = _opened(path, vocabulary=False)
         self._config = model_config(self.file)
+        if unknown := check_keys(path, self.file.unread(), self._config["head_dim"]):
+            log.warning("%s has metadata that is not known here and not used: %s", path.name, ", ".join(unknown))
         self.entries = dict(_matched(self.file, self._config))
 
     def interleaved(self, name: str) -> int:
@@ -142,9 +158,11 @@ class GGUFTensors:
 
 def _opened(path: Path, *, vocabulary: bool = True) -> GGUFFile:
     try:
-        return GGUFFile(path, _block_size, vocabulary=vocabulary)
+        file = GGUFFile(path, _block_size, vocabulary=vocabulary)
+        file.read_parts()
     except OSError as error:
         raise UnsupportedModel(f"{path} cannot be read: {error}") from error
+    return file
 
 
 def _block_size(kind: int) -> tuple[int, int] | None:
@@ -169,8 +187,6 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModel(f"{file.path} holds a model of architecture {kind!r}; those that can be read: {known}")
-    if file.size("split.count", 1) > 1:
-        raise UnsupportedModel(f"{file.path} is one part of several: join them with llama-gguf-split --merge")
     if file.get(f"{kind}.expert_count", int):
         raise UnsupportedModel(f"{file.path} is a mixture of experts, which cannot be read from GGUF")
     hidden, heads = file.size(f"{kind}.embedding_length"), file.size(f"{kind}.attention.head_count")
@@ -231,7 +247,7 @@ def _gemma_config(file: GGUFFile, kind: str, config: dict[str, Any]) -> dict[str
         "final_logit_softcapping": None,
     }
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if kind == "gemma2" or f"{kind}.{name}" in file.metadata:
+        if kind == "gemma2" or file.value(f"{kind}.{name}") is not None:
             found[name] = file.number(f"{kind}.{name}", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}[name])
     if kind == "gemma3":
         found["rope_local_base_freq"] = file.number(f"{kind}.rope.freq_base_swa", 10000.0)
@@ -247,9 +263,21 @@ def _granite_config(file: GGUFFile) -> dict[str, Any]:
     return {name: file.number(f"granite.{key}", 1.0) for name, key in names.items()}
 
 
+def _recommended_sampling(file: GGUFFile) -> dict[str, Any]:
+    """Returns the sampling settings that the file recommends, by their names in generation_config.json."""
+    found = {name: file.value(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    settings = {
+        name: float(str(np.float32(value))) if isinstance(value, float) else value for name, value in found.items() if value is not None
+    }
+    others = [key for key in ("mirostat", "xtc_probability") if file.value(f"general.sampling.{key}")]
+    if others:
+        log.warning("%s recommends sampling with %s, which is not supported", file.path, " and ".join(others))
+    return settings
+
+
 def _layer_types(file: GGUFFile, key: str, default: int, layers: int) -> list[str]:
     """Returns the attention type of each layer. Every n-th layer has full attention, or a list names the layers with a window."""
-    pattern = file.metadata.get(key)
+    pattern = file.value(key)
     if isinstance(pattern, list):
         if len(pattern) != layers:
             raise UnsupportedModel(f"{file.path}: {key} has {len(pattern)} entries for {layers} layers")
@@ -378,5 +406,5 @@ def _dequantize(file: GGUFFile, entry: TensorEntry) -> Array:
     return values.astype(np.float32, copy=False).reshape(entry.shape)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: dict[str, Any] | list[Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from chairlift.checkpoint.gguf_parts import parts_of
 from chairlift.errors import UnsupportedModel
 
 _STRING, _ARRAY = 8, 9
@@ -25,8 +26,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of the file: `shape` in numpy's order (rows first), `kind` a ggml type, `start` and `size` in bytes."""
+    """One tensor in a file: `shape` in numpy's order (rows first), `kind` a ggml type, `start` and `size` in bytes."""
 
+    file: Path
     name: str
     shape: tuple[int, ...]
     kind: int
@@ -35,7 +37,7 @@ class TensorEntry:
 
 
 class GGUFFile:
-    """An open GGUF file of version 2 or 3.
+    """An open GGUF file of version 2 or 3, with the tensors of all its parts if it is the first one of a split model.
 
     The `gguf` package's own reader makes an array object for each entry of the vocabulary, which takes seconds. This reader takes a tenth
     of a second. It checks every length in the file and raises UnsupportedModel for invalid data.
@@ -47,8 +49,9 @@ class GGUFFile:
         Without `vocabulary`, lists of texts are skipped, which takes a fifth of the time.
         """
         self.path = path
-        self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorEntry] = {}
+        self._metadata: dict[str, Any] = {}
+        self._read: set[str] = set()
         self._block_size, self._vocabulary = block_size, vocabulary
         self._at = 0
         self._header = b""
@@ -62,10 +65,46 @@ class GGUFFile:
         except (struct.error, ValueError, OverflowError) as error:
             raise self._corrupt(str(error)) from None
         self._header = b""
+        self._parts = {path: self}
+
+    def read_parts(self) -> None:
+        """Adds the tensors of the other parts. Raises UnsupportedModel if a part is missing or does not belong to this one."""
+        count = self.get("split.count", int) or 1
+        if count == 1:
+            return
+        paths = parts_of(self.path)
+        if self.get("split.no", int) != 0 or len(paths) != count:
+            raise UnsupportedModel(f"{self.path} is one part of {count}: name the first, whose name ends with -00001-of-{count:05}.gguf")
+        for number, path in enumerate(paths[1:], 1):
+            if not path.is_file():
+                raise UnsupportedModel(f"{path} is missing: the model has {count} parts, which must be in one directory")
+            part = GGUFFile(path, self._block_size, vocabulary=False)
+            if (part.get("split.no", int), part.get("split.count", int)) != (number, count):
+                raise UnsupportedModel(f"{path} is not part {number + 1} of {count}, as its name says: download it again")
+            if both := part.tensors.keys() & self.tensors.keys():
+                raise UnsupportedModel(f"{path}: tensor {min(both)} is in another part too: download the parts again")
+            self.tensors |= part.tensors
+            self._parts[path] = part
+        total = self.get("split.tensors.count", int)
+        if total is not None and total != len(self.tensors):
+            raise UnsupportedModel(f"{self.path} and its parts hold {len(self.tensors)} tensors of {total}: download them again")
+
+    def value(self, key: str) -> Any:
+        """Returns the metadata under `key`, of any type; None if it is missing."""
+        self._read.add(key)
+        return self._metadata.get(key)
+
+    def keys(self, prefix: str) -> list[str]:
+        """Returns the metadata keys that begin with `prefix`."""
+        return [key for key in self._metadata if key.startswith(prefix)]
+
+    def unread(self) -> dict[str, Any]:
+        """Returns the metadata that nobody has asked for."""
+        return {key: value for key, value in self._metadata.items() if key not in self._read}
 
     def get(self, key: str, kind: type[T]) -> T | None:
         """Returns the metadata under `key`; None if it is missing. Raises UnsupportedModel if it is not of type `kind`."""
-        value = self.metadata.get(key)
+        value = self.value(key)
         if value is None or type(value) is kind:
             return value
         raise self._corrupt(f"{key} is {value!r:.50} and not of type {kind.__name__}")
@@ -91,10 +130,10 @@ class GGUFFile:
 
     def data(self, entry: TensorEntry) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Returns the tensor's bytes as stored, flat uint8. Raises UnsupportedModel if the file was truncated."""
-        data = bytearray(entry.size)
+        data, file = bytearray(entry.size), self._parts[entry.file]._file
         at = 0
         while at < entry.size:
-            count = os.preadv(self._file.fileno(), [memoryview(data)[at:]], entry.start + at)
+            count = os.preadv(file.fileno(), [memoryview(data)[at:]], entry.start + at)
             if not count:
                 raise self._corrupt(f"tensor {entry.name} ends beyond it: it became shorter while it was read")
             at += count
@@ -112,9 +151,9 @@ class GGUFFile:
         num_tensors, num_keys = self._number("Q"), self._number("Q")
         for _ in range(num_keys):
             key = self._text()
-            if key in self.metadata:
+            if key in self._metadata:
                 raise ValueError(f"the key {key!r} occurs twice")
-            self.metadata[key] = self._value(self._number("I"))
+            self._metadata[key] = self._value(self._number("I"))
         entries = [self._tensor_entry() for _ in range(num_tensors)]
         alignment = self.size("general.alignment", 32)
         self._place(entries, -(-self._at // alignment) * alignment)
@@ -128,7 +167,7 @@ class GGUFFile:
             elements, size = block_size
             if not shape or 0 in shape or shape[-1] % elements or name in self.tensors:
                 raise ValueError(f"tensor {name} of shape {list(shape)}")
-            entry = TensorEntry(name, shape, kind, data_start + offset, math.prod(shape) // elements * size)
+            entry = TensorEntry(self.path, name, shape, kind, data_start + offset, math.prod(shape) // elements * size)
             if entry.start + entry.size > self._size:
                 raise ValueError(f"tensor {name} ends at byte {entry.start + entry.size} of {self._size}")
             self.tensors[name] = entry

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chairlift.checkpoint.end_tokens import end_tokens
 from chairlift.checkpoint.gguf_file import GGUFFile
+from chairlift.checkpoint.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from chairlift.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+log = logging.getLogger("chairlift")
+
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
 
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-_SPLITS = {
-    "default": "gpt2",
-    "gpt-2": "gpt2",
-    "smollm": "digits",
-    "llama-bpe": "llama3",
-    "llama3": "llama3",
-    "llama-v3": "llama3",
-    "qwen2": "qwen2",
-    "deepseek-r1-qwen": "qwen2",
-}
-"""Regular expressions that split text into words before merging, by the file's `tokenizer.ggml.pre`."""
-
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "cls": "cls", "mask": "mask"}
+"""Roles of tokens, and their names in keys of GGUF files."""
+_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+"""gpt-oss's marks of a message's parts: they are text of an answer, whatever type the file gives them."""
 
 
 def write_tokenizer(file: GGUFFile, out: Path) -> None:
@@ -55,45 +46,52 @@ def write_tokenizer(file: GGUFFile, out: Path) -> None:
         "model_max_length": file.size(f"{file.get('general.architecture', str)}.context_length"),
         "added_tokens_decoder": {},
     }
-    for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        if token := _role(file, name):
+    for role in _ROLES:
+        if token := _role(file, role):
             config[f"{role}_token"] = token[0]
             # Lets callers read the id of a role's token without loading the tokenizer.
             config["added_tokens_decoder"][str(token[1])] = {"content": token[0], "special": True}
-    if template := file.get("tokenizer.chat_template", str):
-        config["chat_template"] = template
+    if templates := _chat_templates(file):
+        config["chat_template"] = templates
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def turn_end_ids(file: GGUFFile) -> list[int]:
-    """Returns the tokens that end an answer: end of sequence, and the end-of-turn tokens of chat models."""
-    ids = [token[1] for name in ("eos", "eot", "eom") if (token := _role(file, name))]
-    tokens, kinds = file.get("tokenizer.ggml.tokens", list) or [], file.get("tokenizer.ggml.token_type", list) or []
-    for index, (text, kind) in enumerate(zip(tokens, kinds, strict=False)):
-        if kind == _CONTROL and text in _TURN_ENDS:
-            ids.append(index)
-    return list(dict.fromkeys(ids))
+def _chat_templates(file: GGUFFile) -> list[dict[str, str]]:
+    """Returns the file's chat templates by name, as tokenizer_config.json lists them."""
+    key = "tokenizer.chat_template"
+    named = {"default": key} | {name.removeprefix(f"{key}."): name for name in file.keys(f"{key}.")}
+    return [{"name": name, "template": text} for name, key in named.items() if (text := file.get(key, str))]
+
+
+def end_token_ids(file: GGUFFile) -> list[int]:
+    """Returns the tokens that end an answer: those with such a role, those that the file lists, and those with a known text."""
+    roles = [token[1] for name in ("eos", "eot", "eom") if (token := _role(file, name))]
+    tokens = file.get("tokenizer.ggml.tokens", list) or []
+    listed = [token for token in file.get("tokenizer.ggml.eos_token_ids", list) or [] if 0 <= token < len(tokens)]
+    known = end_tokens({text: index for index, text in enumerate(tokens)})
+    return list(dict.fromkeys((*roles, *listed, *sorted(known))))
 
 
 def build_tokenizer(file: GGUFFile) -> Tokenizer:
     """Builds the tokenizer that the file's metadata describes."""
-    from tokenizers import AddedToken
-
     tokens, kinds = file.get("tokenizer.ggml.tokens", list) or [], file.get("tokenizer.ggml.token_type", list) or []
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
     vocab = {token: index for index, token in enumerate(tokens)}
     if not vocab or len(vocab) != len(tokens) or (kinds and len(kinds) != len(tokens)):
         raise _refused(file, "its vocabulary is missing or contradicts itself")
-    model, split = file.get("tokenizer.ggml.model", str), file.get("tokenizer.ggml.pre", str) or "default"
     try:
-        if model == "gpt2" and split in _SPLITS:
-            tokenizer = _byte_level(vocab, file.get("tokenizer.ggml.merges", list) or [], _SPLITS[split])
+        model, rules = file.get("tokenizer.ggml.model", str), _rules(file)
+        if rules is PRE_TOKENIZERS["default"]:
+            log.warning("%s names no pre-tokenizer, so its text may be split in another way than in training: convert it again", file.path)
+        if rules is not None:
+            tokenizer = _pair_merging(vocab, file.get("tokenizer.ggml.merges", list) or [], rules)
         elif model == "llama":
             tokenizer = _sentencepiece(vocab, file)
+        elif model == "bert":
+            tokenizer = _wordpiece(tokens, kinds, file)
         else:
-            raise _refused(file, f"its tokenizer is of the kind {model!r} / {split!r}")
-        for special, chosen in ((True, (_UNKNOWN, _CONTROL)), (False, (_USER_DEFINED,))):
-            added = [token for token, kind in zip(tokens, kinds, strict=False) if token and kind in chosen]
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=special) for token in added])
+            raise _refused(file, f"its tokenizer is of the kind {model!r} / {file.get('tokenizer.ggml.pre', str)!r}")
+        _add_tokens(tokenizer, tokens, kinds, set(end_token_ids(file)))
         _add_ends(tokenizer, file)
     except UnsupportedModel:
         raise
@@ -102,29 +100,69 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
     return tokenizer
 
 
+def _add_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int], ends: set[int]) -> None:
+    """Marks the tokens that are found in a text before it is split. Tokens that end an answer are control tokens, whatever their type."""
+    from tokenizers import AddedToken
+
+    special = {index for index, kind in enumerate(kinds) if kind in (_UNKNOWN, _CONTROL)} | ends
+    special -= {index for index, token in enumerate(tokens) if token in _SHOWN}
+    shown = {index for index, kind in enumerate(kinds) if kind == _USER_DEFINED or tokens[index] in _SHOWN} - special
+    for chosen, is_special in ((special, True), (shown, False)):
+        tokenizer.add_tokens([AddedToken(tokens[index], normalized=False, special=is_special) for index in sorted(chosen)])
+
+
+def _rules(file: GGUFFile) -> PreTokenizer | None:
+    """Returns how a vocabulary with merges splits text; None for other kinds of vocabularies, and for an unknown name."""
+    model, name = file.get("tokenizer.ggml.model", str), file.get("tokenizer.ggml.pre", str)
+    if model == "gemma4":
+        return PRE_TOKENIZERS["gemma4"]
+    return PRE_TOKENIZERS.get(name or "default") if model == "gpt2" else None
+
+
 def _refused(file: GGUFFile, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"{file.path}: {reason}; put the model's own tokenizer.json beside the file")
 
 
-def _byte_level(vocab: dict[str, int], lines: list[str], split: str) -> Tokenizer:
-    """Builds a byte-level BPE tokenizer, as in GPT-2, SmolLM, Llama 3 and Qwen."""
+def _pair_merging(vocab: dict[str, int], lines: list[str], rules: PreTokenizer) -> Tokenizer:
+    """Builds a BPE tokenizer with merges, over bytes as in GPT-2, or over characters with byte fallback as in Gemma 4."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     # A merge is two pieces separated by a space; neither is empty.
     merges = [(line[:at], line[at + 1 :]) for line in lines for at in (line.index(" ", 1),)]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split == "llama3"))
-    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    by_gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if split == "gpt2":
-        tokenizer.pre_tokenizer = by_gpt2
-    elif split == "digits":
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_gpt2])
+    by_text = rules.spaces_as_text
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rules.whole_words, byte_fallback=by_text, fuse_unk=by_text))
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
+    if by_text:
+        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+        tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     else:
-        words = _LLAMA3_WORDS if split == "llama3" else _QWEN2_WORDS
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words), "isolated"), whole])
-    if split == "qwen2":
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        tokenizer.decoder = decoders.ByteLevel()
+    if rules.composes:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return tokenizer
+
+
+def _wordpiece(tokens: list[str], kinds: list[int], file: GGUFFile) -> Tokenizer:
+    """Builds a WordPiece tokenizer as in BERT. Files mark the tokens that begin a word with ▁, instead of ## on the others."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    control = [kind in (_UNKNOWN, _CONTROL) for kind in kinds] or [False] * len(tokens)
+    texts = [
+        token if special else token.removeprefix(_SPACE) if token.startswith(_SPACE) else f"##{token}"
+        for token, special in zip(tokens, control, strict=True)
+    ]
+    unknown = _role(file, "unk")
+    model = models.WordPiece(
+        vocab={text: index for index, text in enumerate(texts)}, unk_token=unknown[0] if unknown else "[UNK]", max_input_chars_per_word=100
+    )
+    tokenizer = Tokenizer(model)
+    lowercase = file.get("tokenizer.ggml.normalizer.lowercase", bool) is not False
+    accents = file.get("tokenizer.ggml.normalizer.strip_accents", bool)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=lowercase if accents is None else accents)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece("##")
     return tokenizer
 
 
@@ -132,7 +170,7 @@ def _sentencepiece(vocab: dict[str, int], file: GGUFFile) -> Tokenizer:
     """Builds a SentencePiece BPE tokenizer with byte fallback, as in Llama 2 and early Mistral."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores, unknown = file.get("tokenizer.ggml.scores", list) or [], _role(file, "unknown")
+    scores, unknown = file.get("tokenizer.ggml.scores", list) or [], _role(file, "unk")
     if len(scores) != len(vocab):
         raise _refused(file, "its vocabulary has no scores")
     model = models.BPE(vocab=vocab, merges=_merges(vocab, scores), fuse_unk=True, byte_fallback=True)
@@ -158,26 +196,31 @@ def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]
     return [(left, right) for *_, left, right in sorted(found)]
 
 
-def _role(file: GGUFFile, name: str) -> tuple[str, int] | None:
+def _role(file: GGUFFile, role: str) -> tuple[str, int] | None:
     """Returns the text and id of the token with a role like `bos`."""
-    tokens, token = file.get("tokenizer.ggml.tokens", list) or [], file.get(f"tokenizer.ggml.{name}_token_id", int)
+    tokens, token = file.get("tokenizer.ggml.tokens", list) or [], file.get(f"tokenizer.ggml.{_ROLES.get(role, role)}_token_id", int)
     return (tokens[token], token) if token is not None and token < len(tokens) else None
 
 
-def _adds(file: GGUFFile, name: str) -> bool:
-    """Whether each prompt begins with `bos` or ends with `eos`."""
-    said = file.get(f"tokenizer.ggml.add_{name}_token", bool)
-    llama3 = _SPLITS.get(file.get("tokenizer.ggml.pre", str) or "") == "llama3"
-    return name == "bos" and (llama3 or file.get("tokenizer.ggml.model", str) == "llama") if said is None else said
+def _adds(file: GGUFFile, role: str) -> bool:
+    """Whether each prompt begins with `bos`, or ends with `eos` or `sep`."""
+    said, model, rules = file.get(f"tokenizer.ggml.add_{role}_token", bool), file.get("tokenizer.ggml.model", str), _rules(file)
+    if said is not None and (role, model) != ("bos", "gemma4"):  # published Gemma 4 files say False, and mean True
+        return said
+    usual = {
+        "bos": model in ("llama", "bert") or (rules is not None and rules.adds_bos),
+        "sep": model == "bert" or (rules is not None and rules.adds_sep),
+    }
+    return usual.get(role, False)
 
 
 def _add_ends(tokenizer: Tokenizer, file: GGUFFile) -> None:
-    """Makes the tokenizer add `bos` before or `eos` after each prompt, as the file says."""
+    """Makes the tokenizer add `bos` before, and `eos` or `sep` after each prompt, as the file says."""
     from tokenizers import processors
 
-    ends = {name: token for name in ("bos", "eos") if _adds(file, name) and (token := _role(file, name))}
+    ends = {name: token for name in ("bos", "eos", "sep") if _adds(file, name) and (token := _role(file, name))}
     if ends:
         # `$` begins a variable in a template, so the template refers to the tokens by plain names.
-        single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in ends]
+        single = [name for name in ("bos", "$A", "eos", "sep") if name == "$A" or name in ends]
         special = [{"id": name, "ids": [index], "tokens": [text]} for name, (text, index) in ends.items()]
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)

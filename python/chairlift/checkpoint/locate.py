@@ -12,13 +12,14 @@ from pathlib import Path
 
 from chairlift.checkpoint.cache import FULL, LINK, cache_dir, hub_dir, writing_to
 from chairlift.checkpoint.downloads import check_remote, is_hub_name
+from chairlift.checkpoint.gguf_parts import is_gguf, model_files, parts_of, stem_of
 from chairlift.checkpoint.pull import MEMBER, SAMPLING, default_file, pull_default
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ModelNotFound
 
 __all__ = ["cache_dir", "locate", "public_name"]
 
-_LAYOUT = 2
+_LAYOUT = 3
 """Part of the name of a converted model. It is incremented when the output of `convert` changes."""
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -28,10 +29,10 @@ _HUB_TIMEOUT = 10
 def locate(model: str, revision: str | None = None, directory: str | None = None, progress: bool = True, *, download: bool = True) -> Path:
     """Returns the local directory of a model. Downloads it (with `download`) or converts it first if necessary.
 
-    `model` is DEFAULT_MODEL, a directory with a config.json (or with only one .gguf file), a .gguf file, or a name `organisation/model` on
-    the Hugging Face hub, with `revision` as branch, tag or commit. Models are stored in `directory`, or as `cache_dir` says; hub models by
-    default in the hub's own cache. `progress` reports slow operations on stderr. Raises ModelNotFound with remedies, UnsupportedModel, or
-    ChairliftError if the disk is full.
+    `model` is DEFAULT_MODEL, a directory with config.json and safetensors files or with GGUF files, a GGUF file, or a name
+    `organisation/model` on the Hugging Face hub, with `revision` as branch, tag or commit. Models are stored in `directory`, or as
+    `cache_dir` says; hub models by default in the hub's own cache. `progress` reports slow operations on stderr. Raises ModelNotFound with
+    remedies, UnsupportedModel, or ChairliftError if the disk is full.
     """
     cache = cache_dir(directory)
     path = Path(os.path.expanduser(model))
@@ -40,8 +41,8 @@ def locate(model: str, revision: str | None = None, directory: str | None = None
     if path.is_dir():
         return _directory(path, cache, progress)
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise ModelNotFound(f"{path} is a file but not a .gguf one; name a .gguf file, or the directory that holds config.json")
+        if not is_gguf(path):
+            raise ModelNotFound(f"{path} is a file but not a GGUF one; name a GGUF file, or the directory that holds config.json")
         return _gguf(path, cache, progress)
     if is_hub_name(model):
         return _directory(_from_hub(model, revision, hub_dir(directory), download), cache, progress)
@@ -58,13 +59,13 @@ def pull_model(model: str, directory: str | None = None) -> Path:
 
 
 def public_name(model: str) -> str:
-    """Returns the name under which clients see a model: the last part of a local path, without .gguf; otherwise `model`."""
+    """Returns the name under which clients see a model: the last part of a local path, without .gguf and a part's number, or `model`."""
     path = Path(os.path.abspath(os.path.expanduser(model)))
     if not path.exists():
         return model
     if path.parent.name == "snapshots" and (hub := path.parent.parent.name).startswith("models--"):
         return hub.removeprefix("models--").replace("--", "/")  # a directory of the Hugging Face hub's cache
-    return path.name.removesuffix(".gguf") or model
+    return stem_of(path) or model
 
 
 def _default(cache: Path, progress: bool, download: bool) -> Path:
@@ -75,33 +76,38 @@ def _default(cache: Path, progress: bool, download: bool) -> Path:
 
 
 def _directory(path: Path, cache: Path, progress: bool) -> Path:
-    if (path / "config.json").is_file():
+    """Returns a directory in Hugging Face's layout as it is, else the converted directory of one of its GGUF files."""
+    has_config = (path / "config.json").is_file()
+    if has_config and ((path / LINK).is_symlink() or any(path.glob("*.safetensors"))):
         return path.absolute()
-    found = sorted(path.glob("*.gguf"))
-    if len(found) == 1:
+    found = model_files(path)
+    if found:
+        if len(found) > 1 and progress:
+            others = ", ".join(file.name for file in found[1:])
+            _say(f"Taking {found[0].name} of {path}, which also holds {others}")
         return _gguf(found[0], cache, progress)
-    hint = (
-        f"it holds {len(found)} .gguf files: name one of them"
-        if found
-        else "a model's directory holds config.json, tokenizer.json and *.safetensors"
+    if has_config:
+        return path.absolute()
+    raise ModelNotFound(
+        f"{path} has no config.json and no GGUF file; a model's directory holds config.json, tokenizer.json and *.safetensors"
     )
-    raise ModelNotFound(f"{path} has no config.json; {hint}")
 
 
 def _gguf(path: Path, cache: Path, progress: bool) -> Path:
-    """Returns the converted directory of a file. Converts again if the file or a tokenizer.json beside it has changed.
+    """Returns the converted directory of a file, or of the model of which it is a part.
 
-    The previous directory is then removed. Directories of other layout versions stay, because a server of another version may be using
-    them.
+    Converts again if the file or a tokenizer.json beside it has changed. A link stays one: in the hub's cache, tokenizer.json and other
+    parts are beside the link, and not beside the file. The previous directory is then removed. Directories of other layout versions stay,
+    because a server of another version may be using them.
     """
-    path = path.resolve()
+    path = parts_of(path.absolute())[0]
     identity = hashlib.sha256()
     for file in (path, path.parent / "tokenizer.json"):
         if file.is_file():
             facts = file.stat()
             identity.update(f"\0{file}\0{facts.st_size}\0{facts.st_mtime_ns}".encode(errors="surrogateescape"))
     place = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
-    name = f"{path.stem}-{place}-{_LAYOUT}"
+    name = f"{stem_of(path)}-{place}-{_LAYOUT}"
     out = _converted(lambda: path, cache, f"{name}-{identity.hexdigest()[:8]}", progress)
     for other in out.parent.glob(f"{glob.escape(name)}-*"):
         if other != out:
@@ -132,6 +138,12 @@ def _remove_old_copies(directory: Path) -> None:
         directory.rmdir()  # only if it is empty
 
 
+def _say(text: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+
+
 @contextlib.contextmanager
 def _announced(text: str, progress: bool) -> Iterator[None]:
     """Shows `text` on stderr while the block runs: as a spinner on a terminal, as one line elsewhere."""
@@ -142,7 +154,7 @@ def _announced(text: str, progress: bool) -> Iterator[None]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        console.print(text, highlight=False)
+        _say(text)
     with console.status(text):
         yield
 

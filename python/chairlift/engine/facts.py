@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift import _core
-from chairlift.checkpoint.cache import weight_bytes
+from chairlift.checkpoint.weight_files import weight_bytes
 from chairlift.config import EngineConfig
 from chairlift.engine.fingerprint import checkpoint_digest, fingerprint
 

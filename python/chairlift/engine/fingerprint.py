@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chairlift import _core
-from chairlift.checkpoint.cache import LINK
+from chairlift.checkpoint.weight_files import weight_files
 from chairlift.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def checkpoint_digest(directory: Path) -> str:
 
 def _weights(directory: Path) -> Iterator[bytes]:
     """The size of each file of weights, and samples of it."""
-    paths = [directory / LINK] if (directory / LINK).exists() else sorted(directory.glob("*.safetensors"))
-    for path in paths:
+    for path in weight_files(directory):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             yield f"{path.name} {size}\n".encode()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.models.config import FAMILIES, ModelConfig, load_shape
+from chairlift.models.config import FAMILIES, ModelConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.cuda import KERNEL_DRIVER, compute_capability, cuda_devices, has_cuda_driver, too_old, why_no_device
 from chairlift.runner.executor import ModelExecutor, time_swap
@@ -21,6 +21,7 @@ from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.machine import available_memory, usable_cores
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.memory.sizing import HostBudget, Size, StepSize, block_bytes, fit_host
+from chairlift.runner.model_shape import model_shape
 from chairlift.runner.runner import ModelRunner
 from chairlift.runner.rust_backend import RustBackend
 
@@ -84,7 +85,8 @@ def build_runner(
     phase = _PhaseTimer(on_phase)
     processes = config.tensor_parallel_size
     device = _choose_device(config.device, processes)
-    whole = load_shape(directory, in_torch=processes > 1 or device.value != "cpu" or config.runner == "torch")
+    in_torch = processes > 1 or device.value != "cpu" or config.runner == "torch"
+    whole = model_shape(directory, in_torch=in_torch, load_format=config.load_format)
     config = config.for_positions(whole.max_position_embeddings)
     sharing = processes if device.value == "cpu" else 1  # processes that share this machine's cores and memory
     threads = choose_threads(config.threads, sharing)

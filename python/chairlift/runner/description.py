@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from chairlift.checkpoint.cache import LINK, weight_bytes
 from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.checkpoint.safetensors_file import SafetensorsFile
+from chairlift.checkpoint.weight_files import gguf_link, weight_bytes, weight_files
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig, load_shape
 from chairlift.models.encoder import EncoderConfig
@@ -54,7 +54,7 @@ def checkpoint_facts(directory: Path, shape: ModelShape) -> dict[str, str | int]
     return {
         "architecture": shape.architecture,
         "num_weights": shape.num_weights,
-        "weight_format": "gguf" if (directory / LINK).exists() else "safetensors",
+        "weight_format": "safetensors" if gguf_link(directory) is None else "gguf",
         "weight_type": shape.quantization or (kinds[0][0] if kinds else ""),
         "weight_bytes": weight_bytes(directory),
     }
@@ -63,12 +63,12 @@ def checkpoint_facts(directory: Path, shape: ModelShape) -> dict[str, str | int]
 def _tensors(directory: Path) -> Counter[str]:
     """The bytes of tensors by type."""
     found: Counter[str] = Counter()
-    if (directory / LINK).exists():
-        tensors = GGUFTensors((directory / LINK).resolve())
+    if (source := gguf_link(directory)) is not None:
+        tensors = GGUFTensors(source)
         for name, entry in tensors.entries.items():
             found[tensors.type_name(name)] += entry.size
     else:
-        for path in directory.glob("*.safetensors"):
+        for path in weight_files(directory):
             for stored in SafetensorsFile(path).tensors.values():
                 found[stored.dtype] += stored.size
     return found

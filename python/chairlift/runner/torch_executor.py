@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from chairlift.checkpoint.cache import LINK
+from chairlift.checkpoint.weight_files import gguf_link
 from chairlift.config import EngineConfig
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.attention import AttentionPlan, plan_attention
@@ -181,8 +181,8 @@ def _from_transformers(config: EngineConfig, directory: Path, model: ModelShape,
 
     assert isinstance(model, TransformersConfig)
     made = TorchDummyWeights(DummyWeights(config.seed), dtype, device) if config.load_format == "dummy" else None
-    if made is None and (directory / LINK).is_symlink():
-        raise UnsupportedModel(f"{(directory / LINK).resolve()}: {model.not_ours}, and transformers' code reads safetensors alone")
+    if made is None and (source := gguf_link(directory)) is not None:
+        raise UnsupportedModel(f"{source}: {model.not_ours}, and transformers' code reads safetensors alone")
     longest = config.max_model_len or model.max_position_embeddings
     network = TransformersModel.load(model, directory, dtype, device, longest, made)
     weights = made or open_torch_weights(config, directory, dtype, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from pathlib import Path
@@ -12,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chairlift import _core
-from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.checkpoint.safetensors_file import DTYPES, PACKED_DTYPES, Array, SafetensorsFile, as_float32
+from chairlift.checkpoint.weight_files import gguf_link, weight_files
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
@@ -60,9 +59,13 @@ class SafetensorWeights:
     """The tensors of a directory's *.safetensors files. Tensors that are not used are not read."""
 
     def __init__(self, directory: Path, scheme: QuantizationScheme | None = None) -> None:
-        """Opens model.safetensors, or the files that model.safetensors.index.json names. `scheme` is that of quantised layers."""
+        """Opens the files of the weights. `scheme` is that of quantised layers. Raises ModelNotFound or UnsupportedModel."""
         self.directory, self._scheme = directory, scheme
-        self._files = {name: file for file in map(SafetensorsFile, _files(directory)) for name in file.tensors}
+        self._files: dict[str, SafetensorsFile] = {}
+        for file in map(SafetensorsFile, weight_files(directory)):
+            if both := file.tensors.keys() & self._files.keys():
+                raise UnsupportedModel(f"{file.path} and {self._files[min(both)].path.name} both hold tensor {min(both)}: remove one")
+            self._files |= dict.fromkeys(file.tensors, file)
         self._kernel_files: dict[Path, _core.TensorFile] = {}
         self._unused = set(self._files)
         self._bare = "embed_tokens.weight" in self._files
@@ -168,29 +171,9 @@ def open_weights(
     """
     if config.load_format == "dummy":
         return DummyWeights(config.seed, norm)
-    if (directory / LINK).is_symlink():
-        return GGUFWeights(directory / LINK)
+    if (source := gguf_link(directory)) is not None:
+        return GGUFWeights(source)
     return SafetensorWeights(directory, scheme)
-
-
-def _files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UnsupportedModel(f"{index} is not an index of safetensors files") from None
-        if outside := [name for name in names if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts]:
-            raise UnsupportedModel(f"{index} names {outside[0]!r:.100}, which is no file of this directory")
-        paths = [directory / name for name in names]
-        for path in paths:
-            if not path.exists():
-                raise ModelNotFound(f"{path} is missing, though {index.name} names it: is the download complete?")
-        return paths
-    paths = sorted(directory.glob("*.safetensors"))
-    if not paths:
-        raise ModelNotFound(f"{directory} holds no *.safetensors file: convert the weights to safetensors, or use --load-format dummy")
-    return paths
 
 
 class GGUFWeights:
@@ -199,13 +182,12 @@ class GGUFWeights:
     FLOATS: ClassVar = {0: "float32", 1: "float16", 30: "bfloat16"}
     """ggml's numbers of the unquantised types."""
 
-    def __init__(self, link: Path) -> None:
-        """Opens the file that `link` points to. Raises ModelNotFound if it is missing, UnsupportedModel if it cannot be read."""
-        path = link.resolve()
+    def __init__(self, path: Path) -> None:
+        """Opens the file and its parts. Raises ModelNotFound if it is missing, UnsupportedModel if it cannot be read."""
         if not path.is_file():
-            raise ModelNotFound(f"{path} is gone, though {link.parent} was made of it: name the model's file again")
+            raise ModelNotFound(f"{path} is gone: name the model's file again")
         self.tensors = GGUFTensors(path)
-        self._file = _core.TensorFile(path)
+        self._files = {file: _core.TensorFile(file) for file in {entry.file for entry in self.tensors.entries.values()}}
         self._block_types = set(_core.block_types())
 
     def take(self, name: str, *shape: int) -> Array:
@@ -227,7 +209,7 @@ class GGUFWeights:
         if not self._is_kept(entry.kind):
             return in_memory(self.tensors.values(name))
         kind = self.FLOATS.get(entry.kind, str(entry.kind))
-        return kind, rows, (self._file, entry.start), self.tensors.interleaved(name)
+        return kind, rows, (self._files[entry.file], entry.start), self.tensors.interleaved(name)
 
     def sizes(self) -> tuple[int, int]:
         """Returns the bytes of tensors in types that the CPU kernels support, and the fp32 bytes of the others.

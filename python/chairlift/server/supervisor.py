@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from chairlift.checkpoint.cache import weight_bytes
+from chairlift.checkpoint.weight_files import weight_bytes
 from chairlift.config import EngineConfig
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.server.admin import AdminApp

@@ -21,11 +21,11 @@ import torch
 
 from chairlift.config import EngineConfig
 from chairlift.layers.tensor_parallel import TensorParallelGroup
-from chairlift.models.config import load_shape
 from chairlift.runner.copy_stream import CopyStream
 from chairlift.runner.device_buffers import DeviceBuffers
 from chairlift.runner.memory.device_memory import is_out_of_memory
 from chairlift.runner.memory.precision import Precision
+from chairlift.runner.model_shape import model_shape
 from chairlift.runner.tensor_parallel.shards import part_of
 from chairlift.runner.torch_executor import TorchExecutor
 
@@ -54,7 +54,7 @@ class Worker:
         if config.device == "cuda":
             torch.cuda.set_device(rank)
         self.group = TensorParallelGroup.join(rank, config.tensor_parallel_size, rendezvous, torch.device(config.device))
-        model = part_of(load_shape(Path(directory), in_torch=True), config.tensor_parallel_size)
+        model = part_of(model_shape(Path(directory), in_torch=True, load_format=config.load_format), config.tensor_parallel_size)
         self.part = TorchExecutor.load(config, Path(directory), model, Precision(**precision, decisions=()), self.group)
 
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:

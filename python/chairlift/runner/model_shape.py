@@ -1,0 +1,44 @@
+"""Reads a checkpoint's configuration, and corrects what its weights contradict."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from chairlift.checkpoint.safetensors_file import SafetensorsFile
+from chairlift.checkpoint.weight_files import gguf_link, weight_files
+from chairlift.errors import ChairliftError
+from chairlift.models.config import ModelConfig, load_shape
+from chairlift.models.shape import ModelShape
+
+log = logging.getLogger("chairlift")
+
+
+def model_shape(directory: Path, *, in_torch: bool, load_format: str) -> ModelShape:
+    """Reads config.json as `load_shape` does. Embeddings are not tied if the weights have an output matrix of their own.
+
+    Some checkpoints were trained with separate matrices, and their config.json still says `tie_word_embeddings`.
+    """
+    model = load_shape(directory, in_torch=in_torch)
+    if isinstance(model, ModelConfig) and model.tie_word_embeddings and load_format == "auto" and _has_own_head(directory):
+        log.warning("%s: lm_head.weight differs from the embeddings and is used, though config.json says tie_word_embeddings", directory)
+        return replace(model, tie_word_embeddings=False)
+    return model
+
+
+def _has_own_head(directory: Path) -> bool:
+    if gguf_link(directory) is not None:
+        return False  # the configuration was made from the file's tensors
+    try:
+        files = [SafetensorsFile(path) for path in weight_files(directory)]
+    except ChairliftError:
+        return False  # reported when the weights are opened
+    found = {name: file for file in files for name in file.tensors}
+    embeddings = next((name for name in ("model.embed_tokens.weight", "embed_tokens.weight") if name in found), None)
+    if "lm_head.weight" not in found or embeddings is None:
+        return False
+    head, embedding = (found[name].data(name) for name in ("lm_head.weight", embeddings))
+    return not np.array_equal(head, embedding)
