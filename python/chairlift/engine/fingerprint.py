@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from chairlift import _core
 from chairlift.checkpoint.weight_files import weight_files
 from chairlift.config import EngineConfig
+from chairlift.errors import ModelNotFound
 
 if TYPE_CHECKING:
     from chairlift.runner.interface import Runner
@@ -50,8 +51,12 @@ def checkpoint_digest(directory: Path) -> str:
 
 
 def _weights(directory: Path) -> Iterator[bytes]:
-    """The size of each file of weights, and samples of it."""
-    for path in weight_files(directory):
+    """The size of each file of weights, and samples of it; nothing if there are none."""
+    try:
+        paths = weight_files(directory)
+    except ModelNotFound:
+        return
+    for path in paths:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             yield f"{path.name} {size}\n".encode()

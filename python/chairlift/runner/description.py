@@ -8,7 +8,7 @@ from pathlib import Path
 from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.checkpoint.safetensors_file import SafetensorsFile
 from chairlift.checkpoint.weight_files import gguf_link, weight_bytes, weight_files
-from chairlift.errors import UnsupportedModel
+from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig, load_shape
 from chairlift.models.encoder import EncoderConfig
 from chairlift.models.shape import ModelShape
@@ -49,7 +49,7 @@ def checkpoint_facts(directory: Path, shape: ModelShape) -> dict[str, str | int]
     """
     try:
         kinds = _tensors(directory).most_common(1)
-    except UnsupportedModel:  # transformers may read more types than Chairlift
+    except (ModelNotFound, UnsupportedModel):  # random weights have no files, and transformers may read more types than Chairlift
         kinds = []
     return {
         "architecture": shape.architecture,
