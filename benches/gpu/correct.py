@@ -14,6 +14,7 @@ from typing import Any
 
 import common
 import numpy as np
+from ahead import Ahead
 from correct_engine import engine
 from results import NO
 
@@ -443,9 +444,11 @@ def main() -> int:
     run = common.begin("correct", __doc__ or "", 8)
     import torch
 
+    def attention_part(dtype: Any, shape: tuple[Any, ...]) -> str:
+        return f"attention-{str(dtype).removeprefix('torch.')}-{shape[0]}x{shape[1]}x{shape[2][0]}"
+
     def attend(dtype: Any, shape: tuple[Any, ...], kinds: Sequence[dict[str, Any]] = KINDS[:1]) -> None:
-        name = f"attention-{str(dtype).removeprefix('torch.')}-{shape[0]}x{shape[1]}x{shape[2][0]}"
-        run.part(name, lambda: attention(run, Checks(run, "Attention"), dtype, shape, kinds), most=90)
+        run.part(attention_part(dtype, shape), lambda: attention(run, Checks(run, "Attention"), dtype, shape, kinds), most=90)
 
     def all_layers(dtype: Any) -> None:
         name = f"layers-{str(dtype).removeprefix('torch.')}"
@@ -453,6 +456,7 @@ def main() -> int:
 
     # The interpreter computes nonsense in bf16.
     first, *others = (torch.float32,) if run.dry else (torch.bfloat16, torch.float16, torch.float32)
+    ahead = Ahead(run, __file__, (*(attention_part(first, shape) for shape in SHAPES), "sampling", "engine"))
     all_layers(first)
     attend(first, SHAPES[2 if run.dry else 0], KINDS[1:2] if run.dry else KINDS)
     run.part("sampling", lambda: sampling(run, Checks(run, "Sampling")), most=60)
@@ -467,6 +471,7 @@ def main() -> int:
         all_layers(dtype)
         for shape in SHAPES[:2]:
             attend(dtype, shape)
+    ahead.end()
     return run.finish()
 
 

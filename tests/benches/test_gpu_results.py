@@ -22,7 +22,7 @@ def start(monkeypatch, tmp_path):
         return common.Run(results, seconds, False, 0, only)
 
     yield started
-    for name in ("common", "results"):
+    for name in ("ahead", "common", "results"):
         sys.modules.pop(name, None)
 
 
@@ -107,3 +107,28 @@ def test_results_of_another_machine_are_not_kept(start, tmp_path, capsys):
     assert run.results.ends == {}
     assert "is of another machine" in capsys.readouterr().out
     assert json.loads((tmp_path / "smoke.jsonl").read_text())["machine"]["GPU"] == "NVIDIA Y"
+
+
+def test_parts_that_are_not_done_are_compiled_ahead_and_ended_in_time(start, tmp_path):
+    from ahead import Ahead
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, sys, time\nout = pathlib.Path(sys.argv[-1])\nout.mkdir()\n(out / 'began').touch()\ntime.sleep(600)\n"
+    )
+    run = start()
+    run.memory = 80 << 30
+    assert run.part("done", lambda: None)
+    ahead = Ahead(run, str(script), ("done", "8B", "fp8"))
+    children = ahead.children
+    assert [child.args[1:4] for child in children] == [[str(script), "--only", part] for part in ("8B", "fp8")]
+    folders = [Path(child.args[-1]) for child in children]
+    while not all((folder / "began").exists() for folder in folders):
+        assert all(child.poll() is None for child in children)
+    ahead.end()
+    assert all(child.returncode == -9 for child in children)
+    assert not any(folder.exists() for folder in folders)
+    # Not from within one of them.
+    run = start(only=("8B",))
+    run.memory = 80 << 30
+    assert Ahead(run, str(script), ("8B",)).children == []
