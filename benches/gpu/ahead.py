@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ class Ahead:
         """Starts them. None are started for parts that are done, in a dry run, on small devices, or if `--only` selects parts."""
         self._folder = tempfile.TemporaryDirectory()
         self.children: list[subprocess.Popen[bytes]] = []
+        atexit.register(self.end)
         if run.dry or run.small or run.only:
             return
         for part in parts:

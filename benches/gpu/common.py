@@ -176,6 +176,8 @@ def begin(name: str, description: str, minutes: float, **flags: str | bool) -> R
         else:
             parser.add_argument(f"--{flag}", help=str(words))
     given = parser.parse_args()
+    # As any end of the process does, this ends the processes that the script started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     if given.dry:
         # Triton asks when a kernel is defined.
         os.environ["TRITON_INTERPRET"] = "1"
