@@ -106,9 +106,9 @@ def test_it_says_why_a_driver_is_of_no_use_and_that_this_ends_a_start(monkeypatc
     fault = cuda.NoDevice("the NVIDIA driver supports CUDA 12.4, and torch needs CUDA 13", is_fault=True)
     monkeypatch.setattr(diagnosis, "cuda_devices", lambda: 0)
     monkeypatch.setattr(diagnosis, "why_no_device", lambda: fault)
-    assert diagnosis.machine()["GPU"]["devices"] == f"none: {fault.reason}"
-    assert diagnosis.what_runs()["--device auto"] == f"none: {fault.reason}"
-    assert diagnosis.why_no_gpu() == fault.reason
+    assert diagnosis.machine()["GPU"]["devices"] == f"none: {fault.text}"
+    assert diagnosis.what_runs()["--device auto"] == f"none: {fault.text}"
+    assert diagnosis.why_no_gpu() == fault
 
 
 def test_it_names_what_the_launcher_of_kernels_needs(device, monkeypatch):
@@ -118,3 +118,9 @@ def test_it_names_what_the_launcher_of_kernels_needs(device, monkeypatch):
     assert diagnosis.machine()["GPU"]["Triton's launcher"] == "cannot be compiled without Python.h (apt install python3.12-dev)"
     monkeypatch.setattr(diagnosis, "missing_for_launcher", lambda: None)
     assert diagnosis.machine()["GPU"]["Triton's launcher"] == "a C compiler and Python.h are there"
+
+
+def test_it_needs_no_torch_beside_a_driver_either(without_torch, monkeypatch):
+    monkeypatch.setattr(diagnosis, "has_cuda_driver", lambda: True)
+    monkeypatch.setattr(diagnosis, "cuda_devices", lambda: pytest.fail("it imports torch"))
+    assert diagnosis.what_runs()["--device auto"] == "cpu: torch is not installed"

@@ -40,7 +40,7 @@ def driver(monkeypatch, tmp_path):
             device.touch()
         for module in (cuda, sys.modules["chairlift.runner.build"]):
             monkeypatch.setattr(module, "KERNEL_DRIVER", version)
-        monkeypatch.setattr(cuda, "DEVICE_FILES", (str(device),))
+        monkeypatch.setattr(cuda, "DEVICE_FILE", device)
         usual = ctypes.CDLL
 
         def load(name, *rest, **more):
@@ -81,13 +81,13 @@ def test_a_torch_for_cpus_is_named(driver, monkeypatch):
     driver()
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch, "__version__", "2.15.0+cpu")
-    assert why_no_device().reason.startswith("torch 2.15.0+cpu is built for CPUs: install one for CUDA")
+    assert why_no_device().text.startswith("torch 2.15.0+cpu is built for CPUs: install one for CUDA")
     assert why_no_device().is_fault
 
 
 def test_missing_libraries_of_the_driver_are_named(driver):
     driver(supports=None)
-    assert "libcuda.so.1 is not found: install the driver's libraries" in why_no_device().reason
+    assert "libcuda.so.1 is not found: install the driver's libraries" in why_no_device().text
     assert why_no_device().is_fault
 
 
@@ -95,6 +95,15 @@ def test_a_container_without_a_device_is_no_fault(driver):
     driver(has_file=False)
     reason = "this machine has an NVIDIA driver, but no device may be used here (docker run needs --gpus all)"
     assert why_no_device() == NoDevice(reason, is_fault=False)
+
+
+@pytest.mark.parametrize("supports", [None, 12040])
+def test_wsl_has_a_device_if_it_has_the_drivers_library(driver, monkeypatch, tmp_path, supports):
+    driver(supports=supports, has_file=False)
+    monkeypatch.setattr(cuda, "KERNEL_DRIVER", tmp_path / "none")
+    monkeypatch.setattr(cuda, "WSL", tmp_path / "version")
+    assert why_no_device().is_fault == (supports is not None)
+    assert ("supports CUDA 12.4" if supports else "there is no CUDA device") in why_no_device().text
 
 
 @pytest.mark.parametrize("value", ["", "-1"])
@@ -122,4 +131,4 @@ def test_a_start_in_a_container_without_a_device_warns_that_it_takes_the_cpu(dri
     with caplog.at_level(logging.WARNING, "chairlift"):
         runner = build_runner(EngineConfig(num_kv_blocks=10), tmp_path)
     assert runner.decisions[1][:2] == ("device", "cpu")
-    assert [record.getMessage() for record in caplog.records] == [f"--device auto: the CPU is used, for {cuda.why_no_device().reason}"]
+    assert [record.getMessage() for record in caplog.records] == [f"--device auto: the CPU is used, for {cuda.why_no_device().text}"]

@@ -37,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"comparing the GPU kernels with torch, for at most {SECONDS:.0f} s ...", file=sys.stderr, flush=True)
         for check in diagnosis.check_gpu(SECONDS):
             kernels[check.name], wrong = check.says, wrong or not check.ok
-    report["GPU kernels"] = kernels or {"not checked": str(reason)}
+    else:
+        kernels = {"not checked": reason.text}
+    report["GPU kernels"] = kernels
     print(json.dumps(report, indent=2) if args.json else text(report))
     return int(wrong)
 

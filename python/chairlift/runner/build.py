@@ -178,7 +178,7 @@ def _choose_device(name: str, count: int) -> Decision:
     if 0 < devices < count:
         raise InvalidSetting(f"--tensor-parallel-size {count}: torch sees {devices} CUDA devices here")
     missing = None if devices else why_no_device()
-    reason = too_old(compute_capability()) if missing is None else missing.reason
+    reason = too_old(compute_capability()) if missing is None else missing.text
     if reason and (name == "cuda" or (missing and missing.is_fault)):
         raise InvalidSetting(f"--device {name}: {reason} (use --device cpu for the CPU)")
     if name == "cuda":

@@ -12,8 +12,10 @@ MIN_CAPABILITY = (8, 0)
 """Lowest compute capability of a device that runs the kernels: Triton has no tensor cores and no bfloat16 below it."""
 
 
-DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")
-"""Files of the kernel driver where a process may use a device; the second is WSL's."""
+DEVICE_FILE = Path("/dev/nvidiactl")
+"""A file of the kernel driver where a process may use a device. WSL has none."""
+WSL = Path("/dev/dxg")
+"""A file of WSL, with which the CUDA driver reaches a device of Windows. Devices of other makers have it too."""
 KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
 """Describes the kernel driver. Containers see it even if they may use no device."""
 
@@ -21,7 +23,7 @@ KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
 class NoDevice(NamedTuple):
     """Why there is no CUDA device to use. A fault must not lead to the CPU unless the user chooses it: it is too slow for large models."""
 
-    reason: str
+    text: str
     is_fault: bool
 
 
@@ -47,13 +49,14 @@ def why_no_device() -> NoDevice:
     """Why `cuda_devices` is 0, and what to do about it."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1"):
         return NoDevice("CUDA_VISIBLE_DEVICES hides all CUDA devices", False)
-    if not any(map(os.path.exists, DEVICE_FILES)):
+    has_library = has_cuda_driver()
+    if not (DEVICE_FILE.exists() or (has_library and WSL.exists())):
         if not KERNEL_DRIVER.exists():
             return NoDevice("there is no CUDA device", False)
         return NoDevice("this machine has an NVIDIA driver, but no device may be used here (docker run needs --gpus all)", False)
     if not util.find_spec("torch"):
         return NoDevice("torch is not installed (for CUDA devices: pip install chairlift)", False)
-    if not has_cuda_driver():
+    if not has_library:
         return NoDevice(
             "the NVIDIA kernel driver is loaded, but libcuda.so.1 is not found: install the driver's libraries (libnvidia-compute, or the "
             "NVIDIA Container Toolkit on a container's host)",

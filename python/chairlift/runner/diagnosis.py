@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chairlift import _core
-from chairlift.runner.cuda import KERNEL_DRIVER, compute_capability, cuda_devices, dotted, has_cuda_driver, too_old, why_no_device
+from chairlift.runner.cuda import KERNEL_DRIVER, NoDevice, compute_capability, cuda_devices, dotted, has_cuda_driver, too_old, why_no_device
 from chairlift.runner.launcher import missing_for_launcher
 from chairlift.runner.memory.decision import gib
 from chairlift.runner.memory.machine import available_memory, memory_limit, usable_cores
@@ -102,7 +102,7 @@ def _gpus() -> Facts:
 
     facts["torch's CUDA"] = torch.version.cuda or "none: this torch is for CPUs"
     if not cuda_devices():
-        return facts | {"devices": f"none: {why_no_device().reason}"}
+        return facts | {"devices": f"none: {why_no_device().text}"}
     missing = missing_for_launcher()
     facts["Triton's launcher"] = f"cannot be compiled without {missing}" if missing else "a C compiler and Python.h are there"
     for index in range(torch.cuda.device_count()):
@@ -116,10 +116,10 @@ def _gpus() -> Facts:
 
 def what_runs() -> Facts:
     """What runs where, and why other things do not."""
-    reason, fault = why_no_gpu(), not cuda_devices() and why_no_device().is_fault
+    reason = why_no_gpu()
     isa = _core.instruction_sets()[0]
     slow = "" if isa != "portable" else ", slowly: this processor lacks avx2, fma or f16c"
-    facts = {"--device auto": "cuda" if reason is None else f"{'none' if fault else 'cpu'}: {reason}"}
+    facts = {"--device auto": "cuda" if reason is None else f"{'none' if reason.is_fault else 'cpu'}: {reason.text}"}
     if reason is None:
         facts["Chairlift's own models"] = "torch with Triton kernels on the GPU"
         facts |= _dtypes(compute_capability())
@@ -131,12 +131,15 @@ def what_runs() -> Facts:
     return facts
 
 
-def why_no_gpu() -> str | None:
+def why_no_gpu() -> NoDevice | None:
     """Why the GPU kernels do not run here; None if they do."""
     missing = next((name for name in ("torch", "triton") if not util.find_spec(name)), None)
     if missing and has_cuda_driver():
-        return f"{missing} is not installed"
-    return too_old(compute_capability()) if cuda_devices() else why_no_device().reason
+        return NoDevice(f"{missing} is not installed", False)
+    if not cuda_devices():
+        return why_no_device()
+    reason = too_old(compute_capability())
+    return NoDevice(reason, False) if reason else None
 
 
 def _dtypes(capability: tuple[int, int]) -> Facts:
