@@ -21,6 +21,7 @@ class Ahead:
         self._folder = tempfile.TemporaryDirectory()
         self.children: list[subprocess.Popen[bytes]] = []
         atexit.register(self.end)
+        run.at_end.append(self.end)
         if run.dry or run.small or run.only:
             return
         for part in parts:

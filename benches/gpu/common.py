@@ -36,6 +36,10 @@ SMALL = 60 * 2**30
 """Bytes of memory below which a device gets the sizes for 24 GB cards."""
 
 
+LOST, LEFT = "CHAIRLIFT_LOST_PARTS", "CHAIRLIFT_SECONDS_LEFT"
+"""Variables with which a process that lost the device tells the one that goes on which parts to leave out, and what time is left."""
+
+
 class OutOfTime(BaseException):
     """Something took longer than it was given. Not an Exception, which libraries catch to go on."""
 
@@ -54,9 +58,13 @@ class Run:
     """Bytes of the device."""
     only: tuple[str, ...] = ()
     """Beginnings of the names of the parts to run, even if they are done; empty: all."""
+    lost: tuple[str, ...] = ()
+    """Parts after which the device was lost to a process; the one that goes on does not run them again."""
     began: float = field(default_factory=time.monotonic)
     flags: dict[str, Any] = field(default_factory=dict)
     """The script's own flags."""
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    """Called before another process goes on."""
     _part: str = ""
     _parts: list[str] = field(default_factory=list)
 
@@ -88,7 +96,7 @@ class Run:
         if self.results.ends.get(name) == "done":
             print(f"{name}: done by an earlier run", flush=True)
             return True
-        if not self.selects(name):
+        if name in self.lost or not self.selects(name):
             return False
         self._part, began = name, time.monotonic()
         if self.left < needs:
@@ -104,11 +112,21 @@ class Run:
                 raise
             if not isinstance(error, OutOfTime):
                 traceback.print_exception(error, limit=-6)
+            if device_is_lost():
+                self._go_on_in_another_process(name)
             free()
             return False
         wrong = self.results.wrong(name)
         self._end("wrong" if wrong else "done", began, f"{wrong} checks" if wrong else None)
         return not wrong
+
+    def _go_on_in_another_process(self, name: str) -> None:
+        """Replaces this process, in which every call of CUDA would fail from now on."""
+        print(f"== the device is lost to this process after {name}: another goes on", flush=True)
+        for call in self.at_end:
+            call()
+        state = {LOST: ",".join((*self.lost, name)), LEFT: f"{self.left:.0f}"}
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | state)
 
     def _end(self, end: str, began: float, why: str | None) -> None:
         seconds = time.monotonic() - began
@@ -122,7 +140,7 @@ class Run:
             with _limit(math.inf if self.dry else min(seconds, max(1, self.left - 5))):
                 yield
         except (Exception, OutOfTime) as error:
-            if self.dry:
+            if self.dry or device_is_lost():
                 raise
             self.say(f"Failed: {what}: {type(error).__name__}: {str(error).strip()[:300] or 'no message'}".replace("\n", " "))
             free()
@@ -185,8 +203,10 @@ def begin(name: str, description: str, minutes: float, **flags: str | bool) -> R
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     facts = {**_check(given.dry), "dry": given.dry}
     only = tuple(part for part in (given.only or "").split(",") if part)
-    results = Results(name, given.out, facts, lambda part: bool(only) and part.startswith(only))
-    run = Run(results, given.minutes * 60, given.dry, facts.get("GiB", DRY_GIB) * 2**30, only)
+    lost = tuple(part for part in os.environ.pop(LOST, "").split(",") if part)
+    results = Results(name, given.out, facts, again=lambda part: part not in lost and bool(only) and part.startswith(only), lost=lost)
+    seconds = float(os.environ.pop(LEFT, 60 * given.minutes))
+    run = Run(results, seconds, given.dry, facts.get("GiB", DRY_GIB) * 2**30, only, lost)
     run.flags = {flag: getattr(given, flag) for flag in flags}
     import torch
 
@@ -270,6 +290,18 @@ def _limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
         # One that was set around this one goes on.
         signal.setitimer(signal.ITIMER_REAL, max(0.1, outer - (time.monotonic() - began)) if outer else 0)
+
+
+def device_is_lost() -> bool:
+    """Whether an error of the device stays with this process, as after an access to memory that is not there."""
+    import torch
+
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def free() -> None:

@@ -40,7 +40,8 @@ class Checks:
             good = row["error"] <= tolerance and same == self.repeats
         except Exception as error:
             row["same"], good = f"{type(error).__name__}: {str(error).strip()[:160]}".replace("\n", " "), False
-            if self.run.dry:
+            if self.run.dry or common.device_is_lost():
+                self.note(row, good)
                 raise
         self.note(row, good)
 

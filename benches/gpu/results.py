@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ class Results:
     is added to the row of that number; `values`, numbers for other parts; `end`, how the part ended.
     """
 
-    def __init__(self, name: str, out: Path, machine: dict[str, Any], again: Callable[[str], bool]) -> None:
-        """Reads the log in `out`, if there is one. Parts for which `again` is true are forgotten."""
+    def __init__(self, name: str, out: Path, machine: dict[str, Any], again: Callable[[str], bool], lost: Sequence[str] = ()) -> None:
+        """Reads the log in `out`, if there is one. Forgets parts that are not done, except `lost`, and those for which `again` is true."""
         self.name, self.machine = name, machine
         self.log, self.page = out / f"{name}.jsonl", out / f"{name}.md"
         kept = [record for record in self._read() if not again(record["part"])]
         done = {record["part"] for record in kept if record.get("end") == "done"}
-        self._records = [record for record in kept if record["part"] in done]
+        self._records = [record for record in kept if record["part"] in {*done, *lost}]
         self.ends: dict[str, str] = {}
         """How the parts ended that have ended: done, wrong, failed or skipped."""
         self.values: dict[str, Any] = {}

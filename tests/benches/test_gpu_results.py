@@ -17,9 +17,9 @@ def start(monkeypatch, tmp_path):
     import common
     from results import Results
 
-    def started(only=(), machine=MACHINE, seconds=60.0):
-        results = Results("smoke", tmp_path, machine, lambda part: bool(only) and part.startswith(only))
-        return common.Run(results, seconds, False, 0, only)
+    def started(only=(), machine=MACHINE, seconds=60.0, lost=()):
+        results = Results("smoke", tmp_path, machine, lambda part: bool(only) and part.startswith(only), lost)
+        return common.Run(results, seconds, False, 0, only, lost)
 
     yield started
     for name in ("ahead", "common", "results"):
@@ -132,3 +132,30 @@ def test_parts_that_are_not_done_are_compiled_ahead_and_ended_in_time(start, tmp
     run = start(only=("8B",))
     run.memory = 80 << 30
     assert Ahead(run, str(script), ("8B",)).children == []
+
+
+def test_another_process_goes_on_behind_a_part_that_lost_the_device(start, monkeypatch):
+    import common
+
+    def replaced(path, command, environment):
+        raise SystemExit(environment[common.LOST], environment[common.LEFT])
+
+    monkeypatch.setattr(common.os, "execve", replaced)
+    monkeypatch.setattr(common, "device_is_lost", lambda: True)
+    run, ended = start(lost=("earlier",)), []
+    run.at_end.append(lambda: ended.append("helpers"))
+    assert run.part("works", lambda: None)
+    with pytest.raises(SystemExit) as end:
+        run.part("bad", lambda: failing(run))
+    assert end.value.args[0] == "earlier,bad"
+    assert 0 < float(end.value.args[1]) <= 60
+    assert ended == ["helpers"]
+
+    run, ran = start(lost=("earlier", "bad")), []
+    for name in ("works", "bad", "next"):
+        run.part(name, lambda name=name: ran.append(name))
+    assert ran == ["next"]
+    assert run.results.ends == {"works": "done", "bad": "failed", "next": "done"}
+    assert run.finish() == 1
+    # A run of another day tries it again.
+    assert start().part("bad", lambda: None)
