@@ -245,11 +245,22 @@ def _check(dry: bool) -> dict[str, Any]:
             facts |= {"GPU": properties.name, "SMs": properties.multi_processor_count, "GiB": round(properties.total_memory / 2**30)}
             facts |= {"CUDA": torch.version.cuda, "driver": _driver(), "cores": os.cpu_count()}
         else:
-            missing.append("a CUDA device that torch sees (--dry tries the script without one)")
+            missing.append("a CUDA device that torch sees (--dry tries the script without one)" + _advice("cuda", "why_no_device"))
+        if advice := _advice("launcher", "missing_for_launcher"):
+            missing.append(f"for Triton's launcher{advice}")
     if missing:
         print(", ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
         sys.exit("missing here:\n" + "\n".join(f"- {what}" for what in missing))
     return facts
+
+
+def _advice(module: str, function: str) -> str:
+    """What a module of chairlift's runner says about the machine, behind a colon; empty if it says nothing, or cannot be imported."""
+    try:
+        found = getattr(importlib.import_module(f"chairlift.runner.{module}"), function)()
+    except ImportError:
+        return ""
+    return f": {getattr(found, 'text', found)}" if found else ""
 
 
 def _build() -> list[str]:
