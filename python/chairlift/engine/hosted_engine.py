@@ -241,7 +241,7 @@ class HostedEngine:
         self, what: Future[Any], state: str, frame: Add, grammar: Future[Grammar] | None, stored: Future[StoredPrefix] | None
     ) -> None:
         """Keeps a request in a state of its timeline until `what` is done."""
-        self._preparing.begin(frame, state, what if what is grammar else None)
+        self._preparing.begin(frame, state, grammar if what is grammar else None)
         put, tag = self._put, frame.tag
         what.add_done_callback(lambda _: put(Prepared(tag, grammar, stored, time.monotonic_ns() // 1000)))
 

@@ -65,12 +65,13 @@ class Matcher:
 
     def accept(self, token: int) -> None:
         """Advances by one token. Raises ValueError if the grammar does not allow it."""
+        self._usage.check()
         self._usage.call(self._place.consume_token, token)
         check(self._place, self._usage)
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, one after the other; none if there is a choice."""
-        tokens: list[int] = self._usage.call(self._place.compute_ff_tokens)
+        """The tokens that must come next, one after the other; none if there is a choice, or no time."""
+        tokens: list[int] = [] if self._usage.exhausted else self._usage.call(self._place.compute_ff_tokens)
         return tokens
 
     def allows(self, tokens: Sequence[int]) -> bool:

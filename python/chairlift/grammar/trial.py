@@ -37,10 +37,10 @@ MAX_BYTES = 256 * 2**20
 STACK_BYTES = 4 * 2**20
 MAX_LEXER_STATES = 50_000
 """A fifth of llguidance's default. Their number grows with every answer, and each takes up to 2 kB."""
-MAX_ITEMS = 5_000
-"""Maximum items of the parser in a row, and in all rows that one mask tries. A twenty-thousandth of a second each, so it bounds masks of
-ambiguous grammars. Schemas with 1,000 optional properties and lists of 3,000 alternatives need less."""
-TRIED_TOKENS = 32
+MAX_ITEMS = 10_000
+"""Maximum items of the parser in a row, and in all rows that one mask tries. llguidance's defaults, 2,000 and 50,000, refuse long lists of
+alternatives and admit masks of 0.4 s. An answer with 1,000 optional properties needs almost 10,000."""
+TRIED_TOKENS = 64
 """Tokens of an arbitrary answer that the trial drives a grammar through."""
 MAX_MESSAGE = 400
 """Maximum characters of llguidance's message to report, because the message may repeat the grammar."""

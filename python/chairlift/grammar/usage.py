@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import ParamSpec, TypeVar
 
 from chairlift.errors import InvalidRequest
@@ -26,10 +28,15 @@ T = TypeVar("T")
 
 def resident_bytes() -> int:
     """Bytes of memory that this process uses; 0 where the system does not tell."""
-    return int(os.pread(_STATM, 256, 0).split(b" ", 2)[1]) * os.sysconf("SC_PAGE_SIZE") if _STATM is not None else 0
+    if sys.platform != "linux":
+        return 0
+    return int(os.pread(_statm(), 256, 0).split(b" ", 2)[1]) * resource.getpagesize()
 
 
-_STATM = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC) if sys.platform == "linux" else None
+@cache
+def _statm() -> int:
+    """The open file of this process's memory: reading it again is much cheaper than opening it."""
+    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 class GrammarUsage:
@@ -64,15 +71,21 @@ class GrammarUsage:
         """Whether the next request should get a newly compiled grammar."""
         return self.broken or self._growth > MAX_GROWTH
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether the grammar may take no more time now."""
+        if self._own.left <= 0:
+            return True
+        return self._tenant.left <= 0 and (self._tenant.far_overdrawn or not self._own.full)
+
     def check(self) -> None:
-        """Raises InvalidRequest with the code `grammar_timeout` if the grammar may take no more time now."""
-        if self._own.left > 0 and (self._tenant.left > 0 or (self._own.full and not self._tenant.far_overdrawn)):
-            return
-        raise InvalidRequest(
-            f"the grammar takes much more processor time than {1000 * CALL_SECONDS:g} ms a token: make it simpler, "
-            "with fewer ways to read the same text",
-            code="grammar_timeout",
-        )
+        """Raises InvalidRequest with the code `grammar_timeout` if the grammar is exhausted."""
+        if self.exhausted:
+            raise InvalidRequest(
+                f"the grammar takes much more processor time than {1000 * CALL_SECONDS:g} ms a token: make it simpler, "
+                "with fewer ways to read the same text",
+                code="grammar_timeout",
+            )
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function of a matcher and charges its processor time."""
