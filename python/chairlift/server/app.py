@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from chairlift.server.config import ServerConfig
 from chairlift.server.errors import HANDLERS
-from chairlift.server.http.body import MAX_BODIES_BYTES, Bodies
+from chairlift.server.http.bodies import MAX_BODIES_BYTES, Bodies
 from chairlift.server.http.sockets import is_loopback
 from chairlift.server.keys import Keys
 from chairlift.server.middleware.access import PROBE_PATHS, AccessMiddleware, AccessPolicy

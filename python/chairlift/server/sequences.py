@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from chairlift.server.keys import Tenant
     from chairlift.server.model import ServedModel
 
-MAX_INVENTED = MAX_HELD // 2
+MAX_INVENTED = 3 * MAX_HELD // 4
 """Most live sequences of all tenants that have a name and no key: clients name them as they like."""
+
+INVENTED_SHARE = 8
+"""One of these tenants may hold one part in so many of what all of them may still hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,12 @@ class Sequences:
         if not tenant.name or tenant.has_key:
             return
         held, own = self._invented.total(), self._invented[tenant.name]
-        if own + count > MAX_INVENTED - held:
-            message = f"tenants without keys may hold {MAX_INVENTED} sequences and leave as many as each holds, and hold {held}"
-            raise TooManySequences(f"{message}: drop some first", retry_after=None)
+        if own + count > (MAX_INVENTED - held) // INVENTED_SHARE:
+            message = (
+                f"all tenants without keys may hold {MAX_INVENTED} sequences and hold {held}, and one of them an eighth of the rest: "
+                "drop some first"
+            )
+            raise TooManySequences(message, retry_after=None)
 
     def add(self, tenant: Tenant, model: ServedModel, sequence: AsyncLiveSequence, fields: dict[str, Any]) -> ServedSequence:
         """Gives a sequence an id that nobody can guess, which is forgotten when the sequence is dropped."""

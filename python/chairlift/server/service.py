@@ -188,11 +188,12 @@ class Service:
             self.open -= 1
 
     def _bill(self, served: ServedSequence) -> None:
-        """Records what a live sequence has held."""
-        if self.usage_log is not None:
-            sequence, scheduling = served.sequence, served.sequence.scheduling
+        """Records what a live sequence has held, from one token for a second on: a search drops thousands of sequences at once."""
+        held = served.sequence.idle_token_seconds
+        if self.usage_log is not None and held >= 1:
+            scheduling = served.sequence.scheduling
             labels = UsageLabels(served.id, "", served.model.name, scheduling.tenant, scheduling.served_tier, scheduling.priority, 0)
-            self.usage_log.write_held(labels, sequence.idle_token_seconds, time.time() - served.created)
+            self.usage_log.write_held(labels, held, time.time() - served.created)
 
     def _busiest_stats(self) -> Mapping[str, Any]:
         """Returns the newest counters of the engine with the longest expected wait."""

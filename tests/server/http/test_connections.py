@@ -14,8 +14,9 @@ import pytest
 from fake_async_engine import FakeEngine, serving, wait_until
 from fake_server import own_process, status
 
+from chairlift.server.errors import ApiError
 from chairlift.server.http import connections, protocol
-from chairlift.server.http.body import Bodies
+from chairlift.server.http.bodies import Bodies
 from chairlift.server.http.connections import AcceptFailures, Connections, ConnectionState, connection_limit
 
 GET = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -190,30 +191,66 @@ def test_failures_to_accept_are_logged_once_a_minute(monkeypatch):
 
 def test_of_too_many_bodies_the_oldest_of_the_largest_group_is_refused():
     async def work():
-        bodies = Bodies(100)
-        async with contextlib.AsyncExitStack() as stack:
+        bodies, refused, tasks, held = Bodies(100), [], [], {}
 
-            def arriving(group, size):
-                deadline = asyncio.timeout(None)
-                body = stack.enter_context(bodies.arriving(group, deadline))
-                deadline.reschedule = lambda _: None
-                bodies.add(body, size)
-                return body
+        async def arrive(name, group):
+            try:
+                async with bodies.arriving(group) as held[name]:
+                    await asyncio.Event().wait()
+            except ApiError as refusal:
+                refused.append((name, refusal.status))
 
-            honest, first, second = arriving("alice", 30), arriving("eve", 30), arriving("eve", 40)
-            assert [body.refused for body in (honest, first, second)] == [False, False, False]
-            third = arriving("eve", 20)
-            assert [body.refused for body in (honest, first, second, third)] == [False, True, False, False]
-            bodies.add(first, 1000)  # what it has received before it notices
-            bodies.add(honest, 10)
-            assert [body.refused for body in (honest, second, third)] == [False, False, False]
-            bodies.add(honest, 40)
-            assert [body.refused for body in (honest, second, third)] == [True, False, False]
-        with bodies.arriving("alice", asyncio.timeout(None)) as alone:
-            bodies.add(alone, 100)
-            assert not alone.refused  # the others are forgotten
+        async def resize(name, group, size):
+            if name not in held:
+                tasks.append(asyncio.create_task(arrive(name, group)))
+                await asyncio.sleep(0)
+            bodies.resize(held[name], size)
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        await resize("honest", "alice", 30)
+        await resize("first", "eve", 30)
+        await resize("second", "eve", 40)
+        assert refused == []
+        await resize("third", "eve", 20)
+        assert refused == [("first", 503)]
+        await resize("first", "eve", 1000)  # what it receives before it notices
+        await resize("honest", "alice", 40)
+        assert len(refused) == 1
+        await resize("honest", "alice", 70)
+        assert refused[1:] == [("honest", 503)]
+        await resize("second", "eve", 80)
+        assert len(refused) == 2
+        await resize("second", "eve", 10)
+        await resize("fourth", "bob", 70)
+        assert len(refused) == 2
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async with bodies.arriving("alice") as alone:
+            bodies.resize(alone, 100)  # the others are forgotten
+        assert len(refused) == 2
 
     asyncio.run(work())
+
+
+def test_uploads_that_are_in_memory_make_room_for_others(monkeypatch, tmp_path):
+    monkeypatch.setattr("chairlift.server.app.MAX_BODIES_BYTES", 400_000)
+    head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=B\r\ncontent-length: 900000\r\n\r\n"
+    part = b'--B\r\ncontent-disposition: form-data; name="file"; filename="x"\r\n\r\n' + b"x" * 60_000
+    data = {"data_dir": str(tmp_path / "data"), "max_body_size": 100_000}
+    with serving(FakeEngine(), **data) as (base, service), contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(12):
+            opened.append(stack.enter_context(connected(base)))
+            opened[-1].sendall(head + part)
+        for sock in opened[:6]:
+            assert closed(sock).startswith(b"HTTP/1.1 503 ")
+        reply = httpx.post(f"{base}/v1/files", data={"purpose": "batch"}, files={"file": ("x", b"y" * 300_000)})
+        assert (reply.status_code, reply.json()["bytes"]) == (200, 300_000)
+        stack.pop_all().close()
+        wait_until(lambda: service.open == 0)
+        assert len(list((tmp_path / "data" / "files").iterdir())) == 1
 
 
 def test_half_bodies_make_room_for_others(monkeypatch):

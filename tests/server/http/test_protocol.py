@@ -113,29 +113,56 @@ def test_a_stream_that_nobody_reads_is_cut(monkeypatch, base, server, engine):
     wait_until(lambda: server[1].open == server[1].admission.open == 0)
 
 
-def test_who_reads_slowly_but_reads_is_not_cut():
-    class Transport:
-        size, aborted = 100, False
+class Clock:
+    """A loop in virtual time, and the transport of a client that reads `rate` bytes a second."""
 
-        def get_write_buffer_size(self):
-            return self.size
+    def __init__(self):
+        self.now, self.aborted_at, self.size = 0.0, None, 0
+        self.connection = connection = object.__new__(protocol.HttpProtocol)
+        connection.transport = connection._raw_transport = connection.loop = self
+        connection.flow = SimpleNamespace(pause_writing=lambda: None, resume_writing=lambda: None)
+        connection._patience, connection._stall_timer = protocol.STALL_SECONDS, None
 
-        def abort(self):
-            self.aborted = True
+    def time(self):
+        return self.now
 
-    class Loop:
-        def call_later(self, _, call, size):
-            self.later = lambda: call(size)
+    def get_write_buffer_size(self):
+        return self.size
 
-    connection = object.__new__(protocol.HttpProtocol)
-    connection.transport, connection.loop = transport, loop = Transport(), Loop()
-    connection.flow = SimpleNamespace(pause_writing=lambda: None)
-    connection.pause_writing()
-    transport.size = 60
-    loop.later()
-    assert not transport.aborted
-    loop.later()
-    assert transport.aborted
+    def abort(self):
+        self.aborted_at = self.now
+
+    def call_later(self, seconds, call):
+        self.timer = SimpleNamespace(when=lambda: at, cancel=lambda: None, call=call)
+        at = self.now + seconds
+        return self.timer
+
+    def read(self, size, rate):
+        """Lets the client read what was written when the system's buffers were full; returns whether it was cut."""
+        self.size = size
+        self.connection.pause_writing()
+        if self.timer.when() < (end := self.now + size / rate):
+            self.now = self.timer.when()
+            self.timer.call()
+        else:
+            self.now = end
+            self.connection.resume_writing()
+        return self.aborted_at is not None
+
+
+def test_who_reads_slowly_is_not_cut():
+    clock = Clock()
+    assert not any(clock.read(size, 8192) for size in (1 << 20, 300, 300, 10 << 20) * 20)
+    assert clock.now > 3000
+    assert not any(clock.read(300, 300 / 0.05) for _ in range(1000))
+    assert clock.read(300, 300 / 200)
+
+
+def test_who_reads_as_slowly_as_possible_is_cut():
+    clock = Clock()
+    while not clock.read(300, 300 / 59):
+        assert clock.now < 100
+    assert clock.now < 61
 
 
 def answered(base, request):

@@ -174,38 +174,40 @@ def test_an_opening_that_fails_holds_nothing(alice):
     assert alice.get(url).json()["tokens"] == 8
 
 
-def test_invented_tenants_leave_room_for_others(engine, monkeypatch):
-    """Without keys, and beside a tenant with a key."""
-    monkeypatch.setattr("chairlift.engine.held_sequences.MAX_HELD", 64)
-    monkeypatch.setattr("chairlift.server.sequences.MAX_INVENTED", 32)
+def test_invented_tenants_leave_room_for_others(monkeypatch):
+    monkeypatch.setattr("chairlift.engine.held_sequences.MAX_HELD", 256)
+    monkeypatch.setattr("chairlift.server.sequences.MAX_INVENTED", 192)
 
-    def fill(http):
-        """Opens as many as the server allows for 64 invented tenants."""
-        held = []
-        for number in range(64):
+    def fill(http, tenants):
+        """Lets invented tenants hold all that the server allows; returns how many they hold."""
+        held = 0
+        for number in range(tenants):
             headers = {"x-tenant-id": f"t{number}"}
             answer = http.post(URL, json={"prompt": "a"}, headers=headers)
-            if answer.status_code == 200:
-                held += [
-                    answer.json(),
-                    *http.post(f"{URL}/{answer.json()['id']}/fork", json={"n": 8}, headers=headers).json().get("data", []),
-                ]
-            else:
+            if answer.status_code != 200:
                 assert error(answer) == (429, "too_many_sequences")
-        return len(held)
+                break
+            held += 1
+            for count in (16, 4, 4, 1, 1):
+                forked = http.post(f"{URL}/{answer.json()['id']}/fork", json={"n": count}, headers=headers)
+                held += len(forked.json().get("data", []))
+        return held
 
     with serving(FakeEngine()) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
-        assert fill(http) <= 32
+        victim = {"x-tenant-id": "victim"}
+        assert 96 < fill(http, 16) < 192
+        assert http.post(URL, json={"prompt": "a"}, headers=victim).status_code == 200
+        assert fill(http, 100) < 96
         assert http.post(URL, json={"prompt": "a"}).status_code == 200
         service.sequences.drop_all()
-        assert fill(http) <= 32
+        assert fill(http, 16) > 96
     with serving(FakeEngine(), api_key="alice=ka,kb") as (base, _), httpx.Client(base_url=base, timeout=30) as http:
         http.headers["authorization"] = "Bearer kb"
-        assert fill(http) <= 32
+        assert 96 < fill(http, 100) <= 192
         opened(http)
         http.headers["authorization"] = "Bearer ka"
         url = f"{URL}/{opened(http)['id']}"
-        assert http.post(f"{url}/fork", json={"n": 10}).status_code == 200
+        assert http.post(f"{url}/fork", json={"n": 20}).status_code == 200
 
 
 def test_a_tenant_leaves_as_much_as_it_holds(alice, bob, engine, monkeypatch):
@@ -230,16 +232,20 @@ def test_what_a_sequence_holds_is_billed(monkeypatch, tmp_path, capsys):
         now[0] += 200
         assert http.delete(url).status_code == 200
         now[0] += 7
-        assert http.delete(f"{URL}/{fork['id']}").status_code == 200
+        short = opened(http, "abc")
+        now[0] += 0.3
+        for one in (fork, short):
+            assert http.delete(f"{URL}/{one['id']}").status_code == 200
     records = [json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
+    assert short["id"] not in {record["id"] for record in records}
     held = {record["id"]: record["held_token_seconds"] for record in records if "held_token_seconds" in record}
-    assert held == {url.rpartition("/")[2]: 3 * 10 + 5 * 100 + 1 * 200, fork["id"]: 5 * 207}
+    assert held == {url.rpartition("/")[2]: 3 * 10 + 5 * 100 + 1 * 200, fork["id"]: 5 * 207.3}
     assert {(one["finish"][0], one["priority"], one["model"], one["tier"]) for one in records if one["id"] in held} == {
         ("dropped", 2, MODEL, "default")
     }
     assert main(["usage", str(tmp_path), "--by", "tenant", "--json"]) == 0
     [sums] = json.loads(capsys.readouterr().out)
-    assert (sums["held_token_seconds"], sums["requests"]) == (730 + 1035, len(records) - 2)
+    assert (sums["held_token_seconds"], sums["requests"]) == (730 + 1036.5, len(records) - 2)
 
 
 def test_a_tenant_can_hold_a_limited_number(alice, bob, engine, monkeypatch):

@@ -3,86 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from chairlift.server.errors import ApiError, unavailable
+from chairlift.server.errors import ApiError
+from chairlift.server.http.bodies import Bodies
 from chairlift.server.service import service_of
 
 BODY_TIMEOUT = 20
 """Seconds that a body may take to arrive."""
-
-MAX_BODIES_BYTES = 64 << 20
-"""Bytes of all bodies that are arriving, or four times the longest body if that is more."""
-
-
-@dataclass(eq=False, slots=True)
-class _Body:
-    """A body that arrives."""
-
-    group: str
-    deadline: asyncio.Timeout
-    size: int = 0
-    refused: bool = False
-
-
-@dataclass(slots=True)
-class _Group:
-    """The bodies of some tenants, oldest first."""
-
-    bodies: dict[_Body, None] = field(default_factory=dict)
-    size: int = 0
-
-
-class Bodies:
-    """The bodies that are arriving. Their requests are not admitted yet, and so count towards no other limit.
-
-    Beyond `limit` bytes, the oldest body of the group of tenants with the most bytes is refused.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._size = 0
-        self._groups: dict[str, _Group] = {}
-
-    @contextmanager
-    def arriving(self, group: str, deadline: asyncio.Timeout) -> Iterator[_Body]:
-        """Counts a body in the block. If the body is refused, `deadline` expires at once."""
-        body = _Body(group, deadline)
-        self._groups.setdefault(group, _Group()).bodies[body] = None
-        try:
-            yield body
-        finally:
-            self._remove(body)
-
-    def add(self, body: _Body, size: int) -> None:
-        """Adds bytes that have arrived."""
-        if body.refused:
-            return
-        body.size += size
-        self._groups[body.group].size += size
-        self._size += size
-        while self._size > self._limit:
-            largest = max(self._groups.values(), key=lambda group: group.size)
-            oldest = next(iter(largest.bodies))
-            oldest.refused = True
-            oldest.deadline.reschedule(0)
-            self._remove(oldest)
-
-    def _remove(self, body: _Body) -> None:
-        group = self._groups.get(body.group)
-        if group is None or body not in group.bodies:
-            return
-        del group.bodies[body]
-        group.size -= body.size
-        self._size -= body.size
-        if not group.bodies:
-            del self._groups[body.group]
 
 
 async def read_json(request: Request, *, queued: bool = True, counted: bool = True) -> dict[str, Any]:
@@ -132,18 +63,13 @@ async def _read(request: Request) -> bytearray:
         raise _too_large(limit)
     data = bytearray()
     try:
-        async with asyncio.timeout(BODY_TIMEOUT) as deadline:
-            with bodies.arriving(request.state.ticket.tenant.group, deadline) as body:
-                async for chunk in request.stream():
-                    data += chunk
-                    if len(data) > limit:
-                        raise _too_large(limit)
-                    bodies.add(body, len(chunk))
+        async with bodies.arriving(request.state.ticket.tenant.group) as body, asyncio.timeout(BODY_TIMEOUT):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > limit:
+                    raise _too_large(limit)
+                bodies.resize(body, len(data))
     except TimeoutError:
-        if body.refused:
-            refusal = unavailable("too many bodies are arriving, and this one was the oldest: try again later", "overloaded", 1)
-            refusal.headers["connection"] = "close"
-            raise refusal from None
         message = f"the body did not arrive within {BODY_TIMEOUT} seconds"
         raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
     return data

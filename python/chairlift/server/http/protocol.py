@@ -34,7 +34,10 @@ MAX_PIPELINED_BYTES = 1 << 16
 """Bytes of pipelined requests that are read while one is being answered."""
 
 STALL_SECONDS = 60.0
-"""Timeout for a client that does not read its response."""
+"""How long the writes of one response may wait in all for a client that does not read, in addition to what `READ_RATE` allows."""
+
+READ_RATE = 8192
+"""Bytes a second that a client must read once the system's buffers are full. A slow client keeps its model from being unloaded."""
 
 LINGER_SECONDS = 10.0
 """Seconds that a client may go on sending after a response that closes the connection."""
@@ -165,6 +168,8 @@ class HttpProtocol(H11Protocol):
         self._early = b""
         """Data that came before `_begin`."""
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._patience = STALL_SECONDS
+        """How long the response's writes may still wait."""
         self._linger_timer: asyncio.TimerHandle | None = None
         self._header_timer: asyncio.TimerHandle | None = None
 
@@ -235,6 +240,7 @@ class HttpProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         """Awaits the next request."""
         self._connections.set_state(self, ConnectionState.IDLE)
+        self._patience = STALL_SECONDS
         super().on_response_complete()
         self._update_state()  # a pipelined request may have begun
 
@@ -268,12 +274,14 @@ class HttpProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """Called when the client does not read the response."""
         super().pause_writing()
-        self._start_stall_timer(self.transport.get_write_buffer_size())
+        self._patience += self.transport.get_write_buffer_size() / READ_RATE
+        self._stall_timer = self.loop.call_later(self._patience, self._raw_transport.abort)
 
     def resume_writing(self) -> None:
         """Called when the client has read everything that was sent."""
         super().resume_writing()
         if self._stall_timer is not None:
+            self._patience = min(STALL_SECONDS, self._stall_timer.when() - self.loop.time())
             self._stall_timer.cancel()
             self._stall_timer = None
 
@@ -315,14 +323,3 @@ class HttpProtocol(H11Protocol):
             self._raw_transport.write_eof()
         self.flow.resume_reading()
         return True
-
-    def _start_stall_timer(self, size: int) -> None:
-        self._stall_timer = self.loop.call_later(STALL_SECONDS, self._check_progress, size)
-
-    def _check_progress(self, before: int) -> None:
-        """Closes the connection if the client has read nothing since the write buffer held `before` bytes."""
-        size = self.transport.get_write_buffer_size()
-        if size < before:
-            self._start_stall_timer(size)
-        else:
-            self.transport.abort()

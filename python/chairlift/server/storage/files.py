@@ -190,6 +190,11 @@ class Upload:
         self._size = 0
         self._stream: BinaryIO | None = None
 
+    @property
+    def buffered(self) -> int:
+        """Bytes that are in memory, and not in the file yet."""
+        return len(self._buffer)
+
     def insert(self, connection: Connection) -> None:
         """Takes a place among the tenant's files; raises ApiError."""
         self._files.check_room(connection, self._tenant)

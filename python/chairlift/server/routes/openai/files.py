@@ -25,10 +25,16 @@ _MAX_PAGE = 10_000
 async def create_file(request: Request) -> Response:
     """Stores an upload."""
     request.state.ticket.admit(queued=False)
-    files = service_of(request).data.files
+    files, bodies = service_of(request).data.files, request.app.state.bodies
     upload = await files.begin(request.state.tenant)
     try:
-        form = await read_form(request, upload.write)
+        async with bodies.arriving(request.state.ticket.tenant.group) as body:
+
+            async def write(piece: bytes) -> None:
+                await upload.write(piece)
+                bodies.resize(body, upload.buffered)
+
+            form = await read_form(request, write)
         if (purpose := form.fields.get("purpose")) != "batch":
             raise ApiError(400, f"purpose must be 'batch', the only use of files here, got {brief(purpose)}", param="purpose")
         filename = form.filename or "upload"
