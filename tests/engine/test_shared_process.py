@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import weakref
 from contextlib import asynccontextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,6 +23,7 @@ from chairlift.engine import step_loop
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.frames import Load, Stop
+from chairlift.engine.replicated_engine import ReplicatedEngine
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest
 from chairlift.sampling import EMBED, SamplingParams
 
@@ -218,6 +220,24 @@ def test_answers_are_equal_alone_and_together(byte_model, tmp_path):
             answers, embeddings = await asyncio.gather(asyncio.gather(*jobs), asyncio.gather(*(embed(encoder, text) for text in TEXTS)))
             assert answers[::2] == answers[1::2] == alone
             assert all(np.array_equal(one, other) for one, other in zip(embeddings, vectors, strict=True))
+
+    asyncio.run(main())
+
+
+def test_a_model_that_leaves_keeps_no_tokenizer_and_reads_it_again(monkeypatch):
+    async def main():
+        process = EngineProcess()
+        async with fakes(monkeypatch, process, {}) as (other,):
+            engine = ReplicatedEngine(other.config, [process])
+            await engine.start()
+            await engine.encode("ab")
+            tokenizer = weakref.ref(engine.tokenizer)
+            await engine.close()
+            assert tokenizer() is None
+            await engine.start()
+            assert await engine.encode("ab")
+            await engine.close()
+            assert await other.encode("ab")
 
     asyncio.run(main())
 

@@ -183,6 +183,10 @@ class AsyncEngine:
         if running:
             await self._process.unload(number)
 
+    def forget_tokenizer(self) -> None:
+        """Frees the tokenizer of a closed engine; the next start reads it again. It takes some 100 MB for a large vocabulary."""
+        vars(self).pop("tokenizer", None)
+
     async def __aenter__(self) -> Self:
         await self.start()
         return self

@@ -17,6 +17,7 @@ from chairlift.engine.questions import REMEMBERED
 from chairlift.engine.replica import Replica
 from chairlift.engine.replica_router import ReplicaRouter
 from chairlift.engine.request import default_params, shared_salt, validate
+from chairlift.engine.trim import trim
 from chairlift.errors import ChairliftError, EngineDead
 from chairlift.outputs import RequestOutput, Timeline
 from chairlift.sampling import SamplingParams
@@ -133,8 +134,11 @@ class ReplicatedEngine:
         await self._replicas[0].start(since)
 
     async def close(self) -> None:
-        """Ends all engines. Open requests raise EngineClosed. May be called repeatedly."""
+        """Ends all engines and frees their tokenizers. Open requests raise EngineClosed. May be called repeatedly."""
         await asyncio.gather(*(replica.engine.close() for replica in self._replicas))
+        for replica in self._replicas:
+            replica.engine.forget_tokenizer()
+        await asyncio.to_thread(trim)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenizes a prompt without blocking the event loop."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from chairlift.engine.frames import Alive, BadFrame, Failed, Frame, Load, Phase,
 from chairlift.engine.hosted_engine import AdapterRead, EngineLike, HostedEngine, Prepared
 from chairlift.engine.kv_sharing import KvSharing
 from chairlift.engine.tenant_service import TenantService
+from chairlift.engine.trim import trim
 from chairlift.engine.watchdog import CHECK_SECONDS, IDLE, Watchdog
 from chairlift.errors import ChairliftError, InvalidSetting
 
@@ -276,7 +276,7 @@ class StepLoop:
         except Exception:
             traceback.print_exc()
         gc.collect()
-        _trim()
+        trim()
         if reply:
             self._send(Unloaded(), number)
 
@@ -286,16 +286,6 @@ def _failed(error: BaseException) -> Failed:
     if not isinstance(error, ChairliftError):
         traceback.print_exception(error)
     return Failed(type(error).__name__, str(error) or repr(error))
-
-
-def _trim() -> None:
-    """Returns freed memory to the system, which glibc keeps otherwise."""
-    if sys.platform == "linux":
-        import ctypes
-
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other libraries have none
-        if trim is not None:
-            trim(0)
 
 
 def _now() -> int:
