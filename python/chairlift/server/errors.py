@@ -121,7 +121,9 @@ def _context_words(error: ContextExceeded, path: str) -> str:
         return f"the input length exceeds the context length of {limit} tokens"
     if path.startswith("/api/"):
         return f"prompt too long; exceeded max context length by {prompt + answer - limit} tokens"
-    return str(error).replace("the prompt", "the messages") if path.startswith("/v1/chat/") else str(error)
+    if path.startswith("/v1/chat/"):
+        return str(error).replace("the prompt has", "the messages have").replace("the prompt", "the messages")
+    return str(error)
 
 
 def for_route(error: ApiError, path: str) -> ApiError:

@@ -161,7 +161,7 @@ def test_messages_of_every_kind_are_taken(client, engine):
     assert called["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
-@pytest.mark.parametrize("arguments", ["", " ", "null", "{}", " {} ", None, {}])
+@pytest.mark.parametrize("arguments", ["", " ", "null", "{}", " {} ", None, {}, [], "[]", '""'])
 def test_a_call_without_arguments_is_sent_back_in_many_ways(arguments):
     _, _, (_, called), _ = checked({"messages": call(arguments=arguments)})
     assert called["tool_calls"][0]["function"]["arguments"] == {}
@@ -180,7 +180,8 @@ def test_a_turn_that_only_calls_has_no_text(content):
 @pytest.mark.parametrize(
     ("path", "fields", "says"),
     [
-        (CHAT, {"messages": [{"role": "user", "content": "a " * 1500}], "max_tokens": 9}, "3009 tokens (3000 in the messages, 9 in the"),
+        (CHAT, {"messages": [{"role": "user", "content": "a " * 1023}], "max_tokens": 9}, "2055 tokens (2046 in the messages, 9 in the"),
+        (CHAT, {"messages": [{"role": "user", "content": "a " * 1500}]}, "the messages have 3000 characters"),
         (
             CHAT,
             {"messages": [HELLO], "max_tokens": 2042},

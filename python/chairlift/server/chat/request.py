@@ -117,7 +117,7 @@ class Tool(BaseModel):
 class _CalledFunction(BaseModel):
     model_config = ConfigDict(strict=True)
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: str | dict[str, Any] | Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class _CalledCustomTool(BaseModel):
@@ -196,7 +196,7 @@ class Message(BaseModel):
 def _call_for_template(call: _MessageToolCall, where: str) -> dict[str, Any]:
     """Converts a tool call for a chat template, which expects arguments as an object if they are one.
 
-    Clients send back a call without arguments as "", "null" or null.
+    Clients send back a call without arguments as an empty text, as null or, in PHP, as an empty list, and each of these as JSON text.
     """
     function = call.called(where)
     arguments = function.arguments or {}
@@ -205,7 +205,7 @@ def _call_for_template(call: _MessageToolCall, where: str) -> dict[str, Any]:
             parsed = json.loads(arguments.strip() or "{}")
         except (ValueError, RecursionError):  # arguments that a model wrote may be invalid JSON
             parsed = arguments
-        if parsed is None or isinstance(parsed, dict):
+        if parsed in (None, [], "") or isinstance(parsed, dict):
             arguments = parsed or {}
     _check_depth("messages", arguments)
     id_field = {} if call.id is None else {"id": call.id}

@@ -70,7 +70,8 @@ def test_the_anthropic_client_creates_streams_and_counts(claude):
         assert "".join(stream.text_stream) == answer("one two", 4)
         assert stream.get_final_message().usage.cache_read_input_tokens == 3
     assert claude.messages.count_tokens(model=MODEL, messages=ONE["messages"], system="be").input_tokens == len("be one two")
-    assert [model.id for model in claude.models.list()] == [MODEL]
+    [listed] = claude.models.list()
+    assert (listed.id, listed.lifecycle, listed.max_input_tokens) == (MODEL, "active", 2048)
 
 
 def test_calls_are_blocks_of_their_own(claude, says):
@@ -214,7 +215,7 @@ def test_a_stream_begins_and_ends_with_the_same_counts_of_the_prompt(http):
     assert [begin[name] for name in names] == [end[name] for name in names] == [2, 3, 45]
 
 
-@pytest.mark.parametrize("sent", [{}, {"input": None}, {"input": ""}, {"input": {}}])
+@pytest.mark.parametrize("sent", [{}, {"input": None}, {"input": ""}, {"input": {}}, {"input": []}])
 def test_a_call_may_be_sent_back_without_input(http, engine, sent):
     called = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "hot", **sent}]}
     assert http.post("/v1/messages", json={**ONE, "messages": [USER, called, RESULT]}).status_code == 200

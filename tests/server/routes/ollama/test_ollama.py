@@ -68,6 +68,12 @@ def test_options_and_formats_reach_the_engine(llama, engine):
     assert engine.seen[-1].structured_output.kind == "json_object"
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_an_answer_ends_with_the_context(llama, raw):
+    whole = llama.generate(MODEL, "a " * 1020, raw=raw, options={"num_predict": 20})
+    assert (whole.prompt_eval_count, whole.eval_count, whole.done_reason) == (2040, 8, "length")
+
+
 def test_tools_are_called(llama, engine):
     messages = [{"role": "user", "content": f"SAY:I look. {CALL}{CALL}"}]
     whole = llama.chat(MODEL, messages, tools=[weather])
@@ -202,8 +208,7 @@ def test_an_empty_request_loads_the_model(llama, engine):
         ("generate", {"prompt": "a " * 1500, "raw": True}, "prompt too long"),
         ("generate", {"prompt": "x", "images": ["aGk="]}, "images is not supported"),
         ("generate", {"prompt": "x", "context": [1]}, "context is not supported"),
-        ("chat", {"messages": [{"role": "user", "content": "a " * 3000}]}, "prompt too long; exceeded max context length by 3953 tokens"),
-        ("generate", {"prompt": "a " * 1500, "options": {"num_predict": 8}}, "exceeded max context length by 960 tokens"),
+        ("chat", {"messages": [{"role": "user", "content": "a " * 3000}]}, "prompt too long; exceeded max context length by 3952 tokens"),
         ("generate", {"prompt": "full"}, "4 requests are waiting"),
         ("embed", {"input": "x"}, "no embeddings"),
     ],

@@ -169,8 +169,8 @@ def _assistant_message(content: object, where: str) -> dict[str, Any]:
     texts, calls = [], []
     for index, block in enumerate(content):
         match block:
-            case {"type": "tool_use", "id": str(id), "name": str(name)} if isinstance(block.get("input"), dict | str | None):
-                calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": block.get("input")}})
+            case {"type": "tool_use", "id": str(id), "name": str(name)} if isinstance(given := block.get("input") or {}, dict | str):
+                calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": given}})
             case {"type": "thinking", "thinking": str(text)}:
                 reasoning.append(text)
             case {"type": "redacted_thinking"}:

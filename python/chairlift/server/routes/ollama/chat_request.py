@@ -35,7 +35,7 @@ _HARDWARE = frozenset(
 class _Function(BaseModel):
     model_config = ConfigDict(strict=True)
     name: str
-    arguments: dict[str, Any] | str | None = None
+    arguments: Any = None
 
 
 class _ToolCall(BaseModel):
