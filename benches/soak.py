@@ -43,7 +43,18 @@ LOOK_SECONDS = 5.0
 """Interval of looks at the server's metrics and memory."""
 TIMEOUT = 300.0
 """Seconds after which an honest answer counts as lost."""
-FLAGS = ("--scheduling-policy", "fair", "--max-num-seqs", "16", "--max-num-queued-reqs", "200", "--max-data-size", "64M")
+FLAGS = (
+    "--scheduling-policy",
+    "fair",
+    "--max-num-seqs",
+    "8",
+    "--max-num-batched-tokens",
+    "24",
+    "--max-num-queued-reqs",
+    "200",
+    "--max-data-size",
+    "64M",
+)
 MAX_REQUESTS = 8
 """Each tenant's limit of open requests."""
 PROMPTS = (
@@ -278,6 +289,7 @@ def together(tenants: list[Honest], seconds: float) -> None:
 
 def soak(seconds: float) -> tuple[list[str], bool]:
     """Runs everything. Returns the lines of the result and whether all bounds were kept."""
+    load = os.getloadavg()[0]  # of other work, which makes the figures worthless
     names = ["operator", *HONEST, *(f"eve{number}" for number in range(len(TENANTS)))]
     key = {name: secrets.token_hex(16) for name in names}
     with tempfile.TemporaryDirectory() as name:
@@ -318,7 +330,7 @@ def soak(seconds: float) -> tuple[list[str], bool]:
     lines = [
         "# Honest tenants beside hostile ones",
         "",
-        f"{time.strftime('%Y-%m-%d')}, {machine()}; {_versions()}.",
+        f"{time.strftime('%Y-%m-%d')}, {machine()}; {_versions()}; load average before: {load:.1f}.",
         f"The default model for {seconds:.0f} s; `{' '.join(FLAGS)}`, and at most {MAX_REQUESTS} open requests of each tenant. A stream's",
         f"bound is {RATIO} times its p99 of the time between two events without the hostile tenants, plus the mean step of that time",
         f"({step * 1e3:.1f} ms). An answer is right if its text and the log-probabilities of completions are those computed alone.",

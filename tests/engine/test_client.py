@@ -375,7 +375,7 @@ def test_validate_fills_what_the_context_leaves():
 
 def test_a_request_that_is_submitted_again_keeps_its_time_of_arrival(monkeypatch):
     sent, encode = [], frames.encode
-    monkeypatch.setattr(frames, "encode", lambda frame, engine: sent.append(frame) or encode(frame, engine))
+    monkeypatch.setattr(frames, "encode", lambda frame, engine, seal: sent.append(frame) or encode(frame, engine, seal))
 
     async def test(engine):
         async for _ in engine.generate([1000], SamplingParams(max_tokens=1), spent={"receive": 0.25, "restart": 1.5}):

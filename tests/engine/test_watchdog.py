@@ -171,9 +171,9 @@ def test_a_parent_that_does_not_read_for_a_while_finds_an_engine_that_gets_on(mo
     may_read, read = asyncio.Event(), frames.read
     may_read.set()
 
-    async def slowly(reader):
+    async def slowly(reader, seal):
         await may_read.wait()
-        return await read(reader)
+        return await read(reader, seal)
 
     monkeypatch.setattr(frames, "read", slowly)
 
@@ -215,10 +215,10 @@ def test_an_engine_that_is_started_again_spares_the_journal_of_the_one_before(mo
     fake_engine.fake(monkeypatch)
     encode, journals = frames.encode, []
 
-    def noted(frame, engine):
+    def noted(frame, engine, seal):
         if isinstance(frame, Load):
             journals.append(frame.settings["journal"])
-        return encode(frame, engine)
+        return encode(frame, engine, seal)
 
     monkeypatch.setattr(frames, "encode", noted)
 

@@ -37,7 +37,7 @@ MAX_MESSAGE = 512
 """Most bytes of a message of the handshake."""
 SECONDS = 10.0
 """Most seconds that a handshake takes at the machine that joins."""
-PROOF_SECONDS = 3.0
+PROOF_SECONDS = 5.0
 """Most seconds in which it proves to the server that it knows the secret: two times there and back."""
 NONCE_BYTES = 32
 _LENGTH = struct.Struct(">H")
