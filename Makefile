@@ -97,6 +97,10 @@ soak: $(VENV)/.developing ## run honest tenants beside hostile ones for an hour 
 conformance: $(VENV)/.developing ## run other projects' clients, unmodified, against the server (ARGS="openai llm" runs some)
 	$(BIN)/python tests/conformance/run.py $(ARGS)
 
+.PHONY: files
+files: $(VENV)/.developing ## compare the tokens of llama.cpp's published vocabularies (downloads 37 MB once)
+	$(BIN)/python tests/published/run.py $(ARGS)
+
 .PHONY: docs
 docs: $(VENV)/.documenting ## build the documentation's site into site/ and check its links
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

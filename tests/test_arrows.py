@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "layers": {"kernels", "_core"},
     "kernels": set(),
     "grammar": {"errors", "sampling"},
-    "tokenizer": {"chat_template", *LEAVES},
+    "tokenizer": {"chat_template", "checkpoint", *LEAVES},
     "chat_template": {"template_process", "errors"},
     "template_process": {"template_renderer", "errors"},
     "template_renderer": {"errors"},

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from chairlift.errors import InvalidRequest, InvalidSetting, ModelNotFound, UnsupportedModel
-from chairlift.tokenizer import Tokenizer
+from chairlift.tokenizer import Tokenizer, eos_token_ids
 
 START, END = 1, 2
 
@@ -71,7 +71,7 @@ assert not {{"torch", "transformers", "numpy"}} & sys.modules.keys()
 
 def test_facts_of_the_default_model(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 49152
-    assert tokenizer.eos_token_ids == {END}
+    assert tokenizer.eos_token_ids == {0, END}  # <|endoftext|> and <|im_end|>
     assert tokenizer.special_tokens["bos_token"] == "<|im_start|>"
     assert not tokenizer.strips_first_space
 
@@ -233,6 +233,39 @@ def test_a_jinja_file_comes_first(copy: Path) -> None:
     assert tokenizer.decode(tokenizer.chat(HELLO)) == "from the file"
 
 
+def test_further_templates_lie_in_files_of_their_own(copy: Path) -> None:
+    (copy / "chat_template.json").write_text('{"chat_template": "from JSON"}')
+    tokenizer = Tokenizer(copy)
+    assert tokenizer.decode(tokenizer.chat(HELLO)) == "from JSON"
+    (copy / "chat_template.jinja").write_text("from the file")
+    (copy / "additional_chat_templates").mkdir()
+    (copy / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
+    tokenizer = Tokenizer(copy)
+    assert tokenizer.decode(tokenizer.chat(HELLO)) == "from the file"
+    assert tokenizer.decode(tokenizer.chat(HELLO, tools=[{}, {}])) == "2 tools"
+
+
+@pytest.mark.parametrize("template", ["{{ bos_token }}a", "a", "{{ bos_token }}{{ bos_token }}a"])
+def test_a_chat_begins_with_one_bos_if_the_model_expects_it(copy: Path, template: str) -> None:
+    _change(copy / "tokenizer_config.json", add_bos_token=True)
+    tokenizer = _template(copy, template)
+    ids = tokenizer.chat(HELLO)
+    assert ids == [START, *tokenizer.encode("a", add_special_tokens=False)]
+
+
+def test_a_prompt_that_begins_with_bos_gets_no_second_one(copy: Path) -> None:
+    processor = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "bos", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    }
+    processor |= {"pair": [], "special_tokens": {"bos": {"id": "bos", "ids": [START], "tokens": ["<|im_start|>"]}}}
+    _change(copy / "tokenizer.json", post_processor=processor)
+    tokenizer = Tokenizer(copy)
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    assert tokenizer.encode("a") == tokenizer.encode("<|im_start|>a") == [START, *plain]
+    assert tokenizer.encode("<|im_start|>a", add_special_tokens=False) == [START, *plain]
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
@@ -257,11 +290,12 @@ def test_ends_are_gathered_from_every_file(copy: Path) -> None:
     _change(copy / "config.json", eos_token_id=5)
     _change(copy / "generation_config.json", eos_token_id=[6, 7])
     _change(copy / "tokenizer_config.json", eos_token={"content": "<|endoftext|>"})
-    assert Tokenizer(copy).eos_token_ids == {0, 5, 6, 7}
+    assert Tokenizer(copy).eos_token_ids == {0, END, 5, 6, 7}
     _change(copy / "config.json", eos_token_id=None)
     (copy / "generation_config.json").unlink()
     (copy / "tokenizer_config.json").unlink()
-    assert Tokenizer(copy).eos_token_ids == set()
+    assert Tokenizer(copy).eos_token_ids == {0, END}  # their texts are known
+    assert eos_token_ids(copy) == {0, END}
 
 
 def test_a_tokenizer_from_elsewhere(copy: Path, tmp_path: Path) -> None:
@@ -270,7 +304,7 @@ def test_a_tokenizer_from_elsewhere(copy: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text('{"eos_token_id": 9}')
     for source in (copy, str(copy / "tokenizer.json")):
         tokenizer = Tokenizer(model, source)
-        assert tokenizer.eos_token_ids == {9, END}
+        assert tokenizer.eos_token_ids == {0, 9, END}
         assert tokenizer.chat(HELLO)
 
 

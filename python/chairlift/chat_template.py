@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -21,17 +22,19 @@ class ChatTemplate:
 
     @classmethod
     def from_files(cls, directory: Path, config: Mapping[str, Any], variables: Mapping[str, str]) -> ChatTemplate:
-        """Reads chat_template.jinja, else the `chat_template` of tokenizer_config.json.
+        """Reads chat_template.jinja and additional_chat_templates, else chat_template.json, else tokenizer_config.json.
 
         Raises InvalidRequest if there is none.
         """
-        file = directory / "chat_template.jinja"
-        templates = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-        if isinstance(templates, str):
-            templates = [{"name": "default", "template": templates}]
-        if not templates:
+        files = {"default": directory / "chat_template.jinja"}
+        files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+        named = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+        if not named:
+            found = _from_json(directory / "chat_template.json") or config.get("chat_template")
+            named = {"default": found} if isinstance(found, str) else {item["name"]: item["template"] for item in found or ()}
+        if not named:
             raise InvalidRequest("this model has no chat template; use /v1/completions with a prompt", param="messages")
-        return cls({item["name"]: item["template"] for item in templates}, variables)
+        return cls(named, variables)
 
     @classmethod
     def from_file(cls, file: Path, variables: Mapping[str, str]) -> ChatTemplate:
@@ -89,6 +92,15 @@ class ChatTemplate:
             if error.param is not None:
                 raise
             raise InvalidRequest(f"the chat template cannot render these messages: {error}", param="messages") from None
+
+
+def _from_json(file: Path) -> Any:
+    """Returns the `chat_template` of a JSON file, as processors of several kinds of input have it; None if there is none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value.get("chat_template") if isinstance(value, dict) else None
 
 
 @lru_cache(maxsize=8)

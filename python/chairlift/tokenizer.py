@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chairlift.checkpoint.end_tokens import end_tokens
 from chairlift.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class Tokenizer:
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """All tokens that end an answer: see the function of this name."""
-        return eos_token_ids(self._model, self._file, self._backend.token_to_id)
+        added = {added.content: token for token, added in self._backend.get_added_tokens_decoder().items()}
+        return eos_token_ids(self._model, self._file, added, self._backend.token_to_id)
 
     @cached_property
     def num_closing_tokens(self) -> int:
@@ -85,6 +87,12 @@ class Tokenizer:
         """Texts of the tokens with a role: `bos_token`, `eos_token`, `unk_token`, `pad_token` and so on."""
         names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
         return {name: text for name in names if (text := _special_token(self._config, name)) is not None}
+
+    @cached_property
+    def _bos(self) -> int | None:
+        """The id of `bos_token`."""
+        text = self.special_tokens.get("bos_token")
+        return None if text is None else self._backend.token_to_id(text)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -104,9 +112,11 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the tokens of `text`; control tokens written in it become control tokens, as in completion APIs.
 
-        `add_special_tokens` adds the tokens that the model expects around a text. Raises InvalidRequest for text with lone surrogates.
+        `add_special_tokens` adds the tokens that the model expects around a text; a text that begins with the first of them gets no second
+        one. Raises InvalidRequest for text with lone surrogates.
         """
-        return self._encode(self._backend, text, "prompt", add_special_tokens)
+        ids = self._encode(self._backend, text, "prompt", add_special_tokens)
+        return ids[1:] if add_special_tokens and self._bos is not None and ids[:2] == [self._bos] * 2 else ids
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> list[int]:
         """Returns the tokens of a conversation, rendered by the chat template; `kwargs` are variables of the template, like `tools`.
@@ -121,11 +131,17 @@ class Tokenizer:
         return self.template.render(messages, self.control_texts, add_generation_prompt=add_generation_prompt, **kwargs)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
-        """Returns the tokens of pieces of text, each with whether control tokens are plain text in it."""
+        """Returns the tokens of pieces of text, each with whether control tokens are plain text in it.
+
+        They begin with one `bos_token` if the model expects it, whether or not the chat template writes it.
+        """
         ids: list[int] = []
         for text, plain in pieces:
             ids += self._encode(self._plain_backend if plain else self._backend, text, "messages", False)
-        return ids
+        if self._bos is None or not self._config.get("add_bos_token"):
+            return ids
+        written = next((index for index, token in enumerate(ids) if token != self._bos), len(ids))
+        return [self._bos, *ids[written:]]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; invalid bytes become U+FFFD, and ids outside the vocabulary are skipped.
@@ -234,12 +250,16 @@ def _backend(file: Path) -> Backend:
 
 
 def eos_token_ids(
-    directory: Path, source: str | Path | None = None, token_to_id: Callable[[str], int | None] | None = None
+    directory: Path,
+    source: str | Path | None = None,
+    added: Mapping[str, int] | None = None,
+    token_to_id: Callable[[str], int | None] | None = None,
 ) -> frozenset[int]:
-    """Returns all tokens that end an answer, from config.json, generation_config.json and tokenizer_config.json.
+    """Returns all tokens that end an answer: those that the checkpoint's settings name, and those whose texts are known.
 
-    The paths are those of `Tokenizer`. `token_to_id` maps a token's text to its id. Without it the tokenizer is loaded if the settings do
-    not have the id, which takes 0.1 s.
+    The settings are config.json, generation_config.json and tokenizer_config.json; the paths are those of `Tokenizer`. `added` are the
+    tokenizer's added tokens, and `token_to_id` maps a token's text to its id. Without them the tokenizer is loaded if the settings do not
+    have the ids, which takes 0.1 s.
     """
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
@@ -247,13 +267,17 @@ def eos_token_ids(
         ids.update(token for token in (value if isinstance(value, list) else [value]) if type(token) is int and token >= 0)
     file = tokenizer_file(directory, source)
     config = _read_json(file.parent / "tokenizer_config.json")
-    if (text := _special_token(config, "eos_token")) is None:
-        return frozenset(ids)
-    known = {int(token) for token, added in config.get("added_tokens_decoder", {}).items() if added.get("content") == text}
-    if not known and (token_to_id is not None or file.is_file()):
-        token = (token_to_id or _backend(file).token_to_id)(text)
-        known = set() if token is None else {token}
-    return frozenset(ids | known)
+    known = {one["content"]: int(token) for token, one in config.get("added_tokens_decoder", {}).items() if "content" in one}
+    text = _special_token(config, "eos_token")
+    if added is None and file.is_file() and (not known or (text is not None and text not in known)):
+        backend = _backend(file)
+        added, token_to_id = {one.content: token for token, one in backend.get_added_tokens_decoder().items()}, backend.token_to_id
+    known |= added or {}
+    ids |= end_tokens(known)
+    if text is not None:
+        token = known.get(text) if text in known or token_to_id is None else token_to_id(text)
+        ids |= set() if token is None else {token}
+    return frozenset(ids)
 
 
 def _special_token(config: Mapping[str, Any], name: str) -> str | None:

@@ -23,8 +23,22 @@ REFUSED = {
     "rank_pattern": "ranks by module (rank_pattern)",
     "alpha_pattern": "alphas by module (alpha_pattern)",
     "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
+    "alora_invocation_tokens": "an activation by tokens of the prompt (activated LoRA)",
+    "target_parameters": "updates of parameters that are no linear layers (target_parameters)",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "block-diagonal updates (BD-LoRA)",
+    "arrow_config": "a choice of adapters for each token (Arrow)",
 }
 """Fields of adapter_config.json that must be unset, and what they ask for."""
+IGNORED = frozenset(
+    (
+        *("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "auto_mapping", "inference_mode"),
+        *("r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights", "target_modules", "exclude_modules"),
+        *("layers_to_transform", "layers_pattern", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
+        *("qalora_group_size", "megatron_config", "megatron_core", "ensure_weight_tying"),
+    )
+)
+"""Fields that are used elsewhere here, or that only matter in training: the file with the matrices says what is updated."""
 BASE_CHANGES = ("pissa", "olora", "corda", "loftq")
 """Values of init_lora_weights that change the base's weights too."""
 
@@ -51,6 +65,8 @@ class AdapterFiles:
         for field, what in REFUSED.items():
             if config.get(field):
                 raise self._unsupported(f"it has {what}, which adapters cannot have here")
+        if unknown := [field for field, value in config.items() if value and field not in IGNORED | REFUSED.keys()]:
+            raise self._unsupported(f"adapter_config.json sets {unknown[0]:.50}, which is not known here and may change answers")
         if config.get("peft_type") != "LORA":
             raise self._unsupported(f"peft_type is {config.get('peft_type')!r:.50}, not 'LORA'")
         if config.get("bias", "none") != "none":

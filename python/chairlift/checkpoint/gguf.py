@@ -94,7 +94,7 @@ def convert(path: Path, out: Path, sampling: Mapping[str, float] | None = None) 
     `sampling` are recommended settings for generation_config.json. Raises UnsupportedModel, with the reason, for a file that cannot be
     read.
     """
-    file = _opened(path)
+    file = open_gguf(path)
     config = model_config(file)
     check_keys(path, file.unread(), config["head_dim"])
     with writing_to(out.parent):
@@ -133,7 +133,7 @@ class GGUFTensors:
     def __init__(self, path: Path) -> None:
         """Reads the header. Raises UnsupportedModel if the file is damaged or its model is not supported."""
         self.path = path
-        self.file = _opened(path, vocabulary=False)
+        self.file = open_gguf(path, vocabulary=False)
         self._config = model_config(self.file)
         if unknown := check_keys(path, self.file.unread(), self._config["head_dim"]):
             log.warning("%s has metadata that is not known here and not used: %s", path.name, ", ".join(unknown))
@@ -156,7 +156,8 @@ class GGUFTensors:
         return BLOCK_TYPES[kind][0] if kind in BLOCK_TYPES else str(_constants().GGMLQuantizationType(kind).name)
 
 
-def _opened(path: Path, *, vocabulary: bool = True) -> GGUFFile:
+def open_gguf(path: Path, *, vocabulary: bool = True) -> GGUFFile:
+    """Reads the header of a file and of its parts, as `GGUFFile` does. Raises UnsupportedModel."""
     try:
         file = GGUFFile(path, _block_size, vocabulary=vocabulary)
         file.read_parts()

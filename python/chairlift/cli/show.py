@@ -37,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
     directory = locate(config.model, config.revision, config.cache_dir, progress=False, download=False)
     facts = describe(directory)
     if "KV cache" in facts:  # it generates text
-        facts["chat template"] = "yes" if Tokenizer(directory).template_source else "no"
+        tokenizer = Tokenizer(directory)
+        facts["chat template"] = "yes" if tokenizer.template_source else "no"
+        facts["end tokens"] = " ".join(tokenizer.decode([token], skip_special_tokens=False) for token in sorted(tokenizer.eos_token_ids))
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0

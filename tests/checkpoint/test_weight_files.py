@@ -1,0 +1,53 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from chairlift.checkpoint.weight_files import weight_bytes, weight_files
+from chairlift.errors import ModelNotFound, UnsupportedModel
+
+INDEX = "model.safetensors.index.json"
+
+
+def put(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).write_bytes(b"1234")
+
+
+def names(directory: Path) -> list[str]:
+    return [path.name for path in weight_files(directory)]
+
+
+def test_the_model_file_wins_over_files_of_other_names(tmp_path: Path) -> None:
+    put(tmp_path, "config.json", "model.safetensors", "consolidated.safetensors", "old_model.safetensors", "model-old.safetensors")
+    assert names(tmp_path) == ["model.safetensors"]
+    assert weight_bytes(tmp_path) == 4
+
+
+def test_the_index_wins_over_all(tmp_path: Path) -> None:
+    put(tmp_path, "model.safetensors", "b.safetensors", "a.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "b.safetensors"}}))
+    assert names(tmp_path) == ["b.safetensors"]
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(ModelNotFound, match=r"b\.safetensors is missing, though model\.safetensors\.index\.json names it"):
+        weight_files(tmp_path)
+
+
+def test_without_index_the_names_decide(tmp_path: Path) -> None:
+    put(tmp_path, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "consolidated.safetensors")
+    assert names(tmp_path) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def test_a_single_file_may_have_any_name(tmp_path: Path) -> None:
+    put(tmp_path, "weights.safetensors")
+    assert names(tmp_path) == ["weights.safetensors"]
+    put(tmp_path, "other.safetensors")
+    with pytest.raises(ModelNotFound, match=r"holds other\.safetensors, weights\.safetensors and no model\.safetensors\.index\.json"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "a/x.safetensors", "..", ""])
+def test_an_index_names_only_files_beside_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(UnsupportedModel, match="which is no file of this directory"):
+        weight_files(tmp_path)

