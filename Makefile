@@ -57,6 +57,16 @@ amx: ## run the CPU kernels' tests on an emulated processor with AMX (Debian; mo
 batch-kills: $(VENV)/.developing ## kill a server five times while it runs a batch of 10,000 requests
 	BATCH_REQUESTS=10000 BATCH_KILLS=5 $(BIN)/python -m pytest -s --timeout 3000 tests/faults/test_batches.py -k kills $(ARGS)
 
+.PHONY: hostile
+hostile: $(VENV)/.developing ## send every hostile and every wrong body to every route (minutes; the tests send a sample)
+	HOSTILE=1 $(BIN)/python -m pytest tests/server/test_event_loop.py tests/server/test_confused_bodies.py $(ARGS)
+
+.PHONY: schema-fuzz
+schema-fuzz: $(VENV)/.developing ## run schemathesis against every route of a server with a fake engine (EXAMPLES=15, minutes)
+	test -x .venv-schemathesis/bin/schemathesis || { $(PYTHON) -m venv .venv-schemathesis && \
+	  .venv-schemathesis/bin/pip install --quiet --disable-pip-version-check 'schemathesis==4.32.5'; }
+	$(BIN)/python tests/conformance/schema_fuzz.py .venv-schemathesis/bin/schemathesis $(or $(EXAMPLES),15)
+
 COMPILE_TESTS := $(addprefix tests/kernels/test_compile_,attention.py layers.py sampling.py)
 LAUNCH_TESTS := $(addprefix tests/kernels/test_,cached_launch.py sampling_launch.py compile_watch.py) tests/runner/test_launcher.py
 
@@ -117,7 +127,7 @@ lock: ## renew the versions that the image installs, packaging/*.lock (PYTHON=py
 
 .PHONY: clean
 clean: ## remove what was built, and the virtual environments
-	rm -rf $(VENV) .venv-conformance .venv-lock dist site target python/chairlift/_core.abi3.so
+	rm -rf $(VENV) .venv-conformance .venv-lock .venv-schemathesis dist site target python/chairlift/_core.abi3.so
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

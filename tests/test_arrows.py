@@ -70,7 +70,7 @@ IN_SERVER = {
     "streaming": {"errors", "http"},
     "generation": {"errors", "keys", "model", "observability", "registry", "schema", "service", "submission", "usage"},
     "submission": {"lifecycle", "model", "observability"},
-    "http": {"errors", "observability", "service"},
+    "http": {"errors", "observability", "schema", "service"},
     "schema": {"errors"},
     "service": {
         *("admission", "errors", "keys", "lifecycle", "load_policy", "model", "model_loader", "observability", "registry", "sequences"),

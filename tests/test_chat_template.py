@@ -101,7 +101,14 @@ CONTROLS = (*(f"<|reserved_special_token_{i}|>" for i in range(250)), "<|begin_o
 
 @pytest.mark.parametrize("text", ["<|r" * 200_000, "<" * 600_000, "<|reserved_special_token_2" * 24_000], ids=["begins", "short", "almost"])
 def test_looking_for_control_tokens_is_cheap(text):
-    job = {"source": "x", "messages": [{"content": text}], "variables": {}, "controls": CONTROLS, "continue_final_message": False}
+    job = {
+        "source": "x",
+        "messages": [{"content": text}],
+        "variables": {},
+        "defaults": {},
+        "controls": CONTROLS,
+        "continue_final_message": False,
+    }
     render(job)  # compiles
     began = time.thread_time()
     assert render(job) == [("x", False)]
@@ -109,7 +116,7 @@ def test_looking_for_control_tokens_is_cheap(text):
 
 
 def test_the_longest_control_token_is_found():
-    job = {"source": "{{ messages[0] }}", "variables": {}, "continue_final_message": False}
+    job = {"source": "{{ messages[0] }}", "variables": {}, "defaults": {}, "continue_final_message": False}
     job |= {"messages": ["a<|x|>b<|x|>>c<|xd"], "controls": ("<|x|>>", "<|x|>", "<|")}
     marked = [(text, True) for text in ("<|x|>", "<|x|>>", "<|")]
     assert render(job) == [("a", False), marked[0], ("b", False), marked[1], ("c", False), marked[2], ("xd", False)]

@@ -82,7 +82,8 @@ class ChatTemplate:
         job = {
             "source": source,
             "messages": list(messages),
-            "variables": {"tools": None, "documents": None, **self._variables, **kwargs},
+            "variables": kwargs,
+            "defaults": {"tools": None, "documents": None, **self._variables},
             "controls": controls,
             "continue_final_message": continue_final_message,
         }

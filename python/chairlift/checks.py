@@ -22,7 +22,8 @@ def choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
     """Raises InvalidRequest unless `value` is a finite number from `low` to `high`; with `above`, it must exceed `low`."""
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
+    # `isfinite` fails for an integer that no float can hold, so the bounds come first.
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high and math.isfinite(value)
     if not ok or (above and value == low):
         span = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
         raise InvalidRequest(f"{name} must be a number {span}, got {value!r:.100}", param=name)

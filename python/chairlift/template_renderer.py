@@ -41,7 +41,7 @@ def render(job: Mapping[str, Any]) -> list[tuple[str, bool]]:
     pattern = _pattern(tuple(job["controls"]))
     marked = _mark_control_tokens([messages, job["variables"]], pattern)
     messages, variables = marked or (messages, job["variables"])
-    text = _compiled(job["source"]).render({**variables, "messages": messages})
+    text = _compiled(job["source"]).render({**job["defaults"], **variables, "messages": messages})
     if len(text) > MAX_CHARACTERS:
         raise InvalidRequest(f"the text is longer than {MAX_CHARACTERS} characters")
     if continued:

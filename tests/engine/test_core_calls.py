@@ -164,6 +164,8 @@ def make(monkeypatch):
     monkeypatch.setattr(loop, "tokenizer_file", lambda directory, tokenizer: directory)
     monkeypatch.setattr(loop, "locate", lambda model, *_: Path(model))
     monkeypatch.setattr(facts, "fingerprint", lambda config, directory, runner: "")
+    monkeypatch.setattr(facts, "checkpoint_digest", lambda directory: "")
+    monkeypatch.setattr(loop, "checkpoint_facts", lambda *_: {})
     monkeypatch.setattr(loop, "_now", lambda: NOW)
 
     def engine(**settings):

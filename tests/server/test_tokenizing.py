@@ -66,7 +66,7 @@ def test_a_text_that_is_too_long_is_not_tokenized(recorded, path):
     tokenizer.lengths.clear()
     response = client.post(path, json=BODIES[path])
     assert response.status_code == 400
-    assert re.search("context length|at most 1048576 characters", response.text), response.text
+    assert re.search("context_length|context length|at most 1048576 characters", response.text), response.text
     assert sum(tokenizer.lengths) < 1000
 
 
@@ -166,6 +166,6 @@ def test_a_text_is_refused_only_if_its_tokens_surely_are_too_many():
         return await Tokenizing().encode(FakeTokenizer(), [text], 10)
 
     assert asyncio.run(main("7" * 10)) == [[55] * 10]
-    with pytest.raises(InvalidRequest, match=r"has 11 characters, which are at least 11 tokens. Please shorten the prompt") as caught:
+    with pytest.raises(InvalidRequest, match=r"has 11 characters, which are at least 11 tokens") as caught:
         asyncio.run(main("7" * 11))
     assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ class FakeTokenizer:
     special_token_ids = frozenset({0})
     special_tokens = {"eos_token": "<eos>"}  # noqa: RUF012
     strips_first_space = False
+    num_closing_tokens = 0
     eos_token_ids = frozenset({0})
     template_source = "{{ messages }}"
     control_texts = ("<|end|>", "<eos>")
@@ -209,7 +211,7 @@ class FakeEngine:
         if stream.sequence is not None:
             stream.sequence.continued_by(self.started)
         outputs: list[RequestOutput] = []
-        text = bytes(prompt).decode()
+        text = bytes(prompt).decode(errors="replace")
         said = text.partition("SAY:")[2]
         done = False
         try:
@@ -218,6 +220,9 @@ class FakeEngine:
             while "held" in text and not self.released:
                 await asyncio.sleep(0.01)
             on_start()
+            if params.embed:
+                yield RequestOutput("", [], prompt, "stop", embedding=array("f", [1.0, 0.0, 0.0, 0.0]), queued=0.001)
+                return
             for i in range(params.max_tokens):
                 await asyncio.sleep(0.01 if "slow" in text else 0)
                 while "paused" in text and i >= 2 and self.alive and not self.released:
@@ -384,7 +389,10 @@ def serving_models(
         )
     )
 
+    service.metrics_page.max_age = 0.0
+
     async def run() -> None:
+        service.loop_monitor.start()
         batches = None
         if service.storage is not None:
             runner = BatchRunner(app, service, service.storage, config.max_body_size, keys)
@@ -394,6 +402,7 @@ def serving_models(
             batches.cancel()
             await asyncio.gather(batches, return_exceptions=True)
             service.storage.close()
+        service.loop_monitor.stop()
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()

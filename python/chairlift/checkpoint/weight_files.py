@@ -58,7 +58,7 @@ def _indexed(index: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UnsupportedModel(f"{index} is not an index of safetensors files") from None
-    if outside := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+    if outside := [name for name in names if not isinstance(name, str) or Path(name).name != name or name in ("", "..")]:
         raise UnsupportedModel(f"{index} names {outside[0]!r:.100}, which is no file of this directory")
     paths = [index.with_name(name) for name in names]
     for path in paths:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -137,24 +138,31 @@ class Choice:
         """Ends the choice because the device was out of memory."""
         self._finish, self.starved = ERROR, True
 
-    def take(self) -> RequestOutput | None:
-        """Everything since the last call as one increment; None if there is nothing.
+    @property
+    def num_untaken(self) -> int:
+        """Tokens that were received and not taken yet."""
+        return len(self._tokens)
+
+    def take(self, most: int = sys.maxsize) -> RequestOutput | None:
+        """At most `most` tokens since the last call as one increment; None if there is nothing.
 
         The last one has a `finish_reason`. A stop string can end the choice while the engine continues; the caller must then abort it.
         """
-        tokens, self._tokens = self._tokens, []
-        logprobs, self._logprobs = self._logprobs, []
-        details, self._details = self._details, []
-        reason = FINISH_REASONS[self._finish]
+        complete = len(self._tokens) <= most
+        tokens, self._tokens = self._tokens[:most], self._tokens[most:]
+        logprobs, self._logprobs = self._logprobs[:most], self._logprobs[most:]
+        details, self._details = self._details[:most], self._details[most:]
+        finish = self._finish if complete else 0
+        reason = FINISH_REASONS[finish]
         if self.over or (not tokens and reason is None):
             return None
         # A stop token is in the ids, but only in the text if the request includes stop strings.
-        shown = tokens[:-1] if self._finish == STOP and not self._shows_stop else tokens
+        shown = tokens[:-1] if finish == STOP and not self._shows_stop else tokens
         text, offsets = self._show(shown, final=reason is not None)
         stop_reason: str | int | None = None
         if self._text.stopped is not None:
             tokens, reason, stop_reason = tokens[: len(offsets)], "stop", self._text.stopped
-        elif self._finish == STOP and tokens and tokens[-1] not in self._eos:
+        elif finish == STOP and tokens and tokens[-1] not in self._eos:
             stop_reason = tokens[-1]
         self.num_tokens += len(tokens)
         self._logprob += sum(logprobs[: len(tokens)])
@@ -272,9 +280,14 @@ class Request:
         """The tags of the choices that are over."""
         return [tag for tag, choice in zip(self.tags, self.choices, strict=True) if choice.over]
 
-    def take(self) -> list[RequestOutput]:
-        """Everything since the last call, one increment per choice. With `best_of`, whole choices at the end."""
-        parts = [part for choice in self.choices if (part := choice.take()) is not None]
+    @property
+    def num_untaken(self) -> int:
+        """Tokens of all choices that were received and not taken yet."""
+        return sum(choice.num_untaken for choice in self.choices if not choice.over)
+
+    def take(self, most: int = sys.maxsize) -> list[RequestOutput]:
+        """At most `most` tokens of each choice, one increment per choice. With `best_of`, whole choices at the end."""
+        parts = [part for choice in self.choices if (part := choice.take(most)) is not None]
         for part in parts:
             if part.finish_reason is not None:
                 self.some_over = True

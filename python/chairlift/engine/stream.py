@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from chairlift.tokenizer import Tokenizer
 
 
+MAX_TAKEN, MAX_TAKEN_SINGLY = 4096, 256
+"""Tokens of a request that are taken at once, and those of one with stop strings or log-probabilities: many wait for a slow reader."""
+
+
 class Stream(Request):
     """Passes a request's output from the engine to one coroutine.
 
@@ -38,6 +42,11 @@ class Stream(Request):
         self.on_computed: Callable[[], None] | None = None
         """Called when an engine has computed the prompt, or the request has ended there."""
         self._news = False
+        self._more = False
+        """Whether the last increments left tokens."""
+        singly = params.stop or params.logprobs is not None
+        self._most = max(1, (MAX_TAKEN_SINGLY if singly else MAX_TAKEN) // len(self.choices))
+        """Tokens of each choice that are taken at once."""
         self._waiter: asyncio.Future[None] | None = None
         self._error: ChairliftError | None = None
 
@@ -72,10 +81,13 @@ class Stream(Request):
         if not self._news:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        self._news = False
+        elif self._more:
+            await asyncio.sleep(0)
         if self._error is not None:
+            self._news = self._more = False
             raise self._error
-        outputs = self.take()
+        outputs = self.take(self._most)
+        self._news = self._more = self.num_untaken > 0
         if self.some_over:
             self._raise_for_choices(outputs)
         return outputs

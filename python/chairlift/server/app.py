@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from starlette import routing
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from chairlift.server.config import ServerConfig
 from chairlift.server.errors import HANDLERS
@@ -37,6 +39,16 @@ from chairlift.server.service import Service
 
 PROBES = ("/live", "/ready", "/health", "/ping", "/metrics", "/dashboard/data", "/state")
 """Paths that orchestrators and monitoring poll; they are left out of the access log."""
+
+
+class Route(routing.Route):
+    """A route that names its requests' tasks, for the monitor of the event loop."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        if (task := asyncio.current_task()) is not None:
+            task.set_name(self.path)
+        await super().handle(scope, receive, send)
 
 
 def guarded(app: Starlette, config: ServerConfig, keys: Keys) -> ASGIApp:

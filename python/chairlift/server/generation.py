@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -23,6 +24,7 @@ from chairlift.server.observability.latencies import Latencies
 from chairlift.server.observability.usage_log import UsageLabels, UsageLog
 from chairlift.server.registry import Refusal, engine_ids
 from chairlift.server.schema.fields import GenerationRequest
+from chairlift.server.schema.logprobs import MAX_LOGPROBS, max_tokens_with_logprobs
 from chairlift.server.service import service_of
 from chairlift.server.submission import Submission
 from chairlift.server.usage import Usage, timing_metrics
@@ -67,7 +69,8 @@ class Generation:
         lora = self._model.adapter(body.model)
         if lora is not None:
             params = replace(params, lora=lora)
-        self._prompts = [(prompt, self._resolve_max_tokens(prompt, params, default_max_tokens)) for prompt in prompts]
+        most = max_tokens_with_logprobs(params, len(prompts)) if kind == "response" or not self._stream else sys.maxsize
+        self._prompts = [(prompt, self._resolve_max_tokens(prompt, params, default_max_tokens, most)) for prompt in prompts]
         self._n = params.n
         self._sequence = sequence
         self._context = request.state.context
@@ -92,11 +95,16 @@ class Generation:
             self.usage.energy = {"joules": None, "method": self._model.engine.facts.get("energy_method")}
         self._timing: Timing | None = None
 
-    def _resolve_max_tokens(self, prompt: list[int], params: SamplingParams, default: int | None) -> SamplingParams:
+    def _resolve_max_tokens(self, prompt: list[int], params: SamplingParams, default: int | None, most: int) -> SamplingParams:
+        """Returns the parameters with the prompt's `max_tokens`; raises InvalidRequest. At `most` so many have room in the response."""
         resolved = self._model.engine.validate(prompt, params)
-        if params.max_tokens is None and default is not None and resolved.max_tokens is not None:
-            return replace(resolved, max_tokens=min(max(default, params.min_tokens), resolved.max_tokens))
-        return resolved
+        if params.max_tokens is not None and params.max_tokens > most:
+            message = f"the answers' log-probabilities would be more than {MAX_LOGPROBS} numbers: ask for at most {most} tokens, for fewer"
+            raise InvalidRequest(f"{message} answers or log-probabilities, or stream the response", param="logprobs")
+        if params.max_tokens is not None or resolved.max_tokens is None:
+            return resolved
+        wanted = resolved.max_tokens if default is None else max(default, params.min_tokens)
+        return replace(resolved, max_tokens=min(wanted, resolved.max_tokens, most))
 
     @property
     def service_tier(self) -> str | None:

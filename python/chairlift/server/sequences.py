@@ -22,7 +22,7 @@ MAX_INVENTED = 3 * MAX_HELD // 4
 """Most live sequences of all tenants that have a name and no key: clients name them as they like."""
 
 INVENTED_SHARE = 8
-"""One of these tenants may hold one part in so many of what all of them may still hold."""
+"""One of these tenants may hold at most this fraction, 1/8, of what all of them may still hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from chairlift.server.lifecycle import ModelState
 from chairlift.server.load_policy import LoadPolicy
 from chairlift.server.model import ServedModel
 from chairlift.server.model_loader import ModelLoader
-from chairlift.server.observability.metrics import render
+from chairlift.server.observability.loop_monitor import LoopMonitor
+from chairlift.server.observability.metrics_page import MetricsPage
 from chairlift.server.observability.usage_log import UsageLabels
 from chairlift.server.registry import RequestRegistry
 from chairlift.server.sequences import Sequences, ServedSequence
@@ -53,6 +54,10 @@ class Service:
         """Exports OpenTelemetry traces, if configured."""
         self.usage_log = usage_log
         """Records what each request used, if configured."""
+        self.loop_monitor = LoopMonitor({"model_name": self.default.name, "engine": "0"})
+        """Measures the event loop once it is started."""
+        self.default.metrics.registry.register(self.loop_monitor)
+        self.metrics_page = MetricsPage([model.metrics for model in self.models])
         self.loader = ModelLoader(self.models, policy)
         self.open = 0
         """Requests being answered."""
@@ -159,10 +164,6 @@ class Service:
     def count_rejected(self, reason: str, model: ServedModel | None = None) -> None:
         """Counts a rejected request, one whose model is not known yet for the first model."""
         (model or self.default).metrics.count_rejected(reason)
-
-    def render_metrics(self, reader: Reader = None) -> bytes:
-        """Returns the metrics of all models that `reader` may see in Prometheus' text format."""
-        return render([model.metrics for model in self.models], reader)
 
     async def explain(self, reader: Reader, name: str) -> tuple[str, list[Timeline], ServedModel]:
         """Returns the answer's id, the timelines of a request's sequences, none if the request is unknown, and its model.

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from chairlift.server.errors import ApiError, api_error, for_route
-from chairlift.server.http.responses import to_json_bytes
+from chairlift.server.http.responses import json_pieces, to_json_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,12 @@ def event(data: Mapping[str, Any]) -> bytes:
 def typed_event(data: Mapping[str, Any]) -> bytes:
     """Returns one server-sent event named by the `type` of its data, as in Anthropic's API and OpenAI's Responses API."""
     return b"event: " + str(data["type"]).encode() + b"\n" + event(data)
+
+
+async def large_event(data: Mapping[str, Any], *, typed: bool = False) -> bytes:
+    """Returns the event that `event`, or `typed_event`, makes of data that may have megabytes; the event loop goes on meanwhile."""
+    head = b"event: " + str(data["type"]).encode() + b"\n" if typed else b""
+    return head + b"data: " + await asyncio.to_thread(lambda: b"".join(json_pieces(data))) + b"\n\n"
 
 
 class EventTemplate:

@@ -118,6 +118,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, number.name)
+        self._service.loop_monitor.start()
         http = asyncio.create_task(self._http.serve(sockets=[listener]))
         loads = [asyncio.create_task(log_load(model.engine.stats, self._label(model))) for model in self._service.models]
         background = [] if starting is None else [starting]
@@ -158,6 +159,7 @@ class Supervisor:
             for task in loads:
                 task.cancel()
             await asyncio.gather(http, return_exceptions=True)
+            self._service.loop_monitor.stop()
             if self._service.traces is not None:
                 await self._service.traces.close()
             self._service.sequences.drop_all()

@@ -17,18 +17,24 @@ pub(crate) struct BackgroundCost {
     alone: RowTimes,
     /// Running mean of the time that background requests added to recent steps of others, divided by its prediction.
     pace: f64,
+    /// The end of the latest step with other requests. `None` before the first.
+    others_at: Option<Time>,
 }
 
 impl Default for BackgroundCost {
     fn default() -> Self {
-        Self { alone: RowTimes::default(), pace: 1.0 }
+        Self { alone: RowTimes::default(), pace: 1.0, others_at: None }
     }
 }
 
 impl BackgroundCost {
-    /// Records a step of `load` that took `took` microseconds. `foreground` is the part of requests that are not in the background.
-    pub(crate) fn observe(&mut self, foreground: &Load, load: &Load, model: &StepModel, took: Time) {
+    /// Records a step of `load` that took `took` microseconds until `now`. `foreground` is the part of requests that are not in the
+    /// background.
+    pub(crate) fn observe(&mut self, foreground: &Load, load: &Load, model: &StepModel, took: Time, now: Time) {
         let took = took as f64;
+        if foreground.tokens() > 0 {
+            self.others_at = Some(now);
+        }
         if foreground.decode_seqs == 0 || foreground.prefill_tokens > 0 {
             return;
         }
@@ -46,6 +52,11 @@ impl BackgroundCost {
     /// Microseconds of a step with the decoding sequences of `foreground` and nothing else. `None` if too few were measured.
     pub(crate) fn alone(&self, foreground: &Load) -> Option<f64> {
         self.alone.step(foreground.decode_rows())
+    }
+
+    /// Whether a step with other requests ended in the `time` before `now`.
+    pub(crate) fn had_others(&self, time: Time, now: Time) -> bool {
+        self.others_at.is_some_and(|at| now < at.saturating_add(time))
     }
 
     /// Divides a time that background requests may add into the predicted time that takes so long.
@@ -111,8 +122,9 @@ mod tests {
         let mut cost = BackgroundCost::default();
         assert_eq!(cost.alone(&foreground), None);
         for load in [foreground, foreground].into_iter().chain([load; 20]) {
-            cost.observe(&foreground, &load, &model, truth.step(&load) as Time);
+            cost.observe(&foreground, &load, &model, truth.step(&load) as Time, 7);
         }
+        assert!(cost.had_others(1, 7) && !cost.had_others(1, 8));
         let alone = cost.alone(&foreground).unwrap();
         assert!((alone - 10_800.0).abs() < 1.0, "{alone}");
         assert!((cost.predicted(7200.0) - 2400.0).abs() < 50.0, "eight rows: {}", cost.predicted(7200.0));

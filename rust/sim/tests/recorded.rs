@@ -2,6 +2,7 @@
 
 use chairlift_core::{Config, Continues, FinishReason, Outputs, ParsedJournal, Recorder, Request, Scheduler, Time, Token};
 use chairlift_sim::{Histogram, Machine, StepTime, Sums, jobs, recorded, simulate};
+use std::sync::Arc;
 
 const BEGINS: Time = 10_000;
 
@@ -62,7 +63,7 @@ fn a_simulated_run_finds_as_much_in_the_cache_as_the_recorded_one_with_held_sequ
     let config = Config { num_blocks: 65, max_tokens: 64, max_seqs: 4, max_model_len: 512, ..Config::default() };
     let mut core = Recorder::on(Scheduler::new(config).unwrap());
     let (mut outputs, mut now) = (Outputs::default(), BEGINS);
-    let held = core.open(&"".into(), &[].into(), now);
+    let held = core.open(&"".into(), &Arc::default(), now);
     let mut prompt: Vec<Token> = (100..130).collect();
     let mut known = 0;
     for tag in 0..6 {

@@ -32,6 +32,7 @@ ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel
 CASES = [
     ("qwen3", POSSIBLE, "<think>\nIt is 4.\n</think>\n\nFour. ", "It is 4.", "Four. "),
     ("qwen3", POSSIBLE, "\n <think>a</think>b", "a", "b"),
+    ("openai_gptoss", POSSIBLE, f" {ANALYSIS}a", "a", " "),
     ("qwen3", OPEN, "\nIt is 4.\n\n</think>\nFour.", "It is 4.", "Four."),
     ("qwen3", OVER, "Use <think> and </think>.", "", "Use <think> and </think>."),
     ("qwen3", POSSIBLE, "  Use <think>a</think>.", "", "  Use <think>a</think>."),

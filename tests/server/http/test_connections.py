@@ -14,6 +14,7 @@ import pytest
 from fake_async_engine import FakeEngine, serving, wait_until
 from fake_server import own_process, status
 
+from chairlift.server import supervisor
 from chairlift.server.errors import ApiError
 from chairlift.server.http import connections, protocol
 from chairlift.server.http.bodies import Bodies
@@ -75,6 +76,10 @@ def test_there_is_room_for_files_beside_the_connections(monkeypatch):
     assert connection_limit() == connections.MAX_CONNECTIONS
     limits.append((256, 256))
     assert connection_limit() == 80
+
+
+def test_idle_connections_outlive_those_of_clients():
+    assert supervisor.KEEP_ALIVE_SECONDS > 90  # Go's clients keep them as long
 
 
 def connected(base):

@@ -37,7 +37,7 @@ def test_what_json_cannot_say_is_very_unlikely():
     columns = CompletionLogprobs(FakeTokenizer(), 2, False).json([97], [never], [0])
     assert columns["token_logprobs"] == [-9999.0]
     assert columns["top_logprobs"] == [{"b": -0.5, "c": -9999.0, "a": -9999.0}]
-    reported = prompt_logprobs_json(FakeTokenizer(), [None, never], 1)
+    reported = list(prompt_logprobs_json(FakeTokenizer(), [None, never], 1))
     assert reported == [
         None,
         {"98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}, "97": {"logprob": -9999.0, "rank": 256, "decoded_token": "a"}},

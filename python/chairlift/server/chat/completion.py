@@ -35,6 +35,7 @@ from chairlift.server.chat.tools.parser import ToolCallDelta, ToolParser
 from chairlift.server.chat.tools.prompted import add_tool_prompt
 from chairlift.server.errors import brief
 from chairlift.server.generation import Generation
+from chairlift.server.http.body import beside
 from chairlift.server.http.responses import ignored_header
 from chairlift.server.model import ServedModel
 from chairlift.server.schema.json_schema import checked_schema
@@ -120,7 +121,8 @@ class ChatCompletion:
         """
         model = await service_of(request).use(request, body.model)
         check_generates(model.engine.facts)
-        params, tool_spec = body.params(model.default_sampling), body.tool_spec()
+        params = await beside(request, body.params, model.default_sampling)
+        tool_spec = await beside(request, body.tool_spec)
         try:
             if raw_prompt is None:
                 prompt = await _render_prompt(model, body, tool_spec)
@@ -132,7 +134,8 @@ class ChatCompletion:
             if parser_config.control_marks:
                 params = replace(params, skip_special_tokens=False)
             relaxed = list(body.relaxed)
-            structure = _structured_output(parser_config, params.structured_output, body.thinking_budget(), relaxed)
+            content, budget = params.structured_output, body.thinking_budget()
+            structure = await beside(request, _structured_output, parser_config, content, budget, relaxed)
             ignored = [*ignored, *relaxed]
             if left_out := body.left_out_tools():
                 logger.info("request %s: left out tools of types %s", request.state.context.request_id, ", ".join(map(brief, left_out)))
@@ -240,7 +243,8 @@ class _ParserConfig:
 
 async def prompt_of(model: ServedModel, body: ChatRequest, *, must_fit: bool = True) -> list[int]:
     """Returns the token ids of a conversation's prompt; raises InvalidRequest, with `must_fit` also for one that exceeds the context."""
-    return (await _render_prompt(model, body, body.tool_spec(), must_fit=must_fit)).tokens
+    tool_spec = await asyncio.to_thread(body.tool_spec)
+    return (await _render_prompt(model, body, tool_spec, must_fit=must_fit)).tokens
 
 
 async def _render_prompt(model: ServedModel, body: ChatRequest, tool_spec: ToolSpec, *, must_fit: bool = True) -> _RenderedPrompt:

@@ -119,12 +119,15 @@ class ReasoningParser:
     def _parse_start(self, answer: list[str], final: bool) -> None:
         """Decides whether the output begins with reasoning."""
         form = self._format
+        if form.repeats:  # the answer's parser finds reasoning wherever it begins
+            self.state = ReasoningState.OVER
+            return
         text = self._text.lstrip()
         self._spaces.append(self._text[: len(self._text) - len(text)])
         self._text = text
         if text.startswith(form.start):
             self._open(text.removeprefix(form.start))
-        elif form.repeats or final or not form.start.startswith(text):
+        elif final or not form.start.startswith(text):
             if form.implicit and text:
                 self._open(text)
             else:

@@ -116,7 +116,7 @@ class AllLatencies(Collector):
             yield _family(f"{stem}_seconds", f"{help}.", names, {"": list(self._by_label.values())}, values, select)
             for at, (by, label) in enumerate((("tenant", "tenant"), ("class", "priority"), ("tier", "tier"))):
                 parts: dict[str, list[Latencies]] = {}
-                for key, one in self._by_label.items():
+                for key, one in list(self._by_label.items()):  # the event loop adds labels meanwhile
                     parts.setdefault(key[at], []).append(one)
                 yield _family(f"{stem}_by_{by}_seconds", f"{help}, by {by}.", [*names, label], parts, values, select)
 

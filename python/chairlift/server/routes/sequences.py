@@ -20,10 +20,10 @@ from chairlift.server.chat.completion import prompt_of
 from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
 from chairlift.server.errors import brief
 from chairlift.server.generation import Generation
-from chairlift.server.http.body import read_json
+from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.model import ServedModel, model_of
-from chairlift.server.routes.openai.completions import DEFAULT_MAX_TOKENS, Choices, events, whole
+from chairlift.server.routes.openai.completions import DEFAULT_MAX_TOKENS, Choices, completed, events, whole
 from chairlift.server.schema.fields import IDS, REQUEST_ID, TEXT, CompletionRequest, Fields, GenerationRequest, is_ids
 from chairlift.server.sequences import ServedSequence
 from chairlift.server.service import service_of
@@ -67,13 +67,16 @@ class SequenceOpenRequest(Fields):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("send either a prompt or messages", param="prompt")
         if self.prompt is None:
-            names = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
-            return await prompt_of(model, ChatRequest.read(self.model_dump(include=names, exclude_none=True))[0])
+            return await prompt_of(model, await asyncio.to_thread(self._chat))
         if is_ids(self.prompt):
             return list(self.prompt)
         if not isinstance(self.prompt, str):
             raise InvalidRequest(f"prompt must be a string or a list of token ids, got {brief(self.prompt)}", param="prompt")
         return await model.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
+
+    def _chat(self) -> ChatRequest:
+        names = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+        return ChatRequest.read(self.model_dump(include=names, exclude_none=True))[0]
 
 
 class SequenceForkRequest(Fields):
@@ -119,7 +122,7 @@ class SequenceGenerateRequest(CompletionRequest):
 async def open_sequence(request: Request) -> Response:
     """Computes a prompt and holds it."""
     service = service_of(request)
-    body, ignored = SequenceOpenRequest.read(await read_json(request))
+    body, ignored = await read_fields(request, SequenceOpenRequest)
     model = await service.use(request, body.model, adapters=False)
     prompt = await body.tokens(model)
     fields = body.model_dump(include=_OWN_FIELDS, exclude_none=True)
@@ -157,7 +160,7 @@ async def get_sequence(request: Request) -> Response:
 
 async def update_sequence(request: Request) -> Response:
     """Changes the priority, also of a running generation, which may be all that the tenant may run."""
-    body, ignored = SequenceUpdateRequest.read(await read_json(request, queued=False, counted=False))
+    body, ignored = await read_fields(request, SequenceUpdateRequest, queued=False, counted=False)
     served = _served(request)
     priority = service_of(request).tiers.priority(body.priority, request.state.tenant)
     served.sequence.priority = served.fields["priority"] = priority
@@ -174,7 +177,7 @@ async def delete_sequence(request: Request) -> Response:
 async def fork(request: Request) -> Response:
     """Copies a sequence."""
     service = service_of(request)
-    body, ignored = SequenceForkRequest.read(await read_json(request))
+    body, ignored = await read_fields(request, SequenceForkRequest)
     served, count = _served(request), body.n or 1
     sequence, tenant = served.sequence, request.state.ticket.tenant
     sequence.check_room(count)
@@ -187,7 +190,7 @@ async def fork(request: Request) -> Response:
 
 async def append(request: Request) -> Response:
     """Appends to a sequence."""
-    body, ignored = SequenceAppendRequest.read(await read_json(request))
+    body, ignored = await read_fields(request, SequenceAppendRequest)
     served = _served(request)
     param, content = ("tokens", body.tokens) if body.text is None else ("text", body.text)
     if content is None or (body.text is not None and body.tokens is not None):
@@ -205,7 +208,7 @@ async def append(request: Request) -> Response:
 async def rewind(request: Request) -> Response:
     """Removes the last tokens of a sequence."""
     service_of(request).check_admission()
-    body, ignored = SequenceRewindRequest.read(await read_json(request, queued=False))
+    body, ignored = await read_fields(request, SequenceRewindRequest, queued=False)
     served = _served(request)
     served.sequence.rewind(body.count)
     return Json(served.json(), headers=ignored_header(ignored))
@@ -213,11 +216,11 @@ async def rewind(request: Request) -> Response:
 
 async def generate(request: Request) -> Response:
     """Generates from a sequence, which keeps the tokens. The response is that of /v1/completions, streamed or whole."""
-    body, ignored = SequenceGenerateRequest.read(await read_json(request))
+    body, ignored = await read_fields(request, SequenceGenerateRequest)
     served = _served(request)
     if body.model is not None and service_of(request).find(body.model, adapters=False) is not served.model:
         raise InvalidRequest(f"the sequence belongs to the model {served.model.name}: leave out model", param="model")
-    params = body.params(served.model.default_sampling)
+    params = await beside(request, body.params, served.model.default_sampling)
     served.sequence.params(params)
     await service_of(request).use(request, served.model.name)
     headers = ignored_header([*ignored, *body.relaxed])
@@ -226,7 +229,7 @@ async def generate(request: Request) -> Response:
         return EventStream(_events(request, body, params, served), headers)
     with _generating(request, body, params, served) as (generation, choices):
         answer = await whole(generation, body, choices)
-    return Json(answer | {"sequence": served.json()}, headers=headers)
+    return await completed(answer | {"sequence": served.json()}, params, headers)
 
 
 async def _events(request: Request, body: SequenceGenerateRequest, params: SamplingParams, served: ServedSequence) -> AsyncGenerator[bytes]:

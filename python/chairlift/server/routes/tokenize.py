@@ -12,7 +12,7 @@ from starlette.responses import Response
 from chairlift.errors import InvalidRequest
 from chairlift.server.chat.completion import prompt_of
 from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
-from chairlift.server.http.body import read_json
+from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.model import ServedModel
 from chairlift.server.schema.fields import Fields
@@ -50,12 +50,12 @@ async def tokenize(request: Request) -> Response:
     """Returns the tokens of a text or a conversation, and their number."""
     service = service_of(request)
     service.check_admission()
-    body, ignored = TokenizeRequest.read(await read_json(request, queued=False))
+    body, ignored = await read_fields(request, TokenizeRequest, queued=False)
     model = await service.use(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either a prompt or messages", param="prompt")
     if body.prompt is None:
-        tokens = await prompt_of(model, body.chat(), must_fit=False)
+        tokens = await prompt_of(model, await beside(request, body.chat), must_fit=False)
     else:
         tokens = await model.encode(body.prompt, must_fit=False, add_special_tokens=body.add_special_tokens is not False)
     # The response may be a megabyte: serialize it in a thread.
@@ -73,7 +73,7 @@ async def detokenize(request: Request) -> Response:
     """Returns the text of tokens, including control tokens."""
     service = service_of(request)
     service.check_admission()
-    body, ignored = DetokenizeRequest.read(await read_json(request, queued=False))
+    body, ignored = await read_fields(request, DetokenizeRequest, queued=False)
     model = await service.use(request, body.model)
     vocabulary = model.engine.facts["vocab_size"]
     if any(not 0 <= token < vocabulary for token in body.tokens):

@@ -283,14 +283,14 @@ def _same(value: object, harmless: object) -> bool:
 
 def is_ids(value: object) -> bool:
     """Whether a prompt is a list of token ids."""
-    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def texts_or_ids(value: Any, param: str) -> list[str | list[int]]:
     """Returns the prompts or inputs of a request: a text, token ids, or a list of either. Raises InvalidRequest."""
     if isinstance(value, str) or is_ids(value):
         return [value]
-    if isinstance(value, list) and value and (all(isinstance(one, str) for one in value) or all(is_ids(one) for one in value)):
+    if isinstance(value, list) and (set(map(type, value)) == {str} or (value and all(map(is_ids, value)))):
         return value
     message = f"{param} must be a string, a list of token ids, or a list of either (none empty), got {brief(value)}"
     raise InvalidRequest(message, param=param)
@@ -299,7 +299,9 @@ def texts_or_ids(value: Any, param: str) -> list[str | list[int]]:
 def _invalid(error: ValidationError) -> InvalidRequest:
     """Converts the first validation error, with the field's path as the client wrote it."""
     first = error.errors(include_url=False, include_context=False)[0]
-    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).lstrip(".")
+    # A step may be a name of the client's own, which may have megabytes.
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" if len(step) <= 64 else f".{step[:64]}…" for step in first["loc"][:16]]
+    path = "".join(steps).lstrip(".")
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is missing", param=path)
     _, should, wanted = first["msg"].replace(" after validation", "").partition(" should ")

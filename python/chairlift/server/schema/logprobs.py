@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import InvalidRequest
@@ -13,8 +14,8 @@ from chairlift.sampling import SamplingParams
 if TYPE_CHECKING:
     from chairlift.tokenizer import Tokenizer
 
-MAX_PROMPT_LOGPROBS = 1 << 18
-"""Maximum log-probabilities of prompts in one response: 128 k tokens with one alternative each."""
+MAX_LOGPROBS = 1 << 18
+"""Maximum log-probabilities in one response, of prompts as of answers: 128 k tokens with one alternative each; some 20 MB of JSON."""
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot express. vLLM's value."""
@@ -67,14 +68,21 @@ def check_prompt_logprobs(prompts: list[list[int]], params: SamplingParams) -> N
     if params.prompt_logprobs is None:
         return
     count = sum(map(len, prompts)) * params.n * (params.prompt_logprobs + 1)
-    if count > MAX_PROMPT_LOGPROBS:
-        message = f"the prompts' log-probabilities would be {count} numbers, at most {MAX_PROMPT_LOGPROBS} are given at once: ask for fewer"
+    if count > MAX_LOGPROBS:
+        message = f"the prompts' log-probabilities would be {count} numbers, at most {MAX_LOGPROBS} are given at once: ask for fewer"
         raise InvalidRequest(f"{message}, or for fewer answers, or send the prompts one by one", param="logprobs")
 
 
-def prompt_logprobs_json(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs | None], num_top: int) -> list[dict[str, Any] | None]:
-    """Returns vLLM's `prompt_logprobs`: for each token the top `num_top` and the token itself, by id."""
-    return [None if one is None else _ranked(tokenizer, one, num_top) for one in logprobs]
+def max_tokens_with_logprobs(params: SamplingParams, prompts: int) -> int:
+    """Returns how many tokens each answer to so many prompts may have in a response that is not streamed."""
+    if params.logprobs is None:
+        return sys.maxsize
+    return max(1, MAX_LOGPROBS // (prompts * params.num_sequences * (params.logprobs + 1)))
+
+
+def prompt_logprobs_json(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs | None], num_top: int) -> Iterator[dict[str, Any] | None]:
+    """Yields vLLM's `prompt_logprobs`: for each token the top `num_top` and the token itself, by id."""
+    return (None if one is None else _ranked(tokenizer, one, num_top) for one in logprobs)
 
 
 def _ranked(tokenizer: Tokenizer, one: TokenLogprobs, num_top: int) -> dict[str, Any]:
@@ -101,11 +109,11 @@ def text_offsets(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list
     return offsets
 
 
-def chat_logprobs_json(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], num_top: int, as_ids: bool) -> list[dict[str, Any]]:
-    """Returns OpenAI's `logprobs.content` of a chat: each token with its bytes and its top alternatives."""
+def chat_logprobs_json(tokenizer: Tokenizer, logprobs: Iterable[TokenLogprobs], num_top: int, as_ids: bool) -> Iterator[dict[str, Any]]:
+    """Yields OpenAI's `logprobs.content` of a chat: each token with its bytes and its top alternatives."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = f"token_id:{token}" if as_ids else token_text(tokenizer, token)
         return {"token": text, "logprob": json_logprob(logprob), "bytes": list(tokenizer.piece(token))}
 
-    return [entry(one.token, one.logprob) | {"top_logprobs": [entry(*other) for other in one.top[:num_top]]} for one in logprobs]
+    return (entry(one.token, one.logprob) | {"top_logprobs": [entry(*other) for other in one.top[:num_top]]} for one in logprobs)

@@ -4,12 +4,15 @@ use super::Scheduler;
 use crate::background::BackgroundRoom;
 use crate::batch::StepPlan;
 use crate::cost::{AIM, FIRST_PREFILL, Load};
-use crate::request::SeqId;
+use crate::request::{SeqId, Time};
 use crate::tier::Tier;
 
 /// The longest step of background requests alone, as a multiple of a step with one decoding sequence. A request that arrives waits
 /// for that step. The step's fixed time is then at most a tenth of it.
 const ALONE: f64 = 10.0;
+/// Microseconds after a step with other requests in which more of them are expected. Steps of background requests alone are then
+/// as short as beside a stream.
+const EXPECTED_FOR: Time = 10_000_000;
 /// While a prompt of another request is in progress or waits, the background's decodes get this part of the time that they may
 /// otherwise add. The prompt gets the rest.
 const BESIDE_PROMPTS: f64 = 0.25;
@@ -56,6 +59,7 @@ impl Scheduler {
         }
         let alone = measured.unwrap_or_else(|| self.model.step(&base));
         match (decodes, prompts) {
+            (false, false) if self.background.had_others(EXPECTED_FOR, self.accounts.now()) => ((slowdown - 1.0) * alone, true),
             (false, false) => ((ALONE - 1.0) * alone, true),
             (true, false) => (self.background.predicted((AIM * slowdown - 1.0) * alone), plan % OWED_EVERY == 1),
             (_, true) => (self.background.predicted(BESIDE_PROMPTS * (slowdown - 1.0) * alone), !decodes || plan % OWED_EVERY == 1),

@@ -203,7 +203,7 @@ impl Scheduler {
         let ran = self.steps.commit(&plan, self.accounts.now());
         self.accounts.divide_step(&plan, ran.took, &self.model, &mut self.seqs);
         self.accounts.divide_energy(&mut self.seqs);
-        self.background.observe(&plan.foreground, &plan.load, &self.model, ran.took);
+        self.background.observe(&plan.foreground, &plan.load, &self.model, ran.took, self.accounts.now());
         let predicted = self.model.observe(&plan.load, ran.took);
         self.note_use(&plan.load, ran.from, predicted);
         outputs.tokens.clear();

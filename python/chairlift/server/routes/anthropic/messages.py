@@ -12,7 +12,7 @@ from starlette.responses import Response
 from chairlift.server.chat.completion import ChatCompletion, Delta, prompt_of
 from chairlift.server.chat.request import renamed_fields
 from chairlift.server.chat.tools.json_text import parsed_object
-from chairlift.server.http.body import read_json
+from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.routes.anthropic.message_request import FIELD_NAMES, CountRequest, MessagesRequest
 from chairlift.server.service import service_of
@@ -21,8 +21,8 @@ from chairlift.server.streaming import EventStream, typed_event
 
 async def messages(request: Request) -> Response:
     """Answers one request, streamed or whole."""
-    body, ignored = MessagesRequest.read(await read_json(request))
-    chat = body.chat()
+    body, ignored = await read_fields(request, MessagesRequest)
+    chat = await beside(request, body.chat)
     with renamed_fields(FIELD_NAMES):
         completion = await ChatCompletion.begin(request, chat, ignored, kind="message", prefix="msg_")
     builder = _MessageBuilder(body, completion)
@@ -35,8 +35,8 @@ async def count_tokens(request: Request) -> Response:
     """Returns the number of tokens of a conversation, including the chat template's."""
     service = service_of(request)
     service.check_admission()
-    body, ignored = CountRequest.read(await read_json(request, queued=False))
-    tokens = await prompt_of(await service.use(request, body.model), body.chat(), must_fit=False)
+    body, ignored = await read_fields(request, CountRequest, queued=False)
+    tokens = await prompt_of(await service.use(request, body.model), await beside(request, body.chat), must_fit=False)
     return Json({"input_tokens": len(tokens)}, headers=ignored_header(ignored))
 
 

@@ -15,8 +15,8 @@ from chairlift.errors import ContextExceeded
 from chairlift.server.chat.completion import ChatCompletion, Delta
 from chairlift.server.chat.request import renamed_fields
 from chairlift.server.chat.tools.json_text import parsed_object
-from chairlift.server.http.body import read_json
-from chairlift.server.http.responses import Json, to_json_bytes
+from chairlift.server.http.body import beside, read_fields
+from chairlift.server.http.responses import Json, large_json, to_json_bytes
 from chairlift.server.routes.ollama.chat_request import FIELD_NAMES, GenerateRequest, OllamaChatRequest, OllamaRequest
 from chairlift.server.routes.ollama.fields import keep_alive_seconds
 from chairlift.server.schema.logprobs import chat_logprobs_json
@@ -26,13 +26,13 @@ from chairlift.server.streaming import JsonLines
 
 async def chat(request: Request) -> Response:
     """Answers one conversation, streamed or whole."""
-    body, ignored = OllamaChatRequest.read(await read_json(request))
+    body, ignored = await read_fields(request, OllamaChatRequest)
     return await _answer(request, body, body.empty, ignored, as_message=True)
 
 
 async def generate(request: Request) -> Response:
     """Answers one prompt, streamed or whole."""
-    body, ignored = GenerateRequest.read(await read_json(request))
+    body, ignored = await read_fields(request, GenerateRequest)
     return await _answer(request, body, body.empty, ignored, as_message=False)
 
 
@@ -45,7 +45,7 @@ async def _answer(request: Request, body: OllamaRequest, empty: bool, ignored: l
     model = await service_of(request).use(request, body.served, keep_alive)
     if empty:  # clients load a model in this way
         return Json({"model": model.name, "created_at": _now(), **_text("", "", as_message), "done": True, "done_reason": "load"})
-    converted, without_effect = body.chat()
+    converted, without_effect = await beside(request, body.chat)
     begin = partial(ChatCompletion.begin, request, kind="chat", prefix="ollama-", raw_prompt=body.raw_prompt)
     with renamed_fields(FIELD_NAMES):
         try:
@@ -60,7 +60,8 @@ async def _answer(request: Request, body: OllamaRequest, empty: bool, ignored: l
     answer = _Answer(completion, converted.top_logprobs or 0, model.engine.tokenizer, loading, as_message=as_message)
     if converted.stream:
         return JsonLines(answer.lines(), completion.headers)
-    return Json(await answer.whole(), headers=completion.headers)
+    whole = await answer.whole()
+    return await large_json(whole, completion.headers) if converted.logprobs else Json(whole, headers=completion.headers)
 
 
 class _Answer:
@@ -118,7 +119,7 @@ class _Answer:
         if delta.content or delta.reasoning or delta.logprobs:
             part = _text(delta.content, delta.reasoning, self._as_message)
             if delta.logprobs:
-                part["logprobs"] = chat_logprobs_json(self._tokenizer, delta.logprobs, self._num_top, False)
+                part["logprobs"] = list(chat_logprobs_json(self._tokenizer, delta.logprobs, self._num_top, False))
             parts.append(part)
         for call in delta.calls:
             if call.name is not None:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chairlift.server.embedding import EmbeddingBatch
-from chairlift.server.http.body import read_json
+from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.routes.ollama.fields import KeepAlive, keep_alive_seconds, served_name
 from chairlift.server.schema.fields import Fields, GenerationRequest, texts_or_ids
@@ -38,8 +38,8 @@ class OldEmbedRequest(Fields):
 async def embed(request: Request) -> Response:
     """Answers one request. Texts that are too long are shortened, unless `truncate` is false."""
     began = time.monotonic_ns()
-    body, ignored = EmbedRequest.read(await read_json(request))
-    inputs = texts_or_ids(body.input, "input")
+    body, ignored = await read_fields(request, EmbedRequest)
+    inputs = await beside(request, texts_or_ids, body.input, "input")
     await service_of(request).use(request, served_name(body.model), keep_alive_seconds(body.keep_alive))
     batch = await EmbeddingBatch.begin(request, _fields(body), inputs, dimensions=body.dimensions, truncate=body.truncate is not False)
     found = await batch.embeddings()
@@ -55,7 +55,7 @@ async def embed(request: Request) -> Response:
 
 async def embeddings(request: Request) -> Response:
     """Answers one request with one text, which is shortened if it is too long."""
-    body, ignored = OldEmbedRequest.read(await read_json(request))
+    body, ignored = await read_fields(request, OldEmbedRequest)
     await service_of(request).use(request, served_name(body.model), keep_alive_seconds(body.keep_alive))
     batch = await EmbeddingBatch.begin(request, _fields(body), [body.prompt], dimensions=None, truncate=True)
     (embedding,) = await batch.embeddings()

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chairlift.server.chat.reasoning import format_for_template
-from chairlift.server.http.body import read_json
+from chairlift.server.http.body import read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.model import ServedModel
 from chairlift.server.routes.ollama.fields import served_name
@@ -67,7 +67,7 @@ async def show(request: Request) -> Response:
     """Describes a model, which is loaded for that; raises ApiError 404 for an unknown one."""
     service = service_of(request)
     service.check_admission()
-    body, ignored = ShowRequest.read(await read_json(request, queued=False))
+    body, ignored = await read_fields(request, ShowRequest, queued=False)
     model = await service.use(request, served_name(body.model or body.name))
     template = model.engine.tokenizer.template_source
     names = {"generate": "completion", "embed": "embedding"}

@@ -12,7 +12,7 @@ from chairlift.engine.request import check_embeds
 from chairlift.errors import InvalidRequest
 from chairlift.server.batch.input import ENDPOINTS
 from chairlift.server.errors import ApiError, brief
-from chairlift.server.http.body import read_json
+from chairlift.server.http.body import read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.routes.openai.files import check_lifetime, page_of, page_size
 from chairlift.server.schema.fields import Fields
@@ -43,7 +43,7 @@ async def create_batch(request: Request) -> Response:
     """Creates a batch of an uploaded file."""
     service = service_of(request)
     storage = service.data
-    body, ignored = BatchCreateRequest.read(await read_json(request, queued=False))
+    body, ignored = await read_fields(request, BatchCreateRequest, queued=False)
     if body.endpoint == "/v1/embeddings" and len(service.models) == 1:
         check_embeds((await service.use(request, None)).engine.facts)
     if body.endpoint not in ENDPOINTS:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,8 +14,8 @@ from chairlift.outputs import TokenLogprobs
 from chairlift.server.chat.completion import ChatCompletion, ToolCall
 from chairlift.server.chat.request import ChatRequest
 from chairlift.server.chat.tools.parser import ToolCallDelta
-from chairlift.server.http.body import read_json
-from chairlift.server.http.responses import Json
+from chairlift.server.http.body import read_fields
+from chairlift.server.http.responses import Json, Rows, large_json
 from chairlift.server.model import model_of
 from chairlift.server.schema.logprobs import chat_logprobs_json, prompt_logprobs_json
 from chairlift.server.streaming import DONE, EventStream, EventTemplate, event
@@ -23,13 +23,16 @@ from chairlift.server.streaming import DONE, EventStream, EventTemplate, event
 
 async def chat_completions(request: Request) -> Response:
     """Answers one chat request, streamed or whole."""
-    body, ignored = ChatRequest.read(await read_json(request))
+    body, ignored = await read_fields(request, ChatRequest)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     completion = await ChatCompletion.begin(request, body, ignored, kind=kind, prefix="chatcmpl-")
     response = _ChatResponse(body, completion, model_of(request).engine.tokenizer)
     if body.stream:
         return EventStream(response.events(), completion.headers)
-    return Json(await response.whole(), headers=completion.headers)
+    whole = await response.whole()
+    if body.logprobs or body.prompt_logprobs is not None:
+        return await large_json(whole, completion.headers)
+    return Json(whole, headers=completion.headers)
 
 
 class _ChatResponse:
@@ -52,7 +55,7 @@ class _ChatResponse:
                 {
                     "index": index,
                     "message": message,
-                    "logprobs": self._logprobs(choice.logprobs),
+                    "logprobs": None if choice.logprobs is None else self._logprobs(choice.logprobs),
                     "finish_reason": self._finish_reason(choice.finish_reason),
                     "stop_reason": choice.stop_reason,
                 }
@@ -60,7 +63,7 @@ class _ChatResponse:
         generation, body = self._generation, self._body
         extra = generation.metrics() if body.include_metrics else {}
         if body.prompt_logprobs is not None and (logprobs := self._completion.prompt_logprobs) is not None:
-            extra["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs_json, self._tokenizer, logprobs, body.prompt_logprobs)
+            extra["prompt_logprobs"] = Rows(partial(prompt_logprobs_json, self._tokenizer, logprobs, body.prompt_logprobs))
         return {**generation.head, **generation.service_tier_field(), "choices": choices, "usage": generation.usage.json(), **extra}
 
     async def events(self) -> AsyncGenerator[bytes]:
@@ -97,7 +100,8 @@ class _ChatResponse:
                     fields |= _reasoning(delta.reasoning)
                 extra: dict[str, Any] = {"stop_reason": delta.stop_reason} if delta.finish_reason else {}
                 if delta.logprobs is not None:
-                    extra["logprobs"] = self._logprobs(delta.logprobs)
+                    logprobs = self._logprobs(delta.logprobs)
+                    extra["logprobs"] = logprobs | {"content": list(logprobs["content"])}
                 yield chunk(delta.index, fields | self._call_deltas(delta.calls), self._finish_reason(delta.finish_reason), **extra)
         metrics = generation.metrics() if body.include_metrics else {}
         if body.include_usage or metrics:
@@ -125,11 +129,9 @@ class _ChatResponse:
     def _finish_reason(self, reason: str | None) -> str | None:
         return "function_call" if reason == "tool_calls" and self._body.legacy else reason
 
-    def _logprobs(self, logprobs: list[TokenLogprobs] | None) -> dict[str, Any] | None:
-        if logprobs is None:
-            return None
+    def _logprobs(self, logprobs: list[TokenLogprobs]) -> dict[str, Any]:
         num_top, as_ids = self._body.top_logprobs or 0, bool(self._body.return_tokens_as_token_ids)
-        return {"content": chat_logprobs_json(self._tokenizer, logprobs, num_top, as_ids), "refusal": None}
+        return {"content": Rows(partial(chat_logprobs_json, self._tokenizer, logprobs, num_top, as_ids)), "refusal": None}
 
 
 def _reasoning(text: str | None) -> dict[str, Any]:

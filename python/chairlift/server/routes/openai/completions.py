@@ -13,13 +13,13 @@ from starlette.responses import Response
 from chairlift.outputs import RequestOutput, TokenLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.server.generation import Generation
-from chairlift.server.http.body import read_json
-from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.http.body import beside, read_fields
+from chairlift.server.http.responses import Json, ignored_header, large_json
 from chairlift.server.model import ServedModel
 from chairlift.server.schema.fields import CompletionRequest
 from chairlift.server.schema.logprobs import CompletionLogprobs, check_prompt_logprobs, prompt_logprobs_json, text_offsets
 from chairlift.server.service import service_of
-from chairlift.server.streaming import DONE, EventStream, event
+from chairlift.server.streaming import DONE, EventStream, event, large_event
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
@@ -27,10 +27,10 @@ DEFAULT_MAX_TOKENS = 16
 
 async def completions(request: Request) -> Response:
     """Answers one completion request, streamed or whole."""
-    body, ignored = CompletionRequest.read(await read_json(request))
+    body, ignored = await read_fields(request, CompletionRequest)
     model = await service_of(request).use(request, body.model)
-    params = body.params(model.default_sampling)
-    raw_prompts = body.prompts()
+    params = await beside(request, body.params, model.default_sampling)
+    raw_prompts = await beside(request, body.prompts)
     limit = model.engine.facts["max_model_len"]
     prompts = [body.truncate(await _tokens(model, prompt, body), limit) for prompt in raw_prompts]
     check_prompt_logprobs(prompts, params)
@@ -40,7 +40,13 @@ async def completions(request: Request) -> Response:
     if body.stream:
         return EventStream(events(generation, body, choices), headers)
     answer = await whole(generation, body, choices)
-    return await asyncio.to_thread(Json, answer, headers=headers) if params.prompt_logprobs is not None else Json(answer, headers=headers)
+    return await completed(answer, params, headers)
+
+
+async def completed(answer: dict[str, Any], params: SamplingParams, headers: dict[str, str]) -> Response:
+    """Returns the response with a whole answer."""
+    large = params.logprobs is not None or params.prompt_logprobs is not None
+    return await large_json(answer, headers) if large else Json(answer, headers=headers)
 
 
 async def _tokens(model: ServedModel, prompt: str | list[int], body: CompletionRequest) -> list[int]:
@@ -72,6 +78,8 @@ class Choices:
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
         self._prompt_chars: dict[int, int] = {}
         """Characters of the prompt that a choice began with, for `echo`."""
+        self.newest_prompt: dict[str, Any] | None = None
+        """The newest increment with a prompt, which may have many log-probabilities."""
 
     async def deltas(self) -> AsyncGenerator[dict[str, Any]]:
         """Yields increments of choices; raises the engine's errors."""
@@ -84,7 +92,8 @@ class Choices:
                     self._generation.usage.completion = 0
                 if with_prompt and index not in self._prompt_chars:
                     # Formatting a long prompt's log-probabilities takes long: do it in a thread.
-                    yield await asyncio.to_thread(self._prompt_delta, index, output)
+                    self.newest_prompt = await asyncio.to_thread(self._prompt_delta, index, output)
+                    yield self.newest_prompt
                 if not output.text and not output.finish_reason and not output.logprobs:
                     continue  # held back: half a character or a possible stop string
                 if prompt_only:
@@ -111,7 +120,8 @@ class Choices:
                 prompt, self._prompt_logprobs[prompt_index], text_offsets(self._tokenizer, prompt, text)
             )
         if body.prompt_logprobs is not None:
-            delta["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, self._prompt_logprobs[prompt_index], body.prompt_logprobs)
+            shown = prompt_logprobs_json(self._tokenizer, self._prompt_logprobs[prompt_index], body.prompt_logprobs)
+            delta["prompt_logprobs"] = list(shown)
         return delta
 
     def _text(self, prompt_index: int) -> str:
@@ -164,7 +174,8 @@ async def events(generation: Generation, body: CompletionRequest, choices: Choic
         async for delta in deltas:
             if body.continuous_usage:
                 head["usage"] = generation.usage.json()
-            yield event({**head, "choices": [delta]})
+            data = {**head, "choices": [delta]}
+            yield await large_event(data) if delta is choices.newest_prompt else event(data)
     if body.include_usage or body.include_metrics:
         if body.include_usage:
             head["usage"] = generation.usage.json()

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chairlift.server.embedding import EmbeddingBatch
-from chairlift.server.http.body import read_json
+from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.schema.fields import IDS, REQUEST_ID, TEXT, Fields, GenerationRequest, texts_or_ids
 
@@ -38,8 +38,8 @@ class EmbeddingRequest(Fields):
 
 async def embeddings(request: Request) -> Response:
     """Answers one request."""
-    body, ignored = EmbeddingRequest.read(await read_json(request))
-    inputs = texts_or_ids(body.input, "input")
+    body, ignored = await read_fields(request, EmbeddingRequest)
+    inputs = await beside(request, texts_or_ids, body.input, "input")
     batch = await EmbeddingBatch.begin(request, body.generation(), inputs, dimensions=body.dimensions)
     found = await batch.embeddings()
     usage = batch.generation.usage.prompt

@@ -39,7 +39,7 @@ async def openapi(request: Request) -> Response:
     return Json(document(tuple(name for model in service_of(request).models for name in model.names)))
 
 
-_POST: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
+REQUESTS: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
     ("/v1/completions", "Text completion", CompletionRequest, "Completion", True),
     ("/v1/chat/completions", "Chat completion", ChatRequest, "ChatCompletion", True),
     ("/v1/responses", "Chat completion in OpenAI's Responses API", ResponsesRequest, "Response", True),
@@ -96,11 +96,11 @@ _LIMITED = {429: "Tenant's limit reached", 500: "Request failed", 503: "Unavaila
 @cache
 def document(served: tuple[str, ...]) -> dict[str, Any]:
     """Returns the OpenAPI document of a server with models of the names `served`."""
-    requests: list[type[BaseModel]] = [*(model for _, _, model, _, _ in _POST if model is not None), SequenceUpdateRequest]
+    requests: list[type[BaseModel]] = [*(model for _, _, model, _, _ in REQUESTS if model is not None), SequenceUpdateRequest]
     template = "#/components/schemas/{model}"
     _, schemas = models_json_schema([(model, "validation") for model in requests], ref_template=template)
     paths: dict[str, Any] = {
-        path: {"post": _post(path, summary, model, answer, streams)} for path, summary, model, answer, streams in _POST
+        path: {"post": _post(path, summary, model, answer, streams)} for path, summary, model, answer, streams in REQUESTS
     }
     for path, summary, answer in _GET:
         paths.setdefault(path, {})["get"] = _get(path, summary, answer, served)

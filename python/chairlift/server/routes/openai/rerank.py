@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from chairlift.errors import InvalidRequest
 from chairlift.server.embedding import MAX_INPUTS, EmbeddingBatch
-from chairlift.server.http.body import read_json
+from chairlift.server.http.body import read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.schema.fields import REQUEST_ID, TEXT, Fields, GenerationRequest
 
@@ -54,7 +54,7 @@ class RerankRequest(Fields):
 
 async def rerank(request: Request) -> Response:
     """Answers one request. A document's score is the cosine of its embedding and the query's."""
-    body, ignored = RerankRequest.read(await read_json(request))
+    body, ignored = await read_fields(request, RerankRequest)
     texts = body.texts()
     batch = await EmbeddingBatch.begin(request, body.generation(), [body.query, *texts], dimensions=None)
     query, *documents = await batch.embeddings()

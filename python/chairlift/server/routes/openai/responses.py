@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -16,19 +17,19 @@ from chairlift.outputs import TokenLogprobs
 from chairlift.server.chat.completion import ChatCompletion, Delta
 from chairlift.server.chat.request import renamed_fields
 from chairlift.server.errors import api_error, for_route
-from chairlift.server.http.body import read_json
-from chairlift.server.http.responses import Json
+from chairlift.server.http.body import beside, read_fields
+from chairlift.server.http.responses import Json, Rows, large_json
 from chairlift.server.model import ServedModel, model_of
 from chairlift.server.routes.openai.response_request import FIELD_NAMES, ResponsesRequest
 from chairlift.server.schema.logprobs import chat_logprobs_json
 from chairlift.server.service import service_of
-from chairlift.server.streaming import EventStream, client_error, typed_event
+from chairlift.server.streaming import EventStream, client_error, large_event, typed_event
 
 
 async def responses(request: Request) -> Response:
     """Answers one request, streamed or whole."""
-    body, ignored = ResponsesRequest.read(await read_json(request))
-    chat = body.chat()
+    body, ignored = await read_fields(request, ResponsesRequest)
+    chat = await beside(request, body.chat)
     try:
         with renamed_fields(FIELD_NAMES):
             completion = await ChatCompletion.begin(request, chat, ignored, kind="response", prefix="resp_")
@@ -41,7 +42,8 @@ async def responses(request: Request) -> Response:
     builder = _ResponseBuilder(body, completion, model_of(request).engine.tokenizer)
     if body.stream:
         return EventStream(builder.events(), completion.headers)
-    return Json(await builder.whole(), headers=completion.headers)
+    whole = await builder.whole()
+    return await large_json(whole, completion.headers) if chat.logprobs else Json(whole, headers=completion.headers)
 
 
 _Event = dict[str, Any]
@@ -58,7 +60,9 @@ class _ResponseBuilder:
         self._item: dict[str, Any] | None = None
         """The item in progress; its text or arguments are in `_pieces` until it is complete."""
         self._pieces: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._has_logprobs = False
+        """Whether items have log-probabilities, which may be many."""
         self._finish_reason: str | None = None
 
     async def whole(self) -> dict[str, Any]:
@@ -75,11 +79,13 @@ class _ResponseBuilder:
         """Yields the response as server-sent events; raises errors before the first event and reports later ones as an event."""
         number = 0
 
-        def numbered(events: Iterable[_Event]) -> Iterator[bytes]:
+        async def numbered(events: Iterable[_Event]) -> AsyncGenerator[bytes]:
             nonlocal number
             for event in events:
-                yield typed_event(event | {"sequence_number": number})
+                data = event | {"sequence_number": number}
                 number += 1
+                large = self._has_logprobs and not event["type"].endswith(".delta")
+                yield await large_event(data, typed=True) if large else typed_event(data)
 
         started = False
         try:
@@ -87,17 +93,17 @@ class _ResponseBuilder:
                 async for delta in deltas:
                     if not started:
                         started = True
-                        for data in numbered(self._start()):
+                        async for data in numbered(self._start()):
                             yield data
-                    for data in numbered(self._take(delta)):
+                    async for data in numbered(self._take(delta)):
                         yield data
-            for data in numbered(self._end()):
+            async for data in numbered(self._end()):
                 yield data
         except Exception as error:
             if not started:
                 raise
             failure = {"error": {"code": "server_error", "message": client_error(error).envelope["error"]["message"]}}
-            for data in numbered([{"type": "response.failed", "response": self._response("failed", **failure)}]):
+            async for data in numbered([{"type": "response.failed", "response": self._response("failed", **failure)}]):
                 yield data
 
     def _start(self) -> Iterator[_Event]:
@@ -160,9 +166,10 @@ class _ResponseBuilder:
         item, whole = self._item, "".join(self._pieces)
         if item["type"] in _PARTS:
             place = {**self._item_fields(), "content_index": 0}
-            item["content"] = [_PARTS[item["type"]](whole, self._logprobs)]
+            logprobs: Rows | list[Any] = Rows(partial(self._logprobs_json, self._logprobs)) if self._logprobs else []
+            item["content"] = [_PARTS[item["type"]](whole, logprobs)]
             if item["type"] == "message":
-                yield {"type": "response.output_text.done", **place, "text": whole, "logprobs": self._logprobs}
+                yield {"type": "response.output_text.done", **place, "text": whole, "logprobs": logprobs}
             else:
                 yield {"type": "response.reasoning_text.done", **place, "text": whole}
             yield {"type": "response.content_part.done", **place, "part": item["content"][0]}
@@ -179,9 +186,14 @@ class _ResponseBuilder:
 
     def _append_text(self, text: str, new_logprobs: list[TokenLogprobs] | None) -> _Event:
         self._pieces.append(text)
-        logprobs = chat_logprobs_json(self._tokenizer, new_logprobs, self._body.top_logprobs or 0, False) if new_logprobs else []
+        logprobs = new_logprobs or []
         self._logprobs += logprobs
-        return {"type": "response.output_text.delta", **self._item_fields(), "content_index": 0, "delta": text, "logprobs": logprobs}
+        self._has_logprobs = self._has_logprobs or bool(logprobs)
+        shown = list(self._logprobs_json(logprobs))
+        return {"type": "response.output_text.delta", **self._item_fields(), "content_index": 0, "delta": text, "logprobs": shown}
+
+    def _logprobs_json(self, logprobs: list[TokenLogprobs]) -> Iterator[dict[str, Any]]:
+        return chat_logprobs_json(self._tokenizer, logprobs, self._body.top_logprobs or 0, False)
 
     def _item_fields(self) -> dict[str, Any]:
         assert self._item is not None
@@ -241,11 +253,11 @@ def _message() -> dict[str, Any]:
     return {"type": "message", "id": _id("msg"), "status": "in_progress", "role": "assistant", "content": []}
 
 
-def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _text_part(text: str, logprobs: Rows | list[Any]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _reasoning_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _reasoning_part(text: str, logprobs: Rows | list[Any]) -> dict[str, Any]:
     return {"type": "reasoning_text", "text": text}
 
 

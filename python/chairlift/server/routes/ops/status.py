@@ -32,7 +32,8 @@ async def version(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Returns all metrics in Prometheus' text format."""
-    return Response(service_of(request).render_metrics(request.state.reader), media_type="text/plain; version=0.0.4; charset=utf-8")
+    text = await service_of(request).metrics_page.text(request.state.reader)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def live(request: Request) -> Response:

@@ -1,0 +1,67 @@
+"""Large responses are serialized and sent in pieces that together are the JSON of the whole."""
+
+import asyncio
+import json
+import math
+from itertools import pairwise
+
+import pytest
+
+from chairlift.server.http.responses import Json, LargeJson, Rows, json_pieces, to_json_bytes
+
+CONTENTS = [
+    {},
+    [],
+    None,
+    "é",
+    {"a": []},
+    {"a": {}, 'é"': [[], {}]},
+    list(range(1000)),
+    [1.5, math.inf, None] * 100,
+    [{"a": list(range(100))}] * 3,
+    {"choices": [{"logprobs": {"tokens": ["a"] * 65, "top": [{"a": 1}] * 65}}]},
+    [[1], {"a": 2}, 3, "x"],
+]
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=range(len(CONTENTS)))
+def test_pieces_are_the_json_of_the_whole(content):
+    assert b"".join(json_pieces(content)) == to_json_bytes(content)
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 65, 1000])
+def test_rows_are_made_as_they_are_serialized(count):
+    made = 0
+
+    def rows():
+        nonlocal made
+        for made in range(1, count + 1):
+            yield {"a": made}
+
+    pieces, seen = [], [0]
+    for piece in json_pieces({"content": Rows(rows), "b": 1}):
+        pieces.append(piece)
+        seen.append(made)
+    assert json.loads(b"".join(pieces)) == {"content": [{"a": number} for number in range(1, count + 1)], "b": 1}
+    assert max(after - before for before, after in pairwise(seen)) <= 64
+    assert list(Rows(rows)) == [{"a": number} for number in range(1, count + 1)]
+
+
+@pytest.mark.parametrize("size", [1, 1 << 18, (1 << 20) + 1])
+def test_a_large_response_is_sent_in_pieces_and_is_that_of_a_small_one(size):
+    async def sent(response):
+        messages = []
+
+        async def send(message):
+            messages.append(message)
+
+        await response({"type": "http"}, None, send)
+        return messages
+
+    content = {"a": "b" * size}
+    messages = asyncio.run(sent(LargeJson(content, headers={"x": "y"})))
+    head, whole = asyncio.run(sent(Json(content, headers={"x": "y"})))
+    assert messages[0] == head
+    assert b"".join(message["body"] for message in messages[1:]) == whole["body"]
+    assert max(len(message["body"]) for message in messages[1:]) <= 1 << 18
+    assert [message["more_body"] for message in messages[1:]] == [True] * (len(messages) - 2) + [False]

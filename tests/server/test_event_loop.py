@@ -1,0 +1,136 @@
+"""No callback of the event loop takes more than 20 ms of CPU time, whatever a client sends.
+
+`make test` sends a sample of the bodies; `make hostile` (HOSTILE=1) sends all of them.
+"""
+
+import gc
+import os
+
+import httpx
+import pytest
+from fake_async_engine import FakeEngine, serving
+from hostile_bodies import hostile_bodies
+
+LIMIT = 0.02
+ATTEMPTS = 4
+"""A busy machine may double a callback's CPU time, and the garbage collector may run in it: the same request is sent again."""
+
+ALL = bool(os.environ.get("HOSTILE"))
+BODIES = [body for index, body in enumerate(hostile_bodies()) if ALL or index % 17 == 0]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A server in a thread of this process: a client, and the monitor of its loop."""
+    engine = FakeEngine()
+    engine.facts |= {"max_model_len": 1 << 14, "max_text_len": 1 << 14, "hidden_size": 4}
+    with serving(engine, data_dir=tmp_path_factory.mktemp("data")) as (base, service), httpx.Client(base_url=base, timeout=120) as client:
+        gc.collect()
+        gc.freeze()
+        yield client, service
+        gc.unfreeze()
+
+
+def check(service, send):
+    """Sends a request until no callback took longer than the limit; returns the response."""
+    seen = []
+    for _ in range(ATTEMPTS):
+        service.loop_monitor.reset()
+        response = send()
+        seen.append(service.loop_monitor.longest)
+        if seen[-1][0] <= LIMIT:
+            return response
+    raise AssertionError(f"callbacks took {seen}")
+
+
+@pytest.mark.parametrize("body", [pytest.param(body, id=body.name) for body in BODIES])
+def test_a_hostile_body_takes_no_callback_long(served, body):
+    client, service = served
+    response = check(service, lambda: client.post(body.path, content=body.body, headers={"content-type": "application/json"}))
+    assert response.status_code < 500
+
+
+LOGPROBS = {"logprobs": True, "top_logprobs": 20}
+RESPONSE = {"input": "a", "top_logprobs": 20, "include": ["message.output_text.logprobs"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 16, "max_tokens": 700, **LOGPROBS}),
+        ("/v1/completions", {"prompt": "a", "n": 16, "max_tokens": 700, "logprobs": 20}),
+        ("/v1/completions", {"prompt": "a " * 5000, "max_tokens": 2, "prompt_logprobs": 20}),
+        ("/v1/completions", {"prompt": "a " * 5000, "max_tokens": 2, "echo": True, "logprobs": 20, "stream": True}),
+        ("/v1/responses", RESPONSE | {"max_output_tokens": 1500}),
+        (
+            "/v1/responses",
+            RESPONSE | {"max_output_tokens": 1500, "stream": True},
+        ),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}], "stream": False, "options": {"num_predict": 1500}, **LOGPROBS}),
+    ],
+    ids=["chat", "completion", "prompt", "echo", "response", "response in a stream", "Ollama"],
+)
+def test_many_log_probabilities_take_no_callback_long(served, path, body):
+    client, service = served
+    response = check(service, lambda: client.post(path, json=body))
+    assert response.status_code == 200
+    assert response.text.count('"logprob') > 5000 or response.text.count("-0.75") > 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 128, "max_tokens": 1000, **LOGPROBS}),
+        ("/v1/completions", {"prompt": ["a"] * 8, "best_of": 128, "max_tokens": 13, "logprobs": 20}),
+        (
+            "/v1/responses",
+            RESPONSE | {"max_output_tokens": 13_000, "stream": True},
+        ),
+        ("/api/generate", {"prompt": "a", "stream": False, "options": {"num_predict": 13_000}, **LOGPROBS}),
+    ],
+)
+def test_more_log_probabilities_than_a_response_may_have_are_refused(served, path, body):
+    response = served[0].post(path, json=body)
+    assert response.status_code == 400
+    assert "the answers' log-probabilities would be more than 262144 numbers: ask for at most" in response.text
+
+
+def test_an_answer_without_a_limit_of_its_own_ends_where_its_log_probabilities_do(served):
+    said = {"messages": [{"role": "user", "content": "a"}], "n": 128, "logprobs": True, "top_logprobs": 20}
+    response = served[0].post("/v1/chat/completions", json=said).json()
+    assert response["usage"]["completion_tokens"] == 128 * ((1 << 18) // (128 * 21))
+    assert {choice["finish_reason"] for choice in response["choices"]} == {"length"}
+
+
+@pytest.mark.slow
+def test_metrics_of_many_tenants_take_no_callback_long(served):
+    client, service = served
+    for tenant in range(32):
+        for tier in ("priority", "default", "flex"):
+            body = {"prompt": "a", "max_tokens": 1, "service_tier": tier}
+            assert client.post("/v1/completions", json=body, headers={"x-tenant-id": f"t{tenant}"}).status_code == 200
+    assert len(check(service, lambda: client.get("/metrics")).content) > 400_000
+    assert check(service, lambda: client.get("/dashboard/data")).status_code == 200
+
+
+def test_metrics_are_rendered_once_a_second_for_each_reader(served, monkeypatch):
+    client, service = served
+    rendered = []
+    monkeypatch.setattr("chairlift.server.observability.metrics_page.render", lambda models, tenant: rendered.append(tenant) or b"x")
+    monkeypatch.setattr(service.metrics_page, "max_age", 1000)
+    for tenant in ("a", "b", "a", "a", "b"):
+        assert client.get("/metrics", headers={"x-tenant-id": tenant}).content == b"x"
+    assert rendered == ["a", "b"]
+    monkeypatch.setattr(service.metrics_page, "max_age", 0)
+    client.get("/metrics", headers={"x-tenant-id": "a"})
+    assert rendered == ["a", "b", "a"]
+
+
+def test_a_refusal_keeps_little_of_a_long_name(served):
+    client = served[0]
+    body = {"input_file_id": "a", "endpoint": "b", "completion_window": "24h", "metadata": {"k" * 1_000_000: "v"}}
+    response = client.post("/v1/batches", json=body, headers={"x-request-id": "long"})
+    assert response.status_code == 400
+    assert len(response.content) < 1000
+    assert len(client.get("/v1/requests/long/explain").content) < 1500
