@@ -58,16 +58,16 @@ RESPONSE = {"input": "a", "top_logprobs": 20, "include": ["message.output_text.l
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 16, "max_tokens": 700, **LOGPROBS}),
-        ("/v1/completions", {"prompt": "a", "n": 16, "max_tokens": 700, "logprobs": 20}),
-        ("/v1/completions", {"prompt": "a " * 5000, "max_tokens": 2, "prompt_logprobs": 20}),
-        ("/v1/completions", {"prompt": "a " * 5000, "max_tokens": 2, "echo": True, "logprobs": 20, "stream": True}),
-        ("/v1/responses", RESPONSE | {"max_output_tokens": 1500}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 16, "max_tokens": 250, **LOGPROBS}),
+        ("/v1/completions", {"prompt": "a", "n": 16, "max_tokens": 250, "logprobs": 20}),
+        ("/v1/completions", {"prompt": "a " * 2000, "max_tokens": 2, "prompt_logprobs": 20}),
+        ("/v1/completions", {"prompt": "a " * 2000, "max_tokens": 2, "echo": True, "logprobs": 20, "stream": True}),
+        ("/v1/responses", RESPONSE | {"max_output_tokens": 600}),
         (
             "/v1/responses",
-            RESPONSE | {"max_output_tokens": 1500, "stream": True},
+            RESPONSE | {"max_output_tokens": 600, "stream": True},
         ),
-        ("/api/chat", {"messages": [{"role": "user", "content": "a"}], "stream": False, "options": {"num_predict": 1500}, **LOGPROBS}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}], "stream": False, "options": {"num_predict": 600}, **LOGPROBS}),
     ],
     ids=["chat", "completion", "prompt", "echo", "response", "response in a stream", "Ollama"],
 )
