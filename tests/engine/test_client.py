@@ -248,6 +248,21 @@ def test_counters_that_are_not_sent_stay_as_they_were():
     run(test)
 
 
+def test_slow_reader_gets_tokens_with_much_work_in_pieces():
+    async def test(engine):
+        stream = engine.generate("a", SamplingParams(max_tokens=2000, n=2, stop="never"))
+        outputs = [await anext(stream)]
+        await until(lambda: engine.stats()["steps"] >= 2000 and engine.stats()["running"] == 0)
+        outputs += [output async for output in stream]
+        assert max(len(output.token_ids) for output in outputs) == 128
+        for index in range(2):
+            own = [output for output in outputs if output.index == index]
+            assert [token for output in own for token in output.token_ids] == [97 + 100 * index + i for i in range(2000)]
+            assert [output.finish_reason for output in own if output.finish_reason] == ["length"]
+
+    run(test)
+
+
 def test_slow_reader_gets_everything_in_one_increment():
     async def test(engine):
         stream = engine.generate("a", SamplingParams(max_tokens=2000))

@@ -165,7 +165,7 @@ def test_a_text_is_refused_only_if_its_tokens_surely_are_too_many():
     async def main(text):
         return await Tokenizing().encode(FakeTokenizer(), [text], 10)
 
-    assert asyncio.run(main("7" * 10)) == [[55] * 10]
-    with pytest.raises(InvalidRequest, match=r"has 11 characters, which are at least 11 tokens") as caught:
-        asyncio.run(main("7" * 11))
+    assert asyncio.run(main("7" * 40)) == [[55] * 40]
+    with pytest.raises(InvalidRequest, match=r"has 41 characters, which are at least 11 tokens") as caught:
+        asyncio.run(main("7" * 41))
     assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")

@@ -62,7 +62,7 @@ class FakeTokenizer:
         return bytes([token])
 
     def min_tokens(self, text: str) -> int:
-        return len(text)
+        return -(-len(text) // 4)
 
     def render(self, messages: list[dict[str, str]], **variables: object) -> list[tuple[str, bool]]:
         self.rendered.append((messages, variables))
@@ -389,7 +389,7 @@ def serving_models(
         )
     )
 
-    service.metrics_page.max_age = 0.0
+    service.metrics_page.pause = 0.0
 
     async def run() -> None:
         service.loop_monitor.start()

@@ -187,7 +187,7 @@ def test_a_turn_that_only_calls_has_no_text(content):
             {"messages": [HELLO], "max_tokens": 2042},
             "2049 tokens (7 in the messages, 2042 in the completion). Please reduce the length",
         ),
-        ("/v1/completions", {"prompt": "a " * 1500}, "maximum context length is 2048 tokens. However, the prompt has 3000 characters"),
+        ("/v1/completions", {"prompt": "a " * 1500}, "However, you requested 3001 tokens (3000 in the prompt, 1 in the completion)"),
         ("/v1/responses", {"input": "a " * 1500}, "Your input exceeds the context window of this model. Please adjust your input and try"),
     ],
 )

@@ -73,7 +73,7 @@ def json_pieces(content: Any) -> Iterator[bytes]:
     if isinstance(content, Mapping) and content:
         before = b"{"
         for name, value in content.items():
-            yield before + to_json_bytes(name) + b":"
+            yield before + to_json_bytes(str(name)) + b":"
             yield from json_pieces(value)
             before = b","
         yield b"}"

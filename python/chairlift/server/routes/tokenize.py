@@ -13,7 +13,7 @@ from chairlift.errors import InvalidRequest
 from chairlift.server.chat.completion import prompt_of
 from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
 from chairlift.server.http.body import beside, read_fields
-from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.http.responses import Json, LargeJson, ignored_header
 from chairlift.server.model import ServedModel
 from chairlift.server.schema.fields import Fields
 from chairlift.server.schema.logprobs import token_text
@@ -66,7 +66,7 @@ def _tokens_response(model: ServedModel, tokens: list[int], with_texts: bool, he
     tokenizer = model.engine.tokenizer
     strings = [token_text(tokenizer, token) for token in tokens] if with_texts else None
     limit = model.engine.facts["max_model_len"]
-    return Json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}, headers=headers)
+    return LargeJson({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}, headers=headers)
 
 
 async def detokenize(request: Request) -> Response:

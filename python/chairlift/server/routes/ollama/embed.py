@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from chairlift.server.embedding import EmbeddingBatch
 from chairlift.server.http.body import beside, read_fields
-from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.http.responses import Json, LargeJson, ignored_header
 from chairlift.server.routes.ollama.fields import KeepAlive, keep_alive_seconds, served_name
 from chairlift.server.schema.fields import Fields, GenerationRequest, texts_or_ids
 from chairlift.server.service import service_of
@@ -45,10 +45,10 @@ async def embed(request: Request) -> Response:
     found = await batch.embeddings()
     load = round(request.state.context.waited_for_model * 1e9)
 
-    def respond() -> Json:
+    def respond() -> LargeJson:
         embeddings = [embedding.tolist() for embedding in found]
         counts = {"prompt_eval_count": batch.generation.usage.prompt, "load_duration": load, "total_duration": time.monotonic_ns() - began}
-        return Json({"model": batch.generation.head["model"], "embeddings": embeddings, **counts}, headers=ignored_header(ignored))
+        return LargeJson({"model": batch.generation.head["model"], "embeddings": embeddings, **counts}, headers=ignored_header(ignored))
 
     return await asyncio.to_thread(respond)  # many numbers take long
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from chairlift.server.embedding import EmbeddingBatch
 from chairlift.server.http.body import beside, read_fields
-from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.http.responses import LargeJson, ignored_header
 from chairlift.server.schema.fields import IDS, REQUEST_ID, TEXT, Fields, GenerationRequest, texts_or_ids
 
 
@@ -45,10 +45,10 @@ async def embeddings(request: Request) -> Response:
     usage = batch.generation.usage.prompt
     encode = _base64 if body.encoding_format == "base64" else array.tolist
 
-    def respond() -> Json:
+    def respond() -> LargeJson:
         data = [{"object": "embedding", "index": index, "embedding": encode(one)} for index, one in enumerate(found)]
         head = {**batch.generation.head, "data": data, "usage": {"prompt_tokens": usage, "total_tokens": usage}}
-        return Json(head, headers=ignored_header(ignored))
+        return LargeJson(head, headers=ignored_header(ignored))
 
     return await asyncio.to_thread(respond)  # many numbers take long
 
