@@ -18,7 +18,7 @@ from chairlift import LLM, SamplingParams
 from chairlift.engine import loop
 from chairlift.errors import ChairliftError
 from chairlift.runner.build import build_runner
-from chairlift.runner.sampling import device as device_sampling
+from chairlift.runner.copy_stream import CopyStream
 from chairlift.runner.torch_backend import TorchBackend
 from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.runner.torch_runner import TorchRunner
@@ -95,11 +95,11 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
         return made
 
     monkeypatch.setattr(JITFunction, "_do_compile", compile_nothing)
-    monkeypatch.setattr(driver, "_active", NoDevice())
+    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", NoDevice())
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     # A copy to a device is in memory of its own.
-    monkeypatch.setattr(device_sampling, "send", lambda array, device: torch.from_numpy(array.copy()))
+    monkeypatch.setattr(CopyStream, "send", lambda stream, array: torch.from_numpy(array.copy()))
     return found
 
 
