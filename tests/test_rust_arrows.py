@@ -9,7 +9,7 @@ RUST = Path(__file__).parent.parent / "rust"
 
 LAYERS = {
     "core": [
-        {"tier"},
+        {"cache_scope", "tier"},
         {"request", "error", "host", "work"},
         {"policy"},
         {"elsewhere", "energy", "row_times", "turn"},
