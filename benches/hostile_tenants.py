@@ -108,8 +108,10 @@ def tokenize_flood(attacker: Attacker) -> None:
 
 
 def many_logprobs(attacker: Attacker) -> None:
-    body = {"messages": [{"role": "user", "content": "Tell me a story."}], "n": 64, "max_tokens": 200, "ignore_eos": True}
-    attacker.post("/v1/chat/completions", {**body, "logprobs": True, "top_logprobs": 20})
+    """More than a server allows, or as many answers with a few."""
+    top, tokens = attacker.random.choice([(20, 200), (1, 100)])
+    body = {"messages": [{"role": "user", "content": "Tell me a story."}], "n": 64, "max_tokens": tokens, "ignore_eos": True}
+    attacker.post("/v1/chat/completions", {**body, "logprobs": True, "top_logprobs": top})
 
 
 def long_prompts(attacker: Attacker) -> None:
