@@ -19,13 +19,13 @@ def keep_alive_seconds(value: Any) -> float | None:
     """Returns a request's `keep_alive` in seconds, infinite if it is negative; raises InvalidRequest."""
     if value is None:
         return None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return math.inf if value < 0 else float(value)
     try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return math.inf if value < 0 else float(value)
         if not isinstance(value, str):
             raise ValueError
         return parse_duration(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # no float can hold an integer of 400 digits
         message = f'keep_alive must be a number of seconds, or a duration like "5m", got {brief(value)}'
         raise InvalidRequest(message, param="keep_alive") from None
 
