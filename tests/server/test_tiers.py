@@ -4,7 +4,7 @@ import pytest
 
 from chairlift.errors import InvalidRequest, InvalidSetting
 from chairlift.scheduling import Scheduling
-from chairlift.server.keys import Tenant
+from chairlift.server.keys import Keys, Tenant
 from chairlift.server.tiers import ServiceTiers, Tier, read_tiers
 
 
@@ -29,7 +29,7 @@ def test_a_file_changes_what_it_names(tmp_path):
     assert [tiers.choose("priority", tenant) for tenant in ("alice", "bob", "")] == ["priority", "default", "default"]
 
 
-NAMED = [Tenant("alice"), Tenant("bob", tiers=frozenset({"priority", "flex"})), Tenant("carol", operator=True)]
+NAMED = Keys([("1", Tenant("alice")), ("2", Tenant("bob", tiers=frozenset({"priority", "flex"}))), ("3", Tenant("carol", operator=True))])
 ANYBODY = ("alice", "bob", "carol", "", "invented")
 
 
@@ -38,7 +38,8 @@ def may_use(tiers, tier):
 
 
 def test_with_keys_the_tier_priority_is_granted():
-    assert may_use(ServiceTiers(), "priority") == may_use(ServiceTiers().granted([]), "priority") == [*ANYBODY]
+    assert may_use(ServiceTiers(), "priority") == may_use(ServiceTiers().granted(Keys()), "priority") == [*ANYBODY]
+    assert may_use(ServiceTiers().granted(Keys([("1", Tenant(operator=True))])), "priority") == [""], "the owner of the only key"
     tiers = ServiceTiers().granted(NAMED)
     assert (may_use(tiers, "priority"), may_use(tiers, "flex")) == (["bob"], [*ANYBODY])
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chairlift.config import LARGEST_TIER_WEIGHT
 from chairlift.errors import InvalidRequest, InvalidSetting
 from chairlift.scheduling import LONGEST_MS, TIER_WEIGHTS, TIERS, Scheduling
-from chairlift.server.keys import TENANT, Tenant
+from chairlift.server.keys import TENANT, Keys
 from chairlift.server.toml_file import line_of, read_toml
 
 _SETTINGS = ("tenants", "weight", "ttft_ms", "itl_ms")
@@ -37,17 +37,17 @@ class ServiceTiers:
     keyed: bool = False
     """Whether tenants have keys. Then only those that may use the tier `priority` may claim to be urgent by other fields."""
 
-    def granted(self, tenants: Iterable[Tenant]) -> ServiceTiers:
-        """Returns the settings for a server whose keys belong to `tenants`: `priority` is for those that were granted it.
+    def granted(self, keys: Keys) -> ServiceTiers:
+        """Returns the settings for a server with these keys: `priority` is for tenants that were granted it.
 
-        Without tenants nothing changes.
+        If no key has a name, requests that name no tenant are the owner's, who may use it. Without keys nothing changes.
         """
-        named = list(tenants)
-        if not named:
+        if not keys:
             return self
-        tiers = {}
+        named, tiers = list(keys), {}
+        owner = frozenset() if named else frozenset({""})
         for name, tier in self.tiers.items():
-            listed = frozenset() if tier.tenants is None and name == "priority" else tier.tenants
+            listed = owner if tier.tenants is None and name == "priority" else tier.tenants
             extra = frozenset(tenant.name for tenant in named if name in tenant.tiers)
             tiers[name] = tier if listed is None else replace(tier, tenants=listed | extra)
         return ServiceTiers(tiers, keyed=True)

@@ -111,13 +111,12 @@ class AccessMiddleware:
         if self._policy.host is not None:
             self._check_origin(self._policy.host, headers)
         own = self._key_tenant(path, headers) if self._policy.keys else Tenant(operator=True)
-        # A tenant's key takes precedence over a header that anybody can send.
+        # A header that anybody can send names no tenant that has a key: neither beside its key nor instead of it.
         if own.name or not (name := _tenant_header(headers)):
             return own
         tenant = self._tenants.get(name)
         if tenant is not None and not own.operator:
-            message = f"the tenant {name} has an API key of its own: send that key, or another x-tenant-id"
-            raise ApiError(403, message, param="x-tenant-id", code="tenant_has_key")
+            return own
         return replace(tenant or Tenant(name), operator=False)
 
     def _key_tenant(self, path: str, headers: _Headers) -> Tenant:
