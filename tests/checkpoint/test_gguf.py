@@ -178,6 +178,7 @@ def _altered(tmp_path: Path, **metadata: Any) -> Path:
         ({"general__alignment": 0}, "alignment is 0"),
         ({"tokenizer__ggml__tokens": ["a", "a"]}, "vocabulary is missing or contradicts itself"),
         ({"tokenizer__ggml__tokens": 7}, "tokenizer.ggml.tokens is 7 and not of type list"),
+        ({"llama__attention__sliding_window": 64}, "llama.attention.sliding_window is 64, which"),
         ({"tokenizer__ggml__merges": ["nospace"]}, "its vocabulary is not sound"),
         ({"tokenizer__ggml__merges": ["x y z"]}, "its vocabulary is not sound"),
         ({"tokenizer__ggml__pre": "tomorrow"}, "of the kind 'gpt2' / 'tomorrow'"),
@@ -208,13 +209,13 @@ def test_each_key_is_used_or_changes_nothing_or_is_reported(tmp_path: Path) -> N
     gguf_of(tiny_model("llama"), path)
     file = GGUFFile(path, BLOCKS.get)
     model_config(file)
-    assert check_keys(path, file.unread(), 16) == []
+    assert check_keys(path, file.unread(), 16, 128) == []
     outcomes = Counter[str]()
     for key in sorted({*_keys_of_the_package(gguf.constants.Keys), "llama.made_up"}):
         if file.value(key) is not None:
             continue
         try:
-            outcomes["reported" if check_keys(path, {key: 7}, 16) else "fine"] += 1
+            outcomes["reported" if check_keys(path, {key: 7}, 16, 128) else "fine"] += 1
         except UnsupportedModel:
             outcomes["refused"] += 1
     assert outcomes["refused"] > 60
@@ -225,12 +226,12 @@ def test_each_key_is_used_or_changes_nothing_or_is_reported(tmp_path: Path) -> N
         "llama.rope.scaling.attn_factor": 1.0,
         "llama.attention.causal": True,
     }
-    assert check_keys(path, neutral | {"llama.made_up": 7}, 16) == ["llama.made_up"]
+    assert check_keys(path, neutral | {"llama.made_up": 7, "llama.attention.sliding_window": 4096}, 16, 128) == ["llama.made_up"]
 
 
-def test_an_unknown_key_is_reported_when_the_weights_are_opened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    GGUFTensors(_altered(tmp_path, llama__made_up=7))
-    assert "tiny.gguf has metadata that is not known here and not used: llama.made_up" in caplog.text
+def test_an_unknown_key_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    convert(_altered(tmp_path, llama__made_up=7, llama__pooling_type=3), tmp_path / "out")
+    assert "tiny.gguf has metadata that is not known here and not used: llama.made_up\n" in caplog.text
 
 
 def test_recommended_sampling(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

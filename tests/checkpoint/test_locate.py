@@ -178,6 +178,10 @@ def test_any_part_of_a_split_file_stands_for_the_model(tmp_path: Path, cache: Pa
     assert len(parts) > 2
     assert len({locate(str(path), progress=False) for path in (*parts, tmp_path / "m")}) == 1
     assert public_name(str(parts[1])) == "tiny"
+    parts[0].rename(tmp_path / "away")
+    with pytest.raises(UnsupportedModel, match=f"{parts[0].name} cannot be read"):
+        locate(str(tmp_path / "m"), progress=False)
+    (tmp_path / "m" / "odd-00000-of-00000.gguf").write_bytes((tmp_path / "away").read_bytes())  # this is not a name of a part
 
 
 def test_a_bad_file_leaves_nothing(tmp_path: Path, cache: Path) -> None:

@@ -96,7 +96,8 @@ def convert(path: Path, out: Path, sampling: Mapping[str, float] | None = None) 
     """
     file = open_gguf(path)
     config = model_config(file)
-    check_keys(path, file.unread(), config["head_dim"])
+    if unknown := check_keys(path, file.unread(), config["head_dim"], config["max_position_embeddings"]):
+        log.warning("%s has metadata that is not known here and not used: %s", path.name, ", ".join(unknown))
     with writing_to(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -135,8 +136,6 @@ class GGUFTensors:
         self.path = path
         self.file = open_gguf(path, vocabulary=False)
         self._config = model_config(self.file)
-        if unknown := check_keys(path, self.file.unread(), self._config["head_dim"]):
-            log.warning("%s has metadata that is not known here and not used: %s", path.name, ", ".join(unknown))
         self.entries = dict(_matched(self.file, self._config))
 
     def interleaved(self, name: str) -> int:

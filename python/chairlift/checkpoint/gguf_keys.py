@@ -16,7 +16,7 @@ _DESCRIPTIVE = re.compile(
     r"|tokenizer\.ggml\.((bos|eos|eot|eom|unknown|seperator|padding|cls|mask|fim_\w+|prefix|suffix|middle)_token_id|add_(bos|eos|sep)_token)"
     r"|tokenizer\.ggml\.(precompiled_charsmap|remove_extra_whitespaces|normalizer\..*)"
     r"|[\w-]+\.(vocab_size|tensor_data_layout|context_length|embedding_length_out|features_length|hidden_activation|rope\.scaling\.yarn_\w+"
-    r"|attention\.layer_norm_epsilon|rope\.scaling\.original_context_length|decoder_start_token_id|classifier\..*)"
+    r"|attention\.layer_norm_epsilon|rope\.scaling\.original_context_length|pooling_type|decoder_start_token_id|classifier\..*)"
 )
 """Keys that change no answer of the architectures that can be read, or that the tokenizer's reader uses."""
 _CHANGES = re.compile(
@@ -31,14 +31,15 @@ _CHANGES = re.compile(
 """Keys that change answers, unless their value is neutral."""
 
 
-def check_keys(path: Path, unread: Mapping[str, Any], head_dim: int) -> list[str]:
+def check_keys(path: Path, unread: Mapping[str, Any], head_dim: int, context: int) -> list[str]:
     """Returns the keys that nothing here knows. Raises UnsupportedModel for one that would change answers.
 
-    `unread` are the metadata of the file `path` that its configuration was not made of. `head_dim` is the size of an attention head.
+    `unread` are the metadata of the file `path` that its configuration was not made of. `head_dim` is the size of an attention head, and
+    `context` the longest context in tokens.
     """
     unknown = []
     for key, value in unread.items():
-        if _DESCRIPTIVE.fullmatch(key) or _is_neutral(key, value, head_dim):
+        if _DESCRIPTIVE.fullmatch(key) or _is_neutral(key, value, head_dim, context):
             continue
         if _CHANGES.fullmatch(key):
             raise UnsupportedModel(f"{path}: {key} is {value!r:.100}, which the code for this architecture cannot compute")
@@ -46,10 +47,12 @@ def check_keys(path: Path, unread: Mapping[str, Any], head_dim: int) -> list[str
     return unknown
 
 
-def _is_neutral(key: str, value: Any, head_dim: int) -> bool:
+def _is_neutral(key: str, value: Any, head_dim: int, context: int) -> bool:
     """Whether the value of a key is the one that changes nothing."""
     if key.endswith(".attention.scale") and isinstance(value, int | float):
         return value == 0 or math.isclose(value, head_dim**-0.5, rel_tol=1e-5)
+    if key.endswith(".attention.sliding_window") and isinstance(value, int):
+        return value == 0 or value >= context
     if key.endswith((".attention.causal", ".rope.scaling.finetuned")):
         return value is True
     if key.endswith(("_scale", "_factor", ".scale_linear")):

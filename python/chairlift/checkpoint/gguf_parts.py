@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)?", re.IGNORECASE)
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})(?P<of>-of-)(?P<count>(?!00000)\d{5})(?P<suffix>\.gguf)?", re.IGNORECASE)
 _OTHERS = re.compile(r".*(mmproj|imatrix).*|(mtp|eagle3|dflash|dspark)-.*", re.IGNORECASE)
 """Files beside a model: image encoders, statistics of quantisation, draft models."""
 _PREFERRED = ("Q4_K_M", "Q8_0")
@@ -23,7 +23,7 @@ def is_gguf(path: Path) -> bool:
 def model_files(directory: Path) -> list[Path]:
     """Returns the models among the GGUF files of a directory: first Q4_K_M, then Q8_0, then by name. A split one is its first part."""
     files = sorted(path for path in directory.iterdir() if path.suffix.lower() == ".gguf" and not _OTHERS.fullmatch(path.name))
-    first = [path for path in files if path == parts_of(path)[0]]
+    first = sorted({parts_of(path)[0] for path in files})  # it may be missing, which its reader reports
 
     def rank(path: Path) -> int:
         return next((rank for rank, kind in enumerate(_PREFERRED) if kind in path.name.upper()), len(_PREFERRED))
@@ -43,5 +43,5 @@ def parts_of(path: Path) -> list[Path]:
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
-    stem, count, suffix = match["stem"], int(match["count"]), match["suffix"] or ""
-    return [path.with_name(f"{stem}-{number:05}-of-{count:05}{suffix}") for number in range(1, count + 1)]
+    numbers = range(1, int(match["count"]) + 1)
+    return [path.with_name(f"{match['stem']}-{number:05}{match['of']}{match['count']}{match['suffix'] or ''}") for number in numbers]

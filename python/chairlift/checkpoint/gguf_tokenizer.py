@@ -67,7 +67,7 @@ def end_token_ids(file: GGUFFile) -> list[int]:
     """Returns the tokens that end an answer: those with such a role, those that the file lists, and those with a known text."""
     roles = [token[1] for name in ("eos", "eot", "eom") if (token := _role(file, name))]
     tokens = file.get("tokenizer.ggml.tokens", list) or []
-    listed = [token for token in file.get("tokenizer.ggml.eos_token_ids", list) or [] if 0 <= token < len(tokens)]
+    listed = [token for token in file.get("tokenizer.ggml.eos_token_ids", list) or [] if type(token) is int and 0 <= token < len(tokens)]
     known = end_tokens({text: index for index, text in enumerate(tokens)})
     return list(dict.fromkeys((*roles, *listed, *sorted(known))))
 

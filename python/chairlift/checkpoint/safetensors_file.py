@@ -94,3 +94,11 @@ def as_float32(array: Array) -> NDArray[np.float32]:
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32, copy=False)
+
+
+def as_array(file: SafetensorsFile, name: str) -> Array:
+    """Returns a tensor in the file's dtype, bfloat16 as its bits."""
+    entry = file.tensors[name]
+    dtype = (DTYPES | PACKED_DTYPES)[entry.dtype][0].replace("bfloat16", "uint16")
+    array: Array = file.data(name).view(dtype).reshape(entry.shape)
+    return array

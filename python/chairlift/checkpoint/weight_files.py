@@ -22,8 +22,8 @@ def weight_files(directory: Path) -> list[Path]:
     """Returns the files with the weights of the model in `directory`.
 
     They are those of the GGUF file that it was made of, those that the index names, model.safetensors, the files whose names begin with
-    `model`, or the only safetensors file. Other files hold the weights in another format, or other weights. Raises ModelNotFound if there
-    are none, or if one that the index names is missing, and UnsupportedModel for an invalid index.
+    `model`, or all safetensors files. Beside these, other files hold the weights in another format, or other weights. Raises ModelNotFound
+    if there are none, or if one that the index names is missing, and UnsupportedModel for an invalid index.
     """
     if (source := gguf_link(directory)) is not None:
         return parts_of(source)
@@ -35,9 +35,6 @@ def weight_files(directory: Path) -> list[Path]:
     chosen = [path for path in every if path.name.startswith("model")] or every
     if not chosen:
         raise ModelNotFound(f"{directory} holds no *.safetensors file: convert the weights to safetensors, or use --load-format dummy")
-    if chosen is every and len(every) > 1:
-        names = ", ".join(path.name for path in every)
-        raise ModelNotFound(f"{directory} holds {names} and no {_INDEX}: name the model's file model.safetensors")
     return chosen
 
 

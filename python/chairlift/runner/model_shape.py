@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from chairlift.checkpoint.safetensors_file import SafetensorsFile
+from chairlift.checkpoint.safetensors_file import SafetensorsFile, as_array, as_float32
 from chairlift.checkpoint.weight_files import gguf_link, weight_files
 from chairlift.errors import ChairliftError
 from chairlift.models.config import ModelConfig, load_shape
@@ -40,5 +40,5 @@ def _has_own_head(directory: Path) -> bool:
     embeddings = next((name for name in ("model.embed_tokens.weight", "embed_tokens.weight") if name in found), None)
     if "lm_head.weight" not in found or embeddings is None:
         return False
-    head, embedding = (found[name].data(name) for name in ("lm_head.weight", embeddings))
-    return not np.array_equal(head, embedding)
+    head, embedding = (as_array(found[name], name) for name in ("lm_head.weight", embeddings))
+    return head.shape != embedding.shape or not np.array_equal(as_float32(head), as_float32(embedding))

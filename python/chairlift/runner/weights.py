@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from chairlift import _core
 from chairlift.checkpoint.gguf import GGUFTensors
-from chairlift.checkpoint.safetensors_file import DTYPES, PACKED_DTYPES, Array, SafetensorsFile, as_float32
+from chairlift.checkpoint.safetensors_file import DTYPES, PACKED_DTYPES, Array, SafetensorsFile, as_array, as_float32
 from chairlift.checkpoint.weight_files import gguf_link, weight_files
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
@@ -79,7 +79,7 @@ class SafetensorWeights:
         name = self._stored(name)
         file = self._check(name, shape)
         self._unused.discard(name)
-        return _as_array(file, name)
+        return as_array(file, name)
 
     def matrix(self, layer: str, outs: int, ins: int) -> Array | QuantisedMatrix:
         """Returns the weight of a linear layer. A layer without tensors of the scheme is not quantised."""
@@ -93,7 +93,7 @@ class SafetensorWeights:
 
         def read(kind: str, *shapes: tuple[int, ...]) -> Array:
             name = f"{layer}.{kind}"
-            return _as_array(self._check(name, *shapes, dtypes=DTYPES | PACKED_DTYPES), name)
+            return as_array(self._check(name, *shapes, dtypes=DTYPES | PACKED_DTYPES), name)
 
         found = read_quantised(self._scheme, read, has, outs, ins)
         self._unused -= {f"{layer}.{kind}" for kind in TENSORS}
@@ -106,7 +106,7 @@ class SafetensorWeights:
             return None
         file = self._files[name]
         self._check(name, file.tensors[name].shape)
-        scales = as_float32(_as_array(file, name)).reshape(-1)
+        scales = as_float32(as_array(file, name)).reshape(-1)
         if len(scales) not in (1, heads) or not (scales > 0).all():
             raise UnsupportedModel(f"tensor {name} must have a positive number, or one for each of {heads} KV heads")
         return np.broadcast_to(scales, heads).copy()
@@ -135,7 +135,7 @@ class SafetensorWeights:
 
     def _is_empty_bias(self, name: str) -> bool:
         """Whether a tensor is the bias of zeros that AutoGPTQ writes for layers without a bias."""
-        return self._scheme is not None and name.endswith(".bias") and not _as_array(self._files[name], name).any()
+        return self._scheme is not None and name.endswith(".bias") and not as_array(self._files[name], name).any()
 
     def _check(self, name: str, *shapes: tuple[int, ...], dtypes: dict[str, tuple[str, int]] = DTYPES) -> SafetensorsFile:
         """Returns the file of a tensor. Raises UnsupportedModel if it is missing, or has none of these shapes or dtypes."""
@@ -148,13 +148,6 @@ class SafetensorWeights:
         if entry.dtype not in dtypes:
             raise UnsupportedModel(f"tensor {name} is {entry.dtype} (supported: {', '.join(name for name, _ in DTYPES.values())})")
         return self._files[name]
-
-
-def _as_array(file: SafetensorsFile, name: str) -> Array:
-    entry = file.tensors[name]
-    dtype = (DTYPES | PACKED_DTYPES)[entry.dtype][0].replace("bfloat16", "uint16")
-    array: Array = file.data(name).view(dtype).reshape(entry.shape)
-    return array
 
 
 def in_memory(array: Array) -> Part:

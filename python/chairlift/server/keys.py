@@ -99,6 +99,11 @@ class Keys:
         """Yields each named tenant once."""
         return iter({tenant.name: tenant for _, tenant in self._digests if tenant.name}.values())
 
+    @property
+    def of_owner(self) -> bool:
+        """Whether all keys are the operator's and none has a name: those of a server's owner, who names tenants as they like."""
+        return all(tenant.operator and not tenant.name for _, tenant in self._digests)
+
     def tenant(self, key: bytes) -> Tenant | None:
         """Returns the tenant of this key, None for an unknown key."""
         digest = _digest(key)

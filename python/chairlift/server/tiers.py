@@ -40,14 +40,17 @@ class ServiceTiers:
     def granted(self, keys: Keys) -> ServiceTiers:
         """Returns the settings for a server with these keys: `priority` is for tenants that were granted it.
 
-        If no key has a name, requests that name no tenant are the owner's, who may use it. Without keys nothing changes.
+        A name that clients invent has no grant. If the only kind of key belongs to the server's owner, requests that name no tenant may use
+        it, and the tenants that the file names. Without keys nothing changes.
         """
         if not keys:
             return self
         named, tiers = list(keys), {}
-        owner = frozenset() if named else frozenset({""})
+        owner = frozenset({""} if keys.of_owner else ())
         for name, tier in self.tiers.items():
             listed = owner if tier.tenants is None and name == "priority" else tier.tenants
+            if listed is not None and not keys.of_owner:
+                listed &= {tenant.name for tenant in named}
             extra = frozenset(tenant.name for tenant in named if name in tenant.tiers)
             tiers[name] = tier if listed is None else replace(tier, tenants=listed | extra)
         return ServiceTiers(tiers, keyed=True)
