@@ -4,7 +4,9 @@ import io
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
+from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.engine.frames import Abort, AdapterChanged, Failed, Load, LoadAdapter, Pulse, UnloadAdapter, receive, send
+from chairlift.engine.journal import Journal
 from chairlift.engine.parent import Parent
 from chairlift.engine.seal import Seal, Seals
 from chairlift.engine.worker import Worker, read_worker
@@ -23,7 +26,7 @@ TEXTS = [item.name for item in fields(EngineConfig) if "choices" not in item.met
 """The settings that may have a path: any text."""
 NO_FILES = {"model", "revision", "tenant_weights", "tier_weights", "cache_groups", "speculative_config"}
 """Those that are no path here: names, and mappings of names to numbers or names."""
-OWN_FILES = WorkerFiles({"model": "/own/model", "lora_modules": {"a": "/own/a"}, "journal": "/own/journal"})
+OWN_FILES = WorkerFiles({"model": "/own/model", "lora_modules": {"a": "/own/a"}, "prefix_cache_dir": "/own/cache"})
 
 
 @pytest.fixture
@@ -54,7 +57,7 @@ PATHS = st.sampled_from(["/canary", "canary/canary", "../canary", "~/canary", ".
 def test_no_path_of_a_frame_is_left(settings):
     config = EngineConfig(**OWN_FILES.own(load(**settings)).settings)
     assert "canary" not in repr(config)
-    assert (config.model, config.journal, config.prefix_cache_dir) == ("/own/model", "/own/journal", None)
+    assert (config.model, config.journal, config.prefix_cache_dir) == ("/own/model", None, "/own/cache")
 
 
 @given(st.dictionaries(st.text(max_size=9), PATHS, max_size=3))
@@ -99,9 +102,30 @@ def test_the_server_sends_no_path(tmp_path):
     assert without_files(LoadAdapter(1, "a", "/b")) == LoadAdapter(1, "a", "")
 
 
-def test_each_engine_has_a_journal_of_its_own():
-    assert [OWN_FILES.numbered(number).settings["journal"] for number in range(3)] == ["/own/journal", "/own/journal.1", "/own/journal.2"]
-    assert WorkerFiles({}).numbered(1).settings["journal"] is None
+def test_each_engine_has_a_journal_of_its_own(tmp_path):
+    """Ray's engines and those of several `join`s name the same file, at the same time and after a restart."""
+    path = tmp_path / "day.journal"
+
+    def journal():
+        process = WorkerFiles({"model": "/own/model", "journal": str(path)})  # each engine has a process
+        [one] = {process.own(load(journal="/canary")).settings["journal"] for _ in range(2)}
+        return one
+
+    with ThreadPoolExecutor(4) as threads:
+        paths = list(threads.map(lambda _: journal(), range(12)))
+    assert set(paths) == {str(path), *(f"{path}.{number}" for number in range(1, 12))}
+    for one in paths:
+        file = Journal(one)
+        file.append(one.encode(), flush=False)
+        file.close()
+    assert journal() == f"{path}.12"
+    assert [Path(one).read_text() for one in paths] == paths
+    assert {one.stat().st_mode & 0o777 for one in tmp_path.iterdir()} == {0o600}
+
+
+def test_a_journal_that_cannot_be_created_is_one_clear_line(tmp_path):
+    with pytest.raises(InvalidSetting, match=r"--journal .*/none/journal: cannot write there \(No such file"):
+        WorkerFiles({"model": "/own/model", "journal": str(tmp_path / "none" / "journal")}).own(load())
 
 
 def test_a_frame_with_paths_opens_no_file_and_is_refused(opened, tmp_path):

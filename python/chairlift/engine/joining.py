@@ -34,13 +34,13 @@ async def join(host: str, port: int, secret: Secret, files: WorkerFiles, leaving
     engine at once. Raises JoinRefused if the server proves that it knows the secret and has another version. Whatever else is at the
     address is asked again, as it may not be the server; the same reason is logged once.
     """
-    failures, runs = 0, 0
+    failures = 0
     logged: set[str] = set()
     while True:
         began = time.monotonic()
         try:
-            reason = await run_engine(host, port, secret, files.numbered(runs), leaving)
-            runs, level = runs + 1, logging.WARNING
+            reason = await run_engine(host, port, secret, files, leaving)
+            level = logging.WARNING
             logged.clear()
         except BadHandshake as error:
             reason = str(error)

@@ -23,9 +23,7 @@ class Journal:
             # Readable by the owner only, because it contains tenants' names and hashes of prompts.
             self._file: BinaryIO | None = open(path, "wb", BUFFER, opener=_private)  # noqa: SIM115 (open for as long as the engine is)
         except OSError as error:
-            raise InvalidSetting(
-                f"--journal {path}: cannot write there ({error.strerror}); name a file in a directory that exists"
-            ) from None
+            raise _unwritable(path, error) from None
 
     def append(self, record: bytes, *, flush: bool) -> None:
         """Appends records; `flush` writes the buffer to the file."""
@@ -45,6 +43,27 @@ class Journal:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def create_next(path: str) -> str:
+    """Creates the first of PATH, PATH.1, PATH.2 and so on that does not exist, and returns its name. Raises InvalidSetting if that fails.
+
+    Of several processes that do this at the same time, each gets a file of its own.
+    """
+    name, number = path, 0
+    while True:
+        try:
+            open(name, "xb", opener=_private).close()
+            return name
+        except FileExistsError:
+            number += 1
+            name = f"{path}.{number}"
+        except OSError as error:
+            raise _unwritable(name, error) from None
+
+
+def _unwritable(path: str, error: OSError) -> InvalidSetting:
+    return InvalidSetting(f"--journal {path}: cannot write there ({error.strerror}); name a file in a directory that exists")
 
 
 def _private(path: str, flags: int) -> int:

@@ -10,12 +10,14 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Any
 
 from chairlift.checkpoint.downloads import is_hub_name
 from chairlift.checkpoint.locate import public_name
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.engine.frames import Frame, Load, LoadAdapter
+from chairlift.engine.journal import create_next
 from chairlift.errors import InvalidSetting
 
 OWN = (
@@ -34,19 +36,24 @@ class WorkerFiles:
         """`settings` has some of `OWN`, and `model` if it is not to be fetched by the name that the server says."""
         self.settings = {**_DEFAULTS, **settings}
 
-    def numbered(self, number: int) -> WorkerFiles:
-        """The files of this machine's engine of that number, which has a journal of its own."""
-        journal = self.settings["journal"]
-        return WorkerFiles({**self.settings, "journal": f"{journal}.{number}"}) if journal and number else self
-
     def own(self, frame: Frame) -> Frame:
-        """A frame of the server with this machine's files. Raises InvalidSetting if it needs one that this machine has not named."""
+        """A frame of the server with this machine's files. Raises InvalidSetting if it needs one that this machine has not named.
+
+        The first `Load` creates the journal of this process's engine.
+        """
         match frame:
             case Load(settings):
-                return replace(frame, settings={**settings, **self.settings, **self._model(settings), **self._adapters(settings)})
+                own = {**self.settings, **self._model(settings), **self._adapters(settings), "journal": self._journal}
+                return replace(frame, settings={**settings, **own})
             case LoadAdapter(_, name):
                 return replace(frame, path=self._adapter(name))
         return frame
+
+    @cached_property
+    def _journal(self) -> str | None:
+        """A new file. The number of an engine is the server's, so it cannot tell apart the engines that this machine has had."""
+        journal = self.settings["journal"]
+        return create_next(journal) if journal else None
 
     def _model(self, sent: Mapping[str, Any]) -> dict[str, Any]:
         """The model, and its revision."""
