@@ -28,6 +28,8 @@ ANSWER_BYTES = 1 << 20
 LONG = "0123456789" * 200_000
 """2 MB of the text that is slowest to tokenize."""
 IDLE_SOCKETS = 200
+SENT = ("left", "opened")
+"""What counts as the status of requests that wait for none, and of connections that send none."""
 
 
 class Attacker:
@@ -84,11 +86,17 @@ def abandoned_grammars(attacker: Attacker) -> None:
     """Grammars that take long to compile, whose client does not wait."""
     words = "|".join(f"({attacker.random.random()})" for _ in range(200))
     body = json.dumps({"prompt": "A", "max_tokens": 4, "structured_outputs": {"regex": f"({words}){{2,40}}"}}).encode()
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", attacker.port), TIMEOUT) as sock:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {attacker._key}\r\n"
-        sock.sendall(f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-        time.sleep(0.2)
-    attacker.statuses["left"] += 1
+    status = "left"
+    try:
+        with socket.create_connection(("127.0.0.1", attacker.port), TIMEOUT) as sock:
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {attacker._key}\r\n"
+            sock.sendall(f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+            sock.settimeout(0.2)
+            with contextlib.suppress(TimeoutError):
+                status = sock.recv(len("HTTP/1.1 200"))[-3:].decode() or "closed"
+    except OSError as error:
+        status = type(error).__name__
+    attacker.statuses[status] += 1
 
 
 def long_chat(attacker: Attacker) -> None:

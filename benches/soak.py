@@ -5,7 +5,8 @@
 
 First each honest answer is computed alone, then the honest tenants run by themselves, then beside those of `hostile_tenants.py`. The exit
 status is 1 if an honest answer differs or fails, if a p99 of the time between two tokens is above 1.5 times that without the hostile
-tenants plus one step, or if the server ends. Everything is on this machine, over loopback, and ends with the command.
+tenants plus one step, if a callback of the event loop or its lag is above its bound, if the metrics do not say so, if a kind of hostile
+requests did not reach the server, or if the server ends. Everything is on this machine, over loopback, and ends with the command.
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from hostile_tenants import TENANTS
+from hostile_tenants import SENT, TENANTS
 from scheduler import machine
 
 ROOT = Path(__file__).parent.parent
 RATIO = 1.5
 """How much longer the p99 of the time between two tokens may be, beside one step."""
+CALLBACK = 0.02
+"""Seconds of CPU time that the event loop's longest callback may take."""
+LAG = 0.1
+"""Seconds by which 99 % of the event loop's timers may be late, on cores that the engine and the hostile tenants use too."""
 ALONE = (10.0, 120.0)
 """Fewest and most seconds without the hostile tenants; in between, a tenth of those with them."""
 LOOK_SECONDS = 5.0
@@ -95,6 +100,8 @@ HONEST: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "dave": [("/v1/completions", {**_completion(PROMPTS[1] * 12), "stream": True, "max_tokens": 90})],
 }
 """What each honest tenant asks for, in turn. Those of a route that refuses the model are left out."""
+LEFT_OUT = (400, 404)
+"""The statuses of such a route. Any other error is a fault."""
 
 
 @dataclass
@@ -165,6 +172,8 @@ class Honest:
             answer = ask(self._port, self._key, path, body)
             if answer.status == 200:
                 self._known.append((path, body, answer.content))
+            elif answer.status not in LEFT_OUT:
+                self._fail(path, answer)
             else:
                 self.left_out.append(f"{self.name}'s {path}: {answer.status}")
 
@@ -175,11 +184,14 @@ class Honest:
             self.answers += 1
             self.gaps += answer.gaps
             if answer.status != 200:
-                self.faults.append(f"{path}: {answer.status} {str(answer.content)[:120]}")
+                self._fail(path, answer)
             elif answer.content != known:
                 self.faults.append(f"{path}: other bits: {str(answer.content)[:120]}")
             if time.monotonic() >= ends:
                 return
+
+    def _fail(self, path: str, answer: Answer) -> None:
+        self.faults.append(f"{path}: {answer.status} {str(answer.content)[:120]}")
 
     @property
     def p99(self) -> float | None:
@@ -248,6 +260,25 @@ def late(before: dict[float, float], after: dict[float, float], share: float = 0
     counts = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
     total = counts.get(float("inf"), 0.0)
     return min((bound for bound, count in counts.items() if count >= share * total), default=None) if total else None
+
+
+def broken(watch: Watch, lag: float | None, hostile: dict[str, Counter[str]], alive: bool) -> list[str]:
+    """The bounds that are not of one honest tenant and were not kept."""
+    found = [] if alive else ["the server ended"]
+    if watch.silent:
+        found.append(f"{watch.silent} looks at `/metrics` got no answer")
+    if watch.longest_callback is None or lag is None:
+        found.append("the longest callback and the lag were not measured")
+    if watch.longest_callback is not None and watch.longest_callback[0] > CALLBACK:
+        found.append("the longest callback")
+    if lag is not None and lag > LAG:
+        found.append("the lag")
+    return found + [f"{kind} did not reach the server" for kind, statuses in hostile.items() if not any(map(_reached, statuses))]
+
+
+def _reached(status: str) -> bool:
+    """Whether the server looked at more of a hostile request with this status than its key."""
+    return status in SENT or (status.isdecimal() and status not in ("401", "403"))
 
 
 @contextlib.contextmanager
@@ -326,7 +357,7 @@ def soak(seconds: float) -> tuple[list[str], bool]:
             alive = process.poll() is None
         log = (directory / "log").read_bytes()
     counts = {kind: Counter(statuses) for kind, statuses in json.loads(output).items()}
-    kept = alive
+    unkept = broken(watch, lags, counts, alive)
     lines = [
         "# Honest tenants beside hostile ones",
         "",
@@ -343,7 +374,7 @@ def soak(seconds: float) -> tuple[list[str], bool]:
         bound = None if before is None else RATIO * before + step
         late_tokens = bound is not None and (one.p99 is None or one.p99 > bound)
         good = not one.faults and not faults and not late_tokens and one.answers > 0
-        kept = kept and good
+        unkept += [] if good else [one.name]
         longest = max(one.gaps, default=None)
         times = " | ".join("-" if value is None else f"{value * 1e3:.0f}" for value in (before, one.p99, bound, longest))
         lines.append(f"| {one.name} | {answers} + {one.answers} | {len(faults) + len(one.faults)} | {times} | {'yes' if good else 'no'} |")
@@ -353,18 +384,20 @@ def soak(seconds: float) -> tuple[list[str], bool]:
         lines += ["", f"Left out, because the server refused them alone: {'; '.join(left_out)}."]
     if faults := [f"- {one.name} {fault}" for one in tenants for fault in (*alone[one.name][2], *one.faults)]:
         lines += ["", "The first faults:", "", *faults[:10]]
-    return [*lines, "", f"All bounds kept: {'yes' if kept else 'no'}.", ""], kept
+    verdict = f"no ({'; '.join(unkept)})" if unkept else "yes"
+    return [*lines, "", f"All bounds kept: {verdict}.", ""], not unkept
 
 
 def _of_the_server(watch: Watch, memory: int, lags: float | None, log_bytes: int, alive: bool) -> list[str]:
     """What the server's own figures say."""
     callback = "not measured by this server"
+    lag = "not measured by this server" if lags is None else f"99 % of timers were late by at most {lags * 1e3:g} ms"
     if watch.longest_callback is not None:
         callback = f"{watch.longest_callback[0] * 1e3:.0f} ms of CPU ({watch.longest_callback[1] or 'none above 5 ms'})"
     return [
-        f"- the event loop's longest callback: {callback}",
-        f"- its lag: {'not measured by this server' if lags is None else f'99 % of timers were late by at most {lags * 1e3:g} ms'}",
-        f"- looks at `/metrics` without an answer in 30 s: {watch.silent}",
+        f"- the event loop's longest callback: {callback}; at most {CALLBACK * 1e3:g} ms are allowed",
+        f"- its lag: {lag}; at most {LAG * 1e3:g} ms are allowed",
+        f"- looks at `/metrics` without an answer in 30 s: {watch.silent}; none is allowed",
         f"- memory of server and engine: {memory} MiB alone, at most {watch.most_memory} MiB beside them",
         f"- log: {log_bytes / 1e6:.1f} MB; the server {'ran on' if alive else 'ENDED'}",
     ]

@@ -1,13 +1,21 @@
 """The soak of benches/soak.py sees what it is there to see; its hostile tenants send all they have."""
 
+import asyncio
 import json
 import math
+import os
 import threading
+import time
+from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from prometheus_client import generate_latest
+
+from chairlift.server.observability.loop_monitor import LoopMonitor
 
 
 @pytest.fixture
@@ -82,6 +90,78 @@ def test_what_the_server_refuses_alone_is_left_out(benches):
     assert carol.left_out == ["carol's /v1/embeddings: 400"]
     assert not carol.faults
     assert asked.count("/v1/embeddings") == 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 429, 500, 503])
+def test_only_a_refusal_of_the_request_is_left_out(benches, status):
+    soak, _ = benches
+    with answering(lambda path: (status, {}) if path == "/v1/embeddings" else (200, {"choices": [1]})) as (port, _):
+        carol = soak.Honest("carol", port, "key")
+        carol.learn()
+    assert (len(carol.faults), len(carol.left_out)) == ((0, 1) if status == 400 else (1, 0))
+
+
+def test_a_server_that_cannot_be_reached_is_a_fault(benches):
+    soak, _ = benches
+    with answering(lambda path: (200, {})) as (port, _):
+        pass
+    alice = soak.Honest("alice", port, "key")
+    alice.learn()
+    assert len(alice.faults) == len(soak.HONEST["alice"])
+
+
+REACHED = {"files": Counter({"200": 1, "403": 5}), "left_alone": Counter(left=3), "sockets": Counter(opened=2), "slow": Counter({"504": 1})}
+
+
+@pytest.mark.parametrize(
+    ("callback", "silent", "lag", "hostile", "alive", "fault"),
+    [
+        ((0.02, "a"), 0, 0.1, REACHED, True, None),
+        ((0.0, ""), 0, 0.001, REACHED, True, None),
+        ((0.021, "a"), 0, 0.1, REACHED, True, "the longest callback"),
+        (None, 0, 0.1, REACHED, True, "were not measured"),
+        ((0.0, ""), 0, None, REACHED, True, "were not measured"),
+        ((0.0, ""), 1, 0.1, REACHED, True, "got no answer"),
+        ((0.0, ""), 0, 0.25, REACHED, True, "the lag"),
+        ((0.0, ""), 0, 0.1, REACHED, False, "the server ended"),
+        ((0.0, ""), 0, 0.1, {"files": Counter({"401": 9, "403": 1, "TimeoutError": 5})}, True, "files did not reach the server"),
+        ((0.0, ""), 0, 0.1, {"files": Counter()}, True, "files did not reach the server"),
+    ],
+)
+def test_bounds_of_the_whole_run(benches, callback, silent, lag, hostile, alive, fault):
+    soak, _ = benches
+    watch = soak.Watch(0, "key", 0)
+    watch.longest_callback, watch.silent = callback, silent
+    found = soak.broken(watch, lag, hostile, alive)
+    assert [fault in one for one in found] == ([] if fault is None else [True])
+
+
+def test_the_monitors_metrics_are_read(benches, monkeypatch):
+    """A name that changes must not let the soak pass."""
+    soak, _ = benches
+    monitor = LoopMonitor({"model_name": "m", "engine": "0"})
+
+    def burn():
+        ends = time.thread_time() + 0.01
+        while time.thread_time() < ends:
+            pass
+
+    async def main():
+        monitor.start()
+        asyncio.get_running_loop().call_later(0, burn)
+        await asyncio.sleep(0.001)
+        monitor.stop()
+
+    asyncio.run(main())
+    watch = soak.Watch(0, "key", os.getpid())
+    monkeypatch.setattr(watch, "metrics", lambda: generate_latest(monitor).decode())
+    looks = iter([False, False, True])
+    watch.run(SimpleNamespace(wait=lambda seconds: next(looks)))
+    assert watch.silent == 0
+    seconds, name = watch.longest_callback
+    assert seconds >= 0.01
+    assert name == burn.__qualname__
+    assert soak.late({}, watch.lag()) is not None
 
 
 def test_the_lag_is_that_between_two_looks(benches):
