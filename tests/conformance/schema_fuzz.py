@@ -13,7 +13,25 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from fake_async_engine import FakeEngine, serving
 
+from chairlift.server.observability.loop_monitor import LoopMonitor
+
 LIMIT = 0.02
+LOOK_SECONDS = 30
+"""Interval at which the longest callback is read: the monitor forgets it after one to two minutes."""
+
+
+def longest_until_end(process: subprocess.Popen[bytes], monitor: LoopMonitor) -> tuple[float, str]:
+    """CPU time in seconds of the longest callback until the process's end, and its name."""
+    found = (0.0, "")
+    ended = False
+    while not ended:
+        try:
+            process.wait(LOOK_SECONDS)
+            ended = True
+        except subprocess.TimeoutExpired:
+            pass
+        found = max(found, monitor.longest)
+    return found
 
 
 def main(schemathesis: str, examples: str = "100") -> int:
@@ -26,10 +44,10 @@ def main(schemathesis: str, examples: str = "100") -> int:
         command = [schemathesis, "run", f"{base}/openapi.json", "--checks", "not_a_server_error", "--continue-on-failure"]
         command += ["--max-examples", examples, "--phases", "examples,coverage,fuzzing", "--generation-deterministic"]
         # A deadline of a millisecond is missed, which is 504 by design.
-        status = subprocess.run([*command, "--warnings", "off", "--no-shrink"], check=False).returncode
-        seconds, name = service.loop_monitor.longest
-    print(f"longest callback of the last minute or two: {seconds * 1e3:.0f} ms of CPU time ({name or 'none took 5 ms'})")
-    return 1 if status or seconds > LIMIT else 0
+        with subprocess.Popen([*command, "--warnings", "off", "--no-shrink"]) as process:
+            seconds, name = longest_until_end(process, service.loop_monitor)
+    print(f"longest callback: {seconds * 1e3:.0f} ms of CPU time ({name or 'none took 5 ms'})")
+    return 1 if process.returncode or seconds > LIMIT else 0
 
 
 if __name__ == "__main__":
