@@ -39,6 +39,8 @@ AHEAD_SECONDS = 10
 """Most seconds to wait for kernels that are compiled ahead."""
 START_SECONDS = 40
 """Most seconds until a server is ready."""
+END_SECONDS = 20
+"""Most seconds until it has ended by itself."""
 
 
 class Smoke:
@@ -251,7 +253,7 @@ class Smoke:
         """A server whose engine is killed answers again, and answers the same."""
         self.llm.close()
         body = {"prompt": self.prompts[0], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        with _server(self.run, self.directory, self.sizes) as (ask, engine):
+        with server(self.run, self.directory, self.sizes) as (ask, engine):
             first, before = ask(body), engine()
             os.kill(before, signal.SIGKILL)
             began = time.perf_counter()
@@ -262,7 +264,7 @@ class Smoke:
 
 
 @contextmanager
-def _server(run: common.Run, directory: Path, sizes: dict[str, int]) -> Iterator[tuple[Callable[[dict[str, Any]], str], Callable[[], int]]]:
+def server(run: common.Run, directory: Path, sizes: dict[str, int]) -> Iterator[tuple[Callable[[dict[str, Any]], str], Callable[[], int]]]:
     """A server in a process of its own: a function that asks for a completion, and one that tells the engine's process, or 0."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -295,8 +297,12 @@ def _server(run: common.Run, directory: Path, sizes: dict[str, int]) -> Iterator
         _until(ready)
         yield ask, engine
     finally:
-        process.terminate()
-        process.wait(20)
+        try:
+            process.terminate()
+            process.wait(END_SECONDS)
+        finally:  # also when the part's time is over
+            process.kill()
+            process.wait()
 
 
 def _until(condition: Callable[[], bool]) -> None:
