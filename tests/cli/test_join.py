@@ -4,7 +4,7 @@ import pytest
 
 from chairlift.cli import join
 from chairlift.cli.main import main
-from chairlift.engine.worker_files import OWN
+from chairlift.engine.machine_files import OWN
 
 
 @pytest.fixture

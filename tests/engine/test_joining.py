@@ -11,8 +11,8 @@ import pytest
 from chairlift.engine import handshake, joining
 from chairlift.engine.handshake import JoinRefused, admit, own_hello
 from chairlift.engine.joining import join
+from chairlift.engine.machine_files import MachineFiles
 from chairlift.engine.secret import Secret
-from chairlift.engine.worker_files import WorkerFiles
 
 SECRET = Secret(b"s" * 32)
 GUARD = 60
@@ -61,7 +61,7 @@ def test_a_refusal_of_a_stranger_is_logged_once_and_asked_again(answer, monkeypa
     async def main():
         leaving = asyncio.Event()
         async with asyncio.timeout(GUARD), server(answer) as (address, connections):
-            task = asyncio.create_task(join(*address, SECRET, WorkerFiles({}), leaving))
+            task = asyncio.create_task(join(*address, SECRET, MachineFiles({}), leaving))
             while len(connections) < 5:
                 await asyncio.sleep(0.001)
             assert not task.done()
@@ -83,6 +83,6 @@ def test_a_refusal_of_the_server_itself_ends_join(monkeypatch):
     async def main():
         async with asyncio.timeout(GUARD), server(admits) as (address, _):
             with pytest.raises(JoinRefused, match="install the same version"):
-                await join(*address, SECRET, WorkerFiles({}), asyncio.Event())
+                await join(*address, SECRET, MachineFiles({}), asyncio.Event())
 
     asyncio.run(main())

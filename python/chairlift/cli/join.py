@@ -10,8 +10,8 @@ from typing import Any
 
 from chairlift.cli import flags
 from chairlift.config import EngineConfig
+from chairlift.engine.machine_files import OWN, MachineFiles
 from chairlift.engine.secret import Secret
-from chairlift.engine.worker_files import OWN, WorkerFiles
 from chairlift.errors import InvalidSetting
 from chairlift.server.config import ServerConfig
 from chairlift.settings import parse_host_and_port
@@ -49,12 +49,12 @@ def run(args: argparse.Namespace) -> int:
         return runner.run(_join(args.address, read_secret(args.server.engine_secret_file), _files(args)))
 
 
-def _files(args: argparse.Namespace) -> WorkerFiles:
+def _files(args: argparse.Namespace) -> MachineFiles:
     settings = {name: getattr(args.engine, name) for name in OWN}
-    return WorkerFiles(settings if args.model is None else {**settings, "model": args.model})
+    return MachineFiles(settings if args.model is None else {**settings, "model": args.model})
 
 
-async def _join(address: tuple[str, int], secret: Secret, files: WorkerFiles) -> int:
+async def _join(address: tuple[str, int], secret: Secret, files: MachineFiles) -> int:
     from chairlift.engine.joining import join
 
     leaving = asyncio.Event()

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from chairlift.engine.frames import Add, Explained, Frame, StepOutputs
+from chairlift.engine.machine_files import without_files
 from chairlift.engine.seal import Seals
-from chairlift.engine.worker_files import without_files
 from chairlift.errors import EngineDead
 
 _TIMES = ("arrived", "submitted", "started", "first_token", "ended")

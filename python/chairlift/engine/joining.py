@@ -11,11 +11,11 @@ import time
 from chairlift.engine.background import in_background
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.handshake import SECONDS, BadHandshake, Peer, introduce
+from chairlift.engine.join_settings import JoinSettings
 from chairlift.engine.joined_process import detect_silence
+from chairlift.engine.machine_files import MachineFiles
 from chairlift.engine.secret import Secret
 from chairlift.engine.spawned_process import SpawnedProcess
-from chairlift.engine.worker import Worker
-from chairlift.engine.worker_files import WorkerFiles
 
 log = logging.getLogger("chairlift")
 
@@ -27,7 +27,7 @@ STABLE_SECONDS = 60
 """After an engine that ran this long, the pauses begin at a second again."""
 
 
-async def join(host: str, port: int, secret: Secret, files: WorkerFiles, leaving: asyncio.Event) -> None:
+async def join(host: str, port: int, secret: Secret, files: MachineFiles, leaving: asyncio.Event) -> None:
     """Runs an engine for the server at this address, and another one after its end.
 
     When `leaving` is set, the server lets the engine's requests end or go on in another engine, and this returns. Cancelling this ends the
@@ -57,7 +57,7 @@ async def join(host: str, port: int, secret: Secret, files: WorkerFiles, leaving
 
 
 async def run_engine(
-    host: str, port: int, secret: Secret, files: WorkerFiles, leaving: asyncio.Event, saturation: int | None = None
+    host: str, port: int, secret: Secret, files: MachineFiles, leaving: asyncio.Event, saturation: int | None = None
 ) -> str:
     """Runs one engine for the server at this address until its end, for which `leaving` asks the server.
 
@@ -66,7 +66,7 @@ async def run_engine(
     """
     sock, peer = await _connect(host, port, secret)
     log.info("joined the server at %s:%d", host, port)
-    return await _run_engine(sock, Worker(peer.keys, files), leaving, saturation)
+    return await _run_engine(sock, JoinSettings(peer.keys, files), leaving, saturation)
 
 
 async def _connect(host: str, port: int, secret: Secret) -> tuple[socket.socket, Peer]:
@@ -86,9 +86,9 @@ async def _connect(host: str, port: int, secret: Secret) -> tuple[socket.socket,
     return sock, peer
 
 
-async def _run_engine(sock: socket.socket, worker: Worker, leaving: asyncio.Event, saturation: int | None) -> str:
+async def _run_engine(sock: socket.socket, joined: JoinSettings, leaving: asyncio.Event, saturation: int | None) -> str:
     """Runs an engine that speaks on `sock` until its end. Returns the reason for that."""
-    process = SpawnedProcess(EngineProcess.command, "auto", sock, {}, saturation, worker)
+    process = SpawnedProcess(EngineProcess.command, "auto", sock, {}, saturation, joined)
 
     async def leave() -> None:
         await leaving.wait()

@@ -10,9 +10,9 @@ import threading
 
 from chairlift.engine.frames import AdapterChanged, BadFrame, Failed, Frame, Load, LoadAdapter, Pulse, StepOutputs, receive, send
 from chairlift.engine.gauge import write_gauge
+from chairlift.engine.join_settings import JoinSettings
 from chairlift.engine.seal import Seal
 from chairlift.engine.step_loop import Inbox
-from chairlift.engine.worker import Worker
 from chairlift.errors import ChairliftError
 
 log = logging.getLogger("chairlift")
@@ -21,15 +21,15 @@ log = logging.getLogger("chairlift")
 class Parent:
     """Sends frames from any thread, and receives them on one."""
 
-    def __init__(self, sock: socket.socket, saturation: int | None = None, worker: Worker | None = None) -> None:
-        """`saturation` is an open file that gets the engine's saturation. With a `worker` the other end is another machine's server."""
+    def __init__(self, sock: socket.socket, saturation: int | None = None, joined: JoinSettings | None = None) -> None:
+        """`saturation` is an open file that gets the engine's saturation. With `joined` the other end is another machine's server."""
         self._sock = sock
         self._saturation = saturation
-        self._files = None if worker is None else worker.files
+        self._files = None if joined is None else joined.files
         self._outgoing: Seal | None = None
         self._incoming: Seal | None = None
-        if worker is not None:
-            self._outgoing, self._incoming = worker.seals()
+        if joined is not None:
+            self._outgoing, self._incoming = joined.seals()
         self._lock = threading.Lock()
 
     def send(self, frame: Frame, engine: int = 0, timeout: float = -1) -> None:

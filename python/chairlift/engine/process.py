@@ -1,6 +1,6 @@
 """The engines' process: `python -m chairlift.engine.process FD FORMAT [joined] [SATURATION]`.
 
-FD is one end of a socket pair, or of a connection to another machine's server: then its standard input has a `Worker`.
+FD is one end of a socket pair, or of a connection to another machine's server: then its standard input has the `JoinSettings`.
 
 Three threads work: one reads the socket, one runs the steps, one is the watchdog. Another loads engines beside those that run, and two
 wait forever, so that the parent learns of their exit (`exit_watch`). The engine is imported while the parent locates the model, so this
@@ -22,10 +22,10 @@ from functools import partial
 from queue import SimpleQueue
 
 from chairlift.engine.frames import Fatal, Leaving, Phase
+from chairlift.engine.join_settings import JOINED, JoinSettings, read_join_settings
 from chairlift.engine.parent import Parent
 from chairlift.engine.spawned_process import LEAVE
 from chairlift.engine.step_loop import EngineMaker, Inbox, StepLoop
-from chairlift.engine.worker import JOINED, Worker, read_worker
 from chairlift.errors import ChairliftError
 
 log = logging.getLogger("chairlift")
@@ -34,10 +34,10 @@ MIN_LOCATE_SECONDS = 0.005
 """Shorter waits for the model's directory are not reported as a phase."""
 
 
-def more_arguments(arguments: list[str]) -> tuple[int | None, Worker | None]:
+def more_arguments(arguments: list[str]) -> tuple[int | None, JoinSettings | None]:
     """The last arguments of `main`, from those of the command line. Raises EngineDead if the process that joined has ended."""
-    worker = read_worker(sys.stdin.buffer) if JOINED in arguments else None
-    return next((int(one) for one in arguments if one != JOINED), None), worker
+    joined = read_join_settings(sys.stdin.buffer) if JOINED in arguments else None
+    return next((int(one) for one in arguments if one != JOINED), None), joined
 
 
 def load(load_format: str = "auto") -> EngineMaker:
@@ -52,11 +52,11 @@ def load(load_format: str = "auto") -> EngineMaker:
     return Engine
 
 
-def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None = None, worker: Worker | None = None) -> int:
+def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None = None, joined: JoinSettings | None = None) -> int:
     """Runs engines for the parent at the other end of socket `fd` until the parent stops it or exits. Returns the exit status.
 
-    `saturation` is an open file that always has the engine's saturation, for a parent to which the engine does not send its frames. With a
-    `worker` the socket's other end is a server on another machine.
+    `saturation` is an open file that always has the engine's saturation, for a parent to which the engine does not send its frames. With
+    `joined` the socket's other end is a server on another machine.
     """
     began = time.perf_counter()
     # Ctrl-C and a service manager's SIGTERM reach the whole process group; only the parent handles them.
@@ -64,7 +64,7 @@ def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent()
     sock = socket.socket(fileno=fd)
-    parent = Parent(sock, saturation, worker)
+    parent = Parent(sock, saturation, joined)
     # The main thread, which handles signals, may just be sending: another thread waits for its turn.
     signal.signal(LEAVE, lambda *_: threading.Thread(target=parent.try_send, args=(Leaving(),), daemon=True).start())
     inbox: Inbox = SimpleQueue()
@@ -83,7 +83,7 @@ def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None
     except BaseException as error:  # a panic of the core is not an Exception
         if not isinstance(error, ChairliftError):
             traceback.print_exc()
-        elif worker is not None:  # the server logs it, on its machine
+        elif joined is not None:  # the server logs it, on its machine
             log.error("the engine ends: %s", error)
         parent.send(Fatal(type(error).__name__, str(error) or repr(error)))
         return 1

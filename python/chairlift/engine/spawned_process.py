@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 
 from chairlift.engine.heartbeat import is_stopped
-from chairlift.engine.worker import JOINED, Worker
+from chairlift.engine.join_settings import JOINED, JoinSettings
 
 LEAVE = signal.SIGUSR1
 """The signal at which a process of engines tells the server that it leaves."""
@@ -33,15 +33,15 @@ class SpawnedProcess:
         child_end: socket.socket,
         environment: Mapping[str, str],
         saturation: int | None = None,
-        worker: Worker | None = None,
+        joined: JoinSettings | None = None,
     ) -> None:
         """Starts Python with the arguments `command`, the number of the socket, which is closed here, and `load_format`.
 
         `saturation` is an open file for the engine's saturation (`engine.gauge`). An engine for the server of another machine gets
-        `worker`, through its standard input, because other users see arguments and the environment.
+        `joined`, through its standard input, because other users see arguments and the environment.
         """
         gauge = [] if saturation is None else [saturation]
-        joined = [] if worker is None else [JOINED]
+        argument = [] if joined is None else [JOINED]
         # The child has this process's module path and does not import from its working directory.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         # Ctrl-C in a terminal also reaches the child, which has no handler until it has imported: it inherits the blocked signal.
@@ -49,20 +49,20 @@ class SpawnedProcess:
         try:
             with child_end:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", *command, str(child_end.fileno()), load_format, *joined, *map(str, gauge)],
-                    stdin=subprocess.DEVNULL if worker is None else subprocess.PIPE,
+                    [sys.executable, "-P", *command, str(child_end.fileno()), load_format, *argument, *map(str, gauge)],
+                    stdin=subprocess.DEVNULL if joined is None else subprocess.PIPE,
                     pass_fds=[child_end.fileno(), *gauge],
                     env={**os.environ, "PYTHONPATH": path, **environment},
                 )
-            if worker is not None:
-                self._tell(worker)
+            if joined is not None:
+                self._tell(joined)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _tell(self, worker: Worker) -> None:
+    def _tell(self, joined: JoinSettings) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as file:  # it has ended, as `wait` will say
-            file.write(worker.encode())
+            file.write(joined.encode())
 
     @property
     def pid(self) -> int:

@@ -15,8 +15,8 @@ from typing import Any
 import ray
 from ray import serve
 
+from chairlift.engine.machine_files import MachineFiles
 from chairlift.engine.secret import read_secret
-from chairlift.engine.worker_files import WorkerFiles
 from chairlift.fleet.replica import application
 
 
@@ -27,7 +27,7 @@ def main() -> int:
         _connect(order["address"])
         name = f"chairlift-{order['host']}-{order['port']}"
         serve.start(proxy_location="Disabled")
-        secret, files = read_secret(order["secret_file"]), WorkerFiles(order["files"])
+        secret, files = read_secret(order["secret_file"]), MachineFiles(order["files"])
         engines = application(order["host"], order["port"], secret, files, order["options"])
         serve.run(engines, name=name, route_prefix=None)
         print("deployed", flush=True)

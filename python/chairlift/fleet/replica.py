@@ -12,8 +12,8 @@ from ray.serve.config import AutoscalingContext
 
 from chairlift.engine.gauge import open_gauge, read_gauge
 from chairlift.engine.joining import run_engine
+from chairlift.engine.machine_files import OWN, MachineFiles
 from chairlift.engine.secret import Secret, read_secret
-from chairlift.engine.worker_files import OWN, WorkerFiles
 from chairlift.settings import parse_host_and_port
 
 CHECK_SECONDS = 1.0
@@ -34,7 +34,7 @@ class EngineReplica:
     Requests do not pass through Ray: the engine and the server exchange frames over their own connection.
     """
 
-    def __init__(self, host: str, port: int, secret: Secret, files: WorkerFiles) -> None:
+    def __init__(self, host: str, port: int, secret: Secret, files: MachineFiles) -> None:
         """The engine joins the server that listens at `host` and `port` and knows the secret, and uses these files of its machine."""
         self._server = host, port, secret, files
         self._leaving = asyncio.Event()
@@ -73,7 +73,7 @@ def by_saturation(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     return max(1, math.ceil(sum(saturations) / SATURATION)), {}
 
 
-def application(host: str, port: int, secret: Secret, files: WorkerFiles, options: Mapping[str, Any]) -> serve.Application:
+def application(host: str, port: int, secret: Secret, files: MachineFiles, options: Mapping[str, Any]) -> serve.Application:
     """Replicas whose engines join this server and use these files; `options` are those of Ray Serve's deployments."""
     defaults = {
         "health_check_period_s": CHECK_SECONDS,
@@ -90,5 +90,5 @@ def engines(arguments: Mapping[str, Any]) -> serve.Application:
     The other arguments are the settings of `join` that name files: `model`, `cache_dir`, `lora_modules` and so on. A file for `serve
     deploy` names this as `import_path: chairlift.fleet.replica:engines`, and has the deployment's options.
     """
-    files = WorkerFiles({name: arguments[name] for name in ("model", *OWN) if name in arguments})
+    files = MachineFiles({name: arguments[name] for name in ("model", *OWN) if name in arguments})
     return application(*parse_host_and_port(arguments["server"]), read_secret(arguments["secret_file"]), files, {})

@@ -11,7 +11,7 @@ import sys
 from asyncio.subprocess import PIPE
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from chairlift.engine.worker_files import OWN
+from chairlift.engine.machine_files import OWN
 from chairlift.errors import InvalidSetting
 
 if TYPE_CHECKING:

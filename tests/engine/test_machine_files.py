@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.engine.frames import Abort, AdapterChanged, Failed, Load, LoadAdapter, Pulse, UnloadAdapter, receive, send
+from chairlift.engine.join_settings import JoinSettings, read_join_settings
 from chairlift.engine.journal import Journal
+from chairlift.engine.machine_files import OWN, MachineFiles, without_files
 from chairlift.engine.parent import Parent
 from chairlift.engine.seal import Seal, Seals
-from chairlift.engine.worker import Worker, read_worker
-from chairlift.engine.worker_files import OWN, WorkerFiles, without_files
 from chairlift.errors import EngineDead, InvalidSetting
 
 TEXTS = [item.name for item in fields(EngineConfig) if "choices" not in item.metadata and ("str" in item.type or "Mapping" in item.type)]
 """The settings that may have a path: any text."""
 NO_FILES = {"model", "revision", "tenant_weights", "tier_weights", "cache_groups", "speculative_config"}
 """Those that are no path here: names, and mappings of names to numbers or names."""
-OWN_FILES = WorkerFiles({"model": "/own/model", "lora_modules": {"a": "/own/a"}, "prefix_cache_dir": "/own/cache"})
+OWN_FILES = MachineFiles({"model": "/own/model", "lora_modules": {"a": "/own/a"}, "prefix_cache_dir": "/own/cache"})
 
 
 @pytest.fixture
@@ -78,12 +78,12 @@ def test_a_model_that_has_no_public_name_must_be_named_here(model, tmp_path, mon
     (tmp_path / "here" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)  # there the name "here/model" is a path too
     with pytest.raises(InvalidSetting, match="start join with --model on the engine's machine"):
-        WorkerFiles({}).own(load(model=model))
+        MachineFiles({}).own(load(model=model))
 
 
 @pytest.mark.parametrize("model", [DEFAULT_MODEL, "organisation/model-1.5"])
 def test_a_model_is_fetched_by_its_name(model):
-    assert WorkerFiles({}).own(load(model=model, revision="refs/pr/1")).settings["model"] == model
+    assert MachineFiles({}).own(load(model=model, revision="refs/pr/1")).settings["model"] == model
 
 
 @pytest.mark.parametrize("revision", ["../../canary", "/canary", "a/../b", "", "a//b", ".git", 5])
@@ -107,7 +107,7 @@ def test_each_engine_has_a_journal_of_its_own(tmp_path):
     path = tmp_path / "day.journal"
 
     def journal():
-        process = WorkerFiles({"model": "/own/model", "journal": str(path)})  # each engine has a process
+        process = MachineFiles({"model": "/own/model", "journal": str(path)})  # each engine has a process
         [one] = {process.own(load(journal="/canary")).settings["journal"] for _ in range(2)}
         return one
 
@@ -125,15 +125,15 @@ def test_each_engine_has_a_journal_of_its_own(tmp_path):
 
 def test_a_journal_that_cannot_be_created_is_one_clear_line(tmp_path):
     with pytest.raises(InvalidSetting, match=r"--journal .*/none/journal: cannot write there \(No such file"):
-        WorkerFiles({"model": "/own/model", "journal": str(tmp_path / "none" / "journal")}).own(load())
+        MachineFiles({"model": "/own/model", "journal": str(tmp_path / "none" / "journal")}).own(load())
 
 
 def test_a_frame_with_paths_opens_no_file_and_is_refused(opened, tmp_path):
     """The process's own intake, from sealed bytes to what its engines get."""
     ours, theirs = socket.socketpair()
     to, back, inbox = Seal(b"1" * 32), Seal(b"2" * 32), SimpleQueue()
-    worker = Worker((b"2" * 32, b"1" * 32), WorkerFiles({}))
-    thread = threading.Thread(target=Parent(theirs, worker=worker).receive_into, args=(inbox,))
+    joined = JoinSettings((b"2" * 32, b"1" * 32), MachineFiles({}))
+    thread = threading.Thread(target=Parent(theirs, joined=joined).receive_into, args=(inbox,))
     with ours, theirs, ours.makefile("rb") as file:
         thread.start()
         canary = str(tmp_path / "canary")
@@ -156,10 +156,10 @@ def test_a_frame_with_paths_opens_no_file_and_is_refused(opened, tmp_path):
 
 
 def test_a_process_reads_what_it_is_told():
-    worker = Worker((b"1" * 32, b"2" * 32), OWN_FILES)
-    read = read_worker(io.BytesIO(worker.encode()))
-    assert (read.keys, read.files.settings) == (worker.keys, OWN_FILES.settings)
+    joined = JoinSettings((b"1" * 32, b"2" * 32), OWN_FILES)
+    read = read_join_settings(io.BytesIO(joined.encode()))
+    assert (read.keys, read.files.settings) == (joined.keys, OWN_FILES.settings)
     assert isinstance(read.seals(), Seals)
-    for cut in (b"", worker.encode()[:-1], b"\xc1", b"\x01"):
+    for cut in (b"", joined.encode()[:-1], b"\xc1", b"\x01"):
         with pytest.raises(EngineDead):
-            read_worker(io.BytesIO(cut))
+            read_join_settings(io.BytesIO(cut))

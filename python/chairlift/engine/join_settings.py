@@ -8,22 +8,22 @@ from typing import Any, BinaryIO
 
 import msgpack
 
+from chairlift.engine.machine_files import MachineFiles
 from chairlift.engine.seal import Seal, Seals
-from chairlift.engine.worker_files import WorkerFiles
 from chairlift.errors import EngineDead
 
 JOINED = "joined"
-"""The argument of a process that reads a `Worker` from its standard input."""
+"""The argument of a process that reads its `JoinSettings` from its standard input."""
 _pack: Callable[[object], bytes] = msgpack.dumps
 _unpack: Callable[[bytes], Any] = msgpack.loads
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class JoinSettings:
     """The keys of its connection, of what it sends and of what it receives, and the files of its machine."""
 
     keys: tuple[bytes, bytes]
-    files: WorkerFiles
+    files: MachineFiles
 
     def encode(self) -> bytes:
         """For the process."""
@@ -34,10 +34,10 @@ class Worker:
         return Seals(*map(Seal, self.keys))
 
 
-def read_worker(file: BinaryIO) -> Worker:
-    """Reads what `Worker.encode` wrote. Raises EngineDead if that is not all there."""
+def read_join_settings(file: BinaryIO) -> JoinSettings:
+    """Reads what `JoinSettings.encode` wrote. Raises EngineDead if that is not all there."""
     try:
         outgoing, incoming, settings = _unpack(file.read())
     except (ValueError, TypeError, msgpack.UnpackException):
         raise EngineDead("the process that joined has ended") from None
-    return Worker((outgoing, incoming), WorkerFiles(settings))
+    return JoinSettings((outgoing, incoming), MachineFiles(settings))

@@ -29,7 +29,7 @@ _DEFAULTS = {item.name: item.default for item in fields(EngineConfig) if item.na
 _REVISION = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
 
 
-class WorkerFiles:
+class MachineFiles:
     """The model and the settings of `OWN` that this machine's user has chosen."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
