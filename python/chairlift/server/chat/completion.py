@@ -28,6 +28,7 @@ from chairlift.server.chat.reasoning import (
     format_for_template,
 )
 from chairlift.server.chat.request import ChatRequest, ToolSpec
+from chairlift.server.chat.tools.argument_types import argument_types
 from chairlift.server.chat.tools.custom import CustomCalls
 from chairlift.server.chat.tools.formats import TOOL_PARSERS, parser_for_template
 from chairlift.server.chat.tools.hermes import Hermes
@@ -128,9 +129,8 @@ class ChatCompletion:
                 prompt = await _render_prompt(model, body, tool_spec)
             else:
                 prompt = _RenderedPrompt(await model.encode(raw_prompt), Hermes, None)
-            parser_config = _ParserConfig(
-                model, tool_spec, prompt, hide=params.skip_special_tokens, show=body.include_reasoning is not False
-            )
+            show = body.include_reasoning is not False
+            parser_config = await beside(request, _ParserConfig, model, tool_spec, prompt, hide=params.skip_special_tokens, show=show)
             if parser_config.control_marks:
                 params = replace(params, skip_special_tokens=False)
             relaxed = list(body.relaxed)
@@ -212,6 +212,9 @@ class _ParserConfig:
         self.reasoning = prompt.reasoning
         self.shows_reasoning = show
         self._parses_calls = bool(tool_spec) or self.parser_type.wraps_content
+        self._names = [tool.name for tool in tool_spec.tools]
+        typed = tool_spec.tools if self.parser_type.needs_types else ()
+        self._types = {tool.name: argument_types(tool.parameters) for tool in typed}
         if not self._parses_calls and self.reasoning is None:
             self.marks: tuple[str, ...] = ()
         else:
@@ -227,8 +230,7 @@ class _ParserConfig:
 
     def call_parser(self) -> ToolParser | None:
         """Returns a parser of tool calls for one choice; None if there are no tools."""
-        schemas = {tool.name: tool.parameters for tool in self.tool_spec.tools}
-        return self.parser_type(schemas.keys(), schemas=schemas) if self._parses_calls else None
+        return self.parser_type(self._names, types=self._types) if self._parses_calls else None
 
     def visible(self, text: str) -> str:
         """Removes hidden control tokens from a text of whole tokens."""

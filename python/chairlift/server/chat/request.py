@@ -43,6 +43,11 @@ _PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"t
 
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}
+_CONSTRAINTS = (
+    *("$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "enum", "const"),
+    *("required", "dependentRequired", "dependentSchemas", "dependencies", "minProperties", "patternProperties", "propertyNames"),
+)
+"""Keywords that may require or allow properties which are not among `properties`."""
 
 
 class Function(BaseModel):
@@ -60,9 +65,10 @@ class Function(BaseModel):
         return {**self.model_dump(exclude_unset=True, exclude={"strict"}), "parameters": parameters}
 
     def arguments_schema(self) -> dict[str, Any]:
-        """Returns the JSON schema for calls: without properties, the only valid arguments are `{}` unless the schema allows others."""
+        """Returns the JSON schema for calls: without properties, the only valid arguments are `{}` unless the schema says more."""
         schema = _NO_PARAMETERS if self.parameters is None else self.parameters
-        return {"additionalProperties": False, **schema} if schema.get("properties") == {} else schema
+        bare = schema.get("properties") == {} and not any(schema.get(name) for name in _CONSTRAINTS)
+        return {"additionalProperties": False, **schema} if bare else schema
 
 
 class TextFormat(BaseModel):

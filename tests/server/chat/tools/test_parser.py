@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chairlift.server.chat.tools.argument_types import argument_types
 from chairlift.server.chat.tools.formats import TOOL_PARSERS, parser_for_template
 from chairlift.server.chat.tools.json_text import JsonText
 from chairlift.server.chat.tools.parser import ToolCallDelta
@@ -24,13 +25,13 @@ PROPERTIES = {
     "loop": {"$ref": "#/properties/loop"},
     "any": {},
 }
-SCHEMAS = {"f": {"type": "object", "properties": PROPERTIES, "$defs": {"Colour": COLOUR}}}
+TYPES = {"f": argument_types({"type": "object", "properties": PROPERTIES, "$defs": {"Colour": COLOUR}})}
 
 
 def parsed(syntax, pieces):
     """Content and calls of a text that comes in `pieces`, the calls as (id, name, arguments)."""
     numbers = itertools.count()
-    parser = TOOL_PARSERS[syntax](NAMES, lambda: f"id{next(numbers)}", SCHEMAS)
+    parser = TOOL_PARSERS[syntax](NAMES, lambda: f"id{next(numbers)}", TYPES)
     news = [one for piece in pieces for one in parser.push(piece)] + parser.end()
     calls = []
     for call in (one for one in news if isinstance(one, ToolCallDelta)):
@@ -386,6 +387,11 @@ def test_mistral_s_ids_are_what_its_templates_take():
         ("<tool_call>{{ call.name }}<arg_key>{{ key }}</arg_key><arg_value>{{ value }}</arg_value></tool_call>", "glm"),
         ("{{ 'List of tools: <|tool_list_start|>[' }}", "pythonic"),
         ("{{ 'List of tools: [' }}{{ tools | tojson }}", "pythonic"),
+        ("List of tools: {{ tools }}<tool_call>{{ call | tojson }}</tool_call>", "hermes"),
+        ("List of tools: {{ tools }}<tool_call>\n<function=f>\n<parameter=city>", "qwen3_coder"),
+        ("List of tools: {{ tools }}<tool_call>f<arg_key>city</arg_key>", "glm"),
+        ("List of tools: {{ tools }}<TOOLCALL>[]</TOOLCALL>", "nemotron"),
+        ("List of tools: {{ tools }}<|python_tag|>", "llama"),
         ("<AVAILABLE_TOOLS>{{ tools }}</AVAILABLE_TOOLS> reply with <TOOLCALL>[...]</TOOLCALL>", "nemotron"),
         ("<tool_call>{{ call | tojson }}</tool_call>", "hermes"),
         ("{{ messages }}", "hermes"),
@@ -411,7 +417,7 @@ def test_a_forced_call_is_one_that_the_parser_reads(syntax, template, begin):
 
 
 def test_text_between_tags_is_told_as_it_comes():
-    parser = TOOL_PARSERS["qwen3_coder"](NAMES, lambda: "id", SCHEMAS)
+    parser = TOOL_PARSERS["qwen3_coder"](NAMES, lambda: "id", TYPES)
     assert parser.push("<tool_call>\n<function=f>\n<parameter=") == [ToolCallDelta(0, id="id", name="f"), ToolCallDelta(0, "{")]
     assert parser.push("city>\nBe") == [ToolCallDelta(0, piece) for piece in ('"city": ', '"', "Be")]
     assert parser.push('r"n\n') == [ToolCallDelta(0, 'r\\"n')]

@@ -191,8 +191,8 @@ def test_system_turns_keep_their_place(claude, engine, messages, conversation):
     "system",
     [
         [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=HASH;"}, {"type": "text", "text": "be brief"}],
-        [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=HASH;\n\nbe brief"}],
-        "X-Anthropic-Billing-Header: cch=HASH\nbe brief",
+        [{"type": "text", "text": "x-anthropic-billing-header: cch=HASH;\ncch=HASH"}, {"type": "text", "text": "be brief"}],
+        "X-Anthropic-Billing-Header: cch=HASH\n\nbe brief",
     ],
 )
 def test_the_billing_header_is_not_part_of_the_prompt(http, engine, system):
@@ -205,6 +205,20 @@ def test_the_billing_header_is_not_part_of_the_prompt(http, engine, system):
     alone = [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}]
     http.post("/v1/messages", json={**ONE, "system": alone})
     assert [turn["role"] for turn in engine.tokenizer.rendered[-1][0]] == ["user"]
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        "x-anthropic-billing-header: cch=1; be brief",
+        "be brief\nx-anthropic-billing-header: cch=1;",
+        [{"type": "text", "text": "be brief"}, {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}],
+    ],
+)
+def test_text_that_may_be_more_than_the_billing_header_is_kept(http, engine, system):
+    assert http.post("/v1/messages", json={**ONE, "system": system}).status_code == 200
+    assert "be brief" in engine.tokenizer.rendered[-1][0][0]["content"]
+    assert "cch=1" in engine.tokenizer.rendered[-1][0][0]["content"]
 
 
 def test_a_stream_begins_and_ends_with_the_same_counts_of_the_prompt(http):
@@ -221,6 +235,23 @@ def test_a_call_may_be_sent_back_without_input(http, engine, sent):
     assert http.post("/v1/messages", json={**ONE, "messages": [USER, called, RESULT]}).status_code == 200
     [assistant] = [turn for turn in engine.tokenizer.rendered[-1][0] if turn["role"] == "assistant"]
     assert "tool_calls" in assistant or '"arguments": {}' in assistant["content"]
+
+
+@pytest.mark.parametrize(
+    ("turn", "fields", "named"),
+    [
+        (CALLED, {"input": [1]}, "messages[1].content[0].input must be an object, got [1]"),
+        (CALLED, {"input": 5}, "messages[1].content[0].input must be an object"),
+        (CALLED, {"id": None}, "messages[1].content[0].id must be a string"),
+        (CALLED, {"name": 5}, "messages[1].content[0].name must be a string"),
+        (RESULT, {"tool_use_id": None}, "messages[1].content[0].tool_use_id must be a string"),
+    ],
+)
+def test_a_wrong_block_of_a_call_is_named(http, turn, fields, named):
+    wrong = {**turn, "content": [turn["content"][0] | fields]}
+    response = http.post("/v1/messages", json={**ONE, "messages": [USER, wrong]})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(named)
 
 
 def test_a_schema_bounds_the_answer(claude, engine):

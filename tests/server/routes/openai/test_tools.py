@@ -239,7 +239,13 @@ def test_a_forced_call_is_written_with_the_control_tokens_of_the_model(client, e
     assert not engine.seen[-1].skip_special_tokens
 
 
-@pytest.mark.parametrize("parameters", [{}, {"parameters": None}, {"parameters": {"type": "object", "properties": {}}}])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        *({}, {"parameters": None}, {"parameters": {"type": "object", "properties": {}}}),
+        {"parameters": {"type": "object", "properties": {}, "required": [], "$defs": {}}},
+    ],
+)
 def test_a_forced_call_of_a_function_without_parameters_has_no_arguments(http, engine, parameters):
     tool = {"type": "function", "function": {"name": "now", **parameters}}
     text = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -248,14 +254,26 @@ def test_a_forced_call_of_a_function_without_parameters_has_no_arguments(http, e
     assert whole["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
     [schema] = schemas_by_tool(engine.seen[-1].structured_output).values()
     assert (schema["properties"], schema["additionalProperties"]) == ({}, False)
-    assert engine.tokenizer.rendered[-1][1]["tools"][0]["function"]["parameters"] == {"type": "object", "properties": {}}
+    rendered = engine.tokenizer.rendered[-1][1]["tools"][0]["function"]["parameters"]
+    assert rendered == (parameters.get("parameters") or {"type": "object", "properties": {}})
     response = http.post("/v1/chat/completions", json={**request, "stream": True})
     chunks = [json.loads(line[6:]) for line in response.text.split("\n\n") if line and not line.endswith("[DONE]")]
     pieces = [piece["function"] for chunk in chunks for piece in chunk["choices"][0]["delta"].get("tool_calls", ())]
     assert "".join(piece.get("arguments", "") for piece in pieces) == "{}"
 
 
-@pytest.mark.parametrize("schema", [{"type": "object"}, {}, {"properties": {}, "additionalProperties": {"type": "integer"}}])
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({"type": "object"}, {}, {"properties": {}, "additionalProperties": {"type": "integer"}}),
+        *({"properties": {}, kind: [CITY]} for kind in ("anyOf", "oneOf", "allOf")),
+        {"properties": {}, "$ref": "#/$defs/city", "$defs": {"city": CITY}},
+        {"properties": {}, "required": ["city"]},
+    ],
+)
 def test_a_function_with_arguments_of_any_name_keeps_them(client, engine, schema):
     tool = {"type": "function", "function": {"name": "now", "parameters": schema}}
     client.chat.completions.create(**body("", tools=[tool], tool_choice="required"))

@@ -8,16 +8,24 @@ from typing import Any
 
 from pydantic_core import from_json
 
-_MAX_REFERENCES = 16
+_JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+_MAX_DEPTH = 64
+"""Maximum nesting of references and branches; what lies deeper says nothing."""
+_NONE: frozenset[str] = frozenset()
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 """Templates write earlier arguments with Jinja's `string` filter, so models write Python's words too."""
 
 
-def argument_types(parameters: Mapping[str, Any] | None, name: str) -> frozenset[str]:
-    """Returns the JSON types that a function's `parameters` allow for one argument; none if they do not say."""
+def argument_types(parameters: Mapping[str, Any] | None) -> dict[str, frozenset[str]]:
+    """Returns the JSON types that a function's `parameters` allow for each argument; none where they do not say.
+
+    The time is linear in the size of the schema, so a large one belongs in a thread.
+    """
     properties = (parameters or {}).get("properties")
-    schema = properties.get(name) if isinstance(properties, Mapping) else None
-    return frozenset(_types(schema, parameters, _MAX_REFERENCES))
+    if not isinstance(properties, Mapping):
+        return {}
+    resolved: dict[str, frozenset[str]] = {}
+    return {name: _types(schema, parameters, resolved, _MAX_DEPTH) for name, schema in properties.items()}
 
 
 def argument_json(text: str, types: frozenset[str]) -> str:
@@ -35,43 +43,47 @@ def argument_json(text: str, types: frozenset[str]) -> str:
         return json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: Any, root: Any, references: int) -> set[str]:
-    if not isinstance(schema, Mapping) or not references:
-        return set()
+def _types(schema: Any, root: Any, resolved: dict[str, frozenset[str]], depth: int) -> frozenset[str]:
+    """Returns the types that `schema` allows. `resolved` has the types of each reference; while one is resolved, it has none."""
+    if not isinstance(schema, Mapping) or not depth:
+        return _NONE
     match schema:
         case {"$ref": str(reference)} if reference.startswith("#/"):
-            target = root
-            for step in reference[2:].split("/"):
-                target = target.get(step) if isinstance(target, Mapping) else None
-            return _types(target, root, references - 1)
+            if reference not in resolved:
+                resolved[reference] = _NONE
+                target = root
+                for step in reference[2:].split("/"):
+                    target = target.get(step) if isinstance(target, Mapping) else None
+                resolved[reference] = _types(target, root, resolved, depth - 1)
+            return resolved[reference]
         case {"type": str(one)}:
-            return {one}
+            return _JSON_TYPES & {one}
         case {"type": [*several]}:
-            return {one for one in several if isinstance(one, str)}
+            return _JSON_TYPES & {one for one in several if isinstance(one, str)}
         case {"enum": [*values]}:
-            return {name for value in values for name in _types_of(value)}
+            return frozenset(name for value in values for name in _types_of(value))
         case {"const": value}:
             return _types_of(value)
         case {"anyOf": [*branches]} | {"oneOf": [*branches]}:
-            allowed = [_types(branch, root, references - 1) for branch in branches]
-            return set().union(*allowed) if all(allowed) else set()
+            allowed = [_types(branch, root, resolved, depth - 1) for branch in branches]
+            return _NONE.union(*allowed) if all(allowed) else _NONE
         case {"allOf": [*branches]}:
-            return next(filter(None, (_types(branch, root, references - 1) for branch in branches)), set())
-    return set()
+            return next(filter(None, (_types(branch, root, resolved, depth - 1) for branch in branches)), _NONE)
+    return _NONE
 
 
-def _types_of(value: Any) -> set[str]:
+def _types_of(value: Any) -> frozenset[str]:
     match value:
         case None:
-            return {"null"}
+            return frozenset({"null"})
         case bool():
-            return {"boolean"}
+            return frozenset({"boolean"})
         case int():
-            return {"integer", "number"}
+            return frozenset({"integer", "number"})
         case float():
-            return {"number"}
+            return frozenset({"number"})
         case str():
-            return {"string"}
+            return frozenset({"string"})
         case list():
-            return {"array"}
-    return {"object"}
+            return frozenset({"array"})
+    return frozenset({"object"})

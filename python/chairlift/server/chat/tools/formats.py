@@ -8,7 +8,7 @@ import string
 
 from chairlift.grammar.source import ToolCallFormat
 from chairlift.server.chat.tools.hermes import HERMES_OPEN, Hermes
-from chairlift.server.chat.tools.literals import GEMMA_OPEN, PYTHONIC_TEMPLATES, Gemma, Pythonic
+from chairlift.server.chat.tools.literals import GEMMA_OPEN, PYTHONIC_LIST, PYTHONIC_MARKS, Gemma, Pythonic
 from chairlift.server.chat.tools.parser import MAX_HEAD, InvalidCall, ParserSteps, ToolParser
 from chairlift.server.chat.tools.tagged import GLM_KEY, QWEN_PARAMETER, Glm, Qwen
 
@@ -210,22 +210,23 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
 }
 """Parsers by name; `openai` is that of gpt-oss and `qwen3_coder` that of Qwen3.5 too, as in vLLM."""
 
-_TEMPLATE_MARKS = {
-    "openai": (f"{CHANNEL}commentary",),
-    "deepseek": (DEEPSEEK_BEGIN,),
-    "gemma": GEMMA_OPEN,
-    "granite": (GRANITE_OPEN,),
-    "mistral": (MISTRAL_MARK,),
-    "pythonic": ("[func_name1(", *PYTHONIC_TEMPLATES),
-    "nemotron": (NEMOTRON_OPEN,),
-    "qwen3_coder": (QWEN_PARAMETER,),
-    "glm": (GLM_KEY,),
-    "hermes": (HERMES_OPEN,),
-    "llama": (LLAMA_TAG, "ipython"),
-}
+_TEMPLATE_MARKS = (
+    ("openai", (f"{CHANNEL}commentary",)),
+    ("deepseek", (DEEPSEEK_BEGIN,)),
+    ("gemma", GEMMA_OPEN),
+    ("granite", (GRANITE_OPEN,)),
+    ("mistral", (MISTRAL_MARK,)),
+    ("pythonic", ("[func_name1(", *PYTHONIC_MARKS)),
+    ("nemotron", (NEMOTRON_OPEN,)),
+    ("qwen3_coder", (QWEN_PARAMETER,)),
+    ("glm", (GLM_KEY,)),
+    ("hermes", (HERMES_OPEN,)),
+    ("llama", (LLAMA_TAG, "ipython")),
+    ("pythonic", (PYTHONIC_LIST,)),
+)
 """Texts in a chat template of which each identifies its format; the first format that fits counts."""
 
 
 def parser_for_template(template: str) -> type[ToolParser]:
     """Returns the parser for a model with this chat template; Hermes if the template does not tell."""
-    return next((TOOL_PARSERS[name] for name, marks in _TEMPLATE_MARKS.items() if any(mark in template for mark in marks)), Hermes)
+    return next((TOOL_PARSERS[name] for name, marks in _TEMPLATE_MARKS if any(mark in template for mark in marks)), Hermes)

@@ -14,8 +14,9 @@ GEMMA_OPEN = ("<|tool_call>", "<start_function_call>")
 _GEMMA_CLOSE = ("<tool_call|>", "<end_function_call>")
 _GEMMA_QUOTES = ('<|"|>', "<escape>")
 PYTHONIC_OPEN = "<|tool_call_start|>"
-PYTHONIC_TEMPLATES = (PYTHONIC_OPEN, "<|tool_list_start|>", "List of tools: ")
-"""Texts in the chat templates of models that write calls between marks. LFM2's show only the list of tools."""
+PYTHONIC_MARKS = (PYTHONIC_OPEN, "<|tool_list_start|>")
+PYTHONIC_LIST = "List of tools: "
+"""Texts in the chat templates of models that write calls between marks. LFM2's show only the list of tools, some of them without marks."""
 _PYTHONIC_CLOSE = "<|tool_call_end|>"
 
 _MAX_NAME = 128
@@ -130,7 +131,7 @@ class Pythonic(ToolParser):
     @classmethod
     def call_format(cls, template: str) -> ToolCallFormat:
         """Calls with JSON as an unpacked dictionary, which needs no grammar of Python's literals."""
-        marked = any(text in template for text in PYTHONIC_TEMPLATES)
+        marked = any(text in template for text in (*PYTHONIC_MARKS, PYTHONIC_LIST))
         begin, end = (PYTHONIC_OPEN, _PYTHONIC_CLOSE) if marked else ("", "")
         return ToolCallFormat(f"{begin}[", "", "(**", ")", ", ", f"]{end}")
 

@@ -8,7 +8,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from chairlift.grammar.source import ToolCallFormat
 from chairlift.server.chat.tools.json_text import JsonText
@@ -59,16 +59,21 @@ class ToolParser(ABC):
     """Texts inside calls; like the marks they may be control tokens."""
     wraps_content: ClassVar[bool] = False
     """Whether content has marks too, so that answers without tools must be parsed."""
+    needs_types: ClassVar[bool] = False
+    """Whether arguments are plain text, of which only the functions' schemas tell the types."""
 
     def __init__(
         self,
         names: Collection[str],
         new_id: Callable[[], str] | None = None,
-        schemas: Mapping[str, Mapping[str, Any] | None] | None = None,
+        types: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
     ) -> None:
-        """`names` are the available functions, `schemas` the JSON schemas of their parameters; `new_id` creates call ids."""
+        """`names` are the available functions; `new_id` creates call ids.
+
+        `types` are the JSON types of each function's arguments, for a parser that needs them.
+        """
         self._names = names
-        self._schemas = schemas or {}
+        self._types = types or {}
         self._new_id = new_id or self.new_id
         self._text = ""
         self._at = 0

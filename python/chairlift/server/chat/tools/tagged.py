@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Generator
 from typing import ClassVar
 
-from chairlift.server.chat.tools.argument_types import argument_json, argument_types
+from chairlift.server.chat.tools.argument_types import argument_json
 from chairlift.server.chat.tools.hermes import HERMES_CLOSE, HERMES_OPEN, Hermes
 from chairlift.server.chat.tools.parser import MAX_HEAD, InvalidCall, ParserSteps
 
@@ -22,6 +22,7 @@ class Tagged(Hermes):
     grammar for text between tags cannot be made of a JSON schema.
     """
 
+    needs_types = True
     key_tags: ClassVar[tuple[str, str]]
     """The tags around an argument's name."""
     value_tag: ClassVar[str]
@@ -79,7 +80,7 @@ class Tagged(Hermes):
             self._take()
         self._emit_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         self._raw.clear()
-        types = argument_types(self._schemas.get(name), key)
+        types = self._types.get(name, {}).get(key, frozenset())
         if types == {"string"}:
             self._emit_arguments('"')
             ended = yield from self._until(self.value_ends, lambda piece: self._emit_arguments(json.dumps(piece, ensure_ascii=False)[1:-1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -19,8 +19,8 @@ FIELD_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
 FIELD_NAMES |= {"response_format": "output_config", "reasoning_effort": "output_config", "thinking_token_budget": "thinking"}
 """Names of chat fields in this API."""
 
-_BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
-"""The line with which Claude Code begins its system prompt. It differs in each request, so the prefix cache would never hit."""
+_BILLING = "x-anthropic-billing-header:"
+"""Begins the block with which Claude Code begins its system prompt. It differs in each request, so the prefix cache would never hit."""
 
 
 class AnthropicMessage(BaseModel):
@@ -119,9 +119,12 @@ class CountRequest(GenerationParams):
         leading = list(itertools.takewhile(lambda turn: turn[0].role == "system", turns))
         if len(leading) == len(turns):
             raise InvalidRequest("messages has only system turns: add one of the user", param="messages")
-        texts = [] if self.system is None else [_text(self.system, "system")]
-        texts += [_text(message.content, where) for message, where in leading]
-        system = _BILLING.sub("", "\n".join(filter(None, texts)))
+        given = [] if self.system is None else [(self.system, "system")]
+        given += [(message.content, where) for message, where in leading]
+        texts = [_text(content, where) for content, where in given]
+        if given:
+            texts[0] = _without_billing(given[0][0], texts[0])
+        system = "\n".join(filter(None, texts))
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         reminders: list[str] = []
         for message, where in turns[len(leading) :]:
@@ -169,8 +172,8 @@ def _assistant_message(content: object, where: str) -> dict[str, Any]:
     texts, calls = [], []
     for index, block in enumerate(content):
         match block:
-            case {"type": "tool_use", "id": str(id), "name": str(name)} if isinstance(given := block.get("input") or {}, dict | str):
-                calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": given}})
+            case {"type": "tool_use"}:
+                calls.append(_called(block, f"{where}[{index}]"))
             case {"type": "thinking", "thinking": str(text)}:
                 reasoning.append(text)
             case {"type": "redacted_thinking"}:
@@ -183,6 +186,22 @@ def _assistant_message(content: object, where: str) -> dict[str, Any]:
     return message | ({"tool_calls": calls} if calls else {})
 
 
+def _called(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Converts a call that the model made earlier; raises InvalidRequest that names it as `where`."""
+    given = block.get("input") or {}
+    if not isinstance(given, dict | str):
+        raise InvalidRequest(f"{where}.input must be an object, got {brief(given)}", param="messages")
+    name = _string(block, "name", where)
+    return {"id": _string(block, "id", where), "type": "function", "function": {"name": name, "arguments": given}}
+
+
+def _string(block: Mapping[str, Any], field: str, where: str) -> str:
+    value = block.get(field)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{where}.{field} must be a string, got {brief(value)}", param="messages")
+    return value
+
+
 def _user_messages(content: object, where: str) -> list[dict[str, Any]]:
     """Converts a user message: tool results, then the text."""
     if not isinstance(content, list):
@@ -190,7 +209,8 @@ def _user_messages(content: object, where: str) -> list[dict[str, Any]]:
     results, texts = [], []
     for index, block in enumerate(content):
         match block:
-            case {"type": "tool_result", "tool_use_id": str(id)}:
+            case {"type": "tool_result"}:
+                id = _string(block, "tool_use_id", f"{where}[{index}]")
                 result = _text(block.get("content") or "", f"{where}[{index}].content")
                 if block.get("is_error") is True:
                     result = f"Error: {result}" if result else "Error"
@@ -208,6 +228,20 @@ def _reminder(message: AnthropicMessage, where: str) -> str:
 def _reminder_turn(reminders: list[str]) -> list[dict[str, Any]]:
     """Returns a user message for system turns that no user's turn follows, if there are any."""
     return [{"role": "user", "content": "\n".join(reminders)}] if reminders else []
+
+
+def _without_billing(content: object, text: str) -> str:
+    """Returns the `text` of `content` without a first block of billing. In a string, where blocks have no end, only a first line counts."""
+    match content:
+        case [{"text": str(first)}, *_] if _is_billing(first):
+            return text.removeprefix(first).removeprefix("\n")
+        case str() if _is_billing(text):
+            return text.lstrip().partition("\n")[2].lstrip("\n") or text
+    return text
+
+
+def _is_billing(text: str) -> bool:
+    return text.lstrip()[: len(_BILLING)].lower() == _BILLING
 
 
 def _text(content: object, where: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -36,7 +35,7 @@ class ShowRequest(Fields):
 async def tags(request: Request) -> Response:
     """Lists the served models under all of their names."""
     listed = [(model, name) for model in service_of(request).models for name in model.names]
-    return Json({"models": [{**_entry(model, name), "size": _facts(model).get("weight_bytes", 0)} for model, name in listed]})
+    return Json({"models": [{**_entry(model, name), "size": model.engine.facts.get("weight_bytes", 0)} for model, name in listed]})
 
 
 async def ps(request: Request) -> Response:
@@ -47,14 +46,14 @@ async def ps(request: Request) -> Response:
         if not model.engine.ready:
             continue
         expires = _time(time.time() + min(loader.seconds_until_unload(model), _FOR_EVER))
-        size = _facts(model).get("num_bytes", 0)
-        on_cpu = any(what == "device" and value == "cpu" for what, value, _ in _facts(model).get("decisions", ()))
+        size = model.engine.facts.get("num_bytes", 0)
+        on_cpu = any(what == "device" and value == "cpu" for what, value, _ in model.engine.facts.get("decisions", ()))
         listed.append(
             {
                 **_entry(model, model.name),
                 "size": size,
                 "size_vram": 0 if on_cpu else size,
-                "context_length": _facts(model)["max_model_len"],
+                "context_length": model.engine.facts["max_model_len"],
                 "expires_at": expires,
                 "requests": service_of(request).describe(model, request.state.reader)["requests"],
                 "load_seconds": round(model.lifecycle.start_seconds or 0.0, 3),
@@ -94,14 +93,9 @@ async def version(request: Request) -> Response:
     return Json({"version": OLLAMA_VERSION})
 
 
-def _facts(model: ServedModel) -> Mapping[str, Any]:
-    """Returns what the engine tells of the model; nothing before its first start."""
-    return model.engine.facts
-
-
 def _entry(model: ServedModel, name: str) -> dict[str, Any]:
     """Returns the fields of all lists. What is not known before the model was loaded is empty."""
-    facts = _facts(model)
+    facts = model.engine.facts
     family = _family(model)
     details = {
         "parent_model": "",
@@ -116,7 +110,7 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
 
 def _model_info(model: ServedModel) -> dict[str, Any]:
     """Returns the facts of a loaded model under GGUF's names, some of which begin with the architecture."""
-    facts = _facts(model)
+    facts = model.engine.facts
     family = _family(model)
     return {
         "general.architecture": family,
@@ -130,7 +124,7 @@ def _model_info(model: ServedModel) -> dict[str, Any]:
 
 def _family(model: ServedModel) -> str:
     """Returns the architecture in GGUF's words: `llama` for LlamaForCausalLM."""
-    architecture: str = _facts(model).get("architecture", "")
+    architecture: str = model.engine.facts.get("architecture", "")
     return architecture.partition("For")[0].removesuffix("Model").lower()
 
 
