@@ -85,7 +85,7 @@ def test_show_downloads_nothing(cache, capsys):
 
 
 @contextmanager
-def server(status_after_stop="not loaded", requests=0):
+def server(status_after_stop="not loaded", requests=0, reason="unload"):
     """A server of two models, of which `chat` is loaded. Yields its address and the bodies that came."""
     bodies = []
     expires = (datetime.now(UTC) + timedelta(seconds=90.5)).isoformat()
@@ -106,9 +106,9 @@ def server(status_after_stop="not loaded", requests=0):
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             bodies.append((self.path, body))
             if body["model"] in ("chat", "gpt"):
-                self.answer(200, {"model": "chat"})
+                self.answer(200, {"model": "chat", "done_reason": reason})
             elif body["model"] == "small":
-                self.answer(200, {"model": "small"})
+                self.answer(200, {"model": "small", "done_reason": reason})
             else:
                 self.answer(404, {"error": "this server has 'chat', 'gpt', 'small'"})
 
@@ -152,15 +152,16 @@ def test_ps_lists_the_models_of_a_server(capsys):
 
 
 @pytest.mark.parametrize(
-    ("status", "requests", "code", "words"),
+    ("status", "requests", "reason", "code", "words"),
     [
-        ("not loaded", 0, 0, "chat is unloaded"),
-        ("loaded", 2, 0, "unloaded when its 2 requests have ended"),
-        ("loaded", 0, 1, "the server preloads it"),
+        ("not loaded", 0, "unload", 0, "chat is unloaded"),
+        ("loaded", 2, "unload", 0, "unloaded when its 2 requests have ended"),
+        ("loaded", 0, "load", 1, "the server preloads it"),
+        ("loaded", 2, "load", 1, "the key is not the operator's"),
     ],
 )
-def test_stop_says_what_becomes_of_the_model(capsys, status, requests, code, words):
-    with server(status, requests) as (url, bodies):
+def test_stop_says_what_becomes_of_the_model(capsys, status, requests, reason, code, words):
+    with server(status, requests, reason) as (url, bodies):
         assert main.main(["stop", "gpt", "--url", url]) == code
     assert bodies == [("/api/generate", {"model": "gpt", "prompt": "", "keep_alive": 0})]
     captured = capsys.readouterr()

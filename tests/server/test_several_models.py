@@ -202,6 +202,39 @@ def test_ollamas_clients_load_and_unload(several):
     assert (refused.status_code, "keep_alive must be" in refused.json()["error"]) == (400, True)
 
 
+KEYED = "tom=key-of-tom-0123456789,own=key-of-own-0123456789"
+
+
+def test_only_the_operator_shortens_a_shared_model_s_stay():
+    model = ServedModel("chat", LoadableEngine(), keep_alive=300.0, lifecycle=Lifecycle(ModelState.UNLOADED))
+    operator = "key-of-operator-0123456789"
+    with serving_models([model], api_key=KEYED, operator_key=operator) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
+
+        def generate(key, keep_alive, **fields):
+            body = {"model": "chat", "stream": False, "keep_alive": keep_alive, **fields}
+            response = http.post("/api/generate", json=body, headers={"authorization": f"Bearer {key}"})
+            wait_until(lambda: service.loader.uses(model) == 0)
+            return response.json()["done_reason"], round(service.loader.seconds_until_unload(model), -2)
+
+        tenant = "key-of-tom-0123456789"
+        assert generate(operator, 700) == ("load", 700)
+        assert generate(tenant, 0) == ("load", 700)
+        for keep_alive, seconds in ((0, 300), ("1s", 300), ("10m", 600), (-1, float("inf"))):
+            assert generate(tenant, keep_alive, prompt="a")[1] == seconds
+        assert generate(operator, 400, prompt="a")[1] == 400
+        assert model.engine.alive
+        assert generate(operator, 0)[0] == "unload"
+        wait_until(lambda: not model.engine.alive)
+
+
+def test_without_keys_a_named_tenant_may_unload(several):
+    http, _, engines = several
+    body = {"model": "small", "keep_alive": 0}
+    assert ask(http, "small").status_code == 200
+    assert http.post("/api/generate", json=body, headers={"x-tenant-id": "tom"}).json()["done_reason"] == "unload"
+    wait_until(lambda: not engines["small"].alive)
+
+
 def test_the_log_tells_once_what_is_on_disk(several, caplog):
     http, _, engines = several
     engines["small"].facts |= {"disk_cache": "kv has 3 blocks, 2 of 100 MB"}

@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
     """Asks the server to unload the model, as Ollama's clients do. Raises ChairliftError if the model stays loaded."""
     key = client_key(args)
     before = {one["id"]: one["status"] for one in get_json(args.url, "/v1/models", key)["data"]}.get(args.name)
-    name = post_json(args.url, "/api/generate", key, {"model": args.name, "prompt": "", "keep_alive": 0})["model"]
+    answer = post_json(args.url, "/api/generate", key, {"model": args.name, "prompt": "", "keep_alive": 0})
+    name = answer["model"]
     status = get_json(args.url, f"/v1/models/{quote(name)}", key)["status"]
     if status != "loaded":
         print(
@@ -40,8 +41,9 @@ def run(args: argparse.Namespace) -> int:
             else f"{name} is {status}"
         )
         return 0
+    if answer["done_reason"] == "load":
+        reason = "the server preloads it, or the key is not the operator's"
+        raise ChairliftError(f"{name} stays loaded, because {reason} (POST /models/unload on its admin socket unloads it)")
     row = next(one for one in get_json(args.url, "/api/ps", key)["models"] if one["name"] == name)
-    if not row["requests"]:
-        raise ChairliftError(f"{name} stays loaded, because the server preloads it (POST /models/unload on its admin socket unloads it)")
     print(f"{name} is unloaded when its {row['requests']} requests have ended")
     return 0

@@ -114,11 +114,14 @@ class Service:
     async def use(self, request: Request, name: str | None, keep_alive: float | None = None, *, adapters: bool = True) -> ServedModel:
         """Chooses the model of a request and waits until it is loaded; it stays so until the request ends.
 
-        `keep_alive` are the seconds for which the client wants it to stay loaded afterwards. A second call for the same model does nothing.
+        `keep_alive` are the seconds for which the client wants it to stay loaded afterwards; a tenant can only lengthen the server's own. A
+        second call for the same model does nothing.
         Raises ApiError 404 for an unknown name, and 503 if the model cannot be loaded.
         """
         model = self.find(name, adapters=adapters)
         if getattr(request.state, "model", None) is not model:
+            if keep_alive is not None and not request.state.may_unload:
+                keep_alive = max(keep_alive, model.keep_alive or 0.0)
             ready, began = model.lifecycle.state is ModelState.READY, time.monotonic()
             request.state.ticket.on_release(await self.loader.acquire(model, keep_alive))
             request.state.model = model
@@ -126,9 +129,9 @@ class Service:
                 request.state.context.waited_for_model = time.monotonic() - began
         return model
 
-    def let_unload(self, model: ServedModel) -> bool:
-        """Unloads a model when it is idle because a client asks for it. Returns False for a model that stays loaded for ever."""
-        if model.keep_alive is None:
+    def let_unload(self, request: Request, model: ServedModel) -> bool:
+        """Unloads a model when it is idle because a client asks for it. Returns False if it stays loaded for ever, or others may use it."""
+        if model.keep_alive is None or not request.state.may_unload:
             return False
         self.loader.unload(model)
         return True

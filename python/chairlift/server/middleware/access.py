@@ -49,8 +49,8 @@ class AccessPolicy:
 
 
 class AccessMiddleware:
-    """ASGI middleware around the whole server. It sets `state.context`, `state.tenant`, `state.reader`, `state.ticket` and
-    `state.raw_send`.
+    """ASGI middleware around the whole server. It sets `state.context`, `state.tenant`, `state.reader`, `state.ticket`,
+    `state.raw_send` and `state.may_unload`: whether the client may have models unloaded that others use.
 
     With keys, every route except the open ones requires one. Without keys, or with a key of no tenant, the header `x-tenant-id` names the
     tenant. Only an operator's key may name a tenant that has a key of its own.
@@ -88,6 +88,7 @@ class AccessMiddleware:
             return
         ticket = self._service.admission.ticket(tenant)
         scope["state"] = {"context": context, "tenant": tenant.name, "reader": tenant.reader, "ticket": ticket, "raw_send": send}
+        scope["state"]["may_unload"] = tenant.operator or not self._policy.keys
         with self._service.track_open():
             try:
                 if not await run_until_disconnect(self._app, scope, receive, send_with_id):

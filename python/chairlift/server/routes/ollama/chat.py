@@ -40,7 +40,7 @@ async def _answer(request: Request, body: OllamaRequest, empty: bool, ignored: l
     keep_alive = keep_alive_seconds(body.keep_alive)
     if empty and keep_alive == 0:  # clients unload a model in this way
         model = service_of(request).find(body.served)
-        reason = "unload" if service_of(request).let_unload(model) else "load"
+        reason = "unload" if service_of(request).let_unload(request, model) else "load"
         return Json({"model": model.name, "created_at": _now(), **_text("", "", as_message), "done": True, "done_reason": reason})
     model = await service_of(request).use(request, body.served, keep_alive)
     if empty:  # clients load a model in this way
