@@ -149,9 +149,9 @@ def test_a_tenant_at_its_limit_may_not_tokenize_beside(engine, tmp_path, monkeyp
 def test_a_prompt_that_no_tokens_could_make_fit_is_not_tokenized(engine):
     engine.tokenizer.encode = None
     with serving(engine) as (base, _), httpx.Client(base_url=base, timeout=30) as http:
-        error = http.post(COMPLETIONS, json={"prompt": "a" * 3000}).json()["error"]
+        error = http.post(COMPLETIONS, json={"prompt": "a" * 9000}).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-    assert "3000 characters, which are at least 3000 tokens" in error["message"]
+    assert "9000 characters, which are at least 2250 tokens" in error["message"]
 
 
 def test_what_runs_does_not_wait(engine):

@@ -208,7 +208,7 @@ def test_an_empty_request_loads_the_model(llama, engine):
         ("generate", {"prompt": "a " * 1500, "raw": True}, "prompt too long"),
         ("generate", {"prompt": "x", "images": ["aGk="]}, "images is not supported"),
         ("generate", {"prompt": "x", "context": [1]}, "context is not supported"),
-        ("chat", {"messages": [{"role": "user", "content": "a " * 3000}]}, "prompt too long; exceeded max context length by 3952 tokens"),
+        ("chat", {"messages": [{"role": "user", "content": "a " * 3000}]}, "prompt too long; exceeded max context length by 3953 tokens"),
         ("generate", {"prompt": "full"}, "4 requests are waiting"),
         ("embed", {"input": "x"}, "no embeddings"),
     ],
