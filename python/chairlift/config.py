@@ -180,6 +180,8 @@ class EngineConfig:
     )
     cache_groups: Mapping[str, str] | None = None
     """The group with which a tenant shares cached prompts; None if all tenants share. It is no flag: a server sets it."""
+    limit_groups: Mapping[str, str] | None = None
+    """The group with which a tenant shares limits; None if nobody can invent tenants. It is no flag: a server sets it."""
     tier_weights: Mapping[str, int] | None = flag(
         None,
         "factors of tenants' weights by service tier under the policies 'fair' and 'vtc' (default: priority=4,default=2,flex=1)",
@@ -403,6 +405,10 @@ class EngineConfig:
         If groups are declared, a tenant without one shares with no other tenant. Its group has a name that none can declare.
         """
         return "" if self.cache_groups is None else self.cache_groups.get(tenant, f"={tenant}")
+
+    def limit_group(self, tenant: str) -> str:
+        """Returns the name for limits that invented tenants must not evade: `tenant`, or "" for all that have no group."""
+        return tenant if self.limit_groups is None else self.limit_groups.get(tenant, "")
 
     @property
     def slots(self) -> int:

@@ -138,7 +138,7 @@ class FakeRunner:
 
     def collect(self, step):
         self.calls.append(f"collect {step}")
-        return Sampled(np.array([4], dtype=np.int32), np.array([-0.5], dtype=np.float32), {}, [])
+        return Sampled(np.array([4], dtype=np.int32), np.array([-0.5], dtype=np.float32), {}, [], {})
 
     def wait(self):
         self.calls.append("wait")
@@ -420,7 +420,7 @@ def test_log_probabilities_are_of_those_that_are_still_there(make, monkeypatch):
     core.plans.append(plan([(row, 10 * tag, tag, 0, 0, 0) for row, tag in enumerate((1, 2, 3))]))
     core.plans[0].num_samples = 3
     monkeypatch.setattr(FakeRunner, "buffers", (SimpleNamespace(arrays=dict, sample_slots=np.array([2, 0, 1], dtype=np.int32)),))
-    sampled = Sampled(np.array([7, 8, 9], np.int32), np.array([-1, -2, -3], np.float32), {0: b"three", 1: b"one", 2: b"two"}, [])
+    sampled = Sampled(np.array([7, 8, 9], np.int32), np.array([-1, -2, -3], np.float32), {0: b"three", 1: b"one", 2: b"two"}, [], {})
     monkeypatch.setattr(engine.runner, "collect", lambda step: sampled)
     tags = np.array([3, 2], np.uint64).tobytes()  # 1 has left
     monkeypatch.setattr(core, "commit", lambda *given: SimpleNamespace(tags=tags, tokens=b"", finishes=b"", ended=[]))

@@ -50,6 +50,7 @@ FRAMES = [
     Ready({"max_model_len": 8192, "eos_token_ids": [2]}, [71, 72]),
     StepOutputs(b"\1" * 8, b"\2" * 4, b"\0", b"\0" * 4, [[1, 0, 5]], [{"tag": 1, "limit": None, "states": {"decode": 7}}], {"running": 1}),
     StepOutputs(started=[], ended=[], stats={"classes": {-1: {"waiting": 2}}, "tenants": {"a": {"waiting": 2}}}),
+    StepOutputs(started=[], ended=[], details={2**64 - 1: b"\0\xff"}, refusals={2**64 - 1: b"[]"}),
     Rejected(9, "InvalidRequest", "too long", "prompt", "context_length_exceeded"),
     Rejected(9, "QueueFull", "too many", retry_after=0.25),
     Explained(7, [{"tag": 1, "finish": None}]),

@@ -6,6 +6,7 @@ import json
 import string
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 from chairlift import LLM, AsyncEngine, SamplingParams
-from chairlift.engine.request import Choice, encode_bad_words
-from chairlift.errors import InvalidRequest
+from chairlift.engine.frames import StepOutputs
+from chairlift.engine.request import ERROR, STOP, Choice, Request, deliver, encode_bad_words
+from chairlift.errors import InvalidRequest, RequestFailed
 from chairlift.outputs import RequestOutput, TokenLogprobs
+from chairlift.sampling import StructuredOutput
 from chairlift.tokenizer import Tokenizer
 
 VOCABULARY = 64
@@ -238,11 +241,78 @@ def test_tokens_taken_together_end_at_the_stop_string_with_all_that_belongs_to_t
     assert output.logprobs == [TokenLogprobs(0, -1.0, 1), TokenLogprobs(1, -1.0, 1)]
 
 
-def test_a_request_that_can_draw_nothing_fails_alone(llm):
-    nothing = SamplingParams(temperature=0.0, max_tokens=NEW, allowed_token_ids=(0,), bad_words=((0, 0),))
-    failed, *others = llm.generate([PROMPTS[0], *PROMPTS], [nothing] + [PLAIN] * len(PROMPTS))
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+def test_a_request_that_can_draw_nothing_fails_alone(llm, logprobs):
+    nothing = SamplingParams(temperature=0.0, max_tokens=NEW, allowed_token_ids=(0,), bad_words=((0, 0),), logprobs=logprobs)
+    plain = replace(PLAIN, logprobs=logprobs)
+    failed, *others = llm.generate([PROMPTS[0], *PROMPTS], [nothing] + [plain] * len(PROMPTS))
     assert (failed.finish_reason, failed.token_ids) == ("error", [0])
-    assert [output.token_ids for output in others] == [output.token_ids for output in llm.generate(PROMPTS, PLAIN)]
+    alone = llm.generate(PROMPTS, plain)
+    assert [(output.token_ids, output.logprobs) for output in others] == [(output.token_ids, output.logprobs) for output in alone]
+
+
+@pytest.mark.slow
+def test_a_request_that_can_draw_nothing_leaves_its_engine_to_the_others(directory):
+    nothing = SamplingParams(temperature=0.0, max_tokens=NEW, allowed_token_ids=(0,), bad_words=((0,),), logprobs=1)
+    plain = replace(PLAIN, max_tokens=100)
+
+    async def answer(engine: AsyncEngine, begun: asyncio.Event | None = None) -> list[int]:
+        tokens: list[int] = []
+        async for part in engine.generate(PROMPTS[1], plain):
+            tokens += part.token_ids
+            if begun is not None:
+                begun.set()
+        return tokens
+
+    async def run() -> None:
+        async with asyncio.timeout(120), AsyncEngine(model=str(directory), num_kv_blocks=200, block_size=8, max_num_seqs=8) as engine:
+            alone, begun = await answer(engine), asyncio.Event()
+            beside = asyncio.create_task(answer(engine, begun))
+            await begun.wait()
+            for _ in range(2):
+                with pytest.raises(RequestFailed, match="could not be sampled"):
+                    [_ async for _ in engine.generate(PROMPTS[0], nothing)]
+            assert await beside == alone
+
+    asyncio.run(run())
+
+
+def test_the_details_of_a_failed_sample_are_no_reason(llm):
+    line = struct.pack("<ifi", -1, float("nan"), 1)
+    reason = InvalidRequest("too slow", code="grammar_timeout").packed()
+    structure = StructuredOutput("regex", "a", "guided_regex")
+    for params, detail in ((SamplingParams(logprobs=0), line), (SamplingParams(embed=True), b"\0\0\xc0\x7f" * 48), (PLAIN, b"")):
+        choice = Choice(llm.tokenizer, 0, [1], params, arrived=0.0)
+        choice.feed(-1, 0.0, ERROR, detail)
+        output = choice.take()
+        assert (output.finish_reason, output.token_ids, output.embedding, choice.refusal) == ("error", [], None, None)
+    choice = Choice(llm.tokenizer, 0, [1], SamplingParams(logprobs=0, structured_output=structure), arrived=0.0)
+    choice.feed(-1, 0.0, ERROR, line, reason)
+    assert (str(choice.refusal), choice.refusal.code, choice.refusal.param) == ("too slow", "grammar_timeout", "guided_regex")
+
+
+def test_a_request_whose_output_cannot_be_read_fails_alone(llm):
+    embed, plain = (
+        Request(llm.tokenizer, 10 * number, [1], params) for number, params in enumerate((SamplingParams(embed=True), PLAIN), 1)
+    )
+    running = {10: embed, 20: plain}
+    tags, tokens = struct.pack("<2Q", 10, 20), struct.pack("<2i", -2, 3)
+    assert deliver(StepOutputs(tags, tokens, bytes([STOP, 0]), details={10: b"odd"}), running) == [embed, plain]
+    assert [output.finish_reason for output in embed.take()] == ["error"]
+    assert [(output.finish_reason, output.token_ids) for output in plain.take()] == [(None, [3])]
+    assert running == {20: plain}
+
+
+def test_what_comes_after_an_error_is_not_read(llm, monkeypatch):
+    request = Request(llm.tokenizer, 10, [1], PLAIN)
+    running = {10: request}
+    tag, token = struct.pack("<Q", 10), struct.pack("<i", 3)
+    with monkeypatch.context() as broken:
+        broken.setattr(Choice, "feed", lambda *given: 1 / 0)
+        deliver(StepOutputs(tag, token, bytes(1)), running)
+    assert 10 in running, "its reader aborts it"
+    deliver(StepOutputs(tag, token, bytes(1)), running)
+    assert [(output.finish_reason, output.token_ids) for output in request.take()] == [("error", [])]
 
 
 @pytest.mark.parametrize(

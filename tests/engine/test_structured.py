@@ -257,6 +257,15 @@ def test_a_lexer_that_one_tenant_has_used_up_is_not_that_of_another(make, monkey
     assert answers(llm, ("alice", short), ("eve", short)) == [before, before]
 
 
+def test_tenants_without_keys_share_the_limits_on_grammars(make):
+    form = bounded("regex", "[ab]{3}")
+    engine = make(limit_groups={"alice": "alice", "bob": "bob"}).engine
+    assert engine.compile(form, "invented") is engine.compile(form, "another") is engine.compile(form, "")
+    assert len({id(engine.compile(form, tenant)) for tenant in ("alice", "bob", "")}) == 3
+    engine = make().engine
+    assert len({id(engine.compile(form, tenant)) for tenant in ("anyone", "another")}) == 2, "LLM's caller names the tenants"
+
+
 def test_what_is_refused_names_its_field_before_anything_runs(llm):
     wrong = SamplingParams(structured_output=StructuredOutput("regex", "(", "guided_regex"))
     with pytest.raises(InvalidRequest, match=r"prompt 1: guided_regex cannot be used: .*unclosed group") as refused:

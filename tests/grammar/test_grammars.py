@@ -389,18 +389,103 @@ def test_a_tenant_whose_grammars_took_too_much_time_waits_with_new_ones(vocabula
     made.close()
 
 
-def test_bytes_are_counted_as_they_grow(vocabulary, monkeypatch):
-    made, memory = Grammars(vocabulary), [0]
+MIB = 2**20
+
+
+@pytest.fixture
+def sized(vocabulary, monkeypatch):
+    """Grammars that take 100 MiB each, as far as their trial says, and the choices that were tried."""
+    made, tried = Grammars(vocabulary), []
+
+    def run(_, form):
+        tried.append(*json.loads(form.text))
+        return 100 * MIB
+
+    monkeypatch.setattr(trial.Trial, "run", run)
+    yield made, tried
+    made.close()
+
+
+def test_bytes_are_counted_as_they_grow(sized, monkeypatch):
+    made, tried = sized
+    memory = [0]
+    monkeypatch.setattr(module, "MAX_BYTES_OF_TENANT", 305 * MIB)
     monkeypatch.setattr(module, "GrammarUsage", partial(GrammarUsage, resident=lambda: memory[-1]))
-    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 600 * 2**20)
     first = made.compile(structure("choice", ["a"]))
     made.compile(structure("choice", ["b"])).result(PATIENCE)
     assert made.compile(structure("choice", ["a"])) is first
-    first.result(PATIENCE).usage.grow(memory.append, 700 * 2**20)
-    assert first.result(PATIENCE).size > 700 * 2**20
-    made.compile(structure("choice", ["c"])).result(PATIENCE)
-    assert made.compile(structure("choice", ["a"])) is not first
-    made.close()
+    first.result(PATIENCE).usage.grow(memory.append, 10 * MIB)
+    assert first.result(PATIENCE).size == 110 * MIB
+    for name in "cab":
+        made.compile(structure("choice", [name])).result(PATIENCE)
+    assert tried == ["a", "b", "c", "b"]
+
+
+def test_the_oldest_grammars_make_room(sized):
+    made, tried = sized
+    for name in "abacab":
+        made.compile(structure("choice", [name])).result(PATIENCE)
+    assert tried == ["a", "b", "c", "b"]
+
+
+def test_grammars_that_sequences_use_are_counted_when_they_are_not_cached(sized):
+    made, tried = sized
+    matchers = [made.compile(structure("choice", [name]), "eve").result(PATIENCE).matcher() for name in "ab"]
+    for _ in range(2):
+        with pytest.raises(QueueFull, match="your grammars take as much memory as they may") as full:
+            made.compile(structure("choice", ["c"]), "eve").result(PATIENCE)
+        assert full.value.retry_after > 0
+    for tenant in ("alice", "bob", "carol", "dave"):
+        assert made.compile(structure("choice", ["c"]), tenant).result(PATIENCE).matcher()
+    assert len(tried) == 8
+    assert all(allowed(matcher) for matcher in matchers)
+    del matchers[0]
+    assert made.compile(structure("choice", ["c"]), "eve").result(PATIENCE)
+
+
+def test_the_grammars_of_all_tenants_together_have_a_limit_too(sized, monkeypatch):
+    made, _ = sized
+    monkeypatch.setattr(module, "MAX_BYTES", 300 * MIB)
+    used = [made.compile(structure("choice", ["a"]), tenant).result(PATIENCE).matcher() for tenant in ("alice", "bob", "carol")]
+    with pytest.raises(QueueFull, match="the grammars of all requests take as much memory"):
+        made.compile(structure("choice", ["a"]), "dave").result(PATIENCE)
+    used.pop()
+    assert made.compile(structure("choice", ["a"]), "dave").result(PATIENCE)
+
+
+def test_a_worn_grammar_is_counted_while_a_sequence_uses_it(sized):
+    made, _ = sized
+    form = structure("choice", ["a"])
+    matchers = []
+    for _ in range(2):
+        grammar = made.compile(form).result(PATIENCE)
+        matchers.append(grammar.matcher())
+        grammar.usage.broken = True
+    del grammar
+    with pytest.raises(QueueFull, match="memory"):
+        made.compile(form).result(PATIENCE)
+    matchers.clear()
+    assert made.compile(form).result(PATIENCE)
+
+
+def test_many_grammars_of_one_tenant_evict_its_own(vocabulary, monkeypatch):
+    made = Grammars(vocabulary)
+    monkeypatch.setattr(made, "_start", lambda: None)
+    monkeypatch.setattr(module, "MAX_KEPT", 4)
+    ours = [made.compile(structure("choice", ["a"]), tenant) for tenant in ("alice", "bob")]
+    theirs = [made.compile(structure("choice", [str(number)]), "eve") for number in range(9)]
+    assert [made.compile(structure("choice", ["a"]), tenant) for tenant in ("alice", "bob")] == ours
+    assert made.compile(structure("choice", ["8"]), "eve") is theirs[8]
+    assert made.compile(structure("choice", ["0"]), "eve") is not theirs[0]
+
+
+DEAD_BRANCH = 'start: /[b-zA-Z]/ x | "a"\nx: "c" Z\nZ: /q/ & /r/\n'
+"""Most answers of one letter cannot be continued, but one can."""
+
+
+def test_a_grammar_some_of_whose_answers_have_no_end_is_allowed(grammars, tokenizer):
+    matcher = grammars.compile(structure("grammar", DEAD_BRANCH)).result(PATIENCE).matcher()
+    matcher.accept(*tokenizer.encode("a"))
 
 
 def test_a_grammar_is_compiled_once_and_a_refusal_found_once(grammars):
@@ -418,16 +503,6 @@ def test_the_least_asked_for_are_let_go(vocabulary, monkeypatch):
     made.compile(structure("choice", ["c"])).result(PATIENCE)
     assert made.compile(structure("choice", ["a"])) is first
     assert made.compile(structure("choice", ["b"])) is not second
-    made.close()
-
-
-def test_large_ones_are_let_go_first_by_their_memory(vocabulary, monkeypatch):
-    made = Grammars(vocabulary)
-    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 0)
-    first = made.compile(structure("choice", ["a"]))
-    assert first.result(PATIENCE).size > 0
-    made.compile(structure("choice", ["b"])).result(PATIENCE)
-    assert made.compile(structure("choice", ["a"])) is not first
     made.close()
 
 

@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     weights = {tenant.name: tenant.weight for tenant in keys if tenant.weight is not None}
     tenant_weights = {**weights, **(args.engine.tenant_weights or {})} or None
     tier_weights = {**tiers.weights, **(args.engine.tier_weights or {})}
-    engine = replace(args.engine, tenant_weights=tenant_weights, tier_weights=tier_weights, cache_groups=cache_groups(keys))
+    groups = {"cache_groups": cache_groups(keys), "limit_groups": {tenant.name: tenant.group for tenant in keys}}
+    engine = replace(args.engine, tenant_weights=tenant_weights, tier_weights=tier_weights, **groups)
     specs = _specs(args, engine)
     if server.engine_listen is not None and len(specs) > 1:
         raise InvalidSetting("--engine-listen needs a server with one model: engines of other machines run one")

@@ -212,9 +212,10 @@ class StepOutputs:
     counters, which are not sent every time.
     `details` (by tag) and `prompts` (pairs with a request's first tag) are log-probabilities of tokens and of prompt tokens, in lines of
     4-byte numbers: token, log-probability (f32), rank, top tokens, their log-probabilities (f32). The `details` of a request for an
-    embedding are its numbers (f32). Those of a sequence that ended with an error may be its reason (see `InvalidRequest.packed`).
+    embedding are its numbers (f32). Those of a sequence that ended with an error mean nothing.
     `starved` are the tags in `ended` that failed because the device was out of memory. `cached` and `dropped` are the names (u64) of the
     KV blocks that prompts can reuse since the last frame, and of those that they cannot reuse any more.
+    `refusals` (by tag) say why sequences ended with an error, if their own grammars were the reason (see `InvalidRequest.packed`).
     """
 
     tags: bytes = b""
@@ -229,6 +230,7 @@ class StepOutputs:
     starved: Sequence[int] = field(default_factory=list)
     cached: bytes = b""
     dropped: bytes = b""
+    refusals: Mapping[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

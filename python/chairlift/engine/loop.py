@@ -153,7 +153,9 @@ class Engine:
 
     def compile(self, params: SamplingParams, tenant: str) -> Future[Grammar] | None:
         """Starts compiling the request's grammar on another thread; None if it has none. Raises QueueFull."""
-        return None if params.structured_output is None else self._grammars.compile(params.structured_output, tenant)
+        if params.structured_output is None:
+            return None
+        return self._grammars.compile(params.structured_output, self.config.limit_group(tenant))
 
     def read_prefix(
         self, prompt: Sequence[int] | np.ndarray, params: SamplingParams, scheduling: Scheduling
@@ -317,6 +319,7 @@ class Engine:
             starved=starved_tags,
             cached=cached,
             dropped=dropped,
+            refusals={int(step.tags[at]): reason for at, reason in sampled.refusals.items()},
         )
 
     def wakes_in(self) -> float | None:
@@ -433,7 +436,7 @@ class Engine:
         for at, reason in step.failed.items():
             sampled.tokens[at] = -1
             if reason is not None:
-                sampled.details[at] = reason
+                sampled.refusals[at] = reason
         return sampled
 
     def _commit(self, sampled: Sampled) -> _core.Outputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 import sys
 import time
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from chairlift.engine.frames import StepOutputs
     from chairlift.engine.held_sequences import HeldSequence
     from chairlift.tokenizer import Tokenizer
+
+log = logging.getLogger("chairlift")
 
 STOP, ERROR, DEADLINE = 1, 3, 4
 FINISH_REASONS = (None, "stop", "length", "error", "deadline")
@@ -103,14 +106,19 @@ class Choice:
         cached = self._cached_tokens, self._own_cached_tokens
         return ResumedChoice(self.index, pack_tokens(self._answer), *cached, submitted_us, started_us, first_us)
 
-    def feed(self, token: int, logprob: float, finish: int, detail: bytes | None = None) -> None:
-        """Adds a token with its finish code (0: none) and its line of log-probabilities, if any; or the prompt's embedding."""
+    def feed(self, token: int, logprob: float, finish: int, detail: bytes | None = None, refusal: bytes | None = None) -> None:
+        """Adds a token with its finish code (0: none) and its line of log-probabilities, if any; or the prompt's embedding.
+
+        An ERROR has no token, but maybe a `refusal`, the packed reason; its detail means nothing.
+        """
+        if self._finish:
+            return  # it has failed here, and its engine does not know yet
         if self._embeds and finish == STOP and detail is not None:
             self._embedding = array("f", detail)
-        elif finish == ERROR:  # it has no token
-            if detail is not None:
+        elif finish == ERROR:
+            if refusal is not None:
                 structure = self._structure
-                self.refusal = InvalidRequest.unpacked(detail, None if structure is None else structure.param)
+                self.refusal = InvalidRequest.unpacked(refusal, None if structure is None else structure.param)
         else:
             self._answer.append(token)
             self._tokens.append(token)
@@ -134,9 +142,14 @@ class Choice:
             self._finish = DEADLINE
         return missed
 
+    def fail(self) -> None:
+        """Ends the choice with an error."""
+        self._finish = ERROR
+
     def starve(self) -> None:
         """Ends the choice because the device was out of memory."""
-        self._finish, self.starved = ERROR, True
+        self.starved = True
+        self.fail()
 
     @property
     def num_untaken(self) -> int:
@@ -353,14 +366,19 @@ def deliver(step: StepOutputs, requests: dict[int, R]) -> list[R]:
         request = requests.get(tag)
         if request is not None and request.prompt_logprobs is not None and request.params.prompt_logprobs is not None:
             request.prompt_logprobs += TokenLogprobs.read(lines, request.params.prompt_logprobs)
-    details = step.details
+    details, refusals = step.details, step.refusals
     count = len(step.finishes)
     tags, tokens = struct.unpack(f"<{count}Q", step.tags), struct.unpack(f"<{count}i", step.tokens)
     logprobs = struct.unpack(f"<{count}f", step.logprobs) if step.logprobs else (0.0,) * count
     for tag, token, logprob, finish in zip(tags, tokens, logprobs, step.finishes, strict=True):
         if (request := requests.get(tag)) is None:
             continue
-        request.choice(tag).feed(token, logprob, finish, details.get(tag))
+        choice = request.choice(tag)
+        try:
+            choice.feed(token, logprob, finish, details.get(tag), refusals.get(tag))
+        except Exception:  # a defect that one request meets must not end the others
+            log.exception("sequence %d ends with an error, because its output cannot be read", tag)
+            choice.fail()
         touched[request.tags.start] = request
         if finish:
             del requests[tag]

@@ -169,20 +169,23 @@ class _StepArrays:
 
 
 def _failed_samples(count: int) -> Sampled:
-    return Sampled(np.full(count, -1, dtype=np.int32), np.zeros(0, dtype=np.float32), {}, [])
+    return Sampled(np.full(count, -1, dtype=np.int32), np.zeros(0, dtype=np.float32), {}, [], {})
 
 
 def _concatenated(parts: list[Sampled]) -> Sampled:
     """Concatenates the results of the parts of a step."""
     scored = any(part.logprobs.size for part in parts)
     details: dict[int, bytes] = {}
+    refusals: dict[int, bytes] = {}
     before = 0
     for part in parts:
         details |= {before + at: line for at, line in part.details.items()}
+        refusals |= {before + at: reason for at, reason in part.refusals.items()}
         before += len(part.tokens)
     return Sampled(
         np.concatenate([part.tokens for part in parts]),
         np.concatenate([part.logprobs if part.logprobs.size or not scored else np.zeros(len(part.tokens), "f4") for part in parts]),
         details,
         [line for part in parts for line in part.prompts],
+        refusals,
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakKeyDictionary
 
 from chairlift.errors import InvalidRequest, QueueFull, RequestFailed
 from chairlift.grammar.allowance import TenantAllowances
@@ -18,10 +20,15 @@ from chairlift.sampling import StructuredOutput
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-MAX_KEPT, MAX_KEPT_BYTES = 256, 512 * 2**20
-"""Maximum number and total bytes of cached grammars. The newest grammar is always kept."""
+MAX_KEPT = 256
+"""Maximum number of cached grammars."""
+MAX_BYTES, MAX_BYTES_OF_TENANT = 512 * 2**20, 256 * 2**20
+"""Maximum bytes of the grammars that are cached or used by sequences, of all tenants and of one."""
 STACK_BYTES = 64 * 2**20
 """Stack of the compiling thread in bytes: many times the stack of a trial. Only used pages take memory."""
+
+Key: TypeAlias = tuple[str, str, str, str, bool | None]
+"""A tenant, and what distinguishes its grammars."""
 
 
 class Grammars:
@@ -35,7 +42,11 @@ class Grammars:
         self._vocabulary = vocabulary
         self._trial = Trial(vocabulary)
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[tuple[str, str, str, str, bool | None], Future[Grammar]] = OrderedDict()
+        self._lock = threading.Lock()
+        """Guards `_kept`."""
+        self._kept: OrderedDict[Key, Future[Grammar]] = OrderedDict()
+        self._living: WeakKeyDictionary[GrammarUsage, tuple[str, int]] = WeakKeyDictionary()
+        """The tenant of each grammar that is cached or used by a sequence, and its bytes when it was compiled."""
         self._allowances = TenantAllowances(TENANT_SECONDS)
         self._queue = CompileQueue()
         self._thread: threading.Thread | None = None
@@ -44,19 +55,21 @@ class Grammars:
         """Returns the future of the compiled grammar. Raises QueueFull.
 
         The future fails with InvalidRequest if the grammar is invalid, and with QueueFull if the tenant's grammars have taken too much
-        time. The caller may cancel it when no request waits for it any more.
+        time, or if grammars that are in use leave no memory for it. The caller may cancel it when no request waits for it any more.
         """
         key = (tenant, structure.kind, structure.text, structure.before, structure.disable_any_whitespace)
-        for worn in [key for key, future in self._kept.items() if _worn(future)]:
-            del self._kept[worn]
-        if key not in self._kept:
-            future: Future[Grammar] = Future()
-            self._queue.put(Work(structure, tenant, future))
-            self._kept[key] = future
-            self._start()
-        self._kept.move_to_end(key)
-        self._shrink()
-        return self._kept[key]
+        with self._lock:
+            for worn in [key for key, future in self._kept.items() if _worn(future)]:
+                del self._kept[worn]
+            if key not in self._kept:
+                future: Future[Grammar] = Future()
+                self._queue.put(Work(structure, tenant, future))
+                self._kept[key] = future
+                self._start()
+            self._kept.move_to_end(key)
+            while len(self._kept) > MAX_KEPT:
+                self._evict(dict.fromkeys(self._kept, 1))
+            return self._kept[key]
 
     def close(self) -> None:
         """Ends the thread after its current grammar, and ends the trial process."""
@@ -91,15 +104,41 @@ class Grammars:
             self._trial.start()  # loads the vocabulary too, at the same time
             self._tokenizer = self._vocabulary.load()
         size = self._trial.run(work.structure)
-        return Grammar(compiled(self._tokenizer, work.structure), size, self._tokenizer, GrammarUsage(allowance))
+        self._make_room(work.tenant, size)
+        usage = GrammarUsage(allowance)
+        grammar = Grammar(compiled(self._tokenizer, work.structure), size, self._tokenizer, usage)
+        self._living[usage] = work.tenant, size
+        return grammar
 
-    def _shrink(self) -> None:
-        """Evicts the least recently requested grammars. Sequences that use them are not affected."""
-        sizes = {key: _size(future) for key, future in self._kept.items()}
-        total = sum(sizes.values())
-        while len(self._kept) > MAX_KEPT or (total > MAX_KEPT_BYTES and len(self._kept) > 1):
-            key, _ = self._kept.popitem(last=False)
-            total -= sizes[key]
+    def _make_room(self, tenant: str, size: int) -> None:
+        """Evicts cached grammars until a tenant may have `size` bytes more. Raises QueueFull if those that sequences use are too many."""
+        with self._lock:
+            while crowd := self._tenants_without_room(tenant, size):
+                sizes = {key: taken for key, future in self._kept.items() if key[0] in crowd and (taken := _size(future))}
+                if not sizes:
+                    whose = "your grammars" if crowd == {tenant} else "the grammars of all requests"
+                    raise QueueFull(f"{whose} take as much memory as they may: wait until requests with grammars end", retry_after=1.0)
+                self._evict(sizes)
+
+    def _tenants_without_room(self, tenant: str, size: int) -> set[str]:
+        """Whose grammars leave no room for `size` bytes more of a tenant: nobody's, its own, or those of all."""
+        used: Counter[str] = Counter()
+        for usage, (owner, compiled_size) in self._living.items():
+            used[owner] += compiled_size + usage.growth
+        if used[tenant] + size > MAX_BYTES_OF_TENANT:
+            return {tenant}
+        return set(used) if used.total() + size > MAX_BYTES else set()
+
+    def _evict(self, sizes: Mapping[Key, int]) -> None:
+        """Evicts the least recently requested grammar of the tenant with the most. Sequences that use it are not affected.
+
+        `sizes` has what each grammar that may be evicted counts, in the order of `_kept`.
+        """
+        by_tenant: Counter[str] = Counter()
+        for key, size in sizes.items():
+            by_tenant[key[0]] += size
+        most = max(by_tenant.values())
+        del self._kept[next(key for key in sizes if by_tenant[key[0]] == most)]
 
 
 def _worn(future: Future[Grammar]) -> bool:

@@ -209,12 +209,17 @@ def _verdict(tokenizer: LLTokenizer, structure: StructuredOutput) -> dict[str, A
     usage, before = GrammarUsage(Allowance(TENANT_SECONDS)), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         matcher = compiled(tokenizer, structure)
+    except InvalidRequest as error:
+        return {"error": str(error), "code": error.code}
+    try:
         # Everything that runs outside the engine's thread with the large stack runs here with the small one.
         _drive(matcher.deep_copy(), tokenizer, usage)
     except InvalidRequest as error:
         # An arbitrary answer may take the lexer more states than one that makes sense.
         if not usage.broken:
             return {"error": str(error), "code": error.code}
+    except ValueError:
+        pass  # an arbitrary answer may come to a place from which the grammar has no end
     del matcher
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {"error": None, "bytes": kilobytes * 1024}
@@ -224,14 +229,15 @@ _ANY_BIT = re.compile(rb"[^\0]")
 
 
 def _drive(matcher: LLMatcher, tokenizer: LLTokenizer, usage: GrammarUsage) -> None:
-    """Writes an arbitrary answer, the same one each time. Raises InvalidRequest if the grammar fails or takes too much time."""
-    source = random.Random(0)
+    """Writes an arbitrary answer, the same one each time. Raises InvalidRequest if the grammar takes too much, ValueError if it fails."""
+    dice = random.Random(0)
     for _ in range(TRIED_TOKENS):
         usage.check()
         mask: bytes = usage.call(matcher.compute_bitmask)
         check(matcher, usage)
-        found = _ANY_BIT.search(mask, source.randrange(len(mask))) or _ANY_BIT.search(mask)
-        assert found is not None  # without a token that may come, llguidance fails
+        found = _ANY_BIT.search(mask, dice.randrange(len(mask))) or _ANY_BIT.search(mask)
+        if found is None:
+            return
         at, octet = found.start(), found[0][0]
         token = 8 * at + octet.bit_length() - 1
         if token in tokenizer.eos_tokens:

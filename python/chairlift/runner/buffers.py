@@ -106,12 +106,11 @@ class Sampled(NamedTuple):
     logprobs: np.ndarray
     """float32 [N]: log-probabilities of the tokens, 0 for requests without them; empty if no request wants them."""
     details: dict[int, bytes]
-    """By sample index: a line of `logprobs.score` with as many top tokens as the request wants, or its embedding, float32.
-
-    For a failed sample it may be the reason, a packed InvalidRequest.
-    """
+    """By sample index: a line of `logprobs.score` with as many top tokens as the request wants, or its embedding, float32."""
     prompts: list[tuple[int, bytes]]
     """Log-probabilities of prompts: tags and lines of `logprobs.score`; for one tag in token order."""
+    refusals: dict[int, bytes]
+    """By index of a failed sample: the reason, a packed InvalidRequest, if its grammar gave one."""
 
 
 class PendingResult(Protocol):

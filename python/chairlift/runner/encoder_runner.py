@@ -108,7 +108,7 @@ class EncoderRunner:
     def collect(self, step: np.ndarray) -> Sampled:
         """Returns the embeddings that `launch` computed."""
         tokens = np.where(np.isfinite(step).all(axis=1), _core.NO_TOKEN, -1).astype(np.int32)
-        return Sampled(tokens, np.zeros(0, dtype=np.float32), {at: row.tobytes() for at, row in enumerate(step)}, [])
+        return Sampled(tokens, np.zeros(0, dtype=np.float32), {at: row.tobytes() for at, row in enumerate(step)}, [], {})
 
     def wait(self) -> None:
         """Does nothing: no work is queued."""

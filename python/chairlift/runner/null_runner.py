@@ -75,7 +75,7 @@ class NullRunner:
 
     def collect(self, step: np.ndarray) -> Sampled:
         """Returns the tokens that `launch` computed."""
-        return Sampled(step, np.zeros(0, dtype=np.float32), {}, [])
+        return Sampled(step, np.zeros(0, dtype=np.float32), {}, [], {})
 
     def wait(self) -> None:
         """Does nothing: no work is queued."""

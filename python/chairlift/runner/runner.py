@@ -136,12 +136,12 @@ class ModelRunner:
     def collect(self, step: Launched) -> Sampled:
         """Waits for the oldest step in flight and returns its tokens."""
         assert step.sample is not None
-        tokens, logprobs, details = self.sampler.take(step.sample)
+        tokens, logprobs, details, refusals = self.sampler.take(step.sample)
         if step.embeddings is not None:
             for at, embedding in zip(step.embedded, step.embeddings, strict=True):
                 tokens[at] = NO_TOKEN if np.isfinite(embedding).all() else -1
                 details[at] = embedding.tobytes()
-        return Sampled(tokens, logprobs, details, _prompt_lines(step) if step.scored_prompts else [])
+        return Sampled(tokens, logprobs, details, _prompt_lines(step) if step.scored_prompts else [], refusals)
 
     def run(self, num_tokens: int, num_seqs: int, num_samples: int, num_copies: int = 0) -> Sampled:
         """Runs the step in the first buffers to its end. No other step may be in flight."""

@@ -40,7 +40,7 @@ class AtOnce(Sampler):
         where = logits if self.there else logits.numpy()
         inputs = np.zeros(len(rows), dtype=np.int32) if self.inputs is None else np.array(self.inputs, dtype=np.int32)
         buffers = SimpleNamespace(on_device=step, input_ids=inputs, sample_at=np.arange(len(rows)))
-        tokens, self.logprobs, self.details = self.take(self.draw(where, rows, positions, buffers))
+        tokens, self.logprobs, self.details, self.refusals = self.take(self.draw(where, rows, positions, buffers))
         return tokens
 
 

@@ -179,8 +179,8 @@ class Sampler:
         drawn = self.tokens.draw(logits, slots, positions, buffers, graph, scored)
         return PendingSample(drawn, at, self.detailed[slots[at]], matched, [*biased, *drawn.trackers])
 
-    def take(self, sample: PendingSample) -> tuple[np.ndarray, np.ndarray, dict[int, bytes]]:
-        """Waits for a sample and updates its sequences' state. Returns the first three fields of `Sampled`."""
+    def take(self, sample: PendingSample) -> tuple[np.ndarray, np.ndarray, dict[int, bytes], dict[int, bytes]]:
+        """Waits for a sample and updates its sequences' state. Returns the fields of `Sampled` but `prompts`."""
         chosen = sample.drawn.tokens.numpy()
         logprob = np.zeros(len(chosen) if sample.scored.size else 0, dtype=np.float32)
         details = {}
@@ -189,12 +189,11 @@ class Sampler:
             logprob[sample.scored] = logprobs.logprobs(lines)
             for line in np.flatnonzero(sample.counts != NONE_REQUESTED).tolist():
                 details[int(sample.scored[line])] = logprobs.packed(lines[line : line + 1], int(sample.counts[line]))
-        for i, refusal in accept(sample.matched, chosen, FAILED).items():
-            details[i] = refusal.packed()
+        refusals = {i: refusal.packed() for i, refusal in accept(sample.matched, chosen, FAILED).items()}
         for i, tracker in sample.trackers:
             if chosen[i] != FAILED:
                 tracker.add(int(chosen[i]))
-        return chosen, logprob, details
+        return chosen, logprob, details, refusals
 
     def forced_tokens(self) -> list[tuple[int, Sequence[int]]]:
         """The slots whose grammar leaves no choice, each with its next tokens. The previous sample must have been taken."""
