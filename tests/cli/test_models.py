@@ -85,17 +85,17 @@ def test_show_downloads_nothing(cache, capsys):
 
 
 @contextmanager
-def server(status_after_stop="not loaded", requests=0, reason="unload"):
+def server(status_after_stop="not loaded", requests=0, reason="unload", small="not loaded"):
     """A server of two models, of which `chat` is loaded. Yields its address and the bodies that came."""
     bodies = []
     expires = (datetime.now(UTC) + timedelta(seconds=90.5)).isoformat()
     loaded = {"name": "chat", "expires_at": expires, "requests": requests, "context_length": 4096, "size": 98_000_000}
-    models = [{"id": name, "root": root, "status": status} for name, root, status in MODELS]
+    models = [{"id": name, "root": root, "status": small if name == "small" else status} for name, root, status in MODELS]
     answers = {
         "/api/ps": {"models": [loaded]},
         "/v1/models": {"data": models},
         "/v1/models/chat": {"status": status_after_stop},
-        "/v1/models/small": {"status": "not loaded"},
+        "/v1/models/small": {"status": small},
     }
 
     class Answer(BaseHTTPRequestHandler):
@@ -168,10 +168,11 @@ def test_stop_says_what_becomes_of_the_model(capsys, status, requests, reason, c
     assert words in captured.out + captured.err
 
 
-def test_stop_says_that_there_was_nothing_to_do(capsys):
-    with server() as (url, _):
+@pytest.mark.parametrize(("status", "words"), [("not loaded", "was not loaded already"), ("loading", "is loading")])
+def test_stop_says_that_there_was_nothing_to_do(capsys, status, words):
+    with server(small=status) as (url, _):
         assert main.main(["stop", "small", "--url", url]) == 0
-    assert capsys.readouterr().out == "small was not loaded already\n"
+    assert capsys.readouterr().out == f"small {words}\n"
 
 
 def test_stop_names_the_models_that_there_are(capsys):

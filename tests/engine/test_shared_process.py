@@ -23,9 +23,11 @@ from chairlift.engine import step_loop
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.frames import Load, Stop
+from chairlift.engine.held_sequences import LEASE
 from chairlift.engine.replicated_engine import ReplicatedEngine
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest
 from chairlift.sampling import EMBED, SamplingParams
+from chairlift.scheduling import Scheduling
 
 
 @asynccontextmanager
@@ -238,6 +240,28 @@ def test_a_model_that_leaves_keeps_no_tokenizer_and_reads_it_again(monkeypatch):
             assert await engine.encode("ab")
             await engine.close()
             assert await other.encode("ab")
+
+    asyncio.run(main())
+
+
+def test_a_model_that_leaves_keeps_its_tokenizer_for_its_live_sequences(monkeypatch):
+    async def main():
+        process = EngineProcess()
+        async with fakes(monkeypatch, process, {}) as (other,):
+            engine = ReplicatedEngine(other.config, [process])
+            await engine.start()
+            sequence = engine.hold([1, 2], Scheduling(), LEASE)
+            await engine.close()
+            assert engine.tokenizer.encode("ab") == [97, 98]
+            await sequence.append("ab")
+            assert sequence.token_ids == [1, 2, 97, 98]
+            tokenizer = weakref.ref(engine.tokenizer)
+            await engine.start()
+            assert tokenizer() is None  # the new one has taken its place
+            sequence.drop()
+            await engine.close()
+            with pytest.raises(AttributeError):
+                _ = engine.tokenizer
 
     asyncio.run(main())
 

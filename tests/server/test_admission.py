@@ -226,6 +226,18 @@ def test_a_tenant_has_limits_of_its_own():
     assert (admission.waiting, admission.open) == (0, 0)
 
 
+def test_the_prompts_of_a_request_that_is_not_queued_take_no_place():
+    admission = Admission(1, dict)
+    place = admission.ticket(Tenant("alice"))
+    place.admit(queued=False)
+    place.add_prompts(3)
+    assert (admission.waiting, admission.open) == (0, 1)
+    place.started()
+    assert (admission.waiting, admission.open) == (0, 1)
+    place.release()
+    assert (admission.waiting, admission.open) == (0, 0)
+
+
 def refusal(place):
     with pytest.raises(ApiError) as caught:
         place.admit()

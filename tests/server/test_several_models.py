@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, serving_models, wait_until
+from fake_async_engine import FakeEngine, FakeTokenizer, serving_models, wait_until
 
 from chairlift.errors import EngineDead, ModelNotFound
 from chairlift.server.lifecycle import Lifecycle, ModelState
@@ -28,9 +28,16 @@ class LoadableEngine(FakeEngine):
             await asyncio.sleep(0.01)
         if self.fails:
             raise ModelNotFound("there is no such model")
+        self.tokenizer = FakeTokenizer()
         self.alive = self.ready = True
         self.end_with = EngineDead
         self.end.clear()
+
+    async def close(self) -> None:
+        """Frees the tokenizer as `ReplicatedEngine.close` does."""
+        await super().close()
+        if not self._sequences:
+            vars(self).pop("tokenizer", None)
 
 
 @pytest.fixture

@@ -32,14 +32,11 @@ def run(args: argparse.Namespace) -> int:
     answer = post_json(args.url, "/api/generate", key, {"model": args.name, "prompt": "", "keep_alive": 0})
     name = answer["model"]
     status = get_json(args.url, f"/v1/models/{quote(name)}", key)["status"]
+    if status == "not loaded":
+        print(f"{name} was not loaded already" if before == status else f"{name} is unloaded")
+        return 0
     if status != "loaded":
-        print(
-            f"{name} was {status} already"
-            if before == status
-            else f"{name} is unloaded"
-            if status == "not loaded"
-            else f"{name} is {status}"
-        )
+        print(f"{name} is {status}")
         return 0
     if answer["done_reason"] == "load":
         reason = "the server preloads it, or the key is not the operator's"

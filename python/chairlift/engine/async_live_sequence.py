@@ -36,6 +36,9 @@ class AsyncSequences:
         self._held = HeldSequences(lambda: engine.facts)
         self._expiring: asyncio.TimerHandle | None = None
 
+    def __len__(self) -> int:
+        return len(self._held)
+
     def open(self, token_ids: list[int], scheduling: Scheduling, lease: float) -> AsyncLiveSequence:
         """Opens a sequence, which is not computed yet. Raises InvalidRequest and TooManySequences."""
         self._held.expire(self)
@@ -78,8 +81,13 @@ class AsyncLiveSequence(HeldSequence):
         scheduling: Scheduling,
         lease: float,
     ) -> None:
-        super().__init__(held, call, engine.tokenizer, token_ids, scheduling, lease)
+        super().__init__(held, call, token_ids, scheduling, lease)
         self._engine = engine
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens so far."""
+        return self._engine.tokenizer.decode(self.token_ids)
 
     async def fork(self, count: int = 1) -> list[AsyncLiveSequence]:
         """Returns `count` copies. They share all computed KV. Only a partly filled last block is copied, when a copy goes on.

@@ -11,15 +11,12 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from chairlift.errors import InvalidRequest, SequenceBusy, SequenceDropped, TooManySequences
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
-
-if TYPE_CHECKING:
-    from chairlift.tokenizer import Tokenizer
 
 MAX_PER_TENANT = 1024
 """Most held sequences of one tenant."""
@@ -134,14 +131,12 @@ class HeldSequence:
     Base class of `LiveSequence` and `AsyncLiveSequence`. Every use renews the lease.
     """
 
-    def __init__(
-        self, held: HeldSequences, call: Call, tokenizer: Tokenizer, token_ids: Iterable[int], scheduling: Scheduling, lease: float
-    ) -> None:
+    def __init__(self, held: HeldSequences, call: Call, token_ids: Iterable[int], scheduling: Scheduling, lease: float) -> None:
         """Raises InvalidRequest for a lease out of range, and TooManySequences."""
         if not 0 < lease <= LONGEST_LEASE:
             raise InvalidRequest(f"lease must be above 0 and at most {LONGEST_LEASE:g} seconds, got {lease!r:.50}", param="lease")
         held.check_room(scheduling.tenant)
-        self._held, self._call, self._tokenizer = held, call, tokenizer
+        self._held, self._call = held, call
         self._token_ids = array("i", token_ids)  # never changed in place, because forks share it
         self._logprobs: list[tuple[int, float]] = []  # (position, value) of generated tokens; never changed in place
         self._score = 0.0
@@ -167,11 +162,6 @@ class HeldSequence:
     def token_ids(self) -> list[int]:
         """All tokens so far."""
         return self._token_ids.tolist()
-
-    @property
-    def text(self) -> str:
-        """The text of all tokens so far."""
-        return self._tokenizer.decode(self.token_ids)
 
     @property
     def priority(self) -> int:

@@ -25,8 +25,13 @@ class LiveSequence(HeldSequence):
     """
 
     def __init__(self, llm: LLM, call: Call, held: HeldSequences, token_ids: list[int], scheduling: Scheduling, lease: float) -> None:
-        super().__init__(held, call, llm.tokenizer, token_ids, scheduling, lease)
+        super().__init__(held, call, token_ids, scheduling, lease)
         self._llm = llm
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens so far."""
+        return self._llm.tokenizer.decode(self.token_ids)
 
     def fork(self, count: int = 1) -> list[LiveSequence]:
         """Returns `count` copies. They share all computed KV. Only a partly filled last block is copied, when a copy goes on.

@@ -122,7 +122,7 @@ class ReplicatedEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; there is none before the first start is complete."""
+        """The model's tokenizer. There is none before the first start is complete, and after `close` only with live sequences."""
         return self._known().engine.tokenizer
 
     def stats(self) -> dict[str, Any]:
@@ -134,10 +134,14 @@ class ReplicatedEngine:
         await self._replicas[0].start(since)
 
     async def close(self) -> None:
-        """Ends all engines and frees their tokenizers. Open requests raise EngineClosed. May be called repeatedly."""
+        """Ends all engines. Open requests raise EngineClosed. May be called repeatedly.
+
+        Frees the tokenizers, unless there are live sequences: these are read and appended to without an engine.
+        """
         await asyncio.gather(*(replica.engine.close() for replica in self._replicas))
-        for replica in self._replicas:
-            replica.engine.forget_tokenizer()
+        if not self._sequences:
+            for replica in self._replicas:
+                replica.engine.forget_tokenizer()
         await asyncio.to_thread(trim)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -123,15 +123,15 @@ class Ticket:
         """Sets the number of prompts, each of which waits on its own; raises ApiError as `admit` does."""
         more = prompts - self._waiting
         if more > 0:
-            self._admission._check(self._tenant, more, 0)
-            self._admission._count(self._tenant, more)
+            self._admission._check(self._tenant, more, 0, queued=self._queued)
+            self._admission._count(self._tenant, more, queued=self._queued)
             self._waiting += more
 
     def started(self) -> None:
         """Called when the engine starts one of the prompts. A preempted request does not count as waiting again."""
         if self._waiting:
             self._waiting -= 1
-            self._admission._count(self._tenant, -1)
+            self._admission._count(self._tenant, -1, queued=self._queued)
 
     def release(self) -> None:
         """Called when the request is over, admitted or not."""

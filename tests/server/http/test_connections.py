@@ -135,6 +135,20 @@ def test_connections_whose_requests_are_answered_stay(eight):
         assert httpx.get(f"{base}/live").status_code == 200
 
 
+def test_a_connection_that_is_refused_before_its_handshake_gets_no_plain_text(eight, certificate):
+    cert, key = certificate
+    engine = FakeEngine()
+    trusted = ssl.create_default_context(cafile=cert)
+    with serving(engine, ssl_certfile=cert, ssl_keyfile=key) as (base, _), contextlib.ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(base_url=base, timeout=30, verify=trusted))
+        body = {"prompt": "paused", "max_tokens": 9, "stream": True}
+        for _ in range(8):
+            stack.enter_context(client.stream("POST", "/v1/completions", json=body))
+        with connected(base) as sock:
+            assert closed(sock) == b""
+        engine.released = True
+
+
 def test_connections_without_a_handshake_are_idle(eight, certificate):
     cert, key = certificate
     trusted = ssl.create_default_context(cafile=cert)

@@ -9,6 +9,7 @@ import pytest
 from fake_async_engine import FakeEngine, serving, wait_until
 
 from chairlift.errors import InvalidSetting
+from chairlift.server.http import connections
 from chairlift.server.http import protocol as protocol
 from chairlift.server.http.sockets import PortTaken, check_certificate, open_path
 
@@ -97,6 +98,14 @@ def test_headers_have_a_number(base, http):
     assert http.get("/live", headers={f"x-{i}": "a" for i in range(100)}).status_code == 200
     answer = http.get("/live", headers={f"x-{i}": "a" for i in range(200)})
     assert (answer.status_code, answer.json()["error"]["code"]) == (431, "too_many_headers")
+
+
+def test_headers_have_a_size(base, http):
+    assert http.get("/live", headers={"x": "a" * 15_000}).status_code == 200
+    with connected(base) as sock:
+        sock.sendall(GET + b"x: " + b"a" * (protocol.HEADER_BYTES + protocol.READ_BYTES))
+        assert rest(sock).startswith(b"HTTP/1.1 400 ")
+    assert protocol.HEADER_BYTES * connections.MAX_CONNECTIONS <= 256 << 20
 
 
 def test_a_stream_that_nobody_reads_is_cut(monkeypatch, base, server, engine):

@@ -114,6 +114,10 @@ def test_messages_are_rendered_and_the_fields_of_the_opening_hold_for_all_genera
     url = f"{URL}/{sequence['id']}"
     (fork,) = alice.post(f"{url}/fork", json={}).json()["data"]
     assert alice.patch(url, json={"priority": 2}).json()["priority"] == 2
+    # It counts towards no limit of the tenant, so its body is small, and unread for an unknown sequence.
+    large = {"priority": 2, "metadata": "x" * (16 << 10)}
+    assert error(alice.patch(url, json=large)) == (413, "request_too_large")
+    assert error(alice.patch(f"{URL}/seq-0", json=large)) == (404, "sequence_not_found")
     for one, priority in ((url, 2), (f"{URL}/{fork['id']}", 3)):
         assert alice.post(f"{one}/generate", json={"max_tokens": 1, "deadline_ms": 9e5}).status_code == 200
         used = engine.scheduled[-1]

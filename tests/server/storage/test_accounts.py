@@ -17,7 +17,7 @@ from chairlift.server.errors import ApiError
 from chairlift.server.storage import batches
 from chairlift.server.storage.batches import NO_ROOM, Answer, Batches, BatchRequest, Status, output_line
 from chairlift.server.storage.database import _SCHEMA, _VERSION, Database
-from chairlift.server.storage.files import Files
+from chairlift.server.storage.files import ANSWERS_SHARE, Files
 
 LIMIT = 40_000
 TENANTS = ("alice", "bob")
@@ -254,7 +254,7 @@ def test_a_batch_without_space_for_its_errors_fails(storage):
         batch = await storage.batches.get("alice", batch.id)
         assert batch.status is Status.FAILED
         assert "--max-data-size" in batch.fields["errors"]["data"][0]["message"]
-        await store(storage, "alice", LIMIT - storage.used)
+        await store(storage, "alice", LIMIT - LIMIT // ANSWERS_SHARE - storage.used)
         with pytest.raises(ApiError, match="--max-data-size"):
             await started(storage, "alice", (await storage.files.page("alice", None, None, 1, True))[0][0], 1)
 

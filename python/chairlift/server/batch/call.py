@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from chairlift.server.http.responses import to_json_bytes
 from chairlift.server.keys import Tenant
 from chairlift.server.observability.request_context import CURRENT_REQUEST, RequestContext
 
+_OVERLOADED = ("queue_full", "overloaded")
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -24,6 +27,13 @@ class Reply:
     status: int
     request_id: str
     body: bytes
+    retry_after: int = 0
+    """Seconds after which the server wants to be asked again."""
+
+    @property
+    def overloaded(self) -> bool:
+        """Whether the server had too many requests, so that nothing is known about this one."""
+        return self.status == 503 and json.loads(self.body)["error"]["code"] in _OVERLOADED
 
 
 async def call(app: ASGIApp, admission: Admission, tenant: str, url: str, body: dict[str, Any]) -> Reply:
@@ -38,7 +48,7 @@ async def call(app: ASGIApp, admission: Admission, tenant: str, url: str, body: 
     CURRENT_REQUEST.set(context)
     pending = [to_json_bytes(body | {"priority": BACKGROUND})]
     parts: list[bytes] = []
-    status = 500
+    status, retry_after = 500, 0
 
     async def receive() -> Message:
         if pending:
@@ -47,9 +57,9 @@ async def call(app: ASGIApp, admission: Admission, tenant: str, url: str, body: 
         raise AssertionError
 
     async def send(message: Message) -> None:
-        nonlocal status
+        nonlocal status, retry_after
         if message["type"] == "http.response.start":
-            status = message["status"]
+            status, retry_after = message["status"], int(dict(message.get("headers", ())).get(b"retry-after", 0))
         else:
             parts.append(message.get("body", b""))
 
@@ -58,7 +68,7 @@ async def call(app: ASGIApp, admission: Admission, tenant: str, url: str, body: 
         await app(_scope(url, {"context": context, "tenant": tenant, "reader": tenant, "ticket": ticket, "raw_send": send}), receive, send)
     finally:
         ticket.release()
-    return Reply(status, context.request_id, b"".join(parts))
+    return Reply(status, context.request_id, b"".join(parts), retry_after)
 
 
 def _scope(url: str, state: dict[str, Any]) -> Scope:

@@ -26,7 +26,7 @@ from chairlift.server.storage.storage import Storage
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-"""How often a request is tried whose answer is a 503. It may be the reason why the engine died."""
+"""How often a request is tried whose answer is a 503, unless the server is overloaded. It may be the reason why the engine died."""
 
 _PAGE = 256
 """Requests that are read from the database at once."""
@@ -177,6 +177,10 @@ class BatchRunner:
             reply = Reply(500, "", b'{"error":{"message":"internal error","type":"server_error","param":null,"code":"internal_error"}}')
         if reply.status == 503:
             if self._service.draining:
+                return
+            if reply.overloaded:
+                await asyncio.sleep(reply.retry_after)
+                current.pending.append(request)
                 return
             current.attempts[request.line] = attempts = current.attempts.get(request.line, 0) + 1
             if attempts < MAX_ATTEMPTS:

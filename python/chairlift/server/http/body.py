@@ -19,7 +19,7 @@ BODY_TIMEOUT = 20
 """Seconds that a body may take to arrive."""
 
 LARGE = 1 << 14
-"""Bytes of a body above which it is parsed and checked in a thread."""
+"""Bytes of a body above which it is parsed and checked in a thread, and refused if its request is not counted."""
 
 MAX_VALUES = 100_000
 """Maximum number of objects, arrays and fields in a body. Parsing holds the lock of the interpreter, for 0.1 s at 2 MiB of empty arrays."""
@@ -43,7 +43,7 @@ async def read_json(request: Request, *, queued: bool = True, counted: bool = Tr
     _check_media_type(request)
     if request.headers.get("content-encoding", "identity") != "identity":
         raise ApiError(415, "compressed bodies are not supported; send plain JSON", code="unsupported_media_type")
-    raw = await _read(request)
+    raw = await _read(request, request.app.state.max_body_size if counted else min(LARGE, request.app.state.max_body_size))
     request.state.context.body_received()
     if counted:
         request.state.ticket.admit(queued=queued)
@@ -94,8 +94,7 @@ def _check_media_type(request: Request) -> None:
     raise ApiError(415, "send the body with Content-Type: application/json", code="unsupported_media_type")
 
 
-async def _read(request: Request) -> bytearray:
-    limit: int = request.app.state.max_body_size
+async def _read(request: Request, limit: int) -> bytearray:
     bodies: Bodies = request.app.state.bodies
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > limit:
@@ -119,5 +118,5 @@ async def _read(request: Request) -> bytearray:
 
 def _too_large(limit: int) -> ApiError:
     # The rest of the body stays unread, so the connection cannot be reused.
-    message = f"the body is larger than {limit} bytes, the server's --max-body-size"
+    message = f"the body is larger than {limit} bytes, the most that this route takes (--max-body-size or less)"
     return ApiError(413, message, code="request_too_large", headers={"connection": "close"})

@@ -21,8 +21,8 @@ from chairlift.server.errors import ApiError
 from chairlift.server.http.connections import MAX_CONNECTIONS, Connections, ConnectionState
 from chairlift.server.observability.request_context import FIRST_BYTE
 
-HEADER_BYTES = 64 << 10
-"""Maximum size of a request's headers in bytes."""
+HEADER_BYTES = 16 << 10
+"""Maximum size of a request's headers in bytes: all connections may send some at once."""
 
 READ_BYTES = 16 << 10
 """Maximum bytes of one read from a connection."""
@@ -179,7 +179,8 @@ class HttpProtocol(H11Protocol):
         # h11 needs 1 µs for each byte of a body in one-byte chunks: larger reads would block the event loop.
         self._raw_transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         if not self._connections.enter(self):
-            self._raw_transport.write(_response(_OVERLOADED))
+            if self._connections.tls is None:  # before a handshake the client could not read it
+                self._raw_transport.write(_response(_OVERLOADED))
             self._raw_transport.close()
         elif self._connections.tls is not None:
             self._handshake = self.loop.create_task(self._start_tls(self._connections.tls))

@@ -160,6 +160,7 @@ async def get_sequence(request: Request) -> Response:
 
 async def update_sequence(request: Request) -> Response:
     """Changes the priority, also of a running generation, which may be all that the tenant may run."""
+    _served(request)  # raises before the body is read
     body, ignored = await read_fields(request, SequenceUpdateRequest, queued=False, counted=False)
     served = _served(request)
     priority = service_of(request).tiers.priority(body.priority, request.state.tenant)

@@ -27,6 +27,9 @@ MAX_FILES = 1000
 MAX_ALL_FILES = 50_000
 """Files of all tenants: without keys, clients name tenants as they like."""
 
+ANSWERS_SHARE = 10
+"""The last 1/10 of the space is for the answers of batches that run: uploads and new batches take none of it."""
+
 _BUFFER_BYTES = 1 << 20
 """Bytes that are collected before a write, and read at once."""
 
@@ -154,7 +157,7 @@ class Files:
             raise
 
     def free_bytes(self, connection: Connection) -> int:
-        """Bytes that may still be stored; negative if outputs took more than is allowed."""
+        """Bytes that answers may still take; negative if outputs took more than is allowed."""
         return self._max_bytes - _used_bytes(connection)
 
     def check_room(self, connection: Connection, tenant: str) -> None:
@@ -168,10 +171,11 @@ class Files:
         self.check_space(connection, 1)
 
     def check_space(self, connection: Connection, size: int) -> None:
-        """Raises ApiError unless `size` more bytes may be stored."""
-        used = _used_bytes(connection)
-        if used + size > self._max_bytes:
-            raise _quota(f"the server's files take {used} bytes, and {self._max_bytes} are allowed (--max-data-size): delete some")
+        """Raises ApiError unless an upload or a new batch may store `size` more bytes. A part is left for answers."""
+        used, allowed = _used_bytes(connection), self._max_bytes - self._max_bytes // ANSWERS_SHARE
+        if used + size > allowed:
+            message = f"the server's files take {used} bytes, and {allowed} of the {self._max_bytes} of --max-data-size are for uploads"
+            raise _quota(f"{message}: delete some")
 
 
 class Upload:

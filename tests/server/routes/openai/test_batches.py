@@ -1,5 +1,6 @@
 """Files and batches, with OpenAI's own client."""
 
+import asyncio
 import json
 import socket
 import time
@@ -9,10 +10,13 @@ import openai
 import pytest
 from fake_async_engine import MODEL, FakeEngine, serving, wait_until
 
+from chairlift.errors import QueueFull
 from chairlift.scheduling import BACKGROUND
 from chairlift.server.batch import input as batch_input
 from chairlift.server.batch import runner
 from chairlift.server.batch.call import Reply
+from chairlift.server.errors import unavailable
+from chairlift.server.http.responses import to_json_bytes
 from chairlift.server.storage import batches, files
 
 KEYS = "alice=a,bob=b"
@@ -222,11 +226,39 @@ def test_an_expired_batch_keeps_its_answers(alice, monkeypatch):
     assert lines_of(alice, batch.error_file_id)[0]["error"]["code"] == "batch_expired"
 
 
-def test_a_request_that_the_server_cannot_serve_is_tried_three_times(alice, engine):
-    batch = ended(alice, start(alice, line("a", prompt="full"), line("b")))
-    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
-    assert engine.started == 4
+def test_a_request_that_the_server_cannot_serve_is_tried_three_times(alice, monkeypatch):
+    tried = []
+
+    async def refuse(app, admission, tenant, url, body):
+        tried.append(body)
+        return Reply(503, "r", to_json_bytes(unavailable("the engine died", "engine_dead", 1).envelope), 1)
+
+    monkeypatch.setattr(runner, "call", refuse)
+    batch = ended(alice, start(alice, line("a")))
+    assert (batch.request_counts.failed, len(tried)) == (1, 3)
     assert lines_of(alice, batch.error_file_id)[0]["response"]["status_code"] == 503
+
+
+def test_a_request_waits_as_long_as_the_server_is_overloaded(alice, engine, monkeypatch):
+    waits, sleep, run = [], asyncio.sleep, engine.run
+
+    async def sleep_at_once(seconds):
+        if seconds < 1:
+            await sleep(seconds)
+        else:
+            waits.append(seconds)
+
+    async def run_at_last(*args, **kwargs):
+        if len(waits) < 5:
+            raise QueueFull("4 requests are waiting, as many as may", retry_after=2.3)
+        async for output in run(*args, **kwargs):
+            yield output
+
+    monkeypatch.setattr(asyncio, "sleep", sleep_at_once)
+    monkeypatch.setattr(engine, "run", run_at_last)
+    batch = ended(alice, start(alice, line("a")))
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 0)
+    assert waits == [3] * 5
 
 
 def test_a_request_that_names_no_model_of_the_server_is_answered_after_a_503(alice, monkeypatch):
@@ -236,7 +268,7 @@ def test_a_request_that_names_no_model_of_the_server_is_answered_after_a_503(ali
         if body in seen:
             return await call(app, admission, tenant, url, body)
         seen.append(body)
-        return Reply(503, "r", b"{}")
+        return Reply(503, "r", to_json_bytes(unavailable("the model is still loading", "not_ready", 1).envelope))
 
     monkeypatch.setattr(runner, "call", refuse_once)
     batch = ended(alice, start(alice, line("a", model="nobody"), line("b", model=["x"]), line("c")))
@@ -359,6 +391,25 @@ def test_a_batch_whose_answers_do_not_fit_says_so(alice, tmp_path):
     assert len(errors) == batch.request_counts.failed
     assert {one["error"]["code"] for one in errors} == {"file_quota_exceeded"}
     assert sum(path.stat().st_size for path in (tmp_path / "data" / "files").iterdir()) <= 100_000
+
+
+def test_uploads_leave_space_for_the_answers_of_others(alice, bob, engine):
+    batch = start(alice, *(line(str(number), prompt="held", n=8) for number in range(10)))
+    wait_until(lambda: engine.started == 8)
+    other = upload(bob, line("b"))
+
+    def fill(size):
+        while True:
+            upload(bob, "x" * size)
+
+    for size in (10_000, 1000, 100):
+        with pytest.raises(openai.BadRequestError, match="for uploads"):
+            fill(size)
+    refused = ended(bob, bob.batches.create(input_file_id=other.id, endpoint="/v1/completions", completion_window="24h"))
+    assert refused.errors.data[0].code == "file_quota_exceeded"
+    engine.released = True
+    counts = ended(alice, batch).request_counts
+    assert (counts.completed, counts.failed) == (10, 0)
 
 
 def test_a_tenant_has_a_largest_number_of_files_and_batches(alice, bob, engine, monkeypatch):
