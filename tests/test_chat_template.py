@@ -120,3 +120,11 @@ def test_the_longest_control_token_is_found():
     job |= {"messages": ["a<|x|>b<|x|>>c<|xd"], "controls": ("<|x|>>", "<|x|>", "<|")}
     marked = [(text, True) for text in ("<|x|>", "<|x|>>", "<|")]
     assert render(job) == [("a", False), marked[0], ("b", False), marked[1], ("c", False), marked[2], ("xd", False)]
+
+
+def test_control_tokens_in_messages_are_limited(processes):
+    template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+    assert len(template.render([{"content": "<|x|>a" * 10_000}], ["<|x|>"])) == 20_000
+    with pytest.raises(InvalidRequest, match="the messages have 10001 texts of control tokens, and 10000 are allowed") as caught:
+        template.render([{"content": "<|x|>a" * 10_001}], ["<|x|>"])
+    assert caught.value.param == "messages"

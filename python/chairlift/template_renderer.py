@@ -21,6 +21,9 @@ from chairlift.errors import InvalidRequest
 MAX_CHARACTERS = 16 << 20
 """Maximum length of a rendered conversation: a multiple of what a request can send."""
 
+MAX_CONTROL_TOKENS = 10_000
+"""Maximum number of control tokens in what users wrote: the server holds its interpreter's lock while it reads their pieces."""
+
 LENGTH_BYTES = 8
 """Size of the length, little-endian, before each job and each reply."""
 
@@ -49,6 +52,9 @@ def render(job: Mapping[str, Any]) -> list[tuple[str, bool]]:
     if marked is None:
         return [(text, False)]
     pieces = re.split(f"{_OPEN}({pattern.pattern}){_CLOSE}", text)
+    if len(pieces) // 2 > MAX_CONTROL_TOKENS:
+        message = f"the messages have {len(pieces) // 2} texts of control tokens, and {MAX_CONTROL_TOKENS} are allowed"
+        raise InvalidRequest(message, param="messages")
     # A template that slices strings may leave a single mark.
     cleaned = (piece.translate(_MARKS) for piece in pieces)
     return [(piece, index % 2 == 1) for index, piece in enumerate(cleaned) if piece]

@@ -61,10 +61,10 @@ class Tokenizer:
         """Returns a number of tokens that `text` surely has, without tokenizing it. White space does not count: tokenizers may drop it."""
         if self._token_bytes.splits_words:  # a word that it does not know is one token, however long
             return len(text.split())
-        return math.ceil((len(text) - sum(map(text.count, " \n\r\t"))) / self._longest_token)
+        return math.ceil((len(text) - sum(map(text.count, " \n\r\t"))) / self.longest_token)
 
     @cached_property
-    def _longest_token(self) -> int:
+    def longest_token(self) -> int:
         """Length in bytes of the longest token, without white space."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         return max(1, *(len(self._token_bytes.to_bytes(token).translate(None, b" \n\r\t")) for token in vocabulary))

@@ -125,7 +125,7 @@ def test_a_tenant_at_its_limit_may_not_tokenize_beside(engine, tmp_path, monkeyp
     keys.write_text('[alice]\nkey = "a"\nmax_requests = 2\n')
     tokenizing, done = [], threading.Event()
 
-    async def encode(_, text, **options):
+    async def encode(model, request, text, **options):
         tokenizing.append(text)
         await asyncio.to_thread(done.wait)
         return [97]
@@ -182,7 +182,7 @@ ENDS = {
     "served": (HELD, 200),
     "no json": (b"{", 400),
     "a wrong field": (HELD | {"temperature": "hot"}, 400),
-    "too long a prompt": (HELD | {"prompt": "a" * 3000}, 400),
+    "too long a prompt": (HELD | {"prompt": "a" * 9000}, 400),
     "refused by the engine": (HELD | {"prompt": "full"}, 503),
     "failed": (HELD | {"prompt": "boom", "max_tokens": 5}, 500),
     "a bug": (HELD | {"prompt": "bug", "max_tokens": 5}, 500),

@@ -1,6 +1,7 @@
 """Every route checks the length of its texts before it tokenizes them, and long texts are tokenized one request at a time."""
 
 import asyncio
+import json
 import re
 import threading
 from pathlib import Path
@@ -60,14 +61,17 @@ def recorded():
         yield client, engine.tokenizer
 
 
+@pytest.mark.parametrize("filler", ["7", " "], ids=["digits", "spaces"])
 @pytest.mark.parametrize("path", BODIES)
-def test_a_text_that_is_too_long_is_not_tokenized(recorded, path):
+def test_a_text_that_is_too_long_is_neither_rendered_nor_tokenized(recorded, path, filler):
     client, tokenizer = recorded
     tokenizer.lengths.clear()
-    response = client.post(path, json=BODIES[path])
+    tokenizer.rendered.clear()
+    response = client.post(path, content=json.dumps(BODIES[path]).replace("7", filler), headers={"content-type": "application/json"})
     assert response.status_code == 400
-    assert re.search("context_length|context length|at most 1048576 characters", response.text), response.text
+    assert re.search("context_length|context length|context window|at most 1048576 (characters|are)", response.text), response.text
     assert sum(tokenizer.lengths) < 1000
+    assert tokenizer.rendered == []
 
 
 def test_an_appended_text_that_is_too_long_is_not_tokenized(recorded):
@@ -129,10 +133,10 @@ class SlowTokenizer(FakeTokenizer):
 def test_long_texts_are_tokenized_one_by_one_and_short_ones_pass_them():
     async def main():
         tokenizer, tokenizing = SlowTokenizer(), Tokenizing()
-        long = [tokenizing.encode(tokenizer, ["7" * LONG, "7"], 10 * LONG) for _ in range(4)]
-        long += [tokenizing.chat(tokenizer, [{"role": "user", "content": "7" * (LONG + 1)}], {}, 10 * LONG) for _ in range(4)]
+        long = [tokenizing.encode("", tokenizer, ["7" * LONG, "7"], 10 * LONG) for _ in range(4)]
+        long += [tokenizing.chat("", tokenizer, [{"role": "user", "content": "7" * (LONG + 1)}], {}, 10 * LONG) for _ in range(4)]
         running = [asyncio.ensure_future(one) for one in long]
-        assert await tokenizing.encode(tokenizer, ["77"], 10) == [[2]]
+        assert await tokenizing.encode("", tokenizer, ["77"], 10) == [[2]]
         assert not all(one.done() for one in running)
         assert await asyncio.gather(*running) == [[[LONG], [1]]] * 4 + [[LONG + 1]] * 4
         assert tokenizer.most <= 2
@@ -140,14 +144,70 @@ def test_long_texts_are_tokenized_one_by_one_and_short_ones_pass_them():
     asyncio.run(main())
 
 
+class OrderedTokenizer(FakeTokenizer):
+    """Renders a long text of each conversation, and records whose texts it rendered and tokenized."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = {"render": [], "encode": []}
+
+    def render(self, messages, **variables):
+        self.order["render"].append(messages[0]["content"])
+        threading.Event().wait(0.005)
+        return [(messages[0]["content"] * (LONG + 1), False)]
+
+    def encode_pieces(self, pieces):
+        self.order["encode"].append(pieces[0][0][0])
+        threading.Event().wait(0.005)
+        return []
+
+
+def test_a_group_of_tenants_does_not_wait_for_all_that_another_has_sent():
+    async def main():
+        tokenizer, tokenizing = OrderedTokenizer(), Tokenizing()
+        await asyncio.gather(
+            *(tokenizing.chat(group, tokenizer, [{"role": "user", "content": group}], {}, 10 * LONG) for group in "a" * 20 + "b")
+        )
+        for order in tokenizer.order.values():
+            assert (len(order), order.index("b") < 6) == (21, True), order
+
+    asyncio.run(main())
+
+
+def test_what_templates_leave_out_of_an_answer_does_not_count_before_rendering():
+    async def main(role):
+        tokenizer = OrderedTokenizer()
+        messages = [{"role": "user", "content": "a"}, {"role": role, "content": "7" * 10 * LONG}]
+        await Tokenizing().chat("", tokenizer, messages, {}, LONG)
+        return tokenizer.order["render"]
+
+    assert asyncio.run(main("assistant")) == ["a"]
+    with pytest.raises(InvalidRequest, match="which are at least 81921 tokens"):
+        asyncio.run(main("user"))
+
+
+@pytest.mark.parametrize(
+    ("must_fit", "limit", "most"), [(True, 10, MAX_CHARACTERS), (True, 1 << 19, 1 << 21), (False, 1 << 19, MAX_CHARACTERS)]
+)
+def test_white_space_counts_by_characters(must_fit, limit, most):
+    async def main(length):
+        [tokens] = await Tokenizing().encode("", FakeTokenizer(), [" " * length], limit, must_fit=must_fit)
+        return len(tokens)
+
+    assert asyncio.run(main(most)) == most
+    with pytest.raises(InvalidRequest, match=f"at most {most} are tokenized") as caught:
+        asyncio.run(main(most + 1))
+    assert caught.value.code == "context_length_exceeded"
+
+
 def test_a_request_that_is_cancelled_leaves_the_line_and_frees_no_place():
     async def main():
         tokenizer, tokenizing = SlowTokenizer(), Tokenizing()
         for _ in range(8):
-            waiting = asyncio.ensure_future(tokenizing.encode(tokenizer, ["7" * (LONG + 1)], 10 * LONG))
+            waiting = asyncio.ensure_future(tokenizing.encode("", tokenizer, ["7" * (LONG + 1)], 10 * LONG))
             await asyncio.sleep(0.002)
             waiting.cancel()
-        await tokenizing.encode(tokenizer, ["7" * (LONG + 1)], 10 * LONG)
+        await tokenizing.encode("", tokenizer, ["7" * (LONG + 1)], 10 * LONG)
         assert tokenizer.most == 1
 
     asyncio.run(main())
@@ -163,7 +223,7 @@ def test_a_variable_of_a_template_may_have_any_name(recorded, name):
 
 def test_a_text_is_refused_only_if_its_tokens_surely_are_too_many():
     async def main(text):
-        return await Tokenizing().encode(FakeTokenizer(), [text], 10)
+        return await Tokenizing().encode("", FakeTokenizer(), [text], 10)
 
     assert asyncio.run(main("7" * 40)) == [[55] * 40]
     with pytest.raises(InvalidRequest, match=r"has 41 characters, which are at least 11 tokens") as caught:

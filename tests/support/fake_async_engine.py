@@ -47,6 +47,7 @@ class FakeTokenizer:
     eos_token_ids = frozenset({0})
     template_source = "{{ messages }}"
     control_texts = ("<|end|>", "<eos>")
+    longest_token = 4
 
     def __init__(self) -> None:
         self.template = ChatTemplate({"default": "{{ messages }}{{ tools }}{{ documents }}<tool_call>"}, {})
@@ -62,7 +63,7 @@ class FakeTokenizer:
         return bytes([token])
 
     def min_tokens(self, text: str) -> int:
-        return -(-len(text) // 4)
+        return -(-len("".join(text.split())) // self.longest_token)
 
     def render(self, messages: list[dict[str, str]], **variables: object) -> list[tuple[str, bool]]:
         self.rendered.append((messages, variables))

@@ -205,6 +205,7 @@ class FakeTokenizer:
     eos_token_ids = special_token_ids = frozenset({EOS})
     strips_first_space = False
     vocab_size = FACTS["vocab_size"]
+    longest_token = 1
 
     def __init__(self, directory=Path(), source=None, chat_template=None):
         self.directory = directory

@@ -38,7 +38,7 @@ class EmbeddingBatch:
         if len(inputs) > MAX_INPUTS:
             raise InvalidRequest(f"{len(inputs)} inputs in one request, at most {MAX_INPUTS} are allowed", param="input")
         limit = facts["max_text_len"]
-        texts = await _tokens(model, inputs, limit, must_fit=not truncate)
+        texts = await _tokens(request, model, inputs, limit, must_fit=not truncate)
         for index, tokens in enumerate(texts):
             if len(tokens) <= limit:
                 continue
@@ -63,10 +63,11 @@ class EmbeddingBatch:
         return [embedding for _, embedding in sorted(found.items())]
 
 
-async def _tokens(model: ServedModel, inputs: list[str | list[int]], limit: int, *, must_fit: bool) -> list[list[int]]:
+async def _tokens(request: Request, model: ServedModel, inputs: list[str | list[int]], limit: int, *, must_fit: bool) -> list[list[int]]:
     """Returns the token ids of each input; raises InvalidRequest."""
     texts = [one for one in inputs if isinstance(one, str)]
-    encoded = iter(await model.tokenizing.encode(model.engine.tokenizer, texts, limit, must_fit=must_fit, param="input"))
+    group = request.state.ticket.tenant.group
+    encoded = iter(await model.tokenizing.encode(group, model.engine.tokenizer, texts, limit, must_fit=must_fit, param="input"))
     return [next(encoded) if isinstance(one, str) else one for one in inputs]
 
 

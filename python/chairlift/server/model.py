@@ -91,16 +91,19 @@ class ServedModel:
         facts = self.engine.facts
         return ["generate"] * facts["generates"] + ["embed"] * (facts["max_text_len"] is not None)
 
-    async def encode(self, text: str, *, must_fit: bool = True, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, request: Request, text: str, *, must_fit: bool = True, add_special_tokens: bool = True) -> list[int]:
         """Returns the tokens of a text; raises InvalidRequest. With `must_fit` a text that exceeds the context is not tokenized."""
         tokenizer, limit = self.engine.tokenizer, self.engine.facts["max_model_len"]
-        [tokens] = await self.tokenizing.encode(tokenizer, [text], limit, must_fit=must_fit, add_special_tokens=add_special_tokens)
-        return tokens
+        group = request.state.ticket.tenant.group
+        encoded = await self.tokenizing.encode(group, tokenizer, [text], limit, must_fit=must_fit, add_special_tokens=add_special_tokens)
+        return encoded[0]
 
-    async def render(self, conversation: list[dict[str, Any]], variables: Mapping[str, Any], *, must_fit: bool = True) -> list[int]:
+    async def render(
+        self, request: Request, conversation: list[dict[str, Any]], variables: Mapping[str, Any], *, must_fit: bool = True
+    ) -> list[int]:
         """Applies the chat template and returns the prompt's tokens; raises InvalidRequest. `must_fit` as in `encode`."""
-        limit = self.engine.facts["max_model_len"]
-        return await self.tokenizing.chat(self.engine.tokenizer, conversation, variables, limit, must_fit=must_fit)
+        limit, group = self.engine.facts["max_model_len"], request.state.ticket.tenant.group
+        return await self.tokenizing.chat(group, self.engine.tokenizer, conversation, variables, limit, must_fit=must_fit)
 
 
 def model_of(request: Request) -> ServedModel:

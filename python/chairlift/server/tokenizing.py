@@ -1,7 +1,7 @@
 """Tokenizes what requests send: the only way from a route to a tokenizer.
 
 A text's length is checked before it is tokenized, and long texts wait for their turn, so that requests can take neither the event loop
-nor much memory, however many there are.
+nor much memory, however many there are. A group of tenants has one turn at a time, so that it cannot keep others waiting.
 """
 
 from __future__ import annotations
@@ -9,31 +9,39 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
-from chairlift.errors import ContextExceeded
+from chairlift.errors import ContextExceeded, InvalidRequest
 from chairlift.template_process import MAX_PROCESSES
 
 if TYPE_CHECKING:
     from chairlift.tokenizer import Tokenizer
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 LONG = 1 << 15
 """Characters of a request above which it waits for its turn. Fewer take some 10 ms, more need up to 300 bytes of memory each."""
 
 MAX_CHARACTERS = 1 << 20
-"""Maximum length of a text that need not fit into the context, because its tokens are counted or truncated."""
+"""Maximum length of a text that need not fit into the context, because its tokens are counted or truncated, or it is white space."""
 
 
 class Tokenizing:
-    """The threads in which a server tokenizes. Texts run without the GIL, chat templates in processes of their own."""
+    """The threads in which a server tokenizes. Texts run without the GIL, chat templates in processes of their own.
+
+    `group` is always the group of the request's tenant.
+    """
 
     def __init__(self) -> None:
-        self._renderers = ThreadPoolExecutor(MAX_PROCESSES, "render")
-        self._long_texts = ThreadPoolExecutor(1, "tokenize")
+        self._renderers = _Threads(MAX_PROCESSES, "render")
+        self._long_texts = _Threads(1, "tokenize")
         """One thread: a megabyte may take 300 MB while it is tokenized."""
 
     async def encode(
         self,
+        group: str,
         tokenizer: Tokenizer,
         texts: Sequence[str],
         limit: int,
@@ -55,13 +63,18 @@ class Tokenizing:
         def encode() -> list[list[int]]:
             return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
+        def check_and_encode() -> list[list[int]]:
+            check()
+            return encode()
+
         if sum(map(len, texts)) <= LONG:
-            return await asyncio.to_thread(_both, check, encode)
+            return await asyncio.to_thread(check_and_encode)
         await asyncio.to_thread(check)
-        return await asyncio.get_running_loop().run_in_executor(self._long_texts, encode)
+        return await self._long_texts.run(group, encode)
 
     async def chat(
         self,
+        group: str,
         tokenizer: Tokenizer,
         conversation: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
@@ -77,26 +90,50 @@ class Tokenizing:
             short = sum(len(text) for text, _ in pieces) <= LONG
             return pieces, tokenizer.encode_pieces(pieces) if short else None
 
-        loop = asyncio.get_running_loop()
-        pieces, ids = await loop.run_in_executor(self._renderers, render)
-        return await loop.run_in_executor(self._long_texts, tokenizer.encode_pieces, pieces) if ids is None else ids
+        contents = _rendered_surely(conversation)
+        if len(contents) > LONG:
+            await asyncio.to_thread(_check, tokenizer, [contents], limit, must_fit, "prompt")
+        pieces, ids = await self._renderers.run(group, render)
+        return await self._long_texts.run(group, tokenizer.encode_pieces, pieces) if ids is None else ids
 
 
-def _both(check: Callable[[], None], encode: Callable[[], list[list[int]]]) -> list[list[int]]:
-    check()
-    return encode()
+class _Threads:
+    """Threads in which each group has one call at a time, so that a call waits for at most one of each other group."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self._executor = ThreadPoolExecutor(number, name)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """The turn of each group with calls."""
+
+    async def run(self, group: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls a function in a thread when it is the turn of `group`."""
+        async with self._turns.setdefault(group, asyncio.Lock()):
+            return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args, **kwargs)
+
+
+def _rendered_surely(conversation: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what every chat template renders: the contents of the messages but the assistant's, whose reasoning templates leave out."""
+    contents = (message.get("content") for message in conversation if message.get("role") != "assistant")
+    return "".join(content for content in contents if isinstance(content, str))
 
 
 def _check(tokenizer: Tokenizer, pieces: Sequence[str], limit: int, must_fit: bool, param: str) -> None:
-    """Raises InvalidRequest for a text that is too long even if all its tokens are the longest of the vocabulary."""
+    """Raises InvalidRequest for a text that is too long even if all its tokens are the longest of the vocabulary.
+
+    White space, and a word without an end, may be few tokens, so there is a limit on characters, too.
+    """
     length = sum(map(len, pieces))
-    if length <= limit or not (must_fit or length > MAX_CHARACTERS):
+    if length <= limit:
         return
-    if (least := sum(map(tokenizer.min_tokens, pieces))) <= limit:
+    most = max(MAX_CHARACTERS, limit * tokenizer.longest_token) if must_fit else MAX_CHARACTERS
+    least = sum(map(tokenizer.min_tokens, pieces))
+    if length <= most and not (must_fit and least > limit):
         return
     message = f"This model's maximum context length is {limit} tokens. However, the {param} has {length} characters"
-    if must_fit:
+    if must_fit and least > limit:
         message += f", which are at least {least} tokens. Please reduce the length of the {param}."
     else:
-        message += f": at most {MAX_CHARACTERS} are counted, or truncated."
-    raise ContextExceeded(message, param=param, limit=limit, prompt=least)
+        message += f": at most {most} are tokenized."
+    if least > limit:
+        raise ContextExceeded(message, param=param, limit=limit, prompt=least)
+    raise InvalidRequest(message, param=param, code="context_length_exceeded")

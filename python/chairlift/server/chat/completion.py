@@ -126,9 +126,9 @@ class ChatCompletion:
         tool_spec = await beside(request, body.tool_spec)
         try:
             if raw_prompt is None:
-                prompt = await _render_prompt(model, body, tool_spec)
+                prompt = await _render_prompt(request, model, body, tool_spec)
             else:
-                prompt = _RenderedPrompt(await model.encode(raw_prompt), Hermes, None)
+                prompt = _RenderedPrompt(await model.encode(request, raw_prompt), Hermes, None)
             show = body.include_reasoning is not False
             parser_config = await beside(request, _ParserConfig, model, tool_spec, prompt, hide=params.skip_special_tokens, show=show)
             if parser_config.control_marks:
@@ -243,17 +243,20 @@ class _ParserConfig:
         return {mark: ids[0] for mark, ids in encoded.items() if len(ids) == 1}
 
 
-async def prompt_of(model: ServedModel, body: ChatRequest, *, must_fit: bool = True) -> list[int]:
+async def prompt_of(request: Request, model: ServedModel, body: ChatRequest, *, must_fit: bool = True) -> list[int]:
     """Returns the token ids of a conversation's prompt; raises InvalidRequest, with `must_fit` also for one that exceeds the context."""
     tool_spec = await asyncio.to_thread(body.tool_spec)
-    return (await _render_prompt(model, body, tool_spec, must_fit=must_fit)).tokens
+    return (await _render_prompt(request, model, body, tool_spec, must_fit=must_fit)).tokens
 
 
-async def _render_prompt(model: ServedModel, body: ChatRequest, tool_spec: ToolSpec, *, must_fit: bool = True) -> _RenderedPrompt:
+async def _render_prompt(
+    request: Request, model: ServedModel, body: ChatRequest, tool_spec: ToolSpec, *, must_fit: bool = True
+) -> _RenderedPrompt:
     """Renders the prompt; raises InvalidRequest."""
     conversation, variables, parser_type = await asyncio.to_thread(_template_inputs, model, body, tool_spec)
     must_fit = must_fit and body.truncate_prompt_tokens is None
-    tokens = body.truncate(await model.render(conversation, variables, must_fit=must_fit), model.engine.facts["max_model_len"])
+    rendered = await model.render(request, conversation, variables, must_fit=must_fit)
+    tokens = body.truncate(rendered, model.engine.facts["max_model_len"])
     return _RenderedPrompt(tokens, parser_type, _reasoning(model, tokens, conversation[-1] if body.continue_final_message else None))
 
 

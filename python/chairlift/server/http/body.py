@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,8 +23,9 @@ LARGE = 1 << 14
 MAX_VALUES = 100_000
 """Maximum number of objects, arrays and fields in a body. Parsing holds the lock of the interpreter, for 0.1 s at 2 MiB of empty arrays."""
 
-_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\Z)', re.DOTALL)
-"""Strings of a JSON text; possessive, so that the search takes linear time."""
+_VALUE_MARKS = b"[{:"
+"""Each object, array and field of a JSON text has one of these outside of strings."""
+_OTHER_BYTES = bytes(set(range(256)).difference(_VALUE_MARKS, b'"'))
 
 F = TypeVar("F", bound=Fields)
 P = ParamSpec("P")
@@ -50,7 +50,7 @@ async def read_json(request: Request, *, queued: bool = True, counted: bool = Tr
     if queued:
         service_of(request).registry.add_preparing(request.state.tenant, request.state.context)
     request.state.large = len(raw) > LARGE
-    return await beside(request, _parse, raw)
+    return await beside(request, parse, raw)
 
 
 async def read_fields(request: Request, fields: type[F], *, queued: bool = True, counted: bool = True) -> tuple[F, list[str]]:
@@ -64,9 +64,9 @@ async def beside(request: Request, function: Callable[P, R], *args: P.args, **kw
     return await asyncio.to_thread(function, *args, **kwargs) if request.state.large else function(*args, **kwargs)
 
 
-def _parse(raw: bytearray) -> dict[str, Any]:
+def parse(raw: bytearray) -> dict[str, Any]:
     """Returns the body; raises ApiError 400."""
-    if _num_values(raw) > MAX_VALUES and _num_values(_STRINGS.sub(b"", raw)) > MAX_VALUES:
+    if sum(map(raw.count, _VALUE_MARKS)) > MAX_VALUES and _num_values(raw) > MAX_VALUES:
         raise ApiError(400, f"the body has more than {MAX_VALUES} objects, arrays and fields", code="invalid_json")
     try:
         body = from_json(raw, allow_inf_nan=False)
@@ -77,8 +77,16 @@ def _parse(raw: bytearray) -> dict[str, Any]:
     return body
 
 
-def _num_values(raw: bytes | bytearray) -> int:
-    return sum(map(raw.count, (b"[", b"{", b":")))
+def _num_values(raw: bytearray) -> int:
+    """Returns the number of objects, arrays and fields of a JSON text; of more than MAX_VALUES, any number above that.
+
+    These are few short calls, because each holds the lock of the interpreter: one regular expression for strings held it for 0.1 s.
+    """
+    marks = raw.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHER_BYTES)
+    # Two quotes in a row are an empty string, or the end of one string and the start of the next: without them the same marks are in
+    # strings. What is left has a mark between any two quotes, so a body with few values has few parts.
+    parts = marks.replace(b'""', b"").split(b'"', 2 * MAX_VALUES + 2)
+    return sum(map(len, parts[::2]))
 
 
 def _check_media_type(request: Request) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
-from prometheus_client.samples import Sample
 
 from chairlift.outputs import RequestOutput, Timing
 from chairlift.sampling import SamplingParams
@@ -167,19 +166,16 @@ class Metrics:
         """Counts a request that the server rejected, for one of `REJECTIONS`; the engine counts its own rejections."""
         self._rejected[reason] += 1
 
-    def render(self, reader: Reader = None) -> bytes:
-        """Returns what `reader` may see in the exposition format."""
-        return render([self], reader)
+    def render(self) -> bytes:
+        """Returns all metrics in the exposition format."""
+        return render(collect([self]))
 
-    def families(self, reader: Reader) -> Iterator[Metric]:
-        """Yields the metrics that `reader` may see, without creation times, and those that vLLM has again under its names."""
+    def families(self) -> Iterator[Metric]:
+        """Yields the metrics without creation times, and those that vLLM has again under its names."""
         for family in self.registry.collect():
-            stem = family.name.removeprefix("chairlift_")
-            samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-            family.samples = samples if reader is None else _of_tenant(reader, stem, samples)
-            if reader is not None and not family.samples:
-                continue
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
+            stem = family.name.removeprefix("chairlift_")
             if self._alias and stem in _VLLM:
                 yield _renamed(family, stem)
 
@@ -188,14 +184,25 @@ class Metrics:
         return {short: self._latencies.buckets(stem) for short, stem in _DASHBOARD_LATENCIES.items()}
 
 
-def render(models: Sequence[Metrics], reader: Reader = None) -> bytes:
-    """Returns the metrics of all models that `reader` may see in the exposition format."""
+def collect(models: Iterable[Metrics]) -> list[Metric]:
+    """Returns the metrics of all models, each once with the samples of all."""
     families: dict[str, Metric] = {}
     for metrics in models:
-        for family in metrics.families(reader):
+        for family in metrics.families():
             if (merged := families.setdefault(family.name, family)) is not family:
                 merged.samples += family.samples
-    return generate_latest(_Families(families.values()))
+    return list(families.values())
+
+
+def render(families: Iterable[Metric], reader: Reader = None) -> bytes:
+    """Returns what `reader` may see of these metrics in the exposition format."""
+    return generate_latest(_Families(families if reader is None else _of_tenant(families, reader)))
+
+
+def tenants(families: Iterable[Metric]) -> set[str]:
+    """Returns the tenants that have samples; "" is the anonymous one."""
+    labels = {sample.labels["tenant"] for family in families for sample in family.samples if "tenant" in sample.labels}
+    return {"" if label == NO_TENANT else label for label in labels}
 
 
 class _Families(CollectorRegistry):
@@ -209,13 +216,19 @@ class _Families(CollectorRegistry):
         yield from self._families
 
 
-def _of_tenant(tenant: str, stem: str, samples: Sequence[Sample]) -> list[Sample]:
-    """Returns the samples of a metric that `tenant` may see: its own, and few without a tenant, which do not tell what others do when."""
-    if stem == "saturation":
-        return [sample._replace(value=engine_stats.coarse(sample.value)) for sample in samples]
-    if stem in _SHARED:
-        return list(samples)
-    return [] if stem in _HIDDEN else [sample for sample in samples if sample.labels.get("tenant") == (tenant or NO_TENANT)]
+def _of_tenant(families: Iterable[Metric], tenant: str) -> Iterator[Metric]:
+    """Yields what `tenant` may see: its own samples, and few without a tenant, which do not tell what others do when."""
+    for family in families:
+        stem = family.name.removeprefix("chairlift_").removeprefix("vllm:")
+        seen = Metric(family.name, family.documentation, family.type)
+        if stem == "saturation":
+            seen.samples = [sample._replace(value=engine_stats.coarse(sample.value)) for sample in family.samples]
+        elif stem in _SHARED:
+            seen.samples = family.samples
+        elif stem not in _HIDDEN:
+            seen.samples = [sample for sample in family.samples if sample.labels.get("tenant") == (tenant or NO_TENANT)]
+        if seen.samples:
+            yield seen
 
 
 def _renamed(family: Metric, stem: str) -> Metric:

@@ -7,32 +7,46 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from chairlift.server.keys import Reader
-from chairlift.server.observability.metrics import Metrics, render
+from prometheus_client import Metric
+
+from chairlift.server.keys import HIDDEN_TENANT, Reader
+from chairlift.server.observability.metrics import Metrics, collect, render, tenants
 
 PAUSE = 10.0
-"""A text is served again for this many times the CPU time that rendering it took: 0.1 s with many tenants, a hundredth of that with few."""
+"""Metrics are served again for this many times the CPU time that they took: 0.1 s with many tenants, a hundredth of that with few."""
 
 
 class MetricsPage:
-    """Renders the metrics of all models in one thread, so that any number of scrapers cost no more than one."""
+    """Renders the metrics of all models in one thread, so that any number of scrapers cost no more than one.
+
+    All readers see metrics collected at the same time, because collecting takes most of the time. Each tenant that has samples gets a
+    text, and all others share one: clients can invent any number of names.
+    """
 
     def __init__(self, models: Sequence[Metrics]) -> None:
         self._models = models
         self.pause = PAUSE
         self._thread = ThreadPoolExecutor(1, "metrics")
-        self._texts: dict[Reader, tuple[float, bytes]] = {}
-        """Recent texts and until when they are served, by reader."""
+        self._families: list[Metric] = []
+        self._texts: dict[Reader, bytes] = {}
+        """The texts of `_families`, by reader; HIDDEN_TENANT stands for tenants without samples."""
+        self._tenants: set[str] = set()
+        self._until = 0.0
+        """When the metrics are collected again."""
 
     async def text(self, reader: Reader) -> bytes:
         """Returns the metrics that `reader` may see in Prometheus' text format."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._text, reader)
 
     def _text(self, reader: Reader) -> bytes:
-        now = time.monotonic()
-        self._texts = {one: kept for one, kept in self._texts.items() if now < kept[0]}
+        began = time.thread_time()
+        if (now := time.monotonic()) >= self._until:
+            self._until = now
+            self._families, self._texts = collect(self._models), {}
+            self._tenants = tenants(self._families)
+        if reader is not None and reader not in self._tenants:
+            reader = HIDDEN_TENANT
         if reader not in self._texts:
-            began = time.thread_time()
-            text = render(self._models, reader)
-            self._texts[reader] = time.monotonic() + self.pause * (time.thread_time() - began), text
-        return self._texts[reader][1]
+            self._texts[reader] = render(self._families, reader)
+            self._until += self.pause * (time.thread_time() - began)
+        return self._texts[reader]

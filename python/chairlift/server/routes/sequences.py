@@ -62,17 +62,17 @@ class SequenceOpenRequest(Fields):
     cache_salt: str | None = None
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
 
-    async def tokens(self, model: ServedModel) -> list[int]:
+    async def tokens(self, request: Request, model: ServedModel) -> list[int]:
         """Returns the prompt's token ids; raises InvalidRequest."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("send either a prompt or messages", param="prompt")
         if self.prompt is None:
-            return await prompt_of(model, await asyncio.to_thread(self._chat))
+            return await prompt_of(request, model, await asyncio.to_thread(self._chat))
         if is_ids(self.prompt):
             return list(self.prompt)
         if not isinstance(self.prompt, str):
             raise InvalidRequest(f"prompt must be a string or a list of token ids, got {brief(self.prompt)}", param="prompt")
-        return await model.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
+        return await model.encode(request, self.prompt, add_special_tokens=self.add_special_tokens is not False)
 
     def _chat(self) -> ChatRequest:
         names = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
@@ -124,7 +124,7 @@ async def open_sequence(request: Request) -> Response:
     service = service_of(request)
     body, ignored = await read_fields(request, SequenceOpenRequest)
     model = await service.use(request, body.model, adapters=False)
-    prompt = await body.tokens(model)
+    prompt = await body.tokens(request, model)
     fields = body.model_dump(include=_OWN_FIELDS, exclude_none=True)
     generation = GenerationRequest(**fields, request_id=body.request_id)
     tier = service.tiers.choose(generation.service_tier, request.state.tenant)
@@ -197,7 +197,8 @@ async def append(request: Request) -> Response:
     if content is None or (body.text is not None and body.tokens is not None):
         raise InvalidRequest("send either text or tokens", param="text")
     try:
-        await served.sequence.append(await served.model.encode(content, add_special_tokens=False) if isinstance(content, str) else content)
+        tokens = await served.model.encode(request, content, add_special_tokens=False) if isinstance(content, str) else content
+        await served.sequence.append(tokens)
     except InvalidRequest as error:
         error.param = param if error.param == "content" else error.param
         raise

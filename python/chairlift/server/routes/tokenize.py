@@ -55,9 +55,9 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either a prompt or messages", param="prompt")
     if body.prompt is None:
-        tokens = await prompt_of(model, await beside(request, body.chat), must_fit=False)
+        tokens = await prompt_of(request, model, await beside(request, body.chat), must_fit=False)
     else:
-        tokens = await model.encode(body.prompt, must_fit=False, add_special_tokens=body.add_special_tokens is not False)
+        tokens = await model.encode(request, body.prompt, must_fit=False, add_special_tokens=body.add_special_tokens is not False)
     # The response may be a megabyte: serialize it in a thread.
     return await asyncio.to_thread(_tokens_response, model, tokens, bool(body.return_token_strs), ignored_header(ignored))
 

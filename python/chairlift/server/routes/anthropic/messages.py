@@ -36,7 +36,7 @@ async def count_tokens(request: Request) -> Response:
     service = service_of(request)
     service.check_admission()
     body, ignored = await read_fields(request, CountRequest, queued=False)
-    tokens = await prompt_of(await service.use(request, body.model), await beside(request, body.chat), must_fit=False)
+    tokens = await prompt_of(request, await service.use(request, body.model), await beside(request, body.chat), must_fit=False)
     return Json({"input_tokens": len(tokens)}, headers=ignored_header(ignored))
 
 

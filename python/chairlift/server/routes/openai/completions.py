@@ -32,7 +32,7 @@ async def completions(request: Request) -> Response:
     params = await beside(request, body.params, model.default_sampling)
     raw_prompts = await beside(request, body.prompts)
     limit = model.engine.facts["max_model_len"]
-    prompts = [body.truncate(await _tokens(model, prompt, body), limit) for prompt in raw_prompts]
+    prompts = [body.truncate(await _tokens(request, model, prompt, body), limit) for prompt in raw_prompts]
     check_prompt_logprobs(prompts, params)
     generation = Generation(request, body, prompts, params, kind="text_completion", prefix="cmpl-", default_max_tokens=DEFAULT_MAX_TOKENS)
     choices = Choices(model, generation, body, params, raw_prompts, prompts)
@@ -49,11 +49,11 @@ async def completed(answer: dict[str, Any], params: SamplingParams, headers: dic
     return await large_json(answer, headers) if large else Json(answer, headers=headers)
 
 
-async def _tokens(model: ServedModel, prompt: str | list[int], body: CompletionRequest) -> list[int]:
+async def _tokens(request: Request, model: ServedModel, prompt: str | list[int], body: CompletionRequest) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
     must_fit = body.truncate_prompt_tokens is None
-    return await model.encode(prompt, must_fit=must_fit, add_special_tokens=body.add_special_tokens is not False)
+    return await model.encode(request, prompt, must_fit=must_fit, add_special_tokens=body.add_special_tokens is not False)
 
 
 class Choices:
