@@ -181,7 +181,7 @@ def test_a_turn_that_only_calls_has_no_text(content):
     ("path", "fields", "says"),
     [
         (CHAT, {"messages": [{"role": "user", "content": "a " * 1023}], "max_tokens": 9}, "2055 tokens (2046 in the messages, 9 in the"),
-        (CHAT, {"messages": [{"role": "user", "content": "a " * 4500}]}, "the messages have 9000 characters"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 9000}]}, "the messages have 9000 characters"),
         (
             CHAT,
             {"messages": [HELLO], "max_tokens": 2042},
