@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -83,6 +84,30 @@ def test_a_process_that_was_killed_is_replaced(processes):
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     assert template.render(HELLO, ()) == [("hello", False)]
     assert process not in processes.pids
+
+
+def test_a_job_whose_process_is_killed_is_done_by_another(processes):
+    template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+    template.render(HELLO, ())
+    [process] = processes.pids
+    os.kill(process, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as executor:
+        rendered = executor.submit(template.render, HELLO, ())
+        while processes.pids:
+            time.sleep(0.001)
+        time.sleep(0.05)  # it sends the job
+        os.kill(process, signal.SIGKILL)
+        assert rendered.result(60) == [("hello", False)]
+    assert process not in processes.pids
+
+
+def test_the_signal_that_stops_a_server_ends_no_job(processes):
+    template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+    template.render(HELLO, ())
+    [process] = processes.pids
+    os.kill(process, signal.SIGTERM)
+    assert template.render(HELLO, ()) == [("hello", False)]
+    assert processes.pids == [process]
 
 
 def test_messages_that_are_no_json_are_refused(processes):

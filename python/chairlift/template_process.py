@@ -23,6 +23,9 @@ MAX_BYTES = 512 << 20
 MAX_PROCESSES = 2
 """Templates that are rendered at once; more wait."""
 
+_SIGNALS_OF_JOBS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
+"""Signals by which a job may end its process."""
+
 
 class TemplateProcesses:
     """The processes of this program. They are started at the first use and replaced when a template has ended one. Thread-safe."""
@@ -48,19 +51,11 @@ class TemplateProcesses:
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"messages and variables of the chat template must be JSON: {error}", param="messages") from None
         with self._free:
-            process = self._idle.pop() if self._idle else self._start()
-            if process.poll() is not None:  # it was killed while it was idle
-                _close(process)
-                process = self._start()
-            try:
-                reply = _exchange(process, content)
-            except BaseException:
-                process.kill()
-                _close(process)
-                raise
-            if reply is None:
-                raise InvalidRequest(self._reason(_close(process)))
-            self._idle.append(process)
+            reply = self._try(content)
+            if isinstance(reply, int) and reply < 0 and -reply not in _SIGNALS_OF_JOBS:  # it was killed from outside
+                reply = self._try(content)
+        if isinstance(reply, int):
+            raise InvalidRequest(self._reason(reply))
         answer = decode(reply)
         if "error" in answer:
             raise InvalidRequest(answer["error"], param=answer["param"])
@@ -70,6 +65,23 @@ class TemplateProcesses:
         """Ends the processes that are idle."""
         while self._idle:
             _close(self._idle.pop())
+
+    def _try(self, content: bytes) -> bytes | int:
+        """Returns the reply to a job, or the exit status of the process if the process ended."""
+        process = self._idle.pop() if self._idle else self._start()
+        if process.poll() is not None:  # it was killed while it was idle
+            _close(process)
+            process = self._start()
+        try:
+            reply = _exchange(process, content)
+        except BaseException:
+            process.kill()
+            _close(process)
+            raise
+        if reply is None:
+            return _close(process)
+        self._idle.append(process)
+        return reply
 
     def _start(self) -> subprocess.Popen[bytes]:
         # The child has this process's module path and does not import from its working directory.

@@ -134,6 +134,9 @@ def test_more_log_probabilities_than_a_response_may_have_are_refused(served, pat
     response = served[0].post(path, json=body)
     assert response.status_code == 400
     assert "the answers' log-probabilities would be more than 262144 numbers: ask for at most" in response.text
+    assert ("or stream the response" in response.text) == (path != "/v1/responses")
+    if path.startswith("/v1"):
+        assert response.json()["error"]["param"] == ("logprobs" if path == "/v1/completions" else "top_logprobs")
 
 
 def test_an_answer_without_a_limit_of_its_own_ends_where_its_log_probabilities_do(served):

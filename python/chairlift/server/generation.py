@@ -69,8 +69,11 @@ class Generation:
         lora = self._model.adapter(body.model)
         if lora is not None:
             params = replace(params, lora=lora)
-        most = max_tokens_with_logprobs(params, len(prompts)) if kind == "response" or not self._stream else sys.maxsize
-        self._prompts = [(prompt, self._resolve_max_tokens(prompt, params, default_max_tokens, most)) for prompt in prompts]
+        # A stream of the Responses API ends with the whole response.
+        always_whole = kind == "response"
+        most = max_tokens_with_logprobs(params, len(prompts)) if always_whole or not self._stream else sys.maxsize
+        hint = "" if always_whole else ", or stream the response"
+        self._prompts = [(prompt, self._resolve_max_tokens(prompt, params, default_max_tokens, most, hint)) for prompt in prompts]
         self._n = params.n
         self._sequence = sequence
         self._context = request.state.context
@@ -95,12 +98,15 @@ class Generation:
             self.usage.energy = {"joules": None, "method": self._model.engine.facts.get("energy_method")}
         self._timing: Timing | None = None
 
-    def _resolve_max_tokens(self, prompt: list[int], params: SamplingParams, default: int | None, most: int) -> SamplingParams:
-        """Returns the parameters with the prompt's `max_tokens`; raises InvalidRequest. At `most` so many have room in the response."""
+    def _resolve_max_tokens(self, prompt: list[int], params: SamplingParams, default: int | None, most: int, hint: str) -> SamplingParams:
+        """Returns the parameters with the prompt's `max_tokens`; raises InvalidRequest.
+
+        At `most` so many have room in the response; `hint` names another way to get more.
+        """
         resolved = self._model.engine.validate(prompt, params)
         if params.max_tokens is not None and params.max_tokens > most:
             message = f"the answers' log-probabilities would be more than {MAX_LOGPROBS} numbers: ask for at most {most} tokens, for fewer"
-            raise InvalidRequest(f"{message} answers or log-probabilities, or stream the response", param="logprobs")
+            raise InvalidRequest(f"{message} answers or log-probabilities{hint}", param="logprobs")
         if params.max_tokens is not None or resolved.max_tokens is None:
             return resolved
         wanted = resolved.max_tokens if default is None else max(default, params.min_tokens)

@@ -144,8 +144,8 @@ class ChatCompletion:
             check_prompt_logprobs([prompt.tokens], params)
             generation = Generation(request, body, [prompt.tokens], params, kind=kind, prefix=prefix)
         except InvalidRequest as error:
-            if error.param == "prompt":  # the engine's name for what the client sent as messages
-                error.param = "messages"
+            # The engine's names for what the client sent.
+            error.param = {"prompt": "messages", "logprobs": "top_logprobs"}.get(error.param or "", error.param)
             raise
         if prompt.reasoning is not None:
             generation.usage.reasoning = 0
