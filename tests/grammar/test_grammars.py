@@ -406,6 +406,12 @@ def sized(vocabulary, monkeypatch):
     made.close()
 
 
+def test_a_small_grammar_counts_little_and_a_large_one_what_it_takes(grammars):
+    wide = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1500)}}
+    small, large = (grammars.compile(form).result(PATIENCE).size for form in (structure("choice", ["small"]), structure("json", wide)))
+    assert small < MIB < 5 * MIB < large < 50 * MIB
+
+
 def test_bytes_are_counted_as_they_grow(sized, monkeypatch):
     made, tried = sized
     memory = [0]

@@ -22,7 +22,7 @@ from chairlift.errors import InvalidRequest, RequestFailed
 from chairlift.grammar.allowance import Allowance
 from chairlift.grammar.grammar import LIMIT_REACHED, TOO_COMPLEX, check
 from chairlift.grammar.source import schemas_by_tool, source
-from chairlift.grammar.usage import TENANT_SECONDS, GrammarUsage
+from chairlift.grammar.usage import TENANT_SECONDS, GrammarUsage, resident_bytes
 from chairlift.sampling import StructuredOutput
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def _bound() -> None:
 
 
 def _verdict(tokenizer: LLTokenizer, structure: StructuredOutput) -> dict[str, Any]:
-    usage, before = GrammarUsage(Allowance(TENANT_SECONDS)), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    usage, before = GrammarUsage(Allowance(TENANT_SECONDS)), resident_bytes()
     try:
         matcher = compiled(tokenizer, structure)
     except InvalidRequest as error:
@@ -220,9 +220,7 @@ def _verdict(tokenizer: LLTokenizer, structure: StructuredOutput) -> dict[str, A
             return {"error": str(error), "code": error.code}
     except ValueError:
         pass  # an arbitrary answer may come to a place from which the grammar has no end
-    del matcher
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return {"error": None, "bytes": kilobytes * 1024}
+    return {"error": None, "bytes": max(0, resident_bytes() - before)}
 
 
 _ANY_BIT = re.compile(rb"[^\0]")

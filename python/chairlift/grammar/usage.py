@@ -27,10 +27,11 @@ T = TypeVar("T")
 
 
 def resident_bytes() -> int:
-    """Bytes of memory that this process uses; 0 where the system does not tell."""
+    """Bytes of memory that this process uses, without those of files; 0 where the system does not tell."""
     if sys.platform != "linux":
         return 0
-    return int(os.pread(_statm(), 256, 0).split(b" ", 2)[1]) * resource.getpagesize()
+    _, resident, files, _ = os.pread(_statm(), 256, 0).split(b" ", 3)
+    return (int(resident) - int(files)) * resource.getpagesize()
 
 
 @cache
