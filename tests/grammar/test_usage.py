@@ -99,8 +99,11 @@ def test_the_time_of_any_number_of_grammars_is_bounded(machine):
     good, other = machine.usage(tenant), machine.usage(machine.allowance())
     calls = sum(calls_until_refused(machine, machine.usage(tenant), slow) for _ in range(1000))
     assert calls * (slow - CALL_SECONDS) < 2 * TENANT_SECONDS + REFILL * machine.now + slow
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match=r"your grammars together .* try again in \d s") as refused:
         good.check()
+    assert refused.value.code == "grammar_timeout"
+    machine.now += tenant.refilled_in + 0.1
+    good.check()
     other.check()
 
 

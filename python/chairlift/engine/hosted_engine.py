@@ -59,7 +59,10 @@ class EngineLike(KvSharer, Protocol):
         """Whether a device runs the steps asynchronously."""
 
     def compile(self, params: SamplingParams, tenant: str) -> Future[Grammar] | None:
-        """Starts compiling a request's grammar; cancelling the future takes it back. Raises QueueFull."""
+        """Starts compiling a request's grammar, which counts against the limits of `tenant`; cancelling the future takes it back.
+
+        None if the request has no grammar. Raises QueueFull.
+        """
 
     def read_prefix(self, prompt: Sequence[int], params: SamplingParams, scheduling: Scheduling) -> Future[StoredPrefix] | None:
         """Starts reading the KV of a prompt's beginning from disk; None if there is none to read."""

@@ -42,7 +42,7 @@ def _answer_source(structure: StructuredOutput) -> str:
             choices = json.loads(structure.text)
             if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
                 raise ValueError("a choice is a JSON list of strings, and not empty")
-            # One terminal is one automaton, in which thousands of choices are cheap. As a rule, each choice would be an item of the parser.
+            # One terminal is one automaton, in which thousands of choices are cheap. In a rule, each choice would be an item of the parser.
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, choices))}")
     return LLMatcher.grammar_from_lark(structure.text)
 

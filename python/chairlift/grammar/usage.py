@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import sys
@@ -81,12 +82,16 @@ class GrammarUsage:
 
     def check(self) -> None:
         """Raises InvalidRequest with the code `grammar_timeout` if the grammar is exhausted."""
-        if self.exhausted:
-            raise InvalidRequest(
-                f"the grammar takes much more processor time than {1000 * CALL_SECONDS:g} ms a token: make it simpler, "
-                "with fewer ways to read the same text",
-                code="grammar_timeout",
-            )
+        if not self.exhausted:
+            return
+        message = (
+            f"the grammar takes much more processor time than {1000 * CALL_SECONDS:g} ms a token: make it simpler, "
+            "with fewer ways to read the same text"
+        )
+        if self._own.left > 0:
+            seconds = max(1, math.ceil(self._tenant.refilled_in))
+            message = f"your grammars together have taken more processor time than they may: try again in {seconds} s"
+        raise InvalidRequest(message, code="grammar_timeout")
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function of a matcher and charges its processor time."""
