@@ -174,6 +174,33 @@ def test_a_group_of_tenants_does_not_wait_for_all_that_another_has_sent():
     asyncio.run(main())
 
 
+def test_a_request_that_is_cancelled_keeps_the_turn_of_its_group_while_it_is_rendered():
+    class BlockedTokenizer(OrderedTokenizer):
+        unblock = threading.Event()
+
+        def render(self, messages, **variables):
+            pieces = super().render(messages)
+            self.unblock.wait(60)
+            return pieces
+
+    async def main():
+        tokenizer, tokenizing = BlockedTokenizer(), Tokenizing()
+        chats = [
+            tokenizing.chat(group, tokenizer, [{"role": "user", "content": said}], {}, 10 * LONG) for group, said in ("ac", "ad", "be")
+        ]
+        cancelled, *others = map(asyncio.ensure_future, chats)
+        while len(tokenizer.order["render"]) < 2:
+            await asyncio.sleep(0.001)
+        cancelled.cancel()
+        await asyncio.wait(others, timeout=0.05)
+        assert sorted(tokenizer.order["render"]) == ["c", "e"]
+        tokenizer.unblock.set()
+        await asyncio.gather(*others)
+        assert sorted(tokenizer.order["render"]) == ["c", "d", "e"]
+
+    asyncio.run(main())
+
+
 def test_what_templates_leave_out_of_an_answer_does_not_count_before_rendering():
     async def main(role):
         tokenizer = OrderedTokenizer()

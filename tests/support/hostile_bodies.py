@@ -36,6 +36,7 @@ def values() -> dict[str, bytes]:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     named = {
         "text": "7" * SIZE,
+        "white space": " " * SIZE,
         "control tokens": "<|end|>" * (SIZE // 7),
         "empty lists": many([]),
         "integers": many(1),

@@ -7,8 +7,9 @@ nor much memory, however many there are. A group of tenants has one turn at a ti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -107,8 +108,17 @@ class _Threads:
 
     async def run(self, group: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls a function in a thread when it is the turn of `group`."""
-        async with self._turns.setdefault(group, asyncio.Lock()):
-            return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args, **kwargs)
+        turn, loop = self._turns.setdefault(group, asyncio.Lock()), asyncio.get_running_loop()
+        await turn.acquire()
+
+        def end_turn(_: Future[R]) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(turn.release)
+
+        call = self._executor.submit(function, *args, **kwargs)
+        # The call of a request that is cancelled goes on in its thread, and so does the turn.
+        call.add_done_callback(end_turn)
+        return await asyncio.wrap_future(call)
 
 
 def _rendered_surely(conversation: Sequence[Mapping[str, Any]]) -> str:
