@@ -19,6 +19,8 @@ pub(crate) struct Running {
     classes: BTreeMap<Class, u32>,
     /// Sequences whose known tokens were not all computed when the plan began, in the order in which they get tokens.
     prompts: Vec<SeqId>,
+    /// An empty list, kept to reuse its memory.
+    limited: Vec<SeqId>,
     /// The sequence that was admitted because it had waited too long.
     aged: Option<SeqId>,
     /// The sequence that is never preempted. It guarantees progress.
@@ -38,6 +40,7 @@ impl Running {
             slots,
             classes: BTreeMap::new(),
             prompts: Vec::new(),
+            limited: Vec::new(),
             aged: None,
             non_preemptible: None,
             refused: None,
@@ -146,6 +149,17 @@ impl Running {
 
     pub(crate) fn add_prompt(&mut self, id: SeqId) {
         self.prompts.push(id);
+    }
+
+    /// An empty list for the decoding sequences whose tokens are limited: see [`give_limited`](Self::give_limited).
+    pub(crate) fn take_limited(&mut self) -> Vec<SeqId> {
+        std::mem::take(&mut self.limited)
+    }
+
+    /// Takes the list back to reuse its memory.
+    pub(crate) fn give_limited(&mut self, mut list: Vec<SeqId>) {
+        list.clear();
+        self.limited = list;
     }
 
     /// Sorts the prompts by `key`.

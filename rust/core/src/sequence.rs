@@ -94,6 +94,8 @@ struct Run {
     recompute_tokens: u32,
     /// Tokens to compute when the sequence was queued, by the latest cache lookup.
     uncached: u32,
+    /// The latest plan that had a decoded token of the sequence, if it is in the background and limited, and the place in it.
+    decoded_in: (u64, usize),
 }
 
 /// Times of a sequence's events.
@@ -437,6 +439,16 @@ impl Sequence {
     /// Tokens missing from the cache at the latest lookup.
     pub(crate) fn uncached(&self) -> u32 {
         self.run.uncached
+    }
+
+    /// The latest plan that had a decoded token of a limited background sequence, and the place in it. The plan is 0 before the first.
+    pub(crate) fn decoded_in(&self) -> (u64, usize) {
+        self.run.decoded_in
+    }
+
+    /// Records that a plan has a decoded token of a limited background sequence.
+    pub(crate) fn note_decode(&mut self, plan: u64, place: usize) {
+        self.run.decoded_in = (plan, place);
     }
 
     /// Computes the number of uncached tokens from the chain of cached blocks.

@@ -22,9 +22,8 @@ const OWED_EVERY: u64 = 16;
 const MEASURED_EVERY: u64 = 32;
 
 impl Scheduler {
-    /// The work of the decoding sequences that are not in the background, and what the background may add to it. `None` without
-    /// background requests and without a limit.
-    pub(super) fn background_room(&self) -> Option<(Load, BackgroundRoom)> {
+    /// What the background may add to the decodes of others. `None` without background requests and without a limit.
+    pub(super) fn background_room(&self) -> Option<BackgroundRoom> {
         let runs = self.running.least_urgent_class().is_some_and(|(tier, _)| tier == Tier::Background);
         let waits = self.waiting.len() > self.waiting.foreground();
         if !(runs || waits) || self.config.background_slowdown == 0 {
@@ -36,12 +35,13 @@ impl Scheduler {
                 prompts = true;
             } else {
                 foreground.decode_seqs += 1;
-                foreground.drafted_tokens += seq.draft().len() as u32;
-                foreground.context_tokens += u64::from(seq.computed()) + 1;
+                let drafted = seq.draft().len() as u32;
+                foreground.drafted_tokens += drafted;
+                foreground.context_tokens += u64::from(seq.computed() + 1 + drafted);
             }
         }
         let (time, owed) = self.background_time(&foreground, prompts);
-        Some((foreground, BackgroundRoom::new(&self.model, time, owed)))
+        Some(BackgroundRoom::new(&self.model, time, owed))
     }
 
     /// Predicted microseconds that the background may add to the decodes of `foreground`, and whether it gets a token whatever it
@@ -55,7 +55,8 @@ impl Scheduler {
             return (f64::INFINITY, true);
         }
         if decodes && !prompts && (measured.is_none() || plan.is_multiple_of(MEASURED_EVERY)) {
-            return (0.0, false);
+            // Without the owed token, a stream whose number of drafted tokens changes in each step would leave the background nothing.
+            return (0.0, plan % OWED_EVERY == 1);
         }
         let alone = measured.unwrap_or_else(|| self.model.step(&base));
         match (decodes, prompts) {

@@ -10,7 +10,8 @@ impl Scheduler {
     pub(super) fn plan_decodes(&mut self, plan: &mut StepPlan, budget: &mut u32, mut spare: usize) {
         self.running.clear_prompts();
         let (mut kept, mut fast, mut context) = (0, 0, 0);
-        let (foreground, mut background) = self.background_room().unzip();
+        plan.background = self.background_room();
+        let mut limited = self.running.take_limited();
         for at in 0..self.running.len() {
             let id = self.running.at(at);
             let Some(seq) = self.seqs.get_mut(id) else { continue };
@@ -20,13 +21,8 @@ impl Scheduler {
             if seq.has_nothing_to_plan() {
                 continue;
             }
-            if let Some(room) = &mut background
-                && seq.is_background()
-                && seq.uncomputed() <= 1
-                && !room.take_decode(1 + seq.draft().len() as u32, seq.computed())
-            {
-                seq.use_draft(0);
-                plan.leaves_out_background = true;
+            if plan.background.is_some() && seq.is_background() && seq.uncomputed() <= 1 {
+                limited.push(id);
                 continue;
             }
             if seq.is_on_fast_path() {
@@ -37,15 +33,34 @@ impl Scheduler {
             } else if seq.uncomputed() > 1 {
                 self.running.add_prompt(id);
             } else {
-                let later = self.running.len() - at - 1;
+                let later = self.running.len() - at - 1 + limited.len();
                 self.plan_decode(id, plan, budget, &mut spare, later as u32);
             }
         }
         self.running.truncate(kept);
         plan.load.decode_seqs += fast;
         plan.load.context_tokens += context;
-        (plan.foreground, plan.background) = (foreground.unwrap_or(plan.load), background);
+        plan.foreground = plan.load;
+        self.plan_limited(&mut limited, plan, budget, &mut spare);
+        self.running.give_limited(limited);
         self.accounts.count_computed(plan.load.decode_seqs);
+    }
+
+    /// Plans the next tokens of decoding background sequences as far as there is room. The one that has waited longest for a token
+    /// comes first, so that all progress.
+    fn plan_limited(&mut self, limited: &mut [SeqId], plan: &mut StepPlan, budget: &mut u32, spare: &mut usize) {
+        limited.sort_by_key(|&id| self.seqs[id].decoded_in());
+        for (at, &id) in limited.iter().enumerate() {
+            let seq = &mut self.seqs[id];
+            let rows = 1 + seq.draft().len() as u32;
+            if plan.background.as_mut().is_some_and(|room| room.take_decode(rows, seq.computed())) {
+                seq.note_decode(self.steps.plan_number(), at);
+                self.plan_decode(id, plan, budget, spare, (limited.len() - at - 1) as u32);
+            } else {
+                seq.use_draft(0);
+                plan.leaves_out_background = true;
+            }
+        }
     }
 
     /// Plans a sequence's last token, which may need or complete a block, and its drafted tokens. Drafted tokens only

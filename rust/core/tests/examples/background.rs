@@ -117,6 +117,44 @@ fn beside_streams_they_get_a_token_in_every_sixteenth_step_at_least() {
 }
 
 #[test]
+fn beside_a_stream_that_drafts_they_get_as_many_tokens_as_beside_another() {
+    each_policy(|policy| {
+        let [without, with, changing] = [|_| 0, |_| 4, |step: usize| step % 5].map(|drafted: fn(usize) -> usize| {
+            let mut lab = Lab::taught(Config { max_seqs: 16, ..plenty(policy) }, Cost(9000, 300, 300));
+            lab.add(background(7, 20, 4000));
+            lab.add(ask(1, 10, 4000));
+            lab.steps(4);
+            let step = |at| {
+                lab.draft(1, drafted(at));
+                lab.step()
+            };
+            (0..200).map(step).filter(|step| step.chunks.iter().any(|&(tag, _)| tag == 7)).count()
+        });
+        assert!(without > 150 && with + 10 > without && changing + 20 > without, "{without}, {with}, {changing}");
+    });
+}
+
+#[test]
+fn their_sequences_take_turns_where_there_is_room_for_few() {
+    each_policy(|policy| {
+        // With the strict limit, only the token that is owed. With the other, two of five rows.
+        for (slowdown, cost) in [(110, Cost(1000, 1000, 5000)), (230, Cost(1000, 100, 1000))] {
+            let mut lab = Lab::taught(Config { background_slowdown: slowdown, max_seqs: 16, ..plenty(policy) }, cost);
+            lab.now += 20_000_000; // no other request is expected
+            (1..=5).for_each(|tag| lab.add(background(10 + tag, 20, 4000)));
+            lab.step_until_started(15);
+            lab.steps(20);
+            lab.add(ask(1, 10, 4000));
+            lab.steps(4);
+            let steps = next_steps(&mut lab, 400);
+            let counts: Vec<_> = (11..=15).map(|tag| steps.iter().filter(|step| step.contains(&tag)).count()).collect();
+            assert!(counts.iter().all(|&count| count >= 4 && count + 1 >= counts[0]), "{slowdown} %: {counts:?}");
+            assert!(steps.iter().all(|step| step.contains(&1) && step.len() < 5), "too few rows for all");
+        }
+    });
+}
+
+#[test]
 fn beside_a_prompt_and_a_stream_they_get_less_and_their_prompts_nothing() {
     each_policy(|policy| {
         let mut lab = Lab::taught(Config { max_seqs: 16, ..plenty(policy) }, Cost(8000, 100, 100));

@@ -7,13 +7,13 @@ use std::collections::{HashMap, HashSet};
 const GOES_ON: i32 = 7;
 const STOPS: i32 = 0;
 
-/// Microseconds per step, per prompt token and per decoding sequence.
+/// Microseconds per step, per prompt token, and per decoding sequence or drafted token.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cost(pub(crate) Time, pub(crate) Time, pub(crate) Time);
 
 impl Cost {
     fn of(self, load: &Load) -> Time {
-        self.0 + self.1 * Time::from(load.prefill_tokens) + self.2 * Time::from(load.decode_seqs)
+        self.0 + self.1 * Time::from(load.prefill_tokens) + self.2 * Time::from(load.decode_seqs + load.drafted_tokens)
     }
 }
 
@@ -141,6 +141,11 @@ impl Lab {
         self.check();
     }
 
+    /// Drafts tokens of a request that will be accepted.
+    pub(crate) fn draft(&mut self, tag: u64, count: usize) {
+        assert!(self.scheduler.draft(self.ids[&tag], &vec![GOES_ON as Token; count]));
+    }
+
     /// Makes the next sampled token of a request its last.
     pub(crate) fn stop(&mut self, tag: u64) {
         self.stopping.insert(tag);
@@ -160,8 +165,12 @@ impl Lab {
         let step = self.read(&plan);
         self.started.extend(step.admitted.iter().filter(|&&tag| self.admitted.insert(tag)));
         self.now += self.cost.of(&plan.load);
-        let tags = plan.chunks.iter().filter(|chunk| chunk.samples).map(|chunk| self.tags[&chunk.seq]);
-        let sampled: Vec<i32> = tags.map(|tag| if self.stopping.contains(&tag) { STOPS } else { GOES_ON }).collect();
+        let chunks = plan.chunks.iter().filter(|chunk| chunk.samples);
+        let sampled = chunks.flat_map(|chunk| {
+            let token = if self.stopping.contains(&self.tags[&chunk.seq]) { STOPS } else { GOES_ON };
+            std::iter::repeat_n(token, 1 + chunk.drafted as usize)
+        });
+        let sampled: Vec<i32> = sampled.collect();
         self.scheduler.commit(plan, &sampled, self.now, &mut self.outputs);
         self.ended.extend(self.outputs.ended.drain(..).map(|timeline| (timeline.tag, timeline)));
         self.check();
