@@ -311,16 +311,27 @@ impl BlockPool {
         (shared, fresh)
     }
 
-    /// Whether a request of `user` has held the block. A block without a name is shared only within a tenant.
+    /// Whether `user` is a user of the block. A block without a name is shared only within a tenant.
     pub(crate) fn is_used_by(&self, id: BlockId, user: User) -> bool {
         self.blocks[id.0 as usize].name.as_ref().is_none_or(|name| name.users.has(user))
     }
 
-    /// Records that a request of `user` holds a named block, or has computed its content.
-    pub(crate) fn use_by(&mut self, id: BlockId, user: User) {
-        if let Some(name) = self.blocks[id.0 as usize].name.as_mut() {
-            name.users.add(user);
+    /// Records that a request of `user` has computed the content of a named block, or would have if it were not cached.
+    /// Returns whether the user is new.
+    pub(crate) fn use_by(&mut self, name: BlockHash, user: User) -> bool {
+        self.users(name).is_some_and(|users| users.add(user))
+    }
+
+    /// Takes back what [`use_by`](Self::use_by) recorded.
+    pub(crate) fn unuse(&mut self, name: BlockHash, user: User) {
+        if let Some(users) = self.users(name) {
+            users.remove(user);
         }
+    }
+
+    fn users(&mut self, name: BlockHash) -> Option<&mut Users> {
+        let id = self.named.get(&name)?;
+        self.blocks[id.0 as usize].name.as_mut().map(|name| &mut name.users)
     }
 
     /// Whether a named block is complete before `step` begins.
@@ -344,13 +355,13 @@ impl BlockPool {
     /// Names the next full block of `table`, which holds `tokens` after `step` has run, so that later sequences can
     /// find it. If equal content is already cached, the block stays unnamed and the chain continues from the cached
     /// content. If another block has the same name but `find` would not accept it here (its parent is no longer named,
-    /// or the names collide), that block loses the name. Returns the block that has the name.
-    pub fn seal(&mut self, table: &BlockTable, chain: &mut Chain, hash: BlockHash, tokens: &[Token], step: u64) -> BlockId {
+    /// or the names collide), that block loses the name.
+    pub fn seal(&mut self, table: &BlockTable, chain: &mut Chain, hash: BlockHash, tokens: &[Token], step: u64) {
         debug_assert_eq!(tokens.len(), self.block_size);
         let id = table.0[chain.len];
         let other = self.named.get(&hash).copied();
-        let cached = other.and_then(|other| Some((other, self.content_if(other, chain, tokens)?)));
-        let (named, content) = cached.unwrap_or_else(|| {
+        let cached = other.and_then(|other| self.content_if(other, chain, tokens));
+        let content = cached.unwrap_or_else(|| {
             if let Some(other) = other {
                 self.take_name(other);
             }
@@ -361,10 +372,9 @@ impl BlockPool {
             self.tokens[id.0 as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
             self.named.insert(hash, id);
             self.record(hash, true);
-            (id, content)
+            content
         });
         chain.advance(content);
-        named
     }
 
     /// Removes the names of blocks in `table` that step `since` or a later step completes, because their content may be invalid.

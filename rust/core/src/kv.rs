@@ -21,6 +21,12 @@ pub(crate) struct SeqBlocks {
     scope: Arc<CacheScope>,
     /// The tenant that is told of the blocks that it used before.
     user: User,
+    /// Leading tokens that the tenant's own requests have computed, or would have computed without the blocks of others.
+    paid: u32,
+    /// Blocks of which the tenant became a user before the prompt was computed, each with the step that made it so.
+    tentative: Vec<(u64, BlockHash)>,
+    /// Leading blocks of which the tenant is a user.
+    used: u32,
     /// Host blocks that hold the sequence's KV while it is swapped out.
     host: Vec<u32>,
 }
@@ -29,7 +35,18 @@ impl SeqBlocks {
     /// The state of a sequence without blocks.
     pub(crate) fn new(scope: Arc<CacheScope>) -> Self {
         let chain = Chain::root(&scope);
-        Self { seal_at: None, table: BlockTable::default(), names: Vec::new(), chain, scope, user: User::default(), host: Vec::new() }
+        Self {
+            seal_at: None,
+            table: BlockTable::default(),
+            names: Vec::new(),
+            chain,
+            scope,
+            user: User::default(),
+            paid: 0,
+            tentative: Vec::new(),
+            used: 0,
+            host: Vec::new(),
+        }
     }
 
     pub(crate) fn ids(&self) -> &[BlockId] {
@@ -58,6 +75,17 @@ impl SeqBlocks {
     /// Sets the tenant of the sequence.
     pub(crate) fn set_user(&mut self, user: User) {
         self.user = user;
+    }
+
+    /// Records that a step has room for `tokens` more tokens of the prompt. Without the blocks of others it would compute as many.
+    pub(crate) fn pay(&mut self, tokens: u32) {
+        self.paid = self.paid.saturating_add(tokens);
+    }
+
+    /// Records that the prompt is computed and that its first token is known.
+    pub(crate) fn pay_all(&mut self) {
+        self.paid = u32::MAX;
+        self.tentative = Vec::new();
     }
 
     pub(crate) fn host(&self) -> &[u32] {
@@ -387,7 +415,10 @@ impl Kv {
         let tokens = cached.tail.map_or((shared * size).min(len - 1) as u32, |(_, computed)| computed);
         copies.extend(cached.tail.map(|(tail, _)| (tail, blocks.table.ids()[shared])));
         // The tail is that of the fork's parent or of the held sequence, which have the same tenant.
-        Ok(Computed { tokens, own: if own == shared { tokens } else { (own * size) as u32 } })
+        let own = if own == shared { tokens } else { (own * size) as u32 };
+        blocks.paid = own;
+        blocks.tentative.clear();
+        Ok(Computed { tokens, own })
     }
 
     /// Allocates device blocks for the KV of a swapped sequence, starting with cached blocks. Returns the number of
@@ -422,8 +453,8 @@ impl Kv {
         if fits {
             for &block in &found {
                 self.pool.share(&mut blocks.table, block);
-                self.pool.use_by(block, blocks.user);
             }
+            blocks.used = 0;
             blocks.seal_at = self.sharing.then_some((found.len() as u32 + 1) * self.block_size);
         }
         self.recycle(found);
@@ -458,15 +489,37 @@ impl Kv {
                 self.pool.name_block(&blocks.scope, full, &mut blocks.names);
             }
             let name = blocks.names[block];
-            let block = self.pool.seal(&blocks.table, &mut blocks.chain, name, full, step);
-            self.pool.use_by(block, blocks.user);
+            self.pool.seal(&blocks.table, &mut blocks.chain, name, full, step);
             named(name);
             blocks.seal_at = Some(at + self.block_size);
         }
+        self.use_up_to(blocks, blocks.paid, step);
     }
 
-    /// Removes the names of blocks that step `since` or a later step completes, because their content may be invalid.
+    /// Makes the tenant a user of all named blocks of a sequence, because `step` computes the last token of its prompt. If the step
+    /// is lost, [`forget`](Self::forget) undoes that.
+    pub(crate) fn use_all(&mut self, blocks: &mut SeqBlocks, step: u64) {
+        self.use_up_to(blocks, u32::MAX, step);
+    }
+
+    /// Makes the tenant a user of the named blocks of the leading `tokens`. Were it a user of all shared blocks at once, it could end
+    /// the request before it would have computed them, ask again, and learn that others have them.
+    fn use_up_to(&mut self, blocks: &mut SeqBlocks, tokens: u32, step: u64) {
+        let end = blocks.chain.len().min(blocks.names.len()).min((tokens / self.block_size) as usize);
+        for &name in blocks.names.get(blocks.used as usize..end).unwrap_or_default() {
+            if self.pool.use_by(name, blocks.user) && blocks.paid < u32::MAX {
+                blocks.tentative.push((step, name));
+            }
+        }
+        blocks.used = blocks.used.max(end as u32);
+    }
+
+    /// Removes the names of blocks that step `since` or a later step completes, because their content may be invalid. The tenant
+    /// is no longer a user of the blocks of which these steps made it one.
     pub(crate) fn forget(&mut self, blocks: &SeqBlocks, since: u64) {
+        for &(_, name) in blocks.tentative.iter().filter(|&&(step, _)| step >= since) {
+            self.pool.unuse(name, blocks.user);
+        }
         self.pool.forget(&blocks.table, since);
     }
 

@@ -63,7 +63,7 @@ fn groups_share_nothing_and_only_blocks_without_a_salt_are_stored() {
         pool.find(scope, &names, &tokens, &mut found);
         assert_eq!(found, [], "{scope:?}");
         assert!(pool.grow(&mut table, 2));
-        tokens.chunks_exact(2).zip(names).for_each(|(tokens, name)| _ = pool.seal(&table, &mut chain, name, tokens, 0));
+        tokens.chunks_exact(2).zip(names).for_each(|(tokens, name)| pool.seal(&table, &mut chain, name, tokens, 0));
         tables.push(table);
     }
     let stored = pool.stored(1, 0);

@@ -1,7 +1,7 @@
-//! The tenants whose requests have held a cached block.
+//! The tenants that are told of a cached block.
 //!
-//! A tenant must not learn which prompts others have sent. It is told of a cached block only if a request of its own held
-//! the block before.
+//! A tenant must not learn which prompts others have sent. It is told of a cached block only if a request of its own
+//! computed it before, or would have computed it if it had not been cached.
 
 /// Maximum number of tenants that are remembered for a block.
 const MAX_USERS: usize = 64;
@@ -32,19 +32,29 @@ impl Users {
         user != User::default() && (self.first == user || self.others.contains(&user))
     }
 
-    /// Adds a user. If there are too many, the one that came first is forgotten.
-    pub(super) fn add(&mut self, user: User) {
+    /// Adds a user and returns whether it is new. If there are too many, the one that came first is forgotten.
+    pub(super) fn add(&mut self, user: User) -> bool {
         if user == User::default() || self.has(user) {
-            return;
+            return false;
         }
         if self.first == User::default() {
             self.first = user;
-            return;
+            return true;
         }
         if self.others.len() + 1 == MAX_USERS {
             self.first = self.others.remove(0);
         }
         self.others.push(user);
+        true
+    }
+
+    /// Removes a user.
+    pub(super) fn remove(&mut self, user: User) {
+        if self.first == user {
+            self.first = if self.others.is_empty() { User::default() } else { self.others.remove(0) };
+        } else {
+            self.others.retain(|&other| other != user);
+        }
     }
 }
 

@@ -81,6 +81,7 @@ impl Scheduler {
         }
         seq.use_draft(drafted);
         let len = 1 + drafted;
+        seq.blocks.pay(len);
         self.kv.grow(&mut seq.blocks, blocks(last + drafted));
         *budget -= len;
         plan.load.decode_seqs += 1;

@@ -22,6 +22,7 @@ impl Scheduler {
         let was_decoding = seq.is_decoding();
         if !was_decoding {
             seq.note_first_token(self.accounts.now());
+            seq.blocks.pay_all();
             if let Phase::Running { slot, .. } = seq.phase()
                 && seq.preemptions() == chunk.preemptions
             {
@@ -59,6 +60,9 @@ impl Scheduler {
         let known = seq.known() as usize;
         let (blocks, tokens) = seq.blocks_and_tokens();
         self.kv.seal(blocks, &tokens[..known], step, |name| self.waiting.block_ready(name));
+        if seq.pending() > 0 {
+            self.kv.use_all(&mut seq.blocks, step);
+        }
     }
 
     /// Moves the forks that waited for a sequence's prompt into the queue.

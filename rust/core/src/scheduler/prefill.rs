@@ -127,6 +127,7 @@ impl Scheduler {
         let available = self.step_tokens(id, plan, *budget).max(1);
         let seq = &mut self.seqs[id];
         let len = seq.uncomputed().min(available);
+        seq.blocks.pay(available);
         *budget -= len;
         let from = seq.computed();
         plan.load.add_piece(from, len);

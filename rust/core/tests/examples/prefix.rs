@@ -1,7 +1,7 @@
 //! Longest cached prefix first, and no sequence computes blocks that another is about to compute.
 
 use crate::lab::{Lab, ask, plenty, stem};
-use chairlift_core::{CacheScope, Config, Policy, Request, TimelineState};
+use chairlift_core::{CacheScope, Config, Outputs, Policy, Request, TimelineState, Token};
 
 /// Maximum number of block names looked up by a plan without admissions: 2 log2 of the blocks for each reordered sequence.
 const LOOKUPS: u64 = 16 * 16;
@@ -108,6 +108,48 @@ fn a_tenant_is_told_only_of_cached_tokens_that_it_used_before() {
     let told = lab.scheduler.tenants().map(|(tenant, usage)| (tenant.to_string(), usage.cached_tokens)).collect::<Vec<_>>();
     assert_eq!(told, [("alice".into(), 48), ("bob".into(), 64), ("carol".into(), 32)]);
     assert_eq!(lab.scheduler.stats().counters.prefix_hits, 64 + 64 + 48 + 32 + 64, "the operator sees all hits");
+}
+
+/// What bob is told of his second request of a prompt, whose first one was ended after `steps` steps. Alice has sent the prompt
+/// whose stem is 1. Another request of bob leaves 20 tokens of the first step.
+fn told_after_a_cancelled_guess(guess: Token, steps: u32, is_planned: bool) -> u32 {
+    let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(Policy::Fcfs) });
+    lab.add(Request { tenant: "alice".into(), ..stem(1, 1, 160, 200, 1) });
+    lab.finish();
+    let bobs = |tag| Request { tenant: "bob".into(), ..stem(guess, tag, 160, 200, 1) };
+    lab.add(Request { tenant: "bob".into(), ..ask(2, 80, 9) });
+    lab.add(bobs(3));
+    lab.steps(steps);
+    let plan = is_planned.then(|| lab.scheduler.plan(lab.now).expect("there is work"));
+    lab.abort(3);
+    if let Some(plan) = plan {
+        let sampled = vec![7; plan.chunks.iter().filter(|chunk| chunk.samples).count()];
+        lab.scheduler.commit(plan, &sampled, lab.now, &mut Outputs::default());
+    }
+    lab.add(bobs(4));
+    lab.finish();
+    lab.ended[&4].own_cached_tokens
+}
+
+#[test]
+fn a_request_that_is_cancelled_tells_nothing_of_others_blocks() {
+    for (steps, is_planned, told) in [(0, false, 0), (0, true, 0), (1, false, 16)] {
+        let [right, wrong] = [1, 2].map(|guess| told_after_a_cancelled_guess(guess, steps, is_planned));
+        assert_eq!((right, wrong), (told, told), "{steps} steps, planned: {is_planned}");
+    }
+}
+
+#[test]
+fn two_equal_requests_at_once_tell_nothing_of_others_blocks() {
+    let told = [1, 2].map(|guess| {
+        let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(Policy::Fcfs) });
+        lab.add(Request { tenant: "alice".into(), ..stem(1, 1, 160, 200, 1) });
+        lab.finish();
+        (2..=3).for_each(|tag| lab.add(Request { tenant: "bob".into(), ..stem(guess, tag, 160, 200, 1) }));
+        lab.finish();
+        [2, 3].map(|tag| lab.ended[&tag].own_cached_tokens)
+    });
+    assert_eq!(told, [[0, 160]; 2]);
 }
 
 #[test]

@@ -122,6 +122,8 @@ struct Live {
     family: u64,
     /// Whether the request may fail, because its cells were invalid or it may have shared the blocks of a failed request.
     exposed: bool,
+    /// Tokens that the planned steps have room for, from those that its tenant is told of. `None` before the admission.
+    paid: Option<usize>,
     /// The held sequence that the request continues.
     continues: Option<HeldId>,
 }
@@ -424,6 +426,8 @@ impl World {
         let tag = self.next_tag;
         self.next_tag += 1;
         let busy = request.continues.is_some_and(|continues| self.live.values().any(|live| live.continues == Some(continues.held)));
+        // What a request was told elsewhere is all that it reports.
+        let paid = request.resumed.map(|_| 0);
         let answered = request.resumed.map_or(0, |resumed| resumed.answered);
         let longest = request.prompt.len() as u32 - answered + request.max_new_tokens;
         let fits = longest <= config.max_model_len && (longest - 1).div_ceil(config.block_size) < config.num_blocks;
@@ -436,7 +440,7 @@ impl World {
                 let (stop, continues) = (stop.first().copied(), continues.map(|continues| continues.held));
                 // It may share blocks of a request that shares blocks of a poisoned one.
                 let exposed = self.live.values().any(|live| live.exposed && live.salt == salt);
-                let live = Live { seq, salt, context, left, stop, priority, tier, tenant, family: tag, exposed, continues };
+                let live = Live { seq, salt, context, left, stop, priority, tier, tenant, family: tag, exposed, paid, continues };
                 self.live.insert(tag, live);
                 self.watch(seq);
             }
@@ -516,9 +520,16 @@ impl World {
         for admitted in &plan.admitted {
             let live = &self.live[&admitted.tag];
             self.model.admit(admitted.slot, admitted.tag, live.salt);
-            self.used.check(&live.tenant, live.salt, &live.context, admitted.own_cached_tokens, admitted.cached_tokens);
+            let common = |other: &&Live| other.context.iter().zip(&live.context).take_while(|(a, b)| a == b).count();
+            let same = |other: &&Live| other.paid.is_some() && (&other.tenant, other.salt) == (&live.tenant, live.salt);
+            let in_flight = self.live.values().filter(same).map(|other| common(&other)).max().unwrap_or(0);
+            self.used.check(&live.tenant, live.salt, &live.context, in_flight, admitted.own_cached_tokens, admitted.cached_tokens);
             self.used.add(&live.tenant, live.salt, &live.context);
+            // What a request had when it was admitted again is not reported.
+            let live = self.live.get_mut(&admitted.tag).expect("it lives");
+            live.paid = Some(live.paid.map_or(admitted.own_cached_tokens as usize, |_| usize::MAX));
         }
+        self.pay(&plan);
         if self.scheduler.config().reservation == Reservation::MaxTokens {
             assert!(plan.preempted.is_empty(), "preempted though blocks were reserved");
         }
@@ -527,6 +538,18 @@ impl World {
         let (sampled, lost) = self.model.run(&self.scheduler, &plan, poison, lost, longest);
         self.in_flight.push_back((plan, sampled));
         Some(lost)
+    }
+
+    /// Records what the sequences of a step would have computed without the blocks of others: as much as the step had room for.
+    fn pay(&mut self, plan: &StepPlan) {
+        let mut room = self.scheduler.config().max_tokens as usize;
+        for chunk in &plan.chunks {
+            let live = self.live.values_mut().find(|live| live.seq == chunk.seq).expect("it lives");
+            let paid = live.paid.expect("it was admitted").saturating_add(room);
+            live.paid = Some(paid);
+            self.used.pay(&live.tenant, live.salt, &live.context[..paid.min(live.context.len())]);
+            room -= chunk.len as usize;
+        }
     }
 
     /// A step that preempted sequences admits only the requests they were preempted for.
@@ -580,6 +603,7 @@ impl World {
             assert_eq!(output.token, oracle(live.salt, &live.context), "request {}", output.tag);
             live.context.push(output.token);
             self.used.add_last(&live.tenant, live.salt, &live.context);
+            self.used.pay(&live.tenant, live.salt, &live.context);
             live.left -= 1;
             let expected = match () {
                 () if live.stop == Some(output.token) => Some(FinishReason::Stop),
