@@ -86,7 +86,7 @@ pub(crate) struct Spec {
 struct Run {
     /// Prompt tokens that were cached when the sequence was first admitted.
     cached_tokens: u32,
-    /// Those of them in blocks that requests of the same tenant had held before.
+    /// Those of them that requests of the same tenant had computed before, or would have computed.
     own_cached_tokens: u32,
     /// Computed tokens when the sequence was last admitted.
     computed_from: u32,
