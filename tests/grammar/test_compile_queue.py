@@ -10,8 +10,8 @@ from chairlift.grammar.compile_queue import CompileQueue, Work
 from chairlift.sampling import StructuredOutput
 
 
-def put(queue, tenant, name):
-    work = Work(StructuredOutput("regex", name), tenant, Future())
+def put(queue, tenant, name, group=None):
+    work = Work(StructuredOutput("regex", name), tenant if group is None else group, tenant, Future())
     queue.put(work)
     return work.future
 
@@ -33,6 +33,20 @@ def test_tenants_take_turns_and_each_tenants_grammars_come_in_order():
     assert order(queue, 7) == ["e0", "a0", "b0", "e1", "a1", "e2", "e3"]
 
 
+def test_a_group_has_one_turn_and_its_tenants_take_turns_within_it(monkeypatch):
+    monkeypatch.setattr(module, "MAX_WAITING_OF_GROUP", 5)
+    queue = CompileQueue()
+    for number in range(3):
+        put(queue, "eve", f"e{number}", group="")
+    for name in ("mallory", "victim"):
+        put(queue, name, name, group="")
+    with pytest.raises(QueueFull, match="5 of your grammars"):
+        put(queue, "invented", "i", group="")
+    for number in range(3):
+        put(queue, "alice", f"a{number}")
+    assert order(queue, 8) == ["e0", "a0", "mallory", "a1", "victim", "a2", "e1", "e2"]
+
+
 def test_a_newcomer_waits_for_one_grammar_of_each_tenant():
     queue = CompileQueue()
     for number in range(3):
@@ -43,7 +57,7 @@ def test_a_newcomer_waits_for_one_grammar_of_each_tenant():
 
 
 def test_a_cancelled_grammar_is_not_compiled_and_takes_no_place(monkeypatch):
-    monkeypatch.setattr(module, "MAX_WAITING_OF_TENANT", 3)
+    monkeypatch.setattr(module, "MAX_WAITING_OF_GROUP", 3)
     queue = CompileQueue()
     futures = [put(queue, "eve", f"e{number}") for number in range(3)]
     with pytest.raises(QueueFull, match="3 of your grammars"):
@@ -58,7 +72,7 @@ def test_a_cancelled_grammar_is_not_compiled_and_takes_no_place(monkeypatch):
 
 
 def test_one_tenant_cannot_fill_the_queue(monkeypatch):
-    monkeypatch.setattr(module, "MAX_WAITING_OF_TENANT", 3)
+    monkeypatch.setattr(module, "MAX_WAITING_OF_GROUP", 3)
     monkeypatch.setattr(module, "MAX_WAITING", 5)
     queue = CompileQueue()
     for number in range(3):

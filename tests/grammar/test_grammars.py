@@ -415,7 +415,7 @@ def test_a_small_grammar_counts_little_and_a_large_one_what_it_takes(grammars):
 def test_bytes_are_counted_as_they_grow(sized, monkeypatch):
     made, tried = sized
     memory = [0]
-    monkeypatch.setattr(module, "MAX_BYTES_OF_TENANT", 305 * MIB)
+    monkeypatch.setattr(module, "MAX_BYTES_OF_GROUP", 305 * MIB)
     monkeypatch.setattr(module, "GrammarUsage", partial(GrammarUsage, resident=lambda: memory[-1]))
     first = made.compile(structure("choice", ["a"]))
     made.compile(structure("choice", ["b"])).result(PATIENCE)

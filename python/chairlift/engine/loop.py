@@ -155,7 +155,7 @@ class Engine:
         """Starts compiling the request's grammar on another thread; None if it has none. Raises QueueFull."""
         if params.structured_output is None:
             return None
-        return self._grammars.compile(params.structured_output, self.config.limit_group(tenant))
+        return self._grammars.compile(params.structured_output, self.config.limit_group(tenant), tenant)
 
     def read_prefix(
         self, prompt: Sequence[int] | np.ndarray, params: SamplingParams, scheduling: Scheduling

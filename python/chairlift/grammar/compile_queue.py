@@ -1,4 +1,4 @@
-"""Grammars that wait to be compiled, in an order that takes turns by tenant."""
+"""Grammars that wait to be compiled, in an order that takes turns by group of tenants, and by tenant within a group."""
 
 from __future__ import annotations
 
@@ -13,49 +13,60 @@ from chairlift.sampling import StructuredOutput
 if TYPE_CHECKING:
     from chairlift.grammar.grammar import Grammar
 
-MAX_WAITING, MAX_WAITING_OF_TENANT = 1024, 64
-"""Maximum number of grammars that wait, of all tenants and of one."""
+MAX_WAITING, MAX_WAITING_OF_GROUP = 1024, 64
+"""Maximum number of grammars that wait, of all tenants and of one group."""
 
 
 class Work(NamedTuple):
-    """A grammar to compile for a tenant. If the future is cancelled before that begins, the grammar leaves the queue."""
+    """A grammar to compile for a tenant. If the future is cancelled before that begins, the grammar leaves the queue.
+
+    Tenants without a key of their own are one group, because clients invent their names.
+    """
 
     structure: StructuredOutput
+    group: str
     tenant: str
     future: Future[Grammar]
 
 
+_Turns = OrderedDict[str, deque[Work]]
+"""The grammars of a group's tenants. The first tenant is next; none has an empty queue."""
+
+
 class CompileQueue:
-    """A queue that takes turns by tenant: each tenant's grammars come in order, and the tenants one after the other."""
+    """A queue in which the groups come one after the other, and so do the tenants of a group. Each tenant's grammars come in order."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._by_tenant: OrderedDict[str, deque[Work]] = OrderedDict()  # the first tenant is next; none has an empty queue
+        self._groups: OrderedDict[str, _Turns] = OrderedDict()  # the first group is next; none is empty
         self._closed = False
 
     def put(self, work: Work) -> None:
         """Adds a grammar. Raises QueueFull."""
         with self._changed:
             self._drop_cancelled()
-            mine = self._by_tenant.get(work.tenant, ())
-            if len(mine) >= MAX_WAITING_OF_TENANT:
-                raise QueueFull(f"{MAX_WAITING_OF_TENANT} of your grammars wait to be compiled, as many as may", retry_after=1.0)
-            if sum(map(len, self._by_tenant.values())) >= MAX_WAITING:
+            waiting = {name: sum(map(len, group.values())) for name, group in self._groups.items()}
+            if waiting.get(work.group, 0) >= MAX_WAITING_OF_GROUP:
+                raise QueueFull(f"{MAX_WAITING_OF_GROUP} of your grammars wait to be compiled, as many as may", retry_after=1.0)
+            if sum(waiting.values()) >= MAX_WAITING:
                 raise QueueFull(f"{MAX_WAITING} grammars wait to be compiled, as many as may", retry_after=1.0)
-            self._by_tenant.setdefault(work.tenant, deque()).append(work)
+            self._groups.setdefault(work.group, OrderedDict()).setdefault(work.tenant, deque()).append(work)
             self._changed.notify()
 
     def get(self) -> Work | None:
         """Waits for the next grammar, whose future cannot be cancelled any more. Returns None if the queue is closed."""
         with self._changed:
             while True:
-                self._changed.wait_for(lambda: self._by_tenant or self._closed)
+                self._changed.wait_for(lambda: self._groups or self._closed)
                 if self._closed:
                     return None
-                tenant, waiting = self._by_tenant.popitem(last=False)
+                name, group = self._groups.popitem(last=False)
+                tenant, waiting = group.popitem(last=False)
                 work = waiting.popleft()
                 if waiting:
-                    self._by_tenant[tenant] = waiting
+                    group[tenant] = waiting
+                if group:
+                    self._groups[name] = group
                 if work.future.set_running_or_notify_cancel():
                     return work
 
@@ -66,5 +77,7 @@ class CompileQueue:
             self._changed.notify()
 
     def _drop_cancelled(self) -> None:
-        remaining = {tenant: deque(work for work in queue if not work.future.cancelled()) for tenant, queue in self._by_tenant.items()}
-        self._by_tenant = OrderedDict((tenant, queue) for tenant, queue in remaining.items() if queue)
+        works = [work for group in self._groups.values() for queue in group.values() for work in queue if not work.future.cancelled()]
+        self._groups.clear()
+        for work in works:
+            self._groups.setdefault(work.group, OrderedDict()).setdefault(work.tenant, deque()).append(work)

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 256
 """Maximum number of cached grammars."""
-MAX_BYTES, MAX_BYTES_OF_TENANT = 512 * 2**20, 256 * 2**20
-"""Maximum bytes of the grammars that are cached or used by sequences, of all tenants and of one."""
+MAX_BYTES, MAX_BYTES_OF_GROUP = 512 * 2**20, 256 * 2**20
+"""Maximum bytes of the grammars that are cached or used by sequences, of all tenants and of one group."""
 STACK_BYTES = 64 * 2**20
 """Stack of the compiling thread in bytes: many times the stack of a trial. Only used pages take memory."""
 
 Key: TypeAlias = tuple[str, str, str, str, bool | None]
-"""A tenant, and what distinguishes its grammars."""
+"""A group of tenants, and what distinguishes its grammars."""
 
 
 class Grammars:
@@ -46,24 +46,25 @@ class Grammars:
         """Guards `_kept`."""
         self._kept: OrderedDict[Key, Future[Grammar]] = OrderedDict()
         self._living: WeakKeyDictionary[GrammarUsage, tuple[str, int]] = WeakKeyDictionary()
-        """The tenant of each grammar that is cached or used by a sequence, and its bytes when it was compiled."""
+        """The group of each grammar that is cached or used by a sequence, and its bytes when it was compiled."""
         self._allowances = TenantAllowances(TENANT_SECONDS)
         self._queue = CompileQueue()
         self._thread: threading.Thread | None = None
 
-    def compile(self, structure: StructuredOutput, tenant: str = "") -> Future[Grammar]:
+    def compile(self, structure: StructuredOutput, group: str = "", tenant: str = "") -> Future[Grammar]:
         """Returns the future of the compiled grammar. Raises QueueFull.
 
-        The future fails with InvalidRequest if the grammar is invalid, and with QueueFull if the tenant's grammars have taken too much
-        time, or if grammars that are in use leave no memory for it. The caller may cancel it when no request waits for it any more.
+        The limits and the cache are those of a group of tenants; the tenants of a group take turns. The future fails with InvalidRequest if
+        the grammar is invalid, and with QueueFull if the group's grammars have taken too much time, or if grammars that are in use leave no
+        memory for it. The caller may cancel it when no request waits for it any more.
         """
-        key = (tenant, structure.kind, structure.text, structure.before, structure.disable_any_whitespace)
+        key = (group, structure.kind, structure.text, structure.before, structure.disable_any_whitespace)
         with self._lock:
             for worn in [key for key, future in self._kept.items() if _worn(future)]:
                 del self._kept[worn]
             if key not in self._kept:
                 future: Future[Grammar] = Future()
-                self._queue.put(Work(structure, tenant, future))
+                self._queue.put(Work(structure, group, tenant, future))
                 self._kept[key] = future
                 self._start()
             self._kept.move_to_end(key)
@@ -96,7 +97,7 @@ class Grammars:
                 work.future.set_exception(RequestFailed(f"the grammar could not be compiled: {error}"))
 
     def _compiled(self, work: Work) -> Grammar:
-        allowance = self._allowances.of(work.tenant)
+        allowance = self._allowances.of(work.group)
         if allowance.left <= 0:
             message = "your grammars have taken more processor time than they may: make them simpler, or send new ones later"
             raise QueueFull(message, retry_after=allowance.refilled_in)
@@ -104,41 +105,41 @@ class Grammars:
             self._trial.start()  # loads the vocabulary too, at the same time
             self._tokenizer = self._vocabulary.load()
         size = self._trial.run(work.structure)
-        self._make_room(work.tenant, size)
+        self._make_room(work.group, size)
         usage = GrammarUsage(allowance)
         grammar = Grammar(compiled(self._tokenizer, work.structure), size, self._tokenizer, usage)
-        self._living[usage] = work.tenant, size
+        self._living[usage] = work.group, size
         return grammar
 
-    def _make_room(self, tenant: str, size: int) -> None:
-        """Evicts cached grammars until a tenant may have `size` bytes more. Raises QueueFull if those that sequences use are too many."""
+    def _make_room(self, group: str, size: int) -> None:
+        """Evicts cached grammars until a group may have `size` bytes more. Raises QueueFull if those that sequences use are too many."""
         with self._lock:
-            while crowd := self._tenants_without_room(tenant, size):
+            while crowd := self._groups_without_room(group, size):
                 sizes = {key: taken for key, future in self._kept.items() if key[0] in crowd and (taken := _size(future))}
                 if not sizes:
-                    whose = "your grammars" if crowd == {tenant} else "the grammars of all requests"
+                    whose = "your grammars" if crowd == {group} else "the grammars of all requests"
                     raise QueueFull(f"{whose} take as much memory as they may: wait until requests with grammars end", retry_after=1.0)
                 self._evict(sizes)
 
-    def _tenants_without_room(self, tenant: str, size: int) -> set[str]:
-        """Whose grammars leave no room for `size` bytes more of a tenant: nobody's, its own, or those of all."""
+    def _groups_without_room(self, group: str, size: int) -> set[str]:
+        """Whose grammars leave no room for `size` bytes more of a group: nobody's, its own, or those of all."""
         used: Counter[str] = Counter()
         for usage, (owner, compiled_size) in self._living.items():
             used[owner] += compiled_size + usage.growth
-        if used[tenant] + size > MAX_BYTES_OF_TENANT:
-            return {tenant}
+        if used[group] + size > MAX_BYTES_OF_GROUP:
+            return {group}
         return set(used) if used.total() + size > MAX_BYTES else set()
 
     def _evict(self, sizes: Mapping[Key, int]) -> None:
-        """Evicts the least recently requested grammar of the tenant with the most. Sequences that use it are not affected.
+        """Evicts the least recently requested grammar of the group with the most. Sequences that use it are not affected.
 
         `sizes` has what each grammar that may be evicted counts, in the order of `_kept`.
         """
-        by_tenant: Counter[str] = Counter()
+        by_group: Counter[str] = Counter()
         for key, size in sizes.items():
-            by_tenant[key[0]] += size
-        most = max(by_tenant.values())
-        del self._kept[next(key for key in sizes if by_tenant[key[0]] == most)]
+            by_group[key[0]] += size
+        most = max(by_group.values())
+        del self._kept[next(key for key in sizes if by_group[key[0]] == most)]
 
 
 def _worn(future: Future[Grammar]) -> bool:
