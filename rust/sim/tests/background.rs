@@ -1,21 +1,12 @@
 //! What background requests cost other requests, and what they get: the guarantees of docs/scheduling/policies.md, in virtual time.
 
-use chairlift_core::{BACKGROUND, Config, Load, Request, Time, Timeline, Token};
+mod jobs;
+
+use chairlift_core::{BACKGROUND, Config, Load, Time, Timeline};
 use chairlift_sim::{Job, Machine, Report, StepTime, percentile, simulate};
+use jobs::{job, sorted};
 
 const SECOND: Time = 1_000_000;
-
-/// A job with a unique prompt.
-fn job(time: Time, tag: u64, prompt: u32, output: u32) -> Job {
-    let tokens = |from: u64, len: u32| (0..len).map(|i| 1 + ((tag * 7919 + from + u64::from(i)) % 1_000_003) as Token).collect::<Vec<_>>();
-    let request = Request { tag, prompt: tokens(0, prompt), max_new_tokens: output, ..Request::default() };
-    Job { time, request, len: output, output: tokens(500_000, output), ..Job::default() }
-}
-
-fn sorted(mut jobs: Vec<Job>) -> Vec<Job> {
-    jobs.sort_by_key(|job| job.time);
-    jobs
-}
 
 /// Machines where a row of a decoding sequence costs as much as the weights, less, and little.
 fn slow_and_fast_rows() -> [(&'static str, Machine); 4] {

@@ -2,8 +2,11 @@
 //!
 //! The machine reads its weights in 20 ms per step. A prompt token adds 0.05 ms and a decoding sequence 0.2 ms.
 
-use chairlift_core::{BACKGROUND, Config, Policy, Request, STOP, Tier, Time, Timeline, Token};
+mod jobs;
+
+use chairlift_core::{BACKGROUND, Config, Policy, STOP, Tier, Time, Timeline, Token};
 use chairlift_sim::{Job, Machine, Report, StepTime, percentile, simulate};
+use jobs::{job, sorted};
 
 const MS: Time = 1000;
 const SECOND: Time = 1_000_000;
@@ -33,18 +36,6 @@ impl Dice {
     fn between(&mut self, low: u32, high: u32) -> u32 {
         low + (self.roll() * f64::from(high - low + 1)) as u32
     }
-}
-
-/// A job with a unique prompt.
-fn job(time: Time, tag: u64, prompt: u32, output: u32) -> Job {
-    let tokens = |from: u64, len: u32| (0..len).map(|i| 1 + ((tag * 7919 + from + u64::from(i)) % 1_000_003) as Token).collect::<Vec<_>>();
-    let request = Request { tag, prompt: tokens(0, prompt), max_new_tokens: output, ..Request::default() };
-    Job { time, request, len: output, output: tokens(500_000, output), ..Job::default() }
-}
-
-fn sorted(mut jobs: Vec<Job>) -> Vec<Job> {
-    jobs.sort_by_key(|job| job.time);
-    jobs
 }
 
 fn run(config: Config, jobs: &[Job]) -> Report {
