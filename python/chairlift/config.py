@@ -181,7 +181,7 @@ class EngineConfig:
     cache_groups: Mapping[str, str] | None = None
     """The group with which a tenant shares cached prompts; None if all tenants share. It is no flag: a server sets it."""
     limit_groups: Mapping[str, str] | None = None
-    """The group with which a tenant shares limits; None if nobody can invent tenants. It is no flag: a server sets it."""
+    """The group with which a tenant shares limits; None if clients cannot invent tenants. It is no flag: a server sets it."""
     tier_weights: Mapping[str, int] | None = flag(
         None,
         "factors of tenants' weights by service tier under the policies 'fair' and 'vtc' (default: priority=4,default=2,flex=1)",

@@ -163,7 +163,7 @@ def make(monkeypatch):
     monkeypatch.setattr(loop, "eos_token_ids", lambda directory, tokenizer: frozenset({2}))
     monkeypatch.setattr(loop, "tokenizer_file", lambda directory, tokenizer: directory)
     monkeypatch.setattr(loop, "locate", lambda model, *_: Path(model))
-    monkeypatch.setattr(facts, "fingerprint", lambda config, directory, runner: "")
+    monkeypatch.setattr(facts, "fingerprint", lambda config, directory, runner, digest: "")
     monkeypatch.setattr(facts, "checkpoint_digest", lambda directory: "")
     monkeypatch.setattr(loop, "checkpoint_facts", lambda *_: {})
     monkeypatch.setattr(loop, "_now", lambda: NOW)

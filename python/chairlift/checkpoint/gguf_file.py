@@ -99,7 +99,7 @@ class GGUFFile:
         return [key for key in self._metadata if key.startswith(prefix)]
 
     def unread(self) -> dict[str, Any]:
-        """Returns the metadata that nobody has asked for."""
+        """Returns the metadata that has not been read."""
         return {key: value for key, value in self._metadata.items() if key not in self._read}
 
     def get(self, key: str, kind: type[T]) -> T | None:

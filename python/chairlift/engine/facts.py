@@ -32,9 +32,10 @@ def start_facts(config: EngineConfig, directory: Path, runner: Runner, eos: Sequ
         *_speculation_decision(config, runner),
         _sampling_decision(config, sampling),
     )
+    digest = checkpoint_digest(directory)
     return {
         "model": config.model,
-        "digest": checkpoint_digest(directory),
+        "digest": digest,
         # An encoder's sequences have one token more than their texts, which is not computed.
         "max_model_len": runner.max_model_len if runner.generates else runner.max_model_len - 1,
         "max_text_len": None if runner.pooling is None else runner.max_model_len - 1,
@@ -48,7 +49,7 @@ def start_facts(config: EngineConfig, directory: Path, runner: Runner, eos: Sequ
         "max_num_seqs": runner.max_num_seqs,
         "max_num_batched_tokens": runner.max_num_batched_tokens,
         "determinism": "batch-invariant" if runner.batch_invariant else "best-effort",
-        "fingerprint": fingerprint(config, directory, runner) if runner.batch_invariant else None,
+        "fingerprint": fingerprint(config, directory, runner, digest) if runner.batch_invariant else None,
         "decisions": [list(decision) for decision in decisions],
         "default_sampling": sampling,
         "vocab_size": runner.model_config.vocab_size,

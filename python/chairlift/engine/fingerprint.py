@@ -22,10 +22,10 @@ NUMERICS = ("code", "device", "weights", "KV dtype")
 """The decisions that change a bit of the logits. Threads, batches and memory change none in the CPU kernels."""
 
 
-def fingerprint(config: EngineConfig, directory: Path, runner: Runner) -> str:
+def fingerprint(config: EngineConfig, directory: Path, runner: Runner, digest: str) -> str:
     """Hashes Chairlift's version, the instruction set, the dtypes, the model's configuration and its weights: 32 hex digits.
 
-    Of the weights, the sizes of the files and samples of their content count.
+    `digest` is that of the checkpoint in `directory`. It does not count if the weights come from elsewhere.
     """
     isa = _core.instruction_sets()[0] if config.cpu_isa == "auto" else config.cpu_isa
     chosen = [f"{what}={value}" for what, value, _ in runner.decisions if what in NUMERICS]
@@ -33,17 +33,17 @@ def fingerprint(config: EngineConfig, directory: Path, runner: Runner) -> str:
     longest = str(config.max_model_len) if getattr(runner.model_config, "long_rope", None) else ""
     parts = [_core.__version__, isa, *chosen, str(config.block_size), longest, config.load_format]
     found = hashlib.blake2b("\n".join(parts).encode(), digest_size=16)
+    if config.load_format == "auto":
+        found.update(digest.encode())
+        return found.hexdigest()
     found.update((directory / "config.json").read_bytes())
     if config.load_format == "dummy":
         found.update(str(config.seed).encode())
-    elif config.load_format != "none":
-        for piece in _weights(directory):
-            found.update(piece)
     return found.hexdigest()
 
 
 def checkpoint_digest(directory: Path) -> str:
-    """Identifies a checkpoint by its configuration and, as in `fingerprint`, samples of its weights: 64 hex digits."""
+    """Identifies a checkpoint by its configuration, the sizes of its weights' files and samples of their content: 64 hex digits."""
     found = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=32)
     for piece in _weights(directory):
         found.update(piece)
