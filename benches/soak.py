@@ -325,11 +325,7 @@ def soak(seconds: float) -> tuple[list[str], bool]:
     key = {name: secrets.token_hex(16) for name in names}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        keys = directory / "keys.toml"
-        keys.touch(0o600)
-        limits = {name: "operator = true" if name == "operator" else f"max_requests = {MAX_REQUESTS}" for name in names}
-        keys.write_text("".join(f'[{name}]\nkey = "{key[name]}"\n{limits[name]}\n' for name in names))
-        with server(directory, keys) as (port, process):
+        with server(directory, _key_file(directory, key)) as (port, process):
             tenants = [Honest(name, port, key[name]) for name in HONEST]
             watch = Watch(port, key["operator"], process.pid)
             for one in tenants:
@@ -370,14 +366,9 @@ def soak(seconds: float) -> tuple[list[str], bool]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in tenants:
-        answers, before, faults = alone[one.name]
-        bound = None if before is None else RATIO * before + step
-        late_tokens = bound is not None and (one.p99 is None or one.p99 > bound)
-        good = not one.faults and not faults and not late_tokens and one.answers > 0
+        row, good = _of_a_tenant(one, alone[one.name], step)
         unkept += [] if good else [one.name]
-        longest = max(one.gaps, default=None)
-        times = " | ".join("-" if value is None else f"{value * 1e3:.0f}" for value in (before, one.p99, bound, longest))
-        lines.append(f"| {one.name} | {answers} + {one.answers} | {len(faults) + len(one.faults)} | {times} | {'yes' if good else 'no'} |")
+        lines.append(row)
     lines += ["", *_of_the_server(watch, memory, lags, len(log), alive), "", "| hostile requests | statuses |", "|---|---|"]
     lines += [f"| {kind} | {', '.join(f'{count} x {status}' for status, count in sorted(one.items()))} |" for kind, one in counts.items()]
     if left_out := [text for one in tenants for text in one.left_out]:
@@ -386,6 +377,26 @@ def soak(seconds: float) -> tuple[list[str], bool]:
         lines += ["", "The first faults:", "", *faults[:10]]
     verdict = f"no ({'; '.join(unkept)})" if unkept else "yes"
     return [*lines, "", f"All bounds kept: {verdict}.", ""], not unkept
+
+
+def _key_file(directory: Path, key: dict[str, str]) -> Path:
+    """Writes the file of the keys, by the names of the operator and the tenants."""
+    file = directory / "keys.toml"
+    file.touch(0o600)
+    limits = {name: "operator = true" if name == "operator" else f"max_requests = {MAX_REQUESTS}" for name in key}
+    file.write_text("".join(f'[{name}]\nkey = "{key[name]}"\n{limits[name]}\n' for name in key))
+    return file
+
+
+def _of_a_tenant(one: Honest, alone: tuple[int, float | None, list[str]], step: float) -> tuple[str, bool]:
+    """An honest tenant's row, and whether its bounds were kept. `alone` are its answers, p99 and faults without the hostile ones."""
+    answers, before, faults = alone
+    bound = None if before is None else RATIO * before + step
+    late_tokens = bound is not None and (one.p99 is None or one.p99 > bound)
+    good = not one.faults and not faults and not late_tokens and one.answers > 0
+    longest = max(one.gaps, default=None)
+    times = " | ".join("-" if value is None else f"{value * 1e3:.0f}" for value in (before, one.p99, bound, longest))
+    return f"| {one.name} | {answers} + {one.answers} | {len(faults) + len(one.faults)} | {times} | {'yes' if good else 'no'} |", good
 
 
 def _of_the_server(watch: Watch, memory: int, lags: float | None, log_bytes: int, alive: bool) -> list[str]:
