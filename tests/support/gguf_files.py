@@ -17,6 +17,18 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 CONTROLS = ("<|end|>", "<|user|>")
 FLOATS = {"layer_norm_rms_epsilon", "freq_base", "factor", "attn_logit_softcapping", "final_logit_softcapping"}
 FLOATS |= {"scale", "embedding_scale", "residual_scale", "logit_scale"}
+GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 5, "tie_word_embeddings": True}
+MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.25, "logits_scaling": 8.0}
+TINY: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("qwen2", {}),
+    ("qwen3", {"tie_word_embeddings": True, "head_dim": 8}),
+    ("gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    ("gemma3_text", {**GEMMA, "num_hidden_layers": 7, "num_key_value_heads": 1}),
+    ("smollm3", {"num_hidden_layers": 5, "pad_token_id": 0}),
+    ("granite", MULTIPLIERS),
+]
+"""Arguments of `tiny_model` for every architecture that is read from GGUF files."""
 
 
 def default_file() -> Path:

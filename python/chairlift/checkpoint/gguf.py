@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from chairlift.architectures import GGUFFormat
 from chairlift.checkpoint.cache import LINK, writing_to
+from chairlift.checkpoint.gguf_config import architecture_of, model_config
 from chairlift.checkpoint.gguf_file import GGUFFile, TensorEntry
 from chairlift.checkpoint.gguf_keys import check_keys
 from chairlift.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
@@ -21,19 +22,6 @@ from chairlift.checkpoint.safetensors_file import Array, as_float32
 from chairlift.errors import UnsupportedModel
 
 log = logging.getLogger("chairlift")
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "granite": "GraniteForCausalLM",
-}
-"""Supported values of `general.architecture`. Mistral and SmolLM2 files say `llama`; Granite 3 and dense Granite 4 say `granite`."""
-_INTERLEAVED = {"llama", "smollm3", "granite"}
-"""Architectures whose rotary rows llama.cpp stores in another order."""
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -49,12 +37,6 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_GEMMA_LAYER = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-"""Gemma has an additional norm after attention and after the MLP, and other names for the norms before them."""
 _IGNORED = ("rope_freqs.weight", ".attn_rot_embd.weight")
 """Tensors that are not weights: frequencies that follow from the configuration."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
@@ -122,8 +104,7 @@ def _write(file: GGUFFile, config: dict[str, Any], out: Path, sampling: Mapping[
         _write_json(out / "modules.json", [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}])
         (out / "1_Pooling").mkdir()
         _write_json(out / "1_Pooling" / "config.json", {"pooling_mode": _POOLINGS[pooling]})
-    for _ in _matched(file, config):
-        pass  # checks that all tensors exist and have the right shapes
+    _named(file, architecture_of(file)[1])  # checks that all layers are there
     (out / LINK).symlink_to(file.path.absolute())
     out.chmod(0o755)
 
@@ -135,24 +116,28 @@ class GGUFTensors:
         """Reads the header. Raises UnsupportedModel if the file is damaged or its model is not supported."""
         self.path = path
         self.file = open_gguf(path, vocabulary=False)
-        self._config = model_config(self.file)
-        self.entries = dict(_matched(self.file, self._config))
+        _, self._layout = architecture_of(self.file)
+        self._head_dim = model_config(self.file)["head_dim"]
+        self.entries = _named(self.file, self._layout)
 
     def interleaved(self, name: str) -> int:
         """Returns the rows of a head if the halves of its rotary rows alternate in the file (see `_halves`), else 0."""
-        return self._config["head_dim"] if _is_rotary(self._config, name) else 0
+        return self._head_dim if self._is_rotary(name) else 0
 
     def values(self, name: str) -> Array:
         """Returns the tensor's values in fp32, as dequantised by the gguf package."""
         rows = _dequantize(self.file, self.entries[name])
-        if is_gemma(self._config) and name.endswith("norm.weight"):
-            rows = rows - np.float32(1)  # Hugging Face's norms multiply by 1 + weight, llama.cpp's by the stored weight
-        return _halves(rows, rows.shape[0] // self._config["head_dim"]) if _is_rotary(self._config, name) else rows
+        if self._layout.stored_offset and name.endswith("norm.weight"):
+            rows = rows - np.float32(self._layout.stored_offset)
+        return _halves(rows, rows.shape[0] // self._head_dim) if self._is_rotary(name) else rows
 
     def type_name(self, name: str) -> str:
         """Returns ggml's name of the tensor's type."""
         kind = self.entries[name].kind
         return BLOCK_TYPES[kind][0] if kind in BLOCK_TYPES else str(_constants().GGMLQuantizationType(kind).name)
+
+    def _is_rotary(self, name: str) -> bool:
+        return self._layout.adjacent_pairs and name.rsplit(".", 2)[1] in ("q_proj", "k_proj")
 
 
 def open_gguf(path: Path, *, vocabulary: bool = True) -> GGUFFile:
@@ -181,88 +166,6 @@ def _constants() -> Any:
     return constants
 
 
-def model_config(file: GGUFFile) -> dict[str, Any]:
-    """Returns the file's configuration in the format of Hugging Face's config.json."""
-    kind = file.get("general.architecture", str)
-    if kind not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModel(f"{file.path} holds a model of architecture {kind!r}; those that can be read: {known}")
-    if file.get(f"{kind}.expert_count", int):
-        raise UnsupportedModel(f"{file.path} is a mixture of experts, which cannot be read from GGUF")
-    hidden, heads = file.size(f"{kind}.embedding_length"), file.size(f"{kind}.attention.head_count")
-    head_dim = file.size(f"{kind}.attention.key_length", file.size(f"{kind}.rope.dimension_count", hidden // heads))
-    if {file.size(f"{kind}.{key}", head_dim) for key in ("rope.dimension_count", "attention.value_length")} != {head_dim} or head_dim % 2:
-        raise UnsupportedModel(f"{file.path}: rotary or value dimensions that differ from the head's {head_dim} cannot be read")
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise UnsupportedModel(f"{file.path} holds no model: tensor token_embd.weight is missing")
-    config = {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
-        "hidden_size": hidden,
-        "intermediate_size": file.size(f"{kind}.feed_forward_length"),
-        "num_hidden_layers": file.size(f"{kind}.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": file.size(f"{kind}.attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": file.size(f"{kind}.context_length"),
-        "rms_norm_eps": file.number(f"{kind}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": file.number(f"{kind}.rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(file, kind, head_dim),
-        "vocab_size": embedding.shape[0],
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-        "dtype": "float32",
-    }
-    if is_gemma(config):
-        config |= _gemma_config(file, kind, config)
-    if kind == "granite":
-        config |= _granite_config(file)
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        token = file.get(f"tokenizer.ggml.{key}_token_id", int)
-        if token is not None and token < embedding.shape[0]:
-            config[f"{name}_token_id"] = token
-    return config
-
-
-def is_gemma(config: dict[str, Any]) -> bool:
-    """Whether a configuration is Gemma 2's or 3's."""
-    return str(config["model_type"]).startswith("gemma")
-
-
-def _gemma_config(file: GGUFFile, kind: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns Gemma's additional entries of config.json."""
-    layers, heads, hidden = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
-    # The files do not contain this: models with 27 billion parameters scale attention scores by hidden size / heads, not by the head size.
-    largest = (kind, layers) in (("gemma2", 46), ("gemma3", 62))
-    found: dict[str, Any] = {
-        "model_type": {"gemma3": "gemma3_text"}.get(kind, kind),
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": hidden // heads if largest else config["head_dim"],
-        "sliding_window": file.size(f"{kind}.attention.sliding_window", 4096),
-        "layer_types": _layer_types(file, f"{kind}.attention.sliding_window_pattern", {"gemma2": 2, "gemma3": 6}[kind], layers),
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-    }
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if kind == "gemma2" or file.value(f"{kind}.{name}") is not None:
-            found[name] = file.number(f"{kind}.{name}", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}[name])
-    if kind == "gemma3":
-        found["rope_local_base_freq"] = file.number(f"{kind}.rope.freq_base_swa", 10000.0)
-    return found
-
-
-def _granite_config(file: GGUFFile) -> dict[str, Any]:
-    """Returns Granite's additional entries of config.json."""
-    if file.get("granite.rope.scaling.finetuned", bool) is False:
-        raise UnsupportedModel(f"{file.path} has no rotary positions, which Granite's code here needs")
-    names = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
-    names |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}
-    return {name: file.number(f"granite.{key}", 1.0) for name, key in names.items()}
-
-
 def _recommended_sampling(file: GGUFFile) -> dict[str, Any]:
     """Returns the sampling settings that the file recommends, by their names in generation_config.json."""
     found = {name: file.value(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
@@ -275,111 +178,36 @@ def _recommended_sampling(file: GGUFFile) -> dict[str, Any]:
     return settings
 
 
-def _layer_types(file: GGUFFile, key: str, default: int, layers: int) -> list[str]:
-    """Returns the attention type of each layer. Every n-th layer has full attention, or a list names the layers with a window."""
-    pattern = file.value(key)
-    if isinstance(pattern, list):
-        if len(pattern) != layers:
-            raise UnsupportedModel(f"{file.path}: {key} has {len(pattern)} entries for {layers} layers")
-        windows = [bool(entry) for entry in pattern]
-    else:
-        every = file.size(key, default)
-        windows = [(layer + 1) % every != 0 for layer in range(layers)]
-    return ["sliding_attention" if window else "full_attention" for window in windows]
-
-
-def _rope_scaling(file: GGUFFile, kind: str, head_dim: int) -> dict[str, Any] | None:
-    if "rope_freqs.weight" in file.tensors:
-        return _llama3_scaling(file, file.number(f"{kind}.rope.freq_base", 10000.0), head_dim)
-    scaling = file.get(f"{kind}.rope.scaling.type", str) or "linear"
-    named = [key for key in (f"{kind}.rope.scaling.factor", f"{kind}.rope.scale_linear") if file.get(key, float)]
-    factor = file.number(named[0]) if named else 1.0
-    if scaling == "none" or factor == 1.0:
-        return None
-    if scaling == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if scaling == "yarn":
-        context = file.size(f"{kind}.rope.scaling.original_context_length")
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
-    raise UnsupportedModel(f"{file.path}: rope scaling of type {scaling!r} cannot be read; known are linear and yarn")
-
-
-def _llama3_scaling(file: GGUFFile, base: float, head_dim: int) -> dict[str, Any]:
-    """Returns Llama 3's scaling. The file holds only its result: the divisor of each frequency."""
-    divisors = _dequantize(file, file.tensors["rope_freqs.weight"])
-    factor, low, high, context = float(divisors.max()), 1.0, 4.0, 8192
-    turns = context * base ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
-    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    expected = 1.0 / ((1.0 - smooth) / factor + smooth)
-    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
-        raise UnsupportedModel(f"{file.path}: its rope frequencies are not those of Llama 3, and cannot be read")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": context,
-    }
-
-
-def _hf_name(name: str, config: dict[str, Any]) -> str | None:
+def _hf_name(name: str, layout: GGUFFormat) -> str | None:
     """Returns Hugging Face's name of a tensor; None if it is unknown."""
-    names = _LAYER | _GEMMA_LAYER if is_gemma(config) else _LAYER
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP and suffix == "weight":
         return f"{_TOP[stem]}.{suffix}"
     block, _, rest = stem.removeprefix("blk.").partition(".")
-    if not stem.startswith("blk.") or not block.isdecimal() or rest not in names or suffix not in ("weight", "bias"):
+    known = layout.tensors.get(rest, _LAYER.get(rest))
+    if not stem.startswith("blk.") or not block.isdecimal() or known is None or suffix not in ("weight", "bias"):
         return None
-    return f"model.layers.{block}.{names[rest]}.{suffix}"
+    return f"model.layers.{block}.{known}.{suffix}"
 
 
-def _expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns the name and shape of every tensor of a model with this configuration, biases included."""
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
-    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    biased = [f"mlp.{name}" for name in mlp] if config["mlp_bias"] else []
-    if config["attention_bias"]:
-        # Qwen2 always has biases on its attention projections except the output projection.
-        biased += [f"self_attn.{name}" for name in attention if (config["model_type"], name) != ("qwen2", "o_proj")]
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        blocks = {f"self_attn.{name}": shape for name, shape in attention.items()} | {f"mlp.{name}": shape for name, shape in mlp.items()}
-        shapes |= {f"{prefix}.{name}.weight": shape for name, shape in blocks.items()}
-        shapes |= {f"{prefix}.{name}.bias": blocks[name][:1] for name in biased}
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        if is_gemma(config):
-            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        shapes |= {f"{prefix}.{name}.weight": (hidden,) for name in norms}
-        if config["model_type"] in ("qwen3", "gemma3_text"):
-            shapes |= {f"{prefix}.self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
-    return shapes
+def _named(file: GGUFFile, layout: GGUFFormat) -> dict[str, TensorEntry]:
+    """Returns the tensors by their Hugging Face names. Raises UnsupportedModel if one is unknown, or if layers are missing.
 
-
-def _matched(file: GGUFFile, config: dict[str, Any]) -> Iterator[tuple[str, TensorEntry]]:
-    """Yields each tensor with its Hugging Face name. Raises if the file's tensors are not exactly those of the configuration."""
-    if config["num_hidden_layers"] > len(file.tensors):
-        raise UnsupportedModel(f"{file.path} says it has {config['num_hidden_layers']} layers but holds {len(file.tensors)} tensors")
-    expected = _expected_shapes(config)
+    Whether each layer has the right tensors is checked when they are taken.
+    """
+    layers, found, seen = file.size(f"{file.get('general.architecture', str)}.block_count"), {}, set()
     for entry in file.tensors.values():
         if entry.name.endswith(_IGNORED):
             continue
-        name = _hf_name(entry.name, config)
-        if name is None or expected.pop(name, None) != entry.shape:
-            raise UnsupportedModel(f"{file.path}: tensor {entry.name} of shape {list(entry.shape)} does not belong to its configuration")
-        yield name, entry
-    if expected:
-        raise UnsupportedModel(f"{file.path} lacks {len(expected)} tensors, {next(iter(expected))} among them")
-
-
-def _is_rotary(config: dict[str, Any], name: str) -> bool:
-    """Whether llama.cpp reorders the tensor's rows: it does for the rotated projections of Llama-like models."""
-    return bool(config["model_type"] in _INTERLEAVED and name.rsplit(".", 2)[1] in ("q_proj", "k_proj"))
+        name = _hf_name(entry.name, layout)
+        if name is None:
+            raise UnsupportedModel(f"{file.path}: tensor {entry.name} of shape {list(entry.shape)} does not belong to its architecture")
+        found[name] = entry
+        if entry.name.startswith("blk."):
+            seen.add(int(entry.name.split(".")[1]))
+    if (held := max(seen, default=-1) + 1) != layers or len(seen) != held:
+        raise UnsupportedModel(f"{file.path} says it has {layers} layers, and holds tensors of {len(seen)}")
+    return found
 
 
 def _halves(weights: Array, heads: int) -> Array:

@@ -8,102 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chairlift.architectures import ARCHITECTURES, Architecture, Code, Projections, Windows
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.quantization import MODELOPT_FILE, QuantizationScheme, UnsupportedScheme, parse_quantization
 from chairlift.models.shape import KvSpec, ModelShape
 
 
-@dataclass(frozen=True, slots=True)
-class _Gemma:
-    """Settings specific to Gemma 2 and 3. Every `pattern`-th layer has full attention, the other layers have a sliding window."""
-
-    pattern: int
-    theta: float
-    local_theta: float
-    attention_softcap: float | None = None
-    final_softcap: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Projections:
-    """Names of a layer's linear layers in a checkpoint, below `model.layers.N.`.
-
-    A single name for several projections means one fused tensor.
-    """
-
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """An architecture's defaults where its config.json is silent, and its optional features."""
-
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    max_positions: int = 32768
-    sliding_window: int | None = None
-    theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
-    tied: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = True
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    gemma: _Gemma | None = None
-    no_rope_interval: int | None = None
-    multipliers: bool = False
-    partial_rotary: bool = False
-    inner: str = "intermediate_size"
-    projections: Projections = Projections()
-    only_in_rust: bool = False
-
-
 class NoNativeModel(UnsupportedModel):
     """The model has no native code in chairlift; transformers may support it."""
-
-
-FAMILIES = {
-    "LlamaForCausalLM": _Family(max_positions=2048, mlp_bias=True),
-    "MistralForCausalLM": _Family(kv_heads=8, max_positions=131072, sliding_window=4096, output_bias=False),
-    "Qwen2ForCausalLM": _Family(kv_heads=32, qkv_bias=True, output_bias=False),
-    "Qwen3ForCausalLM": _Family(kv_heads=32, head_dim=128, qk_norm=True),
-    "Gemma2ForCausalLM": _Family(
-        kv_heads=4,
-        head_dim=256,
-        max_positions=8192,
-        sliding_window=4096,
-        tied=True,
-        gemma=_Gemma(pattern=2, theta=1e4, local_theta=1e4, attention_softcap=50.0, final_softcap=30.0),
-    ),
-    "Gemma3ForCausalLM": _Family(
-        kv_heads=4,
-        head_dim=256,
-        max_positions=131072,
-        sliding_window=4096,
-        tied=True,
-        qk_norm=True,
-        gemma=_Gemma(pattern=6, theta=1e6, local_theta=1e4),
-    ),
-    "SmolLM3ForCausalLM": _Family(kv_heads=4, theta=2e6, tied=True, mlp_bias=True, no_rope_interval=4, only_in_rust=True),
-    "GraniteForCausalLM": _Family(max_positions=2048, mlp_bias=True, multipliers=True, only_in_rust=True),
-    "GraniteMoeHybridForCausalLM": _Family(
-        max_positions=2048,
-        multipliers=True,
-        inner="shared_intermediate_size",
-        projections=Projections(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
-        only_in_rust=True,
-    ),
-    "Phi3ForCausalLM": _Family(
-        max_positions=4096,
-        rms_norm_eps=1e-5,
-        partial_rotary=True,
-        projections=Projections(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
-        only_in_rust=True,
-    ),
-}
-"""The architectures with native code, some only in the CPU kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,10 +121,8 @@ class ModelConfig(ModelShape):
 
         Raises UnsupportedModel for invalid values, NoNativeModel for a model without native code.
         """
-        architecture = _architecture(raw)
-        family = FAMILIES[architecture]
-        gemma = family.gemma
-        scheme = _check_supported(raw, architecture)
+        family = _architecture(raw)
+        scheme = _check_supported(raw, family)
         heads = parse_size(raw, "num_attention_heads")
         hidden = parse_size(raw, "hidden_size")
         layers = parse_size(raw, "num_hidden_layers")
@@ -226,11 +136,11 @@ class ModelConfig(ModelShape):
         max_positions = parse_size(raw, "max_position_embeddings", family.max_positions)
         rope, local_rope = _ropes(raw, family)
         rotary_dim = _rotary_dim(raw, family, head_dim)
-        windows = _windows(raw, architecture, layers)
         multiplier = _multipliers(raw) if family.multipliers else None
-        scale = ((_number(raw, "query_pre_attn_scalar", 256.0) if gemma else None) or head_dim) ** -0.5
+        scalar = _number(raw, "query_pre_attn_scalar", family.query_scalar) if family.query_scalar else None
+        softcaps = _softcaps(raw, family)
         return cls(
-            architecture=architecture,
+            architecture=family.name,
             vocab_size=parse_size(raw, "vocab_size"),
             hidden_size=hidden,
             intermediate_size=parse_size(raw, family.inner),
@@ -246,21 +156,23 @@ class ModelConfig(ModelShape):
             output_bias=bias and family.output_bias,
             mlp_bias=bool(raw.get("mlp_bias", False)) and family.mlp_bias,
             qk_norm=family.qk_norm,
-            windows=windows,
-            attention_scale=scale if multiplier is None else multiplier["attention_multiplier"],
-            attention_softcap=_number(raw, "attn_logit_softcapping", gemma.attention_softcap) if gemma else None,
-            final_softcap=_number(raw, "final_logit_softcapping", gemma.final_softcap) if gemma else None,
-            activation="gelu_tanh" if gemma else "silu",
-            embedding_scale=hidden**0.5 if gemma else 1.0 if multiplier is None else multiplier["embedding_multiplier"],
-            norm_offset=1.0 if gemma else 0.0,
-            post_norms=gemma is not None,
+            windows=_windows(raw, family, layers),
+            attention_scale=(scalar or head_dim) ** -0.5 if multiplier is None else multiplier["attention_multiplier"],
+            attention_softcap=softcaps[0],
+            final_softcap=softcaps[1],
+            activation=family.activation,
+            embedding_scale=(hidden**0.5 if family.scaled_embeddings else 1.0)
+            if multiplier is None
+            else multiplier["embedding_multiplier"],
+            norm_offset=family.norm_offset,
+            post_norms=family.post_norms,
             rotary_dim=rotary_dim,
             long_rope=_long_rope(raw, rotary_dim, max_positions) if family.partial_rotary else None,
-            uses_rope=_uses_rope(raw, architecture, layers),
+            uses_rope=_uses_rope(raw, family, layers),
             residual_scale=1.0 if multiplier is None else multiplier["residual_multiplier"],
             logits_scale=1.0 if multiplier is None else 1.0 / multiplier["logits_scaling"],
             projections=family.projections,
-            only_in_rust=family.only_in_rust,
+            only_in_rust=family.code is Code.RUST,
             scheme=scheme,
             quantization=scheme.name if scheme else None,
             max_position_embeddings=max_positions,
@@ -306,30 +218,37 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
         return TransformersConfig.load(directory, str(reason))
 
 
-def _architecture(raw: dict[str, Any]) -> str:
+def _architecture(raw: dict[str, Any]) -> Architecture:
     names = raw.get("architectures") or []
     for name in names:
-        if name in FAMILIES:
-            return str(name)
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
     named = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}, and no architectures,"
-    raise NoNativeModel(f"{named} has no code of ours (there is for {', '.join(FAMILIES)})")
+    raise NoNativeModel(f"{named} has no code of ours (there is for {', '.join(ARCHITECTURES)})")
 
 
-def _check_supported(raw: dict[str, Any], architecture: str) -> QuantizationScheme | None:
+def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationScheme | None:
     """Returns how layers are quantised. Raises NoNativeModel for features that the architecture allows but the native code lacks."""
-    gemma = FAMILIES[architecture].gemma
-    known = ("gelu_pytorch_tanh",) if gemma else ("silu", "swish")
-    activation = (raw.get("hidden_activation") if gemma else raw.get("hidden_act")) or known[0]
+    known = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}[family.activation]
+    activation = (raw.get("hidden_act") if family.activation == "silu" else raw.get("hidden_activation")) or known[0]
     if activation not in known:
         raise NoNativeModel(f"hidden_act {activation!r} has no code of ours (there is for {known[0]})")
     if raw.get("use_bidirectional_attention"):
         raise NoNativeModel("attention to later tokens has no code of ours")
-    if architecture == "GraniteMoeHybridForCausalLM":
+    if family.name == "GraniteMoeHybridForCausalLM":
         _check_dense(raw)
     try:
         return parse_quantization(raw.get("quantization_config"))
     except UnsupportedScheme as reason:
         raise NoNativeModel(str(reason)) from None
+
+
+def _softcaps(raw: dict[str, Any], family: Architecture) -> tuple[float | None, float | None]:
+    """Returns the caps of attention scores and of logits."""
+    if family.softcaps is None:
+        return None, None
+    scores, logits = family.softcaps
+    return _number(raw, "attn_logit_softcapping", scores), _number(raw, "final_logit_softcapping", logits)
 
 
 def parse_size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
@@ -364,11 +283,11 @@ def _check_dense(raw: dict[str, Any]) -> None:
         raise NoNativeModel(f"layers of {', '.join(sorted(set(map(str, kinds))))} have no code of ours (there is for attention)")
 
 
-def _uses_rope(raw: dict[str, Any], architecture: str, layers: int) -> tuple[bool, ...]:
+def _uses_rope(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[bool, ...]:
     """Returns for each layer whether it uses rotary positions."""
-    if architecture == "GraniteMoeHybridForCausalLM":
+    if family.name == "GraniteMoeHybridForCausalLM":
         return (raw.get("position_embedding_type") == "rope",) * layers
-    interval = FAMILIES[architecture].no_rope_interval
+    interval = family.no_rope_interval
     if interval is None:
         return (True,) * layers
     interval = parse_size(raw, "no_rope_layer_interval", interval)
@@ -380,16 +299,15 @@ def _uses_rope(raw: dict[str, Any], architecture: str, layers: int) -> tuple[boo
     return tuple(bool(entry) for entry in listed[:layers])
 
 
-def _ropes(raw: dict[str, Any], family: _Family) -> tuple[RopeConfig, RopeConfig]:
+def _ropes(raw: dict[str, Any], family: Architecture) -> tuple[RopeConfig, RopeConfig]:
     """Returns the rotary embeddings of layers with full attention and of layers with a sliding window."""
-    gemma = family.gemma
-    if gemma is None or gemma.theta == gemma.local_theta:
+    if family.local_theta is None:
         rope = _rope(raw, family)
         return rope, rope
     # transformers 5 has a table for each kind of layer. Earlier versions have a separate number for layers with a window.
     tables = raw.get("rope_parameters") or {}
-    everywhere = {**raw, "rope_theta": raw.get("rope_theta") or gemma.theta, "rope_parameters": tables.get("full_attention")}
-    local = {"rope_theta": raw.get("rope_local_base_freq") or gemma.local_theta, "rope_parameters": tables.get("sliding_attention")}
+    everywhere = {**raw, "rope_theta": raw.get("rope_theta") or family.theta, "rope_parameters": tables.get("full_attention")}
+    local = {"rope_theta": raw.get("rope_local_base_freq") or family.local_theta, "rope_parameters": tables.get("sliding_attention")}
     return _rope(everywhere, family), _rope(local, family)
 
 
@@ -402,7 +320,7 @@ def _rope_table(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
     return found, found.get("rope_type", found.get("type", "default"))
 
 
-def _rope(raw: dict[str, Any], family: _Family) -> RopeConfig:
+def _rope(raw: dict[str, Any], family: Architecture) -> RopeConfig:
     found, kind = _rope_table(raw)
     known = ("default", "longrope") if family.partial_rotary else ("default", "linear", "llama3")
     if kind not in known:
@@ -421,7 +339,7 @@ def _rope(raw: dict[str, Any], family: _Family) -> RopeConfig:
         raise UnsupportedModel(f"config.json: rope type {kind!r} lacks a usable {error}") from None
 
 
-def _rotary_dim(raw: dict[str, Any], family: _Family, head_dim: int) -> int:
+def _rotary_dim(raw: dict[str, Any], family: Architecture, head_dim: int) -> int:
     """Returns how many numbers of each head are rotated."""
     partial = _rope_table(raw)[0].get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial in (None, 1, 1.0):
@@ -455,24 +373,19 @@ def _long_rope(raw: dict[str, Any], rotary_dim: int, max_positions: int) -> Long
     return LongRope(original_max_position_embeddings=original, scale=scale, **factors)
 
 
-def _windows(raw: dict[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
-    """Returns each layer's sliding window: all layers of Mistral; in Qwen and Gemma those selected by layer_types or by a rule."""
-    family = FAMILIES[architecture]
-    window = raw.get("sliding_window", family.sliding_window)
-    if architecture == "LlamaForCausalLM" or family.multipliers or window is None:
+def _windows(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[int | None, ...]:
+    """Returns each layer's sliding window."""
+    window, rule, types = raw.get("sliding_window", family.sliding_window), family.windows, raw.get("layer_types")
+    if rule is Windows.NONE or window is None or (rule is Windows.SWITCHED and not raw.get("use_sliding_window", False)):
         return (None,) * layers
     window = parse_size({"sliding_window": window}, "sliding_window")
-    types = raw.get("layer_types")
-    if family.gemma:
-        pattern = parse_size(raw, "sliding_window_pattern", family.gemma.pattern)
-        types = types or ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
-    elif family.sliding_window is not None or architecture == "Phi3ForCausalLM":
+    if rule is Windows.ALL:
         return (window,) * layers
-    elif not raw.get("use_sliding_window", False):
-        return (None,) * layers
-    elif family.no_rope_interval is not None and types is None:
-        uses_rope = _uses_rope(raw, architecture, layers)
-        return tuple(None if uses else window for uses in uses_rope)
+    if types is None and family.window_interval is not None:
+        interval = parse_size(raw, "sliding_window_pattern", family.window_interval)
+        return tuple(window if (layer + 1) % interval else None for layer in range(layers))
+    if types is None and family.no_rope_interval is not None:
+        return tuple(None if uses else window for uses in _uses_rope(raw, family, layers))
     if types is None:
         first = raw.get("max_window_layers", 28)
         return tuple(window if layer >= first else None for layer in range(layers))

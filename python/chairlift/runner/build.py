@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from chairlift.architectures import ARCHITECTURES
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.models.config import FAMILIES, ModelConfig
+from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.cuda import KERNEL_DRIVER, compute_capability, cuda_devices, has_cuda_driver, too_old, why_no_device
 from chairlift.runner.executor import ModelExecutor, time_swap
@@ -150,13 +151,17 @@ def choose_backend(config: EngineConfig, model: ModelShape) -> BackendMaker:
             f"--enable-lora: adapters are computed in one process, not with --tensor-parallel-size {config.tensor_parallel_size}"
         )
     if config.enable_lora and not isinstance(model, ModelConfig):
-        raise InvalidSetting(f"--enable-lora: transformers' code computes {model.architecture}; adapters need one of {', '.join(FAMILIES)}")
+        raise InvalidSetting(
+            f"--enable-lora: transformers' code computes {model.architecture}; adapters need one of {', '.join(ARCHITECTURES)}"
+        )
     if config.cpu_isa != "auto":
         raise InvalidSetting(f"--cpu-isa {config.cpu_isa}: torch computes this model here, not the CPU kernels")
     if config.cpu_math != "exact":
         raise InvalidSetting(f"--cpu-math {config.cpu_math}: torch computes this model here, not the CPU kernels")
     if config.runner == "rust":
-        raise InvalidSetting(f"--runner rust computes {', '.join(FAMILIES)} in one process on a CPU: use --device cpu, or --runner torch")
+        raise InvalidSetting(
+            f"--runner rust computes {', '.join(ARCHITECTURES)} in one process on a CPU: use --device cpu, or --runner torch"
+        )
     try:
         # Imported here because the other backend runs without torch.
         from chairlift.runner.torch_backend import TorchBackend

@@ -130,8 +130,7 @@ class SafetensorWeights:
         ignored = {"lm_head.weight"} if model.tie_word_embeddings else set()
         extra = sorted(name for name in self._unused - ignored if not name.endswith(NEEDLESS) and not self._is_empty_bias(name))
         if extra:
-            more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
-            raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {', '.join(extra[:3])}{more}")
+            raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {_some(extra)}")
 
     def _is_empty_bias(self, name: str) -> bool:
         """Whether a tensor is the bias of zeros that AutoGPTQ writes for layers without a bias."""
@@ -182,6 +181,7 @@ class GGUFWeights:
         self.tensors = GGUFTensors(path)
         self._files = {file: _core.TensorFile(file) for file in {entry.file for entry in self.tensors.entries.values()}}
         self._block_types = set(_core.block_types())
+        self._unused = set(self.tensors.entries)
 
     def take(self, name: str, *shape: int) -> Array:
         """Returns a tensor, dequantised to fp32."""
@@ -227,7 +227,9 @@ class GGUFWeights:
         return kept, expanded
 
     def finish(self, model: ModelConfig) -> None:
-        """Does nothing: the file's tensors were matched with its configuration when it was opened."""
+        """Raises UnsupportedModel if a tensor was not used."""
+        if extra := sorted(self._unused):
+            raise UnsupportedModel(f"{self.tensors.path} has tensors that its metadata does not account for: {_some(extra)}")
 
     def _is_kept(self, kind: int) -> bool:
         return kind in self.FLOATS or kind in self._block_types
@@ -237,6 +239,12 @@ class GGUFWeights:
         if entry is None or entry.shape != shape:
             found = "missing" if entry is None else list(entry.shape)
             raise UnsupportedModel(f"{self.tensors.path}: tensor {name} is {found} where the configuration asks for {list(shape)}")
+        self._unused.discard(name)
+
+
+def _some(names: list[str]) -> str:
+    """The first three names, and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 class DummyWeights:

@@ -1,0 +1,138 @@
+"""The values that describe an architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Code(Enum):
+    """Which code of Chairlift's own computes an architecture. Transformers' code computes it elsewhere."""
+
+    RUST_AND_TORCH = "the CPU kernels, and torch"
+    RUST = "the CPU kernels"
+
+
+class Windows(Enum):
+    """Which layers have the sliding window of config.json."""
+
+    NONE = "none"
+    ALL = "all"
+    SWITCHED = "those of layer_types, or from max_window_layers on; none unless use_sliding_window is set"
+    LISTED = "those of layer_types, or all except every n-th"
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """Names of a layer's linear layers in a checkpoint, below `model.layers.N.`.
+
+    A single name for several projections means one fused tensor.
+    """
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A number in a GGUF file's metadata, under the architecture's prefix. `default` applies if the file lacks it.
+
+    Without a default, a file without the key is refused, unless the key is `optional`: then config.json has no entry for it.
+    """
+
+    name: str
+    kind: type[int] | type[float]
+    default: float | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFFormat:
+    """How GGUF files store an architecture.
+
+    `names` are the values of `general.architecture`. `model_type` and `constants` are entries of config.json, and `keys` are entries
+    whose values are in the file's metadata. `tensors` maps the names of a layer's tensors in GGUF files to those below `model.layers.N.` of
+    Hugging Face's files, where they differ from Llama's. `adjacent_pairs` means that rows of rotated projections are in llama.cpp's order
+    for adjacent pairs (2i, 2i+1) instead of pairs half a head apart. `stored_offset` is the number that was added to the weights of norms.
+    Attention scores of the model with `largest_layers` layers are divided by the square root of hidden size / heads; its files do not say
+    so.
+    """
+
+    names: tuple[str, ...]
+    model_type: str
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, Key] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    adjacent_pairs: bool = False
+    stored_offset: float = 0.0
+    largest_layers: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """An architecture: the defaults where a config.json is silent, and its differences from Llama.
+
+    `name` is the class name in `architectures` of config.json, and `models` names published models. The default of `query_scalar` is
+    the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults of the caps of attention scores
+    and logits; None means that config.json's are not read. Layers with a window have rotary positions of the base `local_theta` if it is
+    set. Every n-th layer has no rotary positions if `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n
+    and windows are listed. `inner` is the key of the MLP's inner size.
+    """
+
+    name: str
+    models: str
+    code: Code = Code.RUST_AND_TORCH
+    gguf: GGUFFormat | None = None
+
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    max_positions: int = 32768
+    rms_norm_eps: float = 1e-6
+    tied: bool = False
+    inner: str = "intermediate_size"
+
+    projections: Projections = Projections()
+    qkv_bias: bool = False
+    output_bias: bool = True
+    mlp_bias: bool = False
+
+    theta: float = 10000.0
+    local_theta: float | None = None
+    partial_rotary: bool = False
+    no_rope_interval: int | None = None
+
+    windows: Windows = Windows.NONE
+    sliding_window: int | None = None
+    window_interval: int | None = None
+
+    qk_norm: bool = False
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    activation: str = "silu"
+    query_scalar: float | None = None
+    softcaps: tuple[float | None, float | None] | None = None
+    scaled_embeddings: bool = False
+    multipliers: bool = False
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The differences from Llama, in words."""
+        named = {
+            "fused projections": len(self.projections.qkv) == 1 or len(self.projections.gate_up) == 1,
+            "biases": self.qkv_bias,
+            "norms of queries and keys": self.qk_norm,
+            "norms after blocks": self.post_norms,
+            "norms that multiply by 1 + weight": self.norm_offset != 0,
+            "GELU": self.activation != "silu",
+            "sliding windows": self.windows is not Windows.NONE,
+            "rotary base by kind of layer": self.local_theta is not None,
+            "rotation of a part of each head": self.partial_rotary,
+            "layers without rotary positions": self.no_rope_interval is not None,
+            "softcaps": self.softcaps is not None,
+            "scaled embeddings": self.scaled_embeddings,
+            "multipliers of embeddings, attention, residuals and logits": self.multipliers,
+        }
+        return tuple(name for name, present in named.items() if present)

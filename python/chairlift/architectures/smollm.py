@@ -1,0 +1,16 @@
+"""SmolLM3."""
+
+from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Windows
+
+SMOLLM3 = Architecture(
+    name="SmolLM3ForCausalLM",
+    models="SmolLM3",
+    code=Code.RUST,
+    gguf=GGUFFormat(names=("smollm3",), model_type="smollm3", adjacent_pairs=True),
+    kv_heads=4,
+    theta=2e6,
+    tied=True,
+    windows=Windows.SWITCHED,
+    mlp_bias=True,
+    no_rope_interval=4,
+)
