@@ -15,7 +15,7 @@ from chairlift.models.shape import ModelShape
 
 
 class Load(NamedTuple):
-    """The work of a step, as in `rust/core/src/cost.rs`: numbers, or arrays of them."""
+    """The work of a step, as in `rust/core/src/step_time/model.rs`: numbers, or arrays of them."""
 
     prefill_tokens: Any
     decode_seqs: Any

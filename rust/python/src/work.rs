@@ -1,12 +1,11 @@
 //! The work of GPU attention as lists of integers.
 
-use chairlift_core as core;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-/// Lists the keys that each unit of decode attention reads: see `chairlift_core::decode_work`.
+/// Lists the keys that each unit of decode attention reads: see `chairlift_gpu::decode_work`.
 #[pyfunction]
 #[pyo3(signature = (query_starts, context_lens, *, window = None))]
 #[allow(clippy::needless_pass_by_value)] // types that Python passes
@@ -20,20 +19,20 @@ pub(crate) fn decode_work(
     if window.is_some_and(|window| window < 1) {
         return Err(PyValueError::new_err("a window has one token or more"));
     }
-    Ok(packed(py, core::decode_work(&starts, &lens, window).as_flattened()))
+    Ok(packed(py, chairlift_gpu::decode_work(&starts, &lens, window).as_flattened()))
 }
 
-/// The largest number of units for a sequence with one token in the step: see `chairlift_core::most_splits`.
+/// The largest number of units for a sequence with one token in the step: see `chairlift_gpu::most_splits`.
 #[pyfunction]
 #[pyo3(signature = (longest, *, window = None))]
 pub(crate) fn max_splits(longest: i32, window: Option<i32>) -> PyResult<i32> {
     if longest < 1 || window.is_some_and(|window| window < 1) {
         return Err(PyValueError::new_err("contexts and windows have one token or more"));
     }
-    Ok(core::most_splits(longest, window))
+    Ok(chairlift_gpu::most_splits(longest, window))
 }
 
-/// Lists the pieces of longer chunks: see `chairlift_core::prefill_work`.
+/// Lists the pieces of longer chunks: see `chairlift_gpu::prefill_work`.
 #[pyfunction]
 #[pyo3(signature = (query_starts, context_lens, *, tokens))]
 #[allow(clippy::needless_pass_by_value)] // types that Python passes
@@ -47,7 +46,7 @@ pub(crate) fn prefill_work(
     if tokens < 1 {
         return Err(PyValueError::new_err("a tile has one token or more"));
     }
-    Ok(packed(py, core::prefill_work(&starts, &lens, tokens).as_flattened()))
+    Ok(packed(py, chairlift_gpu::prefill_work(&starts, &lens, tokens).as_flattened()))
 }
 
 fn lengths(py: Python<'_>, query_starts: &PyBuffer<i32>, context_lens: &PyBuffer<i32>) -> PyResult<(Vec<i32>, Vec<i32>)> {

@@ -1,7 +1,7 @@
 //! Drafts with recorded acceptance.
 
 use crate::live::Live;
-use chairlift_core::{Chunk, DraftAdmission, Load, Scheduler, SeqId, Token, VerifiedDraft};
+use chairlift_core::{Chunk, DraftLengths, Load, Scheduler, SeqId, Token, VerifiedDraft};
 use std::collections::HashMap;
 
 /// The token that stands for a rejected drafted token. No output has it.
@@ -11,7 +11,7 @@ const REJECTED: Token = i32::MAX as Token;
 pub(crate) struct Drafts {
     /// Maximum number of tokens for a sequence and step.
     max_tokens: usize,
-    admission: DraftAdmission,
+    lengths: DraftLengths,
     /// The jobs with recorded drafts.
     jobs: HashMap<SeqId, usize>,
     /// The drafts of the current step.
@@ -20,7 +20,7 @@ pub(crate) struct Drafts {
 
 impl Drafts {
     pub(crate) fn new(max_tokens: usize) -> Self {
-        Self { max_tokens, admission: DraftAdmission::default(), jobs: HashMap::new(), proposed: HashMap::new() }
+        Self { max_tokens, lengths: DraftLengths::default(), jobs: HashMap::new(), proposed: HashMap::new() }
     }
 
     /// Proposes drafts of a job from now on, if it has recorded ones.
@@ -52,7 +52,7 @@ impl Drafts {
             }
         }
         let lengths: Vec<_> = found.iter().map(|(_, _, draft)| (draft.source, draft.tokens as usize)).collect();
-        let admitted = self.admission.admit(&load, scheduler.model(), &lengths);
+        let admitted = self.lengths.admit(&load, scheduler.model(), &lengths);
         for ((id, live, draft), admitted) in found.into_iter().zip(admitted).filter(|(_, admitted)| *admitted > 0) {
             let token = |ahead| if ahead < draft.accepted { live.token(ahead) } else { REJECTED };
             scheduler.draft(id, &(0..admitted as u32).map(token).collect::<Vec<_>>());
@@ -64,7 +64,7 @@ impl Drafts {
     pub(crate) fn accepted(&mut self, chunk: &Chunk) -> u32 {
         let Some(draft) = self.proposed.get(&chunk.seq).filter(|_| chunk.drafted > 0) else { return 0 };
         let accepted = draft.accepted.min(chunk.drafted);
-        self.admission.observe(draft.source, chunk.drafted as usize, accepted as usize);
+        self.lengths.observe(draft.source, chunk.drafted as usize, accepted as usize);
         accepted
     }
 }

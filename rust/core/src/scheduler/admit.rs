@@ -1,19 +1,16 @@
 //! Admission: gives waiting sequences slots and blocks.
 
 use super::Scheduler;
-use crate::batch::{Admitted, StepPlan};
+use crate::batch::Growth;
 use crate::config::{Batching, Reservation};
-use crate::cost::Load;
-use crate::kv::{Computed, Grant};
-use crate::phase::{Need, Phase};
+use crate::ledger::{PROMPT_TOKEN, QueuePosition};
+use crate::memory::{Computed, Grant};
 use crate::policy::{Key, Policy};
 use crate::queue::Walk;
-use crate::request::{SeqId, Time};
-use crate::reservation::Growth;
-use crate::sequence::Sequence;
-use crate::share::PROMPT_TOKEN;
-use crate::tier::Tier;
-use crate::turn::Turn;
+use crate::request::{SeqId, Tier, Time};
+use crate::sequence::{Need, Phase, Sequence};
+use crate::step::{Admitted, StepPlan};
+use crate::step_time::Load;
 
 /// Maximum number of requests that do not fit and are considered for each request that does.
 const MAX_REJECTED: usize = 64;
@@ -31,7 +28,7 @@ impl Scheduler {
     pub(super) fn queue_new(&mut self) {
         for id in self.waiting.take_new() {
             if let Some(seq) = self.seqs.get_mut(id).filter(|seq| seq.phase() == Phase::New) {
-                self.accounts.enter(seq, Phase::Queued);
+                seq.enter(Phase::Queued, &self.accounts);
             }
         }
     }
@@ -61,7 +58,7 @@ impl Scheduler {
             Policy::Deadline => self.due(seq).unwrap_or(Time::MAX),
             Policy::Shortest => self.work_left(seq),
             // Sequences that await the blocks of a running prompt come last.
-            Policy::Prefix => u64::from(u32::MAX - (seq.len() - seq.uncached())) | u64::from(seq.place.awaits_prompt()) << 32,
+            Policy::Prefix => u64::from(u32::MAX - (seq.len() - seq.uncached())) | u64::from(seq.queue_entry.awaits_prompt()) << 32,
             // Within a tenant, tiers move the arrival, so that no request of the tenant waits for ever.
             Policy::Fair | Policy::Vtc => match seq.spec().tier {
                 Tier::Priority => seq.times().arrived.saturating_sub(self.config.ageing),
@@ -93,11 +90,11 @@ impl Scheduler {
     /// `reserved` are admitted. If an aged request is `blocked`, given as its group and its need, none is admitted.
     pub(super) fn plan_waiting(&mut self, plan: &mut StepPlan, budget: &mut u32, reserved: u32, blocked: Option<(u32, Need)>) {
         let mut left = if plan.preempted.is_empty() { u32::MAX } else { reserved };
-        let (mut turn, mut rejected, mut walk) = (blocked, 0, Walk::default());
+        let (mut first_blocked, mut rejected, mut walk) = (blocked, 0, Walk::default());
         self.waiting.clear_rejected();
         while blocked.is_none() && left > 0 && *budget > 0 && self.running.has_slot() && rejected < MAX_REJECTED {
             let Some(id) = self.waiting.next(&mut walk) else { break };
-            if self.seqs[id].place.was_rejected_in(self.steps.plan_number()) {
+            if self.seqs[id].queue_entry.was_rejected_in(self.steps.plan_number()) {
                 continue; // rejected before the walk restarted, or before it was moved
             }
             if self.seqs[id].is_background() && !self.may_start_background(id, plan) {
@@ -118,7 +115,7 @@ impl Scheduler {
                     if need == Need::Prefix && self.config.policy == Policy::Prefix {
                         self.move_last(id);
                     } else {
-                        turn.get_or_insert((self.seqs[id].member().group, need));
+                        first_blocked.get_or_insert((self.seqs[id].member().group, need));
                     }
                     rejected += 1;
                     if self.reject(id, need) {
@@ -127,30 +124,30 @@ impl Scheduler {
                 }
             }
         }
-        self.note_turn(turn, plan, *budget);
+        self.note_blocked(first_blocked, plan, *budget);
     }
 
     /// Counts an admission for the requests rejected before it. Returns whether no more requests may bypass one of them.
     fn bypass_rejected(&mut self) -> bool {
         let mut closed = false;
         for &id in self.waiting.rejected() {
-            let place = &mut self.seqs[id].place;
-            place.bypass();
-            closed |= place.bypassed() >= MAX_BYPASSED;
+            let entry = &mut self.seqs[id].queue_entry;
+            entry.bypass();
+            closed |= entry.bypassed() >= MAX_BYPASSED;
         }
         closed
     }
 
     /// Records the need of a rejected request. Returns whether no more requests may bypass it.
     fn reject(&mut self, id: SeqId, need: Need) -> bool {
-        let place = &mut self.seqs[id].place;
-        place.reject(self.steps.plan_number());
+        let entry = &mut self.seqs[id].queue_entry;
+        entry.reject(self.steps.plan_number());
         match need {
             Need::Batch => self.waiting.kinds().returning == 0,
             Need::Blocks(_) | Need::NonPreemptible => {
                 let now = self.accounts.now();
-                let since = place.rejected_since(now);
-                if place.bypassed() >= MAX_BYPASSED || now - since > self.config.ageing {
+                let since = entry.rejected_since(now);
+                if entry.bypassed() >= MAX_BYPASSED || now - since > self.config.ageing {
                     return true;
                 }
                 self.waiting.reject(id);
@@ -160,8 +157,8 @@ impl Scheduler {
         }
     }
 
-    /// Records the group whose `turn` it is and the resource that blocks it. Defaults to the first of the queue.
-    fn note_turn(&mut self, turn: Option<(u32, Need)>, plan: &StepPlan, budget: u32) {
+    /// Records the group that is next in the queue and the resource that blocks it. Defaults to the first of the queue.
+    fn note_blocked(&mut self, blocked: Option<(u32, Need)>, plan: &StepPlan, budget: u32) {
         let need = match () {
             () if !plan.preempted.is_empty() => Some(Need::NextStep),
             () if !self.running.has_slot() => Some(Need::Slot),
@@ -169,11 +166,11 @@ impl Scheduler {
             // Tokens and slots are left, so the policy's order holds the other requests back.
             () => None,
         };
-        let turn = turn.or_else(|| {
+        let blocked = blocked.or_else(|| {
             let first = self.waiting.first()?;
             Some((self.seqs[first].member().group, need?))
         });
-        self.accounts.hold(turn);
+        self.accounts.block(blocked.map(|(group, need)| (group, need.state())));
     }
 
     /// Gives a waiting sequence a slot and blocks for all its tokens, cached blocks first, and plans its first chunk.
@@ -196,7 +193,7 @@ impl Scheduler {
             return Err(Need::Commit);
         }
         let measured = !(self.steps.plan_number() + seq.spec().arrival_number).is_multiple_of(MEASURED_FOR);
-        let (needs_blocks, blocks) = (seq.place.needs_blocks().filter(|_| measured), self.blocks_at_admission(seq));
+        let (needs_blocks, blocks) = (seq.queue_entry.needs_blocks().filter(|_| measured), self.blocks_at_admission(seq));
         let last_chance = seq.is_last_chance();
         if let Some(blocks) = needs_blocks.filter(|&blocks| blocks > self.kv.free().saturating_sub(held_back))
             && !self.evict_held(blocks + held_back)
@@ -265,7 +262,7 @@ impl Scheduler {
             self.kv.admit(blocks, tokens, cached, grant, &mut plan.copies)
         };
         taken.map_err(|blocks| {
-            self.seqs[id].place.set_needs_blocks(blocks);
+            self.seqs[id].queue_entry.set_needs_blocks(blocks);
             Need::Blocks(blocks)
         })
     }
@@ -306,8 +303,8 @@ impl Scheduler {
             queued,
         });
         self.accounts.runs(member);
-        self.accounts.enter(seq, Phase::Running { slot, stage });
-        self.accounts.hold_blocks(seq);
+        seq.enter(Phase::Running { slot, stage }, &self.accounts);
+        seq.note_blocks(&self.accounts);
     }
 
     /// Releases a running sequence's slot. The caller then sets the next phase or removes the sequence.
@@ -320,7 +317,7 @@ impl Scheduler {
             seq.blocks.names().iter().for_each(|&name| self.waiting.block_ready(name));
         }
         self.running.release(id, slot, seq.class());
-        self.accounts.end_compute(slot, id, seq);
+        self.accounts.end_compute(slot, id, &mut seq.account);
         self.accounts.leaves_slot(seq.member());
     }
 
@@ -341,7 +338,7 @@ impl Scheduler {
         match self.admit(id, plan, budget) {
             Ok(()) => {
                 let account = &mut self.seqs[id].account;
-                account.start(Turn { aged: !started || account.turn().aged, ..account.turn() });
+                account.start(QueuePosition { aged: !started || account.queue_position().aged, ..account.queue_position() });
                 self.running.set_aged(id);
                 None
             }

@@ -1,11 +1,9 @@
 //! Limits what background requests add to a step, so that the streams of other requests keep their speed.
 
 use super::Scheduler;
-use crate::background::BackgroundRoom;
-use crate::batch::StepPlan;
-use crate::cost::{AIM, FIRST_PREFILL, Load};
-use crate::request::{SeqId, Time};
-use crate::tier::Tier;
+use crate::request::{SeqId, Tier, Time};
+use crate::step::StepPlan;
+use crate::step_time::{AIM, BackgroundRoom, FIRST_PREFILL, Load};
 
 /// The longest step of background requests alone, as a multiple of a step with one decoding sequence. A request that arrives waits
 /// for that step. The step's fixed time is then at most a tenth of it.

@@ -2,11 +2,9 @@
 
 use super::Scheduler;
 use crate::config::Batching;
-use crate::phase::Phase;
-use crate::place::AwaitedBlock;
 use crate::policy::Policy;
 use crate::request::SeqId;
-use crate::sequence::{MAX_PREEMPTIONS, Sequence};
+use crate::sequence::{AwaitedBlock, MAX_PREEMPTIONS, Phase, Sequence};
 
 impl Scheduler {
     /// Panics unless every invariant holds. Intended for tests and idle times.
@@ -22,7 +20,7 @@ impl Scheduler {
         self.held.check(self.config.block_size);
         self.waiting.check(|id| self.seqs.get(id), all().filter(|seq| !seq.is_running()));
         self.running.check(self.seqs.iter().filter(|(_, seq)| seq.is_running()));
-        self.accounts.check(self.waiting.len(), running, all());
+        self.accounts.check(self.waiting.len(), running, all().map(|seq| (&*seq.account, seq.slot())));
         let watched = all().filter(|seq| seq.times().check_at.is_some()).count();
         assert_eq!(watched, self.deadlines.len(), "deadlines watched");
         if let Some(reserved) = self.reserved_blocks() {
@@ -47,11 +45,11 @@ impl Scheduler {
         if !seq.is_running() {
             assert_eq!((seq.blocks.held(), seq.computed()), (0, 0), "a waiting sequence holds blocks");
         }
-        if let Some(AwaitedBlock { block, computed_by: Some(other) }) = seq.place.awaited() {
+        if let Some(AwaitedBlock { block, computed_by: Some(other) }) = seq.queue_entry.awaited() {
             let computed = self.seqs.get(other).is_some_and(|other| other.computes(block));
             assert!(computed || self.waiting.will_be_ready(seq), "awaits a prompt that does not run");
         } else if self.config.policy == Policy::Prefix && !seq.is_running() {
-            assert_eq!(seq.place.key().rank >> 32, 0, "comes last without awaiting a prompt");
+            assert_eq!(seq.queue_entry.key().rank >> 32, 0, "comes last without awaiting a prompt");
         }
         if seq.phase() == Phase::WaitingOnParent {
             let parent = seq.parent().and_then(|parent| self.seqs.get(parent)).expect("its parent lives");

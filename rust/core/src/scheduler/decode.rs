@@ -1,8 +1,8 @@
 //! Plans the next tokens of decoding sequences.
 
 use super::Scheduler;
-use crate::batch::{StepPlan, WHOLE_TABLE};
 use crate::request::SeqId;
+use crate::step::{StepPlan, WHOLE_TABLE};
 
 impl Scheduler {
     /// Plans the next token of each decoding sequence, of the background only as far as it has room, and drops sequences
@@ -93,7 +93,7 @@ impl Scheduler {
         let from = if grew || len > 1 { table_from as u32 } else { WHOLE_TABLE };
         plan.chunks.push(seq.next_chunk(id, len, from, block_size));
         if grew {
-            self.accounts.hold_blocks(seq);
+            seq.note_blocks(&self.accounts);
         }
         self.seal(id, plan.step);
     }

@@ -1,11 +1,10 @@
 //! Estimates the next step, the remaining work of a request, and whether it can meet its deadline.
 
 use super::Scheduler;
-use crate::cost::{Load, StepModel};
-use crate::phase::Phase;
 use crate::policy::Policy;
 use crate::request::Time;
-use crate::sequence::Sequence;
+use crate::sequence::{Phase, Sequence};
+use crate::step_time::{Load, StepModel};
 
 /// Safety margin. A waiting request must be able to meet its deadline with its estimate multiplied by the first factor.
 /// A running request is ended only if it misses its deadline even with the second factor. Without the gap, EDF under

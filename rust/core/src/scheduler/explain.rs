@@ -1,9 +1,8 @@
 //! Timelines of single requests, and who ran or was served while a request waited.
 
 use super::Scheduler;
+use crate::ledger::{Rule, ServedBefore, Timeline, TimelineState};
 use crate::request::{SeqId, Time};
-use crate::timeline::{Timeline, TimelineState};
-use crate::turn::{Rule, ServedBefore};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -15,7 +14,7 @@ impl Scheduler {
     /// The timeline of a live request, up to the last call, or of one of the last 10,000 requests that ended.
     pub fn explain(&self, tag: u64) -> Option<Timeline> {
         let ended = self.accounts.ended().rev().find(|timeline| timeline.tag == tag).cloned();
-        ended.or_else(|| self.seqs.values().find(|seq| seq.spec().tag == tag).map(|seq| self.accounts.timeline(seq, None)))
+        ended.or_else(|| self.seqs.values().find(|seq| seq.spec().tag == tag).map(|seq| seq.timeline(None, &self.accounts)))
     }
 
     /// Adds microseconds that a request spent in each state before it was added. Its timeline begins that much earlier.
@@ -35,16 +34,16 @@ impl Scheduler {
     pub fn served_before(&self, of: &Timeline) -> ServedBefore {
         let (from, to) = (of.submitted, of.submitted + of.queued());
         let mut others = Vec::new();
-        let mut add = |tag: u64, tenant: &Arc<str>, started: Option<Time>, turn: &_| {
+        let mut add = |tag: u64, tenant: &Arc<str>, started: Option<Time>, position: &_| {
             if let Some(started) = started.filter(|started| tag != of.tag && (from..to).contains(started)) {
-                others.push((started, tag, Arc::clone(tenant), Rule::of(self.config.policy, turn, &of.turn)));
+                others.push((started, tag, Arc::clone(tenant), Rule::of(self.config.policy, position, &of.queue_position)));
             }
         };
         for timeline in self.accounts.ended() {
-            add(timeline.tag, &timeline.tenant, timeline.started, &timeline.turn);
+            add(timeline.tag, &timeline.tenant, timeline.started, &timeline.queue_position);
         }
         for seq in self.seqs.values() {
-            add(seq.spec().tag, self.accounts.tenant(seq.member()), seq.times().started, &seq.turn());
+            add(seq.spec().tag, self.accounts.tenant(seq.member()), seq.times().started, &seq.queue_position());
         }
         others.sort_by_key(|&(started, tag, ..)| (started, tag));
         let mut served = ServedBefore::default();

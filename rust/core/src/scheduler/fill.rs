@@ -1,8 +1,8 @@
 //! Writes a plan to the arrays that the model reads.
 
 use super::Scheduler;
-use crate::batch::{Chunk, Lens, StepBuffers, StepPlan, WHOLE_TABLE};
 use crate::sequence::Sequence;
+use crate::step::{Chunk, Lens, StepBuffers, StepPlan, WHOLE_TABLE};
 
 impl StepPlan {
     /// Writes the plan to `out`. Call it directly after [`Scheduler::plan`]. Panics if an array is too short.

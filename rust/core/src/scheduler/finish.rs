@@ -1,12 +1,11 @@
 //! Takes in a step's tokens and ends sequences.
 
 use super::Scheduler;
-use crate::batch::{Chunk, NO_TOKEN, Output, Outputs};
-use crate::phase::{Phase, Stage};
+use crate::batch::{NO_TOKEN, Output, Outputs};
+use crate::ledger::{OUTPUT_TOKEN, Timeline};
 use crate::request::{FinishReason, SeqId, Time, Token};
-use crate::sequence::Sequence;
-use crate::share::OUTPUT_TOKEN;
-use crate::timeline::Timeline;
+use crate::sequence::{Phase, Sequence, Stage};
+use crate::step::Chunk;
 
 impl Scheduler {
     /// Appends the tokens that one chunk sampled, and ends the request or continues it.
@@ -26,7 +25,7 @@ impl Scheduler {
             if let Phase::Running { slot, .. } = seq.phase()
                 && seq.preemptions() == chunk.preemptions
             {
-                self.accounts.enter(seq, Phase::Running { slot, stage: Stage::Decode });
+                seq.enter(Phase::Running { slot, stage: Stage::Decode }, &self.accounts);
             }
         }
         if chunk.drafted > 0 {
@@ -98,7 +97,7 @@ impl Scheduler {
     fn remove(&mut self, id: SeqId, reason: FinishReason) -> Timeline {
         self.release_forks(id);
         let seq = &self.seqs[id];
-        let timeline = self.accounts.timeline(seq, Some(reason));
+        let timeline = seq.timeline(Some(reason), &self.accounts);
         match seq.phase() {
             Phase::Running { .. } => self.release_slot(id),
             Phase::WaitingOnParent => self.waiting.leave_parent(),

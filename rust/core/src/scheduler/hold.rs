@@ -1,11 +1,9 @@
 //! Held sequences: opens, forks, drops and evicts them, and changes the class of requests.
 
 use super::Scheduler;
-use crate::cache_scope::CacheScope;
-use crate::kv::SeqBlocks;
-use crate::phase::Phase;
-use crate::request::{BACKGROUND, FinishReason, HeldId, SeqId, Time};
-use crate::sequence::Sequence;
+use crate::memory::SeqBlocks;
+use crate::request::{BACKGROUND, CacheScope, FinishReason, HeldId, SeqId, Time};
+use crate::sequence::{Phase, Sequence};
 use std::sync::Arc;
 
 impl Scheduler {
@@ -58,8 +56,8 @@ impl Scheduler {
             Phase::New | Phase::Queued | Phase::Preempted | Phase::Swapped { .. } => self.dequeue(id),
         }
         let seq = &mut self.seqs[id];
-        self.accounts.change_class(seq, priority);
-        let member = seq.member();
+        let member = self.accounts.change_class(seq.member(), priority);
+        seq.change_class(priority, member, &self.accounts);
         match phase {
             Phase::Running { .. } => {
                 self.accounts.runs(member);

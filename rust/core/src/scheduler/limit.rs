@@ -1,11 +1,10 @@
 //! The limit of blocks with memory, which changes while several models share bytes.
 
 use super::Scheduler;
-use crate::block::BlockId;
+use crate::batch::Growth;
 use crate::config::Reservation;
-use crate::kv_budget::BlocksUsed;
+use crate::memory::{BlockId, BlocksUsed};
 use crate::request::Time;
-use crate::reservation::Growth;
 
 impl Scheduler {
     /// Sets the most blocks that may have memory. Returns the limit that applies: at least the blocks of one sequence of

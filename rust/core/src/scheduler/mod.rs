@@ -7,7 +7,6 @@ mod admit;
 mod background;
 mod check;
 mod decode;
-mod elsewhere;
 mod estimate;
 mod explain;
 mod fill;
@@ -16,30 +15,24 @@ mod hold;
 mod limit;
 mod preempt;
 mod prefill;
+mod prefix_lookup;
 mod reorder;
+mod shared_service;
 mod snapshot;
 mod stats;
 mod stored;
 
-use crate::accounts::Accounts;
-use crate::background::BackgroundCost;
-use crate::batch::{Outputs, StepPlan};
+use crate::batch::{Outputs, Running};
 use crate::config::Config;
-use crate::cost::StepModel;
-use crate::deadlines::Deadlines;
 use crate::error::ConfigError;
-use crate::group::Usage;
-use crate::hash::{BlockHash, BlockHasher};
-use crate::held::Held;
-use crate::kv::Kv;
-use crate::phase::Phase;
+use crate::ledger::{Accounts, Timeline, Usage};
+use crate::memory::{BlockHash, BlockHasher, Kv};
 use crate::policy::Policy;
+use crate::queue::{Deadlines, Waiting};
 use crate::request::{FinishReason, SeqId, Time, Token};
-use crate::running::Running;
-use crate::sequence::Sequence;
-use crate::steps::Steps;
-use crate::timeline::Timeline;
-use crate::waiting::Waiting;
+use crate::sequence::{Held, Phase, Sequence};
+use crate::step::{StepPlan, Steps};
+use crate::step_time::{BackgroundCost, StepModel};
 use slotmap::SlotMap;
 use std::sync::Arc;
 
@@ -310,7 +303,7 @@ impl Scheduler {
 
     /// Closes a sequence's current phase in its timeline and begins `phase`.
     fn enter(&mut self, id: SeqId, phase: Phase) {
-        self.accounts.enter(&mut self.seqs[id], phase);
+        self.seqs[id].enter(phase, &self.accounts);
     }
 
     /// The sequences with a slot, in the order of admission.

@@ -1,15 +1,13 @@
 //! Preemption: chooses the sequences that lose their blocks when too few are free.
 
 use super::Scheduler;
-use crate::batch::StepPlan;
 use crate::config::{Batching, Reservation};
-use crate::phase::Phase;
+use crate::ledger::PreemptionReason;
 use crate::policy::{Class, Policy, worth_preempting};
 use crate::queue::Walk;
-use crate::request::{SeqId, Time};
-use crate::sequence::Sequence;
-use crate::tier::Tier;
-use crate::timeline::PreemptionReason;
+use crate::request::{SeqId, Tier, Time};
+use crate::sequence::{Phase, Sequence};
+use crate::step::StepPlan;
 use std::cmp::Reverse;
 
 /// Maximum number of waiting sequences for which one step preempts others.
@@ -182,7 +180,7 @@ impl Scheduler {
     }
 
     /// The least urgent tier that is not preempted for a waiting request of `tier`. Where tenants take turns, only the
-    /// background is: another sequence would return to the queue and might have the turn.
+    /// background is: another sequence would return to the queue and might be next.
     fn preempts_above(&self, tier: Tier) -> Tier {
         if self.config.policy.has_tenants() { tier.max(Tier::Flex) } else { tier }
     }
@@ -215,7 +213,7 @@ impl Scheduler {
             class,
             above,
             work: self.work_left(seq),
-            blocks: seq.place.needs_blocks().unwrap_or_else(|| self.blocks_at_admission(seq)),
+            blocks: seq.queue_entry.needs_blocks().unwrap_or_else(|| self.blocks_at_admission(seq)),
             tenant,
             weight: seq.spec().weight,
             running: self.accounts.running_of(tenant),
@@ -286,7 +284,7 @@ impl Scheduler {
         plan.preempted.push(tag);
         self.release_slot(id);
         self.enter(id, if swap { Phase::Swapped { tokens: computed } } else { Phase::Preempted });
-        self.accounts.hold_blocks(&mut self.seqs[id]);
+        self.seqs[id].note_blocks(&self.accounts);
         self.enqueue(id, true);
     }
 

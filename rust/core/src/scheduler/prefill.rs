@@ -1,12 +1,10 @@
 //! Plans the next tokens of prompts in progress.
 
 use super::Scheduler;
-use crate::batch::StepPlan;
-use crate::cost::{AIM, FIRST_PREFILL};
-use crate::phase::{Phase, Stage};
 use crate::request::{SeqId, Time};
-use crate::sequence::Sequence;
-use crate::stats::Stall;
+use crate::sequence::{Phase, Sequence, Stage};
+use crate::step::{Stall, StepPlan};
+use crate::step_time::{AIM, FIRST_PREFILL};
 
 /// Minimum time for prompts, whatever the decodes take, as a part of the target or of the step, whichever is longer.
 const MIN_PREFILL: f64 = 0.15;
@@ -49,7 +47,7 @@ impl Scheduler {
     pub(super) fn plan_prefills(&mut self, plan: &mut StepPlan, budget: &mut u32, reserved: u32) {
         self.open_batch();
         if self.waiting.len() == 0 && self.running.prompts().is_empty() {
-            self.accounts.hold(None);
+            self.accounts.block(None);
             return;
         }
         let (now, ageing) = (self.accounts.now(), self.config.ageing);
@@ -59,7 +57,7 @@ impl Scheduler {
         let seqs = &self.seqs;
         if self.config.policy.is_urgent() {
             let aged = self.running.aged();
-            self.running.sort_prompts(|&id| (!is_starved(&seqs[id], now, ageing), aged != Some(id), seqs[id].place.key()));
+            self.running.sort_prompts(|&id| (!is_starved(&seqs[id], now, ageing), aged != Some(id), seqs[id].queue_entry.key()));
             self.plan_prompts(plan, budget, 0, blocked.is_none());
             self.plan_waiting(plan, budget, reserved, blocked);
         } else {
@@ -110,9 +108,9 @@ impl Scheduler {
         if self.running.aged() == Some(id) || is_starved(seq, self.accounts.now(), self.config.ageing) {
             return;
         }
-        let key = seq.place.key();
+        let key = seq.queue_entry.key();
         while *budget > 0 && self.running.has_slot() {
-            let first = self.waiting.first().filter(|&first| self.seqs[first].place.key() < key);
+            let first = self.waiting.first().filter(|&first| self.seqs[first].queue_entry.key() < key);
             if first.is_none_or(|first| self.admit(first, plan, budget).is_err()) {
                 break;
             }

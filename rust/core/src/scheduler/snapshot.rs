@@ -1,14 +1,11 @@
 //! Snapshots of the scheduler's state.
 
 use super::Scheduler;
-use crate::batch::StepPlan;
-use crate::block::BlockUse;
-use crate::phase::{Phase, Stage};
-use crate::recent_steps::StepSeen;
+use crate::ledger::{SlotSeen, Snapshot, StepSeen, TimelineState, WaitSeen};
+use crate::memory::BlockUse;
 use crate::request::Time;
-use crate::sequence::Sequence;
-use crate::snapshot::{SlotSeen, Snapshot, WaitSeen};
-use crate::timeline::TimelineState;
+use crate::sequence::{Phase, Sequence, Stage};
+use crate::step::StepPlan;
 use std::sync::Arc;
 
 impl Scheduler {
@@ -76,7 +73,7 @@ impl Scheduler {
     }
 
     fn wait_seen(&self, seq: &Sequence, now: Time) -> WaitSeen {
-        let state = match (seq.phase(), self.accounts.turn()) {
+        let state = match (seq.phase(), self.accounts.blocked()) {
             (Phase::Swapped { .. }, _) => TimelineState::Swapped,
             (Phase::Preempted, _) => TimelineState::Preempted,
             (Phase::New, _) => TimelineState::WaitStep,

@@ -1,12 +1,12 @@
 //! Counters and gauges for operators.
 
 use super::Scheduler;
-use crate::cost::Load;
+use crate::ledger::{Counters, Occupancy, STATES, Stats, TimelineState};
+use crate::queue::Kinds;
 use crate::request::Time;
 use crate::sequence::Sequence;
-use crate::stats::{Counters, Occupancy, Stall, Stats};
-use crate::timeline::{STATES, TimelineState};
-use crate::waiting::Kinds;
+use crate::step::Stall;
+use crate::step_time::Load;
 
 impl Scheduler {
     /// The current occupancy. O(1), so it can be read at every step.
@@ -69,8 +69,8 @@ impl Scheduler {
         by_state[TimelineState::Swapped as usize] = swapped;
         by_state[TimelineState::Preempted as usize] = returning - swapped;
         let waiting = self.waiting.len() - returning;
-        // If no group has the turn, new sequences wait for the next plan and all others for the policy's order.
-        let (cause, count) = match self.accounts.turn() {
+        // If no group is blocked, new sequences wait for the next plan and all others for the policy's order.
+        let (cause, count) = match self.accounts.blocked() {
             None => (TimelineState::WaitStep, self.waiting.new_len()),
             Some((group, cause)) => (cause, self.accounts.waiting_of(group).unwrap_or(waiting)),
         };

@@ -3,8 +3,7 @@
 //! Only prefixes without a salt are stored, because a salt is a secret of its requests. A group is none.
 
 use super::Scheduler;
-use crate::block::{BlockId, CacheChanges, StoredBlock};
-use crate::hash::BlockHash;
+use crate::memory::{BlockHash, BlockId, CacheChanges, StoredBlock};
 use crate::request::{Time, Token};
 
 impl Scheduler {

@@ -1,8 +1,8 @@
 //! A sequence's next chunk: its last token, a prompt piece or drafted tokens.
 
 use super::Sequence;
-use crate::batch::{Chunk, WHOLE_TABLE};
 use crate::request::{SeqId, Token};
+use crate::step::{Chunk, WHOLE_TABLE};
 
 impl Sequence {
     /// Number of tokens that can be drafted. `None` unless the next token to compute is the last token.

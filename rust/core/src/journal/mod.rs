@@ -1,0 +1,16 @@
+//! Journals: a scheduler's calls as bytes, from which the same decisions can be made again.
+//!
+//! This room owns the format and its version, the recorder that wraps a scheduler, the parser and the replay.
+//!
+//! It makes no decision. It knows the scheduler only by its calls, and no other room may know it, except the drafter,
+//! whose drafts are recorded.
+
+mod format;
+mod parsed;
+mod recorder;
+mod replay;
+
+pub use format::JournalError;
+pub use parsed::{Arrival, Call, ParsedJournal, STOP, Sampled};
+pub use recorder::Recorder;
+pub use replay::{Event, Replayed, Timing};

@@ -1,0 +1,449 @@
+//! Parses a journal.
+//!
+//! A journal has no tokens. The parser generates tokens that are equal exactly where the names of full blocks are equal.
+
+use super::format::{Frame, Frames, JournalError, Kind, REASONS, Reader, SEED, fold};
+use crate::config::Config;
+use crate::request::{ArrivalNumber, FinishReason, Request, Resumed, Tier, Time, Token};
+use crate::step::DraftSource;
+use rustc_hash::FxHashMap;
+use std::sync::Arc;
+
+/// The token that stands for a stop token. Generated tokens never equal it.
+pub const STOP: Token = 0;
+/// The token that stands for a rejected drafted token. Generated tokens never equal it.
+const REJECTED: Token = i32::MAX as Token;
+
+/// One recorded call of the scheduler.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// A request was added.
+    Add(Arc<Arrival>),
+    /// A request was forked.
+    Fork {
+        /// Arrival number of the parent.
+        parent: ArrivalNumber,
+        /// The fork's tag.
+        tag: u64,
+    },
+    /// A held sequence was opened for this tenant.
+    Open(Arc<str>),
+    /// A held sequence, given by its number, was forked.
+    ForkHeld(u64),
+    /// A held sequence, given by its number, was dropped.
+    DropHeld(u64),
+    /// The KV of blocks with these names was read from storage.
+    Restore(Vec<u64>),
+    /// A request was moved to another class.
+    SetPriority {
+        /// The request's arrival number.
+        arrival_number: ArrivalNumber,
+        /// The new class.
+        priority: i32,
+    },
+    /// The caller ended a request.
+    End {
+        /// The request's arrival number.
+        arrival_number: ArrivalNumber,
+        /// The reason that the caller gave.
+        reason: FinishReason,
+    },
+    /// A tenant was charged for service elsewhere.
+    ChargeElsewhere {
+        /// The tenant.
+        tenant: Arc<str>,
+        /// Microseconds of engine time.
+        us: Time,
+    },
+    /// The limit of blocks with memory was set.
+    SetBlockLimit(u32),
+    /// Deadlines were checked.
+    Expire,
+    /// Tokens were drafted for a sequence.
+    Draft {
+        /// The request's arrival number.
+        arrival_number: ArrivalNumber,
+        /// Number of drafted tokens.
+        tokens: u32,
+        /// Number of accepted tokens.
+        accepted: u32,
+        /// Where they came from.
+        source: DraftSource,
+    },
+    /// A step was planned. Contains the hash of all decisions so far.
+    Plan(u64),
+    /// A step was committed.
+    Commit(Sampled),
+}
+
+/// The journal's record of the tokens of a step.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sampled {
+    /// Tags of the requests that ended for a reason other than length, and whether the reason was an error.
+    pub ended: Vec<(u64, bool)>,
+    /// Requests with drafted tokens, and the number of new tokens of each.
+    pub drafted: Vec<(ArrivalNumber, u32)>,
+}
+
+/// A recorded request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Arrival {
+    /// The arrival time.
+    pub time: Time,
+    /// Arrival number among all requests and forks.
+    pub arrival_number: ArrivalNumber,
+    /// Prompt tokens. Of a resumed request, with the answer so far.
+    pub prompt_tokens: u32,
+    /// The request without its prompt.
+    pub request: Request,
+    /// The number of the held sequence that the request continues, and how many of its tokens.
+    pub continues: Option<(u64, u32)>,
+}
+
+/// A parsed journal.
+#[derive(Clone, Debug)]
+pub struct ParsedJournal {
+    /// Settings of the recorded scheduler.
+    pub config: Config,
+    /// The calls with their times, in order.
+    pub calls: Vec<(Time, Call)>,
+    /// Names of full blocks, by request and block number.
+    names: FxHashMap<(ArrivalNumber, u32), u64>,
+    /// For each fork, the first request of its family, which has the same prompt.
+    parents: FxHashMap<ArrivalNumber, ArrivalNumber>,
+    /// Whether the file is cut off within a frame, as after a crash. `calls` contains the calls before that frame.
+    pub truncated: bool,
+}
+
+/// State of the parser.
+#[derive(Default)]
+struct Progress {
+    now: Time,
+    arrivals: ArrivalNumber,
+    /// Held sequences opened so far.
+    opened: u64,
+    /// What the next added request continues.
+    continues: Option<(u64, u32)>,
+    /// Calls with drafts that are not committed yet.
+    drafts: FxHashMap<ArrivalNumber, usize>,
+    /// Answered tokens of the next request, if it is resumed.
+    answered: Option<u32>,
+    /// The next request's tier.
+    tier: Tier,
+}
+
+impl ParsedJournal {
+    /// Parses the output of [`Recorder::take_journal`](crate::Recorder::take_journal). The end may be missing.
+    pub fn read(bytes: &[u8]) -> Result<Self, JournalError> {
+        let (mut frames, config) = Frames::open(bytes)?;
+        let names = FxHashMap::default();
+        let mut journal = Self { config, calls: Vec::new(), names, parents: FxHashMap::default(), truncated: false };
+        let mut progress = Progress::default();
+        loop {
+            match frames.next()? {
+                Frame::End => return Ok(journal),
+                Frame::CutOff => {
+                    journal.truncated = true;
+                    return Ok(journal);
+                }
+                Frame::Records(mut reader, at) => {
+                    while reader.has_more() {
+                        let from = at + reader.at();
+                        let kind = reader.byte().and_then(Kind::of).ok_or(JournalError::Damaged(from))?;
+                        journal.read_record(kind, &mut reader, &mut progress).ok_or(JournalError::Damaged(from))?;
+                    }
+                }
+            }
+        }
+    }
+
+    fn read_record(&mut self, kind: Kind, reader: &mut Reader<'_>, progress: &mut Progress) -> Option<()> {
+        if kind == Kind::Name {
+            let key = (reader.number()?, reader.small()?);
+            self.names.insert(key, reader.word()?);
+            return Some(());
+        }
+        if kind == Kind::Resumed {
+            progress.answered = Some(reader.small()?);
+            return Some(());
+        }
+        if kind == Kind::Tier {
+            progress.tier = Tier::NAMES.get(usize::try_from(reader.number()?).ok()?)?.0;
+            return Some(());
+        }
+        if kind == Kind::Append {
+            let number = reader.number().filter(|number| *number < progress.opened)?;
+            progress.continues = Some((number, reader.small()?));
+            return Some(());
+        }
+        if !matches!(kind, Kind::Draft | Kind::Elsewhere) {
+            progress.now = progress.now.wrapping_add(reader.number()?);
+        }
+        let (arrivals, opened) = (progress.arrivals, progress.opened);
+        let known = |arrival_number: &ArrivalNumber| *arrival_number < arrivals;
+        let held = |number: &u64| *number < opened;
+        let call = match kind {
+            Kind::Add => {
+                let arrival = self.read_arrival(reader, progress)?;
+                Call::Add(Arc::new(arrival))
+            }
+            Kind::Fork => {
+                let (parent, tag) = (reader.number().filter(known)?, reader.number()?);
+                let first = self.parents.get(&parent).copied().unwrap_or(parent);
+                self.parents.insert(progress.arrivals, first);
+                progress.arrivals += 1;
+                Call::Fork { parent, tag }
+            }
+            Kind::End => {
+                let arrival_number = reader.number().filter(known)?;
+                Call::End { arrival_number, reason: *REASONS.get(reader.number()? as usize)? }
+            }
+            Kind::Open => {
+                progress.opened += 1;
+                Call::Open(reader.text()?.into())
+            }
+            Kind::ForkAt => {
+                progress.opened += 1;
+                Call::ForkHeld(reader.number().filter(held)?)
+            }
+            Kind::Drop => Call::DropHeld(reader.number().filter(held)?),
+            Kind::SetPriority => Call::SetPriority { arrival_number: reader.number().filter(known)?, priority: reader.signed()? },
+            Kind::Restore => {
+                let count = reader.number()?;
+                Call::Restore((0..count).map(|_| reader.word()).collect::<Option<_>>()?)
+            }
+            Kind::Elsewhere => Call::ChargeElsewhere { tenant: reader.text()?.into(), us: reader.number()? },
+            Kind::BlockLimit => Call::SetBlockLimit(reader.small()?),
+            Kind::Expire => Call::Expire,
+            Kind::Draft => {
+                let (arrival_number, tokens, source) = (reader.number().filter(known)?, reader.small()?, DraftSource::of(reader.small()?));
+                progress.drafts.insert(arrival_number, self.calls.len());
+                Call::Draft { arrival_number, tokens, accepted: 0, source }
+            }
+            Kind::Plan => Call::Plan(reader.word()?),
+            Kind::Commit => Call::Commit(self.read_commit(reader, progress)?),
+            _ => return None,
+        };
+        self.calls.push((progress.now, call));
+        Some(())
+    }
+
+    fn read_arrival(&mut self, reader: &mut Reader<'_>, progress: &mut Progress) -> Option<Arrival> {
+        let (time, arrival_number) = (progress.now, progress.arrivals);
+        let (tag, prompt_tokens, max_new_tokens) = (reader.number()?, reader.small()?, reader.small()?);
+        let longest = u64::from(prompt_tokens) + u64::from(max_new_tokens);
+        let resumed = progress.answered.take();
+        let answered = resumed.unwrap_or(0);
+        if prompt_tokens == 0 || max_new_tokens <= answered || longest > self.config.max_model_len.into() {
+            return None; // the scheduler refuses such requests
+        }
+        let (priority, weight) = (reader.signed()?, reader.small()?);
+        let after = |value: u64| (value > 0).then(|| time.saturating_add(value - 1));
+        let (deadline, ttft_deadline) = (after(reader.number()?), after(reader.number()?));
+        let predicted_tokens = reader.small()?.checked_sub(1);
+        let tenant = reader.text()?.into();
+        let prompt_tokens = prompt_tokens + answered;
+        for block in 0..prompt_tokens / self.config.block_size {
+            let name = reader.word()?;
+            self.names.insert((arrival_number, block), name);
+        }
+        progress.arrivals += 1;
+        let request = Request {
+            tag,
+            max_new_tokens,
+            stop: vec![STOP],
+            priority,
+            tier: std::mem::take(&mut progress.tier),
+            tenant,
+            weight,
+            deadline,
+            ttft_deadline,
+            predicted_tokens,
+            // No decision depends on how long ago the earlier events were.
+            resumed: resumed.map(|answered| Resumed {
+                answered,
+                cached_tokens: 0,
+                own_cached_tokens: 0,
+                submitted: time,
+                started: time,
+                first_token: (answered > 0).then_some(time),
+            }),
+            ..Request::default()
+        };
+        Some(Arrival { time, arrival_number, prompt_tokens, request, continues: progress.continues.take() })
+    }
+
+    fn read_commit(&mut self, reader: &mut Reader<'_>, progress: &mut Progress) -> Option<Sampled> {
+        let mut sampled = Sampled::default();
+        for _ in 0..reader.number()? {
+            sampled.ended.push((reader.number()?, reader.number()? == 1));
+        }
+        for _ in 0..reader.number()? {
+            let (arrival_number, given) = (reader.number()?, reader.small()?);
+            sampled.drafted.push((arrival_number, given));
+            // The number of accepted drafted tokens is known only now.
+            let draft = progress.drafts.remove(&arrival_number).and_then(|at| self.calls.get_mut(at));
+            if let Some((_, Call::Draft { accepted, .. })) = draft {
+                *accepted = given.saturating_sub(1);
+            }
+        }
+        Some(sampled)
+    }
+
+    /// The earliest time of a call. 0 if there are no calls.
+    pub fn begins(&self) -> Time {
+        self.calls.iter().map(|(time, _)| *time).min().unwrap_or(0)
+    }
+
+    /// Names of the full blocks of an arrival's prompt.
+    pub fn block_names(&self, arrival: &Arrival) -> Vec<u64> {
+        let blocks = 0..arrival.prompt_tokens / self.config.block_size;
+        blocks.map_while(|block| self.names.get(&(arrival.arrival_number, block)).copied()).collect()
+    }
+
+    /// The generated token at a position of a sequence. Tokens are equal exactly where full blocks of equal name are.
+    pub fn token(&self, arrival_number: ArrivalNumber, position: u32) -> Token {
+        let size = self.config.block_size;
+        let own = self.names.get(&(arrival_number, position / size));
+        let name = own.or_else(|| self.names.get(&(*self.parents.get(&arrival_number)?, position / size)));
+        match name {
+            Some(&name) => token_of(fold(name ^ u64::from(position % size), SEED)),
+            None => token_of(fold(fold(arrival_number ^ SEED, SEED) ^ u64::from(position), SEED)),
+        }
+    }
+
+    /// The generated tokens of full blocks with these names.
+    pub(crate) fn tokens_of(&self, names: &[u64]) -> Vec<Token> {
+        let size = u64::from(self.config.block_size);
+        names.iter().flat_map(|name| (0..size).map(move |at| token_of(fold(name ^ at, SEED)))).collect()
+    }
+
+    /// The request of an arrival, with generated tokens.
+    pub fn request(&self, arrival: &Arrival) -> Request {
+        let prompt = (0..arrival.prompt_tokens).map(|position| self.token(arrival.arrival_number, position)).collect();
+        Request { prompt, ..arrival.request.clone() }
+    }
+
+    /// Drafted tokens from `position` on. The first `accepted` equal the tokens of the sequence.
+    pub(crate) fn draft(&self, arrival_number: ArrivalNumber, position: u32, tokens: u32, accepted: u32) -> Vec<Token> {
+        (0..tokens).map(|at| if at < accepted { self.token(arrival_number, position + at) } else { REJECTED }).collect()
+    }
+}
+
+fn token_of(hash: u64) -> Token {
+    (hash >> 34) as Token + 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::journal::format::Writer;
+    use crate::{BlockHasher, CacheScope};
+
+    /// Pseudorandom numbers.
+    struct Dice(u64);
+
+    impl Dice {
+        fn roll(&mut self, sides: u64) -> u64 {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (self.0 >> 33) % sides
+        }
+    }
+
+    /// Writes a random record whose numbers may be invalid.
+    fn put_record(journal: &mut Writer, now: Time, dice: &mut Dice, known: &mut u64, held: &mut u64) {
+        match dice.roll(16) {
+            0..3 => {
+                let prompt = 1 + dice.roll(30);
+                *known += 1;
+                journal.call(Kind::Add, now).number(dice.roll(30)).number(prompt).number(1 + dice.roll(12));
+                journal.number(dice.roll(5)).number(dice.roll(3)).number(dice.roll(90)).number(dice.roll(90)).number(dice.roll(9));
+                journal.text(["", "a"][dice.roll(2) as usize]);
+                for _ in 0..prompt / 4 {
+                    journal.name(BlockHasher::new(0).root(&CacheScope::salted(&[dice.roll(3) as u8])));
+                }
+            }
+            3 if *known > 0 => {
+                journal.call(Kind::Fork, now).number(dice.roll(*known)).number(dice.roll(30));
+                *known += 1;
+            }
+            4 if *known > 0 => {
+                journal.call(Kind::End, now).number(dice.roll(*known)).number(dice.roll(3));
+            }
+            3..6 => {
+                journal.call(Kind::Expire, now);
+            }
+            6..9 => journal.plan(now, None),
+            9 | 10 => {
+                let (ended, drafted) = (dice.roll(3), dice.roll(3));
+                journal.call(Kind::Commit, now).number(ended);
+                for _ in 0..ended {
+                    journal.number(dice.roll(30)).number(dice.roll(2));
+                }
+                journal.number(drafted);
+                for _ in 0..drafted {
+                    journal.number(dice.roll(9)).number(dice.roll(5));
+                }
+            }
+            11 => {
+                journal.call([Kind::Open, Kind::Open, Kind::ForkAt][dice.roll(3) as usize], now).number(0);
+                *held += 1;
+            }
+            12 if *held > 0 => match dice.roll(4) {
+                0 => {
+                    journal.call(Kind::Drop, now).number(dice.roll(*held));
+                }
+                1 if *known > 0 => {
+                    journal.call(Kind::SetPriority, now).number(dice.roll(*known)).number(dice.roll(5));
+                }
+                _ => {
+                    journal.note(Kind::Append).number(dice.roll(*held)).number(dice.roll(30));
+                }
+            },
+            13 => {
+                let count = dice.roll(9);
+                journal.call(Kind::Restore, now).number(count);
+                for _ in 0..count {
+                    journal.name(BlockHasher::new(0).root(&CacheScope::salted(&[dice.roll(3) as u8])));
+                }
+            }
+            14 => {
+                let most = 1 << dice.roll(63);
+                journal.note(Kind::Elsewhere).text(["", "a", "b"][dice.roll(3) as usize]).number(dice.roll(most));
+            }
+            15 if dice.roll(2) == 0 => {
+                journal.call(Kind::BlockLimit, now).number(dice.roll(30));
+            }
+            _ if *known > 0 => {
+                journal.note(Kind::Draft).number(dice.roll(*known)).number(dice.roll(6)).number(dice.roll(9));
+            }
+            _ => {}
+        }
+        if dice.roll(400) == 0 {
+            journal.number(dice.roll(1 << 30)); // sometimes no valid record
+        }
+    }
+
+    #[test]
+    fn calls_that_make_no_sense_are_refused_or_replayed_and_never_a_panic() {
+        let (mut refused, mut steps) = (0, 0);
+        for seed in 0..2000 {
+            let mut dice = Dice(seed);
+            let config = Config { num_blocks: 20, block_size: 4, max_tokens: 16, max_seqs: 3, max_model_len: 44, ..Config::default() };
+            let (mut journal, mut bytes, mut now, mut known, mut held) = (Writer::new(&config), Vec::new(), 50, 0, 0);
+            for _ in 0..dice.roll(100) {
+                now += dice.roll(40);
+                put_record(&mut journal, now - dice.roll(10), &mut dice, &mut known, &mut held);
+            }
+            journal.take(&mut bytes);
+            match ParsedJournal::read(&bytes) {
+                Ok(journal) => steps += journal.replay().expect("a sound config").steps,
+                Err(error) => {
+                    assert!(matches!(error, JournalError::Damaged(_)), "{error}");
+                    refused += 1;
+                }
+            }
+        }
+        assert!(refused > 100 && steps > 1000, "{refused} refused, {steps} steps");
+    }
+}

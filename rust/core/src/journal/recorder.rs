@@ -1,0 +1,365 @@
+//! Records the calls of a scheduler.
+
+use super::format::{Kind, REASONS, Writer, zigzag};
+use crate::batch::Outputs;
+use crate::error::Rejected;
+use crate::ledger::{Snapshot, Timeline, TimelineState};
+use crate::memory::{BlockId, CacheChanges};
+use crate::request::{ArrivalNumber, CacheScope, FinishReason, HeldId, Request, SeqId, Tier, Time, Token, served_tier};
+use crate::scheduler::Scheduler;
+use crate::sequence::Spec;
+use crate::step::{Chunk, DraftSource, StepPlan};
+use std::ops::Deref;
+use std::sync::Arc;
+
+/// Makes a scheduler's calls and, if recording is on, writes them to a journal.
+///
+/// The scheduler does not know about journals. Read-only calls go directly to the scheduler.
+#[derive(Debug)]
+pub struct Recorder {
+    scheduler: Scheduler,
+    journal: Option<Writer>,
+    /// Sequences that may fill a block in a step, in batch order. Kept to reuse its memory.
+    filling: Vec<Filling>,
+}
+
+/// A sequence that may fill a block with the tokens that a step samples.
+#[derive(Debug)]
+struct Filling {
+    seq: SeqId,
+    arrival_number: ArrivalNumber,
+    tag: u64,
+    /// Whether the step verifies drafted tokens, so that the number of new tokens is a result.
+    drafted: bool,
+    /// Number of new tokens.
+    given: usize,
+}
+
+impl Deref for Recorder {
+    type Target = Scheduler;
+
+    fn deref(&self) -> &Scheduler {
+        &self.scheduler
+    }
+}
+
+impl Recorder {
+    /// Wraps a scheduler without recording.
+    pub fn off(scheduler: Scheduler) -> Self {
+        Self { scheduler, journal: None, filling: Vec::new() }
+    }
+
+    /// Records every call. Panics if the scheduler already received a request, because a journal must contain all requests.
+    pub fn on(scheduler: Scheduler) -> Self {
+        assert_eq!((scheduler.arrived(), scheduler.opened()), (0, 0), "a journal has all from the first request on");
+        let journal = Some(Writer::new(scheduler.config()));
+        Self { scheduler, journal, filling: Vec::new() }
+    }
+
+    /// Appends everything recorded since the previous call to `bytes`.
+    pub fn take_journal(&mut self, bytes: &mut Vec<u8>) {
+        if let Some(journal) = &mut self.journal {
+            journal.take(bytes);
+        }
+    }
+
+    /// See [`Scheduler::add`].
+    pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
+        let resumed = request.resumed;
+        let id = self.scheduler.add(request, now)?;
+        if let Some(journal) = &mut self.journal {
+            let seq = self.scheduler.sequence(id).expect("it was just added");
+            let spec = seq.spec();
+            if let Some(continues) = spec.continues {
+                let number = self.scheduler.held_number(continues.held).expect("it was added to a held sequence");
+                journal.note(Kind::Append).number(number).number(continues.tokens.into());
+            }
+            let after = |time: Option<Time>| time.map_or(0, |time| time.saturating_sub(now) + 1);
+            if let Some(resumed) = resumed {
+                journal.note(Kind::Resumed).number(resumed.answered.into());
+            }
+            if spec.tier != served_tier(Tier::default(), spec.priority) {
+                journal.note(Kind::Tier).number(spec.tier as u64);
+            }
+            journal.call(Kind::Add, now).number(spec.tag);
+            journal.number(spec.prompt_len.into()).number((seq.limit() - spec.prompt_len).into());
+            journal.number(zigzag(spec.priority)).number(spec.weight.into());
+            journal.number(after(spec.deadline)).number(after(spec.ttft_deadline));
+            journal.number(spec.predicted.map_or(0, |tokens| u64::from(tokens) + 1));
+            journal.text(self.scheduler.tenant(seq));
+            self.scheduler.block_names(seq, 0).for_each(|name| {
+                journal.name(name);
+            });
+        }
+        Ok(id)
+    }
+
+    /// See [`Scheduler::fork`].
+    pub fn fork(&mut self, parent: SeqId, tag: u64, now: Time) -> Option<SeqId> {
+        let arrival_number = self.scheduler.sequence(parent)?.spec().arrival_number;
+        let id = self.scheduler.fork(parent, tag, now)?;
+        if let Some(journal) = &mut self.journal {
+            journal.call(Kind::Fork, now).number(arrival_number).number(tag);
+        }
+        Some(id)
+    }
+
+    /// See [`Scheduler::open`].
+    pub fn open(&mut self, tenant: &Arc<str>, scope: &Arc<CacheScope>, now: Time) -> HeldId {
+        if let Some(journal) = &mut self.journal {
+            journal.call(Kind::Open, now).text(tenant);
+        }
+        self.scheduler.open(tenant, scope, now)
+    }
+
+    /// See [`Scheduler::fork_held`].
+    pub fn fork_held(&mut self, id: HeldId, now: Time) -> Option<HeldId> {
+        self.record_held(Kind::ForkAt, id, now);
+        self.scheduler.fork_held(id, now)
+    }
+
+    /// See [`Scheduler::drop_held`].
+    pub fn drop_held(&mut self, id: HeldId, now: Time) -> bool {
+        self.record_held(Kind::Drop, id, now);
+        self.scheduler.drop_held(id, now)
+    }
+
+    fn record_held(&mut self, kind: Kind, id: HeldId, now: Time) {
+        if let (Some(journal), Some(number)) = (&mut self.journal, self.scheduler.held_number(id)) {
+            journal.call(kind, now).number(number);
+        }
+    }
+
+    /// See [`Scheduler::cached_blocks`]. Not recorded, because no decision depends on it.
+    pub fn cached_blocks(&mut self, group: &str, tokens: &[Token]) -> usize {
+        self.scheduler.cached_blocks(group, tokens)
+    }
+
+    /// See [`Scheduler::restore`].
+    pub fn restore(&mut self, group: &str, tokens: &[Token], now: Time) -> (usize, Vec<BlockId>) {
+        if let Some(journal) = &mut self.journal {
+            let names = self.scheduler.restored_names(group, tokens);
+            journal.call(Kind::Restore, now).number(names.len() as u64);
+            for name in names {
+                journal.name(name);
+            }
+        }
+        self.scheduler.restore(group, tokens, now)
+    }
+
+    /// See [`Scheduler::set_priority`].
+    pub fn set_priority(&mut self, id: SeqId, priority: i32, now: Time) -> bool {
+        let Some(seq) = self.scheduler.sequence(id) else { return false };
+        if let Some(journal) = &mut self.journal {
+            journal.call(Kind::SetPriority, now).number(seq.spec().arrival_number).number(zigzag(priority));
+        }
+        self.scheduler.set_priority(id, priority, now)
+    }
+
+    /// See [`Scheduler::charge_elsewhere`].
+    pub fn charge_elsewhere(&mut self, tenant: &str, us: Time) {
+        if let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.config().policy.has_tenants()) {
+            journal.note(Kind::Elsewhere).text(tenant).number(us);
+        }
+        self.scheduler.charge_elsewhere(tenant, us);
+    }
+
+    /// See [`Scheduler::set_block_limit`].
+    pub fn set_block_limit(&mut self, blocks: u32, now: Time) -> u32 {
+        if let Some(journal) = &mut self.journal {
+            journal.call(Kind::BlockLimit, now).number(blocks.into());
+        }
+        self.scheduler.set_block_limit(blocks, now)
+    }
+
+    /// See [`Scheduler::take_given_back`]. Not recorded, because no decision depends on it.
+    pub fn take_given_back(&mut self) -> Vec<BlockId> {
+        self.scheduler.take_given_back()
+    }
+
+    /// See [`Scheduler::record_cache_changes`]. Not recorded, because no decision depends on it.
+    pub fn record_cache_changes(&mut self) {
+        self.scheduler.record_cache_changes();
+    }
+
+    /// See [`Scheduler::take_cache_changes`]. Not recorded, because no decision depends on it.
+    pub fn take_cache_changes(&mut self) -> CacheChanges {
+        self.scheduler.take_cache_changes()
+    }
+
+    /// See [`Scheduler::take_service`]. Not recorded, because no decision depends on it.
+    pub fn take_service(&mut self) -> Vec<(Arc<str>, Time)> {
+        self.scheduler.take_service()
+    }
+
+    /// See [`Scheduler::abort`].
+    pub fn abort(&mut self, id: SeqId, now: Time) -> bool {
+        self.end(id, FinishReason::Abort, now)
+    }
+
+    /// See [`Scheduler::stop`].
+    pub fn stop(&mut self, id: SeqId, now: Time) -> bool {
+        self.end(id, FinishReason::Stop, now)
+    }
+
+    /// See [`Scheduler::fail`].
+    pub fn fail(&mut self, id: SeqId, now: Time) -> bool {
+        self.end(id, FinishReason::Error, now)
+    }
+
+    fn end(&mut self, id: SeqId, reason: FinishReason, now: Time) -> bool {
+        let Some(seq) = self.scheduler.sequence(id) else { return false };
+        if let Some(journal) = &mut self.journal {
+            let code = REASONS.iter().position(|&known| known == reason).expect("a caller's reason");
+            journal.call(Kind::End, now).number(seq.spec().arrival_number).number(code as u64);
+        }
+        self.scheduler.end(id, reason, now)
+    }
+
+    /// See [`Scheduler::expire`].
+    pub fn expire(&mut self, now: Time, ended: &mut Vec<Timeline>) {
+        if let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.has_due(now)) {
+            journal.call(Kind::Expire, now);
+        }
+        self.scheduler.expire(now, ended);
+    }
+
+    /// See [`Scheduler::draft`]. The source is recorded for simulations.
+    pub fn draft(&mut self, id: SeqId, tokens: &[Token], source: DraftSource) -> bool {
+        let taken = self.scheduler.draft(id, tokens);
+        if let Some(journal) = self.journal.as_mut().filter(|_| taken) {
+            let seq = self.scheduler.sequence(id).expect("it took the draft");
+            journal.note(Kind::Draft).number(seq.spec().arrival_number).number(seq.draft().len() as u64).number(source.code().into());
+        }
+        taken
+    }
+
+    /// See [`Scheduler::keep_finished`].
+    pub(crate) fn keep_finished(&mut self) {
+        self.scheduler.keep_finished();
+    }
+
+    /// See [`Scheduler::take_finished`].
+    pub(crate) fn take_finished(&mut self) -> Vec<(SeqId, Vec<Token>)> {
+        self.scheduler.take_finished()
+    }
+
+    /// See [`Scheduler::plan`].
+    pub fn plan(&mut self, now: Time) -> Option<Box<StepPlan>> {
+        let plan = self.scheduler.plan(now);
+        if let Some(journal) = &mut self.journal {
+            journal.plan(now, plan.as_deref());
+        }
+        plan
+    }
+
+    /// See [`Scheduler::commit`].
+    pub fn commit(&mut self, plan: Box<StepPlan>, sampled: &[i32], now: Time, outputs: &mut Outputs) {
+        if self.journal.is_some() {
+            self.note_filling(&plan);
+        }
+        self.scheduler.commit(plan, sampled, now, outputs);
+        self.count_given(outputs);
+        self.record_commit(now, outputs);
+        self.record_names();
+    }
+
+    /// Notes the sequences that may fill a block in this step. A sequence that ends in the commit is removed by it.
+    fn note_filling(&mut self, plan: &StepPlan) {
+        let size = self.scheduler.config().block_size;
+        let mask = if size.is_power_of_two() { size - 1 } else { 0 };
+        // A division per chunk would be measurable.
+        let is_full = |tokens: u32| if mask > 0 { tokens & mask == 0 } else { tokens.is_multiple_of(size) };
+        // The sampled token follows the chunk's last token.
+        let fills = |chunk: &&Chunk| chunk.samples && (chunk.drafted > 0 || is_full(chunk.start + chunk.len + 1));
+        let scheduler = &self.scheduler;
+        self.filling.clear();
+        self.filling.extend(plan.chunks.iter().filter(fills).filter_map(|chunk| {
+            let Spec { arrival_number, tag, .. } = *scheduler.sequence(chunk.seq)?.spec();
+            Some(Filling { seq: chunk.seq, arrival_number, tag, drafted: chunk.drafted > 0, given: 0 })
+        }));
+    }
+
+    /// Counts the new tokens of each noted sequence. Both lists are in batch order, and each noted sequence has a token.
+    fn count_given(&mut self, outputs: &Outputs) {
+        let mut tokens = outputs.tokens.iter().peekable();
+        for filling in &mut self.filling {
+            while tokens.next_if(|output| output.tag != filling.tag).is_some() {}
+            while tokens.next_if(|output| output.tag == filling.tag).is_some() {
+                filling.given += 1;
+            }
+        }
+    }
+
+    /// Records the requests that ended for a reason other than length, and the number of new tokens of each drafted
+    /// sequence.
+    fn record_commit(&mut self, now: Time, outputs: &Outputs) {
+        let Some(journal) = &mut self.journal else { return };
+        let ends = || outputs.ended.iter().filter(|timeline| matches!(timeline.finish, Some(FinishReason::Stop | FinishReason::Error)));
+        journal.call(Kind::Commit, now).number(ends().count() as u64);
+        for timeline in ends() {
+            journal.number(timeline.tag).number(u64::from(timeline.finish == Some(FinishReason::Error)));
+        }
+        let drafted = || self.filling.iter().filter(|filling| filling.drafted);
+        journal.number(drafted().count() as u64);
+        for filling in drafted() {
+            journal.number(filling.arrival_number).number(filling.given as u64);
+        }
+    }
+
+    /// Records the names of blocks just filled by generated tokens. Other sequences may share these blocks, now or
+    /// after a preemption.
+    fn record_names(&mut self) {
+        let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.config().prefix_caching) else { return };
+        for &Filling { seq: id, arrival_number, given, .. } in &self.filling {
+            let Some(seq) = self.scheduler.sequence(id) else { continue };
+            let first = (seq.tokens().len() - given) / self.scheduler.config().block_size as usize;
+            // The sequence does not keep these names, because decisions must not depend on the journal.
+            for (name, block) in self.scheduler.block_names(seq, first).zip(first as u64..) {
+                journal.note(Kind::Name).number(arrival_number).number(block).name(name);
+            }
+        }
+    }
+
+    /// See [`Scheduler::prepared`]. Not recorded, because no decision depends on it.
+    pub fn prepared(&mut self, id: SeqId, spent: &[(TimelineState, Time)]) {
+        self.scheduler.prepared(id, spent);
+    }
+
+    /// See [`Scheduler::read_meter`]. Not recorded, because no decision depends on it.
+    pub fn read_meter(&mut self, energy: u64, now: Time) {
+        self.scheduler.read_meter(energy, now);
+    }
+
+    /// See [`Scheduler::snapshot`].
+    pub fn snapshot(&mut self, now: Time, most_waiting: usize, most_cells: usize) -> Snapshot {
+        self.scheduler.snapshot(now, most_waiting, most_cells)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Recorder;
+    use crate::{Config, Outputs, Request, Scheduler};
+
+    /// A recorder that computed all names of a sequence for each filled block would take quadratic time.
+    #[test]
+    fn recording_a_filled_block_computes_at_most_one_name() {
+        for lag in 0..2 {
+            let config = Config { num_blocks: 400, block_size: 4, max_model_len: 1500, ..Config::default() };
+            let mut recorder = Recorder::on(Scheduler::new(config).expect("a sound config"));
+            let request = Request { prompt: vec![1; 10], max_new_tokens: 1400, ..Request::default() };
+            let id = recorder.add(request, 0).expect("it fits");
+            let mut planned = std::collections::VecDeque::new();
+            loop {
+                planned.extend(recorder.plan(0));
+                while planned.len() > lag {
+                    recorder.commit(planned.pop_front().expect("a plan"), &[7], 0, &mut Outputs::default());
+                }
+                let Some(seq) = recorder.sequence(id).filter(|seq| seq.len() < 1400) else { break };
+                let missing = seq.tokens().len() / 4 - seq.blocks.names().len();
+                assert!(missing <= 1, "{missing} names are missing at {} tokens", seq.len());
+            }
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Counters since the start, and gauges of the current state.
+
+use super::timeline::{PREEMPTION_REASONS, STATES};
+use crate::step::Stall;
+
+/// Counters since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Steps planned.
+    pub steps: u64,
+    /// Prompt tokens of admitted requests.
+    pub prompt_tokens: u64,
+    /// Prompt tokens looked up in the prefix cache, once per request. Those that a held sequence has count as found.
+    pub prefix_queries: u64,
+    /// Looked-up prompt tokens that were cached.
+    pub prefix_hits: u64,
+    /// Sampled tokens.
+    pub generated_tokens: u64,
+    /// Time of committed steps, in microseconds.
+    pub step_us: u64,
+    /// Energy that a meter measured, in microjoules, as far as it is divided. `None` without a meter.
+    pub energy_uj: Option<u64>,
+    /// The part of it that no request took: of the time between steps, and of sequences that had ended.
+    pub idle_energy_uj: Option<u64>,
+    /// Tokens computed by steps.
+    pub computed_tokens: u64,
+    /// The part of them that are prompts' tokens.
+    pub computed_prompt_tokens: u64,
+    /// Computed tokens that had already been computed before a preemption.
+    pub recomputed_tokens: u64,
+    /// Preemptions that discarded the sequence's KV.
+    pub preemptions_recompute: u64,
+    /// Preemptions that copied the sequence's KV to host memory.
+    pub preemptions_swap: u64,
+    /// All preemptions, by [`PreemptionReason`](crate::PreemptionReason).
+    pub preemptions_by_reason: [u64; PREEMPTION_REASONS],
+    /// Blocks copied to host memory.
+    pub swapped_blocks: u64,
+    /// Requests that missed their deadline.
+    pub expired: u64,
+    /// Requests rejected because the queue was full.
+    pub rejected_queue_full: u64,
+}
+
+/// Gauges of the current state, and [`Counters`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stats {
+    /// Counters since the start.
+    pub counters: Counters,
+    /// Sequences that hold a slot.
+    pub running: usize,
+    /// Waiting sequences, without swapped ones.
+    pub waiting: usize,
+    /// Waiting sequences with KV in host memory.
+    pub swapped: usize,
+    /// Slots of the batch.
+    pub slots: usize,
+    /// Blocks that sequences can use.
+    pub total_blocks: usize,
+    /// Usable blocks that no sequence holds.
+    pub free_blocks: usize,
+    /// Tokens with KV in the block tables of running sequences. The difference from `held_slots` is fragmentation.
+    pub used_tokens: usize,
+    /// Token slots in the blocks of running sequences.
+    pub held_slots: usize,
+    /// Blocks of the host pool.
+    pub host_blocks: usize,
+    /// Free blocks of the host pool.
+    pub free_host_blocks: usize,
+    /// Prompt tokens of requests that have not run yet.
+    pub queued_prompt_tokens: u64,
+    /// Why no step was planned. `None` if there was no work.
+    pub stall: Option<Stall>,
+    /// Waiting sequences, by [`TimelineState`](crate::TimelineState).
+    pub waiting_by_state: [usize; STATES],
+    /// Predicted wait of a request that arrives now, in microseconds.
+    pub predicted_wait: u64,
+    /// Predicted time of a prompt of 1,024 tokens alone, in microseconds; 0 while unknown.
+    pub predicted_prefill: u64,
+    /// Predicted duration of the latest planned step, in microseconds.
+    pub predicted_step: u64,
+    /// Work that arrived in the last ten seconds divided by the work that could be served in that time, in thousandths.
+    pub saturation: u32,
+}
+
+/// Occupancy of slots and blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Occupancy {
+    /// Sequences that hold a slot.
+    pub running: usize,
+    /// Sequences without a slot, including swapped ones.
+    pub waiting: usize,
+    /// Blocks held by sequences.
+    pub blocks: usize,
+}

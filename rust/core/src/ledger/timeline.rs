@@ -1,0 +1,462 @@
+//! Timelines: the time that a request spent in each state, and its usage.
+//!
+//! Nothing is counted per step and request. Shared clocks run for all sequences. A sequence notes the clocks when it
+//! enters a state and subtracts them when it leaves.
+
+use super::audit::QueuePosition;
+use super::energy::Window;
+use crate::request::{FinishReason, Tier, Time};
+use std::sync::Arc;
+
+/// The state of a request for its timeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(usize)]
+pub enum TimelineState {
+    /// Waited for a slot of the batch (`max_seqs`).
+    WaitSlots,
+    /// Waited for tokens of a step (`max_tokens`, or the limit from `target_itl`).
+    WaitBudget,
+    /// Waited for free KV blocks.
+    WaitBlocks,
+    /// Waited for the previous batch to end or its own batch to fill (static and dynamic batching).
+    WaitBatch,
+    /// Waited because the policy serves other requests first.
+    WaitPolicy,
+    /// Waited because tenants with less service go first (fair policy).
+    WaitFairness,
+    /// Waited for the step in flight at its arrival to end.
+    WaitStep,
+    /// Waited for its parent's prompt to be computed, because it is a fork.
+    WaitFork,
+    /// Computed its prompt in steps without other sequences.
+    Prefill,
+    /// Computed its prompt in steps shared with other sequences.
+    PrefillShared,
+    /// Computed its output.
+    Decode,
+    /// Computed its output in steps made longer by other requests' prompts.
+    DecodeShared,
+    /// Had a slot but got no tokens in the step.
+    Stalled,
+    /// Waited after a preemption that discarded its KV.
+    Preempted,
+    /// Waited after a preemption, with its KV in host memory.
+    Swapped,
+    /// Recomputed tokens lost in a preemption.
+    Recompute,
+    /// The server received the request's bytes.
+    Receive,
+    /// The server parsed the request, applied the chat template and tokenized the text.
+    Tokenize,
+    /// The server compiled the grammar for structured output.
+    Grammar,
+    /// The KV of its prefix was read from disk.
+    ReadCache,
+    /// Waited for an engine to start.
+    Restart,
+    /// Was in an engine that ended before it had answered.
+    LostEngine,
+}
+
+/// Number of states.
+pub(crate) const STATES: usize = 22;
+/// Number of states that can block a whole group of waiting sequences. They come first.
+const LIMITS: usize = 4;
+
+impl TimelineState {
+    /// Every state in order, with the name used in reports.
+    pub const NAMES: [(Self, &'static str); STATES] = [
+        (Self::WaitSlots, "wait_slots"),
+        (Self::WaitBudget, "wait_budget"),
+        (Self::WaitBlocks, "wait_blocks"),
+        (Self::WaitBatch, "wait_batch"),
+        (Self::WaitPolicy, "wait_policy"),
+        (Self::WaitFairness, "wait_fairness"),
+        (Self::WaitStep, "wait_step"),
+        (Self::WaitFork, "wait_fork"),
+        (Self::Prefill, "prefill"),
+        (Self::PrefillShared, "prefill_shared"),
+        (Self::Decode, "decode"),
+        (Self::DecodeShared, "decode_shared"),
+        (Self::Stalled, "stalled"),
+        (Self::Preempted, "preempted"),
+        (Self::Swapped, "swapped"),
+        (Self::Recompute, "recompute"),
+        (Self::Receive, "receive"),
+        (Self::Tokenize, "tokenize"),
+        (Self::Grammar, "grammar"),
+        (Self::ReadCache, "read_cache"),
+        (Self::Restart, "restart"),
+        (Self::LostEngine, "lost_engine"),
+    ];
+
+    /// The state's name.
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize].1
+    }
+}
+
+/// Why a running sequence was preempted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum PreemptionReason {
+    /// The KV cache had no free block for the next token of a running sequence.
+    Blocks,
+    /// A request of a more urgent class waited (priority and deadline policies).
+    Priority,
+    /// A request of a tenant that had been served less waited (fair policy).
+    Fairness,
+    /// A request with much less work left waited (shortest policy).
+    Shortest,
+}
+
+/// Number of reasons.
+pub(crate) const PREEMPTION_REASONS: usize = 4;
+
+impl PreemptionReason {
+    /// Every reason in order, with the name used in reports.
+    pub const NAMES: [(Self, &'static str); PREEMPTION_REASONS] =
+        [(Self::Blocks, "kv_blocks"), (Self::Priority, "priority"), (Self::Fairness, "fairness"), (Self::Shortest, "shortest")];
+}
+
+/// A request's timeline: disjoint intervals that sum to its lifetime, and its usage.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Timeline {
+    /// The request's tag.
+    pub tag: u64,
+    /// Why the request ended. `None` while it is live.
+    pub finish: Option<FinishReason>,
+    /// When the server read the request's first byte. Includes time before the request was added, as far as the caller
+    /// reported it.
+    pub arrived: Time,
+    /// When the request was added, to its first engine if it is resumed. Its queue time starts here.
+    pub submitted: Time,
+    /// When the request's first chunk was planned.
+    pub started: Option<Time>,
+    /// When the request's first token was committed.
+    pub first_token: Option<Time>,
+    /// When the request ended, or the time of this timeline if the request is live.
+    pub ended: Time,
+    /// Microseconds by [`TimelineState`]. They sum to `ended - arrived`.
+    pub states: [Time; STATES],
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Prompt tokens that were cached when the request was first admitted.
+    pub cached_tokens: u32,
+    /// Those of them that a request of the same tenant put into the cache or had used before. The request's tenant is told
+    /// of no others, because they tell which prompts other tenants have sent.
+    pub own_cached_tokens: u32,
+    /// Generated tokens.
+    pub output_tokens: u32,
+    /// Computed tokens, including recomputed ones.
+    pub computed_tokens: u64,
+    /// Tokens recomputed after a preemption.
+    pub recomputed_tokens: u64,
+    /// The request's parts of the times of its steps, in nanoseconds, by the step-time model.
+    pub compute_ns: u64,
+    /// The energy that a meter measured for these parts, in microjoules. `None` without a meter.
+    pub energy_uj: Option<u64>,
+    /// Drafted tokens that were computed.
+    pub draft_tokens: u32,
+    /// Drafted tokens that the answer contains. Each saved a step.
+    pub accepted_draft_tokens: u32,
+    /// Number of preemptions.
+    pub preemptions: u32,
+    /// Preemptions with a copy of the KV in host memory.
+    pub swaps: u32,
+    /// Tags of the requests that caused the preemptions. Only the first few.
+    pub preempted_by: Vec<u64>,
+    /// Number of preemptions, by [`PreemptionReason`].
+    pub preempted_for: [u32; PREEMPTION_REASONS],
+    /// KV blocks multiplied by the microseconds they were held. A shared block counts once for each holder.
+    pub block_us: u64,
+    /// The request's tenant.
+    pub tenant: Arc<str>,
+    /// The request's class.
+    pub priority: i32,
+    /// The request's tier.
+    pub tier: Tier,
+    /// The request's place in the queue.
+    pub queue_position: QueuePosition,
+}
+
+impl Timeline {
+    /// The limit that the request waited for longest, if any. Waiting for a step or for a parent's prompt does not
+    /// count as a limit.
+    pub fn limit(&self) -> Option<TimelineState> {
+        let waits = &TimelineState::NAMES[..=TimelineState::WaitFairness as usize];
+        let longest = waits.iter().map(|&(cause, _)| cause).max_by_key(|&cause| self.states[cause as usize])?;
+        (self.states[longest as usize] > 0).then_some(longest)
+    }
+
+    /// Microseconds from the request's addition to its first chunk, or until now if it has none.
+    pub fn queued(&self) -> Time {
+        self.started.unwrap_or(self.ended).saturating_sub(self.submitted)
+    }
+}
+
+/// A sequence's state for its account.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum AccountState {
+    New,
+    Waiting,
+    Fork,
+    Prefill,
+    Decode,
+    Stalled,
+    Preempted,
+    Swapped,
+    Recompute,
+}
+
+/// Clocks shared by all sequences.
+#[derive(Debug, Default)]
+pub(crate) struct Clocks {
+    now: Time,
+    /// Time in steps with several sequences. The next field is time in steps with prompt pieces.
+    several: Time,
+    prefill: Time,
+    in_several: bool,
+    in_prefill: bool,
+    /// Per queue group: time in which the group was next in the queue and a limit blocked it.
+    groups: Vec<[Time; LIMITS]>,
+    blocked: Option<(u32, TimelineState)>,
+}
+
+impl Clocks {
+    /// The time of events. It never decreases.
+    pub(crate) fn now(&self) -> Time {
+        self.now
+    }
+
+    /// Advances the clocks to `now`.
+    pub(crate) fn tick(&mut self, now: Time) {
+        let passed = now.saturating_sub(self.now);
+        self.now += passed;
+        self.several += if self.in_several { passed } else { 0 };
+        self.prefill += if self.in_prefill { passed } else { 0 };
+        if let Some((group, limit)) = self.blocked {
+            self.groups[group as usize][limit as usize] += passed;
+        }
+    }
+
+    /// Sets the step that runs from now on: its number of sequences, and whether it has prompt pieces.
+    pub(crate) fn step(&mut self, sequences: usize, prefill: bool) {
+        (self.in_several, self.in_prefill) = (sequences > 1, prefill);
+    }
+
+    /// Sets the group that is next in the queue from now on, and the limit that blocks it.
+    pub(crate) fn block(&mut self, blocked: Option<(u32, TimelineState)>) {
+        self.blocked = blocked;
+    }
+
+    /// The group that is next in the queue, and the limit that blocks it.
+    pub(crate) fn blocked(&self) -> Option<(u32, TimelineState)> {
+        self.blocked
+    }
+
+    /// Makes room for groups up to `group`.
+    pub(crate) fn admit_group(&mut self, group: u32) {
+        if self.groups.len() <= group as usize {
+            self.groups.resize(group as usize + 1, [0; LIMITS]);
+        }
+    }
+}
+
+/// A live sequence's account.
+#[derive(Debug, Default)]
+pub(crate) struct Account {
+    /// When the current state began.
+    since: Time,
+    submitted: Time,
+    /// Values of the clocks when the state began: the group's clocks while waiting, the step clocks while running.
+    base: [Time; LIMITS],
+    states: [Time; STATES],
+    swaps: u32,
+    preempted_by: Vec<u64>,
+    preempted_for: [u32; PREEMPTION_REASONS],
+    /// Time before the request was added.
+    prepared: Time,
+    computed_tokens: u64,
+    recomputed_tokens: u64,
+    compute_ns: u64,
+    /// The part of `compute_ns` whose energy is not divided yet.
+    unmetered_ns: u64,
+    energy_uj: u64,
+    draft_tokens: u32,
+    accepted_draft_tokens: u32,
+    block_us: u64,
+    held: u64,
+    held_since: Time,
+    queue_position: QueuePosition,
+}
+
+/// Maximum number of preempting requests listed in a timeline.
+const NAMED: usize = 4;
+
+impl Account {
+    /// Opens the account of a request that arrived at `arrived`, and was first submitted at `submitted`.
+    pub(crate) fn open(arrived: Time, submitted: Time) -> Self {
+        Self { since: arrived, submitted, ..Self::default() }
+    }
+
+    /// When the request was added to its first engine.
+    pub(crate) fn submitted(&self) -> Time {
+        self.submitted
+    }
+
+    /// The request's place in the queue when it first started.
+    pub(crate) fn queue_position(&self) -> QueuePosition {
+        self.queue_position
+    }
+
+    /// Records the place in the queue from which the request first starts.
+    pub(crate) fn start(&mut self, position: QueuePosition) {
+        self.queue_position = position;
+    }
+
+    /// Adds time spent on the request before it was added.
+    pub(crate) fn prepare(&mut self, cause: TimelineState, time: Time) {
+        self.states[cause as usize] += time;
+        self.prepared += time;
+    }
+
+    /// Total time before the request was added.
+    pub(crate) fn prepared(&self) -> Time {
+        self.prepared
+    }
+
+    /// When the current state began.
+    pub(crate) fn since(&self) -> Time {
+        self.since
+    }
+
+    /// Closes the state `leaves` and begins `enters`. `others` is the state to book while another group is next.
+    pub(crate) fn enter(&mut self, leaves: AccountState, enters: AccountState, clocks: &Clocks, group: u32, others: TimelineState) {
+        self.book(leaves, clocks, group, others);
+        self.begin(enters, clocks, group);
+    }
+
+    /// Continues the state in another group, given as the old and the new one.
+    pub(crate) fn change_group(&mut self, state: AccountState, clocks: &Clocks, (from, to): (u32, u32), others: TimelineState) {
+        self.book(state, clocks, from, others);
+        self.begin(state, clocks, to);
+    }
+
+    fn begin(&mut self, state: AccountState, clocks: &Clocks, group: u32) {
+        self.since = clocks.now;
+        self.base = match state {
+            AccountState::Waiting => clocks.groups[group as usize],
+            _ => [clocks.several, clocks.prefill, 0, 0],
+        };
+    }
+
+    fn book(&mut self, state: AccountState, clocks: &Clocks, group: u32, others: TimelineState) {
+        let mut add = |cause: TimelineState, time: Time| self.states[cause as usize] += time;
+        let passed = clocks.now - self.since;
+        match state {
+            AccountState::New => add(TimelineState::WaitStep, passed),
+            AccountState::Waiting => {
+                let mut rest = passed;
+                for (limit, (clock, base)) in clocks.groups[group as usize].iter().zip(&self.base).enumerate() {
+                    add(TimelineState::NAMES[limit].0, clock - base);
+                    rest -= clock - base;
+                }
+                add(others, rest);
+            }
+            AccountState::Fork => add(TimelineState::WaitFork, passed),
+            AccountState::Prefill => {
+                let shared = clocks.several - self.base[0];
+                add(TimelineState::PrefillShared, shared);
+                add(TimelineState::Prefill, passed - shared);
+            }
+            AccountState::Decode => {
+                let shared = clocks.prefill - self.base[1];
+                add(TimelineState::DecodeShared, shared);
+                add(TimelineState::Decode, passed - shared);
+            }
+            AccountState::Stalled => add(TimelineState::Stalled, passed),
+            AccountState::Preempted => add(TimelineState::Preempted, passed),
+            AccountState::Swapped => add(TimelineState::Swapped, passed),
+            AccountState::Recompute => add(TimelineState::Recompute, passed),
+        }
+    }
+
+    /// Records that the sequence holds `blocks` from now on.
+    pub(crate) fn hold(&mut self, blocks: usize, clocks: &Clocks) {
+        self.block_us += self.held * (clocks.now - self.held_since);
+        (self.held, self.held_since) = (blocks as u64, clocks.now);
+    }
+
+    /// Records a preemption. `by` is the request that needed the blocks, or `None` if it was the sequence itself.
+    pub(crate) fn preempt(&mut self, reason: PreemptionReason, by: Option<u64>, swapped: bool) {
+        self.preempted_for[reason as usize] += 1;
+        self.swaps += u32::from(swapped);
+        if self.preempted_by.len() < NAMED {
+            self.preempted_by.extend(by);
+        }
+    }
+
+    /// Records tokens that were computed for the sequence.
+    pub(crate) fn compute(&mut self, tokens: u32) {
+        self.computed_tokens += u64::from(tokens);
+    }
+
+    /// Records tokens that are recomputed.
+    pub(crate) fn recompute(&mut self, tokens: u32) {
+        self.recomputed_tokens += u64::from(tokens);
+    }
+
+    /// Adds parts of the times of steps, whose energy is not divided yet.
+    pub(crate) fn add_unmetered(&mut self, ns: u64) {
+        self.compute_ns += ns;
+        self.unmetered_ns += ns;
+    }
+
+    /// Begins to meter: the time until now takes no energy.
+    pub(crate) fn begin_meter(&mut self) {
+        self.unmetered_ns = 0;
+    }
+
+    /// Adds the energy of the time since the last call, and returns it.
+    pub(crate) fn meter(&mut self, window: &Window) -> u64 {
+        let energy = window.share(std::mem::take(&mut self.unmetered_ns));
+        self.energy_uj += energy;
+        energy
+    }
+
+    /// The sequence's energy in microjoules, as far as it is divided.
+    pub(crate) fn energy_uj(&self) -> u64 {
+        self.energy_uj
+    }
+
+    /// The sequence's parts of the times of steps, without those that its slot still counts.
+    pub(crate) fn compute_ns(&self) -> u64 {
+        self.compute_ns
+    }
+
+    /// Records a draft of `drafted` tokens, of which the answer contains `accepted`.
+    pub(crate) fn draft(&mut self, drafted: u32, accepted: u32) {
+        self.draft_tokens += drafted;
+        self.accepted_draft_tokens += accepted;
+    }
+
+    /// Computed tokens in runs that have ended.
+    pub(crate) fn computed_tokens(&self) -> u64 {
+        self.computed_tokens
+    }
+
+    /// Writes the account of a sequence in `state`, up to now, to `timeline`.
+    pub(crate) fn read(&self, state: AccountState, clocks: &Clocks, group: u32, others: TimelineState, timeline: &mut Timeline) {
+        let mut copy = Self { since: self.since, base: self.base, states: self.states, ..Self::default() };
+        copy.book(state, clocks, group, others);
+        timeline.states = copy.states;
+        timeline.block_us = self.block_us + self.held * (clocks.now - self.held_since);
+        timeline.recomputed_tokens = self.recomputed_tokens;
+        (timeline.draft_tokens, timeline.accepted_draft_tokens) = (self.draft_tokens, self.accepted_draft_tokens);
+        timeline.swaps = self.swaps;
+        timeline.preempted_by.clone_from(&self.preempted_by);
+        timeline.preempted_for = self.preempted_for;
+    }
+}

@@ -1,0 +1,540 @@
+//! Physical KV blocks: the holders, the name and the free state of each.
+
+use self::limit::Unbacked;
+use self::users::Users;
+use super::hash::{BlockHash, BlockHasher};
+use crate::request::{CacheScope, Token};
+use rustc_hash::FxHashMap;
+use std::sync::Arc;
+
+mod changes;
+mod limit;
+mod users;
+
+pub use changes::CacheChanges;
+pub(crate) use users::User;
+
+/// Index of a physical block. Block 0 is scratch and is never allocated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockId(pub u32);
+
+/// How a block is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BlockUse {
+    /// No sequence holds the block and it has no cached content.
+    Free,
+    /// No sequence holds the block, but it is cached and a prompt can reuse it.
+    Cached,
+    /// One sequence holds the block.
+    Held,
+    /// Several sequences hold the block.
+    Shared,
+}
+
+/// The blocks of one sequence, in order.
+///
+/// The type is not `Clone`, and only [`BlockPool::release`] empties a table. A block is therefore released exactly once.
+#[derive(Debug, Default)]
+pub struct BlockTable(Vec<BlockId>);
+
+impl BlockTable {
+    /// The physical blocks, in logical order.
+    pub fn ids(&self) -> &[BlockId] {
+        &self.0
+    }
+
+    /// Reserves capacity for `len` blocks in total, so that growing to that length does not allocate.
+    pub fn reserve(&mut self, len: usize) {
+        self.0.reserve_exact(len.saturating_sub(self.0.len()));
+    }
+}
+
+impl Drop for BlockTable {
+    fn drop(&mut self) {
+        debug_assert!(self.0.is_empty() || std::thread::panicking(), "leaked {:?}", self.0);
+    }
+}
+
+/// The end of a sequence's chain of cached full blocks.
+#[derive(Clone, Debug)]
+pub struct Chain {
+    scope: Arc<CacheScope>,
+    content: Content,
+    len: usize,
+}
+
+impl Chain {
+    /// The chain of a sequence without named blocks.
+    pub fn root(scope: &Arc<CacheScope>) -> Self {
+        Self { scope: Arc::clone(scope), content: ROOT, len: 0 }
+    }
+
+    /// Number of blocks in the chain.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+}
+
+/// Estimate of how many names at the start of a list are cached.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Estimate {
+    from: usize,
+    /// The furthest name that was looked up and is not cached.
+    missing: Option<(usize, BlockHash)>,
+    content: Content,
+    len: usize,
+}
+
+impl Estimate {
+    /// Whether `names` give the same estimate. A name covers its block and all blocks before it. If the missing name is
+    /// equal, all names looked up before it are equal too.
+    pub(crate) fn holds_for(&self, names: &[BlockHash], from: usize) -> bool {
+        self.from == from && self.missing.is_some_and(|(at, name)| names.get(at) == Some(&name))
+    }
+
+    /// The chain of a sequence with `names`.
+    pub(crate) fn chain(&self, scope: &Arc<CacheScope>) -> Chain {
+        Chain { scope: Arc::clone(scope), content: self.content, len: self.len }
+    }
+}
+
+/// Identifies block content together with all content before it. Equal numbers mean equal content up to and including
+/// the block. A number is never reused.
+type Content = u64;
+
+const ROOT: Content = 0;
+const NIL: u32 = u32::MAX;
+
+/// Content of a named block, apart from its tokens.
+#[derive(Debug)]
+struct Name {
+    hash: BlockHash,
+    content: Content,
+    parent: Content,
+    /// Scope of a chain's first block. Later blocks get the scope from their parent.
+    scope: Option<Arc<CacheScope>>,
+    /// The step that completes the block.
+    step: u64,
+    users: Users,
+}
+
+#[derive(Debug)]
+struct Block {
+    holders: u32,
+    /// Neighbours in the list of free named blocks.
+    prev: u32,
+    next: u32,
+    name: Option<Name>,
+}
+
+/// A cached block, for storage outside.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredBlock {
+    /// The physical block.
+    pub id: BlockId,
+    /// Identifies its content together with all content before it. Later contents have larger numbers.
+    pub content: u64,
+    /// The content before it. 0 for the first block of a prefix.
+    pub parent: u64,
+    /// The group of tenants whose requests share it.
+    pub group: Arc<str>,
+    /// The tokens of the block.
+    pub tokens: Vec<Token>,
+}
+
+/// All blocks of the cache.
+///
+/// A free block keeps its name until [`grow`](Self::grow) allocates it, so [`find`](Self::find) can reuse it. `grow`
+/// takes blocks without a name first, then blocks without memory up to the limit, then the least recently freed.
+#[derive(Debug)]
+pub struct BlockPool {
+    block_size: usize,
+    blocks: Vec<Block>,
+    /// Tokens of named blocks, `[blocks, block_size]`.
+    tokens: Vec<Token>,
+    hasher: BlockHasher,
+    named: FxHashMap<BlockHash, BlockId>,
+    /// Free blocks that have memory and no name.
+    unnamed: Vec<BlockId>,
+    unbacked: Unbacked,
+    /// Most blocks that may have memory: those that are held, cached or unnamed.
+    limit: usize,
+    oldest: u32,
+    newest: u32,
+    free_named: usize,
+    next_content: Content,
+    /// Number of names computed and looked up.
+    lookups: u64,
+    /// Names in the order in which they were added (true) and dropped, if they are recorded.
+    changes: Option<Vec<(BlockHash, bool)>>,
+}
+
+impl BlockPool {
+    /// Creates a pool of `count` blocks of `block_size` tokens. Block 0 is reserved. `hasher` computes the names.
+    pub fn new(count: u32, block_size: usize, hasher: BlockHasher) -> Self {
+        let block = |_| Block { holders: 0, prev: NIL, next: NIL, name: None };
+        Self {
+            block_size,
+            blocks: (0..count).map(block).collect(),
+            tokens: vec![0; count as usize * block_size],
+            hasher,
+            named: FxHashMap::with_capacity_and_hasher(count as usize, rustc_hash::FxBuildHasher),
+            unnamed: Vec::new(),
+            unbacked: Unbacked::new(count),
+            limit: count as usize - 1,
+            oldest: NIL,
+            newest: NIL,
+            free_named: 0,
+            next_content: ROOT + 1,
+            lookups: 0,
+            changes: None,
+        }
+    }
+
+    /// The hasher that computes names.
+    pub(crate) fn hasher(&self) -> &BlockHasher {
+        &self.hasher
+    }
+
+    /// Number of names computed and looked up so far. The number is the same on every machine.
+    pub fn lookups(&self) -> u64 {
+        self.lookups
+    }
+
+    /// Appends the names of full blocks of `tokens` that `names` lacks.
+    pub fn name_blocks(&mut self, scope: &CacheScope, tokens: &[Token], names: &mut Vec<BlockHash>) {
+        names.reserve((tokens.len() / self.block_size).saturating_sub(names.len()));
+        for block in tokens.chunks_exact(self.block_size).skip(names.len()) {
+            self.name_block(scope, block, names);
+        }
+    }
+
+    /// Appends the name of the block that follows the blocks in `names`.
+    pub fn name_block(&mut self, scope: &CacheScope, block: &[Token], names: &mut Vec<BlockHash>) {
+        let parent = names.last().copied().unwrap_or_else(|| self.hasher.root(scope));
+        names.push(self.hasher.child(parent, block));
+        self.lookups += 1;
+    }
+
+    /// Number of sequences that hold block `id`.
+    pub fn holders(&self, id: BlockId) -> u32 {
+        self.blocks[id.0 as usize].holders
+    }
+
+    /// The use of each block, without the scratch block.
+    pub(crate) fn uses(&self) -> impl Iterator<Item = BlockUse> + '_ {
+        self.blocks[1..].iter().map(|block| match (block.holders, &block.name) {
+            (0, None) => BlockUse::Free,
+            (0, Some(_)) => BlockUse::Cached,
+            (1, _) => BlockUse::Held,
+            _ => BlockUse::Shared,
+        })
+    }
+
+    /// Appends the longest run of cached blocks whose content equals `tokens` from the start. Returns the end of their
+    /// chain. `names` are the names of the blocks that may be found, computed by [`name_blocks`](Self::name_blocks).
+    /// Each candidate's tokens, parent and scope are compared, because names can collide.
+    pub fn find(&mut self, scope: &Arc<CacheScope>, names: &[BlockHash], tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
+        self.find_on(Chain::root(scope), names, tokens, found)
+    }
+
+    /// Like [`find`](Self::find), but starts after a chain that was found before.
+    pub fn find_on(&mut self, mut chain: Chain, names: &[BlockHash], tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
+        let blocks = names.iter().zip(tokens.chunks_exact(self.block_size)).skip(chain.len);
+        for (name, tokens) in blocks {
+            self.lookups += 1;
+            let Some(&id) = self.named.get(name) else { break };
+            let Some(content) = self.content_if(id, &chain, tokens) else { break };
+            found.push(id);
+            chain.advance(content);
+        }
+        chain
+    }
+
+    /// Estimates how many blocks of `names` are cached, given that the first `from` are. The search doubles its stride
+    /// and compares no content. The estimate is good enough to order requests, but not to share blocks.
+    pub(crate) fn estimate(&mut self, names: &[BlockHash], from: usize) -> Estimate {
+        let (mut low, mut step) = (from, 1);
+        while low + step <= names.len() && self.is_named(names[low + step - 1]) {
+            low += step;
+            step *= 2;
+        }
+        let missing = names.get(low + step - 1).map(|&name| (low + step - 1, name));
+        let mut high = names.len().min(low + step - 1);
+        while low < high {
+            let middle = low.midpoint(high);
+            (low, high) = if self.is_named(names[middle]) { (middle + 1, high) } else { (low, middle) };
+        }
+        let last = low.checked_sub(1).and_then(|last| self.named.get(&names[last]));
+        let content = last.and_then(|id| self.blocks[id.0 as usize].name.as_ref()).map_or(ROOT, |name| name.content);
+        Estimate { from, missing, content, len: low }
+    }
+
+    /// Whether a block with this name is cached.
+    pub fn is_named(&mut self, name: BlockHash) -> bool {
+        self.lookups += 1;
+        self.named.contains_key(&name)
+    }
+
+    /// Adds a cached block to `table`.
+    pub fn share(&mut self, table: &mut BlockTable, id: BlockId) {
+        if self.blocks[id.0 as usize].holders == 0 {
+            self.unlink_free(id);
+        }
+        self.blocks[id.0 as usize].holders += 1;
+        table.0.push(id);
+    }
+
+    /// Grows `table` to `len` blocks. Returns false and changes nothing if too few blocks are free.
+    #[must_use]
+    pub fn grow(&mut self, table: &mut BlockTable, len: usize) -> bool {
+        let wanted = len.saturating_sub(table.0.len());
+        if wanted > self.free() {
+            return false;
+        }
+        for _ in 0..wanted {
+            let id = self.take_free();
+            table.0.push(id);
+        }
+        true
+    }
+
+    /// Replaces the last block of `table` with a new block that only this table holds. Returns (shared, new). The
+    /// caller must copy the first to the second before it writes. Panics if no block is free.
+    pub fn unshare_last(&mut self, table: &mut BlockTable) -> (BlockId, BlockId) {
+        let shared = table.0.pop().expect("a table with a block");
+        let fresh = self.take_free();
+        table.0.push(fresh);
+        self.decref(shared);
+        (shared, fresh)
+    }
+
+    /// Whether `user` is a user of the block. A block without a name is shared only within a tenant.
+    pub(crate) fn is_used_by(&self, id: BlockId, user: User) -> bool {
+        self.blocks[id.0 as usize].name.as_ref().is_none_or(|name| name.users.has(user))
+    }
+
+    /// Records that a request of `user` has computed the content of a named block, or would have if it were not cached.
+    /// Returns whether the user is new.
+    pub(crate) fn use_by(&mut self, name: BlockHash, user: User) -> bool {
+        self.users(name).is_some_and(|users| users.add(user))
+    }
+
+    /// Takes back what [`use_by`](Self::use_by) recorded.
+    pub(crate) fn unuse(&mut self, name: BlockHash, user: User) {
+        if let Some(users) = self.users(name) {
+            users.remove(user);
+        }
+    }
+
+    fn users(&mut self, name: BlockHash) -> Option<&mut Users> {
+        let id = self.named.get(&name)?;
+        self.blocks[id.0 as usize].name.as_mut().map(|name| &mut name.users)
+    }
+
+    /// Whether a named block is complete before `step` begins.
+    pub fn complete_before(&self, id: BlockId, step: u64) -> bool {
+        self.blocks[id.0 as usize].name.as_ref().is_some_and(|name| name.step < step)
+    }
+
+    /// Whether a filled block is complete before `step` begins. Only a named block can be the work of another sequence
+    /// in that step.
+    pub fn settled_before(&self, id: BlockId, step: u64) -> bool {
+        self.blocks[id.0 as usize].name.as_ref().is_none_or(|name| name.step < step)
+    }
+
+    /// Records that `step` writes the end of a named block again.
+    pub fn rewrite(&mut self, id: BlockId, step: u64) {
+        if let Some(name) = self.blocks[id.0 as usize].name.as_mut() {
+            name.step = step;
+        }
+    }
+
+    /// Names the next full block of `table`, which holds `tokens` after `step` has run, so that later sequences can
+    /// find it. If equal content is already cached, the block stays unnamed and the chain continues from the cached
+    /// content. If another block has the same name but `find` would not accept it here (its parent is no longer named,
+    /// or the names collide), that block loses the name.
+    pub fn seal(&mut self, table: &BlockTable, chain: &mut Chain, hash: BlockHash, tokens: &[Token], step: u64) {
+        debug_assert_eq!(tokens.len(), self.block_size);
+        let id = table.0[chain.len];
+        let other = self.named.get(&hash).copied();
+        let cached = other.and_then(|other| self.content_if(other, chain, tokens));
+        let content = cached.unwrap_or_else(|| {
+            if let Some(other) = other {
+                self.take_name(other);
+            }
+            let content = self.new_content();
+            debug_assert!(self.blocks[id.0 as usize].holders > 0 && self.blocks[id.0 as usize].name.is_none());
+            let scope = (chain.content == ROOT).then(|| Arc::clone(&chain.scope));
+            self.blocks[id.0 as usize].name = Some(Name { hash, content, parent: chain.content, scope, step, users: Users::default() });
+            self.tokens[id.0 as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
+            self.named.insert(hash, id);
+            self.record(hash, true);
+            content
+        });
+        chain.advance(content);
+    }
+
+    /// Removes the names of blocks in `table` that step `since` or a later step completes, because their content may be invalid.
+    pub fn forget(&mut self, table: &BlockTable, since: u64) {
+        for &id in &table.0 {
+            if !self.complete_before(id, since) {
+                self.take_name(id);
+            }
+        }
+    }
+
+    /// The named blocks without a salt that are complete before `step`, whose whole prefix is, and whose content is newer
+    /// than `after`. Older content comes first, and so a block comes after the block before it.
+    pub fn stored(&self, step: u64, after: u64) -> Vec<StoredBlock> {
+        let complete = |name: &&Name| name.step < step && name.scope.as_ref().is_none_or(|scope| scope.salt.is_empty());
+        let named = self.blocks.iter().zip(0..).filter_map(|(block, id)| Some((block.name.as_ref().filter(complete)?, BlockId(id))));
+        let mut named: Vec<_> = named.collect();
+        // A block is named after the block before it.
+        named.sort_unstable_by_key(|(name, _)| name.content);
+        let mut groups = FxHashMap::<Content, Arc<str>>::default();
+        let stored = named.into_iter().filter_map(|(&Name { content, parent, ref scope, .. }, id)| {
+            let group = scope.as_ref().map(|scope| &scope.group).or_else(|| groups.get(&parent))?;
+            let group = Arc::clone(group);
+            groups.insert(content, Arc::clone(&group));
+            let tokens = || self.tokens[id.0 as usize * self.block_size..][..self.block_size].to_vec();
+            (content > after).then(|| StoredBlock { id, content, parent, group, tokens: tokens() })
+        });
+        stored.collect()
+    }
+
+    /// Releases every block of `table`, last first. The end of a sequence is the least likely part to be shared, so it
+    /// is reused first. A block is never reused before the blocks that continue it.
+    pub fn release(&mut self, table: &mut BlockTable) {
+        self.truncate(table, 0);
+    }
+
+    /// Releases the blocks of `table` after the first `len`, last first.
+    pub fn truncate(&mut self, table: &mut BlockTable, len: usize) {
+        while table.0.len() > len {
+            let id = table.0.pop().expect("a longer table");
+            self.decref(id);
+        }
+    }
+
+    /// Panics unless the pool agrees with `tables`, which must be all tables.
+    pub fn check<'a>(&self, tables: impl Iterator<Item = &'a BlockTable>) {
+        let mut held = vec![0; self.blocks.len()];
+        tables.flat_map(BlockTable::ids).for_each(|id| held[id.0 as usize] += 1);
+        let mut free = vec![false; self.blocks.len()];
+        let mut mark = |id: u32, named: bool| {
+            assert!(!std::mem::replace(&mut free[id as usize], true), "block {id} is free twice");
+            assert_eq!(self.blocks[id as usize].name.is_some(), named, "block {id} is on the wrong free list");
+        };
+        self.unnamed.iter().chain(self.unbacked.iter()).for_each(|id| mark(id.0, false));
+        let (mut at, mut listed) = (self.oldest, 0);
+        while at != NIL {
+            mark(at, true);
+            (at, listed) = (self.blocks[at as usize].next, listed + 1);
+        }
+        assert_eq!(listed, self.free_named, "length of the free list");
+        assert!(self.backed() <= self.limit.max(self.held()), "more blocks have memory than may");
+        assert!(!free[0] && held[0] == 0, "the scratch block is in use");
+        for (id, block) in self.blocks.iter().enumerate().skip(1) {
+            assert_eq!(block.holders, held[id], "holders of block {id}");
+            assert_eq!(block.holders == 0, free[id], "block {id}: free list and holders disagree");
+        }
+        let names = self.blocks.iter().filter(|block| block.name.is_some()).count();
+        assert_eq!(names, self.named.len(), "a name without a block, or a block without its name");
+        for (hash, id) in &self.named {
+            assert_eq!(self.blocks[id.0 as usize].name.as_ref().map(|name| name.hash), Some(*hash));
+        }
+    }
+
+    /// Returns the content number of block `id` if it holds `tokens` directly after `chain`.
+    fn content_if(&self, id: BlockId, chain: &Chain, tokens: &[Token]) -> Option<Content> {
+        let name = self.blocks[id.0 as usize].name.as_ref()?;
+        let same = name.parent == chain.content
+            && name.scope.as_ref().is_none_or(|scope| *scope == chain.scope)
+            && self.tokens[id.0 as usize * self.block_size..][..self.block_size] == *tokens;
+        same.then_some(name.content)
+    }
+
+    fn new_content(&mut self) -> Content {
+        self.next_content += 1;
+        self.next_content - 1
+    }
+
+    fn take_free(&mut self) -> BlockId {
+        let unused = self.unnamed.pop().or_else(|| self.back_one());
+        let id = unused.unwrap_or_else(|| self.unlink_oldest());
+        self.blocks[id.0 as usize].holders = 1;
+        self.take_name(id);
+        id
+    }
+
+    /// Removes the block's name, if any.
+    fn take_name(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id.0 as usize];
+        let Some(name) = block.name.take() else { return };
+        let free = block.holders == 0;
+        self.named.remove(&name.hash);
+        self.record(name.hash, false);
+        if free {
+            self.unlink_free(id);
+            self.unnamed.push(id);
+        }
+    }
+
+    fn decref(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id.0 as usize];
+        block.holders -= 1;
+        if block.holders > 0 {
+            return;
+        }
+        if block.name.is_none() {
+            self.unnamed.push(id);
+        } else {
+            self.append_free(id);
+        }
+        self.give_back();
+    }
+
+    /// Adds a named block to the free list.
+    fn append_free(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id.0 as usize];
+        (block.prev, block.next) = (self.newest, NIL);
+        match self.newest {
+            NIL => self.oldest = id.0,
+            last => self.blocks[last as usize].next = id.0,
+        }
+        self.newest = id.0;
+        self.free_named += 1;
+    }
+
+    /// Removes the named block that was freed first from the free list.
+    fn unlink_oldest(&mut self) -> BlockId {
+        let oldest = BlockId(self.oldest);
+        self.unlink_free(oldest);
+        oldest
+    }
+
+    /// Removes a named block from the free list.
+    fn unlink_free(&mut self, id: BlockId) {
+        let Block { prev, next, .. } = self.blocks[id.0 as usize];
+        match prev {
+            NIL => self.oldest = next,
+            at => self.blocks[at as usize].next = next,
+        }
+        match next {
+            NIL => self.newest = prev,
+            at => self.blocks[at as usize].prev = prev,
+        }
+        self.free_named -= 1;
+    }
+}
+
+impl Chain {
+    fn advance(&mut self, content: Content) {
+        (self.content, self.len) = (content, self.len + 1);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,565 @@
+//! The KV cache: device and host blocks, their names and their holders.
+
+use super::block::{BlockId, BlockPool, BlockTable, BlockUse, CacheChanges, Chain, Estimate, StoredBlock, User};
+use super::hash::{BlockHash, BlockHasher};
+use super::swap_pool::SwapPool;
+use crate::request::{CacheScope, Token};
+use std::sync::Arc;
+
+/// A sequence's part of the KV cache. Only [`Kv`] changes it.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct SeqBlocks {
+    /// Number of known and computed tokens at which the next block is named. `None` without a prefix cache.
+    seal_at: Option<u32>,
+    table: BlockTable,
+    /// Names of the sequence's full blocks computed so far. Empty without a prefix cache.
+    names: Vec<BlockHash>,
+    /// The named blocks in the cache at the latest lookup.
+    chain: Chain,
+    scope: Arc<CacheScope>,
+    /// The tenant that is told of the blocks that it used before.
+    user: User,
+    /// Leading tokens that the tenant's own requests have computed, or would have computed without the blocks of others.
+    paid: u32,
+    /// Blocks of which the tenant became a user before the prompt was computed, each with the step that made it so.
+    tentative: Vec<(u64, BlockHash)>,
+    /// Leading blocks of which the tenant is a user.
+    used: u32,
+    /// Host blocks that hold the sequence's KV while it is swapped out.
+    host: Vec<u32>,
+}
+
+impl SeqBlocks {
+    /// The state of a sequence without blocks.
+    pub(crate) fn new(scope: Arc<CacheScope>) -> Self {
+        let chain = Chain::root(&scope);
+        Self {
+            seal_at: None,
+            table: BlockTable::default(),
+            names: Vec::new(),
+            chain,
+            scope,
+            user: User::default(),
+            paid: 0,
+            tentative: Vec::new(),
+            used: 0,
+            host: Vec::new(),
+        }
+    }
+
+    pub(crate) fn ids(&self) -> &[BlockId] {
+        self.table.ids()
+    }
+
+    /// Number of blocks that the sequence holds.
+    #[inline]
+    pub(crate) fn held(&self) -> usize {
+        self.table.ids().len()
+    }
+
+    pub(crate) fn names(&self) -> &[BlockHash] {
+        &self.names
+    }
+
+    /// Number of leading blocks that were cached at the latest lookup.
+    pub(crate) fn cached_len(&self) -> usize {
+        self.chain.len()
+    }
+
+    pub(crate) fn scope(&self) -> &Arc<CacheScope> {
+        &self.scope
+    }
+
+    /// Sets the tenant of the sequence.
+    pub(crate) fn set_user(&mut self, user: User) {
+        self.user = user;
+    }
+
+    /// Records that a step has room for `tokens` more tokens of the prompt. Without the blocks of others it would compute as many.
+    pub(crate) fn pay(&mut self, tokens: u32) {
+        self.paid = self.paid.saturating_add(tokens);
+    }
+
+    /// Records that the prompt is computed and that its first token is known.
+    pub(crate) fn pay_all(&mut self) {
+        self.paid = u32::MAX;
+        self.tentative = Vec::new();
+    }
+
+    pub(crate) fn host(&self) -> &[u32] {
+        &self.host
+    }
+
+    /// Whether a block must be named once `known` tokens are known and computed.
+    #[inline]
+    pub(crate) fn is_due(&self, known: u32) -> bool {
+        self.seal_at.is_some_and(|at| at <= known)
+    }
+
+    /// KV slot of the token at `position`. The sequence must hold its block.
+    pub(crate) fn kv_slot(&self, position: u32, block_size: u32) -> u32 {
+        self.table.ids()[(position / block_size) as usize].0 * block_size + position % block_size
+    }
+
+    /// Sets the chain of cached blocks.
+    pub(crate) fn set_chain(&mut self, chain: Chain) {
+        self.chain = chain;
+    }
+
+    /// Clears the chain of cached blocks.
+    pub(crate) fn reset_chain(&mut self) {
+        self.chain = Chain::root(&self.scope);
+    }
+}
+
+/// Blocks that a sequence can share when it is admitted.
+#[derive(Debug, Default)]
+pub(crate) struct Cached {
+    blocks: Vec<BlockId>,
+    /// A block that the fork's parent or the held sequence has partly filled, and the number of tokens computed with it.
+    /// The sequence copies the block.
+    tail: Option<(BlockId, u32)>,
+}
+
+/// Computed tokens of a sequence at its admission.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Computed {
+    pub(crate) tokens: u32,
+    /// Leading tokens of these in blocks that requests of the same tenant have held before.
+    pub(crate) own: u32,
+}
+
+/// Limits of one allocation at admission.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grant {
+    /// Blocks to allocate.
+    pub(crate) blocks: usize,
+    /// Free blocks available to the sequence.
+    pub(crate) room: usize,
+    /// The step in which the sequence starts.
+    pub(crate) step: u64,
+}
+
+/// All KV blocks. [`SeqBlocks`] holds each sequence's part.
+#[derive(Debug)]
+pub(crate) struct Kv {
+    pool: BlockPool,
+    host: SwapPool,
+    block_size: u32,
+    /// Whether sequences share blocks of equal prefixes.
+    sharing: bool,
+    /// An empty list, kept to reuse its memory.
+    spare: Vec<BlockId>,
+}
+
+impl Kv {
+    pub(crate) fn new(blocks: u32, host_blocks: u32, block_size: u32, sharing: bool, hasher: BlockHasher) -> Self {
+        let pool = BlockPool::new(blocks, block_size as usize, hasher);
+        Self { pool, host: SwapPool::new(host_blocks), block_size, sharing, spare: Vec::new() }
+    }
+
+    /// Number of blocks that can be given to sequences now.
+    #[inline]
+    pub(crate) fn free(&self) -> usize {
+        self.pool.free()
+    }
+
+    /// Number of blocks that could be given to sequences if they released `more` blocks.
+    pub(crate) fn free_after(&self, more: usize) -> usize {
+        self.pool.free_after(more)
+    }
+
+    /// Number of blocks that sequences hold.
+    pub(crate) fn held(&self) -> usize {
+        self.pool.held()
+    }
+
+    /// Number of blocks that are held or cached.
+    pub(crate) fn kept(&self) -> usize {
+        self.pool.kept()
+    }
+
+    /// The most blocks that may have memory.
+    pub(crate) fn limit(&self) -> usize {
+        self.pool.limit()
+    }
+
+    /// Sets the most blocks that may have memory: see [`BlockPool::set_limit`].
+    pub(crate) fn set_limit(&mut self, limit: usize) {
+        self.pool.set_limit(limit);
+    }
+
+    /// The blocks whose content the caller discards: see [`BlockPool::take_given_back`].
+    pub(crate) fn take_given_back(&mut self) -> Vec<BlockId> {
+        self.pool.take_given_back()
+    }
+
+    /// Number of host blocks, and the number of free host blocks.
+    pub(crate) fn host(&self) -> (usize, usize) {
+        (self.host.len(), self.host.free())
+    }
+
+    /// Number of names computed and looked up so far.
+    pub(crate) fn lookups(&self) -> u64 {
+        self.pool.lookups()
+    }
+
+    /// See [`BlockPool::record_changes`].
+    pub(crate) fn record_changes(&mut self) {
+        self.pool.record_changes();
+    }
+
+    /// See [`BlockPool::take_changes`].
+    pub(crate) fn take_changes(&mut self) -> CacheChanges {
+        self.pool.take_changes()
+    }
+
+    /// The use of each block, without the scratch block.
+    pub(crate) fn uses(&self) -> impl Iterator<Item = BlockUse> + '_ {
+        self.pool.uses()
+    }
+
+    /// Names of the full blocks of `tokens` after the first `from`. Missing names are computed and not stored.
+    pub(crate) fn names<'a>(&'a self, blocks: &'a SeqBlocks, tokens: &'a [Token], from: usize) -> impl Iterator<Item = BlockHash> + 'a {
+        let hasher = self.pool.hasher();
+        let known = from.min(blocks.names.len());
+        let mut name = known.checked_sub(1).map_or_else(|| hasher.root(&blocks.scope), |last| blocks.names[last]);
+        let rest = tokens.chunks_exact(self.block_size as usize).enumerate().skip(known).map(move |(at, block)| {
+            name = blocks.names.get(at).copied().unwrap_or_else(|| hasher.child(name, block));
+            name
+        });
+        rest.skip(from - known)
+    }
+
+    /// Computes the missing names of a sequence's full blocks.
+    pub(crate) fn name(&mut self, blocks: &mut SeqBlocks, tokens: &[Token]) {
+        if self.sharing {
+            self.pool.name_blocks(&blocks.scope, tokens, &mut blocks.names);
+        }
+    }
+
+    /// Whether a block with this name is cached.
+    pub(crate) fn is_named(&mut self, name: BlockHash) -> bool {
+        self.pool.is_named(name)
+    }
+
+    /// Extends a waiting sequence's chain of cached blocks from its latest lookup.
+    pub(crate) fn look_up(&mut self, blocks: &mut SeqBlocks, tokens: &[Token]) {
+        let mut found = std::mem::take(&mut self.spare);
+        blocks.chain = self.pool.find_on(blocks.chain.clone(), &blocks.names, tokens, &mut found);
+        self.recycle(found);
+    }
+
+    /// Number of full blocks at the start of `tokens`, in a group and without a salt, that are cached.
+    pub(crate) fn cached(&mut self, group: &str, tokens: &[Token]) -> usize {
+        let mut found = std::mem::take(&mut self.spare);
+        self.find_unsalted(group, tokens, &mut found);
+        let len = found.len();
+        self.recycle(found);
+        len
+    }
+
+    /// Names free blocks for the full blocks of `tokens`, in a group and without a salt, that are not cached: as many as are free. The
+    /// least recently used cached blocks lose their names. Calls `on_name` for each name. Returns the number of blocks that
+    /// were cached, and the new blocks that follow them. The caller writes their KV before the next step.
+    pub(crate) fn restore(&mut self, group: &str, tokens: &[Token], mut on_name: impl FnMut(BlockHash)) -> (usize, Vec<BlockId>) {
+        let mut found = Vec::new();
+        let (names, mut chain) = self.find_unsalted(group, tokens, &mut found);
+        let mut table = BlockTable::default();
+        for &id in &found {
+            self.pool.share(&mut table, id);
+        }
+        let len = names.len().min(found.len() + self.pool.free());
+        let grown = self.pool.grow(&mut table, len);
+        assert!(grown, "counted before");
+        let size = self.block_size as usize;
+        for (name, block) in names.iter().zip(tokens.chunks_exact(size)).take(len).skip(found.len()) {
+            self.pool.seal(&table, &mut chain, *name, block, 0);
+            on_name(*name);
+        }
+        let restored = table.ids()[found.len()..].to_vec();
+        self.pool.release(&mut table);
+        (found.len(), restored)
+    }
+
+    /// Names of the full blocks of `tokens` in a group, without a salt. None if sequences share no blocks.
+    pub(crate) fn unsalted_names(&mut self, group: &str, tokens: &[Token]) -> Vec<BlockHash> {
+        let mut names = Vec::new();
+        if self.sharing {
+            self.pool.name_blocks(&CacheScope::of_group(group), tokens, &mut names);
+        }
+        names
+    }
+
+    /// Finds the cached blocks of `tokens` in a group, without a salt. Returns the names of all full blocks and the end of the chain.
+    fn find_unsalted(&mut self, group: &str, tokens: &[Token], found: &mut Vec<BlockId>) -> (Vec<BlockHash>, Chain) {
+        let names = self.unsalted_names(group, tokens);
+        let chain = self.pool.find(&Arc::new(CacheScope::of_group(group)), &names, tokens, found);
+        (names, chain)
+    }
+
+    /// The cached blocks that are complete before `step`: see [`BlockPool::stored`].
+    pub(crate) fn stored(&self, step: u64, after: u64) -> Vec<StoredBlock> {
+        self.pool.stored(step, after)
+    }
+
+    /// Number of free blocks that are not cached.
+    pub(crate) fn unused(&self) -> usize {
+        self.pool.unused()
+    }
+
+    /// Estimates how many blocks of a waiting sequence are cached beyond its first `from`: see [`BlockPool::estimate`].
+    /// `last` is the previous estimate. It is reused for equal names, so the cache must not change between the calls.
+    pub(crate) fn estimate(&mut self, blocks: &SeqBlocks, from: usize, last: &mut Option<Estimate>) -> Chain {
+        let known = last.take().filter(|last| last.holds_for(&blocks.names, from));
+        let estimate = known.unwrap_or_else(|| self.pool.estimate(&blocks.names, from));
+        *last = Some(estimate);
+        estimate.chain(&blocks.scope)
+    }
+
+    /// Finds the blocks that a sequence can share. A fork whose `parent` has computed its whole prompt also gets the
+    /// block that holds the prompt's last token but one, for copying.
+    pub(crate) fn find(&mut self, blocks: &mut SeqBlocks, tokens: &[Token], parent: Option<&SeqBlocks>, step: u64) -> Cached {
+        // The sequence may have gained tokens while it waited.
+        self.name(blocks, tokens);
+        let whole = (tokens.len() - 1) / self.block_size as usize;
+        let mut found = std::mem::take(&mut self.spare);
+        if self.sharing {
+            blocks.chain = self.pool.find(&blocks.scope, &blocks.names, tokens, &mut found);
+        } else {
+            found.extend(parent.iter().flat_map(|parent| &parent.table.ids()[..whole]));
+            blocks.reset_chain();
+        }
+        let partly = !(tokens.len() - 1).is_multiple_of(self.block_size as usize);
+        let tail = parent.filter(|_| partly && found.len() == whole).map(|parent| parent.table.ids()[whole]);
+        let tail = tail.filter(|&tail| self.pool.settled_before(tail, step));
+        Cached { blocks: found, tail: tail.map(|tail| (tail, tokens.len() as u32 - 1)) }
+    }
+
+    /// Like [`find`](Self::find), for a sequence whose first `computed` tokens have KV in the blocks of `held`.
+    pub(crate) fn find_held(&mut self, blocks: &mut SeqBlocks, tokens: &[Token], held: &SeqBlocks, computed: u32, step: u64) -> Cached {
+        let mut cached = self.find(blocks, tokens, None, step);
+        let whole = (computed / self.block_size) as usize;
+        // Without the names in the cache, the chain of the held blocks is known only at its end.
+        if cached.blocks.len() < whole && (!self.sharing || held.chain.len() == whole) {
+            cached.blocks.clear();
+            cached.blocks.extend(&held.table.ids()[..whole]);
+            blocks.chain = held.chain.clone();
+        }
+        if cached.blocks.len() == whole && !computed.is_multiple_of(self.block_size) {
+            cached.tail = Some((held.table.ids()[whole], computed));
+        }
+        cached
+    }
+
+    /// Takes the blocks of a sequence that ends, for a held sequence. `computed` is the number of computed tokens.
+    /// Returns how many of these the blocks hold. Full blocks without a name are left out.
+    pub(crate) fn hold(&mut self, blocks: &mut SeqBlocks, computed: u32) -> (SeqBlocks, u32) {
+        let named = if self.sharing { (blocks.chain.len() as u32 + 1) * self.block_size - 1 } else { u32::MAX };
+        let computed = computed.min(named);
+        let mut held = SeqBlocks::new(Arc::clone(&blocks.scope));
+        std::mem::swap(&mut held.table, &mut blocks.table);
+        std::mem::swap(&mut held.chain, &mut blocks.chain);
+        self.pool.truncate(&mut held.table, computed.div_ceil(self.block_size) as usize);
+        (held, computed)
+    }
+
+    /// A second holder of a held sequence's blocks.
+    pub(crate) fn fork(&mut self, held: &SeqBlocks) -> SeqBlocks {
+        let mut fork = SeqBlocks::new(Arc::clone(&held.scope));
+        fork.chain = held.chain.clone();
+        fork.table.reserve(held.held());
+        held.table.ids().iter().for_each(|&id| self.pool.share(&mut fork.table, id));
+        fork
+    }
+
+    /// Releases blocks that were found for a sequence that was not admitted.
+    pub(crate) fn discard(&mut self, cached: Cached) {
+        self.recycle(cached.blocks);
+    }
+
+    /// Allocates blocks for all tokens of a sequence, starting with the `cached` ones. Returns the computed tokens, or as
+    /// an error the number of free blocks required. Appends block copies needed before the step to
+    /// `copies`.
+    pub(crate) fn admit(
+        &mut self,
+        blocks: &mut SeqBlocks,
+        tokens: &[Token],
+        mut cached: Cached,
+        grant: Grant,
+        copies: &mut Vec<(BlockId, BlockId)>,
+    ) -> Result<Computed, usize> {
+        let (len, size) = (tokens.len(), self.block_size as usize);
+        // The last token is always computed, because its logits are sampled. If its block was cached, the step writes
+        // the block again. The sequence then writes to a copy if other sequences hold the block. If the block is not
+        // complete yet, the sequence does not share it.
+        let mut rewritten = cached.blocks.last().copied().filter(|_| cached.blocks.len() * size == len);
+        let mut copy = rewritten.is_some_and(|last| self.pool.holders(last) > 0);
+        if copy && rewritten.is_some_and(|last| !self.pool.complete_before(last, grant.step)) {
+            cached.blocks.clear();
+            blocks.chain = self.pool.find(&blocks.scope, &blocks.names[..(len - 1) / size], tokens, &mut cached.blocks);
+            (rewritten, copy) = (None, false);
+        }
+        let shared = cached.blocks.len();
+        let own = cached.blocks.iter().take_while(|&&block| self.pool.is_used_by(block, blocks.user)).count();
+        let taken = self.share(blocks, cached.blocks, grant, usize::from(copy));
+        taken?;
+        if copy {
+            copies.push(self.pool.unshare_last(&mut blocks.table));
+        } else if let Some(last) = rewritten {
+            self.pool.rewrite(last, grant.step);
+        }
+        self.fill_up(blocks, grant.blocks);
+        let tokens = cached.tail.map_or((shared * size).min(len - 1) as u32, |(_, computed)| computed);
+        copies.extend(cached.tail.map(|(tail, _)| (tail, blocks.table.ids()[shared])));
+        // The tail is that of the fork's parent or of the held sequence, which have the same tenant.
+        let own = if own == shared { tokens } else { (own * size) as u32 };
+        blocks.paid = own;
+        blocks.tentative.clear();
+        Ok(Computed { tokens, own })
+    }
+
+    /// Allocates device blocks for the KV of a swapped sequence, starting with cached blocks. Returns the number of
+    /// free blocks required as an error. Appends copies from host memory to `swap_in`. The sequence keeps the host
+    /// blocks until [`end_swap`](Self::end_swap).
+    pub(crate) fn swap_in(
+        &mut self,
+        blocks: &mut SeqBlocks,
+        tokens: &[Token],
+        swapped_tokens: u32,
+        grant: Grant,
+        swap_in: &mut Vec<(u32, BlockId)>,
+    ) -> Result<(), usize> {
+        let mut found = std::mem::take(&mut self.spare);
+        if self.sharing {
+            self.name(blocks, tokens);
+            let whole = (swapped_tokens / self.block_size) as usize;
+            blocks.chain = self.pool.find(&blocks.scope, &blocks.names[..whole], tokens, &mut found);
+        }
+        let shared = found.len();
+        self.share(blocks, found, grant, 0)?;
+        self.fill_up(blocks, grant.blocks);
+        swap_in.extend(blocks.host.iter().zip(blocks.table.ids()).skip(shared).map(|(&host, &block)| (host, block)));
+        Ok(())
+    }
+
+    /// Adds the found blocks to a table if enough blocks are free for the grant and for `copies` copies.
+    fn share(&mut self, blocks: &mut SeqBlocks, found: Vec<BlockId>, grant: Grant, copies: usize) -> Result<(), usize> {
+        let revived = found.iter().filter(|&&block| self.pool.holders(block) == 0).count();
+        let needed = revived + grant.blocks - found.len() + copies;
+        let fits = needed <= grant.room;
+        if fits {
+            for &block in &found {
+                self.pool.share(&mut blocks.table, block);
+            }
+            blocks.used = 0;
+            blocks.seal_at = self.sharing.then_some((found.len() as u32 + 1) * self.block_size);
+        }
+        self.recycle(found);
+        if fits { Ok(()) } else { Err(needed) }
+    }
+
+    fn fill_up(&mut self, blocks: &mut SeqBlocks, len: usize) {
+        let grown = self.pool.grow(&mut blocks.table, len);
+        assert!(grown, "counted before");
+    }
+
+    /// Reserves capacity for a sequence of up to `limit` tokens, so that decoding does not allocate.
+    pub(crate) fn reserve(&self, blocks: &mut SeqBlocks, limit: u32) {
+        blocks.table.reserve(limit.div_ceil(self.block_size) as usize);
+        if self.sharing {
+            blocks.names.reserve_exact((limit / self.block_size) as usize - blocks.names.len());
+        }
+    }
+
+    /// Grows a sequence to `len` blocks. Panics if too few blocks are free.
+    pub(crate) fn grow(&mut self, blocks: &mut SeqBlocks, len: usize) {
+        let grown = self.pool.grow(&mut blocks.table, len);
+        assert!(grown, "room was made before");
+    }
+
+    /// Names the blocks that hold only `known` tokens once `step` has run. Calls `named` for each.
+    pub(crate) fn seal(&mut self, blocks: &mut SeqBlocks, known: &[Token], step: u64, mut named: impl FnMut(BlockHash)) {
+        while let Some(at) = blocks.seal_at.filter(|&at| at as usize <= known.len()) {
+            let full = &known[(at - self.block_size) as usize..at as usize];
+            let block = blocks.chain.len();
+            if blocks.names.len() == block {
+                self.pool.name_block(&blocks.scope, full, &mut blocks.names);
+            }
+            let name = blocks.names[block];
+            self.pool.seal(&blocks.table, &mut blocks.chain, name, full, step);
+            named(name);
+            blocks.seal_at = Some(at + self.block_size);
+        }
+        self.use_up_to(blocks, blocks.paid, step);
+    }
+
+    /// Makes the tenant a user of all named blocks of a sequence, because `step` computes the last token of its prompt. If the step
+    /// is lost, [`forget`](Self::forget) undoes that.
+    pub(crate) fn use_all(&mut self, blocks: &mut SeqBlocks, step: u64) {
+        self.use_up_to(blocks, u32::MAX, step);
+    }
+
+    /// Makes the tenant a user of the named blocks of the leading `tokens`. Were it a user of all shared blocks at once, it could end
+    /// the request before it would have computed them, ask again, and learn that others have them.
+    fn use_up_to(&mut self, blocks: &mut SeqBlocks, tokens: u32, step: u64) {
+        let end = blocks.chain.len().min(blocks.names.len()).min((tokens / self.block_size) as usize);
+        for &name in blocks.names.get(blocks.used as usize..end).unwrap_or_default() {
+            if self.pool.use_by(name, blocks.user) && blocks.paid < u32::MAX {
+                blocks.tentative.push((step, name));
+            }
+        }
+        blocks.used = blocks.used.max(end as u32);
+    }
+
+    /// Removes the names of blocks that step `since` or a later step completes, because their content may be invalid. The tenant
+    /// is no longer a user of the blocks of which these steps made it one.
+    pub(crate) fn forget(&mut self, blocks: &SeqBlocks, since: u64) {
+        for &(_, name) in blocks.tentative.iter().filter(|&&(step, _)| step >= since) {
+            self.pool.unuse(name, blocks.user);
+        }
+        self.pool.forget(&blocks.table, since);
+    }
+
+    /// Releases the device blocks of a preempted sequence.
+    pub(crate) fn release(&mut self, blocks: &mut SeqBlocks) {
+        self.pool.release(&mut blocks.table);
+        blocks.seal_at = None;
+        blocks.reset_chain();
+    }
+
+    /// Releases all blocks of a sequence that has ended.
+    pub(crate) fn free_all(&mut self, blocks: &mut SeqBlocks) {
+        self.pool.release(&mut blocks.table);
+        self.host.release(&mut blocks.host);
+    }
+
+    /// Plans copies of a sequence's computed KV to host memory. Returns the number of copied blocks. Panics if too few
+    /// host blocks are free.
+    pub(crate) fn swap_out(&mut self, blocks: &mut SeqBlocks, computed: u32, swap_out: &mut Vec<(BlockId, u32)>) -> usize {
+        let used = computed.div_ceil(self.block_size) as usize;
+        for &block in &blocks.table.ids()[..used] {
+            let host = self.host.take();
+            blocks.host.push(host);
+            swap_out.push((block, host));
+        }
+        used
+    }
+
+    /// Releases the host blocks of a sequence that was swapped in.
+    pub(crate) fn end_swap(&mut self, blocks: &mut SeqBlocks) {
+        self.host.release(&mut blocks.host);
+    }
+
+    /// Panics unless the pools agree with the blocks of `all`, which must be all sequences.
+    pub(crate) fn check<'a>(&self, all: impl Iterator<Item = &'a SeqBlocks> + Clone) {
+        self.pool.check(all.clone().map(|blocks| &blocks.table));
+        self.host.check(all.flat_map(|blocks| blocks.host.iter().copied()));
+    }
+
+    fn recycle(&mut self, mut list: Vec<BlockId>) {
+        list.clear();
+        self.spare = list;
+    }
+}

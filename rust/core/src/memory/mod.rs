@@ -1,0 +1,19 @@
+//! The KV cache: blocks on the device, their names and holders, and the blocks of the swap pool in host memory.
+//!
+//! This room owns which blocks are free, held, cached or swapped out, and how many may have memory. It finds cached
+//! prefixes by the names of blocks and verifies them by their tokens.
+//!
+//! It knows blocks, tokens, salts and tenants as numbers. It may not know sequences, the queue, the policy or time: the
+//! caller says which tokens are computed, and by which step.
+
+mod block;
+mod blocks_used;
+mod hash;
+mod kv;
+mod swap_pool;
+
+pub use block::{BlockId, BlockPool, BlockTable, CacheChanges, Chain, StoredBlock};
+pub(crate) use block::{BlockUse, User};
+pub use blocks_used::BlocksUsed;
+pub use hash::{BlockHash, BlockHasher};
+pub(crate) use kv::{Cached, Computed, Grant, Kv, SeqBlocks};

@@ -1,0 +1,583 @@
+//! A live request: its tokens, its progress and its phase; and held sequences, which keep KV between two requests.
+//!
+//! This room owns one sequence's state: its phase (and for a waiting one, what it lacks), its next chunk, its draft, its
+//! entry in the queue and its account. Held sequences are owned together, least recently used first.
+//!
+//! A sequence may not know other sequences, except as ids, nor the queue, the batch or the scheduler. It holds its blocks,
+//! and only the cache changes them.
+
+mod chunks;
+mod held;
+mod phase;
+mod queue_entry;
+
+pub(crate) use held::Held;
+pub(crate) use phase::{Need, Phase, Stage};
+pub(crate) use queue_entry::AwaitedBlock;
+
+use crate::error::Rejected;
+use crate::ledger::{Account, Accounts, LiveAccounts, Member, QueuePosition, Timeline};
+use crate::memory::{Computed, SeqBlocks, User};
+use crate::policy::Class;
+use crate::request::{ArrivalNumber, Continues, FinishReason, Request, Resumed, SeqId, Tier, Time, Token, served_tier};
+use queue_entry::QueueEntry;
+use slotmap::SlotMap;
+use std::sync::Arc;
+
+/// Preemptions after which a request is protected: the policy no longer lets other requests take its slot, and it is
+/// the last to lose its blocks.
+const PROTECTED_AFTER: u32 = 2;
+/// Maximum preemptions of one request.
+pub(crate) const MAX_PREEMPTIONS: u32 = 8;
+
+/// A request and its progress. There is no prefill or decode mode. The computed tokens and the length determine the
+/// work of a step.
+///
+/// Fields are in the order of use: a decode step touches only the first two cache lines.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub(crate) struct Sequence {
+    phase: Phase,
+    progress: Progress,
+    tokens: Vec<Token>,
+    spec: Spec,
+    pub(crate) blocks: SeqBlocks,
+    member: Member,
+    /// Drafted tokens after the last token.
+    draft: Vec<Token>,
+    run: Run,
+    times: Times,
+    pub(crate) queue_entry: QueueEntry,
+    family: Family,
+    /// Boxed because it is large and read only when the state changes.
+    pub(crate) account: Box<Account>,
+}
+
+/// A sequence's progress.
+#[derive(Debug)]
+struct Progress {
+    /// Leading tokens with KV in the sequence's blocks, counting planned steps.
+    computed: u32,
+    /// While `computed` is below this limit, the next token is the last token, needs no new block and completes no block.
+    fast_path_limit: u32,
+    /// On the fast path: KV slot of the next token.
+    next_kv_slot: u32,
+    /// Tokens that planned steps will sample. Their number is known, their values are not.
+    pending: u32,
+    /// Maximum length, prompt and output.
+    limit: u32,
+    preemptions: u32,
+    /// Whether a planned step contains the draft. The length is then unknown until the commit.
+    drafting: bool,
+}
+
+/// The request's parameters. Only the class can change.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct Spec {
+    pub(crate) tag: u64,
+    /// The first stop token. Most requests have at most one.
+    stop: Option<Token>,
+    more_stops: Box<[Token]>,
+    pub(crate) prompt_len: u32,
+    pub(crate) priority: i32,
+    pub(crate) weight: u32,
+    pub(crate) predicted: Option<u32>,
+    pub(crate) tier: Tier,
+    pub(crate) arrival_number: ArrivalNumber,
+    pub(crate) deadline: Option<Time>,
+    pub(crate) ttft_deadline: Option<Time>,
+    pub(crate) continues: Option<Continues>,
+}
+
+/// A sequence's run since it was last admitted.
+#[derive(Debug, Default)]
+struct Run {
+    /// Prompt tokens that were cached when the sequence was first admitted.
+    cached_tokens: u32,
+    /// Those of them that requests of the same tenant had computed before, or would have computed.
+    own_cached_tokens: u32,
+    /// Computed tokens when the sequence was last admitted.
+    computed_from: u32,
+    /// Tokens with lost KV, which the sequence must recompute.
+    recompute_tokens: u32,
+    /// Tokens to compute when the sequence was queued, by the latest cache lookup.
+    uncached: u32,
+    /// The latest plan that had a decoded token of the sequence, if it is in the background and limited, and the place in it.
+    decoded_in: (u64, usize),
+}
+
+/// Times of a sequence's events.
+#[derive(Debug)]
+pub(crate) struct Times {
+    pub(crate) arrived: Time,
+    pub(crate) started: Option<Time>,
+    pub(crate) first_token: Option<Time>,
+    /// When the sequence's deadlines are checked next.
+    pub(crate) check_at: Option<Time>,
+}
+
+/// Requests that share the prompt.
+#[derive(Debug, Default)]
+struct Family {
+    parent: Option<SeqId>,
+    /// Forks that wait for this sequence's prompt.
+    waiting: Vec<SeqId>,
+}
+
+impl Sequence {
+    /// Checks the request by itself. The scheduler checks whether it fits into the pool.
+    pub(crate) fn new(request: Request, arrival_number: ArrivalNumber, max_model_len: u32, now: Time) -> Result<Self, Rejected> {
+        let answered = request.resumed.map_or(0, |resumed| resumed.answered);
+        let Some(prompt) = request.prompt.len().checked_sub(answered as usize).filter(|&prompt| prompt > 0) else {
+            return Err(Rejected::EmptyPrompt);
+        };
+        if request.max_new_tokens <= answered {
+            return Err(Rejected::NoNewTokens);
+        }
+        let (prompt, new) = (prompt as u64, u64::from(request.max_new_tokens));
+        if prompt + new > u64::from(max_model_len) {
+            return Err(Rejected::TooLong { prompt, new, limit: max_model_len.into() });
+        }
+        let limit = (prompt + new) as u32;
+        let len = request.prompt.len() as u32;
+        let (run, times, submitted) = match request.resumed {
+            None => (Run::default(), Times { arrived: now, started: None, first_token: None, check_at: None }, now),
+            Some(Resumed { cached_tokens, own_cached_tokens, submitted, started, first_token, .. }) => (
+                Run { cached_tokens, own_cached_tokens, recompute_tokens: len, ..Run::default() },
+                Times { arrived: now, started: Some(started), first_token, check_at: None },
+                submitted,
+            ),
+        };
+        Ok(Self {
+            phase: Phase::New,
+            progress: Progress { computed: 0, fast_path_limit: 0, next_kv_slot: 0, pending: 0, limit, preemptions: 0, drafting: false },
+            tokens: request.prompt,
+            spec: Spec {
+                tag: request.tag,
+                stop: request.stop.first().copied(),
+                more_stops: request.stop.get(1..).unwrap_or_default().into(),
+                prompt_len: prompt as u32,
+                priority: request.priority,
+                weight: request.weight.max(1),
+                predicted: request.predicted_tokens,
+                tier: served_tier(request.tier, request.priority),
+                arrival_number,
+                deadline: request.deadline,
+                ttft_deadline: request.ttft_deadline,
+                continues: request.continues,
+            },
+            blocks: SeqBlocks::new(request.scope),
+            member: Member::default(),
+            draft: Vec::new(),
+            run: Run { uncached: len, ..run },
+            times,
+            queue_entry: QueueEntry::default(),
+            family: Family::default(),
+            account: Box::new(Account::open(now, submitted)),
+        })
+    }
+
+    /// The request of a fork, with the same prompt.
+    pub(crate) fn fork_request(&self, tag: u64, tenant: Arc<str>) -> Request {
+        Request {
+            tag,
+            prompt: self.tokens[..self.spec.prompt_len as usize].to_vec(),
+            max_new_tokens: self.progress.limit - self.spec.prompt_len,
+            stop: self.spec.stop.into_iter().chain(self.spec.more_stops.iter().copied()).collect(),
+            scope: Arc::clone(self.blocks.scope()),
+            priority: self.spec.priority,
+            tier: self.spec.tier,
+            tenant,
+            weight: self.spec.weight,
+            deadline: self.spec.deadline,
+            ttft_deadline: self.spec.ttft_deadline,
+            predicted_tokens: self.spec.predicted,
+            resumed: None,
+            continues: None,
+        }
+    }
+
+    /// Makes the sequence a fork of `parent`. `waits` is set if the parent's prompt is not computed yet.
+    pub(crate) fn make_fork(&mut self, parent: SeqId, waits: bool) {
+        self.family.parent = Some(parent);
+        self.phase = if waits { Phase::WaitingOnParent } else { Phase::New };
+    }
+
+    /// Moves the sequence to another class. `member` has its new groups.
+    pub(crate) fn change_class(&mut self, priority: i32, member: Member, accounts: &Accounts) {
+        accounts.change_group(&mut self.account, self.phase.state(), (self.member.group, member.group));
+        self.spec.priority = priority;
+        self.member = member;
+    }
+
+    /// Sets the sequence's groups, and the tenant that is told of the blocks that it used before.
+    pub(crate) fn join(&mut self, member: Member, user: User) {
+        self.member = member;
+        self.blocks.set_user(user);
+    }
+
+    /// Closes the current phase in the account and begins `phase`.
+    pub(crate) fn enter(&mut self, phase: Phase, accounts: &Accounts) {
+        accounts.enter(&mut self.account, self.phase.state(), phase.state(), self.member.group);
+        self.phase = phase;
+    }
+
+    /// Records the number of blocks that the sequence holds from now on.
+    pub(crate) fn note_blocks(&mut self, accounts: &Accounts) {
+        accounts.hold_blocks(&mut self.account, self.blocks.held());
+    }
+
+    /// The sequence's timeline up to now.
+    pub(crate) fn timeline(&self, finish: Option<FinishReason>, accounts: &Accounts) -> Timeline {
+        let mut timeline = Timeline {
+            tag: self.spec.tag,
+            finish,
+            arrived: self.times.arrived - self.account.prepared(),
+            submitted: self.account.submitted(),
+            started: self.times.started,
+            first_token: self.times.first_token,
+            ended: accounts.now(),
+            states: Default::default(),
+            prompt_tokens: self.spec.prompt_len,
+            cached_tokens: self.cached_tokens(),
+            own_cached_tokens: self.own_cached_tokens(),
+            output_tokens: self.output_tokens(),
+            computed_tokens: self.computed_in_all(),
+            recomputed_tokens: 0,
+            compute_ns: accounts.compute_ns(&self.account, self.slot()),
+            energy_uj: accounts.energy_uj(&self.account),
+            draft_tokens: 0,
+            accepted_draft_tokens: 0,
+            preemptions: self.preemptions(),
+            swaps: 0,
+            preempted_by: Vec::new(),
+            preempted_for: Default::default(),
+            block_us: 0,
+            tenant: Arc::clone(accounts.tenant(self.member)),
+            priority: self.spec.priority,
+            tier: self.spec.tier,
+            queue_position: self.queue_position(),
+        };
+        accounts.read(&self.account, self.phase.state(), self.member.group, &mut timeline);
+        timeline
+    }
+
+    pub(crate) fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    /// The sequence's slot, if it runs.
+    #[inline]
+    pub(crate) fn slot(&self) -> Option<u32> {
+        if let Phase::Running { slot, .. } = self.phase { Some(slot) } else { None }
+    }
+
+    #[inline]
+    pub(crate) fn is_running(&self) -> bool {
+        matches!(self.phase, Phase::Running { .. })
+    }
+
+    /// Whether the sequence has generated a token since it was last admitted.
+    #[inline]
+    pub(crate) fn is_decoding(&self) -> bool {
+        matches!(self.phase, Phase::Running { stage: Stage::Decode, .. })
+    }
+
+    /// Whether the last step had no tokens for the sequence.
+    pub(crate) fn is_stalled(&self) -> bool {
+        matches!(self.phase, Phase::Running { stage: Stage::Stalled, .. })
+    }
+
+    /// Whether the sequence runs, computes its known tokens and has not reached that block.
+    pub(crate) fn computes(&self, block: usize) -> bool {
+        self.is_running() && self.computed() < self.len() && self.blocks.cached_len() <= block
+    }
+
+    /// The sequence's stage until it decodes.
+    pub(crate) fn prefill_stage(&self) -> Stage {
+        if self.run.recompute_tokens > 0 { Stage::Recompute } else { Stage::Prefill }
+    }
+
+    /// The sequence's stage at admission. A sequence whose KV comes back from host memory may continue to decode.
+    pub(crate) fn first_stage(&self) -> Stage {
+        match self.phase {
+            Phase::Swapped { tokens } if self.times.first_token.is_some() && tokens as usize + 1 == self.tokens.len() => Stage::Decode,
+            _ => self.prefill_stage(),
+        }
+    }
+
+    pub(crate) fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
+    pub(crate) fn member(&self) -> Member {
+        self.member
+    }
+
+    pub(crate) fn times(&self) -> &Times {
+        &self.times
+    }
+
+    /// Sets when the sequence's deadlines are checked next.
+    pub(crate) fn check_at(&mut self, at: Option<Time>) {
+        self.times.check_at = at;
+    }
+
+    pub(crate) fn tokens(&self) -> &[Token] {
+        &self.tokens
+    }
+
+    /// The sequence's part of the KV cache, for changes that depend on its tokens.
+    #[inline]
+    pub(crate) fn blocks_and_tokens(&mut self) -> (&mut SeqBlocks, &[Token]) {
+        (&mut self.blocks, &self.tokens)
+    }
+
+    /// The tokens, writable for a replay that generates them.
+    pub(crate) fn into_tokens(self) -> Vec<Token> {
+        self.tokens
+    }
+
+    pub(crate) fn tokens_mut(&mut self) -> &mut [Token] {
+        &mut self.tokens
+    }
+
+    /// Number of known tokens, prompt and output.
+    #[inline]
+    pub(crate) fn len(&self) -> u32 {
+        self.tokens.len() as u32
+    }
+
+    pub(crate) fn limit(&self) -> u32 {
+        self.progress.limit
+    }
+
+    #[inline]
+    pub(crate) fn computed(&self) -> u32 {
+        self.progress.computed
+    }
+
+    /// Number of known tokens that planned steps compute.
+    #[inline]
+    pub(crate) fn known(&self) -> u32 {
+        self.progress.computed.min(self.len())
+    }
+
+    /// Number of tokens that planned steps will sample.
+    #[inline]
+    pub(crate) fn pending(&self) -> u32 {
+        self.progress.pending
+    }
+
+    #[inline]
+    pub(crate) fn preemptions(&self) -> u32 {
+        self.progress.preemptions
+    }
+
+    #[inline]
+    pub(crate) fn is_drafting(&self) -> bool {
+        self.progress.drafting
+    }
+
+    pub(crate) fn draft(&self) -> &[Token] {
+        &self.draft
+    }
+
+    /// Whether no further token can be planned, because the maximum length is reached or the length is unknown until a commit.
+    #[inline]
+    pub(crate) fn has_nothing_to_plan(&self) -> bool {
+        self.expected_len() == self.progress.limit || self.progress.drafting
+    }
+
+    /// Length after every planned step has sampled.
+    #[inline]
+    pub(crate) fn expected_len(&self) -> u32 {
+        self.len() + self.progress.pending
+    }
+
+    /// Tokens that the sequence can compute before the next sample.
+    pub(crate) fn uncomputed(&self) -> u32 {
+        self.expected_len() - self.progress.computed
+    }
+
+    /// Whether the sequence was preempted so often that only a lack of blocks can preempt it again.
+    pub(crate) fn is_protected(&self) -> bool {
+        self.progress.preemptions >= PROTECTED_AFTER && !self.is_background()
+    }
+
+    /// Whether the sequence must not be preempted again. It then runs only as the non-preemptible sequence.
+    pub(crate) fn is_last_chance(&self) -> bool {
+        self.progress.preemptions >= MAX_PREEMPTIONS && !self.is_background()
+    }
+
+    /// Whether the sequence yields to all others, under every policy.
+    pub(crate) fn is_background(&self) -> bool {
+        self.spec.tier == Tier::Background
+    }
+
+    /// The sequence's tier, and its class within the tier.
+    pub(crate) fn class(&self) -> Class {
+        (self.spec.tier, self.spec.priority)
+    }
+
+    /// Whether the sequence has run before, here or in an engine that ended.
+    pub(crate) fn has_started(&self) -> bool {
+        self.times.started.is_some()
+    }
+
+    /// Whether the sequence counts against the queue's limits. Forks and sequences that already ran do not.
+    pub(crate) fn counts_as_queued(&self) -> bool {
+        self.times.started.is_none() && self.family.parent.is_none() && !self.is_background()
+    }
+
+    pub(crate) fn parent(&self) -> Option<SeqId> {
+        self.family.parent
+    }
+
+    /// Forks that wait for this sequence's prompt.
+    pub(crate) fn waiting_forks(&self) -> &[SeqId] {
+        &self.family.waiting
+    }
+
+    pub(crate) fn add_waiting_fork(&mut self, id: SeqId) {
+        self.family.waiting.push(id);
+    }
+
+    pub(crate) fn take_waiting_forks(&mut self) -> Vec<SeqId> {
+        std::mem::take(&mut self.family.waiting)
+    }
+
+    /// Number of generated tokens.
+    pub(crate) fn output_tokens(&self) -> u32 {
+        self.len() - self.spec.prompt_len
+    }
+
+    /// Predicted number of tokens left to generate.
+    pub(crate) fn predicted_left(&self) -> u32 {
+        let longest = self.progress.limit - self.spec.prompt_len;
+        self.spec.predicted.unwrap_or(longest).min(longest).saturating_sub(self.output_tokens()).max(1)
+    }
+
+    pub(crate) fn cached_tokens(&self) -> u32 {
+        self.run.cached_tokens
+    }
+
+    /// Cached prompt tokens that the tenant may be told of.
+    pub(crate) fn own_cached_tokens(&self) -> u32 {
+        self.run.own_cached_tokens
+    }
+
+    /// Computed tokens when the sequence was last admitted.
+    pub(crate) fn computed_from(&self) -> u32 {
+        self.run.computed_from
+    }
+
+    /// Tokens computed so far, including recomputed ones.
+    pub(crate) fn computed_in_all(&self) -> u64 {
+        self.account.computed_tokens() + u64::from(self.progress.computed - self.run.computed_from)
+    }
+
+    /// Whether the sequence recomputes tokens lost in a preemption.
+    pub(crate) fn is_recomputing(&self) -> bool {
+        self.run.recompute_tokens > 0 && !self.is_decoding()
+    }
+
+    /// Tokens missing from the cache at the latest lookup.
+    pub(crate) fn uncached(&self) -> u32 {
+        self.run.uncached
+    }
+
+    /// The latest plan that had a decoded token of a limited background sequence, and the place in it. The plan is 0 before the first.
+    pub(crate) fn decoded_in(&self) -> (u64, usize) {
+        self.run.decoded_in
+    }
+
+    /// Records that a plan has a decoded token of a limited background sequence.
+    pub(crate) fn note_decode(&mut self, plan: u64, place: usize) {
+        self.run.decoded_in = (plan, place);
+    }
+
+    /// Computes the number of uncached tokens from the chain of cached blocks.
+    pub(crate) fn measure_uncached(&mut self, block_size: u32) {
+        let cached = self.blocks.cached_len() * block_size as usize;
+        self.run.uncached = (self.tokens.len() - cached).max(1) as u32;
+    }
+
+    /// Reserves capacity for the maximum length, so that decoding does not allocate.
+    pub(crate) fn reserve_tokens(&mut self) {
+        self.tokens.reserve_exact(self.progress.limit as usize - self.tokens.len());
+    }
+
+    /// Time between the request's addition, to its first engine if it is resumed, and its first chunk, or `now` without one.
+    pub(crate) fn queued(&self, now: Time) -> Time {
+        self.times.started.unwrap_or(now).saturating_sub(self.account.submitted())
+    }
+
+    /// Begins a run with `computed` tokens. Returns the number of tokens that the sequence recomputes.
+    pub(crate) fn start(&mut self, computed: Computed, now: Time) -> u32 {
+        let position = self.queue_position();
+        let Computed { tokens: computed, own } = computed;
+        self.queue_entry.admit();
+        self.progress.computed = computed;
+        self.run.computed_from = computed;
+        if self.times.started.is_none() {
+            self.account.start(position);
+            self.times.started = Some(now);
+            (self.run.cached_tokens, self.run.own_cached_tokens) = (computed, own);
+            return 0;
+        }
+        let again = self.run.recompute_tokens.saturating_sub(computed);
+        self.account.recompute(again);
+        again
+    }
+
+    /// The sequence's place in the queue when it first started, or now if it has not.
+    pub(crate) fn queue_position(&self) -> QueuePosition {
+        if self.has_started() {
+            return self.account.queue_position();
+        }
+        QueuePosition { key: self.queue_entry.key(), aged: false, blocked: self.queue_entry.was_blocked() }
+    }
+
+    /// Ends a run. The computed KV is lost, except for a copy in host memory.
+    pub(crate) fn preempt(&mut self, swapped: bool) {
+        let Run { computed_from, recompute_tokens, .. } = self.run;
+        self.account.compute(self.progress.computed - computed_from);
+        self.run.recompute_tokens = if swapped { 0 } else { recompute_tokens.max(self.progress.computed) };
+        (self.progress.computed, self.run.computed_from) = (0, 0);
+        self.progress.preemptions += 1;
+        self.draft.clear();
+    }
+
+    /// Records when the first token was generated.
+    pub(crate) fn note_first_token(&mut self, now: Time) {
+        self.times.first_token.get_or_insert(now);
+    }
+
+    /// Whether the request may end with one of these sampled tokens.
+    pub(crate) fn may_end(&self, sampled: &[i32]) -> bool {
+        let stops = |token: Token| self.spec.stop == Some(token) || self.spec.more_stops.contains(&token);
+        self.len() + sampled.len() as u32 >= self.progress.limit || sampled.iter().any(|&token| token < 0 || stops(token as Token))
+    }
+
+    /// Appends a sampled token. Returns the finish reason if the request ends.
+    #[inline]
+    pub(crate) fn push(&mut self, token: Token) -> Option<FinishReason> {
+        self.tokens.push(token);
+        if self.spec.stop == Some(token) || (!self.spec.more_stops.is_empty() && self.spec.more_stops.contains(&token)) {
+            return Some(FinishReason::Stop);
+        }
+        (self.tokens.len() as u32 == self.progress.limit).then_some(FinishReason::Length)
+    }
+}
+
+impl LiveAccounts for SlotMap<SeqId, Sequence> {
+    fn account(&mut self, id: SeqId) -> Option<&mut Account> {
+        self.get_mut(id).map(|seq| &mut *seq.account)
+    }
+
+    fn each(&mut self, mut visit: impl FnMut(&mut Account)) {
+        self.values_mut().for_each(|seq| visit(&mut seq.account));
+    }
+}

@@ -1,0 +1,97 @@
+//! The phases of a request, and the resources that a waiting request lacks.
+
+use crate::ledger::{AccountState, TimelineState};
+
+/// The phase of a request. No other state repeats it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Added to the queue since the last plan.
+    New,
+    /// In the queue. The request has not run yet.
+    Queued,
+    /// A fork that waits for its parent's prompt to be computed. It is not in the queue.
+    WaitingOnParent,
+    /// In the queue after a preemption that discarded the KV.
+    Preempted,
+    /// In the queue after a preemption, with KV in host memory.
+    Swapped {
+        /// Tokens with KV in host memory.
+        tokens: u32,
+    },
+    /// Has a slot of the batch.
+    Running {
+        /// The slot in the step buffers until the request ends or is preempted.
+        slot: u32,
+        /// The stage of the running request.
+        stage: Stage,
+    },
+}
+
+/// The stage of a running sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// Computes its prompt.
+    Prefill,
+    /// Recomputes tokens lost in a preemption.
+    Recompute,
+    /// Got no tokens for its prompt in the last step.
+    Stalled,
+    /// Has generated a token since it was last admitted.
+    Decode,
+}
+
+impl Phase {
+    /// The state for the timeline.
+    pub(crate) fn state(self) -> AccountState {
+        match self {
+            Self::New => AccountState::New,
+            Self::Queued => AccountState::Waiting,
+            Self::WaitingOnParent => AccountState::Fork,
+            Self::Preempted => AccountState::Preempted,
+            Self::Swapped { .. } => AccountState::Swapped,
+            Self::Running { stage: Stage::Prefill, .. } => AccountState::Prefill,
+            Self::Running { stage: Stage::Recompute, .. } => AccountState::Recompute,
+            Self::Running { stage: Stage::Stalled, .. } => AccountState::Stalled,
+            Self::Running { stage: Stage::Decode, .. } => AccountState::Decode,
+        }
+    }
+
+    /// Tokens with KV in host memory.
+    pub(crate) fn swapped_tokens(self) -> u32 {
+        if let Self::Swapped { tokens } = self { tokens } else { 0 }
+    }
+}
+
+/// The resource that a waiting sequence lacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Need {
+    /// A slot of the batch.
+    Slot,
+    /// Tokens of the step's budget.
+    Budget,
+    /// This many free blocks, beyond those held back for others.
+    Blocks(usize),
+    /// The next step. The blocks and slots freed by this step's preemptions are reserved.
+    NextStep,
+    /// The commit of a token sampled before the sequence was preempted.
+    Commit,
+    /// The end of the non-preemptible sequence. There can be only one at a time.
+    NonPreemptible,
+    /// The start of a batch.
+    Batch,
+    /// A prefix that a running prompt is about to cache.
+    Prefix,
+}
+
+impl Need {
+    /// The state for the timeline.
+    pub(crate) fn state(self) -> TimelineState {
+        match self {
+            Self::Slot => TimelineState::WaitSlots,
+            // The running prompt takes the step's tokens.
+            Self::Budget | Self::Prefix => TimelineState::WaitBudget,
+            Self::Blocks(_) | Self::NextStep | Self::Commit | Self::NonPreemptible => TimelineState::WaitBlocks,
+            Self::Batch => TimelineState::WaitBatch,
+        }
+    }
+}

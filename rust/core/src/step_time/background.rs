@@ -1,0 +1,132 @@
+//! What background requests add to the steps of other requests, and what they may add.
+
+use super::model::{Load, StepModel};
+use super::row_times::RowTimes;
+use crate::request::Time;
+
+/// The part of the pace that each step replaces.
+const RECENT: f64 = 0.25;
+
+/// Times of steps with and without background requests.
+///
+/// While background requests run beside others, the step-time model cannot tell the fixed time of a step from that of its rows.
+/// The time without them is therefore measured, and what they add is compared with its prediction.
+#[derive(Clone, Debug)]
+pub(crate) struct BackgroundCost {
+    /// Times of steps without background requests and prompts.
+    alone: RowTimes,
+    /// Running mean of the time that background requests added to recent steps of others, divided by its prediction.
+    pace: f64,
+    /// The end of the latest step with other requests. `None` before the first.
+    others_at: Option<Time>,
+}
+
+impl Default for BackgroundCost {
+    fn default() -> Self {
+        Self { alone: RowTimes::default(), pace: 1.0, others_at: None }
+    }
+}
+
+impl BackgroundCost {
+    /// Records a step of `load` that took `took` microseconds until `now`. `foreground` is the part of requests that are not in the
+    /// background.
+    pub(crate) fn observe(&mut self, foreground: &Load, load: &Load, model: &StepModel, took: Time, now: Time) {
+        let took = took as f64;
+        if foreground.tokens() > 0 {
+            self.others_at = Some(now);
+        }
+        if foreground.decode_seqs == 0 || foreground.prefill_tokens > 0 {
+            return;
+        }
+        if foreground == load {
+            self.alone.observe(foreground.decode_rows(), took);
+        } else if let Some(alone) = self.alone(foreground) {
+            let predicted = self.pace * (model.step(load) - model.step(foreground));
+            let ratio = ((took - alone) / predicted).clamp(0.5, 2.0);
+            if predicted > 0.0 {
+                self.pace *= 1.0 + RECENT * (ratio - 1.0);
+            }
+        }
+    }
+
+    /// Microseconds of a step with the decoding sequences of `foreground` and nothing else. `None` if too few were measured.
+    pub(crate) fn alone(&self, foreground: &Load) -> Option<f64> {
+        self.alone.step(foreground.decode_rows())
+    }
+
+    /// Whether a step with other requests ended in the `time` before `now`.
+    pub(crate) fn had_others(&self, time: Time, now: Time) -> bool {
+        self.others_at.is_some_and(|at| now < at.saturating_add(time))
+    }
+
+    /// Divides a time that background requests may add into the predicted time that takes so long.
+    pub(crate) fn predicted(&self, time: f64) -> f64 {
+        time / self.pace
+    }
+}
+
+/// What background requests may still add to a step.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct BackgroundRoom {
+    /// Predicted microseconds.
+    time: f64,
+    /// Whether the next sequence gets a token whatever it costs.
+    owed: bool,
+    /// Microseconds of a decoded token, and of a token of its context.
+    row: f64,
+    context_token: f64,
+}
+
+impl BackgroundRoom {
+    /// Room for `time` microseconds by the prediction of `model`.
+    pub(crate) fn new(model: &StepModel, time: f64, owed: bool) -> Self {
+        let [_, _, row, context_token, _] = model.coefficients();
+        Self { time, owed, row, context_token }
+    }
+
+    pub(crate) fn time(&self) -> f64 {
+        self.time
+    }
+
+    pub(crate) fn is_owed(&self) -> bool {
+        self.owed
+    }
+
+    /// Takes the time of a sequence's next tokens, its last one and drafted ones, after the first `computed`. Returns false if
+    /// there is too little.
+    pub(crate) fn take_decode(&mut self, rows: u32, computed: u32) -> bool {
+        let time = self.row * f64::from(rows) + self.context_token * f64::from(computed + rows);
+        let fits = self.owed || time <= self.time;
+        if fits {
+            self.take_prompt(time);
+        }
+        fits
+    }
+
+    /// Takes the predicted time of a prompt's tokens.
+    pub(crate) fn take_prompt(&mut self, time: f64) {
+        self.owed = false;
+        self.time -= time;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_room_follows_what_the_background_was_seen_to_add() {
+        // The model takes a row for a third of what it costs.
+        let (model, truth) = (StepModel::new(9000.0, 300.0, 300.0, 0.0, 0.0), StepModel::new(9000.0, 300.0, 900.0, 0.0, 0.0));
+        let [foreground, load] = [2, 10].map(|decode_seqs| Load { decode_seqs, ..Load::default() });
+        let mut cost = BackgroundCost::default();
+        assert_eq!(cost.alone(&foreground), None);
+        for load in [foreground, foreground].into_iter().chain([load; 20]) {
+            cost.observe(&foreground, &load, &model, truth.step(&load) as Time, 7);
+        }
+        assert!(cost.had_others(1, 7) && !cost.had_others(1, 8));
+        let alone = cost.alone(&foreground).unwrap();
+        assert!((alone - 10_800.0).abs() < 1.0, "{alone}");
+        assert!((cost.predicted(7200.0) - 2400.0).abs() < 50.0, "eight rows: {}", cost.predicted(7200.0));
+    }
+}
