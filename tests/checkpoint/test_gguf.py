@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import re
 import sys
@@ -22,7 +23,9 @@ from chairlift.checkpoint.gguf_config import model_config
 from chairlift.checkpoint.gguf_file import GGUFFile
 from chairlift.checkpoint.gguf_keys import check_keys
 from chairlift.errors import ChairliftError, UnsupportedModel
+from chairlift.models.config import ModelConfig
 from chairlift.models.encoder import decoder_pooling
+from chairlift.models.rotary import RopeConfig, Yarn
 from chairlift.tokenizer import Tokenizer
 
 BLOCKS = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
@@ -174,7 +177,9 @@ def _altered(tmp_path: Path, **metadata: Any) -> Path:
         ({"llama__attention__head_count": 0}, "llama.attention.head_count is 0, not a positive integer"),
         ({"llama__rope__dimension_count": 4}, "rotary or value dimensions"),
         ({"llama__rope__freq_base": float("nan")}, "freq_base is nan"),
-        ({"llama__rope__scaling__type": "longrope", "llama__rope__scaling__factor": 2.0}, "rope scaling of type 'longrope'"),
+        ({"llama__rope__scaling__type": "longrope", "llama__rope__scaling__factor": 2.0}, "rope scaling of type 'longrope' needs tensors"),
+        ({"llama__rope__scaling__type": "spiral", "llama__rope__scaling__factor": 2.0}, "rope scaling of type 'spiral' cannot be read"),
+        ({"llama__rope__scaling__yarn_ext_factor": 0.5}, "llama.rope.scaling.yarn_ext_factor is 0.5, which"),
         ({"general__alignment": 0}, "alignment is 0"),
         ({"tokenizer__ggml__tokens": ["a", "a"]}, "vocabulary is missing or contradicts itself"),
         ({"tokenizer__ggml__tokens": 7}, "tokenizer.ggml.tokens is 7 and not of type list"),
@@ -281,10 +286,47 @@ def test_damaged_sets_of_parts_are_refused(tmp_path: Path) -> None:
             GGUFTensors(parts[0])
 
 
-def test_frequencies_of_another_kind_are_refused(tmp_path: Path) -> None:
-    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", frequencies=np.linspace(1, 3, 8, dtype=np.float32))
-    with pytest.raises(UnsupportedModel, match="rope frequencies are not those of Llama 3"):
+@pytest.mark.parametrize(
+    ("divisors", "reason"),
+    [
+        (np.linspace(1, 3, 8, dtype=np.float32), None),
+        (np.array([1, 2, 0, 1, 1, 1, 1, 1], np.float32), "rope_freqs.weight must hold positive numbers"),
+        (np.ones(8, np.float16), "rope_freqs.weight must be a vector of type F32"),
+        (np.ones(7, np.float32), "short_factor must be 8 positive numbers"),
+    ],
+)
+def test_divisors_of_frequencies_are_used_or_refused(tmp_path: Path, divisors: np.ndarray, reason: str | None) -> None:
+    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", frequencies=divisors)
+
+    def load() -> RopeConfig:
         convert(tmp_path / "tiny.gguf", tmp_path / "out")
+        return ModelConfig.load(tmp_path / "out").rope
+
+    if reason is None:
+        rope = load()
+        np.testing.assert_array_equal(rope.frequencies(128), RopeConfig(dim=16).frequencies(128) / divisors)
+        assert (rope.scale, rope.depends_on_length) == (1.0, False)
+        return
+    with pytest.raises(UnsupportedModel, match=reason):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "scale"),
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"yarn_log_multiplier": 0.5}, (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)),
+        ({"attn_factor": 1.25}, 1.25 * (0.1 * math.log(4) + 1)),
+        ({"yarn_attn_factor": 1.5, "attn_factor": 2.0}, 3.0),
+    ],
+)
+def test_yarn_of_a_file(tmp_path: Path, metadata: dict[str, float], scale: float) -> None:
+    values = {"type": "yarn", "factor": 4.0, "original_context_length": 32, "yarn_beta_fast": 16.0, "yarn_beta_slow": 0.5, **metadata}
+    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", replaced={f"llama.rope.scaling.{key}": value for key, value in values.items()})
+    convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    rope = ModelConfig.load(tmp_path / "out").rope
+    assert rope.scaling == Yarn(4.0, 32, 16.0, 0.5)
+    assert rope.scale == pytest.approx(scale, rel=1e-6)
 
 
 @pytest.mark.parametrize("content", [b"", b"GGU", b"\0" * 64, b"PK\3\4" + b"\0" * 64])

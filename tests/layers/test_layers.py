@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from chairlift.layers.rope import rotate, rotations
-from chairlift.models.rotary import inverse_frequencies
+from chairlift.models.rotary import RopeConfig
 
 pytestmark = pytest.mark.slow
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance():
     q, k = torch.randn(2, 1, 3, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
-    frequencies = torch.from_numpy(inverse_frequencies(16, 100.0))
+    frequencies = torch.from_numpy(RopeConfig(dim=16, theta=100.0).frequencies(200))
 
     def score(at: int, to: int) -> torch.Tensor:
         turned_q = rotate(q, rotations(torch.tensor([at]), frequencies))

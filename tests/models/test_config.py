@@ -3,10 +3,12 @@ import json
 import numpy as np
 import pytest
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from chairlift.errors import ModelNotFound, UnsupportedModel
-from chairlift.models.config import ModelConfig, NoNativeModel, RopeConfig, load_shape
-from chairlift.runner.cpu_decoder import rotary_embedding
+from chairlift.models.config import ModelConfig, load_shape
+from chairlift.models.fields import NoNativeModel
+from chairlift.models.rotary import Dynamic, Linear, Llama3, LongRope, RopeConfig
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,7 +45,7 @@ def test_what_transformers_writes_by_default_is_read(family, tmp_path):
     assert ours.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.rope == RopeConfig(theta=theirs.rope_parameters["rope_theta"])
+    assert ours.rope == RopeConfig(dim=ours.head_dim, theta=theirs.rope_parameters["rope_theta"])
     assert ours.windows == ((4096,) * 32 if family == "Mistral" else (None,) * theirs.num_hidden_layers)
     # And where its config.json is silent.
     sizes = {name: getattr(theirs, name) for name in BASE}
@@ -52,11 +54,11 @@ def test_what_transformers_writes_by_default_is_read(family, tmp_path):
 
 
 def test_both_spellings_of_rope_are_read():
-    expected = RopeConfig(theta=5e5, kind="llama3", **LLAMA3)
+    expected = RopeConfig(dim=16, theta=5e5, scaling=Llama3(8.0, 1.0, 4.0, 8192))
     assert parse(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}).rope == expected
     assert parse(rope_theta=5e5, rope_scaling={"type": "llama3", **LLAMA3}).rope == expected
-    assert parse(rope_scaling={"rope_type": "linear", "factor": 2.0}).rope == RopeConfig(kind="linear", factor=2.0)
-    assert parse(rope_theta=1e6, rope_scaling=None).rope == RopeConfig(theta=1e6)
+    assert parse(rope_scaling={"rope_type": "linear", "factor": 2.0}).rope == RopeConfig(dim=16, scaling=Linear(2.0))
+    assert parse(rope_theta=1e6, rope_scaling=None).rope == RopeConfig(dim=16, theta=1e6)
 
 
 def test_sliding_windows_are_per_layer():
@@ -97,7 +99,7 @@ def test_what_transformers_writes_of_others_by_default_is_read(name, tmp_path):
     assert ModelConfig.parse({name: getattr(theirs, name) for name in BASE}) == ours
     assert (ours.num_kv_heads, ours.max_position_embeddings) == (theirs.num_key_value_heads, theirs.max_position_embeddings)
     assert (ours.rms_norm_eps, ours.tie_word_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
-    assert ours.rope == RopeConfig(theta=theirs.rope_parameters["rope_theta"])
+    assert ours.rope == RopeConfig(dim=ours.head_dim, theta=theirs.rope_parameters["rope_theta"])
     assert ours.uses_rope == tuple(map(bool, getattr(theirs, "no_rope_layers", [1] * 8)))
     assert ours.attention_scale == (1.0 if name == "Granite" else ours.head_dim**-0.5)
     assert ours.only_in_rust
@@ -123,13 +125,50 @@ def test_phi_4_mini_is_read_as_it_was_published():
     shape = {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75, "sliding_window": 262144}
     lengths = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
     config = parse(**shape, **lengths, rope_scaling=factors)
-    assert (config.rotary_dim, config.head_dim, config.windows) == (12, 16, (262144,) * 3)
-    assert config.long_rope is not None
-    assert config.long_rope.scale == pytest.approx(1.1902, abs=1e-4)
-    long, scale = rotary_embedding(config, config.rope, 4097)
-    short, _ = rotary_embedding(config, config.rope, 4096)
-    assert scale == config.long_rope.scale
-    assert np.allclose(short, long * 1.5)
+    assert (config.rope.dim, config.head_dim, config.windows) == (12, 16, (262144,) * 3)
+    assert config.rope.scaling == LongRope(4096, (1.0,) * 6, (1.5,) * 6)
+    assert config.rope.scale == pytest.approx(1.1902, abs=1e-4)
+    assert np.allclose(config.rope.frequencies(4096), config.rope.frequencies(4097) * 1.5)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LISTS = {"short_factor": [1.0, 1.5, 3.0, 4.0], "long_factor": [1.0, 3.0, 8.0, 9.0]}
+SCALINGS: list[tuple[dict[str, object], int]] = [
+    ({"rope_type": "linear", "factor": 3.0}, 64),
+    ({"rope_type": "dynamic", "factor": 3.0}, 64),
+    ({"rope_type": "dynamic", "factor": 3.0}, 150),
+    ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 32}, 64),
+    ({**YARN, "original_max_position_embeddings": 16}, 64),
+    (YARN, 256),
+    ({**YARN, "original_max_position_embeddings": 16, "truncate": False, "beta_fast": 8.0, "beta_slow": 0.5}, 64),
+    ({**YARN, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 1.3}, 64),
+    ({**YARN, "factor": None, "original_max_position_embeddings": 16, "attention_factor": 1.7}, 64),
+    ({"rope_type": "longrope", **LISTS, "original_max_position_embeddings": 16}, 64),
+    ({"rope_type": "longrope", **LISTS, "original_max_position_embeddings": 16}, 16),
+    ({"rope_type": "longrope", **LISTS, "original_max_position_embeddings": 16, "attention_factor": 1.2}, 64),
+]
+
+
+@pytest.mark.parametrize(("table", "longest"), SCALINGS)
+def test_frequencies_are_those_of_transformers(table, longest):
+    theirs = transformers.LlamaConfig(head_dim=8, max_position_embeddings=64, rope_parameters={"rope_theta": 50.0, **table})
+    expected, scale = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, seq_len=longest)
+    ours = parse(head_dim=8, max_position_embeddings=64, rope_theta=50.0, rope_scaling=table).rope
+    np.testing.assert_allclose(ours.frequencies(longest), expected.numpy(), rtol=2e-7)
+    assert ours.scale == pytest.approx(scale, rel=1e-12)
+
+
+def test_the_context_follows_the_scaling():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    for positions, expected in ((40960, 131072), (32768, 131072), (163840, 163840)):
+        config = parse(max_position_embeddings=positions, rope_scaling=yarn)
+        assert (config.max_position_embeddings, config.longest_context) == (expected, expected)
+    linear = parse(max_position_embeddings=4096, rope_scaling={"type": "linear", "factor": 4.0})
+    assert (linear.max_position_embeddings, linear.longest_context) == (4096, 4096)
+    dynamic = parse(max_position_embeddings=4096, rope_scaling={"type": "dynamic", "factor": 2.5})
+    assert (dynamic.max_position_embeddings, dynamic.longest_context) == (4096, 10240)
+    assert dynamic.rope.scaling == Dynamic(2.5, 4096)
+    assert (dynamic.depends_on_length, linear.depends_on_length) == (True, False)
 
 
 def test_models_that_only_the_kernels_for_cpus_know_are_transformers_elsewhere(tmp_path):
@@ -147,8 +186,8 @@ def test_both_spellings_of_ropes_by_kind_of_layer_are_read():
     old = {"rope_theta": 2e6, "rope_local_base_freq": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     new = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}, "sliding_attention": {"rope_theta": 500.0}}
     for config in (parse(**gemma, **old), parse(**gemma, rope_parameters=new)):
-        assert config.rope == RopeConfig(theta=2e6, kind="linear", factor=8.0)
-        assert config.local_rope == RopeConfig(theta=500.0)
+        assert config.rope == RopeConfig(dim=256, theta=2e6, scaling=Linear(8.0))
+        assert config.local_rope == RopeConfig(dim=256, theta=500.0)
 
 
 def test_a_checkpoint_says_its_dtype_in_one_of_two_words(tmp_path):
@@ -165,7 +204,12 @@ def test_a_checkpoint_says_its_dtype_in_one_of_two_words(tmp_path):
             r"GPT2LMHeadModel has no code of ours \(there is for LlamaForCausalLM, .*Qwen3ForCausalLM",
         ),
         ({"architectures": None, "model_type": "bert"}, "model_type 'bert'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"'yarn' has no code of ours \(there is for default, linear, llama3\)"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, r"'spiral' has no code of ours \(there is for default, linear, dynamic, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor must be a positive number, got '4'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 1}}, "truncate must be true or false, got 1"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "factor must be a positive number, got None"),
+        ({"rope_scaling": {"rope_type": "longrope", "long_mscale": 1.2}}, "'longrope' has no code of ours"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4}}, r"low_freq_factor \(4.0\) must be less than"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_act": "gelu"}, "'gelu' has no code of ours"),

@@ -1,5 +1,6 @@
 """GGUF files on the CPU's kernels: every block type to the bit, mixed types, types that become fp32, damaged files."""
 
+import json
 import logging
 import os
 import shutil
@@ -211,9 +212,10 @@ def test_tensors_that_contradict_the_metadata_are_refused(tmp_path: Path) -> Non
 
 
 def test_a_file_whose_model_only_transformers_computes_is_refused(tmp_path: Path) -> None:
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-    directory = converted(tmp_path / "tiny.gguf", tiny_model("qwen2", rope_parameters=yarn), Kind.Q8_0)
-    with pytest.raises(UnsupportedModel, match=r"tiny.gguf: rope type 'yarn' .*transformers' code reads safetensors alone"):
+    directory = converted(tmp_path / "tiny.gguf", tiny_model("qwen2"), Kind.Q8_0)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    with pytest.raises(UnsupportedModel, match=r"tiny.gguf: hidden_act 'gelu' .*transformers' code reads safetensors alone"):
         build_runner(EngineConfig(device="cpu"), directory)
 
 

@@ -19,10 +19,13 @@ FLOATS = {"layer_norm_rms_epsilon", "freq_base", "factor", "attn_logit_softcappi
 FLOATS |= {"scale", "embedding_scale", "residual_scale", "logit_scale"}
 GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 5, "tie_word_embeddings": True}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.25, "logits_scaling": 8.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 TINY: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
+    ("llama", {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}),
     ("qwen2", {}),
-    ("qwen3", {"tie_word_embeddings": True, "head_dim": 8}),
+    ("qwen3", {"tie_word_embeddings": True, "head_dim": 8, "rope_parameters": {"rope_theta": 500.0, **YARN}}),
     ("gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     ("gemma3_text", {**GEMMA, "num_hidden_layers": 7, "num_key_value_heads": 1}),
     ("smollm3", {"num_hidden_layers": 5, "pad_token_id": 0}),

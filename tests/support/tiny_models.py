@@ -27,8 +27,10 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_fact
 LONGROPE |= {"short_factor": [1.0, 1.5, 3.0], "long_factor": [1.0, 3.0, 8.0]}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 8.0}
 DENSE = {"num_local_experts": 0, "shared_intermediate_size": 72, "layer_types": ["full_attention"] * 3, "mamba_n_heads": 8}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False}
+ORIGINAL = {"original_max_position_embeddings": 4}
 PHI = {"pad_token_id": 0, "tie_word_embeddings": True}
-LONG = {"original_max_position_embeddings": 4, "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 4}}
+LONG = {**ORIGINAL, "rope_parameters": {**LONGROPE, **ORIGINAL}}
 SHORT = {**LONGROPE, "original_max_position_embeddings": 256, "attention_factor": 1.3}
 
 FAMILIES = {
@@ -36,6 +38,9 @@ FAMILIES = {
     "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 6}),
     "llama3-rope": ("Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5000.0, **LLAMA3}}),
     "linear-rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "yarn-rope": ("Llama", {"rope_parameters": YARN}),
+    "dynamic-rope": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}),
+    "longrope": ("Qwen3", {"head_dim": 6, "rope_parameters": {**LONGROPE, "partial_rotary_factor": 1.0}, **ORIGINAL}),
     "mistral": ("Mistral", {"sliding_window": 13, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),

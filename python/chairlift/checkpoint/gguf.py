@@ -37,8 +37,8 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_IGNORED = ("rope_freqs.weight", ".attn_rot_embd.weight")
-"""Tensors that are not weights: frequencies that follow from the configuration."""
+_IGNORED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight", ".attn_rot_embd.weight")
+"""Tensors that are not weights: the configuration has their content."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
 """Recommended sampling settings: keys below `general.sampling`, and the names in generation_config.json."""
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}

@@ -11,6 +11,9 @@ from chairlift.architectures import GGUF, Architecture, GGUFFormat, Key, Windows
 from chairlift.checkpoint.gguf_file import GGUFFile
 from chairlift.errors import UnsupportedModel
 
+_F32 = 0
+"""ggml's number of the type."""
+
 
 def architecture_of(file: GGUFFile) -> tuple[Architecture, GGUFFormat]:
     """Returns the architecture of a file. Raises UnsupportedModel for one that there is no code for."""
@@ -31,7 +34,8 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         raise UnsupportedModel(f"{file.path} is a mixture of experts, which cannot be read from GGUF")
     hidden, heads = file.size(f"{kind}.embedding_length"), file.size(f"{kind}.attention.head_count")
     head_dim = file.size(f"{kind}.attention.key_length", file.size(f"{kind}.rope.dimension_count", hidden // heads))
-    if {file.size(f"{kind}.{key}", head_dim) for key in ("rope.dimension_count", "attention.value_length")} != {head_dim} or head_dim % 2:
+    rotary = file.size(f"{kind}.rope.dimension_count", head_dim)
+    if file.size(f"{kind}.attention.value_length", head_dim) != head_dim or (rotary != head_dim and not architecture.partial_rotary):
         raise UnsupportedModel(f"{file.path}: rotary or value dimensions that differ from the head's {head_dim} cannot be read")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -49,7 +53,8 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "max_position_embeddings": file.size(f"{kind}.context_length"),
         "rms_norm_eps": file.number(f"{kind}.attention.layer_norm_rms_epsilon"),
         "rope_theta": file.number(f"{kind}.rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(file, kind, head_dim),
+        "rope_scaling": _rope_scaling(file, kind),
+        "partial_rotary_factor": rotary / head_dim,
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -93,35 +98,59 @@ def _layer_types(file: GGUFFile, key: str, architecture: Architecture, layers: i
     return ["sliding_attention" if window else "full_attention" for window in windows]
 
 
-def _rope_scaling(file: GGUFFile, kind: str, head_dim: int) -> dict[str, Any] | None:
-    if "rope_freqs.weight" in file.tensors:
-        return _llama3_scaling(file, file.number(f"{kind}.rope.freq_base", 10000.0), head_dim)
-    scaling = file.get(f"{kind}.rope.scaling.type", str) or "linear"
-    named = [key for key in (f"{kind}.rope.scaling.factor", f"{kind}.rope.scale_linear") if file.get(key, float)]
+def _rope_scaling(file: GGUFFile, kind: str) -> dict[str, Any] | None:
+    """Returns the rotary scaling. Divisors of frequencies, such as Llama 3's, become those of LongRoPE for any length."""
+    prefix, context = f"{kind}.rope.scaling", file.size(f"{kind}.context_length")
+    original = file.size(f"{prefix}.original_context_length", context)
+    scaling, scale = file.get(f"{prefix}.type", str) or "linear", file.number(f"{prefix}.attn_factor", 1.0)
+    if (short := _divisors(file, "rope_factors_short")) and (long := _divisors(file, "rope_factors_long")):
+        return _longrope(short, long, original, scale)
+    if scaling == "longrope":
+        raise UnsupportedModel(f"{file.path}: rope scaling of type 'longrope' needs tensors rope_factors_short and rope_factors_long")
+    if divisors := _divisors(file, "rope_freqs"):
+        return _longrope(divisors, divisors, original, scale)
+    named = [key for key in (f"{prefix}.factor", f"{kind}.rope.scale_linear") if file.get(key, float)]
     factor = file.number(named[0]) if named else 1.0
     if scaling == "none" or factor == 1.0:
         return None
     if scaling == "linear":
         return {"rope_type": "linear", "factor": factor}
     if scaling == "yarn":
-        context = file.size(f"{kind}.rope.scaling.original_context_length")
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
-    raise UnsupportedModel(f"{file.path}: rope scaling of type {scaling!r} cannot be read; known are linear and yarn")
+        return _yarn(file, prefix, factor, scale)
+    raise UnsupportedModel(f"{file.path}: rope scaling of type {scaling!r} cannot be read; known are linear, yarn and longrope")
 
 
-def _llama3_scaling(file: GGUFFile, base: float, head_dim: int) -> dict[str, Any]:
-    """Returns Llama 3's scaling. The file holds only its result: the divisor of each frequency."""
-    divisors = file.data(file.tensors["rope_freqs.weight"]).view(np.float32)
-    factor, low, high, context = float(divisors.max()), 1.0, 4.0, 8192
-    turns = context * base ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
-    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    expected = 1.0 / ((1.0 - smooth) / factor + smooth)
-    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
-        raise UnsupportedModel(f"{file.path}: its rope frequencies are not those of Llama 3, and cannot be read")
+def _yarn(file: GGUFFile, prefix: str, factor: float, scale: float) -> dict[str, Any]:
+    """Returns YaRN's parameters.
+
+    `yarn_attn_factor` replaces what transformers computes from the factor, and `attn_factor` multiplies it.
+    """
+    usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if (weight := file.get(f"{prefix}.yarn_log_multiplier", float)) and factor > 1:
+        usual /= 0.1 * weight * math.log(factor) + 1.0
     return {
-        "rope_type": "llama3",
+        "rope_type": "yarn",
         "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": context,
+        "original_max_position_embeddings": file.size(f"{prefix}.original_context_length"),
+        "beta_fast": file.number(f"{prefix}.yarn_beta_fast", 32.0),
+        "beta_slow": file.number(f"{prefix}.yarn_beta_slow", 1.0),
+        "attention_factor": file.number(f"{prefix}.yarn_attn_factor", usual) * scale,
     }
+
+
+def _longrope(short: list[float], long: list[float], original: int, scale: float) -> dict[str, Any]:
+    factors = {"short_factor": short, "long_factor": long}
+    return {"rope_type": "longrope", **factors, "original_max_position_embeddings": original, "attention_factor": scale}
+
+
+def _divisors(file: GGUFFile, name: str) -> list[float] | None:
+    """Returns the divisors of the frequencies in a tensor; None if the file has no such tensor."""
+    entry = file.tensors.get(f"{name}.weight")
+    if entry is None:
+        return None
+    if entry.kind != _F32 or len(entry.shape) != 1:
+        raise UnsupportedModel(f"{file.path}: tensor {entry.name} must be a vector of type F32")
+    divisors = file.data(entry).view(np.float32)
+    if not (np.isfinite(divisors) & (divisors > 0)).all():
+        raise UnsupportedModel(f"{file.path}: tensor {entry.name} must hold positive numbers")
+    return [float(divisor) for divisor in divisors]

@@ -15,7 +15,7 @@ _DESCRIPTIVE = re.compile(
     r"|tokenizer\.ggml\.(model|pre|tokens|token_type|token_type_count|scores|merges|eos_token_ids|add_space_prefix)"
     r"|tokenizer\.ggml\.((bos|eos|eot|eom|unknown|seperator|padding|cls|mask|fim_\w+|prefix|suffix|middle)_token_id|add_(bos|eos|sep)_token)"
     r"|tokenizer\.ggml\.(precompiled_charsmap|remove_extra_whitespaces|normalizer\..*)"
-    r"|[\w-]+\.(vocab_size|tensor_data_layout|context_length|embedding_length_out|features_length|hidden_activation|rope\.scaling\.yarn_\w+"
+    r"|[\w-]+\.(vocab_size|tensor_data_layout|context_length|embedding_length_out|features_length|hidden_activation|rope\.scaling\.yarn_(log_multiplier|beta_\w+|attn_factor)"
     r"|attention\.layer_norm_epsilon|rope\.scaling\.original_context_length|pooling_type|decoder_start_token_id|classifier\..*)"
 )
 """Keys that change no answer of the architectures that can be read, or that the tokenizer's reader uses."""
@@ -25,7 +25,7 @@ _CHANGES = re.compile(
     r"|expert_\w+|experts_per_group|moe_\w+|leading_dense_block_count|interleave_moe_layer_step|logit_scale|residual_scale|embedding_scale"
     r"|\w*softcapping|swin_norm|use_parallel_residual|swiglu_\w+|activation.*|ssm\..*|shortcut\..*|shortconv\..*|wkv\..*|kda\..*"
     r"|altup\..*|embedding_length_per_layer_input|full_attention_interval|token_shift_count|rescale_every_n_layers|num_loops"
-    r"|rope\.(freq_base_swa|dimension_sections|dimension_count_swa|scale_linear|scaling\.(alpha|attn_factor|finetuned))|hyper_connection\..*"
+    r"|rope\.(freq_base_swa|dimension_sections|dimension_count_swa|scale_linear|scaling\.(alpha|attn_factor|finetuned|yarn_ext_factor))|hyper_connection\..*"
     r"|adapters\..*|ple\..*|hrm\..*|posnet\..*|convnext\..*|deepstack_mapping|n_deepstack_layers)"
 )
 """Keys that change answers, unless their value is neutral."""

@@ -91,7 +91,7 @@ def warn_of_short_context(config: EngineConfig, facts: Mapping[str, Any]) -> Non
 
 
 def _context_decision(config: EngineConfig, runner: Runner) -> list[tuple[str, str, str]]:
-    limit = runner.model_config.max_position_embeddings
+    limit = runner.model_config.longest_context
     if config.for_positions(limit) is config:
         return []
     return [("--max-model-len", "not used", f"{config.max_model_len} is for all models, and this one was made for {limit} tokens")]

@@ -29,8 +29,7 @@ def fingerprint(config: EngineConfig, directory: Path, runner: Runner, digest: s
     """
     isa = _core.instruction_sets()[0] if config.cpu_isa == "auto" else config.cpu_isa
     chosen = [f"{what}={value}" for what, value, _ in runner.decisions if what in NUMERICS]
-    # LongRoPE's frequencies depend on the longest context.
-    longest = str(config.max_model_len) if getattr(runner.model_config, "long_rope", None) else ""
+    longest = str(config.max_model_len) if runner.model_config.depends_on_length else ""
     parts = [_core.__version__, isa, *chosen, str(config.block_size), longest, config.load_format]
     found = hashlib.blake2b("\n".join(parts).encode(), digest_size=16)
     if config.load_format == "auto":

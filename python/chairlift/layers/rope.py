@@ -8,10 +8,11 @@ from chairlift.layers.attention import AttentionPlan, Scales, write_kv
 from chairlift.layers.norm import rms_norm
 
 
-def rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the rotation at integer positions [tokens], each fp32 [tokens, head_dim / 2]."""
+def rotations(positions: torch.Tensor, frequencies: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the rotation at integer positions [tokens], times `scale`, each fp32 [tokens, head_dim / 2]."""
     angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
-    return angles.cos(), angles.sin()
+    cosines, sines = angles.cos(), angles.sin()
+    return (cosines, sines) if scale == 1 else (cosines.mul_(scale), sines.mul_(scale))
 
 
 def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

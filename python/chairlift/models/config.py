@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from chairlift.architectures import ARCHITECTURES, Architecture, Code, Projections, Windows
-from chairlift.errors import ModelNotFound, UnsupportedModel
+from chairlift.errors import UnsupportedModel
+from chairlift.models.fields import NoNativeModel, parse_dtype, parse_size, read_json
 from chairlift.models.quantization import MODELOPT_FILE, QuantizationScheme, UnsupportedScheme, parse_quantization
+from chairlift.models.rope_config import longest_context, parse_ropes
+from chairlift.models.rotary import Dynamic, RopeConfig
 from chairlift.models.shape import KvSpec, ModelShape
-
-
-class NoNativeModel(UnsupportedModel):
-    """The model has no native code in chairlift; transformers may support it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Parameters of the rotary embedding. `kind` is default, linear or llama3; the other fields apply to linear and llama3."""
-
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongRope:
-    """LongRoPE: divisors of each pair's frequency, for sequences up to `original_max_position_embeddings` and for longer ones.
-
-    Cosines and sines are multiplied by `scale`.
-    """
-
-    original_max_position_embeddings: int
-    short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]
-    scale: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +22,9 @@ class ModelConfig(ModelShape):
     `windows` has one entry per layer: the number of tokens that a token sees, itself included; None means all. Layers with a window use
     `local_rope`. `activation` is silu or gelu_tanh. Attention scores are products times `attention_scale`. A softcap c maps scores or
     logits to c * tanh(x / c). Embeddings are multiplied by `embedding_scale`, `norm_offset` is added to the weights of all norms, and
-    `post_norms` adds a norm after attention and after the MLP. The first `rotary_dim` numbers of each head are rotated, in the layers
-    selected by `uses_rope`. The output of attention and of the MLP is multiplied by `residual_scale` before it is added to the residual
-    stream, and logits are multiplied by `logits_scale`. `scheme` is that of quantised layers.
+    `post_norms` adds a norm after attention and after the MLP. Heads are rotated in the layers selected by `uses_rope`. The output of
+    attention and of the MLP is multiplied by `residual_scale` before it is added to the residual stream, and logits are multiplied by
+    `logits_scale`. `scheme` is that of quantised layers.
     """
 
     num_kv_heads: int
@@ -73,8 +45,6 @@ class ModelConfig(ModelShape):
     embedding_scale: float
     norm_offset: float
     post_norms: bool
-    rotary_dim: int
-    long_rope: LongRope | None
     uses_rope: tuple[bool, ...]
     residual_scale: float
     logits_scale: float
@@ -86,6 +56,17 @@ class ModelConfig(ModelShape):
     def kv_specs(self) -> tuple[KvSpec, ...]:
         """The shape of each layer's KV cache."""
         return tuple(KvSpec(self.num_kv_heads, self.head_dim, self.head_dim, window) for window in self.windows)
+
+    @property
+    def longest_context(self) -> int:
+        """Dynamic scaling stretches the positions of longer contexts as far as needed, by default not at all."""
+        scaling = self.rope.scaling
+        return int(self.max_position_embeddings * scaling.factor) if isinstance(scaling, Dynamic) else self.max_position_embeddings
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a rotary embedding depends on the longest sequence."""
+        return self.rope.depends_on_length or self.local_rope.depends_on_length
 
     @property
     def num_weights(self) -> int:
@@ -133,9 +114,8 @@ class ModelConfig(ModelShape):
         if head_dim % 2:
             raise UnsupportedModel(f"head_dim must be even for rotary positions, got {head_dim}")
         bias = bool(raw.get("attention_bias", False)) and (family.output_bias or family.qkv_bias)
-        max_positions = parse_size(raw, "max_position_embeddings", family.max_positions)
-        rope, local_rope = _ropes(raw, family)
-        rotary_dim = _rotary_dim(raw, family, head_dim)
+        raw = {**raw, "max_position_embeddings": parse_size(raw, "max_position_embeddings", family.max_positions)}
+        rope, local_rope = parse_ropes(raw, family, (head_dim, head_dim))
         multiplier = _multipliers(raw) if family.multipliers else None
         scalar = _number(raw, "query_pre_attn_scalar", family.query_scalar) if family.query_scalar else None
         softcaps = _softcaps(raw, family)
@@ -166,8 +146,6 @@ class ModelConfig(ModelShape):
             else multiplier["embedding_multiplier"],
             norm_offset=family.norm_offset,
             post_norms=family.post_norms,
-            rotary_dim=rotary_dim,
-            long_rope=_long_rope(raw, rotary_dim, max_positions) if family.partial_rotary else None,
             uses_rope=_uses_rope(raw, family, layers),
             residual_scale=1.0 if multiplier is None else multiplier["residual_multiplier"],
             logits_scale=1.0 if multiplier is None else 1.0 / multiplier["logits_scaling"],
@@ -175,26 +153,9 @@ class ModelConfig(ModelShape):
             only_in_rust=family.code is Code.RUST,
             scheme=scheme,
             quantization=scheme.name if scheme else None,
-            max_position_embeddings=max_positions,
+            max_position_embeddings=longest_context(raw["max_position_embeddings"], rope),
             dtype=parse_dtype(raw),
         )
-
-
-def read_json(directory: Path, name: str = "config.json") -> Any:
-    """Reads a JSON file of a checkpoint's directory; config.json must hold an object.
-
-    Raises ModelNotFound if it cannot be read, UnsupportedModel if it is not valid.
-    """
-    path = directory / name
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelNotFound(f"{directory} holds no readable {name} ({error.strerror}): is it a model's directory?") from None
-    except ValueError as error:
-        raise UnsupportedModel(f"{path} is not valid JSON: {error}") from None
-    if name == "config.json" and not isinstance(raw, dict):
-        raise UnsupportedModel(f"{path} must hold a JSON object")
-    return raw
 
 
 def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
@@ -251,15 +212,6 @@ def _softcaps(raw: dict[str, Any], family: Architecture) -> tuple[float | None, 
     return _number(raw, "attn_logit_softcapping", scores), _number(raw, "final_logit_softcapping", logits)
 
 
-def parse_size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
-    """Returns a positive integer of the config. None and absence mean the default."""
-    value = raw.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"config.json: {name} must be a positive integer, got {value!r}")
-    return value
-
-
 def _number(raw: dict[str, Any], name: str, default: float | None) -> float | None:
     """Returns a positive number of the config, or None for null. Absence means the default."""
     value = raw.get(name, default)
@@ -299,80 +251,6 @@ def _uses_rope(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[
     return tuple(bool(entry) for entry in listed[:layers])
 
 
-def _ropes(raw: dict[str, Any], family: Architecture) -> tuple[RopeConfig, RopeConfig]:
-    """Returns the rotary embeddings of layers with full attention and of layers with a sliding window."""
-    if family.local_theta is None:
-        rope = _rope(raw, family)
-        return rope, rope
-    # transformers 5 has a table for each kind of layer. Earlier versions have a separate number for layers with a window.
-    tables = raw.get("rope_parameters") or {}
-    everywhere = {**raw, "rope_theta": raw.get("rope_theta") or family.theta, "rope_parameters": tables.get("full_attention")}
-    local = {"rope_theta": raw.get("rope_local_base_freq") or family.local_theta, "rope_parameters": tables.get("sliding_attention")}
-    return _rope(everywhere, family), _rope(local, family)
-
-
-def _rope_table(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns the rotary parameters and their type.
-
-    Reads `rope_parameters` of transformers 5, and the older `rope_theta` and `rope_scaling`.
-    """
-    found: dict[str, Any] = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    return found, found.get("rope_type", found.get("type", "default"))
-
-
-def _rope(raw: dict[str, Any], family: Architecture) -> RopeConfig:
-    found, kind = _rope_table(raw)
-    known = ("default", "longrope") if family.partial_rotary else ("default", "linear", "llama3")
-    if kind not in known:
-        raise NoNativeModel(f"rope type {kind!r} has no code of ours (there is for {', '.join(known)})")
-    kind = "default" if kind == "longrope" else kind
-    try:
-        return RopeConfig(
-            theta=float(found.get("rope_theta", raw.get("rope_theta") or family.theta)),
-            kind=kind,
-            factor=float(found["factor"]) if kind != "default" else 1.0,
-            low_freq_factor=float(found["low_freq_factor"]) if kind == "llama3" else 1.0,
-            high_freq_factor=float(found["high_freq_factor"]) if kind == "llama3" else 4.0,
-            original_max_position_embeddings=int(found["original_max_position_embeddings"]) if kind == "llama3" else 8192,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UnsupportedModel(f"config.json: rope type {kind!r} lacks a usable {error}") from None
-
-
-def _rotary_dim(raw: dict[str, Any], family: Architecture, head_dim: int) -> int:
-    """Returns how many numbers of each head are rotated."""
-    partial = _rope_table(raw)[0].get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial in (None, 1, 1.0):
-        return head_dim
-    if not family.partial_rotary:
-        raise NoNativeModel(f"partial_rotary_factor {partial} has no code of ours (there is for 1)")
-    dim = int(head_dim * partial) if isinstance(partial, float) else 0
-    if not 0 < dim <= head_dim or dim % 2:
-        raise UnsupportedModel(f"config.json: partial_rotary_factor {partial!r} does not give an even part of a head's {head_dim} numbers")
-    return dim
-
-
-def _long_rope(raw: dict[str, Any], rotary_dim: int, max_positions: int) -> LongRope | None:
-    found, kind = _rope_table(raw)
-    if kind != "longrope":
-        return None
-    table = raw | found
-    original = parse_size(table, "original_max_position_embeddings")
-    if original == 1:
-        raise UnsupportedModel("config.json: original_max_position_embeddings must be more than 1")
-    factors = {}
-    for name in ("short_factor", "long_factor"):
-        listed = found.get(name)
-        sound = isinstance(listed, list) and all(isinstance(x, int | float) and x > 0 for x in listed)
-        if not isinstance(listed, list) or not sound or len(listed) != rotary_dim // 2:
-            raise UnsupportedModel(f"config.json: {name} must be {rotary_dim // 2} positive numbers, got {listed!r:.200}")
-        factors[name] = tuple(map(float, listed))
-    factor = _number(found, "factor", None) or max_positions / original
-    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    scale = _number(found, "attention_factor", None) or usual
-    return LongRope(original_max_position_embeddings=original, scale=scale, **factors)
-
-
 def _windows(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[int | None, ...]:
     """Returns each layer's sliding window."""
     window, rule, types = raw.get("sliding_window", family.sliding_window), family.windows, raw.get("layer_types")
@@ -393,9 +271,3 @@ def _windows(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[in
     if unknown or len(types) != layers:
         raise UnsupportedModel(f"layer_types must name full_attention or sliding_attention for each of {layers} layers, got {types!r:.200}")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-def parse_dtype(raw: dict[str, Any]) -> str | None:
-    """Returns the checkpoint's dtype as a word; None if its config does not say."""
-    name = raw.get("dtype", raw.get("torch_dtype"))
-    return str(name).removeprefix("torch.") if name is not None else None

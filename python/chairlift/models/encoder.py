@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import UnsupportedModel
-from chairlift.models.config import parse_dtype, parse_size, read_json
+from chairlift.models.fields import parse_dtype, parse_size, read_json
 from chairlift.models.shape import KvSpec, ModelShape
 
 ENCODERS = {

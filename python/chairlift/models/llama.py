@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -19,7 +19,6 @@ from chairlift.layers.norm import add_rms_norm, rms_norm
 from chairlift.layers.rope import rope_write, rotations
 from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
 from chairlift.models.config import ModelConfig
-from chairlift.models.rotary import inverse_frequencies
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
 """One layer's keys [blocks, kv_heads, block_size, head_dim] and values [blocks, kv_heads, block_size, value_dim]."""
@@ -62,8 +61,10 @@ class Llama:
         group: TensorParallelGroup = ALONE,
         quantization: str | None = None,
         rounds_activations: bool = False,
+        longest: int | None = None,
     ) -> None:
-        """Takes the model's tensors from `weights`. In a tensor-parallel group, `config` and `weights` are this process's part.
+        """Takes the model's tensors from `weights`. No sequence has more than `longest` tokens; None means the model's own limit. In a
+        tensor-parallel group, `config` and `weights` are this process's part.
 
         `quantization` (int8 or fp8, see `Linear`) applies to the layers' matrices, which the checkpoint may have quantised already.
         `rounds_activations` applies to those that the checkpoint has in fp8.
@@ -84,16 +85,18 @@ class Llama:
         for layer, following in pairwise(self.layers):
             layer.next_rounds = following.qkv.rounds_activations
         self.head = Linear(group.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape))
-        ropes = {config.rope, config.local_rope}
         device = self.embedding.device
-        self.frequencies = {rope: torch.from_numpy(inverse_frequencies(config.head_dim, **asdict(rope))).to(device) for rope in ropes}
+        self.frequencies = {
+            rope: torch.from_numpy(rope.frequencies(longest or config.max_position_embeddings)).to(device)
+            for rope in (config.rope, config.local_rope)
+        }
 
     def forward(self, batch: ForwardBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
         """Runs a batch over each layer's cache; returns hidden states [T, hidden]."""
         residual = functional.embedding(batch.input_ids, self.embedding)
         if self.scale != 1:
             residual.mul_(self.scale)
-        rotation = {rope: rotations(batch.positions, frequencies) for rope, frequencies in self.frequencies.items()}
+        rotation = {rope: rotations(batch.positions, frequencies, rope.scale) for rope, frequencies in self.frequencies.items()}
         x: Activations = rms_norm(residual, self.norm, self.eps, rounds=self.layers[0].qkv.rounds_activations)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             x = layer.forward(x, residual, rotation[layer.rope], layer_cache, batch.attention, batch.adapters)

@@ -45,6 +45,16 @@ class ModelShape(ABC):
         """The shape of each layer's KV cache."""
 
     @property
+    def longest_context(self) -> int:
+        """The largest context that can be asked for. The default is `max_position_embeddings`."""
+        return self.max_position_embeddings
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether tokens are computed differently if sequences can be longer."""
+        return False
+
+    @property
     @abstractmethod
     def num_weights(self) -> int:
         """The number of parameters."""

@@ -88,7 +88,7 @@ def build_runner(
     device = _choose_device(config.device, processes)
     in_torch = processes > 1 or device.value != "cpu" or config.runner == "torch"
     whole = model_shape(directory, in_torch=in_torch, load_format=config.load_format)
-    config = config.for_positions(whole.max_position_embeddings)
+    config = config.for_positions(whole.longest_context)
     sharing = processes if device.value == "cpu" else 1  # processes that share this machine's cores and memory
     threads = choose_threads(config.threads, sharing)
     config = replace(config, device=device.value, threads=int(threads.value), swap_space=config.swap_space // processes)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import numpy as np
 from numpy.typing import NDArray
 
 from chairlift import _core
 from chairlift.checkpoint.safetensors_file import as_float32
 from chairlift.errors import UnsupportedModel
-from chairlift.models.config import ModelConfig, RopeConfig
-from chairlift.models.rotary import inverse_frequencies
+from chairlift.models.config import ModelConfig
 from chairlift.runner.memory.precision import BYTES
 from chairlift.runner.weights import Part, Weights
 
@@ -22,20 +19,6 @@ def build_decoder(model: ModelConfig, weights: Weights, dtype: str, threads: int
     Raises UnsupportedModel for weights that do not match the configuration.
     """
     return _Builder(model, weights, dtype, threads, isa, longest).decoder()
-
-
-def rotary_embedding(model: ModelConfig, rope: RopeConfig, longest: int) -> tuple[np.ndarray, float]:
-    """Radians per position of each pair, and the scale of cosines and sines.
-
-    LongRoPE has two sets of frequencies, for short and long sequences. Rotated keys stay in the cache, so one set is used for all
-    sequences: that of the longest possible one, as in vLLM.
-    """
-    frequencies = inverse_frequencies(model.rotary_dim, **asdict(rope))
-    if model.long_rope is None:
-        return frequencies, 1.0
-    long = longest > model.long_rope.original_max_position_embeddings
-    factors = model.long_rope.long_factor if long else model.long_rope.short_factor
-    return frequencies / np.array(factors, dtype=np.float32), model.long_rope.scale
 
 
 class _Builder:
@@ -67,7 +50,7 @@ class _Builder:
                 num_kv_heads=model.num_kv_heads,
                 head_dim=model.head_dim,
                 rms_norm_eps=model.rms_norm_eps,
-                ropes=[rotary_embedding(model, rope, self.longest) for rope in self.ropes],
+                ropes=[(rope.frequencies(self.longest), rope.scale) for rope in self.ropes],
                 threads=self.threads,
                 embedding_scale=model.embedding_scale,
                 final_softcap=model.final_softcap,

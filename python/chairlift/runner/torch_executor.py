@@ -114,9 +114,8 @@ class TorchExecutor(DeviceExecutor):
         if isinstance(model, ModelConfig):
             weights = open_torch_weights(config, directory, dtype, device, 1 - model.norm_offset, model.scheme)
             quantization = precision.quantization if precision.quantization in EIGHT_BITS else None
-            network = Llama(
-                model, weights if group.size == 1 else Shards(weights, group), group, quantization, precision.rounds_activations
-            )
+            source = weights if group.size == 1 else Shards(weights, group)
+            network = Llama(model, source, group, quantization, precision.rounds_activations, config.max_model_len)
             if group.size == 1:
                 adapters = TorchAdapters(network, model, device)
             weights.weights.finish(model)

@@ -112,8 +112,8 @@ def fit_cache(config: EngineConfig, model: ModelShape, kv: str, step: StepSize, 
     """Sizes the KV cache and the context, given the size of a step."""
     seqs = step.seqs
     longest = config.max_model_len or model.max_position_embeddings
-    if longest > model.max_position_embeddings:
-        raise InvalidSetting(f"--max-model-len {longest}: the model was made for {model.max_position_embeddings} positions")
+    if longest > model.longest_context:
+        raise InvalidSetting(f"--max-model-len {longest}: the model was made for {model.longest_context} positions")
     size, each = config.block_size, block_bytes(model, config.block_size, kv)
     one = -(-longest // size)
     if config.num_kv_blocks is not None:

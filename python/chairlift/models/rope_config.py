@@ -1,0 +1,126 @@
+"""Parses the rotary embeddings of a config.json."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from chairlift.architectures import Architecture
+from chairlift.errors import UnsupportedModel
+from chairlift.models.fields import NoNativeModel, parse_number, parse_size
+from chairlift.models.rotary import Dynamic, Linear, Llama3, LongRope, Proportional, RopeConfig, Scaling, Yarn
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+"""The values of `rope_type` that there is code for."""
+_ALIASES = {"su": "longrope", "mrope": "default"}
+"""Earlier names. Positions of text are the same on all axes of multimodal positions."""
+
+
+def parse_ropes(raw: dict[str, Any], family: Architecture, head_dims: tuple[int, int]) -> tuple[RopeConfig, RopeConfig]:
+    """Returns the rotary embeddings of layers with full attention and of layers with a sliding window, whose head sizes are `head_dims`.
+
+    Raises UnsupportedModel for invalid values, and NoNativeModel for a kind that there is no code for.
+    """
+    if family.local_theta is None:
+        rope = _parse(raw, family, family.theta, head_dims[0])
+        return rope, rope
+    # transformers 5 has a table for each kind of layer. Earlier versions have a separate number for layers with a window.
+    tables = raw.get("rope_parameters") or {}
+    everywhere = {**raw, "rope_parameters": tables.get("full_attention")}
+    local = {"rope_theta": raw.get("rope_local_base_freq") or family.local_theta, "rope_parameters": tables.get("sliding_attention")}
+    local["max_position_embeddings"] = raw.get("max_position_embeddings")
+    return _parse(everywhere, family, family.theta, head_dims[0]), _parse(local, family, family.local_theta, head_dims[1])
+
+
+def longest_context(positions: int, rope: RopeConfig) -> int:
+    """Returns the positions that a model was made for. The config.json of a model with YaRN may name those before YaRN."""
+    return max(positions, round(rope.scaling.factor * rope.scaling.original)) if isinstance(rope.scaling, Yarn) else positions
+
+
+def rope_table(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the rotary parameters: `rope_parameters` of transformers 5 and the older `rope_scaling`."""
+    found = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    if raw.get("original_max_position_embeddings") is not None:
+        found["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+    return found
+
+
+def _parse(raw: dict[str, Any], family: Architecture, theta: float, head_dim: int) -> RopeConfig:
+    table = rope_table(raw)
+    named = table.get("rope_type", table.get("type")) or "default"
+    # Phi-3's first checkpoints say yarn.
+    kind = "longrope" if "short_factor" in table else _ALIASES.get(named, named)
+    if kind not in KINDS or "long_mscale" in table:
+        raise NoNativeModel(f"rope type {named!r} has no code of ours (there is for {', '.join(KINDS)})")
+    table.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
+    if kind in ("yarn", "longrope") and table.get("factor") is None:
+        table["factor"] = parse_size(raw, "max_position_embeddings") / parse_size(table, "original_max_position_embeddings")
+    base = parse_number(table, "rope_theta", raw.get("rope_theta") or theta)
+    partial = table.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    dim = head_dim if kind == "proportional" else _rotary_dim(partial, family, head_dim)
+    if kind == "proportional":
+        pairs = int((1.0 if partial is None else parse_number({"partial_rotary_factor": partial}, "partial_rotary_factor")) * head_dim // 2)
+        return RopeConfig(dim=dim, theta=base, scaling=Proportional(pairs, parse_number(table, "factor", 1.0)))
+    return RopeConfig(dim=dim, theta=base, scaling=_scaling(kind, table, dim), scale=_scale(kind, table))
+
+
+def _rotary_dim(partial: Any, family: Architecture, head_dim: int) -> int:
+    """Returns how many numbers of each head are rotated."""
+    if partial in (None, 1, 1.0):
+        return head_dim
+    if not family.partial_rotary:
+        raise NoNativeModel(f"partial_rotary_factor {partial} has no code of ours (there is for 1)")
+    dim = int(head_dim * partial + 1e-6) if isinstance(partial, float) else 0
+    if not 0 < dim <= head_dim or dim % 2:
+        raise UnsupportedModel(f"config.json: partial_rotary_factor {partial!r} does not give an even part of a head's {head_dim} numbers")
+    return dim
+
+
+def _scaling(kind: str, table: dict[str, Any], dim: int) -> Scaling | None:
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return Linear(parse_number(table, "factor"))
+    original = parse_size(table, "original_max_position_embeddings")
+    if kind == "dynamic":
+        return Dynamic(parse_number(table, "factor"), original)
+    if kind == "longrope":
+        return LongRope(original, _divisors(table, "short_factor", dim), _divisors(table, "long_factor", dim))
+    if kind == "llama3":
+        low, high = parse_number(table, "low_freq_factor"), parse_number(table, "high_freq_factor")
+        if low >= high:
+            raise UnsupportedModel(f"config.json: low_freq_factor ({low}) must be less than high_freq_factor ({high})")
+        return Llama3(parse_number(table, "factor"), low, high, original)
+    truncate = table.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise UnsupportedModel(f"config.json: truncate must be true or false, got {truncate!r:.50}")
+    fast, slow = parse_number(table, "beta_fast", 32.0), parse_number(table, "beta_slow", 1.0)
+    return Yarn(parse_number(table, "factor"), original, fast, slow, truncate)
+
+
+def _divisors(table: dict[str, Any], name: str, dim: int) -> tuple[float, ...]:
+    listed = table.get(name)
+    sound = isinstance(listed, list) and all(isinstance(x, int | float) and 0 < x < math.inf for x in listed)
+    if not isinstance(listed, list) or not sound or len(listed) != dim // 2:
+        raise UnsupportedModel(f"config.json: {name} must be {dim // 2} positive numbers, got {listed!r:.200}")
+    return tuple(map(float, listed))
+
+
+def _scale(kind: str, table: dict[str, Any]) -> float:
+    """Returns the factor of cosines and sines, by the rules of transformers."""
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if table.get("attention_factor") is not None:
+        return parse_number(table, "attention_factor")
+    factor = parse_number(table, "factor")
+    if kind == "longrope":
+        if (original := parse_size(table, "original_max_position_embeddings")) == 1:
+            raise UnsupportedModel("config.json: original_max_position_embeddings must be more than 1")
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if table.get("mscale") and table.get("mscale_all_dim"):
+        return mscale(parse_number(table, "mscale")) / mscale(parse_number(table, "mscale_all_dim"))
+    return mscale(1.0)
