@@ -549,6 +549,23 @@ class Linear:
         `instruction_sets()`, or 'auto' for the first. Raises ValueError if the tensors cannot be packed or the file ends too early.
         """
 
+    @staticmethod
+    def experts(
+        tensors: Sequence[Sequence[_Tensor]],
+        ins: int,
+        dtype: str,
+        *,
+        threads: int,
+        bias: NDArray[np.float32] | None = None,
+        gated: bool = False,
+        isa: str = "auto",
+    ) -> Linear:
+        """Packs the layers of all experts of a mixture into one.
+
+        Each of `tensors` has a tensor of every expert, of one shape and dtype. `bias` has those of the first expert first. The rest is as
+        for a single layer.
+        """
+
 @final
 class DecoderBlock:
     """A decoder block: a norm, then attention or an MLP, whose output is added to the residual stream."""
@@ -564,14 +581,16 @@ class DecoderBlock:
         rope: int | None = None,
         softcap: float | None = None,
         window: int | None = None,
+        sinks: NDArray[np.float32] | None = None,
         post_norm: NDArray[np.float32] | None = None,
         residual_scale: float = 1.0,
     ) -> DecoderBlock:
         """Creates a block of causal attention with scores multiplied by `scale`. Takes ownership of the linear layers.
 
         `qk_norm` are norms of each head's queries and keys. `rope` is the index of the decoder's rotary embedding (None: no positions). A
-        `softcap` c maps scores x to c * tanh(x / c). A token sees `window` tokens, itself included. `post_norm` is applied to the output,
-        which is then multiplied by `residual_scale`. Raises ValueError for a layer that another block owns.
+        `softcap` c maps scores x to c * tanh(x / c). A token sees `window` tokens, itself included. `sinks` are the scores of a token without
+        a value, for each head, that all tokens see. `post_norm` is applied to the output, which is then multiplied by `residual_scale`.
+        Raises ValueError for a layer that another block owns.
         """
 
     @staticmethod
@@ -587,6 +606,36 @@ class DecoderBlock:
         """Creates down_proj(activation(gate) * up); the activation is silu or gelu_tanh, `gate_up_proj` is gated.
 
         The rest is as in `attention`.
+        """
+
+    @staticmethod
+    def mixture(
+        *,
+        norm: NDArray[np.float32],
+        router: Linear,
+        gate_up_proj: Linear,
+        down_proj: Linear,
+        scores: str,
+        used: int,
+        activation: str = "silu",
+        clamp: tuple[float, float] | None = None,
+        bias: NDArray[np.float32] | None = None,
+        groups: tuple[int, int] | None = None,
+        normalised: bool = False,
+        scale: float = 1.0,
+        shared: tuple[Linear, Linear] | None = None,
+        shared_gate: bool = False,
+        post_norm: NDArray[np.float32] | None = None,
+        residual_scale: float = 1.0,
+    ) -> DecoderBlock:
+        """Creates a mixture of experts, of which `router` chooses `used` for each token by their scores.
+
+        `gate_up_proj` and `down_proj` are made by `Linear.experts`. Scores are the 'softmax' of the router's logits, their 'sigmoid', or the
+        'logits', whose weights are the softmax of those that are chosen. `bias` is added to the scores for the choice alone. `groups` are a
+        number of groups of experts, and how many of them may be chosen from. Weights that are `normalised` are divided by their sum, and all
+        are multiplied by `scale`. `clamp` (slope s, limit l) replaces the activation by (up + 1) * gate * sigmoid(s * gate), with the gate
+        at most l and up from -l to l. `shared` are the gated and the second layer of an expert that all tokens use; with `shared_gate` its
+        output is multiplied by the sigmoid of the router's last logit. The rest is as in `attention`.
         """
 
 @final

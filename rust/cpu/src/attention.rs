@@ -61,6 +61,8 @@ pub(crate) struct Attention<'a> {
     pub(crate) scale: f32,
     /// The cap c if a score x is replaced by `c * tanh(x / c)`.
     pub(crate) softcap: Option<f32>,
+    /// For each head, the score of a token without a value that all tokens attend to.
+    pub(crate) sinks: Option<&'a [f32]>,
     /// \[tokens\]\[stride\]. Each row starts with \[heads\]\[head dim\].
     pub(crate) query: &'a [f32],
     pub(crate) stride: usize,
@@ -194,6 +196,12 @@ impl<C: Cell> Attend<'_, C> {
                     seen.push(self.of.seen(position + i));
                 }
             }
+        }
+        if let Some(sinks) = self.of.sinks {
+            let sinks = &sinks[self.task.kv_head * group..][..group];
+            bases[..rows].iter_mut().zip(sinks.iter().cycle()).for_each(|(base, &sink)| *base = sink);
+            // Each sink's exponential relative to the base.
+            weights[..rows * S::LANES].iter_mut().step_by(S::LANES).for_each(|weight| *weight = 1.0);
         }
     }
 

@@ -1,5 +1,6 @@
 //! The blocks of a decoder, as data. Each block reads the residual stream and adds its output to it.
 
+use crate::experts::Mixture;
 use crate::linear::{Activation, Linear};
 use crate::rope::Rope;
 use crate::simd::Isa;
@@ -26,12 +27,12 @@ pub struct DecoderConfig {
     pub final_softcap: Option<f32>,
 }
 
-/// A block: an input norm, attention or an MLP, and how the output is added to the residual stream.
+/// A block: an input norm, attention, an MLP or a mixture of experts, and how the output is added to the residual stream.
 #[derive(Debug)]
 pub struct Block {
     /// Weight of the input norm.
     pub norm: Vec<f32>,
-    /// Attention or MLP.
+    /// Attention, MLP or mixture.
     pub kind: BlockKind,
     /// Weight of the output norm (Gemma).
     pub post_norm: Option<Vec<f32>>,
@@ -46,6 +47,8 @@ pub enum BlockKind {
     Attention(SelfAttention),
     /// A gated MLP.
     Mlp(GatedMlp),
+    /// A mixture of experts.
+    Mixture(Mixture),
 }
 
 /// Causal attention with grouped queries.
@@ -65,6 +68,8 @@ pub struct SelfAttention {
     pub softcap: Option<f32>,
     /// Sliding window: how many tokens a token attends to, including itself. `None`: all tokens.
     pub window: Option<usize>,
+    /// For each head, the score of a sink: a token without a value that all tokens attend to (gpt-oss).
+    pub sinks: Option<Vec<f32>>,
 }
 
 /// `down_proj(activation(gate_proj(x)) * up_proj(x))`.
@@ -119,22 +124,31 @@ impl Block {
         match &self.kind {
             BlockKind::Attention(attention) => attention.check(isa, config),
             BlockKind::Mlp(mlp) => mlp.check(isa, hidden),
+            BlockKind::Mixture(mixture) => mixture.check(isa, hidden),
         }
     }
 
-    /// The block's first and second linear layer.
-    pub(crate) fn linears(&self) -> [&Linear; 2] {
+    /// The block's first and second linear layer, which adapters can update. `None` for a mixture.
+    pub(crate) fn adaptable(&self) -> Option<[&Linear; 2]> {
         match &self.kind {
-            BlockKind::Attention(attention) => [&attention.qkv_proj, &attention.o_proj],
-            BlockKind::Mlp(mlp) => [&mlp.gate_up_proj, &mlp.down_proj],
+            BlockKind::Attention(attention) => Some([&attention.qkv_proj, &attention.o_proj]),
+            BlockKind::Mlp(mlp) => Some([&mlp.gate_up_proj, &mlp.down_proj]),
+            BlockKind::Mixture(_) => None,
         }
     }
 
-    /// Width of the MLP's inner layer. 0 for other blocks.
+    /// The linear layers that all tokens use.
+    pub(crate) fn common(&self) -> impl Iterator<Item = &Linear> {
+        let mixture = if let BlockKind::Mixture(mixture) = &self.kind { Some(mixture) } else { None };
+        self.adaptable().into_iter().flatten().chain(mixture.into_iter().flat_map(Mixture::common))
+    }
+
+    /// Width of the inner layers that a token uses at once. 0 for attention.
     pub(crate) fn inner(&self) -> usize {
         match &self.kind {
             BlockKind::Attention(_) => 0,
             BlockKind::Mlp(mlp) => mlp.inner(),
+            BlockKind::Mixture(mixture) => mixture.inner(),
         }
     }
 }
@@ -147,6 +161,7 @@ impl SelfAttention {
         check(self.o_proj.matrix.is(isa, hidden, config.widths().0, Merge::Stacked), "weights of o_proj")?;
         check(self.rope.is_none_or(|rope| rope < config.ropes.len()), "rotary embeddings")?;
         check(self.scale.is_finite() && positive(self.softcap), "attention scales or soft caps")?;
+        check(self.sinks.as_ref().is_none_or(|sinks| sinks.len() == config.num_heads), "attention sinks")?;
         check(self.window != Some(0), "windows")
     }
 }
@@ -157,7 +172,7 @@ impl GatedMlp {
         self.gate_up_proj.matrix.outs
     }
 
-    fn check(&self, isa: Isa, hidden: usize) -> Result<(), ShapeError> {
+    pub(crate) fn check(&self, isa: Isa, hidden: usize) -> Result<(), ShapeError> {
         check(self.gate_up_proj.matrix.is(isa, self.inner(), hidden, Merge::Gated), "gate_proj and up_proj")?;
         check(self.down_proj.matrix.is(isa, hidden, self.inner(), Merge::Stacked), "weights of down_proj")
     }

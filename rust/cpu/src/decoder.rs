@@ -82,7 +82,7 @@ impl Decoder {
 
     /// Adds an adapter and returns its number for [`Step::adapters`].
     pub fn add_adapter(&mut self, adapter: Adapter) -> Result<usize, ShapeError> {
-        let matrices = self.blocks.iter().map(|block| block.linears().map(|linear| &linear.matrix));
+        let matrices = self.blocks.iter().map(|block| block.adaptable().map(|linears| linears.map(|linear| &linear.matrix)));
         check(adapter.fits(matrices), "the adapter's matrices")?;
         let index = self.adapters.iter().position(Option::is_none).unwrap_or(self.adapters.len());
         self.adapters.resize_with(self.adapters.len().max(index + 1), || None);
@@ -107,15 +107,14 @@ impl Decoder {
         let mut pool = pool.lock().unwrap_or_else(PoisonError::into_inner);
         let (isa, tokens) = (*isa, step.input_ids.len());
         self.tokens = tokens;
-        let inner = blocks.iter().map(Block::inner).max().unwrap_or(0);
-        rows.reserve(isa, tokens, blocks.iter().flat_map(Block::linears));
+        rows.reserve(isa, tokens, tokens, blocks.iter().flat_map(Block::common));
         let table = embedding.as_ref().unwrap_or(&head.matrix);
         let Step { query_starts, context_lens, block_tables, max_blocks, .. } = *step;
         let sequences =
             Sequences { query_starts, context_lens, rows: step.rows, block_tables, max_blocks, block_size: cache.shape().block_size };
         let plan = Plan::new(sequences, config.num_heads, config.num_kv_heads, pool.size());
         let adapted = AdaptedRows::new(&numbers, adapters, pool.size(), widest(blocks), lora);
-        let pass = Pass::new(isa, config, step, &plan, cache.pages(), rows.packed(isa, tokens), adapted.as_ref(), inner, buffers);
+        let pass = Pass::new(isa, config, step, &plan, cache.pages(), rows.packed(isa, tokens, tokens), adapted.as_ref(), blocks, buffers);
         pool.run(|worker| {
             let mut spare = scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner);
             pass.run(worker, &mut spare, table, blocks);
@@ -147,8 +146,8 @@ impl Decoder {
         let (isa, hidden, eps) = (*isa, config.hidden_size, config.rms_norm_eps);
         let vocabulary = head.matrix.outs;
         assert!(out.len() >= at.len() * vocabulary && at.iter().all(|&t| (t as usize) < self.tokens), "places of the last step");
-        rows.reserve(isa, at.len(), [&*head]);
-        let (states, packed, out) = (&self.buffers.hidden, rows.packed(isa, at.len()), UnsafeSlice::new(out));
+        rows.reserve(isa, at.len(), at.len(), [&*head]);
+        let (states, packed, out) = (&self.buffers.hidden, rows.packed(isa, at.len(), at.len()), UnsafeSlice::new(out));
         let epilogue = config.final_softcap.map_or(Epilogue::Store, Epilogue::Softcap);
         pool.run(|worker| {
             let linear = &mut scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner).linear;
@@ -173,9 +172,9 @@ impl Decoder {
     }
 }
 
-/// The largest numbers of inputs and of outputs of the blocks' linear layers, with whole panels for each tensor.
+/// The largest numbers of inputs and of outputs of the linear layers that adapters can update, with whole panels for each tensor.
 fn widest(blocks: &[Block]) -> (usize, usize) {
-    let matrices = || blocks.iter().flat_map(Block::linears).map(|linear| &linear.matrix);
+    let matrices = || blocks.iter().filter_map(Block::adaptable).flatten().map(|linear| &linear.matrix);
     (
         matrices().map(|matrix| matrix.ins).max().unwrap_or(0),
         matrices().map(|matrix| matrix.panel_column(matrix.parts.len())).max().unwrap_or(0),

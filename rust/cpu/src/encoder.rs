@@ -150,7 +150,7 @@ impl Encoder {
         let (isa, hidden, tokens) = (*isa, *hidden, ids.len());
         assert!(out.len() >= (starts.len() - 1) * hidden, "an embedding for each text");
         let inner = layers.iter().map(|layer| layer.up_proj.matrix.outs).max().unwrap_or(0);
-        rows.reserve(isa, tokens, layers.iter().flat_map(EncoderLayer::linears));
+        rows.reserve(isa, tokens, tokens, layers.iter().flat_map(EncoderLayer::linears));
         let room = |buffer: &mut AlignedVec<f32>, width: usize| buffer.reserve(tokens * width);
         room(&mut buffers.hidden, hidden);
         room(&mut buffers.qkv, 3 * hidden);
@@ -163,7 +163,7 @@ impl Encoder {
             eps: *norm_eps,
             ids,
             starts: &starts,
-            packed: rows.packed(isa, tokens),
+            packed: rows.packed(isa, tokens, tokens),
             hidden: buffers.hidden.shared(),
             qkv: buffers.qkv.shared(),
             attended: buffers.attended.shared(),

@@ -62,14 +62,15 @@ pub(crate) fn slices(ins: usize, unit: usize, depth: usize) -> impl Iterator<Ite
 /// Splits rows into as few tiles as possible, with sizes as equal as possible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Tiling {
+    first: usize,
     rows: usize,
     tiles: usize,
 }
 
 impl Tiling {
     /// Tiles of at most `most` rows.
-    pub(crate) fn new(rows: usize, most: usize) -> Self {
-        Self { rows, tiles: rows.div_ceil(most) }
+    pub(crate) fn new(rows: Range<usize>, most: usize) -> Self {
+        Self { first: rows.start, rows: rows.len(), tiles: rows.len().div_ceil(most) }
     }
 
     pub(crate) fn tiles(self) -> usize {
@@ -80,8 +81,30 @@ impl Tiling {
     #[inline(always)]
     pub(crate) fn range(self, tile: usize) -> Range<usize> {
         let (each, more) = (self.rows / self.tiles, self.rows % self.tiles);
-        let start = tile * each + tile.min(more);
+        let start = self.first + tile * each + tile.min(more);
         start..start + each + usize::from(tile < more)
+    }
+}
+
+/// Rows that are multiplied by one matrix while a panel's slice is in the cache: at most [`GROUP`] rows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RowGroup {
+    /// Index of the matrix: an expert, or 0 for an ordinary layer.
+    pub(crate) matrix: usize,
+    pub(crate) rows: Range<usize>,
+}
+
+impl RowGroup {
+    /// Splits the rows of a matrix into as few groups as possible.
+    pub(crate) fn split(matrix: usize, rows: Range<usize>) -> impl Iterator<Item = Self> {
+        let tiling = Tiling::new(rows, GROUP);
+        (0..tiling.tiles()).map(move |group| Self { matrix, rows: tiling.range(group) })
+    }
+
+    /// The group's tiles of at most `most` rows.
+    pub(crate) fn tiles(&self, most: usize) -> Tiles {
+        let tiling = Tiling::new(self.rows.clone(), most);
+        Tiles { tiling, range: 0..tiling.tiles() }
     }
 }
 
@@ -109,7 +132,7 @@ impl Tiles {
     }
 
     /// The rows of each tile.
-    pub(crate) fn each(&self) -> impl Iterator<Item = Range<usize>> {
+    pub(crate) fn each(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let tiling = self.tiling;
         self.range.clone().map(move |tile| tiling.range(tile))
     }

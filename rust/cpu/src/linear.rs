@@ -12,7 +12,7 @@ mod tests;
 use std::ops::Range;
 
 use crate::aligned::AlignedVec;
-use crate::gemm::{self, GROUP, Gemm, STRIP, Tiles, Tiling};
+use crate::gemm::{self, GROUP, Gemm, RowGroup, STRIP, Tiles};
 use crate::lora::Deltas;
 use crate::pool::Worker;
 use crate::quant::{QuantRows, SharedRows};
@@ -31,17 +31,22 @@ pub(crate) use epilogue::{Epilogue, softcap};
 #[derive(Debug)]
 pub struct Linear {
     pub(crate) matrix: Matrix,
-    /// One bias for each row of the matrix. In a gated matrix, the gate's biases come first.
+    /// One bias for each row of the matrix, or of each expert's matrix. In a gated matrix, the gate's biases come first.
     bias: Option<Vec<f32>>,
 }
 
 impl Linear {
-    /// Creates a layer with the weights of `matrix` and, optionally, a `bias` for each of its rows. In a gated matrix, the gate's biases
-    /// come first. Panics if the number of biases differs from the number of rows.
+    /// Creates a layer with the weights of `matrix` and, optionally, a `bias` for each of its rows, expert by expert. In a gated matrix,
+    /// the gate's biases come first. Panics if the number of biases differs from the number of rows.
     pub fn new(matrix: Matrix, bias: Option<&[f32]>) -> Self {
-        let rows: usize = matrix.parts.iter().map(|part| part.rows).sum();
-        assert!(bias.is_none_or(|bias| bias.len() == rows), "a bias for each row");
-        Self { matrix, bias: bias.map(<[f32]>::to_vec) }
+        let layer = Self { matrix, bias: bias.map(<[f32]>::to_vec) };
+        assert!(bias.is_none_or(|bias| bias.len() == layer.matrix.count * layer.rows()), "a bias for each row");
+        layer
+    }
+
+    /// Number of rows of one expert's tensors, or of all tensors of an ordinary layer.
+    fn rows(&self) -> usize {
+        self.matrix.parts.iter().map(|part| part.rows).sum()
     }
 
     /// Returns the weights, for a matrix whose rows are read as embeddings.
@@ -53,6 +58,7 @@ impl Linear {
 /// Rows of activations, packed for the arithmetic of a layer's weights.
 #[derive(Debug, Default)]
 pub(crate) struct Rows {
+    groups: Vec<RowGroup>,
     floats: FloatRows,
     pieces: PieceRows<3>,
     rounded: PieceRows<1>,
@@ -63,7 +69,7 @@ pub(crate) struct Rows {
 /// The packed rows of one call.
 #[derive(Clone, Copy)]
 pub(crate) struct Packed<'a> {
-    rows: usize,
+    groups: &'a [RowGroup],
     floats: SharedFloats<'a>,
     pieces: SharedPieces<'a, 3>,
     rounded: SharedPieces<'a, 1>,
@@ -76,31 +82,42 @@ pub(crate) struct Packed<'a> {
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     row: Vec<f32>,
+    tiles: Vec<Range<usize>>,
     gemm: gemm::Scratch,
     sums: AlignedVec<f32>,
 }
 
 impl Rows {
-    /// Allocates room for `rows` rows of each layer's inputs.
-    pub(crate) fn reserve<'l>(&mut self, isa: Isa, rows: usize, layers: impl IntoIterator<Item = &'l Linear>) {
+    /// Allocates room for `rows` rows of each layer's inputs, of which about `together` are multiplied by one matrix.
+    pub(crate) fn reserve<'l>(&mut self, isa: Isa, rows: usize, together: usize, layers: impl IntoIterator<Item = &'l Linear>) {
         for Matrix { parts, ins, .. } in layers.into_iter().map(|layer| &layer.matrix) {
             for part in parts {
                 match part.store {
                     Store::Float(_) => self.floats.reserve(rows, *ins),
                     Store::Pieces(_) => self.pieces.reserve(rows, *ins),
                     Store::Rounded(_) => self.rounded.reserve(rows, *ins),
-                    Store::Digits(_) => self.digits.reserve(isa, rows, *ins),
+                    Store::Digits(_) => self.digits.reserve(isa, rows, together, *ins),
                     Store::Int8(_) => self.quant.reserve(isa, rows, *ins),
                 }
             }
         }
     }
 
-    /// Returns a view for a call with `rows` rows.
-    pub(crate) fn packed(&mut self, isa: Isa, rows: usize) -> Packed<'_> {
-        let Self { floats, pieces, rounded, digits, quant } = self;
+    /// Returns a view for a call with `rows` rows, of which about `together` are multiplied by one matrix.
+    pub(crate) fn packed(&mut self, isa: Isa, rows: usize, together: usize) -> Packed<'_> {
+        let Self { groups, floats, pieces, rounded, digits, quant } = self;
+        groups.clear();
+        groups.extend(RowGroup::split(0, 0..rows));
         let (pieces, rounded) = (pieces.shared(), rounded.shared());
-        Packed { rows, floats: floats.shared(), pieces, rounded, digits: digits.shared(isa, rows), quant: quant.shared(), deltas: None }
+        Packed {
+            groups,
+            floats: floats.shared(),
+            pieces,
+            rounded,
+            digits: digits.shared(isa, together),
+            quant: quant.shared(),
+            deltas: None,
+        }
     }
 }
 
@@ -108,6 +125,14 @@ impl<'a> Packed<'a> {
     /// The same rows. `multiply` adds the updates `deltas` to their products.
     pub(crate) fn with(self, deltas: Option<Deltas<'a>>) -> Self {
         Self { deltas, ..self }
+    }
+
+    /// The same rows, of which those of each group are multiplied by its matrix.
+    pub(crate) fn grouped<'b>(self, groups: &'b [RowGroup]) -> Packed<'b>
+    where
+        'a: 'b,
+    {
+        Packed { groups, ..self }
     }
 
     /// Packs rows for `layer`. `fill` gets the index of a row and writes it. This is one phase of the thread pool: every worker must call
@@ -123,15 +148,16 @@ impl<'a> Packed<'a> {
         let ins = layer.matrix.ins;
         scratch.row.resize(ins, 0.0);
         let row = &mut scratch.row;
-        let tiling = Tiling::new(self.rows, layer.matrix.tile_rows());
+        scratch.tiles.clear();
+        scratch.tiles.extend(self.groups.iter().flat_map(|group| group.tiles(layer.matrix.tile_rows()).each()));
         let is = |kind: fn(&Store) -> bool| layer.matrix.parts.iter().any(|part| kind(&part.store));
         let floats = is(|store| matches!(store, Store::Float(_)));
         let pieces = is(|store| matches!(store, Store::Pieces(_)));
         let rounded = is(|store| matches!(store, Store::Rounded(_)));
         let digits = is(|store| matches!(store, Store::Digits(_)));
         let int8 = is(|store| matches!(store, Store::Int8(_)));
-        worker.parallel_for(tiling.tiles(), |tile| {
-            let tile = tiling.range(tile);
+        worker.parallel_for(scratch.tiles.len(), |tile| {
+            let tile = scratch.tiles[tile].clone();
             for m in tile.clone() {
                 fill(m, row);
                 // SAFETY: one index of the loop writes each tile.
@@ -180,26 +206,28 @@ impl<'a> Packed<'a> {
     ) {
         let Linear { matrix, bias } = layer;
         let width = isa.panel();
-        let (tile_rows, tiling) = (matrix.tile_rows(), Tiling::new(self.rows, matrix.tile_rows()));
-        let group = (GROUP / tile_rows).max(1);
-        let groups = tiling.tiles().div_ceil(group);
-        let strips = Strips::new(matrix, isa, groups, worker.size());
-        worker.parallel_for(strips.count * groups, |piece| {
-            let first = piece / strips.count * group;
-            let tiles = Tiles { tiling, range: first..(first + group).min(tiling.tiles()) };
-            let rows = tiles.rows();
-            scratch.sums.reserve(STRIP * (GROUP + tile_rows) * width);
+        let tile_rows = matrix.tile_rows();
+        let strips = Strips::new(matrix, isa, self.groups.len(), worker.size());
+        worker.parallel_for(strips.count * self.groups.len(), |piece| {
+            let group = &self.groups[piece / strips.count];
+            let (tiles, rows) = (group.tiles(tile_rows), group.rows.clone());
+            scratch.sums.reserve(STRIP * GROUP * width);
             let (part, first_row, panels) = strips.find(piece % strips.count);
             let size = panels.len() * rows.len() * width;
-            let of = |row: usize, count: usize| bias.as_ref().map(|bias| &bias[row..row + count]);
+            let first_bias = group.matrix * layer.rows();
+            let of = |row: usize, count: usize| bias.as_ref().map(|bias| &bias[first_bias + row..][..count]);
             for row in rows.clone() {
                 let to = out.pointer(row * stride + first_row + panels.start * width, 0);
                 prefetch_to_write(to.cast(), panels.len() * width * size_of::<f32>());
             }
             let (sums, ups) = scratch.sums.split_at_mut(size);
-            self.sum(isa, &matrix.parts[part], panels.clone(), &tiles, sums, &mut scratch.gemm);
+            let sum = |part: &Part, sums: &mut [f32], scratch: &mut gemm::Scratch| {
+                let first = group.matrix * part.panels(isa);
+                self.sum(isa, part, first + panels.start..first + panels.end, &tiles, sums, scratch);
+            };
+            sum(&matrix.parts[part], sums, &mut scratch.gemm);
             if let Epilogue::Gate(_) = epilogue {
-                self.sum(isa, &matrix.parts[1], panels.clone(), &tiles, ups, &mut scratch.gemm);
+                sum(&matrix.parts[1], ups, &mut scratch.gemm);
             }
             for (i, panel) in panels.enumerate() {
                 let column = panel * width;

@@ -69,10 +69,12 @@ impl Adapter {
         Self { blocks }
     }
 
-    /// Whether the updates fit the layers of the decoder's blocks.
-    pub(crate) fn fits<'a>(&self, blocks: impl ExactSizeIterator<Item = [&'a Matrix; 2]>) -> bool {
-        let fits =
-            |(layers, matrices): (&[LowRank; 2], [&Matrix; 2])| layers.iter().zip(matrices).all(|(layer, matrix)| layer.fits(matrix));
+    /// Whether the updates fit the layers of the decoder's blocks. `None`: a block without layers that can be updated.
+    pub(crate) fn fits<'a>(&self, blocks: impl ExactSizeIterator<Item = Option<[&'a Matrix; 2]>>) -> bool {
+        let fits = |(layers, matrices): (&[LowRank; 2], Option<[&Matrix; 2]>)| match matrices {
+            Some(matrices) => layers.iter().zip(matrices).all(|(layer, matrix)| layer.fits(matrix)),
+            None => layers.iter().all(|layer| layer.parts.is_empty()),
+        };
         self.blocks.len() == blocks.len() && self.blocks.iter().zip(blocks).all(fits)
     }
 }
@@ -107,9 +109,9 @@ impl Factors {
         check_bytes(a)?;
         check_bytes(b)?;
         let pair = match a.numbers {
-            Numbers::F32 => Pair::F32(Panels::pack(pool, PANEL, a)?, Panels::pack(pool, isa.panel(), b)?),
-            Numbers::F16 => Pair::F16(Panels::pack(pool, PANEL, a)?, Panels::pack(pool, isa.panel(), b)?),
-            Numbers::Bf16 => Pair::Bf16(Panels::pack(pool, PANEL, a)?, Panels::pack(pool, isa.panel(), b)?),
+            Numbers::F32 => Pair::F32(Panels::pack(pool, PANEL, a.into())?, Panels::pack(pool, isa.panel(), b.into())?),
+            Numbers::F16 => Pair::F16(Panels::pack(pool, PANEL, a.into())?, Panels::pack(pool, isa.panel(), b.into())?),
+            Numbers::Bf16 => Pair::Bf16(Panels::pack(pool, PANEL, a.into())?, Panels::pack(pool, isa.panel(), b.into())?),
             Numbers::Ggml(number) => return Err(PackError::Blocks(number)),
         };
         Ok(Self { pair, rank, ins, outs, scale: *scale, isa })

@@ -1,5 +1,7 @@
 //! Runs a step through the blocks of a decoder, in phases on the thread pool.
 
+pub(crate) mod mixture;
+
 use crate::aligned::AlignedVec;
 use crate::attention::{self, Attention, Plan};
 use crate::blocks::{Block, BlockKind, DecoderConfig, GatedMlp, SelfAttention};
@@ -30,6 +32,7 @@ pub(crate) struct Buffers {
     output: AlignedVec<f32>,
     /// Cos/sin tables, \[tokens\]\[ropes\].
     cos_sin: AlignedVec<f32>,
+    pub(crate) mixture: mixture::Buffers,
 }
 
 /// Per-thread scratch memory.
@@ -38,7 +41,9 @@ pub(crate) struct Spare {
     pub(crate) linear: Scratch,
     lora: lora::Scratch,
     attention: attention::Scratch,
+    sorted: mixture::Sorted,
     row: Vec<f32>,
+    normed: Vec<f32>,
 }
 
 /// A step, shared by all threads.
@@ -61,10 +66,11 @@ pub(crate) struct Pass<'a> {
     inner: UnsafeSlice<'a, f32>,
     output: UnsafeSlice<'a, f32>,
     cos_sin: UnsafeSlice<'a, f32>,
+    mixture: mixture::Shared<'a>,
 }
 
 impl<'a> Pass<'a> {
-    /// Creates the pass of a step and makes room for it in `buffers`. `inner` is the largest inner width of the blocks.
+    /// Creates the pass of a step through `blocks` and makes room for it in `buffers`.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn new(
         isa: Isa,
@@ -74,10 +80,13 @@ impl<'a> Pass<'a> {
         pages: Pages<'a>,
         packed: Packed<'a>,
         adapted: Option<&'a AdaptedRows<'a>>,
-        inner: usize,
+        blocks: &[Block],
         buffers: &'a mut Buffers,
     ) -> Self {
         let tokens = step.input_ids.len();
+        let inner = blocks.iter().map(Block::inner).max().unwrap_or(0);
+        let mixtures = blocks.iter().filter_map(|block| if let BlockKind::Mixture(mixture) = &block.kind { Some(mixture) } else { None });
+        let mixture = buffers.mixture.shared(isa, tokens, config.hidden_size, mixtures);
         let cos_sin_width = config.ropes.iter().map(Rope::width).sum();
         let room = |buffer: &'a mut AlignedVec<f32>, width: usize| {
             buffer.reserve(tokens * width);
@@ -98,6 +107,7 @@ impl<'a> Pass<'a> {
             inner: room(&mut buffers.inner, inner),
             output: room(&mut buffers.output, config.hidden_size),
             cos_sin: room(&mut buffers.cos_sin, cos_sin_width),
+            mixture,
         }
     }
 
@@ -106,8 +116,8 @@ impl<'a> Pass<'a> {
         self.embed(worker, table);
         let mut layer = 0;
         for (index, block) in blocks.iter().enumerate() {
-            let linears = block.linears();
-            let deltas = |which: usize| self.adapted?.layer(index, which, &linears[which].matrix);
+            let linears = block.adaptable();
+            let deltas = |which: usize| self.adapted?.layer(index, which, &linears?[which].matrix);
             let deltas = [deltas(0), deltas(1)];
             match &block.kind {
                 BlockKind::Attention(attention) => {
@@ -115,6 +125,7 @@ impl<'a> Pass<'a> {
                     layer += 1;
                 }
                 BlockKind::Mlp(mlp) => self.gate(worker, spare, block, mlp, deltas),
+                BlockKind::Mixture(mixture) => self.mix(worker, spare, block, mixture),
             }
         }
     }
@@ -159,6 +170,7 @@ impl<'a> Pass<'a> {
             window: attention.window,
             scale: attention.scale,
             softcap: attention.softcap,
+            sinks: attention.sinks.as_deref(),
             // SAFETY: an earlier phase wrote these rows (see `Pass`).
             query: unsafe { self.qkv.read(0, self.step.input_ids.len() * width) },
             stride: width,
@@ -256,23 +268,35 @@ impl<'a> Pass<'a> {
         deltas: Option<Deltas<'a>>,
         read: impl Fn(usize, &mut [f32]),
     ) {
-        let &DecoderConfig { hidden_size, rms_norm_eps: eps, .. } = self.config;
+        let hidden_size = self.config.hidden_size;
         self.packed.pack(worker, self.isa, linear, &mut spare.linear, |t, out| {
             read(t, out);
             keep(deltas, t, out);
         });
-        let Some(weight) = &block.post_norm else {
+        if block.post_norm.is_none() {
             let epilogue = Epilogue::Add(block.residual_scale);
             return self.multiply(worker, spare, linear, deltas, self.hidden, hidden_size, epilogue);
-        };
+        }
         self.multiply(worker, spare, linear, deltas, self.output, hidden_size, Epilogue::Store);
-        spare.row.resize(hidden_size, 0.0);
         worker.parallel_for(self.step.input_ids.len(), |t| {
             // SAFETY: an earlier phase wrote the output, and only index t writes this row of the residual stream (see `Pass`).
-            let (x, state) = unsafe { (self.output.read(t * hidden_size, hidden_size), self.hidden.write(t * hidden_size, hidden_size)) };
-            self.isa.run(RmsNorm { x, weight, eps, out: &mut spare.row });
-            state.iter_mut().zip(&spare.row).for_each(|(state, x)| *state += x * block.residual_scale);
+            let (output, state) =
+                unsafe { (self.output.read(t * hidden_size, hidden_size), self.hidden.write(t * hidden_size, hidden_size)) };
+            self.add_output(block, output, &mut spare.normed, state);
         });
+    }
+
+    /// Adds a token's output of a block to the token's state, normalised if the block has a norm for it.
+    fn add_output(&self, block: &Block, output: &[f32], normed: &mut Vec<f32>, state: &mut [f32]) {
+        let output = match &block.post_norm {
+            Some(weight) => {
+                normed.resize(output.len(), 0.0);
+                self.isa.run(RmsNorm { x: output, weight, eps: self.config.rms_norm_eps, out: normed });
+                &*normed
+            }
+            None => output,
+        };
+        state.iter_mut().zip(output).for_each(|(state, x)| *state += x * block.residual_scale);
     }
 }
 

@@ -84,30 +84,64 @@ pub struct Tensor<'a> {
     pub interleaved: usize,
 }
 
-impl Tensor<'_> {
-    /// The source's row for row `row` of the matrix.
-    fn source_row(&self, row: usize) -> usize {
-        if self.interleaved == 0 {
-            return row;
-        }
-        let (head, within, half) = (row / self.interleaved, row % self.interleaved, self.interleaved / 2);
-        head * self.interleaved + within % half * 2 + within / half
+/// Tensors of one shape and number format whose panels follow each other: those of a mixture's experts, or a single one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stack<'a>(&'a [Tensor<'a>]);
+
+impl<'a> From<&'a Tensor<'a>> for Stack<'a> {
+    fn from(tensor: &'a Tensor<'a>) -> Self {
+        Self(std::slice::from_ref(tensor))
+    }
+}
+
+impl<'a> Stack<'a> {
+    /// A stack of these tensors. `None` if there are none, or if their shapes or number formats differ.
+    pub(crate) fn new(tensors: &'a [Tensor<'a>]) -> Option<Self> {
+        let alike = |a: &Tensor<'_>, b: &Tensor<'_>| (a.numbers, a.rows, a.ins) == (b.numbers, b.rows, b.ins);
+        let first = tensors.first()?;
+        tensors.iter().all(|tensor| alike(tensor, first)).then_some(Self(tensors))
+    }
+
+    /// The tensors, at least one.
+    pub(crate) fn tensors(self) -> &'a [Tensor<'a>] {
+        self.0
+    }
+
+    /// The format of all numbers.
+    pub(crate) fn numbers(self) -> Numbers {
+        self.0[0].numbers
+    }
+
+    /// Number of rows of each tensor.
+    pub(crate) fn rows(self) -> usize {
+        self.0[0].rows
+    }
+
+    /// Number of columns.
+    pub(crate) fn ins(self) -> usize {
+        self.0[0].ins
+    }
+
+    /// Number of panels of all tensors. Each tensor begins a panel.
+    pub(crate) fn panels(self, width: usize) -> usize {
+        self.0.len() * self.rows().div_ceil(width)
     }
 
     /// Calls `body` with the index of each panel of `width` rows, and its rows, on all threads of the pool.
     pub(crate) fn for_each_panel(
-        &self,
+        self,
         pool: &mut ThreadPool,
         width: usize,
         body: impl Fn(usize, &RowReader<'_>) + Sync,
     ) -> Result<(), ReadError> {
-        let size = self.numbers.row_bytes(self.ins).expect("Matrix::pack checks the type");
+        let size = self.numbers().row_bytes(self.ins()).expect("Matrix::pack checks the type");
+        let each = self.rows().div_ceil(width).max(1);
         let failed = Mutex::new(None);
         pool.run(|worker| {
             let mut buffer = Vec::new();
-            worker.parallel_for(self.rows.div_ceil(width), |panel| {
-                let rows = panel * width..self.rows.min((panel + 1) * width);
-                match self.read(rows, size, &mut buffer) {
+            worker.parallel_for(self.panels(width), |panel| {
+                let (tensor, first) = (&self.0[panel / each], panel % each * width);
+                match tensor.read(first..tensor.rows.min(first + width), size, &mut buffer) {
                     Ok(bytes) => body(panel, &RowReader { bytes, size }),
                     Err(error) => {
                         failed.lock().expect("nobody panics with the lock").get_or_insert(error);
@@ -116,6 +150,17 @@ impl Tensor<'_> {
             });
         });
         failed.into_inner().expect("nobody panics with the lock").map_or(Ok(()), |error| Err(ReadError(error)))
+    }
+}
+
+impl Tensor<'_> {
+    /// The source's row for row `row` of the matrix.
+    fn source_row(&self, row: usize) -> usize {
+        if self.interleaved == 0 {
+            return row;
+        }
+        let (head, within, half) = (row / self.interleaved, row % self.interleaved, self.interleaved / 2);
+        head * self.interleaved + within % half * 2 + within / half
     }
 
     /// The bytes of some rows, in the matrix's order.

@@ -10,7 +10,7 @@ use crate::pod::Pod;
 use crate::pool::ThreadPool;
 use crate::quant::QuantWeights;
 use crate::simd::{Isa, Simd, TILE};
-use crate::tensor::{Numbers, ReadError, RowReader, Source, Tensor};
+use crate::tensor::{Numbers, ReadError, RowReader, Source, Stack, Tensor};
 
 /// Storage format of a matrix's weights, and the arithmetic of their products: fp32, but for `Rounded` and `Int8`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,16 +146,16 @@ pub(crate) struct Panels<E> {
 }
 
 impl<E: Element> Panels<E> {
-    pub(crate) fn pack(pool: &mut ThreadPool, width: usize, tensor: &Tensor<'_>) -> Result<Self, ReadError> {
-        let ins = tensor.ins;
-        let mut numbers = AlignedVec::zeros(tensor.rows.next_multiple_of(width) * ins);
+    pub(crate) fn pack(pool: &mut ThreadPool, width: usize, stack: Stack<'_>) -> Result<Self, ReadError> {
+        let ins = stack.ins();
+        let mut numbers = AlignedVec::zeros(stack.panels(width) * width * ins);
         let shared = numbers.shared();
-        tensor.for_each_panel(pool, width, |panel, rows: &RowReader<'_>| {
+        stack.for_each_panel(pool, width, |panel, rows: &RowReader<'_>| {
             // SAFETY: each panel is written by one call.
             let out: &mut [E] = unsafe { shared.write(panel * width * ins, width * ins) };
             let mut row = vec![0.0; ins];
             for column in 0..rows.count() {
-                tensor.numbers.decode(rows.row(column), &mut row);
+                stack.numbers().decode(rows.row(column), &mut row);
                 for (to, &x) in out[column..].iter_mut().step_by(width).zip(&row) {
                     *to = E::from_f32(x);
                 }
@@ -232,17 +232,17 @@ pub(crate) struct PairPanels {
 }
 
 impl PairPanels {
-    fn pack(pool: &mut ThreadPool, width: usize, tensor: &Tensor<'_>) -> Result<Self, ReadError> {
-        let ins = tensor.ins;
-        let mut panels = Self { pairs: AlignedVec::zeros(tensor.rows.next_multiple_of(width) * ins / 2), ins, width };
+    fn pack(pool: &mut ThreadPool, width: usize, stack: Stack<'_>) -> Result<Self, ReadError> {
+        let ins = stack.ins();
+        let mut panels = Self { pairs: AlignedVec::zeros(stack.panels(width) * width * ins / 2), ins, width };
         let size = width * ins / 2;
         let shared = panels.pairs.shared();
-        tensor.for_each_panel(pool, width, |panel, rows: &RowReader<'_>| {
+        stack.for_each_panel(pool, width, |panel, rows: &RowReader<'_>| {
             // SAFETY: each panel is written by one call.
             let out = unsafe { shared.write(panel * size, size) };
             let mut row = vec![0.0; ins];
             for column in 0..rows.count() {
-                tensor.numbers.decode(rows.row(column), &mut row);
+                stack.numbers().decode(rows.row(column), &mut row);
                 for (block, numbers) in row.as_chunks::<BLOCK>().0.iter().enumerate() {
                     let to = &mut out[(block * width + column) * BLOCK / 2..][..BLOCK / 2];
                     for (to, pair) in to.iter_mut().zip(numbers.as_chunks::<2>().0) {
@@ -272,11 +272,13 @@ impl PairPanels {
     }
 }
 
-/// The weights [outs, ins] of a linear layer.
+/// The weights [outs, ins] of a linear layer, or those of all experts of a mixture.
 #[derive(Debug)]
 pub struct Matrix {
     /// One part for each tensor. Each has its own panels, so the formats can differ.
     pub(crate) parts: Vec<Part>,
+    /// Number of experts; 1 for an ordinary layer.
+    pub(crate) count: usize,
     pub(crate) ins: usize,
     /// Number of outputs. For a gated matrix, the number after the gate is applied.
     pub(crate) outs: usize,
@@ -285,10 +287,11 @@ pub struct Matrix {
     pub(crate) isa: Isa,
 }
 
-/// The weights of one tensor.
+/// The weights of one tensor, or of one tensor of each expert.
 #[derive(Debug)]
 pub(crate) struct Part {
     pub(crate) store: Store,
+    /// Number of rows of one tensor.
     pub(crate) rows: usize,
 }
 
@@ -328,50 +331,50 @@ impl FloatPanels {
 }
 
 impl Part {
-    fn pack(pool: &mut ThreadPool, isa: Isa, tensor: &Tensor<'_>, dtype: DType) -> Result<Self, PackError> {
-        let width = isa.panel();
-        let panels = match (dtype, tensor.numbers) {
+    fn pack(pool: &mut ThreadPool, isa: Isa, stack: Stack<'_>, dtype: DType) -> Result<Self, PackError> {
+        let (width, ins, rows) = (isa.panel(), stack.ins(), stack.rows());
+        let panels = match (dtype, stack.numbers()) {
             (DType::Int8, _) => {
-                return Ok(Self { store: Store::Int8(QuantWeights::pack(pool, isa, tensor)?), rows: tensor.rows });
+                return Ok(Self { store: Store::Int8(QuantWeights::pack(pool, isa, stack)?), rows });
             }
-            (DType::F32, _) | (DType::Kept, Numbers::F32) => FloatPanels::F32(Panels::pack(pool, width, tensor)?),
-            (DType::Bf16, _) | (DType::Kept, Numbers::Bf16) if isa.has_tiles() && tensor.ins.is_multiple_of(BLOCK) => {
-                let panels = TilePanels::Numbers(PairPanels::pack(pool, width, tensor)?);
-                return Ok(Self { store: Store::Pieces(panels), rows: tensor.rows });
+            (DType::F32, _) | (DType::Kept, Numbers::F32) => FloatPanels::F32(Panels::pack(pool, width, stack)?),
+            (DType::Bf16, _) | (DType::Kept, Numbers::Bf16) if isa.has_tiles() && ins.is_multiple_of(BLOCK) => {
+                let panels = TilePanels::Numbers(PairPanels::pack(pool, width, stack)?);
+                return Ok(Self { store: Store::Pieces(panels), rows });
             }
-            (DType::Rounded, numbers) if isa.has_tiles() && tensor.ins.is_multiple_of(BLOCK) => {
+            (DType::Rounded, numbers) if isa.has_tiles() && ins.is_multiple_of(BLOCK) => {
                 let panels = match numbers.blocks() {
-                    Some(kind) => TilePanels::Blocks(BlockPanels::pack(pool, isa, tensor, kind, CodeOrder::Columns)?),
-                    None => TilePanels::Numbers(PairPanels::pack(pool, width, tensor)?),
+                    Some(kind) => TilePanels::Blocks(BlockPanels::pack(pool, isa, stack, kind, CodeOrder::Columns)?),
+                    None => TilePanels::Numbers(PairPanels::pack(pool, width, stack)?),
                 };
-                return Ok(Self { store: Store::Rounded(panels), rows: tensor.rows });
+                return Ok(Self { store: Store::Rounded(panels), rows });
             }
-            (DType::Bf16 | DType::Rounded, _) | (DType::Kept, Numbers::Bf16) => FloatPanels::Bf16(Panels::pack(pool, width, tensor)?),
-            (DType::Kept, Numbers::F16) => FloatPanels::F16(Panels::pack(pool, width, tensor)?),
+            (DType::Bf16 | DType::Rounded, _) | (DType::Kept, Numbers::Bf16) => FloatPanels::Bf16(Panels::pack(pool, width, stack)?),
+            (DType::Kept, Numbers::F16) => FloatPanels::F16(Panels::pack(pool, width, stack)?),
             (DType::F16, _) => {
-                let panels = Panels::<F16>::pack(pool, width, tensor)?;
+                let panels = Panels::<F16>::pack(pool, width, stack)?;
                 if panels.numbers.iter().any(|x| x.to_f32().is_infinite()) {
                     // Packs again in fp32 to find the weight that overflows.
-                    let numbers = Panels::<f32>::pack(pool, width, tensor)?.numbers;
+                    let numbers = Panels::<f32>::pack(pool, width, stack)?.numbers;
                     let largest = numbers.iter().copied().find(|&x| F16::from_f32(x).to_f32().is_infinite());
                     return Err(PackError::Overflow(largest.unwrap_or(f32::INFINITY)));
                 }
                 FloatPanels::F16(panels)
             }
             (DType::Kept, Numbers::Ggml(number)) => {
-                let kind = tensor.numbers.blocks().ok_or(PackError::Blocks(number))?;
+                let kind = stack.numbers().blocks().ok_or(PackError::Blocks(number))?;
                 let order = if isa.has_digits() { WordOrder::Bytes } else { WordOrder::Bits };
-                let panels = BlockPanels::pack(pool, isa, tensor, kind, CodeOrder::Words(order))?;
+                let panels = BlockPanels::pack(pool, isa, stack, kind, CodeOrder::Words(order))?;
                 if isa.has_digits() {
-                    return Ok(Self { store: Store::Digits(panels), rows: tensor.rows });
+                    return Ok(Self { store: Store::Digits(panels), rows });
                 }
                 FloatPanels::Blocks(panels)
             }
         };
-        Ok(Self { store: Store::Float(panels), rows: tensor.rows })
+        Ok(Self { store: Store::Float(panels), rows })
     }
 
-    /// Number of panels.
+    /// Number of panels of one tensor.
     pub(crate) fn panels(&self, isa: Isa) -> usize {
         self.rows.div_ceil(isa.panel())
     }
@@ -399,24 +402,31 @@ pub(crate) fn check_bytes(tensor: &Tensor<'_>) -> Result<(), PackError> {
 }
 
 impl Matrix {
-    /// Packs tensors with the same number of inputs. All threads of the pool read tensors that are in files.
-    pub fn pack(pool: &mut ThreadPool, isa: Isa, tensors: &[Tensor<'_>], merge: Merge, dtype: DType) -> Result<Self, PackError> {
-        let ins = tensors.first().map_or(0, |tensor| tensor.ins);
-        let rows: usize = tensors.iter().map(|tensor| tensor.rows).sum();
-        let equal = tensors.iter().all(|tensor| tensor.ins == ins && tensor.interleaved % 2 == 0);
-        if !equal || tensors.is_empty() || (merge == Merge::Gated && (tensors.len() != 2 || tensors[0].rows != tensors[1].rows)) {
+    /// Packs tensors with the same number of inputs. Each of `tensors` has one tensor, or for a mixture one of every expert, in the
+    /// experts' order. All threads of the pool read tensors that are in files.
+    pub fn pack(pool: &mut ThreadPool, isa: Isa, tensors: &[&[Tensor<'_>]], merge: Merge, dtype: DType) -> Result<Self, PackError> {
+        let stacks: Option<Vec<_>> = tensors.iter().map(|tensors| Stack::new(tensors)).collect();
+        let stacks = stacks.ok_or(PackError::Mismatch)?;
+        let Some(first) = stacks.first() else { return Err(PackError::Mismatch) };
+        let (ins, count) = (first.ins(), first.tensors().len());
+        let rows: usize = stacks.iter().map(|stack| stack.rows()).sum();
+        let equal = stacks.iter().all(|stack| stack.ins() == ins && stack.tensors().len() == count);
+        if !equal || (merge == Merge::Gated && (stacks.len() != 2 || stacks[0].rows() != stacks[1].rows())) {
             return Err(PackError::Mismatch);
         }
         let mut parts = Vec::new();
-        for tensor in tensors {
-            check_bytes(tensor)?;
-            if tensor.interleaved > 0 && !tensor.rows.is_multiple_of(tensor.interleaved) {
-                return Err(PackError::Mismatch);
+        for stack in stacks {
+            for tensor in stack.tensors() {
+                check_bytes(tensor)?;
+                let head = tensor.interleaved;
+                if !head.is_multiple_of(2) || (head > 0 && !tensor.rows.is_multiple_of(head)) {
+                    return Err(PackError::Mismatch);
+                }
             }
-            parts.push(Part::pack(pool, isa, tensor, dtype)?);
+            parts.push(Part::pack(pool, isa, stack, dtype)?);
         }
         let outs = if merge == Merge::Gated { rows / 2 } else { rows };
-        Ok(Self { parts, ins, outs, merge, isa })
+        Ok(Self { parts, count, ins, outs, merge, isa })
     }
 
     /// First column of tensor `part` in rows that have whole panels for each tensor. The column after the last tensor is their width.
@@ -424,7 +434,7 @@ impl Matrix {
         self.parts[..part].iter().map(|part| part.panels(self.isa) * self.isa.panel()).sum()
     }
 
-    /// Reads row `out` of the matrix, as an embedding. The matrix must not be gated.
+    /// Reads row `out` of the matrix, as an embedding. The matrix must not be gated or have experts.
     pub(crate) fn read_row(&self, out: usize, to: &mut [f32]) {
         let mut row = out;
         for part in &self.parts {
@@ -445,8 +455,13 @@ impl Matrix {
         }
     }
 
-    /// Whether the matrix has this shape and is packed for `isa`.
+    /// Whether this is one matrix of this shape, packed for `isa`.
     pub(crate) fn is(&self, isa: Isa, outs: usize, ins: usize, merge: Merge) -> bool {
-        (self.isa, self.outs, self.ins, self.merge) == (isa, outs, ins, merge)
+        self.is_of(1, isa, outs, ins, merge)
+    }
+
+    /// Whether there are `count` matrices of this shape, packed for `isa`.
+    pub(crate) fn is_of(&self, count: usize, isa: Isa, outs: usize, ins: usize, merge: Merge) -> bool {
+        (self.count, self.isa, self.outs, self.ins, self.merge) == (count, isa, outs, ins, merge)
     }
 }

@@ -73,7 +73,10 @@ impl Weights {
         let mut linear = |parts: &[&[f32]], ins: usize, merge: Merge, bias: Option<&[f32]>| {
             let bytes: Vec<_> = parts.iter().map(|part| bytes_of(part)).collect();
             let tensors: Vec<_> = bytes.iter().map(|bytes| tensor(bytes, ins)).collect();
-            Linear::new(Matrix::pack(&mut pool, isa, &tensors, merge, dtype).expect("it fits"), bias)
+            Linear::new(
+                Matrix::pack(&mut pool, isa, &tensors.iter().map(std::slice::from_ref).collect::<Vec<_>>(), merge, dtype).expect("it fits"),
+                bias,
+            )
         };
         let mut blocks = Vec::new();
         for i in 0..LAYERS {
@@ -87,6 +90,7 @@ impl Weights {
                 scale: 1.0 / (HEAD as f32).sqrt(),
                 softcap: None,
                 window,
+                sinks: None,
             };
             let mlp = GatedMlp {
                 gate_up_proj: linear(&[gate, up], HIDDEN, Merge::Gated, Some(&self.gate_up_bias[i])),
@@ -482,7 +486,7 @@ fn weights_that_do_not_fit_each_other_are_refused() {
     let packed = |isa: Isa, outs: usize, ins: usize| {
         let bytes = vec![0; outs * ins * size_of::<f32>()];
         let mut pool = ThreadPool::new(1).expect("threads");
-        Matrix::pack(&mut pool, isa, &[tensor(&bytes, ins)], Merge::Stacked, DType::F32).expect("it fits")
+        Matrix::pack(&mut pool, isa, &[&[tensor(&bytes, ins)]], Merge::Stacked, DType::F32).expect("it fits")
     };
     let wide = |outs: usize, ins: usize| Linear::new(packed(Isa::best(), outs, ins), None);
     let made = |norm: usize, head: Linear| {

@@ -22,7 +22,7 @@ fn linear(isa: Isa, seed: u32, outs: usize, ins: usize) -> Linear {
     let bytes: Vec<u8> = numbers(seed, outs * ins).iter().flat_map(|x| (0.3 * x).to_le_bytes()).collect();
     let tensor = Tensor { numbers: Numbers::F32, rows: outs, ins, source: Source::Memory(&bytes), interleaved: 0 };
     let mut pool = ThreadPool::new(1).expect("threads");
-    let matrix = Matrix::pack(&mut pool, isa, &[tensor], Merge::Stacked, DType::F32).expect("it fits");
+    let matrix = Matrix::pack(&mut pool, isa, &[&[tensor]], Merge::Stacked, DType::F32).expect("it fits");
     Linear::new(matrix, Some(&numbers(seed + 1, outs)))
 }
 

@@ -1,19 +1,18 @@
-//! The CPU model: loads weights, runs steps and returns logits. The GIL is released for all work except copies of arrays.
+//! The CPU model: makes decoders of blocks, runs steps and returns logits. The GIL is released for all work except copies of arrays.
 
 #![allow(clippy::needless_pass_by_value, reason = "arguments are made of Python's objects for each call")]
 
-use std::fs::File;
-use std::path::PathBuf;
 use std::sync::Mutex;
 
 use chairlift_cpu as cpu;
-use cpu::{DType, Isa, Merge, Numbers, Source, Tensor, TileSupport};
-use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
+use cpu::{Isa, TileSupport};
+use numpy::{PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::linear::{Adapter, Linear, isa_of};
 use crate::threads::{ThreadPool, lock, started};
 
 /// The instruction sets that the kernels can use on this machine. The first is the fastest.
@@ -50,137 +49,6 @@ pub(crate) fn block_types() -> Vec<u32> {
     cpu::block_types()
 }
 
-/// An open file with weights, which are read while they are packed.
-#[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct TensorFile(File);
-
-#[pymethods]
-impl TensorFile {
-    #[new]
-    fn new(path: PathBuf) -> PyResult<Self> {
-        Ok(Self(File::open(path)?))
-    }
-}
-
-/// The weights of a linear layer, packed for this processor.
-#[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct Linear(Mutex<Option<cpu::Linear>>);
-
-#[pymethods]
-impl Linear {
-    #[new]
-    #[pyo3(signature = (tensors, ins, dtype, *, threads, bias=None, gated=false, isa="auto"))]
-    #[allow(clippy::too_many_arguments)]
-    fn new(
-        py: Python<'_>,
-        tensors: Vec<TensorArgs<'_>>,
-        ins: usize,
-        dtype: &str,
-        threads: usize,
-        bias: Option<PyBuffer<f32>>,
-        gated: bool,
-        isa: &str,
-    ) -> PyResult<Self> {
-        let isa = isa_of(isa)?;
-        let bias = bias.map(|bias| bias.to_vec(py)).transpose()?;
-        let dtype = dtype_of(dtype)?;
-        if bias.as_ref().is_some_and(|bias| bias.len() != tensors.iter().map(|tensor| tensor.1).sum::<usize>()) {
-            return Err(PyValueError::new_err("there must be a bias for each row"));
-        }
-        let merge = if gated { Merge::Gated } else { Merge::Stacked };
-        let tensors: Vec<_> = tensors.iter().map(|tensor| tensor_of(tensor, ins)).collect::<PyResult<_>>()?;
-        let linear = py.detach(|| {
-            let mut pool = started(threads)?;
-            let matrix = cpu::Matrix::pack(&mut pool, isa, &tensors, merge, dtype);
-            matrix.map(|matrix| cpu::Linear::new(matrix, bias.as_deref())).map_err(|error| PyValueError::new_err(error.to_string()))
-        });
-        linear.map(|linear| Self(Mutex::new(Some(linear))))
-    }
-}
-
-impl Linear {
-    /// Takes the packed weights. Only one model can take them.
-    pub(crate) fn take(&self) -> PyResult<cpu::Linear> {
-        lock(&self.0).take().ok_or_else(|| PyValueError::new_err("these weights belong to a model already"))
-    }
-}
-
-/// A tensor: number type, rows, bytes, and the rows per head if heads are interleaved, else 0.
-type TensorArgs<'py> = (String, usize, Bytes<'py>, usize);
-
-/// The location of a tensor's bytes.
-#[derive(FromPyObject)]
-enum Bytes<'py> {
-    Memory(PyReadonlyArray1<'py, u8>),
-    File((Py<TensorFile>, u64)),
-}
-
-/// The update of a tensor: A and B as tensors, the inputs of A, and the scale.
-type UpdateArgs<'py> = (TensorArgs<'py>, TensorArgs<'py>, usize, f32);
-
-/// The updates of the tensors of one layer.
-type LayerUpdates<'py> = Vec<Option<UpdateArgs<'py>>>;
-
-/// A `LoRA` adapter, packed for this processor.
-#[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct Adapter(Mutex<Option<cpu::Adapter>>);
-
-#[pymethods]
-impl Adapter {
-    #[new]
-    #[pyo3(signature = (blocks, *, isa="auto"))]
-    fn new(py: Python<'_>, blocks: Vec<(LayerUpdates<'_>, LayerUpdates<'_>)>, isa: &str) -> PyResult<Self> {
-        let isa = isa_of(isa)?;
-        let layers = |(first, second)| Ok::<_, PyErr>([updates_of(first)?, updates_of(second)?]);
-        let blocks: Vec<_> = blocks.iter().map(|(first, second)| layers((first, second))).collect::<PyResult<_>>()?;
-        let packed = py.detach(|| {
-            let mut pool = started(1)?;
-            let mut pack = |updates: &[_]| cpu::LowRank::pack(&mut pool, isa, updates);
-            let blocks = blocks.iter().map(|[first, second]| Ok([pack(first)?, pack(second)?])).collect::<Result<_, cpu::PackError>>();
-            blocks.map(cpu::Adapter::new).map_err(|error| PyValueError::new_err(error.to_string()))
-        });
-        packed.map(|adapter| Self(Mutex::new(Some(adapter))))
-    }
-}
-
-fn updates_of<'a>(updates: &'a LayerUpdates<'_>) -> PyResult<Vec<Option<cpu::Update<'a>>>> {
-    let update = |(a, b, ins, scale): &'a UpdateArgs<'_>| Ok(cpu::Update { a: tensor_of(a, *ins)?, b: tensor_of(b, a.1)?, scale: *scale });
-    updates.iter().map(|args| args.as_ref().map(update).transpose()).collect()
-}
-
-fn tensor_of<'a>((kind, rows, bytes, interleaved): &'a TensorArgs<'_>, ins: usize) -> PyResult<Tensor<'a>> {
-    let numbers = match kind.as_str() {
-        "float32" => Numbers::F32,
-        "float16" => Numbers::F16,
-        "bfloat16" => Numbers::Bf16,
-        _ => Numbers::Ggml(kind.parse().map_err(|_| PyValueError::new_err(format!("no kind of number is called {kind:?}")))?),
-    };
-    let source = match bytes {
-        Bytes::Memory(array) => {
-            Source::Memory(array.as_slice().map_err(|_| PyValueError::new_err("a tensor's bytes must be a contiguous uint8 array"))?)
-        }
-        Bytes::File((file, start)) => Source::File(&file.get().0, *start),
-    };
-    Ok(Tensor { numbers, rows: *rows, ins, source, interleaved: *interleaved })
-}
-
-fn isa_of(name: &str) -> PyResult<Isa> {
-    let isa = if name == "auto" { Some(Isa::best()) } else { Isa::available().into_iter().find(|isa| isa.name() == name) };
-    isa.ok_or_else(|| PyValueError::new_err(format!("the kernels cannot use {name} on this processor")))
-}
-
-fn dtype_of(name: &str) -> PyResult<DType> {
-    match name {
-        "float32" => Ok(DType::F32),
-        "float16" => Ok(DType::F16),
-        "bfloat16" => Ok(DType::Bf16),
-        "kept" => Ok(DType::Kept),
-        "rounded" => Ok(DType::Rounded),
-        "int8" => Ok(DType::Int8),
-        _ => Err(PyValueError::new_err(format!("weights cannot be kept as {name:?}"))),
-    }
-}
-
 /// One block of a decoder. The decoder takes ownership of it.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct DecoderBlock(Mutex<Option<cpu::Block>>);
@@ -201,7 +69,7 @@ impl DecoderBlock {
 #[pymethods]
 impl DecoderBlock {
     #[staticmethod]
-    #[pyo3(signature = (*, norm, qkv_proj, o_proj, scale, qk_norm=None, rope=None, softcap=None, window=None, post_norm=None, residual_scale=1.0))]
+    #[pyo3(signature = (*, norm, qkv_proj, o_proj, scale, qk_norm=None, rope=None, softcap=None, window=None, sinks=None, post_norm=None, residual_scale=1.0))]
     #[allow(clippy::too_many_arguments)]
     fn attention(
         py: Python<'_>,
@@ -213,12 +81,14 @@ impl DecoderBlock {
         rope: Option<usize>,
         softcap: Option<f32>,
         window: Option<usize>,
+        sinks: Option<PyBuffer<f32>>,
         post_norm: Option<PyBuffer<f32>>,
         residual_scale: f32,
     ) -> PyResult<Self> {
         let qk_norm = qk_norm.map(|(q, k)| Ok::<_, PyErr>([q.to_vec(py)?, k.to_vec(py)?])).transpose()?;
         let (qkv_proj, o_proj) = (qkv_proj.take()?, o_proj.take()?);
-        let attention = cpu::SelfAttention { qkv_proj, o_proj, qk_norm, rope, scale, softcap, window };
+        let sinks = sinks.map(|sinks| sinks.to_vec(py)).transpose()?;
+        let attention = cpu::SelfAttention { qkv_proj, o_proj, qk_norm, rope, scale, softcap, window, sinks };
         Self::of(py, norm, cpu::BlockKind::Attention(attention), post_norm, residual_scale)
     }
 
@@ -233,13 +103,70 @@ impl DecoderBlock {
         post_norm: Option<PyBuffer<f32>>,
         residual_scale: f32,
     ) -> PyResult<Self> {
-        let activation = match activation {
-            "silu" => cpu::Activation::Silu,
-            "gelu_tanh" => cpu::Activation::GeluTanh,
-            _ => return Err(PyValueError::new_err(format!("no activation is called {activation:?}"))),
-        };
-        let mlp = cpu::GatedMlp { gate_up_proj: gate_up_proj.take()?, down_proj: down_proj.take()?, activation };
+        let mlp = gated_mlp(gate_up_proj, down_proj, activation_of(activation)?)?;
         Self::of(py, norm, cpu::BlockKind::Mlp(mlp), post_norm, residual_scale)
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (
+        *, norm, router, gate_up_proj, down_proj, scores, used, activation="silu", clamp=None, bias=None, groups=None, normalised=false,
+        scale=1.0, shared=None, shared_gate=false, post_norm=None, residual_scale=1.0
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn mixture(
+        py: Python<'_>,
+        norm: PyBuffer<f32>,
+        router: &Linear,
+        gate_up_proj: &Linear,
+        down_proj: &Linear,
+        scores: &str,
+        used: usize,
+        activation: &str,
+        clamp: Option<(f32, f32)>,
+        bias: Option<PyBuffer<f32>>,
+        groups: Option<(usize, usize)>,
+        normalised: bool,
+        scale: f32,
+        shared: Option<(PyRef<'_, Linear>, PyRef<'_, Linear>)>,
+        shared_gate: bool,
+        post_norm: Option<PyBuffer<f32>>,
+        residual_scale: f32,
+    ) -> PyResult<Self> {
+        let scores = match scores {
+            "softmax" => cpu::Scores::Softmax,
+            "sigmoid" => cpu::Scores::Sigmoid,
+            "logits" => cpu::Scores::Logits,
+            _ => return Err(PyValueError::new_err(format!("no scores of experts are called {scores:?}"))),
+        };
+        let activation = match clamp {
+            Some((slope, limit)) => cpu::Activation::Clamped { slope, limit },
+            None => activation_of(activation)?,
+        };
+        let bias = bias.map(|bias| bias.to_vec(py)).transpose()?;
+        let groups = groups.map(|(count, used)| cpu::ExpertGroups { count, used });
+        let shared = shared
+            .map(|(gate_up, down)| Ok::<_, PyErr>(cpu::SharedExpert { mlp: gated_mlp(&gate_up, &down, activation)?, gated: shared_gate }));
+        let mixture = cpu::Mixture {
+            router: router.take()?,
+            choice: cpu::Choice { scores, used, bias, groups, normalised, scale },
+            gate_up_proj: gate_up_proj.take()?,
+            down_proj: down_proj.take()?,
+            activation,
+            shared: shared.transpose()?,
+        };
+        Self::of(py, norm, cpu::BlockKind::Mixture(mixture), post_norm, residual_scale)
+    }
+}
+
+fn gated_mlp(gate_up_proj: &Linear, down_proj: &Linear, activation: cpu::Activation) -> PyResult<cpu::GatedMlp> {
+    Ok(cpu::GatedMlp { gate_up_proj: gate_up_proj.take()?, down_proj: down_proj.take()?, activation })
+}
+
+fn activation_of(name: &str) -> PyResult<cpu::Activation> {
+    match name {
+        "silu" => Ok(cpu::Activation::Silu),
+        "gelu_tanh" => Ok(cpu::Activation::GeluTanh),
+        _ => Err(PyValueError::new_err(format!("no activation is called {name:?}"))),
     }
 }
 
@@ -339,8 +266,7 @@ impl Decoder {
 
     /// Adds an adapter and returns its number.
     fn add_adapter(&self, adapter: &Adapter) -> PyResult<usize> {
-        let adapter = lock(&adapter.0).take().ok_or_else(|| PyValueError::new_err("this adapter belongs to a model already"))?;
-        lock(&self.0).add_adapter(adapter).map_err(|error| PyValueError::new_err(error.to_string()))
+        lock(&self.0).add_adapter(adapter.take()?).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
     /// Removes an adapter.

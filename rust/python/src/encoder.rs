@@ -10,7 +10,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::decoder::Linear;
+use crate::linear::Linear;
 use crate::threads::{lock, started};
 
 /// Weight and bias of a layer norm.

@@ -7,6 +7,7 @@ mod decoder;
 mod encoder;
 mod errors;
 mod kv_budget;
+mod linear;
 mod replay;
 mod reports;
 mod router;
@@ -25,15 +26,15 @@ mod _core {
     #[pymodule_export]
     use crate::buffers::StepBuffers;
     #[pymodule_export]
-    use crate::decoder::{
-        Adapter, Decoder, DecoderBlock, KvCache, Linear, TensorFile, bf16_products, block_types, instruction_sets, matrix_tiles,
-    };
+    use crate::decoder::{Decoder, DecoderBlock, KvCache, bf16_products, block_types, instruction_sets, matrix_tiles};
     #[pymodule_export]
     use crate::encoder::{Encoder, EncoderLayer};
     #[pymodule_export]
     use crate::errors::{EmptyPrompt, HeldBusy, NeverFits, NoNewTokens, NotHeld, QueueFull, Rejected, TooLong};
     #[pymodule_export]
     use crate::kv_budget::KvBudget;
+    #[pymodule_export]
+    use crate::linear::{Adapter, Linear, TensorFile};
     #[pymodule_export]
     use crate::replay::{replay, step_times, what_if, workload};
     #[pymodule_export]

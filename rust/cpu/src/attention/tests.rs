@@ -21,6 +21,8 @@ struct Case {
     dtype: KvDType,
     window: Option<usize>,
     softcap: Option<f32>,
+    /// Whether each head has a sink.
+    sinks: bool,
     contexts: Vec<usize>,
     scale: f32,
     seed: u64,
@@ -60,6 +62,11 @@ struct Tokens {
 }
 
 impl Case {
+    /// The score of each head's sink.
+    fn sinks(&self) -> Option<Vec<f32>> {
+        self.sinks.then(|| Random(self.seed ^ 1).numbers(self.kv_heads * self.group, 6.0))
+    }
+
     fn tokens(&self) -> Vec<Tokens> {
         let mut random = Random(self.seed);
         let (width, kv_width) = (self.kv_heads * self.group * self.head_dim, self.kv_heads * self.head_dim);
@@ -121,9 +128,10 @@ impl Case {
             let plan = Plan::new(sequences, heads, self.kv_heads, threads);
             let mut out = vec![f32::NAN; query.len() / stride * width];
             let shared = UnsafeSlice::new(&mut out);
-            let &Self { window, softcap, .. } = self;
-            let scale = 1.0 / (self.head_dim as f32).sqrt();
-            let attention = Attention { plan: &plan, pages, layer: LAYER, window, scale, softcap, query: &query, stride, out: shared };
+            let (&Self { window, softcap, .. }, sinks) = (self, self.sinks());
+            let (scale, sinks) = (1.0 / (self.head_dim as f32).sqrt(), sinks.as_deref());
+            let attention =
+                Attention { plan: &plan, pages, layer: LAYER, window, scale, softcap, sinks, query: &query, stride, out: shared };
             pool.run(|worker| {
                 let mut scratch = Scratch::default();
                 // SAFETY: one thread runs each task, and all tokens have been written.
@@ -159,16 +167,17 @@ impl Case {
         let [keys, values] = [&tokens.keys, &tokens.values].map(|x| x.chunks(dim).map(|x| self.stored(x)).collect::<Vec<_>>());
         let root = 1.0 / (dim as f32).sqrt();
         let factor = |&x: &f32| if self.dtype == KvDType::Bf16 { bf16(x * root) } else { f64::from(x) / (dim as f64).sqrt() };
-        let mut expected = Vec::new();
+        let (mut expected, sinks) = (Vec::new(), self.sinks());
         for (i, query) in tokens.queries.chunks(dim).enumerate() {
             let (position, head) = (i / heads, i % heads / self.group);
             let seen = self.window.map_or(0, |window| (position + 1).saturating_sub(window))..position + 1;
             let dot = |key: &Vec<f64>| query.iter().zip(key).map(|(x, y)| factor(x) * y).sum::<f64>();
             let capped = |score: f64| self.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh());
             let scores: Vec<f64> = seen.clone().map(|token| capped(dot(&keys[token * self.kv_heads + head]))).collect();
-            let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let sink = sinks.as_ref().map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[i % heads]));
+            let largest = scores.iter().copied().fold(sink, f64::max);
             let powers: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
-            let sum: f64 = powers.iter().sum();
+            let sum = powers.iter().sum::<f64>() + (sink - largest).exp();
             expected.extend((0..dim).map(|d| {
                 let weighted = seen.clone().zip(&powers).map(|(token, power)| power * values[token * self.kv_heads + head][d]);
                 weighted.sum::<f64>() / sum
@@ -215,12 +224,13 @@ prop_compose! {
         dtype in prop::sample::select(vec![KvDType::F32, KvDType::F16, KvDType::Bf16, KvDType::Int8]),
         window in prop::option::of(prop::sample::select(vec![1, 2, 16, 37, 64, 100])),
         softcap in prop::option::of(prop::sample::select(vec![0.5, 5.0, 50.0])),
+        sinks in any::<bool>(),
         contexts in prop::collection::vec(1..180_usize, 1..4),
         scale in prop::sample::select(vec![0.1, 1.0, 4.0]),
         seed in any::<u64>(),
     ) -> Case {
         let block_size = if dtype == KvDType::Bf16 { block_size + block_size % 2 } else { block_size };
-        Case { kv_heads, group, head_dim, block_size, dtype, window, softcap, contexts, scale, seed }
+        Case { kv_heads, group, head_dim, block_size, dtype, window, softcap, sinks, contexts, scale, seed }
     }
 }
 
@@ -240,7 +250,20 @@ fn the_shapes_of_models_do() {
             for window in [None, Some(70)] {
                 let contexts = vec![131, 17];
                 let group = heads / kv_heads;
-                Case { kv_heads, group, head_dim, block_size: 16, dtype, window, softcap: None, contexts, scale: 2.0, seed: 0 }.check();
+                Case {
+                    kv_heads,
+                    group,
+                    head_dim,
+                    block_size: 16,
+                    dtype,
+                    window,
+                    softcap: None,
+                    sinks: false,
+                    contexts,
+                    scale: 2.0,
+                    seed: 0,
+                }
+                .check();
             }
         }
     }
@@ -267,10 +290,10 @@ impl Shared {
         let sequences = Sequences { query_starts, context_lens, rows: &rows, block_tables: tables, max_blocks, block_size };
         let plan = Plan::new(sequences, case.kv_heads * case.group, case.kv_heads, 1);
         let mut out = vec![f32::NAN; query.len()];
-        let &Case { window, softcap, .. } = case;
-        let (pages, shared) = (cache.pages(), UnsafeSlice::new(&mut out));
+        let (&Case { window, softcap, .. }, sinks) = (case, case.sinks());
+        let (pages, shared, sinks) = (cache.pages(), UnsafeSlice::new(&mut out), sinks.as_deref());
         let attention =
-            Attention { plan: &plan, pages, layer: LAYER, window, scale: 0.3, softcap, query: &query, stride: width, out: shared };
+            Attention { plan: &plan, pages, layer: LAYER, window, scale: 0.3, softcap, sinks, query: &query, stride: width, out: shared };
         let mut scratch = Scratch::default();
         // SAFETY: there is one thread, and all tokens have been written.
         (0..plan.len()).for_each(|task| unsafe { attention.attend(isa, task, &mut scratch) });
@@ -345,6 +368,7 @@ fn decodes_that_share_blocks_share_tasks() {
         dtype: KvDType::F32,
         window: None,
         softcap: None,
+        sinks: true,
         contexts: (0..16).map(|i| 200 + i).collect(),
         scale: 1.0,
         seed: 1,

@@ -53,7 +53,7 @@ impl<C: Cell> Attend<'_, C> {
     /// As for [`PairTiles::begin`].
     #[inline(always)]
     pub(super) unsafe fn look_tiled<S: Simd>(&mut self, s: S, tile: &Tile<C>, rows: &Range<usize>, tiles: &mut PairTiles) {
-        let chunks = Tiling::new(rows.len(), ROWS);
+        let chunks = Tiling::new(0..rows.len(), ROWS);
         let scores = self.scratch.scores.as_mut_ptr().cast::<Scores>();
         let mut last: Option<Range<usize>> = None;
         for chunk in 0..=chunks.tiles() {

@@ -6,7 +6,7 @@ use crate::aligned::AlignedVec;
 use crate::block_type::{BLOCK, BlockType, CodeBits, ScaleKind, Unpacked};
 use crate::pool::ThreadPool;
 use crate::simd::Isa;
-use crate::tensor::{ReadError, RowReader, Tensor};
+use crate::tensor::{ReadError, RowReader, Stack};
 
 /// The weights of one tensor, as panels of blocks.
 ///
@@ -117,14 +117,14 @@ fn words(bits: CodeBits) -> usize {
 }
 
 impl BlockPanels {
-    /// Reads and packs a tensor of blocks. All threads pack panels.
-    pub(crate) fn pack(pool: &mut ThreadPool, isa: Isa, tensor: &Tensor<'_>, kind: BlockType, order: CodeOrder) -> Result<Self, ReadError> {
-        let (width, ins) = (isa.panel(), tensor.ins);
+    /// Reads and packs tensors of blocks. All threads pack panels.
+    pub(crate) fn pack(pool: &mut ThreadPool, isa: Isa, stack: Stack<'_>, kind: BlockType, order: CodeOrder) -> Result<Self, ReadError> {
+        let (width, ins) = (isa.panel(), stack.ins());
         let unit = Unit::new(kind, width);
         let size = ins / kind.block() * unit.bytes;
-        let mut bytes = AlignedVec::zeros(tensor.rows.div_ceil(width) * size);
+        let mut bytes = AlignedVec::zeros(stack.panels(width) * size);
         let shared = bytes.shared();
-        tensor.for_each_panel(pool, width, |panel, rows: &RowReader<'_>| {
+        stack.for_each_panel(pool, width, |panel, rows: &RowReader<'_>| {
             // SAFETY: each panel is written by one call.
             let out = unsafe { shared.write(panel * size, size) };
             for column in 0..rows.count() {

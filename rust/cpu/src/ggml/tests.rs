@@ -49,7 +49,7 @@ fn packed(isa: Isa, kind: BlockType, bytes: &[u8], ins: usize) -> BlockPanels {
     let rows = bytes.len() / kind.row_bytes(ins).expect("whole blocks");
     let tensor = Tensor { numbers: Numbers::Ggml(kind.number()), rows, ins, source: Source::Memory(bytes), interleaved: 0 };
     let order = if isa.has_digits() { WordOrder::Bytes } else { WordOrder::Bits };
-    BlockPanels::pack(&mut ThreadPool::new(2).expect("threads"), isa, &tensor, kind, CodeOrder::Words(order)).expect("in memory")
+    BlockPanels::pack(&mut ThreadPool::new(2).expect("threads"), isa, (&tensor).into(), kind, CodeOrder::Words(order)).expect("in memory")
 }
 
 fn bits(weights: &[f32]) -> Vec<u32> {

@@ -43,10 +43,10 @@ pub(crate) struct SharedDigits<'a> {
 }
 
 impl DigitRows {
-    /// Allocates room for `rows` rows of `ins` numbers.
-    pub(crate) fn reserve(&mut self, isa: Isa, rows: usize, ins: usize) {
+    /// Allocates room for `rows` rows of `ins` numbers, of which about `together` are multiplied by one matrix.
+    pub(crate) fn reserve(&mut self, isa: Isa, rows: usize, together: usize, ins: usize) {
         let blocks = rows * ins.div_ceil(BLOCK);
-        if in_tiles(isa, rows) {
+        if in_tiles(isa, together) {
             self.pairs.reserve(blocks * DIGITS * PAIRS);
             self.sums.reserve(blocks);
             self.halves.reserve(2 * blocks);
@@ -55,16 +55,16 @@ impl DigitRows {
         }
     }
 
-    /// Returns a view for the thread pool, for a call with `rows` rows.
-    pub(crate) fn shared(&mut self, isa: Isa, rows: usize) -> SharedDigits<'_> {
+    /// Returns a view for the thread pool, for a call in which about `together` rows are multiplied by one matrix.
+    pub(crate) fn shared(&mut self, isa: Isa, together: usize) -> SharedDigits<'_> {
         let Self { digits, pairs, sums, halves } = self;
-        let in_tiles = in_tiles(isa, rows);
+        let in_tiles = in_tiles(isa, together);
         SharedDigits { digits: digits.shared(), pairs: pairs.shared(), sums: sums.shared(), halves: halves.shared(), in_tiles }
     }
 }
 
-fn in_tiles(isa: Isa, rows: usize) -> bool {
-    isa.has_tiles() && rows >= LEAST_ROWS
+fn in_tiles(isa: Isa, together: usize) -> bool {
+    isa.has_tiles() && together >= LEAST_ROWS
 }
 
 impl SharedDigits<'_> {

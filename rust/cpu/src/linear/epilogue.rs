@@ -4,12 +4,20 @@ use crate::simd::{Kernel, Simd, tanh};
 use crate::unsafe_slice::UnsafeSlice;
 
 /// Activation of the gate in a gated MLP.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
     /// `x * sigmoid(x)`.
     Silu,
     /// GELU with the tanh approximation.
     GeluTanh,
+    /// `x * sigmoid(slope * x)` of the gate, which is at most `limit`, times the value plus one, which is within `limit` on both sides of
+    /// 0 (gpt-oss).
+    Clamped {
+        /// Factor of the sigmoid's argument.
+        slope: f32,
+        /// Limit of the gate and of the value.
+        limit: f32,
+    },
 }
 
 /// The operation on the sums.
@@ -125,8 +133,14 @@ pub(crate) fn softcap<S: Simd>(s: S, x: S::F, cap: f32) -> S::F {
 
 /// Replaces each gate by `activation(gate) * up`.
 #[inline(always)]
-fn activate<S: Simd>(s: S, gates: &mut [f32], ups: &[f32], activation: Activation) {
+fn activate<S: Simd>(s: S, gates: &mut [f32], ups: &mut [f32], activation: Activation) {
     match activation {
+        Activation::Clamped { slope, limit } => {
+            // NaN is the result if it is the second argument.
+            map(s, gates, |gate| s.min(s.splat(limit), gate));
+            map(s, ups, |up| s.add(s.max(s.splat(-limit), s.min(s.splat(limit), up)), s.splat(1.0)));
+            gate(s, gates, ups, |gate| s.mul(gate, s.splat(slope)));
+        }
         Activation::Silu => gate(s, gates, ups, |gate| gate),
         // `0.5 * (1 + tanh(u))` equals `sigmoid(2 * u)`.
         Activation::GeluTanh => gate(s, gates, ups, |gate| {

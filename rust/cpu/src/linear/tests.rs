@@ -27,17 +27,21 @@ fn tensor(numbers: Numbers, rows: usize, ins: usize, bytes: &[u8]) -> Tensor<'_>
     Tensor { numbers, rows, ins, source: Source::Memory(bytes), interleaved: 0 }
 }
 
+fn pack_on(pool: &mut ThreadPool, isa: Isa, tensors: &[Tensor<'_>], merge: Merge, dtype: DType) -> Result<Matrix, PackError> {
+    Matrix::pack(pool, isa, &tensors.iter().map(std::slice::from_ref).collect::<Vec<_>>(), merge, dtype)
+}
+
 fn pack(isa: Isa, tensors: &[Tensor<'_>], merge: Merge, dtype: DType) -> Matrix {
-    Matrix::pack(&mut ThreadPool::new(2).expect("threads"), isa, tensors, merge, dtype).expect("it fits")
+    pack_on(&mut ThreadPool::new(2).expect("threads"), isa, tensors, merge, dtype).expect("it fits")
 }
 
 fn multiply(isa: Isa, threads: usize, layer: &Linear, x: &[f32], start: f32, epilogue: Epilogue) -> Vec<f32> {
     let (ins, outs) = (layer.matrix.ins, layer.matrix.outs);
     let count = x.len() / ins;
     let mut rows = Rows::default();
-    rows.reserve(isa, count, [layer]);
+    rows.reserve(isa, count, count, [layer]);
     let mut out = vec![start; count * outs];
-    let (packed, shared) = (rows.packed(isa, count), UnsafeSlice::new(&mut out));
+    let (packed, shared) = (rows.packed(isa, count, count), UnsafeSlice::new(&mut out));
     ThreadPool::new(threads).expect("threads").run(|worker| {
         let mut scratch = Scratch::default();
         packed.pack(worker, isa, layer, &mut scratch, |m, to| to.copy_from_slice(&x[m * ins..(m + 1) * ins]));
@@ -312,7 +316,7 @@ fn tensors_in_files_are_read_and_a_file_that_ends_too_early_is_refused() {
     // Truncates the open file. This can happen while weights are being read.
     std::fs::OpenOptions::new().write(true).open(&path).and_then(|file| file.set_len(5000)).expect("a shorter file");
     for dtype in [DType::Kept, DType::F32, DType::Int8] {
-        let error = Matrix::pack(&mut pool, Isa::best(), &[in_file], Merge::Stacked, dtype).expect_err("the file is too short");
+        let error = pack_on(&mut pool, Isa::best(), &[in_file], Merge::Stacked, dtype).expect_err("the file is too short");
         assert!(error.to_string().contains("became shorter while it was read"), "{error}");
     }
     std::fs::remove_file(&path).expect("the file just written");
@@ -322,14 +326,14 @@ fn tensors_in_files_are_read_and_a_file_that_ends_too_early_is_refused() {
 fn half_precision_is_refused_where_a_weight_is_too_large_for_it() {
     let bytes = bytes_of(&[1.0, 2.0, 70_000.0, 3.0]);
     let source = tensor(Numbers::F32, 2, 2, &bytes);
-    let packed = Matrix::pack(&mut ThreadPool::new(1).expect("threads"), Isa::best(), &[source], Merge::Stacked, DType::F16);
+    let packed = pack_on(&mut ThreadPool::new(1).expect("threads"), Isa::best(), &[source], Merge::Stacked, DType::F16);
     assert_eq!(packed.err(), Some(PackError::Overflow(70_000.0)));
 }
 
 #[test]
 fn tensors_that_do_not_fit_are_refused() {
     let mut pool = ThreadPool::new(1).expect("threads");
-    let mut refused = |tensors: &[Tensor<'_>], merge: Merge| Matrix::pack(&mut pool, Isa::best(), tensors, merge, DType::Kept).err();
+    let mut refused = |tensors: &[Tensor<'_>], merge: Merge| pack_on(&mut pool, Isa::best(), tensors, merge, DType::Kept).err();
     let bytes = vec![0; 4 * 64 * 2];
     let floats = |rows: usize, ins: usize| tensor(Numbers::F32, rows, ins, &bytes[..rows.min(2) * ins.min(64) * 4]);
     assert!(matches!(refused(&[floats(3, 64)], Merge::Stacked), Some(PackError::Shape { expected: 768, found: 512, .. })));

@@ -73,7 +73,7 @@ fn product(isa: Isa, weights: &QuantWeights, columns: usize, rows: &[Vec<f32>]) 
 
 fn packed(isa: Isa, numbers: Numbers, rows: usize, ins: usize, bytes: &[u8]) -> QuantWeights {
     let tensor = Tensor { numbers, rows, ins, source: Source::Memory(bytes), interleaved: 0 };
-    QuantWeights::pack(&mut ThreadPool::new(2).expect("threads"), isa, &tensor).expect("in memory")
+    QuantWeights::pack(&mut ThreadPool::new(2).expect("threads"), isa, (&tensor).into()).expect("in memory")
 }
 
 fn packed_blocks(isa: Isa, kind: BlockType, ins: usize, rows: &[Vec<u8>]) -> QuantWeights {

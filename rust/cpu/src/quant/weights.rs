@@ -5,7 +5,7 @@ use crate::block_type::{BLOCK, BlockType, Unpacked};
 use crate::half;
 use crate::pool::ThreadPool;
 use crate::simd::{Int8, Isa, Kernel};
-use crate::tensor::{ReadError, Tensor};
+use crate::tensor::{ReadError, Stack};
 
 /// 1.5 * 2^23. Adding it to a small number rounds that to the nearest integer, which is then in the last bits of the sum.
 const ROUNDER: f32 = 12_582_912.0;
@@ -44,30 +44,30 @@ pub(crate) struct QuantWeights {
 }
 
 impl QuantWeights {
-    /// Reads and packs a tensor. Blocks of types `Q4_0`, `Q4_1` and `Q8_0` are kept exactly. Those of `Q4_K` keep their integers; their scales
+    /// Reads and packs tensors. Blocks of types `Q4_0`, `Q4_1` and `Q8_0` are kept exactly. Those of `Q4_K` keep their integers; their scales
     /// are rounded to half precision, which changes a weight less than 8 bits would. Other numbers are rounded to 8-bit integers.
-    pub(crate) fn pack(pool: &mut ThreadPool, isa: Isa, tensor: &Tensor<'_>) -> Result<Self, ReadError> {
-        let (width, ins) = (isa.panel(), tensor.ins);
+    pub(crate) fn pack(pool: &mut ThreadPool, isa: Isa, stack: Stack<'_>) -> Result<Self, ReadError> {
+        let (width, ins) = (isa.panel(), stack.ins());
         let bits_of = |kind| match kind {
             BlockType::Q4_0 | BlockType::Q4_1 | BlockType::Q4_K => Some(Bits::Four),
             BlockType::Q8_0 => Some(Bits::Eight),
             _ => None,
         };
-        let kept = tensor.numbers.blocks().filter(|&kind| bits_of(kind).is_some());
+        let kept = stack.numbers().blocks().filter(|&kind| bits_of(kind).is_some());
         let bits = kept.and_then(bits_of).unwrap_or(Bits::Eight);
         let each = block_bytes(width, bits);
         let blocks = ins.div_ceil(BLOCK);
         let size = blocks * each;
-        let mut bytes = AlignedVec::zeros(tensor.rows.div_ceil(width) * size);
+        let mut bytes = AlignedVec::zeros(stack.panels(width) * size);
         let shared = bytes.shared();
         let layout = Layout::of(isa);
-        tensor.for_each_panel(pool, width, |panel, rows| {
+        stack.for_each_panel(pool, width, |panel, rows| {
             // SAFETY: each panel is written by one call.
             let out = unsafe { shared.write(panel * size, size) };
             let mut row = vec![0.0; blocks * BLOCK];
             for column in 0..rows.count() {
                 let Some(kind) = kept else {
-                    tensor.numbers.decode(rows.row(column), &mut row[..ins]);
+                    stack.numbers().decode(rows.row(column), &mut row[..ins]);
                     for (to, numbers) in out.chunks_exact_mut(each).zip(row.as_chunks().0) {
                         Block::nearest(numbers).write(to, width, column, bits, layout);
                     }

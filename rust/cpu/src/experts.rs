@@ -1,0 +1,73 @@
+//! A mixture of experts, as data.
+
+use crate::blocks::{GatedMlp, ShapeError, check};
+use crate::linear::{Activation, Linear};
+use crate::router::Choice;
+use crate::simd::Isa;
+use crate::weights::Merge;
+
+/// Gated MLPs of one shape, of which a router chooses a few for each token. The output is the weighted sum of their outputs, and that of a
+/// shared expert, if there is one.
+#[derive(Debug)]
+pub struct Mixture {
+    /// The router's projection: one row for each expert, and last a row for the gate of the shared expert if it has one.
+    pub router: Linear,
+    /// The choice of experts.
+    pub choice: Choice,
+    /// `gate_proj` and `up_proj` of all experts, merged as [`Merge::Gated`].
+    pub gate_up_proj: Linear,
+    /// `down_proj` of all experts.
+    pub down_proj: Linear,
+    /// Activation of the gate.
+    pub activation: Activation,
+    /// The expert that all tokens use.
+    pub shared: Option<SharedExpert>,
+}
+
+/// The expert that all tokens use.
+#[derive(Debug)]
+pub struct SharedExpert {
+    /// The expert.
+    pub mlp: GatedMlp,
+    /// Whether the output is multiplied by the sigmoid of the router's last logit (Qwen).
+    pub gated: bool,
+}
+
+impl Mixture {
+    /// Number of experts, without the shared one.
+    pub(crate) fn experts(&self) -> usize {
+        self.gate_up_proj.matrix.count
+    }
+
+    /// Width of an expert's inner layer.
+    pub(crate) fn expert_inner(&self) -> usize {
+        self.gate_up_proj.matrix.outs
+    }
+
+    /// Number of logits of a token.
+    pub(crate) fn logits(&self) -> usize {
+        self.router.matrix.outs
+    }
+
+    /// Width of the inner layers that a token uses at once.
+    pub(crate) fn inner(&self) -> usize {
+        let shared = self.shared.as_ref().map_or(0, |shared| shared.mlp.inner());
+        shared.max(self.choice.used * self.expert_inner())
+    }
+
+    /// The layers that all tokens use.
+    pub(crate) fn common(&self) -> impl Iterator<Item = &Linear> {
+        let shared = self.shared.iter().flat_map(|shared| [&shared.mlp.gate_up_proj, &shared.mlp.down_proj]);
+        std::iter::once(&self.router).chain(shared)
+    }
+
+    pub(crate) fn check(&self, isa: Isa, hidden: usize) -> Result<(), ShapeError> {
+        let (experts, inner) = (self.experts(), self.expert_inner());
+        let gates = usize::from(self.shared.as_ref().is_some_and(|shared| shared.gated));
+        check(self.choice.fits(experts), "the number of experts of a token, their groups or their biases")?;
+        check(self.router.matrix.is(isa, experts + gates, hidden, Merge::Stacked), "weights of the router")?;
+        check(self.gate_up_proj.matrix.is_of(experts, isa, inner, hidden, Merge::Gated), "gate_proj and up_proj of the experts")?;
+        check(self.down_proj.matrix.is_of(experts, isa, hidden, inner, Merge::Stacked), "down_proj of the experts")?;
+        self.shared.as_ref().map_or(Ok(()), |shared| shared.mlp.check(isa, hidden))
+    }
+}
