@@ -26,6 +26,7 @@ from scheduler import machine
 
 from chairlift import LLM, SamplingParams, _core
 from chairlift.config import DEFAULT_MODEL
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.runner.buffers import Layout, StepBuffers
 from chairlift.sim.devices import Profile
 from chairlift.sim.steps import Load, StepTime
@@ -108,7 +109,9 @@ class Run:
         self.engine, self.steps, self.count = llm.engine, 0, 0
         self.answers: list[list[int]] = [[] for _ in range(streams)]
         for tag in range(streams):
-            self.engine.add(tag, prompt, SamplingParams(temperature=0.2, top_p=0.9, seed=tag, max_tokens=output_of(streams), **form))
+            self.engine.add(
+                EngineRequest.of(tag, prompt, SamplingParams(temperature=0.2, top_p=0.9, seed=tag, max_tokens=output_of(streams), **form))
+            )
 
     def advance(self, count: int) -> tuple[float, float]:
         """Runs steps until there are `count` tokens, or all answers have ended. Returns the seconds of CPU and of wall clock."""

@@ -13,6 +13,7 @@ import numpy as np
 from scheduler import machine
 
 from chairlift.config import EngineConfig
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.loop import Engine
 from chairlift.sampling import SamplingParams
 
@@ -29,15 +30,15 @@ def greedy(tokens: int) -> SamplingParams:
 def steps(engine: Engine, random: np.random.Generator) -> tuple[list[float], list[float]]:
     """Milliseconds of steps of the streams alone, and of those beside the prompt."""
     for i in range(8):  # what the step-time model learns from
-        engine.add(1000 + 128 * i, random.integers(10, 4000, 200), greedy(20))
+        engine.add(EngineRequest.of(1000 + 128 * i, random.integers(10, 4000, 200), greedy(20)))
     while engine.has_work:
         engine.step()
     for i in range(STREAMS):
-        engine.add(10_000 + 128 * i, random.integers(10, 4000, 50), greedy(1500))  # more than the prompt takes
+        engine.add(EngineRequest.of(10_000 + 128 * i, random.integers(10, 4000, 50), greedy(1500)))  # more than the prompt takes
     alone, beside = [], []
     for _ in range(20):
         alone.append(timed(engine))
-    engine.add(1, random.integers(10, 4000, PROMPT), greedy(1))
+    engine.add(EngineRequest.of(1, random.integers(10, 4000, PROMPT), greedy(1)))
     while engine.explain(1)["finish"] is None:  # type: ignore[index]
         beside.append(timed(engine))
     return alone[5:], beside

@@ -5,7 +5,7 @@ import math
 import msgpack
 import pytest
 
-from chairlift.engine.frames import pack_fields
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.errors import InvalidRequest
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
@@ -58,8 +58,8 @@ def test_sampling(field, good, bad):
 
 def test_what_comes_back_from_the_wire_is_what_went_out():
     params = SamplingParams(logit_bias={5: 1.0}, allowed_token_ids=(1, 2), bad_words=((1, 2), "a"), stop=("a",), logprobs=3)
-    wire = msgpack.loads(msgpack.dumps(pack_fields(params)), strict_map_key=False)
-    assert SamplingParams(**wire) == params
+    wire = msgpack.loads(msgpack.dumps(EngineRequest.of(1, [5], params).pack()), strict_map_key=False)
+    assert EngineRequest.unpack(wire).sampling == params
 
 
 def test_as_many_answers_as_are_asked_for_and_no_fewer_are_drawn():

@@ -23,10 +23,10 @@ class ScriptedEngine(FakeEngine):
         super().__init__()
         self.facts |= {"max_model_len": CONTEXT}
 
-    async def run(self, stream, scheduling, **arguments):
+    async def run(self, stream, **arguments):
         _, told, said = bytes(stream.prompt).decode().rpartition("SAY:")
         stream.prompt = list(f"SAY:{said.partition('|')[0] if told else 'ok'}".encode())
-        async for output in super().run(stream, scheduling, **arguments):
+        async for output in super().run(stream, **arguments):
             yield output
 
 

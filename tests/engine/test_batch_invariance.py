@@ -11,6 +11,7 @@ import pytest
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine import loop
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.loop import Engine
 from chairlift.outputs import RequestOutput
 
@@ -83,7 +84,7 @@ def served(byte_model: Path, requests: list[Asked], may_leave: frozenset[int] = 
     engine = Leaving(EngineConfig(model=str(byte_model), load_format="dummy", device="cpu", max_model_len=256, block_size=8, **settings))
     engine.may_leave, tokens = may_leave, defaultdict(list)
     for tag, prompt, params in requests:
-        engine.add(tag, prompt, params)
+        engine.add(EngineRequest.of(tag, prompt, params))
     while engine.has_work:
         report = engine.step()
         assert report is not None

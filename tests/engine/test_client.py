@@ -395,7 +395,7 @@ def test_a_request_that_is_submitted_again_keeps_its_time_of_arrival(monkeypatch
     async def test(engine):
         async for _ in engine.generate([1000], SamplingParams(max_tokens=1), spent={"receive": 0.25, "restart": 1.5}):
             pass
-        [added] = [frame.spent for frame in sent if isinstance(frame, Add)]
+        [added] = [frame.request["spent"] for frame in sent if isinstance(frame, Add)]
         assert (added["receive"], added["restart"], added.keys()) == (250_000, 1_500_000, {"receive", "restart", "tokenize"})
 
     run(test)

@@ -10,7 +10,7 @@ import pytest
 from chairlift import SamplingParams, Scheduling, _core
 from chairlift.config import EngineConfig
 from chairlift.engine import facts, loop, scheduler_settings, sequences
-from chairlift.engine.frames import ResumedChoice, pack_tokens
+from chairlift.engine.engine_request import EngineRequest, ResumedChoice, pack_tokens
 from chairlift.errors import InvalidRequest, InvalidSetting, QueueFull
 from chairlift.runner.buffers import Sampled
 
@@ -245,8 +245,8 @@ def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
     treated = Scheduling(
         priority=-2, tier="priority", tenant="a", deadline_ms=1.5, ttft_deadline_ms=0.25, cache_salt="ü", predicted_tokens=4
     )
-    engine.add(1, [1, 2, 3], SamplingParams(max_tokens=None, stop_token_ids=(9,)), treated)
-    engine.add(2, [1], SamplingParams(ignore_eos=True), Scheduling(tenant="b"))
+    engine.add(EngineRequest.of(1, [1, 2, 3], SamplingParams(max_tokens=None, stop_token_ids=(9,)), treated))
+    engine.add(EngineRequest.of(2, [1], SamplingParams(ignore_eos=True), Scheduling(tenant="b")))
     assert engine.core.added[1] == {
         "max_new_tokens": 47,
         "stop": [9, 2],
@@ -272,7 +272,7 @@ def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
 def test_the_unfinished_choices_of_a_lost_request_go_on_with_their_seeds(make):
     engine = make()
     answers = [ResumedChoice(0, pack_tokens([4, 5]), 2, 1, 100, 200, 300), ResumedChoice(2, b"", 2, 1, 100, 200, None)]
-    engine.add(7, [1, 2], SamplingParams(n=3, seed=9), spent={"receive": 1000}, resumed=answers)
+    engine.add(EngineRequest.of(7, [1, 2], SamplingParams(n=3, seed=9), spent={"receive": 1000}, resumed=answers))
     assert engine.core.added.keys() == {7, 9}
     begun = NOW - 1000
     assert engine.core.added[7]["resumed"] == (2, 2, 1, begun + 100, begun + 200, begun + 300)
@@ -281,7 +281,7 @@ def test_the_unfinished_choices_of_a_lost_request_go_on_with_their_seeds(make):
     engine.step()
     resumed = dict(engine.runner.seeds)
     engine = make()
-    engine.add(1, [1, 2], SamplingParams(n=3, seed=9))
+    engine.add(EngineRequest.of(1, [1, 2], SamplingParams(n=3, seed=9)))
     engine.core.plans.append(plan([(row, 10 * tag, tag, 0, 0, 0) for row, tag in enumerate((1, 3))]))
     engine.step()
     assert resumed == engine.runner.seeds
@@ -289,8 +289,8 @@ def test_the_unfinished_choices_of_a_lost_request_go_on_with_their_seeds(make):
 
 def test_answers_are_forks_with_draws_of_their_own(make):
     engine = make()
-    engine.add(4, [1, 2], SamplingParams(n=2, best_of=3, seed=77))
-    engine.add(7, [1, 2], SamplingParams(n=2))
+    engine.add(EngineRequest.of(4, [1, 2], SamplingParams(n=2, best_of=3, seed=77)))
+    engine.add(EngineRequest.of(7, [1, 2], SamplingParams(n=2)))
     assert engine.core.calls == [("fork", 40, 5), ("fork", 40, 6), ("fork", 70, 8)]
 
     def seeds(tags):
@@ -302,27 +302,27 @@ def test_answers_are_forks_with_draws_of_their_own(make):
     assert first[0] == 77
     assert len(set(first)) == 5
     again = make()
-    again.add(14, [1, 2], SamplingParams(n=3, seed=77))
+    again.add(EngineRequest.of(14, [1, 2], SamplingParams(n=3, seed=77)))
     engine = again
     assert seeds([14, 15, 16]) == first[:3], "a seed gives the same draws whenever it is asked with"
     with pytest.raises(InvalidRequest, match="already running"):
-        engine.add(13, [1], SamplingParams(n=2))
+        engine.add(EngineRequest.of(13, [1], SamplingParams(n=2)))
 
 
 def test_what_the_core_refuses_is_said_in_our_words_and_leaves_nothing(make):
     engine = make()
     engine.core.room = 2
     with pytest.raises(QueueFull, match="no more may") as full:
-        engine.add(1, [1, 2], SamplingParams(n=4))
+        engine.add(EngineRequest.of(1, [1, 2], SamplingParams(n=4)))
     assert full.value.retry_after == 1.5
     assert not engine.has_work
     assert not engine.core.live
     with pytest.raises(QueueFull):
-        engine.add(1, [1, 2], SamplingParams())
+        engine.add(EngineRequest.of(1, [1, 2], SamplingParams()))
     engine.core.room = 1
     for length in (51, 41):
         with pytest.raises(InvalidRequest, match="too long") as refused:
-            engine.add(1, [1] * length, SamplingParams())
+            engine.add(EngineRequest.of(1, [1] * length, SamplingParams()))
         assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
     assert not engine.has_work
 
@@ -330,7 +330,7 @@ def test_what_the_core_refuses_is_said_in_our_words_and_leaves_nothing(make):
 def test_a_step_swaps_before_it_runs_and_expires_before_it_plans(make):
     engine = make()
     for tag in (1, 2, 3):
-        engine.add(tag, [1, 2], SamplingParams())
+        engine.add(EngineRequest.of(tag, [1, 2], SamplingParams()))
     core = engine.core
     core.expiring = [2]
     core.plans.append(plan([(0, 10, 1, 16, 8, 250)], ending=[3], swap_out=[(5, 0)], swap_in=[(1, 6)]))
@@ -349,7 +349,7 @@ def test_the_next_step_is_launched_before_this_one_is_collected_and_sampled_afte
     engine = make()
     core = engine.core
     for tag in (1, 2, 3):
-        engine.add(tag, [1, 2], SamplingParams())
+        engine.add(EngineRequest.of(tag, [1, 2], SamplingParams()))
     # In the second plan 2 has taken the row of 1, which lost it, and whose last token is on its way.
     core.plans += [plan([(0, 10, 1, 0, 0, 0), (1, 30, 3, 0, 0, 0)]), plan([(0, 20, 2, 0, 0, 0)]), plan()]
     core.plans[0].ending, core.plans[1].ending = [1], [3]
@@ -380,7 +380,7 @@ def test_each_stage_of_a_step_is_told(make):
             stages[call] = engine.stage[0]
 
     engine.core.calls = engine.runner.calls = Calls()
-    engine.add(1, [1, 2], SamplingParams())
+    engine.add(EngineRequest.of(1, [1, 2], SamplingParams()))
     engine.core.plans.append(plan([(0, 10, 1, 0, 0, 0)]))
     engine.step()
     assert stages == {
@@ -395,7 +395,7 @@ def test_when_a_step_fails_all_that_are_under_way_are_committed_without_tokens(m
     monkeypatch.setattr(FakeRunner, "buffers", FakeRunner.buffers * 2)
     engine = make()
     core = engine.core
-    engine.add(1, [1, 2], SamplingParams())
+    engine.add(EngineRequest.of(1, [1, 2], SamplingParams()))
     core.plans += [plan([(0, 10, 1, 0, 0, 0)]), plan(), plan()]
     engine.step()
     core.calls.clear()
@@ -415,7 +415,7 @@ def test_when_a_step_fails_all_that_are_under_way_are_committed_without_tokens(m
 def test_log_probabilities_are_of_those_that_are_still_there(make, monkeypatch):
     engine = make()
     for tag in (1, 2, 3):
-        engine.add(tag, [1, 2], SamplingParams())
+        engine.add(EngineRequest.of(tag, [1, 2], SamplingParams()))
     core = engine.core
     core.plans.append(plan([(row, 10 * tag, tag, 0, 0, 0) for row, tag in enumerate((1, 2, 3))]))
     core.plans[0].num_samples = 3
@@ -431,7 +431,7 @@ def test_log_probabilities_are_of_those_that_are_still_there(make, monkeypatch):
 
 def test_a_step_is_none_only_if_nothing_at_all_happened(make):
     engine = make()
-    engine.add(1, [1], SamplingParams())
+    engine.add(EngineRequest.of(1, [1], SamplingParams()))
     assert engine.step() is None
     engine.core.expiring = [1]
     report = engine.step()
@@ -453,18 +453,18 @@ def test_the_journal_is_whole_when_the_work_is_done_and_when_the_engine_is_close
     core = engine.core
     assert core.settings["journal"]
     for tag in (1, 2):
-        engine.add(tag, [1], SamplingParams())
+        engine.add(EngineRequest.of(tag, [1], SamplingParams()))
     for record, ending in ((b"one ", [1]), (b"two ", [2])):
         assert path.read_bytes() == b""
         core.plans.append(plan(ending=ending))
         core.recorded = record
         engine.step()
     assert path.read_bytes() == b"one two "
-    engine.add(3, [1], SamplingParams())
+    engine.add(EngineRequest.of(3, [1], SamplingParams()))
     core.recorded = b"three "
     engine.abort(3)
     assert path.read_bytes() == b"one two three "
-    engine.add(4, [1], SamplingParams())
+    engine.add(EngineRequest.of(4, [1], SamplingParams()))
     core.recorded = b"four"
     engine.close()
     assert path.read_bytes() == b"one two three four"
@@ -482,7 +482,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_work(make, caplog):
     core = engine.core
     for tag in (1, 2):
         core.recorded = b"record"
-        engine.add(tag, [1], SamplingParams())
+        engine.add(EngineRequest.of(tag, [1], SamplingParams()))
         assert engine.abort(tag)
     engine.close()
     assert [record.getMessage() for record in caplog.records if "journal" in record.getMessage()] == [

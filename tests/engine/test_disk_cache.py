@@ -16,7 +16,8 @@ from fake_engine import FakeEngine
 from chairlift import LLM, SamplingParams, Scheduling
 from chairlift.config import EngineConfig
 from chairlift.engine import disk_cache
-from chairlift.engine.frames import Add, pack_fields, pack_tokens
+from chairlift.engine.engine_request import EngineRequest
+from chairlift.engine.frames import Add
 from chairlift.engine.hosted_engine import HostedEngine
 from chairlift.engine.prefix_store import PrefixStore
 from chairlift.errors import InvalidSetting
@@ -82,7 +83,7 @@ def test_salted_prompts_are_neither_written_nor_read(start, tmp_path):
     with start() as llm:
         assert answer(llm, scheduling=Scheduling(cache_salt="secret"))[2] == 0
         assert answer(llm)[2] > 0
-        assert llm.engine.read_prefix(llm.tokenizer.encode(PROMPT), PARAMS, Scheduling()) is None  # all of it is in memory
+        assert llm.engine.read_prefix(EngineRequest.of(1, llm.tokenizer.encode(PROMPT), PARAMS)) is None  # all of it is in memory
 
 
 def test_groups_keep_their_prefixes_apart_on_disk(start, tmp_path):
@@ -109,8 +110,8 @@ def test_adapters_and_scored_prompts_read_nothing(start):
     with start() as llm:
         ids = llm.tokenizer.encode(PROMPT)
         for params in (SamplingParams(lora="french"), SamplingParams(prompt_logprobs=1)):
-            assert llm.engine.read_prefix(ids, params, Scheduling()) is None
-        assert llm.engine.read_prefix(ids, PARAMS, Scheduling()).result().kv
+            assert llm.engine.read_prefix(EngineRequest.of(1, ids, params)) is None
+        assert llm.engine.read_prefix(EngineRequest.of(1, ids, PARAMS)).result().kv
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "gone", "unreadable"])
@@ -267,16 +268,16 @@ def test_a_request_waits_for_its_kv_beside_the_others(monkeypatch):
     engine, inbox, added = FakeEngine(EngineConfig(), lambda *_: None), SimpleQueue(), []
     hosted = HostedEngine(engine, lambda _: None, inbox.put)
     reads = {1: Future(), 2: None}
-    monkeypatch.setattr(engine, "read_prefix", lambda prompt, *_: reads[prompt[0]], raising=False)
-    monkeypatch.setattr(engine, "add", lambda tag, prompt, *rest: added.append((tag, *rest)))
+    monkeypatch.setattr(engine, "read_prefix", lambda request: reads[request.tag], raising=False)
+    monkeypatch.setattr(engine, "add", lambda request, _, stored: added.append((request, stored)))
     for tag in (1, 2):
-        hosted.handle(Add(tag, pack_tokens([tag]), pack_fields(PARAMS), submitted=time.monotonic_ns() // 1000))
-    assert [tag for tag, *_ in added] == [2]
+        hosted.handle(Add(tag, EngineRequest.of(tag, [tag], PARAMS, submitted=time.monotonic_ns() // 1000).pack()))
+    assert [request.tag for request, _ in added] == [2]
     reads[1].set_result(None)
     hosted.handle(inbox.get_nowait())
-    tag, _, _, _, _, spent, _, _, stored = added[1]
-    assert (tag, stored) == (1, reads[1])
-    assert spent["read_cache"] >= 0
+    request, stored = added[1]
+    assert (request.tag, stored) == (1, reads[1])
+    assert request.spent["read_cache"] >= 0
 
 
 def test_a_request_that_is_aborted_while_its_kv_is_read_is_forgotten(byte_model, tmp_path):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from chairlift import SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.energy import NvmlMeter, PowercapMeter
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.loop import Engine
 from chairlift.errors import InvalidSetting
 from chairlift.outputs import Timeline
@@ -109,7 +110,7 @@ def test_the_energy_of_requests_and_idle_energy_sum_to_the_counter(tmp_path):
     timelines = []
     for tag in range(20):
         lengths = {"max_tokens": randomness.randrange(1, 20)}
-        engine.add(tag, [3] * randomness.randrange(1, 40), SamplingParams(ignore_eos=True, temperature=0.0, **lengths))
+        engine.add(EngineRequest.of(tag, [3] * randomness.randrange(1, 40), SamplingParams(ignore_eos=True, temperature=0.0, **lengths)))
     for step in range(10_000):
         energy = randomness.randrange(RANGE // 40, RANGE // 10)
         zone.add(energy)

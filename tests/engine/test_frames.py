@@ -11,6 +11,7 @@ import msgpack
 import pytest
 
 from chairlift.engine import frames
+from chairlift.engine.engine_request import Continues, EngineRequest, ResumedChoice
 from chairlift.engine.frames import (
     Abort,
     Add,
@@ -41,8 +42,8 @@ FRAMES = [
     Leaving(),
     Unloaded(),
     Failed("OutOfMemory", "too little"),
-    Add(2**64 - 1, frames.pack_tokens([1, 2, 2**31 - 1]), {"seed": -(2**63), "top_p": 0.5, "stop": ["ü"]}),
-    Add(1, b"", {}, {"tenant": "ä", "deadline_ms": 0.5, "priority": -(2**31)}),
+    Add(2**64 - 1, {"prompt": b"\1\0\0\0", "sampling": {"seed": -(2**63), "top_p": 0.5, "stop": ["ü"]}, "submitted": None}),
+    Add(1, {"scheduling": {"tenant": "ä", "deadline_ms": 0.5, "priority": -(2**31)}}),
     Abort([1, 2, 3]),
     Explain(7, [1, 2**64 - 1]),
     Stop(),
@@ -193,7 +194,10 @@ def test_a_request_crosses_as_it_is():
         max_tokens=None, temperature=0.5, top_k=3, seed=2**63 - 1, stop=("a", "b"), stop_token_ids=(1, 2), ignore_eos=True, n=2, best_of=3
     )
     scheduling = Scheduling(priority=-1, tenant="a", deadline_ms=5, ttft_deadline_ms=0.5, cache_salt="s", predicted_tokens=9)
-    frame = Add(1, b"", frames.pack_fields(params), frames.pack_fields(scheduling))
-    crossed = frames.decode(frames.encode(frame)[8:])[1]
-    assert SamplingParams(**crossed.params) == params
-    assert Scheduling(**crossed.scheduling) == scheduling
+    resumed = ResumedChoice(1, b"\4\0\0\0", 2, 1, 100, 200, None), ResumedChoice(2, b"", 0, 0, 100, 200, 300)
+    whole = EngineRequest.of(
+        2**64 - 4, [1, 2**31 - 1], params, scheduling, submitted=7, spent={"receive": 5}, resumed=resumed, continues=Continues(9, 1)
+    )
+    for request in (whole, EngineRequest.of(1, [], SamplingParams())):
+        crossed = frames.decode(frames.encode(Add(request.tag, request.pack()))[8:])[1]
+        assert EngineRequest.unpack(crossed.request) == request

@@ -134,7 +134,7 @@ def test_times_are_those_of_this_machine():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         joined = JoinedProcess(ours, "there", 1_000, seals())
-        assert joined.sent(Add(1, b"", {}, submitted=5)).submitted is None
+        assert joined.sent(Add(1, {"submitted": 5, "prompt": b""})) == Add(1, {"submitted": None, "prompt": b""})
         there = {
             "tag": 1,
             "arrived": 1_100,

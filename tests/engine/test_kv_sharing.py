@@ -10,6 +10,7 @@ import pytest
 
 from chairlift import SamplingParams
 from chairlift.config import EngineConfig
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.kv_sharing import KvSharing, SharedBlocks
 from chairlift.engine.loop import Engine
 from chairlift.errors import InvalidSetting
@@ -54,7 +55,9 @@ class Models:
         """Adds requests with different prompts."""
         for tag in range(count):
             prompt = np.random.default_rng(1000 * seed + tag).integers(0, 250, PROMPT).astype(np.int32)
-            self.engines[number].add(1000 * seed + tag, prompt, SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0.0))
+            self.engines[number].add(
+                EngineRequest.of(1000 * seed + tag, prompt, SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0.0))
+            )
 
     def step(self, number):
         """Runs a step of one engine."""

@@ -8,6 +8,7 @@ import pytest
 
 from chairlift import SamplingParams
 from chairlift.config import EngineConfig
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.loop import Engine
 from chairlift.errors import InvalidRequest
 
@@ -21,7 +22,7 @@ def engine(model_dir: Path) -> Engine:
 
 
 def answer(engine: Engine, tag: int, prompt: list[int]) -> list[int]:
-    engine.add(tag, prompt, GREEDY)
+    engine.add(EngineRequest.of(tag, prompt, GREEDY))
     tokens: list[int] = []
     while engine.has_work:
         report = engine.step()
@@ -41,8 +42,8 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(
         raise error
 
     fresh = [ord(failing[0]), *PROMPT]  # in no cache: its blocks get their names in the step that fails
-    engine.add(2, fresh, GREEDY)
-    engine.add(3, PROMPT, GREEDY)
+    engine.add(EngineRequest.of(2, fresh, GREEDY))
+    engine.add(EngineRequest.of(3, PROMPT, GREEDY))
     with monkeypatch.context() as broken:
         broken.setattr(engine.runner, failing, fail)
         with pytest.raises(error):
@@ -58,13 +59,13 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(
 
 
 def test_a_tag_in_use_and_tokens_outside_the_vocabulary_are_refused(engine: Engine) -> None:
-    engine.add(1, PROMPT, GREEDY)
+    engine.add(EngineRequest.of(1, PROMPT, GREEDY))
     with pytest.raises(InvalidRequest, match="already running"):
-        engine.add(1, PROMPT, GREEDY)
+        engine.add(EngineRequest.of(1, PROMPT, GREEDY))
     with pytest.raises(InvalidRequest, match="from 0 to 49151"):
-        engine.add(2, [49152], GREEDY)
+        engine.add(EngineRequest.of(2, [49152], GREEDY))
     with pytest.raises(InvalidRequest, match="no tokens"):
-        engine.add(2, [], GREEDY)
+        engine.add(EngineRequest.of(2, [], GREEDY))
     assert engine.abort(1)
     assert not engine.abort(1)
     assert not engine.has_work
@@ -74,7 +75,7 @@ def test_a_tag_in_use_and_tokens_outside_the_vocabulary_are_refused(engine: Engi
 def test_without_a_model_there_are_no_log_probabilities(model_dir: Path, name: str) -> None:
     engine = Engine(EngineConfig(model=str(model_dir), max_model_len=256, num_kv_blocks=65, load_format="none"))
     with pytest.raises(InvalidRequest, match="log-probabilities") as refused:
-        engine.add(1, PROMPT, SamplingParams(max_tokens=4, **{name: 0}))
+        engine.add(EngineRequest.of(1, PROMPT, SamplingParams(max_tokens=4, **{name: 0})))
     assert refused.value.param == "logprobs"
     assert not engine.has_work
 
@@ -90,9 +91,9 @@ def test_a_sequence_that_cannot_be_sampled_fails_alone(engine: Engine, monkeypat
         add_request(slot, params, *rest, **more)
 
     monkeypatch.setattr(engine.runner, "add_request", poisoned)
-    engine.add(2, PROMPT, GREEDY)
-    engine.add(3, [7, *PROMPT, *PROMPT], poison)  # it takes two steps to its first token, or what would be that
-    engine.add(4, PROMPT, GREEDY)
+    engine.add(EngineRequest.of(2, PROMPT, GREEDY))
+    engine.add(EngineRequest.of(3, [7, *PROMPT, *PROMPT], poison))  # it takes two steps to its first token, or what would be that
+    engine.add(EngineRequest.of(4, PROMPT, GREEDY))
     tokens: dict[int, list[int]] = {2: [], 3: [], 4: []}
     finishes = {}
     while engine.has_work:

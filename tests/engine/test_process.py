@@ -15,6 +15,7 @@ from fake_engine import BROKEN, CRASHING, ENDLESS, FULL, HANGING, LATE, PANICKIN
 
 from chairlift.config import EngineConfig
 from chairlift.engine import hosted_engine
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import (
     Abort,
     Add,
@@ -32,8 +33,6 @@ from chairlift.engine.frames import (
     SnapshotRequest,
     StepOutputs,
     Stop,
-    pack_fields,
-    pack_tokens,
     receive,
     send,
 )
@@ -66,7 +65,7 @@ class Child:
         return self.receive() if by_chance else frame
 
     def add(self, tag, prompt, **params):
-        self.send(Add(tag, pack_tokens(prompt), pack_fields(SamplingParams(**params))))
+        self.send(Add(tag, EngineRequest.of(tag, prompt, SamplingParams(**params)).pack()))
 
     def start(self, **settings):
         """Sends settings and takes what comes up to the first, empty step."""
@@ -201,10 +200,11 @@ def test_a_refused_request_disturbs_nobody():
         it.start()
         it.add(1, [REFUSED], max_tokens=2)
         it.add(2, [BROKEN], max_tokens=2)
-        it.send(Add(6, pack_tokens([100]), {}, {"priority": "high"}))
+        request = EngineRequest.of(6, [100], SamplingParams()).pack()
+        it.send(Add(6, {**request, "scheduling": {"priority": "high"}}))
         it.add(7, [FULL])
-        it.send(Add(3, pack_tokens([100]), {"temperature": float("nan")}))
-        it.send(Add(4, pack_tokens([100]), {"no such thing": 1}))
+        it.send(Add(3, {**request, "sampling": {"temperature": float("nan")}}))
+        it.send(Add(4, {**request, "sampling": {"no such thing": 1}}))
         it.add(5, [100], max_tokens=2)
         rejected, tokens = {}, []
         while len(tokens) < 2:

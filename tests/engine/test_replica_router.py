@@ -14,7 +14,7 @@ from chairlift.engine.replica import Replica
 from chairlift.engine.replica_router import ReplicaRouter
 from chairlift.engine.replicated_engine import ReplicatedEngine
 from chairlift.engine.stream import Stream
-from chairlift.errors import InvalidRequest
+from chairlift.errors import SequenceDropped
 
 BLOCK = 16
 
@@ -81,8 +81,11 @@ def test_a_session_stays_with_its_engine(routing: str) -> None:
         assert chosen(router, loads, range(start, 200), session=b"mine")[0] == home
 
 
-def test_engines_report_what_they_have_cached_and_evicted(byte_model: Path) -> None:
+def test_engines_report_what_they_have_cached_and_evicted(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt goes to the engine that has it, whoever sent it there, and not to the one that has evicted it."""
+
+    def refuse(spent: object) -> None:
+        raise SequenceDropped
 
     async def run() -> None:
         size = {"num_kv_blocks": 17, "max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 256, "threads": 1}
@@ -95,8 +98,8 @@ def test_engines_report_what_they_have_cached_and_evicted(byte_model: Path) -> N
             second, prompt = engine.replicas[1].engine, list(range(160))
 
             async def answer(to: AsyncEngine | ReplicatedEngine, prompt: list[int], scheduling: Scheduling) -> Stream:
-                stream = await to.prepare(prompt, SamplingParams(max_tokens=1))
-                async for _ in to.run(stream, scheduling):
+                stream = await to.prepare(prompt, SamplingParams(max_tokens=1), scheduling)
+                async for _ in to.run(stream):
                     pass
                 return stream
 
@@ -112,8 +115,9 @@ def test_engines_report_what_they_have_cached_and_evicted(byte_model: Path) -> N
             refused = list(range(100, 260))
             for _ in range(2):
                 stream = await engine.prepare(refused, SamplingParams(max_tokens=1))
-                with pytest.raises(InvalidRequest):
-                    await anext(engine.run(stream, cast(Scheduling, SimpleNamespace(cache_salt=None, tenant=""))))
+                monkeypatch.setattr(stream, "begin", refuse)
+                with pytest.raises(SequenceDropped):
+                    await anext(engine.run(stream))
                 assert stream.expected_tokens == 160, "a request that does not begin is not expected"
         finally:
             await engine.close()

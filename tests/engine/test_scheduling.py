@@ -9,6 +9,7 @@ import pytest
 from chairlift import SamplingParams, Scheduling, Timeline
 from chairlift.config import EngineConfig
 from chairlift.engine import loop
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.loop import Engine
 from chairlift.engine.request import FINISH_REASONS
 from chairlift.errors import QueueFull
@@ -90,7 +91,7 @@ class Run:
 def answers(engine: Engine, params: SamplingParams) -> list[list[int]]:
     run = Run(engine)
     for tag, prompt in enumerate(PROMPTS):
-        engine.add(tag, prompt, params)
+        engine.add(EngineRequest.of(tag, prompt, params))
     tokens = run.all()
     for timeline in run.timelines.values():
         assert timeline.ended is not None
@@ -126,7 +127,7 @@ def test_a_policy_changes_the_order_and_not_the_answers(make, policy):
     run = Run(engine)
     for tag, prompt in enumerate(PROMPTS):
         scheduling = Scheduling(priority=tag % 3, tenant="ab"[tag % 2], deadline_ms=1e8, predicted_tokens=NEW)
-        engine.add(tag, prompt, GREEDY, scheduling)
+        engine.add(EngineRequest.of(tag, prompt, GREEDY, scheduling))
     tokens = run.all()
     assert [tokens[tag] for tag in range(len(PROMPTS))] == answers(make(), GREEDY)
     assert engine.usage()["tenants"]["a"]["output_tokens"] == NEW * len(PROMPTS) // 2
@@ -144,7 +145,7 @@ def test_several_answers_share_the_prompt_and_draw_for_themselves(make):
     def drawn(tag: int, **params) -> list[list[int]]:
         engine = make()
         run = Run(engine)
-        engine.add(tag, PROMPTS[5], SamplingParams(temperature=20.0, max_tokens=NEW, ignore_eos=True, **params))
+        engine.add(EngineRequest.of(tag, PROMPTS[5], SamplingParams(temperature=20.0, max_tokens=NEW, ignore_eos=True, **params)))
         tokens = run.all()
         # The prompt once, and of it at most its last block anew for each of the others.
         assert engine.stats()["computed_tokens"] <= len(PROMPTS[5]) + len(tokens) * (8 + NEW)
@@ -161,8 +162,8 @@ def test_several_answers_share_the_prompt_and_draw_for_themselves(make):
 def test_ranked_answers_carry_the_log_probabilities_of_their_tokens(make):
     engine = make()
     run = Run(engine)
-    engine.add(1, PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, best_of=2))
-    engine.add(3, PROMPTS[1], GREEDY)
+    engine.add(EngineRequest.of(1, PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, best_of=2)))
+    engine.add(EngineRequest.of(3, PROMPTS[1], GREEDY))
     run.all()
     assert run.tokens[1] == run.tokens[2]
     assert run.logprobs[1] == pytest.approx(run.logprobs[2], abs=1e-4)
@@ -173,10 +174,10 @@ def test_ranked_answers_carry_the_log_probabilities_of_their_tokens(make):
 
 def test_a_request_waits_as_one_and_is_refused_as_one(make):
     engine = make(max_num_queued_reqs=2)
-    engine.add(1, PROMPTS[0], SamplingParams(n=4, max_tokens=1))
-    engine.add(5, PROMPTS[0], GREEDY)
+    engine.add(EngineRequest.of(1, PROMPTS[0], SamplingParams(n=4, max_tokens=1)))
+    engine.add(EngineRequest.of(5, PROMPTS[0], GREEDY))
     with pytest.raises(QueueFull) as caught:
-        engine.add(10, PROMPTS[1], SamplingParams(n=4, max_tokens=1))
+        engine.add(EngineRequest.of(10, PROMPTS[1], SamplingParams(n=4, max_tokens=1)))
     assert caught.value.retry_after >= 0
     assert engine.stats()["rejected_queue_full"] == 1
     assert len(Run(engine).all()) == 5
@@ -187,9 +188,9 @@ def test_what_is_late_ends_without_a_token(make, monkeypatch):
     monkeypatch.setattr(loop, "_now", lambda: clock[0])
     engine = make()
     run = Run(engine)
-    engine.add(1, PROMPTS[0], GREEDY, Scheduling(deadline_ms=5))
-    engine.add(2, PROMPTS[1], SamplingParams(n=2, max_tokens=4), Scheduling(ttft_deadline_ms=5))
-    engine.add(4, PROMPTS[1], GREEDY, Scheduling(deadline_ms=1e6))
+    engine.add(EngineRequest.of(1, PROMPTS[0], GREEDY, Scheduling(deadline_ms=5)))
+    engine.add(EngineRequest.of(2, PROMPTS[1], SamplingParams(n=2, max_tokens=4), Scheduling(ttft_deadline_ms=5)))
+    engine.add(EngineRequest.of(4, PROMPTS[1], GREEDY, Scheduling(deadline_ms=1e6)))
     clock[0] += 6000
     run.all()
     assert {tag: timeline.finish for tag, timeline in run.timelines.items()} == {1: "deadline", 2: "deadline", 3: "deadline", 4: "length"}
@@ -203,7 +204,7 @@ def test_a_batch_waits_for_its_time_and_says_how_long(make, monkeypatch):
     monkeypatch.setattr(loop, "_now", lambda: clock[0])
     engine = make(batching="dynamic", static_batch_size=4, batch_timeout_ms=20.0)
     assert engine.wakes_in() is None
-    engine.add(1, PROMPTS[0], GREEDY)
+    engine.add(EngineRequest.of(1, PROMPTS[0], GREEDY))
     assert engine.step() is None
     assert engine.wakes_in() == pytest.approx(0.02)
     clock[0] += 20_000
@@ -215,7 +216,7 @@ def test_salts_keep_caches_apart_and_tenants_alone_do_not(make):
     engine = make()
 
     def cached(tag: int, **scheduling) -> tuple[bool, bool]:
-        engine.add(tag, PROMPTS[5], GREEDY, Scheduling(**scheduling))
+        engine.add(EngineRequest.of(tag, PROMPTS[5], GREEDY, Scheduling(**scheduling)))
         run = Run(engine)
         run.all()
         timeline = run.timelines[tag]
@@ -231,7 +232,7 @@ def test_salts_keep_caches_apart_and_tenants_alone_do_not(make):
 
 def test_a_sequence_is_explained_while_it_lives_and_afterwards(make, tmp_path):
     engine = make(journal=str(tmp_path / "journal"))
-    engine.add(1, PROMPTS[0], GREEDY)
+    engine.add(EngineRequest.of(1, PROMPTS[0], GREEDY))
     assert engine.step() is not None
     assert engine.explain(1)["finish"] is None
     Run(engine).all()

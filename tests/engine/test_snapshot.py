@@ -8,6 +8,7 @@ import pytest
 from chairlift import SamplingParams, Scheduling
 from chairlift.config import EngineConfig
 from chairlift.engine import frames, loop
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.loop import Engine
 from chairlift.outputs import Timeline
 
@@ -27,7 +28,7 @@ def engine(tmp_path, monkeypatch):
 def test_a_look_has_rows_the_queue_the_blocks_and_the_steps_since_the_last_one(engine):
     engine.snapshot()
     for tag, tenant in ((1, "a"), (2, "b"), (3, "c")):
-        engine.add(tag, [tag] * 12, SamplingParams(max_tokens=9), Scheduling(tenant=tenant, priority=tag))
+        engine.add(EngineRequest.of(tag, [tag] * 12, SamplingParams(max_tokens=9), Scheduling(tenant=tenant, priority=tag)))
     engine.step()
     engine.step()
     seen = engine.snapshot()
@@ -50,7 +51,7 @@ def test_a_look_has_rows_the_queue_the_blocks_and_the_steps_since_the_last_one(e
 
 def test_an_account_says_who_ran_meanwhile(engine):
     for tag, tenant in ((1, "a"), (2, "a"), (3, "c")):
-        engine.add(tag, [tag] * 12, SamplingParams(max_tokens=9), Scheduling(tenant=tenant))
+        engine.add(EngineRequest.of(tag, [tag] * 12, SamplingParams(max_tokens=9), Scheduling(tenant=tenant)))
     while engine.has_work:
         engine.step()
     [(tenant, microseconds)] = engine.explain(3)["queued_behind"]
@@ -61,7 +62,7 @@ def test_an_account_says_who_ran_meanwhile(engine):
 
 def test_an_audit_names_who_started_before_a_request_and_why(engine):
     for tag, tier in ((1, "default"), (2, "default"), (3, "flex"), (4, "default"), (5, "priority")):
-        engine.add(tag, [tag] * 12, SamplingParams(max_tokens=9), Scheduling(tenant=f"t{tag}", tier=tier))
+        engine.add(EngineRequest.of(tag, [tag] * 12, SamplingParams(max_tokens=9), Scheduling(tenant=f"t{tag}", tier=tier)))
     while engine.has_work:
         engine.step()
     flex = Timeline.read(engine.explain(3))

@@ -14,6 +14,7 @@ from lazy_engine import POLICIES, clock, compare, directory, lazy, live, make, s
 
 from chairlift import SamplingParams
 from chairlift.engine import split_step
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import StepOutputs
 from chairlift.engine.loop import Engine
 from chairlift.engine.request import deliver
@@ -161,14 +162,14 @@ def test_who_shares_blocks_that_were_not_computed_fails_too_and_later_ones_do_no
 def test_sizes_that_fit_are_remembered_for_a_while(make, lazy, clock, caplog):
     engine = make(False)
     seen = tight(engine, lazy, lambda buffers, num_tokens, num_seqs: num_tokens > 4)
-    engine.add(1, list(range(16)), GREEDY)
+    engine.add(EngineRequest.of(1, list(range(16)), GREEDY))
     engine.step()
     assert seen == {"passes": 2 + 4, "failed": 2}  # 16 and 8 are too many; four pieces of 4
-    engine.add(2, list(range(40, 56)), GREEDY)
+    engine.add(EngineRequest.of(2, list(range(40, 56)), GREEDY))
     engine.step()
     assert (seen["failed"], engine.stats()["steps_short_of_memory"]) == (2, 1)
     clock[0] += 2 * MOMENTS
-    engine.add(3, list(range(60, 76)), GREEDY)
+    engine.add(EngineRequest.of(3, list(range(60, 76)), GREEDY))
     engine.step()
     assert (seen["failed"], engine.stats()["steps_short_of_memory"]) == (4, 2)
     assert sum("out of memory in a step of" in record.getMessage() for record in caplog.records) == 2
@@ -182,11 +183,11 @@ def test_blocks_are_copied_once_for_all_pieces_of_a_step(make, lazy, overlaps, l
     monkeypatch.setattr(split_step, "LIMIT_MICROSECONDS", lasts)
     engine = make(overlaps)
     seen = tight(engine, lazy, lambda buffers, num_tokens, num_seqs: num_tokens > 1)
-    engine.add(1, list(range(8)), GREEDY)
+    engine.add(EngineRequest.of(1, list(range(8)), GREEDY))
     engine.step()
     copied: list[list[list[int]]] = []
     monkeypatch.setattr(engine.runner.model, "copy", lambda pairs: copied.append(pairs.tolist()))
-    engine.add(2, list(range(8)), GREEDY)  # its last block is the other's, and is computed anew in part
+    engine.add(EngineRequest.of(2, list(range(8)), GREEDY))  # its last block is the other's, and is computed anew in part
     for _ in range(3):
         engine.step()
     assert seen["failed"] > 0

@@ -13,7 +13,8 @@ from queue import SimpleQueue
 import pytest
 
 from chairlift import LLM
-from chairlift.engine.frames import Abort, Add, Explain, Rejected, pack_fields, pack_tokens
+from chairlift.engine.engine_request import EngineRequest
+from chairlift.engine.frames import Abort, Add, Explain, Rejected
 from chairlift.engine.hosted_engine import HostedEngine
 from chairlift.engine.request import deliver
 from chairlift.engine.stream import Stream
@@ -206,12 +207,16 @@ def test_a_grammar_that_fails_on_the_way_fails_alone(llm, monkeypatch):
     assert other.token_ids == alone
 
 
+def request(tenant, params, tag=1):
+    return EngineRequest.of(tag, PROMPT, params, Scheduling(tenant=tenant))
+
+
 def answers(llm, *requests):
     """Runs requests of tenants, (tenant, params), side by side. Returns the token ids of each, or the error that its client gets."""
     streams, running = [], {}
     for number, (tenant, params) in enumerate(requests):
         stream = Stream(llm.tokenizer, 1000 * (number + 1), PROMPT, params, arrived=0.0)
-        llm.engine.add(stream.tags.start, PROMPT, params, Scheduling(tenant=tenant))
+        llm.engine.add(request(tenant, params, stream.tags.start))
         streams.append(stream)
         running.update(dict.fromkeys(stream.tags, stream))
     while running:
@@ -235,7 +240,7 @@ def test_a_grammar_that_takes_too_much_time_ends_its_sequences_alone(llm, monkey
     alone = answers(llm, ("alice", free), ("alice", form))
     with monkeypatch.context() as changed:
         changed.setattr(grammars, "GrammarUsage", partial(GrammarUsage, processor_clock=itertools.count(0, 0.04).__next__))
-        llm.engine.compile(slow, "eve").result(60)
+        llm.engine.compile(request("eve", slow)).result(60)
     refused, *others = answers(llm, ("eve", slow), ("alice", free), ("alice", form))
     assert others == alone
     assert (refused.code, refused.param) == ("grammar_timeout", "guided_regex")
@@ -260,10 +265,10 @@ def test_a_lexer_that_one_tenant_has_used_up_is_not_that_of_another(make, monkey
 def test_tenants_without_keys_share_the_limits_on_grammars(make):
     form = bounded("regex", "[ab]{3}")
     engine = make(limit_groups={"alice": "alice", "bob": "bob"}).engine
-    assert engine.compile(form, "invented") is engine.compile(form, "another") is engine.compile(form, "")
-    assert len({id(engine.compile(form, tenant)) for tenant in ("alice", "bob", "")}) == 3
+    assert len({id(engine.compile(request(tenant, form))) for tenant in ("invented", "another", "")}) == 1
+    assert len({id(engine.compile(request(tenant, form))) for tenant in ("alice", "bob", "")}) == 3
     engine = make().engine
-    assert len({id(engine.compile(form, tenant)) for tenant in ("anyone", "another")}) == 2, "LLM's caller names the tenants"
+    assert len({id(engine.compile(request(tenant, form))) for tenant in ("anyone", "another")}) == 2, "LLM's caller names the tenants"
 
 
 def test_what_is_refused_names_its_field_before_anything_runs(llm):
@@ -296,19 +301,19 @@ class _Engine:
     def explain(self, tag):
         return None
 
-    def compile(self, params, tenant):
-        if params.structured_output is None:
+    def compile(self, request):
+        if (structure := request.sampling.structured_output) is None:
             return None
-        return self.compiling.setdefault(params.structured_output.text, Future())
+        return self.compiling.setdefault(structure.text, Future())
 
     def read_prefix(self, *_):
         return None
 
-    def add(self, tag, prompt, params, scheduling, submitted, grammar, spent, resumed, continues, stored):
+    def add(self, request, grammar, stored):
         if grammar is not None:
             grammar.result(0)
-        self.added.append(tag)
-        self.submitted[tag], self.spent[tag] = submitted, spent
+        self.added.append(request.tag)
+        self.submitted[request.tag], self.spent[request.tag] = request.submitted, request.spent
 
     def abort(self, tag, *, stopped):
         self.aborted.append(tag)
@@ -328,7 +333,7 @@ def test_a_request_waits_for_its_grammar_beside_the_others():
 
     def request(tag, text=None):
         params = SamplingParams() if text is None else bounded("regex", text)
-        return Add(tag, pack_tokens(PROMPT), pack_fields(params), submitted=sent, spent={"receive": 250_000})
+        return Add(tag, EngineRequest.of(tag, PROMPT, params, submitted=sent, spent={"receive": 250_000}).pack())
 
     drain(request(1, "slow"), request(2), request(3, "wrong"), request(4, "slow"), request(5, "left"))
     assert engine.added == [2]

@@ -13,6 +13,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine import tenant_service
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.engine_process import EngineProcess
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import Add, Load, Ready, ServiceShared, ShareService, Stop
 from chairlift.engine.loop import Engine
 from chairlift.engine.step_loop import StepLoop
@@ -77,7 +78,7 @@ def test_the_step_loop_tells_engines_and_answers_the_parent(monkeypatch):
     def send(frame, engine=0, timeout=-1):
         sent.append(frame)
         if isinstance(frame, Ready):
-            inbox.put((engine, Add(1, b"\5\0\0\0", {"max_tokens": 100_000, "ignore_eos": True})))
+            inbox.put((engine, Add(1, EngineRequest.of(1, [5], SamplingParams(max_tokens=100_000, ignore_eos=True)).pack())))
 
     inbox.put((1, Load({"model": "second"})))
     StepLoop(inbox, send, Serving).run((0, Load({"model": "first"})))
@@ -92,7 +93,7 @@ def make(model_dir: Path) -> Engine:
 
 
 def add(engine, tag, tenant):
-    engine.add(tag, [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), Scheduling(tenant=tenant))
+    engine.add(EngineRequest.of(tag, [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), Scheduling(tenant=tenant)))
 
 
 def finish(engine):

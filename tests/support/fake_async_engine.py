@@ -79,6 +79,7 @@ class FakeTokenizer:
 class FakeStream:
     prompt: list[int]
     params: SamplingParams
+    scheduling: Scheduling
     sequence: HeldSequence | None = None
     num_received: int = 0
     """Tokens of the answers that are kept; those of discarded answers are added at the end."""
@@ -189,21 +190,20 @@ class FakeEngine:
         """`run` looks by itself."""
 
     async def prepare(
-        self, prompt: list[int], params: SamplingParams, *, arrived: float, sequence: HeldSequence | None = None
+        self, prompt: list[int], params: SamplingParams, scheduling: Scheduling, *, arrived: float, sequence: HeldSequence | None = None
     ) -> "FakeStream":
-        return FakeStream(prompt, params, sequence)
+        return FakeStream(prompt, params, scheduling, sequence)
 
     async def run(
         self,
         stream: "FakeStream",
-        scheduling: Scheduling,
         *,
         request_id: str,
         on_start: Callable[[], None],
         spent: dict[str, float],
         session: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        prompt, params = stream.prompt, stream.params
+        prompt, params, scheduling = stream.prompt, stream.params, stream.scheduling
         self.started += 1
         self.seen.append(params)
         self.scheduled.append(scheduling)

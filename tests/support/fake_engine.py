@@ -108,10 +108,10 @@ class FakeEngine:
     def has_work(self):
         return bool(self.running)
 
-    def compile(self, params, tenant):
+    def compile(self, request):
         return None
 
-    def read_prefix(self, prompt, params, scheduling):
+    def read_prefix(self, request):
         return None
 
     def next_step(self):
@@ -127,18 +127,19 @@ class FakeEngine:
     def save_prefixes(self, seconds):
         pass
 
-    def add(self, tag, prompt, params, scheduling, submitted=None, grammar=None, spent=None, resumed=(), continues=None, stored=None):
-        if prompt[0] == REFUSED:
+    def add(self, request, grammar=None, stored=None):
+        first, params = memoryview(request.prompt).cast("i")[0], request.sampling
+        if first == REFUSED:
             raise InvalidRequest("it can never fit: needs 12 blocks of 10", param="prompt", code="never_fits")
-        if prompt[0] == BROKEN:
+        if first == BROKEN:
             raise RuntimeError("not foreseen")
-        if prompt[0] == FULL:
+        if first == FULL:
             raise QueueFull("4 requests wait, and no more may", retry_after=2.5)
-        if prompt[0] == PATIENT:
+        if first == PATIENT:
             self.ready_at = time.monotonic() + PATIENCE
-        self.scheduling.append(scheduling)
+        self.scheduling.append(request.scheduling)
         for index in range(params.num_sequences):
-            self.running[tag + index] = [int(prompt[0]) + 100 * index, 0, params, index]
+            self.running[request.tag + index] = [first + 100 * index, 0, params, index]
 
     def abort(self, tag, *, stopped=False):
         self.aborted.append(tag)

@@ -17,6 +17,7 @@ from lazy_device import BROKEN, CellModel, LazyCopyStream, LazyDevice
 from chairlift import SamplingParams, Scheduling
 from chairlift.config import EngineConfig
 from chairlift.engine import loop
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.loop import Engine
 from chairlift.engine.request import FINISH_REASONS
 from chairlift.kernels.sampling import reference
@@ -200,7 +201,7 @@ def live(engine: Engine, requested: list[ScriptedRequest], clock: list[int]) -> 
     while waiting or engine.has_work:
         while waiting and (waiting[0].after <= given or not engine.has_work):
             one = waiting.pop(0)
-            engine.add(one.tag, one.prompt, one.params, one.scheduling, grammar=one.grammar())
+            engine.add(EngineRequest.of(one.tag, one.prompt, one.params, one.scheduling), grammar=one.grammar())
             for tag in range(one.tag, one.tag + one.params.num_sequences):
                 reported[tag], leaving[tag] = Received(), one.leaves
         clock[0] += 1000

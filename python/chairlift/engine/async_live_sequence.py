@@ -142,8 +142,8 @@ class AsyncLiveSequence(HeldSequence):
         self.drop()
 
     async def _outputs(self, prompt: list[int], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
-        stream = await self._engine.prepare(prompt, params, sequence=self)
-        async with aclosing(self._engine.run(stream, self._scheduling)) as outputs:
+        stream = await self._engine.prepare(prompt, params, self._scheduling, sequence=self)
+        async with aclosing(self._engine.run(stream)) as outputs:
             async for output in outputs:
                 yield output
 

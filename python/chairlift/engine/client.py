@@ -15,7 +15,6 @@ from typing import Any, Self
 from chairlift import errors
 from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
-from chairlift.engine import frames
 from chairlift.engine.arguments import Prompt, document_settings, engine_config, text_or_ids
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
 from chairlift.engine.engine_process import EngineProcess, reported
@@ -262,9 +261,9 @@ class AsyncEngine:
         """
         called = time.monotonic()
         before = dict(spent or {})
-        stream = await self.prepare(prompt, params, arrived=called - sum(before.values()))
+        stream = await self.prepare(prompt, params, scheduling, arrived=called - sum(before.values()))
         before["tokenize"] = before.get("tokenize", 0.0) + time.monotonic() - called
-        async with contextlib.aclosing(self.run(stream, scheduling, request_id=request_id, on_start=on_start, spent=before)) as outputs:
+        async with contextlib.aclosing(self.run(stream, request_id=request_id, on_start=on_start, spent=before)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -300,6 +299,7 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
+        scheduling: Scheduling | None = None,
         *,
         arrived: float | None = None,
         sequence: HeldSequence | None = None,
@@ -314,18 +314,19 @@ class AsyncEngine:
         prompt_token_ids = await self.encode(content) if isinstance(content, str) else content
         params = self.default_params() if params is None else params
         _check_kind("params", params, SamplingParams)
+        scheduling = Scheduling() if scheduling is None else scheduling
+        _check_kind("scheduling", scheduling, Scheduling)
         if params.bad_words:
             params = await asyncio.to_thread(encode_bad_words, params, self.tokenizer)
         params = self.validate(prompt_token_ids, params)
         seed = next(self._seeds)
         if params.seed is None:
             params = dataclasses.replace(params, seed=hash((self.config.seed, seed)))
-        return Stream(self.tokenizer, next(self._tags), prompt_token_ids, params, arrived, sequence)
+        return Stream(self.tokenizer, next(self._tags), prompt_token_ids, params, scheduling, arrived=arrived, sequence=sequence)
 
     async def run(
         self,
         stream: Stream,
-        scheduling: Scheduling | None = None,
         *,
         request_id: str | None = None,
         on_start: Callable[[], None] | None = None,
@@ -336,26 +337,18 @@ class AsyncEngine:
         After EngineDead it may be called again once another engine is ready. That engine goes on after the last token, and the increments
         go on after the last one that was yielded.
         """
-        scheduling = scheduling or Scheduling()
         self.prompt_tokens += stream.expected_tokens
         computed = False
         try:
-            _check_kind("scheduling", scheduling, Scheduling)
             self._check_alive()
-            continues = None if stream.sequence is None else stream.sequence.continued_by(stream.tags.start)
             stream.on_start = on_start
-            submitted = time.monotonic_ns() // 1000
-            resumed = stream.begin(submitted / 1e6)
+            request = stream.begin(spent)
             if request_id is not None:
                 self._remembered.add(request_id, RememberedRequest(stream.tags, stream.timelines()))
             unfinished = stream.unfinished()
             self._streams.update(dict.fromkeys(unfinished, stream))
             if unfinished:
-                packed = frames.pack_fields(stream.params), frames.pack_fields(scheduling)
-                before = {state: int(seconds * 1e6) for state, seconds in (spent or {}).items()}
-                prompt = frames.pack_tokens(stream.prompt_token_ids)
-                # A new engine does not hold the sequence that it lost.
-                self._write(Add(stream.tags.start, prompt, *packed, submitted, before, resumed, None if resumed else continues))
+                self._write(Add(request.tag, request.pack()))
             await self._process.drain()
             while not stream.over:
                 outputs = await stream.next()

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, BinaryIO, get_args
 
 import msgpack
 
 from chairlift.errors import ChairliftError
-from chairlift.sampling import SamplingParams
-from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
     import asyncio
@@ -62,37 +60,10 @@ class Unload:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """To the engine: a request. Its sequences get `tag` and the numbers after it.
-
-    `prompt` is int32 little-endian token ids; `params` and `scheduling` are the fields of `SamplingParams` and `Scheduling`. `spent` has
-    the microseconds of the timeline states before it was sent, and `submitted` the time when it was sent, in microseconds of the
-    monotonic clock: the engine may receive it much later, after a long step. `resumed` has the choices that an engine that ended has not
-    finished, each with the fields of `ResumedChoice`; empty for a new request. `continues` is the handle of the held sequence that it
-    continues, and how many leading tokens of the prompt are its tokens. The engine opens a held sequence for an unknown handle.
-    """
+    """To the engine: `EngineRequest.pack` of a request with this tag."""
 
     tag: int
-    prompt: bytes
-    params: dict[str, Any]
-    scheduling: dict[str, Any] = field(default_factory=dict)
-    submitted: int | None = None
-    spent: dict[str, int] = field(default_factory=dict)
-    resumed: Sequence[Sequence[Any]] = field(default_factory=list)
-    continues: Sequence[int] | None = None
-
-
-class ResumedChoice(NamedTuple):
-    """What an engine that ended had done for a choice. Times are microseconds after the request's arrival."""
-
-    choice: int
-    """Its number among the request's choices."""
-    answer: bytes
-    """Its tokens so far, as int32 little-endian."""
-    cached_tokens: int
-    own_cached_tokens: int
-    submitted: int
-    started: int
-    first_token: int | None
+    request: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,17 +374,6 @@ async def read(reader: asyncio.StreamReader, seal: Seal | None = None) -> tuple[
         return _checked(await reader.readexactly(length + extra), checksum, seal)
     except EOFError:  # asyncio.IncompleteReadError, without importing asyncio into the child
         return None
-
-
-def pack_tokens(tokens: Iterable[int]) -> bytes:
-    """Token ids as int32 little-endian."""
-    values = tuple(tokens)
-    return struct.pack(f"<{len(values)}i", *values)
-
-
-def pack_fields(item: SamplingParams | Scheduling) -> dict[str, Any]:
-    """The fields of a part of a request; `SamplingParams(**fields)` or `Scheduling(**fields)` restores it."""
-    return {field.name: getattr(item, field.name) for field in fields(item)}
 
 
 def _read_header(header: bytes, seal: Seal | None) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import inspect
 import secrets
 import struct
 import time
@@ -23,11 +24,12 @@ import msgpack
 
 import chairlift
 from chairlift.config import EngineConfig
+from chairlift.engine.engine_request import Continues, EngineRequest, ResumedChoice
 from chairlift.engine.frames import Frame
 from chairlift.engine.seal import Seal, Seals
 from chairlift.engine.secret import Role, Secret
 from chairlift.errors import ChairliftError, InvalidSetting
-from chairlift.sampling import SamplingParams
+from chairlift.sampling import ReasoningBudget, SamplingParams, StructuredOutput
 from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
@@ -55,8 +57,8 @@ class JoinRefused(InvalidSetting):
 
 def protocol() -> str:
     """Names the version of the frames: two processes with the same one understand each other."""
-    kinds = (*get_args(Frame), SamplingParams, Scheduling, EngineConfig)
-    shapes = [(kind.__name__, [(item.name, str(item.type)) for item in fields(kind)]) for kind in kinds]
+    parts = SamplingParams, StructuredOutput, ReasoningBudget, Scheduling, ResumedChoice, Continues
+    shapes = [(kind.__name__, inspect.get_annotations(kind)) for kind in (*get_args(Frame), EngineRequest, *parts, EngineConfig)]
     return f"{zlib.crc32(repr(shapes).encode()):08x}"
 
 

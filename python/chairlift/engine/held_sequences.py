@@ -13,6 +13,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, Protocol, Self
 
+from chairlift.engine.engine_request import Continues
 from chairlift.errors import InvalidRequest, SequenceBusy, SequenceDropped, TooManySequences
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
@@ -260,11 +261,11 @@ class HeldSequence:
             self._count_idle_time()
             self._state, self.expires = state, math.inf
 
-    def continued_by(self, tag: int) -> tuple[int, int]:
-        """Called when the request `tag` is about to continue it. Returns the handle and how many leading tokens the engine may hold."""
+    def continued_by(self, tag: int) -> Continues:
+        """Called when the request `tag` is about to continue it, from the tokens that the engine may hold."""
         self.check_dropped()
         self._tag = tag
-        return self.handle, self._computed
+        return Continues(self.handle, self._computed)
 
     def finish(self, parts: Iterable[RequestOutput]) -> None:
         """Takes the whole output of the request, which has ended by a stop or by its length."""

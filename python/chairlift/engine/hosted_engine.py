@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import (
     Abort,
     AdapterChanged,
@@ -23,7 +24,6 @@ from chairlift.engine.frames import (
     Frame,
     LoadAdapter,
     Rejected,
-    ResumedChoice,
     SetPriority,
     Snapshot,
     SnapshotRequest,
@@ -33,8 +33,6 @@ from chairlift.engine.frames import (
 from chairlift.engine.kv_sharing import KvSharer
 from chairlift.engine.preparing import Preparing
 from chairlift.errors import ChairliftError, InvalidRequest, QueueFull
-from chairlift.sampling import SamplingParams
-from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
     from chairlift.engine.adapters import PackedAdapter
@@ -58,28 +56,16 @@ class EngineLike(KvSharer, Protocol):
     def overlaps(self) -> bool:
         """Whether a device runs the steps asynchronously."""
 
-    def compile(self, params: SamplingParams, tenant: str) -> Future[Grammar] | None:
-        """Starts compiling a request's grammar, which counts against the limits of `tenant`; cancelling the future takes it back.
+    def compile(self, request: EngineRequest) -> Future[Grammar] | None:
+        """Starts compiling a request's grammar, which counts against the limits of its tenant; cancelling the future takes it back.
 
         None if the request has no grammar. Raises QueueFull.
         """
 
-    def read_prefix(self, prompt: Sequence[int], params: SamplingParams, scheduling: Scheduling) -> Future[StoredPrefix] | None:
+    def read_prefix(self, request: EngineRequest) -> Future[StoredPrefix] | None:
         """Starts reading the KV of a prompt's beginning from disk; None if there is none to read."""
 
-    def add(
-        self,
-        tag: int,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        scheduling: Scheduling,
-        submitted: int | None,
-        grammar: Future[Grammar] | None,
-        spent: Mapping[str, int],
-        resumed: Sequence[ResumedChoice],
-        continues: tuple[int, int] | None,
-        stored: Future[StoredPrefix] | None,
-    ) -> None:
+    def add(self, request: EngineRequest, grammar: Future[Grammar] | None, stored: Future[StoredPrefix] | None) -> None:
         """Queues a request. Raises InvalidRequest or QueueFull."""
 
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
@@ -198,11 +184,11 @@ class HostedEngine:
     def handle(self, frame: Frame | Prepared | AdapterRead) -> None:
         """Handles a frame between two steps. Raises BadFrame."""
         match frame:
-            case Add():
-                self._add(frame)
+            case Add(tag, packed):
+                self._handle_errors(tag, lambda: self._add(EngineRequest.unpack(packed)))
             case Prepared(tag, grammar, stored, ended):
                 if (request := self._preparing.end(tag, ended)) is not None:
-                    self._add(request, grammar, stored)
+                    self._handle_errors(tag, partial(self._add, request, grammar, stored))
             case Abort(tags, stopped):
                 self._preparing.abort(tags)
                 for tag in tags:
@@ -241,36 +227,37 @@ class HostedEngine:
         return self.engine.explain(tag) or self._preparing.explain(tag)
 
     def _wait_for(
-        self, what: Future[Any], state: str, frame: Add, grammar: Future[Grammar] | None, stored: Future[StoredPrefix] | None
+        self, what: Future[Any], state: str, request: EngineRequest, grammar: Future[Grammar] | None, stored: Future[StoredPrefix] | None
     ) -> None:
         """Keeps a request in a state of its timeline until `what` is done."""
-        self._preparing.begin(frame, state, grammar if what is grammar else None)
-        put, tag = self._put, frame.tag
+        self._preparing.begin(request, state, grammar if what is grammar else None)
+        put, tag = self._put, request.tag
         what.add_done_callback(lambda _: put(Prepared(tag, grammar, stored, time.monotonic_ns() // 1000)))
 
-    def _add(self, frame: Add, grammar: Future[Grammar] | None = None, stored: Future[StoredPrefix] | None = None) -> None:
+    def _add(self, request: EngineRequest, grammar: Future[Grammar] | None = None, stored: Future[StoredPrefix] | None = None) -> None:
         """Adds a request to the engine. If its grammar is not compiled or its KV not read yet, it waits and is added later."""
+        grammar = grammar or self.engine.compile(request)
+        if grammar is not None and not grammar.done():
+            self._wait_for(grammar, "grammar", request, grammar, None)
+            return
+        stored = stored or self.engine.read_prefix(request)
+        if stored is not None and not stored.done():
+            self._wait_for(stored, "read_cache", request, grammar, stored)
+            return
+        self.engine.add(request, grammar, stored)
+
+    def _handle_errors(self, tag: int, add: Callable[[], None]) -> None:
+        """Adds the request `tag`, or rejects it. No error ends the engine."""
         try:
-            params, scheduling = SamplingParams(**frame.params), Scheduling(**frame.scheduling)
-            prompt, resumed = memoryview(frame.prompt).cast("i"), [ResumedChoice(*choice) for choice in frame.resumed]
-            grammar = grammar or self.engine.compile(params, scheduling.tenant)
-            if grammar is not None and not grammar.done():
-                self._wait_for(grammar, "grammar", frame, grammar, None)
-                return
-            stored = stored or self.engine.read_prefix(prompt, params, scheduling)
-            if stored is not None and not stored.done():
-                self._wait_for(stored, "read_cache", frame, grammar, stored)
-                return
-            continues = None if frame.continues is None else (frame.continues[0], frame.continues[1])
-            self.engine.add(frame.tag, prompt, params, scheduling, frame.submitted, grammar, frame.spent, resumed, continues, stored)
+            add()
         except InvalidRequest as error:
-            self._send(Rejected(frame.tag, "InvalidRequest", str(error), error.param, error.code))
+            self._send(Rejected(tag, "InvalidRequest", str(error), error.param, error.code))
         except QueueFull as error:
-            self._send(Rejected(frame.tag, "QueueFull", str(error), retry_after=error.retry_after))
+            self._send(Rejected(tag, "QueueFull", str(error), retry_after=error.retry_after))
         except Exception as error:  # an unexpected error fails only this request
             traceback.print_exc()
             message = f"the engine could not take the request ({type(error).__name__}); the log has more"
-            self._send(Rejected(frame.tag, "RequestFailed", message))
+            self._send(Rejected(tag, "RequestFailed", message))
 
 
 def _read_adapter(engine: EngineLike, frame: LoadAdapter, put: Callable[[AdapterRead], None]) -> None:

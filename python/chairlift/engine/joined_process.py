@@ -66,7 +66,7 @@ class JoinedProcess:
 
     def sent(self, frame: Frame) -> Frame:
         """A frame as the process understands it: without a time of this machine's clock, and without its files."""
-        return replace(frame, submitted=None) if isinstance(frame, Add) else without_files(frame)
+        return Add(frame.tag, {**frame.request, "submitted": None}) if isinstance(frame, Add) else without_files(frame)
 
     def received(self, frame: Frame) -> Frame:
         """A frame of the process with times of this machine's clock."""

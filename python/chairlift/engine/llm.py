@@ -119,8 +119,8 @@ class LLM:
         """Computes the tokens of a live sequence, of which the engine may hold some already. For `LiveSequence`."""
         news: deque[_Request] = deque()
         params = validate(prompt, COMPUTE, self.facts)
-        request = _Request(self.tokenizer, next(self._tags), prompt, params, news, sequence)
-        (output,) = self._run([request], [sequence.scheduling], news, False)
+        request = _Request(self.tokenizer, next(self._tags), prompt, params, sequence.scheduling, news, sequence)
+        (output,) = self._run([request], news, False)
         if output.finish_reason not in ("stop", "length"):
             raise RequestFailed(f"the sequence could not be computed: {output.finish_reason}")
 
@@ -149,13 +149,13 @@ class LLM:
         news: deque[_Request] = deque()
         requests = []
         with contextlib.ExitStack() as busy:
-            for index, (prompt, one) in enumerate(zip(many, each, strict=True)):
+            for index, (prompt, one, own) in enumerate(zip(many, each, treated, strict=True)):
                 with _naming(index):
                     if isinstance(prompt, LiveSequence):
-                        requests.append(self._continuation(prompt, busy.enter_context(prompt.generating()), one, news))
+                        requests.append(self._continuation(prompt, busy.enter_context(prompt.generating()), one, own, news))
                     else:
-                        requests.append(self._request(prompt, one, news))
-            return self._run(requests, treated, news, progress)
+                        requests.append(self._request(prompt, one, own, news))
+            return self._run(requests, news, progress)
 
     def embed(
         self,
@@ -191,9 +191,9 @@ class LLM:
         one_params = _one_each("params", SamplingParams, self.default_params() if params is None else params, 1)
         treated = _one_each("scheduling", Scheduling, scheduling, 1)
         if isinstance(prompt, LiveSequence):
-            return self._stream_live(prompt, one_params[0], treated)
+            return self._stream_live(prompt, one_params[0], treated[0])
         news: deque[_Request] = deque()
-        return self._stream(self._request(prompt, one_params[0], news), treated, news)
+        return self._stream(self._request(prompt, one_params[0], treated[0], news), news)
 
     def chat(
         self,
@@ -245,19 +245,25 @@ class LLM:
             self._held.expire(engine)
             return function(engine)
 
-    def _continuation(self, sequence: LiveSequence, prompt: list[int], params: SamplingParams, news: deque[_Request]) -> _Request:
+    def _continuation(
+        self, sequence: LiveSequence, prompt: list[int], params: SamplingParams, scheduling: Scheduling, news: deque[_Request]
+    ) -> _Request:
+        """A request that continues a live sequence, with that one's scheduling parameters unless its caller gives others."""
+        own = sequence.scheduling
+        if scheduling == Scheduling():
+            scheduling = own
+        if (scheduling.tenant, scheduling.cache_salt) != (own.tenant, own.cache_salt):
+            raise InvalidRequest("this live sequence belongs to another tenant or cache_salt", param="scheduling", code="not_owner")
         params = validate(prompt, encode_bad_words(sequence.params(params), self.tokenizer), self.facts)
-        return _Request(self.tokenizer, next(self._tags), prompt, params, news, sequence)
+        return _Request(self.tokenizer, next(self._tags), prompt, params, scheduling, news, sequence)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, news: deque[_Request]) -> _Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, scheduling: Scheduling, news: deque[_Request]) -> _Request:
         given = text_or_ids(prompt)
         prompt_token_ids = self.tokenizer.encode(given) if isinstance(given, str) else given
         params = validate(prompt_token_ids, encode_bad_words(params, self.tokenizer), self.facts)
-        return _Request(self.tokenizer, next(self._tags), prompt_token_ids, params, news)
+        return _Request(self.tokenizer, next(self._tags), prompt_token_ids, params, scheduling, news)
 
-    def _run(
-        self, requests: list[_Request], scheduling: list[Scheduling], news: deque[_Request], progress: bool | None
-    ) -> list[RequestOutput]:
+    def _run(self, requests: list[_Request], news: deque[_Request], progress: bool | None) -> list[RequestOutput]:
         """Runs validated requests to their ends, or aborts them all."""
         outputs = {
             request.tags[choice]: RequestOutput("", [], request.prompt_token_ids, index=choice)
@@ -265,7 +271,7 @@ class LLM:
             for choice in range(request.params.n)
         }
         open_requests = set(requests)
-        with self._added(requests, scheduling), _Bar(requests, progress) as bar, _interrupts_held() as interrupted:
+        with self._added(requests), _Bar(requests, progress) as bar, _interrupts_held() as interrupted:
             while open_requests:
                 tokens = self._step(news)
                 for request in open_requests:
@@ -286,15 +292,13 @@ class LLM:
                     raise KeyboardInterrupt
         return list(outputs.values())
 
-    def _stream_live(
-        self, sequence: LiveSequence, params: SamplingParams, scheduling: list[Scheduling]
-    ) -> Generator[RequestOutput, None, None]:
+    def _stream_live(self, sequence: LiveSequence, params: SamplingParams, scheduling: Scheduling) -> Generator[RequestOutput, None, None]:
         news: deque[_Request] = deque()
         with sequence.generating() as prompt:
-            yield from self._stream(self._continuation(sequence, prompt, params, news), scheduling, news)
+            yield from self._stream(self._continuation(sequence, prompt, params, scheduling, news), news)
 
-    def _stream(self, request: _Request, scheduling: list[Scheduling], news: deque[_Request]) -> Generator[RequestOutput, None, None]:
-        with self._added([request], scheduling):
+    def _stream(self, request: _Request, news: deque[_Request]) -> Generator[RequestOutput, None, None]:
+        with self._added([request]):
             while not request.over:
                 with _interrupts_held() as interrupted:
                     self._step(news)
@@ -309,31 +313,19 @@ class LLM:
                         yield part
 
     @contextlib.contextmanager
-    def _added(self, requests: list[_Request], scheduling: list[Scheduling]) -> Iterator[None]:
+    def _added(self, requests: list[_Request]) -> Iterator[None]:
         """Adds the requests to the engine and, at the end, aborts those that have not ended."""
         try:
             with self._lock:
                 self._abort_unused()
-                for index, (request, treated) in enumerate(zip(requests, scheduling, strict=True)):
+                for index, request in enumerate(requests):
                     with _naming(index):
-                        self._add(request, treated)
+                        sent = request.begin()
+                        self.engine.add(sent, stored=self.engine.read_prefix(sent))
                     self._requests.update(dict.fromkeys(request.tags, request))
             yield
         finally:
             self._leave(tag for request in requests for tag in request.tags)
-
-    def _add(self, request: _Request, scheduling: Scheduling) -> None:
-        """Adds a request to the engine. A live sequence has its own scheduling parameters, unless its caller gives others."""
-        continues = None
-        if request.sequence is not None:
-            own = request.sequence.scheduling
-            if scheduling == Scheduling():
-                scheduling = own
-            if (scheduling.tenant, scheduling.cache_salt) != (own.tenant, own.cache_salt):
-                raise InvalidRequest("this live sequence belongs to another tenant or cache_salt", param="scheduling", code="not_owner")
-            continues = request.sequence.continued_by(request.tags.start)
-        stored = self.engine.read_prefix(request.prompt_token_ids, request.params, scheduling)
-        self.engine.add(request.tags.start, request.prompt_token_ids, request.params, scheduling, continues=continues, stored=stored)
 
     def _step(self, news: deque[_Request]) -> int:
         """Runs a step, unless `news` has a request already from another thread's step. Returns the number of new tokens."""
@@ -382,10 +374,11 @@ class _Request(Request):
         tag: int,
         prompt_token_ids: list[int],
         params: SamplingParams,
+        scheduling: Scheduling,
         news: deque[_Request],
         sequence: LiveSequence | None = None,
     ) -> None:
-        super().__init__(tokenizer, tag, prompt_token_ids, params, sequence=sequence)
+        super().__init__(tokenizer, tag, prompt_token_ids, params, scheduling, sequence=sequence)
         self.news = news
 
     def check_dropped(self) -> None:

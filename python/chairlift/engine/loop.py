@@ -22,8 +22,9 @@ from chairlift.engine import scheduler_settings
 from chairlift.engine.adapters import Adapters, PackedAdapter
 from chairlift.engine.disk_cache import DiskCache, StoredPrefix
 from chairlift.engine.energy import open_meter
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.facts import start_facts
-from chairlift.engine.frames import ResumedChoice, StepOutputs
+from chairlift.engine.frames import StepOutputs
 from chairlift.engine.journal import Journal
 from chairlift.engine.kv_sharing import SharedBlocks
 from chairlift.engine.prefix_store import PrefixStore
@@ -38,7 +39,6 @@ from chairlift.runner.description import checkpoint_facts
 from chairlift.runner.null_runner import NullRunner
 from chairlift.runner.sampling.sampler import entries_of
 from chairlift.sampling import SamplingParams
-from chairlift.scheduling import Scheduling
 from chairlift.tokenizer import eos_token_ids, tokenizer_file
 
 if TYPE_CHECKING:
@@ -151,58 +151,31 @@ class Engine:
         self._discard_blocks()
         return limit
 
-    def compile(self, params: SamplingParams, tenant: str) -> Future[Grammar] | None:
+    def compile(self, request: EngineRequest) -> Future[Grammar] | None:
         """Starts compiling the request's grammar on another thread; None if it has none. Raises QueueFull."""
-        if params.structured_output is None:
+        if (structure := request.sampling.structured_output) is None:
             return None
-        return self._grammars.compile(params.structured_output, self.config.limit_group(tenant), tenant)
+        tenant = request.scheduling.tenant
+        return self._grammars.compile(structure, self.config.limit_group(tenant), tenant)
 
-    def read_prefix(
-        self, prompt: Sequence[int] | np.ndarray, params: SamplingParams, scheduling: Scheduling
-    ) -> Future[StoredPrefix] | None:
+    def read_prefix(self, request: EngineRequest) -> Future[StoredPrefix] | None:
         """Starts reading the KV of the prompt's beginning from disk; None if there is none to read."""
+        params, scheduling = request.sampling, request.scheduling
         if self._disk_cache is None or scheduling.cache_salt or params.lora is not None or params.prompt_logprobs is not None:
             return None
         group = self.config.cache_group(scheduling.tenant)
-        return self._disk_cache.read(np.ascontiguousarray(prompt, dtype=np.int32), group)
+        return self._disk_cache.read(np.frombuffer(request.prompt, dtype=np.int32), group)
 
-    def add(
-        self,
-        tag: int,
-        prompt: Sequence[int] | np.ndarray,
-        params: SamplingParams,
-        scheduling: Scheduling | None = None,
-        submitted: int | None = None,
-        grammar: Future[Grammar] | None = None,
-        spent: Mapping[str, int] | None = None,
-        resumed: Sequence[ResumedChoice] = (),
-        continues: tuple[int, int] | None = None,
-        stored: Future[StoredPrefix] | None = None,
-    ) -> None:
-        """Queues a request. Its sequences get `tag` and the numbers after it, which must be unused.
+    def add(self, request: EngineRequest, grammar: Future[Grammar] | None = None, stored: Future[StoredPrefix] | None = None) -> None:
+        """Queues a request.
 
-        `submitted` is the time of its arrival in the queue, in microseconds of the monotonic clock; now if None. `spent` are the
-        microseconds of its earlier timeline states: its timeline and its deadlines start that much earlier. `grammar` is the result of
-        `compile`; the call waits for it. `resumed` has the unfinished choices of a request that another engine lost: each goes on after
-        its last token. `continues` is the handle of a held sequence of the same tenant and salt, and how many leading tokens of the prompt
-        are its tokens; the request must have one answer, and leaves its KV to the sequence. An unknown handle opens one. `stored` is the
-        result of `read_prefix`; the call waits for it. Raises InvalidRequest if the request can never run and QueueFull if it cannot wait.
+        `grammar` is the result of `compile` and `stored` that of `read_prefix`; the call waits for both. Raises InvalidRequest if the
+        request can never run and QueueFull if it cannot wait.
         """
+        params = request.sampling
         if not self.runner.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise InvalidRequest("without a model (--load-format none) there are no log-probabilities: leave them out", param="logprobs")
-        scheduling = scheduling or Scheduling()
-        self._sequences.add(
-            tag,
-            prompt,
-            params,
-            scheduling,
-            _now(),
-            submitted=submitted,
-            grammar=grammar or self.compile(params, scheduling.tenant),
-            spent=spent or {},
-            resumed=resumed,
-            continues=continues,
-        )
+        self._sequences.add(request, _now(), grammar or self.compile(request))
         if self._disk_cache is not None and stored is not None:
             self._disk_cache.put(stored.result(), _now())
 

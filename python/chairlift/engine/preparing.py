@@ -8,8 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from chairlift.engine.frames import Add
-from chairlift.scheduling import Scheduling
+from chairlift.engine.engine_request import EngineRequest
 
 if TYPE_CHECKING:
     from chairlift.grammar.grammar import Grammar
@@ -19,16 +18,16 @@ class Preparing:
     """Requests by tag, with the state of their timeline and its start. Times are microseconds of the monotonic clock."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, tuple[Add, str, int]] = {}
+        self._requests: dict[int, tuple[EngineRequest, str, int]] = {}
         self._grammars: dict[int, Future[Grammar]] = {}  # that requests wait for
 
-    def begin(self, request: Add, state: str, grammar: Future[Grammar] | None) -> None:
+    def begin(self, request: EngineRequest, state: str, grammar: Future[Grammar] | None) -> None:
         """Adds a request that waits in `state` of its timeline, for this grammar if any."""
         self._requests[request.tag] = request, state, _now()
         if grammar is not None:
             self._grammars[request.tag] = grammar
 
-    def end(self, tag: int, ended: int) -> Add | None:
+    def end(self, tag: int, ended: int) -> EngineRequest | None:
         """Removes a request whose wait ended at `ended` and returns it for submission; None if it was aborted."""
         self._grammars.pop(tag, None)
         if (waiting := self._requests.pop(tag, None)) is None:
@@ -69,16 +68,16 @@ class Preparing:
             **dict.fromkeys(("started", "first_token", "ended", "limit", "energy_uj")),
             "prompt_tokens": len(request.prompt) // 4,
             **dict.fromkeys(counts, 0),
-            "tenant": request.scheduling.get("tenant", ""),
-            "priority": request.scheduling.get("priority", 0),
-            "tier": Scheduling(**request.scheduling).served_tier,
+            "tenant": request.scheduling.tenant,
+            "priority": request.scheduling.priority,
+            "tier": request.scheduling.served_tier,
             "preempted_by": [],
             "preempted_for": {},
             "states": {state: time for state, time in spent.items() if time},
         }
 
 
-def _spent(request: Add, state: str, began: int, until: int) -> dict[str, int]:
+def _spent(request: EngineRequest, state: str, began: int, until: int) -> dict[str, int]:
     """The microseconds of a request's states until `until`. Before `began` it waited for the engine's current step."""
     submitted = began if request.submitted is None else request.submitted
     spent = dict(request.spent)

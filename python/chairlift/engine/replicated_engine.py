@@ -187,17 +187,17 @@ class ReplicatedEngine:
         self,
         prompt: list[int],
         params: SamplingParams,
+        scheduling: Scheduling | None = None,
         *,
         arrived: float | None = None,
         sequence: HeldSequence | None = None,
     ) -> Stream:
         """Makes a request of a prompt, for `run`: see `AsyncEngine.prepare`."""
-        return await self._ready_engines()[0].prepare(prompt, params, arrived=arrived, sequence=sequence)
+        return await self._ready_engines()[0].prepare(prompt, params, scheduling, arrived=arrived, sequence=sequence)
 
     def run(
         self,
         stream: Stream,
-        scheduling: Scheduling | None = None,
         *,
         request_id: str | None = None,
         on_start: Callable[[], None] | None = None,
@@ -208,13 +208,13 @@ class ReplicatedEngine:
 
         Requests of a tenant's `session` stay with one engine while its load allows it.
         """
-        replica = self._choose(stream, scheduling or Scheduling(), session)
+        replica = self._choose(stream, session)
         if request_id is not None:
             self._ran_in.pop(request_id, None)  # keeps the newest last
             self._ran_in[request_id] = replica
             if len(self._ran_in) > REMEMBERED:
                 del self._ran_in[next(iter(self._ran_in))]
-        return replica.engine.run(stream, scheduling, request_id=request_id, on_start=on_start, spent=spent)
+        return replica.engine.run(stream, request_id=request_id, on_start=on_start, spent=spent)
 
     async def explain(self, request_id: str) -> list[Timeline]:
         """The timelines of a request's sequences, also while it runs; empty if the request, or the engine that had it, is gone."""
@@ -231,7 +231,7 @@ class ReplicatedEngine:
             question.cancel()
         return [timeline for question in answered if question.exception() is None for timeline in question.result()]
 
-    def _choose(self, stream: Stream, scheduling: Scheduling, session: str | None) -> Replica:
+    def _choose(self, stream: Stream, session: str | None) -> Replica:
         """Chooses the engine for a request. A live sequence goes to the engine that has its KV."""
         handle = None if stream.sequence is None else stream.sequence.handle
         if handle is not None and (home := self._homes.get(handle)) is not None and home.ready:
@@ -240,20 +240,20 @@ class ReplicatedEngine:
         if not ready:
             raise EngineDead("no engine of the model is ready")
         moving = [replica for replica in ready if not replica.engine.stuck] or ready
-        own = None if session is None else f"{scheduling.tenant}\0{session}".encode()
+        own = None if session is None else f"{stream.scheduling.tenant}\0{session}".encode()
         if self._router is None:
             chosen = moving[0]
         else:
-            group = self.config.cache_group(scheduling.tenant)
-            chosen = self._router.choose(moving, stream, self._salt(stream, scheduling), own, group)
+            group = self.config.cache_group(stream.scheduling.tenant)
+            chosen = self._router.choose(moving, stream, self._salt(stream), own, group)
         if handle is not None:
             self._homes[handle] = chosen
         return chosen
 
-    def _salt(self, stream: Stream, scheduling: Scheduling) -> bytes:
+    def _salt(self, stream: Stream) -> bytes:
         """The salt of the KV blocks that a request shares. An adapter that no engine knows has none of them."""
         name = stream.params.lora
-        return shared_salt(scheduling.cache_salt, None if name is None else self._known().engine.digests.get(name, name.encode()))
+        return shared_salt(stream.scheduling.cache_salt, None if name is None else self._known().engine.digests.get(name, name.encode()))
 
     def _tell(self, frame: Frame) -> None:
         """Sends a frame about live sequences to all engines. Those that do not have the sequence ignore it."""

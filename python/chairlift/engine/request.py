@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from chairlift.engine.detokenizer import TextStream
-from chairlift.engine.frames import ResumedChoice, pack_tokens
+from chairlift.engine.engine_request import EngineRequest, ResumedChoice, pack_tokens
 from chairlift.errors import ContextExceeded, InvalidRequest
 from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
     from chairlift.engine.frames import StepOutputs
@@ -230,10 +231,13 @@ class Request:
         tag: int,
         prompt_token_ids: list[int],
         params: SamplingParams,
+        scheduling: Scheduling | None = None,
+        *,
         arrived: float | None = None,
         sequence: HeldSequence | None = None,
     ) -> None:
         """`arrived` is when its first byte was read, on the monotonic clock; now by default. It continues `sequence`, if given."""
+        self._sent = EngineRequest.of(tag, prompt_token_ids, params, scheduling)
         arrived = time.monotonic() if arrived is None else arrived
         self.tags = range(tag, tag + params.num_sequences)
         self.prompt_token_ids = prompt_token_ids
@@ -268,14 +272,27 @@ class Request:
         """Tokens of all choices that engines have sent, taken or not."""
         return sum(choice.num_received for choice in self.choices)
 
-    def begin(self, now: float) -> list[ResumedChoice]:
-        """Returns what an engine that gets the request now must know of the unfinished choices; nothing if no token was received yet."""
-        self._submitted = now if self._submitted is None else self._submitted
+    @property
+    def scheduling(self) -> Scheduling:
+        """Its scheduling parameters."""
+        return self._sent.scheduling
+
+    def begin(self, spent: Mapping[str, float] | None = None) -> EngineRequest:
+        """The request for an engine that gets it now. It goes on after the tokens that were received from earlier engines.
+
+        `spent` has the seconds in each timeline state since its arrival. Raises SequenceDropped.
+        """
+        now = time.monotonic_ns() // 1000
+        before = {state: int(seconds * 1e6) for state, seconds in (spent or {}).items()}
+        # A new engine does not hold the sequence that the last one lost. So a resumed request continues none.
+        continues = None if self.sequence is None else self.sequence.continued_by(self.tags.start)
+        self._submitted = now / 1e6 if self._submitted is None else self._submitted
         if not self.num_received:
             if self.prompt_logprobs is not None:
                 del self.prompt_logprobs[1:]
-            return []
-        return [choice.resumed(self._submitted) for choice in self.choices if not choice.complete]
+            return replace(self._sent, submitted=now, spent=before, continues=continues)
+        resumed = tuple(choice.resumed(self._submitted) for choice in self.choices if not choice.complete)
+        return replace(self._sent, submitted=now, spent=before, resumed=resumed)
 
     def unfinished(self) -> list[int]:
         """The tags of the choices that need an engine."""

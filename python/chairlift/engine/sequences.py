@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,13 +14,13 @@ import numpy as np
 from chairlift import _core
 from chairlift.config import EngineConfig
 from chairlift.engine.adapters import Adapter, Adapters
-from chairlift.engine.frames import ResumedChoice
+from chairlift.engine.engine_request import EngineRequest, ResumedChoice
 from chairlift.engine.request import shared_salt
 from chairlift.errors import InvalidRequest, QueueFull
 from chairlift.grammar.grammar import Grammar
 from chairlift.runner.sampling.logprobs import PromptLogprobs
 from chairlift.sampling import SamplingParams
-from chairlift.scheduling import TIER_WEIGHTS, Scheduling
+from chairlift.scheduling import TIER_WEIGHTS
 
 if TYPE_CHECKING:
     from chairlift.runner.interface import Runner
@@ -65,47 +64,34 @@ class Sequences:
         """The state of a sequence; None if it has ended."""
         return self._states.get(tag)
 
-    def add(
-        self,
-        tag: int,
-        prompt: Sequence[int] | np.ndarray,
-        params: SamplingParams,
-        scheduling: Scheduling,
-        now: int,
-        *,
-        submitted: int | None = None,
-        grammar: Future[Grammar] | None = None,
-        spent: Mapping[str, int],
-        resumed: Sequence[ResumedChoice] = (),
-        continues: tuple[int, int] | None = None,
-    ) -> None:
+    def add(self, request: EngineRequest, now: int, grammar: Future[Grammar] | None = None) -> None:
         """Queues a request (see `Engine.add`)."""
+        tag, params = request.tag, request.sampling
         tags = range(tag, tag + params.num_sequences)
         if not self._states.keys().isdisjoint(tags):
             raise InvalidRequest(f"request {tag} is already running", param="request_id")
-        tokens = np.ascontiguousarray(prompt, dtype=np.int32)
+        tokens = np.frombuffer(request.prompt, dtype=np.int32)
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size):
             raise InvalidRequest(f"token ids must be from 0 to {self._vocab_size - 1}", param="prompt")
         # The log-probabilities of a resumed request's prompt have been sent.
-        scores = None if params.prompt_logprobs is None or resumed else PromptLogprobs(tag, tokens, params.prompt_logprobs)
+        scores = None if params.prompt_logprobs is None or request.resumed else PromptLogprobs(tag, tokens, params.prompt_logprobs)
         compiled = _compiled(params, grammar)
         structure = params.structured_output
         new_matcher = None if compiled is None or structure is None else partial(compiled.matcher, structure.budget)
-        submitted = min(now, submitted or sys.maxsize)
+        submitted = min(now, request.submitted or now)
+        request = replace(request, submitted=submitted)
         adapter = None if params.lora is None else self._adapters.get(params.lora)
-        arrived, salt = submitted - sum(spent.values()), self._salt(params, scheduling, adapter)
+        salt = self._salt(request, adapter)
 
         def live(index: int, seq: int) -> None:
             self._states[tag + index] = SequenceState(seq, params, self._seed(tag + index, index, params), scores, new_matcher, adapter)
-            self._scheduler.prepared(seq, list(spent.items()))
+            self._scheduler.prepared(seq, list(request.spent.items()))
 
-        if continues is not None:
-            continues = self._held_by_core(continues[0], scheduling.tenant, salt, now), continues[1]
         try:
-            for one in resumed:
-                live(one.choice, self._schedule(tag + one.choice, tokens, params, scheduling, salt, submitted, arrived, one))
-            if not resumed:
-                live(0, first := self._schedule(tag, tokens, params, scheduling, salt, submitted, arrived, continues=continues))
+            for one in request.resumed:
+                live(one.choice, self._schedule(request, tokens, salt, one))
+            if not request.resumed:
+                live(0, first := self._schedule(request, tokens, salt))
                 for index, fork in enumerate(tags[1:], 1):
                     live(index, self._scheduler.fork(first, fork, submitted))
         except BaseException as error:
@@ -155,37 +141,32 @@ class Sequences:
             self._held[handle] = self._scheduler.open(tenant, salt, now, self._cache_group(tenant))
         return self._held[handle]
 
-    def _schedule(
-        self,
-        tag: int,
-        tokens: np.ndarray,
-        params: SamplingParams,
-        scheduling: Scheduling,
-        salt: bytes,
-        now: int,
-        arrived: int,
-        resumed: ResumedChoice | None = None,
-        continues: tuple[int, int] | None = None,
-    ) -> int:
-        """Adds a sequence to the scheduler. Deadlines and the times of `resumed` count from `arrived`."""
+    def _schedule(self, request: EngineRequest, tokens: np.ndarray, salt: bytes, resumed: ResumedChoice | None = None) -> int:
+        """Adds a sequence to the scheduler."""
+        params, scheduling = request.sampling, request.scheduling
         max_tokens = params.max_tokens if params.max_tokens is not None else max(1, self._max_model_len - tokens.size)
+        assert request.submitted is not None
+        arrived = request.submitted - sum(request.spent.values())
 
         def deadline(milliseconds: float | None) -> int | None:
             return None if milliseconds is None else arrived + int(milliseconds * 1000)
 
-        earlier = None
+        earlier = continues = None
         if resumed is not None:
             answer = np.frombuffer(resumed.answer, dtype=np.int32)
             tokens = np.concatenate((tokens, answer))
             first_token = None if resumed.first_token is None else arrived + resumed.first_token
             cached = resumed.cached_tokens, resumed.own_cached_tokens
             earlier = len(answer), *cached, arrived + resumed.submitted, arrived + resumed.started, first_token
+        if request.continues is not None:
+            handle, kept = request.continues
+            continues = self._held_by_core(handle, scheduling.tenant, salt, request.submitted), kept
         return self._scheduler.add(
-            tag,
+            request.tag if resumed is None else request.tag + resumed.choice,
             tokens,
             max_tokens,
             self.end_tokens(params),
-            now,
+            request.submitted,
             salt=salt,
             group=self._cache_group(scheduling.tenant),
             priority=scheduling.priority,
@@ -204,15 +185,15 @@ class Sequences:
         """The number of sequences that have not ended and use an adapter."""
         return sum(state.adapter == adapter for state in self._states.values())
 
-    def _salt(self, params: SamplingParams, scheduling: Scheduling, adapter: Adapter | None) -> bytes:
+    def _salt(self, request: EngineRequest, adapter: Adapter | None) -> bytes:
         """The salt of a request's prefix cache entries. Requests with equal salts share KV blocks.
 
         A request with prompt log-probabilities gets a unique salt, because all its positions must be computed. Byte 255 is not valid
         UTF-8, so no caller's salt can be equal.
         """
-        if params.prompt_logprobs is not None:
+        if request.sampling.prompt_logprobs is not None:
             return b"\xff" + next(self._unique_salts).to_bytes(8)
-        return shared_salt(scheduling.cache_salt, None if adapter is None else adapter.digest)
+        return shared_salt(request.scheduling.cache_salt, None if adapter is None else adapter.digest)
 
     def _seed(self, tag: int, index: int, params: SamplingParams) -> int:
         """The seed of a sequence's draws. Sequences without a seed draw independently."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from chairlift.engine.frames import Rejected, ResumedChoice
+from chairlift.engine.engine_request import EngineRequest
+from chairlift.engine.frames import Rejected
 from chairlift.engine.request import Request
 from chairlift.errors import ChairliftError, InvalidRequest, OutOfMemory, QueueFull, RequestFailed
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
     from chairlift.engine.held_sequences import HeldSequence
@@ -33,10 +35,12 @@ class Stream(Request):
         tag: int,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        arrived: float | None,
+        scheduling: Scheduling | None = None,
+        *,
+        arrived: float | None = None,
         sequence: HeldSequence | None = None,
     ) -> None:
-        super().__init__(tokenizer, tag, prompt_token_ids, params, arrived, sequence)
+        super().__init__(tokenizer, tag, prompt_token_ids, params, scheduling, arrived=arrived, sequence=sequence)
         self.expected_tokens = len(prompt_token_ids)
         """Tokens of the prompt that its engine is expected to compute."""
         self.on_computed: Callable[[], None] | None = None
@@ -50,10 +54,10 @@ class Stream(Request):
         self._waiter: asyncio.Future[None] | None = None
         self._error: ChairliftError | None = None
 
-    def begin(self, now: float) -> list[ResumedChoice]:
+    def begin(self, spent: Mapping[str, float] | None = None) -> EngineRequest:
         """See `Request.begin`. Increments that were not read before the last engine ended can be read now."""
         self._error, self._news = None, self.num_received > 0
-        return super().begin(now)
+        return super().begin(spent)
 
     def wake(self) -> None:
         """Wakes the reader."""

@@ -136,11 +136,11 @@ class Submission:
     async def _run(self, on_start: Callable[[], None]) -> AsyncGenerator[RequestOutput]:
         engine = self._model.engine
         if self._stream is None:
-            self._stream = await engine.prepare(self._prompt, self._params, arrived=self._context.arrived, sequence=self._sequence)
+            arrived = self._context.arrived
+            self._stream = await engine.prepare(self._prompt, self._params, self._scheduling, arrived=arrived, sequence=self._sequence)
         self._fingerprint = engine.facts.get("fingerprint")
         return engine.run(
             self._stream,
-            self._scheduling,
             request_id=self._request_id,
             on_start=on_start,
             spent=self._spent(),

@@ -101,6 +101,7 @@ def _profile(result: Fit, model: str, sizes: Mapping[str, int], steps: np.ndarra
 
 
 def _run(config: EngineConfig, seconds: float, on_progress: Callable[[float], None]) -> None:
+    from chairlift.engine.engine_request import EngineRequest
     from chairlift.engine.loop import Engine  # imports torch
     from chairlift.sampling import SamplingParams
 
@@ -114,7 +115,7 @@ def _run(config: EngineConfig, seconds: float, on_progress: Callable[[float], No
     def add_request(longest: int, output: int) -> None:
         tag, prompt = next(tags), round(MIN_PROMPT * (longest / MIN_PROMPT) ** generator.random())
         tokens = [generator.randrange(facts["vocab_size"]) for _ in range(prompt)]
-        engine.add(tag, tokens, SamplingParams(max_tokens=output, ignore_eos=True))
+        engine.add(EngineRequest.of(tag, tokens, SamplingParams(max_tokens=output, ignore_eos=True)))
         live.add(tag)
         prefilling.add(tag)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.errors import EngineDead, InvalidRequest, QueueFull
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
@@ -38,7 +39,7 @@ def run_live(workload: Workload, variant: Variant, on_step: OnStep = lambda engi
     facts: dict[str, Any] = engine.facts
     try:
         prompts = _prompts(workload, facts["vocab_size"])
-        engine.add(len(prompts), prompts[0][:_WARM_UP], SamplingParams(max_tokens=_WARM_UP, ignore_eos=True))
+        engine.add(EngineRequest.of(len(prompts), prompts[0][:_WARM_UP], SamplingParams(max_tokens=_WARM_UP, ignore_eos=True)))
         while engine.has_work:
             if engine.step() is None:
                 _sleep([engine.wakes_in()])
@@ -58,7 +59,7 @@ def _serve(engine: Engine, workload: Workload, prompts: list[NDArray[np.int32]],
             params = SamplingParams(max_tokens=outputs[sent], ignore_eos=True)
             scheduling = Scheduling(tenant=workload.tenants[tenants[sent]][0])
             with suppress(InvalidRequest, QueueFull):  # counted at the end
-                engine.add(sent, prompts[sent], params, scheduling, submitted=start + due[sent])
+                engine.add(EngineRequest.of(sent, prompts[sent], params, scheduling, submitted=start + due[sent]))
             sent += 1
         report = engine.step() if engine.has_work else None
         if report is not None:
