@@ -98,8 +98,8 @@ class KvUse:
     def add(self, engine: Engine, _: StepOutputs) -> None:
         """Adds the time since the step before."""
         stats, now = engine.stats(), time.perf_counter()
-        self.held += stats["held_kv_slots"] * (now - self.last)
-        self.used += stats["used_tokens"] * (now - self.last)
+        self.held += stats.held_kv_slots * (now - self.last)
+        self.used += stats.used_tokens * (now - self.last)
         self.last = now
 
 

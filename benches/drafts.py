@@ -152,8 +152,8 @@ class Cell:
         assert runs[0].answers == runs[1].answers, f"{task}: the answers differ"
         self.answers = runs[0].answers
         self.steps.append((runs[0].steps, runs[1].steps))
-        self.drafted += after["draft_tokens"] - before["draft_tokens"]
-        self.accepted += after["accepted_draft_tokens"] - before["accepted_draft_tokens"]
+        self.drafted += after.draft_tokens - before.draft_tokens
+        self.accepted += after.accepted_draft_tokens - before.accepted_draft_tokens
 
     def gain(self, clock: int) -> str:
         """Time off over on by a clock, with its 95 % confidence interval: that of a ratio of two sums of slices.

@@ -83,7 +83,7 @@ def main() -> None:
             llm.load_lora_adapter(path.name, path)
         prompts = np.random.default_rng(0).integers(1000, model.vocab_size, (STREAMS, PROMPT)).tolist()
         rounds = [{count: seconds(llm, prompts, count) for count in COUNTS} for _ in range(1 + args.rounds)][1:]
-        decisions = {what: value for what, value, _ in llm.facts["decisions"]}
+        decisions = {what: value for what, value, _ in llm.info.decisions}
     lines = ["# LoRA adapters", "", machine()]
     lines += [
         f"{args.model}, weights {decisions['weights']}, {args.threads} threads; {STREAMS} streams of {OUTPUT} tokens; adapters of rank"

@@ -123,7 +123,7 @@ def _depths(run: common.Run, checks: Checks, directory: Path, prompts: list[list
     def answers(overlaps: bool, eager: bool) -> list[list[int]]:
         with common.steps_overlap(overlaps):
             llm = LLM(str(directory), dtype="float32", enforce_eager=eager, **settings)
-        graphs = [decision for decision in llm.engine.facts["decisions"] if decision[0] == "CUDA graphs"]
+        graphs = [decision for decision in llm.engine.info.decisions if decision[0] == "CUDA graphs"]
         run.say(f"Steps overlap: {overlaps}. CUDA graphs: {graphs[0][1:] if graphs else 'the device has none'}.")
         found = [output.token_ids for output in llm.generate(prompts, params, progress=False)]
         del llm

@@ -193,7 +193,7 @@ class Engine:
         if self._llm is None:
             began = time.perf_counter()
             self._llm = load(self._run, self._directory, **self._settings)
-            decisions = dict(decision[:2] for decision in self._llm.facts["decisions"])
+            decisions = dict(decision[:2] for decision in self._llm.info.decisions)
             graphs = decisions.get("CUDA graphs", "none on this device")
             self._run.say(f"Loaded in {time.perf_counter() - began:.1f} s. CUDA graphs: {graphs}.")
         return self._llm

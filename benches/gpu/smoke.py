@@ -71,7 +71,7 @@ class Smoke:
 
     def graphs(self, llm: Any) -> None:
         """Checks that decode steps were captured as CUDA graphs."""
-        decisions = {name: (value, why) for name, value, why in llm.facts["decisions"]}
+        decisions = {name: (value, why) for name, value, why in llm.info.decisions}
         value, why = decisions.get("CUDA graphs", ("none", "a CPU has none"))
         if value == "none":
             print(f"{'*' * 20} CUDA GRAPHS WERE NOT CAPTURED: {why} {'*' * 20}", flush=True)
@@ -186,7 +186,7 @@ class Smoke:
         prompts = [prompt[:100] for prompt in self.prompts]
         answer = 24 if self.run.dry else 150
         answers = [output.token_ids for output in self.generate(llm, prompts, max_tokens=answer)]
-        swaps = llm.engine.stats()["preemptions_swap"]
+        swaps = llm.engine.stats().preemptions_swap
         self.check("sequences swapped", swaps > 0, f"{swaps}; a block there and back: {measured[0] / 1e3:.1f} us", "some")
         self.check_greedy(llm, "swapped", prompts, answers)
         del llm

@@ -60,5 +60,5 @@ def test_a_request_overrules_what_is_recommended():
 def test_an_llm_without_params_samples_as_recommended(model_dir):
     llm = LLM(max_model_len=64)
     assert llm.default_params(top_p=0.5) == SamplingParams(temperature=0.2, top_p=0.5)
-    assert ["default sampling", "temperature 0.2, top_p 0.9", "recommended by the checkpoint"] in llm.facts["decisions"]
+    assert ["default sampling", "temperature 0.2, top_p 0.9", "recommended by the checkpoint"] in llm.info.decisions
     assert LLM(max_model_len=64, generation_config="none").default_params() == SamplingParams()

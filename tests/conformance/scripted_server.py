@@ -21,7 +21,7 @@ class ScriptedEngine(FakeEngine):
 
     def __init__(self):
         super().__init__()
-        self.facts |= {"max_model_len": CONTEXT}
+        self.describe(max_model_len=CONTEXT)
 
     async def run(self, stream, **arguments):
         _, told, said = bytes(stream.prompt).decode().rpartition("SAY:")

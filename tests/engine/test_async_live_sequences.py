@@ -68,11 +68,11 @@ def search(llm):
 
 def test_a_search_is_the_same_as_that_of_llm(byte_model, model):
     with LLM(byte_model, **SIZES) as llm:
-        expected, computed = search(llm), llm.engine.stats()["computed_tokens"]
+        expected, computed = search(llm), llm.engine.stats().computed_tokens
 
     async def scenario(engine):
         await settled(engine, "free_blocks", 63)
-        before = engine.stats()["computed_tokens"]
+        before = engine.stats().computed_tokens
         async with await engine.open(PROMPT) as root:
             left, right = await root.fork(2)
             await left.append(" left")
@@ -85,7 +85,7 @@ def test_a_search_is_the_same_as_that_of_llm(byte_model, model):
             right.drop()
         await settled(engine, "free_blocks", 63)
         assert (found, [output.text for output in (first, second, third)]) == expected
-        assert engine.stats()["computed_tokens"] - before == computed
+        assert engine.stats().computed_tokens - before == computed
         assert root.dropped
 
     model(scenario)

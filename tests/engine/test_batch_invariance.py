@@ -25,7 +25,7 @@ PLACE = 500
 def answers(byte_model: Path, prompts: list[list[int]], params: list[SamplingParams], **settings: object) -> list[RequestOutput]:
     roomy = {"num_kv_blocks": 300, "max_num_seqs": 64, "max_num_batched_tokens": 256, "block_size": 8}
     llm = LLM(str(byte_model), load_format="dummy", device="cpu", max_model_len=256, **roomy | settings)
-    assert llm.facts["determinism"] == "batch-invariant"
+    assert llm.info.determinism == "batch-invariant"
     return llm.generate(prompts, params)
 
 
@@ -118,9 +118,9 @@ def test_a_drafted_prompt_in_company_is_answered_as_alone_without_drafts(
 
     assert {tag: found[tag] for tag in alone} == alone
     stats = engine.stats()
-    assert stats["preemptions"] > 10
-    assert (stats["preemptions_swap"] > 0) == ("swap_space" in company)
-    assert 0 < stats["accepted_draft_tokens"] < stats["draft_tokens"]
+    assert stats.preemptions > 10
+    assert (stats.preemptions_swap > 0) == ("swap_space" in company)
+    assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
     assert engine.left > 2
     timelines = [engine.explain(tag) or {} for tag, _, _ in asked]
     assert [timeline["accepted_draft_tokens"] > 0 for timeline in timelines] == [True, True, True, False]

@@ -12,6 +12,7 @@ from fake_engine import ENDLESS, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, tex
 
 from chairlift.engine import frames, questions
 from chairlift.engine.client import AsyncEngine
+from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.frames import Add
 from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull, RequestFailed
 from chairlift.outputs import Timeline
@@ -39,7 +40,7 @@ def test_many_streams_each_get_their_own_tokens():
 
 def test_text_is_encoded_and_the_account_is_kept():
     async def test(engine):
-        assert engine.facts["model"] == "smollm2-135m-instruct"
+        assert engine.info.model == "smollm2-135m-instruct"
         last = (await collect(engine, "a", max_tokens=3))[-1]
         assert last.prompt_token_ids == [97]
         assert (last.cached_tokens, last.preemptions) == (16, 1)
@@ -90,7 +91,7 @@ def test_stop_string_ends_the_request_in_the_engine_too():
         assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", "def")
         assert outputs[-1].timing.first_token <= outputs[-1].timing.total
         assert (outputs[-1].cached_tokens, outputs[-1].timing.queued) == (16, 0.5)
-        await until(lambda: engine.stats()["aborted"] == 1 and engine.stats()["running"] == 0)
+        await until(lambda: engine.stats().expired == 1 and engine.stats().running == 0)
 
     run(test)
 
@@ -114,7 +115,7 @@ def test_answers_that_end_by_a_stop_string_are_aborted_one_by_one():
         ends = {output.index: output for output in outputs if output.finish_reason}
         assert (ends[0].stop_reason, ends[1].stop_reason) == (1050, text_of(1105, 2))
         assert (ends[0].timeline is None, ends[1].timeline is None) == (False, True)
-        await until(lambda: engine.stats()["aborted"] == 1 and engine.stats()["running"] == 0)
+        await until(lambda: engine.stats().expired == 1 and engine.stats().running == 0)
 
     run(test)
 
@@ -137,7 +138,7 @@ def test_leaving_aborts_all_answers_that_are_not_over():
             async for output in stream:
                 if output.finish_reason:
                     break
-        await until(lambda: engine.stats()["aborted"] == 2 and engine.stats()["running"] == 0)
+        await until(lambda: engine.stats().expired == 2 and engine.stats().running == 0)
 
     run(test)
 
@@ -153,7 +154,7 @@ def test_a_missed_deadline_is_raised_after_what_there_was():
         with pytest.raises(DeadlineMissed) as caught:
             await collect(engine, [LATE], max_tokens=1)
         assert caught.value.completion_tokens == 0
-        await until(lambda: engine.stats()["running"] == 0)
+        await until(lambda: engine.stats().running == 0)
 
     run(test)
 
@@ -223,7 +224,7 @@ def test_a_look_has_the_names_of_those_there():
 def test_a_question_to_an_engine_that_dies_is_not_left_open():
     async def test(engine):
         hanging = asyncio.create_task(into([], engine.generate([1000], SamplingParams(max_tokens=ENDLESS), request_id="a")))
-        await until(lambda: engine.stats()["running"])
+        await until(lambda: engine.stats().running)
         # A stopped process answers nothing, whatever it has read already.
         os.kill(engine.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, engine.pid, os.WSTOPPED)
@@ -241,9 +242,9 @@ def test_a_question_to_an_engine_that_dies_is_not_left_open():
 def test_counters_that_are_not_sent_stay_as_they_were():
     async def test(engine):
         await collect(engine, [1000], max_tokens=50)
-        await until(lambda: engine.stats()["running"] == 0)
-        assert engine.stats()["tenants"] == {"": {"running": 0}}
-        assert engine.stats()["classes"] == {0: {}}
+        await until(lambda: engine.stats().running == 0)
+        assert engine.stats().tenants == {"": {"running": 0}}
+        assert engine.stats().classes == {0: {}}
 
     run(test)
 
@@ -252,7 +253,7 @@ def test_slow_reader_gets_tokens_with_much_work_in_pieces():
     async def test(engine):
         stream = engine.generate("a", SamplingParams(max_tokens=2000, n=2, stop="never"))
         outputs = [await anext(stream)]
-        await until(lambda: engine.stats()["steps"] >= 2000 and engine.stats()["running"] == 0)
+        await until(lambda: engine.stats().steps >= 2000 and engine.stats().running == 0)
         outputs += [output async for output in stream]
         assert max(len(output.token_ids) for output in outputs) == 128
         for index in range(2):
@@ -267,15 +268,15 @@ def test_slow_reader_gets_everything_in_one_increment():
     async def test(engine):
         stream = engine.generate("a", SamplingParams(max_tokens=2000))
         first = await anext(stream)
-        await until(lambda: engine.stats()["steps"] >= 2000 and engine.stats()["running"] == 0)
+        await until(lambda: engine.stats().steps >= 2000 and engine.stats().running == 0)
         rest = [output async for output in stream]
         assert len(rest) == 1
         assert rest[0].finish_reason == "length"
         assert first.token_ids + rest[0].token_ids == list(range(97, 2097))
         assert first.text + rest[0].text == text_of(97, 2000)
         await collect(engine, "a")  # an abort would have arrived before this
-        await until(lambda: engine.stats()["steps"] > 2000 and engine.stats()["running"] == 0)
-        assert engine.stats()["aborted"] == 0
+        await until(lambda: engine.stats().steps > 2000 and engine.stats().running == 0)
+        assert engine.stats().expired == 0
 
     run(test)
 
@@ -284,7 +285,7 @@ def test_slow_reader_sees_the_ids_up_to_the_stop_string_only():
     async def test(engine):
         stream = engine.generate("a", SamplingParams(max_tokens=20, stop=("fg",)))
         first = await anext(stream)
-        await until(lambda: engine.stats()["steps"] >= 20 and engine.stats()["running"] == 0)
+        await until(lambda: engine.stats().steps >= 20 and engine.stats().running == 0)
         rest = [first] + [output async for output in stream]
         assert ids(rest) == [ord(character) for character in "abcdefg"]
         assert "".join(output.text for output in rest) == "abcde"
@@ -317,7 +318,7 @@ def test_leaving_early_aborts_in_the_engine(way):
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert ids(await other) == list(range(1000, 1500))
-        await until(lambda: engine.stats()["aborted"] == 1 and engine.stats()["running"] == 0)
+        await until(lambda: engine.stats().expired == 1 and engine.stats().running == 0)
 
     run(test)
 
@@ -325,10 +326,10 @@ def test_leaving_early_aborts_in_the_engine(way):
 def test_a_request_left_before_its_first_token_is_aborted():
     async def test(engine):
         task = asyncio.create_task(collect(engine, [PATIENT], max_tokens=ENDLESS))
-        await until(lambda: engine.stats()["running"])
+        await until(lambda: engine.stats().running)
         task.cancel()
         await asyncio.wait([task])
-        await until(lambda: engine.stats()["aborted"] == 1 and engine.stats()["running"] == 0)
+        await until(lambda: engine.stats().expired == 1 and engine.stats().running == 0)
 
     run(test)
 
@@ -342,8 +343,8 @@ def test_a_refused_request_says_why_and_disturbs_nobody():
         with pytest.raises(RequestFailed, match="RuntimeError"):
             await collect(engine, [fake_engine.BROKEN])
         assert len(ids(await other)) == 300
-        await until(lambda: engine.stats()["steps"] > 300 and engine.stats()["running"] == 0)
-        assert engine.stats()["aborted"] == 0
+        await until(lambda: engine.stats().steps > 300 and engine.stats().running == 0)
+        assert engine.stats().expired == 0
 
     run(test)
 
@@ -380,7 +381,7 @@ def test_what_the_model_cannot_take_is_refused_before_it_is_sent():
 
 def test_validate_fills_what_the_context_leaves():
     engine = AsyncEngine()
-    engine.facts = {"max_model_len": 10, "vocab_size": 5, "generates": True}
+    engine.info = EngineInfo(max_model_len=10, vocab_size=5)
     assert engine.validate([1] * 9, SamplingParams(max_tokens=None)).max_tokens == 1
     assert engine.validate([1], SamplingParams(max_tokens=9)).max_tokens == 9
     with pytest.raises(InvalidRequest, match=r"maximum context length is 10 .* 11 tokens \(10 in the prompt, 1 in the") as caught:

@@ -19,6 +19,7 @@ from chairlift.engine import client
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.exit_watch import PIDFD_THREAD
+from chairlift.engine.stats import Stats
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, ModelNotFound
 from chairlift.sampling import SamplingParams
 
@@ -31,7 +32,7 @@ def _fakes(monkeypatch):
 def test_every_open_stream_hears_of_the_engines_crash(capfd):
     async def test(engine):
         jobs = [asyncio.create_task(collect(engine, [1000], max_tokens=ENDLESS)) for _ in range(5)]
-        await until(lambda: engine.stats().get("running") == 5)
+        await until(lambda: engine.stats().running == 5)
         jobs.append(asyncio.create_task(collect(engine, [CRASHING])))
         for result in await asyncio.gather(*jobs, return_exceptions=True):
             assert isinstance(result, EngineDead)
@@ -49,7 +50,7 @@ def test_what_was_finished_can_be_read_when_the_engine_is_dead():
     async def test(engine):
         stream = engine.generate("a", SamplingParams(max_tokens=2000))
         first = await anext(stream)
-        await until(lambda: engine.stats()["steps"] >= 2000 and engine.stats()["running"] == 0)
+        await until(lambda: engine.stats().steps >= 2000 and engine.stats().running == 0)
         with pytest.raises(EngineDead):
             await collect(engine, [DYING])
         rest = [output async for output in stream]
@@ -111,7 +112,7 @@ def test_a_closed_engine_starts_again():
 def test_before_start_it_says_so():
     engine = AsyncEngine(max_num_seqs=3)
     assert engine.config.max_num_seqs == 3
-    assert (engine.alive, engine.ready, engine.stats()) == (False, False, {})
+    assert (engine.alive, engine.ready, engine.stats()) == (False, False, Stats())
 
     async def main():
         with pytest.raises(EngineDead, match="not been started"):
@@ -135,7 +136,7 @@ def test_it_is_not_ready_before_the_tokenizer_is(monkeypatch):
         async with asyncio.timeout(GUARD):
             starting = asyncio.create_task(engine.start())
             try:
-                await until(engine.stats)
+                await until(lambda: engine.stats() != Stats())
                 assert (engine.alive, engine.ready) == (True, False)
                 with pytest.raises(EngineDead, match="not ready yet"):
                     await collect(engine, "a")
@@ -188,7 +189,7 @@ def test_an_engine_has_ended_when_its_socket_has_whatever_became_of_its_process(
         ends = []
         engine.on_end = lambda: ends.append((engine.ready, engine.alive, hanging.done()))
         hanging = asyncio.create_task(collect(engine, [1000], max_tokens=ENDLESS))
-        await until(lambda: engine.stats()["running"])
+        await until(lambda: engine.stats().running)
         with monkeypatch.context() as patch:
             patch.setattr(subprocess.Popen, "wait", wait)
             try:
@@ -235,7 +236,7 @@ def test_a_killed_engine_is_noticed_before_its_socket_closes(monkeypatch):
         engine.on_end = ends.set
         with kept.pop():
             hanging = asyncio.create_task(collect(engine, [1000], max_tokens=ENDLESS))
-            await until(lambda: engine.stats()["running"])
+            await until(lambda: engine.stats().running)
             os.kill(engine.pid, signal.SIGKILL)
             await ends.wait()
             assert (engine.ready, engine.alive) == (False, False)

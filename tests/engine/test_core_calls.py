@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from chairlift import SamplingParams, Scheduling, _core
+from chairlift.checkpoint.info import CheckpointInfo
 from chairlift.config import EngineConfig
-from chairlift.engine import facts, loop, scheduler_settings, sequences
+from chairlift.engine import engine_info, loop, scheduler_settings, sequences
 from chairlift.engine.engine_request import EngineRequest, ResumedChoice, pack_tokens
 from chairlift.errors import InvalidRequest, InvalidSetting, QueueFull
 from chairlift.runner.buffers import Sampled
@@ -163,9 +164,9 @@ def make(monkeypatch):
     monkeypatch.setattr(loop, "eos_token_ids", lambda directory, tokenizer: frozenset({2}))
     monkeypatch.setattr(loop, "tokenizer_file", lambda directory, tokenizer: directory)
     monkeypatch.setattr(loop, "locate", lambda model, *_: Path(model))
-    monkeypatch.setattr(facts, "fingerprint", lambda config, directory, runner, digest: "")
-    monkeypatch.setattr(facts, "checkpoint_digest", lambda directory: "")
-    monkeypatch.setattr(loop, "checkpoint_facts", lambda *_: {})
+    monkeypatch.setattr(engine_info, "fingerprint", lambda config, directory, runner, digest: "")
+    monkeypatch.setattr(engine_info, "checkpoint_digest", lambda directory: "")
+    monkeypatch.setattr(loop, "checkpoint_info", lambda *_: CheckpointInfo())
     monkeypatch.setattr(loop, "_now", lambda: NOW)
 
     def engine(**settings):
@@ -232,12 +233,12 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
 
 
 def test_what_the_runner_was_fitted_to_is_told(make, monkeypatch):
-    facts = make(max_num_seqs=64).facts
-    assert (facts["max_num_seqs"], facts["max_num_batched_tokens"]) == (30, 120)
-    assert facts["decisions"][0] == ["threads", "2", "why not"]
-    assert facts["determinism"] == "best-effort"
+    info = make(max_num_seqs=64).info
+    assert (info.max_num_seqs, info.max_num_batched_tokens) == (30, 120)
+    assert info.decisions[0] == ["threads", "2", "why not"]
+    assert info.determinism == "best-effort"
     monkeypatch.setattr(FakeRunner, "batch_invariant", True)
-    assert make().facts["determinism"] == "batch-invariant"
+    assert make().info.determinism == "batch-invariant"
 
 
 def test_a_request_reaches_the_core_with_its_place_among_the_others(make):

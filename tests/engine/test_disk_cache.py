@@ -46,7 +46,7 @@ def answer(llm, prompt=PROMPT, **fields):
 
 def counts(llm):
     stats = llm.engine.stats()
-    return stats["disk_blocks_read"], stats["disk_blocks_written"]
+    return stats.disk_blocks_read, stats.disk_blocks_written
 
 
 def files(tmp_path):

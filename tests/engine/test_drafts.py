@@ -99,7 +99,7 @@ def formed_without(byte_model):
 def test_answers_in_a_form_are_the_same_bit_for_bit(byte_model, formed_without, method, blocks):
     found, stats = formed(byte_model, speculative_config={"method": method}, num_kv_blocks=blocks)
     assert found == formed_without
-    assert stats["accepted_draft_tokens"] > 0
+    assert stats.accepted_draft_tokens > 0
 
 
 @pytest.mark.slow
@@ -112,9 +112,9 @@ def test_forced_tokens_are_always_accepted(byte_model):
         [output] = llm.generate([1], SamplingParams(temperature=1.0, seed=5, max_tokens=80, structured_output=form))
         assert output.finish_reason == "stop"
         after = llm.engine.stats()
-        drafted = after["draft_tokens"] - before["draft_tokens"]
+        drafted = after.draft_tokens - before.draft_tokens
         assert output.timeline.draft_tokens == output.timeline.accepted_draft_tokens == drafted > 0
-        assert after["steps"] - before["steps"] == len(output.token_ids) - drafted
+        assert after.steps - before.steps == len(output.token_ids) - drafted
     finally:
         llm.close()
 
@@ -122,7 +122,7 @@ def test_forced_tokens_are_always_accepted(byte_model):
 @pytest.fixture(scope="module")
 def expected(model_dir):
     found, stats = answers(speculative_config={"method": "off"})
-    assert "drafts" not in stats
+    assert stats.drafts == 0
     return found
 
 
@@ -131,9 +131,9 @@ def expected(model_dir):
 def test_answers_are_the_same_bit_for_bit(expected, tokens):
     found, stats = answers(speculative_config={"method": "ngram", "num_speculative_tokens": tokens})
     assert found == expected
-    assert 0 < stats["accepted_draft_tokens"] <= stats["draft_tokens"] <= tokens * stats["drafts"]
-    by_position = stats["accepted_draft_tokens_by_position"]
-    assert sum(by_position) == stats["accepted_draft_tokens"]
+    assert 0 < stats.accepted_draft_tokens <= stats.draft_tokens <= tokens * stats.drafts
+    by_position = stats.accepted_draft_tokens_by_position
+    assert sum(by_position) == stats.accepted_draft_tokens
     assert by_position == sorted(by_position, reverse=True)
     assert len(by_position) == tokens
 
@@ -142,7 +142,7 @@ def test_answers_are_the_same_bit_for_bit(expected, tokens):
 def test_answers_are_the_same_where_sequences_are_preempted(expected):
     found, stats = answers(speculative_config={"method": "ngram"}, num_kv_blocks=40, max_num_seqs=4)
     assert found == expected
-    assert stats["accepted_draft_tokens"] > 0
+    assert stats.accepted_draft_tokens > 0
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_a_timeline_has_the_requests_drafts(model_dir):
     [output] = llm.generate(REPEATS, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
     [plain] = llm.generate(REPEATS, SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True))
     stats = llm.engine.stats()
-    assert 0 < output.timeline.accepted_draft_tokens <= output.timeline.draft_tokens <= stats["draft_tokens"]
+    assert 0 < output.timeline.accepted_draft_tokens <= output.timeline.draft_tokens <= stats.draft_tokens
     assert (plain.timeline.draft_tokens, plain.timeline.accepted_draft_tokens) == (0, 0)
 
 

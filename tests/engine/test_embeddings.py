@@ -84,11 +84,11 @@ def test_bad_requests_are_refused_and_harm_no_other(llm: LLM) -> None:
 def test_a_limit_for_all_models_gives_way_to_the_positions_of_an_encoder(tmp_path: Path) -> None:
     tiny_encoders.write("Bert", tmp_path)
     engine = Engine(EngineConfig(model=str(tmp_path), max_model_len=100, shared_max_model_len=True))
-    assert engine.facts["max_text_len"] == tiny_encoders.LONGEST
-    assert ["--max-model-len", "not used", "100 is for all models, and this one was made for 64 tokens"] in engine.facts["decisions"]
+    assert engine.info.max_text_len == tiny_encoders.LONGEST
+    assert ["--max-model-len", "not used", "100 is for all models, and this one was made for 64 tokens"] in engine.info.decisions
     engine = Engine(EngineConfig(model=str(tmp_path), max_model_len=30, shared_max_model_len=True))
-    assert engine.facts["max_text_len"] == 30
-    assert "--max-model-len" not in [what for what, *_ in engine.facts["decisions"]]
+    assert engine.info.max_text_len == 30
+    assert "--max-model-len" not in [what for what, *_ in engine.info.decisions]
 
 
 def test_unsuitable_settings_and_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_the_energy_of_requests_and_idle_energy_sum_to_the_counter(tmp_path):
     size = {"num_kv_blocks": 10, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     meter = f"powercap:{tmp_path / 'powercap'}"
     engine = Engine(EngineConfig(model=str(tmp_path), load_format="dummy", energy_meter=meter, **size))
-    assert engine.facts["energy_method"] == "powercap"
+    assert engine.info.energy_method == "powercap"
     timelines = []
     for tag in range(20):
         lengths = {"max_tokens": randomness.randrange(1, 20)}
@@ -124,8 +124,8 @@ def test_the_energy_of_requests_and_idle_energy_sum_to_the_counter(tmp_path):
         engine.check()
     engine.abort(999)  # reads the meter for a sequence that is unknown
     stats, usage = engine.stats(), engine.usage()["tenants"][""]
-    assert stats["energy_uj"] == total - energy  # all but what was added after the last step
-    assert usage["energy_uj"] + stats["idle_energy_uj"] == stats["energy_uj"]
+    assert stats.energy_uj == total - energy  # all but what was added after the last step
+    assert usage["energy_uj"] + stats.idle_energy_uj == stats.energy_uj
     assert sum(timeline["energy_uj"] for timeline in timelines) <= usage["energy_uj"]
     assert all(Timeline.read(timeline).energy_joules > 0 for timeline in timelines)
     assert usage["preemptions"] > 0

@@ -78,7 +78,7 @@ class Models:
                     self.step(number)
 
     def limit(self, number):
-        return self.engines[number].stats()["total_blocks"]
+        return self.engines[number].stats().total_blocks
 
     def close(self):
         for engine in self.engines:
@@ -108,13 +108,13 @@ def test_both_progress_while_both_are_busy_and_neither_preempts_for_the_other(wi
     models.ask(0, 60)
     for _ in range(10):
         models.step(0)
-    held, before = models.engines[0].blocks_used()[0], models.engines[0].stats()["preemptions"]
+    held, before = models.engines[0].blocks_used()[0], models.engines[0].stats().preemptions
     assert held > 0.9 * (models.most - LEAST)
     models.ask(1, 60)
     models.step(1)
     assert models.engines[1].blocks_used()[0] > 0, "its minimum is there at once"
     assert models.engines[0].blocks_used()[0] == held
-    assert models.engines[0].stats()["preemptions"] == before
+    assert models.engines[0].stats().preemptions == before
     models.run()
     assert models.peaks[1] > 0.4 * models.most, "the second gets what the first one's requests release"
     for number in range(2):

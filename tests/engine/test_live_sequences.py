@@ -23,11 +23,11 @@ def llm(byte_model, request):
 
 
 def computed(llm):
-    return llm.engine.stats()["computed_tokens"]
+    return llm.engine.stats().computed_tokens
 
 
 def free(llm):
-    return llm.engine.stats()["free_blocks"]
+    return llm.engine.stats().free_blocks
 
 
 def test_every_path_answers_as_a_plain_request_and_computes_only_new_tokens(llm):
@@ -140,7 +140,7 @@ def test_evicted_sequences_are_computed_again(llm):
         expected = fork.generate(GREEDY)
         fork.drop()
         llm.generate([[1] * 200, [2] * 200], SamplingParams(max_tokens=50, ignore_eos=True))  # needs nearly all blocks
-        assert llm.engine.stats()["preemptions_recompute"] == 0
+        assert llm.engine.stats().preemptions_recompute == 0
         assert sequence.generate(GREEDY).token_ids == expected.token_ids
 
 

@@ -377,7 +377,7 @@ def test_help_shows_every_setting_with_its_default(engine):
 
 
 def test_facts_name_the_model_as_it_was_asked_for(llm):
-    assert llm.facts["model"] == llm.config.model == "smollm2-135m-instruct"
+    assert llm.info.model == llm.config.model == "smollm2-135m-instruct"
 
 
 def test_importing_chairlift_imports_nothing_heavy():

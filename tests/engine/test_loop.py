@@ -51,11 +51,11 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(
     assert not engine.has_work
     engine.check()
     stats = engine.stats()
-    assert (stats["running"], stats["waiting"], stats["free_blocks"]) == (0, 0, stats["total_blocks"])
+    assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.total_blocks)
     assert answer(engine, 4, PROMPT) == expected
-    hits = engine.stats()["prefix_hits"]
+    hits = engine.stats().prefix_hits
     answer(engine, 5, fresh)
-    assert engine.stats()["prefix_hits"] == hits, "found a block that was never computed"
+    assert engine.stats().prefix_hits == hits, "found a block that was never computed"
 
 
 def test_a_tag_in_use_and_tokens_outside_the_vocabulary_are_refused(engine: Engine) -> None:

@@ -15,6 +15,7 @@ from fake_engine import BROKEN, CRASHING, ENDLESS, FULL, HANGING, LATE, PANICKIN
 
 from chairlift.config import EngineConfig
 from chairlift.engine import hosted_engine
+from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import (
     Abort,
@@ -37,6 +38,7 @@ from chairlift.engine.frames import (
     send,
 )
 from chairlift.engine.spawned_process import LEAVE
+from chairlift.engine.stats import Stats
 from chairlift.sampling import SamplingParams
 
 GUARD = 60
@@ -87,13 +89,13 @@ def child(**options):
         it.socket.close()
 
 
-def test_it_reports_phases_then_facts_then_counters():
+def test_it_reports_phases_then_limits_then_counters():
     with child() as it:
         imports, weights, ready, step = it.start()
         assert imports.name == "imports"
         assert weights == Phase("weights", 0.25)
-        assert ready.facts == fake_engine.FACTS
-        counters = {"running": 0, "aborted": 0, "steps": 1, "tenants": {"": {"running": 0}}, "classes": {0: {}}}
+        assert EngineInfo.unpack(ready.info) == fake_engine.INFO
+        counters = {**Stats(steps=1).pack(), "tenants": {"": {"running": 0}}, "classes": {0: {}}}
         assert step == StepOutputs(stats=counters, started=[], ended=[])
 
 
@@ -162,7 +164,7 @@ def test_abort_reaches_the_engine_in_the_middle_of_a_request():
         it.send(Abort([1]))
         while not (step := it.receive()).stats or step.stats["running"]:
             assert step.finishes == b"\0"
-        assert step.stats["aborted"] == 1
+        assert step.stats["expired"] == 1
 
 
 def test_a_missed_deadline_is_told_without_a_token():

@@ -9,10 +9,12 @@ import pytest
 
 from chairlift import AsyncEngine, SamplingParams, Scheduling
 from chairlift.config import EngineConfig
+from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.replica import Replica
 from chairlift.engine.replica_router import ReplicaRouter
 from chairlift.engine.replicated_engine import ReplicatedEngine
+from chairlift.engine.stats import Stats
 from chairlift.engine.stream import Stream
 from chairlift.errors import SequenceDropped
 
@@ -24,9 +26,9 @@ class FakeReplica:
 
     def __init__(self, number: int, sequences: int = 0, prompt_tokens: int = 0, prefill_us: int = 1024_000, wait_us: int = 0) -> None:
         self.number = number
-        stats = {"predicted_prefill_us": prefill_us, "predicted_wait_us": wait_us}
+        stats = Stats(predicted_prefill_us=prefill_us, predicted_wait_us=wait_us)
         self.engine = SimpleNamespace(
-            stats=lambda: stats, open_sequences=sequences, prompt_tokens=prompt_tokens, facts={"max_num_seqs": 8, "block_size": BLOCK}
+            stats=lambda: stats, open_sequences=sequences, prompt_tokens=prompt_tokens, info=EngineInfo(max_num_seqs=8, block_size=BLOCK)
         )
 
 

@@ -143,7 +143,7 @@ def test_prompts_are_told_once_when_they_lose_their_blocks(make, likelihoods):
     llm = make(num_kv_blocks=24, max_model_len=100)
     params = SamplingParams(temperature=0.0, max_tokens=40, n=2, prompt_logprobs=1, logprobs=1, ignore_eos=True)
     outputs = llm.generate(PROMPTS, params)
-    assert llm.engine.stats()["preemptions"] > 3
+    assert llm.engine.stats().preemptions > 3
     for output in outputs:
         check_prompt(output, likelihoods, 1)
         assert [found.token for found in output.logprobs] == output.token_ids
@@ -196,7 +196,7 @@ def test_bad_words_are_spelled_as_the_tokenizer_does(model_dir):
 
 
 def test_the_end_comes_from_the_tokenizers_settings_and_waits_for_min_tokens(llm):
-    assert llm.facts["eos_token_ids"] == [END]
+    assert llm.info.eos_token_ids == [END]
     wants_to_end = {"logit_bias": {END: 100.0, OTHER_END: 50.0}, "ignore_eos": False}
     output = one(llm, **wants_to_end)
     assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == ([END], "", "stop", None)

@@ -82,9 +82,9 @@ class Run:
         while self.engine.has_work:
             assert self.step(), "the engine found nothing to run"
         stats = self.engine.stats()
-        assert (stats["running"], stats["waiting"], stats["swapped"]) == (0, 0, 0)
-        assert stats["free_blocks"] == stats["total_blocks"]
-        assert stats["free_host_blocks"] == stats["host_blocks"]
+        assert (stats.running, stats.waiting, stats.swapped) == (0, 0, 0)
+        assert stats.free_blocks == stats.total_blocks
+        assert stats.free_host_blocks == stats.host_blocks
         return self.tokens
 
 
@@ -105,19 +105,19 @@ def answers(engine: Engine, params: SamplingParams) -> list[list[int]]:
 def test_answers_are_the_same_swapped_recomputed_and_undisturbed(make, monkeypatch, params):
     undisturbed = make()
     expected = answers(undisturbed, params)
-    assert undisturbed.stats()["preemptions"] == 0
+    assert undisturbed.stats().preemptions == 0
     recomputing = make(num_kv_blocks=24, max_model_len=100)
     assert answers(recomputing, params) == expected
     stats = recomputing.stats()
-    assert stats["preemptions"] == stats["preemptions_recompute"] > 0
+    assert stats.preemptions == stats.preemptions_recompute > 0
     monkeypatch.setattr("chairlift.runner.build.time_swap", lambda model, blocks: 1)  # so quick that it is always worth it
     swapping = make(num_kv_blocks=24, max_model_len=100, swap_space=2**22)
-    assert swapping.stats()["host_blocks"] > 100
+    assert swapping.stats().host_blocks > 100
     assert answers(swapping, params) == expected
     stats = swapping.stats()
-    assert stats["preemptions_swap"] > 0
-    assert stats["swapped_blocks"] > 0
-    assert stats["recomputed_tokens"] <= recomputing.stats()["recomputed_tokens"]
+    assert stats.preemptions_swap > 0
+    assert stats.swapped_blocks > 0
+    assert stats.recomputed_tokens <= recomputing.stats().recomputed_tokens
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline", "shortest", "prefix", "vtc"])
@@ -148,7 +148,7 @@ def test_several_answers_share_the_prompt_and_draw_for_themselves(make):
         engine.add(EngineRequest.of(tag, PROMPTS[5], SamplingParams(temperature=20.0, max_tokens=NEW, ignore_eos=True, **params)))
         tokens = run.all()
         # The prompt once, and of it at most its last block anew for each of the others.
-        assert engine.stats()["computed_tokens"] <= len(PROMPTS[5]) + len(tokens) * (8 + NEW)
+        assert engine.stats().computed_tokens <= len(PROMPTS[5]) + len(tokens) * (8 + NEW)
         return [tokens[tag + index] for index in range(len(tokens))]
 
     alone = drawn(1, seed=3)
@@ -179,7 +179,7 @@ def test_a_request_waits_as_one_and_is_refused_as_one(make):
     with pytest.raises(QueueFull) as caught:
         engine.add(EngineRequest.of(10, PROMPTS[1], SamplingParams(n=4, max_tokens=1)))
     assert caught.value.retry_after >= 0
-    assert engine.stats()["rejected_queue_full"] == 1
+    assert engine.stats().rejected_queue_full == 1
     assert len(Run(engine).all()) == 5
 
 
@@ -195,7 +195,7 @@ def test_what_is_late_ends_without_a_token(make, monkeypatch):
     run.all()
     assert {tag: timeline.finish for tag, timeline in run.timelines.items()} == {1: "deadline", 2: "deadline", 3: "deadline", 4: "length"}
     assert set(run.tokens) == {4}
-    assert engine.stats()["expired"] == 3
+    assert engine.stats().expired == 3
     assert engine.explain(1)["finish"] == "deadline"
 
 

@@ -28,7 +28,7 @@ def make(byte_model):
 
 
 def computed(llm):
-    return llm.engine.stats()["computed_tokens"]
+    return llm.engine.stats().computed_tokens
 
 
 def plain_beam_search(llm, prompt, width, length):
@@ -81,8 +81,8 @@ def test_a_search_computes_at_most_half_the_tokens_and_finds_the_same(make, name
 
 def test_best_of_n_drops_everything(make):
     with make() as llm:
-        free = llm.engine.stats()["free_blocks"]
+        free = llm.engine.stats().free_blocks
         score, text = example("best_of_n")(llm, PROMPT, count=8, rounds=3, tokens=5)
         assert score < 0
         assert text
-        assert llm.engine.stats()["free_blocks"] == free
+        assert llm.engine.stats().free_blocks == free

@@ -46,8 +46,8 @@ def endless(engine):
 
 async def go_on(engine):
     """Waits until the engine has made some steps."""
-    steps = engine.stats()["steps"]
-    await until(lambda: engine.stats()["steps"] > steps + 10)
+    steps = engine.stats().steps
+    await until(lambda: engine.stats().steps > steps + 10)
 
 
 def test_each_engine_answers_its_own_requests(monkeypatch):
@@ -62,7 +62,7 @@ def test_each_engine_answers_its_own_requests(monkeypatch):
             tags = [tag for stream in streams for tag in stream.tags]
             assert len(set(tags)) == len(tags) == 9
             assert [len(await engine.explain_sequences([5])) for engine in engines] == [1, 1, 1]
-            assert all(engine.stats()["running"] == 0 for engine in engines)
+            assert all(engine.stats().running == 0 for engine in engines)
 
     asyncio.run(main())
 
@@ -76,7 +76,7 @@ def test_an_engine_loads_and_ends_while_another_serves(monkeypatch, tmp_path):
             stream = endless(first)
             for _ in range(2):
                 other = endless(second)
-                await until(lambda: second.stats().get("running") == 1)
+                await until(lambda: second.stats().running == 1)
                 await second.close()
                 with pytest.raises(EngineClosed):
                     await other
@@ -113,7 +113,7 @@ def test_an_engine_that_cannot_be_loaded_disturbs_no_other(monkeypatch):
         process = EngineProcess()
         async with fakes(monkeypatch, process, {}) as (first,):
             stream = endless(first)
-            await until(lambda: first.stats()["running"])
+            await until(lambda: first.stats().running)
             unlucky = AsyncEngine(process=process, seed=13)
             for _ in range(2):
                 with pytest.raises(InvalidRequest, match="an unlucky seed"):
@@ -144,7 +144,7 @@ def test_an_engine_whose_step_fails_ends_alone(monkeypatch, capfd):
             ends = []
             first.on_end, second.on_end = lambda: ends.append("first"), lambda: ends.append("second")
             pid, stream, lost = first.pid, endless(first), endless(second)
-            await until(lambda: second.stats()["running"])
+            await until(lambda: second.stats().running)
             for failing in (collect(second, [CRASHING]), lost):
                 with pytest.raises(EngineDead, match="ZeroDivisionError: a bug in the model"):
                     await failing
@@ -168,7 +168,7 @@ def test_all_engines_hear_that_their_process_was_killed_and_start_again(monkeypa
             for engine in engines:
                 engine.on_end = lambda engine=engine: ends.append((engine.ready, engine.alive))
             streams = [endless(engine) for engine in engines]
-            await until(lambda: all(engine.stats().get("running") for engine in engines))
+            await until(lambda: all(engine.stats().running for engine in engines))
             pid = engines[0].pid
             os.kill(pid, signal.SIGKILL)
             for result in await asyncio.gather(*streams, return_exceptions=True):
@@ -272,9 +272,9 @@ def test_a_request_is_answered_while_another_model_is_overloaded(byte_model):
             busy, other = (AsyncEngine(model=str(byte_model), process=process, **SIZES) for _ in range(2))
             await asyncio.gather(busy.start(), other.start())
             flood = [asyncio.create_task(collect(busy, [1] * 50, max_tokens=400, ignore_eos=True)) for _ in range(100)]
-            await until(lambda: busy.stats()["waiting"] > 50)
+            await until(lambda: busy.stats().waiting > 50)
             assert len(ids(await collect(other, [1] * 50, max_tokens=50, ignore_eos=True))) == 50
-            assert busy.stats()["waiting"] > 0
+            assert busy.stats().waiting > 0
             for job in flood:
                 job.cancel()
 

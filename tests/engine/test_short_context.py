@@ -6,7 +6,7 @@ import pytest
 
 from chairlift import LLM
 from chairlift.config import EngineConfig
-from chairlift.engine.facts import warn_of_short_context
+from chairlift.engine.engine_info import EngineInfo, warn_of_short_context
 
 
 def test_a_cache_of_three_blocks_is_warned_of(byte_model, caplog):
@@ -29,6 +29,6 @@ def test_a_cache_of_three_blocks_is_warned_of(byte_model, caplog):
 def test_the_warning_names_the_limit(settings, context, says, caplog):
     config = EngineConfig(**settings)
     blocks = (config.num_kv_blocks or 4) - 1
-    warn_of_short_context(config, {"max_model_len": context, "num_kv_blocks": blocks, "block_size": 16})
+    warn_of_short_context(config, EngineInfo(max_model_len=context, num_kv_blocks=blocks, block_size=16))
     assert says in caplog.text
     assert bool(says) == bool(caplog.records)

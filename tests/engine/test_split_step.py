@@ -78,7 +78,7 @@ def test_steps_that_are_too_large_run_in_pieces(make, lazy, clock, overlaps, mos
         reported = live(engine, requested, clock)
         compare([expected, reported])
         assert seen["failed"] > 0
-        assert 0 < engine.stats()["steps_short_of_memory"] <= seen["failed"]
+        assert 0 < engine.stats().steps_short_of_memory <= seen["failed"]
         assert not any(one.finish == "starved" for one in reported.values())
 
 
@@ -106,7 +106,7 @@ def test_passes_and_samples_that_fail_now_and_then_change_nothing(make, lazy, cl
         for whole, name in ((engine.runner.sampler, "draw"), (engine.runner.model, "logits")):
             setattr(whole, name, lacking(getattr(whole, name), chance))
         compare([expected, live(engine, requested, clock)])
-        assert engine.stats()["steps_short_of_memory"] > 3
+        assert engine.stats().steps_short_of_memory > 3
 
 
 def needs_much(buffers: Any, num_tokens: int) -> bool:
@@ -167,11 +167,11 @@ def test_sizes_that_fit_are_remembered_for_a_while(make, lazy, clock, caplog):
     assert seen == {"passes": 2 + 4, "failed": 2}  # 16 and 8 are too many; four pieces of 4
     engine.add(EngineRequest.of(2, list(range(40, 56)), GREEDY))
     engine.step()
-    assert (seen["failed"], engine.stats()["steps_short_of_memory"]) == (2, 1)
+    assert (seen["failed"], engine.stats().steps_short_of_memory) == (2, 1)
     clock[0] += 2 * MOMENTS
     engine.add(EngineRequest.of(3, list(range(60, 76)), GREEDY))
     engine.step()
-    assert (seen["failed"], engine.stats()["steps_short_of_memory"]) == (4, 2)
+    assert (seen["failed"], engine.stats().steps_short_of_memory) == (4, 2)
     assert sum("out of memory in a step of" in record.getMessage() for record in caplog.records) == 2
     while engine.has_work:
         engine.step()

@@ -13,6 +13,7 @@ from chairlift.engine import frames, heartbeat, watchdog
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.frames import Alive, Load
 from chairlift.engine.heartbeat import Heartbeat
+from chairlift.engine.stats import Stats
 from chairlift.engine.watchdog import IDLE, STUCK_SECONDS, StallDetector, Watchdog
 from chairlift.errors import EngineDead
 from chairlift.sampling import SamplingParams
@@ -28,7 +29,7 @@ class Engine:
     predicted_step_us = 0
 
     def stats(self):
-        return {"predicted_step_us": self.predicted_step_us, "running": 3}
+        return Stats(predicted_step_us=self.predicted_step_us, running=3)
 
 
 @pytest.fixture
@@ -142,7 +143,7 @@ def test_a_stopped_process_is_killed_once_it_is_found_stuck(monkeypatch, caplog)
     async def test(engine):
         assert engine.stuck is None
         asking = asyncio.create_task(collect(engine, [1000], ENDLESS))
-        await until(lambda: engine.stats()["running"])
+        await until(lambda: engine.stats().running)
         os.kill(engine.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, engine.pid, os.WSTOPPED)
         with pytest.raises(EngineDead, match="killed by signal 9"):
@@ -179,7 +180,7 @@ def test_a_parent_that_does_not_read_for_a_while_finds_an_engine_that_gets_on(mo
 
     async def test(engine):
         asking = asyncio.create_task(collect(engine, [1000], ENDLESS))
-        await until(lambda: engine.stats()["running"])
+        await until(lambda: engine.stats().running)
         may_read.clear()
         await until(lambda: engine.stuck)
         assert engine.stuck[0] == "process"
@@ -204,7 +205,7 @@ def test_a_token_that_cannot_be_shown_ends_its_own_request_only(monkeypatch):
         other = asyncio.create_task(collect(engine, [1000], 300))
         with pytest.raises(ZeroDivisionError):
             await collect(engine, [2000], ENDLESS)
-        await until(lambda: engine.stats()["aborted"] == 1)
+        await until(lambda: engine.stats().expired == 1)
         assert await other == list(range(1000, 1300))
 
     run(monkeypatch, test)

@@ -45,7 +45,7 @@ def generated(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 
 
 def code(llm: LLM) -> list[str]:
-    [row] = [row for row in llm.facts["decisions"] if row[0] == "code"]
+    [row] = [row for row in llm.info.decisions if row[0] == "code"]
     return row[1:]
 
 
@@ -75,7 +75,7 @@ def test_random_weights_need_a_config_alone(save, tmp_path):
     llms = [LLM(str(tmp_path), load_format="dummy", seed=seed, **SETTINGS) for seed in (3, 3, 4)]
     first, again, other = (llm.generate([[5, 6, 7]], GREEDY)[0].token_ids for llm in llms)
     assert first == again != other
-    assert llms[0].facts["max_model_len"] == 64
+    assert llms[0].info.max_model_len == 64
 
 
 def test_weights_that_are_missing_are_not_made_up(save, tmp_path):
@@ -169,7 +169,7 @@ def test_a_quantised_checkpoint_is_the_model_that_its_weights_stand_for(name, sa
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     llm = LLM(str(tmp_path), **SETTINGS)
-    assert ["weights", f"{quantization['quant_method']}, in float32", "as in the checkpoint"] in llm.facts["decisions"]
+    assert ["weights", f"{quantization['quant_method']}, in float32", "as in the checkpoint"] in llm.info.decisions
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
         assert output.token_ids == generated(reference, prompt)
 

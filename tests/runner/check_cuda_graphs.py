@@ -182,7 +182,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(make, caplog):
         (Emulator(), {"enforce_eager": True}, "--enforce-eager says so"),
     ):
         llm = make(records, True, **settings)
-        assert ["CUDA graphs", "none", why] in llm.engine.facts["decisions"]
+        assert ["CUDA graphs", "none", why] in llm.engine.info.decisions
         found.append(answers(llm, *requested))
         assert records.replays == 0
         warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

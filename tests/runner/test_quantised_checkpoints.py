@@ -104,12 +104,12 @@ def test_both_back_ends_answer_as_the_model_that_a_checkpoint_stands_for(form, m
     answers = [output.token_ids for output in expected.generate(PROMPTS, GREEDY)]
     for llm in (rust, torch_):
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == answers
-    assert ["weights", f"{ModelConfig.load(packed).scheme.name}, in float32", "as in the checkpoint"] in torch_.facts["decisions"]
+    assert ["weights", f"{ModelConfig.load(packed).scheme.name}, in float32", "as in the checkpoint"] in torch_.info.decisions
 
 
 def test_rust_says_that_it_multiplies_out(make):
     packed, _ = make("awq", dtype=torch.bfloat16)
-    decisions = LLM(str(packed), **SIZES).facts["decisions"]
+    decisions = LLM(str(packed), **SIZES).info.decisions
     [[_, value, reason]] = [row for row in decisions if row[0] == "weights"]
     assert value == "bfloat16"
     assert "the checkpoint's awq int4 multiplied out" in reason

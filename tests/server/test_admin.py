@@ -4,6 +4,7 @@ import json
 import httpx
 from fake_async_engine import MODEL, FakeEngine
 
+from chairlift.engine.stats import Stats
 from chairlift.server.admin import AdminApp, serve_admin
 from chairlift.server.http.sockets import open_path
 from chairlift.server.model import ServedModel
@@ -28,7 +29,7 @@ def test_the_operator_needs_no_key(tmp_path, monkeypatch):
                 assert (await client.get("/health")).json() == {"status": "healthy"}
                 assert b"chairlift_num_requests_running" in (await client.get("/metrics")).content
                 assert (await client.get("/state")).json() == {
-                    "running": 3,
+                    **Stats(running=3).pack(),
                     "http": {"open": 0, "waiting": 0},
                     "state": "ready",
                     "restarts": 0,

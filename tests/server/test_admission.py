@@ -7,6 +7,7 @@ import httpx
 import pytest
 from fake_async_engine import MODEL, FakeEngine, serving, wait_until
 
+from chairlift.engine.stats import Stats
 from chairlift.server.admission import Admission
 from chairlift.server.app import routes
 from chairlift.server.errors import ApiError
@@ -203,7 +204,7 @@ def test_a_place_is_given_back_once_whatever_happens(engine, stream):
 
 
 def test_a_tenant_has_limits_of_its_own():
-    admission = Admission(3, dict)
+    admission = Admission(3, Stats)
     alice, bob = Tenant("alice", max_queued=1, max_requests=2), Tenant("bob")
     first, second, third = (admission.ticket(alice) for _ in range(3))
     first.admit()
@@ -227,7 +228,7 @@ def test_a_tenant_has_limits_of_its_own():
 
 
 def test_the_prompts_of_a_request_that_is_not_queued_take_no_place():
-    admission = Admission(1, dict)
+    admission = Admission(1, Stats)
     place = admission.ticket(Tenant("alice"))
     place.admit(queued=False)
     place.add_prompts(3)
@@ -259,7 +260,7 @@ def refusal(place):
     ],
 )
 def test_when_to_come_back_is_what_the_engine_predicts(stats, seconds):
-    admission = Admission(4, lambda: stats)
+    admission = Admission(4, lambda: Stats(**stats))
     for _ in range(4):
         admission.ticket(Tenant()).admit()
     with pytest.raises(ApiError) as caught:
@@ -270,7 +271,7 @@ def test_when_to_come_back_is_what_the_engine_predicts(stats, seconds):
 def test_when_a_tenant_may_come_back_is_how_long_its_requests_take(monkeypatch):
     clock = iter([0.0, 12.0, 20.0, 20.0]).__next__
     monkeypatch.setattr("chairlift.server.admission.time.monotonic", clock)
-    admission = Admission(None, dict)
+    admission = Admission(None, Stats)
     alice = Tenant("alice", max_requests=2)
     first, second, third, fourth = (admission.ticket(alice) for _ in range(4))
     first.admit()

@@ -11,6 +11,7 @@ import pytest
 from fake_async_engine import answer, wait_until
 from fake_server import metric, running, status
 
+from chairlift.engine.stats import Stats
 from chairlift.server.admission import Admission
 from chairlift.server.errors import ApiError
 from chairlift.server.keys import Tenant
@@ -73,9 +74,8 @@ def test_a_first_start_is_expected_to_take_a_usual_time_or_as_long_again(clock):
 
 
 def test_a_queue_that_is_full_during_a_restart_waits_for_the_engine_too(clock):
-    stats = {}
     lifecycle = restarting(clock, took=8.0)
-    admission = Admission(1, lambda: stats, lambda: lifecycle.seconds_until_ready)
+    admission = Admission(1, Stats, lambda: lifecycle.seconds_until_ready)
     admission.ticket(Tenant()).admit()
     with pytest.raises(ApiError) as refused:
         admission.ticket(Tenant()).admit()

@@ -244,7 +244,7 @@ def test_without_keys_a_named_tenant_may_unload(several):
 
 def test_the_log_tells_once_what_is_on_disk(several, caplog):
     http, _, engines = several
-    engines["small"].facts |= {"disk_cache": "kv has 3 blocks, 2 of 100 MB"}
+    engines["small"].describe(disk_cache="kv has 3 blocks, 2 of 100 MB")
     with caplog.at_level("INFO", "chairlift"):
         for _ in range(3):
             ask(http, "small")

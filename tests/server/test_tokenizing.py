@@ -56,7 +56,7 @@ def recorded():
     """A server that also computes embeddings, and its tokenizer."""
     engine = FakeEngine()
     engine.tokenizer = RecordingTokenizer()
-    engine.facts |= {"max_text_len": 64, "hidden_size": 4}
+    engine.describe(max_text_len=64, hidden_size=4)
     with serving(engine) as (base, _), httpx.Client(base_url=base, timeout=60) as client:
         yield client, engine.tokenizer
 

@@ -59,10 +59,10 @@ class Doom:
 
 def doom() -> None:
     """Makes an engine in this process end as ordered, and of POISON."""
-    from chairlift.engine import facts
+    from chairlift.engine import engine_info
     from chairlift.runner.runner import ModelRunner
 
-    one, add_request, launch, send, known = Doom(), ModelRunner.add_request, ModelRunner.launch, parent.send, facts.fingerprint
+    one, add_request, launch, send, known = Doom(), ModelRunner.add_request, ModelRunner.launch, parent.send, engine_info.fingerprint
 
     def adding(self: Any, slot: int, params: Any, tokens: Any, *more: Any, **options: Any) -> None:
         if tuple(tokens[: len(POISON)]) == POISON:
@@ -98,7 +98,7 @@ def doom() -> None:
     ModelRunner.add_request = adding  # type: ignore[method-assign]
     ModelRunner.launch = launching  # type: ignore[method-assign]
     parent.send = sending
-    facts.fingerprint = fingerprint
+    engine_info.fingerprint = fingerprint
 
 
 def serve() -> int:

@@ -13,13 +13,16 @@ from typing import Any
 import uvicorn
 
 from chairlift.chat_template import ChatTemplate
+from chairlift.checkpoint.info import CheckpointInfo
 from chairlift.config import EngineConfig
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
+from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.frames import Frame
 from chairlift.engine.held_sequences import COMPUTE, HeldSequence
 from chairlift.engine.replica import Replica
 from chairlift.engine.request import validate
+from chairlift.engine.stats import Stats
 from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
 from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
@@ -103,23 +106,18 @@ class FakeEngine:
         self.config = EngineConfig()
         self.adapters: dict[str, str] = {}
         self.tokenizer = FakeTokenizer()
-        self.facts = {
-            "max_model_len": 2048,
-            "max_num_seqs": 8,
-            "vocab_size": 256,
-            "determinism": "batch-invariant",
-            "generates": True,
-            "max_text_len": None,
-            "hidden_size": 64,
-            "architecture": "LlamaForCausalLM",
-            "num_weights": 134_515_008,
-            "weight_format": "gguf",
-            "weight_type": "Q4_1",
-            "weight_bytes": 96_577_024,
-            "num_bytes": 10**9,
-            "digest": "ab" * 32,
-            "decisions": [["device", "cpu", "there is no other"]],
-        }
+        self.info = EngineInfo(
+            model=MODEL,
+            digest="ab" * 32,
+            checkpoint=CheckpointInfo("LlamaForCausalLM", 134_515_008, "gguf", "Q4_1", 96_577_024),
+            determinism="batch-invariant",
+            max_model_len=2048,
+            hidden_size=64,
+            vocab_size=256,
+            max_num_seqs=8,
+            num_bytes=10**9,
+            decisions=[["device", "cpu", "there is no other"]],
+        )
         self.alive = self.ready = True
         self.process = EngineProcess()  # is not started
         self.replicas = [Replica(0, self)]
@@ -134,7 +132,7 @@ class FakeEngine:
         self.spent: list[dict[str, float]] = []
         self.timelines: dict[str, list[Timeline]] = {}
         self.released = False
-        self.counters: dict[str, object] = {}
+        self.counters: dict[str, Any] = {}
         self.others: list[Timeline] = []
         self.energy_joules: float | None = None
         self.looks = 0
@@ -152,10 +150,14 @@ class FakeEngine:
         self._sequences = AsyncSequences(self, self.frames.append)
 
     def validate(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
-        return validate(prompt, params, self.facts)
+        return validate(prompt, params, self.info)
 
-    def stats(self) -> dict[str, object]:
-        return self.counters
+    def describe(self, **changes: Any) -> None:
+        """Changes what the server knows of the engine."""
+        self.info = replace(self.info, **changes)
+
+    def stats(self) -> Stats:
+        return Stats(**self.counters)
 
     async def explain(self, request_id: str) -> list[Timeline]:
         return self.timelines.get(request_id, [])

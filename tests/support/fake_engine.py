@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chairlift.engine import process
+from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.frames import StepOutputs
+from chairlift.engine.stats import Stats
 from chairlift.errors import InvalidRequest, QueueFull
 
 REFUSED, CRASHING, DYING, HANGING, FAILING, BROKEN, FULL, LATE, PATIENT, PANICKING = range(900_001, 900_011)
@@ -23,19 +25,17 @@ PATIENCE = 0.05
 EOS = 7
 ENDLESS = 1_000_000_000
 """The `max_tokens` of requests that no test lives to see the end of."""
-FACTS = {
-    "model": "fake",
-    "max_model_len": 2 * ENDLESS,
-    "vocab_size": 1_000_000,
-    "generates": True,
-    "max_text_len": None,
-    "num_kv_blocks": 10,
-    "block_size": 16,
-    "max_num_seqs": 64,
-    "eos_token_ids": [EOS],
-    "determinism": "batch-invariant",
-    "decisions": [["context length", "2000000000 tokens", "what the model was made for"], ["KV cache", "160 tokens", "a guess"]],
-}
+INFO = EngineInfo(
+    model="fake",
+    max_model_len=2 * ENDLESS,
+    vocab_size=1_000_000,
+    num_kv_blocks=10,
+    block_size=16,
+    max_num_seqs=64,
+    eos_token_ids=[EOS],
+    determinism="batch-invariant",
+    decisions=[["context length", "2000000000 tokens", "what the model was made for"], ["KV cache", "160 tokens", "a guess"]],
+)
 
 
 def timeline(tag, finish="length", **changes):
@@ -96,7 +96,7 @@ class FakeEngine:
         while config.seed == 14 and os.path.exists(os.environ["FAKE_ENGINE_GATE"]):
             time.sleep(0.01)
         on_phase("weights", 0.25)
-        self.facts = FACTS
+        self.info = INFO
         self.running = {}
         self.aborted = []
         self.steps = 0
@@ -191,7 +191,8 @@ class FakeEngine:
         return {"running": [{"tag": tag} for tag in self.running], "waiting": [], "kv_map": b"", "steps": [], "now_us": 0}
 
     def stats(self):
-        return {"running": len(self.running), "aborted": len(self.aborted), "steps": self.steps}
+        # The core counts aborted requests nowhere: this engine counts them as expired.
+        return Stats(running=len(self.running), expired=len(self.aborted), steps=self.steps)
 
     def usage(self):
         return {"tenants": {"": {"running": len(self.running)}}, "classes": {0: {}}}
@@ -205,7 +206,7 @@ class FakeTokenizer:
 
     eos_token_ids = special_token_ids = frozenset({EOS})
     strips_first_space = False
-    vocab_size = FACTS["vocab_size"]
+    vocab_size = INFO.vocab_size
     longest_token = 1
 
     def __init__(self, directory=Path(), source=None, chat_template=None):

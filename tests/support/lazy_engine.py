@@ -231,8 +231,8 @@ def live(engine: Engine, requested: list[ScriptedRequest], clock: list[int]) -> 
             assert reported[tag].finish is None
             reported[tag].finish = "starved"
     stats = engine.stats()
-    assert (stats["running"], stats["waiting"], stats["swapped"]) == (0, 0, 0)
-    assert (stats["free_blocks"], stats["free_host_blocks"]) == (stats["total_blocks"], stats["host_blocks"])
+    assert (stats.running, stats.waiting, stats.swapped) == (0, 0, 0)
+    assert (stats.free_blocks, stats.free_host_blocks) == (stats.total_blocks, stats.host_blocks)
     return {tag: Received(one.tokens, one.logprobs, one.details, [b"".join(one.prompt)], one.finish) for tag, one in reported.items()}
 
 

@@ -41,7 +41,7 @@ class Served:
         }
 
     def admin_state(self) -> dict[str, Any]:
-        """What the operator's socket tells: the engine's counters, which are missing while there is none, and who was let in."""
+        """What the operator's socket tells: the engine's counters, which are 0 while there is none, and who was let in."""
         reported: dict[str, Any] = self._admin.get("/state").json()
         return reported
 

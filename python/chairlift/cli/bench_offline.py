@@ -79,7 +79,7 @@ def run_throughput(args: argparse.Namespace) -> int:
     llm = _load(args)
     if args.dataset_path:
         requests = traces.read(args.dataset_path, lambda text: len(llm.tokenizer.encode(text)))
-        longest = llm.facts["max_model_len"]
+        longest = llm.info.max_model_len
         jobs = trace_jobs(fitting(requests, longest))[: args.num_prompts]
         if not jobs:
             raise InvalidSetting(f"all requests of {args.dataset_path} exceed --max-model-len {longest}")

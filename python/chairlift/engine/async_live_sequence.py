@@ -33,7 +33,7 @@ class AsyncSequences:
     def __init__(self, engine: AsyncEngine | ReplicatedEngine, send: Callable[[Frame], None]) -> None:
         self._engine = engine
         self._send = send
-        self._held = HeldSequences(lambda: engine.facts)
+        self._held = HeldSequences(lambda: engine.info)
         self._expiring: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:

@@ -17,8 +17,8 @@ from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
 from chairlift.engine.arguments import Prompt, document_settings, engine_config, text_or_ids
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
+from chairlift.engine.engine_info import EngineInfo, log_start
 from chairlift.engine.engine_process import EngineProcess, reported
-from chairlift.engine.facts import log_start
 from chairlift.engine.frames import (
     Abort,
     AdapterChanged,
@@ -41,6 +41,7 @@ from chairlift.engine.frames import (
 from chairlift.engine.held_sequences import COMPUTE, LEASE, HeldSequence
 from chairlift.engine.questions import Questions, RememberedRequest, RememberedRequests
 from chairlift.engine.request import default_params, deliver, encode_bad_words, validate
+from chairlift.engine.stats import Stats
 from chairlift.engine.stream import Stream
 from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, RequestMoved, SequenceDropped
 from chairlift.outputs import RequestOutput, Timeline
@@ -63,8 +64,8 @@ class AsyncEngine:
 
     tokenizer: Tokenizer
     """Set by `start`."""
-    facts: dict[str, Any]
-    """The limits of the engine and the model. Empty until the first start is complete."""
+    info: EngineInfo
+    """The limits of the engine and the model. It has the defaults until the first start is complete."""
 
     def __init__(
         self,
@@ -77,13 +78,13 @@ class AsyncEngine:
         **settings: Any,
     ) -> None:
         self.config = engine_config("AsyncEngine", settings, config)
-        self.facts = {}
+        self.info = EngineInfo()
         self._modules = dict(self.config.lora_modules or {})
         self.adapters: dict[str, str] = dict(self._modules)
         """The directories of the loaded LoRA adapters, by name."""
         self.digests: dict[str, bytes] = {}
         """The hashes of the files of all adapters that were loaded, by name."""
-        self._stats: dict[str, Any] = {}
+        self._stats = Stats()
         self.on_end: Callable[[], None] | None = None
         """Called when an engine that was ready has died, before its requests fail."""
         self.on_cache_change: Callable[[bytes, bytes], None] = lambda cached, dropped: None
@@ -143,7 +144,7 @@ class AsyncEngine:
         began = time.perf_counter() if since is None else since
         if self._number is not None:
             raise RuntimeError("the engine has been started already; close it first")
-        self._stats, self._phases, self._remembered, self._started = {}, {}, RememberedRequests(), False
+        self._stats, self._phases, self._remembered, self._started = Stats(), {}, RememberedRequests(), False
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # The process starts first, because importing torch takes longest. The model is located meanwhile.
         self._number = await self._process.attach(self)
@@ -154,7 +155,7 @@ class AsyncEngine:
             # Another machine has the model elsewhere.
             model = str(directory) if self._process.joined is None else self.config.model
             # A restarted engine loads the present adapters below.
-            modules = None if self.facts else {name: path for name, path in self._modules.items() if name in self.adapters}
+            modules = None if self.info.model else {name: path for name, path in self._modules.items() if name in self.adapters}
             config = dataclasses.replace(self.config, model=model, journal=self._next_journal(), lora_modules=modules)
             self._write(dataclasses.replace(self._load, settings=dataclasses.asdict(config)))
             known = {} if modules is None else modules
@@ -164,9 +165,9 @@ class AsyncEngine:
         except BaseException:
             await self.close()
             raise
-        self.facts["model"] = self.config.model
+        self.info = dataclasses.replace(self.info, model=self.config.model)
         self._started = True
-        log_start(self.config, self.facts, self._phases, time.perf_counter() - began)
+        log_start(self.config, self.info, self._phases, time.perf_counter() - began)
 
     async def close(self) -> None:
         """Ends the engine and frees its memory. Open requests raise EngineClosed. May be called repeatedly."""
@@ -236,11 +237,11 @@ class AsyncEngine:
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
         """Returns the parameters with `max_tokens` filled in. Raises InvalidRequest if the model cannot run the request."""
-        return validate(prompt_token_ids, params, self.facts)
+        return validate(prompt_token_ids, params, self.info)
 
     def default_params(self, **settings: Any) -> SamplingParams:
         """The checkpoint's recommended sampling parameters (`--generation-config`), overridden by `settings`."""
-        return default_params(self.facts, settings)
+        return default_params(self.info, settings)
 
     async def generate(
         self,
@@ -400,8 +401,8 @@ class AsyncEngine:
         """The stage in which the engine is stuck and the seconds since; None if it is not. See `Heartbeat.stuck`."""
         return self._process.stuck if self.alive else None
 
-    def stats(self) -> dict[str, Any]:
-        """The engine's newest counters, at most a fraction of a second old while it works; empty before it is ready."""
+    def stats(self) -> Stats:
+        """The engine's newest counters, at most a fraction of a second old while it works; the defaults before it is ready."""
         return self._stats
 
     async def _ask(self, question: Callable[[int], Frame]) -> Any:
@@ -447,7 +448,7 @@ class AsyncEngine:
                 if frame.cached or frame.dropped:
                     self.on_cache_change(frame.cached, frame.dropped)
                 if frame.stats:
-                    self._stats = {**self._stats, **frame.stats}
+                    self._stats = dataclasses.replace(self._stats, **frame.stats)
                 if not self._is_ready.done():  # the engine waits for work
                     self._is_ready.set_result(None)
                 for stream in deliver(frame, self._streams):
@@ -467,8 +468,8 @@ class AsyncEngine:
                 log.info("phase %s %.2f s", frame.name, frame.seconds)
                 self._phases[frame.name] = frame.seconds
             case Ready():
-                self.facts = frame.facts
-                self.digests.update((name, bytes.fromhex(digest)) for name, digest in frame.facts.get("adapter_digests", {}).items())
+                self.info = EngineInfo.unpack(frame.info)
+                self.digests.update((name, bytes.fromhex(digest)) for name, digest in self.info.adapter_digests.items())
             case Failed():
                 if self._number is not None:
                     self._process.detach(self._number)

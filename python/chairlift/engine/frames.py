@@ -164,11 +164,11 @@ class Phase:
 class Ready:
     """From the engine, once: it takes requests.
 
-    `facts` are its limits and the model's, `sentinels` the ids of threads that exit when the process dies, and not before; the process's
+    `info` has the fields of `EngineInfo`, `sentinels` the ids of threads that exit when the process dies, and not before; the process's
     first engine sends them.
     """
 
-    facts: dict[str, Any]
+    info: dict[str, Any]
     sentinels: Sequence[int] = ()
 
 

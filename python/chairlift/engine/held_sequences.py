@@ -8,16 +8,19 @@ import math
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from chairlift.engine.engine_request import Continues
 from chairlift.errors import InvalidRequest, SequenceBusy, SequenceDropped, TooManySequences
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
+
+if TYPE_CHECKING:
+    from chairlift.engine.engine_info import EngineInfo
 
 MAX_PER_TENANT = 1024
 """Most held sequences of one tenant."""
@@ -64,11 +67,11 @@ _IDLE, _COMPUTING, _GENERATING, _DROPPED = HeldState  # a member of a module is 
 class HeldSequences:
     """The held sequences of an engine's client: counts them by tenant and ends their leases. Not thread-safe.
 
-    `facts` returns the engine's facts. Handles are unique, also among engines that replace each other.
+    `info` returns the description of the engine. Handles are unique, also among engines that replace each other.
     """
 
-    def __init__(self, facts: Callable[[], Mapping[str, Any]]) -> None:
-        self.facts = facts
+    def __init__(self, info: Callable[[], EngineInfo]) -> None:
+        self.info = info
         self.beginning = threading.Lock()
         """Held while a sequence begins to compute or generate, because threads may share an `LLM`."""
         self._handles = itertools.count(1)
@@ -306,8 +309,8 @@ class HeldSequence:
         """Appends token ids. Raises InvalidRequest beyond the context length."""
         self._check_idle()
         self._count_idle_time()
-        facts = self._held.facts()
-        limit, vocabulary = facts["max_model_len"], facts["vocab_size"]
+        info = self._held.info()
+        limit, vocabulary = info.max_model_len, info.vocab_size
         length = len(self._token_ids) + len(tokens)
         if length >= limit:
             raise InvalidRequest(

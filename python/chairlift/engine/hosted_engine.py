@@ -37,6 +37,8 @@ from chairlift.errors import ChairliftError, InvalidRequest, QueueFull
 if TYPE_CHECKING:
     from chairlift.engine.adapters import PackedAdapter
     from chairlift.engine.disk_cache import StoredPrefix
+    from chairlift.engine.engine_info import EngineInfo
+    from chairlift.engine.stats import Stats
     from chairlift.grammar.grammar import Grammar
 
 STATS_SECONDS, USAGE_SECONDS = 0.2, 1.0
@@ -48,7 +50,7 @@ COOLING_SECONDS = 1.0
 class EngineLike(KvSharer, Protocol):
     """The interface of an engine that a process runs; `chairlift.engine.loop.Engine` implements it."""
 
-    facts: dict[str, Any]
+    info: EngineInfo
     stage: tuple[str, float]
     """The current stage and its start on the monotonic clock. The engine sets it in a step, the process at other times."""
 
@@ -110,8 +112,8 @@ class EngineLike(KvSharer, Protocol):
     def snapshot(self) -> dict[str, Any]:
         """The scheduler's state, for dashboards."""
 
-    def stats(self) -> dict[str, Any]:
-        """The newest counters."""
+    def stats(self) -> Stats:
+        """The newest counters, without those of tenants and classes."""
 
     def usage(self) -> dict[str, Any]:
         """The newest counters of each tenant and class."""
@@ -302,13 +304,15 @@ class Counters:
         """Whether an idle engine's saturation still decays."""
 
     def news(self, *, idle: bool) -> dict[str, Any]:
-        """The counters to send now; empty if none are due."""
+        """The fields of `Stats` to send now; empty if none are due."""
         news: dict[str, Any] = {}
         now = time.monotonic()
         if idle or now >= self._stats_due:
             self._stats_due = now + STATS_SECONDS
-            news |= self._engine.stats()
-            self.cooling = news.get("saturation", 0) > 0
+            stats = self._engine.stats()
+            news |= stats.pack()
+            del news["tenants"], news["classes"]
+            self.cooling = stats.saturation > 0
         if idle or now >= self._usage_due:
             self._usage_due = now + USAGE_SECONDS
             news |= self._engine.usage()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
 from chairlift.engine.arguments import Prompt, document_settings, engine_config, listed, text_or_ids
-from chairlift.engine.facts import log_decisions, warn_of_short_context
+from chairlift.engine.engine_info import log_decisions, warn_of_short_context
 from chairlift.engine.held_sequences import COMPUTE, LEASE, HeldSequences
 from chairlift.engine.live_sequence import LiveSequence
 from chairlift.engine.request import Request, check_dimensions, default_params, deliver, encode_bad_words, joined, validate
@@ -67,13 +67,13 @@ class LLM:
         directory = locate(model, self.config.revision, self.config.cache_dir)
         self.tokenizer = Tokenizer(directory, self.config.tokenizer, self.config.chat_template)
         self._engine: Engine | None = Engine(dataclasses.replace(self.config, model=str(directory)), _log_phase)
-        self.facts: dict[str, Any] = {**self._engine.facts, "model": model}
-        log_decisions(model, self.facts["decisions"])
-        warn_of_short_context(self.config, self.facts)
+        self.info = dataclasses.replace(self._engine.info, model=model)
+        log_decisions(self.info)
+        warn_of_short_context(self.config, self.info)
         self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences have consecutive tags
         self._requests: dict[int, _Request] = {}  # by tag, those that have not ended
         self._unused: deque[tuple[int, bool]] = deque()  # tags to abort, and whether a stop string ended them
-        self._held = HeldSequences(lambda: self.facts)
+        self._held = HeldSequences(lambda: self.info)
         self._lock = threading.Lock()  # held for each use of the engine and of `_held`
 
     @property
@@ -106,7 +106,7 @@ class LLM:
         """
         given, scheduling = text_or_ids(prompt), scheduling or Scheduling()
         tokens = self.tokenizer.encode(given) if isinstance(given, str) else given
-        validate(tokens, COMPUTE, self.facts)
+        validate(tokens, COMPUTE, self.info)
         sequence = self._call(lambda engine: LiveSequence(self, self._call, self._held, tokens, scheduling, lease))
         try:
             sequence.compute()
@@ -118,7 +118,7 @@ class LLM:
     def compute(self, sequence: LiveSequence, prompt: list[int]) -> None:
         """Computes the tokens of a live sequence, of which the engine may hold some already. For `LiveSequence`."""
         news: deque[_Request] = deque()
-        params = validate(prompt, COMPUTE, self.facts)
+        params = validate(prompt, COMPUTE, self.info)
         request = _Request(self.tokenizer, next(self._tags), prompt, params, sequence.scheduling, news, sequence)
         (output,) = self._run([request], news, False)
         if output.finish_reason not in ("stop", "length"):
@@ -172,7 +172,7 @@ class LLM:
         """
         import numpy as np
 
-        check_dimensions(dimensions, self.facts)
+        check_dimensions(dimensions, self.info)
         outputs = self.generate(texts, EMBED, scheduling=scheduling, progress=progress)
         failed = [f"{index} ({output.finish_reason})" for index, output in enumerate(outputs) if output.embedding is None]
         if failed:
@@ -231,7 +231,7 @@ class LLM:
 
     def default_params(self, **settings: Any) -> SamplingParams:
         """Returns the checkpoint's recommended sampling parameters (`--generation-config`), overridden by `settings`."""
-        return default_params(self.facts, settings)
+        return default_params(self.info, settings)
 
     def _render(self, conversation: object) -> list[int]:
         if not _is_conversation(conversation):
@@ -254,13 +254,13 @@ class LLM:
             scheduling = own
         if (scheduling.tenant, scheduling.cache_salt) != (own.tenant, own.cache_salt):
             raise InvalidRequest("this live sequence belongs to another tenant or cache_salt", param="scheduling", code="not_owner")
-        params = validate(prompt, encode_bad_words(sequence.params(params), self.tokenizer), self.facts)
+        params = validate(prompt, encode_bad_words(sequence.params(params), self.tokenizer), self.info)
         return _Request(self.tokenizer, next(self._tags), prompt, params, scheduling, news, sequence)
 
     def _request(self, prompt: Prompt, params: SamplingParams, scheduling: Scheduling, news: deque[_Request]) -> _Request:
         given = text_or_ids(prompt)
         prompt_token_ids = self.tokenizer.encode(given) if isinstance(given, str) else given
-        params = validate(prompt_token_ids, encode_bad_words(params, self.tokenizer), self.facts)
+        params = validate(prompt_token_ids, encode_bad_words(params, self.tokenizer), self.info)
         return _Request(self.tokenizer, next(self._tags), prompt_token_ids, params, scheduling, news)
 
     def _run(self, requests: list[_Request], news: deque[_Request], progress: bool | None) -> list[RequestOutput]:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +22,21 @@ from chairlift.engine import scheduler_settings
 from chairlift.engine.adapters import Adapters, PackedAdapter
 from chairlift.engine.disk_cache import DiskCache, StoredPrefix
 from chairlift.engine.energy import open_meter
+from chairlift.engine.engine_info import engine_info
 from chairlift.engine.engine_request import EngineRequest
-from chairlift.engine.facts import start_facts
 from chairlift.engine.frames import StepOutputs
 from chairlift.engine.journal import Journal
 from chairlift.engine.kv_sharing import SharedBlocks
 from chairlift.engine.prefix_store import PrefixStore
 from chairlift.engine.sequences import Sequences
 from chairlift.engine.split_step import SplitStep
+from chairlift.engine.stats import Stats
 from chairlift.errors import InvalidRequest, InvalidSetting, OutOfMemory
 from chairlift.grammar.grammar import Grammar
 from chairlift.grammar.grammars import Grammars
 from chairlift.grammar.trial import Vocabulary
 from chairlift.runner.buffers import StepSizes
-from chairlift.runner.description import checkpoint_facts
+from chairlift.runner.description import checkpoint_info
 from chairlift.runner.null_runner import NullRunner
 from chairlift.runner.sampling.sampler import entries_of
 from chairlift.sampling import SamplingParams
@@ -110,11 +111,10 @@ class Engine:
         self._grammars = Grammars(Vocabulary(tokenizer_file(directory, config.tokenizer), vocab_size, ends))
         self._energy_read, self._meter_due = 0, 0
         self._read_meter(_now())
-        self.facts = start_facts(config, directory, runner, self._eos, sampling) | checkpoint_facts(directory, runner.model_config)
-        self.facts["adapter_digests"] = self._adapters.digests
-        self._disk_cache = _open_disk_cache(config, self._scheduler, runner, self.facts["fingerprint"])
-        if self._disk_cache is not None:
-            self.facts["disk_cache"] = self._disk_cache.contents
+        info = engine_info(config, directory, runner, checkpoint_info(directory, runner.model_config), self._eos, sampling)
+        self._disk_cache = _open_disk_cache(config, self._scheduler, runner, info.fingerprint)
+        contents = None if self._disk_cache is None else self._disk_cache.contents
+        self.info = replace(info, adapter_digests=self._adapters.digests, disk_cache=contents)
         self._kv_blocks = None if config.num_kv_blocks is not None else runner.kv_blocks
 
     @property
@@ -308,13 +308,13 @@ class Engine:
         """The running and waiting requests, the KV map and the steps since the last snapshot (see `Scheduler.snapshot`)."""
         return self._scheduler.snapshot(_now(), SNAPSHOT_WAITING, SNAPSHOT_CELLS) | {"now_us": _now()}
 
-    def stats(self) -> dict[str, Any]:
-        """The scheduler's counters and gauges."""
+    def stats(self) -> Stats:
+        """The counters and gauges, without those of tenants and classes (see `usage`)."""
         disk = self._disk_cache.stats() if self._disk_cache else {}
-        return self._scheduler.stats() | {"steps_short_of_memory": self._split_step.steps} | disk
+        return Stats(**{**self._scheduler.stats(), **disk}, steps_short_of_memory=self._split_step.steps)
 
     def usage(self) -> dict[str, Any]:
-        """The usage of each of the `tenants` and `classes`."""
+        """The usage of each tenant and class: the fields `tenants` and `classes` of `Stats`."""
         return self._scheduler.usage()
 
     def check(self) -> None:

@@ -47,7 +47,7 @@ class ReplicaRouter:
 
     def _of(self, replica: Replica) -> _core.Router:
         if self._router is None:
-            self._router = _core.Router(self._routing, int.from_bytes(self.hash_key), replica.engine.facts["block_size"])
+            self._router = _core.Router(self._routing, int.from_bytes(self.hash_key), replica.engine.info.block_size)
         return self._router
 
 
@@ -55,7 +55,7 @@ def _seen(replica: Replica) -> tuple[int, int, int, float]:
     """An engine as the router sees it. The prompts that were sent to it are known better here than by its last report."""
     engine = replica.engine
     stats = engine.stats()
-    token_us = stats.get("predicted_prefill_us", 0) / PREFILL_TOKENS
-    wait = stats.get("predicted_wait_us", 0) if engine.open_sequences >= engine.facts["max_num_seqs"] else 0
-    wait += stats.get("predicted_step_us", 0) if engine.open_sequences else 0  # a prompt begins after the present step
+    token_us = stats.predicted_prefill_us / PREFILL_TOKENS
+    wait = stats.predicted_wait_us if engine.open_sequences >= engine.info.max_num_seqs else 0
+    wait += stats.predicted_step_us if engine.open_sequences else 0  # a prompt begins after the present step
     return replica.number, engine.open_sequences, wait + round(engine.prompt_tokens * token_us), token_us

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
 from chairlift.engine.client import AsyncEngine
+from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.frames import DropSequence, ForkSequence, Frame
 from chairlift.engine.held_sequences import COMPUTE, HeldSequence
-from chairlift.engine.merged_reports import merged_facts, merged_stats
 from chairlift.engine.questions import REMEMBERED
 from chairlift.engine.replica import Replica
 from chairlift.engine.replica_router import ReplicaRouter
 from chairlift.engine.request import default_params, shared_salt, validate
+from chairlift.engine.stats import Stats
 from chairlift.engine.trim import trim
 from chairlift.errors import ChairliftError, EngineDead
 from chairlift.outputs import RequestOutput, Timeline
@@ -61,7 +62,7 @@ class ReplicatedEngine:
         self._weight, self._equal_numerics = weight, equal_numerics
         self._replicas: list[Replica] = []
         self._router = None if routing is None else ReplicaRouter(routing)
-        self._facts: dict[str, Any] = {}
+        self._info = EngineInfo()
         self._sequences = AsyncSequences(self, self._tell)
         self._homes: dict[int, Replica] = {}  # of live sequences, by handle
         self._ran_in: dict[str, Replica] = {}  # by request id, the newest last
@@ -116,18 +117,18 @@ class ReplicatedEngine:
         return stages[0] if stages and all(stages) else None
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The limits of the engines and the model. Empty until the first start is complete."""
-        return self._facts
+    def info(self) -> EngineInfo:
+        """The limits of the engines and the model. It has the defaults until the first start is complete."""
+        return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. There is none before the first start is complete, and after `close` only with live sequences."""
         return self._known().engine.tokenizer
 
-    def stats(self) -> dict[str, Any]:
-        """The newest counters of all engines, summed; shares and predictions as `merged_stats` has them."""
-        return merged_stats([replica.engine.stats() for replica in self._replicas])
+    def stats(self) -> Stats:
+        """The newest counters of all engines as those of one: see `Stats.merged`."""
+        return Stats.merged([replica.engine.stats() for replica in self._replicas])
 
     async def start(self, since: float | None = None) -> None:
         """Starts the first engine: see `AsyncEngine.start`."""
@@ -150,11 +151,11 @@ class ReplicatedEngine:
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
         """Returns the parameters with `max_tokens` filled in. Raises InvalidRequest if an engine cannot run the request."""
-        return validate(prompt_token_ids, params, self._facts)
+        return validate(prompt_token_ids, params, self._info)
 
     def default_params(self, **settings: Any) -> SamplingParams:
         """The checkpoint's recommended sampling parameters, overridden by `settings`."""
-        return default_params(self._facts, settings)
+        return default_params(self._info, settings)
 
     async def load_lora_adapter(self, name: str, path: str) -> None:
         """Loads a LoRA adapter into all engines: see `AsyncEngine.load_lora_adapter`. If one refuses it, none has it."""
@@ -266,17 +267,17 @@ class ReplicatedEngine:
 
     def _started(self, replica: Replica) -> None:
         """Takes an engine that has been started. Raises EngineDead for one with other numerics, if that matters."""
-        fingerprint = replica.engine.facts.get("fingerprint")
+        fingerprint = replica.engine.info.fingerprint
         others = [other for other in self._replicas if other is not replica and other.engine.ready]
         for other in others if self._equal_numerics else ():
-            if other.engine.facts.get("fingerprint") != fingerprint:
+            if other.engine.info.fingerprint != fingerprint:
                 raise EngineDead(
                     f"replica {replica.number} has other numerics than replica {other.number}: other weights, dtypes, instructions or "
                     "another version (--resume any accepts it)"
                 )
         if self._router is not None:
             self._router.forget(replica)  # its cache is empty
-        self._facts = merged_facts([one.engine.facts for one in (*others, replica)])
+        self._info = EngineInfo.merged([one.engine.info for one in (*others, replica)])
 
     def _ended(self, replica: Replica) -> None:
         replica.restarts += 1
@@ -285,7 +286,7 @@ class ReplicatedEngine:
 
     def _known(self) -> Replica:
         """A replica that has been ready."""
-        return next((replica for replica in self._replicas if replica.engine.facts), self._replicas[0])
+        return next((replica for replica in self._replicas if replica.engine.info.model), self._replicas[0])
 
     def _ready_engines(self) -> list[AsyncEngine]:
         """The engines that can be asked, or the first, whose error says why not."""

@@ -19,6 +19,7 @@ from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
+    from chairlift.engine.engine_info import EngineInfo
     from chairlift.engine.frames import StepOutputs
     from chairlift.engine.held_sequences import HeldSequence
     from chairlift.tokenizer import Tokenizer
@@ -406,9 +407,9 @@ def deliver(step: StepOutputs, requests: dict[int, R]) -> list[R]:
     return list(touched.values())
 
 
-def default_params(facts: Mapping[str, Any], settings: Mapping[str, Any]) -> SamplingParams:
-    """Returns the sampling parameters that the checkpoint recommends, by the engine's `facts`, overridden by `settings`."""
-    return SamplingParams(**{**facts.get("default_sampling", {}), **settings})
+def default_params(info: EngineInfo, settings: Mapping[str, Any]) -> SamplingParams:
+    """Returns the sampling parameters that the checkpoint of an engine recommends, overridden by `settings`."""
+    return SamplingParams(**{**info.default_sampling, **settings})
 
 
 def shared_salt(cache_salt: str | None, adapter: bytes | None) -> bytes:
@@ -420,15 +421,15 @@ def shared_salt(cache_salt: str | None, adapter: bytes | None) -> bytes:
     return salt if adapter is None else b"\xfe" + adapter + salt
 
 
-def validate(prompt: Sequence[int], params: SamplingParams, facts: Mapping[str, Any]) -> SamplingParams:
+def validate(prompt: Sequence[int], params: SamplingParams, info: EngineInfo) -> SamplingParams:
     """Returns the parameters with `max_tokens` filled in. Raises InvalidRequest if the model cannot run the request.
 
-    `facts` are the engine's; `max_model_len` and `vocab_size` are used. For `bad_words` see `encode_bad_words`.
+    For `bad_words` see `encode_bad_words`.
     """
     if not len(prompt):
         raise InvalidRequest("The prompt is empty: at least one token is needed.", param="prompt")
-    max_tokens = _token_for_embedding(len(prompt), facts) if params.embed else _room_for_answer(len(prompt), params, facts)
-    vocabulary = facts["vocab_size"]
+    max_tokens = _token_for_embedding(len(prompt), info) if params.embed else _room_for_answer(len(prompt), params, info)
+    vocabulary = info.vocab_size
     for token in prompt:
         if type(token) is not int or not 0 <= token < vocabulary:
             raise InvalidRequest(
@@ -442,10 +443,10 @@ def validate(prompt: Sequence[int], params: SamplingParams, facts: Mapping[str, 
     return replace(params, max_tokens=max_tokens)
 
 
-def _room_for_answer(prompt: int, params: SamplingParams, facts: Mapping[str, Any]) -> int:
+def _room_for_answer(prompt: int, params: SamplingParams, info: EngineInfo) -> int:
     """Returns the most tokens of an answer to a prompt of this length. Raises InvalidRequest."""
-    check_generates(facts)
-    limit = facts["max_model_len"]
+    check_generates(info)
+    limit = info.max_model_len
     room = limit - prompt
     max_tokens = max(room, 1) if params.max_tokens is None else params.max_tokens
     if max_tokens > room:
@@ -460,36 +461,41 @@ def _room_for_answer(prompt: int, params: SamplingParams, facts: Mapping[str, An
     return max_tokens
 
 
-def _token_for_embedding(prompt: int, facts: Mapping[str, Any]) -> int:
+def _token_for_embedding(prompt: int, info: EngineInfo) -> int:
     """Returns the number of tokens that end an embedding's request: one. Raises InvalidRequest."""
-    check_embeds(facts)
-    if prompt > facts["max_text_len"]:
-        message = f"This model's maximum context length is {facts['max_text_len']} tokens for an embedding, and the input has {prompt}."
-        raise ContextExceeded(message, param="input", limit=facts["max_text_len"], prompt=prompt)
+    limit = check_embeds(info)
+    if prompt > limit:
+        message = f"This model's maximum context length is {limit} tokens for an embedding, and the input has {prompt}."
+        raise ContextExceeded(message, param="input", limit=limit, prompt=prompt)
     return 1
 
 
-def check_generates(facts: Mapping[str, Any]) -> None:
+def check_generates(info: EngineInfo) -> None:
     """Raises InvalidRequest if the model computes only embeddings."""
-    if not facts["generates"]:
+    if not info.generates:
         message = "this model computes embeddings and generates no text: use /v1/embeddings (in Python: LLM.embed)"
         raise InvalidRequest(message, param="model", code="unsupported")
 
 
-def check_embeds(facts: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest if the model computes no embeddings."""
-    if facts["max_text_len"] is None:
+def check_embeds(info: EngineInfo) -> int:
+    """Returns the most tokens of a text to embed. Raises InvalidRequest if the model computes no embeddings."""
+    if info.max_text_len is None:
         message = "this model generates text and computes no embeddings here: use an encoder, or a decoder with code of Chairlift's own"
         raise InvalidRequest(message, param="model", code="unsupported")
+    return info.max_text_len
 
 
-def check_dimensions(dimensions: int | None, facts: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest unless embeddings can be shortened to this many numbers; None keeps all."""
-    check_embeds(facts)
+def check_dimensions(dimensions: int | None, info: EngineInfo) -> int:
+    """Returns the most tokens of a text to embed. Raises InvalidRequest unless embeddings can be shortened to this many numbers.
+
+    None keeps all numbers.
+    """
+    limit = check_embeds(info)
     if dimensions is not None:
-        most = facts["hidden_size"]
+        most = info.hidden_size
         if type(dimensions) is not int or not 1 <= dimensions <= most:
             raise InvalidRequest(f"dimensions must be an integer from 1 to {most}, got {dimensions!r:.50}", param="dimensions")
+    return limit
 
 
 def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:

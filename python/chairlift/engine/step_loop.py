@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from chairlift import _core
 from chairlift.config import EngineConfig
@@ -18,6 +17,7 @@ from chairlift.engine.exit_watch import start_sentinels
 from chairlift.engine.frames import Alive, BadFrame, Failed, Frame, Load, Phase, Ready, ServiceShared, ShareService, Stop, Unload, Unloaded
 from chairlift.engine.hosted_engine import AdapterRead, EngineLike, HostedEngine, Prepared
 from chairlift.engine.kv_sharing import KvSharing
+from chairlift.engine.stats import Stats
 from chairlift.engine.tenant_service import TenantService
 from chairlift.engine.trim import trim
 from chairlift.engine.watchdog import CHECK_SECONDS, IDLE, Watchdog
@@ -94,10 +94,10 @@ class StepLoop:
         """The expected duration of the current engine's first step in seconds."""
         return self._first_step
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats:
         """The current engine's counters."""
         current = self._current
-        return {} if current is None else current.stats()
+        return Stats() if current is None else current.stats()
 
     def _set_stage(self, name: str) -> None:
         if self._current is not None:
@@ -250,7 +250,7 @@ class StepLoop:
         self._arbiter.add(number, weight=load.weight, priority=load.priority, itl=load.itl)
         self._ready(number, hosted)
         hosted.engine.stage = IDLE, time.monotonic()
-        self._send(Ready(hosted.engine.facts, [] if self._watchdog else start_sentinels()), number)
+        self._send(Ready(hosted.engine.info.pack(), [] if self._watchdog else start_sentinels()), number)
         if self._watchdog is None:
             self._watchdog = Watchdog(self, self._beat)
             self._watchdog.start()

@@ -8,9 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from chairlift.engine.frames import Alive
+
+if TYPE_CHECKING:
+    from chairlift.engine.stats import Stats
 
 CHECK_SECONDS = 1.0
 """Seconds between two checks."""
@@ -31,8 +34,8 @@ class Watched(Protocol):
     def first_step(self) -> float:
         """The expected duration of the first step in seconds, before the engine can predict."""
 
-    def stats(self) -> dict[str, Any]:
-        """The newest counters, `predicted_step_us` among them."""
+    def stats(self) -> Stats:
+        """The newest counters."""
 
 
 class StallDetector:
@@ -92,9 +95,9 @@ class Watchdog(threading.Thread):
         # Counters need the core's lock, so they are only read when the minimum has passed.
         if seconds < STUCK_SECONDS:
             return STUCK_SECONDS
-        return max(STUCK_SECONDS, STUCK_STEPS * (self._engine.stats().get("predicted_step_us", 0) / 1e6 or self._engine.first_step))
+        return max(STUCK_SECONDS, STUCK_STEPS * (self._engine.stats().predicted_step_us / 1e6 or self._engine.first_step))
 
     def _dump(self, stage: str, seconds: float) -> None:
-        state = json.dumps(self._engine.stats(), default=str)
+        state = json.dumps(self._engine.stats().pack(), default=str)
         print(f"the engine is stuck: {seconds:.0f} s in '{stage}'; its scheduler: {state}; its threads:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr)

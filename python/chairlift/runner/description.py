@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from chairlift.checkpoint.gguf import GGUFTensors
+from chairlift.checkpoint.info import CheckpointInfo
 from chairlift.checkpoint.safetensors_file import SafetensorsFile
 from chairlift.checkpoint.weight_files import gguf_link, weight_bytes, weight_files
 from chairlift.errors import ModelNotFound, UnsupportedModel
@@ -42,22 +43,19 @@ def describe(directory: Path) -> dict[str, str]:
     return facts
 
 
-def checkpoint_facts(directory: Path, shape: ModelShape) -> dict[str, str | int]:
-    """Returns the facts of a checkpoint that clients see: architecture, parameters, and the format, type and bytes of its weights.
-
-    The type is the method of a quantised checkpoint, else that of most bytes; it is empty without weights.
-    """
+def checkpoint_info(directory: Path, shape: ModelShape) -> CheckpointInfo:
+    """Describes a checkpoint for clients."""
     try:
         kinds = _tensors(directory).most_common(1)
     except (ModelNotFound, UnsupportedModel):  # random weights have no files, and transformers may read more types than Chairlift
         kinds = []
-    return {
-        "architecture": shape.architecture,
-        "num_weights": shape.num_weights,
-        "weight_format": "safetensors" if gguf_link(directory) is None else "gguf",
-        "weight_type": shape.quantization or (kinds[0][0] if kinds else ""),
-        "weight_bytes": weight_bytes(directory),
-    }
+    return CheckpointInfo(
+        architecture=shape.architecture,
+        num_weights=shape.num_weights,
+        weight_format="safetensors" if gguf_link(directory) is None else "gguf",
+        weight_type=shape.quantization or (kinds[0][0] if kinds else ""),
+        weight_bytes=weight_bytes(directory),
+    )
 
 
 def _tensors(directory: Path) -> Counter[str]:

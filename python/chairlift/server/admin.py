@@ -76,7 +76,7 @@ async def _state(request: Request) -> Response:
     http = {"open": service.admission.open, "waiting": service.admission.waiting}
     model = service.find(request.query_params.get("model"))
     lifecycle = model.lifecycle
-    return Json({**model.engine.stats(), "http": http, "state": lifecycle.state.value, "restarts": lifecycle.restarts})
+    return Json({**model.engine.stats().pack(), "http": http, "state": lifecycle.state.value, "restarts": lifecycle.restarts})
 
 
 async def _models(request: Request) -> Response:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from chairlift.server.errors import ApiError, unavailable
 from chairlift.server.keys import Tenant
+
+if TYPE_CHECKING:
+    from chairlift.engine.stats import Stats
 
 _SMOOTHING = 0.1
 """Weight of the newest request in the moving average of request durations."""
@@ -27,9 +30,7 @@ class Admission:
     All methods run in one event loop without awaiting, so a burst cannot exceed a limit.
     """
 
-    def __init__(
-        self, max_queued: int | None, stats: Callable[[], Mapping[str, Any]], seconds_until_ready: Callable[[], float] = lambda: 0.0
-    ) -> None:
+    def __init__(self, max_queued: int | None, stats: Callable[[], Stats], seconds_until_ready: Callable[[], float] = lambda: 0.0) -> None:
         """At most `max_queued` requests may wait (None: no limit).
 
         `stats` returns the engine's newest counters, `seconds_until_ready` the expected time until it accepts requests.
@@ -71,8 +72,8 @@ class Admission:
     def _predicted_wait(self) -> float:
         """Seconds that a request arriving now would wait: engine start-up, the engine's prediction, and requests accepted since it."""
         stats = self._stats()
-        since = (self._all.waiting + 1) / (stats.get("waiting", 0) + 1)
-        return float(stats.get("predicted_wait_us", 0) / 1e6 * max(1.0, since)) + self._seconds_until_ready()
+        since = (self._all.waiting + 1) / (stats.waiting + 1)
+        return stats.predicted_wait_us / 1e6 * max(1.0, since) + self._seconds_until_ready()
 
     def _count(self, tenant: Tenant, waiting: int, open: int = 0, *, queued: bool = True) -> None:
         own = self._tenants.setdefault(tenant.name, _Counts())

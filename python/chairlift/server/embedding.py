@@ -33,11 +33,9 @@ class EmbeddingBatch:
     ) -> EmbeddingBatch:
         """Tokenizes the inputs, texts or token ids. `truncate` shortens those that are too long, which otherwise raise InvalidRequest."""
         model = await service_of(request).use(request, body.model, adapters=False)
-        facts = model.engine.facts
-        check_dimensions(dimensions, facts)
+        limit = check_dimensions(dimensions, model.engine.info)
         if len(inputs) > MAX_INPUTS:
             raise InvalidRequest(f"{len(inputs)} inputs in one request, at most {MAX_INPUTS} are allowed", param="input")
-        limit = facts["max_text_len"]
         texts = await _tokens(request, model, inputs, limit, must_fit=not truncate)
         for index, tokens in enumerate(texts):
             if len(tokens) <= limit:

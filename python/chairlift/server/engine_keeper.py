@@ -152,7 +152,7 @@ class EngineKeeper:
         """Lets an engine's requests end. Those that have not ended after `seconds` go on in another engine, or end too if none may."""
         replica.draining = True
         self._model.lifecycle.engine_ended(serving=self._model.engine.ready)
-        resumable = self._model.resumes(replica.engine.facts.get("fingerprint"))
+        resumable = self._model.resumes(replica.engine.info.fingerprint)
         await replica.drain(seconds if resumable else math.inf)
         replica.restarts += 1
 
@@ -212,5 +212,5 @@ def restart_delay(failures: int) -> int:
 
 def _log_disk_cache(replica: Replica) -> None:
     """Logs what an engine that is ready found in its directory for KV blocks, if it has one."""
-    if (contents := replica.engine.facts.get("disk_cache")) is not None:
+    if (contents := replica.engine.info.disk_cache) is not None:
         logger.info("prefix cache on disk: %s", contents)

@@ -89,13 +89,13 @@ class Generation:
             "object": kind,
             "created": int(time.time()),
             "model": lora or self._model.name,
-            "determinism": str(self._model.engine.facts["determinism"]),
+            "determinism": str(self._model.engine.info.determinism),
         }
         config = self._model.engine.config
         cacheable = sum(len(prompt) // config.block_size * config.block_size for prompt in prompts) if config.enable_prefix_caching else 0
         self.usage = Usage(prompt=sum(map(len, prompts)), cacheable=cacheable)
         if body.energy:
-            self.usage.energy = {"joules": None, "method": self._model.engine.facts.get("energy_method")}
+            self.usage.energy = {"joules": None, "method": self._model.engine.info.energy_method}
         self._timing: Timing | None = None
 
     def _resolve_max_tokens(self, prompt: list[int], params: SamplingParams, default: int | None, most: int, hint: str) -> SamplingParams:

@@ -75,7 +75,7 @@ class ServedModel:
     @property
     def default_sampling(self) -> Mapping[str, Any]:
         """Sampling parameters for requests that do not set them."""
-        settings: Mapping[str, Any] = self.engine.facts.get("default_sampling", {})
+        settings: Mapping[str, Any] = self.engine.info.default_sampling
         return settings
 
     def adapter(self, name: str | None) -> str | None:
@@ -88,12 +88,12 @@ class ServedModel:
 
     def tasks(self) -> list[str]:
         """What the loaded model does: `generate`, `embed`, or both."""
-        facts = self.engine.facts
-        return ["generate"] * facts["generates"] + ["embed"] * (facts["max_text_len"] is not None)
+        info = self.engine.info
+        return ["generate"] * info.generates + ["embed"] * (info.max_text_len is not None)
 
     async def encode(self, request: Request, text: str, *, must_fit: bool = True, add_special_tokens: bool = True) -> list[int]:
         """Returns the tokens of a text; raises InvalidRequest. With `must_fit` a text that exceeds the context is not tokenized."""
-        tokenizer, limit = self.engine.tokenizer, self.engine.facts["max_model_len"]
+        tokenizer, limit = self.engine.tokenizer, self.engine.info.max_model_len
         group = request.state.ticket.tenant.group
         encoded = await self.tokenizing.encode(group, tokenizer, [text], limit, must_fit=must_fit, add_special_tokens=add_special_tokens)
         return encoded[0]
@@ -102,7 +102,7 @@ class ServedModel:
         self, request: Request, conversation: list[dict[str, Any]], variables: Mapping[str, Any], *, must_fit: bool = True
     ) -> list[int]:
         """Applies the chat template and returns the prompt's tokens; raises InvalidRequest. `must_fit` as in `encode`."""
-        limit, group = self.engine.facts["max_model_len"], request.state.ticket.tenant.group
+        limit, group = self.engine.info.max_model_len, request.state.ticket.tenant.group
         return await self.tokenizing.chat(group, self.engine.tokenizer, conversation, variables, limit, must_fit=must_fit)
 
 

@@ -191,8 +191,8 @@ class ModelLoader:
         self._advance()
 
     def _loaded(self, model: ServedModel, now: float, seconds: float) -> None:
-        facts = model.engine.facts
-        self._policy.loaded(model.name, now, seconds, facts.get("num_bytes"), facts.get("shared_bytes", 0))
+        info = model.engine.info
+        self._policy.loaded(model.name, now, seconds, info.num_bytes, info.shared_bytes)
 
     async def _unload(self, model: ServedModel) -> None:
         logger.info("unloading %s", model.name)

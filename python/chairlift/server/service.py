@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from chairlift.engine.stats import Stats
 from chairlift.server.admission import Admission
 from chairlift.server.errors import ApiError, brief
 from chairlift.server.keys import Reader
@@ -143,18 +144,20 @@ class Service:
         stays loaded, or is not loaded. A tenant sees only its own requests among those that run and wait.
         """
         uses, ready = self.loader.uses(model), model.engine.ready
-        stats = model.engine.stats() if ready else {}
+        stats = model.engine.stats() if ready else Stats()
+        running, waiting = stats.running, stats.waiting + stats.swapped
         seconds = self.loader.seconds_until_unload(model) if ready else math.inf
         if reader is not None:
-            stats, seconds = stats.get("tenants", {}).get(reader, {}), math.inf
-            uses = stats.get("running", 0) + stats.get("waiting", 0)
+            usage, seconds = stats.tenants.get(reader, {}), math.inf
+            running, waiting = int(usage.get("running", 0)), int(usage.get("waiting", 0))
+            uses = running + waiting
         return {
             "name": model.name,
             "aliases": list(model.aliases),
             "status": model.status,
             "requests": uses,
-            "running": stats.get("running", 0),
-            "waiting": stats.get("waiting", 0) + stats.get("swapped", 0) if ready else uses,
+            "running": running,
+            "waiting": waiting if ready else uses,
             "num_bytes": self.loader.num_bytes(model),
             "unload_in_seconds": None if math.isinf(seconds) else round(max(0.0, seconds), 1),
         }
@@ -199,9 +202,9 @@ class Service:
             labels = UsageLabels(served.id, "", served.model.name, scheduling.tenant, scheduling.served_tier, scheduling.priority, 0)
             self.usage_log.write_held(labels, held, time.time() - served.created)
 
-    def _busiest_stats(self) -> Mapping[str, Any]:
+    def _busiest_stats(self) -> Stats:
         """Returns the newest counters of the engine with the longest expected wait."""
-        return max((model.engine.stats() for model in self.models), key=lambda stats: stats.get("predicted_wait_us", 0))
+        return max((model.engine.stats() for model in self.models), key=lambda stats: stats.predicted_wait_us)
 
 
 def service_of(request: Request) -> Service:

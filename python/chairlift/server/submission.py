@@ -138,7 +138,7 @@ class Submission:
         if self._stream is None:
             arrived = self._context.arrived
             self._stream = await engine.prepare(self._prompt, self._params, self._scheduling, arrived=arrived, sequence=self._sequence)
-        self._fingerprint = engine.facts.get("fingerprint")
+        self._fingerprint = engine.info.fingerprint
         return engine.run(
             self._stream,
             request_id=self._request_id,
@@ -168,7 +168,7 @@ class Submission:
         """Whether the engine that is ready goes on with the answer so far; False to start over. Raises ApiError 503 if neither can be."""
         if not self.num_received:
             return True
-        fingerprint = self._model.engine.facts.get("fingerprint")
+        fingerprint = self._model.engine.info.fingerprint
         if self._model.resumes(self._fingerprint) and (self._model.resume == "any" or fingerprint == self._fingerprint):
             if fingerprint != self._fingerprint:
                 logger.warning("request %s goes on in an engine with other numerics: its answer may differ", self._request_id)

@@ -106,7 +106,7 @@ def _run(config: EngineConfig, seconds: float, on_progress: Callable[[float], No
     from chairlift.sampling import SamplingParams
 
     engine = Engine(config)
-    facts: Mapping[str, Any] = engine.facts
+    info = engine.info
     generator, start = random.Random(0), time.monotonic()
     live: set[int] = set()
     prefilling: set[int] = set()
@@ -114,12 +114,12 @@ def _run(config: EngineConfig, seconds: float, on_progress: Callable[[float], No
 
     def add_request(longest: int, output: int) -> None:
         tag, prompt = next(tags), round(MIN_PROMPT * (longest / MIN_PROMPT) ** generator.random())
-        tokens = [generator.randrange(facts["vocab_size"]) for _ in range(prompt)]
+        tokens = [generator.randrange(info.vocab_size) for _ in range(prompt)]
         engine.add(EngineRequest.of(tag, tokens, SamplingParams(max_tokens=output, ignore_eos=True)))
         live.add(tag)
         prefilling.add(tag)
 
-    slots, longest, decode_steps = facts["max_num_seqs"], facts["max_model_len"] // 2, 0
+    slots, longest, decode_steps = info.max_num_seqs, info.max_model_len // 2, 0
     try:
         while (done := (time.monotonic() - start) / seconds) < 1:
             on_progress(done)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +36,9 @@ def run_live(workload: Workload, variant: Variant, on_step: OnStep = lambda engi
     from chairlift.engine.loop import Engine  # imports torch
 
     engine = Engine(variant.config)
-    facts: dict[str, Any] = engine.facts
+    info = engine.info
     try:
-        prompts = _prompts(workload, facts["vocab_size"])
+        prompts = _prompts(workload, info.vocab_size)
         engine.add(EngineRequest.of(len(prompts), prompts[0][:_WARM_UP], SamplingParams(max_tokens=_WARM_UP, ignore_eos=True)))
         while engine.has_work:
             if engine.step() is None:
@@ -46,7 +46,7 @@ def run_live(workload: Workload, variant: Variant, on_step: OnStep = lambda engi
         spans, unserved = _serve(engine, workload, prompts, on_step)
     finally:
         engine.close()
-    return variant_result(variant, facts["max_num_seqs"], spans, unserved)
+    return variant_result(variant, info.max_num_seqs, spans, unserved)
 
 
 def _serve(engine: Engine, workload: Workload, prompts: list[NDArray[np.int32]], on_step: OnStep) -> tuple[list[tuple[int, ...]], int]:

@@ -43,7 +43,7 @@ def test_two_processes_answer_as_one_does(
     shutil.copy(byte_model / "tokenizer.json", tmp_path)
     one, two = (LLM(str(tmp_path), **SIZES, **TIGHT, swap_space=1 << 20, tensor_parallel_size=size) for size in (1, 2))
     answers = [output.token_ids for output in two.generate(prompts, GREEDY)]
-    assert two.engine.stats()["preemptions"] > 0
+    assert two.engine.stats().preemptions > 0
     assert answers == [output.token_ids for output in one.generate(prompts, GREEDY)]
     ids = model.generate(tiny_models.torch.tensor([prompts[4]]), do_sample=False, max_new_tokens=12, min_new_tokens=12, eos_token_id=None)
     assert answers[4] == ids[0, 60:].tolist()

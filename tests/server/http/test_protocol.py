@@ -110,7 +110,7 @@ def test_headers_have_a_size(base, http):
 
 def test_a_stream_that_nobody_reads_is_cut(monkeypatch, base, server, engine):
     monkeypatch.setattr(protocol, "STALL_SECONDS", 0.3)
-    engine.facts["max_model_len"] = 10_000_000
+    engine.describe(max_model_len=10_000_000)
     body = json.dumps({"prompt": "word" * 1000, "max_tokens": 1_000_000, "stream": True}).encode()
     with connected(base, SO_RCVBUF=4096) as sock:
         sock.sendall(

@@ -3,13 +3,16 @@ import socket
 import subprocess
 import time
 from collections import Counter
+from dataclasses import replace
 
 import httpx
 import pytest
 from fake_async_engine import FakeEngine, serving, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
+from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.replica import Replica
+from chairlift.engine.stats import Stats
 from chairlift.outputs import Timing
 from chairlift.scheduling import Scheduling
 from chairlift.server.observability import engine_metrics
@@ -22,10 +25,10 @@ from chairlift.server.tiers import Tier
 LABELS = {"model_name": "org/fake-model", "engine": "0"}
 
 
-def replica(stats, facts=None, number=0):
-    """An engine that reports these counters and facts."""
+def replica(stats, info=None, number=0):
+    """An engine that reports these counters and limits."""
     engine = FakeEngine()
-    engine.counters, engine.facts = stats, facts or {}
+    engine.counters, engine.info = stats, EngineInfo(model="m", **(info or {}))
     return Replica(number, engine)
 
 
@@ -380,7 +383,7 @@ def test_saturation_is_the_engines(stats, full):
 
 
 def test_the_caches_size_is_told(http, engine):
-    engine.facts |= {"num_kv_blocks": 512, "block_size": 16}
+    engine.describe(num_kv_blocks=512, block_size=16)
     samples = [sample for family in text_string_to_metric_families(http.get("/metrics").text) for sample in family.samples]
     [info] = [sample for sample in samples if sample.name == "chairlift_cache_config_info"]
     assert (info.value, info.labels["num_gpu_blocks"], info.labels["block_size"]) == (1, "512", "16")
@@ -406,7 +409,7 @@ def test_vllms_names_have_the_same_values():
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
 def test_promtool_has_nothing_to_complain_of(http, engine):
-    engine.facts |= {"num_kv_blocks": 512, "block_size": 16}
+    engine.describe(num_kv_blocks=512, block_size=16)
     engine.counters = {"tenants": {"alice": use(5)}, "classes": {0: use(5)}}
     http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
     checked = subprocess.run(["promtool", "check", "metrics"], input=http.get("/metrics").content, capture_output=True, timeout=30)
@@ -414,32 +417,32 @@ def test_promtool_has_nothing_to_complain_of(http, engine):
 
 
 def test_the_load_line_tells_of_swapping_and_preemption_with_a_remedy():
-    before = {"running": 1, "preemptions": 4}
-    now = {"running": 1, "swapped": 2, "preemptions": 7, "preemptions_for_kv_blocks": 3, "total_blocks": 8, "free_blocks": 8}
+    before = Stats(running=1, preemptions=4)
+    now = Stats(running=1, swapped=2, preemptions=7, preemptions_for_kv_blocks=3, total_blocks=8, free_blocks=8)
     assert load_line(before, now, 10) == (
         "running 1, waiting 0, swapped 2, KV cache 0.0%, prefix hits 0.0%, prompt 0.0 tokens/s, generation 0.0 tokens/s, "
         "preemptions 3 (3 for KV blocks: raise --kv-cache-memory-bytes or lower --max-num-seqs)"
     )
-    policy = {"running": 1, "preemptions": 7, "preemptions_for_priority": 2, "preemptions_for_fairness": 1}
+    policy = Stats(running=1, preemptions=7, preemptions_for_priority=2, preemptions_for_fairness=1)
     reported = load_line(before, policy, 10)
     assert reported is not None
     assert reported.endswith("preemptions 3 (2 for a higher priority, 1 for a tenant that has used less of its share)")
-    assert load_line({}, {"swapped": 1}, 10) is not None
+    assert load_line(Stats(), Stats(swapped=1), 10) is not None
 
 
 def test_the_load_line_tells_rates_and_is_silent_when_idle():
-    quiet = {"computed_prompt_tokens": 100, "generated_tokens": 50, "running": 0, "waiting": 0}
+    quiet = Stats(computed_prompt_tokens=100, generated_tokens=50)
     assert load_line(quiet, quiet, 10) is None
-    assert load_line({}, {}, 10) is None
-    busy = {"computed_prompt_tokens": 300, "generated_tokens": 100, "running": 2, "waiting": 1, "total_blocks": 8, "free_blocks": 6}
-    assert load_line(quiet, busy | {"prefix_queries": 4, "prefix_hits": 1}, 10) == (
+    assert load_line(Stats(), Stats(), 10) is None
+    busy = replace(quiet, computed_prompt_tokens=300, generated_tokens=100, running=2, waiting=1, total_blocks=8, free_blocks=6)
+    assert load_line(quiet, replace(busy, prefix_queries=4, prefix_hits=1), 10) == (
         "running 2, waiting 1, KV cache 25.0%, prefix hits 25.0%, prompt 20.0 tokens/s, generation 5.0 tokens/s"
     )
-    disk = {"disk_blocks_read": 3, "disk_blocks_written": 20, "disk_blocks_evicted": 1}
-    assert load_line(busy, busy | disk, 10).endswith("generation 0.0 tokens/s, KV blocks on disk: 3 read, 20 written, 1 evicted")
-    assert "disk" not in load_line(busy | disk, busy | disk, 10)
+    disk = replace(busy, disk_blocks_read=3, disk_blocks_written=20, disk_blocks_evicted=1)
+    assert load_line(busy, disk, 10).endswith("generation 0.0 tokens/s, KV blocks on disk: 3 read, 20 written, 1 evicted")
+    assert "disk" not in load_line(disk, disk, 10)
     assert load_line(busy, busy, 10) is not None  # something runs, though nothing moves
-    again = {"computed_prompt_tokens": 20, "generated_tokens": 10, "running": 1}  # an engine that was started again
+    again = Stats(computed_prompt_tokens=20, generated_tokens=10, running=1)  # an engine that was started again
     assert "prompt 2.0 tokens/s, generation 1.0 tokens/s" in load_line(busy, again, 10)
 
 

@@ -14,7 +14,7 @@ ASKED = {
 
 @pytest.fixture(params=["batch-invariant", "best-effort"])
 def said(request, engine):
-    engine.facts["determinism"] = request.param
+    engine.describe(determinism=request.param)
     return request.param
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from chairlift.engine.stats import Stats
 from chairlift.server.admission import Admission
 from chairlift.server.batch.call import Reply, call
 from chairlift.server.batch.input import read_input, read_request
@@ -64,7 +65,7 @@ class BatchRunner:
         self._service = service
         self._storage = storage
         self._max_body_size = max_body_size
-        self._admission = Admission(None, dict)  # the queue's limits are for clients
+        self._admission = Admission(None, Stats)  # the queue's limits are for clients
         self._limits = {tenant.name: tenant.max_requests for tenant in keys or () if tenant.max_requests is not None}
         self._open: dict[str, _Open] = {}
         self._answers: list[Answer] = []
@@ -146,7 +147,7 @@ class BatchRunner:
         """Starts requests until enough run, in turn from the tenant with the fewest running ones, and from its batch with the fewest."""
         service = self._service
         while not service.draining and any(model.lifecycle.state in _SERVING for model in service.models):
-            limit = max(model.engine.facts.get("max_num_seqs", 1) for model in service.models)
+            limit = max(model.engine.info.max_num_seqs for model in service.models)
             running: Counter[str] = Counter()
             for one in self._open.values():
                 running[one.batch.tenant] += len(one.running)

@@ -121,7 +121,7 @@ class ChatCompletion:
         takes the place of the rendered conversation; its output is all content. Raises InvalidRequest or ApiError.
         """
         model = await service_of(request).use(request, body.model)
-        check_generates(model.engine.facts)
+        check_generates(model.engine.info)
         params = await beside(request, body.params, model.default_sampling)
         tool_spec = await beside(request, body.tool_spec)
         try:
@@ -256,7 +256,7 @@ async def _render_prompt(
     conversation, variables, parser_type = await asyncio.to_thread(_template_inputs, model, body, tool_spec)
     must_fit = must_fit and body.truncate_prompt_tokens is None
     rendered = await model.render(request, conversation, variables, must_fit=must_fit)
-    tokens = body.truncate(rendered, model.engine.facts["max_model_len"])
+    tokens = body.truncate(rendered, model.engine.info.max_model_len)
     return _RenderedPrompt(tokens, parser_type, _reasoning(model, tokens, conversation[-1] if body.continue_final_message else None))
 
 
@@ -287,7 +287,7 @@ def _structured_output(
     if reasoning is None or not may_reason or (structure is None and budget is None):
         return structure
     engine = parser_config.model.engine
-    ends = [token for token in engine.tokenizer.eos_token_ids if token < engine.facts["vocab_size"]]
+    ends = [token for token in engine.tokenizer.eos_token_ids if token < engine.info.vocab_size]
     form = reasoning.format
     bounded = after_reasoning(
         structure or StructuredOutput("grammar", ANYTHING, "thinking_token_budget"),

@@ -11,6 +11,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from chairlift.engine.stats import COUNTERS, Stats
 from chairlift.server.observability import engine_stats
 from chairlift.timeline import PREEMPTION_REASONS, WAITING
 
@@ -30,33 +31,13 @@ _CONFIG = {
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
 }
-"""Labels of `cache_config_info` (vLLM's names where it has them), each with the engine's name for the setting."""
+"""Labels of `cache_config_info` (vLLM's names where it has them), each with the name of the field of `EngineInfo`."""
 
 MAX_LABELS = 10_000
 """Tenants whose sums are kept in case they get a label again; clients can invent any number of names."""
 
 REJECTIONS = ("queue_full", "tenant_limit", "draining", "not_ready", "invalid", "unauthorized", "too_large")
 """Label values for why a request was rejected."""
-
-_COUNTERS = (
-    ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the prefix cache."),
-    ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache."),
-    ("prefix_cache_disk_reads", "disk_blocks_read", "KV blocks read from --prefix-cache-dir."),
-    ("prefix_cache_disk_writes", "disk_blocks_written", "KV blocks written to --prefix-cache-dir."),
-    ("prefix_cache_disk_evictions", "disk_blocks_evicted", "KV blocks deleted from --prefix-cache-dir because of its limit."),
-    ("num_preemptions", "preemptions", "Preemptions of running requests."),
-    ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that were started, including cached ones."),
-    ("generation_tokens", "generated_tokens", "Tokens generated."),
-    ("computed_tokens", "computed_tokens", "Tokens that the model computed, of prompts and answers."),
-    ("recomputed_tokens", "recomputed_tokens", "Tokens that the model computed again after a preemption."),
-    ("swapped_blocks", "swapped_blocks", "KV blocks copied to host memory."),
-    ("spec_decode_num_drafts", "drafts", "Drafts verified: one for each sequence and step with proposed tokens."),
-    ("spec_decode_num_draft_tokens", "draft_tokens", "Proposed tokens that the model computed."),
-    ("spec_decode_num_accepted_tokens", "accepted_draft_tokens", "Proposed tokens that were accepted."),
-    ("engine_steps", "steps", "Forward passes."),
-    ("engine_steps_short_of_memory", "steps_short_of_memory", "Steps that were split because the device had too little memory."),
-)
-"""Counters as (name, key in the engine's stats, help)."""
 
 _USED = (
     ("requests", "requests", 1.0, "Requests that ended"),
@@ -131,7 +112,7 @@ class _UsageByLabel:
             sums = self._sums.setdefault(label, defaultdict(float))
             for _, key, _, _ in self._counters:
                 # The engine restarts the count of a tenant that it has forgotten.
-                sums[key] += engine_stats.increase(before, used, key)
+                sums[key] += engine_stats.increase(before.get(key, 0), used.get(key, 0))
         self._before = usage
         if len(self._sums) > MAX_LABELS:
             self._sums = {label: sums for label, sums in self._sums.items() if label in now}
@@ -187,7 +168,7 @@ class EngineMetrics:
     def __init__(self, labels: Mapping[str, str], rejected: Mapping[str, int]) -> None:
         self._labels = labels
         self._rejected = rejected
-        self._stats: Mapping[str, Any] = {}
+        self._stats = Stats()
         self._restarts = 0
         self._newest: dict[str, float] = {}
         self._before: dict[str, float] = defaultdict(float)
@@ -200,37 +181,37 @@ class EngineMetrics:
         """Yields one family for each metric; all are zero until the engine has reported. None stands for an engine that is gone."""
         if replica is not None:
             self._restarts = replica.restarts
-        stats, common = {} if replica is None else replica.engine.stats(), self._labels
+        stats, common = Stats() if replica is None else replica.engine.stats(), self._labels
         self._stats = stats
         for name, value, help in (
-            ("num_requests_running", stats.get("running", 0), "Requests in a batch slot."),
-            ("num_requests_waiting", stats.get("waiting", 0), "Requests in the queue."),
-            ("num_requests_swapped", stats.get("swapped", 0), "Preempted requests whose KV blocks are in host memory."),
-            ("batch_slots_usage_perc", engine_stats.batch_slots(stats), "Share of the batch slots in use, 0 to 1."),
-            ("kv_cache_usage_perc", engine_stats.kv_cache(stats), "Share of the KV blocks that requests hold, 0 to 1."),
-            ("kv_cache_fragmentation_perc", engine_stats.fragmentation(stats), "Share of the held KV slots without a token, 0 to 1."),
-            ("swap_usage_perc", engine_stats.swap(stats), "Share of the host's KV blocks in use, 0 to 1."),
+            ("num_requests_running", stats.running, "Requests in a batch slot."),
+            ("num_requests_waiting", stats.waiting, "Requests in the queue."),
+            ("num_requests_swapped", stats.swapped, "Preempted requests whose KV blocks are in host memory."),
+            ("batch_slots_usage_perc", stats.batch_slots, "Share of the batch slots in use, 0 to 1."),
+            ("kv_cache_usage_perc", stats.kv_cache, "Share of the KV blocks that requests hold, 0 to 1."),
+            ("kv_cache_fragmentation_perc", stats.fragmentation, "Share of the held KV slots without a token, 0 to 1."),
+            ("swap_usage_perc", stats.swap, "Share of the host's KV blocks in use, 0 to 1."),
             (
                 "saturation",
-                engine_stats.saturation(stats),
+                stats.saturation,
                 "Work that arrived in the last 10 s over the work that could be done; above 1 the queue grows.",
             ),
-            ("predicted_wait_seconds", stats.get("predicted_wait_us", 0) / 1e6, "Expected wait of a request that arrives now."),
-            ("predicted_step_seconds", stats.get("predicted_step_us", 0) / 1e6, "Expected duration of the newest step."),
+            ("predicted_wait_seconds", stats.predicted_wait_us / 1e6, "Expected wait of a request that arrives now."),
+            ("predicted_step_seconds", stats.predicted_step_us / 1e6, "Expected duration of the newest step."),
         ):
             yield _gauge(name, help, common, {None: value})
         waiting = dict.fromkeys(_REASONS, 0)
-        waiting |= {state.removeprefix("wait_"): count for state, count in stats.get("waiting_by_state", {}).items()}
+        waiting |= {state.removeprefix("wait_"): count for state, count in stats.waiting_by_state.items()}
         yield _gauge("num_requests_waiting_by_reason", "Requests in the queue, by what they wait for.", common, waiting, "reason")
-        for name, key, help in _COUNTERS:
+        for name, key, help in COUNTERS:
             yield _counter(name, help, common, {None: self._count(key)})
-        if stats.get("energy_uj") is not None:
+        if stats.energy_uj is not None:
             joules = {key: {None: self._count(key) / 1e6} for key in ("energy_uj", "idle_energy_uj")}
             yield _counter("energy_joules", "Energy that the meter measured.", common, joules["energy_uj"])
             yield _counter("idle_energy_joules", "The part of it that no request took.", common, joules["idle_energy_uj"])
         yield _counter("engine_step_seconds", "Time of forward passes.", common, {None: self._count("step_us") / 1e6})
         name, help = "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens that were accepted, by position in the draft."
-        accepted = enumerate(stats.get("accepted_draft_tokens_by_position", ()))
+        accepted = enumerate(stats.accepted_draft_tokens_by_position)
         by_position = {str(position): self._total(f"{name} {position}", count) for position, count in accepted}
         yield _counter(name, help, common, by_position, "position")
         restarts = {None: float(self._restarts)}
@@ -243,14 +224,14 @@ class EngineMetrics:
         rejected["queue_full"] += self._count("rejected_queue_full")
         yield _counter("admission_rejections", "Requests rejected by the server or by the engine's queue.", common, rejected, "reason")
         for key, usage_by_label in self._usage_by_label.items():
-            yield from usage_by_label.families(common, stats.get(key, {}))
-        if replica is not None and (facts := replica.engine.facts):
-            config = {label: str(facts.get(fact, "")) for label, fact in _CONFIG.items()}
+            yield from usage_by_label.families(common, getattr(stats, key))
+        if replica is not None and (info := replica.engine.info).model:
+            config = {label: str(getattr(info, name)) for label, name in _CONFIG.items()}
             yield _gauge("cache_config_info", "Size of the KV cache and limits, as labels; always 1.", {**common, **config}, {None: 1})
 
     def _count(self, key: str) -> float:
         """Returns one of the engine's counters, summed over all engines."""
-        return self._total(key, self._stats.get(key, 0))
+        return self._total(key, getattr(self._stats, key))
 
     def _total(self, key: str, now: float) -> float:
         """Returns a counter that stands at `now` in this engine, summed over all engines."""

@@ -1,37 +1,11 @@
-"""Reads the engine's counters: usage as shares, and increases between two readings."""
+"""Reads the engine's counters for metrics, the dashboard and the log."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
-Stats = Mapping[str, Any]
-
-
-def batch_slots(stats: Stats) -> float:
-    """Share of the batch slots in use."""
-    return _share(stats, "running", "slots")
-
-
-def kv_cache(stats: Stats) -> float:
-    """Share of the KV blocks that requests hold."""
-    return _complement(stats, "free_blocks", "total_blocks")
-
-
-def fragmentation(stats: Stats) -> float:
-    """Share of the held KV slots without a token."""
-    return _complement(stats, "used_tokens", "held_kv_slots")
-
-
-def swap(stats: Stats) -> float:
-    """Share of the host's KV blocks in use."""
-    return _complement(stats, "free_host_blocks", "host_blocks")
-
-
-def saturation(stats: Stats) -> float:
-    """Work that arrived in the last ten seconds over the work that could be done: above 1 the queue grows."""
-    saturation: float = stats.get("saturation", 0.0)
-    return saturation
+if TYPE_CHECKING:
+    from chairlift.engine.stats import Stats
 
 
 def coarse(saturation: float) -> float:
@@ -40,28 +14,10 @@ def coarse(saturation: float) -> float:
 
 
 def load(stats: Stats) -> dict[str, float]:
-    """Returns all of the above by the names in /dashboard/data."""
-    return {
-        "slots": batch_slots(stats),
-        "kv_cache": kv_cache(stats),
-        "swap": swap(stats),
-        "saturation": saturation(stats),
-        "fragmentation": fragmentation(stats),
-    }
+    """Returns the engine's utilisation by the names in /dashboard/data."""
+    return {name: getattr(stats, name) for name in ("kv_cache", "swap", "saturation", "fragmentation")} | {"slots": stats.batch_slots}
 
 
-def increase(before: Stats, now: Stats, key: str) -> float:
+def increase(before: float, now: float) -> float:
     """Returns the increase of a counter; a lower value means that the engine restarted and counted from 0."""
-    value: float = now.get(key, 0)
-    difference: float = value - before.get(key, 0)
-    return value if difference < 0 else difference
-
-
-def _share(stats: Stats, part: str, whole: str) -> float:
-    total: float = stats.get(whole, 0)
-    used: float = stats.get(part, 0)
-    return used / total if total else 0.0
-
-
-def _complement(stats: Stats, part: str, whole: str) -> float:
-    return 1 - _share(stats, part, whole) if stats.get(whole) else 0.0
+    return now - before if now >= before else now

@@ -7,14 +7,16 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING
 
-from chairlift.server.observability import engine_stats
 from chairlift.server.observability.engine_stats import increase
 from chairlift.server.observability.request_context import CURRENT_REQUEST
 from chairlift.timeline import PREEMPTION_REASONS
+
+if TYPE_CHECKING:
+    from chairlift.engine.stats import Stats
 
 logger = logging.getLogger(__name__)
 
@@ -57,36 +59,37 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def load_line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> str | None:
+def load_line(before: Stats, now: Stats, seconds: float) -> str | None:
     """Describes the change between two readings of the engine's counters, `seconds` apart; None if the engine was idle."""
-    prompt, generated = increase(before, now, "computed_prompt_tokens"), increase(before, now, "generated_tokens")
-    running, waiting, swapped = now.get("running", 0), now.get("waiting", 0), now.get("swapped", 0)
-    if not (prompt or generated or running or waiting or swapped):
+
+    def since(key: str) -> float:
+        return increase(getattr(before, key), getattr(now, key))
+
+    prompt, generated = since("computed_prompt_tokens"), since("generated_tokens")
+    if not (prompt or generated or now.running or now.waiting or now.swapped):
         return None
-    used = engine_stats.kv_cache(now)
-    queries = now.get("prefix_queries", 0)
-    hits = now.get("prefix_hits", 0) / queries if queries else 0.0
-    text = f"running {running:.0f}, waiting {waiting:.0f}, "
-    if swapped:
-        text += f"swapped {swapped:.0f}, "
-    text += f"KV cache {used:.1%}, prefix hits {hits:.1%}, "
+    hits = now.prefix_hits / now.prefix_queries if now.prefix_queries else 0.0
+    text = f"running {now.running}, waiting {now.waiting}, "
+    if now.swapped:
+        text += f"swapped {now.swapped}, "
+    text += f"KV cache {now.kv_cache:.1%}, prefix hits {hits:.1%}, "
     text += f"prompt {prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} tokens/s"
-    read, written, evicted = (increase(before, now, f"disk_blocks_{what}") for what in ("read", "written", "evicted"))
+    read, written, evicted = (since(f"disk_blocks_{what}") for what in ("read", "written", "evicted"))
     if read or written or evicted:
         text += f", KV blocks on disk: {read:.0f} read, {written:.0f} written, {evicted:.0f} evicted"
-    if preempted := increase(before, now, "preemptions"):
-        reasons = {reason: increase(before, now, f"preemptions_for_{reason}") for reason in PREEMPTION_REASONS}
+    if preempted := since("preemptions"):
+        reasons = {reason: since(f"preemptions_for_{reason}") for reason in PREEMPTION_REASONS}
         why = ", ".join(f"{times:.0f} {PREEMPTION_REASONS[reason]}{_ADVICE.get(reason, '')}" for reason, times in reasons.items() if times)
         text += f", preemptions {preempted:.0f}" + (f" ({why})" if why else "")
     return text
 
 
-async def log_load(stats: Callable[[], Mapping[str, Any]], label: str = "") -> None:
+async def log_load(stats: Callable[[], Stats], label: str = "") -> None:
     """Logs the line forever, after `label`, with averages over the last interval."""
-    before, since = dict(stats()), time.monotonic()
+    before, since = stats(), time.monotonic()
     while True:
         await asyncio.sleep(INTERVAL)
-        now, at = dict(stats()), time.monotonic()
+        now, at = stats(), time.monotonic()
         if line := load_line(before, now, at - since):
             logger.info("%s%s", label, line)
         before, since = now, at

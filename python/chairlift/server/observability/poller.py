@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import chairlift
+from chairlift.engine.stats import Stats
 from chairlift.errors import ChairliftError
 from chairlift.server.keys import Reader, sees
 from chairlift.server.observability import engine_stats
@@ -48,7 +49,7 @@ class SnapshotPoller:
         self._step_count = 0
         self._samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES)
         self._buckets: deque[tuple[float, Mapping[str, Buckets]]] = deque()
-        self._previous: tuple[float, Mapping[str, Any]] | None = None
+        self._previous: tuple[float, Stats] | None = None
 
     async def state(self, step: int = 0, sample: float = 0.0, reader: Reader = None) -> dict[str, Any]:
         """Returns the body of /dashboard/data: steps after the one numbered `step`, samples after the time `sample`.
@@ -74,7 +75,7 @@ class SnapshotPoller:
             "replica": self.replica.number,
             "replicas": [{"number": one.number, "state": one.state} for one in self._model.engine.replicas],
             "stuck": engine.stuck,
-            "facts": {name: fact for name, fact in engine.facts.items() if isinstance(fact, int)},
+            "info": {name: value for name, value in engine.info.pack().items() if isinstance(value, int)},
             **activity,
         }
 
@@ -83,7 +84,7 @@ class SnapshotPoller:
         stats = self.replica.engine.stats()
         return {
             "load": engine_stats.load(stats),
-            "stats": {name: value for name, value in stats.items() if name not in ("tenants", "classes")},
+            "stats": {name: value for name, value in stats.pack().items() if name not in ("tenants", "classes")},
             "latency": self._latency(),
             "running": self._requests("running", None),
             "waiting": self._requests("waiting", None),
@@ -97,13 +98,19 @@ class SnapshotPoller:
         """Returns a tenant's part of `_activity`. Steps, samples, latencies and the map would tell what others do, and when."""
         running, waiting = self._requests("running", tenant), self._requests("waiting", tenant)
         stats = self.replica.engine.stats()
-        slots, blocks = stats.get("slots", 0), stats.get("total_blocks", 0)
-        own = {"running": len(running), "waiting": len(waiting), "slots": slots, "total_blocks": blocks}
-        own["free_blocks"] = blocks - min(blocks, sum(one["blocks"] for one in running))
-        states = dict(Counter(one["state"] for one in waiting))
-        load = engine_stats.load(own) | {"saturation": engine_stats.coarse(engine_stats.saturation(stats))}
+        held = min(stats.total_blocks, sum(one["blocks"] for one in running))
+        own = Stats(
+            running=len(running),
+            waiting=len(waiting),
+            slots=stats.slots,
+            total_blocks=stats.total_blocks,
+            free_blocks=stats.total_blocks - held,
+            waiting_by_state=Counter(one["state"] for one in waiting),
+            saturation=engine_stats.coarse(stats.saturation),
+        )
+        shown = {name: getattr(own, name) for name in ("running", "waiting", "slots", "total_blocks", "free_blocks", "waiting_by_state")}
         nothing = {"latency": {"window": None}, "kv_map": "", "blocks_per_cell": 1, "steps": [], "samples": []}
-        return {"load": load, "stats": {**own, "waiting_by_state": states}, "running": running, "waiting": waiting, **nothing}
+        return {"load": engine_stats.load(own), "stats": shown, "running": running, "waiting": waiting, **nothing}
 
     def _requests(self, part: str, reader: Reader) -> list[dict[str, Any]]:
         """Returns the sequences of the snapshot that `reader` may see, each with the request's id."""
@@ -140,16 +147,15 @@ class SnapshotPoller:
         self._snapshot = snapshot
 
     def _sample(self, now: float) -> None:
-        stats = dict(self.replica.engine.stats())
+        stats = self.replica.engine.stats()
         self._buckets.append((now, self._model.metrics.buckets()))
         while len(self._buckets) > 1 and now - self._buckets[1][0] >= LATENCY_WINDOW:
             self._buckets.popleft()
         if self._previous is not None:
             since, before = self._previous
-            sample = {"time": time.time(), "waiting": stats.get("waiting_by_state", {}), "running": stats.get("running", 0)}
-            sample |= {"kv_cache": engine_stats.kv_cache(stats)}
+            sample = {"time": time.time(), "waiting": stats.waiting_by_state, "running": stats.running, "kv_cache": stats.kv_cache}
             for name, key in _RATES.items():
-                increase = stats.get(key, 0) - before.get(key, 0)
+                increase = getattr(stats, key) - getattr(before, key)
                 sample[name] = max(0.0, increase) / (now - since)  # negative after an engine restart
             self._samples.append(sample)
         self._previous = now, stats

@@ -65,7 +65,7 @@ async def tokenize(request: Request) -> Response:
 def _tokens_response(model: ServedModel, tokens: list[int], with_texts: bool, headers: dict[str, str]) -> Response:
     tokenizer = model.engine.tokenizer
     strings = [token_text(tokenizer, token) for token in tokens] if with_texts else None
-    limit = model.engine.facts["max_model_len"]
+    limit = model.engine.info.max_model_len
     return LargeJson({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}, headers=headers)
 
 
@@ -75,7 +75,7 @@ async def detokenize(request: Request) -> Response:
     service.check_admission()
     body, ignored = await read_fields(request, DetokenizeRequest, queued=False)
     model = await service.use(request, body.model)
-    vocabulary = model.engine.facts["vocab_size"]
+    vocabulary = model.engine.info.vocab_size
     if any(not 0 <= token < vocabulary for token in body.tokens):
         raise InvalidRequest(f"tokens must be integers from 0 to {vocabulary - 1}", param="tokens")
     text = await asyncio.to_thread(model.engine.tokenizer.decode, body.tokens, skip_special_tokens=False)
@@ -93,8 +93,8 @@ async def tokenizer_info(request: Request) -> Response:
         {
             **tokenizer.special_tokens,
             "eos_token_ids": sorted(tokenizer.eos_token_ids),
-            "vocab_size": model.engine.facts["vocab_size"],
-            "model_max_length": model.engine.facts["max_model_len"],
+            "vocab_size": model.engine.info.vocab_size,
+            "model_max_length": model.engine.info.max_model_len,
             "chat_template": tokenizer.template_source,
         }
     )

@@ -8,6 +8,7 @@ import pytest
 from fake_async_engine import MODEL, answer
 
 from chairlift.chat_template import ChatTemplate
+from chairlift.engine.engine_info import EngineInfo
 from chairlift.errors import InvalidRequest
 from chairlift.server.routes.ollama.fields import keep_alive_seconds
 
@@ -130,18 +131,19 @@ def test_the_model_is_described(llama, http):
 
 
 def test_what_is_not_known_before_the_first_start_is_empty(http, engine):
-    known, engine.facts = engine.facts, {}
+    known, engine.info = engine.info, EngineInfo()
     try:
         [listed] = http.get("/api/tags").json()["models"]
     finally:
-        engine.facts = known
+        engine.info = known
     assert (listed["size"], listed["digest"], listed["details"]["families"], listed["details"]["family"]) == (0, "", [], "")
 
 
 def test_memory_of_a_device_is_told(http, engine):
-    engine.facts["decisions"], before = [["device", "cuda", "there is one"]], engine.facts["decisions"]
+    before = engine.info
+    engine.describe(decisions=[["device", "cuda", "there is one"]])
     [running] = http.get("/api/ps").json()["models"]
-    engine.facts["decisions"] = before
+    engine.info = before
     assert running["size_vram"] == running["size"]
 
 

@@ -100,7 +100,7 @@ def test_messages_take_parts_roles_and_tool_turns(client):
 
 def test_without_a_limit_the_context_is_the_limit(client, engine):
     answered = client.chat.completions.create(model=MODEL, messages=USER)
-    assert answered.usage.total_tokens == engine.facts["max_model_len"]
+    assert answered.usage.total_tokens == engine.info.max_model_len
 
 
 def test_the_newer_limit_wins(client):

@@ -22,7 +22,7 @@ def test_sixteen_tokens_unless_told_otherwise(client, engine):
     assert client.completions.create(model=MODEL, prompt="a").usage.completion_tokens == 16
     # Near the end of the context the default gives way, while a number that was asked for does not.
     long = "a " * 1020
-    assert client.completions.create(model=MODEL, prompt=long).usage.total_tokens == engine.facts["max_model_len"]
+    assert client.completions.create(model=MODEL, prompt=long).usage.total_tokens == engine.info.max_model_len
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=MODEL, prompt=long, max_tokens=16)
     assert refused.value.code == "context_length_exceeded"
@@ -185,7 +185,7 @@ def test_the_energy_comes_in_usage_if_asked_for(http, engine, stream):
         return (events(response)[-2] if stream else response.json())["usage"]["energy"]
 
     assert energy() == {"joules": None, "method": None}  # no meter
-    engine.facts["energy_method"] = "powercap"
+    engine.describe(energy_method="powercap")
     engine.energy_joules = 0.5
     assert energy() == {"joules": 2.0, "method": "powercap"}
 

@@ -35,7 +35,7 @@ class ShowRequest(Fields):
 async def tags(request: Request) -> Response:
     """Lists the served models under all of their names."""
     listed = [(model, name) for model in service_of(request).models for name in model.names]
-    return Json({"models": [{**_entry(model, name), "size": model.engine.facts.get("weight_bytes", 0)} for model, name in listed]})
+    return Json({"models": [{**_entry(model, name), "size": model.engine.info.checkpoint.weight_bytes} for model, name in listed]})
 
 
 async def ps(request: Request) -> Response:
@@ -46,14 +46,14 @@ async def ps(request: Request) -> Response:
         if not model.engine.ready:
             continue
         expires = _time(time.time() + min(loader.seconds_until_unload(model), _FOR_EVER))
-        size = model.engine.facts.get("num_bytes", 0)
-        on_cpu = any(what == "device" and value == "cpu" for what, value, _ in model.engine.facts.get("decisions", ()))
+        size = model.engine.info.num_bytes
+        on_cpu = any(what == "device" and value == "cpu" for what, value, _ in model.engine.info.decisions)
         listed.append(
             {
                 **_entry(model, model.name),
                 "size": size,
                 "size_vram": 0 if on_cpu else size,
-                "context_length": model.engine.facts["max_model_len"],
+                "context_length": model.engine.info.max_model_len,
                 "expires_at": expires,
                 "requests": service_of(request).describe(model, request.state.reader)["requests"],
                 "load_seconds": round(model.lifecycle.start_seconds or 0.0, 3),
@@ -95,36 +95,36 @@ async def version(request: Request) -> Response:
 
 def _entry(model: ServedModel, name: str) -> dict[str, Any]:
     """Returns the fields of all lists. What is not known before the model was loaded is empty."""
-    facts = model.engine.facts
+    info = model.engine.info
     family = _family(model)
     details = {
         "parent_model": "",
-        "format": facts.get("weight_format", ""),
+        "format": info.checkpoint.weight_format,
         "family": family,
         "families": [family] if family else [],
-        "parameter_size": _parameter_size(facts.get("num_weights", 0)),
-        "quantization_level": facts.get("weight_type", ""),
+        "parameter_size": _parameter_size(info.checkpoint.num_weights),
+        "quantization_level": info.checkpoint.weight_type,
     }
-    return {"name": name, "model": name, "modified_at": _time(model.created), "digest": facts.get("digest", ""), "details": details}
+    return {"name": name, "model": name, "modified_at": _time(model.created), "digest": info.digest, "details": details}
 
 
 def _model_info(model: ServedModel) -> dict[str, Any]:
-    """Returns the facts of a loaded model under GGUF's names, some of which begin with the architecture."""
-    facts = model.engine.facts
+    """Describes a loaded model under GGUF's names, some of which begin with the architecture."""
+    info = model.engine.info
     family = _family(model)
     return {
         "general.architecture": family,
         "general.basename": model.name,
         "general.name": model.name,
-        "general.parameter_count": facts.get("num_weights", 0),
-        f"{family}.context_length": facts["max_model_len"],
-        f"{family}.embedding_length": facts.get("hidden_size", 0),
+        "general.parameter_count": info.checkpoint.num_weights,
+        f"{family}.context_length": info.max_model_len,
+        f"{family}.embedding_length": info.hidden_size,
     }
 
 
 def _family(model: ServedModel) -> str:
     """Returns the architecture in GGUF's words: `llama` for LlamaForCausalLM."""
-    architecture: str = model.engine.facts.get("architecture", "")
+    architecture: str = model.engine.info.checkpoint.architecture
     return architecture.partition("For")[0].removesuffix("Model").lower()
 
 

@@ -45,7 +45,7 @@ async def create_batch(request: Request) -> Response:
     storage = service.data
     body, ignored = await read_fields(request, BatchCreateRequest, queued=False)
     if body.endpoint == "/v1/embeddings" and len(service.models) == 1:
-        check_embeds((await service.use(request, None)).engine.facts)
+        check_embeds((await service.use(request, None)).engine.info)
     if body.endpoint not in ENDPOINTS:
         raise InvalidRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}, got {brief(body.endpoint)}", param="endpoint")
     if body.completion_window != "24h":

@@ -31,7 +31,7 @@ async def completions(request: Request) -> Response:
     model = await service_of(request).use(request, body.model)
     params = await beside(request, body.params, model.default_sampling)
     raw_prompts = await beside(request, body.prompts)
-    limit = model.engine.facts["max_model_len"]
+    limit = model.engine.info.max_model_len
     prompts = [body.truncate(await _tokens(request, model, prompt, body), limit) for prompt in raw_prompts]
     check_prompt_logprobs(prompts, params)
     generation = Generation(request, body, prompts, params, kind="text_completion", prefix="cmpl-", default_max_tokens=DEFAULT_MAX_TOKENS)

@@ -35,7 +35,7 @@ async def model(request: Request) -> Response:
 def _entry(model: ServedModel, name: str) -> dict[str, Any]:
     """The model under one of its names, or its adapter of that name."""
     adapter = model.adapter(name)
-    facts = model.engine.facts if model.engine.ready else {}
+    context = model.engine.info.max_model_len if model.engine.ready else None
     return {
         "id": name,
         "object": "model",
@@ -43,13 +43,13 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
         "owned_by": "chairlift",
         "root": model.engine.adapters[adapter] if adapter else model.name,
         "parent": model.name if adapter else None,
-        "max_model_len": facts.get("max_model_len"),
+        "max_model_len": context,
         "status": model.status,
-        **({"tasks": ["generate"] if adapter else model.tasks()} if facts else {}),
+        **({"tasks": ["generate"] if adapter else model.tasks()} if model.engine.ready else {}),
         "type": "model",
         "display_name": name,
         "lifecycle": "active",
-        "max_input_tokens": facts.get("max_model_len"),
-        "max_tokens": facts.get("max_model_len"),
+        "max_input_tokens": context,
+        "max_tokens": context,
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
     }

@@ -242,7 +242,7 @@ def _response_object(body: ResponsesRequest, head: Mapping[str, Any], status: st
 
 async def _refusal(body: ResponsesRequest, model: ServedModel, error: ContextExceeded) -> AsyncGenerator[bytes]:
     """Yields the events of a response that fails because its input is too long."""
-    head = {"id": _id("resp"), "created": int(time.time()), "model": model.name, "determinism": str(model.engine.facts["determinism"])}
+    head = {"id": _id("resp"), "created": int(time.time()), "model": model.name, "determinism": str(model.engine.info.determinism)}
     reason = {"code": error.code, "message": for_route(api_error(error), "/v1/responses").envelope["error"]["message"]}
     events = ("created", _response_object(body, head, "in_progress")), ("failed", _response_object(body, head, "failed", error=reason))
     for number, (name, response) in enumerate(events):
