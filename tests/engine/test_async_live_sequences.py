@@ -47,7 +47,7 @@ def model(byte_model):
 async def settled(engine, key, value):
     """Waits until a counter of the idle engine has this value."""
     async with asyncio.timeout(10):
-        while engine.stats().get(key) != value:
+        while getattr(engine.stats(), key) != value:
             await asyncio.sleep(0.01)
 
 

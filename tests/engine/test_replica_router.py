@@ -87,7 +87,7 @@ def test_engines_report_what_they_have_cached_and_evicted(byte_model: Path, monk
     """A prompt goes to the engine that has it, whoever sent it there, and not to the one that has evicted it."""
 
     def refuse(spent: object) -> None:
-        raise SequenceDropped
+        raise SequenceDropped("it ended before")
 
     async def run() -> None:
         size = {"num_kv_blocks": 17, "max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 256, "threads": 1}
