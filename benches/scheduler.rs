@@ -5,7 +5,7 @@
 //! instructions with; with `-- --waiting POLICY` it prints the median times of
 //! a step while few and while many wait.
 
-use chairlift_core::{Config, Outputs, Policy, Request, Scheduler, StepBuffers};
+use chairlift_core::{Config, Fcfs, Outputs, Policy, Request, Scheduler, StepBuffers};
 use criterion::{BenchmarkId, Criterion};
 use std::cell::Cell;
 use std::hint::black_box;
@@ -27,7 +27,7 @@ const WARM_UP: u64 = 32;
 struct Case {
     running: u32,
     waiting: u32,
-    policy: Policy,
+    policy: &'static dyn Policy,
     /// A prompt of 512 tokens arrives in each step and is computed in it, and a request of one token ends.
     arrivals: bool,
 }
@@ -140,14 +140,14 @@ fn run(case: Case, steps: u64) -> Duration {
 }
 
 fn cases() -> Vec<(&'static str, u32, Case)> {
-    let case = |running, arrivals| Case { running, waiting: 0, policy: Policy::Fcfs, arrivals };
+    let case = |running, arrivals| Case { running, waiting: 0, policy: &Fcfs, arrivals };
     let decode = [1, 16, 64, 256, 1024].map(|running| ("decode", running, case(running, false)));
     let mixed = [16, 256].map(|running| ("mixed", running, case(running, true)));
     decode.into_iter().chain(mixed).collect()
 }
 
 /// The median times in microseconds of a step of 256 while ten wait and while a million do, measured by turns.
-fn while_waiting(policy: Policy) -> [f64; 2] {
+fn while_waiting(policy: &'static dyn Policy) -> [f64; 2] {
     let mut worlds = [10, 1_000_000].map(|waiting| World::new(Case { running: 256, waiting, policy, arrivals: false }));
     let mut times = [Vec::new(), Vec::new()];
     for turn in 0..32 {
@@ -198,7 +198,7 @@ fn main() {
         return;
     }
     if let Some(at) = arguments.iter().position(|argument| argument == "--waiting") {
-        let [few, many] = while_waiting(Policy::from_name(&arguments[at + 1]).expect("a policy, as in fair"));
+        let [few, many] = while_waiting(<dyn Policy>::named(&arguments[at + 1]).expect("a policy, as in fair"));
         println!("{few:.3} {many:.3}");
         return;
     }

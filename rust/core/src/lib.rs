@@ -27,12 +27,15 @@ pub use drafts::{CORPUS_BYTES_PER_TOKEN, DraftLengths, DraftStats, Drafter};
 pub use error::{ConfigError, Rejected};
 pub use journal::{Arrival, Call, Event, JournalError, ParsedJournal, Recorder, Replayed, STOP, Sampled, Timing};
 pub use ledger::{
-    Counters, MAX_CHARGED_ELSEWHERE, Occupancy, PreemptionReason, QueuePosition, Rule, ServedBefore, SlotSeen, Snapshot, Stats, StepSeen,
-    Timeline, TimelineState, Usage, WaitSeen,
+    Counters, MAX_CHARGED_ELSEWHERE, Occupancy, QueuePosition, Rule, ServedBefore, SlotSeen, Snapshot, Stats, StepSeen, Timeline,
+    TimelineState, Usage, WaitSeen,
 };
 pub use machine::{Arbiter, Chosen, EngineView, KvBudget, MAX_LEAD, MAX_WAIT, Router, RouterRequest, Routing};
 pub use memory::{BlockHash, BlockHasher, BlockId, BlockPool, BlockTable, BlocksUsed, CacheChanges, Chain, StoredBlock};
-pub use policy::Policy;
+pub use policy::{
+    CacheUse, Candidate, Charges, Deadline, Estimate, Fair, Fcfs, Grouping, POLICIES, Policy, Preemption, PreemptionReason, Prefix,
+    Priority, Rules, Shortest, Vtc,
+};
 pub use request::{BACKGROUND, CacheScope, Continues, FinishReason, HeldId, Request, Resumed, SeqId, Tier, Time, Token};
 pub use scheduler::Scheduler;
 pub use step::{Admitted, Chunk, DraftSource, Lens, MAX_DRAFT, Stall, StepBuffers, StepPlan, VerifiedDraft};

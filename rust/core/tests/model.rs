@@ -1,10 +1,15 @@
 //! Any interleaving of calls keeps every invariant, and every request ends with exactly the tokens that a model without
-//! cache, batching, chunks or overlap gives it.
+//! cache, batching, chunks or overlap gives it. This holds under every policy, even one that answers at random.
 
 mod world;
 
-use chairlift_core::{BACKGROUND, Batching, Config, Policy, Reservation, Tier};
+use chairlift_core::{
+    BACKGROUND, Batching, CacheUse, Candidate, Charges, Config, Grouping, POLICIES, Policy, Preemption, PreemptionReason, Reservation,
+    Rules, Tier, Time,
+};
 use proptest::prelude::*;
+use std::num::NonZeroU8;
+use std::sync::atomic::{AtomicU64, Ordering};
 use world::{GROUP, Op, VOCABULARY, World};
 
 fn op() -> impl Strategy<Value = Op> {
@@ -44,8 +49,75 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-fn policy() -> impl Strategy<Value = Policy> {
-    prop::sample::select(Policy::NAMES.map(|(_, policy)| policy).to_vec())
+/// A policy that answers at random, within its type.
+#[derive(Debug)]
+struct AtRandom {
+    rules: Rules,
+    rolls: AtomicU64,
+}
+
+impl AtRandom {
+    /// The next random number (SplitMix64: Steele et al., 2014).
+    fn roll(&self) -> u64 {
+        let state = self.rolls.fetch_add(0x9E37_79B9_7F4A_7C15, Ordering::Relaxed);
+        let mixed = (state ^ (state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        mixed ^ (mixed >> 31)
+    }
+}
+
+impl Policy for AtRandom {
+    fn name(&self) -> &'static str {
+        "at random"
+    }
+
+    fn help(&self) -> &'static str {
+        "any"
+    }
+
+    fn rules(&self) -> Rules {
+        self.rules
+    }
+
+    fn rank(&self, _: &Candidate) -> u64 {
+        self.roll()
+    }
+
+    fn drop_at(&self, _: &Candidate) -> Option<Time> {
+        Some(self.roll() % 400).filter(|at| *at < 100)
+    }
+
+    fn may_preempt(&self, _: &Candidate, _: &Candidate) -> bool {
+        self.roll().is_multiple_of(2)
+    }
+
+    fn victim_rank(&self, _: &Candidate) -> i64 {
+        self.roll() as i64
+    }
+}
+
+fn at_random() -> impl Strategy<Value = &'static dyn Policy> {
+    let charge = || (1..=u8::MAX).prop_map(|charge| NonZeroU8::new(charge).expect("at least 1"));
+    let turns = (charge(), charge()).prop_map(|(prompt_token, output_token)| Grouping::Tenants(Charges { prompt_token, output_token }));
+    let grouping = prop_oneof![Just(Grouping::Single), Just(Grouping::Classes), turns];
+    let cache = prop::sample::select(vec![CacheUse::Unused, CacheUse::WhenQueued, CacheUse::Followed]);
+    let reason = PreemptionReason::Priority;
+    let preemption = prop::sample::select(vec![Preemption::Never, Preemption::Free(reason), Preemption::WithinBudget(reason)]);
+    (grouping, any::<bool>(), any::<bool>(), cache, preemption, any::<u64>()).prop_map(
+        |(grouping, ranked, orders_prompts, cache, preemption, seed)| {
+            let rules = Rules { grouping, ranked, orders_prompts, cache, preemption };
+            &*Box::leak(Box::new(AtRandom { rules, rolls: AtomicU64::new(seed) })) as &dyn Policy
+        },
+    )
+}
+
+fn policy() -> impl Strategy<Value = &'static dyn Policy> {
+    prop_oneof![3 => prop::sample::select(POLICIES.to_vec()), 1 => at_random()]
+}
+
+/// Whether a journal of the policy can be replayed.
+fn replays(policy: &dyn Policy) -> bool {
+    <dyn Policy>::named(policy.name()).is_some()
 }
 
 fn batching() -> impl Strategy<Value = Batching> {
@@ -83,6 +155,7 @@ proptest! {
             num_blocks, block_size, max_tokens, max_seqs, max_model_len: 44, prefix_caching, watermark, reservation, policy, batching,
             max_queued_reqs, max_queued_tokens: u64::MAX, ageing, target_itl, background_slowdown, gather, host_blocks, swap_ns_per_block,
         };
+        let journal = journal && replays(policy);
         let mut world = World::new(config, journal).drafting(drafts.0, drafts.1);
         for op in ops {
             world.apply(op);
@@ -104,7 +177,7 @@ proptest! {
             num_blocks: 40u32.div_ceil(block_size) + spare, block_size, max_tokens: 24, max_seqs, max_model_len: 44, policy, ageing, host_blocks,
             ..Config::default()
         };
-        let mut world = World::new(config, true).drafting(ageing as usize % 5, 1000);
+        let mut world = World::new(config, replays(policy)).drafting(ageing as usize % 5, 1000);
         for (at, (prompt, new, priority, tier)) in requests.into_iter().enumerate() {
             let prompt = (0..prompt as u32).map(|i| (i + at as u32) % VOCABULARY).collect();
             world.apply(Op::Add { prompt, new, stop: false, salt: at as u8, forks: 0, priority, tier: Tier::NAMES[tier].0, tenant: at as u8 % 3, patience: None, predicted: None, ago: 0, resumed: None });
@@ -114,6 +187,8 @@ proptest! {
             }
         }
         world.drain();
-        world.replay();
+        if replays(policy) {
+            world.replay();
+        }
     }
 }

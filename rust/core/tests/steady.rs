@@ -1,6 +1,6 @@
 //! A steady decode step does not allocate in planning, in filling the buffers or in committing, with any feature enabled.
 
-use chairlift_core::{Config, Outputs, Policy, Request, Scheduler, StepBuffers, StepPlan};
+use chairlift_core::{Config, Outputs, POLICIES, Request, Scheduler, StepBuffers, StepPlan};
 use std::cell::Cell;
 
 const ROWS: u32 = 64;
@@ -84,7 +84,8 @@ impl World {
 
 #[test]
 fn a_steady_decode_step_does_not_allocate_under_any_policy() {
-    for (name, policy) in Policy::NAMES {
+    for policy in POLICIES {
+        let name = policy.name();
         let mut world = World::new(Config {
             num_blocks: ROWS * 64,
             max_tokens: 2048,

@@ -28,7 +28,7 @@ pub(crate) struct Fleet<'a> {
 impl<'a> Fleet<'a> {
     pub(crate) fn new(config: Config, machine: &'a Machine, engines: usize, routing: Routing) -> Result<Self, ConfigError> {
         let mut engines = (0..engines).map(|_| Replica::new(config, machine)).collect::<Result<Vec<_>, _>>()?;
-        let exchanges = engines.len() > 1 && config.policy.has_tenants();
+        let exchanges = engines.len() > 1 && config.policy.rules().takes_turns();
         let shares_prefixes = engines.len() > 1 && config.prefix_caching;
         if shares_prefixes {
             for engine in &mut engines {
@@ -113,7 +113,7 @@ impl<'a> Fleet<'a> {
 mod tests {
     use super::*;
     use crate::step_time::StepTime;
-    use chairlift_core::{Policy, STOP, Token};
+    use chairlift_core::{Fair, Policy, STOP, Token, Vtc};
 
     const SECOND: Time = 1_000_000;
     const ENGINES: usize = 4;
@@ -175,7 +175,7 @@ mod tests {
 
     /// Runs 100 s. Returns by how much the second tenant's service, divided by its weight, was above the first one's: the
     /// least and the most, in units.
-    fn differences(tenants: &[Tenant; 2], open_ended: bool, policy: Policy) -> (f64, f64) {
+    fn differences(tenants: &[Tenant; 2], open_ended: bool, policy: &'static dyn Policy) -> (f64, f64) {
         let machine = Machine { step: StepTime::linear([0.0, 100.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 0, draft_tokens: 0 };
         let base = Config { max_tokens: 256, max_seqs: ROWS, num_blocks: 2001, max_model_len: 4096, ..Config::default() };
         let config = Config { policy, prefix_caching: false, ..base };
@@ -199,15 +199,15 @@ mod tests {
     /// What tenants' service may differ by, divided by their weights: the bound of the engine that has both tenants, and
     /// what the other engines give in two intervals and a step, which is this part of an engine's time in all. Under
     /// `fair` also a fiftieth of the time, in which sequences are computed again: engines compare time, not tokens.
-    fn bound(elsewhere: f64, policy: Policy) -> f64 {
-        let again = if policy == Policy::Fair { 100.0 / 50.0 } else { 0.0 };
+    fn bound(elsewhere: f64, policy: &'static dyn Policy) -> f64 {
+        let again = if policy.name() == "fair" { 100.0 / 50.0 } else { 0.0 };
         ONE_ENGINE + RATE * (elsewhere * (2.0 * EXCHANGE_INTERVAL as f64 / 1e6 + STEP) + again)
     }
 
     #[test]
     fn tenants_of_which_one_uses_a_single_engine_get_equal_service_for_their_weights() {
         for (weight, elsewhere) in [(1, 0.2), (3, 0.2), (3, 0.9)] {
-            for (open_ended, policy) in [(false, Policy::Fair), (true, Policy::Vtc)] {
+            for (open_ended, policy) in [(false, &Fair as &dyn Policy), (true, &Vtc)] {
                 let x = Tenant { name: "x", weight: 1, load: [2.0, 0.0, 0.0, 0.0] };
                 let y = Tenant { name: "y", weight, load: [2.0, elsewhere, elsewhere, elsewhere] };
                 let (least, most) = differences(&[x, y], open_ended, policy);

@@ -1,6 +1,6 @@
 //! The guarantees of docs/several-models.md, measured in virtual time.
 
-use chairlift_core::{Config, FinishReason, MAX_WAIT, Policy, Request, Time, Timeline};
+use chairlift_core::{Config, Fair, FinishReason, MAX_WAIT, Request, Time, Timeline};
 use chairlift_sim::{Job, Machine, Report, SharedModel, StepTime, percentile, simulate, simulate_models};
 use std::sync::Arc;
 
@@ -109,7 +109,7 @@ fn a_short_step_waits_for_one_step_in_a_burst() {
 
 #[test]
 fn tenants_have_one_share_of_all_models() {
-    let fair = |weight| SharedModel { config: Config { policy: Policy::Fair, ..model(20, 1, None).config }, ..model(20, weight, None) };
+    let fair = |weight| SharedModel { config: Config { policy: &Fair, ..model(20, 1, None).config }, ..model(20, weight, None) };
     let until = 60 * SECOND;
     // Both tenants want all of model 0, and one of them has model 1 for itself.
     let jobs = |model: usize, tags: u64, tenant: &'static str| {

@@ -4,7 +4,9 @@
 
 mod jobs;
 
-use chairlift_core::{BACKGROUND, Config, Policy, STOP, Tier, Time, Timeline, Token};
+use chairlift_core::{
+    BACKGROUND, Config, Deadline, Fair, Fcfs, POLICIES, Policy, Prefix, Priority, STOP, Shortest, Tier, Time, Timeline, Token, Vtc,
+};
 use chairlift_sim::{Job, Machine, Report, StepTime, percentile, simulate};
 use jobs::{job, sorted};
 
@@ -72,7 +74,7 @@ fn at_four_times_overload_the_high_class_waits_at_most_half_as_long_again_as_alo
         job
     });
     let low = stream(&mut dice, 1 << 32, 60 * SECOND, 11 * MS, |_, time, tag| job(time, tag, 100, 40));
-    let config = Config { policy: Policy::Priority, ..config() };
+    let config = Config { policy: &Priority, ..config() };
     let solo = percentile(&run(config, &high).ttft(|_| true), 99);
     let both = run(config, &sorted([high, low].concat()));
     let beside = percentile(&both.ttft(|timeline| timeline.priority < 0), 99);
@@ -92,7 +94,8 @@ fn background_requests_delay_others_by_at_most_half_under_every_policy() {
         job
     });
     let jobs = sorted([online.clone(), background.collect()].concat());
-    for (name, policy) in Policy::NAMES {
+    for policy in POLICIES {
+        let name = policy.name();
         let config = Config { policy, ..config() };
         let solo = percentile(&run(config, &online).ttft(|_| true), 99);
         let report = simulate(config, jobs.iter().cloned(), &machine()).expect("a sound config");
@@ -120,7 +123,8 @@ fn at_four_times_overload_the_priority_tier_waits_as_alone_and_flex_ends_under_e
         of(job(time, tag, 100, 40), if dice.roll() < 0.5 { Tier::Flex } else { Tier::Default })
     });
     let jobs = sorted([priority.clone(), others].concat());
-    for (name, policy) in Policy::NAMES.into_iter().filter(|(_, policy)| !matches!(policy, Policy::Fair | Policy::Vtc)) {
+    for policy in POLICIES.into_iter().filter(|policy| !policy.rules().takes_turns()) {
+        let name = policy.name();
         let config = Config { policy, ..config() };
         let solo = percentile(&run(config, &priority).ttft(|_| true), 99);
         let report = run(config, &jobs);
@@ -145,7 +149,8 @@ fn a_flex_request_starts_after_the_ageing_while_more_urgent_ones_flood() {
     let mut flex = job(SECOND, 0, 100, 40);
     flex.request.tier = Tier::Flex;
     let jobs = sorted([flood, vec![flex]].concat());
-    for (name, policy) in Policy::NAMES.into_iter().filter(|(_, policy)| !matches!(policy, Policy::Fair | Policy::Vtc)) {
+    for policy in POLICIES.into_iter().filter(|policy| !policy.rules().takes_turns()) {
+        let name = policy.name();
         let config = Config { policy, ageing: 5 * SECOND, ..config() };
         let report = run(config, &jobs);
         let flex = report.ended.iter().find(|timeline| timeline.tier == Tier::Flex).expect("it ended");
@@ -165,11 +170,11 @@ fn a_tenant_that_floods_does_not_delay_one_that_asks_once_a_second() {
     // Its prompts take two steps. Beside the flood it waits for one more step, and each step takes half as long again.
     let few: Vec<Job> = (1..60).map(|i| whose(job(i * SECOND + Time::from(dice.between(0, 99)) * MS, i, 700, 20), "few")).collect();
     let flood = stream(&mut dice, 1 << 32, 60 * SECOND, 20 * MS, |_, time, tag| whose(job(time, tag, 100, 150), "flood"));
-    let config = Config { policy: Policy::Fair, max_tokens: 512, ..config() };
+    let config = Config { policy: &Fair, max_tokens: 512, ..config() };
     let solo = percentile(&run(config, &few).ttft(|_| true), 99);
     let jobs = sorted([few, flood].concat());
     let beside = percentile(&run(config, &jobs).ttft(|timeline| &*timeline.tenant == "few"), 99);
-    let fcfs = percentile(&run(Config { policy: Policy::Fcfs, ..config }, &jobs).ttft(|timeline| &*timeline.tenant == "few"), 99);
+    let fcfs = percentile(&run(Config { policy: &Fcfs, ..config }, &jobs).ttft(|timeline| &*timeline.tenant == "few"), 99);
     println!("one request a second, p99 TTFT: {solo} µs alone, {beside} beside the flood, {fcfs} under fcfs");
     assert!(beside <= 2 * solo, "{beside} against {solo} alone");
     assert!(fcfs > 10 * solo, "the flood is one: {fcfs}");
@@ -186,7 +191,7 @@ fn tenants_that_flood_share_by_their_weights() {
             job
         }));
     }
-    let report = run(Config { policy: Policy::Fair, ..config() }, &sorted(jobs));
+    let report = run(Config { policy: &Fair, ..config() }, &sorted(jobs));
     // Service as VTC counts it, for requests served while all three tenants had requests waiting.
     let mut service = [0.0; 3];
     for timeline in report.ended.iter().filter(|timeline| timeline.ended < 60 * SECOND) {
@@ -246,8 +251,8 @@ fn at_twice_what_it_can_do_deadlines_are_met_half_as_often_again() {
         job.request.predicted_tokens = Some(job.output.len() as u32);
         job
     });
-    let met = |policy: Policy| run(Config { policy, ..config() }, &jobs).completed();
-    let (deadline, fcfs) = (met(Policy::Deadline), met(Policy::Fcfs));
+    let met = |policy: &'static dyn Policy| run(Config { policy, ..config() }, &jobs).completed();
+    let (deadline, fcfs) = (met(&Deadline), met(&Fcfs));
     // An engine without deadlines computes requests whose callers have left long ago.
     let mut untold = jobs.clone();
     for job in &mut untold {
@@ -267,11 +272,11 @@ fn shortest_first_and_prefix_first_pay() {
         let output = if dice.roll() < 0.2 { 400 } else { 20 };
         job(time, tag, 100, output)
     });
-    let mean = |policy: Policy| {
+    let mean = |policy: &'static dyn Policy| {
         let report = run(Config { policy, max_seqs: 8, ..config() }, &jobs);
         report.ended.iter().map(|timeline| timeline.ended - timeline.arrived).sum::<Time>() / report.ended.len() as Time
     };
-    let (shortest, fcfs) = (mean(Policy::Shortest), mean(Policy::Fcfs));
+    let (shortest, fcfs) = (mean(&Shortest), mean(&Fcfs));
     println!("mean time to the end: {shortest} µs shortest first, {fcfs} first come first served");
     assert!(2 * shortest < fcfs);
 
@@ -283,11 +288,11 @@ fn shortest_first_and_prefix_first_pay() {
         job.request.prompt.splice(0..0, (0..800).map(|i| 2_000_000 + (document * 1000 + i) as Token));
         job
     });
-    let hits = |policy: Policy| {
+    let hits = |policy: &'static dyn Policy| {
         let counters = run(Config { policy, num_blocks: 701, watermark: 10, ..config() }, &jobs).stats.unwrap().counters;
         counters.prefix_hits as f64 / counters.prefix_queries as f64
     };
-    let (prefix, fcfs) = (hits(Policy::Prefix), hits(Policy::Fcfs));
+    let (prefix, fcfs) = (hits(&Prefix), hits(&Fcfs));
     println!("prefix hits: {prefix:.3} of tokens, {fcfs:.3} under fcfs");
     assert!(1.0 - prefix < 0.6 * (1.0 - fcfs));
 }
@@ -295,7 +300,7 @@ fn shortest_first_and_prefix_first_pay() {
 #[test]
 fn requests_that_await_a_running_prompt_do_not_delay_others() {
     // The document takes 63 steps. The questions on it need its blocks and the other request does not.
-    let config = Config { policy: Policy::Prefix, ..config() };
+    let config = Config { policy: &Prefix, ..config() };
     let question = |tag: u64| {
         let mut job = job(0, tag, 50, 5);
         job.request.prompt.splice(0..0, (0..16_000).map(|i| 2_000_000 + i as Token));
@@ -361,7 +366,7 @@ fn a_long_prompt_among_short_ones_takes_a_bounded_multiple_of_its_time_alone() {
     let config = Config { num_blocks: 20_001, max_tokens: 128, max_seqs: 64, watermark: 1000, ..config() };
     let long = job(2 * SECOND, 0, 4000, 1);
     let alone = run(config, std::slice::from_ref(&long)).ttft(|_| true)[0];
-    for policy in [Policy::Fcfs, Policy::Fair, Policy::Prefix] {
+    for policy in [&Fcfs as &dyn Policy, &Fair, &Prefix] {
         for load in [70, 90, 100, 120] {
             // A step of 128 tokens, including 8 decodes, takes 28 ms.
             let every = 28 * MS * 300 * 100 / (120 * load);
@@ -393,7 +398,7 @@ fn preemption_for_fairness_costs_little_and_vtc_does_none() {
         job
     });
     let machine = Machine { step: StepTime::linear([28_000.0, 200.0, 0.0, 1.0, 0.1]), ..machine() };
-    let run = |policy: Policy| {
+    let run = |policy: &'static dyn Policy| {
         let config = Config { policy, num_blocks: 1101, watermark: 55, max_tokens: 512, max_seqs: 64, ..config() };
         let report = simulate(config, jobs.iter().cloned(), &machine).expect("a sound config");
         let counters = report.stats.unwrap().counters;
@@ -406,7 +411,7 @@ fn preemption_for_fairness_costs_little_and_vtc_does_none() {
         );
         report.ended_at
     };
-    let [fcfs, vtc, fair] = [Policy::Fcfs, Policy::Vtc, Policy::Fair].map(run);
+    let [fcfs, vtc, fair] = [&Fcfs as &dyn Policy, &Vtc, &Fair].map(run);
     assert!(100 * vtc <= 101 * fcfs, "{vtc} against {fcfs}");
     assert!(100 * fair <= 103 * vtc, "{fair} against {vtc}");
 }

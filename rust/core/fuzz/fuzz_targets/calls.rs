@@ -2,7 +2,7 @@
 #![no_main]
 
 use arbitrary::{Result, Unstructured};
-use chairlift_core::{Batching, Config, Policy, Reservation, Tier};
+use chairlift_core::{Batching, Config, POLICIES, Reservation, Tier};
 use libfuzzer_sys::fuzz_target;
 use world::{GROUP, Op, VOCABULARY, World};
 
@@ -35,7 +35,7 @@ fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
         prefix_caching: bytes.ratio(9, 10)?,
         watermark: bytes.int_in_range(0..=4)?,
         reservation: bytes.choose(&Reservation::NAMES)?.1,
-        policy: bytes.choose(&Policy::NAMES)?.1,
+        policy: *bytes.choose(&POLICIES)?,
         batching: match bytes.int_in_range(0..=5)? {
             4 => Batching::Static { size: bytes.int_in_range(1..=6)? },
             5 => Batching::Dynamic { size: bytes.int_in_range(1..=6)?, timeout: bytes.int_in_range(0..=30)? },

@@ -1,13 +1,13 @@
-//! How much preemption for fairness may cost.
+//! How much preemption may cost under policies with a budget.
 
 use crate::request::Time;
 
-/// Budget of preemption for fairness, as a divisor of the elapsed time.
+/// Budget of preemption, as a divisor of the elapsed time.
 const BUDGET: Time = 50;
 /// Maximum budget, in microseconds.
 const MAX_BUDGET: i64 = 1_000_000;
 
-/// Budget of preemption for fairness: a fiftieth of the elapsed time. A preemption that costs more than the budget
+/// Budget of preemption: a fiftieth of the elapsed time. A preemption that costs more than the budget
 /// leaves it negative.
 #[derive(Debug, Default)]
 pub(crate) struct PreemptionBudget {

@@ -28,7 +28,7 @@ pub(crate) struct Running {
     /// The waiting sequence for which no sequence could be preempted. Reset when a sequence is admitted or leaves, or
     /// when there are more blocks.
     refused: Option<SeqId>,
-    fairness: PreemptionBudget,
+    preemption_budget: PreemptionBudget,
     reserved: Reserved,
 }
 
@@ -44,7 +44,7 @@ impl Running {
             aged: None,
             non_preemptible: None,
             refused: None,
-            fairness: PreemptionBudget::default(),
+            preemption_budget: PreemptionBudget::default(),
             reserved: Reserved::default(),
         }
     }
@@ -200,10 +200,10 @@ impl Running {
         self.refused = None;
     }
 
-    /// The budget of preemption for fairness at `now`.
-    pub(crate) fn fairness(&mut self, now: Time) -> &mut PreemptionBudget {
-        self.fairness.grow(now);
-        &mut self.fairness
+    /// The budget of preemption at `now`.
+    pub(crate) fn preemption_budget(&mut self, now: Time) -> &mut PreemptionBudget {
+        self.preemption_budget.grow(now);
+        &mut self.preemption_budget
     }
 
     /// Expected growth of the running sequences.

@@ -7,7 +7,7 @@ mod settings;
 
 pub use settings::{SETTINGS, Setting, SettingError, SettingKind, Value};
 
-use crate::policy::Policy;
+use crate::policy::{Fcfs, Policy};
 use crate::request::Time;
 
 /// When waiting sequences may join the running ones.
@@ -81,7 +81,7 @@ pub struct Config {
     /// The blocks that must be free to admit a sequence. The watermark applies only to [`Reservation::Watermark`].
     pub reservation: Reservation,
     /// The order in which waiting sequences are served.
-    pub policy: Policy,
+    pub policy: &'static dyn Policy,
     /// When waiting sequences may join the running ones.
     pub batching: Batching,
     /// Maximum waiting requests. Requests that already ran do not count.
@@ -116,7 +116,7 @@ impl Default for Config {
             prefix_caching: true,
             watermark: 0,
             reservation: Reservation::Watermark,
-            policy: Policy::Fcfs,
+            policy: &Fcfs,
             batching: Batching::Continuous,
             max_queued_reqs: u32::MAX,
             max_queued_tokens: u64::MAX,

@@ -2,7 +2,7 @@
 
 use super::{Batching, Config, Reservation};
 use crate::error::ConfigError;
-use crate::policy::Policy;
+use crate::policy::{POLICIES, Policy};
 use thiserror::Error;
 
 /// The value of a setting.
@@ -176,9 +176,9 @@ pub const SETTINGS: [Setting; 20] = [
     Setting {
         name: "policy",
         doc: "The order in which waiting sequences are served.",
-        kind: SettingKind::Name(|| Policy::NAMES.map(|(name, _)| name).to_vec()),
+        kind: SettingKind::Name(|| POLICIES.map(Policy::name).to_vec()),
         get: |config| Value::Name(config.policy.name().into()),
-        set: |config, value| config.policy = Policy::from_name(value.name()).unwrap_or(config.policy),
+        set: |config, value| config.policy = <dyn Policy>::named(value.name()).unwrap_or(config.policy),
     },
     Setting {
         name: "batching",

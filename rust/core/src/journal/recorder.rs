@@ -158,7 +158,7 @@ impl Recorder {
 
     /// See [`Scheduler::charge_elsewhere`].
     pub fn charge_elsewhere(&mut self, tenant: &str, us: Time) {
-        if let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.config().policy.has_tenants()) {
+        if let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.rules().takes_turns()) {
             journal.note(Kind::Elsewhere).text(tenant).number(us);
         }
         self.scheduler.charge_elsewhere(tenant, us);

@@ -5,12 +5,11 @@ use super::energy::Energy;
 use super::group::{Groups, Member, Usage};
 use super::recent_steps::RecentSteps;
 use super::saturation::Saturation;
-use super::service::{CostMeter, OUTPUT_TOKEN, PROMPT_TOKEN, ServiceCost, Totals};
+use super::service::{CostMeter, ServiceCost, Totals};
 use super::stats::Counters;
-use super::timeline::{Account, AccountState, Clocks, PreemptionReason, Timeline, TimelineState};
-use crate::config::Config;
+use super::timeline::{Account, AccountState, Clocks, Timeline, TimelineState};
 use crate::memory::User;
-use crate::policy::Policy;
+use crate::policy::{Grouping, PreemptionReason, Rules};
 use crate::request::{FinishReason, SeqId, Time};
 use crate::step::StepPlan;
 use crate::step_time::StepModel;
@@ -32,7 +31,7 @@ pub(crate) trait LiveAccounts {
 /// Usage of requests, tenants and classes, and counters for operators.
 #[derive(Debug)]
 pub(crate) struct Accounts {
-    policy: Policy,
+    grouping: Grouping,
     clocks: Clocks,
     compute: Compute,
     /// None without a meter.
@@ -51,13 +50,13 @@ pub(crate) struct Accounts {
 }
 
 impl Accounts {
-    pub(crate) fn new(config: &Config) -> Self {
+    pub(crate) fn new(slots: u32, rules: &Rules) -> Self {
         let mut clocks = Clocks::default();
         clocks.admit_group(0);
         Self {
-            policy: config.policy,
+            grouping: rules.grouping,
             clocks,
-            compute: Compute::new(config.max_seqs),
+            compute: Compute::new(slots),
             energy: None,
             tenants: Groups::new(),
             classes: Groups::new(),
@@ -100,17 +99,17 @@ impl Accounts {
 
     /// The timeline state of a sequence while another group is next.
     pub(crate) fn others(&self) -> TimelineState {
-        if self.policy.has_tenants() { TimelineState::WaitFairness } else { TimelineState::WaitPolicy }
+        if matches!(self.grouping, Grouping::Tenants(_)) { TimelineState::WaitFairness } else { TimelineState::WaitPolicy }
     }
 
     /// Adds a request to its tenant and class. Returns whether the tenant is new.
     pub(crate) fn enroll(&mut self, tenant: &Arc<str>, priority: i32) -> (Member, bool) {
         let (tenant, new) = self.tenants.enter(tenant);
         let (class, _) = self.classes.enter(&priority);
-        let group = match self.policy {
-            policy if policy.has_tenants() => tenant,
-            policy if policy.has_classes() => class,
-            _ => 0,
+        let group = match self.grouping {
+            Grouping::Single => 0,
+            Grouping::Classes => class,
+            Grouping::Tenants(_) => tenant,
         };
         self.clocks.admit_group(group);
         (Member { tenant, class, group }, new)
@@ -119,7 +118,7 @@ impl Accounts {
     /// Moves a request to another class. Returns its new groups.
     pub(crate) fn change_class(&mut self, before: Member, priority: i32) -> Member {
         let (class, _) = self.classes.enter(&priority);
-        let group = if self.policy.has_classes() { class } else { before.group };
+        let group = if self.grouping == Grouping::Classes { class } else { before.group };
         self.clocks.admit_group(group);
         self.classes.leave(before.class);
         Member { class, group, ..before }
@@ -269,10 +268,10 @@ impl Accounts {
 
     /// Queued sequences of a group. `None` if all sequences are in one group.
     pub(crate) fn waiting_of(&self, group: u32) -> Option<usize> {
-        match self.policy {
-            policy if policy.has_tenants() => Some(self.tenants.peek(group).waiting as usize),
-            policy if policy.has_classes() => Some(self.classes.peek(group).waiting as usize),
-            _ => None,
+        match self.grouping {
+            Grouping::Single => None,
+            Grouping::Classes => Some(self.classes.peek(group).waiting as usize),
+            Grouping::Tenants(_) => Some(self.tenants.peek(group).waiting as usize),
         }
     }
 
@@ -340,7 +339,10 @@ impl Accounts {
     }
 
     fn service_totals(&self) -> Totals {
-        let service = PROMPT_TOKEN * self.prompt_tokens_served + OUTPUT_TOKEN * self.counters.generated_tokens;
+        let service = match self.grouping {
+            Grouping::Tenants(charges) => charges.service(self.prompt_tokens_served, self.counters.generated_tokens),
+            Grouping::Single | Grouping::Classes => 0,
+        };
         Totals { ns: self.compute.total(), service }
     }
 

@@ -1,6 +1,6 @@
 //! The audit of the queue: by which rule one request was served before another.
 
-use crate::policy::{Key, Policy};
+use crate::policy::{Key, Rules};
 use crate::request::Tier;
 
 /// A request's place in the queue when it first started, or now if it waits.
@@ -57,19 +57,19 @@ impl Rule {
     }
 
     /// The rule by which a request at the position `first` was served before one at `second`.
-    pub(crate) fn of(policy: Policy, first: &QueuePosition, second: &QueuePosition) -> Self {
+    pub(crate) fn of(rules: &Rules, first: &QueuePosition, second: &QueuePosition) -> Self {
         let (a, b) = (first.key, second.key);
         let background = a.tier == Tier::Background || b.tier == Tier::Background;
         match () {
-            () if policy.has_tenants() && !background && a.group != b.group => Self::Fairness,
+            () if rules.takes_turns() && !background && a.group != b.group => Self::Fairness,
             () if a > b && first.aged => Self::Ageing,
             () if a > b && second.blocked => Self::Fit,
             () if a > b => Self::Changed,
             () if a.tier != b.tier => Self::Tier,
             () if a.group != b.group => Self::Priority,
             // Within a tenant, only a tier moves a request before one that arrived earlier.
-            () if policy.has_tenants() && a.arrival_number > b.arrival_number => Self::Tier,
-            () if a.rank == b.rank || policy.has_tenants() => Self::Arrival,
+            () if rules.takes_turns() && a.arrival_number > b.arrival_number => Self::Tier,
+            () if (a.awaits_prompt, a.rank) == (b.awaits_prompt, b.rank) || rules.takes_turns() => Self::Arrival,
             () => Self::Policy,
         }
     }

@@ -6,9 +6,6 @@
 
 use crate::request::Time;
 
-/// Service of a prompt token. The next constant is the service of an output token.
-pub(crate) const PROMPT_TOKEN: u64 = 1;
-pub(crate) const OUTPUT_TOKEN: u64 = 2;
 /// Most microseconds of service elsewhere that a tenant is charged between two of its requests that leave the queue. A
 /// tenant that always has more than its share elsewhere would otherwise never be served here while others wait.
 pub const MAX_CHARGED_ELSEWHERE: Time = 10_000_000;

@@ -1,6 +1,7 @@
 //! Counters since the start, and gauges of the current state.
 
-use super::timeline::{PREEMPTION_REASONS, STATES};
+use super::timeline::STATES;
+use crate::policy::PREEMPTION_REASONS;
 use crate::step::Stall;
 
 /// Counters since the start.

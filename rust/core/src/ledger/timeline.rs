@@ -5,6 +5,7 @@
 
 use super::audit::QueuePosition;
 use super::energy::Window;
+use crate::policy::{PREEMPTION_REASONS, PreemptionReason};
 use crate::request::{FinishReason, Tier, Time};
 use std::sync::Arc;
 
@@ -94,29 +95,6 @@ impl TimelineState {
     pub fn name(self) -> &'static str {
         Self::NAMES[self as usize].1
     }
-}
-
-/// Why a running sequence was preempted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(usize)]
-pub enum PreemptionReason {
-    /// The KV cache had no free block for the next token of a running sequence.
-    Blocks,
-    /// A request of a more urgent class waited (priority and deadline policies).
-    Priority,
-    /// A request of a tenant that had been served less waited (fair policy).
-    Fairness,
-    /// A request with much less work left waited (shortest policy).
-    Shortest,
-}
-
-/// Number of reasons.
-pub(crate) const PREEMPTION_REASONS: usize = 4;
-
-impl PreemptionReason {
-    /// Every reason in order, with the name used in reports.
-    pub const NAMES: [(Self, &'static str); PREEMPTION_REASONS] =
-        [(Self::Blocks, "kv_blocks"), (Self::Priority, "priority"), (Self::Fairness, "fairness"), (Self::Shortest, "shortest")];
 }
 
 /// A request's timeline: disjoint intervals that sum to its lifetime, and its usage.

@@ -1,7 +1,7 @@
 //! The waiting sequences in serving order.
 
 use super::shares::Shares;
-use crate::policy::{Key, Policy};
+use crate::policy::{Key, Rules};
 use crate::request::{ArrivalNumber, SeqId, Tier};
 use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Included, Unbounded};
@@ -12,7 +12,7 @@ const DEPTH: u32 = 8;
 /// The waiting queue. Every operation is O(log n).
 #[derive(Debug)]
 pub(crate) struct Queue {
-    policy: Policy,
+    rules: Rules,
     order: BTreeMap<Key, SeqId>,
     /// Sequences by arrival, without background requests. Used where the policy has another order.
     by_age: BTreeMap<ArrivalNumber, SeqId>,
@@ -28,8 +28,8 @@ pub(crate) struct Walk {
 }
 
 impl Queue {
-    pub(crate) fn new(policy: Policy) -> Self {
-        Self { policy, order: BTreeMap::new(), by_age: BTreeMap::new(), shares: Shares::default() }
+    pub(crate) fn new(rules: Rules) -> Self {
+        Self { rules, order: BTreeMap::new(), by_age: BTreeMap::new(), shares: Shares::default() }
     }
 
     /// Adds a sequence. `returns` is set if the sequence ran before.
@@ -39,10 +39,10 @@ impl Queue {
         if key.tier == Tier::Background {
             return;
         }
-        if self.policy != Policy::Fcfs {
+        if !self.rules.is_arrival_order() {
             self.by_age.insert(key.arrival_number, id);
         }
-        if self.policy.has_tenants() {
+        if self.rules.takes_turns() {
             let tenant = key.group as u32;
             if returns { self.shares.wait(tenant) } else { self.shares.arrive(tenant) }
         }
@@ -62,10 +62,10 @@ impl Queue {
         if key.tier == Tier::Background {
             return;
         }
-        if self.policy != Policy::Fcfs {
+        if !self.rules.is_arrival_order() {
             self.by_age.remove(&key.arrival_number);
         }
-        if self.policy.has_tenants() {
+        if self.rules.takes_turns() {
             self.shares.leave(key.group as u32);
         }
     }
@@ -75,20 +75,20 @@ impl Queue {
         self.next(&mut Walk::default())
     }
 
-    /// The sequence that arrived first. Background requests do not age: under other policies than fcfs they are left out.
+    /// The sequence that arrived first. Background requests do not age: unless all go in the order of arrival, they are left out.
     pub(crate) fn oldest(&self) -> Option<SeqId> {
-        if self.policy != Policy::Fcfs {
+        if !self.rules.is_arrival_order() {
             return self.by_age.values().next().copied();
         }
         // Each tier is in the order of arrival.
-        let first_from = |tier: Tier| self.order.range(Key { tier, group: 0, rank: 0, arrival_number: 0 }..).next();
+        let first_from = |tier: Tier| self.order.range(Key { tier, ..Key::default() }..).next();
         let firsts = [Tier::Priority, Tier::Default, Tier::Flex].into_iter().filter_map(first_from);
         firsts.min_by_key(|(key, _)| (key.tier == Tier::Background, key.arrival_number)).map(|(_, &id)| id)
     }
 
     /// The next sequence of a walk in the order of the policy.
     pub(crate) fn next(&mut self, walk: &mut Walk) -> Option<SeqId> {
-        let (key, id) = if self.policy.has_tenants() { self.next_of_tenants(walk)? } else { self.after(walk.last)? };
+        let (key, id) = if self.rules.takes_turns() { self.next_of_tenants(walk)? } else { self.after(walk.last)? };
         walk.last = Some(key);
         Some(id)
     }

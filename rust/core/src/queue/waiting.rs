@@ -2,10 +2,10 @@
 
 use super::awaited::Awaited;
 use super::order::{Queue, Walk};
-use crate::config::{Batching, Config};
+use crate::config::Batching;
 use crate::ledger::ServiceCost;
 use crate::memory::BlockHash;
-use crate::policy::Key;
+use crate::policy::{Key, Rules};
 use crate::request::{ArrivalNumber, SeqId, TIERS, Tier, Time};
 use crate::sequence::{Phase, Sequence};
 
@@ -60,9 +60,9 @@ pub(crate) struct Waiting {
 }
 
 impl Waiting {
-    pub(crate) fn new(config: &Config) -> Self {
+    pub(crate) fn new(rules: Rules) -> Self {
         Self {
-            queue: Queue::new(config.policy),
+            queue: Queue::new(rules),
             new: Vec::new(),
             kinds: Kinds::default(),
             backlog: Backlog::default(),

@@ -106,7 +106,7 @@ impl Scheduler {
     fn insert(&mut self, mut seq: Sequence, tenant: &Arc<str>) -> SeqId {
         let (member, new) = self.accounts.enroll(tenant, seq.spec().priority);
         seq.join(member, self.accounts.user(member.tenant));
-        if new && self.config.policy.has_tenants() {
+        if new && self.rules.takes_turns() {
             self.waiting.introduce_tenant(member.tenant);
         }
         self.waiting.arrive();

@@ -3,9 +3,9 @@
 use super::Scheduler;
 use crate::batch::Growth;
 use crate::config::{Batching, Reservation};
-use crate::ledger::{PROMPT_TOKEN, QueuePosition};
+use crate::ledger::QueuePosition;
 use crate::memory::{Computed, Grant};
-use crate::policy::{Key, Policy};
+use crate::policy::{CacheUse, Key};
 use crate::queue::Walk;
 use crate::request::{SeqId, Tier, Time};
 use crate::sequence::{Need, Phase, Sequence};
@@ -40,7 +40,7 @@ impl Scheduler {
         self.waiting.count(seq);
         let (blocks, tokens) = seq.blocks_and_tokens();
         self.kv.name(blocks, tokens);
-        if self.config.prefix_caching && matches!(self.config.policy, Policy::Deadline | Policy::Shortest | Policy::Prefix) {
+        if self.config.prefix_caching && self.rules.cache != CacheUse::Unused {
             blocks.reset_chain();
             self.kv.look_up(blocks, tokens);
             seq.measure_uncached(self.config.block_size);
@@ -53,26 +53,26 @@ impl Scheduler {
 
     /// The position of a waiting sequence in the order.
     pub(super) fn key(&self, seq: &Sequence) -> Key {
-        let rank = match self.config.policy {
-            // Sequences without a deadline come last.
-            Policy::Deadline => self.due(seq).unwrap_or(Time::MAX),
-            Policy::Shortest => self.work_left(seq),
-            // Sequences that await the blocks of a running prompt come last.
-            Policy::Prefix => u64::from(u32::MAX - (seq.len() - seq.uncached())) | u64::from(seq.queue_entry.awaits_prompt()) << 32,
+        let (spec, rules) = (seq.spec(), &self.rules);
+        if seq.is_background() {
+            return Key::background(spec.arrival_number);
+        }
+        let arrived = seq.times().arrived;
+        let rank = match spec.tier {
+            _ if rules.ranked => self.config.policy.rank(&self.candidate(seq)),
+            _ if !rules.takes_turns() => 0,
             // Within a tenant, tiers move the arrival, so that no request of the tenant waits for ever.
-            Policy::Fair | Policy::Vtc => match seq.spec().tier {
-                Tier::Priority => seq.times().arrived.saturating_sub(self.config.ageing),
-                Tier::Default | Tier::Background => seq.times().arrived,
-                Tier::Flex => seq.times().arrived.saturating_add(self.config.ageing),
-            },
-            Policy::Fcfs | Policy::Priority => 0,
+            Tier::Priority => arrived.saturating_sub(self.config.ageing),
+            Tier::Default | Tier::Background => arrived,
+            Tier::Flex => arrived.saturating_add(self.config.ageing),
         };
-        self.config.policy.key(seq.class(), seq.member().tenant, rank, seq.spec().arrival_number)
+        let key = Key::new(rules, seq.class(), seq.member().tenant, rank, spec.arrival_number);
+        Key { awaits_prompt: seq.queue_entry.awaits_prompt(), ..key }
     }
 
-    /// Under the prefix policy, makes a waiting sequence await the block after its cached ones.
+    /// Where ranks follow the cache, makes a waiting sequence await the block after its cached ones.
     pub(super) fn await_next_block(&mut self, id: SeqId) {
-        if self.config.policy == Policy::Prefix {
+        if self.rules.cache == CacheUse::Followed {
             let seq = &mut self.seqs[id];
             let next = seq.blocks.cached_len();
             self.waiting.await_block(seq, id, next, None);
@@ -107,12 +107,12 @@ impl Scheduler {
                         break;
                     }
                     // The service charged for the admission changes the tenant that is next.
-                    if self.config.policy.has_tenants() {
+                    if self.rules.takes_turns() {
                         walk = Walk::default();
                     }
                 }
                 Err(need) => {
-                    if need == Need::Prefix && self.config.policy == Policy::Prefix {
+                    if need == Need::Prefix && self.rules.cache == CacheUse::Followed {
                         self.move_last(id);
                     } else {
                         first_blocked.get_or_insert((self.seqs[id].member().group, need));
@@ -287,8 +287,8 @@ impl Scheduler {
             self.waiting.start_batch_member();
             let looked_for = self.config.prefix_caching && seq.parent().is_none();
             self.accounts.count_admission(prompt_len, computed.tokens, looked_for);
-            if self.config.policy.has_tenants() && !seq.is_background() {
-                self.waiting.charge(member.tenant, PROMPT_TOKEN * u64::from(prompt_len - computed.tokens), weight);
+            if let Some(charges) = self.rules.charges().filter(|_| !seq.is_background()) {
+                self.waiting.charge(member.tenant, charges.service(u64::from(prompt_len - computed.tokens), 0), weight);
             }
         }
         let slot = self.running.assign(id, seq);
@@ -312,7 +312,7 @@ impl Scheduler {
         let seq = &mut self.seqs[id];
         let slot = seq.slot().expect("it runs");
         seq.leave_fast_path();
-        if self.config.policy == Policy::Prefix {
+        if self.rules.cache == CacheUse::Followed {
             // The sequence will not compute these blocks, so sequences that await them must be considered again.
             seq.blocks.names().iter().for_each(|&name| self.waiting.block_ready(name));
         }
@@ -324,8 +324,8 @@ impl Scheduler {
     /// Admits the oldest request if it has waited too long and no other aged request runs. If it does not fit, returns
     /// its group and need, and no other request is admitted until it fits.
     pub(super) fn admit_aged(&mut self, plan: &mut StepPlan, budget: &mut u32) -> Option<(u32, Need)> {
-        // Under fcfs, only requests of more urgent tiers can starve a request.
-        let starves = self.config.policy.starves() || self.config.policy == Policy::Fcfs && self.waiting.has_several_tiers();
+        // In the order of arrival, only requests of more urgent tiers can starve a request.
+        let starves = self.rules.can_starve() || self.rules.is_arrival_order() && self.waiting.has_several_tiers();
         if !starves || self.running.aged().is_some() || *budget == 0 || !self.running.has_slot() {
             return None;
         }

@@ -2,7 +2,7 @@
 
 use super::Scheduler;
 use crate::config::Batching;
-use crate::policy::Policy;
+use crate::policy::CacheUse;
 use crate::request::SeqId;
 use crate::sequence::{AwaitedBlock, MAX_PREEMPTIONS, Phase, Sequence};
 
@@ -48,8 +48,8 @@ impl Scheduler {
         if let Some(AwaitedBlock { block, computed_by: Some(other) }) = seq.queue_entry.awaited() {
             let computed = self.seqs.get(other).is_some_and(|other| other.computes(block));
             assert!(computed || self.waiting.will_be_ready(seq), "awaits a prompt that does not run");
-        } else if self.config.policy == Policy::Prefix && !seq.is_running() {
-            assert_eq!(seq.queue_entry.key().rank >> 32, 0, "comes last without awaiting a prompt");
+        } else if self.rules.cache == CacheUse::Followed && !seq.is_running() {
+            assert!(!seq.queue_entry.key().awaits_prompt, "comes last without awaiting a prompt");
         }
         if seq.phase() == Phase::WaitingOnParent {
             let parent = seq.parent().and_then(|parent| self.seqs.get(parent)).expect("its parent lives");

@@ -1,16 +1,10 @@
-//! Estimates the next step, the remaining work of a request, and whether it can meet its deadline.
+//! Estimates the next step, and shows a request to the policy with an estimate of its remaining work.
 
 use super::Scheduler;
-use crate::policy::Policy;
+use crate::policy::{Candidate, Estimate};
 use crate::request::Time;
 use crate::sequence::{Phase, Sequence};
-use crate::step_time::{Load, StepModel};
-
-/// Safety margin. A waiting request must be able to meet its deadline with its estimate multiplied by the first factor.
-/// A running request is ended only if it misses its deadline even with the second factor. Without the gap, EDF under
-/// overload starts requests that barely miss (the "domino effect" of earliest-deadline-first).
-const TO_START: f64 = 1.25;
-const TO_GO_ON: f64 = 0.75;
+use crate::step_time::Load;
 
 /// Assumed costs before the model has observed enough steps, in microseconds.
 const GUESS: Guess = Guess { prefill_token: 100.0, step: 1000.0 };
@@ -18,17 +12,6 @@ const GUESS: Guess = Guess { prefill_token: 100.0, step: 1000.0 };
 struct Guess {
     prefill_token: f64,
     step: f64,
-}
-
-/// Predicted microseconds for `prompt` tokens after the first `from`, followed by `output` tokens.
-fn time(model: &StepModel, (from, prompt): (u32, u32), output: u32) -> Time {
-    let (from, prompt, output) = (f64::from(from), f64::from(prompt), f64::from(output));
-    let time = if model.knows() {
-        model.prefill(from, prompt) + model.mean_step() * output
-    } else {
-        GUESS.prefill_token * prompt + GUESS.step * output
-    };
-    time as Time
 }
 
 impl Scheduler {
@@ -63,30 +46,44 @@ impl Scheduler {
         Some(((alone + prefill * part).min(target) as Time, begins))
     }
 
-    /// Predicted microseconds of a sequence's remaining work.
-    pub(super) fn work_left(&self, seq: &Sequence) -> Time {
-        time(&self.model, prompt_left(seq), seq.predicted_left())
+    /// A sequence as the policy sees it.
+    pub(super) fn candidate(&self, seq: &Sequence) -> Candidate {
+        let (spec, times, tenant) = (seq.spec(), seq.times(), seq.member().tenant);
+        Candidate {
+            tier: spec.tier,
+            priority: spec.priority,
+            arrived: times.arrived,
+            started: seq.has_started(),
+            cached_tokens: seq.len() - seq.uncached(),
+            deadline: spec.deadline,
+            ttft_deadline: spec.ttft_deadline.filter(|_| times.first_token.is_none()),
+            predicted_output: spec.predicted.map(|_| seq.predicted_left()),
+            output_left: seq.predicted_left(),
+            estimate: self.estimate(seq),
+            preemption_cost: if seq.is_running() { self.preemption_cost(seq) } else { 0 },
+            weight: spec.weight,
+            tenant_service: if self.rules.takes_turns() { self.waiting.service(tenant) } else { 0 },
+            tenant_slots: self.accounts.running_of(tenant),
+        }
     }
 
-    /// The time at which a sequence has missed its deadline, if it has one. Under the deadline policy, the latest time
-    /// at which it can still meet the deadline, by its caller's prediction.
+    fn estimate(&self, seq: &Sequence) -> Estimate {
+        let (from, prompt) = prompt_left(seq);
+        if self.model.knows() {
+            Estimate { prompt: self.model.prefill(from.into(), prompt.into()), token: self.model.mean_step(), is_learned: true }
+        } else {
+            Estimate { prompt: GUESS.prefill_token * f64::from(prompt), token: GUESS.step, is_learned: false }
+        }
+    }
+
+    /// The time at which a sequence has missed its deadline, or is dropped by the policy. `None` without a deadline: no policy can drop
+    /// such a request.
     pub(super) fn due(&self, seq: &Sequence) -> Option<Time> {
         let spec = seq.spec();
         let ttft = spec.ttft_deadline.filter(|_| seq.times().first_token.is_none());
-        if self.config.policy != Policy::Deadline || !self.model.knows() {
-            return earliest(spec.deadline, ttft);
-        }
-        // Without a prediction, only one more token is certain.
-        let output = spec.predicted.map_or(1, |_| seq.predicted_left());
-        let prompt = prompt_left(seq);
-        let margin = if seq.has_started() { TO_GO_ON } else { TO_START };
-        let before = |at: Time, output: u32| at.saturating_sub((time(&self.model, prompt, output) as f64 * margin) as Time);
-        earliest(spec.deadline.map(|at| before(at, output)), ttft.map(|at| before(at, 1)))
+        let missed = spec.deadline.into_iter().chain(ttft).min()?;
+        Some(self.config.policy.drop_at(&self.candidate(seq)).map_or(missed, |drop| drop.min(missed)))
     }
-}
-
-fn earliest(one: Option<Time>, other: Option<Time>) -> Option<Time> {
-    one.into_iter().chain(other).min()
 }
 
 /// Tokens that a sequence has computed, and tokens it must compute before the next sample.

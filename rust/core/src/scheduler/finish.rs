@@ -2,7 +2,7 @@
 
 use super::Scheduler;
 use crate::batch::{NO_TOKEN, Output, Outputs};
-use crate::ledger::{OUTPUT_TOKEN, Timeline};
+use crate::ledger::Timeline;
 use crate::request::{FinishReason, SeqId, Time, Token};
 use crate::sequence::{Phase, Sequence, Stage};
 use crate::step::Chunk;
@@ -15,8 +15,8 @@ impl Scheduler {
         let before = outputs.tokens.len();
         let finish = deliver_accepted(seq, sampled, outputs);
         let given = (outputs.tokens.len() - before) as u64 - u64::from(finish == Some(FinishReason::Error));
-        if self.config.policy.has_tenants() && !seq.is_background() {
-            self.waiting.charge(seq.member().tenant, OUTPUT_TOKEN * given, seq.spec().weight);
+        if let Some(charges) = self.rules.charges().filter(|_| !seq.is_background()) {
+            self.waiting.charge(seq.member().tenant, charges.service(0, given), seq.spec().weight);
         }
         let was_decoding = seq.is_decoding();
         if !was_decoding {

@@ -125,7 +125,7 @@ impl Scheduler {
 
     fn insert_held(&mut self, tenant: &Arc<str>, blocks: SeqBlocks, computed: u32) -> HeldId {
         let (tenant, new) = self.accounts.open_held(tenant);
-        if new && self.config.policy.has_tenants() {
+        if new && self.rules.takes_turns() {
             self.waiting.introduce_tenant(tenant);
         }
         self.held.open(tenant, blocks, computed, self.accounts.now())

@@ -27,7 +27,7 @@ use crate::config::Config;
 use crate::error::ConfigError;
 use crate::ledger::{Accounts, Timeline, Usage};
 use crate::memory::{BlockHash, BlockHasher, Kv};
-use crate::policy::Policy;
+use crate::policy::{CacheUse, Rules};
 use crate::queue::{Deadlines, Waiting};
 use crate::request::{FinishReason, SeqId, Time, Token};
 use crate::sequence::{Held, Phase, Sequence};
@@ -44,6 +44,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Scheduler {
     config: Config,
+    rules: Rules,
     seqs: SlotMap<SeqId, Sequence>,
     waiting: Waiting,
     running: Running,
@@ -68,14 +69,16 @@ impl Scheduler {
     /// Like [`new`](Self::new), with a secret `key` for block names. Decisions do not depend on the key.
     pub fn keyed(config: Config, key: u128) -> Result<Self, ConfigError> {
         config.check()?;
+        let rules = config.policy.rules();
         let hasher = BlockHasher::new(key);
         Ok(Self {
+            rules,
             seqs: SlotMap::with_key(),
-            waiting: Waiting::new(&config),
+            waiting: Waiting::new(rules),
             running: Running::new(config.max_seqs),
             held: Held::default(),
             kv: Kv::new(config.num_blocks, config.host_blocks, config.block_size, config.prefix_caching, hasher),
-            accounts: Accounts::new(&config),
+            accounts: Accounts::new(config.max_seqs, &rules),
             deadlines: Deadlines::default(),
             model: StepModel::default(),
             background: BackgroundCost::default(),
@@ -88,6 +91,11 @@ impl Scheduler {
     /// The scheduler's configuration.
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// What the policy decides.
+    pub fn rules(&self) -> &Rules {
+        &self.rules
     }
 
     /// The step-time model learned so far.
@@ -112,8 +120,8 @@ impl Scheduler {
         self.end(id, FinishReason::Error, now)
     }
 
-    /// Ends every request that missed its deadline and, under [`Policy::Deadline`](crate::Policy::Deadline), every
-    /// request that can no longer meet it. Appends their timelines to `ended`. Call it before each plan.
+    /// Ends every request that missed its deadline, and every request that the policy drops before: see
+    /// [`Policy::drop_at`](crate::Policy::drop_at). Appends their timelines to `ended`. Call it before each plan.
     pub fn expire(&mut self, now: Time, ended: &mut Vec<Timeline>) {
         if !self.has_due(now) {
             return;
@@ -155,7 +163,7 @@ impl Scheduler {
         let backlog = self.waiting.foreground() > self.waiting.new_len();
         self.queue_new();
         self.running.begin_plan();
-        if self.config.policy == Policy::Prefix {
+        if self.rules.cache == CacheUse::Followed {
             self.reorder_ready();
         }
         let mut plan = self.steps.plan(self.accounts.now());

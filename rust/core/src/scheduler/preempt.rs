@@ -2,8 +2,7 @@
 
 use super::Scheduler;
 use crate::config::{Batching, Reservation};
-use crate::ledger::PreemptionReason;
-use crate::policy::{Class, Policy, worth_preempting};
+use crate::policy::{Candidate, Class, Grouping, Preemption, PreemptionReason};
 use crate::queue::Walk;
 use crate::request::{SeqId, Tier, Time};
 use crate::sequence::{Phase, Sequence};
@@ -34,17 +33,12 @@ struct Space {
 struct Urgent {
     id: SeqId,
     tag: u64,
-    class: Class,
     /// Sequences of tiers above this one may be preempted for the request.
     above: Tier,
-    /// Microseconds of work that the request needs.
-    work: Time,
     /// Blocks that the request needs.
     blocks: usize,
-    tenant: u32,
-    weight: u32,
-    /// Number of running sequences of the request's tenant.
-    running: u32,
+    /// The request as the policy sees it.
+    candidate: Candidate,
     /// Why the policy preempts for the request. `None` if it does not: then only less urgent tiers are preempted.
     reason: Option<PreemptionReason>,
 }
@@ -91,13 +85,7 @@ impl Scheduler {
     /// and by the latest arrival. Protected sequences come after all others of the default and priority tiers.
     fn victim(&self, eligible: impl Fn(&Sequence) -> bool) -> Option<SeqId> {
         let first = self.preemptible(eligible).max_by_key(|(_, seq)| {
-            let rank = match self.config.policy {
-                Policy::Priority | Policy::Deadline => i64::from(seq.spec().priority),
-                Policy::Fair => self.waiting.service(seq.member().tenant) as i64,
-                Policy::Shortest => self.work_left(seq) as i64,
-                Policy::Fcfs | Policy::Prefix | Policy::Vtc => 0,
-            };
-            let tier = seq.spec().tier;
+            let (rank, tier) = (self.config.policy.victim_rank(&self.candidate(seq)), seq.spec().tier);
             (tier.max(Tier::Default), !seq.is_protected(), tier, rank, Reverse(seq.computed()), seq.spec().arrival_number)
         });
         first.map(|(id, _)| id)
@@ -130,9 +118,9 @@ impl Scheduler {
             }
             self.evict_held_for(reserved, need, urgent.blocks);
             if !self.fits_beside(reserved, need, Space::default(), urgent.blocks) && !self.could_fit(reserved, need, &urgent) {
-                // Under the fair policy, each step changes the tenants' service. Under other policies, the result
-                // changes only when a sequence is admitted or leaves.
-                if self.config.policy != Policy::Fair {
+                // Where preemption has a budget, each step changes the result. Elsewhere, only a sequence that is admitted
+                // or leaves does.
+                if !self.preempts_within_budget() {
                     self.running.refuse(urgent.id);
                 }
                 break;
@@ -142,9 +130,9 @@ impl Scheduler {
                 let lost = self.seqs[victim].class();
                 most_urgent_lost = most_urgent_lost.min(lost);
                 let by_tier = lost.0 > urgent.above;
-                if self.config.policy == Policy::Fair && !by_tier {
+                if self.preempts_within_budget() && !by_tier {
                     let cost = self.preemption_cost(&self.seqs[victim]);
-                    self.running.fairness(self.accounts.now()).spend(cost);
+                    self.running.preemption_budget(self.accounts.now()).spend(cost);
                 }
                 let reason = reason.filter(|_| !by_tier).unwrap_or(PreemptionReason::Priority);
                 self.preempt(victim, urgent.tag, reason, plan);
@@ -153,7 +141,7 @@ impl Scheduler {
             }
             reserved.slots += 1;
             reserved.blocks += urgent.blocks;
-            if self.config.policy.has_tenants() {
+            if self.rules.takes_turns() {
                 if self.running.least_urgent_class().is_none_or(|(tier, _)| tier < Tier::Background) {
                     break; // the next request may belong to the tenant that lost a slot
                 }
@@ -165,24 +153,21 @@ impl Scheduler {
 
     /// The reason for which the policy lets waiting requests preempt others. `None` if it does not.
     fn policy_preempts_for(&mut self) -> Option<PreemptionReason> {
-        match self.config.policy {
-            Policy::Fcfs | Policy::Prefix | Policy::Vtc => None,
-            Policy::Fair => self.running.fairness(self.accounts.now()).allows().then_some(PreemptionReason::Fairness),
-            Policy::Shortest => Some(PreemptionReason::Shortest),
-            Policy::Priority | Policy::Deadline => Some(PreemptionReason::Priority),
+        match self.rules.preemption {
+            Preemption::Never => None,
+            Preemption::Free(reason) => Some(reason),
+            Preemption::WithinBudget(reason) => self.running.preemption_budget(self.accounts.now()).allows().then_some(reason),
         }
+    }
+
+    fn preempts_within_budget(&self) -> bool {
+        matches!(self.rules.preemption, Preemption::WithinBudget(_))
     }
 
     /// Whether a request waits for whose tier a running sequence may be preempted.
     fn has_more_urgent_tier(&self) -> bool {
         let most_urgent = self.waiting.most_urgent_tier();
-        self.running.least_urgent_class().is_some_and(|(tier, _)| most_urgent.is_some_and(|first| self.preempts_above(first) < tier))
-    }
-
-    /// The least urgent tier that is not preempted for a waiting request of `tier`. Where tenants take turns, only the
-    /// background is: another sequence would return to the queue and might be next.
-    fn preempts_above(&self, tier: Tier) -> Tier {
-        if self.config.policy.has_tenants() { tier.max(Tier::Flex) } else { tier }
+        self.running.least_urgent_class().is_some_and(|(tier, _)| most_urgent.is_some_and(|first| self.rules.preempts_above(first) < tier))
     }
 
     /// The next waiting request for which others may be preempted. Its class must be more urgent than that of a running
@@ -194,51 +179,33 @@ impl Scheduler {
         if seq.pending() > 0 || second || self.running.is_refused(id) || seq.is_background() {
             return None;
         }
-        let (class, above) = (seq.class(), self.preempts_above(seq.spec().tier));
+        let (class, above) = (seq.class(), self.rules.preempts_above(seq.spec().tier));
         let least_urgent = self.running.least_urgent_class();
-        let is_urgent = if self.config.policy.has_classes() {
-            class < most_urgent_lost && least_urgent.is_some_and(|least| class < least)
-        } else if reason.is_some() {
-            class.0 <= most_urgent_lost.0
-        } else {
-            class.0 < most_urgent_lost.0 && least_urgent.is_some_and(|(tier, _)| above < tier)
+        let is_urgent = match (reason, self.rules.grouping) {
+            (Some(_), Grouping::Classes) => class < most_urgent_lost && least_urgent.is_some_and(|least| class < least),
+            (Some(_), Grouping::Single | Grouping::Tenants(_)) => class.0 <= most_urgent_lost.0,
+            (None, _) => class.0 < most_urgent_lost.0 && least_urgent.is_some_and(|(tier, _)| above < tier),
         };
         if !is_urgent {
             return None;
         }
-        let tenant = seq.member().tenant;
         Some(Urgent {
             id,
             tag: seq.spec().tag,
-            class,
             above,
-            work: self.work_left(seq),
             blocks: seq.queue_entry.needs_blocks().unwrap_or_else(|| self.blocks_at_admission(seq)),
-            tenant,
-            weight: seq.spec().weight,
-            running: self.accounts.running_of(tenant),
+            candidate: self.candidate(seq),
             reason,
         })
     }
 
     /// Whether a running sequence may be preempted for a waiting one.
     fn is_less_urgent(&self, seq: &Sequence, urgent: &Urgent) -> bool {
-        let tenant = seq.member().tenant;
-        match self.config.policy {
-            _ if seq.is_protected() => false,
-            _ if seq.spec().tier > urgent.above => true,
-            _ if urgent.reason.is_none() => false,
-            Policy::Shortest if seq.spec().tier < urgent.class.0 => false,
-            Policy::Shortest => worth_preempting(self.work_left(seq), self.preemption_cost(seq), urgent.work),
-            // The least served tenant takes a slot from a tenant that was served more. Counting that slot, the other
-            // tenant must still have more than twice as many slots for its weight.
-            Policy::Fair if self.waiting.service(tenant) <= self.waiting.service(urgent.tenant) => false,
-            Policy::Fair => {
-                let others = self.accounts.running_of(tenant);
-                2 * u64::from(urgent.running + 1) * u64::from(seq.spec().weight) < u64::from(others) * u64::from(urgent.weight)
-            }
-            _ => seq.class() > urgent.class,
-        }
+        let policy_allows = || {
+            let running = self.candidate(seq);
+            self.rules.allow_preemption(&urgent.candidate, &running) && self.config.policy.may_preempt(&urgent.candidate, &running)
+        };
+        !seq.is_protected() && (seq.spec().tier > urgent.above || urgent.reason.is_some() && policy_allows())
     }
 
     /// Whether a waiting request fits if all eligible sequences are preempted for it.
@@ -296,7 +263,7 @@ impl Scheduler {
     }
 
     /// Microseconds that it costs to preempt a sequence.
-    fn preemption_cost(&self, seq: &Sequence) -> Time {
+    pub(super) fn preemption_cost(&self, seq: &Sequence) -> Time {
         let recompute = self.recompute_time(seq);
         let cost = if self.kv.host().1 > 0 { self.swap_time(seq).min(recompute) } else { recompute };
         cost as Time

@@ -41,7 +41,7 @@ impl Scheduler {
 
     /// Divides the tokens left by decodes between prompts in progress and waiting sequences.
     ///
-    /// If the policy has urgency, urgency decides. Otherwise waiting requests may use half of the tokens, so that a
+    /// If the policy orders prompts, its order decides. Otherwise waiting requests may use half of the tokens, so that a
     /// long prompt does not block them. The oldest prompt in progress is guaranteed a quarter of the step. The prompt
     /// nearest to its end comes first.
     pub(super) fn plan_prefills(&mut self, plan: &mut StepPlan, budget: &mut u32, reserved: u32) {
@@ -55,7 +55,7 @@ impl Scheduler {
         let starved = self.running.prompts().iter().any(|&id| is_starved(&self.seqs[id], now, ageing));
         let blocked = if plan.preempted.is_empty() && !starved { self.admit_aged(plan, budget) } else { None };
         let seqs = &self.seqs;
-        if self.config.policy.is_urgent() {
+        if self.rules.orders_prompts {
             let aged = self.running.aged();
             self.running.sort_prompts(|&id| (!is_starved(&seqs[id], now, ageing), aged != Some(id), seqs[id].queue_entry.key()));
             self.plan_prompts(plan, budget, 0, blocked.is_none());

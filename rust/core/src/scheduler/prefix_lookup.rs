@@ -2,7 +2,7 @@
 
 use super::Scheduler;
 use crate::memory::Cached;
-use crate::policy::Policy;
+use crate::policy::CacheUse;
 use crate::request::SeqId;
 use crate::sequence::{AwaitedBlock, Need, Sequence};
 
@@ -39,7 +39,7 @@ impl Scheduler {
     /// Whether a running prompt will cache the block that `id` needs next. The sequence then waits instead of computing
     /// the block twice. Under the prefix policy the answer is kept until all blocks that both have in common are computed.
     pub(super) fn is_being_computed(&mut self, id: SeqId) -> bool {
-        if self.config.policy.is_urgent() || !self.config.prefix_caching {
+        if self.rules.orders_prompts || !self.config.prefix_caching {
             return false;
         }
         let seq = &self.seqs[id];
@@ -48,7 +48,7 @@ impl Scheduler {
         {
             return true;
         }
-        let (own, by_prefix) = (seq.blocks.cached_len(), self.config.policy == Policy::Prefix);
+        let (own, followed) = (seq.blocks.cached_len(), self.rules.cache == CacheUse::Followed);
         let same = self.running.prompts().iter().find_map(|&other| {
             // A prompt of a less urgent tier may wait for long, so others do not wait for it.
             let running = self.seqs.get(other).filter(|running| running.spec().tier <= seq.spec().tier)?;
@@ -56,11 +56,11 @@ impl Scheduler {
             let name = seq.blocks.names().get(next)?;
             let same = next >= own && running.computes(next) && running.blocks.names().get(next)? == name;
             // The prefix policy has looked the block up, and serves others meanwhile. Elsewhere a stalled prompt holds nobody up.
-            let waits = same && (by_prefix || !running.is_stalled() && !self.kv.is_named(*name));
+            let waits = same && (followed || !running.is_stalled() && !self.kv.is_named(*name));
             waits.then_some((other, next))
         });
         let Some((other, next)) = same else { return false };
-        if by_prefix {
+        if followed {
             let common = next + common_len(&seq.blocks.names()[next..], &self.seqs[other].blocks.names()[next..]);
             let seq = &mut self.seqs[id];
             self.waiting.await_nothing(seq);

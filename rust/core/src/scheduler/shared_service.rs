@@ -17,7 +17,7 @@ impl Scheduler {
     /// bound of VTC, it misses at most the service that others had elsewhere within I, and what one request of each other
     /// tenant takes per `MAX_CHARGED_ELSEWHERE`. O(1).
     pub fn charge_elsewhere(&mut self, tenant: &str, us: Time) {
-        if !self.config.policy.has_tenants() {
+        if !self.rules.takes_turns() {
             return;
         }
         if let (Some(tenant), Some(cost)) = (self.accounts.known_tenant(tenant), self.accounts.service_cost()) {
@@ -29,7 +29,7 @@ impl Scheduler {
     /// Tenants without are left out, and so are background requests. Empty under policies whose tenants take no turns.
     /// O(tenants).
     pub fn take_service(&mut self) -> Vec<(Arc<str>, Time)> {
-        if !self.config.policy.has_tenants() {
+        if !self.rules.takes_turns() {
             return Vec::new();
         }
         let Some(cost) = self.accounts.take_service_cost() else { return Vec::new() };

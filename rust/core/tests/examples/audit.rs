@@ -1,7 +1,7 @@
 //! Who was served before a request, and by which rule.
 
 use crate::lab::{Lab, ask, plenty, stem};
-use chairlift_core::{Config, Policy, Request, Rule, Tier};
+use chairlift_core::{Config, Fcfs, Policy, Prefix, Priority, Request, Rule, Shortest, Tier, Vtc};
 
 /// The requests served before `tag` with their rules, and the counts by rule must match.
 fn before(lab: &Lab, tag: u64) -> Vec<(u64, &'static str)> {
@@ -15,13 +15,13 @@ fn before(lab: &Lab, tag: u64) -> Vec<(u64, &'static str)> {
     named
 }
 
-fn one_slot(policy: Policy) -> Config {
+fn one_slot(policy: &'static dyn Policy) -> Config {
     Config { max_seqs: 1, ageing: 50_000, ..plenty(policy) }
 }
 
 #[test]
 fn the_first_to_arrive_was_served_first() {
-    let mut lab = Lab::new(one_slot(Policy::Fcfs));
+    let mut lab = Lab::new(one_slot(&Fcfs));
     (1..=4).for_each(|tag| lab.add(ask(tag, 10, 2)));
     lab.step_until_started(2);
     // The third request waits, and the list is the same when it has ended.
@@ -33,7 +33,7 @@ fn the_first_to_arrive_was_served_first() {
 
 #[test]
 fn tiers_and_classes_are_told_apart() {
-    let mut lab = Lab::new(one_slot(Policy::Priority));
+    let mut lab = Lab::new(one_slot(&Priority));
     lab.add(Request { tier: Tier::Flex, ..ask(1, 10, 2) });
     lab.add(ask(2, 10, 2));
     lab.add(Request { priority: -1, ..ask(3, 10, 2) });
@@ -45,7 +45,7 @@ fn tiers_and_classes_are_told_apart() {
 
 #[test]
 fn less_work_is_the_policy_and_a_long_wait_is_ageing() {
-    let mut lab = Lab::new(Config { ageing: 20_000, ..one_slot(Policy::Shortest) });
+    let mut lab = Lab::new(Config { ageing: 20_000, ..one_slot(&Shortest) });
     lab.add(ask(1, 10, 4));
     lab.step();
     lab.add(ask(2, 10, 500));
@@ -62,7 +62,7 @@ fn less_work_is_the_policy_and_a_long_wait_is_ageing() {
 
 #[test]
 fn a_tenant_with_less_service_goes_first_by_fairness() {
-    let mut lab = Lab::new(one_slot(Policy::Vtc));
+    let mut lab = Lab::new(one_slot(&Vtc));
     let of = |tenant: &str, request: Request| Request { tenant: tenant.into(), ..request };
     lab.add(of("a", ask(1, 10, 20)));
     lab.add(of("a", ask(2, 10, 2)));
@@ -71,7 +71,7 @@ fn a_tenant_with_less_service_goes_first_by_fairness() {
     lab.finish();
     assert_eq!(before(&lab, 2), [(1, "arrival"), (3, "fairness")]);
     // Within a tenant, only the tier moves a later request forward.
-    let mut lab = Lab::new(one_slot(Policy::Vtc));
+    let mut lab = Lab::new(one_slot(&Vtc));
     lab.now = 100_000;
     lab.add(ask(1, 10, 2));
     lab.add(Request { tier: Tier::Priority, ..ask(2, 10, 2) });
@@ -82,7 +82,7 @@ fn a_tenant_with_less_service_goes_first_by_fairness() {
 #[test]
 fn a_request_that_fits_passes_one_that_does_not() {
     // Twenty blocks: the first request holds eleven and the second needs sixteen.
-    let mut lab = Lab::new(Config { num_blocks: 21, watermark: 0, ..plenty(Policy::Fcfs) });
+    let mut lab = Lab::new(Config { num_blocks: 21, watermark: 0, ..plenty(&Fcfs) });
     lab.add(ask(1, 160, 10));
     lab.step();
     lab.add(ask(2, 240, 2));
@@ -93,7 +93,7 @@ fn a_request_that_fits_passes_one_that_does_not() {
 
 #[test]
 fn others_pass_a_request_that_waits_for_a_shared_prompt() {
-    let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(Policy::Prefix) });
+    let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(&Prefix) });
     lab.add(stem(1, 1, 320, 400, 2));
     lab.step();
     lab.add(stem(1, 2, 320, 400, 2));
@@ -104,7 +104,7 @@ fn others_pass_a_request_that_waits_for_a_shared_prompt() {
 
 #[test]
 fn only_the_first_are_named_and_all_are_counted() {
-    let mut lab = Lab::new(one_slot(Policy::Fcfs));
+    let mut lab = Lab::new(one_slot(&Fcfs));
     (1..=40).for_each(|tag| lab.add(ask(tag, 10, 1)));
     lab.finish();
     let served = lab.scheduler.served_before(&lab.explain(40));

@@ -1,14 +1,15 @@
 //! Background requests yield to all others, under every policy.
 
 use crate::lab::{Cost, Lab, ask, plenty};
-use chairlift_core::{BACKGROUND, Config, Policy, Rejected, Request};
+use chairlift_core::{BACKGROUND, Config, Fair, POLICIES, Policy, Rejected, Request};
 
 fn background(tag: u64, prompt: u32, new: u32) -> Request {
     Request { priority: BACKGROUND, ..ask(tag, prompt, new) }
 }
 
-fn each_policy(test: impl Fn(Policy)) {
-    for (name, policy) in Policy::NAMES {
+fn each_policy(test: impl Fn(&'static dyn Policy)) {
+    for policy in POLICIES {
+        let name = policy.name();
         println!("policy {name}");
         test(policy);
     }
@@ -90,7 +91,7 @@ fn their_prompts_get_what_others_leave_of_a_step() {
 }
 
 /// A machine whose steps take as long as their tokens, so that a strict limit leaves no time for the background.
-fn strict(policy: Policy, streams: u64) -> Lab {
+fn strict(policy: &'static dyn Policy, streams: u64) -> Lab {
     let config = Config { background_slowdown: 110, max_seqs: 16, ..plenty(policy) };
     let mut lab = Lab::taught(config, Cost(1000, 1000, 5000));
     (1..=streams).for_each(|tag| lab.add(ask(tag, 10, 4000)));
@@ -173,7 +174,7 @@ fn beside_a_prompt_and_a_stream_they_get_less_and_their_prompts_nothing() {
 
 #[test]
 fn they_have_no_place_in_the_queues_limits_and_no_share_of_a_tenant() {
-    let mut lab = Lab::new(Config { max_seqs: 1, max_queued_reqs: 1, ..plenty(Policy::Fair) });
+    let mut lab = Lab::new(Config { max_seqs: 1, max_queued_reqs: 1, ..plenty(&Fair) });
     (1..=5).for_each(|tag| lab.add(background(tag, 10, 40)));
     lab.step();
     lab.add(ask(6, 10, 2));
@@ -183,7 +184,7 @@ fn they_have_no_place_in_the_queues_limits_and_no_share_of_a_tenant() {
     let other = |tag| Request { tenant: "other".into(), ..ask(tag, 10, 2) };
     lab.add(ask(8, 10, 2));
     lab.step();
-    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(Policy::Fair) });
+    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(&Fair) });
     lab.add(background(1, 100, 40));
     lab.finish();
     lab.add(ask(2, 10, 2));

@@ -1,10 +1,10 @@
 //! Static and dynamic batching, as in classic model servers: no request joins a running batch.
 
 use crate::lab::{Lab, ask, plenty};
-use chairlift_core::{Batching, Config, Policy, Stall, TimelineState};
+use chairlift_core::{Batching, Config, Fcfs, Stall, TimelineState};
 
 fn batches(batching: Batching) -> Config {
-    Config { batching, ..plenty(Policy::Fcfs) }
+    Config { batching, ..plenty(&Fcfs) }
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn who_is_preempted_may_rejoin_its_batch() {
 
 #[test]
 fn what_runs_and_is_not_committed_is_named_as_the_cause_of_a_stall() {
-    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    let mut lab = Lab::new(plenty(&Fcfs));
     let request = ask(1, 10, 1);
     lab.scheduler.add(request, 0).expect("it fits");
     let plan = lab.scheduler.plan(0).expect("a prompt");

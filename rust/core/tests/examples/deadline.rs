@@ -2,14 +2,14 @@
 //! its deadline.
 
 use crate::lab::{Cost, Lab, ask, plenty};
-use chairlift_core::{Batching, Config, FinishReason, Policy, Request, Time};
+use chairlift_core::{Batching, Config, Deadline, Fair, Fcfs, FinishReason, POLICIES, Policy, Prefix, Priority, Request, Shortest, Time};
 
 fn until(deadline: Time, request: Request) -> Request {
     Request { deadline: Some(deadline), ..request }
 }
 
 fn with_rows(max_seqs: u32) -> Config {
-    Config { max_seqs, ..plenty(Policy::Deadline) }
+    Config { max_seqs, ..plenty(&Deadline) }
 }
 
 #[test]
@@ -61,7 +61,7 @@ fn what_it_predicts_counts_and_what_it_may_generate_does_not() {
 
 #[test]
 fn without_deadline_policy_a_request_has_until_its_deadline() {
-    for policy in [Policy::Fcfs, Policy::Priority, Policy::Fair, Policy::Shortest, Policy::Prefix] {
+    for policy in [&Fcfs as &dyn Policy, &Priority, &Fair, &Shortest, &Prefix] {
         let mut lab = Lab::taught(plenty(policy), Cost(1000, 100, 0));
         let (from, deadline) = (lab.now, lab.now + 7500);
         lab.add(until(deadline, Request { predicted_tokens: Some(500), ..ask(1, 20, 500) }));
@@ -75,7 +75,7 @@ fn without_deadline_policy_a_request_has_until_its_deadline() {
 
 #[test]
 fn a_deadline_is_missed_when_it_has_come_and_not_before() {
-    let mut lab = Lab::new(Config { batching: Batching::Dynamic { size: 2, timeout: 9000 }, ..plenty(Policy::Fcfs) });
+    let mut lab = Lab::new(Config { batching: Batching::Dynamic { size: 2, timeout: 9000 }, ..plenty(&Fcfs) });
     lab.add(until(5000, ask(1, 10, 5)));
     // The batch is not full, so nothing runs. The deadline is the next event.
     assert!(lab.try_step().is_none());
@@ -89,7 +89,7 @@ fn a_deadline_is_missed_when_it_has_come_and_not_before() {
 
 #[test]
 fn a_deadline_for_the_first_token_is_over_once_it_is_there() {
-    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(Policy::Fcfs) });
+    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(&Fcfs) });
     let soon = |request: Request| Request { ttft_deadline: Some(5000), ..request };
     lab.add(soon(ask(1, 10, 20)));
     lab.add(soon(ask(2, 10, 20)));
@@ -115,7 +115,8 @@ fn deadline_policy_drops_for_the_first_token_as_well() {
 
 #[test]
 fn no_token_is_computed_after_a_deadline() {
-    for (name, policy) in Policy::NAMES {
+    for policy in POLICIES {
+        let name = policy.name();
         let mut lab =
             Lab::new(Config { max_tokens: 100, max_seqs: 6, num_blocks: 40, host_blocks: 8, max_model_len: 300, ..plenty(policy) });
         lab.cost = Cost(500, 20, 50);

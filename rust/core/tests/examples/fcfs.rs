@@ -1,12 +1,12 @@
 //! First come, first served, and the rules for a step's tokens under all policies.
 
 use crate::lab::{Lab, ask, plenty};
-use chairlift_core::{Config, Policy};
+use chairlift_core::{Config, Fcfs};
 use std::collections::HashMap;
 
 #[test]
 fn prompts_fill_what_a_step_has_in_the_order_they_came() {
-    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    let mut lab = Lab::new(plenty(&Fcfs));
     (1..=3).for_each(|tag| lab.add(ask(tag, 800, 9)));
     assert_eq!(lab.step().chunks, [(1, 800), (2, 224)]);
     // A decode leaves 1023 tokens. Waiting requests may use half, rounded down, and the prompt in progress gets the rest.
@@ -18,7 +18,7 @@ fn prompts_fill_what_a_step_has_in_the_order_they_came() {
 
 #[test]
 fn a_prompt_alone_has_all_of_a_steps_tokens() {
-    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    let mut lab = Lab::new(plenty(&Fcfs));
     lab.add(ask(1, 2000, 2));
     assert_eq!(lab.step().chunks, [(1, 1024)]);
     assert_eq!(lab.step().chunks, [(1, 976)]);
@@ -28,7 +28,7 @@ fn a_prompt_alone_has_all_of_a_steps_tokens() {
 
 #[test]
 fn a_long_prompt_does_not_block_the_queue_behind_it() {
-    let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(Policy::Fcfs) });
+    let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(&Fcfs) });
     lab.add(ask(1, 250, 1));
     assert_eq!(lab.step().chunks, [(1, 100)]);
     lab.add(ask(2, 10, 1));
@@ -41,7 +41,7 @@ fn a_long_prompt_does_not_block_the_queue_behind_it() {
 
 #[test]
 fn decodes_come_before_prompts() {
-    let mut lab = Lab::new(Config { max_tokens: 4, max_seqs: 4, ..plenty(Policy::Fcfs) });
+    let mut lab = Lab::new(Config { max_tokens: 4, max_seqs: 4, ..plenty(&Fcfs) });
     lab.add(ask(1, 2, 5));
     lab.add(ask(2, 2, 5));
     lab.step();
@@ -55,7 +55,7 @@ fn decodes_come_before_prompts() {
 
 #[test]
 fn an_output_is_prompt_plus_new_less_one_computed_tokens() {
-    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    let mut lab = Lab::new(plenty(&Fcfs));
     lab.add(ask(1, 100, 10));
     lab.add(ask(2, 50, 10));
     lab.steps(4);
@@ -69,7 +69,7 @@ fn an_output_is_prompt_plus_new_less_one_computed_tokens() {
 
 #[test]
 fn a_sequence_keeps_its_row_and_rows_are_used_again() {
-    let mut lab = Lab::new(Config { max_seqs: 4, ..plenty(Policy::Fcfs) });
+    let mut lab = Lab::new(Config { max_seqs: 4, ..plenty(&Fcfs) });
     (1..=20).for_each(|tag| lab.add(ask(tag, 5, 1 + tag as u32 * 7 % 11)));
     let mut rows: HashMap<u64, u32> = HashMap::new();
     while let Some(step) = lab.try_step() {

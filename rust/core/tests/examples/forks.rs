@@ -1,10 +1,10 @@
 //! Forks share the blocks of their prompt.
 
 use crate::lab::{Lab, ask, plenty};
-use chairlift_core::{Config, Policy, TimelineState};
+use chairlift_core::{Config, Fcfs, TimelineState};
 
 fn caching(prefix_caching: bool) -> Config {
-    Config { prefix_caching, ..plenty(Policy::Fcfs) }
+    Config { prefix_caching, ..plenty(&Fcfs) }
 }
 
 #[test]

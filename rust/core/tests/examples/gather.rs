@@ -1,12 +1,12 @@
 //! While nothing runs, requests wait for others within the deadlines of their first tokens.
 
 use crate::lab::{Cost, Lab, ask, plenty};
-use chairlift_core::{Config, Policy, Request, Time};
+use chairlift_core::{Config, Deadline, Fair, Fcfs, Policy, Request, Shortest, Time};
 use proptest::prelude::*;
 
 const COST: Cost = Cost(5000, 50, 500);
 
-fn lab(policy: Policy, gather: Time) -> Lab {
+fn lab(policy: &'static dyn Policy, gather: Time) -> Lab {
     Lab::taught(Config { gather, ..plenty(policy) }, COST)
 }
 
@@ -16,7 +16,7 @@ fn within(ttft: Time, now: Time, request: Request) -> Request {
 
 #[test]
 fn a_request_waits_for_half_of_its_time_and_others_join_it() {
-    let mut lab = lab(Policy::Fcfs, 1 << 40);
+    let mut lab = lab(&Fcfs, 1 << 40);
     let arrived = lab.now;
     lab.add(within(100_000, lab.now, ask(1, 10, 3)));
     assert!(lab.try_step().is_none());
@@ -34,7 +34,7 @@ fn a_request_waits_for_half_of_its_time_and_others_join_it() {
 
 #[test]
 fn nobody_waits_longer_than_the_setting_or_for_a_request_without_a_deadline() {
-    let mut lab = lab(Policy::Fcfs, 7000);
+    let mut lab = lab(&Fcfs, 7000);
     let arrived = lab.now;
     lab.add(within(100_000, lab.now, ask(1, 10, 3)));
     assert!(lab.try_step().is_none());
@@ -72,7 +72,7 @@ proptest! {
     #[test]
     fn no_request_misses_its_deadline_because_it_waited_for_others(
         gaps in prop::collection::vec((20_000..200_000u64, 1..40u32, 80_000..500_000u64), 1..30),
-        policy in prop::sample::select(vec![Policy::Fcfs, Policy::Fair, Policy::Deadline, Policy::Shortest]),
+        policy in prop::sample::select(vec![&Fcfs as &dyn Policy, &Fair, &Deadline, &Shortest]),
     ) {
         let mut at = 0;
         let requests: Vec<_> = gaps.into_iter().map(|(gap, prompt, ttft)| { at += gap; (at, prompt, ttft) }).collect();
@@ -90,7 +90,7 @@ proptest! {
 fn steps_carry_more_at_low_load() {
     let requests: Vec<_> = (0..200).map(|i| (i * 60_000 + i * i * 977 % 50_000, 20, 400_000)).collect();
     let per_second = [0, 1 << 40].map(|gather| {
-        let (step_us, tokens) = run(&mut lab(Policy::Fcfs, gather), &requests);
+        let (step_us, tokens) = run(&mut lab(&Fcfs, gather), &requests);
         tokens as f64 * 1e6 / step_us as f64
     });
     println!("output tokens per second of step time: {per_second:.1?}");

@@ -1,8 +1,8 @@
 //! A journal replays bit for bit, and reading an invalid journal names the error.
 
 use chairlift_core::{
-    Batching, Call, Config, DraftSource, FinishReason, JournalError, Outputs, ParsedJournal, Policy, Recorder, Request, Scheduler, SeqId,
-    Token, VerifiedDraft,
+    Batching, Call, Config, DraftSource, FinishReason, JournalError, Outputs, POLICIES, ParsedJournal, Prefix, Recorder, Request,
+    Scheduler, SeqId, Token, VerifiedDraft,
 };
 
 fn config() -> Config {
@@ -79,7 +79,7 @@ fn day(config: Config) -> Day {
 
 #[test]
 fn it_replays_under_every_policy_with_priorities_and_tenants() {
-    for (_, policy) in Policy::NAMES {
+    for policy in POLICIES {
         let config = Config { policy, host_blocks: 8, swap_ns_per_block: 100, ..config() };
         let day = day(config);
         let journal = ParsedJournal::read(&day.bytes).unwrap();
@@ -95,7 +95,7 @@ fn it_replays_under_every_policy_with_priorities_and_tenants() {
 
 #[test]
 fn the_scheduler_does_the_same_work_with_a_journal_as_without() {
-    let core = || Scheduler::new(Config { policy: Policy::Prefix, ..config() }).unwrap();
+    let core = || Scheduler::new(Config { policy: &Prefix, ..config() }).unwrap();
     let mut recorders = [Recorder::on(core()), Recorder::off(core())];
     for now in 0..20 {
         let lookups = recorders.each_mut().map(|recorder| {

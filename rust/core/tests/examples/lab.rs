@@ -50,7 +50,7 @@ pub(crate) struct Lab {
 }
 
 /// A configuration with ample limits. Each test reduces the limit it is about.
-pub(crate) fn plenty(policy: Policy) -> Config {
+pub(crate) fn plenty(policy: &'static dyn Policy) -> Config {
     Config { num_blocks: 4097, max_tokens: 1024, max_model_len: 16_384, policy, ..Config::default() }
 }
 

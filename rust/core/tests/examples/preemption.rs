@@ -1,12 +1,12 @@
 //! Preemption for lack of blocks: which sequence is preempted, and whether its KV is copied or recomputed.
 
 use crate::lab::{Cost, Lab, Step, ask, plenty};
-use chairlift_core::{Config, Policy, PreemptionReason, TimelineState};
+use chairlift_core::{Config, Fcfs, PreemptionReason, TimelineState};
 
 /// Eight blocks. Two requests have 3 and 4 blocks for 48 and 64 tokens. The free block goes to the first sequence that
 /// needs a fourth. Then the second needs a fifth.
 fn crowded(host_blocks: u32, swap_ns_per_block: u32) -> Config {
-    Config { num_blocks: 9, prefix_caching: false, host_blocks, swap_ns_per_block, ..plenty(Policy::Fcfs) }
+    Config { num_blocks: 9, prefix_caching: false, host_blocks, swap_ns_per_block, ..plenty(&Fcfs) }
 }
 
 fn run_into_the_wall(lab: &mut Lab) -> Step {
@@ -143,7 +143,7 @@ fn a_swapped_request_that_is_aborted_gives_its_host_blocks_back() {
 fn with_a_watermark_those_that_run_do_not_preempt_each_other() {
     // Forty blocks, and requests that grow from two to four blocks. With twenty blocks kept free, ten requests start.
     for (watermark, preempts) in [(0, true), (20, false)] {
-        let mut lab = Lab::new(Config { num_blocks: 41, watermark, max_seqs: 20, ..plenty(Policy::Fcfs) });
+        let mut lab = Lab::new(Config { num_blocks: 41, watermark, max_seqs: 20, ..plenty(&Fcfs) });
         (1..=40).for_each(|tag| lab.add(ask(tag, 30, 30)));
         lab.finish();
         assert_eq!(lab.scheduler.stats().counters.preemptions_recompute > 0, preempts, "with {watermark} blocks of headroom");

@@ -1,7 +1,7 @@
 //! Lower classes go first at every limit: slots, blocks and tokens.
 
 use crate::lab::{Lab, ask, plenty};
-use chairlift_core::{Config, Policy, Request, TimelineState};
+use chairlift_core::{Config, Priority, Request, TimelineState};
 
 fn urgent(tag: u64, prompt: u32, new: u32) -> Request {
     Request { priority: 0, ..ask(tag, prompt, new) }
@@ -12,7 +12,7 @@ fn patient(tag: u64, prompt: u32, new: u32) -> Request {
 }
 
 fn with_rows(max_seqs: u32) -> Config {
-    Config { max_seqs, ..plenty(Policy::Priority) }
+    Config { max_seqs, ..plenty(&Priority) }
 }
 
 #[test]
@@ -92,7 +92,7 @@ fn nobody_is_preempted_for_one_who_could_not_start_then_either() {
 
 #[test]
 fn an_urgent_prompt_goes_ahead_of_one_that_has_begun() {
-    let mut lab = Lab::new(Config { max_tokens: 1000, ..plenty(Policy::Priority) });
+    let mut lab = Lab::new(Config { max_tokens: 1000, ..plenty(&Priority) });
     lab.add(patient(1, 3000, 2));
     assert_eq!(lab.step().chunks, [(1, 1000)]);
     lab.add(urgent(2, 600, 5));
@@ -213,7 +213,7 @@ fn an_urgent_request_leaves_blocks_free_for_those_that_run() {
 fn a_prompt_that_has_begun_goes_on_within_its_ageing_bound() {
     // Urgent prompts take all hundred tokens of each step: prompts in progress, new prompts and aged prompts.
     for (prompt, waiting) in [(100, 3), (150, 3), (1000, 3), (100, 12)] {
-        let mut lab = Lab::new(Config { max_tokens: 100, ageing: 5000, ..plenty(Policy::Priority) });
+        let mut lab = Lab::new(Config { max_tokens: 100, ageing: 5000, ..plenty(&Priority) });
         lab.add(patient(1, 300, 1));
         lab.step();
         let mut tag = 100;

@@ -1,7 +1,7 @@
 //! A request that an engine lost goes on in another one: its answer counts as output, and nothing counts twice.
 
 use crate::lab::{Lab, ask, plenty};
-use chairlift_core::{Config, FinishReason, Policy, Rejected, Request, Resumed, Time, TimelineState};
+use chairlift_core::{Config, Fair, Fcfs, FinishReason, Rejected, Request, Resumed, Time, TimelineState};
 
 const ANSWERED: u32 = 5;
 
@@ -20,7 +20,7 @@ fn at(now: Time, config: Config) -> Lab {
 
 #[test]
 fn its_answer_is_output_and_its_first_events_are_those_of_the_first_engine() {
-    let mut lab = at(50_000, plenty(Policy::Fcfs));
+    let mut lab = at(50_000, plenty(&Fcfs));
     lab.add(lost(1, 12));
     lab.finish();
     let timeline = &lab.ended[&1];
@@ -33,7 +33,7 @@ fn its_answer_is_output_and_its_first_events_are_those_of_the_first_engine() {
 
 #[test]
 fn it_is_counted_once_and_not_charged_again() {
-    let mut lab = at(50_000, plenty(Policy::Fair));
+    let mut lab = at(50_000, plenty(&Fair));
     lab.add(lost(1, 12));
     lab.step();
     let counters = lab.scheduler.stats().counters;
@@ -44,7 +44,7 @@ fn it_is_counted_once_and_not_charged_again() {
 
 #[test]
 fn no_limit_of_the_queue_refuses_it() {
-    let mut lab = at(50_000, Config { max_queued_reqs: 1, max_seqs: 1, ..plenty(Policy::Fcfs) });
+    let mut lab = at(50_000, Config { max_queued_reqs: 1, max_seqs: 1, ..plenty(&Fcfs) });
     lab.add(ask(1, 10, 5));
     lab.add(lost(2, 12));
     lab.add(lost(3, 12));
@@ -55,7 +55,7 @@ fn no_limit_of_the_queue_refuses_it() {
 
 #[test]
 fn a_deadline_for_the_first_token_was_met_already() {
-    let mut lab = at(50_000, plenty(Policy::Fcfs));
+    let mut lab = at(50_000, plenty(&Fcfs));
     lab.add(Request { ttft_deadline: Some(10_000), ..lost(1, 12) });
     assert!(lab.expire().is_empty());
     lab.add(Request { deadline: Some(10_000), ..lost(2, 12) });
@@ -64,7 +64,7 @@ fn a_deadline_for_the_first_token_was_met_already() {
 
 #[test]
 fn an_answer_that_is_complete_is_refused() {
-    let mut lab = at(50_000, plenty(Policy::Fcfs));
+    let mut lab = at(50_000, plenty(&Fcfs));
     assert!(matches!(lab.try_add(lost(1, ANSWERED)), Err(Rejected::NoNewTokens)));
     assert!(matches!(lab.try_add(Request { prompt: vec![1; 5], ..lost(1, 12) }), Err(Rejected::EmptyPrompt)));
 }

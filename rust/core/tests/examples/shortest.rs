@@ -1,10 +1,10 @@
 //! Least work left first. A running sequence is preempted only if the gain exceeds the cost.
 
 use crate::lab::{Cost, Lab, ask, plenty};
-use chairlift_core::{Config, Policy, Request};
+use chairlift_core::{Config, Request, Shortest};
 
 fn one_row() -> Config {
-    Config { max_seqs: 1, ..plenty(Policy::Shortest) }
+    Config { max_seqs: 1, ..plenty(&Shortest) }
 }
 
 #[test]

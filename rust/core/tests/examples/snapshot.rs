@@ -1,11 +1,11 @@
 //! The contents of a snapshot.
 
 use crate::lab::{Lab, ask, plenty, stem};
-use chairlift_core::{Config, Policy, Request, Snapshot, TimelineState};
+use chairlift_core::{Config, Fcfs, Request, Snapshot, TimelineState};
 
 /// Ten blocks and two slots.
 fn small() -> Config {
-    Config { num_blocks: 11, max_seqs: 2, max_tokens: 32, watermark: 0, ..plenty(Policy::Fcfs) }
+    Config { num_blocks: 11, max_seqs: 2, max_tokens: 32, watermark: 0, ..plenty(&Fcfs) }
 }
 
 fn look(lab: &mut Lab) -> Snapshot {

@@ -1,14 +1,15 @@
 //! More urgent tiers go first under every policy whose tenants take no turns, and flex requests lose their place first.
 
 use crate::lab::{Lab, ask, plenty, stem};
-use chairlift_core::{Config, Policy, Request, Tier};
+use chairlift_core::{Config, Fair, Fcfs, POLICIES, Policy, Prefix, Request, Tier, Vtc};
 
 fn of(tier: Tier, tag: u64, prompt: u32, new: u32) -> Request {
     Request { tier, ..ask(tag, prompt, new) }
 }
 
-fn each_policy(test: impl Fn(Policy)) {
-    for (name, policy) in Policy::NAMES.into_iter().filter(|(_, policy)| !matches!(policy, Policy::Fair | Policy::Vtc)) {
+fn each_policy(test: impl Fn(&'static dyn Policy)) {
+    for policy in POLICIES.into_iter().filter(|policy| !policy.rules().takes_turns()) {
+        let name = policy.name();
         println!("policy {name}");
         test(policy);
     }
@@ -98,7 +99,7 @@ fn a_flex_request_ages() {
 
 #[test]
 fn a_request_does_not_wait_for_the_prompt_of_a_less_urgent_one() {
-    let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(Policy::Prefix) });
+    let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(&Prefix) });
     lab.add(Request { tier: Tier::Flex, ..stem(1, 1, 320, 400, 2) });
     lab.step();
     lab.add(stem(1, 2, 320, 400, 2));
@@ -108,7 +109,7 @@ fn a_request_does_not_wait_for_the_prompt_of_a_less_urgent_one() {
 
 #[test]
 fn where_tenants_take_turns_tiers_move_the_arrival_within_a_tenant() {
-    for policy in [Policy::Fair, Policy::Vtc] {
+    for policy in [&Fair as &dyn Policy, &Vtc] {
         let mut lab = Lab::new(Config { max_seqs: 1, ageing: 10_000, ..plenty(policy) });
         lab.now = 50_000;
         lab.add(of(Tier::Flex, 1, 10, 2));
@@ -130,7 +131,7 @@ fn where_tenants_take_turns_tiers_move_the_arrival_within_a_tenant() {
 
 #[test]
 fn a_fork_has_the_tier_of_its_parent() {
-    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    let mut lab = Lab::new(plenty(&Fcfs));
     lab.add(of(Tier::Flex, 1, 10, 4));
     lab.fork(1, 2);
     lab.finish();

@@ -1,7 +1,7 @@
 //! Timelines, and usage by tenant and class.
 
 use crate::lab::{Cost, Lab, ask, plenty};
-use chairlift_core::{Batching, Config, FinishReason, Policy, Request, Time, Timeline, TimelineState};
+use chairlift_core::{Batching, Config, Fcfs, FinishReason, POLICIES, Priority, Request, Time, Timeline, TimelineState};
 use std::collections::HashMap;
 
 fn time(timeline: &Timeline, states: &[TimelineState]) -> Time {
@@ -10,7 +10,7 @@ fn time(timeline: &Timeline, states: &[TimelineState]) -> Time {
 
 #[test]
 fn blocks_are_billed_for_the_time_they_are_held() {
-    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    let mut lab = Lab::new(plenty(&Fcfs));
     lab.add(ask(1, 16, 3));
     lab.add(ask(2, 20, 3));
     lab.finish();
@@ -20,7 +20,7 @@ fn blocks_are_billed_for_the_time_they_are_held() {
 
 #[test]
 fn a_timeline_has_the_time_in_each_state() {
-    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(Policy::Fcfs) });
+    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(&Fcfs) });
     lab.cost = Cost(1000, 10, 0);
     lab.add(ask(1, 100, 3));
     lab.step();
@@ -45,7 +45,7 @@ fn a_timeline_has_the_time_in_each_state() {
 
 #[test]
 fn what_was_done_with_a_request_before_it_was_added_is_a_part_of_its_time_and_not_of_the_queue_s() {
-    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    let mut lab = Lab::new(plenty(&Fcfs));
     lab.now = 10_000;
     let id = lab.scheduler.add(ask(1, 10, 2), 10_000).expect("it fits");
     lab.scheduler.prepared(id, &[(TimelineState::Receive, 3000), (TimelineState::Tokenize, 1000), (TimelineState::Grammar, 1_000_000)]);
@@ -62,7 +62,7 @@ fn what_was_done_with_a_request_before_it_was_added_is_a_part_of_its_time_and_no
 
 #[test]
 fn steps_that_others_share_are_told_apart() {
-    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    let mut lab = Lab::new(plenty(&Fcfs));
     lab.add(ask(1, 10, 4));
     lab.step();
     lab.add(ask(2, 10, 2));
@@ -76,7 +76,7 @@ fn steps_that_others_share_are_told_apart() {
 
 #[test]
 fn a_step_s_time_is_divided_among_its_sequences_by_what_they_cost() {
-    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    let mut lab = Lab::new(plenty(&Fcfs));
     lab.add(ask(1, 10, 4));
     lab.add(ask(2, 30, 4));
     lab.finish();
@@ -90,7 +90,7 @@ fn a_step_s_time_is_divided_among_its_sequences_by_what_they_cost() {
 
 #[test]
 fn the_meter_s_energy_is_divided_by_time_and_the_rest_is_idle() {
-    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    let mut lab = Lab::new(plenty(&Fcfs));
     lab.scheduler.read_meter(0, 0);
     lab.add(ask(1, 10, 2));
     lab.add(ask(2, 10, 2));
@@ -109,7 +109,7 @@ fn the_meter_s_energy_is_divided_by_time_and_the_rest_is_idle() {
 #[test]
 fn the_limit_that_binds_is_named() {
     // Tokens: the first step has none left. Half of the next step is for waiting requests.
-    let mut lab = Lab::new(Config { max_tokens: 10, max_seqs: 10, ..plenty(Policy::Fcfs) });
+    let mut lab = Lab::new(Config { max_tokens: 10, max_seqs: 10, ..plenty(&Fcfs) });
     lab.add(ask(1, 100, 1));
     lab.add(ask(2, 10, 1));
     lab.step();
@@ -117,7 +117,7 @@ fn the_limit_that_binds_is_named() {
     lab.finish();
     assert_eq!((lab.ended[&2].limit(), time(&lab.ended[&2], &[TimelineState::WaitBudget])), (Some(TimelineState::WaitBudget), 1000));
     // Blocks: ten, six of which the first request holds.
-    let mut lab = Lab::new(Config { num_blocks: 11, ..plenty(Policy::Fcfs) });
+    let mut lab = Lab::new(Config { num_blocks: 11, ..plenty(&Fcfs) });
     lab.add(ask(1, 90, 6));
     lab.add(ask(2, 70, 1));
     lab.step();
@@ -125,7 +125,7 @@ fn the_limit_that_binds_is_named() {
     lab.finish();
     assert_eq!((lab.ended[&2].limit(), time(&lab.ended[&2], &[TimelineState::WaitBlocks])), (Some(TimelineState::WaitBlocks), 6000));
     // Policy: of two classes, the lower one has the turn for the slot and the other waits for the policy's order.
-    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(Policy::Priority) });
+    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(&Priority) });
     lab.add(ask(1, 10, 5));
     lab.step();
     lab.add(Request { priority: 1, ..ask(2, 10, 1) });
@@ -141,7 +141,7 @@ fn the_limit_that_binds_is_named() {
 
 #[test]
 fn use_adds_up_by_tenant_and_by_class() {
-    let mut lab = Lab::new(Config { max_seqs: 2, ..plenty(Policy::Fcfs) });
+    let mut lab = Lab::new(Config { max_seqs: 2, ..plenty(&Fcfs) });
     for tag in 1..=6 {
         let tenant = if tag % 3 == 0 { "x" } else { "y" };
         lab.add(Request { tenant: tenant.into(), priority: (tag % 2) as i32, ..ask(tag, 10 * tag as u32, tag as u32) });
@@ -169,7 +169,7 @@ fn use_adds_up_by_tenant_and_by_class() {
 
 #[test]
 fn the_last_ten_thousand_are_explained_and_those_that_live() {
-    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    let mut lab = Lab::new(plenty(&Fcfs));
     for tag in 0..10_001 {
         lab.add(ask(tag, 1, 1));
         lab.abort(tag);
@@ -300,7 +300,7 @@ fn ten_thousand_accounts_are_right_to_the_microsecond() {
     let mut all = Vec::new();
     let batchings =
         [(Batching::Continuous, 1100), (Batching::Static { size: 6 }, 300), (Batching::Dynamic { size: 6, timeout: 2000 }, 300)];
-    for (_, policy) in Policy::NAMES {
+    for policy in POLICIES {
         for (batching, requests) in batchings {
             let config = Config {
                 num_blocks: 40,

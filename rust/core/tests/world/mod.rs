@@ -6,8 +6,8 @@ mod fake_model;
 mod used_prefixes;
 
 use chairlift_core::{
-    BACKGROUND, BlockHash, BlockHasher, CacheScope, Config, Continues, DraftSource, Drafter, FinishReason, HeldId, Outputs, ParsedJournal,
-    Policy, Recorder, Rejected, Request, Reservation, Resumed, Scheduler, SeqId, StepPlan, Tier, Timeline, Token,
+    BACKGROUND, BlockHash, BlockHasher, CacheScope, Config, Continues, DraftSource, Drafter, FinishReason, Grouping, HeldId, Outputs,
+    ParsedJournal, Preemption, Recorder, Rejected, Request, Reservation, Resumed, Scheduler, SeqId, StepPlan, Tier, Timeline, Token,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -253,7 +253,7 @@ impl World {
             Op::ShareService { tenant, us } => {
                 self.scheduler.charge_elsewhere(&tenant_name(tenant), us);
                 let told = self.scheduler.take_service();
-                assert!(told.is_empty() || matches!(self.scheduler.config().policy, Policy::Fair | Policy::Vtc));
+                assert!(told.is_empty() || self.scheduler.rules().takes_turns());
                 assert_eq!(self.scheduler.take_service(), [], "told twice");
             }
             Op::SetBlockLimit(blocks) => self.set_block_limit(blocks),
@@ -561,24 +561,24 @@ impl World {
         let least_urgent = plan.admitted.iter().map(|admitted| class(&admitted.tag).0).max().expect("not empty");
         assert!(least_urgent < Tier::Background, "preempted for a background request");
         // A more urgent tier may take the place of a less urgent one, unless tenants take turns.
-        let takes_turns = matches!(self.scheduler.config().policy, Policy::Fair | Policy::Vtc);
-        let kept = if takes_turns { Tier::Flex } else { least_urgent };
+        let rules = self.scheduler.rules();
+        let kept = if rules.takes_turns() { Tier::Flex } else { least_urgent };
         let others: Vec<_> = plan.preempted.iter().filter(|tag| class(tag).0 <= kept).collect();
         if others.is_empty() {
             return;
         }
-        match self.scheduler.config().policy {
-            Policy::Shortest => assert!(others.iter().all(|tag| class(tag).0 == least_urgent), "preempted for a less urgent tier"),
-            Policy::Fair => {
+        assert_ne!(rules.preemption, Preemption::Never, "admitted in a step that preempted");
+        match rules.grouping {
+            Grouping::Single => assert!(others.iter().all(|tag| class(tag).0 == least_urgent), "preempted for a less urgent tier"),
+            Grouping::Tenants(_) => {
                 let whose = |tag: &u64| &self.live[tag].tenant;
                 assert_eq!(plan.admitted.len(), 1, "preempted for more than one");
                 assert!(others.iter().all(|tag| whose(tag) != whose(&plan.admitted[0].tag)), "preempted for its own tenant");
             }
-            Policy::Priority | Policy::Deadline => {
+            Grouping::Classes => {
                 let most = plan.admitted.iter().map(|admitted| class(&admitted.tag)).max();
                 assert!(most < plan.preempted.iter().map(class).min(), "preempted for one that is no more urgent");
             }
-            _ => panic!("admitted in a step that preempted"),
         }
     }
 
