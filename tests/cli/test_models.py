@@ -23,6 +23,7 @@ from chairlift.server.model import ServedModel
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache with the default model's file and one model of the hub."""
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
     blobs = tmp_path / "cache" / "hub" / "models--org--name" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / "1").write_bytes(bytes(3_000_000))

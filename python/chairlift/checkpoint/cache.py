@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from chairlift.checkpoint.hub_settings import own_cache
 from chairlift.errors import ChairliftError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk."""
+DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+"""File name of the default model."""
 LINK = "chairlift.gguf"
 """File name in the directory of a converted model: a symbolic link to the GGUF file, from which the tensors are read."""
 
@@ -23,10 +26,16 @@ def cache_dir(directory: str | None = None) -> Path:
     return _named(directory) or (Path(base) if base else Path.home() / ".cache") / "chairlift"
 
 
-def hub_dir(directory: str | None = None) -> Path | None:
-    """Returns the directory of Hugging Face hub models if `directory` or $CHAIRLIFT_CACHE_DIR sets it; None for the hub's own cache."""
-    named = _named(directory)
-    return named and named / "hub"
+def default_file(cache: Path) -> Path:
+    """Returns the path of the default model's GGUF file in the directory `cache`. A file of that name is complete."""
+    return cache / DEFAULT_FILE
+
+
+def hub_dir(directory: str | None = None) -> Path:
+    """Returns the directory of Hugging Face hub models: `hub` in what `cache_dir` names, if anything does; else the hub's own cache."""
+    if (named := _named(directory)) is not None:
+        return named / "hub"
+    return own_cache()
 
 
 def _named(directory: str | None) -> Path | None:

@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,13 @@ The gguf package, slow to import, knows the others.
 _FLOATS = {0: np.float32, 1: np.float16, 30: np.uint16}
 
 
-def convert(path: Path, out: Path, sampling: Mapping[str, float] | None = None) -> None:
+def convert(path: Path, out: Path, sampling: Mapping[str, float] | None = None, stop: Collection[str] = ()) -> None:
     """Writes the model of a GGUF file, except its weights, to the new directory `out`, completely or not at all.
 
     The directory gets the configuration, the tokenizer and a link to the file: weights are read from the file itself, see `GGUFTensors`. A
     `tokenizer.json` beside the file replaces the file's own vocabulary. If another process created `out` meanwhile, its result stays.
-    `sampling` are recommended settings for generation_config.json. Raises UnsupportedModel, with the reason, for a file that cannot be
-    read.
+    `sampling` are recommended settings for generation_config.json, and `stop` texts of control tokens that end an answer. Raises
+    UnsupportedModel, with the reason, for a file that cannot be read.
     """
     file = open_gguf(path)
     config = model_config(file)
@@ -84,7 +84,7 @@ def convert(path: Path, out: Path, sampling: Mapping[str, float] | None = None) 
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
-            _write(file, config, partial, sampling or {})
+            _write(file, config, partial, sampling or {}, stop)
             try:
                 partial.rename(out)
             except OSError:
@@ -94,11 +94,11 @@ def convert(path: Path, out: Path, sampling: Mapping[str, float] | None = None) 
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(file: GGUFFile, config: dict[str, Any], out: Path, sampling: Mapping[str, float]) -> None:
+def _write(file: GGUFFile, config: dict[str, Any], out: Path, sampling: Mapping[str, float], stop: Collection[str]) -> None:
     write_tokenizer(file, out)
     _write_json(out / "config.json", config)
     generation = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
-    generation |= {"eos_token_id": end_token_ids(file)} | _recommended_sampling(file) | dict(sampling)
+    generation |= {"eos_token_id": end_token_ids(file, stop)} | _recommended_sampling(file) | dict(sampling)
     _write_json(out / "generation_config.json", generation)
     if (pooling := file.value(f"{file.get('general.architecture', str)}.pooling_type")) in _POOLINGS:
         _write_json(out / "modules.json", [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}])

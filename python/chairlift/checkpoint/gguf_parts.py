@@ -1,14 +1,19 @@
-"""Finds GGUF files: which file of a directory is the model, and the parts of a split one."""
+"""Finds GGUF files by their names: which file of a directory or a repository is the model, and the parts of a split one."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePath
+from typing import TypeVar
+
+P = TypeVar("P", bound=PurePath)
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})(?P<of>-of-)(?P<count>(?!00000)\d{5})(?P<suffix>\.gguf)?", re.IGNORECASE)
 _OTHERS = re.compile(r".*(mmproj|imatrix).*|(mtp|eagle3|dflash|dspark)-.*", re.IGNORECASE)
 """Files beside a model: image encoders, statistics of quantisation, draft models."""
 _PREFERRED = ("Q4_K_M", "Q8_0")
+_TAG = re.compile(r"[-.]([A-Za-z0-9_]+)$")
 
 
 def is_gguf(path: Path) -> bool:
@@ -20,25 +25,39 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def model_files(directory: Path) -> list[Path]:
-    """Returns the models among the GGUF files of a directory: first Q4_K_M, then Q8_0, then by name. A split one is its first part."""
-    files = sorted(path for path in directory.iterdir() if path.suffix.lower() == ".gguf" and not _OTHERS.fullmatch(path.name))
-    first = sorted({parts_of(path)[0] for path in files})  # it may be missing, which its reader reports
+def model_files(files: Iterable[P]) -> list[P]:
+    """Returns the models among `files`: first Q4_K_M, then Q8_0, then by name. A split one is its first part, which may be missing."""
+    found = sorted({parts_of(path)[0] for path in files if path.suffix.lower() == ".gguf" and not _OTHERS.fullmatch(path.name)})
 
-    def rank(path: Path) -> int:
-        return next((rank for rank, kind in enumerate(_PREFERRED) if kind in path.name.upper()), len(_PREFERRED))
+    def rank(path: P) -> int:
+        return next((rank for rank, tag in enumerate(_PREFERRED) if tagged([path], tag)), len(_PREFERRED))
 
-    return sorted(first, key=rank)
+    return sorted(found, key=rank)
 
 
-def stem_of(path: Path) -> str:
+def tagged(models: Iterable[P], tag: str) -> list[P]:
+    """Returns the models whose path has `tag`, in any case, before a dot or a hyphen, as llama.cpp and Ollama choose them.
+
+    Those come first in which it is a word: F16 means BF16 only where there is no F16.
+    """
+    found = [path for path in models if re.search(rf"{re.escape(tag)}[.-]", str(path), re.IGNORECASE)]
+    return sorted(found, key=lambda path: re.search(rf"(?<![A-Za-z0-9]){re.escape(tag)}[.-]", str(path), re.IGNORECASE) is None)
+
+
+def tag_of(path: PurePath) -> str | None:
+    """Returns the last word of a model's file name, which is its type of weights in most names: `Q4_K_M` of `model-Q4_K_M.gguf`."""
+    match = _TAG.search(stem_of(path))
+    return match[1] if match else None
+
+
+def stem_of(path: PurePath) -> str:
     """Returns the name of a model's file without .gguf and without the number of a part."""
     name = path.name[:-5] if path.name.lower().endswith(".gguf") else path.name
     match = _PART.fullmatch(name)
     return match["stem"] if match else name
 
 
-def parts_of(path: Path) -> list[Path]:
+def parts_of(path: P) -> list[P]:
     """Returns the paths of all parts of the model of which `path` is a part, in order; only `path` if its name is not that of a part."""
     match = _PART.fullmatch(path.name)
     if match is None:

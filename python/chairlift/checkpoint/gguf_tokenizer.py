@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,12 +64,19 @@ def _chat_templates(file: GGUFFile) -> list[dict[str, str]]:
     return [{"name": name, "template": text} for name, key in named.items() if (text := file.get(key, str))]
 
 
-def end_token_ids(file: GGUFFile) -> list[int]:
-    """Returns the tokens that end an answer: those with such a role, those that the file lists, and those with a known text."""
+def end_token_ids(file: GGUFFile, stop: Collection[str] = ()) -> list[int]:
+    """Returns the tokens that end an answer: those with such a role, those that the file lists, and those with a known text.
+
+    Texts of `stop` that are control tokens count too; others are reported.
+    """
     roles = [token[1] for name in ("eos", "eot", "eom") if (token := _role(file, name))]
     tokens = file.get("tokenizer.ggml.tokens", list) or []
     listed = [token for token in file.get("tokenizer.ggml.eos_token_ids", list) or [] if type(token) is int and 0 <= token < len(tokens)]
     known = end_tokens({text: index for index, text in enumerate(tokens)})
+    controls = {tokens[index]: index for index, kind in enumerate(file.get("tokenizer.ggml.token_type", list) or []) if kind == _CONTROL}
+    known |= {controls[text] for text in stop if text in controls}
+    if others := [text for text in stop if text not in controls]:
+        log.warning("%s: a stop text that is no control token is not used, send it with each request as `stop`: %r", file.path, others)
     return list(dict.fromkeys((*roles, *listed, *sorted(known))))
 
 

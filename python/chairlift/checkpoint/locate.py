@@ -7,13 +7,18 @@ import glob
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
 
-from chairlift.checkpoint.cache import FULL, LINK, cache_dir, hub_dir, writing_to
-from chairlift.checkpoint.downloads import check_remote, is_hub_name
+from chairlift.checkpoint.cache import DEFAULT_FILE, LINK, cache_dir, default_file, hub_dir
+from chairlift.checkpoint.file_address import find_file
 from chairlift.checkpoint.gguf_parts import is_gguf, model_files, parts_of, stem_of
-from chairlift.checkpoint.pull import MEMBER, SAMPLING, default_file, pull_default
+from chairlift.checkpoint.hub_model import find_hub_model
+from chairlift.checkpoint.hub_settings import is_offline
+from chairlift.checkpoint.model_name import FileAddress, HubName, parse_name
+from chairlift.checkpoint.ollama_store import OllamaFile, OllamaModel, find_ollama_model
+from chairlift.checkpoint.progress import announced, say
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ModelNotFound
 
@@ -22,56 +27,123 @@ __all__ = ["cache_dir", "locate", "public_name"]
 _LAYOUT = 3
 """Part of the name of a converted model. It is incremented when the output of `convert` changes."""
 
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
-_HUB_TIMEOUT = 10
+_DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""The sampling settings of SmolLM2-Instruct's model card. The GGUF file does not contain them."""
 
 
-def locate(model: str, revision: str | None = None, directory: str | None = None, progress: bool = True, *, download: bool = True) -> Path:
+def locate(
+    model: str,
+    revision: str | None = None,
+    directory: str | None = None,
+    progress: bool = True,
+    *,
+    download: bool = True,
+    update: bool = False,
+) -> Path:
     """Returns the local directory of a model. Downloads it (with `download`) or converts it first if necessary.
 
-    `model` is DEFAULT_MODEL, a directory with config.json and safetensors files or with GGUF files, a GGUF file, or a name
-    `organisation/model` on the Hugging Face hub, with `revision` as branch, tag or commit. Models are stored in `directory`, or as
-    `cache_dir` says; hub models by default in the hub's own cache. `progress` reports slow operations on stderr. Raises ModelNotFound with
+    `model` is DEFAULT_MODEL, a directory with config.json and safetensors files or with GGUF files, a GGUF file, a model of the Hugging
+    Face hub (`organisation/model`, `organisation/model:TAG`) with `revision` as branch, tag or commit, the address of a GGUF file, or a
+    model of Ollama's. Models are stored in `directory`, or as `cache_dir` and `hub_dir` say. A downloaded model is used if no newer one
+    can be downloaded, unless `update` makes that an error. `progress` reports slow operations on stderr. Raises ModelNotFound with
     remedies, UnsupportedModel, or ChairliftError if the disk is full.
     """
     cache = cache_dir(directory)
     path = Path(os.path.expanduser(model))
     if model == DEFAULT_MODEL and not path.is_dir():
-        return _converted(lambda: _default(cache, progress, download), cache, f"default-{Path(MEMBER).stem}-{_LAYOUT}", progress, SAMPLING)
+        default = f"default-{Path(DEFAULT_FILE).stem}-{_LAYOUT}"
+        return _converted(lambda: _default(cache, progress, download), cache, default, progress, _DEFAULT_SAMPLING)
     if path.is_dir():
         return _directory(path, cache, progress)
     if path.is_file():
         if not is_gguf(path):
             raise ModelNotFound(f"{path} is a file but not a GGUF one; name a GGUF file, or the directory that holds config.json")
         return _gguf(path, cache, progress)
-    if is_hub_name(model):
-        return _directory(_from_hub(model, revision, hub_dir(directory), download), cache, progress)
-    raise ModelNotFound(
-        f"there is no model {model!r} here; name a directory with config.json and *.safetensors, a .gguf file, "
-        f"a model of the Hugging Face hub (organisation/model), or {DEFAULT_MODEL}"
-    )
+    name = parse_name(model)
+    if isinstance(name, HubName) and revision is not None:
+        name = replace(name, revision=revision)
+    found = None if name is None else _downloaded(name, directory)
+    if found is None and revision is None and (name is None or not update) and (ollama := find_ollama_model(model)) is not None:
+        return _ollama(ollama, cache, progress)
+    if name is None:
+        raise ModelNotFound(
+            f"there is no model {model!r} here; name a directory with config.json and *.safetensors, a .gguf file or the address of one, "
+            f"a model of the Hugging Face hub (organisation/model or organisation/model:Q4_K_M), one of Ollama's, or {DEFAULT_MODEL}"
+        )
+    path = _fetched(name, found, directory, progress, download, update)
+    return _directory(path, cache, progress) if path.is_dir() else _gguf(path, cache, progress)
 
 
 def pull_model(model: str, directory: str | None = None) -> Path:
-    """Downloads DEFAULT_MODEL or a model of the hub, as `locate` does; raises ModelNotFound for any other name."""
-    check_remote(model)
-    return locate(model, directory=directory, progress=False)
+    """Downloads a model as `locate` does, or its newer version; raises ModelNotFound for a name that cannot be downloaded."""
+    if model != DEFAULT_MODEL and parse_name(model) is None:
+        raise ModelNotFound(f"{model!r} is neither {DEFAULT_MODEL}, a model of the Hugging Face hub (organisation/model) nor an address")
+    return locate(model, directory=directory, progress=False, update=True)
 
 
 def public_name(model: str) -> str:
-    """Returns the name under which clients see a model: the last part of a local path, without .gguf and a part's number, or `model`."""
+    """Returns the name under which clients see a model: the last part of a path or an address, or `model`.
+
+    A file's name is without .gguf and the number of a part.
+    """
     path = Path(os.path.abspath(os.path.expanduser(model)))
     if not path.exists():
-        return model
+        return _public_address(model) if "://" in model else model
     if path.parent.name == "snapshots" and (hub := path.parent.parent.name).startswith("models--"):
         return hub.removeprefix("models--").replace("--", "/")  # a directory of the Hugging Face hub's cache
     return stem_of(path) or model
+
+
+def _public_address(url: str) -> str:
+    name = parse_name(url)
+    file = name.file if isinstance(name, HubName) else name and name.name
+    return stem_of(PurePosixPath(file)) if file else str(name or url)
+
+
+def _downloaded(name: HubName | FileAddress, directory: str | None) -> Path | None:
+    """Returns the file or the directory of a model that was downloaded."""
+    return find_hub_model(name, hub_dir(directory)) if isinstance(name, HubName) else find_file(name, cache_dir(directory))
+
+
+def _fetched(name: HubName | FileAddress, found: Path | None, directory: str | None, progress: bool, download: bool, update: bool) -> Path:
+    """Returns the file or the directory of a model after downloading what is missing or newer; `found` if that is not possible."""
+    offline = isinstance(name, HubName) and is_offline()
+    if offline or not download:
+        if found is not None and not (offline and update):
+            return found
+        reason = "HF_HUB_OFFLINE allows no request to the Hugging Face hub" if offline else f"'chairlift pull {name}' downloads it"
+        raise ModelNotFound(f"{name} is not downloaded: {reason}")
+    # These modules import an HTTP client, which a model that is here does not need.
+    try:
+        if isinstance(name, HubName):
+            from chairlift.checkpoint.hub_download import download_hub_model
+
+            return download_hub_model(name, hub_dir(directory), progress)
+        from chairlift.checkpoint.file_download import download_file
+
+        return download_file(name, cache_dir(directory), progress)
+    except ModelNotFound as error:
+        if found is None or update:
+            raise
+        if progress:
+            say(f"{error}; taking the copy of {name} that was downloaded earlier")
+        return found
+
+
+def _ollama(model: OllamaModel, cache: Path, progress: bool) -> Path:
+    """Returns the converted directory of a model of Ollama's, and reports what of its manifest is not used."""
+    file = model.read()
+    if file.unused and progress:
+        say(f"Not used of Ollama's {model.name}: {', '.join(file.unused)}. Chats have the template of the GGUF file")
+    return _gguf(file.path, cache, progress, file)
 
 
 def _default(cache: Path, progress: bool, download: bool) -> Path:
     """Returns the default model's file."""
     if not download and not default_file(cache).is_file():
         raise ModelNotFound(f"{DEFAULT_MODEL} is not in {cache}: 'chairlift pull' downloads it")
+    from chairlift.checkpoint.pull import pull_default  # imports an HTTP client
+
     return pull_default(cache, progress)
 
 
@@ -80,11 +152,11 @@ def _directory(path: Path, cache: Path, progress: bool) -> Path:
     has_config = (path / "config.json").is_file()
     if has_config and ((path / LINK).is_symlink() or any(path.glob("*.safetensors"))):
         return path.absolute()
-    found = model_files(path)
+    found = model_files(path.iterdir())
     if found:
         if len(found) > 1 and progress:
             others = ", ".join(file.name for file in found[1:])
-            _say(f"Taking {found[0].name} of {path}, which also holds {others}")
+            say(f"Taking {found[0].name} of {path}, which also holds {others}")
         return _gguf(found[0], cache, progress)
     if has_config:
         return path.absolute()
@@ -93,7 +165,7 @@ def _directory(path: Path, cache: Path, progress: bool) -> Path:
     )
 
 
-def _gguf(path: Path, cache: Path, progress: bool) -> Path:
+def _gguf(path: Path, cache: Path, progress: bool, ollama: OllamaFile | None = None) -> Path:
     """Returns the converted directory of a file, or of the model of which it is a part.
 
     Converts again if the file or a tokenizer.json beside it has changed. A link stays one: in the hub's cache, tokenizer.json and other
@@ -106,17 +178,29 @@ def _gguf(path: Path, cache: Path, progress: bool) -> Path:
         if file.is_file():
             facts = file.stat()
             identity.update(f"\0{file}\0{facts.st_size}\0{facts.st_mtime_ns}".encode(errors="surrogateescape"))
-    place = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
-    name = f"{stem_of(path)}-{place}-{_LAYOUT}"
-    out = _converted(lambda: path, cache, f"{name}-{identity.hexdigest()[:8]}", progress)
+    place = hashlib.sha256(os.fsencode(path))
+    advice = (ollama.sampling, ollama.stop) if ollama else ()
+    place.update(repr(advice).encode() if advice else b"")  # several models of Ollama's may have the same file
+    name = f"{stem_of(path)}-{place.hexdigest()[:8]}-{_LAYOUT}"
+    out = _converted(lambda: path, cache, f"{name}-{identity.hexdigest()[:8]}", progress, *advice)
     for other in out.parent.glob(f"{glob.escape(name)}-*"):
         if other != out:
             shutil.rmtree(other, ignore_errors=True)
     return out
 
 
-def _converted(source: Callable[[], Path], cache: Path, name: str, progress: bool, sampling: Mapping[str, float] | None = None) -> Path:
-    """Returns the converted directory `name` of the file `source`, created if it is missing. Then removes old copies of weights."""
+def _converted(
+    source: Callable[[], Path],
+    cache: Path,
+    name: str,
+    progress: bool,
+    sampling: Mapping[str, float] | None = None,
+    stop: Collection[str] = (),
+) -> Path:
+    """Returns the converted directory `name` of the file `source`, created if it is missing. Then removes old copies of weights.
+
+    `sampling` and `stop` are for `convert`.
+    """
     out = cache / "gguf" / name
     if not (out / LINK).exists():
         from chairlift.checkpoint.gguf import convert  # imports numpy, which a server's process does not need otherwise
@@ -124,8 +208,8 @@ def _converted(source: Callable[[], Path], cache: Path, name: str, progress: boo
         path = source()
         if out.is_dir() and not (out / LINK).exists():
             shutil.rmtree(out)  # the GGUF file that it links to was moved
-        with _announced(f"Reading the tokenizer of {path.name}", progress):
-            convert(path, out, sampling)
+        with announced(f"Reading the tokenizer of {path.name}", progress):
+            convert(path, out, sampling, stop)
         _remove_old_copies(cache / "models")
     return out
 
@@ -136,60 +220,3 @@ def _remove_old_copies(directory: Path) -> None:
         shutil.rmtree(blocks.parent, ignore_errors=True)
     with contextlib.suppress(OSError):
         directory.rmdir()  # only if it is empty
-
-
-def _say(text: str) -> None:
-    from rich.console import Console
-
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _announced(text: str, progress: bool) -> Iterator[None]:
-    """Shows `text` on stderr while the block runs: as a spinner on a terminal, as one line elsewhere."""
-    if not progress:
-        yield
-        return
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        _say(text)
-    with console.status(text):
-        yield
-
-
-def _from_hub(name: str, revision: str | None, directory: Path | None, download: bool) -> Path:
-    """Returns the hub's snapshot of a model in `directory` or the hub's own cache. Respects $HF_HUB_OFFLINE and $HF_TOKEN."""
-    ways_out = "name a local directory or .gguf file instead, or fetch it where the hub can be reached and copy it here"
-    try:
-        from huggingface_hub import constants, errors, snapshot_download
-    except ImportError:
-        raise ModelNotFound(f"fetching {name} needs the package huggingface_hub; {ways_out}") from None
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                cache_dir=directory,
-                allow_patterns=list(_HUB_FILES),
-                etag_timeout=_HUB_TIMEOUT,
-                local_files_only=not download,
-            )
-        )
-    except errors.GatedRepoError:
-        raise ModelNotFound(f"{name} is gated: accept its terms on huggingface.co and set HF_TOKEN, or {ways_out}") from None
-    except errors.RevisionNotFoundError:
-        raise ModelNotFound(f"{name} has no revision {revision!r} on the Hugging Face hub") from None
-    except errors.RepositoryNotFoundError:
-        raise ModelNotFound(f"the Hugging Face hub has no model {name} (or it is private: set HF_TOKEN); {ways_out}") from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        if not download:
-            raise ModelNotFound(f"{name} is not downloaded: 'chairlift pull {name}' downloads it") from None
-        raise ModelNotFound(f"{name} is not in the local cache and the Hugging Face hub cannot be reached; {ways_out}") from None
-    except Exception as error:  # the exceptions of the hub's HTTP stack differ between versions
-        if isinstance(error, OSError) and error.errno in FULL:
-            with writing_to(directory or Path(constants.HF_HUB_CACHE)):
-                raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelNotFound(f"could not fetch {name} from the Hugging Face hub ({reason}); {ways_out}") from None

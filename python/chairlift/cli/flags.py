@@ -19,7 +19,9 @@ from chairlift.settings import ENV_PREFIX, from_environment, parse_value
 
 C = TypeVar("C")
 
-MODEL_SOURCES = "a directory in Hugging Face's layout, a .gguf file, or a hub name"
+MODEL_SOURCES = (
+    "a directory in Hugging Face's layout, a .gguf file, a hub name (org/name, org/name:Q4_K_M), an https address, or Ollama's name"
+)
 COMMON = {
     *("tokenizer", "chat_template", "device", "tensor_parallel_size", "threads", "dtype", "quantization", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "tenant_weights", "batching", "max_num_queued_reqs"),

@@ -1,4 +1,4 @@
-"""`chairlift list`: the downloaded models."""
+"""`chairlift list`: the models on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chairlift.config import EngineConfig
 
 _EXAMPLES = """\
 examples:
-  chairlift list                 the models that 'chairlift pull' and 'chairlift serve' downloaded
+  chairlift list                 the models that were downloaded, also by other programs of the Hugging Face hub and by Ollama
   chairlift list --json          the same as JSON
 
 'chairlift show MODEL' describes one, 'chairlift rm MODEL' deletes one. Directories and .gguf files of your own are not listed.
@@ -32,7 +32,10 @@ def run(args: argparse.Namespace) -> int:
 
     found = downloads(args.engine.cache_dir)
     if args.json:
-        rows = [{"name": one.name, "path": str(one.path), "num_bytes": one.num_bytes, "modified": one.modified} for one in found]
+        rows = [
+            {"name": one.name, "path": str(one.path), "num_bytes": one.num_bytes, "modified": one.modified, "owner": one.owner.value}
+            for one in found
+        ]
         print(json.dumps(rows, indent=2))
         return 0
     if not found:

@@ -14,6 +14,8 @@ examples:
   chairlift show                             the default model
   chairlift show ./llama-3.2-1b-q4_k_m.gguf  a file
   chairlift show org/name --json             a downloaded model of the Hugging Face hub
+  chairlift show org/name-GGUF:Q8_0          one of its GGUF files
+  chairlift show llama3.2:1b                 a model that Ollama has pulled
 
 Nothing is downloaded, and no weights are read.
 """

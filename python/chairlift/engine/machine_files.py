@@ -13,8 +13,8 @@ from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any
 
-from chairlift.checkpoint.downloads import is_hub_name
 from chairlift.checkpoint.locate import public_name
+from chairlift.checkpoint.model_name import is_hub_name
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.engine.frames import Frame, Load, LoadAdapter
 from chairlift.engine.journal import create_next

@@ -136,7 +136,9 @@ def _setting(key: str, value: Any) -> Any:
     match key:
         case "path":
             if not isinstance(value, str) or not value:
-                raise ValueError(f"expected a directory, a .gguf file or a hub name, got {value!r:.100}")
+                raise ValueError(
+                    f"expected a directory, a .gguf file or its https address, a hub name or Ollama's name, got {value!r:.100}"
+                )
             return value
         case "aliases":
             if not isinstance(value, list) or not all(isinstance(name, str) and name.strip() for name in value):
