@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "models": {"layers", "architectures", *LEAVES},
     "layers": {"kernels", "_core"},
     "kernels": set(),
-    "grammar": {"errors", "sampling"},
+    "grammar": {"checkpoint", "errors", "sampling"},
     "tokenizer": {"chat_template", "checkpoint", *LEAVES},
     "chat_template": {"template_process", "errors"},
     "template_process": {"template_renderer", "errors"},

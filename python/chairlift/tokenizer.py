@@ -9,7 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chairlift.checkpoint.byte_alphabet import BYTES
 from chairlift.checkpoint.end_tokens import end_tokens
+from chairlift.checkpoint.plain_text import plain
+from chairlift.checkpoint.tokenizer_files import load_backend, read_json, token_with_role, tokenizer_config, tokenizer_file
 from chairlift.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -21,28 +24,28 @@ _SPACE = "\u2581"
 
 
 class Tokenizer:
-    """A model's tokenizer: tokenizer.json for the tokens, tokenizer_config.json for their roles and the chat template.
+    """A model's tokenizer: a vocabulary, such as tokenizer.json, and tokenizer_config.json for roles of tokens and the chat template.
 
     It is thread-safe and does not need transformers. Its text equals that of transformers, except for byte tokens that form no
     character (see `decode`).
     """
 
     def __init__(self, directory: Path, source: str | Path | None = None, chat_template: str | Path | None = None) -> None:
-        """Loads the tokenizer of the model in `directory`; `source` names another directory or tokenizer.json.
+        """Loads the tokenizer of the model in `directory`; `source` names another directory or file.
 
-        `chat_template` names a Jinja file, which replaces the model's. Raises ModelNotFound if there is no tokenizer.json,
+        `chat_template` names a Jinja file, which replaces the model's. Raises ModelNotFound if there is no vocabulary,
         UnsupportedModel if it cannot be read, InvalidSetting if the chat template cannot be used.
         """
         self._model = directory
         file = self._file = tokenizer_file(directory, source)
         if not file.is_file():
             raise ModelNotFound(f"{file.parent} has no {file.name}; name one with --tokenizer")
-        self._backend = _backend(file)
+        self._config = tokenizer_config(file)
+        self._backend = load_backend(file, self._config)
         # Some files enable truncation or padding for training.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._directory = file.parent
-        self._config = _read_json(self._directory / "tokenizer_config.json")
         self.special_token_ids = frozenset(token for token, added in self._backend.get_added_tokens_decoder().items() if added.special)
         """Control tokens, which `decode` skips."""
         self._pieces: dict[int, bytes] = {}
@@ -86,7 +89,7 @@ class Tokenizer:
     def special_tokens(self) -> dict[str, str]:
         """Texts of the tokens with a role: `bos_token`, `eos_token`, `unk_token`, `pad_token` and so on."""
         names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-        return {name: text for name in names if (text := _special_token(self._config, name)) is not None}
+        return {name: text for name in names if (text := token_with_role(self._config, name)) is not None}
 
     @cached_property
     def _bos(self) -> int | None:
@@ -136,8 +139,8 @@ class Tokenizer:
         They begin with one `bos_token` if the model expects it, whether or not the chat template writes it.
         """
         ids: list[int] = []
-        for text, plain in pieces:
-            ids += self._encode(self._plain_backend if plain else self._backend, text, "messages", False)
+        for text, is_plain in pieces:
+            ids += self._encode(self._plain_backend if is_plain else self._backend, text, "messages", False)
         if self._bos is None or not self._config.get("add_bos_token"):
             return ids
         written = next((index for index, token in enumerate(ids) if token != self._bos), len(ids))
@@ -175,11 +178,7 @@ class Tokenizer:
     @cached_property
     def _plain_backend(self) -> Backend:
         """A second tokenizer that treats control tokens as plain text."""
-        from tokenizers import Tokenizer as Backend
-
-        plain = Backend.from_str(self._backend.to_str())
-        plain.encode_special_tokens = True
-        return plain
+        return plain(self._backend)
 
     @staticmethod
     def _encode(backend: Backend, text: str, param: str, add_special_tokens: bool) -> list[int]:
@@ -194,19 +193,13 @@ class Tokenizer:
         return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
-def tokenizer_file(directory: Path, source: str | Path | None = None) -> Path:
-    """Returns the path of the tokenizer.json of the model in `directory`, or of `source`, another directory or file."""
-    path = Path(source).expanduser() if source else directory
-    return path if path.suffix == ".json" else path / "tokenizer.json"
-
-
 class _TokenBytes:
     """A vocabulary's representation of bytes: GPT-2's alphabet of 256 characters, SentencePiece's ▁ and <0x0A>, or WordPiece's ##."""
 
     def __init__(self, backend: Backend, file: Path) -> None:
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
         steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
-        self._alphabet = _byte_alphabet() if "ByteLevel" in steps else None
+        self._alphabet = BYTES if "ByteLevel" in steps else None
         self._byte_fallback = "ByteFallback" in steps
         self._continues: str | None = steps["WordPiece"]["prefix"] if "WordPiece" in steps else None
         self.splits_words = self._continues is not None
@@ -233,22 +226,6 @@ class _TokenBytes:
         return token.replace(_SPACE, " ").encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Returns GPT-2's alphabet for bytes: visible Latin-1 characters stand for themselves, the other bytes are 256 and up."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-def _backend(file: Path) -> Backend:
-    from tokenizers import Tokenizer as Backend
-
-    try:
-        return Backend.from_file(str(file))
-    except Exception as error:  # the tokenizers package raises plain Exception
-        raise UnsupportedModel(f"{file} cannot be read: {error}") from None
-
-
 def eos_token_ids(
     directory: Path,
     source: str | Path | None = None,
@@ -263,14 +240,14 @@ def eos_token_ids(
     """
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        value = _read_json(directory / name).get("eos_token_id")
+        value = read_json(directory / name).get("eos_token_id")
         ids.update(token for token in (value if isinstance(value, list) else [value]) if type(token) is int and token >= 0)
     file = tokenizer_file(directory, source)
-    config = _read_json(file.parent / "tokenizer_config.json")
+    config = tokenizer_config(file)
     known = {one["content"]: int(token) for token, one in config.get("added_tokens_decoder", {}).items() if "content" in one}
-    text = _special_token(config, "eos_token")
+    text = token_with_role(config, "eos_token")
     if added is None and file.is_file() and (not known or (text is not None and text not in known)):
-        backend = _backend(file)
+        backend = load_backend(file, config)
         added, token_to_id = {one.content: token for token, one in backend.get_added_tokens_decoder().items()}, backend.token_to_id
     known |= added or {}
     ids |= end_tokens(known)
@@ -278,20 +255,3 @@ def eos_token_ids(
         token = known.get(text) if text in known or token_to_id is None else token_to_id(text)
         ids |= set() if token is None else {token}
     return frozenset(ids)
-
-
-def _special_token(config: Mapping[str, Any], name: str) -> str | None:
-    """Returns the text of the token with a role in tokenizer_config.json."""
-    value = config.get(name)
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UnsupportedModel(f"{path} is not JSON: {error}") from None
-    return value if isinstance(value, dict) else {}

@@ -12,6 +12,7 @@ from gguf_files import (
     gguf_of,
     sentencepiece_metadata,
     tiny_model,
+    write_vocabulary,
 )
 from tokenizers.pre_tokenizers import ByteLevel, Digits
 from tokenizers.pre_tokenizers import Sequence as InTurn
@@ -201,6 +202,109 @@ def test_wordpiece(tmp_path: Path) -> None:
     ours = Tokenizer(tmp_path / "out")
     assert ours.encode("H\u00e9llo World, a zz") == [2, 4, 5, 6, 8, 7, 1, 3]
     assert ours.decode(ours.encode("hello world")) == "hello world"
+
+
+UNIGRAM_PIECES = {
+    "\u2581": -2.0,
+    "h": -4.0,
+    "e": -4.0,
+    "l": -4.0,
+    "o": -4.0,
+    "\u2581hell": -3.0,
+    "\u2581he": -2.5,
+    "llo": -2.9,
+    "lo": -3.0,
+    "A": -3.5,
+}
+
+
+def unigram_metadata(**others: Any) -> dict[str, Any]:
+    """A unigram vocabulary: pieces with log probabilities, control tokens and a token that users define; padded to 320."""
+    tokens = ["<pad>", "</s>", "<unk>", "<s>", "<sep>", *UNIGRAM_PIECES]
+    padding = [f"[PAD{index}]" for index in range(320 - len(tokens))]
+    return byte_level_metadata("gpt-2") | {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens + padding,
+        "tokenizer.ggml.scores": [0.0] * 5 + list(UNIGRAM_PIECES.values()) + [-20.0] * len(padding),
+        "tokenizer.ggml.token_type": [CONTROL, CONTROL, 2, CONTROL, USER_DEFINED] + [NORMAL] * len(UNIGRAM_PIECES) + [5] * len(padding),
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.bos_token_id": None,
+        "tokenizer.ggml.eos_token_id": None,
+        "tokenizer.ggml.add_space_prefix": True,
+        **{f"tokenizer.ggml.{key}": value for key, value in others.items()},
+    }
+
+
+def test_unigram_takes_the_likeliest_pieces(tmp_path: Path) -> None:
+    ours = _converted(tmp_path, unigram_metadata())
+    pieces = [ours.piece(token) for token in ours.encode("hello hell")]
+    assert pieces == [b" he", b"llo", b" hell", b"</s>"]  # -5.4, where " hell" and "o" have -7.0
+    assert ours.decode(ours.encode("hello  hello<sep>h")) == "hello  hello<sep> h"
+    assert ours.encode("h\u4f60\u597d", add_special_tokens=False) == [5, 6, 2]
+    assert ours.eos_token_ids == {1}
+
+
+def test_unigram_may_merge_spaces(tmp_path: Path) -> None:
+    ours = _converted(tmp_path, unigram_metadata(remove_extra_whitespaces=True))
+    assert ours.encode("  hello \n  hello  ") == ours.encode("hello \n hello")
+    assert ours.encode("  ", add_special_tokens=False) == []
+
+
+@pytest.mark.parametrize("charsmap", [[1], [255] * 8, [4, 0, 0, 0, 0, 0, 0, 0]])
+def test_a_broken_table_of_replacements_is_refused(tmp_path: Path, charsmap: list[int]) -> None:
+    with pytest.raises(UnsupportedModel, match="table of replacements"):
+        _converted(tmp_path, unigram_metadata(precompiled_charsmap=charsmap))
+
+
+def _converted(tmp_path: Path, metadata: dict[str, Any]) -> Tokenizer:
+    return Tokenizer(write_vocabulary(tmp_path, metadata))
+
+
+def test_mmbert_marks_words_and_lines(tmp_path: Path) -> None:
+    metadata = sentencepiece_metadata() | {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "mmbert", "tokenizer.ggml.scores": None}
+    metadata |= {"tokenizer.ggml.merges": ["h e", "l l", "\u2581 he", "he ll", "hell o", "\u2581he ll"]}
+    ours = _converted(tmp_path, metadata)
+    ids = ours.encode("he llo\nhell")
+    assert [ours.piece(token) for token in ids] == [b" he", b" ", b"ll", b"o", b"\n", b" hell"]
+    assert ours.decode(ours.encode("hell he  o")) == "hell he  o"
+
+
+def test_whitespace_separates_words_and_has_no_tokens(tmp_path: Path) -> None:
+    metadata = sentencepiece_metadata() | {"tokenizer.ggml.model": "whitespace", "tokenizer.ggml.pre": "whitespace"}
+    metadata |= {
+        "tokenizer.ggml.scores": None,
+        "tokenizer.ggml.merges": ["h e", "l l", "he ll"],
+        "tokenizer.ggml.normalizer.lowercase": True,
+    }
+    ours = _converted(tmp_path, metadata)
+    assert [ours.piece(token) for token in ours.encode("HELL \t hell\nhe")] == [b"hell", b"hell", b"he"]
+
+
+def test_kimi_without_merges_merges_in_the_order_of_ids(tmp_path: Path) -> None:
+    metadata = byte_level_metadata("kimi-k2")
+    ours = _converted(tmp_path, metadata)
+    for text in ("hello 123", " hellohell"):
+        ids = ours.encode(text)
+        assert ids == _converted(tmp_path / str(len(text)), metadata | {"tokenizer.ggml.merges": None}).encode(text)
+        assert ours.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("metadata", "text", "expected"),
+    [
+        ({"tokenizer.ggml.pre": "jina-v2-code"}, "a <mask> b", "a|<mask>| |b"),
+        ({"general.name": "My Phi-3 mini"}, "a <|user|>\n b<think> c<s> d", "a| |<|user|>|b|<think>|c|<s>| |d"),
+        ({"general.name": "modern-bert"}, "a [MASK] b", "a|[MASK]| |b"),
+        ({}, "a <mask> b", "a| |<mask>| |b"),
+    ],
+)
+def test_tokens_that_swallow_white_space(tmp_path: Path, metadata: dict[str, Any], text: str, expected: str) -> None:
+    base = byte_level_metadata("gpt-2")
+    base["tokenizer.ggml.tokens"][-3:] = ["<mask>", "[MASK]", "<s>"]
+    base["tokenizer.ggml.token_type"][-3:] = [CONTROL] * 3
+    ours = _converted(tmp_path, base | {"tokenizer.ggml.add_sep_token": False} | metadata)
+    assert "|".join(ours.piece(token).decode() for token in ours.encode(text)) == expected
 
 
 def test_llama3_takes_whole_words_before_it_merges(tmp_path: Path) -> None:

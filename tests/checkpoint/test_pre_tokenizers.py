@@ -1,5 +1,6 @@
 """The rules that split text before merging."""
 
+import time
 from functools import cache
 
 import pytest
@@ -52,11 +53,29 @@ def pieces(name: str, text: str) -> list[str]:
         ("viking", "a12", "a|1|2"),
         ("chameleon", "a    b\n1,2", "a|    |b|\n|1|,|2"),
         ("gemma4", "a b\n\nc", "a b|\n\n|c"),
+        ("afmoe", "a1234567 12\u4e00\u4e01!", "a|1|234|567| |12|\u4e00\u4e01|!"),
+        ("afmoe", "123456\u0661", "1|234|56\u0661"),
+        ("kimi-k2", "camelCase\u4e00\u4e01x 1234 don't!\n", "camel|Case|\u4e00\u4e01|x| |123|4| don't|!\n"),
+        ("kimi-k2", "a/b!/\n", "a|/b|!/\n"),
+        ("superbpe", "in 1234567 of 12, 123", "in |1|234|567| of |12|, |123"),
+        ("superbpe", "1000\u00b2", "1|000\u00b2"),
+        ("mmbert", "\u2581a\u2581b\n\n\u2581c", "\u2581a|\u2581b|\n\n|\u2581c"),
         ("default", "a1234, b", "a|123|4|,| b"),
     ],
 )
 def test_how_text_is_split(name: str, text: str, expected: str) -> None:
     assert "|".join(pieces(name, text)) == expected
+
+
+@pytest.mark.parametrize("name", ["afmoe", "superbpe"])
+def test_long_numbers_take_linear_time(name: str) -> None:
+    def seconds(digits: int) -> float:
+        start = time.process_time()
+        splitter(name).pre_tokenize_str("1" * digits + "x")
+        return time.process_time() - start
+
+    seconds(1000)
+    assert seconds(160_000) < 40 * max(seconds(16_000), 0.001)  # in quadratic time 100 times as much
 
 
 @settings(max_examples=100, deadline=None)

@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from chairlift.checkpoint.cache import LINK, cache_dir
-from chairlift.checkpoint.gguf import GGUFTensors
+from chairlift.checkpoint.gguf import GGUFTensors, open_gguf
+from chairlift.checkpoint.gguf_tokenizer import write_tokenizer
 from chairlift.checkpoint.pull import pull_default
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -194,6 +195,14 @@ def sentencepiece_metadata() -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
     }
+
+
+def write_vocabulary(directory: Path, metadata: dict[str, Any]) -> Path:
+    """Writes a GGUF file of these metadata without tensors, and its tokenizer, to the directory, which it returns."""
+    directory.mkdir(exist_ok=True)
+    _write(_writer(directory / "tiny.gguf", {"general.architecture": "llama", "llama.context_length": 128} | metadata))
+    write_tokenizer(open_gguf(directory / "tiny.gguf"), directory)
+    return directory
 
 
 def _llama3_divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:

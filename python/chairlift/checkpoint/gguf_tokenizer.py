@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.checkpoint.end_tokens import end_tokens
 from chairlift.checkpoint.gguf_file import GGUFFile
-from chairlift.checkpoint.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from chairlift.checkpoint.pre_tokenizers import PRE_TOKENIZERS, Alphabet, PreTokenizer
+from chairlift.checkpoint.sentencepiece import SPACE, Kind, Vocabulary, merged, merges, unigram
 from chairlift.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("chairlift")
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-_SPACE = "\u2581"
-
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "cls": "cls", "mask": "mask"}
 """Roles of tokens, and their names in keys of GGUF files."""
+_USUAL_ROLES = {
+    "llama": {"bos": 1, "eos": 2, "unk": 0},
+    "bert": {"cls": 101, "sep": 102, "unk": 100, "pad": 0},
+    "t5": {"eos": 1, "unk": 2, "pad": 0},
+}
+"""Roles by kind of tokenizer, for files that do not say, as in llama.cpp."""
 _SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 """gpt-oss's marks of a message's parts: they are text of an answer, whatever type the file gives them."""
 
@@ -92,14 +96,14 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
         if rules is PRE_TOKENIZERS["default"]:
             log.warning("%s names no pre-tokenizer, so its text may be split in another way than in training: convert it again", file.path)
         if rules is not None:
-            tokenizer = _pair_merging(vocab, file.get("tokenizer.ggml.merges", list) or [], rules)
-        elif model == "llama":
-            tokenizer = _sentencepiece(vocab, file)
+            tokenizer = _pair_merging(vocab, _listed_merges(file, vocab), rules, file)
+        elif model in ("llama", "t5"):
+            tokenizer = _sentencepiece(tokens, kinds, file)
         elif model == "bert":
             tokenizer = _wordpiece(tokens, kinds, file)
         else:
             raise _refused(file, f"its tokenizer is of the kind {model!r} / {file.get('tokenizer.ggml.pre', str)!r}")
-        _add_tokens(tokenizer, tokens, kinds, set(end_token_ids(file)))
+        _add_tokens(tokenizer, tokens, kinds, file)
         _add_ends(tokenizer, file)
     except UnsupportedModel:
         raise
@@ -108,22 +112,42 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
     return tokenizer
 
 
-def _add_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int], ends: set[int]) -> None:
+def _add_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int], file: GGUFFile) -> None:
     """Marks the tokens that are found in a text before it is split. Tokens that end an answer are control tokens, whatever their type."""
     from tokenizers import AddedToken
 
-    special = {index for index, kind in enumerate(kinds) if kind in (_UNKNOWN, _CONTROL)} | ends
+    special = {index for index, kind in enumerate(kinds) if kind in (Kind.UNKNOWN, Kind.CONTROL)} | set(end_token_ids(file))
     special -= {index for index, token in enumerate(tokens) if token in _SHOWN}
-    shown = {index for index, kind in enumerate(kinds) if kind == _USER_DEFINED or tokens[index] in _SHOWN} - special
+    shown = {index for index, kind in enumerate(kinds) if kind == Kind.USER_DEFINED or tokens[index] in _SHOWN} - special
+    before, after = _stripping(file, {tokens[index] for index in special | shown})
     for chosen, is_special in ((special, True), (shown, False)):
-        tokenizer.add_tokens([AddedToken(tokens[index], normalized=False, special=is_special) for index in sorted(chosen)])
+        texts = [tokens[index] for index in sorted(chosen)]
+        tokenizer.add_tokens(
+            [AddedToken(text, normalized=False, special=is_special, lstrip=text in before, rstrip=text in after) for text in texts]
+        )
+
+
+def _stripping(file: GGUFFile, texts: set[str]) -> tuple[set[str], set[str]]:
+    """Returns the added tokens that swallow the white space before them, and those that swallow what is after them.
+
+    The files do not say. The rules are llama.cpp's (src/llama-vocab.cpp).
+    """
+    pre, name = file.get("tokenizer.ggml.pre", str) or "", (file.get("general.name", str) or "").lower()
+    if pre in ("jina-v2-de", "jina-v2-es", "jina-v2-code", "mmbert") or file.get("general.architecture", str) in (
+        "nomic-bert-moe",
+        "jina-bert-v3",
+    ):
+        return texts & {"<mask>"}, set()
+    if "phi-3" in name or "phi3" in name:
+        return set(), texts - {"<unk>", "<s>", "<|endoftext|>"}
+    return (texts & {"[MASK]"} if "modern-bert" in name else set()), set()
 
 
 def _rules(file: GGUFFile) -> PreTokenizer | None:
     """Returns how a vocabulary with merges splits text; None for other kinds of vocabularies, and for an unknown name."""
     model, name = file.get("tokenizer.ggml.model", str), file.get("tokenizer.ggml.pre", str)
-    if model == "gemma4":
-        return PRE_TOKENIZERS["gemma4"]
+    if model in ("gemma4", "whitespace"):
+        return PRE_TOKENIZERS[model]
     return PRE_TOKENIZERS.get(name or "default") if model == "gpt2" else None
 
 
@@ -131,23 +155,38 @@ def _refused(file: GGUFFile, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"{file.path}: {reason}; put the model's own tokenizer.json beside the file")
 
 
-def _pair_merging(vocab: dict[str, int], lines: list[str], rules: PreTokenizer) -> Tokenizer:
+def _listed_merges(file: GGUFFile, vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """Returns the file's merges. A file for Kimi K2 may have none, because its tokens are merged in the order of their ids."""
+    lines = file.get("tokenizer.ggml.merges", list) or []
+    if not lines and file.get("tokenizer.ggml.pre", str) == "kimi-k2":
+        return merges(vocab, [-float(index) for index in range(len(vocab))])
+    # A merge is two pieces separated by a space; neither is empty.
+    return [(line[:at], line[at + 1 :]) for line in lines for at in (line.index(" ", 1),)]
+
+
+def _pair_merging(vocab: dict[str, int], pairs: list[tuple[str, str]], rules: PreTokenizer, file: GGUFFile) -> Tokenizer:
     """Builds a BPE tokenizer with merges, over bytes as in GPT-2, or over characters with byte fallback as in Gemma 4."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    # A merge is two pieces separated by a space; neither is empty.
-    merges = [(line[:at], line[at + 1 :]) for line in lines for at in (line.index(" ", 1),)]
-    by_text = rules.spaces_as_text
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rules.whole_words, byte_fallback=by_text, fuse_unk=by_text))
+    by_text = rules.alphabet is not Alphabet.BYTES
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=rules.whole_words, byte_fallback=by_text, fuse_unk=by_text))
     steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
-    if by_text:
-        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
-        tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    else:
+    changes: list[Any] = [normalizers.NFC()] if rules.composes else []
+    if rules.alphabet is Alphabet.BYTES:
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         tokenizer.decoder = decoders.ByteLevel()
-    if rules.composes:
-        tokenizer.normalizer = normalizers.NFC()
+    elif rules.alphabet is Alphabet.MARKED_SPACES:
+        changes.append(normalizers.Replace(" ", SPACE))
+        if rules.marks_lines:
+            changes.append(normalizers.Replace(Regex(rf"(?<![^\n])(?=[^\n{SPACE}])"), SPACE))
+        back: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if rules.marks_lines else back)
+    else:
+        steps.append(pre_tokenizers.Split(Regex(r"\s+"), "removed"))
+        changes += [normalizers.Lowercase()] if file.get("tokenizer.ggml.normalizer.lowercase", bool) else []
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    if changes:
+        tokenizer.normalizer = normalizers.Sequence(changes)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     return tokenizer
 
@@ -156,9 +195,9 @@ def _wordpiece(tokens: list[str], kinds: list[int], file: GGUFFile) -> Tokenizer
     """Builds a WordPiece tokenizer as in BERT. Files mark the tokens that begin a word with ▁, instead of ## on the others."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    control = [kind in (_UNKNOWN, _CONTROL) for kind in kinds] or [False] * len(tokens)
+    control = [kind in (Kind.UNKNOWN, Kind.CONTROL) for kind in kinds] or [False] * len(tokens)
     texts = [
-        token if special else token.removeprefix(_SPACE) if token.startswith(_SPACE) else f"##{token}"
+        token if special else token.removeprefix(SPACE) if token.startswith(SPACE) else f"##{token}"
         for token, special in zip(tokens, control, strict=True)
     ]
     unknown = _role(file, "unk")
@@ -174,40 +213,28 @@ def _wordpiece(tokens: list[str], kinds: list[int], file: GGUFFile) -> Tokenizer
     return tokenizer
 
 
-def _sentencepiece(vocab: dict[str, int], file: GGUFFile) -> Tokenizer:
-    """Builds a SentencePiece BPE tokenizer with byte fallback, as in Llama 2 and early Mistral."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
-    scores, unknown = file.get("tokenizer.ggml.scores", list) or [], _role(file, "unk")
-    if len(scores) != len(vocab):
-        raise _refused(file, "its vocabulary has no scores")
-    model = models.BPE(vocab=vocab, merges=_merges(vocab, scores), fuse_unk=True, byte_fallback=True)
-    if unknown:
-        model.unk_token = unknown[0]
-    tokenizer = Tokenizer(model)
-    prefixed = file.get("tokenizer.ggml.add_space_prefix", bool) is not False
-    steps: list[Any] = [normalizers.Prepend(_SPACE)] if prefixed else []
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-    back: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if prefixed else back)
-    return tokenizer
-
-
-def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Returns the merges that are equivalent to SentencePiece's scores: every split of a token into two tokens, best token first."""
-    found: list[tuple[float, int, int, int, str, str]] = []
-    for token, index in vocab.items():
-        for at in range(1, len(token)):
-            left, right = token[:at], token[at:]
-            if left in vocab and right in vocab:
-                found.append((-scores[index], index, vocab[left], vocab[right], left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+def _sentencepiece(tokens: list[str], kinds: list[int], file: GGUFFile) -> Tokenizer:
+    """Builds a SentencePiece tokenizer: byte-pair encoding as in Llama 2 and early Mistral, or unigram as in T5 and XLM-RoBERTa."""
+    unknown, is_unigram = _role(file, "unk"), file.get("tokenizer.ggml.model", str) == "t5"
+    adds_space, charsmap = file.get("tokenizer.ggml.add_space_prefix", bool), file.get("tokenizer.ggml.precompiled_charsmap", list) or []
+    vocabulary = Vocabulary(
+        tokens=tokens,
+        scores=file.get("tokenizer.ggml.scores", list) or [],
+        kinds=kinds or [Kind.NORMAL] * len(tokens),
+        unknown=unknown[1] if unknown else None,
+        adds_space=not is_unigram if adds_space is None else adds_space,
+        merges_spaces=is_unigram and bool(file.get("tokenizer.ggml.remove_extra_whitespaces", bool)),
+        charsmap=bytes(value & 0xFF for value in charsmap) if is_unigram else b"",
+    )
+    return unigram(vocabulary) if is_unigram else merged(vocabulary)
 
 
 def _role(file: GGUFFile, role: str) -> tuple[str, int] | None:
     """Returns the text and id of the token with a role like `bos`."""
     tokens, token = file.get("tokenizer.ggml.tokens", list) or [], file.get(f"tokenizer.ggml.{_ROLES.get(role, role)}_token_id", int)
-    return (tokens[token], token) if token is not None and token < len(tokens) else None
+    if token is None:
+        token = _USUAL_ROLES.get(file.get("tokenizer.ggml.model", str) or "", {}).get(role)
+    return (tokens[token], token) if token is not None and 0 <= token < len(tokens) else None
 
 
 def _adds(file: GGUFFile, role: str) -> bool:
@@ -216,6 +243,7 @@ def _adds(file: GGUFFile, role: str) -> bool:
     if said is not None and (role, model) != ("bos", "gemma4"):  # published Gemma 4 files say False, and mean True
         return said
     usual = {
+        "eos": model == "t5",
         "bos": model in ("llama", "bert") or (rules is not None and rules.adds_bos),
         "sep": model == "bert" or (rules is not None and rules.adds_sep),
     }

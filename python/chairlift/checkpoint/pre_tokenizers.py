@@ -6,6 +6,18 @@ The names are llama.cpp's (src/llama-vocab.cpp), the patterns those of the model
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+
+
+class Alphabet(Enum):
+    """How the tokens of a vocabulary with merges spell a text."""
+
+    BYTES = "bytes"
+    """In GPT-2's alphabet for bytes."""
+    MARKED_SPACES = "marked spaces"
+    """As text with ▁ for a space and with byte fallback, as in SentencePiece."""
+    WORDS = "words"
+    """As text with byte fallback; white space separates words and has no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +34,9 @@ class PreTokenizer:
     """Whether prompts end with the separator if the file does not say."""
     composes: bool = False
     """Whether characters are composed first (Unicode's NFC)."""
-    spaces_as_text: bool = False
-    """Whether spaces become ▁ and tokens are plain text with byte fallback, as in SentencePiece, instead of GPT-2's alphabet for bytes."""
+    alphabet: Alphabet = Alphabet.BYTES
+    marks_lines: bool = False
+    """Whether each line begins with ▁."""
 
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -47,10 +60,12 @@ def _words(
     return rf"{contraction}[^\r\n\p{{L}}\p{{N}}]?{letters}+|{digits}|{symbols}|{spaces}"
 
 
-def _cased_words(digits: str, contraction: str = f"{_CONTRACTION}?") -> str:
+def _cased_words(
+    digits: str, contraction: str = f"{_CONTRACTION}?", upper: str = _UPPER, lower: str = _LOWER, after_symbols: str = r"[\r\n/]*"
+) -> str:
     """Words as in o200k: a word also ends where small letters are followed by a capital."""
-    words = "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{word}{contraction}" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*"))
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    words = "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{word}{contraction}" for word in (f"{upper}*{lower}+", f"{upper}+{lower}*"))
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{after_symbols}|{_SPACES}"
 
 
 def _ascii_led_words(symbols: str, breaks: str) -> str:
@@ -64,6 +79,11 @@ _QWEN2 = _words(_DIGIT)
 _DEEPSEEK3 = r"\p{N}{1,3}", _CJK, _ascii_led_words(r" ?[\p{P}\p{S}]+[\r\n]*", r"\s*[\r\n]+")
 _HALVING_SPACES = "|".join(rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
 _DEEPSEEK_CJK = "[一-龥ࠀ-一가-\ud7ff]+"
+_NOT_HAN_UPPER, _NOT_HAN_LOWER = (rf"[{letters[1:-1]}&&[^\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_ASIAN = "[一-\u9fff㐀-䶿\uf900-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
+# Numbers are cut into threes from the right. Each pattern looks to a number's end once, so that long numbers take linear time.
+_THREES = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})*+(?!\p{N}))|\p{N}{3}"
+_THREES_OF_DIGITS = r"\A\d{1,2}(?=(?:\d{3})++(?!\d))|\d{3}(?=\d)"
 _KOREAN = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"
 
 _GROUPS: tuple[tuple[str, PreTokenizer], ...] = (
@@ -102,6 +122,7 @@ _GROUPS: tuple[tuple[str, PreTokenizer], ...] = (
     ("tiny_aya cohere2moe", PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _cased_words(r"\p{N}{1,3}")))),
     ("youtu", PreTokenizer((_KOREAN, _cased_words(_DIGIT)), whole_words=True)),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreTokenizer(_DEEPSEEK3)),
+    ("afmoe", PreTokenizer((_THREES, _ASIAN, _DEEPSEEK3[2]))),
     ("spark2_5", PreTokenizer((*_DEEPSEEK3[:2], _ascii_led_words(r" ?[\p{P}\p{S}]+", r"[\r\n]"), _DIGIT))),
     (
         "deepseek-llm",
@@ -121,8 +142,15 @@ _GROUPS: tuple[tuple[str, PreTokenizer], ...] = (
     ("poro-chat bloom gpt3-finnish", PreTokenizer((_NOT_PUNCTUATION,))),
     ("viking", PreTokenizer((_NOT_PUNCTUATION, _DIGIT))),
     ("chameleon", PreTokenizer(("[\t\n]|    |  ", _DIGIT, r"[\p{P}!-/:-@\[-`{-~]", _GPT2), adds_bos=True)),
-    ("gemma4 granite-embed-multi-311m", PreTokenizer((_BY_LINE,), adds_bos=True, spaces_as_text=True)),
-    ("sarvam-moe", PreTokenizer((_BY_LINE,), spaces_as_text=True)),
+    (
+        "kimi-k2",
+        PreTokenizer((r"\p{Han}+", _cased_words(r"\p{N}{1,3}", upper=_NOT_HAN_UPPER, lower=_NOT_HAN_LOWER, after_symbols=r"[\r\n]*"))),
+    ),
+    ("superbpe", PreTokenizer((r"\p{N}+", _THREES_OF_DIGITS))),
+    ("gemma4 granite-embed-multi-311m", PreTokenizer((_BY_LINE,), adds_bos=True, alphabet=Alphabet.MARKED_SPACES)),
+    ("sarvam-moe", PreTokenizer((_BY_LINE,), alphabet=Alphabet.MARKED_SPACES)),
+    ("mmbert", PreTokenizer((r"▁[^▁\n]*|\n+",), alphabet=Alphabet.MARKED_SPACES, marks_lines=True)),
+    ("whitespace", PreTokenizer((), alphabet=Alphabet.WORDS)),
     ("default", PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
 )
 

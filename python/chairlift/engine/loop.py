@@ -17,6 +17,7 @@ import numpy as np
 from chairlift import _core
 from chairlift.checkpoint.generation_config import recommended_sampling
 from chairlift.checkpoint.locate import locate
+from chairlift.checkpoint.tokenizer_files import tokenizer_file
 from chairlift.config import EngineConfig
 from chairlift.engine import scheduler_settings
 from chairlift.engine.adapters import Adapters, PackedAdapter
@@ -40,7 +41,7 @@ from chairlift.runner.description import checkpoint_info
 from chairlift.runner.null_runner import NullRunner
 from chairlift.runner.sampling.sampler import entries_of
 from chairlift.sampling import SamplingParams
-from chairlift.tokenizer import eos_token_ids, tokenizer_file
+from chairlift.tokenizer import eos_token_ids
 
 if TYPE_CHECKING:
     from chairlift.runner.buffers import Sampled

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from chairlift.checkpoint.tokenizer_files import load_backend, tokenizer_config
 from chairlift.errors import InvalidRequest, RequestFailed
 from chairlift.grammar.allowance import Allowance
 from chairlift.grammar.grammar import LIMIT_REACHED, TOO_COMPLEX, check
@@ -47,7 +48,7 @@ MAX_MESSAGE = 400
 
 
 class Vocabulary(NamedTuple):
-    """The vocabulary that masks cover: a tokenizer.json, the model's number of tokens, and the tokens that end an answer."""
+    """The vocabulary that masks cover: a file such as tokenizer.json, the model's number of tokens, and the tokens that end an answer."""
 
     file: Path
     size: int
@@ -57,8 +58,10 @@ class Vocabulary(NamedTuple):
         """Reads the file, which takes almost a second for 50,000 tokens. Raises InvalidRequest if no grammar can use it."""
         from llguidance import LLTokenizer
 
+        # llguidance reads tokenizer.json only.
+        source = str(self.file) if self.file.name == "tokenizer.json" else load_backend(self.file, tokenizer_config(self.file)).to_str()
         try:
-            return LLTokenizer(str(self.file), n_vocab=self.size, eos_token=list(self.ends))
+            return LLTokenizer(source, n_vocab=self.size, eos_token=list(self.ends))
         except ValueError as error:
             raise InvalidRequest(f"this model's tokenizer can't be used with grammars: {shortened(str(error))}") from None
 

@@ -1,0 +1,114 @@
+"""Finds and loads the tokenizer of a model's directory: tokenizer.json, tekken.json or tokenizer.model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chairlift.checkpoint.sentencepiece_file import sentencepiece_tokenizer
+from chairlift.checkpoint.tekken import tekken_tokenizer
+from chairlift.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+_NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model")
+"""The files that hold a vocabulary; the first of them that is there counts."""
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_RENUMBERED = ("XLMRoberta", "Camembert", "MBart", "Nllb", "XGLM", "Barthez", "XLNet", "Deberta", "M2M100", "Speech2Text")
+"""Beginnings of the names of transformers' classes whose ids are not those of their tokenizer.model."""
+
+
+def tokenizer_file(directory: Path, source: str | Path | None = None) -> Path:
+    """Returns the path of the vocabulary of the model in `directory`, or of `source`, another directory or file."""
+    path = Path(source).expanduser() if source else directory
+    if path.suffix in (".json", ".model"):
+        return path
+    return next((path / name for name in _NAMES if (path / name).is_file()), path / _NAMES[0])
+
+
+def tokenizer_config(file: Path) -> dict[str, Any]:
+    """Returns the tokenizer_config.json beside a vocabulary, with the roles of tokens that the format of the vocabulary implies."""
+    config = read_json(file.with_name("tokenizer_config.json"))
+    if file.name == "tekken.json":
+        return {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>", "add_bos_token": True} | config
+    if file.suffix == ".model":
+        is_t5 = str(config.get("tokenizer_class")).startswith("T5")
+        return {"bos_token": None if is_t5 else "<s>", "eos_token": "</s>", "add_bos_token": not is_t5, "add_eos_token": is_t5} | config
+    return config
+
+
+def load_backend(file: Path, config: Mapping[str, Any]) -> Backend:
+    """Loads a vocabulary, with the added tokens of `config`, its tokenizer_config.json. Raises UnsupportedModel if it cannot be read."""
+    from tokenizers import Tokenizer as Backend
+
+    if file.name == "tekken.json" or file.suffix == ".model":
+        if str(config.get("tokenizer_class")).startswith(_RENUMBERED):
+            raise UnsupportedModel(f"{file}: {config['tokenizer_class']} numbers its tokens otherwise; it needs the model's tokenizer.json")
+        backend = tekken_tokenizer(file) if file.suffix == ".json" else sentencepiece_tokenizer(file)
+        _add_ends(backend, config)
+    else:
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the tokenizers package raises plain Exception
+            raise UnsupportedModel(f"{file} cannot be read: {error}") from None
+    _add_tokens(backend, file, config)
+    return backend
+
+
+def token_with_role(config: Mapping[str, Any], role: str) -> str | None:
+    """Returns the text of the token with a role, such as `bos_token`, in tokenizer_config.json."""
+    value = config.get(role)
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file, an empty one if there is no file or another value. Raises UnsupportedModel for other text."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModel(f"{path} is not JSON: {error}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _add_tokens(backend: Backend, file: Path, config: Mapping[str, Any]) -> None:
+    """Adds the added tokens of tokenizer_config.json, or of the older added_tokens.json, as transformers does.
+
+    Their flags replace those of the vocabulary. A token whose id would be another one is left out, and so is a role's token that is not in
+    the vocabulary.
+    """
+    from tokenizers import AddedToken
+
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder") or {}
+    if not listed and file.suffix == ".model":
+        listed = {token: {"content": text} for text, token in read_json(file.with_name("added_tokens.json")).items()}
+    for number, fields in sorted(listed.items(), key=lambda entry: int(entry[0])):
+        text = fields.get("content")
+        if text in known and any(flag not in fields for flag in _FLAGS):
+            continue
+        found = backend.token_to_id(text) if text else None
+        if text and int(number) == (backend.get_vocab_size() if found is None else found):
+            backend.add_tokens([AddedToken(text, **{flag: fields[flag] for flag in _FLAGS if flag in fields})])
+            known[text] = AddedToken(text)
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    special = [token_with_role(config, role) for role in _ROLES] + [token_with_role({"": token}, "") for token in extra]
+    missing = [text for text in special if text and text not in known and backend.token_to_id(text) is not None]
+    backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(missing)])
+
+
+def _add_ends(backend: Backend, config: Mapping[str, Any]) -> None:
+    """Makes the tokenizer add `bos_token` before and `eos_token` after a text, as tokenizer_config.json says."""
+    from tokenizers import processors
+
+    ends = {name: text for name in ("bos", "eos") if config.get(f"add_{name}_token") and (text := token_with_role(config, f"{name}_token"))}
+    ids = {name: token for name, text in ends.items() if (token := backend.token_to_id(text)) is not None}
+    single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in ids]
+    special = [{"id": name, "ids": [token], "tokens": [ends[name]]} for name, token in ids.items()]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)

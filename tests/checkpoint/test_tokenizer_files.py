@@ -1,0 +1,178 @@
+"""Vocabularies in other files than tokenizer.json, and what tokenizer_config.json adds to them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tekken_files import write_tekken
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from chairlift.checkpoint.plain_text import plain
+from chairlift.checkpoint.sentencepiece import Kind, Vocabulary, unigram
+from chairlift.checkpoint.tokenizer_files import load_backend
+from chairlift.errors import UnsupportedModel
+from chairlift.grammar.trial import Vocabulary as MaskedVocabulary
+from chairlift.tokenizer import Tokenizer, eos_token_ids
+
+DATA = Path(__file__).parents[1] / "data" / "sentencepiece"
+"""Three tiny models that SentencePiece 0.2.3 trained, and the ids that it gives for texts."""
+EXPECTED: dict[str, list[tuple[str, list[int]]]] = json.loads((DATA / "expected.json").read_text())
+
+
+def directory_with(tmp_path: Path, model: str, **config: Any) -> Path:
+    shutil.copyfile(DATA / f"{model}.model", tmp_path / "tokenizer.model")
+    if config:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("model", sorted(EXPECTED))
+def test_ids_are_those_of_sentencepiece(tmp_path: Path, model: str) -> None:
+    tokenizer = Tokenizer(directory_with(tmp_path, model, add_bos_token=False))
+    for text, ids in EXPECTED[model]:
+        assert tokenizer.encode_pieces([(text, True)]) == ids, text
+
+
+@pytest.mark.parametrize("model", ["bpe", "unigram-bytes"])
+def test_texts_are_read_back(tmp_path: Path, model: str) -> None:
+    tokenizer = Tokenizer(directory_with(tmp_path, model))
+    for text, ids in EXPECTED[model]:
+        assert tokenizer.decode(ids) == text.replace("\u2581", " ")
+
+
+def test_roles_of_a_tokenizer_model(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(directory_with(tmp_path, "bpe"))
+    assert tokenizer.encode("a<s>")[0] == 1
+    assert tokenizer.encode("a<s>")[-1] == 1
+    assert tokenizer.eos_token_ids == {2, 4}  # </s> and <|im_end|>
+    assert eos_token_ids(tmp_path) == {2, 4}
+    assert tokenizer.decode(tokenizer.encode("a<|im_end|>")) == "a"
+
+
+def test_t5_ends_texts(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(directory_with(tmp_path, "unigram", tokenizer_class="T5TokenizerFast"))
+    assert tokenizer.encode("the") == [*tokenizer.encode("the", add_special_tokens=False), 2]
+
+
+def test_older_added_tokens(tmp_path: Path) -> None:
+    directory_with(tmp_path, "bpe")
+    size = Tokenizer(tmp_path).vocab_size
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": size, "<far>": size + 9}))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode("<tool>", add_special_tokens=False) == [size]
+    assert tokenizer.vocab_size == size + 1
+
+
+def test_grammars_read_a_tokenizer_model(tmp_path: Path) -> None:
+    file = directory_with(tmp_path, "bpe") / "tokenizer.model"
+    tokenizer = MaskedVocabulary(file, 620, (2,)).load()
+    assert tokenizer.decode_bytes(tokenizer.tokenize_bytes(b"hello")) == b"hello"
+
+
+def test_a_class_with_other_ids_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"XLMRobertaTokenizer numbers its tokens otherwise; it needs the model's tokenizer\.json"):
+        Tokenizer(directory_with(tmp_path, "unigram", tokenizer_class="XLMRobertaTokenizer"))
+
+
+@pytest.mark.parametrize("model", ["bpe", "unigram"])
+def test_damaged_models_are_refused_by_one_line(tmp_path: Path, model: str) -> None:
+    whole = (DATA / f"{model}.model").read_bytes()
+    damaged = [whole[:size] for size in range(0, len(whole), 97)] + [
+        whole[:at] + b"\xff" * 9 + whole[at + 9 :] for at in range(0, 4000, 41)
+    ]
+    messages = []
+    for data in damaged:
+        (tmp_path / "tokenizer.model").write_bytes(data)
+        try:
+            Tokenizer(tmp_path).encode("the \uff21 text")
+        except UnsupportedModel as error:
+            messages.append(str(error))
+    assert len(messages) > len(damaged) // 2
+    assert not any("\n" in message for message in messages)
+
+
+def test_no_text_becomes_a_control_token_or_a_byte() -> None:
+    tokens = ["<unk>", "<s>", "<0x41>", "\u2581", *"<s>0x41ab"]
+    kinds = [Kind.UNKNOWN, Kind.CONTROL, Kind.BYTE] + [Kind.NORMAL] * (len(set(tokens)) - 3)
+    tokens = list(dict.fromkeys(tokens))
+    backend = unigram(Vocabulary(tokens, [0.0] * 3 + [-5.0] * (len(tokens) - 3), kinds, unknown=0, adds_space=False))
+    backend.add_tokens([AddedToken("<s>", special=True, normalized=False)])
+    assert backend.encode("a<s>").ids[-1] == 1
+    ids = plain(backend).encode("a<s>b <0x41> <unk>").ids
+    assert not {1, 2} & set(ids)
+    assert ids[:4] == [tokens.index(text) for text in "a<s>"]
+
+
+def test_whole_words_are_no_control_tokens_either() -> None:
+    pieces = ["<unk>", "<s>", *"<s>", "\u2581"]
+    backend = Backend(
+        models.BPE(vocab={text: index for index, text in enumerate(pieces)}, merges=[], ignore_merges=True, unk_token="<unk>")
+    )
+    backend.add_tokens([AddedToken("<s>", special=True, normalized=False)])
+    assert backend.encode("<s>").ids == [1]
+    assert plain(backend).encode("<s>").ids == [2, 3, 4]
+
+
+def test_merged_words_are_no_control_tokens_either() -> None:
+    pieces = ["<s>", *"<s>", "s>"]
+    backend = Backend(models.BPE(vocab={text: index for index, text in enumerate(pieces)}, merges=[("s", ">"), ("<", "s>")]))
+    backend.add_tokens([AddedToken("<s>", special=True, normalized=False)])
+    assert plain(backend).encode("<s>").ids == [1, 4]
+
+
+def test_tekken(tmp_path: Path) -> None:
+    write_tekken(tmp_path / "tekken.json")
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 293
+    assert [tokenizer.piece(token) for token in tokenizer.encode("hello xyz caf\u00e9")] == [
+        *(b"<s>", b"hello", b" ", b"x", b"y", b"z", b" ", b"c", b"a", b"f", b"\xc3\xa9")
+    ]
+    assert tokenizer.encode("xyz[INST]", add_special_tokens=False) == [30 + 262, 3]  # a whole word needs no merges
+    assert tokenizer.eos_token_ids == {2}
+    for text in ("\U0001f600 \x00\n", "[INST]", ""):
+        assert tokenizer.decode(tokenizer.encode_pieces([(text, True)])) == text
+    assert tokenizer.piece(29) == b"<SPECIAL_29>"
+
+
+def test_tekken_may_name_its_control_tokens(tmp_path: Path) -> None:
+    write_tekken(tmp_path / "tekken.json", control=["<unk>", "<s>", "</s>", "[THINK]"])
+    assert Tokenizer(tmp_path).encode("[THINK]") == [1, 3]
+
+
+@pytest.mark.parametrize("change", [{"vocab": []}, {"config": {}}, {"vocab": [{"rank": 1}]}])
+def test_a_damaged_tekken_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    write_tekken(tmp_path / "tekken.json")
+    (tmp_path / "tekken.json").write_text(json.dumps(json.loads((tmp_path / "tekken.json").read_text()) | change))
+    with pytest.raises(UnsupportedModel, match=r"tekken\.json cannot be read as a tekken\.json \(.*\): is the download complete\?"):
+        Tokenizer(tmp_path)
+
+
+def _byte_level(tmp_path: Path, config: dict[str, Any]) -> Tokenizer:
+    """A tokenizer.json of bytes with two added tokens, and this tokenizer_config.json."""
+    vocab = {text: index for index, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_tokens([AddedToken("<a>", special=True, normalized=False), AddedToken("<b>", special=True, normalized=False, lstrip=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer(tmp_path)
+
+
+def test_flags_of_the_configuration_replace_those_of_the_vocabulary(tmp_path: Path) -> None:
+    flags = {"lstrip": False, "rstrip": True, "single_word": False, "normalized": False, "special": True}
+    added = {"256": {"content": "<a>"} | flags, "257": {"content": "<b>", "special": True}, "258": {"content": "<c>", "lstrip": True}}
+    tokenizer = _byte_level(tmp_path, {"added_tokens_decoder": added | {"999": {"content": "<far>"}}, "pad_token": "<d>", "eos_token": "!"})
+    pieces = [tokenizer.piece(token) for token in tokenizer.encode("q <a> z <b> <c>!<d>")]
+    assert pieces == [b"q", b" ", b"<a>", b"z", b"<b>", b"<c>", b"!", b"<", b"d", b">"]
+    assert tokenizer.vocab_size == 259
+    assert tokenizer.eos_token_ids == {tokenizer.encode("!")[0]}
+    assert tokenizer.encode("!")[0] in tokenizer.special_token_ids
+
+
+def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:
+    directory_with(tmp_path, "bpe")
+    assert _byte_level(tmp_path, {}).encode("<b>") == [257]
+    assert load_backend(tmp_path / "tokenizer.model", {}).get_vocab_size() == 620
