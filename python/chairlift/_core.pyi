@@ -588,9 +588,9 @@ class DecoderBlock:
         """Creates a block of causal attention with scores multiplied by `scale`. Takes ownership of the linear layers.
 
         `qk_norm` are norms of each head's queries and keys. `rope` is the index of the decoder's rotary embedding (None: no positions). A
-        `softcap` c maps scores x to c * tanh(x / c). A token sees `window` tokens, itself included. `sinks` are the scores of a token without
-        a value, for each head, that all tokens see. `post_norm` is applied to the output, which is then multiplied by `residual_scale`.
-        Raises ValueError for a layer that another block owns.
+        `softcap` c maps scores x to c * tanh(x / c). A token sees `window` tokens, itself included. `sinks` are, for each head, the
+        score of a token without a value that all tokens see. `post_norm` is applied to the output, which is then multiplied by
+        `residual_scale`. Raises ValueError for a layer that another block owns.
         """
 
     @staticmethod
@@ -630,12 +630,12 @@ class DecoderBlock:
     ) -> DecoderBlock:
         """Creates a mixture of experts, of which `router` chooses `used` for each token by their scores.
 
-        `gate_up_proj` and `down_proj` are made by `Linear.experts`. Scores are the 'softmax' of the router's logits, their 'sigmoid', or the
-        'logits', whose weights are the softmax of those that are chosen. `bias` is added to the scores for the choice alone. `groups` are a
-        number of groups of experts, and how many of them may be chosen from. Weights that are `normalised` are divided by their sum, and all
-        are multiplied by `scale`. `clamp` (slope s, limit l) replaces the activation by (up + 1) * gate * sigmoid(s * gate), with the gate
-        at most l and up from -l to l. `shared` are the gated and the second layer of an expert that all tokens use; with `shared_gate` its
-        output is multiplied by the sigmoid of the router's last logit. The rest is as in `attention`.
+        `gate_up_proj` and `down_proj` are made by `Linear.experts`. Scores are the 'softmax' of the router's logits, their 'sigmoid', or
+        the 'logits', whose weights are the softmax of those that are chosen. `bias` is added to the scores for the choice alone. `groups`
+        are a number of groups of experts, and how many of them may be chosen from. Weights that are `normalised` are divided by their sum,
+        and all are multiplied by `scale`. `clamp` (slope s, limit l) replaces the activation by (up + 1) * gate * sigmoid(s * gate), with
+        the gate at most l and up from -l to l. `shared` are the gated and the second layer of an expert that all tokens use; with
+        `shared_gate` its output is multiplied by the sigmoid of the router's last logit. The rest is as in `attention`.
         """
 
 @final

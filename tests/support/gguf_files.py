@@ -1,5 +1,6 @@
 """GGUF files for the tests: the default one, and tiny ones written the way llama.cpp's converter does."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 5, "tie_word_embeddings"
 MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.25, "logits_scaling": 8.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+MIXTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+"""Names of architectures in GGUF files that differ from those of configurations."""
 TINY: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}),
@@ -31,6 +35,10 @@ TINY: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {**GEMMA, "num_hidden_layers": 7, "num_key_value_heads": 1}),
     ("smollm3", {"num_hidden_layers": 5, "pad_token_id": 0}),
     ("granite", MULTIPLIERS),
+    ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
+    ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
+    ("olmoe", {"num_experts": 11, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
+    ("granitemoe", {**MULTIPLIERS, "num_local_experts": 11, "num_experts_per_tok": 3}),
 ]
 """Arguments of `tiny_model` for every architecture that is read from GGUF files."""
 
@@ -43,6 +51,16 @@ def write_safetensors(directory: Path) -> None:
     """Writes the weights of a converted model as transformers reads them."""
     tensors = GGUFTensors(directory / LINK)
     weights = {name: np.ascontiguousarray(tensors.values(name)) for name in tensors.entries}
+    for name, whole in [(name, whole) for name, whole in weights.items() if ".experts." in name]:
+        del weights[name]
+        if any("block_sparse_moe" in other for other in weights):  # fused, the gates first
+            fused = name.replace("mlp.experts.gate_proj", "block_sparse_moe.input_linear")
+            fused = fused.replace("mlp.experts.up_proj", "block_sparse_moe.input_linear")
+            weights[fused] = np.concatenate([weights[fused], whole], 1) if fused in weights else whole
+            continue
+        weights |= {name.replace(".experts.", f".experts.{index}."): one.copy() for index, one in enumerate(whole)}
+    for name in [name for name in weights if name.endswith("shared_expert_gate.weight")]:
+        weights[name] = weights[name].reshape(1, -1)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -83,6 +101,7 @@ def gguf_of(
     each part.
     """
     config, kind = model.config, model.config.model_type.removesuffix("_text")
+    kind = MIXTURES.get(kind, kind)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = {
@@ -104,7 +123,12 @@ def gguf_of(
         values |= {f"{kind}.{name}": cap for name, cap in caps.items() if cap is not None}
     if config.pad_token_id is not None:
         values["tokenizer.ggml.padding_token_id"] = config.pad_token_id
-    if kind == "granite":
+    if experts := getattr(config, "num_experts", getattr(config, "num_local_experts", 0)):
+        values |= {f"{kind}.expert_count": experts, f"{kind}.expert_used_count": config.num_experts_per_tok}
+        keys = {"expert_feed_forward_length": "moe_intermediate_size"}
+        keys |= {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+        values |= {f"{kind}.{key}": getattr(config, name) for key, name in keys.items() if hasattr(config, name)}
+    if kind.startswith("granite"):
         names = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
         names |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
         values |= {f"{kind}.{key}": float(getattr(config, name)) for key, name in names.items()}
@@ -115,7 +139,8 @@ def gguf_of(
     if rope["rope_type"] == "llama3":
         frequencies = _llama3_divisors(rope, head_dim)
     writer = _writer(path, values | (replaced or {}), split)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.num_hidden_layers)
+    (number,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -123,12 +148,21 @@ def gguf_of(
         weights = tensor.numpy()
         if kind.startswith("gemma") and "norm" in stem:
             weights = weights + np.float32(1)
-        if kind in ("llama", "smollm3", "granite") and stem.endswith(("q_proj", "k_proj")):
+        if kind in ("llama", "smollm3", "granite", "granitemoe") and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
             weights = weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
-        used = (kinds or {}).get(stem, quantization) if weights.ndim == 2 else gguf.GGMLQuantizationType.F32
-        data = quantized(np.ascontiguousarray(weights), used)
-        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", data, raw_dtype=used)
+        # The converter takes a dimension of 1 away, and splits fused projections of experts.
+        pieces = {
+            f"{names.get_name(stem) or names.get_name(f'{stem}.layer')}.{suffix}": weights.reshape(weights.shape[weights.shape[0] == 1 :])
+        }
+        if weights.ndim == 3:
+            block = f"blk.{stem.split('.')[2]}.ffn_"
+            halves = np.split(weights, 2, 1) if suffix in ("gate_up_proj", "weight") and "output" not in stem else []
+            pieces = {f"{block}{part}_exps.weight": half for part, half in zip(("gate", "up"), halves, strict=False)}
+            pieces = pieces or {f"{block}down_exps.weight": weights}
+        for name, piece in pieces.items():
+            used = (kinds or {}).get(stem, quantization) if piece.ndim > 1 and "ffn_gate_inp" not in name else gguf.GGMLQuantizationType.F32
+            writer.add_tensor(name, quantized(np.ascontiguousarray(piece), used), raw_dtype=used)
     if frequencies is not None:
         writer.add_tensor("rope_freqs.weight", frequencies)
     _write(writer)
@@ -149,17 +183,17 @@ def quantized(weights: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarra
         return random_blocks(kind, *weights.shape)
 
 
-def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, ins: int, seed: int = 0) -> np.ndarray:
+def random_blocks(kind: gguf.GGMLQuantizationType, *shape: int, seed: int = 0) -> np.ndarray:
     """Any codes and factors, [rows, bytes of a row]; the scales are small, of either sign, and finite."""
     random = np.random.default_rng(seed)
     elements, size = gguf.GGML_QUANT_SIZES[kind]
-    blocks = random.integers(0, 256, (rows * ins // elements, size), dtype=np.uint8)
+    blocks = random.integers(0, 256, (math.prod(shape) // elements, size), dtype=np.uint8)
     scales = {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82], "MXFP4": []}.get(kind.name, [0])
     for at in scales + ([2] if kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else []):
         blocks[:, at : at + 2] = (random.standard_normal((len(blocks), 1)) * 0.001).astype(np.float16).view(np.uint8)
     if kind.name == "MXFP4":
         blocks[:, 0] = random.integers(110, 124, len(blocks))
-    return blocks.reshape(rows, -1)
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def byte_level_metadata(pre: str) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from chairlift.architectures import ARCHITECTURES, Code
+
 SHAPE = {
     "vocab_size": 199,
     "hidden_size": 48,
@@ -29,6 +31,8 @@ MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "resid
 DENSE = {"num_local_experts": 0, "shared_intermediate_size": 72, "layer_types": ["full_attention"] * 3, "mamba_n_heads": 8}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False}
 ORIGINAL = {"original_max_position_embeddings": 4}
+EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+LOCAL_EXPERTS = {"num_local_experts": 11, "num_experts_per_tok": 3, "intermediate_size": 40}
 PHI = {"pad_token_id": 0, "tie_word_embeddings": True}
 LONG = {**ORIGINAL, "rope_parameters": {**LONGROPE, **ORIGINAL}}
 SHORT = {**LONGROPE, "original_max_position_embeddings": 256, "attention_factor": 1.3}
@@ -52,12 +56,17 @@ FAMILIES = {
     "granite": ("Granite", {**MULTIPLIERS, "tie_word_embeddings": True}),
     "granite4": ("GraniteMoeHybrid", {**MULTIPLIERS, **DENSE, "position_embedding_type": "rope"}),
     "granite4-nope": ("GraniteMoeHybrid", {**MULTIPLIERS, **DENSE, "attention_bias": True}),
+    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 72, "num_key_value_heads": 3}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 40, "pad_token_id": 0}),
+    "granite-moe": ("GraniteMoe", {**MULTIPLIERS, **LOCAL_EXPERTS}),
+    "granite-moe-shared": ("GraniteMoeShared", {**MULTIPLIERS, **LOCAL_EXPERTS, "shared_intermediate_size": 72}),
     "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": 13}),
     "phi4-mini": ("Phi3", {**PHI, **LONG}),
     "phi4-mini-short": ("Phi3", {**PHI, "original_max_position_embeddings": 256, "rope_parameters": SHORT}),
 }
 
-IN_TORCH = [name for name in FAMILIES if not name.startswith(("smollm3", "granite", "phi"))]
+IN_TORCH = [name for name, (family, _) in FAMILIES.items() if ARCHITECTURES[f"{family}ForCausalLM"].code is Code.RUST_AND_TORCH]
 """Those that our model in torch computes too."""
 
 

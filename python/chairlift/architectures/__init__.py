@@ -1,16 +1,19 @@
 """The architectures that Chairlift's own code computes, as values. A new one is a value in a file here; docs/models.md lists them all."""
 
-from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Projections, Windows
+from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Mixture, Projections, Scores, Windows
 from chairlift.architectures.gemma import GEMMA2, GEMMA3
-from chairlift.architectures.granite import GRANITE, GRANITE4
+from chairlift.architectures.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
 from chairlift.architectures.llama import LLAMA, MISTRAL
+from chairlift.architectures.olmo import OLMOE
 from chairlift.architectures.phi import PHI3
-from chairlift.architectures.qwen import QWEN2, QWEN3
+from chairlift.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from chairlift.architectures.smollm import SMOLLM3
 
-__all__ = ["ARCHITECTURES", "GGUF", "Architecture", "Code", "GGUFFormat", "Key", "Projections", "Windows"]
+__all__ = ["ARCHITECTURES", "GGUF", "Architecture", "Code", "GGUFFormat", "Key", "Mixture", "Projections", "Scores", "Windows"]
 
-ARCHITECTURES = {known.name: known for known in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GRANITE4, PHI3)}
+DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GRANITE4, PHI3)
+MIXTURES = (QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED)
+ARCHITECTURES = {known.name: known for known in DENSE + MIXTURES}
 """The architectures by their names in config.json."""
 
 GGUF = {name: known for known in ARCHITECTURES.values() if known.gguf for name in known.gguf.names}

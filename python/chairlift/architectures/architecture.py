@@ -36,6 +36,40 @@ class Projections:
     down: str = "mlp.down_proj"
 
 
+class Scores(Enum):
+    """What makes scores of a router's logits, as the CPU kernels name it."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    LOGITS = "logits"
+    """The logits; weights are the softmax of those of the chosen experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """How the experts of an architecture are chosen and named.
+
+    Names are those below `model.layers.N.`, with `{}` for the number of an expert. A tensor whose name lacks `.{}` has the matrices of all
+    experts. A checkpoint has either `gate` and `up`, or `gate_up` with the rows of both. `shared` are the layers of an expert that all
+    tokens use; its output is multiplied by a gate if `shared_gate` names one. `count`, `inner` and `shared_inner` are the keys of the
+    number of experts and of inner sizes in config.json. Weights are divided by their sum if `normalised`; None means that `norm_topk_prob`
+    of config.json decides.
+    """
+
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    gate_up: str = "mlp.experts.{}.gate_up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+    shared: Projections | None = None
+    shared_gate: str | None = None
+    count: str = "num_experts"
+    inner: str = "moe_intermediate_size"
+    shared_inner: str = "shared_expert_intermediate_size"
+    scores: Scores = Scores.SOFTMAX
+    normalised: bool | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """A number in a GGUF file's metadata, under the architecture's prefix. `default` applies if the file lacks it.
@@ -79,7 +113,8 @@ class Architecture:
     the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults of the caps of attention scores
     and logits; None means that config.json's are not read. Layers with a window have rotary positions of the base `local_theta` if it is
     set. Every n-th layer has no rotary positions if `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n
-    and windows are listed. `inner` is the key of the MLP's inner size.
+    and windows are listed. `inner` is the key of the MLP's inner size. With `whole_norms` the norms of queries and keys are those of all
+    heads together. With a `mixture` layers have experts instead of an MLP, except those that config.json names.
     """
 
     name: str
@@ -109,6 +144,7 @@ class Architecture:
     window_interval: int | None = None
 
     qk_norm: bool = False
+    whole_norms: bool = False
     norm_offset: float = 0.0
     post_norms: bool = False
     activation: str = "silu"
@@ -116,6 +152,7 @@ class Architecture:
     softcaps: tuple[float | None, float | None] | None = None
     scaled_embeddings: bool = False
     multipliers: bool = False
+    mixture: Mixture | None = None
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -134,5 +171,7 @@ class Architecture:
             "softcaps": self.softcaps is not None,
             "scaled embeddings": self.scaled_embeddings,
             "multipliers of embeddings, attention, residuals and logits": self.multipliers,
+            "experts": self.mixture is not None,
+            "a shared expert": self.mixture is not None and self.mixture.shared is not None,
         }
         return tuple(name for name, present in named.items() if present)

@@ -1,6 +1,15 @@
-"""Granite 3, and Granite 4 without experts and state-space layers."""
+"""Granite 3 with and without experts, and Granite 4 without experts and state-space layers."""
 
-from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Projections
+from dataclasses import replace
+
+from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Mixture, Projections, Scores
+
+KEYS = {
+    "attention_multiplier": Key("attention.scale", float, 1.0),
+    "embedding_multiplier": Key("embedding_scale", float, 1.0),
+    "residual_multiplier": Key("residual_scale", float, 1.0),
+    "logits_scaling": Key("logit_scale", float, 1.0),
+}
 
 GRANITE = Architecture(
     name="GraniteForCausalLM",
@@ -9,12 +18,7 @@ GRANITE = Architecture(
     gguf=GGUFFormat(
         names=("granite",),
         model_type="granite",
-        keys={
-            "attention_multiplier": Key("attention.scale", float, 1.0),
-            "embedding_multiplier": Key("embedding_scale", float, 1.0),
-            "residual_multiplier": Key("residual_scale", float, 1.0),
-            "logits_scaling": Key("logit_scale", float, 1.0),
-        },
+        keys=KEYS,
         adjacent_pairs=True,
     ),
     max_positions=2048,
@@ -29,4 +33,36 @@ GRANITE4 = Architecture(
     inner="shared_intermediate_size",
     projections=Projections(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
     multipliers=True,
+)
+EXPERTS = Mixture(
+    router="block_sparse_moe.router.layer",
+    gate_up="block_sparse_moe.{}.input_linear",
+    down="block_sparse_moe.{}.output_linear",
+    count="num_local_experts",
+    inner="intermediate_size",
+    shared_inner="shared_intermediate_size",
+    scores=Scores.LOGITS,
+)
+GRANITE_MOE = Architecture(
+    name="GraniteMoeForCausalLM",
+    models="Granite 3 with experts",
+    code=Code.RUST,
+    gguf=GGUFFormat(
+        names=("granitemoe",),
+        model_type="granitemoe",
+        keys=KEYS,
+        tensors={"ffn_gate_inp": EXPERTS.router, "ffn_down_exps": "block_sparse_moe.output_linear"},
+        adjacent_pairs=True,
+    ),
+    max_positions=2048,
+    multipliers=True,
+    mixture=EXPERTS,
+)
+GRANITE_MOE_SHARED = Architecture(
+    name="GraniteMoeSharedForCausalLM",
+    models="Granite 3 with experts and a shared one",
+    code=Code.RUST,
+    max_positions=2048,
+    multipliers=True,
+    mixture=replace(EXPERTS, shared=GRANITE4.projections),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from chairlift.architectures import GGUF, Architecture, GGUFFormat, Key, Windows
+from chairlift.architectures import GGUF, Architecture, GGUFFormat, Key, Mixture, Windows
 from chairlift.checkpoint.gguf_file import GGUFFile
 from chairlift.errors import UnsupportedModel
 
@@ -30,8 +30,10 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     architecture, layout = architecture_of(file)
     kind = file.get("general.architecture", str)
     assert kind is not None
-    if file.get(f"{kind}.expert_count", int):
-        raise UnsupportedModel(f"{file.path} is a mixture of experts, which cannot be read from GGUF")
+    experts = file.get(f"{kind}.expert_count", int)
+    if bool(experts) != (architecture.mixture is not None):
+        found = f"is a mixture of {experts} experts" if experts else f"has no {kind}.expert_count"
+        raise UnsupportedModel(f"{file.path} {found}, which cannot be read for the architecture {kind!r}")
     hidden, heads = file.size(f"{kind}.embedding_length"), file.size(f"{kind}.attention.head_count")
     head_dim = file.size(f"{kind}.attention.key_length", file.size(f"{kind}.rope.dimension_count", hidden // heads))
     rotary = file.size(f"{kind}.rope.dimension_count", head_dim)
@@ -62,6 +64,8 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "dtype": "float32",
         **layout.constants,
     }
+    if architecture.mixture:
+        config |= _experts(file, kind, architecture.mixture, config["num_hidden_layers"])
     for name, key in layout.keys.items():
         if not key.optional or file.value(f"{kind}.{key.name}") is not None:
             config[name] = _entry(file, f"{kind}.{key.name}", key)
@@ -77,6 +81,26 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         if token is not None and token < embedding.shape[0]:
             config[f"{name}_token_id"] = token
     return config
+
+
+def _experts(file: GGUFFile, kind: str, mixture: Mixture, layers: int) -> dict[str, Any]:
+    """Returns the entries of config.json that describe experts."""
+
+    def size(key: str, default: int | None = None) -> int:
+        """A number that is one for all layers, or a list with an entry for each."""
+        found = file.value(f"{kind}.{key}")
+        if not isinstance(found, list):
+            return file.size(f"{kind}.{key}", default)
+        if len(found) != layers or len(set(found)) != 1 or not isinstance(found[0], int) or found[0] < 1:
+            raise UnsupportedModel(f"{file.path}: {kind}.{key} must be one positive number for all {layers} layers, got {found!r:.200}")
+        return found[0]
+
+    found = {mixture.count: size("expert_count"), "num_experts_per_tok": size("expert_used_count")}
+    inner = None if mixture.inner == "moe_intermediate_size" else size("feed_forward_length")
+    found[mixture.inner] = size("expert_feed_forward_length", inner)
+    if mixture.shared:
+        found[mixture.shared_inner] = size("expert_shared_feed_forward_length")
+    return found
 
 
 def _entry(file: GGUFFile, name: str, key: Key) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from chairlift.architectures import ARCHITECTURES, Architecture, Code, Projections, Windows
 from chairlift.errors import UnsupportedModel
+from chairlift.models.experts import Experts, parse_experts
 from chairlift.models.fields import NoNativeModel, parse_dtype, parse_size, read_json
 from chairlift.models.quantization import MODELOPT_FILE, QuantizationScheme, UnsupportedScheme, parse_quantization
 from chairlift.models.rope_config import longest_context, parse_ropes
@@ -22,9 +23,10 @@ class ModelConfig(ModelShape):
     `windows` has one entry per layer: the number of tokens that a token sees, itself included; None means all. Layers with a window use
     `local_rope`. `activation` is silu or gelu_tanh. Attention scores are products times `attention_scale`. A softcap c maps scores or
     logits to c * tanh(x / c). Embeddings are multiplied by `embedding_scale`, `norm_offset` is added to the weights of all norms, and
-    `post_norms` adds a norm after attention and after the MLP. Heads are rotated in the layers selected by `uses_rope`. The output of
-    attention and of the MLP is multiplied by `residual_scale` before it is added to the residual stream, and logits are multiplied by
-    `logits_scale`. `scheme` is that of quantised layers.
+    `post_norms` adds a norm after attention and after the MLP. Heads are rotated in the layers selected by `uses_rope`. With `whole_norms`
+    the norms of queries and keys are those of all heads together. With `experts` some layers have a mixture of experts, and the others an
+    MLP of `intermediate_size`. The output of attention and of the MLP is multiplied by `residual_scale` before it is added to the residual
+    stream, and logits are multiplied by `logits_scale`. `scheme` is that of quantised layers.
     """
 
     num_kv_heads: int
@@ -36,6 +38,7 @@ class ModelConfig(ModelShape):
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    whole_norms: bool
     windows: tuple[int | None, ...]
     local_rope: RopeConfig
     attention_scale: float
@@ -49,6 +52,7 @@ class ModelConfig(ModelShape):
     residual_scale: float
     logits_scale: float
     projections: Projections
+    experts: Experts | None
     only_in_rust: bool
     scheme: QuantizationScheme | None = None
 
@@ -72,12 +76,23 @@ class ModelConfig(ModelShape):
     def num_weights(self) -> int:
         """The number of parameters, without biases."""
         tables = 1 if self.tie_word_embeddings else 2
-        matrices = sum(outs * ins for outs, ins in self.layer_matrices)
-        return self.num_layers * (matrices + 2 * self.hidden_size) + self.hidden_size * (tables * self.vocab_size + 1)
+        matrices = self.num_layers * sum(outs * ins for outs, ins in self.layer_matrices)
+        if self.experts:
+            mlp = 3 * self.intermediate_size * self.hidden_size
+            matrices += sum(self.experts.layers) * (self.experts.weights(self.hidden_size) - mlp)
+        return matrices + 2 * self.num_layers * self.hidden_size + self.hidden_size * (tables * self.vocab_size + 1)
+
+    @property
+    def widest(self) -> int:
+        """The numbers of a token's widest activation in a layer."""
+        return max(self.intermediate_size, self.experts.widest(self.hidden_size) if self.experts else 0)
 
     @property
     def layer_matrices(self) -> tuple[tuple[int, int], ...]:
-        """Outputs and inputs of a layer's matrices: merged query, key and value; attention output; merged gate and up; down."""
+        """Outputs and inputs of a layer's matrices: merged query, key and value; attention output; merged gate and up; down.
+
+        Experts are not among them.
+        """
         queries, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, inner = self.hidden_size, self.intermediate_size
         return (queries + 2 * kv, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)
@@ -136,6 +151,7 @@ class ModelConfig(ModelShape):
             output_bias=bias and family.output_bias,
             mlp_bias=bool(raw.get("mlp_bias", False)) and family.mlp_bias,
             qk_norm=family.qk_norm,
+            whole_norms=family.whole_norms,
             windows=_windows(raw, family, layers),
             attention_scale=(scalar or head_dim) ** -0.5 if multiplier is None else multiplier["attention_multiplier"],
             attention_softcap=softcaps[0],
@@ -150,6 +166,7 @@ class ModelConfig(ModelShape):
             residual_scale=1.0 if multiplier is None else multiplier["residual_multiplier"],
             logits_scale=1.0 if multiplier is None else 1.0 / multiplier["logits_scaling"],
             projections=family.projections,
+            experts=parse_experts(raw, family.mixture, layers) if family.mixture else None,
             only_in_rust=family.code is Code.RUST,
             scheme=scheme,
             quantization=scheme.name if scheme else None,

@@ -23,7 +23,7 @@ class KvSpec(NamedTuple):
 class ModelShape(ABC):
     """Properties of any model that memory planning, precision and the engine need.
 
-    `intermediate_size` is the widest activation of a layer for one token. `dtype` is the checkpoint's dtype as a word (float32, bfloat16,
+    `intermediate_size` is the inner size of an MLP. `dtype` is the checkpoint's dtype as a word (float32, bfloat16,
     float16), or None if it does not say. `quantization` is the method of a quantised checkpoint. `not_ours` is the reason why there is no
     native code for the model; it is empty if there is.
     """
@@ -53,6 +53,11 @@ class ModelShape(ABC):
     def depends_on_length(self) -> bool:
         """Whether tokens are computed differently if sequences can be longer."""
         return False
+
+    @property
+    def widest(self) -> int:
+        """The numbers of a token's widest activation in a layer."""
+        return self.intermediate_size
 
     @property
     @abstractmethod

@@ -35,6 +35,10 @@ def check_shapes(files: AdapterFiles, model: ModelConfig) -> None:
     for (layer, module), update in files.updates.items():
         if layer >= model.num_layers:
             raise UnsupportedModel(f"{another}: it changes layer {layer}, and the model has {model.num_layers} layers")
+        if model.experts and model.experts.layers[layer] and module in ("gate_proj", "up_proj", "down_proj"):
+            raise UnsupportedModel(
+                f"adapter {files.directory}: layer {layer} of {model.architecture} has experts, which adapters cannot change"
+            )
         if (update.outputs, update.inputs) != shapes[module]:
             found, expected = f"{update.outputs}x{update.inputs}", "{}x{}".format(*shapes[module])
             raise UnsupportedModel(f"{another}: {module} of layer {layer} is {found}, and the model's is {expected}")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chairlift import _core
 from chairlift.checkpoint.safetensors_file import as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
-from chairlift.runner.memory.precision import BYTES
-from chairlift.runner.weights import Part, Weights
+from chairlift.models.experts import Experts
+from chairlift.runner import expert_weights
+from chairlift.runner.weights import Part, Weights, in_memory, split_rows
 
 
 def build_decoder(model: ModelConfig, weights: Weights, dtype: str, threads: int, isa: str, longest: int) -> _core.Decoder:
@@ -37,7 +37,7 @@ class _Builder:
         # With tied embeddings, embeddings are read from the head's matrix.
         tied = model.tie_word_embeddings
         head = embedding if tied else self.linear({"lm_head": model.vocab_size}, model.hidden_size)
-        blocks = [block for index in range(model.num_layers) for block in (self.attention(index), self.mlp(index))]
+        blocks = [block for index in range(model.num_layers) for block in (self.attention(index), self.feed_forward(index))]
         try:
             return _core.Decoder(
                 blocks,
@@ -65,16 +65,46 @@ class _Builder:
         outs = _named(prefix, model.projections.qkv, (queries, kv, kv))
         rope = self.ropes.index(model.rope if model.windows[index] is None else model.local_rope)
         names = (f"{prefix}self_attn.q_norm", f"{prefix}self_attn.k_norm")
+        norms = (queries, kv) if model.whole_norms else (model.head_dim, model.head_dim)
         return _core.DecoderBlock.attention(
             norm=self.norm(prefix + "input_layernorm"),
             qkv_proj=self.linear(outs, model.hidden_size, model.qkv_bias),
             o_proj=self.linear({f"{prefix}self_attn.o_proj": model.hidden_size}, queries, model.output_bias),
             scale=model.attention_scale,
-            qk_norm=(self.norm(names[0], model.head_dim), self.norm(names[1], model.head_dim)) if model.qk_norm else None,
+            qk_norm=(self.norm(names[0], norms[0]), self.norm(names[1], norms[1])) if model.qk_norm else None,
             rope=rope if model.uses_rope[index] else None,
             softcap=model.attention_softcap,
             window=model.windows[index],
             post_norm=self.norm(prefix + "post_attention_layernorm") if model.post_norms else None,
+            residual_scale=model.residual_scale,
+        )
+
+    def feed_forward(self, index: int) -> _core.DecoderBlock:
+        """A layer's gated MLP block, or its mixture of experts."""
+        experts = self.model.experts
+        return self.mixture(index, experts) if experts and experts.layers[index] else self.mlp(index)
+
+    def mixture(self, index: int, experts: Experts) -> _core.DecoderBlock:
+        """A layer's mixture of experts."""
+        model, prefix, names = self.model, f"model.layers.{index}.", experts.names
+        hidden, shared = model.hidden_size, None
+        if names.shared:
+            inner = experts.shared_inner
+            outs = _named(prefix, names.shared.gate_up, (inner, inner))
+            shared = self.linear(outs, hidden, gated=True), self.linear({prefix + names.shared.down: hidden}, inner)
+        gates, ups = expert_weights.gate_and_up(self.weights, experts, prefix, hidden)
+        router = in_memory(expert_weights.router(self.weights, experts, prefix, hidden))
+        return _core.DecoderBlock.mixture(
+            norm=self.norm(prefix + "post_attention_layernorm"),
+            router=_core.Linear([router], hidden, "float32", threads=self.threads, isa=self.isa),
+            gate_up_proj=self.pack([gates, ups], f"{prefix}experts", hidden, gated=True),
+            down_proj=self.pack([expert_weights.down(self.weights, experts, prefix, hidden)], f"{prefix}experts", experts.inner),
+            scores=names.scores.value,
+            used=experts.used,
+            normalised=experts.normalised,
+            shared=shared,
+            shared_gate=names.shared_gate is not None,
+            activation=model.activation,
             residual_scale=model.residual_scale,
         )
 
@@ -105,22 +135,18 @@ class _Builder:
         """Packs several projections of the same input into one layer."""
         parts = [self.weights.part(f"{name}.weight", size, ins) for name, size in outs.items()]
         if gated and len(parts) == 1:
-            parts = _halves(*parts[0], ins)
+            parts = split_rows(parts[0], 2, ins)
         biases = np.concatenate([self.vector(f"{name}.bias", size) for name, size in outs.items()]) if bias else None
+        return self.pack([[part] for part in parts], ", ".join(outs), ins, biases, gated)
+
+    def pack(self, parts: list[list[Part]], names: str, ins: int, biases: np.ndarray | None = None, gated: bool = False) -> _core.Linear:
+        """Packs matrices of the same input, each of which is one of every expert or a single one."""
         try:
-            return _core.Linear(parts, ins, self.dtype, threads=self.threads, bias=biases, gated=gated, isa=self.isa)
+            return _core.Linear.experts(parts, ins, self.dtype, threads=self.threads, bias=biases, gated=gated, isa=self.isa)
         except ValueError as error:
-            raise UnsupportedModel(f"{', '.join(outs)}: {error}") from None
+            raise UnsupportedModel(f"{names}: {error}") from None
 
 
 def _named(prefix: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
     """Returns the tensors of several projections and the number of rows of each."""
     return {f"{prefix}{name}": size for name, size in zip(names, sizes if len(names) > 1 else (sum(sizes),), strict=True)}
-
-
-def _halves(kind: str, rows: int, data: NDArray[np.uint8] | tuple[_core.TensorFile, int], interleaved: int, ins: int) -> list[Part]:
-    """Splits a tensor that stacks gate and up projections into the two. GGUF files have them apart."""
-    if isinstance(data, np.ndarray):
-        return [(kind, rows // 2, half, interleaved) for half in np.split(data, 2)]
-    file, start = data
-    return [(kind, rows // 2, (file, start + half * ins * BYTES[kind]), interleaved) for half in (0, rows // 2)]

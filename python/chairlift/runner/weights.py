@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chairlift import _core
-from chairlift.checkpoint.gguf import GGUFTensors
+from chairlift.checkpoint.gguf import BLOCK_TYPES, GGUFTensors
 from chairlift.checkpoint.safetensors_file import DTYPES, PACKED_DTYPES, Array, SafetensorsFile, as_array, as_float32
 from chairlift.checkpoint.weight_files import gguf_link, weight_files
 from chairlift.config import EngineConfig
@@ -19,6 +19,7 @@ from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.models.quantization import QuantizationScheme
 from chairlift.runner.memory.decision import gib
+from chairlift.runner.memory.precision import BYTES
 from chairlift.runner.quantised_matrix import TENSORS, QuantisedMatrix, multiply_out, read_quantised
 
 log = logging.getLogger("chairlift")
@@ -48,8 +49,11 @@ class Weights(Protocol):
         Raises UnsupportedModel if their number or a value is invalid.
         """
 
-    def part(self, name: str, rows: int, ins: int) -> Part:
-        """Returns a matrix [rows, ins] for the CPU kernels."""
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of that name."""
+
+    def part(self, name: str, *shape: int) -> Part:
+        """Returns a tensor for the CPU kernels as a matrix, whose columns are the last dimension."""
 
     def finish(self, model: ModelConfig) -> None:
         """Raises UnsupportedModel if the checkpoint has a tensor that was not used and that the model may not ignore."""
@@ -111,19 +115,23 @@ class SafetensorWeights:
             raise UnsupportedModel(f"tensor {name} must have a positive number, or one for each of {heads} KV heads")
         return np.broadcast_to(scales, heads).copy()
 
-    def part(self, name: str, rows: int, ins: int) -> Part:
-        """Returns a matrix [rows, ins] in the checkpoint's dtype, for the kernels to read from the file; a quantised one in fp32."""
+    def has(self, name: str) -> bool:
+        """Whether the files have a tensor of that name."""
+        return self._stored(name) in self._files
+
+    def part(self, name: str, *shape: int) -> Part:
+        """Returns a matrix in the checkpoint's dtype, for the kernels to read from the file; a quantised one in fp32."""
         if self._scheme is not None:
-            found = self.matrix(name.removesuffix(".weight"), rows, ins)
+            found = self.matrix(name.removesuffix(".weight"), *shape)
             if isinstance(found, QuantisedMatrix):
                 return in_memory(multiply_out(found))
         name = self._stored(name)
-        file = self._check(name, (rows, ins))
+        file = self._check(name, shape)
         self._unused.discard(name)
         if file.path not in self._kernel_files:
             self._kernel_files[file.path] = _core.TensorFile(file.path)
         entry = file.tensors[name]
-        return DTYPES[entry.dtype][0], rows, (self._kernel_files[file.path], entry.start), 0
+        return DTYPES[entry.dtype][0], math.prod(shape[:-1]), (self._kernel_files[file.path], entry.start), 0
 
     def finish(self, model: ModelConfig) -> None:
         """Raises UnsupportedModel if a tensor was not used, except a tied head and the tensors of NEEDLESS."""
@@ -151,7 +159,18 @@ class SafetensorWeights:
 
 def in_memory(array: Array) -> Part:
     """Returns an fp32 matrix for the CPU kernels."""
-    return "float32", len(array), np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0
+    return "float32", math.prod(array.shape[:-1]), np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0
+
+
+def split_rows(part: Part, count: int, ins: int) -> list[Part]:
+    """Splits a matrix of `ins` columns into `count` matrices with equal numbers of rows."""
+    kind, rows, data, interleaved = part
+    rows //= count
+    if isinstance(data, np.ndarray):
+        return [(kind, rows, piece, interleaved) for piece in np.split(data, count)]
+    elements, size = (1, BYTES[kind]) if kind in BYTES else BLOCK_TYPES[int(kind)][1:]
+    (file, start), each = data, rows * ins // elements * size
+    return [(kind, rows, (file, start + index * each), interleaved) for index in range(count)]
 
 
 def open_weights(
@@ -186,7 +205,7 @@ class GGUFWeights:
     def take(self, name: str, *shape: int) -> Array:
         """Returns a tensor, dequantised to fp32."""
         self._check(name, shape)
-        return self.tensors.values(name)
+        return self.tensors.values(name).reshape(shape)
 
     def matrix(self, layer: str, outs: int, ins: int) -> Array:
         """Returns the weight of a linear layer, dequantised to fp32."""
@@ -195,14 +214,18 @@ class GGUFWeights:
     def scales(self, name: str, heads: int) -> None:
         """Returns None: GGUF files have no scales."""
 
-    def part(self, name: str, rows: int, ins: int) -> Part:
-        """Returns a matrix [rows, ins] in the file's type, or in fp32 if the kernels do not support that type."""
-        self._check(name, (rows, ins))
+    def has(self, name: str) -> bool:
+        """Whether the file has a tensor of that name."""
+        return name in self.tensors.entries
+
+    def part(self, name: str, *shape: int) -> Part:
+        """Returns a matrix in the file's type, or in fp32 if the kernels do not support that type."""
+        self._check(name, shape)
         entry = self.tensors.entries[name]
         if not self._is_kept(entry.kind):
             return in_memory(self.tensors.values(name))
         kind = self.FLOATS.get(entry.kind, str(entry.kind))
-        return kind, rows, (self._files[entry.file], entry.start), self.tensors.interleaved(name)
+        return kind, math.prod(shape[:-1]), (self._files[entry.file], entry.start), self.tensors.interleaved(name)
 
     def sizes(self) -> tuple[int, int]:
         """Returns the bytes of tensors in types that the CPU kernels support, and the fp32 bytes of the others.
@@ -236,7 +259,8 @@ class GGUFWeights:
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         entry = self.tensors.entries.get(name)
-        if entry is None or entry.shape != shape:
+        # GGUF files leave out a first dimension of 1.
+        if entry is None or shape not in (entry.shape, (1, *entry.shape)):
             found = "missing" if entry is None else list(entry.shape)
             raise UnsupportedModel(f"{self.tensors.path}: tensor {name} is {found} where the configuration asks for {list(shape)}")
         self._unused.discard(name)
@@ -283,9 +307,13 @@ class DummyWeights:
     def scales(self, name: str, heads: int) -> None:
         """Returns None: random weights have no scales."""
 
-    def part(self, name: str, rows: int, ins: int) -> Part:
+    def has(self, name: str) -> bool:
+        """Returns False: of several ways to store a matrix, the last is taken."""
+        return False
+
+    def part(self, name: str, *shape: int) -> Part:
         """Returns a random matrix for the CPU kernels."""
-        return in_memory(self.take(name, rows, ins))
+        return in_memory(self.take(name, *shape))
 
     def finish(self, model: ModelConfig) -> None:
         """Does nothing: no tensor can be left over."""

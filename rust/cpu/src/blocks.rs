@@ -58,7 +58,7 @@ pub struct SelfAttention {
     pub qkv_proj: Linear,
     /// `o_proj`.
     pub o_proj: Linear,
-    /// Weights of the query norm and the key norm, which apply to each head (Qwen 3, Gemma 3).
+    /// Weights of the query norm and the key norm, which apply to each head (Qwen 3, Gemma 3) or to all heads together (`OLMoE`).
     pub qk_norm: Option<[Vec<f32>; 2]>,
     /// Index of the rotary embedding in [`DecoderConfig::ropes`]. `None`: the layer has no positional embedding (`SmolLM3`).
     pub rope: Option<usize>,
@@ -156,7 +156,9 @@ impl Block {
 impl SelfAttention {
     fn check(&self, isa: Isa, config: &DecoderConfig) -> Result<(), ShapeError> {
         let hidden = config.hidden_size;
-        check(self.qk_norm.iter().flatten().all(|norm| norm.len() == config.head_dim), "norms of queries and keys")?;
+        let (queries, kv) = config.widths();
+        let fits = |[query, key]: &[Vec<f32>; 2]| [(config.head_dim, config.head_dim), (queries, kv)].contains(&(query.len(), key.len()));
+        check(self.qk_norm.as_ref().is_none_or(fits), "norms of queries and keys")?;
         check(self.qkv_proj.matrix.is(isa, config.qkv_width(), hidden, Merge::Stacked), "q_proj, k_proj and v_proj")?;
         check(self.o_proj.matrix.is(isa, hidden, config.widths().0, Merge::Stacked), "weights of o_proj")?;
         check(self.rope.is_none_or(|rope| rope < config.ropes.len()), "rotary embeddings")?;

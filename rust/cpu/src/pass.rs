@@ -194,16 +194,19 @@ impl<'a> Pass<'a> {
 
     /// Applies the query and key norms and the rotary embedding to token `t`, and writes its keys and values to the cache.
     fn write_kv(&self, t: usize, attention: &SelfAttention, layer: usize, spare: &mut Vec<f32>) {
-        let &DecoderConfig { num_heads, head_dim, rms_norm_eps: eps, ref ropes, .. } = self.config;
+        let &DecoderConfig { head_dim, rms_norm_eps: eps, ref ropes, .. } = self.config;
         let (width, (queries, kv)) = (self.config.qkv_width(), self.config.widths());
         // SAFETY: only index t writes this row in this phase (see `Pass`).
         let row = unsafe { self.qkv.write(t * width, width) };
         let heads = &mut row[..queries + kv];
-        if let Some(weights) = &attention.qk_norm {
-            spare.resize(head_dim, 0.0);
-            for (i, x) in heads.chunks_exact_mut(head_dim).enumerate() {
-                self.isa.run(RmsNorm { x, weight: &weights[usize::from(i >= num_heads)], eps, out: spare });
-                x.copy_from_slice(spare);
+        if let Some([query, key]) = &attention.qk_norm {
+            let (queries, keys) = heads.split_at_mut(queries);
+            for (heads, weight) in [(queries, query), (keys, key)] {
+                spare.resize(weight.len(), 0.0);
+                for x in heads.chunks_exact_mut(weight.len()) {
+                    self.isa.run(RmsNorm { x, weight, eps, out: spare });
+                    x.copy_from_slice(spare);
+                }
             }
         }
         if let Some(index) = attention.rope {

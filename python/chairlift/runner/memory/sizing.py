@@ -85,7 +85,7 @@ def _sampling(model: ModelShape, seqs: int) -> int:
 def _activations(model: ModelShape, tokens: int) -> int:
     """Bytes of a layer's live tensors: input, norm and sum; queries, keys and values before and after rotation; the MLP's inner part."""
     qkv = max((model.num_heads + 2 * spec.kv_heads) * max(spec.head_dim, spec.value_dim) for spec in model.kv_specs)
-    return tokens * 4 * (4 * model.hidden_size + 3 * qkv + 3 * model.intermediate_size)
+    return tokens * 4 * (4 * model.hidden_size + 3 * qkv + 3 * model.widest)
 
 
 def tile_step_tokens(model: ModelShape, precision: Precision) -> int | None:

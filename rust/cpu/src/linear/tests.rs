@@ -151,6 +151,63 @@ fn tensors_of_one_matrix_may_differ_in_type() {
     }
 }
 
+#[test]
+fn experts_multiply_their_rows_as_matrices_of_their_own_would() {
+    // Rows that do not fill the last panel, an expert without rows, and one with more rows than a group has.
+    let (outs, ins, counts) = (41, 256, [2, 0, 131, 1]);
+    let blocks: Vec<_> = (0..4).map(|expert| random_blocks(BlockType::Q4_K, outs, ins, 1 + expert)).collect();
+    let bias = numbers(2, 4 * outs);
+    let x = numbers(3, counts.iter().sum::<usize>() * ins);
+    let mut groups = Vec::new();
+    let mut start = 0;
+    for (expert, count) in counts.into_iter().enumerate() {
+        groups.extend(RowGroup::split(expert, start..start + count));
+        start += count;
+    }
+    for isa in Isa::tested() {
+        for dtype in [DType::F32, DType::Bf16, DType::Kept, DType::Rounded, DType::Int8] {
+            let tensors: Vec<_> = blocks.iter().map(|bytes| tensor(Numbers::Ggml(12), outs, ins, bytes)).collect();
+            let matrix = Matrix::pack(&mut ThreadPool::new(2).expect("threads"), isa, &[&tensors], Merge::Stacked, dtype).expect("it fits");
+            let experts = Linear::new(matrix, Some(&bias));
+            let mut rows = Rows::default();
+            rows.reserve(isa, start, start / 4, [&experts]);
+            let mut found = vec![1.0; start * outs];
+            let (packed, shared) = (rows.packed(isa, start, start / 4).grouped(&groups), UnsafeSlice::new(&mut found));
+            ThreadPool::new(3).expect("threads").run(|worker| {
+                let mut scratch = Scratch::default();
+                packed.pack(worker, isa, &experts, &mut scratch, |m, to| to.copy_from_slice(&x[m * ins..(m + 1) * ins]));
+                packed.multiply(worker, isa, &experts, shared, outs, Epilogue::Store, &mut scratch);
+            });
+            let mut start = 0;
+            for (expert, count) in counts.into_iter().enumerate().filter(|&(_, count)| count > 0) {
+                let alone = Linear::new(pack(isa, &tensors[expert..=expert], Merge::Stacked, dtype), Some(&bias[expert * outs..][..outs]));
+                let expected = multiply(isa, 1, &alone, &x[start * ins..(start + count) * ins], 0.0, Epilogue::Store);
+                assert!(found[start * outs..(start + count) * outs] == expected, "{isa:?} {dtype:?} {expert}");
+                start += count;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_clamped_gate_follows_its_formula() {
+    let (outs, ins) = (37, 64);
+    let (gates, ups) = (numbers(1, outs * ins), numbers(2, outs * ins));
+    let (bytes, x) = ([bytes_of(&gates), bytes_of(&ups)], numbers(3, 5 * ins));
+    let [gate, up] = bytes.each_ref().map(|bytes| tensor(Numbers::F32, outs, ins, bytes));
+    let sum = |x: &[f32], w: &[f32]| x.iter().zip(w).map(|(x, w)| f64::from(x * w)).sum::<f64>();
+    for isa in Isa::available() {
+        let layer = Linear::new(pack(isa, &[gate, up], Merge::Gated, DType::F32), None);
+        let found = multiply(isa, 1, &layer, &x, 0.0, Epilogue::Gate(Activation::Clamped { slope: 1.7, limit: 2.0 }));
+        for (i, &found) in found.iter().enumerate() {
+            let (row, out) = (&x[i / outs * ins..][..ins], i % outs * ins);
+            let (gate, up) = (sum(row, &gates[out..][..ins]).min(2.0), sum(row, &ups[out..][..ins]).clamp(-2.0, 2.0));
+            let expected = (up + 1.0) * gate / (1.0 + (-1.7 * gate).exp());
+            assert!((f64::from(found) - expected).abs() < 1e-5, "{isa:?} {i}: {found} {expected}");
+        }
+    }
+}
+
 /// A matrix of every format that tiles multiply, and of one that they do not.
 fn mixed(isa: Isa, ins: usize) -> (Linear, Vec<f32>, Vec<f32>) {
     let (mut sources, mut weights) = (Vec::new(), Vec::new());

@@ -1,0 +1,15 @@
+"""OLMoE."""
+
+from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Mixture
+
+OLMOE = Architecture(
+    name="OlmoeForCausalLM",
+    models="OLMoE",
+    code=Code.RUST,
+    gguf=GGUFFormat(names=("olmoe",), model_type="olmoe"),
+    max_positions=4096,
+    rms_norm_eps=1e-5,
+    qk_norm=True,
+    whole_norms=True,
+    mixture=Mixture(inner="intermediate_size"),
+)

@@ -1,0 +1,65 @@
+"""Parses the part of a config.json that describes a mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from chairlift.architectures import Mixture
+from chairlift.errors import UnsupportedModel
+from chairlift.models.fields import parse_size
+
+OTHER_COUNT = "num_local_experts"
+"""The name of the number of experts in each config.json that transformers 5 writes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts of a model's layers.
+
+    Each of `layers` is whether the layer has experts; the others have an MLP. A token uses `used` of `count` experts with the inner size
+    `inner`, and a shared one if `shared_inner` is not 0. `normalised` means that a token's weights are divided by their sum. `names` are
+    those of the tensors.
+    """
+
+    names: Mixture
+    layers: tuple[bool, ...]
+    count: int
+    used: int
+    inner: int
+    shared_inner: int
+    normalised: bool
+
+    def weights(self, hidden: int) -> int:
+        """The number of parameters of a layer's experts and router."""
+        return hidden * (3 * (self.count * self.inner + self.shared_inner) + self.count)
+
+    def widest(self, hidden: int) -> int:
+        """The numbers of a token's widest activation in a layer: its experts' inner layers or their outputs."""
+        return self.used * max(self.inner, hidden)
+
+
+def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts:
+    """Parses the experts of a model with `layers` layers. Raises UnsupportedModel for values that do not fit each other."""
+    count = parse_size(raw, OTHER_COUNT if raw.get(names.count) is None and OTHER_COUNT in raw else names.count)
+    used = parse_size(raw, "num_experts_per_tok")
+    if used > count:
+        raise UnsupportedModel(f"config.json: num_experts_per_tok is {used}, and there are {count} experts")
+    normalised = bool(raw.get("norm_topk_prob", False)) if names.normalised is None else names.normalised
+    return Experts(
+        names=names,
+        layers=_layers(raw, layers),
+        count=count,
+        used=used,
+        inner=parse_size(raw, names.inner),
+        shared_inner=parse_size(raw, names.shared_inner) if names.shared else 0,
+        normalised=normalised,
+    )
+
+
+def _layers(raw: dict[str, Any], layers: int) -> tuple[bool, ...]:
+    """Returns for each layer whether it has experts."""
+    step, dense = parse_size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) and 0 <= layer < layers for layer in dense):
+        raise UnsupportedModel(f"config.json: mlp_only_layers must be numbers of the {layers} layers, got {dense!r:.200}")
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers))

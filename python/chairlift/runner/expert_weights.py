@@ -1,0 +1,51 @@
+"""Reads the matrices of a mixture's experts, in each way that checkpoints store them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chairlift.checkpoint.safetensors_file import Array, as_float32
+from chairlift.errors import UnsupportedModel
+from chairlift.models.experts import Experts
+from chairlift.runner.weights import Part, Weights, split_rows
+
+
+def gate_and_up(weights: Weights, experts: Experts, prefix: str, hidden: int) -> tuple[list[Part], list[Part]]:
+    """Returns the gate and up projections of a layer's experts. Raises UnsupportedModel as `Weights.part` does."""
+    names, inner = experts.names, experts.inner
+    if _has(weights, prefix + names.gate_up):
+        fused = _matrices(weights, prefix + names.gate_up, experts.count, 2 * inner, hidden)
+        halves = [split_rows(part, 2, hidden) for part in fused]
+        return [gate for gate, _ in halves], [up for _, up in halves]
+    gate, up = (_matrices(weights, prefix + name, experts.count, inner, hidden) for name in (names.gate, names.up))
+    return gate, up
+
+
+def down(weights: Weights, experts: Experts, prefix: str, hidden: int) -> list[Part]:
+    """Returns the down projections of a layer's experts. Raises UnsupportedModel as `Weights.part` does."""
+    return _matrices(weights, prefix + experts.names.down, experts.count, hidden, experts.inner)
+
+
+def router(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Array:
+    """Returns a router's matrix, with the gate of the shared expert as its last row.
+
+    Raises UnsupportedModel as `Weights.take` does, and for a number that is not finite.
+    """
+    rows = {experts.names.router: experts.count} | ({experts.names.shared_gate: 1} if experts.names.shared_gate else {})
+    matrices = {name: as_float32(weights.take(f"{prefix}{name}.weight", size, hidden)) for name, size in rows.items()}
+    for name, matrix in matrices.items():
+        if not np.isfinite(matrix).all():
+            raise UnsupportedModel(f"tensor {prefix}{name}.weight has numbers that are not finite: no expert could be chosen with it")
+    return np.concatenate(list(matrices.values()))
+
+
+def _has(weights: Weights, name: str) -> bool:
+    return weights.has(f"{name.replace('.{}', '')}.weight") or weights.has(f"{name.format(0)}.weight")
+
+
+def _matrices(weights: Weights, name: str, count: int, rows: int, ins: int) -> list[Part]:
+    """Returns the matrices [rows, ins] of all experts, from one tensor or from one for each expert."""
+    whole = f"{name.replace('.{}', '')}.weight"
+    if weights.has(whole):
+        return split_rows(weights.part(whole, count, rows, ins), count, ins)
+    return [weights.part(f"{name.format(expert)}.weight", rows, ins) for expert in range(count)]
