@@ -19,7 +19,7 @@ __all__ = [
     "DecoderBlock",
     "EmptyPrompt",
     "Encoder",
-    "EncoderLayer",
+    "EncoderBlock",
     "HeldBusy",
     "KvBudget",
     "KvCache",
@@ -752,47 +752,76 @@ class Decoder:
     def states(self, at: NDArray[np.int32], out: NDArray[np.float32]) -> None:
         """Writes the last step's hidden states after the last norm at token positions `at`, scaled to length 1, to `out` [at, hidden]."""
 
-@final
-class EncoderLayer:
-    """A layer of an encoder of the BERT family: attention and an MLP, each with a norm (weight and bias) after it."""
+_Norm = tuple[NDArray[np.float32], NDArray[np.float32] | None]
+"""Weight and bias of a layer norm, or the weight alone of a root-mean-square norm."""
 
-    def __new__(
-        cls,
+@final
+class EncoderBlock:
+    """A block of an encoder: attention or an MLP, whose output is added to the states.
+
+    `norms` are those of its input, of its output and of the sum.
+    """
+
+    @staticmethod
+    def attention(
         *,
+        norms: tuple[_Norm | None, _Norm | None, _Norm | None],
         qkv_proj: Linear,
         o_proj: Linear,
-        attention_norm: tuple[NDArray[np.float32], NDArray[np.float32]],
-        up_proj: Linear,
-        down_proj: Linear,
-        norm: tuple[NDArray[np.float32], NDArray[np.float32]],
-    ) -> EncoderLayer:
-        """Creates a layer, which takes the linear layers."""
+        qk_norm: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
+        rope: int | None = None,
+        window: int | None = None,
+    ) -> EncoderBlock:
+        """Creates a block of attention within a text. Takes ownership of the linear layers.
+
+        `rope` is an index into the encoder's `ropes`. A token attends to `window` tokens on either side, or to all.
+        """
+
+    @staticmethod
+    def mlp(
+        *, norms: tuple[_Norm | None, _Norm | None, _Norm | None], up_proj: Linear, down_proj: Linear, gate: str | None = None
+    ) -> EncoderBlock:
+        """Creates an MLP with GELU; with a `gate` (silu, gelu or gelu_tanh), `up_proj` has gate and up projections."""
 
 @final
 class Encoder:
-    """An encoder of the BERT family, with its own threads. A text's embedding does not depend on the other texts of a call."""
+    """An encoder with its own threads. A text's result does not depend on the other texts of a call."""
 
     def __new__(
         cls,
-        layers: Sequence[EncoderLayer],
+        blocks: Sequence[EncoderBlock],
         *,
-        tokens: NDArray[np.float32],
-        positions: NDArray[np.float32],
-        norm: tuple[NDArray[np.float32], NDArray[np.float32]],
-        num_heads: int,
-        norm_eps: float,
+        tokens: Linear,
+        positions: NDArray[np.float32] | None,
+        types: NDArray[np.float32],
+        embedding_norm: _Norm | None,
+        final_norm: _Norm | None,
         pooling: str,
+        dense: Sequence[tuple[Linear, str, _Norm | None]],
+        normalized: bool,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        norm_eps: float,
+        embedding_scale: float,
+        attention_scale: float,
+        ropes: Sequence[NDArray[np.float32]],
+        longest: int,
         threads: int,
     ) -> Encoder:
-        """Creates an encoder, which takes the layers. `tokens` and `positions` are flat tables of embeddings, rows of the hidden size.
+        """Creates an encoder, which takes the blocks and the linear layers. Raises ValueError if sizes do not fit.
 
-        `positions` has the embedding of the token type added. `pooling` is first, last or mean. Raises ValueError if sizes do not fit.
+        `positions` and `types` are flat tables of embeddings, rows of the hidden size; `types` may be empty. `pooling` is first, last or
+        mean. `dense` are layers after it: weights, activation (identity, tanh or gelu) and norm. `normalized` scales the result to length
+        1. `ropes` are radians per position of each pair. `longest` is the most tokens of a text.
         """
 
-    def embed(self, ids: NDArray[np.int32], starts: NDArray[np.int32], out: NDArray[np.float32]) -> None:
-        """Writes the texts' embeddings, vectors of length 1, to `out` [texts, hidden size], without the GIL.
+    def embed(self, ids: NDArray[np.int32], types: NDArray[np.int32], starts: NDArray[np.int32], out: NDArray[np.float32]) -> None:
+        """Writes the texts' results to `out` [texts, width], without the GIL. The width is that of the last dense layer.
 
-        Text i has the ids from `starts[i]` to `starts[i + 1]`. Raises ValueError for empty or too long texts and for unknown ids.
+        Text i has the ids from `starts[i]` to `starts[i + 1]`. `types` has the type of each token, or is empty if all are 0. Raises
+        ValueError for empty or too long texts and for unknown ids or types.
         """
 
 @final

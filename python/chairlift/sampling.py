@@ -127,7 +127,8 @@ class SamplingParams:
     form. `logprobs` requests the log-probability of each output token and of this many most likely alternatives, at temperature 1 and
     before all changes above. `prompt_logprobs` requests the same for the prompt, which is then computed whole, regardless of the cache.
     `include_stop_str_in_output` includes the stop string or token in the text, `skip_special_tokens=False` control tokens. `embed` asks for
-    the prompt's embedding instead of a text. `lora` is the name of the LoRA adapter that computes the request.
+    the prompt's embedding, or a classifier's number, instead of a text; in a pair of texts `second_text` is the index of the second's first
+    token. `lora` is the name of the LoRA adapter that computes the request.
     """
 
     max_tokens: int | None = 16
@@ -154,6 +155,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     embed: bool = False
+    second_text: int | None = None
     lora: str | None = None
 
     def __post_init__(self) -> None:
@@ -212,6 +214,8 @@ class SamplingParams:
             text("lora", self.lora, 1, 256)
             if self.embed:
                 raise InvalidRequest("embeddings are computed without adapters", param="lora")
+        if self.second_text is not None:
+            integer("second_text", self.second_text, 0, 2**31 - 1)
         if self.embed:
             self._set("max_tokens", 1)  # the core gives room for a token, though there is none
             logged = (self.logprobs, self.prompt_logprobs, self.structured_output) != (None, None, None)

@@ -121,6 +121,16 @@ class Tokenizer:
         ids = self._encode(self._backend, text, "prompt", add_special_tokens)
         return ids[1:] if add_special_tokens and self._bos is not None and ids[:2] == [self._bos] * 2 else ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        """Returns the tokens of two texts as a classifier of pairs expects them, and the index of the second's first token.
+
+        The index is None if the tokenizer does not tell the texts apart. Raises InvalidRequest for text with lone surrogates.
+        """
+        for text in (first, second):
+            _check_unicode(text, "input")
+        encoding = self._backend.encode_batch_fast([(first, second)])[0]
+        return encoding.ids, next((at for at, kind in enumerate(encoding.type_ids) if kind == 1), None)
+
     def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> list[int]:
         """Returns the tokens of a conversation, rendered by the chat template; `kwargs` are variables of the template, like `tools`.
 
@@ -182,15 +192,17 @@ class Tokenizer:
 
     @staticmethod
     def _encode(backend: Backend, text: str, param: str, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            message = (
-                f"{param} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}, which is not valid Unicode"
-            )
-            raise InvalidRequest(message, param=param) from None
+        _check_unicode(text, param)
         # Unlike `encode`, this method runs without the GIL. It also spares the characters' offsets, which take most of the memory.
         return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _check_unicode(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{param} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}, which is not valid Unicode"
+        raise InvalidRequest(message, param=param) from None
 
 
 class _TokenBytes:

@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import tiny_encoders
 import tiny_models
 import torch
+import transformers
 
 from chairlift import LLM, SamplingParams
+from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.config import EngineConfig
 from chairlift.engine.loop import Engine
 from chairlift.errors import InvalidRequest, InvalidSetting, UnsupportedModel
@@ -20,16 +24,112 @@ TEXTS = [np.random.default_rng(length).integers(4, 56, length).tolist() for leng
 POOLINGS = {"mean": "mean_tokens", "first": "cls_token", "last": "lasttoken"}
 
 
-@pytest.mark.parametrize(
-    ("family", "pooling"), [("Bert", "mean"), ("Bert", "first"), ("Bert", "last"), ("Roberta", "mean"), ("XLMRoberta", "first")]
-)
+FAMILIES = [("Bert", "mean"), ("Bert", "first"), ("Bert", "last"), ("Roberta", "mean"), ("XLMRoberta", "first")]
+FAMILIES += [("NomicBert", "mean"), ("Gemma3Text", "mean")]
+
+
+@pytest.mark.parametrize(("family", "pooling"), FAMILIES)
 def test_embeddings_equal_those_of_transformers(tmp_path: Path, family: str, pooling: str) -> None:
-    oracle = tiny_encoders.write(family, tmp_path, POOLINGS[pooling])
-    with LLM(tmp_path, threads=2) as llm:
+    oracle = tiny_encoders.write(family, tmp_path / "hf", POOLINGS[pooling])
+    with LLM(tmp_path / "hf", threads=2) as llm:
         embeddings = llm.embed(TEXTS)
     for text, embedding in zip(TEXTS, embeddings, strict=True):
         expected = tiny_encoders.embed(oracle, text, pooling).numpy()
         assert np.abs(embedding - expected).max() < 1e-5, len(text)
+    file = tmp_path / "file.gguf"
+    tiny_encoders.gguf_of(oracle, file, pooling={"mean": 1, "first": 2, "last": 3}[pooling])
+    with LLM(file, threads=1, max_num_seqs=3, max_num_batched_tokens=16) as llm:
+        assert np.array_equal(llm.embed(TEXTS), embeddings)
+        assert np.array_equal(np.concatenate([llm.embed(text) for text in TEXTS]), embeddings)
+        assert llm.tokenizer.encode("abc de") == [2, 4, 31, 32, 7, 34, 3]
+
+
+@pytest.mark.parametrize("family", ["Bert", "Gemma3Text"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "F16"])
+def test_an_embedding_of_quantised_weights_equals_that_of_the_dequantised(tmp_path: Path, family: str, kind: str) -> None:
+    # Blocks of Q4_K have 256 numbers.
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "layer_types": ["sliding_attention"], "head_dim": 64}
+    sizes["query_pre_attn_scalar"] = 64
+    oracle = tiny_encoders.write(family, tmp_path / "hf", None, **sizes)
+    tiny_encoders.gguf_of(oracle, tmp_path / "file.gguf", gguf.GGMLQuantizationType[kind])
+    with LLM(tmp_path / "file.gguf", threads=2) as llm:
+        embeddings = llm.embed(TEXTS)
+    tensors = GGUFTensors(tmp_path / "file.gguf")
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            if name in tensors.entries:
+                parameter.copy_(torch.from_numpy(tensors.values(name)))
+    for text, embedding in zip(TEXTS, embeddings, strict=True):
+        assert np.abs(embedding - tiny_encoders.embed(oracle, text).numpy()).max() < 1e-4, len(text)
+
+
+CLASSIFIERS = ["BertForSequenceClassification", "RobertaForSequenceClassification", "XLMRobertaForSequenceClassification"]
+
+
+@pytest.mark.parametrize("family", CLASSIFIERS)
+def test_scores_of_pairs_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
+    oracle = tiny_encoders.write(family, tmp_path / "hf", type_vocab_size=1 if "Roberta" in family else 2)
+    documents = ["d", "def ghi", "abc abc abc"]
+    with LLM(tmp_path / "hf", threads=2, max_num_batched_tokens=16) as llm:
+        scores = llm.score("abc", documents)
+        assert [llm.score("abc", [document])[0] for document in documents] == scores
+        with pytest.raises(InvalidRequest, match="scores pairs of texts"):
+            llm.embed("abc")
+    expected = [_score(oracle, "abc", document) for document in documents]
+    assert np.allclose(scores, expected, atol=1e-5)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    plain = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | plain))
+    with LLM(tmp_path / "hf", threads=1) as llm:
+        assert np.allclose(1 / (1 + np.exp(-np.array(llm.score("abc", documents)))), expected, atol=1e-5)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"id2label": {"0": "no", "1": "yes"}}))
+    with pytest.raises(UnsupportedModel, match="2 labels"):
+        LLM(tmp_path / "hf")
+
+
+def test_scores_of_a_gguf_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    oracle = tiny_encoders.write("XLMRobertaForSequenceClassification", tmp_path / "hf", type_vocab_size=1)
+    tiny_encoders.gguf_of(oracle, tmp_path / "file.gguf", pooling=None)
+    with LLM(tmp_path / "file.gguf", threads=1) as llm:
+        assert np.allclose(llm.score("abc", ["d", "ef gh"]), [_score(oracle, "abc", text) for text in ("d", "ef gh")], atol=1e-5)
+        assert llm.tokenizer.encode_pair("abc", "d") == ([2, 4, 31, 32, 3, 7, 3], 5)
+    assert "without the layer before it" not in caplog.text
+    # llama.cpp's converter leaves out BERT's pooler.
+    oracle = tiny_encoders.write("BertForSequenceClassification", tmp_path / "bert")
+    oracle.classifier = torch.nn.ModuleDict({"out_proj": oracle.classifier})
+    tiny_encoders.gguf_of(oracle, tmp_path / "bert.gguf", pooling=4)
+    with LLM(tmp_path / "bert.gguf", threads=1) as llm:
+        (score,) = llm.score("abc", ["d"])
+    with torch.no_grad():
+        ids, types = torch.tensor([[2, 4, 31, 32, 3, 7, 3]]), torch.tensor([[0] * 5 + [1] * 2])
+        state = oracle.bert(input_ids=ids, token_type_ids=types).last_hidden_state[0, 0]
+        assert np.isclose(score, torch.sigmoid(oracle.classifier["out_proj"](state)).item(), atol=1e-5)
+    assert "without the layer before it" in caplog.text
+
+
+def _score(oracle: torch.nn.Module, query: str, document: str) -> float:
+    encoding = tiny_encoders.tokenizer().encode(query, document)
+    types = encoding.type_ids if oracle.config.type_vocab_size > 1 else [0] * len(encoding.ids)
+    with torch.no_grad():
+        logits = oracle(input_ids=torch.tensor([encoding.ids]), token_type_ids=torch.tensor([types])).logits
+    return torch.sigmoid(logits)[0, 0].item()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"bert.pooling_type": 0}, "a state for each token"),
+        ({"bert.pooling_type": 9}, "pooling_type is 9"),
+        ({"bert.attention.causal": True}, "attention.causal is true"),
+        ({"bert.expert_count": 8}, "expert_count"),
+        ({"bert.embedding_length": 40}, "where the configuration asks for"),
+    ],
+)
+def test_unsuitable_files_of_encoders_are_refused(directory: Path, tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+    oracle = transformers.BertModel.from_pretrained(directory)
+    tiny_encoders.gguf_of(oracle, tmp_path / "file.gguf", replaced=metadata)
+    with pytest.raises(UnsupportedModel, match=message):
+        LLM(tmp_path / "file.gguf")
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +207,8 @@ def test_unsuitable_settings_and_checkpoints_are_refused(tmp_path: Path) -> None
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
     with pytest.raises(UnsupportedModel, match="pooling by max"):
         LLM(tmp_path)
-    (tmp_path / "modules.json").write_text(json.dumps([{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]))
-    with pytest.raises(UnsupportedModel, match="a module Dense"):
+    (tmp_path / "modules.json").write_text(json.dumps([{"path": "2_CNN", "type": "sentence_transformers.models.CNN"}]))
+    with pytest.raises(UnsupportedModel, match="a module CNN"):
         LLM(tmp_path)
 
 
@@ -142,7 +242,7 @@ def test_a_decoder_without_its_prefix_and_one_with_other_modules(tmp_path: Path)
     tokenizer = str(_letters(bare))
     with LLM(bare, threads=1, tokenizer=tokenizer) as llm, LLM(tmp_path / "whole", threads=1, tokenizer=tokenizer) as other:
         assert np.array_equal(llm.embed([[5, 6, 7]]), other.embed([[5, 6, 7]]))
-    (bare / "modules.json").write_text(json.dumps([{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]))
+    (bare / "modules.json").write_text(json.dumps([{"path": "2_CNN", "type": "sentence_transformers.models.CNN"}]))
     with LLM(bare, threads=1, tokenizer=tokenizer) as llm:
         with pytest.raises(InvalidRequest, match="computes no embeddings"):
             llm.embed([[5, 6, 7]])

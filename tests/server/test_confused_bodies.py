@@ -24,7 +24,7 @@ BATCH = 500
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     engine = FakeEngine()
-    engine.describe(max_text_len=64, hidden_size=4)
+    engine.describe(max_text_len=64, embedding_size=4)
     with serving(engine, data_dir=tmp_path_factory.mktemp("data")) as (base, service), httpx.Client(base_url=base, timeout=60) as client:
         gc.collect()
         gc.freeze()

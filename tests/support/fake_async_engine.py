@@ -112,7 +112,7 @@ class FakeEngine:
             checkpoint=CheckpointInfo("LlamaForCausalLM", 134_515_008, "gguf", "Q4_1", 96_577_024),
             determinism="batch-invariant",
             max_model_len=2048,
-            hidden_size=64,
+            embedding_size=64,
             vocab_size=256,
             max_num_seqs=8,
             num_bytes=10**9,

@@ -17,7 +17,7 @@ from chairlift.checkpoint.pull import pull_default
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 CONTROLS = ("<|end|>", "<|user|>")
-FLOATS = {"layer_norm_rms_epsilon", "freq_base", "factor", "attn_logit_softcapping", "final_logit_softcapping"}
+FLOATS = {"layer_norm_rms_epsilon", "layer_norm_epsilon", "freq_base", "factor", "attn_logit_softcapping", "final_logit_softcapping"}
 FLOATS |= {"scale", "embedding_scale", "residual_scale", "logit_scale"}
 GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 5, "tie_word_embeddings": True}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.25, "logits_scaling": 8.0}
@@ -138,7 +138,7 @@ def gguf_of(
         values[f"{kind}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if rope["rope_type"] == "llama3":
         frequencies = _llama3_divisors(rope, head_dim)
-    writer = _writer(path, values | (replaced or {}), split)
+    writer = writer_of(path, values | (replaced or {}), split)
     (number,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
@@ -234,7 +234,7 @@ def sentencepiece_metadata() -> dict[str, Any]:
 def write_vocabulary(directory: Path, metadata: dict[str, Any]) -> Path:
     """Writes a GGUF file of these metadata without tensors, and its tokenizer, to the directory, which it returns."""
     directory.mkdir(exist_ok=True)
-    _write(_writer(directory / "tiny.gguf", {"general.architecture": "llama", "llama.context_length": 128} | metadata))
+    _write(writer_of(directory / "tiny.gguf", {"general.architecture": "llama", "llama.context_length": 128} | metadata))
     write_tokenizer(open_gguf(directory / "tiny.gguf"), directory)
     return directory
 
@@ -251,7 +251,8 @@ def _llama3_divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
     return np.array(divisors, dtype=np.float32)
 
 
-def _writer(path: Path, values: dict[str, Any], split: int = 0) -> gguf.GGUFWriter:
+def writer_of(path: Path, values: dict[str, Any], split: int = 0) -> gguf.GGUFWriter:
+    """A writer with these metadata, without those that are None."""
     writer = gguf.GGUFWriter(path, values.pop("general.architecture"), split_max_tensors=split)
     for key, value in values.items():
         if value is None:

@@ -1,6 +1,7 @@
 """The architectures that Chairlift's own code computes, as values. A new one is a value in a file here; docs/models.md lists them all."""
 
 from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Mixture, Projections, Scores, Windows
+from chairlift.architectures.encoders import ENCODER_GGUF, ENCODERS, EncoderArchitecture
 from chairlift.architectures.gemma import GEMMA2, GEMMA3
 from chairlift.architectures.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
 from chairlift.architectures.llama import LLAMA, MISTRAL
@@ -9,7 +10,21 @@ from chairlift.architectures.phi import PHI3
 from chairlift.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from chairlift.architectures.smollm import SMOLLM3
 
-__all__ = ["ARCHITECTURES", "GGUF", "Architecture", "Code", "GGUFFormat", "Key", "Mixture", "Projections", "Scores", "Windows"]
+__all__ = [
+    "ARCHITECTURES",
+    "ENCODERS",
+    "ENCODER_GGUF",
+    "GGUF",
+    "Architecture",
+    "Code",
+    "EncoderArchitecture",
+    "GGUFFormat",
+    "Key",
+    "Mixture",
+    "Projections",
+    "Scores",
+    "Windows",
+]
 
 DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GRANITE4, PHI3)
 MIXTURES = (QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED)

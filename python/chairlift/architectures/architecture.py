@@ -83,14 +83,19 @@ class Key:
     optional: bool = False
 
 
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+"""Names of a decoder's tensors outside the layers, in GGUF files and in Hugging Face's."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFormat:
     """How GGUF files store an architecture.
 
     `names` are the values of `general.architecture`. `model_type` and `constants` are entries of config.json, and `keys` are entries
-    whose values are in the file's metadata. `tensors` maps the names of a layer's tensors in GGUF files to those below `model.layers.N.` of
-    Hugging Face's files, where they differ from Llama's. `adjacent_pairs` means that rows of rotated projections are in llama.cpp's order
-    for adjacent pairs (2i, 2i+1) instead of pairs half a head apart. `stored_offset` is the number that was added to the weights of norms.
+    whose values are in the file's metadata. `tensors` maps the names of a layer's tensors in GGUF files to those below `layer` of Hugging
+    Face's files, where they differ from Llama's, and `top` those outside the layers. `adjacent_pairs` means that rows of rotated
+    projections are in llama.cpp's order for adjacent pairs (2i, 2i+1) instead of pairs half a head apart. `stored_offset` is the number
+    that was added to the weights of norms.
     Attention scores of the model with `largest_layers` layers are divided by the square root of hidden size / heads; its files do not say
     so.
     """
@@ -100,6 +105,8 @@ class GGUFFormat:
     constants: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, Key] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
+    top: Mapping[str, str] = field(default_factory=lambda: TOP)
+    layer: str = "model.layers.{}."
     adjacent_pairs: bool = False
     stored_offset: float = 0.0
     largest_layers: int | None = None

@@ -15,6 +15,7 @@ import numpy as np
 from chairlift.architectures import GGUFFormat
 from chairlift.checkpoint.cache import LINK, writing_to
 from chairlift.checkpoint.gguf_config import architecture_of, model_config
+from chairlift.checkpoint.gguf_encoder import encoder_modules
 from chairlift.checkpoint.gguf_file import GGUFFile, TensorEntry
 from chairlift.checkpoint.gguf_keys import check_keys
 from chairlift.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
@@ -23,7 +24,6 @@ from chairlift.errors import UnsupportedModel
 
 log = logging.getLogger("chairlift")
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -50,8 +50,6 @@ _IGNORED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long
 """Tensors that are not weights: the configuration has their content."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
 """Recommended sampling settings: keys below `general.sampling`, and the names in generation_config.json."""
-_POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
-"""llama.cpp's numbers of ways to combine the states of a text, and the names in sentence-transformers' configuration."""
 _CACHED_BYTES = 1 << 16
 BLOCK_TYPES = {
     0: ("F32", 1, 4),
@@ -109,13 +107,23 @@ def _write(file: GGUFFile, config: dict[str, Any], out: Path, sampling: Mapping[
     generation = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
     generation |= {"eos_token_id": end_token_ids(file, stop)} | _recommended_sampling(file) | dict(sampling)
     _write_json(out / "generation_config.json", generation)
-    if (pooling := file.value(f"{file.get('general.architecture', str)}.pooling_type")) in _POOLINGS:
-        _write_json(out / "modules.json", [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}])
-        (out / "1_Pooling").mkdir()
-        _write_json(out / "1_Pooling" / "config.json", {"pooling_mode": _POOLINGS[pooling]})
+    _write_modules(file, out)
     _named(file, architecture_of(file)[1])  # checks that all layers are there
     (out / LINK).symlink_to(file.path.absolute())
     out.chmod(0o755)
+
+
+def _write_modules(file: GGUFFile, out: Path) -> None:
+    """Writes the modules of sentence-transformers for a file that says how the states of a text become its embedding."""
+    modules = encoder_modules(file, str(file.get("general.architecture", str)))
+    if not modules:
+        return
+    paths = [f"{number}_{kind}" for number, (kind, _) in enumerate(modules, 1)]
+    listed = [{"type": f"sentence_transformers.models.{kind}", "path": path} for path, (kind, _) in zip(paths, modules, strict=True)]
+    _write_json(out / "modules.json", listed)
+    for path, (_, settings) in zip(paths, modules, strict=True):
+        (out / path).mkdir()
+        _write_json(out / path / "config.json", settings)
 
 
 class GGUFTensors:
@@ -190,13 +198,13 @@ def _recommended_sampling(file: GGUFFile) -> dict[str, Any]:
 def _hf_name(name: str, layout: GGUFFormat) -> str | None:
     """Returns Hugging Face's name of a tensor; None if it is unknown."""
     stem, _, suffix = name.rpartition(".")
-    if stem in _TOP and suffix == "weight":
-        return f"{_TOP[stem]}.{suffix}"
+    if stem in layout.top and suffix in ("weight", "bias"):
+        return f"{layout.top[stem]}.{suffix}"
     block, _, rest = stem.removeprefix("blk.").partition(".")
     known = layout.tensors.get(rest, _LAYER.get(rest))
     if not stem.startswith("blk.") or not block.isdecimal() or known is None or suffix not in ("weight", "bias"):
         return None
-    return f"model.layers.{block}.{known}.{suffix}"
+    return f"{layout.layer.format(block)}{known}.{suffix}"
 
 
 def _named(file: GGUFFile, layout: GGUFFormat) -> dict[str, TensorEntry]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from chairlift.architectures import GGUF, Architecture, GGUFFormat, Key, Mixture, Windows
+from chairlift.architectures import ENCODER_GGUF, GGUF, Architecture, EncoderArchitecture, GGUFFormat, Key, Mixture, Windows
+from chairlift.checkpoint.gguf_encoder import encoder_config
 from chairlift.checkpoint.gguf_file import GGUFFile
 from chairlift.errors import UnsupportedModel
 
@@ -15,12 +16,13 @@ _F32 = 0
 """ggml's number of the type."""
 
 
-def architecture_of(file: GGUFFile) -> tuple[Architecture, GGUFFormat]:
+def architecture_of(file: GGUFFile) -> tuple[Architecture | EncoderArchitecture, GGUFFormat]:
     """Returns the architecture of a file. Raises UnsupportedModel for one that there is no code for."""
     kind = file.get("general.architecture", str)
-    if kind not in GGUF:
-        raise UnsupportedModel(f"{file.path} holds a model of architecture {kind!r}; those that can be read: {', '.join(GGUF)}")
-    architecture = GGUF[kind]
+    architecture = GGUF.get(kind or "") or ENCODER_GGUF.get(kind or "")
+    if architecture is None:
+        known = ", ".join((*GGUF, *ENCODER_GGUF))
+        raise UnsupportedModel(f"{file.path} holds a model of architecture {kind!r}; those that can be read: {known}")
     assert architecture.gguf is not None
     return architecture, architecture.gguf
 
@@ -28,6 +30,8 @@ def architecture_of(file: GGUFFile) -> tuple[Architecture, GGUFFormat]:
 def model_config(file: GGUFFile) -> dict[str, Any]:
     """Returns the file's configuration in the format of Hugging Face's config.json."""
     architecture, layout = architecture_of(file)
+    if isinstance(architecture, EncoderArchitecture):
+        return encoder_config(file, architecture)
     kind = file.get("general.architecture", str)
     assert kind is not None
     experts = file.get(f"{kind}.expert_count", int)

@@ -77,7 +77,8 @@ def end_token_ids(file: GGUFFile, stop: Collection[str] = ()) -> list[int]:
     tokens = file.get("tokenizer.ggml.tokens", list) or []
     listed = [token for token in file.get("tokenizer.ggml.eos_token_ids", list) or [] if type(token) is int and 0 <= token < len(tokens)]
     known = end_tokens({text: index for index, text in enumerate(tokens)})
-    controls = {tokens[index]: index for index, kind in enumerate(file.get("tokenizer.ggml.token_type", list) or []) if kind == _CONTROL}
+    kinds = file.get("tokenizer.ggml.token_type", list) or []
+    controls = {tokens[index]: index for index, kind in enumerate(kinds) if kind == Kind.CONTROL}
     known |= {controls[text] for text in stop if text in controls}
     if others := [text for text in stop if text not in controls]:
         log.warning("%s: a stop text that is no control token is not used, send it with each request as `stop`: %r", file.path, others)
@@ -251,12 +252,16 @@ def _adds(file: GGUFFile, role: str) -> bool:
 
 
 def _add_ends(tokenizer: Tokenizer, file: GGUFFile) -> None:
-    """Makes the tokenizer add `bos` before, and `eos` or `sep` after each prompt, as the file says."""
+    """Makes the tokenizer add `bos` before, and `eos` or `sep` after each prompt, and between two texts, as the file says."""
     from tokenizers import processors
 
     ends = {name: token for name in ("bos", "eos", "sep") if _adds(file, name) and (token := _role(file, name))}
     if ends:
         # `$` begins a variable in a template, so the template refers to the tokens by plain names.
-        single = [name for name in ("bos", "$A", "eos", "sep") if name == "$A" or name in ends]
+        first = ["bos"] if "bos" in ends else []
+        close = next(([name] for name in ("eos", "sep") if name in ends), [])
+        # RoBERTa has two tokens between the texts of a pair, BERT has one.
+        between = close if file.get("tokenizer.ggml.model", str) == "bert" else [name for name in ("eos", "sep") if name in ends]
         special = [{"id": name, "ids": [index], "tokens": [text]} for name, (text, index) in ends.items()]
-        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+        pair = [*first, "$A", *between, "$B:1", *(f"{name}:1" for name in close)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=[*first, "$A", *close], pair=pair, special_tokens=special)

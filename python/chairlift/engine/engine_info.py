@@ -40,7 +40,10 @@ class EngineInfo:
     max_model_len: int = 0
     max_text_len: int | None = None
     """Most tokens of a text to embed; None if the model computes no embeddings."""
-    hidden_size: int = 0
+    embedding_size: int = 0
+    """The numbers of a text's embedding."""
+    score: str | None = None
+    """What becomes of the number that a classifier gives to a pair of texts, sigmoid or identity; None for other models."""
     vocab_size: int = 0
     eos_token_ids: Sequence[int] = field(default_factory=list)
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -104,7 +107,8 @@ def engine_info(
         # An encoder's sequences have one token more than their texts, which is not computed.
         max_model_len=runner.max_model_len if runner.generates else runner.max_model_len - 1,
         max_text_len=None if runner.pooling is None else runner.max_model_len - 1,
-        hidden_size=runner.model_config.hidden_size,
+        embedding_size=runner.model_config.embedding_size,
+        score=runner.model_config.score,
         vocab_size=runner.model_config.vocab_size,
         eos_token_ids=eos,
         default_sampling=sampling,

@@ -22,7 +22,17 @@ from chairlift.engine.arguments import Prompt, document_settings, engine_config,
 from chairlift.engine.engine_info import log_decisions, warn_of_short_context
 from chairlift.engine.held_sequences import COMPUTE, LEASE, HeldSequences
 from chairlift.engine.live_sequence import LiveSequence
-from chairlift.engine.request import Request, check_dimensions, default_params, deliver, encode_bad_words, joined, validate
+from chairlift.engine.request import (
+    Request,
+    check_dimensions,
+    check_scores,
+    default_params,
+    deliver,
+    encode_bad_words,
+    joined,
+    relevance,
+    validate,
+)
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, RequestFailed
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import EMBED, MAX_SEQUENCES, SamplingParams
@@ -173,12 +183,20 @@ class LLM:
         import numpy as np
 
         check_dimensions(dimensions, self.info)
-        outputs = self.generate(texts, EMBED, scheduling=scheduling, progress=progress)
-        failed = [f"{index} ({output.finish_reason})" for index, output in enumerate(outputs) if output.embedding is None]
-        if failed:
-            raise RequestFailed(f"texts without an embedding: {', '.join(failed)}")
-        embeddings = np.array([output.embedding for output in outputs], dtype=np.float32)[:, :dimensions]
+        embeddings = np.array(_embeddings(self.generate(texts, EMBED, scheduling=scheduling, progress=progress)), dtype=np.float32)
+        embeddings = embeddings[:, :dimensions]
         return embeddings if dimensions is None else embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+
+    def score(self, query: str, documents: Sequence[str]) -> list[float]:
+        """Returns how relevant each document is to the query, computed by a classifier of pairs of texts (a cross-encoder).
+
+        Raises InvalidRequest for another model, and otherwise as `embed`.
+        """
+        kind = check_scores(self.info)
+        pairs = [self.tokenizer.encode_pair(query, document) for document in documents]
+        params = [dataclasses.replace(EMBED, second_text=second) for _, second in pairs]
+        numbers = _embeddings(self.generate([ids for ids, _ in pairs], params))
+        return [relevance(number, kind) for (number,) in numbers]
 
     def stream(
         self, prompt: Prompt | LiveSequence, params: SamplingParams | None = None, *, scheduling: Scheduling | None = None
@@ -430,6 +448,13 @@ def _drain(queue: deque[Item]) -> Iterator[Item]:
     """Removes and yields the items of a queue."""
     while queue:
         yield queue.popleft()
+
+
+def _embeddings(outputs: Sequence[RequestOutput]) -> list[Sequence[float]]:
+    """Returns the numbers of each output. Raises RequestFailed if one has none."""
+    if failed := [f"{index} ({output.finish_reason})" for index, output in enumerate(outputs) if output.embedding is None]:
+        raise RequestFailed(f"texts without an embedding: {', '.join(failed)}")
+    return [output.embedding for output in outputs if output.embedding is not None]
 
 
 def _most_tokens(request: Request) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import struct
 import sys
 import time
@@ -485,14 +486,29 @@ def check_embeds(info: EngineInfo) -> int:
     return info.max_text_len
 
 
+def check_scores(info: EngineInfo) -> str:
+    """Returns what becomes of the model's numbers: see `relevance`. Raises InvalidRequest if it does not score pairs of texts."""
+    if info.score is None:
+        raise InvalidRequest("this model does not score pairs of texts: use a cross-encoder", param="model", code="unsupported")
+    return info.score
+
+
+def relevance(number: float, kind: str) -> float:
+    """Returns the score of a pair of texts, of a classifier's number; `kind` is sigmoid or identity."""
+    return number if kind == "identity" else 1 / (1 + math.exp(-max(number, -700.0)))
+
+
 def check_dimensions(dimensions: int | None, info: EngineInfo) -> int:
     """Returns the most tokens of a text to embed. Raises InvalidRequest unless embeddings can be shortened to this many numbers.
 
     None keeps all numbers.
     """
     limit = check_embeds(info)
+    if info.score is not None:
+        message = "this model scores pairs of texts and computes no embeddings: use /v1/rerank (in Python: LLM.score)"
+        raise InvalidRequest(message, param="model", code="unsupported")
     if dimensions is not None:
-        most = info.hidden_size
+        most = info.embedding_size
         if type(dimensions) is not int or not 1 <= dimensions <= most:
             raise InvalidRequest(f"dimensions must be an integer from 1 to {most}, got {dimensions!r:.50}", param="dimensions")
     return limit

@@ -1,4 +1,4 @@
-"""Parses the configuration of encoders of the BERT family, which compute embeddings of texts."""
+"""Parses the configuration of encoders, which compute embeddings of texts or the scores of pairs of texts."""
 
 from __future__ import annotations
 
@@ -6,36 +6,60 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chairlift.architectures import ENCODERS, EncoderArchitecture
 from chairlift.errors import UnsupportedModel
 from chairlift.models.fields import parse_dtype, parse_size, read_json
 from chairlift.models.shape import KvSpec, ModelShape
 
-ENCODERS = {
-    "BertModel": "",
-    "BertForMaskedLM": "bert.",
-    "RobertaModel": "",
-    "XLMRobertaModel": "",
-}
-"""The supported architectures, each with the prefix of its tensors' names."""
-
 POOLINGS = {"cls": "first", "mean": "mean", "lasttoken": "last"}
 """The names of sentence-transformers, and those of the CPU kernels."""
+RANK = "rank"
+"""llama.cpp's name for a classifier on the first token's state."""
+_ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "GELU": "gelu"}
+_SCORES = {"Identity": "identity", "Sigmoid": "sigmoid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseModule:
+    """A layer of sentence-transformers after the pooling: its directory, its sizes, and its activation (identity, tanh or gelu)."""
+
+    path: str
+    ins: int
+    outs: int
+    bias: bool
+    activation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modules:
+    """What the modules of sentence-transformers in a directory say: the pooling, None if there is none, and the layers after it."""
+
+    pooling: str | None = None
+    dense: tuple[DenseModule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig(ModelShape):
     """The configuration of an encoder.
 
-    `prefix` begins the names of its tensors. Positions start at `first_position`. `pooling` is how the states of a text are combined to its
-    embedding: first, last or mean.
+    `layout` names its tensors. Positions start at `first_position`; `num_positions` is 0 for rotary ones. Each layer attends to
+    `windows` tokens on either side, None for all. `pooling` is how the states of a text are combined to its embedding: first, last or
+    mean, and `dense` are the layers after it.
     """
 
-    prefix: str
+    layout: EncoderArchitecture
+    num_kv_heads: int
+    head_dim: int
     num_positions: int
     first_position: int
     num_token_types: int
     norm_eps: float
+    theta: float
+    local_theta: float
+    attention_scale: float
+    windows: tuple[int | None, ...]
     pooling: str
+    dense: tuple[DenseModule, ...]
 
     @property
     def kv_specs(self) -> tuple[KvSpec, ...]:
@@ -45,9 +69,17 @@ class EncoderConfig(ModelShape):
     @property
     def num_weights(self) -> int:
         """The number of parameters, without biases and norms."""
-        layer = 4 * self.hidden_size + 2 * self.intermediate_size
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        layer = attention + (2 + (self.layout.gate is not None)) * self.intermediate_size
         tables = self.vocab_size + self.num_positions + self.num_token_types
-        return self.hidden_size * (self.num_layers * layer + tables)
+        return self.hidden_size * (self.num_layers * layer + tables) + sum(layer.ins * layer.outs for layer in self.dense)
+
+    @property
+    def embedding_size(self) -> int:
+        """The numbers of a text's result."""
+        if self.score is not None:
+            return 1
+        return self.dense[-1].outs if self.dense else self.hidden_size
 
     @classmethod
     def find(cls, directory: Path) -> EncoderConfig | None:
@@ -57,62 +89,75 @@ class EncoderConfig(ModelShape):
         """
         raw = read_json(directory)
         for name in raw.get("architectures") or []:
-            if name in ENCODERS:
-                return cls._parse(raw, name, directory)
+            # A decoder of this name attends to earlier tokens alone.
+            if name in ENCODERS and (name != "Gemma3TextModel" or raw.get("use_bidirectional_attention")):
+                return cls._parse(raw, ENCODERS[name], directory)
         return None
 
     @classmethod
-    def _parse(cls, raw: dict[str, Any], architecture: str, directory: Path) -> EncoderConfig:
-        expected = {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
-        for name, value in expected.items():
+    def _parse(cls, raw: dict[str, Any], layout: EncoderArchitecture, directory: Path) -> EncoderConfig:
+        raw = {**raw, **{name: raw[other] for name, other in layout.keys.items() if other in raw}}
+        for name, value in layout.expected.items():
             if raw.get(name, value) != value:
-                raise UnsupportedModel(f"{architecture} with {name} {raw[name]!r} is not supported (supported: {value!r})")
-        positions = parse_size(raw, "max_position_embeddings")
-        # RoBERTa numbers positions from the padding token's id on.
-        first = 0 if architecture.startswith("Bert") else int(raw.get("pad_token_id") or 0) + 1
-        heads, hidden = parse_size(raw, "num_attention_heads"), parse_size(raw, "hidden_size")
-        if hidden % heads:
+                raise UnsupportedModel(f"{layout.name} with {name} {raw[name]!r} is not supported (supported: {value!r})")
+        hidden, heads = parse_size(raw, "hidden_size"), parse_size(raw, "num_attention_heads")
+        layers, kv_heads = parse_size(raw, "num_hidden_layers"), parse_size(raw, "num_key_value_heads", heads)
+        head_dim = parse_size(raw, "head_dim", hidden // heads)
+        if hidden % heads and "head_dim" not in raw:
             raise UnsupportedModel(f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
+        if heads % kv_heads:
+            raise UnsupportedModel(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+        positions = parse_size(raw, "max_position_embeddings")
+        first = int(raw.get("pad_token_id") or 0) + 1 if layout.offset_positions else 0
+        modules = find_modules(directory)
+        theta, local_theta = _thetas(raw, layout)
         return cls(
-            architecture=architecture,
+            architecture=layout.name,
+            layout=layout,
             vocab_size=parse_size(raw, "vocab_size"),
             hidden_size=hidden,
             intermediate_size=parse_size(raw, "intermediate_size"),
-            num_layers=parse_size(raw, "num_hidden_layers"),
+            num_layers=layers,
             num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
             max_position_embeddings=positions - first,
             dtype=parse_dtype(raw),
-            prefix=ENCODERS[architecture],
-            num_positions=positions,
+            num_positions=positions if layout.positions else 0,
             first_position=first,
-            num_token_types=parse_size(raw, "type_vocab_size"),
-            norm_eps=float(raw.get("layer_norm_eps", 1e-12)),
-            pooling=find_pooling(directory) or "mean",
+            num_token_types=parse_size(raw, "type_vocab_size") if layout.types else 0,
+            norm_eps=float(raw.get("rms_norm_eps", 1e-6) if layout.rms else raw.get("layer_norm_eps", 1e-12)),
+            theta=theta,
+            local_theta=local_theta,
+            attention_scale=float(raw.get("query_pre_attn_scalar", head_dim) if layout.rms else head_dim) ** -0.5,
+            windows=_windows(raw, layout, layers),
+            pooling=POOLINGS.get(modules.pooling or "", "first" if _scores(raw, layout, modules) else "mean"),
+            dense=modules.dense,
+            score=_scores(raw, layout, modules),
         )
 
 
-def find_pooling(directory: Path) -> str | None:
-    """The pooling that the modules of sentence-transformers in a directory name: first, last or mean; None if there are none.
-
-    Raises UnsupportedModel for other modules or poolings.
-    """
-    modules = read_json(directory, "modules.json") if (directory / "modules.json").exists() else []
-    found = None
-    for module in modules:
-        kind = str(module.get("type")).rpartition(".")[2]
+def find_modules(directory: Path) -> Modules:
+    """What the modules of sentence-transformers in a directory say. Raises UnsupportedModel for modules that there is no code for."""
+    pooling, dense = None, []
+    for module in read_json(directory, "modules.json") if (directory / "modules.json").exists() else []:
+        kind, path = str(module.get("type")).rpartition(".")[2], str(module.get("path"))
         if kind == "Pooling":
-            found = _pooling(read_json(directory / str(module.get("path"))))
+            pooling = _pooling(read_json(directory / path))
+        elif kind == "Dense":
+            dense.append(_dense(read_json(directory / path), path))
         elif kind not in ("Transformer", "Normalize"):
-            raise UnsupportedModel(f"modules.json has a module {kind}: there is code for Transformer, Pooling and Normalize")
-    return found
+            raise UnsupportedModel(f"modules.json has a module {kind}: there is code for Transformer, Pooling, Dense and Normalize")
+    return Modules(pooling=pooling, dense=tuple(dense))
 
 
 def decoder_pooling(directory: Path) -> str | None:
-    """The pooling of a decoder: last, unless its modules name another one, which there is no code for (None)."""
+    """The pooling of a decoder: last, unless its modules name another one or more layers, which there is no code for (None)."""
     try:
-        return "last" if find_pooling(directory) in (None, "last") else None
+        modules = find_modules(directory)
     except UnsupportedModel:
         return None
+    return "last" if modules.pooling in (None, "lasttoken") and not modules.dense else None
 
 
 def longest_text(directory: Path, model: ModelShape) -> int:
@@ -127,6 +172,51 @@ def _pooling(raw: dict[str, Any]) -> str:
     names = [name.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token") for name in chosen]
     if isinstance(mode := raw.get("pooling_mode"), str):
         names = [mode]
-    if len(names) != 1 or names[0] not in POOLINGS:
+    if len(names) != 1 or names[0] not in (*POOLINGS, RANK):
         raise UnsupportedModel(f"pooling by {' and '.join(names) or 'nothing'} is not supported (supported: {', '.join(POOLINGS)})")
-    return POOLINGS[names[0]]
+    return names[0]
+
+
+def _dense(raw: dict[str, Any], path: str) -> DenseModule:
+    activation = str(raw.get("activation_function", "Tanh")).rpartition(".")[2]
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedModel(f"{path}: activation {activation} is not supported (supported: {', '.join(_ACTIVATIONS)})")
+    sizes = parse_size(raw, "in_features"), parse_size(raw, "out_features")
+    return DenseModule(path=path, ins=sizes[0], outs=sizes[1], bias=bool(raw.get("bias", True)), activation=_ACTIVATIONS[activation])
+
+
+def _scores(raw: dict[str, Any], layout: EncoderArchitecture, modules: Modules) -> str | None:
+    """What becomes of a classifier's number; None for a model of embeddings. Raises UnsupportedModel for more than one label."""
+    if not layout.name.endswith("ForSequenceClassification") and modules.pooling != RANK:
+        return None
+    labels = len(raw["id2label"]) if raw.get("id2label") else raw.get("num_labels", 2)
+    if labels != 1:
+        raise UnsupportedModel(f"{layout.name} has {labels} labels: there is code for classifiers with one, which score pairs of texts")
+    named = (raw.get("sentence_transformers") or {}).get("activation_fn") or raw.get("sbert_ce_default_activation_function") or "Sigmoid"
+    activation = str(named).rpartition(".")[2]
+    if activation not in _SCORES:
+        raise UnsupportedModel(f"scores by {activation} are not supported (supported: {', '.join(_SCORES)})")
+    return _SCORES[activation]
+
+
+def _thetas(raw: dict[str, Any], layout: EncoderArchitecture) -> tuple[float, float]:
+    """The bases of the rotary positions, for all tokens and for windows. Raises UnsupportedModel for scaled ones."""
+    tables = raw.get("rope_parameters") or {}
+    whole, local = (tables.get(f"{kind}_attention", tables) for kind in ("full", "sliding"))
+    for table in (whole, local, raw.get("rope_scaling") or {}):
+        if (kind := table.get("rope_type", table.get("type", "default"))) != "default":
+            raise UnsupportedModel(f"{layout.name} with positions of type {kind!r} is not supported (supported: default)")
+    theta = whole.get("rope_theta", raw.get("rope_theta", layout.theta or 1.0))
+    return float(theta), float(local.get("rope_theta", raw.get("rope_local_base_freq", layout.local_theta or theta)))
+
+
+def _windows(raw: dict[str, Any], layout: EncoderArchitecture, layers: int) -> tuple[int | None, ...]:
+    """How many tokens on either side each layer attends to. `sliding_window` is the width of a window."""
+    if layout.window_interval is None or raw.get("sliding_window") is None:
+        return (None,) * layers
+    near = parse_size(raw, "sliding_window") // 2
+    every = parse_size(raw, "sliding_window_pattern", layout.window_interval)
+    kinds = raw.get("layer_types") or ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModel(f"layer_types must name full_attention or sliding_attention for each of {layers} layers, got {kinds!r:.200}")
+    return tuple(near if kind == "sliding_attention" else None for kind in kinds)

@@ -25,7 +25,8 @@ class ModelShape(ABC):
 
     `intermediate_size` is the inner size of an MLP. `dtype` is the checkpoint's dtype as a word (float32, bfloat16,
     float16), or None if it does not say. `quantization` is the method of a quantised checkpoint. `not_ours` is the reason why there is no
-    native code for the model; it is empty if there is.
+    native code for the model; it is empty if there is. `score` is what becomes of the number that a classifier gives to a pair of texts,
+    sigmoid or identity; None for other models.
     """
 
     architecture: str
@@ -38,6 +39,7 @@ class ModelShape(ABC):
     dtype: str | None
     quantization: str | None = None
     not_ours: str = ""
+    score: str | None = None
 
     @property
     @abstractmethod
@@ -63,3 +65,8 @@ class ModelShape(ABC):
     @abstractmethod
     def num_weights(self) -> int:
         """The number of parameters."""
+
+    @property
+    def embedding_size(self) -> int:
+        """The numbers of a text's embedding."""
+        return self.hidden_size

@@ -40,6 +40,9 @@ class Weights(Protocol):
     def take(self, name: str, *shape: int) -> Array:
         """Returns a tensor. Raises UnsupportedModel if it is missing or has another shape."""
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+
     def matrix(self, layer: str, outs: int, ins: int) -> Array | QuantisedMatrix:
         """Returns the weight [outs, ins] of a linear layer, quantised as in the checkpoint. Raises UnsupportedModel as `take` does."""
 
@@ -48,9 +51,6 @@ class Weights(Protocol):
 
         Raises UnsupportedModel if their number or a value is invalid.
         """
-
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor of that name."""
 
     def part(self, name: str, *shape: int) -> Part:
         """Returns a tensor for the CPU kernels as a matrix, whose columns are the last dimension."""
@@ -85,6 +85,10 @@ class SafetensorWeights:
         self._unused.discard(name)
         return as_array(file, name)
 
+    def has(self, name: str) -> bool:
+        """Whether a file has a tensor of this name."""
+        return self._stored(name) in self._files
+
     def matrix(self, layer: str, outs: int, ins: int) -> Array | QuantisedMatrix:
         """Returns the weight of a linear layer. A layer without tensors of the scheme is not quantised."""
         layer = self._stored(f"{layer}.weight").removesuffix(".weight")
@@ -114,10 +118,6 @@ class SafetensorWeights:
         if len(scales) not in (1, heads) or not (scales > 0).all():
             raise UnsupportedModel(f"tensor {name} must have a positive number, or one for each of {heads} KV heads")
         return np.broadcast_to(scales, heads).copy()
-
-    def has(self, name: str) -> bool:
-        """Whether the files have a tensor of that name."""
-        return self._stored(name) in self._files
 
     def part(self, name: str, *shape: int) -> Part:
         """Returns a matrix in the checkpoint's dtype, for the kernels to read from the file; a quantised one in fp32."""
@@ -207,16 +207,16 @@ class GGUFWeights:
         self._check(name, shape)
         return self.tensors.values(name).reshape(shape)
 
+    def has(self, name: str) -> bool:
+        """Whether the file has a tensor of this name."""
+        return name in self.tensors.entries
+
     def matrix(self, layer: str, outs: int, ins: int) -> Array:
         """Returns the weight of a linear layer, dequantised to fp32."""
         return self.take(f"{layer}.weight", outs, ins)
 
     def scales(self, name: str, heads: int) -> None:
         """Returns None: GGUF files have no scales."""
-
-    def has(self, name: str) -> bool:
-        """Whether the file has a tensor of that name."""
-        return name in self.tensors.entries
 
     def part(self, name: str, *shape: int) -> Part:
         """Returns a matrix in the file's type, or in fp32 if the kernels do not support that type."""
@@ -300,16 +300,16 @@ class DummyWeights:
         start, std = self.draw(name, size, shape[-1])
         return (np.resize(np.roll(self.pool, -start), size) * np.float32(std)).reshape(shape)
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name: random weights have all."""
+        return True
+
     def matrix(self, layer: str, outs: int, ins: int) -> Array:
         """Returns the random weight of a linear layer."""
         return self.take(f"{layer}.weight", outs, ins)
 
     def scales(self, name: str, heads: int) -> None:
         """Returns None: random weights have no scales."""
-
-    def has(self, name: str) -> bool:
-        """Returns False: of several ways to store a matrix, the last is taken."""
-        return False
 
     def part(self, name: str, *shape: int) -> Part:
         """Returns a random matrix for the CPU kernels."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from array import array
 from contextlib import aclosing
+from dataclasses import replace
 
 from starlette.requests import Request
 
-from chairlift.engine.request import check_dimensions
+from chairlift.engine.request import check_dimensions, check_embeds
 from chairlift.errors import ContextExceeded, InvalidRequest
-from chairlift.sampling import EMBED
+from chairlift.sampling import EMBED, SamplingParams
 from chairlift.server.generation import Generation
 from chairlift.server.model import ServedModel
 from chairlift.server.schema.fields import GenerationRequest
@@ -41,12 +42,31 @@ class EmbeddingBatch:
             if len(tokens) <= limit:
                 continue
             if not truncate:
-                message = f"This model's maximum context length is {limit} tokens for an embedding. Input {index} has {len(tokens)}."
-                raise ContextExceeded(message, param="input", limit=limit, prompt=len(tokens))
+                raise _too_long(f"Input {index}", limit, len(tokens), "input")
             kept = model.engine.tokenizer.num_closing_tokens if isinstance(inputs[index], str) else 0
             texts[index] = tokens[: limit - kept] + tokens[len(tokens) - kept :]
+        return cls._begin(request, body, texts, EMBED, dimensions)
+
+    @classmethod
+    async def of_pairs(
+        cls, request: Request, model: ServedModel, body: GenerationRequest, query: str, documents: list[str]
+    ) -> EmbeddingBatch:
+        """Tokenizes pairs of a query and a document for a model that scores pairs. Raises InvalidRequest for a pair that is too long."""
+        limit, group = check_embeds(model.engine.info), request.state.ticket.tenant.group
+        pairs = await model.tokenizing.encode_pairs(group, model.engine.tokenizer, query, documents, limit, param="documents")
+        for index, (tokens, _) in enumerate(pairs):
+            if len(tokens) > limit:
+                raise _too_long(f"The query with document {index}", limit, len(tokens), "documents")
+        # The second text begins after the query, at one place in all pairs.
+        params = replace(EMBED, second_text=pairs[0][1])
+        return cls._begin(request, body, [tokens for tokens, _ in pairs], params, None)
+
+    @classmethod
+    def _begin(
+        cls, request: Request, body: GenerationRequest, texts: list[list[int]], params: SamplingParams, dimensions: int | None
+    ) -> EmbeddingBatch:
         try:
-            return cls(Generation(request, body, texts, EMBED, kind="list", prefix="embd-"), dimensions)
+            return cls(Generation(request, body, texts, params, kind="list", prefix="embd-"), dimensions)
         except InvalidRequest as error:
             error.param = "input" if error.param == "prompt" else error.param  # the engine calls every text a prompt
             raise
@@ -59,6 +79,11 @@ class EmbeddingBatch:
                 if output.embedding is not None:
                     found[index] = _shortened(output.embedding, self._dimensions)
         return [embedding for _, embedding in sorted(found.items())]
+
+
+def _too_long(what: str, limit: int, tokens: int, param: str) -> ContextExceeded:
+    message = f"This model's maximum context length is {limit} tokens for an embedding. {what} has {tokens}."
+    return ContextExceeded(message, param=param, limit=limit, prompt=tokens)
 
 
 async def _tokens(request: Request, model: ServedModel, inputs: list[str | list[int]], limit: int, *, must_fit: bool) -> list[list[int]]:

@@ -64,11 +64,30 @@ class Tokenizing:
         def encode() -> list[list[int]]:
             return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-        def check_and_encode() -> list[list[int]]:
+        return await self._checked(group, check, encode, sum(map(len, texts)))
+
+    async def encode_pairs(
+        self, group: str, tokenizer: Tokenizer, first: str, seconds: Sequence[str], limit: int, *, param: str
+    ) -> list[tuple[list[int], int | None]]:
+        """Returns the tokens of `first` with each of `seconds`, and where the second begins; see `encode` for `limit`."""
+
+        def check() -> None:
+            for second in seconds:
+                _check(tokenizer, [first, second], limit, True, param)
+
+        def encode() -> list[tuple[list[int], int | None]]:
+            return [tokenizer.encode_pair(first, second) for second in seconds]
+
+        return await self._checked(group, check, encode, len(seconds) * len(first) + sum(map(len, seconds)))
+
+    async def _checked(self, group: str, check: Callable[[], None], encode: Callable[[], R], length: int) -> R:
+        """Calls both functions in a thread, the second one in its turn if `length` characters are many."""
+
+        def check_and_encode() -> R:
             check()
             return encode()
 
-        if sum(map(len, texts)) <= LONG:
+        if length <= LONG:
             return await asyncio.to_thread(check_and_encode)
         await asyncio.to_thread(check)
         return await self._long_texts.run(group, encode)

@@ -34,7 +34,10 @@ mod weights;
 
 pub use blocks::{Block, BlockKind, DecoderConfig, GatedMlp, SelfAttention, ShapeError};
 pub use decoder::Decoder;
-pub use encoder::{Embeddings, Encoder, EncoderLayer, Norm, Pooling, TextError};
+pub use encoder::{
+    Dense, DenseActivation, Embeddings, Encoder, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Head, Norm, Pooling,
+    TextAttention, TextError,
+};
 pub use experts::{Mixture, SharedExpert};
 pub use linear::{Activation, Linear};
 pub use lora::{Adapter, LowRank, Update};

@@ -4,48 +4,101 @@
 mod support;
 
 use chairlift_cpu::{
-    DType, Embeddings, Encoder, EncoderLayer, Isa, Linear, Matrix, Merge, Norm, Numbers, Pooling, Source, Tensor, TextError, ThreadPool,
+    Activation, DType, Dense, DenseActivation, Embeddings, Encoder, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Head, Isa,
+    Linear, Matrix, Merge, Norm, Numbers, Pooling, Rope, Source, Tensor, TextAttention, TextError, ThreadPool,
 };
 use support::numbers;
 
 const HIDDEN: usize = 36;
 const INNER: usize = 50;
-const HEADS: usize = 3;
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+const HEAD_DIM: usize = 6;
 const VOCABULARY: usize = 40;
 const POSITIONS: usize = 24;
+const LABELS: usize = 3;
 
-fn norm(seed: u32) -> Norm {
-    Norm { weight: numbers(seed, HIDDEN).iter().map(|x| 1.0 + 0.2 * x).collect(), bias: numbers(seed + 1, HIDDEN) }
+fn norm(seed: u32, size: usize) -> Norm {
+    Norm { weight: numbers(seed, size).iter().map(|x| 1.0 + 0.2 * x).collect(), bias: Some(numbers(seed + 1, size)) }
+}
+
+fn matrix(isa: Isa, seed: u32, shapes: &[usize], ins: usize, merge: Merge) -> Matrix {
+    let bytes: Vec<Vec<u8>> = shapes
+        .iter()
+        .enumerate()
+        .map(|(i, outs)| numbers(seed + 100 * i as u32, outs * ins).iter().flat_map(|x| (0.3 * x).to_le_bytes()).collect())
+        .collect();
+    let tensor = |(bytes, &rows)| Tensor { numbers: Numbers::F32, rows, ins, source: Source::Memory(bytes), interleaved: 0 };
+    let tensors: Vec<_> = bytes.iter().map(Vec::as_slice).zip(shapes).map(tensor).collect();
+    let sources: Vec<_> = tensors.iter().map(std::slice::from_ref).collect();
+    let mut pool = ThreadPool::new(1).expect("threads");
+    Matrix::pack(&mut pool, isa, &sources, merge, DType::F32).expect("it fits")
 }
 
 fn linear(isa: Isa, seed: u32, outs: usize, ins: usize) -> Linear {
-    let bytes: Vec<u8> = numbers(seed, outs * ins).iter().flat_map(|x| (0.3 * x).to_le_bytes()).collect();
-    let tensor = Tensor { numbers: Numbers::F32, rows: outs, ins, source: Source::Memory(&bytes), interleaved: 0 };
-    let mut pool = ThreadPool::new(1).expect("threads");
-    let matrix = Matrix::pack(&mut pool, isa, &[&[tensor]], Merge::Stacked, DType::F32).expect("it fits");
-    Linear::new(matrix, Some(&numbers(seed + 1, outs)))
+    Linear::new(matrix(isa, seed, &[outs], ins, Merge::Stacked), Some(&numbers(seed + 1, outs)))
 }
 
-fn encoder(isa: Isa, threads: usize, pooling: Pooling) -> Encoder {
-    let layer = |seed: u32| EncoderLayer {
-        qkv_proj: linear(isa, seed, 3 * HIDDEN, HIDDEN),
-        o_proj: linear(isa, seed + 2, HIDDEN, HIDDEN),
-        attention_norm: norm(seed + 4),
-        up_proj: linear(isa, seed + 6, INNER, HIDDEN),
-        down_proj: linear(isa, seed + 8, HIDDEN, INNER),
-        norm: norm(seed + 10),
+/// An encoder with the features of BERT in its first layer and those of Gemma in its second.
+fn encoder(isa: Isa, threads: usize, pooling: Pooling, classifies: bool) -> Encoder {
+    let attention = |seed: u32, near: bool| {
+        EncoderBlockKind::Attention(TextAttention {
+            qkv_proj: linear(isa, seed, (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
+            o_proj: linear(isa, seed + 2, HIDDEN, HEADS * HEAD_DIM),
+            qk_norm: near.then(|| [numbers(seed + 3, HEAD_DIM), numbers(seed + 4, HEAD_DIM)]),
+            rope: near.then_some(0),
+            window: near.then_some(3),
+        })
     };
-    let embeddings = Embeddings { tokens: numbers(1, VOCABULARY * HIDDEN), positions: numbers(2, POSITIONS * HIDDEN), norm: norm(3) };
-    let pool = ThreadPool::new(threads).expect("threads");
-    Encoder::new(pool, HEADS, 1e-12, embeddings, vec![layer(20), layer(40)], pooling).expect("all fits")
+    let mlp = |seed: u32, gate: Option<Activation>| {
+        let gated = Linear::new(matrix(isa, seed, &[INNER, INNER], HIDDEN, Merge::Gated), None);
+        let up_proj = if gate.is_some() { gated } else { linear(isa, seed, INNER, HIDDEN) };
+        EncoderBlockKind::Mlp(EncoderMlp { up_proj, down_proj: linear(isa, seed + 2, HIDDEN, INNER), gate })
+    };
+    let after = |kind, seed| EncoderBlock { kind, input_norm: None, output_norm: None, sum_norm: Some(norm(seed, HIDDEN)) };
+    let around = |kind, seed| EncoderBlock {
+        kind,
+        input_norm: Some(norm(seed, HIDDEN)),
+        output_norm: Some(Norm { bias: None, ..norm(seed + 2, HIDDEN) }),
+        sum_norm: None,
+    };
+    let blocks = vec![
+        after(attention(20, false), 30),
+        after(mlp(40, None), 50),
+        around(attention(60, true), 70),
+        around(mlp(80, Some(Activation::Gelu)), 90),
+    ];
+    let embeddings = Embeddings {
+        tokens: matrix(isa, 1, &[VOCABULARY], HIDDEN, Merge::Stacked),
+        positions: Some(numbers(2, POSITIONS * HIDDEN)),
+        types: numbers(4, 2 * HIDDEN),
+        norm: Some(norm(5, HIDDEN)),
+    };
+    let config = EncoderConfig {
+        hidden_size: HIDDEN,
+        num_heads: HEADS,
+        num_kv_heads: KV_HEADS,
+        head_dim: HEAD_DIM,
+        norm_eps: 1e-12,
+        embedding_scale: 1.5,
+        attention_scale: 0.4,
+        ropes: vec![Rope { frequencies: vec![1.0, 0.3, 0.1], scale: 1.0 }],
+        longest: POSITIONS,
+    };
+    let wide = Dense { linear: linear(isa, 8, 64, HIDDEN), activation: DenseActivation::Tanh, norm: Some(norm(9, 64)) };
+    let labels = Dense { linear: linear(isa, 10, LABELS, 64), activation: DenseActivation::Identity, norm: None };
+    let dense = if classifies { vec![wide, labels] } else { vec![] };
+    let head = Head { norm: Some(norm(12, HIDDEN)), pooling, dense, normalized: !classifies };
+    Encoder::new(ThreadPool::new(threads).expect("threads"), config, embeddings, blocks, head).expect("all fits")
 }
 
 fn embed(encoder: &mut Encoder, texts: &[&[i32]]) -> Vec<Vec<u32>> {
     let ids = texts.concat();
     let starts: Vec<i32> = (0..=texts.len()).map(|i| texts[..i].iter().map(|text| text.len() as i32).sum()).collect();
-    let mut out = vec![0.0; texts.len() * HIDDEN];
-    encoder.embed(&ids, &starts, &mut out).expect("sound texts");
-    out.chunks(HIDDEN).map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
+    let (mut out, width) = (vec![0.0; texts.len() * encoder.width()], encoder.width());
+    let types: Vec<i32> = ids.iter().map(|id| i32::from(id % 3 == 0)).collect();
+    encoder.embed(&ids, &types, &starts, &mut out).expect("sound texts");
+    out.chunks(width).map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
 }
 
 #[test]
@@ -53,31 +106,34 @@ fn an_embedding_has_the_same_bits_alone_and_in_a_batch() {
     let long: Vec<i32> = (0..POSITIONS as i32).map(|i| i * 7 % VOCABULARY as i32).collect();
     let texts: [&[i32]; 4] = [&[1, 2, 3], &long, &[39], &[3, 2, 1, 0, 5, 6, 7, 8, 9]];
     for isa in Isa::available() {
-        for pooling in [Pooling::First, Pooling::Last, Pooling::Mean] {
-            let together = embed(&mut encoder(isa, 3, pooling), &texts);
-            let mut alone = encoder(isa, 1, pooling);
+        for (pooling, classifies) in [(Pooling::First, true), (Pooling::Last, false), (Pooling::Mean, false), (Pooling::Mean, true)] {
+            let together = embed(&mut encoder(isa, 3, pooling, classifies), &texts);
+            let mut alone = encoder(isa, 1, pooling, classifies);
             for (text, together) in texts.iter().zip(&together) {
                 assert_eq!(&embed(&mut alone, &[text])[0], together, "{isa:?} {pooling:?}");
             }
+            assert_eq!(together[0].len(), if classifies { LABELS } else { HIDDEN });
             let squares: f32 = together[1].iter().map(|&x| f32::from_bits(x).powi(2)).sum();
-            assert!((squares - 1.0).abs() < 1e-5, "{isa:?} {pooling:?}: {squares}");
+            assert!(classifies || (squares - 1.0).abs() < 1e-5, "{isa:?} {pooling:?}: {squares}");
         }
     }
 }
 
 #[test]
 fn unsound_texts_are_refused() {
-    let mut encoder = encoder(Isa::best(), 1, Pooling::Mean);
+    let mut encoder = encoder(Isa::best(), 1, Pooling::Mean, false);
     let mut out = vec![0.0; 4 * HIDDEN];
     let long = [0; POSITIONS + 1];
     let starts = |tokens| Err(TextError::Starts { tokens, most: POSITIONS });
-    assert_eq!(encoder.embed(&[1, 2], &[0, 1], &mut out), starts(2));
-    assert_eq!(encoder.embed(&[1, 2], &[0, 0, 2], &mut out), starts(2));
-    assert_eq!(encoder.embed(&[1, 2], &[1, 2], &mut out), starts(2));
-    assert_eq!(encoder.embed(&[1, 2], &[0, -1, 2], &mut out), starts(2));
-    assert_eq!(encoder.embed(&[], &[], &mut out), starts(0));
-    assert_eq!(encoder.embed(&long, &[0, long.len() as i32], &mut out), starts(long.len()));
-    assert_eq!(encoder.embed(&[1, 40], &[0, 2], &mut out), Err(TextError::Token(40)));
-    assert_eq!(encoder.embed(&[-1, 2], &[0, 2], &mut out), Err(TextError::Token(-1)));
-    assert_eq!(encoder.embed(&[], &[0], &mut out), Ok(()));
+    assert_eq!(encoder.embed(&[1, 2], &[], &[0, 1], &mut out), starts(2));
+    assert_eq!(encoder.embed(&[1, 2], &[], &[0, 0, 2], &mut out), starts(2));
+    assert_eq!(encoder.embed(&[1, 2], &[], &[1, 2], &mut out), starts(2));
+    assert_eq!(encoder.embed(&[1, 2], &[], &[0, -1, 2], &mut out), starts(2));
+    assert_eq!(encoder.embed(&[], &[], &[], &mut out), starts(0));
+    assert_eq!(encoder.embed(&long, &[], &[0, long.len() as i32], &mut out), starts(long.len()));
+    assert_eq!(encoder.embed(&[1, 40], &[], &[0, 2], &mut out), Err(TextError::Token(40)));
+    assert_eq!(encoder.embed(&[-1, 2], &[], &[0, 2], &mut out), Err(TextError::Token(-1)));
+    assert_eq!(encoder.embed(&[1, 2], &[0, 2], &[0, 2], &mut out), Err(TextError::Types(1)));
+    assert_eq!(encoder.embed(&[1, 2], &[0], &[0, 2], &mut out), Err(TextError::Types(1)));
+    assert_eq!(encoder.embed(&[], &[], &[0], &mut out), Ok(()));
 }

@@ -13,86 +13,169 @@ use pyo3::prelude::*;
 use crate::linear::Linear;
 use crate::threads::{lock, started};
 
-/// Weight and bias of a layer norm.
-type NormArgs = (PyBuffer<f32>, PyBuffer<f32>);
+/// Weight of a norm, and the bias of a layer norm.
+type NormArgs = (PyBuffer<f32>, Option<PyBuffer<f32>>);
 
-fn norm_of(py: Python<'_>, (weight, bias): &NormArgs) -> PyResult<cpu::Norm> {
-    Ok(cpu::Norm { weight: weight.to_vec(py)?, bias: bias.to_vec(py)? })
+/// The norms of a block's input, of its output, and of the sum.
+type BlockNorms = (Option<NormArgs>, Option<NormArgs>, Option<NormArgs>);
+
+/// Weights, activation and norm of a dense layer.
+type DenseArgs<'py> = (PyRef<'py, Linear>, String, Option<NormArgs>);
+
+fn norm_of(py: Python<'_>, norm: &Option<NormArgs>) -> PyResult<Option<cpu::Norm>> {
+    let read = |(weight, bias): &NormArgs| {
+        let bias = bias.as_ref().map(|bias| bias.to_vec(py)).transpose()?;
+        Ok(cpu::Norm { weight: weight.to_vec(py)?, bias })
+    };
+    norm.as_ref().map(read).transpose()
 }
 
-/// One layer of an encoder. The encoder takes ownership of it.
-#[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct EncoderLayer(Mutex<Option<cpu::EncoderLayer>>);
+fn unknown(what: &str, name: &str) -> PyErr {
+    PyValueError::new_err(format!("no {what} is called {name:?}"))
+}
 
-#[pymethods]
-impl EncoderLayer {
-    #[new]
-    #[pyo3(signature = (*, qkv_proj, o_proj, attention_norm, up_proj, down_proj, norm))]
-    fn new(
-        py: Python<'_>,
-        qkv_proj: &Linear,
-        o_proj: &Linear,
-        attention_norm: NormArgs,
-        up_proj: &Linear,
-        down_proj: &Linear,
-        norm: NormArgs,
-    ) -> PyResult<Self> {
-        let layer = cpu::EncoderLayer {
-            qkv_proj: qkv_proj.take()?,
-            o_proj: o_proj.take()?,
-            attention_norm: norm_of(py, &attention_norm)?,
-            up_proj: up_proj.take()?,
-            down_proj: down_proj.take()?,
-            norm: norm_of(py, &norm)?,
-        };
-        Ok(Self(Mutex::new(Some(layer))))
+/// One block of an encoder. The encoder takes ownership of it.
+#[pyclass(frozen, module = "chairlift._core")]
+pub(crate) struct EncoderBlock(Mutex<Option<cpu::EncoderBlock>>);
+
+impl EncoderBlock {
+    fn of(py: Python<'_>, kind: cpu::EncoderBlockKind, norms: &BlockNorms) -> PyResult<Self> {
+        let (input_norm, output_norm, sum_norm) = (norm_of(py, &norms.0)?, norm_of(py, &norms.1)?, norm_of(py, &norms.2)?);
+        Ok(Self(Mutex::new(Some(cpu::EncoderBlock { kind, input_norm, output_norm, sum_norm }))))
     }
 }
 
-/// Layers after the embeddings of tokens and positions, with their own threads.
+#[pymethods]
+impl EncoderBlock {
+    #[staticmethod]
+    #[pyo3(signature = (*, norms, qkv_proj, o_proj, qk_norm=None, rope=None, window=None))]
+    fn attention(
+        py: Python<'_>,
+        norms: BlockNorms,
+        qkv_proj: &Linear,
+        o_proj: &Linear,
+        qk_norm: Option<(PyBuffer<f32>, PyBuffer<f32>)>,
+        rope: Option<usize>,
+        window: Option<usize>,
+    ) -> PyResult<Self> {
+        let qk_norm = qk_norm.map(|(q, k)| Ok::<_, PyErr>([q.to_vec(py)?, k.to_vec(py)?])).transpose()?;
+        let attention = cpu::TextAttention { qkv_proj: qkv_proj.take()?, o_proj: o_proj.take()?, qk_norm, rope, window };
+        Self::of(py, cpu::EncoderBlockKind::Attention(attention), &norms)
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (*, norms, up_proj, down_proj, gate=None))]
+    fn mlp(py: Python<'_>, norms: BlockNorms, up_proj: &Linear, down_proj: &Linear, gate: Option<&str>) -> PyResult<Self> {
+        let gate = match gate {
+            None => None,
+            Some("silu") => Some(cpu::Activation::Silu),
+            Some("gelu") => Some(cpu::Activation::Gelu),
+            Some("gelu_tanh") => Some(cpu::Activation::GeluTanh),
+            Some(name) => return Err(unknown("activation", name)),
+        };
+        let mlp = cpu::EncoderMlp { up_proj: up_proj.take()?, down_proj: down_proj.take()?, gate };
+        Self::of(py, cpu::EncoderBlockKind::Mlp(mlp), &norms)
+    }
+}
+
+/// Blocks between embeddings and a head, with their own threads.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct Encoder(Mutex<cpu::Encoder>);
 
 #[pymethods]
 impl Encoder {
     #[new]
-    #[pyo3(signature = (layers, *, tokens, positions, norm, num_heads, norm_eps, pooling, threads))]
+    #[pyo3(signature = (
+        blocks, *, tokens, positions, types, embedding_norm, final_norm, pooling, dense, normalized, hidden_size, num_heads, num_kv_heads,
+        head_dim, norm_eps, embedding_scale, attention_scale, ropes, longest, threads
+    ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
-        layers: Vec<PyRef<'_, EncoderLayer>>,
-        tokens: PyBuffer<f32>,
-        positions: PyBuffer<f32>,
-        norm: NormArgs,
-        num_heads: usize,
-        norm_eps: f32,
+        blocks: Vec<PyRef<'_, EncoderBlock>>,
+        tokens: &Linear,
+        positions: Option<PyBuffer<f32>>,
+        types: PyBuffer<f32>,
+        embedding_norm: Option<NormArgs>,
+        final_norm: Option<NormArgs>,
         pooling: &str,
+        dense: Vec<DenseArgs<'_>>,
+        normalized: bool,
+        hidden_size: usize,
+        num_heads: usize,
+        num_kv_heads: usize,
+        head_dim: usize,
+        norm_eps: f32,
+        embedding_scale: f32,
+        attention_scale: f32,
+        ropes: Vec<PyBuffer<f32>>,
+        longest: usize,
         threads: usize,
     ) -> PyResult<Self> {
         let pooling = match pooling {
             "first" => cpu::Pooling::First,
             "last" => cpu::Pooling::Last,
             "mean" => cpu::Pooling::Mean,
-            _ => return Err(PyValueError::new_err(format!("no pooling is called {pooling:?}"))),
+            _ => return Err(unknown("pooling", pooling)),
         };
-        let layers = layers.iter().map(|layer| lock(&layer.0).take()).collect::<Option<_>>();
-        let layers = layers.ok_or_else(|| PyValueError::new_err("these layers belong to a model already"))?;
-        let embeddings = cpu::Embeddings { tokens: tokens.to_vec(py)?, positions: positions.to_vec(py)?, norm: norm_of(py, &norm)? };
-        let encoder = cpu::Encoder::new(started(threads)?, num_heads, norm_eps, embeddings, layers, pooling);
+        let blocks = blocks.iter().map(|block| lock(&block.0).take()).collect::<Option<_>>();
+        let blocks = blocks.ok_or_else(|| PyValueError::new_err("these blocks belong to a model already"))?;
+        let ropes = ropes.iter().map(|rope| Ok(cpu::Rope { frequencies: rope.to_vec(py)?, scale: 1.0 })).collect::<PyResult<_>>()?;
+        let embeddings = cpu::Embeddings {
+            tokens: tokens.take()?.into_matrix(),
+            positions: positions.map(|positions| positions.to_vec(py)).transpose()?,
+            types: types.to_vec(py)?,
+            norm: norm_of(py, &embedding_norm)?,
+        };
+        let dense = dense.iter().map(|dense| dense_of(py, dense)).collect::<PyResult<_>>()?;
+        let head = cpu::Head { norm: norm_of(py, &final_norm)?, pooling, dense, normalized };
+        let config = cpu::EncoderConfig {
+            hidden_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            norm_eps,
+            embedding_scale,
+            attention_scale,
+            ropes,
+            longest,
+        };
+        let encoder = cpu::Encoder::new(started(threads)?, config, embeddings, blocks, head);
         encoder.map(|encoder| Self(Mutex::new(encoder))).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
-    /// Writes the embeddings of texts to `out` [texts, hidden size]. Text i has the ids from `starts[i]` to `starts[i + 1]`.
+    /// Writes the results of texts to `out` [texts, width]. Text i has the ids from `starts[i]` to `starts[i + 1]`.
     ///
     /// Numpy's borrow flags prevent other Rust code from using `out` meanwhile.
-    fn embed(&self, py: Python<'_>, ids: PyBuffer<i32>, starts: PyBuffer<i32>, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
-        let (ids, starts) = (ids.to_vec(py)?, starts.to_vec(py)?);
-        let rows = out.shape()[0];
+    fn embed(
+        &self,
+        py: Python<'_>,
+        ids: PyBuffer<i32>,
+        types: PyBuffer<i32>,
+        starts: PyBuffer<i32>,
+        out: &Bound<'_, PyArray2<f32>>,
+    ) -> PyResult<()> {
+        let (ids, types, starts) = (ids.to_vec(py)?, types.to_vec(py)?, starts.to_vec(py)?);
+        let [rows, width] = [out.shape()[0], out.shape()[1]];
         let mut out = out.try_readwrite().map_err(|error| PyValueError::new_err(format!("embeddings cannot be written: {error}")))?;
         let out = out.as_slice_mut().map_err(|_| PyValueError::new_err("embeddings need a C-contiguous float32 array"))?;
-        if rows + 1 != starts.len() {
-            return Err(PyValueError::new_err("there must be a row for each text"));
-        }
-        py.detach(|| lock(&self.0).embed(&ids, &starts, out)).map_err(|error| PyValueError::new_err(error.to_string()))
+        let embedded = py.detach(|| {
+            let mut encoder = lock(&self.0);
+            if rows + 1 != starts.len() || width != encoder.width() {
+                return Err(format!("there must be a row of {} numbers for each text", encoder.width()));
+            }
+            encoder.embed(&ids, &types, &starts, out).map_err(|error| error.to_string())
+        });
+        embedded.map_err(PyValueError::new_err)
     }
+}
+
+fn dense_of(py: Python<'_>, (linear, activation, norm): &DenseArgs<'_>) -> PyResult<cpu::Dense> {
+    let activation = match activation.as_str() {
+        "identity" => cpu::DenseActivation::Identity,
+        "tanh" => cpu::DenseActivation::Tanh,
+        "gelu" => cpu::DenseActivation::Gelu,
+        name => return Err(unknown("activation", name)),
+    };
+    Ok(cpu::Dense { linear: linear.take()?, activation, norm: norm_of(py, norm)? })
 }

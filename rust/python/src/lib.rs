@@ -28,7 +28,7 @@ mod _core {
     #[pymodule_export]
     use crate::decoder::{Decoder, DecoderBlock, KvCache, bf16_products, block_types, instruction_sets, matrix_tiles};
     #[pymodule_export]
-    use crate::encoder::{Encoder, EncoderLayer};
+    use crate::encoder::{Encoder, EncoderBlock};
     #[pymodule_export]
     use crate::errors::{EmptyPrompt, HeldBusy, NeverFits, NoNewTokens, NotHeld, QueueFull, Rejected, TooLong};
     #[pymodule_export]

@@ -1,4 +1,4 @@
-//! Attention within a text: every token attends to all tokens.
+//! Attention within a text: every token attends to all tokens, or to those near it.
 
 use crate::aligned::AlignedVec;
 use crate::simd::{Kernel, Simd};
@@ -6,7 +6,7 @@ use crate::unsafe_slice::UnsafeSlice;
 
 /// Queries that are computed together. A key or value is loaded once for all of them.
 const ROWS: usize = 8;
-/// A score whose exponential is 0, for the lanes after the last key.
+/// A score whose exponential is 0, for tokens outside the window and the lanes after the last key.
 const UNSEEN: f32 = -1e30;
 
 /// Per-thread scratch memory.
@@ -22,26 +22,41 @@ pub(super) struct Scratch {
 
 /// One head of one text: scaled dot products, softmax, weighted sum of the values.
 pub(super) struct Attention<'a> {
-    /// Queries, keys and values of the text, \[tokens\]\[3\]\[hidden size\].
+    /// Queries, keys and values of the text, \[tokens\]\[width\].
     pub(super) qkv: &'a [f32],
-    pub(super) hidden_size: usize,
+    pub(super) width: usize,
+    /// Where the head's query, key and value begin in a token's row.
+    pub(super) columns: [usize; 3],
     pub(super) head_dim: usize,
-    pub(super) head: usize,
-    /// \[tokens of all texts\]\[hidden size\].
+    /// Factor of the dot products.
+    pub(super) scale: f32,
+    /// How far away a token may be on either side.
+    pub(super) window: Option<usize>,
+    /// \[tokens of all texts\]\[`out_width`\]. A head's columns are those of its query.
     pub(super) out: UnsafeSlice<'a, f32>,
+    pub(super) out_width: usize,
     /// The text's first row in `out`. Only the thread that runs the head uses the head's columns of the text's rows.
     pub(super) first: usize,
 }
 
 impl Attention<'_> {
     fn len(&self) -> usize {
-        self.qkv.len() / (3 * self.hidden_size)
+        self.qkv.len() / self.width
     }
 
     /// Query (0), key (1) or value (2) of a token.
     #[inline(always)]
     fn part(&self, token: usize, part: usize) -> &[f32] {
-        &self.qkv[(token * 3 + part) * self.hidden_size + self.head * self.head_dim..][..self.head_dim]
+        &self.qkv[token * self.width + self.columns[part]..][..self.head_dim]
+    }
+
+    /// Hides the tokens outside the window of `token` from its scores.
+    fn hide(&self, token: usize, scores: &mut [f32]) {
+        if let Some(window) = self.window {
+            scores[..token.saturating_sub(window)].fill(UNSEEN);
+            let end = scores.len().min(token + window + 1);
+            scores[end..].fill(UNSEEN);
+        }
     }
 }
 
@@ -76,10 +91,11 @@ impl Kernel for Attend<'_> {
         for first in (0..len).step_by(ROWS) {
             // After the last row it is computed again and dropped.
             let queries = std::array::from_fn(|r| of.part((first + r).min(len - 1), 0));
-            score(s, &queries, keys_by_dim, keys, scores);
+            score(s, &queries, of.scale, keys_by_dim, keys, scores);
             let mut scales = [0.0; ROWS];
-            for (row, scale) in scores.chunks_exact_mut(keys).zip(&mut scales) {
+            for (r, (row, scale)) in scores.chunks_exact_mut(keys).zip(&mut scales).enumerate() {
                 row[len..].fill(UNSEEN);
+                of.hide((first + r).min(len - 1), &mut row[..len]);
                 *scale = 1.0 / exponentials(s, row);
             }
             weigh(s, of, first, &scales, scores, keys, values, dims);
@@ -89,10 +105,10 @@ impl Kernel for Attend<'_> {
 
 /// Computes the scaled dot products of queries and keys, \[ROWS\]\[keys\].
 #[inline(always)]
-fn score<S: Simd>(s: S, queries: &[&[f32]; ROWS], keys_by_dim: &[f32], keys: usize, scores: &mut [f32]) {
+fn score<S: Simd>(s: S, queries: &[&[f32]; ROWS], scale: f32, keys_by_dim: &[f32], keys: usize, scores: &mut [f32]) {
     let dim = queries[0].len();
     let queries = queries.map(|query| &query[..dim]);
-    let scale = s.splat((dim as f32).powf(-0.5));
+    let scale = s.splat(scale);
     for at in (0..keys).step_by(S::LANES) {
         let mut sums = [s.splat(0.0); ROWS];
         for i in 0..dim {
@@ -152,7 +168,7 @@ fn weigh<S: Simd>(s: S, of: &Attention<'_>, first: usize, scales: &[f32; ROWS], 
             // SAFETY: the array has room for a register.
             unsafe { s.store(row.as_mut_ptr(), s.mul(sum, s.splat(scales[r]))) };
             // SAFETY: only this head writes these columns of the row (see `Attention::first`).
-            let out = unsafe { of.out.write((of.first + first + r) * of.hidden_size + of.head * dim + at, width) };
+            let out = unsafe { of.out.write((of.first + first + r) * of.out_width + of.columns[0] + at, width) };
             out.copy_from_slice(&row[..width]);
         }
     }

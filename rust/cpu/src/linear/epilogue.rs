@@ -18,6 +18,8 @@ pub enum Activation {
         /// Limit of the gate and of the value.
         limit: f32,
     },
+    /// GELU.
+    Gelu,
 }
 
 /// The operation on the sums.
@@ -142,6 +144,10 @@ fn activate<S: Simd>(s: S, gates: &mut [f32], ups: &mut [f32], activation: Activ
             gate(s, gates, ups, |gate| s.mul(gate, s.splat(slope)));
         }
         Activation::Silu => gate(s, gates, ups, |gate| gate),
+        Activation::Gelu => {
+            map(s, gates, |x| gelu(s, x));
+            gates.iter_mut().zip(ups).for_each(|(gate, up)| *gate *= up);
+        }
         // `0.5 * (1 + tanh(u))` equals `sigmoid(2 * u)`.
         Activation::GeluTanh => gate(s, gates, ups, |gate| {
             let cubic = s.fma(s.mul(gate, gate), s.splat(0.044_715), s.splat(1.0));

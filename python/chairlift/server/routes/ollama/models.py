@@ -118,7 +118,7 @@ def _model_info(model: ServedModel) -> dict[str, Any]:
         "general.name": model.name,
         "general.parameter_count": info.checkpoint.num_weights,
         f"{family}.context_length": info.max_model_len,
-        f"{family}.embedding_length": info.hidden_size,
+        f"{family}.embedding_length": info.embedding_size,
     }
 
 

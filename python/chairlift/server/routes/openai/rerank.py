@@ -10,11 +10,13 @@ from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chairlift.engine.request import relevance
 from chairlift.errors import InvalidRequest
 from chairlift.server.embedding import MAX_INPUTS, EmbeddingBatch
 from chairlift.server.http.body import read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.schema.fields import REQUEST_ID, TEXT, Fields, GenerationRequest
+from chairlift.server.service import service_of
 
 DOCUMENT = {"anyOf": [TEXT, {"type": "object", "properties": {"text": TEXT}, "required": ["text"]}]}
 
@@ -53,14 +55,25 @@ class RerankRequest(Fields):
 
 
 async def rerank(request: Request) -> Response:
-    """Answers one request. A document's score is the cosine of its embedding and the query's."""
+    """Answers one request.
+
+    A document's score is that of a classifier of pairs of texts; with a model of embeddings, the cosine of its embedding and the query's.
+    """
     body, ignored = await read_fields(request, RerankRequest)
     texts = body.texts()
-    batch = await EmbeddingBatch.begin(request, body.generation(), [body.query, *texts], dimensions=None)
-    query, *documents = await batch.embeddings()
+    model = await service_of(request).use(request, body.model, adapters=False)
+    kind = model.engine.info.score
+    if kind is None:
+        batch = await EmbeddingBatch.begin(request, body.generation(), [body.query, *texts], dimensions=None)
+    else:
+        batch = await EmbeddingBatch.of_pairs(request, model, body.generation(), body.query, texts)
+    embeddings = await batch.embeddings()
 
     def respond() -> Json:
-        scores = [sum(map(mul, query, document)) for document in documents]
+        if kind is None:
+            scores = [sum(map(mul, embeddings[0], document)) for document in embeddings[1:]]
+        else:
+            scores = [relevance(number, kind) for (number,) in embeddings]
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
         if body.return_documents is not False:

@@ -1,0 +1,207 @@
+"""The encoders that Chairlift's own code computes, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from chairlift.architectures.architecture import GGUFFormat
+from chairlift.architectures.gemma import TENSORS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The layers of a classifier, by name: the first layer, its activation, its norm if it has one, and the layer with the labels."""
+
+    dense: str
+    activation: str
+    out: str
+    norm: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderArchitecture:
+    """An encoder: names of its tensors, and its differences from BERT.
+
+    `name` is the class name in `architectures` of config.json, and `models` names published models. `layer` begins the names of a layer's
+    tensors, with its index in braces; `qkv`, `up` and the others are names below it. `prefix` begins all names but those of the `head`,
+    which scores a pair of texts. Each block normalises its input, its output or the sum with the output, with the norms of these names
+    (attention's, then the MLP's). `rms` means root-mean-square norms of 1 + weight. A `gate` is the activation of a gated MLP, whose two
+    projections are `up`. With `theta` positions are rotary; layers with a window use `local_theta`. Every n-th layer has none if
+    `window_interval` is n. `offset_positions` numbers positions from the padding token's id on. `keys` are other names of entries of
+    config.json, and `expected` are the values of entries that there is code for.
+    """
+
+    name: str
+    models: str
+    gguf: GGUFFormat | None = None
+    prefix: str = ""
+    head: Head | None = None
+
+    tokens: str = "embeddings.word_embeddings"
+    positions: str | None = "embeddings.position_embeddings"
+    types: str | None = "embeddings.token_type_embeddings"
+    embedding_norm: str | None = "embeddings.LayerNorm"
+    final_norm: str | None = None
+    layer: str = "encoder.layer.{}."
+    qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    output: str = "attention.output.dense"
+    up: tuple[str, ...] = ("intermediate.dense",)
+    down: str = "output.dense"
+    input_norms: tuple[str, str] | None = None
+    output_norms: tuple[str, str] | None = None
+    sum_norms: tuple[str, str] | None = ("attention.output.LayerNorm", "output.LayerNorm")
+    qk_norms: tuple[str, str] | None = None
+
+    biases: bool = True
+    rms: bool = False
+    gate: str | None = None
+    theta: float | None = None
+    local_theta: float | None = None
+    scaled_embeddings: bool = False
+    window_interval: int | None = None
+    offset_positions: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+    expected: Mapping[str, Any] = field(default_factory=dict)
+
+
+_TOP = {
+    "token_embd": "embeddings.word_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+    "cls": "classifier.dense",
+    "cls.output": "classifier.out_proj",
+}
+"""Tensors outside the layers in GGUF files. Those of `cls` are a classifier's."""
+_BERT_GGUF = GGUFFormat(
+    names=("bert",),
+    model_type="bert",
+    top=_TOP,
+    layer="encoder.layer.{}.",
+    tensors={
+        "attn_q": "attention.self.query",
+        "attn_k": "attention.self.key",
+        "attn_v": "attention.self.value",
+        "attn_output": "attention.output.dense",
+        "attn_output_norm": "attention.output.LayerNorm",
+        "ffn_up": "intermediate.dense",
+        "ffn_down": "output.dense",
+        "layer_output_norm": "output.LayerNorm",
+    },
+)
+_BERT_HEAD = Head(dense="bert.pooler.dense", activation="tanh", out="classifier")
+_ROBERTA_HEAD = Head(dense="classifier.dense", activation="tanh", out="classifier.out_proj")
+_BERT_EXPECTED = {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
+_NOMIC_EXPECTED = {
+    "hidden_act": "silu",
+    "activation_function": "swiglu",
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "moe_every_n_layers": 0,
+}
+_NOMIC_KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "max_trained_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "rope_theta": "rotary_emb_base",
+}
+
+
+def _bert(name: str, models: str, prefix: str = "", head: Head | None = None, gguf: GGUFFormat | None = None) -> EncoderArchitecture:
+    offset = "Roberta" in name
+    return EncoderArchitecture(
+        name=name, models=models, prefix=prefix, head=head, gguf=gguf, offset_positions=offset, expected=_BERT_EXPECTED
+    )
+
+
+ENCODERS = {
+    known.name: known
+    for known in (
+        _bert("BertModel", "all-MiniLM, bge, e5, gte; GGUF files of RoBERTa (bge-m3)", head=_ROBERTA_HEAD, gguf=_BERT_GGUF),
+        _bert("BertForMaskedLM", "BERT", "bert."),
+        _bert("BertForSequenceClassification", "ms-marco-MiniLM", "bert.", _BERT_HEAD),
+        _bert("RobertaModel", "all-roberta"),
+        _bert("RobertaForSequenceClassification", "stsb-roberta", "roberta.", _ROBERTA_HEAD),
+        _bert("XLMRobertaModel", "bge-m3, multilingual-e5"),
+        _bert("XLMRobertaForSequenceClassification", "bge-reranker-v2-m3", "roberta.", _ROBERTA_HEAD),
+        EncoderArchitecture(
+            name="NomicBertModel",
+            models="nomic-embed-text-v1.5",
+            gguf=GGUFFormat(
+                names=("nomic-bert",),
+                model_type="nomic_bert",
+                top={**_TOP, "token_embd_norm": "emb_ln"},
+                layer="encoder.layers.{}.",
+                tensors={
+                    "attn_qkv": "attn.Wqkv",
+                    "attn_output": "attn.out_proj",
+                    "attn_output_norm": "norm1",
+                    "ffn_up": "mlp.fc11",
+                    "ffn_gate": "mlp.fc12",
+                    "ffn_down": "mlp.fc2",
+                    "layer_output_norm": "norm2",
+                },
+            ),
+            positions=None,
+            embedding_norm="emb_ln",
+            layer="encoder.layers.{}.",
+            qkv=("attn.Wqkv",),
+            output="attn.out_proj",
+            up=("mlp.fc12", "mlp.fc11"),
+            down="mlp.fc2",
+            sum_norms=("norm1", "norm2"),
+            biases=False,
+            gate="silu",
+            theta=1000.0,
+            keys=_NOMIC_KEYS,
+            expected=_NOMIC_EXPECTED,
+        ),
+        EncoderArchitecture(
+            name="Gemma3TextModel",
+            models="embeddinggemma",
+            gguf=GGUFFormat(
+                names=("gemma-embedding",),
+                model_type="gemma3_text",
+                top={"token_embd": "embed_tokens", "output_norm": "norm", "dense_2": "dense.0", "dense_3": "dense.1"},
+                layer="layers.{}.",
+                tensors=TENSORS,
+                stored_offset=1.0,
+            ),
+            tokens="embed_tokens",
+            positions=None,
+            types=None,
+            embedding_norm=None,
+            final_norm="norm",
+            layer="layers.{}.",
+            qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            output="self_attn.o_proj",
+            up=("mlp.gate_proj", "mlp.up_proj"),
+            down="mlp.down_proj",
+            input_norms=("input_layernorm", "pre_feedforward_layernorm"),
+            output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+            sum_norms=None,
+            qk_norms=("self_attn.q_norm", "self_attn.k_norm"),
+            biases=False,
+            rms=True,
+            gate="gelu_tanh",
+            theta=1e6,
+            local_theta=1e4,
+            window_interval=6,
+            expected={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": True},
+            scaled_embeddings=True,
+        ),
+    )
+}
+"""The encoders by their names in config.json."""
+
+ENCODER_GGUF = {name: known for known in ENCODERS.values() if known.gguf for name in known.gguf.names}
+"""The encoders by their names in GGUF files."""
