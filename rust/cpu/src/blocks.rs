@@ -1,7 +1,8 @@
 //! The blocks of a decoder, as data. Each block reads the residual stream and adds its output to it.
 
 use crate::experts::Mixture;
-use crate::linear::{Activation, Linear};
+use crate::linear::Linear;
+use crate::mlp::{GatedMlp, ShapeError, check};
 use crate::rope::Rope;
 use crate::simd::Isa;
 use crate::weights::Merge;
@@ -70,30 +71,6 @@ pub struct SelfAttention {
     pub window: Option<usize>,
     /// For each head, the score of a sink: a token without a value that all tokens attend to (gpt-oss).
     pub sinks: Option<Vec<f32>>,
-}
-
-/// `down_proj(activation(gate_proj(x)) * up_proj(x))`.
-#[derive(Debug)]
-pub struct GatedMlp {
-    /// `gate_proj` and `up_proj`, merged as [`Merge::Gated`].
-    pub gate_up_proj: Linear,
-    /// `down_proj`.
-    pub down_proj: Linear,
-    /// Activation of the gate.
-    pub activation: Activation,
-}
-
-/// Weights or options do not fit each other.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{what} do not fit the decoder's configuration")]
-pub struct ShapeError {
-    /// The weights or options that do not fit.
-    pub what: &'static str,
-}
-
-/// Returns an error that names `what`, unless `fits` is true.
-pub(crate) fn check(fits: bool, what: &'static str) -> Result<(), ShapeError> {
-    if fits { Ok(()) } else { Err(ShapeError { what }) }
 }
 
 impl DecoderConfig {
@@ -165,18 +142,6 @@ impl SelfAttention {
         check(self.scale.is_finite() && positive(self.softcap), "attention scales or soft caps")?;
         check(self.sinks.as_ref().is_none_or(|sinks| sinks.len() == config.num_heads), "attention sinks")?;
         check(self.window != Some(0), "windows")
-    }
-}
-
-impl GatedMlp {
-    /// Width of the inner layer.
-    pub(crate) fn inner(&self) -> usize {
-        self.gate_up_proj.matrix.outs
-    }
-
-    pub(crate) fn check(&self, isa: Isa, hidden: usize) -> Result<(), ShapeError> {
-        check(self.gate_up_proj.matrix.is(isa, self.inner(), hidden, Merge::Gated), "gate_proj and up_proj")?;
-        check(self.down_proj.matrix.is(isa, hidden, self.inner(), Merge::Stacked), "weights of down_proj")
     }
 }
 

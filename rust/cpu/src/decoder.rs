@@ -3,10 +3,11 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::attention::{Plan, Sequences};
-use crate::blocks::{Block, BlockKind, DecoderConfig, ShapeError, check};
+use crate::blocks::{Block, BlockKind, DecoderConfig};
 use crate::cache::{KvCache, KvShape};
 use crate::linear::{Epilogue, Linear, Rows};
 use crate::lora::{self, AdaptedRows, Adapter};
+use crate::mlp::{ShapeError, check};
 use crate::norm::{RmsNorm, scale_to_one};
 use crate::pass::{Buffers, Pass, Spare};
 use crate::pool::ThreadPool;

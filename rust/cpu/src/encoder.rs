@@ -11,8 +11,8 @@ mod pass;
 
 use std::sync::{Mutex, PoisonError};
 
-use crate::blocks::{ShapeError, check};
 use crate::linear::Rows;
+use crate::mlp::{ShapeError, check};
 use crate::pool::ThreadPool;
 use crate::simd::Isa;
 use crate::weights::{Matrix, Merge};

@@ -1,7 +1,7 @@
 //! A mixture of experts, as data.
 
-use crate::blocks::{GatedMlp, ShapeError, check};
 use crate::linear::{Activation, Linear};
+use crate::mlp::{GatedMlp, ShapeError, check};
 use crate::router::Choice;
 use crate::simd::Isa;
 use crate::weights::Merge;

@@ -18,6 +18,7 @@ mod hadamard;
 pub mod half;
 mod linear;
 mod lora;
+mod mlp;
 mod norm;
 mod pass;
 mod pod;
@@ -32,7 +33,7 @@ mod tensor;
 mod unsafe_slice;
 mod weights;
 
-pub use blocks::{Block, BlockKind, DecoderConfig, GatedMlp, SelfAttention, ShapeError};
+pub use blocks::{Block, BlockKind, DecoderConfig, SelfAttention};
 pub use decoder::Decoder;
 pub use encoder::{
     Dense, DenseActivation, Embeddings, Encoder, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Head, Norm, Pooling,
@@ -41,6 +42,7 @@ pub use encoder::{
 pub use experts::{Mixture, SharedExpert};
 pub use linear::{Activation, Linear};
 pub use lora::{Adapter, LowRank, Update};
+pub use mlp::{GatedMlp, ShapeError};
 pub use pool::{ThreadPool, Worker};
 pub use rope::Rope;
 pub use router::{Choice, ExpertGroups, Scores};

@@ -4,11 +4,12 @@ pub(crate) mod mixture;
 
 use crate::aligned::AlignedVec;
 use crate::attention::{self, Attention, Plan};
-use crate::blocks::{Block, BlockKind, DecoderConfig, GatedMlp, SelfAttention};
+use crate::blocks::{Block, BlockKind, DecoderConfig, SelfAttention};
 use crate::cache::{KvDType, Pages};
 use crate::hadamard::Hadamard;
 use crate::linear::{Epilogue, Linear, Packed, Scratch};
 use crate::lora::{self, AdaptedRows, Deltas};
+use crate::mlp::GatedMlp;
 use crate::norm::RmsNorm;
 use crate::pool::Worker;
 use crate::rope::{Rope, Rotate};

@@ -1,6 +1,6 @@
 //! The fixed part of a policy: what it decides at all.
 
-use super::Candidate;
+use super::candidate::Candidate;
 use crate::request::Tier;
 use std::num::NonZeroU8;
 

@@ -1,7 +1,7 @@
 //! The blocks of an encoder, as data. Each block reads the states and adds its output to them.
 
-use crate::blocks::{ShapeError, check};
 use crate::linear::{Activation, Linear};
+use crate::mlp::{ShapeError, check};
 use crate::norm::{LayerNorm, RmsNorm};
 use crate::rope::Rope;
 use crate::simd::Isa;

@@ -146,7 +146,7 @@ fn activate<S: Simd>(s: S, gates: &mut [f32], ups: &mut [f32], activation: Activ
         Activation::Silu => gate(s, gates, ups, |gate| gate),
         Activation::Gelu => {
             map(s, gates, |x| gelu(s, x));
-            gates.iter_mut().zip(ups).for_each(|(gate, up)| *gate *= up);
+            gates.iter_mut().zip(ups).for_each(|(gate, up)| *gate *= *up);
         }
         // `0.5 * (1 + tanh(u))` equals `sigmoid(2 * u)`.
         Activation::GeluTanh => gate(s, gates, ups, |gate| {
