@@ -192,7 +192,7 @@ def replay(prompt: list[int], answers: list[list[int]], draft_tokens: int, step:
     views, now, counts = _core.StepBuffers(**buffers.arrays()), 0, Counts(0.0, 0, 0)
     texts = [[*prompt, *answer] for answer in answers]
     for tag, text in enumerate(texts):
-        core.add(tag, np.array(prompt, dtype=np.int32), len(text) - len(prompt), [], now, draft=True)
+        core.add(EngineRequest.of(tag, prompt, SamplingParams(max_tokens=len(text) - len(prompt), ignore_eos=True)), now)
     slots: dict[int, int] = {}
     ended = 0
     while ended < streams:

@@ -32,7 +32,8 @@ from peers.machine import Busy
 from peers.results import DISTURBED
 from scheduler import BLOCK_SIZE, CONTEXT, MAX_MODEL_LEN, MAX_TOKENS, ROOT, SIZES, machine
 
-from chairlift import _core
+from chairlift import SamplingParams, _core
+from chairlift.engine.engine_request import EngineRequest
 
 STEPS, TURN = 256, 8
 ROUNDS = 3
@@ -111,8 +112,9 @@ class Ours:
 
     def add(self, prompt: Prompt, new: int) -> float:
         self.tag += 1
+        request = EngineRequest(self.tag, prompt.tobytes(), SamplingParams(max_tokens=new, stop_token_ids=(STOP,)))
         start = clock()
-        self.scheduler.add(self.tag, prompt, new, [STOP], 0)
+        self.scheduler.add(request, 0)
         return clock() - start
 
     def step(self) -> tuple[float, int, int]:

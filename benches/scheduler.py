@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from chairlift import _core
+from chairlift import SamplingParams, Scheduling, _core
+from chairlift.engine.engine_request import EngineRequest
+from chairlift.scheduling import LONGEST_MS
 
 ROOT = Path(__file__).parent.parent
 SIZES = (1, 16, 64, 256, 1024)
@@ -100,8 +102,9 @@ def through_python(running: int, *, everything: bool) -> float:
     random = np.random.default_rng(0)
     for tag in range(running):
         prompt = random.integers(0, 50_000, CONTEXT - tag % BLOCK_SIZE, dtype=np.int32)
-        limits = {"tenant": f"tenant {tag % 8}", "deadline": 10**15} if everything else {}
-        scheduler.add(tag, prompt, MAX_MODEL_LEN - CONTEXT, [50_000], 0, **limits)
+        limits = Scheduling(tenant=f"tenant {tag % 8}", deadline_ms=LONGEST_MS) if everything else Scheduling()
+        params = SamplingParams(max_tokens=MAX_MODEL_LEN - CONTEXT, stop_token_ids=(50_000,))
+        scheduler.add(EngineRequest.of(tag, prompt, params, limits), 0)
     sampled = np.full(MAX_TOKENS, 7, np.int32)
     times = []
     for now in range(1200):
@@ -127,8 +130,9 @@ def adding(tokens: int) -> float:
     prompt = np.random.default_rng(0).integers(0, 50_000, tokens, dtype=np.int32)
     times = []
     for tag in range(200):
+        request = EngineRequest(tag, prompt.tobytes(), SamplingParams(max_tokens=100, stop_token_ids=(50_000,)))
         start = time.perf_counter()
-        scheduler.add(tag, prompt, 100, [50_000], 0)
+        scheduler.add(request, 0)
         times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times)
 

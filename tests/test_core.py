@@ -1,15 +1,20 @@
 """The binding: what crosses between Python and the Rust scheduler, and what is refused."""
 
+import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from core_requests import add
 
-from chairlift import _core
+from chairlift import SamplingParams, Scheduling, _core
+from chairlift.engine.engine_request import EngineRequest, ResumedChoice
 
 MAX_SEQS, MAX_TOKENS, BLOCK, MAX_LEN = 4, 32, 4, 64
 
@@ -41,7 +46,7 @@ def ids(*tokens: int) -> np.ndarray:
 def test_changes_of_block_tables_are_listed_for_whoever_keeps_them_elsewhere() -> None:
     core, step = scheduler(), arrays(table_writes=np.zeros(2 * MAX_SEQS * MAX_LEN // BLOCK, np.int32))
     buffers, elsewhere = _core.StepBuffers(**step), np.zeros_like(step["block_tables"])
-    core.add(70, ids(5, 6, 7, 8, 9, 3, 4), 4, [], 0)
+    add(core, 70, ids(5, 6, 7, 8, 9, 3, 4), 4, [], 0)
     written = []
     for now in range(3):
         plan = core.plan(buffers, now)
@@ -59,8 +64,8 @@ def test_changes_of_block_tables_are_listed_for_whoever_keeps_them_elsewhere() -
 def test_a_step_crosses_in_flat_arrays() -> None:
     core, step = scheduler(), arrays()
     buffers = _core.StepBuffers(**step)
-    first = core.add(70, ids(5, 6, 7, 8, 9), 2, [1], 1000)
-    core.add(71, ids(3), 4, [1], 1000)
+    first = add(core, 70, ids(5, 6, 7, 8, 9), 2, [1], 1000)
+    add(core, 71, ids(3), 4, [1], 1000)
     plan = core.plan(buffers, 2000)
     assert plan is not None
     assert (plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies) == (6, 2, 2, 0)
@@ -124,7 +129,7 @@ def test_a_step_crosses_in_flat_arrays() -> None:
 
 def test_a_prompts_tokens_count_as_computed_step_by_step() -> None:
     core, buffers = scheduler(max_tokens=4), _core.StepBuffers(**arrays())
-    core.add(1, ids(*range(10)), 2, [], 0)
+    add(core, 1, ids(*range(10)), 2, [], 0)
     counts = []
     for now in range(4):
         plan = core.plan(buffers, now)
@@ -136,8 +141,8 @@ def test_a_prompts_tokens_count_as_computed_step_by_step() -> None:
 
 def test_a_token_that_is_none_ends_its_request_alone() -> None:
     core, buffers = scheduler(), _core.StepBuffers(**arrays())
-    core.add(1, ids(5), 3, [], 0)
-    core.add(2, ids(6), 3, [], 0)
+    add(core, 1, ids(5), 3, [], 0)
+    add(core, 2, ids(6), 3, [], 0)
     plan = core.plan(buffers, 0)
     assert plan is not None
     assert list(core.commit(plan, ids(-1, 9), 0).finishes) == [3, 0]
@@ -155,14 +160,83 @@ def test_a_token_that_is_none_ends_its_request_alone() -> None:
 )
 def test_what_can_never_run_is_refused_with_the_numbers(prompt: list[int], new: int, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        scheduler(num_blocks=5).add(0, ids(*prompt), new, [], 0)
+        add(scheduler(num_blocks=5), 0, ids(*prompt), new, [], 0)
+
+
+def test_a_field_that_only_the_core_uses_is_defined_in_scheduling_and_in_the_core() -> None:
+    for_the_engine = {"cache_salt", "cache_group", "limit_group"}
+    made_by_the_engine = {"tag", "max_new_tokens", "weight"}
+    # Deadlines are milliseconds after the arrival for callers, and times in the core.
+    python = {field.name.removesuffix("_ms") for field in fields(Scheduling)} - for_the_engine
+    assert set(_core.request_fields()) - made_by_the_engine == python
+
+
+def test_a_request_has_its_fields_in_the_core() -> None:
+    core = _core.Scheduler(
+        **{"num_blocks": 33, "block_size": BLOCK, "max_tokens": MAX_TOKENS, "max_seqs": MAX_SEQS, "max_model_len": MAX_LEN},
+        **{"journal": True, "tenant_weights": {"a": 3}, "tier_weights": {"flex": 5}},
+    )
+    scheduling = Scheduling(priority=-2, tier="flex", tenant="a", deadline_ms=1.5, ttft_deadline_ms=0.25, predicted_tokens=4)
+    request = EngineRequest.of(7, ids(1, 2, 3), SamplingParams(max_tokens=None), scheduling, submitted=5000, spent={"receive": 1000})
+    core.add(request, 9000)
+    fields_of = json.loads(re.search(rb"{.*}", core.journal())[0])  # type: ignore[index]
+    assert fields_of == {
+        "tag": 7,
+        "max_new_tokens": MAX_LEN - 3,
+        "priority": -2,
+        "tier": "flex",
+        "tenant": "a",
+        "weight": 15,
+        "deadline": 5500,
+        "ttft_deadline": 4250,
+        "predicted_tokens": 4,
+    }
+    assert core.explain(7)["arrived"] == 4000  # type: ignore[index]
+
+
+def test_a_request_adds_a_sequence_for_each_answer() -> None:
+    core = _core.Scheduler(num_blocks=33, block_size=BLOCK, max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_model_len=MAX_LEN, end_tokens=[9])
+    three = core.add(EngineRequest.of(10, ids(1, 2), SamplingParams(n=3, max_tokens=4, stop_token_ids=(8,))), 100)
+    assert [answer for answer, _ in three] == [0, 1, 2]
+    lost = ResumedChoice(1, ids(5, 6).tobytes(), 1, 0, 10, 20, 30), ResumedChoice(2, b"", 0, 0, 10, 20, None)
+    resumed = core.add(EngineRequest.of(20, ids(1, 2), SamplingParams(n=3, ignore_eos=True), resumed=lost), 100)
+    assert [(answer, core.tokens(seq)[0], core.tokens(seq)[1]) for answer, seq in resumed] == [
+        (1, ids(1, 2, 5, 6).tobytes(), 2),
+        (2, ids(1, 2).tobytes(), 2),
+    ]
+    assert [core.explain(tag)["tag"] for tag in (10, 11, 12, 21, 22)] == [10, 11, 12, 21, 22]  # type: ignore[index]
+    assert core.explain(20) is None
+    assert core.explain(21)["first_token"] == 130  # type: ignore[index]
+    buffers = _core.StepBuffers(**arrays())
+    plan = core.plan(buffers, 200)
+    assert plan is not None
+    by_tag = {tag: 9 for _, _, tag, *_ in plan.admitted} | {10: 8}
+    outputs = core.commit(plan, ids(*[by_tag[tag] for _, _, tag, *_ in plan.admitted]), 300)
+    finishes = dict(zip(np.frombuffer(outputs.tags, np.uint64).tolist(), outputs.finishes, strict=True))
+    assert finishes == {10: 1, 21: 0, 22: 0}, "a stop token ends the first, and no end token those that ignore it"
+
+
+def test_a_request_that_is_refused_leaves_nothing() -> None:
+    core = scheduler()
+    lost = ResumedChoice(0, b"", 0, 0, 0, 0, None), ResumedChoice(1, ids(*range(4)).tobytes(), 0, 0, 0, 0, 0)
+    with pytest.raises(_core.NoNewTokens):
+        core.add(EngineRequest.of(1, ids(1), SamplingParams(n=2, max_tokens=4), resumed=lost), 0)
+    assert core.stats()["waiting"] == 0
+    for request in (
+        EngineRequest(1, b"123", SamplingParams()),
+        EngineRequest.of(1, [-1], SamplingParams()),
+        EngineRequest.of(1, [1], SamplingParams(), spent={"no such state": 5}),
+    ):
+        with pytest.raises(ValueError, match=r"token|state"):
+            core.add(request, 0)
+    core.check()
 
 
 def test_handles_are_never_reused() -> None:
     core = scheduler()
-    first = core.add(1, ids(5), 1, [], 0)
+    first = add(core, 1, ids(5), 1, [], 0)
     assert core.abort(first, 0)
-    second = core.add(1, ids(5), 1, [], 0)
+    second = add(core, 1, ids(5), 1, [], 0)
     assert first != second
     assert not core.abort(first, 0)
     assert core.stats()["waiting"] == 1
@@ -186,7 +260,7 @@ def test_unfit_buffers_are_refused(changes: dict[str, np.ndarray]) -> None:
 
 def test_short_buffers_and_spent_plans_are_refused() -> None:
     core = scheduler()
-    core.add(1, ids(5), 3, [], 0)
+    add(core, 1, ids(5), 3, [], 0)
     with pytest.raises(ValueError, match="batch_slots has 2 entries, needs 4"):
         core.plan(_core.StepBuffers(**arrays(batch_slots=np.zeros(2, np.int32))), 0)
     plan = core.plan(_core.StepBuffers(**arrays()), 0)
@@ -230,7 +304,7 @@ def test_what_was_recorded_decides_the_same_again_and_can_be_lived_otherwise() -
     )
     buffers, now = _core.StepBuffers(**arrays()), 0
     for tag in range(12):
-        core.add(tag, ids(*range(10 + tag % 3)), 6, [1], tag * 10, priority=tag % 2, tenant="one")
+        add(core, tag, ids(*range(10 + tag % 3)), 6, [1], tag * 10, priority=tag % 2, tenant="one")
     while (plan := core.plan(buffers, now)) is not None:
         now += 1000
         core.commit(plan, np.full(MAX_TOKENS, 7, np.int32), now)
@@ -263,9 +337,9 @@ def test_what_was_recorded_decides_the_same_again_and_can_be_lived_otherwise() -
 def test_a_journal_with_a_request_that_the_scheduler_refuses_is_damaged() -> None:
     core = _core.Scheduler(num_blocks=100, block_size=BLOCK, max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_model_len=MAX_LEN, journal=True)
     with pytest.raises(_core.NoNewTokens):
-        core.add(5, ids(1), 0, [], 0)
+        add(core, 5, ids(1), 0, [], 0)
     empty = core.journal()
-    core.add(5, ids(1), 1, [], 0)
+    add(core, 5, ids(1), 1, [], 0)
     assert _core.replay(empty)["calls"] == 0
     # Whoever writes such a record all the same has no right checksum, and is told where.
     record = core.journal()
@@ -298,9 +372,9 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     core = _core.Scheduler(
         num_blocks=33, block_size=BLOCK, max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_model_len=MAX_LEN, max_queued_reqs=1
     )
-    core.add(1, ids(5), 3, [], 0)
+    add(core, 1, ids(5), 3, [], 0)
     with pytest.raises(_core.QueueFull, match="at most 1 may") as caught:
-        core.add(2, ids(5), 3, [], 0)
+        add(core, 2, ids(5), 3, [], 0)
     assert caught.value.args[1] == 0
 
 

@@ -48,7 +48,7 @@ LAYERS = {
     ],
     "gpu": [],
     "python": [
-        {"arbiter", "buffers", "errors", "kv_budget", "reports", "router", "settings", "threads", "work"},
+        {"arbiter", "buffers", "errors", "kv_budget", "reports", "request", "router", "settings", "threads", "work"},
         {"linear", "scheduler", "simulate"},
         {"decoder", "encoder", "replay"},
     ],

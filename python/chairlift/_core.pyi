@@ -1,11 +1,13 @@
 """The Rust scheduler, simulator and CPU kernels. Times are microseconds on one clock of the caller."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from chairlift.engine.engine_request import EngineRequest
 
 __all__ = [
     "CORPUS_BYTES_PER_TOKEN",
@@ -46,6 +48,7 @@ __all__ = [
     "max_splits",
     "prefill_work",
     "replay",
+    "request_fields",
     "settings",
     "simulate",
     "simulate_models",
@@ -257,49 +260,35 @@ class Scheduler:
     """Plans each step: chooses its tokens and allocates their KV blocks."""
 
     def __new__(
-        cls, *, journal: bool = False, hash_key: int = 0, draft_tokens: int = 0, draft_corpus_tokens: int = 0, **settings: Any
+        cls,
+        *,
+        journal: bool = False,
+        hash_key: int = 0,
+        draft_tokens: int = 0,
+        draft_corpus_tokens: int = 0,
+        end_tokens: Sequence[int] = ...,
+        tenant_weights: Mapping[str, int] = ...,
+        tier_weights: Mapping[str, int] = ...,
+        **settings: Any,
     ) -> Scheduler:
         """Creates a scheduler with `settings`, by the names of the function `settings`; other settings have their defaults.
 
         `journal` records all calls. `draft_tokens` is the maximum number of tokens proposed per sequence and step; 0 for none.
-        `draft_corpus_tokens` is the number of tokens of finished texts among which they are looked up too. `hash_key` has 128 bits and must
-        be secret if clients choose tokens. Raises ValueError for limits under which nothing can run, and for an invalid value of a setting.
+        `draft_corpus_tokens` is the number of tokens of finished texts among which they are looked up too. `end_tokens` end every answer
+        that does not ignore them. A request's weight is that of its tenant multiplied by that of its tier, each 1 by default. `hash_key`
+        has 128 bits and must be secret if clients choose tokens. Raises ValueError for limits under which nothing can run, and for an
+        invalid value of a setting.
         """
-    def add(
-        self,
-        tag: int,
-        prompt: NDArray[np.int32],
-        max_new_tokens: int,
-        stop: Sequence[int],
-        now: int,
-        *,
-        salt: bytes = ...,
-        group: str = "",
-        priority: int = 0,
-        tier: str = "default",
-        tenant: str = "",
-        weight: int = 1,
-        deadline: int | None = None,
-        ttft_deadline: int | None = None,
-        predicted_tokens: int | None = None,
-        resumed: tuple[int, int, int, int, int, int | None] | None = None,
-        continues: tuple[int, int] | None = None,
-        draft: bool = False,
-    ) -> int:
-        """Queues a request and returns its sequence's handle. Raises a `Rejected` if it can never run or the queue is full.
+    def add(self, request: EngineRequest, now: int, salt: bytes = ...) -> list[tuple[int, int]]:
+        """Queues a request. Returns the numbers of its unfinished answers, each with the handle of its sequence.
 
-        With `draft`, several of its tokens can be sampled in one step. `resumed` is set for a request that an engine lost: its prompt then
-        ends with the answer so far, and no limit of the queue applies. The fields are the answer's tokens, the prompt tokens that were
-        cached, those of them that the tenant had used before, and when the request was submitted and started and had its first token.
-        `continues` is a held sequence and how many leading tokens of the prompt are its tokens. If the request ends by a stop or by its
-        length, the held sequence gets its blocks. `tier` is `priority`, `default`, `flex` or `background`.
+        `now` is in microseconds. Only requests of equal `salt` and `cache_group` share cached blocks. No limit of the queue applies to a
+        resumed request. Raises a `Rejected` if the request can never run or the queue is full; then nothing was added.
         """
-    def open(self, tenant: str, salt: bytes, now: int, group: str = "") -> int:
-        """Opens a held sequence without tokens and returns its handle."""
-    def fork_held(self, held: int, now: int) -> int | None:
-        """Opens a held sequence with the same blocks. Returns None if the sequence was dropped."""
-    def drop_held(self, held: int, now: int) -> bool:
-        """Drops a held sequence. Its blocks are free for the next step. Returns False if it was dropped before."""
+    def fork_held(self, handle: int, forks: Sequence[int], now: int) -> None:
+        """Opens held sequences with the handles `forks` and the blocks of `handle`. Does nothing if that is unknown."""
+    def drop_held(self, handle: int, now: int) -> None:
+        """Drops a held sequence, if it is known. Its blocks are free for the next step."""
     def cached_blocks(self, tokens: NDArray[np.int32], group: str = "") -> int:
         """Number of full blocks at the start of `tokens` (int32) that a request of `group`, without a salt, would find in the cache."""
     def restore(self, tokens: NDArray[np.int32], now: int, group: str = "") -> tuple[int, list[int]]:
@@ -345,10 +334,6 @@ class Scheduler:
         """
     def set_priority(self, seq: int, priority: int, now: int) -> bool:
         """Moves a request to another class. Returns False if it has ended, or if one of the classes is the background."""
-    def fork(self, seq: int, tag: int, now: int) -> int:
-        """Adds a sequence with the same prompt, which shares the prompt's blocks. Raises KeyError if the sequence has ended."""
-    def prepared(self, seq: int, spent: Sequence[tuple[str, int]]) -> None:
-        """Records the microseconds of states from before the request was added. Raises ValueError for an unknown state."""
     def abort(self, seq: int, now: int) -> bool:
         """Ends a request in any state. Returns False if it has ended already."""
     def stop(self, seq: int, now: int) -> bool:
@@ -399,6 +384,9 @@ class Scheduler:
         """Returns the records since the last call."""
     def check(self) -> None:
         """Panics unless every invariant holds."""
+
+def request_fields() -> list[str]:
+    """Names of the fields of the core's request that a journal records. Those of `Scheduling` are read from there by name."""
 
 def settings() -> list[dict[str, Any]]:
     """Returns the table of a scheduler's settings: dicts with name, doc and default, and with min, max and optional, or with names."""

@@ -178,10 +178,6 @@ class EngineConfig:
         metavar="SHARES",
         group="scheduler",
     )
-    cache_groups: Mapping[str, str] | None = None
-    """The group with which a tenant shares cached prompts; None if all tenants share. It is no flag: a server sets it."""
-    limit_groups: Mapping[str, str] | None = None
-    """The group with which a tenant shares limits; None if clients cannot invent tenants. It is no flag: a server sets it."""
     tier_weights: Mapping[str, int] | None = flag(
         None,
         "factors of tenants' weights by service tier under the policies 'fair' and 'vtc' (default: priority=4,default=2,flex=1)",
@@ -398,17 +394,6 @@ class EngineConfig:
         """
         too_long = self.shared_max_model_len and self.max_model_len is not None and self.max_model_len > positions
         return replace(self, max_model_len=None) if too_long else self
-
-    def cache_group(self, tenant: str) -> str:
-        """Returns the group of tenants whose requests share cached blocks with those of `tenant`.
-
-        If groups are declared, a tenant without one shares with no other tenant. Its group has a name that none can declare.
-        """
-        return "" if self.cache_groups is None else self.cache_groups.get(tenant, f"={tenant}")
-
-    def limit_group(self, tenant: str) -> str:
-        """Returns the name for limits that invented tenants must not evade: `tenant`, or "" for all that have no group."""
-        return tenant if self.limit_groups is None else self.limit_groups.get(tenant, "")
 
     @property
     def slots(self) -> int:

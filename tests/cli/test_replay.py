@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from core_requests import add
 
 from chairlift import _core
 from chairlift.cli import main, replay_settings
@@ -52,9 +53,9 @@ def watched(*, requests=24, **settings) -> Seen:
     while tag < requests or any(core.stats()[name] for name in ("running", "waiting", "swapped")):
         while tag < requests and arrivals[tag] <= now:
             prompt = [PROMPT_TOKEN] * 9 + [1000 + tag * dice.randint(0, 1)] * dice.randint(1, 40)
-            tenant, deadline = "few" if tag % 6 == 5 else "many", arrivals[tag] + 40_000 if tag % 8 == 7 else None
+            tenant, deadline = "few" if tag % 6 == 5 else "many", 40.0 if tag % 8 == 7 else None
             with suppress(_core.QueueFull):
-                core.add(tag, np.array(prompt, np.int32), dice.randint(2, 30), [1], arrivals[tag], tenant=tenant, deadline=deadline)
+                add(core, tag, np.array(prompt, np.int32), dice.randint(2, 30), [1], arrivals[tag], tenant=tenant, deadline_ms=deadline)
             tag += 1
         seen.timelines += core.expire(now)
         if plan := core.plan(buffers, now):

@@ -52,26 +52,10 @@ def test_every_setting_has_a_flag_and_tells_its_variable(capsys):
         main.main(["serve", "--help-all"])
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     for field in (*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig)):
-        if field.name in ("shared_max_model_len", "cache_groups", "limit_groups"):
+        if field.name == "shared_max_model_len":
             continue
         assert field.name == "model" or f" --{field.name.replace('_', '-')}" in text
         assert f"[CHAIRLIFT_{field.name.upper()}]" in text
-
-
-def test_a_server_tells_its_engines_who_has_a_key(monkeypatch):
-    configs = []
-
-    async def serve(specs, *_):
-        configs.extend(spec.config for spec in specs)
-        return 0
-
-    monkeypatch.setattr("chairlift.cli.serve._serve", serve)
-    for keys in (["--api-key", f"alice={'a' * 32},bob={'b' * 32},{'c' * 32}"], []):
-        assert main.main(["serve", "--port", "0", *keys]) == 0
-    with_keys, without = configs
-    assert [with_keys.limit_group(tenant) for tenant in ("alice", "bob", "invented", "")] == ["alice", "bob", "", ""]
-    assert without.limit_group("invented") == ""
-    assert EngineConfig().limit_group("anyone") == "anyone"
 
 
 @pytest.mark.parametrize(

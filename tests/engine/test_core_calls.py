@@ -48,28 +48,20 @@ class FakeCore:
         self.recorded = b""
         self.wake = None
 
-    def add(self, tag, prompt, max_new_tokens, stop, now, **given):
+    def add(self, request, now, salt):
         if not self.room:
             raise Full("1 request waits, and no more may", 1_500_000)
-        if len(prompt) > 50:
+        prompt_tokens = len(request.prompt) // 4
+        if prompt_tokens > 50:
             raise TooLong("that is too long")
-        if len(prompt) > 40:
+        if prompt_tokens > 40:
             raise NeverFits("that is too long for the cache")
         self.room -= 1
-        self.added[tag] = {"max_new_tokens": max_new_tokens, "stop": stop, "now": now, **given}
-        self.live[10 * tag] = tag
-        return 10 * tag
-
-    def prepared(self, seq, spent):
-        pass
-
-    def fork(self, seq, tag, now):
-        if not self.room:
-            raise Full("1 request waits, and no more may", 1_500_000)
-        self.room -= 1
-        self.live[10 * tag] = tag
-        self.calls.append(("fork", seq, tag))
-        return 10 * tag
+        self.added[request.tag] = request, now, salt
+        answers = [one.choice for one in request.resumed] or range(request.sampling.num_sequences)
+        tags = {answer: request.tag + answer for answer in answers}
+        self.live |= {10 * tag: tag for tag in tags.values()}
+        return [(answer, 10 * tag) for answer, tag in tags.items()]
 
     def abort(self, seq, now):
         return self.live.pop(seq, None) is not None
@@ -229,6 +221,9 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
         "hash_key": 16,
         "draft_tokens": 0,
         "draft_corpus_tokens": 0,
+        "end_tokens": [2],
+        "tenant_weights": {},
+        "tier_weights": {"priority": 4, "default": 2, "flex": 1},
     }
 
 
@@ -241,43 +236,21 @@ def test_what_the_runner_was_fitted_to_is_told(make, monkeypatch):
     assert make().info.determinism == "batch-invariant"
 
 
-def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
-    engine = make(tenant_weights={"a": 3})
-    treated = Scheduling(
-        priority=-2, tier="priority", tenant="a", deadline_ms=1.5, ttft_deadline_ms=0.25, cache_salt="ü", predicted_tokens=4
-    )
-    engine.add(EngineRequest.of(1, [1, 2, 3], SamplingParams(max_tokens=None, stop_token_ids=(9,)), treated))
-    engine.add(EngineRequest.of(2, [1], SamplingParams(ignore_eos=True), Scheduling(tenant="b")))
-    assert engine.core.added[1] == {
-        "max_new_tokens": 47,
-        "stop": [9, 2],
-        "continues": None,
-        "now": NOW,
-        "salt": "ü".encode(),
-        "group": "",
-        "priority": -2,
-        "tier": "priority",
-        "tenant": "a",
-        "weight": 12,
-        "deadline": NOW + 1500,
-        "ttft_deadline": NOW + 250,
-        "predicted_tokens": 4,
-        "resumed": None,
-        "draft": True,
-    }
-    none = dict.fromkeys(("deadline", "ttft_deadline", "predicted_tokens", "resumed", "continues"))
-    plain = {"salt": b"", "group": "", "priority": 0, "tier": "default", "weight": 2, "draft": True, **none}
-    assert engine.core.added[2] == {"max_new_tokens": 16, "stop": [], "now": NOW, "tenant": "b", **plain}
+def test_a_request_reaches_the_core_as_one_value(make):
+    engine = make(tenant_weights={"a": 3}, tier_weights={"flex": 5})
+    assert engine.core.settings["tenant_weights"] == {"a": 3}
+    assert engine.core.settings["tier_weights"] == {"priority": 4, "default": 2, "flex": 5}
+    assert engine.core.settings["end_tokens"] == [2]
+    request = EngineRequest.of(1, [1, 2, 3], SamplingParams(), Scheduling(cache_salt="ü", predicted_tokens=4))
+    engine.add(request)
+    assert engine.core.added[1] == (request, NOW, "ü".encode())
 
 
 def test_the_unfinished_choices_of_a_lost_request_go_on_with_their_seeds(make):
     engine = make()
     answers = [ResumedChoice(0, pack_tokens([4, 5]), 2, 1, 100, 200, 300), ResumedChoice(2, b"", 2, 1, 100, 200, None)]
     engine.add(EngineRequest.of(7, [1, 2], SamplingParams(n=3, seed=9), spent={"receive": 1000}, resumed=answers))
-    assert engine.core.added.keys() == {7, 9}
-    begun = NOW - 1000
-    assert engine.core.added[7]["resumed"] == (2, 2, 1, begun + 100, begun + 200, begun + 300)
-    assert engine.core.added[9]["resumed"] == (0, 2, 1, begun + 100, begun + 200, None)
+    assert set(engine.core.live.values()) == {7, 9}
     engine.core.plans.append(plan([(row, 10 * tag, tag, 0, 0, 0) for row, tag in enumerate((7, 9))]))
     engine.step()
     resumed = dict(engine.runner.seeds)
@@ -288,11 +261,10 @@ def test_the_unfinished_choices_of_a_lost_request_go_on_with_their_seeds(make):
     assert resumed == engine.runner.seeds
 
 
-def test_answers_are_forks_with_draws_of_their_own(make):
+def test_answers_have_draws_of_their_own(make):
     engine = make()
     engine.add(EngineRequest.of(4, [1, 2], SamplingParams(n=2, best_of=3, seed=77)))
     engine.add(EngineRequest.of(7, [1, 2], SamplingParams(n=2)))
-    assert engine.core.calls == [("fork", 40, 5), ("fork", 40, 6), ("fork", 70, 8)]
 
     def seeds(tags):
         engine.core.plans.append(plan([(row, 10 * tag, tag, 0, 0, 0) for row, tag in enumerate(tags)]))
@@ -312,7 +284,7 @@ def test_answers_are_forks_with_draws_of_their_own(make):
 
 def test_what_the_core_refuses_is_said_in_our_words_and_leaves_nothing(make):
     engine = make()
-    engine.core.room = 2
+    engine.core.room = 0
     with pytest.raises(QueueFull, match="no more may") as full:
         engine.add(EngineRequest.of(1, [1, 2], SamplingParams(n=4)))
     assert full.value.retry_after == 1.5

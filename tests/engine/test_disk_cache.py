@@ -88,20 +88,20 @@ def test_salted_prompts_are_neither_written_nor_read(start, tmp_path):
 
 def test_groups_keep_their_prefixes_apart_on_disk(start, tmp_path):
     """A group is no secret, so its blocks are written, and are found by its tenants only."""
-    groups = {"alice": "team", "bob": "team", "carol": "others"}
+    groups = {"alice": "team", "bob": "team", "carol": "others", "dave": "=dave", "erin": "=erin", "frank": ""}
 
     def cached(llm, tenant):
-        return answer(llm, scheduling=Scheduling(tenant=tenant))[2]
+        return answer(llm, scheduling=Scheduling(tenant=tenant, cache_group=groups[tenant]))[2]
 
-    with start(cache_groups=groups) as llm:
+    with start() as llm:
         assert [cached(llm, tenant) > 0 for tenant in ("alice", "bob", "carol", "dave", "dave")] == [False, True, False, False, True]
     written = len(files(tmp_path))
-    with start(cache_groups=groups) as llm:
+    with start() as llm:
         assert [cached(llm, tenant) > 0 for tenant in ("bob", "carol", "dave")] == [True, True, True]
         assert cached(llm, "erin") == 0
     assert len(files(tmp_path)) == 4 * written / 3
     with start() as llm:
-        assert cached(llm, "alice") == 0, "without groups none of their files is read"
+        assert cached(llm, "frank") == 0, "without a group none of their files is read"
 
 
 def test_adapters_and_scored_prompts_read_nothing(start):

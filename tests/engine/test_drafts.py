@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from core_requests import add
 
 from chairlift import LLM, SamplingParams, _core
 from chairlift.config import EngineConfig
@@ -192,7 +193,7 @@ def test_finished_answers_are_drafted_for_the_same_tenant_and_salt_only():
     def steps(tag, **whose):
         """Steps of an answer of 60 tokens, which is always the same text, on a device whose steps take 1 ms."""
         nonlocal now
-        core.add(tag, np.arange(4, dtype=np.int32), 60, [], now, draft=True, **whose)
+        add(core, tag, np.arange(4, dtype=np.int32), 60, [], now, **whose)
         count, ended = 0, []
         while not ended:  # as in the engine, the next request comes before another plan and may get this one's place
             plan = core.plan(views, now)

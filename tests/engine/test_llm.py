@@ -362,9 +362,9 @@ def test_close_ends_the_engine_once_and_open_streams(llm, capfd):
 @pytest.mark.parametrize("engine", [LLM, AsyncEngine])
 def test_help_shows_every_setting_with_its_default(engine):
     shown, parameters = pydoc.render_doc(engine, renderer=pydoc.plaintext), inspect.signature(engine).parameters
-    assert {"shared_max_model_len", "cache_groups", "limit_groups"}.isdisjoint(parameters)  # a server sets them
+    assert "shared_max_model_len" not in parameters  # a server sets them
     for field in dataclasses.fields(EngineConfig):
-        if field.name in ("shared_max_model_len", "cache_groups", "limit_groups"):
+        if field.name == "shared_max_model_len":
             continue
         assert (parameters[field.name].default, parameters[field.name].annotation) in (
             (field.default, field.type),

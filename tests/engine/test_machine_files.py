@@ -24,7 +24,7 @@ from chairlift.errors import EngineDead, InvalidSetting
 
 TEXTS = [item.name for item in fields(EngineConfig) if "choices" not in item.metadata and ("str" in item.type or "Mapping" in item.type)]
 """The settings that may have a path: any text."""
-NO_FILES = {"model", "revision", "tenant_weights", "tier_weights", "cache_groups", "limit_groups", "speculative_config"}
+NO_FILES = {"model", "revision", "tenant_weights", "tier_weights", "speculative_config"}
 """Those that are no path here: names, and mappings of names to numbers or names."""
 OWN_FILES = MachineFiles({"model": "/own/model", "lora_modules": {"a": "/own/a"}, "prefix_cache_dir": "/own/cache"})
 

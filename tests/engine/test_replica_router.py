@@ -35,7 +35,7 @@ class FakeReplica:
 def chosen(
     router: ReplicaRouter, replicas: list[FakeReplica], prompt: range, salt: bytes = b"", session: bytes | None = None
 ) -> tuple[int, int]:
-    stream = SimpleNamespace(prompt_token_ids=list(prompt))
+    stream = SimpleNamespace(prompt_token_ids=list(prompt), scheduling=Scheduling())
     replica = router.choose(cast(list[Replica], replicas), cast(Stream, stream), salt, session)
     return replica.number, stream.expected_tokens
 
@@ -91,7 +91,7 @@ def test_engines_report_what_they_have_cached_and_evicted(byte_model: Path, monk
 
     async def run() -> None:
         size = {"num_kv_blocks": 17, "max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 256, "threads": 1}
-        config = EngineConfig(model=str(byte_model), load_format="dummy", cache_groups={"alice": "team"}, **size)
+        config = EngineConfig(model=str(byte_model), load_format="dummy", **size)
         processes = [EngineProcess(config.load_format, exclusive=True) for _ in range(2)]
         engine = ReplicatedEngine(config, processes, routing="prefix-aware")
         try:
@@ -105,7 +105,7 @@ def test_engines_report_what_they_have_cached_and_evicted(byte_model: Path, monk
                     pass
                 return stream
 
-            for scheduling in (Scheduling(tenant="alice"), Scheduling(cache_salt="own")):
+            for scheduling in (Scheduling(tenant="alice", cache_group="team"), Scheduling(cache_salt="own")):
                 await answer(second, prompt, scheduling)  # past the router
                 stream = await answer(engine, prompt, scheduling)
                 assert stream.expected_tokens == 1, "the last token is always computed"

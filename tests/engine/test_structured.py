@@ -264,11 +264,14 @@ def test_a_lexer_that_one_tenant_has_used_up_is_not_that_of_another(make, monkey
 
 def test_tenants_without_keys_share_the_limits_on_grammars(make):
     form = bounded("regex", "[ab]{3}")
-    engine = make(limit_groups={"alice": "alice", "bob": "bob"}).engine
-    assert len({id(engine.compile(request(tenant, form))) for tenant in ("invented", "another", "")}) == 1
-    assert len({id(engine.compile(request(tenant, form))) for tenant in ("alice", "bob", "")}) == 3
     engine = make().engine
-    assert len({id(engine.compile(request(tenant, form))) for tenant in ("anyone", "another")}) == 2, "LLM's caller names the tenants"
+
+    def compiled(tenant, group):
+        return id(engine.compile(EngineRequest.of(1, PROMPT, form, Scheduling(tenant=tenant, limit_group=group))))
+
+    assert len({compiled(tenant, "") for tenant in ("invented", "another", "")}) == 1
+    assert len({compiled("alice", "alice"), compiled("bob", "bob"), compiled("invented", "")}) == 3
+    assert len({compiled(tenant, None) for tenant in ("anyone", "another")}) == 2, "LLM's caller names the tenants"
 
 
 def test_what_is_refused_names_its_field_before_anything_runs(llm):

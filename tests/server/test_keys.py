@@ -1,9 +1,8 @@
 import pytest
 
-from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.server.config import ServerConfig
-from chairlift.server.keys import TENANT, Tenant, cache_groups, read_keys
+from chairlift.server.keys import TENANT, Tenant, read_keys
 
 
 def whose(keys, *given):
@@ -55,16 +54,15 @@ def test_a_tenant_of_a_file_may_be_an_operator(tmp_path):
 def test_tenants_of_a_file_may_form_groups_that_share_cached_prompts(tmp_path):
     file = tmp_path / "keys.toml"
     file.write_text('[alice]\nkey = "sk-1"\ngroup = "team"\n[bob]\nkey = "sk-2"\ngroup = "team"\n[carol]\nkey = "sk-3"\n')
-    groups = cache_groups(read_keys("dave=sk-4", str(file)))
-    assert groups == {"alice": "team", "bob": "team"}
-    config = EngineConfig(cache_groups=groups)
-    names = [config.cache_group(tenant) for tenant in ("alice", "bob", "carol", "dave", "team", "")]
+    keys = read_keys("dave=sk-4", str(file))
+    names = [keys.named(tenant).cache_group for tenant in ("alice", "bob", "carol", "dave", "team", "")]
+    assert [keys.tenant(key).cache_group for key in (b"sk-1", b"sk-2", b"sk-3", b"sk-4")] == names[:4]
     assert names[0] == names[1] == "team"
     assert len(set(names)) == 5, "a tenant without a group shares with nobody"
     assert not any(TENANT.fullmatch(name) for name in names[2:]), "no group can be called like theirs"
     file.write_text('[alice]\nkey = "sk-1"\n')
-    assert cache_groups(read_keys("bob=sk-2", str(file))) is None
-    assert {EngineConfig().cache_group(tenant) for tenant in ("alice", "bob", "")} == {""}, "without groups all share"
+    keys = read_keys("bob=sk-2", str(file))
+    assert {keys.named(tenant).cache_group for tenant in ("alice", "bob", "")} == {""}, "without groups all share"
 
 
 @pytest.mark.parametrize("text", ["none=sk-1", "a=sk-1,other=sk-2", "another=sk-1"])
@@ -92,7 +90,7 @@ def test_a_file_has_keys_and_limits(tmp_path):
     )
     keys = read_keys("alice=sk-6,sk-7", str(file))
     assert whose(keys, *(f"sk-{i}" for i in range(1, 9))) == ["alice", "bob", "bob", "team:7", "team:7", "alice", "", None]
-    alice = Tenant("alice", weight=4, max_queued=8, max_requests=16, has_key=True)
+    alice = Tenant("alice", weight=4, max_queued=8, max_requests=16, has_key=True, cache_group="")
     assert keys.tenant(b"sk-1") == keys.tenant(b"sk-6") == alice
     assert {tenant.name for tenant in keys} == {"alice", "bob", "team:7"}
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from core_requests import add
 
 from chairlift import _core
 from chairlift.bench.traces import TraceRequest
@@ -59,7 +60,7 @@ def journal() -> bytes:
     buffers = _core.StepBuffers(**{name: np.zeros(size, np.int32) for name, size in SHAPES.items()})
     now = 1000
     for tag in range(60):
-        core.add(tag, np.arange(1 + 7 * tag % 50, dtype=np.int32), 1 + tag % 9, [], now)
+        add(core, tag, np.arange(1 + 7 * tag % 50, dtype=np.int32), 1 + tag % 9, [], now)
         # Every third time until nobody is left: then there is a pause, in which nobody asks for a plan.
         for _ in range(3 if tag % 3 else 100):
             if not core.stats()["running"] + core.stats()["waiting"]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from core_requests import add
 
 from chairlift import _core
 from chairlift.cli import main
@@ -31,7 +32,7 @@ def record(file: Path) -> dict[str, int]:
         now = 5_000_000 + 1_000_000 * tag
         # The last tenth of the answer is new.
         text = [100 * (tag + 1) + at % 20 if at % 60 < 54 else 7000 + 200 * tag + at for at in range(PROMPT + OUTPUT)]
-        core.add(tag, np.array(text[:PROMPT], np.int32), OUTPUT, [], now, tenant="ab"[tag % 2], draft=True)
+        add(core, tag, np.array(text[:PROMPT], np.int32), OUTPUT, [], now, tenant="ab"[tag % 2])
         while plan := core.plan(views, now):
             at = buffers.positions[buffers.sample_at[: plan.num_samples]]
             sampled = [text[min(position + 1, len(text) - 1)] for position in at.tolist()]

@@ -70,7 +70,7 @@ def add_parser(commands: Any, summary: str) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal."""
     from chairlift.server.http.sockets import check_certificate, is_loopback, open_path, open_port
-    from chairlift.server.keys import cache_groups, read_keys
+    from chairlift.server.keys import read_keys
     from chairlift.server.tiers import read_tiers
 
     server = args.server
@@ -79,8 +79,7 @@ def run(args: argparse.Namespace) -> int:
     weights = {tenant.name: tenant.weight for tenant in keys if tenant.weight is not None}
     tenant_weights = {**weights, **(args.engine.tenant_weights or {})} or None
     tier_weights = {**tiers.weights, **(args.engine.tier_weights or {})}
-    groups = {"cache_groups": cache_groups(keys), "limit_groups": {tenant.name: tenant.group for tenant in keys}}
-    engine = replace(args.engine, tenant_weights=tenant_weights, tier_weights=tier_weights, **groups)
+    engine = replace(args.engine, tenant_weights=tenant_weights, tier_weights=tier_weights)
     specs = _specs(args, engine)
     if server.engine_listen is not None and len(specs) > 1:
         raise InvalidSetting("--engine-listen needs a server with one model: engines of other machines run one")

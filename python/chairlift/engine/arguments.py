@@ -38,7 +38,7 @@ T = TypeVar("T")
 def document_settings(cls: type[T]) -> type[T]:
     """Shows the settings of `EngineConfig` in `help` of a class whose constructor takes them as `**settings`."""
     own = [parameter for name, parameter in inspect.signature(cls).parameters.items() if name != "settings"]
-    hidden = {"shared_max_model_len", "cache_groups", "limit_groups", *(parameter.name for parameter in own)}
+    hidden = {"shared_max_model_len", *(parameter.name for parameter in own)}
     settings = [item for item in fields(EngineConfig) if item.name not in hidden]
     keyword = inspect.Parameter.KEYWORD_ONLY
     keywords = [inspect.Parameter(item.name, keyword, default=item.default, annotation=item.type) for item in settings]

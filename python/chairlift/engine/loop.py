@@ -41,6 +41,7 @@ from chairlift.runner.description import checkpoint_info
 from chairlift.runner.null_runner import NullRunner
 from chairlift.runner.sampling.sampler import entries_of
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import TIER_WEIGHTS
 from chairlift.tokenizer import eos_token_ids
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Engine:
         eos = eos_token_ids(directory, config.tokenizer)
         sampling = recommended_sampling(directory) if config.generation_config == "auto" else {}
         self.runner = runner = _build_runner(config, directory, eos, on_phase)
-        self._scheduler = _build_scheduler(config, runner, hash_key or secrets.token_bytes(16))
+        self._scheduler = _build_scheduler(config, runner, sorted(eos), hash_key or secrets.token_bytes(16))
         if hash_key:
             self._scheduler.record_cache_changes()
         self._drafts_forced_tokens = config.speculative_method == "auto" and not runner.overlaps
@@ -102,7 +103,7 @@ class Engine:
         self._in_flight: _InFlightStep | None = None  # launched, but not sampled
         self._split_step = SplitStep(runner, config.block_size)
         self._adapters = Adapters(config, runner)
-        self._sequences = Sequences(config, self._scheduler, runner, self._eos, self._adapters)
+        self._sequences = Sequences(config.seed, self._scheduler, runner, self._eos, self._adapters)
         self._slot_tags = np.zeros(runner.max_num_seqs, dtype=np.uint64)  # the last sequence of each batch slot
         self._failed_slots: dict[int, bytes | None] = {}  # their sequences cannot be sampled and end with an error, for this reason
         self.stage = "idle", time.monotonic()
@@ -156,16 +157,15 @@ class Engine:
         """Starts compiling the request's grammar on another thread; None if it has none. Raises QueueFull."""
         if (structure := request.sampling.structured_output) is None:
             return None
-        tenant = request.scheduling.tenant
-        return self._grammars.compile(structure, self.config.limit_group(tenant), tenant)
+        tenant, group = request.scheduling.tenant, request.scheduling.limit_group
+        return self._grammars.compile(structure, tenant if group is None else group, tenant)
 
     def read_prefix(self, request: EngineRequest) -> Future[StoredPrefix] | None:
         """Starts reading the KV of the prompt's beginning from disk; None if there is none to read."""
         params, scheduling = request.sampling, request.scheduling
         if self._disk_cache is None or scheduling.cache_salt or params.lora is not None or params.prompt_logprobs is not None:
             return None
-        group = self.config.cache_group(scheduling.tenant)
-        return self._disk_cache.read(np.frombuffer(request.prompt, dtype=np.int32), group)
+        return self._disk_cache.read(np.frombuffer(request.prompt, dtype=np.int32), scheduling.cache_group)
 
     def add(self, request: EngineRequest, grammar: Future[Grammar] | None = None, stored: Future[StoredPrefix] | None = None) -> None:
         """Queues a request.
@@ -194,11 +194,11 @@ class Engine:
 
     def fork_sequence(self, handle: int, forks: Sequence[int]) -> None:
         """Opens held sequences with these handles, which share the blocks of `handle`. Does nothing if that is unknown."""
-        self._sequences.fork_held(handle, forks, _now())
+        self._scheduler.fork_held(handle, forks, _now())
 
     def drop_sequence(self, handle: int) -> None:
         """Drops a held sequence, if it is known. Its blocks are free in the next step."""
-        self._sequences.drop_held(handle, _now())
+        self._scheduler.drop_held(handle, _now())
 
     def read_adapter(self, path: str) -> PackedAdapter:
         """Reads a LoRA adapter for `load_adapter`. May be called on any thread, also during a step.
@@ -515,7 +515,7 @@ def _build_runner(config: EngineConfig, directory: Path, eos: frozenset[int], on
     return EncoderRunner.find(config, directory, on_phase) or build_runner(config, directory, on_phase)
 
 
-def _build_scheduler(config: EngineConfig, runner: Runner, hash_key: bytes) -> _core.Scheduler:
+def _build_scheduler(config: EngineConfig, runner: Runner, eos: list[int], hash_key: bytes) -> _core.Scheduler:
     settings = scheduler_settings.of_config(
         config,
         num_kv_blocks=runner.num_kv_blocks,
@@ -528,8 +528,13 @@ def _build_scheduler(config: EngineConfig, runner: Runner, hash_key: bytes) -> _
         **({} if runner.generates else {"enable_prefix_caching": False}),
     )
     # Where a device overlaps steps, the last token is not known yet when the next step is planned.
-    drafts = {} if runner.overlaps else {"draft_tokens": config.num_speculative_tokens, "draft_corpus_tokens": config.draft_corpus_tokens}
-    return _core.Scheduler(**settings, **drafts, journal=config.journal is not None, hash_key=int.from_bytes(hash_key))
+    drafts: dict[str, Any] = {}
+    if not runner.overlaps:
+        drafts = {"draft_tokens": config.num_speculative_tokens, "draft_corpus_tokens": config.draft_corpus_tokens}
+    tier_weights = {**TIER_WEIGHTS, **(config.tier_weights or {})}
+    weights: dict[str, Any] = {"tenant_weights": config.tenant_weights or {}, "tier_weights": tier_weights}
+    key = int.from_bytes(hash_key)
+    return _core.Scheduler(**settings, **drafts, **weights, end_tokens=eos, journal=config.journal is not None, hash_key=key)
 
 
 def _logprobs_of(sampled: Sampled, sample_tags: np.ndarray, output_tags: bytes) -> tuple[bytes, dict[int, bytes]]:

@@ -27,9 +27,9 @@ class ReplicaRouter:
         self._routing = routing
         self._router: _core.Router | None = None  # until the size of a block is known
 
-    def choose(self, replicas: Sequence[Replica], stream: Stream, salt: bytes, session: bytes | None, group: str = "") -> Replica:
+    def choose(self, replicas: Sequence[Replica], stream: Stream, salt: bytes, session: bytes | None) -> Replica:
         """Returns one of the engines, and tells the request how much of its prompt that engine is expected to compute."""
-        prompt = stream.prompt_token_ids
+        prompt, group = stream.prompt_token_ids, stream.scheduling.cache_group
         router = self._of(replicas[0])
         index, cached, request = router.choose([_seen(replica) for replica in replicas], prompt, salt, session, group)
         stream.expected_tokens = len(prompt) - cached

@@ -242,11 +242,7 @@ class ReplicatedEngine:
             raise EngineDead("no engine of the model is ready")
         moving = [replica for replica in ready if not replica.engine.stuck] or ready
         own = None if session is None else f"{stream.scheduling.tenant}\0{session}".encode()
-        if self._router is None:
-            chosen = moving[0]
-        else:
-            group = self.config.cache_group(stream.scheduling.tenant)
-            chosen = self._router.choose(moving, stream, self._salt(stream), own, group)
+        chosen = moving[0] if self._router is None else self._router.choose(moving, stream, self._salt(stream), own)
         if handle is not None:
             self._homes[handle] = chosen
         return chosen

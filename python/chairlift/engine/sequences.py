@@ -5,22 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from chairlift import _core
-from chairlift.config import EngineConfig
 from chairlift.engine.adapters import Adapter, Adapters
-from chairlift.engine.engine_request import EngineRequest, ResumedChoice
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.request import shared_salt
 from chairlift.errors import InvalidRequest, QueueFull
 from chairlift.grammar.grammar import Grammar
 from chairlift.runner.sampling.logprobs import PromptLogprobs
 from chairlift.sampling import SamplingParams
-from chairlift.scheduling import TIER_WEIGHTS
 
 if TYPE_CHECKING:
     from chairlift.runner.interface import Runner
@@ -47,15 +45,12 @@ class SequenceState:
 class Sequences:
     """Adds requests to the scheduler and keeps the state of each of their sequences, by tag. Times are microseconds."""
 
-    def __init__(self, config: EngineConfig, scheduler: _core.Scheduler, runner: Runner, eos: Sequence[int], adapters: Adapters) -> None:
+    def __init__(self, seed: int, scheduler: _core.Scheduler, runner: Runner, eos: Sequence[int], adapters: Adapters) -> None:
         self._scheduler, self._eos, self._adapters = scheduler, eos, adapters
-        self._engine_seed = config.seed
-        self._cache_group = config.cache_group
-        self._tenant_weights, self._tier_weights = config.tenant_weights or {}, {**TIER_WEIGHTS, **(config.tier_weights or {})}
-        self._vocab_size, self._max_model_len = runner.model_config.vocab_size, runner.max_model_len
+        self._engine_seed = seed
+        self._vocab_size = runner.model_config.vocab_size
         self._unique_salts = itertools.count()
         self._states: dict[int, SequenceState] = {}
-        self._held: dict[int, int] = {}  # the core's handles of held sequences, by the client's
 
     def __len__(self) -> int:
         return len(self._states)
@@ -78,26 +73,13 @@ class Sequences:
         compiled = _compiled(params, grammar)
         structure = params.structured_output
         new_matcher = None if compiled is None or structure is None else partial(compiled.matcher, structure.budget)
-        submitted = min(now, request.submitted or now)
-        request = replace(request, submitted=submitted)
         adapter = None if params.lora is None else self._adapters.get(params.lora)
-        salt = self._salt(request, adapter)
-
-        def live(index: int, seq: int) -> None:
-            self._states[tag + index] = SequenceState(seq, params, self._seed(tag + index, index, params), scores, new_matcher, adapter)
-            self._scheduler.prepared(seq, list(request.spent.items()))
-
         try:
-            for one in request.resumed:
-                live(one.choice, self._schedule(request, tokens, salt, one))
-            if not request.resumed:
-                live(0, first := self._schedule(request, tokens, salt))
-                for index, fork in enumerate(tags[1:], 1):
-                    live(index, self._scheduler.fork(first, fork, submitted))
+            added = self._scheduler.add(request, now, self._salt(request, adapter))
         except BaseException as error:
-            for added in tags:
-                self.abort(added, now)
             raise _public_error(error) from None
+        for index, seq in added:
+            self._states[tag + index] = SequenceState(seq, params, self._seed(tag + index, index, params), scores, new_matcher, adapter)
 
     def abort(self, tag: int, now: int, *, stopped: bool = False) -> bool:
         """Ends a sequence and frees its memory; False if it has ended already. `stopped` counts it as finished by a stop string."""
@@ -116,70 +98,10 @@ class Sequences:
         """Forgets a sequence that has ended."""
         return self._states.pop(tag)
 
-    def fork_held(self, handle: int, forks: Sequence[int], now: int) -> None:
-        """Opens held sequences with the blocks of `handle` (see `Engine.fork_sequence`)."""
-        if (held := self._held.get(handle)) is None:
-            return
-        for fork in forks:
-            copied = self._scheduler.fork_held(held, now)
-            assert copied is not None  # only this class drops held sequences
-            self._held[fork] = copied
-
-    def drop_held(self, handle: int, now: int) -> None:
-        """Drops a held sequence (see `Engine.drop_sequence`)."""
-        if (held := self._held.pop(handle, None)) is not None:
-            self._scheduler.drop_held(held, now)
-
     def end_tokens(self, params: SamplingParams) -> list[int]:
         """The token ids at which a sequence stops."""
         ends = [*params.stop_token_ids, *([] if params.ignore_eos else self._eos)]
         return [token for token in ends if token < self._vocab_size]
-
-    def _held_by_core(self, handle: int, tenant: str, salt: bytes, now: int) -> int:
-        """The core's handle of a held sequence, which is opened if it is unknown."""
-        if handle not in self._held:
-            self._held[handle] = self._scheduler.open(tenant, salt, now, self._cache_group(tenant))
-        return self._held[handle]
-
-    def _schedule(self, request: EngineRequest, tokens: np.ndarray, salt: bytes, resumed: ResumedChoice | None = None) -> int:
-        """Adds a sequence to the scheduler."""
-        params, scheduling = request.sampling, request.scheduling
-        max_tokens = params.max_tokens if params.max_tokens is not None else max(1, self._max_model_len - tokens.size)
-        assert request.submitted is not None
-        arrived = request.submitted - sum(request.spent.values())
-
-        def deadline(milliseconds: float | None) -> int | None:
-            return None if milliseconds is None else arrived + int(milliseconds * 1000)
-
-        earlier = continues = None
-        if resumed is not None:
-            answer = np.frombuffer(resumed.answer, dtype=np.int32)
-            tokens = np.concatenate((tokens, answer))
-            first_token = None if resumed.first_token is None else arrived + resumed.first_token
-            cached = resumed.cached_tokens, resumed.own_cached_tokens
-            earlier = len(answer), *cached, arrived + resumed.submitted, arrived + resumed.started, first_token
-        if request.continues is not None:
-            handle, kept = request.continues
-            continues = self._held_by_core(handle, scheduling.tenant, salt, request.submitted), kept
-        return self._scheduler.add(
-            request.tag if resumed is None else request.tag + resumed.choice,
-            tokens,
-            max_tokens,
-            self.end_tokens(params),
-            request.submitted,
-            salt=salt,
-            group=self._cache_group(scheduling.tenant),
-            priority=scheduling.priority,
-            tier=scheduling.tier,
-            tenant=scheduling.tenant,
-            weight=self._tenant_weights.get(scheduling.tenant, 1) * self._tier_weights[scheduling.tier],
-            deadline=deadline(scheduling.deadline_ms),
-            ttft_deadline=deadline(scheduling.ttft_deadline_ms),
-            predicted_tokens=scheduling.predicted_tokens,
-            resumed=earlier,
-            continues=continues,
-            draft=params.verifiable,
-        )
 
     def uses(self, adapter: Adapter) -> int:
         """The number of sequences that have not ended and use an adapter."""

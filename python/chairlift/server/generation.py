@@ -61,7 +61,7 @@ class Generation:
         """
         self._service, self._model = service_of(request), model_of(request)
         tier = self._service.tiers.choose(body.service_tier, request.state.tenant)
-        scheduling = body.scheduling(request.state.tenant, tier, request.headers)
+        scheduling = body.scheduling(request.state.ticket.tenant.scheduling(tier), request.headers)
         self._scheduling = self._service.tiers.bound(scheduling, self._model.engine.config.scheduling_policy)
         self._reader: Reader = request.state.reader
         self._asks_for_tier = body.service_tier is not None

@@ -9,13 +9,13 @@ import re
 import stat
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from chairlift.config import LARGEST_WEIGHT
 from chairlift.errors import InvalidSetting
-from chairlift.scheduling import TIERS
+from chairlift.scheduling import TIERS, Scheduling
 from chairlift.server.toml_file import read_text
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Tenant:
     has_key: bool = False
     """Whether it has a key of its own. Clients name other tenants as they like."""
     cache_group: str | None = None
-    """The group of tenants with which it shares cached prompts."""
+    """The group of tenants with which it shares cached prompts: `Keys` sets it where none was declared."""
     tiers: frozenset[str] = frozenset()
     """The service tiers that it was granted."""
     operator: bool = False
@@ -77,6 +77,10 @@ class Tenant:
     def group(self) -> str:
         """Its name, or "" for all tenants without a key of their own: the name for limits that invented tenants must not evade."""
         return self.name if self.has_key else ""
+
+    def scheduling(self, tier: str) -> Scheduling:
+        """The scheduling parameters of its requests of a tier, before those that a request sets."""
+        return Scheduling(tenant=self.name, tier=tier, cache_group=self.cache_group or "", limit_group=self.group)
 
     @property
     def reader(self) -> Reader:
@@ -89,7 +93,10 @@ class Keys:
 
     def __init__(self, tenants: Iterable[tuple[str, Tenant]] = ()) -> None:
         """`tenants` are pairs of a key and its tenant."""
-        self._digests = [(_digest(key.encode()), tenant) for key, tenant in tenants]
+        pairs = list(tenants)
+        self._has_groups = any(tenant.cache_group is not None for _, tenant in pairs)
+        self._digests = [(_digest(key.encode()), self._grouped(tenant)) for key, tenant in pairs]
+        self._by_name = {tenant.name: tenant for _, tenant in self._digests if tenant.name}
 
     def __bool__(self) -> bool:
         """Whether the server requires a key."""
@@ -97,12 +104,16 @@ class Keys:
 
     def __iter__(self) -> Iterator[Tenant]:
         """Yields each named tenant once."""
-        return iter({tenant.name: tenant for _, tenant in self._digests if tenant.name}.values())
+        return iter(self._by_name.values())
 
     @property
     def of_owner(self) -> bool:
         """Whether all keys are the operator's and none has a name: those of a server's owner, who names tenants as they like."""
         return all(tenant.operator and not tenant.name for _, tenant in self._digests)
+
+    def named(self, name: str) -> Tenant:
+        """Returns the tenant of this name, which may have no key."""
+        return self._by_name.get(name) or self._grouped(Tenant(name))
 
     def tenant(self, key: bytes) -> Tenant | None:
         """Returns the tenant of this key, None for an unknown key."""
@@ -110,6 +121,12 @@ class Keys:
         # Compare all keys in constant time, so that the time reveals nothing about them.
         matches = [tenant for known, tenant in self._digests if hmac.compare_digest(digest, known)]
         return matches[0] if matches else None
+
+    def _grouped(self, tenant: Tenant) -> Tenant:
+        """Returns a tenant with its group. If groups are declared, a tenant without one has a group of its own, which none can declare."""
+        if tenant.cache_group is not None:
+            return tenant
+        return replace(tenant, cache_group=f"={tenant.name}" if self._has_groups else "")
 
 
 def read_keys(text: str | None, file: str | None = None, operator: str | None = None) -> Keys:
@@ -140,11 +157,6 @@ def _warn(keys: Iterable[str], file: str | None) -> None:
     if short := sum(len(key) < MIN_KEY_LENGTH for key in keys):
         hint = "can be guessed: make keys with 'openssl rand -hex 32'"
         logger.warning("%d API key(s) of fewer than %d characters %s", short, MIN_KEY_LENGTH, hint)
-
-
-def cache_groups(tenants: Iterable[Tenant]) -> dict[str, str] | None:
-    """Returns the groups that tenants declare, by tenant; None if there are none."""
-    return {tenant.name: tenant.cache_group for tenant in tenants if tenant.cache_group is not None} or None
 
 
 def is_key_list(text: str) -> bool:

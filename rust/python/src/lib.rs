@@ -10,6 +10,7 @@ mod kv_budget;
 mod linear;
 mod replay;
 mod reports;
+mod request;
 mod router;
 mod scheduler;
 mod settings;
@@ -37,6 +38,8 @@ mod _core {
     use crate::linear::{Adapter, Linear, TensorFile};
     #[pymodule_export]
     use crate::replay::{replay, step_times, what_if, workload};
+    #[pymodule_export]
+    use crate::request::request_fields;
     #[pymodule_export]
     use crate::router::Router;
     #[pymodule_export]

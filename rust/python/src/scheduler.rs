@@ -3,6 +3,7 @@
 use crate::buffers::StepBuffers;
 use crate::errors::rejected;
 use crate::reports;
+use crate::request::{Completion, EngineRequest};
 use crate::settings;
 use chairlift_core as core;
 use pyo3::buffer::PyBuffer;
@@ -10,7 +11,7 @@ use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A planned step. `Scheduler.commit` consumes it.
 #[pyclass(frozen, module = "chairlift._core")]
@@ -39,9 +40,6 @@ pub(crate) struct StepPlan {
 /// (slot, sequence, tag, cached tokens, those that its tenant used before, microseconds queued) of an admitted sequence.
 type Admitted = (u32, u64, u64, u32, u32, core::Time);
 
-/// The fields of [`core::Resumed`], in order.
-type Resumed = (u32, u32, u32, core::Time, core::Time, Option<core::Time>);
-
 /// The results of a step: packed arrays of equal length, one entry per token.
 #[pyclass(frozen, get_all, module = "chairlift._core")]
 pub(crate) struct Outputs {
@@ -56,6 +54,39 @@ struct Inner {
     drafter: Option<core::Drafter>,
     outputs: core::Outputs,
     sampled: Vec<i32>,
+    completion: Completion,
+    /// Held sequences by their clients' handles.
+    held: HashMap<u64, core::HeldId>,
+}
+
+impl Inner {
+    /// Adds a request's sequences and appends them to `added`, also if one is refused.
+    fn add(
+        &mut self,
+        request: &EngineRequest<'_>,
+        mut first: core::Request,
+        resumed: Vec<(u32, core::Request)>,
+        now: core::Time,
+        added: &mut Vec<(u32, core::SeqId)>,
+    ) -> PyResult<()> {
+        let Self { core, held, .. } = self;
+        let now = request.submitted(now);
+        if !resumed.is_empty() {
+            for (answer, request) in resumed {
+                added.push((answer, core.add(request, now).map_err(rejected)?));
+            }
+            return Ok(());
+        }
+        if let Some(handle) = request.continues() {
+            let id = *held.entry(handle).or_insert_with(|| core.open(&first.tenant, &first.scope, now));
+            first.continues = request.continued(id);
+        }
+        let parent = core.add(first, now).map_err(rejected)?;
+        added.push((0, parent));
+        let forks = request.fork_tags().zip(1..);
+        added.extend(forks.filter_map(|(tag, answer)| Some((answer, core.fork(parent, tag, now)?))));
+        Ok(())
+    }
 }
 
 /// A cached block, its content, the content before it, its tokens, and the group that shares it.
@@ -75,13 +106,18 @@ impl Scheduler {
 #[pymethods]
 impl Scheduler {
     #[new]
-    #[pyo3(signature = (*, journal = false, hash_key = 0, draft_tokens = 0, draft_corpus_tokens = 0, **settings))]
+    #[pyo3(signature = (*, journal = false, hash_key = 0, draft_tokens = 0, draft_corpus_tokens = 0, end_tokens = Vec::new(),
+        tenant_weights = HashMap::new(), tier_weights = HashMap::new(), **settings))]
+    #[allow(clippy::too_many_arguments)] // keyword arguments in Python
     fn new(
         py: Python<'_>,
         journal: bool,
         hash_key: u128,
         draft_tokens: usize,
         draft_corpus_tokens: usize,
+        end_tokens: Vec<u32>,
+        tenant_weights: HashMap<String, u32>,
+        tier_weights: HashMap<String, u32>,
         settings: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let given = settings.cloned().unwrap_or_else(|| PyDict::new(py));
@@ -89,86 +125,50 @@ impl Scheduler {
         let core = core::Scheduler::keyed(config, hash_key).map_err(|error| PyValueError::new_err(error.to_string()))?;
         let core = if journal { core::Recorder::on(core) } else { core::Recorder::off(core) };
         let drafter = (draft_tokens > 0).then(|| core::Drafter::new(draft_tokens, draft_corpus_tokens));
-        Ok(Self(Mutex::new(Inner { core, drafter, outputs: core::Outputs::default(), sampled: Vec::new() })))
+        let completion = Completion { end_tokens, tenant_weights, tier_weights };
+        let (outputs, sampled, held) = (core::Outputs::default(), Vec::new(), HashMap::new());
+        Ok(Self(Mutex::new(Inner { core, drafter, outputs, sampled, completion, held })))
     }
 
-    #[pyo3(signature = (tag, prompt, max_new_tokens, stop, now, *, salt = b"".as_slice(), group = "", priority = 0, tier = "default", tenant = "", weight = 1,
-        deadline = None, ttft_deadline = None, predicted_tokens = None, resumed = None, continues = None, draft = false))]
-    #[allow(clippy::needless_pass_by_value, clippy::too_many_arguments)] // types that Python passes
-    fn add(
-        &self,
-        py: Python<'_>,
-        tag: u64,
-        prompt: PyBuffer<i32>,
-        max_new_tokens: u32,
-        stop: Vec<u32>,
-        now: core::Time,
-        salt: &[u8],
-        group: &str,
-        priority: i32,
-        tier: &str,
-        tenant: &str,
-        weight: u32,
-        deadline: Option<core::Time>,
-        ttft_deadline: Option<core::Time>,
-        predicted_tokens: Option<u32>,
-        resumed: Option<Resumed>,
-        continues: Option<(u64, u32)>,
-        draft: bool,
-    ) -> PyResult<u64> {
-        let request = core::Request {
-            tag,
-            prompt: unsigned(py, &prompt)?,
-            max_new_tokens,
-            stop,
-            scope: scope(group, salt),
-            priority,
-            tier: core::Tier::from_name(tier).ok_or_else(|| PyValueError::new_err("no such tier"))?,
-            tenant: tenant.into(),
-            weight,
-            deadline,
-            ttft_deadline,
-            predicted_tokens,
-            resumed: resumed.map(|(answered, cached_tokens, own_cached_tokens, submitted, started, first_token)| core::Resumed {
-                answered,
-                cached_tokens,
-                own_cached_tokens,
-                submitted,
-                started,
-                first_token,
-            }),
-            continues: continues.map(|(held, tokens)| core::Continues { held: core::HeldId::from_bits(held), tokens }),
-        };
+    /// The numbers of the request's answers that were added, each with its sequence.
+    #[allow(clippy::needless_pass_by_value)] // a type that Python passes
+    #[pyo3(signature = (request, now, salt = b"".as_slice()))]
+    fn add(&self, request: EngineRequest<'_>, now: core::Time, salt: &[u8]) -> PyResult<Vec<(u32, u64)>> {
+        let spent = request.spent()?;
         let mut inner = self.lock()?;
+        let first = request.request(inner.core.config(), &inner.completion, salt, now)?;
+        let resumed = request.resumed(&first, now)?;
+        let mut added = Vec::new();
+        inner.add(&request, first, resumed, now, &mut added).inspect_err(|_| {
+            for &(_, id) in &added {
+                inner.core.abort(id, now);
+            }
+        })?;
         let Inner { core, drafter, .. } = &mut *inner;
-        let id = core.add(request, now).map_err(rejected)?;
-        if let Some(drafter) = drafter.as_mut().filter(|_| draft) {
-            drafter.watch(id, core);
+        let mut drafter = drafter.as_mut().filter(|_| request.verifiable());
+        for &(_, id) in &added {
+            core.prepared(id, &spent);
+            if let Some(drafter) = &mut drafter {
+                drafter.watch(id, core);
+            }
         }
-        Ok(id.to_bits())
+        Ok(added.into_iter().map(|(answer, id)| (answer, id.to_bits())).collect())
     }
 
-    fn fork(&self, seq: u64, tag: u64, now: core::Time) -> PyResult<u64> {
-        let (mut inner, parent) = (self.lock()?, core::SeqId::from_bits(seq));
-        let Inner { core, drafter, .. } = &mut *inner;
-        let fork = core.fork(parent, tag, now).ok_or_else(|| PyKeyError::new_err("that sequence has ended"))?;
-        if let Some(drafter) = drafter.as_mut().filter(|drafter| drafter.watches(parent)) {
-            drafter.watch(fork, core);
+    fn fork_held(&self, handle: u64, forks: Vec<u64>, now: core::Time) -> PyResult<()> {
+        let mut inner = self.lock()?;
+        let Inner { core, held, .. } = &mut *inner;
+        let Some(&id) = held.get(&handle) else { return Ok(()) };
+        held.extend(forks.into_iter().filter_map(|fork| Some((fork, core.fork_held(id, now)?))));
+        Ok(())
+    }
+
+    fn drop_held(&self, handle: u64, now: core::Time) -> PyResult<()> {
+        let mut inner = self.lock()?;
+        if let Some(id) = inner.held.remove(&handle) {
+            inner.core.drop_held(id, now);
         }
-        Ok(fork.to_bits())
-    }
-
-    #[pyo3(signature = (tenant, salt, now, group = ""))]
-    fn open(&self, tenant: &str, salt: &[u8], now: core::Time, group: &str) -> PyResult<u64> {
-        Ok(self.lock()?.core.open(&tenant.into(), &scope(group, salt), now).to_bits())
-    }
-
-    fn fork_held(&self, held: u64, now: core::Time) -> PyResult<Option<u64>> {
-        Ok(self.lock()?.core.fork_held(core::HeldId::from_bits(held), now).map(core::HeldId::to_bits))
-    }
-
-    fn drop_held(&self, held: u64, now: core::Time) -> PyResult<bool> {
-        Ok(self.lock()?.core.drop_held(core::HeldId::from_bits(held), now))
+        Ok(())
     }
 
     #[allow(clippy::needless_pass_by_value)] // a type that Python passes
@@ -242,15 +242,6 @@ impl Scheduler {
         Ok(taken.into_iter().map(|(tenant, us)| (tenant.to_string(), us)).collect())
     }
 
-    #[allow(clippy::needless_pass_by_value)] // types that Python passes
-    fn prepared(&self, seq: u64, spent: Vec<(String, core::Time)>) -> PyResult<()> {
-        let cause = |name: &str| core::TimelineState::NAMES.iter().find(|(_, known)| *known == name).map(|&(cause, _)| cause);
-        let spent = spent.iter().map(|(name, time)| cause(name).map(|cause| (cause, *time))).collect::<Option<Vec<_>>>();
-        let spent = spent.ok_or_else(|| PyValueError::new_err("no such state: TIMELINE_STATES has them all"))?;
-        self.lock()?.core.prepared(core::SeqId::from_bits(seq), &spent);
-        Ok(())
-    }
-
     fn abort(&self, seq: u64, now: core::Time) -> PyResult<bool> {
         Ok(self.lock()?.core.abort(core::SeqId::from_bits(seq), now))
     }
@@ -313,7 +304,7 @@ impl Scheduler {
         sampled.copy_to_slice(py, &mut inner.sampled)?;
         let spent = || PyRuntimeError::new_err("this plan was committed before");
         let plan = plan.plan.lock().map_err(|_| spent())?.take().ok_or_else(spent)?;
-        let Inner { core, drafter, outputs, sampled } = &mut *inner;
+        let Inner { core, drafter, outputs, sampled, .. } = &mut *inner;
         if let Some(drafter) = drafter {
             drafter.observe(&plan, sampled);
         }
@@ -402,10 +393,6 @@ impl Scheduler {
         self.lock()?.core.check();
         Ok(())
     }
-}
-
-fn scope(group: &str, salt: &[u8]) -> Arc<core::CacheScope> {
-    core::CacheScope { group: group.into(), salt: salt.into() }.into()
 }
 
 /// The tokens of an int32 buffer.

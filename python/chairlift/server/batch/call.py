@@ -36,7 +36,7 @@ class Reply:
         return self.status == 503 and json.loads(self.body)["error"]["code"] in _OVERLOADED
 
 
-async def call(app: ASGIApp, admission: Admission, tenant: str, url: str, body: dict[str, Any]) -> Reply:
+async def call(app: ASGIApp, admission: Admission, tenant: Tenant, url: str, body: dict[str, Any]) -> Reply:
     """Posts `body` for `tenant` as a background request and returns the response.
 
     `admission` counts the background's requests. The caller handles exceptions of the application.
@@ -63,9 +63,10 @@ async def call(app: ASGIApp, admission: Admission, tenant: str, url: str, body: 
         else:
             parts.append(message.get("body", b""))
 
-    ticket = admission.ticket(Tenant(tenant))
+    ticket = admission.ticket(tenant)
+    state = {"context": context, "tenant": tenant.name, "reader": tenant.name, "ticket": ticket, "raw_send": send}
     try:
-        await app(_scope(url, {"context": context, "tenant": tenant, "reader": tenant, "ticket": ticket, "raw_send": send}), receive, send)
+        await app(_scope(url, state), receive, send)
     finally:
         ticket.release()
     return Reply(status, context.request_id, b"".join(parts), retry_after)

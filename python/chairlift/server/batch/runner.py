@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -66,7 +66,7 @@ class BatchRunner:
         self._storage = storage
         self._max_body_size = max_body_size
         self._admission = Admission(None, Stats)  # the queue's limits are for clients
-        self._limits = {tenant.name: tenant.max_requests for tenant in keys or () if tenant.max_requests is not None}
+        self._keys = keys or Keys()
         self._open: dict[str, _Open] = {}
         self._answers: list[Answer] = []
         self._wake = storage.batches.changed
@@ -152,7 +152,7 @@ class BatchRunner:
             for one in self._open.values():
                 running[one.batch.tenant] += len(one.running)
             unstarted = [one for one in self._open.values() if one.pending or not one.exhausted]
-            ready = [one for one in unstarted if running[one.batch.tenant] < self._limits.get(one.batch.tenant, limit)]
+            ready = [one for one in unstarted if running[one.batch.tenant] < (self._keys.named(one.batch.tenant).max_requests or limit)]
             if not ready or running.total() >= limit:
                 return
             chosen = min(ready, key=lambda one: (running[one.batch.tenant], len(one.running)))
@@ -170,9 +170,10 @@ class BatchRunner:
     async def _answer(self, current: _Open, request: BatchRequest) -> None:
         """Runs a request and keeps its answer, which the next `_advance` stores. A request that cannot be served now is tried again."""
         batch = current.batch
+        tenant = replace(self._keys.named(batch.tenant), max_queued=None, max_requests=None)  # its limits are applied above
         try:
             url, body = await asyncio.to_thread(read_request, self._storage.files.path(batch.input_file_id), request)
-            reply = await call(self._app, self._admission, batch.tenant, url, body)
+            reply = await call(self._app, self._admission, tenant, url, body)
         except Exception:
             logger.exception("request %r of %s failed", request.custom_id, batch.id)
             reply = Reply(500, "", b'{"error":{"message":"internal error","type":"server_error","param":null,"code":"internal_error"}}')

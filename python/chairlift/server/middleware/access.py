@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -60,7 +60,6 @@ class AccessMiddleware:
         self._app = app
         self._service = service
         self._policy = policy
-        self._tenants: Mapping[str, Tenant] = {tenant.name: tenant for tenant in policy.keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or rejects it."""
@@ -115,10 +114,10 @@ class AccessMiddleware:
         # A header that anybody can send names no tenant that has a key: neither beside its key nor instead of it.
         if own.name or not (name := _tenant_header(headers)):
             return own
-        tenant = self._tenants.get(name)
-        if tenant is not None and not own.operator:
+        tenant = self._policy.keys.named(name)
+        if tenant.has_key and not own.operator:
             return own
-        return replace(tenant or Tenant(name), operator=False)
+        return replace(tenant, operator=False)
 
     def _key_tenant(self, path: str, headers: _Headers) -> Tenant:
         """Returns the tenant of the request's key; raises ApiError 401."""

@@ -128,7 +128,7 @@ async def open_sequence(request: Request) -> Response:
     fields = body.model_dump(include=_OWN_FIELDS, exclude_none=True)
     generation = GenerationRequest(**fields, request_id=body.request_id)
     tier = service.tiers.choose(generation.service_tier, request.state.tenant)
-    scheduling = generation.scheduling(request.state.tenant, tier, request.headers)
+    scheduling = generation.scheduling(request.state.ticket.tenant.scheduling(tier), request.headers)
     # Deadlines in the headers are those of this request.
     scheduling = replace(scheduling, deadline_ms=None, ttft_deadline_ms=None)
     tenant = request.state.ticket.tenant

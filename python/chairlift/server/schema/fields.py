@@ -192,13 +192,13 @@ class GenerationRequest(GenerationParams):
         fields["structured_output"] = self.structured_output()
         return SamplingParams(**fields)
 
-    def scheduling(self, tenant: str, tier: str, headers: Mapping[str, str]) -> Scheduling:
-        """Returns the scheduling parameters of a request of `tenant`; fields of the body override `headers`. Raises InvalidRequest."""
-        fields: dict[str, Any] = {"tenant": tenant, "tier": tier}
+    def scheduling(self, usual: Scheduling, headers: Mapping[str, str]) -> Scheduling:
+        """Returns the tenant's `usual` scheduling parameters with those of `headers`, and of the body. Raises InvalidRequest."""
+        fields: dict[str, Any] = {}
         for name, header in (("deadline_ms", "x-request-deadline-ms"), ("ttft_deadline_ms", "x-request-ttft-deadline-ms")):
             if getattr(self, name) is None and header in headers:
                 fields[name] = _milliseconds(header, headers[header])
-        return Scheduling(**fields | self._set_fields("priority", "deadline_ms", "ttft_deadline_ms", "cache_salt", "predicted_tokens"))
+        return replace(usual, **fields | self._set_fields("priority", "deadline_ms", "ttft_deadline_ms", "cache_salt", "predicted_tokens"))
 
     def truncate(self, prompt: list[int], max_model_len: int) -> list[int]:
         """Keeps the last `truncate_prompt_tokens` tokens of a prompt; -1 keeps those that leave room for the answer in the context."""

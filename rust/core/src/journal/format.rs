@@ -21,7 +21,8 @@ pub(crate) const SEED: u64 = 0x9E37_79B9_7F4A_7C15;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// Time, tag, prompt tokens, maximum new tokens, priority, weight, deadlines, prediction, tenant, names of full blocks.
+    /// Time, tag, prompt tokens, maximum new tokens, priority, weight, deadlines, prediction, tenant, names of full blocks. Only
+    /// read: older versions wrote it instead of `Request`.
     Add = 1,
     /// Time, parent, tag.
     Fork = 2,
@@ -55,12 +56,14 @@ pub(crate) enum Kind {
     Open = 16,
     /// Time, held sequence.
     Drop = 17,
-    /// The tier of the next added request, if it is not the default.
+    /// The tier of the next `Add`, if it is not the default.
     Tier = 18,
+    /// Time, prompt tokens, the request's other fields as JSON, names of full blocks.
+    Request = 19,
 }
 
 impl Kind {
-    const ALL: [Self; 18] = [
+    const ALL: [Self; 19] = [
         Self::Add,
         Self::Fork,
         Self::End,
@@ -79,6 +82,7 @@ impl Kind {
         Self::Open,
         Self::Drop,
         Self::Tier,
+        Self::Request,
     ];
 
     pub(crate) fn of(byte: u8) -> Option<Self> {

@@ -184,8 +184,12 @@ impl ParsedJournal {
         let held = |number: &u64| *number < opened;
         let call = match kind {
             Kind::Add => {
-                let arrival = self.read_arrival(reader, progress)?;
-                Call::Add(Arc::new(arrival))
+                let (prompt_tokens, request) = read_add(reader, progress)?;
+                Call::Add(Arc::new(self.read_arrival(prompt_tokens, request, reader, progress)?))
+            }
+            Kind::Request => {
+                let (prompt_tokens, request) = (reader.small()?, Request::from_json(reader.text()?)?);
+                Call::Add(Arc::new(self.read_arrival(prompt_tokens, request, reader, progress)?))
             }
             Kind::Fork => {
                 let (parent, tag) = (reader.number().filter(known)?, reader.number()?);
@@ -228,20 +232,15 @@ impl ParsedJournal {
         Some(())
     }
 
-    fn read_arrival(&mut self, reader: &mut Reader<'_>, progress: &mut Progress) -> Option<Arrival> {
+    /// Reads the names of a request's blocks. Returns `None` for a request that the scheduler refuses.
+    fn read_arrival(&mut self, prompt_tokens: u32, request: Request, reader: &mut Reader<'_>, progress: &mut Progress) -> Option<Arrival> {
         let (time, arrival_number) = (progress.now, progress.arrivals);
-        let (tag, prompt_tokens, max_new_tokens) = (reader.number()?, reader.small()?, reader.small()?);
-        let longest = u64::from(prompt_tokens) + u64::from(max_new_tokens);
         let resumed = progress.answered.take();
         let answered = resumed.unwrap_or(0);
-        if prompt_tokens == 0 || max_new_tokens <= answered || longest > self.config.max_model_len.into() {
-            return None; // the scheduler refuses such requests
+        let longest = u64::from(prompt_tokens) + u64::from(request.max_new_tokens);
+        if prompt_tokens == 0 || request.max_new_tokens <= answered || longest > self.config.max_model_len.into() {
+            return None;
         }
-        let (priority, weight) = (reader.signed()?, reader.small()?);
-        let after = |value: u64| (value > 0).then(|| time.saturating_add(value - 1));
-        let (deadline, ttft_deadline) = (after(reader.number()?), after(reader.number()?));
-        let predicted_tokens = reader.small()?.checked_sub(1);
-        let tenant = reader.text()?.into();
         let prompt_tokens = prompt_tokens + answered;
         for block in 0..prompt_tokens / self.config.block_size {
             let name = reader.word()?;
@@ -249,16 +248,7 @@ impl ParsedJournal {
         }
         progress.arrivals += 1;
         let request = Request {
-            tag,
-            max_new_tokens,
             stop: vec![STOP],
-            priority,
-            tier: std::mem::take(&mut progress.tier),
-            tenant,
-            weight,
-            deadline,
-            ttft_deadline,
-            predicted_tokens,
             // No decision depends on how long ago the earlier events were.
             resumed: resumed.map(|answered| Resumed {
                 answered,
@@ -268,7 +258,7 @@ impl ParsedJournal {
                 started: time,
                 first_token: (answered > 0).then_some(time),
             }),
-            ..Request::default()
+            ..request
         };
         Some(Arrival { time, arrival_number, prompt_tokens, request, continues: progress.continues.take() })
     }
@@ -328,6 +318,19 @@ impl ParsedJournal {
     pub(crate) fn draft(&self, arrival_number: ArrivalNumber, position: u32, tokens: u32, accepted: u32) -> Vec<Token> {
         (0..tokens).map(|at| if at < accepted { self.token(arrival_number, position + at) } else { REJECTED }).collect()
     }
+}
+
+/// The prompt tokens and the fields of a [`Kind::Add`].
+fn read_add(reader: &mut Reader<'_>, progress: &mut Progress) -> Option<(u32, Request)> {
+    let (tag, prompt_tokens, max_new_tokens) = (reader.number()?, reader.small()?, reader.small()?);
+    let (priority, weight) = (reader.signed()?, reader.small()?);
+    let after = |value: u64| (value > 0).then(|| progress.now.saturating_add(value - 1));
+    let (deadline, ttft_deadline) = (after(reader.number()?), after(reader.number()?));
+    let predicted_tokens = reader.small()?.checked_sub(1);
+    let (tenant, tier) = (reader.text()?.into(), std::mem::take(&mut progress.tier));
+    let fields =
+        Request { tag, max_new_tokens, priority, tier, tenant, weight, deadline, ttft_deadline, predicted_tokens, ..Request::default() };
+    Some((prompt_tokens, fields))
 }
 
 fn token_of(hash: u64) -> Token {

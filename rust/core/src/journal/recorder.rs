@@ -5,7 +5,7 @@ use crate::batch::Outputs;
 use crate::error::Rejected;
 use crate::ledger::{Snapshot, Timeline, TimelineState};
 use crate::memory::{BlockId, CacheChanges};
-use crate::request::{ArrivalNumber, CacheScope, FinishReason, HeldId, Request, SeqId, Tier, Time, Token, served_tier};
+use crate::request::{ArrivalNumber, CacheScope, FinishReason, HeldId, Request, SeqId, Time, Token};
 use crate::scheduler::Scheduler;
 use crate::sequence::Spec;
 use crate::step::{Chunk, DraftSource, StepPlan};
@@ -65,28 +65,18 @@ impl Recorder {
 
     /// See [`Scheduler::add`].
     pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
-        let resumed = request.resumed;
         let id = self.scheduler.add(request, now)?;
         if let Some(journal) = &mut self.journal {
             let seq = self.scheduler.sequence(id).expect("it was just added");
-            let spec = seq.spec();
-            if let Some(continues) = spec.continues {
+            let (request, prompt_len) = (seq.request(), seq.spec().prompt_len);
+            if let Some(continues) = request.continues {
                 let number = self.scheduler.held_number(continues.held).expect("it was added to a held sequence");
                 journal.note(Kind::Append).number(number).number(continues.tokens.into());
             }
-            let after = |time: Option<Time>| time.map_or(0, |time| time.saturating_sub(now) + 1);
-            if let Some(resumed) = resumed {
+            if let Some(resumed) = request.resumed {
                 journal.note(Kind::Resumed).number(resumed.answered.into());
             }
-            if spec.tier != served_tier(Tier::default(), spec.priority) {
-                journal.note(Kind::Tier).number(spec.tier as u64);
-            }
-            journal.call(Kind::Add, now).number(spec.tag);
-            journal.number(spec.prompt_len.into()).number((seq.limit() - spec.prompt_len).into());
-            journal.number(zigzag(spec.priority)).number(spec.weight.into());
-            journal.number(after(spec.deadline)).number(after(spec.ttft_deadline));
-            journal.number(spec.predicted.map_or(0, |tokens| u64::from(tokens) + 1));
-            journal.text(self.scheduler.tenant(seq));
+            journal.call(Kind::Request, now).number(prompt_len.into()).text(&request.to_json());
             self.scheduler.block_names(seq, 0).for_each(|name| {
                 journal.name(name);
             });

@@ -117,7 +117,7 @@ impl Waiting {
     pub(crate) fn count(&mut self, seq: &Sequence) {
         self.kinds.returning += usize::from(seq.has_started());
         self.kinds.swapped += usize::from(seq.phase().swapped_tokens() > 0);
-        self.kinds.tiers[seq.spec().tier as usize] += 1;
+        self.kinds.tiers[seq.request().tier as usize] += 1;
         if seq.counts_as_queued() {
             self.backlog.reqs += 1;
             self.backlog.prompt_tokens += u64::from(seq.spec().prompt_len);
@@ -154,7 +154,7 @@ impl Waiting {
         self.awaited.leave(seq);
         self.kinds.returning -= usize::from(seq.has_started());
         self.kinds.swapped -= usize::from(seq.phase().swapped_tokens() > 0);
-        self.kinds.tiers[seq.spec().tier as usize] -= 1;
+        self.kinds.tiers[seq.request().tier as usize] -= 1;
         if seq.counts_as_queued() {
             self.backlog.reqs -= 1;
             self.backlog.prompt_tokens -= u64::from(seq.spec().prompt_len);
@@ -331,7 +331,7 @@ impl Waiting {
             }
             kinds.returning += usize::from(seq.has_started());
             kinds.swapped += usize::from(seq.phase().swapped_tokens() > 0);
-            kinds.tiers[seq.spec().tier as usize] += 1;
+            kinds.tiers[seq.request().tier as usize] += 1;
             if seq.counts_as_queued() {
                 backlog.reqs += 1;
                 backlog.prompt_tokens += u64::from(seq.spec().prompt_len);

@@ -9,6 +9,8 @@ pub use cache_scope::CacheScope;
 pub(crate) use tier::TIERS;
 pub use tier::Tier;
 
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use slotmap::{Key as _, KeyData, new_key_type};
 use std::sync::Arc;
 
@@ -73,17 +75,24 @@ pub struct Continues {
 }
 
 /// A caller's request.
-#[derive(Clone, Debug, PartialEq, Eq)]
+///
+/// A field is defined here and, if callers set it, under the same name in Python's `Scheduling`. The serialised fields are
+/// read from there by name, and a journal records them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Request {
     /// The caller's identifier, copied to every output.
     pub tag: u64,
     /// Prompt tokens. At least one. Of a resumed request, prompt and answer so far.
+    #[serde(skip)]
     pub prompt: Vec<Token>,
     /// Maximum number of tokens to generate. At least 1.
     pub max_new_tokens: u32,
     /// Tokens that end the request when sampled.
+    #[serde(skip)]
     pub stop: Vec<Token>,
     /// Requests share cached blocks only in equal scopes.
+    #[serde(skip)]
     pub scope: Arc<CacheScope>,
     /// The request's class. Within a tier, lower classes go first under policies with classes.
     pub priority: i32,
@@ -100,9 +109,37 @@ pub struct Request {
     /// Output length that the caller predicts.
     pub predicted_tokens: Option<u32>,
     /// Set if another engine has begun the request.
+    #[serde(skip)]
     pub resumed: Option<Resumed>,
     /// The held sequence that the request continues.
+    #[serde(skip)]
     pub continues: Option<Continues>,
+}
+
+impl Request {
+    /// The serialised fields that differ from the default ones, as a JSON object.
+    pub(crate) fn to_json(&self) -> String {
+        let (mut fields, default) = (self.fields(), Self::default().fields());
+        fields.retain(|name, value| default.get(name) != Some(value));
+        Value::Object(fields).to_string()
+    }
+
+    /// The request of [`to_json`](Self::to_json). Fields of another version are ignored.
+    pub(crate) fn from_json(text: &str) -> Option<Self> {
+        serde_json::from_str(text).ok()
+    }
+
+    /// The names of the serialised fields.
+    pub fn field_names() -> Vec<String> {
+        Self::default().fields().into_iter().map(|(name, _)| name).collect()
+    }
+
+    fn fields(&self) -> Map<String, Value> {
+        match serde_json::to_value(self) {
+            Ok(Value::Object(fields)) => fields,
+            _ => unreachable!("a struct of numbers and texts"),
+        }
+    }
 }
 
 /// What an engine that ended had done for a request. It is not limited, charged or counted a second time.

@@ -1,8 +1,11 @@
 //! Tiers: the levels of urgency that hold under every policy.
 
+use serde::{Deserialize, Serialize};
+
 /// The tier of a request. A more urgent tier goes first under every policy, except that tenants take turns under the
 /// policies `fair` and `vtc`. Waiting requests may preempt running sequences of less urgent tiers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Tier {
     /// Goes before all others.
     Priority,

@@ -4,7 +4,6 @@ use super::Scheduler;
 use crate::error::Rejected;
 use crate::request::{Request, SeqId, Time};
 use crate::sequence::Sequence;
-use std::sync::Arc;
 
 /// Assumed number of output tokens, up to the request's limit, before any request has ended.
 const UNKNOWN_OUTPUT: f64 = 256.0;
@@ -15,7 +14,7 @@ impl Scheduler {
     /// request is treated like one that returns from a preemption.
     pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
         self.accounts.tick(now);
-        let (tenant, resumes) = (Arc::clone(&request.tenant), request.resumed.is_some());
+        let resumes = request.resumed.is_some();
         let seq = Sequence::new(request, self.waiting.next_arrival(), self.config.max_model_len, now)?;
         // The last token needs no KV.
         let (needed, have) = ((seq.limit() - 1).div_ceil(self.config.block_size), self.config.usable_blocks());
@@ -26,10 +25,10 @@ impl Scheduler {
         if !resumes && !seq.is_background() {
             self.check_queue(seq.spec().prompt_len)?;
         }
-        if let Some(continues) = seq.spec().continues {
+        if let Some(continues) = seq.request().continues {
             self.held.begin(continues.held)?;
         }
-        let id = self.insert(seq, &tenant);
+        let id = self.insert(seq);
         self.enqueue(id, false);
         self.waiting.add_new(id);
         Ok(id)
@@ -41,13 +40,12 @@ impl Scheduler {
     pub fn fork(&mut self, parent: SeqId, tag: u64, now: Time) -> Option<SeqId> {
         let seq = self.seqs.get(parent)?;
         self.accounts.tick(now);
-        let tenant = Arc::clone(self.accounts.tenant(seq.member()));
         let waits = !seq.is_decoding() && seq.times().first_token.is_none();
-        let request = seq.fork_request(tag, Arc::clone(&tenant));
+        let request = seq.fork_request(tag);
         let arrival_number = self.waiting.next_arrival();
         let mut seq = Sequence::new(request, arrival_number, self.config.max_model_len, now).expect("its parent was sound");
         seq.make_fork(parent, waits);
-        let id = self.insert(seq, &tenant);
+        let id = self.insert(seq);
         if waits {
             self.waiting.wait_on_parent();
             self.seqs[parent].add_waiting_fork(id);
@@ -94,7 +92,7 @@ impl Scheduler {
     /// requests. A sequence beyond its expected length counts as a new one.
     fn expected_output_left(&self, seq: &Sequence) -> f64 {
         let most = f64::from(seq.predicted_left());
-        if seq.spec().predicted.is_some() {
+        if seq.request().predicted_tokens.is_some() {
             return most;
         }
         let usual = self.accounts.mean_output().unwrap_or(UNKNOWN_OUTPUT);
@@ -103,8 +101,8 @@ impl Scheduler {
     }
 
     /// Registers a sequence with its tenant and class.
-    fn insert(&mut self, mut seq: Sequence, tenant: &Arc<str>) -> SeqId {
-        let (member, new) = self.accounts.enroll(tenant, seq.spec().priority);
+    fn insert(&mut self, mut seq: Sequence) -> SeqId {
+        let (member, new) = self.accounts.enroll(&seq.request().tenant, seq.request().priority);
         seq.join(member, self.accounts.user(member.tenant));
         if new && self.rules.takes_turns() {
             self.waiting.introduce_tenant(member.tenant);

@@ -58,7 +58,7 @@ impl Scheduler {
             return Key::background(spec.arrival_number);
         }
         let arrived = seq.times().arrived;
-        let rank = match spec.tier {
+        let rank = match seq.request().tier {
             _ if rules.ranked => self.config.policy.rank(&self.candidate(seq)),
             _ if !rules.takes_turns() => 0,
             // Within a tenant, tiers move the arrival, so that no request of the tenant waits for ever.
@@ -273,7 +273,7 @@ impl Scheduler {
         let seq = &mut self.seqs[id];
         let stage = seq.first_stage();
         let limit = seq.limit();
-        if let Some(continues) = seq.spec().continues {
+        if let Some(continues) = seq.request().continues {
             self.held.keep(continues.held, self.steps.plan_number());
         }
         self.kv.end_swap(&mut seq.blocks);
@@ -282,7 +282,7 @@ impl Scheduler {
         let (is_first, now, member) = (!seq.has_started(), self.accounts.now(), seq.member());
         let again = seq.start(computed, now);
         self.accounts.count_recomputed(again);
-        let (prompt_len, weight) = (seq.spec().prompt_len, seq.spec().weight);
+        let (prompt_len, weight) = (seq.spec().prompt_len, seq.request().weight);
         if is_first {
             self.waiting.start_batch_member();
             let looked_for = self.config.prefix_caching && seq.parent().is_none();
@@ -375,7 +375,7 @@ impl Scheduler {
         let takes = 2 * self.model.step(&load) as Time;
         let latest = |seq: &Sequence| {
             let arrived = seq.times().arrived;
-            let ttft = seq.spec().ttft_deadline.filter(|_| !seq.has_started()).unwrap_or(arrived);
+            let ttft = seq.request().ttft_deadline.filter(|_| !seq.has_started()).unwrap_or(arrived);
             let half = arrived + ttft.saturating_sub(arrived) / 2;
             half.min(ttft.saturating_sub(takes)).min(arrived.saturating_add(gather.min(self.config.ageing)))
         };

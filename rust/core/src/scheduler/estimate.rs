@@ -48,20 +48,20 @@ impl Scheduler {
 
     /// A sequence as the policy sees it.
     pub(super) fn candidate(&self, seq: &Sequence) -> Candidate {
-        let (spec, times, tenant) = (seq.spec(), seq.times(), seq.member().tenant);
+        let (request, times, tenant) = (seq.request(), seq.times(), seq.member().tenant);
         Candidate {
-            tier: spec.tier,
-            priority: spec.priority,
+            tier: request.tier,
+            priority: request.priority,
             arrived: times.arrived,
             started: seq.has_started(),
             cached_tokens: seq.len() - seq.uncached(),
-            deadline: spec.deadline,
-            ttft_deadline: spec.ttft_deadline.filter(|_| times.first_token.is_none()),
-            predicted_output: spec.predicted.map(|_| seq.predicted_left()),
+            deadline: request.deadline,
+            ttft_deadline: request.ttft_deadline.filter(|_| times.first_token.is_none()),
+            predicted_output: request.predicted_tokens.map(|_| seq.predicted_left()),
             output_left: seq.predicted_left(),
             estimate: self.estimate(seq),
             preemption_cost: if seq.is_running() { self.preemption_cost(seq) } else { 0 },
-            weight: spec.weight,
+            weight: request.weight,
             tenant_service: if self.rules.takes_turns() { self.waiting.service(tenant) } else { 0 },
             tenant_slots: self.accounts.running_of(tenant),
         }
@@ -79,9 +79,9 @@ impl Scheduler {
     /// The time at which a sequence has missed its deadline, or is dropped by the policy. `None` without a deadline: no policy can drop
     /// such a request.
     pub(super) fn due(&self, seq: &Sequence) -> Option<Time> {
-        let spec = seq.spec();
-        let ttft = spec.ttft_deadline.filter(|_| seq.times().first_token.is_none());
-        let missed = spec.deadline.into_iter().chain(ttft).min()?;
+        let request = seq.request();
+        let ttft = request.ttft_deadline.filter(|_| seq.times().first_token.is_none());
+        let missed = request.deadline.into_iter().chain(ttft).min()?;
         Some(self.config.policy.drop_at(&self.candidate(seq)).map_or(missed, |drop| drop.min(missed)))
     }
 }

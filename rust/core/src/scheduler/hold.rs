@@ -86,7 +86,7 @@ impl Scheduler {
 
     /// Gives the blocks of a sequence that ends by a stop or by its length to the held sequence that it continues.
     pub(super) fn leave_blocks(&mut self, seq: &mut Sequence, reason: FinishReason) {
-        let Some(continues) = seq.spec().continues else { return };
+        let Some(continues) = seq.request().continues else { return };
         if !self.held.end(continues.held) || !matches!(reason, FinishReason::Stop | FinishReason::Length) {
             return;
         }

@@ -85,7 +85,7 @@ impl Scheduler {
     /// and by the latest arrival. Protected sequences come after all others of the default and priority tiers.
     fn victim(&self, eligible: impl Fn(&Sequence) -> bool) -> Option<SeqId> {
         let first = self.preemptible(eligible).max_by_key(|(_, seq)| {
-            let (rank, tier) = (self.config.policy.victim_rank(&self.candidate(seq)), seq.spec().tier);
+            let (rank, tier) = (self.config.policy.victim_rank(&self.candidate(seq)), seq.request().tier);
             (tier.max(Tier::Default), !seq.is_protected(), tier, rank, Reverse(seq.computed()), seq.spec().arrival_number)
         });
         first.map(|(id, _)| id)
@@ -179,7 +179,7 @@ impl Scheduler {
         if seq.pending() > 0 || second || self.running.is_refused(id) || seq.is_background() {
             return None;
         }
-        let (class, above) = (seq.class(), self.rules.preempts_above(seq.spec().tier));
+        let (class, above) = (seq.class(), self.rules.preempts_above(seq.request().tier));
         let least_urgent = self.running.least_urgent_class();
         let is_urgent = match (reason, self.rules.grouping) {
             (Some(_), Grouping::Classes) => class < most_urgent_lost && least_urgent.is_some_and(|least| class < least),
@@ -205,7 +205,7 @@ impl Scheduler {
             let running = self.candidate(seq);
             self.rules.allow_preemption(&urgent.candidate, &running) && self.config.policy.may_preempt(&urgent.candidate, &running)
         };
-        !seq.is_protected() && (seq.spec().tier > urgent.above || urgent.reason.is_some() && policy_allows())
+        !seq.is_protected() && (seq.request().tier > urgent.above || urgent.reason.is_some() && policy_allows())
     }
 
     /// Whether a waiting request fits if all eligible sequences are preempted for it.

@@ -63,7 +63,7 @@ impl Scheduler {
         } else {
             self.running.sort_prompts(|&id| {
                 let seq = &seqs[id];
-                (!is_starved(seq, now, ageing), seq.spec().tier, seq.uncomputed(), seq.spec().arrival_number)
+                (!is_starved(seq, now, ageing), seq.request().tier, seq.uncomputed(), seq.spec().arrival_number)
             });
             let foreground = self.running.prompts().iter().map(|&id| &seqs[id]).filter(|seq| !seq.is_background());
             let wanted = foreground.map(Sequence::uncomputed).fold(0, u32::saturating_add);

@@ -14,7 +14,7 @@ impl Scheduler {
         }
         let seq = &self.seqs[id];
         let known = seq.blocks.cached_len();
-        let continues = seq.spec().continues.map(|continues| (continues.held, continues.tokens.min(seq.len() - 1)));
+        let continues = seq.request().continues.map(|continues| (continues.held, continues.tokens.min(seq.len() - 1)));
         let shares = |parent: &Sequence| parent.is_decoding() && !seq.has_started();
         let parent = seq.parent().filter(|&parent| self.seqs.get(parent).is_some_and(shares));
         let cached = if let Some([seq, parent]) = parent.and_then(|parent| self.seqs.get_disjoint_mut([id, parent])) {
@@ -51,7 +51,7 @@ impl Scheduler {
         let (own, followed) = (seq.blocks.cached_len(), self.rules.cache == CacheUse::Followed);
         let same = self.running.prompts().iter().find_map(|&other| {
             // A prompt of a less urgent tier may wait for long, so others do not wait for it.
-            let running = self.seqs.get(other).filter(|running| running.spec().tier <= seq.spec().tier)?;
+            let running = self.seqs.get(other).filter(|running| running.request().tier <= seq.request().tier)?;
             let next = running.blocks.cached_len();
             let name = seq.blocks.names().get(next)?;
             let same = next >= own && running.computes(next) && running.blocks.names().get(next)? == name;

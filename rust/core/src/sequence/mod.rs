@@ -19,7 +19,7 @@ use crate::error::Rejected;
 use crate::ledger::{Account, Accounts, LiveAccounts, Member, QueuePosition, Timeline};
 use crate::memory::{Computed, SeqBlocks, User};
 use crate::policy::Class;
-use crate::request::{ArrivalNumber, Continues, FinishReason, Request, Resumed, SeqId, Tier, Time, Token, served_tier};
+use crate::request::{ArrivalNumber, FinishReason, Request, Resumed, SeqId, Tier, Time, Token, served_tier};
 use queue_entry::QueueEntry;
 use slotmap::SlotMap;
 use std::sync::Arc;
@@ -71,7 +71,7 @@ struct Progress {
     drafting: bool,
 }
 
-/// The request's parameters. Only the class can change.
+/// The request's parameters. Only the class can change. Those of a decode step are first.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Spec {
@@ -80,14 +80,9 @@ pub(crate) struct Spec {
     stop: Option<Token>,
     more_stops: Box<[Token]>,
     pub(crate) prompt_len: u32,
-    pub(crate) priority: i32,
-    pub(crate) weight: u32,
-    pub(crate) predicted: Option<u32>,
-    pub(crate) tier: Tier,
     pub(crate) arrival_number: ArrivalNumber,
-    pub(crate) deadline: Option<Time>,
-    pub(crate) ttft_deadline: Option<Time>,
-    pub(crate) continues: Option<Continues>,
+    /// The other parameters, without the prompt and the stop tokens.
+    request: Request,
 }
 
 /// A sequence's run since it was last admitted.
@@ -127,7 +122,7 @@ struct Family {
 
 impl Sequence {
     /// Checks the request by itself. The scheduler checks whether it fits into the pool.
-    pub(crate) fn new(request: Request, arrival_number: ArrivalNumber, max_model_len: u32, now: Time) -> Result<Self, Rejected> {
+    pub(crate) fn new(mut request: Request, arrival_number: ArrivalNumber, max_model_len: u32, now: Time) -> Result<Self, Rejected> {
         let answered = request.resumed.map_or(0, |resumed| resumed.answered);
         let Some(prompt) = request.prompt.len().checked_sub(answered as usize).filter(|&prompt| prompt > 0) else {
             return Err(Rejected::EmptyPrompt);
@@ -141,6 +136,9 @@ impl Sequence {
         }
         let limit = (prompt + new) as u32;
         let len = request.prompt.len() as u32;
+        let stop = std::mem::take(&mut request.stop);
+        request.weight = request.weight.max(1);
+        request.tier = served_tier(request.tier, request.priority);
         let (run, times, submitted) = match request.resumed {
             None => (Run::default(), Times { arrived: now, started: None, first_token: None, check_at: None }, now),
             Some(Resumed { cached_tokens, own_cached_tokens, submitted, started, first_token, .. }) => (
@@ -152,22 +150,16 @@ impl Sequence {
         Ok(Self {
             phase: Phase::New,
             progress: Progress { computed: 0, fast_path_limit: 0, next_kv_slot: 0, pending: 0, limit, preemptions: 0, drafting: false },
-            tokens: request.prompt,
+            tokens: std::mem::take(&mut request.prompt),
+            blocks: SeqBlocks::new(Arc::clone(&request.scope)),
             spec: Spec {
                 tag: request.tag,
-                stop: request.stop.first().copied(),
-                more_stops: request.stop.get(1..).unwrap_or_default().into(),
+                stop: stop.first().copied(),
+                more_stops: stop.get(1..).unwrap_or_default().into(),
                 prompt_len: prompt as u32,
-                priority: request.priority,
-                weight: request.weight.max(1),
-                predicted: request.predicted_tokens,
-                tier: served_tier(request.tier, request.priority),
                 arrival_number,
-                deadline: request.deadline,
-                ttft_deadline: request.ttft_deadline,
-                continues: request.continues,
+                request,
             },
-            blocks: SeqBlocks::new(request.scope),
             member: Member::default(),
             draft: Vec::new(),
             run: Run { uncached: len, ..run },
@@ -179,22 +171,14 @@ impl Sequence {
     }
 
     /// The request of a fork, with the same prompt.
-    pub(crate) fn fork_request(&self, tag: u64, tenant: Arc<str>) -> Request {
+    pub(crate) fn fork_request(&self, tag: u64) -> Request {
         Request {
             tag,
             prompt: self.tokens[..self.spec.prompt_len as usize].to_vec(),
-            max_new_tokens: self.progress.limit - self.spec.prompt_len,
             stop: self.spec.stop.into_iter().chain(self.spec.more_stops.iter().copied()).collect(),
-            scope: Arc::clone(self.blocks.scope()),
-            priority: self.spec.priority,
-            tier: self.spec.tier,
-            tenant,
-            weight: self.spec.weight,
-            deadline: self.spec.deadline,
-            ttft_deadline: self.spec.ttft_deadline,
-            predicted_tokens: self.spec.predicted,
             resumed: None,
             continues: None,
+            ..self.spec.request.clone()
         }
     }
 
@@ -207,7 +191,7 @@ impl Sequence {
     /// Moves the sequence to another class. `member` has its new groups.
     pub(crate) fn change_class(&mut self, priority: i32, member: Member, accounts: &Accounts) {
         accounts.change_group(&mut self.account, self.phase.state(), (self.member.group, member.group));
-        self.spec.priority = priority;
+        self.spec.request.priority = priority;
         self.member = member;
     }
 
@@ -255,8 +239,8 @@ impl Sequence {
             preempted_for: Default::default(),
             block_us: 0,
             tenant: Arc::clone(accounts.tenant(self.member)),
-            priority: self.spec.priority,
-            tier: self.spec.tier,
+            priority: self.spec.request.priority,
+            tier: self.spec.request.tier,
             queue_position: self.queue_position(),
         };
         accounts.read(&self.account, self.phase.state(), self.member.group, &mut timeline);
@@ -309,6 +293,11 @@ impl Sequence {
 
     pub(crate) fn spec(&self) -> &Spec {
         &self.spec
+    }
+
+    /// The request, without the prompt and the stop tokens.
+    pub(crate) fn request(&self) -> &Request {
+        &self.spec.request
     }
 
     pub(crate) fn member(&self) -> Member {
@@ -413,12 +402,12 @@ impl Sequence {
 
     /// Whether the sequence yields to all others, under every policy.
     pub(crate) fn is_background(&self) -> bool {
-        self.spec.tier == Tier::Background
+        self.spec.request.tier == Tier::Background
     }
 
     /// The sequence's tier, and its class within the tier.
     pub(crate) fn class(&self) -> Class {
-        (self.spec.tier, self.spec.priority)
+        (self.spec.request.tier, self.spec.request.priority)
     }
 
     /// Whether the sequence has run before, here or in an engine that ended.
@@ -456,7 +445,7 @@ impl Sequence {
     /// Predicted number of tokens left to generate.
     pub(crate) fn predicted_left(&self) -> u32 {
         let longest = self.progress.limit - self.spec.prompt_len;
-        self.spec.predicted.unwrap_or(longest).min(longest).saturating_sub(self.output_tokens()).max(1)
+        self.spec.request.predicted_tokens.unwrap_or(longest).min(longest).saturating_sub(self.output_tokens()).max(1)
     }
 
     pub(crate) fn cached_tokens(&self) -> u32 {
