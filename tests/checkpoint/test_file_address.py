@@ -7,6 +7,7 @@ import pytest
 from fake_hub import FakeHub, sha256
 from gguf_files import gguf_of, tiny_model
 
+from chairlift import LLM
 from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.file_address import SOURCE, find_file
 from chairlift.checkpoint.file_download import download_file
@@ -47,7 +48,7 @@ def test_a_file_is_downloaded_once_and_again_when_it_changed(hub: FakeHub, cache
 def test_a_download_goes_on_only_for_the_same_version(hub: FakeHub, cache: Path, etag: str | None) -> None:
     place = address(hub, etag=etag)
     hub.cuts = [len(CONTENT), 100] + [0] * 5
-    with pytest.raises(ModelNotFound, match=r"could not fetch http://.*/a/m.gguf: the connection ended after 100 of 2052 bytes"):
+    with pytest.raises(ModelNotFound, match=r"http://.*/a/m.gguf cannot be downloaded: the connection ended after 100 of 2052 bytes"):
         download_file(place, cache, progress=False)
     assert find_file(place, cache) is None
     hub.requests.clear()
@@ -85,7 +86,7 @@ def test_all_parts_are_downloaded(hub: FakeHub, cache: Path) -> None:
 
 def test_what_a_server_answers_is_passed_on(hub: FakeHub, cache: Path) -> None:
     for path, headers, reason in (
-        ("/a/none.gguf", {}, r"could not fetch http://.*/a/none.gguf: http://.*/a/none.gguf is answered with 404 Not Found$"),
+        ("/a/none.gguf", {}, r"^http://.*/a/none.gguf is answered with 404 Not Found$"),
         ("/a/m.gguf", {"Transfer-Encoding": "chunked", "Content-Length": ""}, "does not say how large the file is"),
     ):
         if headers:
@@ -104,5 +105,7 @@ def test_the_model_of_an_address_loads(hub: FakeHub, cache: Path, tmp_path: Path
     found = locate(place.url, progress=False)
     assert (found / LINK).resolve().name == "tiny.gguf"
     assert json.loads((found / "config.json").read_text())["model_type"] == "qwen2"
+    with LLM(place.url) as llm:
+        assert "secret" not in repr(llm.info)
     hub.files.clear()
     assert locate(place.url, progress=False) == found

@@ -130,7 +130,7 @@ def test_a_download_that_breaks_goes_on(hub: FakeHub, cache: Path, repository: F
 
 def test_the_next_call_goes_on_with_a_download(hub: FakeHub, cache: Path, repository: FakeRepository, pauses: list[float]) -> None:
     hub.cuts = [100] + [0] * 5
-    with pytest.raises(ModelNotFound, match=r"the Hugging Face hub cannot be reached \(the connection ended after 100 of "):
+    with pytest.raises(ModelNotFound, match=r"the Hugging Face hub cannot be reached for org/repo \(the connection ended after 100 of "):
         pull(hub, cache)
     assert left(cache) == [f"{sha256(gguf('Q4_K_M'))}.incomplete"]
     assert locate_here(NAME, cache) is None

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from fake_async_engine import FakeEngine, serving_models
+from fake_hub import fake_hub
 from gguf_files import gguf_of, tiny_model
 from local_server import local_server
+from ollama_files import write_ollama_model
 
 from chairlift.cli import main
 from chairlift.config import DEFAULT_MODEL
@@ -180,3 +182,57 @@ def test_stop_names_the_models_that_there_are(capsys):
     with server() as (url, _):
         assert main.main(["stop", "nothing", "--url", url]) == 1
     assert "'small'" in capsys.readouterr().err
+
+
+def test_the_commands_take_the_names_of_pulled_models(tmp_path, cache, capsys, monkeypatch):
+    gguf_of(tiny_model("qwen2"), tmp_path / "tiny.gguf")
+    content = (tmp_path / "tiny.gguf").read_bytes()
+    write_ollama_model(tmp_path / "ollama", "registry.ollama.ai/library/tiny/1b", {"model": content})
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with fake_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.add("org/tiny", {"tiny-Q8_0.gguf": content, "tiny-Q4_K_M.gguf": content + b"0", "mmproj-F16.gguf": content})
+        hub.files["/x/tiny.gguf"] = content, '"1"'
+        names = ["hf.co/org/tiny:q8_0", f"{hub.content_url}/x/tiny.gguf", "tiny:1b"]
+        for name in names:
+            assert main.main(["pull", name]) == 0
+            output = capsys.readouterr()
+            assert (Path(output.out.strip()) / "config.json").is_file()
+            assert name == "tiny:1b" or "Fetching " in output.err
+            assert main.main(["show", name, "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["architecture"].startswith("Qwen2ForCausalLM")
+        assert main.main(["pull", "org/tiny:Q5_K_M"]) == 1
+        assert "org/tiny has no GGUF file for Q5_K_M; it has Q4_K_M, Q8_0" in capsys.readouterr().err
+        assert main.main(["show", "org/tiny:Q4_K_M"]) == 1
+        assert "'chairlift pull org/tiny:Q4_K_M' downloads it" in capsys.readouterr().err
+    assert main.main(["list", "--json"]) == 0
+    rows = {one["name"]: one["owner"] for one in json.loads(capsys.readouterr().out)}
+    assert rows == {
+        "org/name": "chairlift",
+        "org/tiny:Q8_0": "chairlift",
+        names[1]: "chairlift",
+        DEFAULT_MODEL: "chairlift",
+        "tiny:1b": "ollama",
+    }
+    assert [main.main(["rm", name, "--yes"]) for name in ("org/tiny:Q8_0", names[1], "tiny:1b")] == [0, 0, 1]
+    assert "tiny:1b belongs to Ollama: 'ollama rm tiny:1b' deletes it" in capsys.readouterr().err
+    assert main.main(["list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["org/name", DEFAULT_MODEL, "tiny:1b"]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("org/absent:Q4_K_M", "the Hugging Face hub cannot be reached for org/absent"),
+        ("http://example.com/m.gguf", "must begin with https://"),
+        ("absent:7b", "there is no model 'absent:7b' here"),
+    ],
+)
+def test_a_model_that_cannot_be_found_is_one_line(cache, capfd, monkeypatch, model, reason):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    for command in ("pull", "show"):
+        assert main.main([command, model]) == 1
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == 1
+        assert reason in lines[0] or command == "show"

@@ -1,8 +1,11 @@
 import asyncio
 import json
+from dataclasses import replace
 
 import httpx
 from fake_async_engine import MODEL, FakeEngine
+from fake_hub import fake_hub
+from gguf_files import gguf_of, tiny_model
 
 from chairlift.engine.stats import Stats
 from chairlift.server.admin import AdminApp, serve_admin
@@ -54,3 +57,30 @@ def test_the_operator_needs_no_key(tmp_path, monkeypatch):
 
     asyncio.run(ask())
     assert not path.exists()
+
+
+def test_a_pull_tells_its_progress_and_what_is_served_is_not_deleted(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    gguf_of(tiny_model("qwen2"), tmp_path / "tiny.gguf")
+    content = (tmp_path / "tiny.gguf").read_bytes()
+    service = Service([ServedModel(MODEL, FakeEngine())])
+    served = service.default.engine.config
+    app = AdminApp(service, lambda: None, 30)
+
+    async def ask(hub):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as client:
+            lines = [json.loads(line) for line in (await client.post("/api/pull", json={"model": "hf.co/org/repo:Q8_0"})).text.splitlines()]
+            assert [lines[0], lines[-1]] == [{"status": "pulling hf.co/org/repo:Q8_0"}, {"status": "success"}]
+            assert lines[-2] == {"status": "pulling org/repo/m-Q8_0.gguf", "completed": len(content), "total": len(content)}
+            for name, status in (("org/repo", 409), ("hf.co/org/repo:q8_0", 409), ("org/repo:Q4_0", 404), ("org/other", 404)):
+                service.default.engine.config = replace(served, model="org/repo:Q8_0")
+                assert (await client.request("DELETE", "/api/delete", json={"model": name})).status_code == status
+            service.default.engine.config = served
+            assert (await client.request("DELETE", "/api/delete", json={"model": "org/repo:Q8_0"})).status_code == 200
+            assert not list(tmp_path.rglob("*Q8_0.gguf"))
+
+    with fake_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.add("org/repo", {"m-Q8_0.gguf": content})
+        asyncio.run(ask(hub))

@@ -10,15 +10,15 @@ import urllib.parse
 from pathlib import Path
 
 from chairlift.checkpoint.cache import writing_to
-from chairlift.checkpoint.download import check_space, download, empty, opened, partial_file
+from chairlift.checkpoint.download import Refused, check_space, download, empty, opened, partial_file
 from chairlift.checkpoint.file_address import SOURCE, address_dir
 from chairlift.checkpoint.gguf_parts import is_gguf, parts_of
 from chairlift.checkpoint.model_name import FileAddress, shown
-from chairlift.checkpoint.progress import download_bar
+from chairlift.checkpoint.progress import Progress, download_bar
 from chairlift.errors import ModelNotFound
 
 
-def download_file(address: FileAddress, cache: Path, progress: bool) -> Path:
+def download_file(address: FileAddress, cache: Path, progress: Progress) -> Path:
     """Returns the file of an address, the first part of a split one, after downloading what is missing or newer there.
 
     An interrupted download goes on if the server still has the same version. Raises ModelNotFound, or ChairliftError if the disk is full.
@@ -33,16 +33,17 @@ def download_file(address: FileAddress, cache: Path, progress: bool) -> Path:
             try:
                 _fetch(url, part, progress)
             except ConnectionError as error:
-                raise ModelNotFound(f"could not fetch {shown(url)}: {error}") from None
+                reason = str(error) if isinstance(error, Refused) else f"{shown(url)} cannot be downloaded: {error}"
+                raise ModelNotFound(reason) from None
     return parts[0]
 
 
-def _fetch(url: str, target: Path, progress: bool) -> None:
+def _fetch(url: str, target: Path, progress: Progress) -> None:
     """Downloads one file unless this version of it is there. Raises ConnectionError and ModelNotFound."""
     with opened(url) as answer:
         size, version = answer.total, answer.validator
     if size is None:
-        raise ConnectionError("the server does not say how large the file is")
+        raise ModelNotFound(f"{shown(url)} cannot be downloaded: the server does not say how large the file is")
     name = hashlib.sha256((version or "").encode()).hexdigest()[:12]
     with partial_file(target.with_name(f".{target.name}.{name}.part")) as part:
         if target.is_file() and (target.stat().st_size, _versions(target.parent).get(target.name)) == (size, version):

@@ -78,7 +78,7 @@ def end_token_ids(file: GGUFFile, stop: Collection[str] = ()) -> list[int]:
     listed = [token for token in file.get("tokenizer.ggml.eos_token_ids", list) or [] if type(token) is int and 0 <= token < len(tokens)]
     known = end_tokens({text: index for index, text in enumerate(tokens)})
     kinds = file.get("tokenizer.ggml.token_type", list) or []
-    controls = {tokens[index]: index for index, kind in enumerate(kinds) if kind == Kind.CONTROL}
+    controls = {text: index for index, (text, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == Kind.CONTROL}
     known |= {controls[text] for text in stop if text in controls}
     if others := [text for text in stop if text not in controls]:
         log.warning("%s: a stop text that is no control token is not used, send it with each request as `stop`: %r", file.path, others)

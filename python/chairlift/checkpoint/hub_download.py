@@ -14,14 +14,14 @@ from chairlift.checkpoint.hub import HubClient, RemoteFile, is_whole
 from chairlift.checkpoint.hub_cache import Repository
 from chairlift.checkpoint.hub_model import all_of, gguf_model, weights_of
 from chairlift.checkpoint.model_name import HubName, is_revision
-from chairlift.checkpoint.progress import download_bar, say
+from chairlift.checkpoint.progress import Progress, download_bar, say
 from chairlift.errors import ModelNotFound
 
 _CONNECTIONS = 4
 """Files that are downloaded at the same time."""
 
 
-def download_hub_model(name: HubName, cache: Path, progress: bool) -> Path:
+def download_hub_model(name: HubName, cache: Path, progress: Progress) -> Path:
     """Returns the model's GGUF file or directory in the hub's cache, after downloading what is missing or newer on the hub.
 
     The revision's commit is written down at the end, so an interrupted download leaves the earlier model in place. Raises ModelNotFound,
@@ -38,15 +38,16 @@ def download_hub_model(name: HubName, cache: Path, progress: bool) -> Path:
     with writing_to(cache):
         repository.blob("").mkdir(parents=True, exist_ok=True)
         if model is None:
-            source.fetch([file for path, file in files.items() if path.suffix in (".json", ".jinja") or path.name == "tokenizer.model"])
-            source.fetch(all_of(name, files, weights_of(files, snapshot)), str(name) if progress else None)
+            texts = [file for path, file in files.items() if path.suffix in (".json", ".jinja") or path.name == "tokenizer.model"]
+            source.fetch(texts, f"the configuration of {name}", False)
+            source.fetch(all_of(name, files, weights_of(files, snapshot)), str(name), progress)
         else:
             others = [path for path in model_files(files) if path != model]
-            if progress and others and name.tag is None and name.file is None:
-                say(f"Taking {model} of {name}, which also holds {', '.join(map(str, others))}")
+            if others and name.tag is None and name.file is None:
+                say(f"Taking {model} of {name}, which also holds {', '.join(map(str, others))}", progress)
             beside = model.with_name("tokenizer.json")
             wanted = [*parts_of(model), *([beside] if beside in files else [])]
-            source.fetch(all_of(name, files, wanted), f"{name.repo}/{model}" if progress else None)
+            source.fetch(all_of(name, files, wanted), f"{name.repo}/{model}", progress)
         repository.set_commit(revision, commit)
     return snapshot if model is None else snapshot / model
 
@@ -63,8 +64,8 @@ class _Source:
     commit: str
     repository: Repository
 
-    def fetch(self, files: Sequence[RemoteFile], what: str | None = None) -> None:
-        """Downloads files side by side, with one progress bar if `what` names them. An exception, such as Ctrl-C, stops all of them."""
+    def fetch(self, files: Sequence[RemoteFile], what: str, progress: Progress) -> None:
+        """Downloads files side by side, with one progress bar. An exception, such as Ctrl-C, stops all of them."""
         done: dict[PurePosixPath, int] = {}
         stopped = threading.Event()
 
@@ -77,9 +78,10 @@ class _Source:
 
             self.client.fetch(file, self.commit, self.repository, on_bytes)
 
-        missing = any(not is_whole(self.repository.blob(file.digest), file) for file in files)
+        if all(is_whole(self.repository.blob(file.digest), file) for file in files):
+            progress = False
         total = sum(file.num_bytes for file in files)
-        with download_bar(what or "", total, shown=missing and what is not None) as set_done, ThreadPoolExecutor(_CONNECTIONS) as threads:
+        with download_bar(what, total, progress) as set_done, ThreadPoolExecutor(_CONNECTIONS) as threads:
             try:
                 for _ in threads.map(fetch, files):
                     pass

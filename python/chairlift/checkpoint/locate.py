@@ -18,7 +18,7 @@ from chairlift.checkpoint.hub_model import find_hub_model
 from chairlift.checkpoint.hub_settings import is_offline
 from chairlift.checkpoint.model_name import FileAddress, HubName, parse_name
 from chairlift.checkpoint.ollama_store import OllamaFile, OllamaModel, find_ollama_model
-from chairlift.checkpoint.progress import announced, say
+from chairlift.checkpoint.progress import Progress, announced, say
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ModelNotFound
 
@@ -35,7 +35,7 @@ def locate(
     model: str,
     revision: str | None = None,
     directory: str | None = None,
-    progress: bool = True,
+    progress: Progress = True,
     *,
     download: bool = True,
     update: bool = False,
@@ -45,7 +45,7 @@ def locate(
     `model` is DEFAULT_MODEL, a directory with config.json and safetensors files or with GGUF files, a GGUF file, a model of the Hugging
     Face hub (`organisation/model`, `organisation/model:TAG`) with `revision` as branch, tag or commit, the address of a GGUF file, or a
     model of Ollama's. Models are stored in `directory`, or as `cache_dir` and `hub_dir` say. A downloaded model is used if no newer one
-    can be downloaded, unless `update` makes that an error. `progress` reports slow operations on stderr. Raises ModelNotFound with
+    can be downloaded, unless `update` makes that an error. `progress` says where slow operations are reported. Raises ModelNotFound with
     remedies, UnsupportedModel, or ChairliftError if the disk is full.
     """
     cache = cache_dir(directory)
@@ -74,11 +74,11 @@ def locate(
     return _directory(path, cache, progress) if path.is_dir() else _gguf(path, cache, progress)
 
 
-def pull_model(model: str, directory: str | None = None) -> Path:
+def pull_model(model: str, directory: str | None = None, progress: Progress = False) -> Path:
     """Downloads a model as `locate` does, or its newer version; raises ModelNotFound for a name that cannot be downloaded."""
     if model != DEFAULT_MODEL and parse_name(model) is None:
         raise ModelNotFound(f"{model!r} is neither {DEFAULT_MODEL}, a model of the Hugging Face hub (organisation/model) nor an address")
-    return locate(model, directory=directory, progress=False, update=True)
+    return locate(model, directory=directory, progress=progress, update=True)
 
 
 def public_name(model: str) -> str:
@@ -105,11 +105,13 @@ def _downloaded(name: HubName | FileAddress, directory: str | None) -> Path | No
     return find_hub_model(name, hub_dir(directory)) if isinstance(name, HubName) else find_file(name, cache_dir(directory))
 
 
-def _fetched(name: HubName | FileAddress, found: Path | None, directory: str | None, progress: bool, download: bool, update: bool) -> Path:
+def _fetched(
+    name: HubName | FileAddress, found: Path | None, directory: str | None, progress: Progress, download: bool, update: bool
+) -> Path:
     """Returns the file or the directory of a model after downloading what is missing or newer; `found` if that is not possible."""
     offline = isinstance(name, HubName) and is_offline()
     if offline or not download:
-        if found is not None and not (offline and update):
+        if found is not None:
             return found
         reason = "HF_HUB_OFFLINE allows no request to the Hugging Face hub" if offline else f"'chairlift pull {name}' downloads it"
         raise ModelNotFound(f"{name} is not downloaded: {reason}")
@@ -125,20 +127,19 @@ def _fetched(name: HubName | FileAddress, found: Path | None, directory: str | N
     except ModelNotFound as error:
         if found is None or update:
             raise
-        if progress:
-            say(f"{error}; taking the copy of {name} that was downloaded earlier")
+        say(f"{error}; taking the copy of {name} that was downloaded earlier", progress)
         return found
 
 
-def _ollama(model: OllamaModel, cache: Path, progress: bool) -> Path:
+def _ollama(model: OllamaModel, cache: Path, progress: Progress) -> Path:
     """Returns the converted directory of a model of Ollama's, and reports what of its manifest is not used."""
     file = model.read()
-    if file.unused and progress:
-        say(f"Not used of Ollama's {model.name}: {', '.join(file.unused)}. Chats have the template of the GGUF file")
+    if file.unused:
+        say(f"Not used of Ollama's {model.name}: {', '.join(file.unused)}. Chats have the template of the GGUF file", progress)
     return _gguf(file.path, cache, progress, file)
 
 
-def _default(cache: Path, progress: bool, download: bool) -> Path:
+def _default(cache: Path, progress: Progress, download: bool) -> Path:
     """Returns the default model's file."""
     if not download and not default_file(cache).is_file():
         raise ModelNotFound(f"{DEFAULT_MODEL} is not in {cache}: 'chairlift pull' downloads it")
@@ -147,16 +148,16 @@ def _default(cache: Path, progress: bool, download: bool) -> Path:
     return pull_default(cache, progress)
 
 
-def _directory(path: Path, cache: Path, progress: bool) -> Path:
+def _directory(path: Path, cache: Path, progress: Progress) -> Path:
     """Returns a directory in Hugging Face's layout as it is, else the converted directory of one of its GGUF files."""
     has_config = (path / "config.json").is_file()
     if has_config and ((path / LINK).is_symlink() or any(path.glob("*.safetensors"))):
         return path.absolute()
     found = model_files(path.iterdir())
     if found:
-        if len(found) > 1 and progress:
+        if len(found) > 1:
             others = ", ".join(file.name for file in found[1:])
-            say(f"Taking {found[0].name} of {path}, which also holds {others}")
+            say(f"Taking {found[0].name} of {path}, which also holds {others}", progress)
         return _gguf(found[0], cache, progress)
     if has_config:
         return path.absolute()
@@ -165,7 +166,7 @@ def _directory(path: Path, cache: Path, progress: bool) -> Path:
     )
 
 
-def _gguf(path: Path, cache: Path, progress: bool, ollama: OllamaFile | None = None) -> Path:
+def _gguf(path: Path, cache: Path, progress: Progress, ollama: OllamaFile | None = None) -> Path:
     """Returns the converted directory of a file, or of the model of which it is a part.
 
     Converts again if the file or a tokenizer.json beside it has changed. A link stays one: in the hub's cache, tokenizer.json and other
@@ -193,7 +194,7 @@ def _converted(
     source: Callable[[], Path],
     cache: Path,
     name: str,
-    progress: bool,
+    progress: Progress,
     sampling: Mapping[str, float] | None = None,
     stop: Collection[str] = (),
 ) -> Path:

@@ -42,9 +42,11 @@ class FileAddress:
         return shown(self.url)
 
 
-def shown(url: str) -> str:
-    """Returns an address without what may be secret in it: user, password and query."""
-    parts = urllib.parse.urlsplit(url)
+def shown(model: str) -> str:
+    """Returns a name, or an address without what may be secret in it: user, password and query."""
+    if "://" not in model:
+        return model
+    parts = urllib.parse.urlsplit(model)
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 

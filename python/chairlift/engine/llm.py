@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 from chairlift.checkpoint.locate import locate
+from chairlift.checkpoint.model_name import shown
 from chairlift.config import DEFAULT_MODEL
 from chairlift.engine.arguments import Prompt, document_settings, engine_config, listed, text_or_ids
 from chairlift.engine.engine_info import log_decisions, warn_of_short_context
@@ -77,7 +78,7 @@ class LLM:
         directory = locate(model, self.config.revision, self.config.cache_dir)
         self.tokenizer = Tokenizer(directory, self.config.tokenizer, self.config.chat_template)
         self._engine: Engine | None = Engine(dataclasses.replace(self.config, model=str(directory)), _log_phase)
-        self.info = dataclasses.replace(self._engine.info, model=model)
+        self.info = dataclasses.replace(self._engine.info, model=shown(model))
         log_decisions(self.info)
         warn_of_short_context(self.config, self.info)
         self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences have consecutive tags

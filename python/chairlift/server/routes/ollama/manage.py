@@ -13,10 +13,15 @@ from starlette.responses import Response, StreamingResponse
 
 from chairlift.checkpoint.downloads import delete_model
 from chairlift.checkpoint.locate import pull_model
-from chairlift.errors import ChairliftError
+from chairlift.checkpoint.model_name import HubName, parse_name
+from chairlift.errors import ChairliftError, ModelNotFound
 from chairlift.server.errors import ApiError
 from chairlift.server.http.responses import Json, to_json_bytes
 from chairlift.server.service import service_of
+
+
+_PROGRESS_SECONDS = 0.25
+"""Time between two lines about a download."""
 
 
 async def refuse(request: Request) -> Response:
@@ -25,7 +30,7 @@ async def refuse(request: Request) -> Response:
 
 
 async def pull(request: Request) -> Response:
-    """Downloads a model into the cache, with a line of JSON at the beginning and the end, or one object without `stream`."""
+    """Downloads a model into the cache, with lines of JSON about the progress, or one object without `stream`."""
     body = await _body(request)
     config = service_of(request).default.engine.config
     work = partial(pull_model, body["model"], config.cache_dir)
@@ -39,16 +44,37 @@ async def delete(request: Request) -> Response:
     """Deletes a downloaded model that this server does not serve."""
     model = (await _body(request))["model"]
     config = service_of(request).default.engine.config
-    if any(model == served.engine.config.model for served in service_of(request).models):
+    if any(_overlap(model, served.engine.config.model) for served in service_of(request).models):
         raise ApiError(409, f"{model} is being served")
     await _call(partial(delete_model, model, config.cache_dir))
     return Response(status_code=200)
 
 
-async def _progress(model: str, work: Callable[[], object]) -> AsyncGenerator[bytes]:
-    yield to_json_bytes({"status": f"pulling {model}"}) + b"\n"
+def _overlap(model: str, served: str) -> bool:
+    """Whether two names may mean the same files: a repository of the hub contains all of its models."""
     try:
-        await asyncio.to_thread(work)
+        one, other = parse_name(model), parse_name(served)
+    except ModelNotFound:
+        return False
+    if not isinstance(one, HubName) or not isinstance(other, HubName):
+        return model == served
+    files = {(name.tag or name.file or "").lower() for name in (one, other)}
+    return one.repo == other.repo and (len(files) == 1 or "" in files)
+
+
+async def _progress(model: str, work: Callable[..., object]) -> AsyncGenerator[bytes]:
+    """Yields a line at the beginning and at the end, and between them how far the downloads are."""
+    downloads: dict[str, tuple[int, int]] = {}
+    task = asyncio.create_task(asyncio.to_thread(work, progress=lambda what, done, total: downloads.update({what: (done, total)})))
+    yield to_json_bytes({"status": f"pulling {model}"}) + b"\n"
+    reported: dict[str, tuple[int, int]] = {}
+    while not (await asyncio.wait([task], timeout=_PROGRESS_SECONDS))[0] or reported != downloads:
+        changed = {what: state for what, state in downloads.copy().items() if reported.get(what) != state}
+        reported |= changed
+        for what, (done, total) in changed.items():
+            yield to_json_bytes({"status": f"pulling {what}", "completed": done, "total": total}) + b"\n"
+    try:
+        await task
     except ChairliftError as error:
         yield to_json_bytes({"error": str(error)}) + b"\n"
     else:
