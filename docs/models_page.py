@@ -21,8 +21,9 @@ def page() -> str:
 
 def _row(known: Architecture) -> str:
     files = ", ".join(f"`{name}`" for name in known.gguf.names) if known.gguf else "not read"
+    classes = ", ".join(f"`{name}`" for name in (known.name, *known.wrappers))
     device = "transformers' code" if known.code is Code.RUST else "Chairlift's"
-    return f"| {known.models} | `{known.name}` | {files} | {', '.join(known.features) or 'none'} | {device} |\n"
+    return f"| {known.models} | {classes} | {files} | {', '.join(known.features) or 'none'} | {device} |\n"
 
 
 if __name__ == "__main__":

@@ -565,6 +565,7 @@ class DecoderBlock:
         qkv_proj: Linear,
         o_proj: Linear,
         scale: float,
+        temperature: tuple[float, int] | None = None,
         qk_norm: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
         rope: int | None = None,
         softcap: float | None = None,
@@ -577,8 +578,9 @@ class DecoderBlock:
 
         `qk_norm` are norms of each head's queries and keys. `rope` is the index of the decoder's rotary embedding (None: no positions). A
         `softcap` c maps scores x to c * tanh(x / c). A token sees `window` tokens, itself included. `sinks` are, for each head, the
-        score of a token without a value that all tokens see. `post_norm` is applied to the output, which is then multiplied by
-        `residual_scale`. Raises ValueError for a layer that another block owns.
+        score of a token without a value that all tokens see. `temperature` (b, n) multiplies the query at position p by 1 + b * ln(1 +
+        floor(p / n)). `post_norm` is applied to the output, which is then multiplied by `residual_scale`. Raises ValueError for a layer
+        that another block owns.
         """
 
     @staticmethod

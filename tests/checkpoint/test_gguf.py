@@ -162,7 +162,7 @@ def _altered(tmp_path: Path, **metadata: Any) -> Path:
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [
-        ({"general__architecture": "mamba"}, "architecture 'mamba'; those that can be read: llama, qwen2, qwen3"),
+        ({"general__architecture": "mamba"}, "architecture 'mamba'; those that can be read: llama, mistral3, qwen2, qwen3"),
         ({"llama__expert_count": 8}, "mixture of 8 experts, which cannot be read for the architecture 'llama'"),
         ({"split__count": 3}, "is one part of 3: name the first, whose name ends with -00001-of-00003.gguf"),
         ({"llama__attention__clamp_kqv": 8.0}, "llama.attention.clamp_kqv is 8.0, which the code for this architecture cannot compute"),

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import TINY, gguf_of, random_blocks, tiny_model, write_safetensors
+from gguf_files import MULTIPLIERS, TINY, gguf_of, random_blocks, tiny_model, write_safetensors
 from transformers import AutoModelForCausalLM
 
 from chairlift import _core
@@ -147,6 +147,17 @@ def test_a_file_gives_the_logits_of_transformers(tmp_path: Path, architecture: s
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         expected = reference(torch.arange(11)[None] * 7 % 300).logits[0].numpy()
+    assert np.abs(logits(directory) - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("positions", ["rope", "nope"])
+@pytest.mark.slow
+def test_dense_granite_4_has_rotary_positions_or_none(tmp_path: Path, positions: str) -> None:
+    dense = {"num_local_experts": 0, "shared_intermediate_size": 96, "layer_types": ["full_attention"] * 2, "mamba_n_heads": 8}
+    model = tiny_model("granitemoehybrid", **MULTIPLIERS, **dense, position_embedding_type=positions)
+    directory = converted(tmp_path / "tiny.gguf", model, Kind.F32)
+    with torch.inference_mode():
+        expected = model(torch.arange(11)[None] * 7 % 300).logits[0].numpy()
     assert np.abs(logits(directory) - expected).max() <= 1e-5 * np.abs(expected).max()
 
 

@@ -18,14 +18,16 @@ from chairlift.checkpoint.pull import pull_default
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 CONTROLS = ("<|end|>", "<|user|>")
 FLOATS = {"layer_norm_rms_epsilon", "layer_norm_epsilon", "freq_base", "factor", "attn_logit_softcapping", "final_logit_softcapping"}
-FLOATS |= {"scale", "embedding_scale", "residual_scale", "logit_scale"}
+FLOATS |= {"scale", "embedding_scale", "residual_scale", "logit_scale", "temperature_scale", "attn_factor"}
+FLOATS |= {"yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier", "yarn_attn_factor"}
 GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 5, "tie_word_embeddings": True}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.25, "logits_scaling": 8.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-MIXTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
-"""Names of architectures in GGUF files that differ from those of configurations."""
+TEMPERATURE = {"original_max_position_embeddings": 4, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "beta_fast": 8.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 8}
+LONGROPE |= {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 4.0]}
 TINY: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}),
@@ -39,6 +41,8 @@ TINY: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
     ("olmoe", {"num_experts": 11, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
     ("granitemoe", {**MULTIPLIERS, "num_local_experts": 11, "num_experts_per_tok": 3}),
+    ("phi3", {"pad_token_id": 0, "sliding_window": 5, "original_max_position_embeddings": 8, "rope_parameters": LONGROPE}),
+    ("ministral3", {"rope_parameters": {"rope_theta": 500.0, **YARN, **TEMPERATURE}}),
 ]
 """Arguments of `tiny_model` for every architecture that is read from GGUF files."""
 
@@ -84,6 +88,12 @@ def tiny_model(kind: str, **settings: Any) -> PreTrainedModel:
     return model.eval()
 
 
+def gguf_name(kind: str) -> str:
+    """The name of a model type of transformers in GGUF files."""
+    names = {"ministral3": "mistral3", "granitemoehybrid": "granite", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+    return names.get(kind, kind.removesuffix("_text"))
+
+
 def gguf_of(
     model: PreTrainedModel,
     path: Path,
@@ -100,8 +110,7 @@ def gguf_of(
     `kinds` names the types of some matrices, by their Hugging Face names without `.weight`. With `split` there are that many tensors in
     each part.
     """
-    config, kind = model.config, model.config.model_type.removesuffix("_text")
-    kind = MIXTURES.get(kind, kind)
+    config, kind = model.config, gguf_name(model.config.model_type)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = {
@@ -117,6 +126,10 @@ def gguf_of(
         f"{kind}.rope.freq_base": rope["rope_theta"],
         **byte_level_metadata(tokenizer),
     }
+    if kind == "phi3":
+        del values[f"{kind}.attention.key_length"]
+        values |= {f"{kind}.rope.dimension_count": int(head_dim * rope["partial_rotary_factor"])}
+        values |= {f"{kind}.attention.sliding_window": config.sliding_window or 0}
     if kind.startswith("gemma"):
         values |= {f"{kind}.attention.sliding_window": config.sliding_window}
         caps = {name: getattr(config, name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
@@ -128,6 +141,9 @@ def gguf_of(
         keys = {"expert_feed_forward_length": "moe_intermediate_size"}
         keys |= {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
         values |= {f"{kind}.{key}": getattr(config, name) for key, name in keys.items() if hasattr(config, name)}
+    if config.model_type == "granitemoehybrid":
+        values |= {"granite.feed_forward_length": config.shared_intermediate_size}
+        values |= {"granite.rope.scaling.finetuned": config.position_embedding_type == "rope"}
     if kind.startswith("granite"):
         names = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
         names |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
@@ -136,6 +152,14 @@ def gguf_of(
         values |= {f"{kind}.rope.scaling.type": rope["rope_type"], f"{kind}.rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
         values[f"{kind}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        values |= {f"{kind}.rope.scaling.yarn_{key}": rope[key] for key in ("beta_fast", "beta_slow") if key in rope}
+    if kind == "mistral3":
+        values |= {f"{kind}.attention.temperature_scale": rope["llama_4_scaling_beta"]}
+        values |= {f"{kind}.rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"]}
+    if rope["rope_type"] == "longrope":
+        context = rope["original_max_position_embeddings"]
+        scale = math.sqrt(1 + math.log(config.max_position_embeddings / context) / math.log(context))
+        values |= {f"{kind}.rope.scaling.original_context_length": context, f"{kind}.rope.scaling.attn_factor": scale}
     if rope["rope_type"] == "llama3":
         frequencies = _llama3_divisors(rope, head_dim)
     writer = writer_of(path, values | (replaced or {}), split)
@@ -145,10 +169,15 @@ def gguf_of(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stem, suffix = name.rsplit(".", 1)
+        if "shared_mlp.input_linear" in stem:
+            for part, half in zip(("ffn_gate", "ffn_up"), tensor.numpy().reshape(2, -1, tensor.shape[-1]), strict=True):
+                writer.add_tensor(f"blk.{stem.split('.')[2]}.{part}.weight", np.ascontiguousarray(half))
+            continue
+        stem = stem.replace("shared_mlp.output_linear", "mlp.down_proj")
         weights = tensor.numpy()
         if kind.startswith("gemma") and "norm" in stem:
             weights = weights + np.float32(1)
-        if kind in ("llama", "smollm3", "granite", "granitemoe") and stem.endswith(("q_proj", "k_proj")):
+        if kind in ("llama", "smollm3", "granite", "granitemoe", "mistral3") and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
             weights = weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
         # The converter takes a dimension of 1 away, and splits fused projections of experts.
@@ -165,6 +194,9 @@ def gguf_of(
             writer.add_tensor(name, quantized(np.ascontiguousarray(piece), used), raw_dtype=used)
     if frequencies is not None:
         writer.add_tensor("rope_freqs.weight", frequencies)
+    if rope["rope_type"] == "longrope":
+        for length in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
     _write(writer)
 
 

@@ -37,6 +37,15 @@ PHI = {"pad_token_id": 0, "tie_word_embeddings": True}
 LONG = {**ORIGINAL, "rope_parameters": {**LONGROPE, **ORIGINAL}}
 SHORT = {**LONGROPE, "original_max_position_embeddings": 256, "attention_factor": 1.3}
 
+TEMPERATURE = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "truncate": True}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 8}
+VISION |= {"depth": 1, "out_hidden_size": 48, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+SIGLIP = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+PIXTRAL = {"model_type": "pixtral", **SIGLIP}
+MISTRAL = {"model_type": "mistral", "head_dim": 16, "sliding_window": None}
+MINISTRAL = {"model_type": "ministral3", "head_dim": 16, "rope_parameters": YARN | TEMPERATURE}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+
 FAMILIES = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 6}),
@@ -61,20 +70,40 @@ FAMILIES = {
     "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 40, "pad_token_id": 0}),
     "granite-moe": ("GraniteMoe", {**MULTIPLIERS, **LOCAL_EXPERTS}),
     "granite-moe-shared": ("GraniteMoeShared", {**MULTIPLIERS, **LOCAL_EXPERTS, "shared_intermediate_size": 72}),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": YARN | TEMPERATURE}),
+    "gemma3-images": ("Gemma3ForConditionalGeneration", {"text_config": {**GEMMA, "rope_parameters": ROPES}, "vision_config": SIGLIP}),
+    "mistral3-images": (
+        "Mistral3ForConditionalGeneration",
+        {"text_config": MISTRAL, "vision_config": PIXTRAL, "tie_word_embeddings": False},
+    ),
+    "ministral3-images": ("Mistral3ForConditionalGeneration", {"text_config": MINISTRAL, "vision_config": PIXTRAL}),
+    "qwen3-vl": ("Qwen3VLForConditionalGeneration", {"text_config": {"head_dim": 16, "rope_parameters": MROPE}, "vision_config": VISION}),
     "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": 13}),
     "phi4-mini": ("Phi3", {**PHI, **LONG}),
     "phi4-mini-short": ("Phi3", {**PHI, "original_max_position_embeddings": 256, "rope_parameters": SHORT}),
 }
 
-IN_TORCH = [name for name, (family, _) in FAMILIES.items() if ARCHITECTURES[f"{family}ForCausalLM"].code is Code.RUST_AND_TORCH]
+IMAGES_IN_TORCH = ("gemma3-images", "mistral3-images", "qwen3-vl")
+IN_TORCH = [
+    name
+    for name, (family, _) in FAMILIES.items()
+    if name in IMAGES_IN_TORCH or ((known := ARCHITECTURES.get(f"{family}ForCausalLM")) and known.code is Code.RUST_AND_TORCH)
+]
 """Those that our model in torch computes too."""
+
+
+def class_name(family: str) -> str:
+    """The class of a family in transformers."""
+    return family if family.endswith("Generation") else f"{family}ForCausalLM"
 
 
 def write(name: str, directory: Path, dtype: torch.dtype = torch.float32, **save: object) -> torch.nn.Module:
     """Writes the model to the directory, and returns it."""
     family, settings = FAMILIES[name]
-    model_class = getattr(transformers, f"{family}ForCausalLM")
-    config = model_class.config_class(**{**SHAPE, **settings}, attn_implementation="eager")
+    model_class = getattr(transformers, class_name(family))
+    nested = settings.get("text_config")
+    shape = {**SHAPE, **settings} if nested is None else settings | {"text_config": SHAPE | nested}
+    config = model_class.config_class(**shape, attn_implementation="eager")
     torch.manual_seed(0)
     model = model_class(config).eval()
     for parameter_name, parameter in model.named_parameters():

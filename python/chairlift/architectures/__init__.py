@@ -4,7 +4,7 @@ from chairlift.architectures.architecture import Architecture, Code, GGUFFormat,
 from chairlift.architectures.encoders import ENCODER_GGUF, ENCODERS, EncoderArchitecture
 from chairlift.architectures.gemma import GEMMA2, GEMMA3
 from chairlift.architectures.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
-from chairlift.architectures.llama import LLAMA, MISTRAL
+from chairlift.architectures.llama import LLAMA, MINISTRAL3, MISTRAL
 from chairlift.architectures.olmo import OLMOE
 from chairlift.architectures.phi import PHI3
 from chairlift.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -15,6 +15,7 @@ __all__ = [
     "ENCODERS",
     "ENCODER_GGUF",
     "GGUF",
+    "WRAPPED",
     "Architecture",
     "Code",
     "EncoderArchitecture",
@@ -26,10 +27,13 @@ __all__ = [
     "Windows",
 ]
 
-DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GRANITE4, PHI3)
+DENSE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GRANITE4, PHI3)
 MIXTURES = (QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED)
 ARCHITECTURES = {known.name: known for known in DENSE + MIXTURES}
 """The architectures by their names in config.json."""
 
 GGUF = {name: known for known in ARCHITECTURES.values() if known.gguf for name in known.gguf.names}
 """The architectures by their names in GGUF files."""
+
+WRAPPED = {(wrapper, text): known for known in ARCHITECTURES.values() for wrapper in known.wrappers for text in known.text_types}
+"""The architectures of models of text inside of models that also read images, by class name and the `model_type` of `text_config`."""

@@ -91,19 +91,18 @@ TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output"
 class GGUFFormat:
     """How GGUF files store an architecture.
 
-    `names` are the values of `general.architecture`. `model_type` and `constants` are entries of config.json, and `keys` are entries
-    whose values are in the file's metadata. `tensors` maps the names of a layer's tensors in GGUF files to those below `layer` of Hugging
-    Face's files, where they differ from Llama's, and `top` those outside the layers. `adjacent_pairs` means that rows of rotated
-    projections are in llama.cpp's order for adjacent pairs (2i, 2i+1) instead of pairs half a head apart. `stored_offset` is the number
-    that was added to the weights of norms.
-    Attention scores of the model with `largest_layers` layers are divided by the square root of hidden size / heads; its files do not say
-    so.
+    `names` are the values of `general.architecture`. `constants` are entries of config.json, and `keys` are entries whose values are in the
+    file's metadata. `image_keys` matter for images alone. `tensors` maps the names of a layer's tensors in GGUF files to those below
+    `layer` of Hugging Face's files, where they differ from Llama's, and `top` those outside the layers. `adjacent_pairs` means that rows of
+    rotated projections are in llama.cpp's order for adjacent pairs (2i, 2i+1) instead of pairs half a head apart. `stored_offset` is the
+    number that was added to the weights of norms. Attention scores of the model with `largest_layers` layers are divided by the square root
+    of hidden size / heads; its files do not say so.
     """
 
     names: tuple[str, ...]
-    model_type: str
     constants: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, Key] = field(default_factory=dict)
+    image_keys: tuple[str, ...] = ()
     tensors: Mapping[str, str] = field(default_factory=dict)
     top: Mapping[str, str] = field(default_factory=lambda: TOP)
     layer: str = "model.layers.{}."
@@ -116,19 +115,27 @@ class GGUFFormat:
 class Architecture:
     """An architecture: the defaults where a config.json is silent, and its differences from Llama.
 
-    `name` is the class name in `architectures` of config.json, and `models` names published models. The default of `query_scalar` is
-    the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults of the caps of attention scores
-    and logits; None means that config.json's are not read. Layers with a window have rotary positions of the base `local_theta` if it is
-    set. Every n-th layer has no rotary positions if `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n
-    and windows are listed. `inner` is the key of the MLP's inner size. With `whole_norms` the norms of queries and keys are those of all
-    heads together. With a `mixture` layers have experts instead of an MLP, except those that config.json names.
+    `name` is the class name in `architectures` of config.json, and `models` names published models. `text_types` are the values of
+    `model_type` in the `text_config` of the classes `wrappers`, which also read images, and `model_type` is that of a model of text alone.
+    The default of `query_scalar` is the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults
+    of the caps of attention scores and logits; None means that config.json's are not read. Layers with a window have rotary positions of
+    the base `local_theta` if it is set. `position_type` is the default of `position_embedding_type`; None means that config.json's is not
+    read. With a `temperature` queries grow with their position. Every n-th layer has no rotary positions if `no_rope_interval` is n, and
+    every n-th has full attention if `window_interval` is n and windows are listed. `inner` is the key of the MLP's inner size. With
+    `whole_norms` the norms of queries and keys are those of all heads together. With a `mixture` layers have experts instead of an MLP,
+    except those that config.json names.
     """
 
     name: str
+    model_type: str
     models: str
+    wrappers: tuple[str, ...] = ()
+    text_types: tuple[str, ...] = ()
     code: Code = Code.RUST_AND_TORCH
     gguf: GGUFFormat | None = None
 
+    vocab_size: int | None = None
+    heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
     max_positions: int = 32768
@@ -145,6 +152,8 @@ class Architecture:
     local_theta: float | None = None
     partial_rotary: bool = False
     no_rope_interval: int | None = None
+    position_type: str | None = None
+    temperature: bool = False
 
     windows: Windows = Windows.NONE
     sliding_window: int | None = None
@@ -175,6 +184,8 @@ class Architecture:
             "rotary base by kind of layer": self.local_theta is not None,
             "rotation of a part of each head": self.partial_rotary,
             "layers without rotary positions": self.no_rope_interval is not None,
+            "models without rotary positions": self.position_type is not None,
+            "queries that grow with their position": self.temperature,
             "softcaps": self.softcaps is not None,
             "scaled embeddings": self.scaled_embeddings,
             "multipliers of embeddings, attention, residuals and logits": self.multipliers,

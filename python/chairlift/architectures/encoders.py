@@ -24,7 +24,7 @@ class Head:
 class EncoderArchitecture:
     """An encoder: names of its tensors, and its differences from BERT.
 
-    `name` is the class name in `architectures` of config.json, and `models` names published models. `layer` begins the names of a layer's
+    `name` is the class name in `architectures` of config.json, beside its `model_type`, and `models` names published models. `layer` begins the names of a layer's
     tensors, with its index in braces; `qkv`, `up` and the others are names below it. `prefix` begins all names but those of the `head`,
     which scores a pair of texts. Each block normalises its input, its output or the sum with the output, with the norms of these names
     (attention's, then the MLP's). `rms` means root-mean-square norms of 1 + weight. A `gate` is the activation of a gated MLP, whose two
@@ -34,6 +34,7 @@ class EncoderArchitecture:
     """
 
     name: str
+    model_type: str
     models: str
     gguf: GGUFFormat | None = None
     prefix: str = ""
@@ -77,7 +78,6 @@ _TOP = {
 """Tensors outside the layers in GGUF files. Those of `cls` are a classifier's."""
 _BERT_GGUF = GGUFFormat(
     names=("bert",),
-    model_type="bert",
     top=_TOP,
     layer="encoder.layer.{}.",
     tensors={
@@ -117,9 +117,16 @@ _NOMIC_KEYS = {
 
 
 def _bert(name: str, models: str, prefix: str = "", head: Head | None = None, gguf: GGUFFormat | None = None) -> EncoderArchitecture:
-    offset = "Roberta" in name
+    model_type = "xlm-roberta" if name.startswith("XLM") else "roberta" if name.startswith("Roberta") else "bert"
     return EncoderArchitecture(
-        name=name, models=models, prefix=prefix, head=head, gguf=gguf, offset_positions=offset, expected=_BERT_EXPECTED
+        name=name,
+        model_type=model_type,
+        models=models,
+        prefix=prefix,
+        head=head,
+        gguf=gguf,
+        offset_positions=model_type != "bert",
+        expected=_BERT_EXPECTED,
     )
 
 
@@ -135,10 +142,10 @@ ENCODERS = {
         _bert("XLMRobertaForSequenceClassification", "bge-reranker-v2-m3", "roberta.", _ROBERTA_HEAD),
         EncoderArchitecture(
             name="NomicBertModel",
+            model_type="nomic_bert",
             models="nomic-embed-text-v1.5",
             gguf=GGUFFormat(
                 names=("nomic-bert",),
-                model_type="nomic_bert",
                 top={**_TOP, "token_embd_norm": "emb_ln"},
                 layer="encoder.layers.{}.",
                 tensors={
@@ -167,10 +174,10 @@ ENCODERS = {
         ),
         EncoderArchitecture(
             name="Gemma3TextModel",
+            model_type="gemma3_text",
             models="embeddinggemma",
             gguf=GGUFFormat(
                 names=("gemma-embedding",),
-                model_type="gemma3_text",
                 top={"token_embd": "embed_tokens", "output_norm": "norm", "dense_2": "dense.0", "dense_3": "dense.1"},
                 layer="layers.{}.",
                 tensors=TENSORS,

@@ -12,10 +12,10 @@ CONSTANTS = {"hidden_activation": "gelu_pytorch_tanh"}
 
 GEMMA2 = Architecture(
     name="Gemma2ForCausalLM",
+    model_type="gemma2",
     models="Gemma 2",
     gguf=GGUFFormat(
         names=("gemma2",),
-        model_type="gemma2",
         constants=CONSTANTS,
         keys={
             "sliding_window": Key("attention.sliding_window", int, 4096),
@@ -42,10 +42,12 @@ GEMMA2 = Architecture(
 )
 GEMMA3 = Architecture(
     name="Gemma3ForCausalLM",
+    model_type="gemma3_text",
     models="Gemma 3",
+    wrappers=("Gemma3ForConditionalGeneration",),
+    text_types=("gemma3_text",),
     gguf=GGUFFormat(
         names=("gemma3",),
-        model_type="gemma3_text",
         constants={**CONSTANTS, "attn_logit_softcapping": None, "final_logit_softcapping": None},
         keys={
             "sliding_window": Key("attention.sliding_window", int, 4096),
@@ -57,6 +59,8 @@ GEMMA3 = Architecture(
         stored_offset=1.0,
         largest_layers=62,
     ),
+    vocab_size=262208,
+    heads=8,
     kv_heads=4,
     head_dim=256,
     max_positions=131072,

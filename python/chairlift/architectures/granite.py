@@ -13,25 +13,28 @@ KEYS = {
 
 GRANITE = Architecture(
     name="GraniteForCausalLM",
+    model_type="granite",
     models="Granite 3; dense Granite 4 as GGUF",
     code=Code.RUST,
     gguf=GGUFFormat(
         names=("granite",),
-        model_type="granite",
         keys=KEYS,
         adjacent_pairs=True,
     ),
     max_positions=2048,
     mlp_bias=True,
+    position_type="rope",
     multipliers=True,
 )
 GRANITE4 = Architecture(
     name="GraniteMoeHybridForCausalLM",
+    model_type="granitemoehybrid",
     models="Granite 4 without experts and state-space layers",
     code=Code.RUST,
     max_positions=2048,
     inner="shared_intermediate_size",
     projections=Projections(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
+    position_type="nope",
     multipliers=True,
 )
 EXPERTS = Mixture(
@@ -45,11 +48,11 @@ EXPERTS = Mixture(
 )
 GRANITE_MOE = Architecture(
     name="GraniteMoeForCausalLM",
+    model_type="granitemoe",
     models="Granite 3 with experts",
     code=Code.RUST,
     gguf=GGUFFormat(
         names=("granitemoe",),
-        model_type="granitemoe",
         keys=KEYS,
         tensors={"ffn_gate_inp": EXPERTS.router, "ffn_down_exps": "block_sparse_moe.output_linear"},
         adjacent_pairs=True,
@@ -60,6 +63,7 @@ GRANITE_MOE = Architecture(
 )
 GRANITE_MOE_SHARED = Architecture(
     name="GraniteMoeSharedForCausalLM",
+    model_type="granitemoeshared",
     models="Granite 3 with experts and a shared one",
     code=Code.RUST,
     max_positions=2048,

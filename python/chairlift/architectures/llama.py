@@ -1,20 +1,40 @@
-"""Llama and Mistral."""
+"""Llama, Mistral and Ministral."""
 
-from chairlift.architectures.architecture import Architecture, GGUFFormat, Windows
+from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Windows
 
 LLAMA = Architecture(
     name="LlamaForCausalLM",
-    models="Llama 2 and 3, SmolLM2, TinyLlama; Mistral's GGUF files",
-    gguf=GGUFFormat(names=("llama",), model_type="llama", adjacent_pairs=True),
+    model_type="llama",
+    models="Llama 2 and 3, SmolLM2, TinyLlama; Mistral 7B as GGUF",
+    gguf=GGUFFormat(names=("llama",), adjacent_pairs=True),
     max_positions=2048,
     mlp_bias=True,
 )
 MISTRAL = Architecture(
     name="MistralForCausalLM",
-    models="Mistral 7B",
+    model_type="mistral",
+    models="Mistral 7B, Mistral Small 3",
+    wrappers=("Mistral3ForConditionalGeneration",),
+    text_types=("mistral",),
     kv_heads=8,
     max_positions=131072,
     windows=Windows.ALL,
     sliding_window=4096,
     output_bias=False,
+)
+MINISTRAL3 = Architecture(
+    name="Ministral3ForCausalLM",
+    model_type="ministral3",
+    models="Ministral 3; Mistral Small 3 as GGUF",
+    wrappers=("Mistral3ForConditionalGeneration",),
+    text_types=("ministral3",),
+    code=Code.RUST,
+    gguf=GGUFFormat(names=("mistral3",), adjacent_pairs=True),
+    kv_heads=8,
+    head_dim=128,
+    max_positions=262144,
+    rms_norm_eps=1e-5,
+    theta=1e6,
+    output_bias=False,
+    temperature=True,
 )

@@ -4,9 +4,10 @@ from chairlift.architectures.architecture import Architecture, Code, GGUFFormat,
 
 SMOLLM3 = Architecture(
     name="SmolLM3ForCausalLM",
+    model_type="smollm3",
     models="SmolLM3",
     code=Code.RUST,
-    gguf=GGUFFormat(names=("smollm3",), model_type="smollm3", adjacent_pairs=True),
+    gguf=GGUFFormat(names=("smollm3",), adjacent_pairs=True),
     kv_heads=4,
     theta=2e6,
     tied=True,

@@ -39,7 +39,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         found = f"is a mixture of {experts} experts" if experts else f"has no {kind}.expert_count"
         raise UnsupportedModel(f"{file.path} {found}, which cannot be read for the architecture {kind!r}")
     hidden, heads = file.size(f"{kind}.embedding_length"), file.size(f"{kind}.attention.head_count")
-    head_dim = file.size(f"{kind}.attention.key_length", file.size(f"{kind}.rope.dimension_count", hidden // heads))
+    head_dim = file.size(f"{kind}.attention.key_length", hidden // heads)
     rotary = file.size(f"{kind}.rope.dimension_count", head_dim)
     if file.size(f"{kind}.attention.value_length", head_dim) != head_dim or (rotary != head_dim and not architecture.partial_rotary):
         raise UnsupportedModel(f"{file.path}: rotary or value dimensions that differ from the head's {head_dim} cannot be read")
@@ -48,7 +48,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         raise UnsupportedModel(f"{file.path} holds no model: tensor token_embd.weight is missing")
     config = {
         "architectures": [architecture.name],
-        "model_type": layout.model_type,
+        "model_type": architecture.model_type,
         "hidden_size": hidden,
         "intermediate_size": file.size(f"{kind}.feed_forward_length"),
         "num_hidden_layers": file.size(f"{kind}.block_count"),
@@ -71,15 +71,21 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     if architecture.mixture:
         config |= _experts(file, kind, architecture.mixture, config["num_hidden_layers"])
     for name, key in layout.keys.items():
-        if not key.optional or file.value(f"{kind}.{key.name}") is not None:
+        if not key.optional or file.value(f"{kind}.{key.name}") not in (None, 0):
             config[name] = _entry(file, f"{kind}.{key.name}", key)
     if architecture.windows is Windows.LISTED:
         config["layer_types"] = _layer_types(file, f"{kind}.attention.sliding_window_pattern", architecture, config["num_hidden_layers"])
     if architecture.query_scalar is not None:
         largest = config["num_hidden_layers"] == layout.largest_layers
         config["query_pre_attn_scalar"] = hidden // heads if largest else head_dim
-    if kind == "granite" and file.get("granite.rope.scaling.finetuned", bool) is False:
-        raise UnsupportedModel(f"{file.path} has no rotary positions, which Granite's code here needs")
+    if architecture.position_type is not None and file.get(f"{kind}.rope.scaling.finetuned", bool) is False:
+        config["position_embedding_type"] = "nope"
+    if architecture.temperature and (beta := file.get(f"{kind}.attention.temperature_scale", float)):
+        config["rope_scaling"] = (config["rope_scaling"] or {"rope_type": "default"}) | {"llama_4_scaling_beta": beta}
+    if original := file.get(f"{kind}.rope.scaling.original_context_length", int):
+        config["original_max_position_embeddings"] = original
+    for key_name in layout.image_keys:
+        file.value(f"{kind}.{key_name}")
     for name, role in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         token = file.get(f"tokenizer.ggml.{role}_token_id", int)
         if token is not None and token < embedding.shape[0]:

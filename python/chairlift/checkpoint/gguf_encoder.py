@@ -30,7 +30,7 @@ def encoder_config(file: GGUFFile, architecture: EncoderArchitecture) -> dict[st
         raise UnsupportedModel(f"{file.path}: {kind}.attention.causal is true, and an encoder's tokens attend to all tokens")
     config: dict[str, Any] = {
         "architectures": [architecture.name],
-        "model_type": architecture.gguf.model_type,
+        "model_type": architecture.model_type,
         "hidden_size": hidden,
         "intermediate_size": file.size(f"{kind}.feed_forward_length"),
         "num_hidden_layers": file.size(f"{kind}.block_count"),

@@ -24,7 +24,7 @@ from chairlift.errors import ModelNotFound
 
 __all__ = ["cache_dir", "locate", "public_name"]
 
-_LAYOUT = 3
+_LAYOUT = 4
 """Part of the name of a converted model. It is incremented when the output of `convert` changes."""
 
 _DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chairlift.architectures import ARCHITECTURES, Architecture, Code, Projections, Windows
+from chairlift.architectures import ARCHITECTURES, WRAPPED, Architecture, Code, Projections, Windows
 from chairlift.errors import UnsupportedModel
 from chairlift.models.experts import Experts, parse_experts
 from chairlift.models.fields import NoNativeModel, parse_dtype, parse_size, read_json
 from chairlift.models.quantization import MODELOPT_FILE, QuantizationScheme, UnsupportedScheme, parse_quantization
-from chairlift.models.rope_config import longest_context, parse_ropes
+from chairlift.models.rope_config import longest_context, parse_ropes, parse_temperature
 from chairlift.models.rotary import Dynamic, RopeConfig
 from chairlift.models.shape import KvSpec, ModelShape
 
@@ -21,12 +21,13 @@ class ModelConfig(ModelShape):
     """The configuration of a model of the Llama family.
 
     `windows` has one entry per layer: the number of tokens that a token sees, itself included; None means all. Layers with a window use
-    `local_rope`. `activation` is silu or gelu_tanh. Attention scores are products times `attention_scale`. A softcap c maps scores or
-    logits to c * tanh(x / c). Embeddings are multiplied by `embedding_scale`, `norm_offset` is added to the weights of all norms, and
-    `post_norms` adds a norm after attention and after the MLP. Heads are rotated in the layers selected by `uses_rope`. With `whole_norms`
-    the norms of queries and keys are those of all heads together. With `experts` some layers have a mixture of experts, and the others an
-    MLP of `intermediate_size`. The output of attention and of the MLP is multiplied by `residual_scale` before it is added to the residual
-    stream, and logits are multiplied by `logits_scale`. `scheme` is that of quantised layers.
+    `local_rope`. `activation` is silu or gelu_tanh. Attention scores are products times `attention_scale`. With a temperature (b, n) the
+    query at position p is multiplied by 1 + b * ln(1 + floor(p / n)). A softcap c maps scores or logits to c * tanh(x / c). Embeddings are
+    multiplied by `embedding_scale`, `norm_offset` is added to the weights of all norms, and `post_norms` adds a norm after attention and
+    after the MLP. Heads are rotated in the layers selected by `uses_rope`. With `whole_norms` the norms of queries and keys are those of
+    all heads together. With `experts` some layers have a mixture of experts, and the others an MLP of `intermediate_size`. The output of
+    attention and of the MLP is multiplied by `residual_scale` before it is added to the residual stream, and logits are multiplied by
+    `logits_scale`. `scheme` is that of quantised layers.
     """
 
     num_kv_heads: int
@@ -42,6 +43,7 @@ class ModelConfig(ModelShape):
     windows: tuple[int | None, ...]
     local_rope: RopeConfig
     attention_scale: float
+    temperature: tuple[float, int] | None
     attention_softcap: float | None
     final_softcap: float | None
     activation: str
@@ -117,9 +119,9 @@ class ModelConfig(ModelShape):
 
         Raises UnsupportedModel for invalid values, NoNativeModel for a model without native code.
         """
-        family = _architecture(raw)
+        raw, family = _architecture(raw)
         scheme = _check_supported(raw, family)
-        heads = parse_size(raw, "num_attention_heads")
+        heads = parse_size(raw, "num_attention_heads", family.heads)
         hidden = parse_size(raw, "hidden_size")
         layers = parse_size(raw, "num_hidden_layers")
         kv_heads = parse_size(raw, "num_key_value_heads", family.kv_heads or heads)
@@ -136,7 +138,7 @@ class ModelConfig(ModelShape):
         softcaps = _softcaps(raw, family)
         return cls(
             architecture=family.name,
-            vocab_size=parse_size(raw, "vocab_size"),
+            vocab_size=parse_size(raw, "vocab_size", family.vocab_size),
             hidden_size=hidden,
             intermediate_size=parse_size(raw, family.inner),
             num_layers=layers,
@@ -154,6 +156,7 @@ class ModelConfig(ModelShape):
             whole_norms=family.whole_norms,
             windows=_windows(raw, family, layers),
             attention_scale=(scalar or head_dim) ** -0.5 if multiplier is None else multiplier["attention_multiplier"],
+            temperature=parse_temperature(raw) if family.temperature else None,
             attention_softcap=softcaps[0],
             final_softcap=softcaps[1],
             activation=family.activation,
@@ -196,11 +199,15 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
         return TransformersConfig.load(directory, str(reason))
 
 
-def _architecture(raw: dict[str, Any]) -> Architecture:
-    names = raw.get("architectures") or []
+def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
+    """Returns the configuration of the model of text, and its architecture."""
+    names, text = raw.get("architectures") or [], raw.get("text_config")
     for name in names:
         if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
+            return raw, ARCHITECTURES[name]
+        if isinstance(text, dict) and (name, text.get("model_type")) in WRAPPED:
+            shared = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+            return text | {key: raw[key] for key in shared if key in raw}, WRAPPED[name, text["model_type"]]
     named = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}, and no architectures,"
     raise NoNativeModel(f"{named} has no code of ours (there is for {', '.join(ARCHITECTURES)})")
 
@@ -254,8 +261,8 @@ def _check_dense(raw: dict[str, Any]) -> None:
 
 def _uses_rope(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[bool, ...]:
     """Returns for each layer whether it uses rotary positions."""
-    if family.name == "GraniteMoeHybridForCausalLM":
-        return (raw.get("position_embedding_type") == "rope",) * layers
+    if family.position_type is not None:
+        return (raw.get("position_embedding_type", family.position_type) == "rope",) * layers
     interval = family.no_rope_interval
     if interval is None:
         return (True,) * layers

@@ -37,6 +37,14 @@ def longest_context(positions: int, rope: RopeConfig) -> int:
     return max(positions, round(rope.scaling.factor * rope.scaling.original)) if isinstance(rope.scaling, Yarn) else positions
 
 
+def parse_temperature(raw: dict[str, Any]) -> tuple[float, int] | None:
+    """Returns how queries grow with their position: the weight of the logarithm, and the positions with one factor."""
+    table = rope_table(raw)
+    if table.get("llama_4_scaling_beta") is None:
+        return None
+    return parse_number(table, "llama_4_scaling_beta"), parse_size(table, "original_max_position_embeddings")
+
+
 def rope_table(raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the rotary parameters: `rope_parameters` of transformers 5 and the older `rope_scaling`."""
     found = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}

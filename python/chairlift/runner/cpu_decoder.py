@@ -71,6 +71,7 @@ class _Builder:
             qkv_proj=self.linear(outs, model.hidden_size, model.qkv_bias),
             o_proj=self.linear({f"{prefix}self_attn.o_proj": model.hidden_size}, queries, model.output_bias),
             scale=model.attention_scale,
+            temperature=model.temperature,
             qk_norm=(self.norm(names[0], norms[0]), self.norm(names[1], norms[1])) if model.qk_norm else None,
             rope=rope if model.uses_rope[index] else None,
             softcap=model.attention_softcap,

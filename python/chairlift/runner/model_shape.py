@@ -13,6 +13,7 @@ from chairlift.checkpoint.weight_files import gguf_link, weight_files
 from chairlift.errors import ChairliftError
 from chairlift.models.config import ModelConfig, load_shape
 from chairlift.models.shape import ModelShape
+from chairlift.runner.weights import decoder_prefix, stored_name
 
 log = logging.getLogger("chairlift")
 
@@ -37,8 +38,8 @@ def _has_own_head(directory: Path) -> bool:
     except ChairliftError:
         return False  # reported when the weights are opened
     found = {name: file for file in files for name in file.tensors}
-    embeddings = next((name for name in ("model.embed_tokens.weight", "embed_tokens.weight") if name in found), None)
-    if "lm_head.weight" not in found or embeddings is None:
+    names = [stored_name(name, decoder_prefix(found)) for name in ("lm_head.weight", "model.embed_tokens.weight")]
+    if not found.keys() >= set(names):
         return False
-    head, embedding = (as_array(found[name], name) for name in ("lm_head.weight", embeddings))
+    head, embedding = (as_array(found[name], name) for name in names)
     return head.shape != embedding.shape or not np.array_equal(as_float32(head), as_float32(embedding))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -27,6 +28,8 @@ log = logging.getLogger("chairlift")
 NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 """Suffixes of tensors that a model may ignore: old tables of rotary angles, and scales of a KV cache that is not in 8 bits."""
 
+WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.")
+"""Prefixes of the decoder's tensors in a model that also reads images."""
 Part = tuple[str, int, NDArray[np.uint8] | tuple[_core.TensorFile, int], int]
 """A matrix as `_core.Linear` takes it.
 
@@ -72,11 +75,11 @@ class SafetensorWeights:
             self._files |= dict.fromkeys(file.tensors, file)
         self._kernel_files: dict[Path, _core.TensorFile] = {}
         self._unused = set(self._files)
-        self._bare = "embed_tokens.weight" in self._files
+        self._prefix = decoder_prefix(self._files)
 
     def _stored(self, name: str) -> str:
-        """A tensor's name in the files. Embedding models, such as Qwen3-Embedding, leave out the prefix of the decoder."""
-        return name.removeprefix("model.") if self._bare else name
+        """A tensor's name in the files."""
+        return stored_name(name, self._prefix)
 
     def take(self, name: str, *shape: int) -> Array:
         """Returns a tensor in the file's dtype."""
@@ -91,20 +94,20 @@ class SafetensorWeights:
 
     def matrix(self, layer: str, outs: int, ins: int) -> Array | QuantisedMatrix:
         """Returns the weight of a linear layer. A layer without tensors of the scheme is not quantised."""
-        layer = self._stored(f"{layer}.weight").removesuffix(".weight")
+        stored = self._stored(f"{layer}.weight").removesuffix(".weight")
 
         def has(kind: str) -> bool:
-            return f"{layer}.{kind}" in self._files
+            return f"{stored}.{kind}" in self._files
 
         if self._scheme is None or not any(map(has, ("weight_scale", "weight_scale_inv", "qweight"))):
             return self.take(f"{layer}.weight", outs, ins)
 
         def read(kind: str, *shapes: tuple[int, ...]) -> Array:
-            name = f"{layer}.{kind}"
+            name = f"{stored}.{kind}"
             return as_array(self._check(name, *shapes, dtypes=DTYPES | PACKED_DTYPES), name)
 
         found = read_quantised(self._scheme, read, has, outs, ins)
-        self._unused -= {f"{layer}.{kind}" for kind in TENSORS}
+        self._unused -= {f"{stored}.{kind}" for kind in TENSORS}
         return found
 
     def scales(self, name: str, heads: int) -> Array | None:
@@ -134,9 +137,12 @@ class SafetensorWeights:
         return DTYPES[entry.dtype][0], math.prod(shape[:-1]), (self._kernel_files[file.path], entry.start), 0
 
     def finish(self, model: ModelConfig) -> None:
-        """Raises UnsupportedModel if a tensor was not used, except a tied head and the tensors of NEEDLESS."""
-        ignored = {"lm_head.weight"} if model.tie_word_embeddings else set()
-        extra = sorted(name for name in self._unused - ignored if not name.endswith(NEEDLESS) and not self._is_empty_bias(name))
+        """Raises UnsupportedModel if a tensor of the decoder was not used, except a tied head and the tensors of NEEDLESS."""
+        ignored = {self._stored("lm_head.weight")} if model.tie_word_embeddings else set()
+        # With a prefix there are other parts beside the decoder, such as an image encoder.
+        own = self._prefix if self._prefix in WRAPPED_PREFIXES else ""
+        unused = (name for name in self._unused - ignored if name.startswith(own))
+        extra = sorted(name for name in unused if not name.endswith(NEEDLESS) and not self._is_empty_bias(name))
         if extra:
             raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {_some(extra)}")
 
@@ -264,6 +270,19 @@ class GGUFWeights:
             found = "missing" if entry is None else list(entry.shape)
             raise UnsupportedModel(f"{self.tensors.path}: tensor {name} is {found} where the configuration asks for {list(shape)}")
         self._unused.discard(name)
+
+
+def decoder_prefix(names: Iterable[str]) -> str:
+    """Returns what the names of a decoder's tensors begin with. Embedding models, such as Qwen3-Embedding, have no prefix."""
+    known = set(names)
+    return next((prefix for prefix in ("model.", "", *WRAPPED_PREFIXES) if f"{prefix}embed_tokens.weight" in known), "model.")
+
+
+def stored_name(name: str, prefix: str) -> str:
+    """Returns the name of a tensor in a checkpoint whose decoder has this prefix."""
+    if name.startswith("model."):
+        return prefix + name.removeprefix("model.")
+    return f"language_model.{name}" if prefix == "language_model.model." else name
 
 
 def _some(names: list[str]) -> str:

@@ -65,12 +65,23 @@ pub struct SelfAttention {
     pub rope: Option<usize>,
     /// Factor of the dot products of queries and keys.
     pub scale: f32,
+    /// How queries grow with their position (Ministral 3).
+    pub temperature: Option<Temperature>,
     /// The cap c if a score x is replaced by `c * tanh(x / c)` (Gemma 2).
     pub softcap: Option<f32>,
     /// Sliding window: how many tokens a token attends to, including itself. `None`: all tokens.
     pub window: Option<usize>,
     /// For each head, the score of a sink: a token without a value that all tokens attend to (gpt-oss).
     pub sinks: Option<Vec<f32>>,
+}
+
+/// The query at a position p is multiplied by `1 + beta * ln(1 + floor(p / span))`.
+#[derive(Clone, Copy, Debug)]
+pub struct Temperature {
+    /// Weight of the logarithm.
+    pub beta: f32,
+    /// Number of positions with one factor.
+    pub span: i32,
 }
 
 impl DecoderConfig {
@@ -140,8 +151,16 @@ impl SelfAttention {
         check(self.o_proj.matrix.is(isa, hidden, config.widths().0, Merge::Stacked), "weights of o_proj")?;
         check(self.rope.is_none_or(|rope| rope < config.ropes.len()), "rotary embeddings")?;
         check(self.scale.is_finite() && positive(self.softcap), "attention scales or soft caps")?;
+        check(self.temperature.is_none_or(|temperature| temperature.beta.is_finite() && temperature.span > 0), "attention temperatures")?;
         check(self.sinks.as_ref().is_none_or(|sinks| sinks.len() == config.num_heads), "attention sinks")?;
         check(self.window != Some(0), "windows")
+    }
+}
+
+impl Temperature {
+    /// The factor of the query at `position`.
+    pub(crate) fn factor(self, position: i32) -> f32 {
+        1.0 + self.beta * (1.0 + (position / self.span) as f32).ln()
     }
 }
 

@@ -33,7 +33,7 @@ mod tensor;
 mod unsafe_slice;
 mod weights;
 
-pub use blocks::{Block, BlockKind, DecoderConfig, SelfAttention};
+pub use blocks::{Block, BlockKind, DecoderConfig, SelfAttention, Temperature};
 pub use decoder::Decoder;
 pub use encoder::{
     Dense, DenseActivation, Embeddings, Encoder, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Head, Norm, Pooling,

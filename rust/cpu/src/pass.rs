@@ -216,6 +216,10 @@ impl<'a> Pass<'a> {
             let cos_sin = unsafe { self.cos_sin.read(t * self.cos_sin_width + start, ropes[index].width()) };
             self.isa.run(Rotate { heads, head_dim, cos_sin });
         }
+        if let Some(temperature) = attention.temperature {
+            let factor = temperature.factor(self.step.positions[t]);
+            row[..queries].iter_mut().for_each(|x| *x *= factor);
+        }
         self.rotate_for_int8(row);
         let (heads, values) = row.split_at(queries + kv);
         // SAFETY: the slots of a step are distinct (see `Pass`).

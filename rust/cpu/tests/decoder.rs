@@ -88,6 +88,7 @@ impl Weights {
                 qk_norm: None,
                 rope: Some(0),
                 scale: 1.0 / (HEAD as f32).sqrt(),
+                temperature: None,
                 softcap: None,
                 window,
                 sinks: None,

@@ -69,7 +69,10 @@ impl DecoderBlock {
 #[pymethods]
 impl DecoderBlock {
     #[staticmethod]
-    #[pyo3(signature = (*, norm, qkv_proj, o_proj, scale, qk_norm=None, rope=None, softcap=None, window=None, sinks=None, post_norm=None, residual_scale=1.0))]
+    #[pyo3(signature = (
+        *, norm, qkv_proj, o_proj, scale, temperature=None, qk_norm=None, rope=None, softcap=None, window=None, sinks=None, post_norm=None,
+        residual_scale=1.0
+    ))]
     #[allow(clippy::too_many_arguments)]
     fn attention(
         py: Python<'_>,
@@ -77,6 +80,7 @@ impl DecoderBlock {
         qkv_proj: &Linear,
         o_proj: &Linear,
         scale: f32,
+        temperature: Option<(f32, i32)>,
         qk_norm: Option<(PyBuffer<f32>, PyBuffer<f32>)>,
         rope: Option<usize>,
         softcap: Option<f32>,
@@ -88,7 +92,8 @@ impl DecoderBlock {
         let qk_norm = qk_norm.map(|(q, k)| Ok::<_, PyErr>([q.to_vec(py)?, k.to_vec(py)?])).transpose()?;
         let (qkv_proj, o_proj) = (qkv_proj.take()?, o_proj.take()?);
         let sinks = sinks.map(|sinks| sinks.to_vec(py)).transpose()?;
-        let attention = cpu::SelfAttention { qkv_proj, o_proj, qk_norm, rope, scale, softcap, window, sinks };
+        let temperature = temperature.map(|(beta, span)| cpu::Temperature { beta, span });
+        let attention = cpu::SelfAttention { qkv_proj, o_proj, qk_norm, rope, scale, temperature, softcap, window, sinks };
         Self::of(py, norm, cpu::BlockKind::Attention(attention), post_norm, residual_scale)
     }
 

@@ -19,7 +19,6 @@ from chairlift.server.errors import ApiError
 from chairlift.server.http.responses import Json, to_json_bytes
 from chairlift.server.service import service_of
 
-
 _PROGRESS_SECONDS = 0.25
 """Time between two lines about a download."""
 
