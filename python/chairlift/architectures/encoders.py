@@ -24,13 +24,13 @@ class Head:
 class EncoderArchitecture:
     """An encoder: names of its tensors, and its differences from BERT.
 
-    `name` is the class name in `architectures` of config.json, beside its `model_type`, and `models` names published models. `layer` begins the names of a layer's
-    tensors, with its index in braces; `qkv`, `up` and the others are names below it. `prefix` begins all names but those of the `head`,
-    which scores a pair of texts. Each block normalises its input, its output or the sum with the output, with the norms of these names
-    (attention's, then the MLP's). `rms` means root-mean-square norms of 1 + weight. A `gate` is the activation of a gated MLP, whose two
-    projections are `up`. With `theta` positions are rotary; layers with a window use `local_theta`. Every n-th layer has none if
-    `window_interval` is n. `offset_positions` numbers positions from the padding token's id on. `keys` are other names of entries of
-    config.json, and `expected` are the values of entries that there is code for.
+    `name` is the class name in `architectures` of config.json, beside its `model_type`, and `models` names published models. `layer` begins
+    the names of a layer's tensors, with its index in braces; `qkv`, `up` and the others are names below it. `prefix` begins all names but
+    those of the `head`, which scores a pair of texts. Each block normalises its input, its output or the sum with the output, with the
+    norms of these names (attention's, then the MLP's). `rms` means root-mean-square norms of 1 + weight. A `gate` is the activation of a
+    gated MLP, whose two projections are `up`. With `theta` positions are rotary; layers with a window use `local_theta`. Every n-th layer
+    has none if `window_interval` is n. `offset_positions` numbers positions from the padding token's id on. `keys` are other names of
+    entries of config.json, and `expected` are the values of entries that there is code for.
     """
 
     name: str
