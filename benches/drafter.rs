@@ -46,10 +46,10 @@ fn token(seq: u32, position: u32, text: Text) -> u32 {
 /// Time of all proposals divided by the steps and sequences.
 fn run(seqs: u32, text: Text) -> Duration {
     let config = Config {
-        num_blocks: seqs * (MAX_MODEL_LEN / BLOCK_SIZE) + 1,
+        num_kv_blocks: seqs * (MAX_MODEL_LEN / BLOCK_SIZE) + 1,
         block_size: BLOCK_SIZE,
-        max_tokens: 8192,
-        max_seqs: seqs,
+        max_num_batched_tokens: 8192,
+        max_num_seqs: seqs,
         max_model_len: MAX_MODEL_LEN,
         ..Config::default()
     };

@@ -181,10 +181,10 @@ def replay(prompt: list[int], answers: list[list[int]], draft_tokens: int, step:
     """Serves recorded answers together, with the scheduler and the drafter, and steps that take what `step` says of their tokens."""
     streams, max_tokens, blocks = len(answers), 2048, MODEL_LEN // 16
     layout = {
-        "num_blocks": streams * blocks + 1,
+        "num_kv_blocks": streams * blocks + 1,
         "block_size": 16,
-        "max_seqs": streams,
-        "max_tokens": max_tokens,
+        "max_num_seqs": streams,
+        "max_num_batched_tokens": max_tokens,
         "max_model_len": MODEL_LEN,
     }
     core = _core.Scheduler(draft_tokens=draft_tokens, **layout)

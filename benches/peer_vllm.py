@@ -88,10 +88,10 @@ class Ours:
 
     def __init__(self, case: Case) -> None:
         self.scheduler = _core.Scheduler(
-            num_blocks=case.blocks,
+            num_kv_blocks=case.blocks,
             block_size=BLOCK_SIZE,
-            max_tokens=MAX_TOKENS,
-            max_seqs=case.running,
+            max_num_batched_tokens=MAX_TOKENS,
+            max_num_seqs=case.running,
             max_model_len=case.max_model_len,
         )
         shapes: dict[str, int | tuple[int, int]] = {

@@ -70,10 +70,10 @@ def python_scheduler(running: int, **settings: Any) -> tuple[_core.Scheduler, _c
     """A scheduler with room for all, and its buffers."""
     rows = MAX_MODEL_LEN // BLOCK_SIZE
     scheduler = _core.Scheduler(
-        num_blocks=running * rows + 1,
+        num_kv_blocks=running * rows + 1,
         block_size=BLOCK_SIZE,
-        max_tokens=MAX_TOKENS,
-        max_seqs=running,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_num_seqs=running,
         max_model_len=MAX_MODEL_LEN,
         **settings,
     )
@@ -97,7 +97,7 @@ def through_python(running: int, *, everything: bool) -> float:
 
     `everything`: policy fair with eight tenants, deadlines looked at, a target, host blocks, and the journal.
     """
-    settings = {"policy": "fair", "target_itl": 10_000_000, "host_blocks": 1000, "swap_ns_per_block": 1000, "journal": True}
+    settings = {"scheduling_policy": "fair", "target_itl": 10_000_000, "host_blocks": 1000, "swap_ns_per_block": 1000, "journal": True}
     scheduler, buffers = python_scheduler(running, **(settings if everything else {}))
     random = np.random.default_rng(0)
     for tag in range(running):
@@ -125,7 +125,13 @@ def through_python(running: int, *, everything: bool) -> float:
 def adding(tokens: int) -> float:
     """Median microseconds of adding a prompt of so many tokens from Python, with names recorded."""
     scheduler = _core.Scheduler(
-        num_blocks=tokens, block_size=BLOCK_SIZE, max_tokens=MAX_TOKENS, max_seqs=1, max_model_len=2 * tokens, policy="prefix", journal=True
+        num_kv_blocks=tokens,
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_num_seqs=1,
+        max_model_len=2 * tokens,
+        scheduling_policy="prefix",
+        journal=True,
     )
     prompt = np.random.default_rng(0).integers(0, 50_000, tokens, dtype=np.int32)
     times = []

@@ -45,12 +45,12 @@ impl World {
         let max_seqs = case.running + u32::from(case.arrivals);
         let blocks = MAX_MODEL_LEN / BLOCK_SIZE;
         let config = Config {
-            num_blocks: max_seqs * blocks + 1,
+            num_kv_blocks: max_seqs * blocks + 1,
             block_size: BLOCK_SIZE,
-            max_tokens: MAX_TOKENS,
-            max_seqs,
+            max_num_batched_tokens: MAX_TOKENS,
+            max_num_seqs: max_seqs,
             max_model_len: MAX_MODEL_LEN,
-            policy: case.policy,
+            scheduling_policy: case.policy,
             ..Config::default()
         };
         let (tokens, seqs) = (MAX_TOKENS as usize, max_seqs as usize);

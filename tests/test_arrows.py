@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "template_renderer": {"errors"},
     "checkpoint": {"architectures", *LEAVES},
     "architectures": set(),
-    "config": {"scheduling", "settings"},
+    "config": {"scheduling", "settings", "_core"},
     "settings": {"scheduling"},
     "errors": set(),
     "checks": {"errors"},

@@ -36,7 +36,9 @@ def arrays(**changes: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def scheduler(num_blocks: int = 33, max_tokens: int = MAX_TOKENS) -> _core.Scheduler:
-    return _core.Scheduler(num_blocks=num_blocks, block_size=BLOCK, max_tokens=max_tokens, max_seqs=MAX_SEQS, max_model_len=MAX_LEN)
+    return _core.Scheduler(
+        num_kv_blocks=num_blocks, block_size=BLOCK, max_num_batched_tokens=max_tokens, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN
+    )
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -300,7 +302,13 @@ def accounts(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_what_was_recorded_decides_the_same_again_and_can_be_lived_otherwise() -> None:
     core = _core.Scheduler(
-        num_blocks=33, block_size=BLOCK, max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_model_len=MAX_LEN, policy="priority", journal=True
+        num_kv_blocks=33,
+        block_size=BLOCK,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_num_seqs=MAX_SEQS,
+        max_model_len=MAX_LEN,
+        scheduling_policy="priority",
+        journal=True,
     )
     buffers, now = _core.StepBuffers(**arrays()), 0
     for tag in range(12):
@@ -318,12 +326,12 @@ def test_what_was_recorded_decides_the_same_again_and_can_be_lived_otherwise() -
         timeline = core.explain(one["tag"])
         assert timeline is not None
         assert one == {name: timeline[name] for name in one}
-    assert (again["config"]["policy"], again["config"]["max_queued_reqs"]) == ("priority", None)
-    slower = _core.what_if(journal, {"max_seqs": 1, "policy": "fcfs"})
-    assert slower["config"] == again["config"] | {"max_seqs": 1, "policy": "fcfs"}
+    assert (again["config"]["scheduling_policy"], again["config"]["max_num_queued_reqs"]) == ("priority", None)
+    slower = _core.what_if(journal, {"max_num_seqs": 1, "scheduling_policy": "fcfs"})
+    assert slower["config"] == again["config"] | {"max_num_seqs": 1, "scheduling_policy": "fcfs"}
     assert slower["report"]["steps"] > again["report"]["steps"]
     assert [one["tag"] for one in accounts(slower["report"])] == list(range(12))
-    with pytest.raises(ValueError, match='no setting "seqs": there are num_blocks, '):
+    with pytest.raises(ValueError, match='no setting "seqs": there are num_kv_blocks, '):
         _core.what_if(journal, {"seqs": 1})
     with pytest.raises(ValueError, match="damaged"):
         _core.replay(journal[:200] + b"\xff" * 100 + journal[300:])
@@ -335,7 +343,9 @@ def test_what_was_recorded_decides_the_same_again_and_can_be_lived_otherwise() -
 
 
 def test_a_journal_with_a_request_that_the_scheduler_refuses_is_damaged() -> None:
-    core = _core.Scheduler(num_blocks=100, block_size=BLOCK, max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_model_len=MAX_LEN, journal=True)
+    core = _core.Scheduler(
+        num_kv_blocks=100, block_size=BLOCK, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN, journal=True
+    )
     with pytest.raises(_core.NoNewTokens):
         add(core, 5, ids(1), 0, [], 0)
     empty = core.journal()
@@ -349,28 +359,35 @@ def test_a_journal_with_a_request_that_the_scheduler_refuses_is_damaged() -> Non
 
 def test_settings_are_refused_by_the_table_that_lists_them() -> None:
     table = {setting.pop("name"): setting for setting in _core.settings()}
-    limits: dict[str, Any] = {"num_blocks": 33, "block_size": 4, "max_tokens": 16, "max_seqs": 4, "max_model_len": 64}
+    limits: dict[str, Any] = {"num_kv_blocks": 33, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "max_model_len": 64}
     assert table.keys() >= limits.keys()
-    assert table["max_queued_reqs"] == {
+    assert table["max_num_queued_reqs"] == {
         "doc": "Requests that may wait.",
         "default": None,
         "min": 0,
         "max": 2**32 - 2,
         "optional": True,
     }
-    assert table["reservation"]["names"] == ["watermark", "max-tokens", "peak"]
+    assert table["kv_reservation"]["names"] == ["watermark", "max-tokens", "peak"]
     _core.Scheduler(**limits | {name: setting["default"] for name, setting in table.items() if name not in limits})
-    with pytest.raises(ValueError, match=r"^max_seqs must be a whole number from 1 to 4294967295, got 0$"):
-        _core.Scheduler(**limits | {"max_seqs": 0})
-    with pytest.raises(ValueError, match=r"^policy must be one of fcfs, priority, fair, deadline, shortest, prefix, vtc, got best$"):
-        _core.Scheduler(**limits, policy="best")
-    with pytest.raises(ValueError, match='no setting "color": there are num_blocks, '):
+    with pytest.raises(ValueError, match=r"^max_num_seqs must be a whole number from 1 to 4294967295, got 0$"):
+        _core.Scheduler(**limits | {"max_num_seqs": 0})
+    with pytest.raises(
+        ValueError, match=r"^scheduling_policy must be one of fcfs, priority, fair, deadline, shortest, prefix, vtc, got best$"
+    ):
+        _core.Scheduler(**limits, scheduling_policy="best")
+    with pytest.raises(ValueError, match='no setting "color": there are num_kv_blocks, '):
         _core.Scheduler(**limits | {"color": 1})
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
     core = _core.Scheduler(
-        num_blocks=33, block_size=BLOCK, max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_model_len=MAX_LEN, max_queued_reqs=1
+        num_kv_blocks=33,
+        block_size=BLOCK,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_num_seqs=MAX_SEQS,
+        max_model_len=MAX_LEN,
+        max_num_queued_reqs=1,
     )
     add(core, 1, ids(5), 3, [], 0)
     with pytest.raises(_core.QueueFull, match="at most 1 may") as caught:
@@ -379,8 +396,22 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 
 def test_a_policy_that_there_is_not_is_named() -> None:
-    limits = {"num_blocks": 33, "block_size": BLOCK, "max_tokens": MAX_TOKENS, "max_seqs": MAX_SEQS, "max_model_len": MAX_LEN}
+    limits = {
+        "num_kv_blocks": 33,
+        "block_size": BLOCK,
+        "max_num_batched_tokens": MAX_TOKENS,
+        "max_num_seqs": MAX_SEQS,
+        "max_model_len": MAX_LEN,
+    }
     with pytest.raises(ValueError, match="fcfs, priority, fair, deadline, shortest, prefix"):
-        _core.Scheduler(**limits, policy="random")
+        _core.Scheduler(**limits, scheduling_policy="random")
     with pytest.raises(ValueError, match="batching must be one of continuous, static, dynamic, got bus"):
         _core.Scheduler(**limits, batching="bus")
+
+
+def test_the_documentation_has_every_policy_as_the_help_says_it() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "scheduling" / "policies.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|[^|]*\| [^|]+ \|$", page, re.MULTILINE)
+    assert sorted(rows) == sorted(_core.POLICIES)
+    for name, _ in _core.POLICIES:
+        assert f"\n## {name}\n" in page or name == "vtc"  # which is explained under `fair`

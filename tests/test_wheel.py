@@ -80,7 +80,7 @@ def test_imports_under_every_python_at_hand_without_its_dependencies(wheel: Path
     found = [shutil.which(f"python3.{minor}") for minor in range(12, 15)]
     program = (
         "import chairlift, chairlift._core as core\n"
-        "core.Scheduler(num_blocks=9, block_size=4, max_tokens=8, max_seqs=2, max_model_len=16).check()\n"
+        "core.Scheduler(num_kv_blocks=9, block_size=4, max_num_batched_tokens=8, max_num_seqs=2, max_model_len=16).check()\n"
         "assert chairlift.SamplingParams(temperature=0.0).greedy\n"
     )
     for python in [sys.executable, *filter(None, found)]:

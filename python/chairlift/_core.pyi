@@ -12,6 +12,7 @@ from chairlift.engine.engine_request import EngineRequest
 __all__ = [
     "CORPUS_BYTES_PER_TOKEN",
     "NO_TOKEN",
+    "POLICIES",
     "PREEMPTION_REASONS",
     "SERVING_RULES",
     "TIMELINE_STATES",
@@ -62,6 +63,8 @@ __version__: str
 CORPUS_BYTES_PER_TOKEN: int
 NO_TOKEN: int
 """A sample that ends its request without a token, because only the prompt's embedding was wanted."""
+POLICIES: tuple[tuple[str, str], ...]
+"""Each policy's name, and which request it serves first."""
 TIMELINE_STATES: tuple[str, ...]
 """Names of the states into which a request's time is divided."""
 

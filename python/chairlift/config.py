@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+from chairlift._core import POLICIES
 from chairlift.scheduling import LONGEST_MS, TIERS
 from chairlift.settings import check_type, flag, parse_json_object, parse_ms_or_auto, parse_paths, parse_size, parse_weights
 
@@ -165,10 +166,8 @@ class EngineConfig:
     )
     scheduling_policy: str = flag(
         "fcfs",
-        "which waiting request goes first: the first to arrive (later ones pass it while it does not fit into the KV cache), the lowest "
-        "priority number, the tenant served least, the least slack, the least left to do, the longest cached prefix, the tenant served "
-        "least without preemption",
-        choices=("fcfs", "priority", "fair", "deadline", "shortest", "prefix", "vtc"),
+        "which waiting request goes first: " + "; ".join(f"'{name}': {help}" for name, help in POLICIES),
+        choices=tuple(name for name, _ in POLICIES),
         group="scheduler",
     )
     tenant_weights: Mapping[str, int] | None = flag(

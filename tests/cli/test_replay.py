@@ -45,7 +45,7 @@ class Seen:
 
 def watched(*, requests=24, **settings) -> Seen:
     """A day of requests that come faster than they are served, some with a common beginning, some with a deadline."""
-    limits = {"num_blocks": BLOCKS, "max_tokens": TOKENS, "max_seqs": ROWS, "max_model_len": CONTEXT, "watermark": 2}
+    limits = {"num_kv_blocks": BLOCKS, "max_num_batched_tokens": TOKENS, "max_num_seqs": ROWS, "max_model_len": CONTEXT, "watermark": 2}
     core = _core.Scheduler(block_size=BLOCK, journal=True, **limits | settings)
     buffers = _core.StepBuffers(**{name: np.zeros(shape, np.int32) for name, shape in SHAPES.items()})
     dice, now, seen, tag = random.Random(1), 7_000_000, Seen(), 0
@@ -205,8 +205,8 @@ def test_json_has_all_numbers(replay, file):
     assert len(document["step_model_us"]) == 5
     recorded, as_recorded, changed = document["runs"]
     assert [recorded["figures"]["refused"], as_recorded["figures"]["refused"]] == [None, 0]
-    assert recorded["config"] == as_recorded["config"] == changed["config"] | {"num_blocks": BLOCKS, "watermark": 2}
-    assert (changed["config"]["num_blocks"], changed["config"]["watermark"]) == (60, 2)
+    assert recorded["config"] == as_recorded["config"] == changed["config"] | {"num_kv_blocks": BLOCKS, "watermark": 2}
+    assert (changed["config"]["num_kv_blocks"], changed["config"]["watermark"]) == (60, 2)
     for run in document["runs"]:
         figures = run["figures"]
         assert figures["steps"] == run["stats"]["steps"]
@@ -221,18 +221,18 @@ def test_json_has_all_numbers(replay, file):
 @pytest.mark.parametrize(
     ("setting", "name", "value"),
     [
-        ("max_num_seqs=2", "max_seqs", 2),
-        ("max-num-batched-tokens=64", "max_tokens", 64),
+        ("max_num_seqs=2", "max_num_seqs", 2),
+        ("max-num-batched-tokens=64", "max_num_batched_tokens", 64),
         ("max_model_len=0.125k", "max_model_len", 128),
-        ("num-kv-blocks=1K", "num_blocks", 1024),
-        ("enable_prefix_caching=off", "prefix_caching", False),
+        ("num-kv-blocks=1K", "num_kv_blocks", 1024),
+        ("enable_prefix_caching=off", "enable_prefix_caching", False),
         ("watermark=0.5", "watermark", 20),
-        ("kv_reservation=max-tokens", "reservation", "max-tokens"),
-        ("scheduling_policy=deadline", "policy", "deadline"),
+        ("kv_reservation=max-tokens", "kv_reservation", "max-tokens"),
+        ("scheduling_policy=deadline", "scheduling_policy", "deadline"),
         ("batching=static", "batching", "static"),
-        ("max_num_queued_reqs=2", "max_queued_reqs", 2),
-        ("max_num_queued_tokens=100", "max_queued_tokens", 100),
-        ("queue_ageing_ms=1.5", "ageing", 1500),
+        ("max_num_queued_reqs=2", "max_num_queued_reqs", 2),
+        ("max_num_queued_tokens=100", "max_num_queued_tokens", 100),
+        ("queue_ageing_ms=1.5", "queue_ageing", 1500),
         ("target_itl_ms=20", "target_itl", 20_000),
         ("gather_ms=auto", "gather", 10_000_000_000_000),
         ("target_itl_ms=none", "target_itl", None),
@@ -247,7 +247,7 @@ def test_every_setting_reaches_the_scheduler_in_its_units(replay, file, setting,
     assert status == 0
     assert changed["config"][name] == value
     # Nothing else changed, but for what follows from it.
-    follows = {"watermark", "batch_size"} if name in ("num_blocks", "batching") else set()
+    follows = {"watermark", "static_batch_size"} if name in ("num_kv_blocks", "batching") else set()
     assert {key for key in changed["config"] if changed["config"][key] != as_recorded["config"][key]} <= {name} | follows
 
 
@@ -258,7 +258,7 @@ def test_no_name_is_left_out_above():
 
 def test_a_setting_may_be_none_where_the_core_allows_it():
     table = {setting["name"]: setting for setting in _core.settings()}
-    for text, name, _ in [*_settings(), ("static_batch_size=2", "batch_size", 2)]:
+    for text, name, _ in [*_settings(), ("static_batch_size=2", "static_batch_size", 2)]:
         flag = re.split("=", text)[0].replace("-", "_")
         if table[name].get("optional"):
             assert replay_settings.parse(f"{flag}=none") == (flag, [None])
@@ -279,19 +279,19 @@ def test_sizes_of_batches_follow_what_they_follow_by_default(replay, tmp_path):
     def config(*arguments):
         status, output, _ = replay(path, *arguments, "--json")
         assert status == 0
-        return {key: json.loads(output)["runs"][-1]["config"][key] for key in ("batching", "batch_size", "batch_timeout")}
+        return {key: json.loads(output)["runs"][-1]["config"][key] for key in ("batching", "static_batch_size", "batch_timeout")}
 
-    assert config() == {"batching": "dynamic", "batch_size": 4, "batch_timeout": 3001}
-    assert config("--set", "max_num_seqs=2") == {"batching": "dynamic", "batch_size": 2, "batch_timeout": 3001}
-    assert config("--set", "static_batch_size=3", "--set", "batch_timeout_ms=5")["batch_size"] == 3
+    assert config() == {"batching": "dynamic", "static_batch_size": 4, "batch_timeout": 3001}
+    assert config("--set", "max_num_seqs=2") == {"batching": "dynamic", "static_batch_size": 2, "batch_timeout": 3001}
+    assert config("--set", "static_batch_size=3", "--set", "batch_timeout_ms=5")["static_batch_size"] == 3
     assert config("--set", "batch_timeout_ms=none")["batch_timeout"] == 0
-    assert config("--set", "batching=static") == {"batching": "static", "batch_size": 4, "batch_timeout": 0}
-    assert config("--set", "batching=continuous") == {"batching": "continuous", "batch_size": None, "batch_timeout": 0}
+    assert config("--set", "batching=static") == {"batching": "static", "static_batch_size": 4, "batch_timeout": 0}
+    assert config("--set", "batching=continuous") == {"batching": "continuous", "static_batch_size": None, "batch_timeout": 0}
 
 
 def test_a_setting_taken_as_it_was_changes_nothing(replay, tmp_path):
     path = tmp_path / "some.journal"
-    path.write_bytes(record(watermark=3, max_queued_reqs=9, ageing=12_345, target_itl=6_001, policy="shortest"))
+    path.write_bytes(record(watermark=3, max_num_queued_reqs=9, queue_ageing=12_345, target_itl=6_001, scheduling_policy="shortest"))
     _, output, _ = replay(path, "--set", "max_num_seqs=4", "--json")
     *_, as_recorded, changed = json.loads(output)["runs"]
     assert as_recorded["figures"]["refused"] == 0  # those were not recorded
@@ -349,7 +349,7 @@ def test_wrong_usage_is_one_line_and_status_2(arguments, says, capsys):
         (["watermark=1"], "--watermark must be at least 0 and below 1"),
         (["static_batch_size=2"], "--static-batch-size needs --batching static or --batching dynamic"),
         (["max_num_seqs=0"], "--max-num-seqs must be at least 1"),
-        (["num_kv_blocks=1"], "num_blocks must be a whole number from 2 to 4294967295, got 1"),
+        (["num_kv_blocks=1"], "num_kv_blocks must be a whole number from 2 to 4294967295, got 1"),
         (["num_kv_blocks=1T"], "these settings are impossible"),
         (["max_num_seqs=2,64"], "--max-num-batched-tokens (32) must be at least --max-num-seqs (64)"),
     ],

@@ -197,21 +197,21 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
         watermark=0.1,
     ).core.settings
     assert settings == {
-        "num_blocks": 101,
+        "num_kv_blocks": 101,
         "block_size": 16,
-        "max_tokens": 120,
-        "max_seqs": 30,
+        "max_num_batched_tokens": 120,
+        "max_num_seqs": 30,
         "max_model_len": 50,
-        "prefix_caching": True,
+        "enable_prefix_caching": True,
         "watermark": 10,
-        "reservation": "watermark",
-        "policy": "fair",
+        "kv_reservation": "watermark",
+        "scheduling_policy": "fair",
         "batching": "dynamic",
-        "batch_size": 8,
+        "static_batch_size": 8,
         "batch_timeout": 2500,
-        "max_queued_reqs": 3,
-        "max_queued_tokens": None,
-        "ageing": 10_000_000,
+        "max_num_queued_reqs": 3,
+        "max_num_queued_tokens": None,
+        "queue_ageing": 10_000_000,
         "target_itl": 500,
         "background_slowdown": 300,
         "gather": None,
@@ -477,9 +477,9 @@ def test_every_setting_of_the_core_comes_from_a_flag_and_goes_back_to_it():
     assert scheduler_settings.of_flags(again) | {"block_size": 16} == settings
     assert (again["watermark"], again["static_batch_size"], again["queue_ageing_ms"]) == (pytest.approx(0.1), 3, 10_000)
     # Names that flags and the core both list are the same ones.
-    for name, flag in (("policy", "scheduling_policy"), ("batching", "batching"), ("reservation", "kv_reservation")):
-        assert list(flags[flag]["choices"]) == table[name]["names"]
+    for name in ("scheduling_policy", "batching", "kv_reservation"):
+        assert list(flags[name]["choices"]) == table[name]["names"]
     # So are defaults, unless they depend on the machine or the pool.
     defaults = scheduler_settings.of_config(EngineConfig(), **sizes, host_blocks=0, swap_ns_per_block=0)
-    for name in table.keys() - {"num_blocks", "max_tokens", "max_seqs", "max_model_len", "watermark"}:
+    for name in table.keys() - {"num_kv_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "watermark"}:
         assert defaults[name] == table[name]["default"], name

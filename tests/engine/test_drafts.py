@@ -185,7 +185,7 @@ def test_a_step_must_hold_the_proposed_tokens():
 
 
 def test_finished_answers_are_drafted_for_the_same_tenant_and_salt_only():
-    layout = {"num_blocks": 100, "block_size": 8, "max_seqs": 4, "max_tokens": 64, "max_model_len": 200}
+    layout = {"num_kv_blocks": 100, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 200}
     core = _core.Scheduler(draft_tokens=8, draft_corpus_tokens=4096, **layout)
     buffers, now = StepBuffers(Layout(64, 4, 25)), 0
     views, text = _core.StepBuffers(**buffers.arrays()), np.random.default_rng(1).permutation(250).astype(np.int32)

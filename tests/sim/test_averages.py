@@ -9,7 +9,7 @@ from chairlift.sim.run import run
 from chairlift.sim.steps import StepTime
 from chairlift.sim.workload import Workload
 
-LIMITS = {"num_blocks": 1001, "block_size": 16, "max_tokens": 512, "max_seqs": 16, "max_model_len": 8192}
+LIMITS = {"num_kv_blocks": 1001, "block_size": 16, "max_num_batched_tokens": 512, "max_num_seqs": 16, "max_model_len": 8192}
 STEP = StepTime(((0.0, 1000.0), (1.0, 1100.0)))
 """A millisecond, and a tenth of one for each token."""
 
@@ -41,7 +41,7 @@ def test_all_replicas_count() -> None:
     assert [one.figures()["kv_used_max"] for one in result.replicas] == [2 / 1000, 7 / 1000]
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_blocks": 401}, {"policy": "shortest", "num_blocks": 401}])
+@pytest.mark.parametrize("settings", [{}, {"num_kv_blocks": 401}, {"scheduling_policy": "shortest", "num_kv_blocks": 401}])
 def test_blocks_over_time_are_those_of_the_requests_accounts(settings: dict[str, object]) -> None:
     step = 20_000
     result = run(workload(CONV).first(300).faster(2), LIMITS | settings, StepTime.constant(step))

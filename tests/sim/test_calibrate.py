@@ -56,7 +56,7 @@ SHAPES |= {"sample_slots": 64, "copies": 16, "block_tables": (8, 16)}
 
 def journal() -> bytes:
     """Of an engine whose steps take 2 ms and 100 µs a token, and that spends 300 µs between two of them."""
-    core = _core.Scheduler(num_blocks=200, block_size=16, max_tokens=64, max_seqs=8, max_model_len=256, journal=True)
+    core = _core.Scheduler(num_kv_blocks=200, block_size=16, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256, journal=True)
     buffers = _core.StepBuffers(**{name: np.zeros(size, np.int32) for name, size in SHAPES.items()})
     now = 1000
     for tag in range(60):
@@ -101,8 +101,10 @@ def test_an_engine_is_calibrated_and_simulated(byte_model: Path, tmp_path: Path,
     assert profile.sizes["max_num_seqs"] == 64
     result = simulate([TraceRequest(i / 100, 50, 20) for i in range(50)], device=here)
     assert len(result.finished) == 50
-    assert result.config["max_seqs"] == 64
-    assert simulate([TraceRequest(0, 50, 20)], device=here, max_num_seqs=2, max_num_batched_tokens=32).config["max_tokens"] == 32
+    assert result.config["max_num_seqs"] == 64
+    assert (
+        simulate([TraceRequest(0, 50, 20)], device=here, max_num_seqs=2, max_num_batched_tokens=32).config["max_num_batched_tokens"] == 32
+    )
     with pytest.raises(InvalidSetting, match="was measured with"):
         simulate([TraceRequest(0, 50, 20)], device=here, model="Llama-3.1-8B")
     (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n")
@@ -141,7 +143,7 @@ def test_a_profile_is_asked_for_nothing_that_was_not_measured(requested: dict[st
         simulate([TraceRequest(0, 50, 20)], device=MEASURED, **requested)
     assert says in str(caught.value)
     same = {"block_size": 32, "quantization": "int8", "num_kv_blocks": 100, "model": "some-model"}
-    assert simulate([TraceRequest(0, 50, 20)], device=MEASURED, **same).config["num_blocks"] == 100
+    assert simulate([TraceRequest(0, 50, 20)], device=MEASURED, **same).config["num_kv_blocks"] == 100
 
 
 def test_a_journal_does_not_name_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

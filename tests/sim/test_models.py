@@ -86,7 +86,7 @@ def test_weights_and_scales_count_and_the_result_is_always_the_same() -> None:
 def test_models_share_the_memory_of_a_device() -> None:
     on = DEVICES["h100"]
     result = simulate_models(lines(2, 1.0, ("big", "small")), models(), device="H100")
-    blocks = {name: one.config["num_blocks"] for name, one in result.results.items()}
+    blocks = {name: one.config["num_kv_blocks"] for name, one in result.results.items()}
     sizes = {model.name: kv_bytes(shape(model.config.model), "bfloat16") * 16 for model in models()}
     kv = [blocks[name] * sizes[name] for name in blocks]
     left = on.kv_memory(shape("Llama-3.1-8B"), "bfloat16") - 2 * shape("Llama-3.2-1B").num_weights
@@ -95,7 +95,7 @@ def test_models_share_the_memory_of_a_device() -> None:
     first, second = models()
     sized = SharedModel("big", EngineConfig(model="Llama-3.1-8B", num_kv_blocks=1000))
     rest = simulate_models(lines(2, 1.0, ("big", "small")), [sized, second], device=on).results["small"]
-    assert rest.config["num_blocks"] * sizes["small"] == pytest.approx(left - 1000 * sizes["big"], rel=0.001)
+    assert rest.config["num_kv_blocks"] * sizes["small"] == pytest.approx(left - 1000 * sizes["big"], rel=0.001)
     with pytest.raises(InvalidSetting, match="2 models do not fit in the 24 GB of L4"):
         simulate_models(lines(2, 1.0, (None,)), [first, SharedModel("again", first.config)], device="L4")
 

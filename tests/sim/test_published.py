@@ -15,7 +15,7 @@ from chairlift.sim.workload import Workload
 
 pytestmark = pytest.mark.slow
 
-WIDE = {"num_blocks": 10**6, "block_size": 16, "max_tokens": 10**6, "max_model_len": 10**5, "prefix_caching": False}
+WIDE = {"num_kv_blocks": 10**6, "block_size": 16, "max_num_batched_tokens": 10**6, "max_model_len": 10**5, "enable_prefix_caching": False}
 """Settings under which nothing but slots is short."""
 
 
@@ -24,7 +24,7 @@ def test_the_prefix_cache_hits_what_mooncakes_lru_hits(blocks: int, share: float
     # One request after the other; the last block counts as full, as in the published figures.
     trace, ids = mooncake(), mooncake().column("names")
     requested = trace.with_(arrival_us=np.arange(len(trace)), prompt=512 * ids, output=1, most=1)
-    limits = {"num_blocks": 1 + blocks, "block_size": 512, "max_tokens": 10**6, "max_seqs": 1, "max_model_len": 10**6}
+    limits = {"num_kv_blocks": 1 + blocks, "block_size": 512, "max_num_batched_tokens": 10**6, "max_num_seqs": 1, "max_model_len": 10**6}
     result = run(requested, limits, StepTime.constant(1))
     # A block whose last token was computed again, to have something to sample from, was found all the same.
     hits = int((-(-result.requests["cached_tokens"] // 512)).sum())
@@ -43,8 +43,8 @@ def test_continuous_batches_gain_what_the_ceiling_allows(path, size: int, ceilin
     trace = workload(path)
     outputs = np.random.default_rng(0).permutation(np.tile(trace.column("output"), max(1, 4_000_000 // int(trace.column("output").sum()))))
     requested = trace.repeated(len(outputs)).with_(arrival_us=0, prompt=1, output=outputs, most=outputs, tenant=0)
-    whole = run(requested, WIDE | {"max_seqs": size, "batching": "static", "batch_size": size}, StepTime.constant(1000))
-    joined = run(requested, WIDE | {"max_seqs": size}, StepTime.constant(1000))
+    whole = run(requested, WIDE | {"max_num_seqs": size, "batching": "static", "static_batch_size": size}, StepTime.constant(1000))
+    joined = run(requested, WIDE | {"max_num_seqs": size}, StepTime.constant(1000))
     assert whole.steps / joined.steps == pytest.approx(ceiling, rel=0.05)
 
 
@@ -52,8 +52,8 @@ def test_backlogged_clients_differ_by_no_more_than_vtcs_bound() -> None:
     # VTC, theorem 4.4: 2 * max(w_p * L_input, w_q * M), with M the tokens that a batch holds: here the KV cache.
     trace, blocks = workload(ARENA).with_(arrival_us=0), 640
     bound = 2 * max(int(trace.column("prompt").max()), 2 * 16 * blocks)
-    limits = WIDE | {"num_blocks": 1 + blocks, "max_seqs": 64, "watermark": 32}
-    fair, first_come = (run(trace, limits | {"policy": policy}, StepTime.constant(10_000)) for policy in ("fair", "fcfs"))
+    limits = WIDE | {"num_kv_blocks": 1 + blocks, "max_num_seqs": 64, "watermark": 32}
+    fair, first_come = (run(trace, limits | {"scheduling_policy": policy}, StepTime.constant(10_000)) for policy in ("fair", "fcfs"))
     assert widest(fair, trace) <= bound
     assert widest(first_come, trace) > bound, "the bound would hold for anybody"
 

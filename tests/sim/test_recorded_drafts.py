@@ -17,7 +17,7 @@ from chairlift.sim.steps import StepTime
 from chairlift.sim.workload import DRAFT_COLUMNS
 
 PROMPT, OUTPUT, REQUESTS = 40, 60, 4
-LIMITS = {"num_blocks": 201, "block_size": 4, "max_tokens": 256, "max_seqs": 8, "max_model_len": 128}
+LIMITS = {"num_kv_blocks": 201, "block_size": 4, "max_num_batched_tokens": 256, "max_num_seqs": 8, "max_model_len": 128}
 STEP = StepTime(((0, 9_000), (1, 10_000)))
 OFF = {"method": "off"}
 AUTO = {"method": "auto", "num_speculative_tokens": 8}
@@ -26,7 +26,7 @@ AUTO = {"method": "auto", "num_speculative_tokens": 8}
 def record(file: Path) -> dict[str, int]:
     """Writes a journal of requests one second apart, whose answers repeat a part of their prompt, and returns the drafter's counters."""
     core = _core.Scheduler(journal=True, draft_tokens=8, **LIMITS)
-    buffers = StepBuffers(Layout(LIMITS["max_tokens"], LIMITS["max_seqs"], LIMITS["max_model_len"] // LIMITS["block_size"]))
+    buffers = StepBuffers(Layout(LIMITS["max_num_batched_tokens"], LIMITS["max_num_seqs"], LIMITS["max_model_len"] // LIMITS["block_size"]))
     views, now = _core.StepBuffers(**buffers.arrays()), 5_000_000
     for tag in range(REQUESTS):
         now = 5_000_000 + 1_000_000 * tag

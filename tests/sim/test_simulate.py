@@ -26,7 +26,7 @@ from chairlift.sim.shapes import KNOWN, shape
 from chairlift.sim.steps import Load, StepTime
 from chairlift.sim.workload import COLUMNS, Workload
 
-LIMITS = {"num_blocks": 1001, "block_size": 16, "max_tokens": 512, "max_seqs": 16, "max_model_len": 8192}
+LIMITS = {"num_kv_blocks": 1001, "block_size": 16, "max_num_batched_tokens": 512, "max_num_seqs": 16, "max_model_len": 8192}
 
 
 def digest(result) -> str:
@@ -128,14 +128,14 @@ def test_tenants_deadlines_and_predictions_reach_the_scheduler() -> None:
     lines = [TraceRequest(0, 100, 200, client=client) for client in ("a", "b") for _ in range(20)]
     trace = Workload.of(lines, {"a": 3})
     assert trace.tenants == (("a", 3), ("b", 1))
-    limits = LIMITS | {"max_seqs": 4}
-    fair = run(trace, limits | {"policy": "fair"}, StepTime.constant(1000)).requests
+    limits = LIMITS | {"max_num_seqs": 4}
+    fair = run(trace, limits | {"scheduling_policy": "fair"}, StepTime.constant(1000)).requests
     middle = np.median(fair["started"])
     early = fair["tag"][fair["started"] < middle]
     assert (early < 20).sum() > 2 * (early >= 20).sum(), "the heavier client goes first"
     due = run(trace.with_(deadline_us=500_000), limits, StepTime.constant(1000))
     assert due.figures()["missed_deadline"] == (due.requests["finish"] == DEADLINE).sum() > 0
-    urgent = run(trace.with_(priority=-np.arange(40)), limits | {"policy": "priority"}, StepTime.constant(1000)).requests
+    urgent = run(trace.with_(priority=-np.arange(40)), limits | {"scheduling_policy": "priority"}, StepTime.constant(1000)).requests
     assert urgent["tag"][np.argmin(urgent["ended"])] == 39
 
 
@@ -161,16 +161,16 @@ def test_the_cpus_roofline_is_near_what_was_measured(rows: int, measured: float)
 def test_sizes_follow_the_machines_memory() -> None:
     settings, _ = machine("Llama-3.1-8B", "H100", EngineConfig())
     free = 0.92 * 80e9 - 2 * 8.03e9 - 2 * 2**30
-    assert settings["num_blocks"] == pytest.approx(free / (16 * 131072), rel=0.001)
+    assert settings["num_kv_blocks"] == pytest.approx(free / (16 * 131072), rel=0.001)
     with pytest.raises(InvalidSetting, match="no memory for a KV cache"):
         machine("Llama-3.1-70B", "H100", EngineConfig())
     for small in ({"block_size": 10**9}, {"kv_cache_memory_bytes": 10}, {"num_kv_blocks": 1}):
         with pytest.raises(InvalidSetting, match=r"the KV cache needs two blocks, but [01] of "):
             machine("Llama-3.1-8B", "H100", EngineConfig(**small))
-    with pytest.raises(InvalidSetting, match="num_blocks must be a whole number from 2 to 4294967295, got 4294967296"):
+    with pytest.raises(InvalidSetting, match="num_kv_blocks must be a whole number from 2 to 4294967295, got 4294967296"):
         simulate([TraceRequest(0, 1, 1)], model="Llama-3.1-8B", device="H100", num_kv_blocks=2**32)
     halved = machine("Llama-3.1-8B", "H100", EngineConfig(kv_cache_dtype="fp8"))[0]
-    assert halved["num_blocks"] == pytest.approx(2 * settings["num_blocks"], rel=0.001)
+    assert halved["num_kv_blocks"] == pytest.approx(2 * settings["num_kv_blocks"], rel=0.001)
     for refused in ({"quantization": "int8"}, {"kv_cache_dtype": "int8"}):
         with pytest.raises(InvalidSetting, match="int8"):
             machine("Llama-3.1-8B", "H100", EngineConfig(**refused))
@@ -199,8 +199,8 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         simulate(trace, model="Llama-3.1-8B", device="H100", routing="random")
     with pytest.raises(InvalidSetting, match="rising tokens"):
         run(trace, LIMITS, StepTime(((1.0, 1.0), (1.0, 2.0))))
-    with pytest.raises(InvalidSetting, match="num_blocks"):
-        run(trace, LIMITS | {"num_blocks": 1}, StepTime.constant(1))
+    with pytest.raises(InvalidSetting, match="num_kv_blocks"):
+        run(trace, LIMITS | {"num_kv_blocks": 1}, StepTime.constant(1))
     with pytest.raises(InvalidSetting, match="negative"):
         run(trace.with_(prompt=-1), LIMITS, StepTime.constant(1))
     with pytest.raises(InvalidSetting, match="a thousand years"):
@@ -250,7 +250,7 @@ def test_the_command_prints_a_table_json_and_a_page(capsys: pytest.CaptureFixtur
     assert main.main([*requested, "--json", "--batching", "static", "--static-batch-size", "4", "--max-num-seqs", "4"]) == 0
     reported = json.loads(capsys.readouterr().out)
     assert reported["figures"]["finished"] == 300
-    assert (reported["config"]["batching"], reported["config"]["batch_size"]) == ("static", 4)
+    assert (reported["config"]["batching"], reported["config"]["static_batch_size"]) == ("static", 4)
     assert max(reported["timeline"]["batch"]) <= 4
     assert main.main(["simulate", "--trace", str(tmp_path / "none.csv")]) == 2
     assert "cannot be read" in capsys.readouterr().err

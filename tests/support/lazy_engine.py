@@ -14,7 +14,7 @@ import pytest
 import torch
 from lazy_device import BROKEN, CellModel, LazyCopyStream, LazyDevice
 
-from chairlift import SamplingParams, Scheduling
+from chairlift import SamplingParams, Scheduling, _core
 from chairlift.config import EngineConfig
 from chairlift.engine import loop
 from chairlift.engine.engine_request import EngineRequest
@@ -39,7 +39,7 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 LONGEST = 48
-POLICIES = ("fcfs", "priority", "fair", "deadline", "shortest", "prefix", "vtc")
+POLICIES = tuple(name for name, _ in _core.POLICIES)
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,16 @@ from chairlift.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """A flag, its setting and the conversions between them. Both functions take a value and the number of KV blocks."""
+    """A flag, and the conversions between it and its setting. Both functions take a value and the number of KV blocks."""
 
     flag: str
-    setting: str
     encode: Callable[[Any, int], Any] = lambda value, blocks: value
     decode: Callable[[Any, int], Any] = lambda value, blocks: value
+
+    @property
+    def setting(self) -> str:
+        """The name of the setting. Times are flags in milliseconds and settings in microseconds."""
+        return self.flag.removesuffix("_ms")
 
 
 def _microseconds(milliseconds: float | Fraction | None, blocks: int) -> int | None:
@@ -30,38 +34,35 @@ def _milliseconds(microseconds: int | None, blocks: int) -> Fraction | None:
 
 
 _CONVERSIONS = (
-    _Conversion("max_num_seqs", "max_seqs"),
-    _Conversion("max_num_batched_tokens", "max_tokens"),
-    _Conversion("max_model_len", "max_model_len"),
-    _Conversion("num_kv_blocks", "num_blocks"),
-    _Conversion("enable_prefix_caching", "prefix_caching"),
+    _Conversion("max_num_seqs"),
+    _Conversion("max_num_batched_tokens"),
+    _Conversion("max_model_len"),
+    _Conversion("num_kv_blocks"),
+    _Conversion("enable_prefix_caching"),
     _Conversion(
-        "watermark",
         "watermark",
         encode=lambda share, blocks: int(share * (blocks - 1)),
         decode=lambda watermark, blocks: Fraction(watermark, blocks - 1),
     ),
-    _Conversion("kv_reservation", "reservation"),
-    _Conversion("scheduling_policy", "policy"),
-    _Conversion("batching", "batching"),
-    _Conversion("static_batch_size", "batch_size"),
+    _Conversion("kv_reservation"),
+    _Conversion("scheduling_policy"),
+    _Conversion("batching"),
+    _Conversion("static_batch_size"),
     _Conversion(
         "batch_timeout_ms",
-        "batch_timeout",
         encode=lambda milliseconds, blocks: _microseconds(milliseconds or 0, blocks),
         decode=lambda timeout, blocks: _milliseconds(timeout or None, blocks),
     ),
-    _Conversion("max_num_queued_reqs", "max_queued_reqs"),
-    _Conversion("max_num_queued_tokens", "max_queued_tokens"),
-    _Conversion("queue_ageing_ms", "ageing", _microseconds, _milliseconds),
-    _Conversion("target_itl_ms", "target_itl", _microseconds, _milliseconds),
+    _Conversion("max_num_queued_reqs"),
+    _Conversion("max_num_queued_tokens"),
+    _Conversion("queue_ageing_ms", _microseconds, _milliseconds),
+    _Conversion("target_itl_ms", _microseconds, _milliseconds),
     _Conversion(
-        "background_slowdown",
         "background_slowdown",
         encode=lambda times, blocks: round(times * 100),
         decode=lambda hundredths, blocks: Fraction(hundredths, 100),
     ),
-    _Conversion("gather_ms", "gather", _microseconds, _milliseconds),
+    _Conversion("gather_ms", _microseconds, _milliseconds),
 )
 
 FLAGS = tuple(one.flag for one in _CONVERSIONS)
@@ -84,9 +85,9 @@ def of_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_flags(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The values of `FLAGS` and `HOST` for the settings of a scheduler."""
-    blocks = settings["num_blocks"]
+    blocks = settings["num_kv_blocks"]
     flags = {one.flag: one.decode(settings[one.setting], blocks) for one in _CONVERSIONS} | {name: settings[name] for name in HOST}
     # A size that equals the default is treated as the default.
-    if flags["static_batch_size"] == settings["max_seqs"]:
+    if flags["static_batch_size"] == settings["max_num_seqs"]:
         flags["static_batch_size"] = None
     return flags

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from chairlift.config import EngineConfig
-from chairlift.sim.devices import Profile
+from chairlift.sim.devices import SIZES, Profile
 from chairlift.sim.fit import Fit, fit
 from chairlift.sim.replay import Recording
 from chairlift.sim.steps import Load
@@ -37,15 +37,6 @@ _DECODE_STEPS = 6
 
 _SKIPPED_STEPS = 4
 """Steps at the start that are not used, because they touch memory for the first time."""
-
-_SIZES = {
-    "num_kv_blocks": "num_blocks",
-    "block_size": "block_size",
-    "max_model_len": "max_model_len",
-    "max_num_seqs": "max_seqs",
-    "max_num_batched_tokens": "max_tokens",
-}
-"""The sizes of a profile, with the scheduler's names."""
 
 DATA_TYPES = ("dtype", "quantization", "kv_cache_dtype")
 """The settings for the data types of weights and KV cache."""
@@ -78,7 +69,7 @@ def from_journal(path: str | Path, model: str = "") -> Profile:
     """Fits step times to the steps of a journal, recorded with `model`. Raises InvalidSetting."""
     config, steps = _busy_steps(path)
     result = fit(Load(*steps[:, :4].T), steps[:, 5].astype(float))
-    return _profile(result, model, {name: config[core] for name, core in _SIZES.items()}, steps)
+    return _profile(result, model, {name: config[name] for name in SIZES}, steps)
 
 
 def _busy_steps(path: str | Path) -> tuple[Mapping[str, Any], np.ndarray]:

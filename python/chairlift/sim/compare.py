@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from chairlift._core import POLICIES
 from chairlift.bench.traces import TraceRequest
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
@@ -37,17 +38,6 @@ _TITLES = {
     ),
     "continuous": ("Continuous batching", "A waiting request joins at the next step, as soon as a batch slot is free."),
 }
-
-_NEXT = {
-    "fcfs": "that arrived first, if it fits",
-    "priority": "with the most urgent priority",
-    "fair": "of the tenant that was served least",
-    "deadline": "with the least slack",
-    "shortest": "with the fewest tokens left",
-    "vtc": "of the tenant that was served least",
-    "prefix": "with the longest cached prefix",
-}
-"""The request that each policy admits next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +137,7 @@ def variants(engine: EngineConfig, batchings: Sequence[str], policies: Sequence[
         title, description = _TITLES[batching]
         description = description.format(timeout=f", or after {timeout / 1000:g} s")
         if set(policies) != {"fcfs"}:
-            title, description = f"{title}, {policy}", f"The next request is the one {_NEXT[policy]}."
+            title, description = f"{title}, {policy}", f"Goes first: {dict(POLICIES)[policy]}."
         result.append(Variant(", ".join(name) or batching, title, description, config))
     if len({variant.name for variant in result}) < len(result):
         raise InvalidSetting("--batching, --policy: a name is given twice")
@@ -176,7 +166,7 @@ def from_simulation(variant: Variant, result: Result) -> VariantResult:
     done = result.finished
     preempted = done["preempted"] + done["swapped"]
     spans = zip(*(done[name].tolist() for name in _TIMELINE), preempted.tolist(), strict=True)
-    return variant_result(variant, result.config["max_seqs"], spans, len(result.requests) + len(result.refused) - len(done))
+    return variant_result(variant, result.config["max_num_seqs"], spans, len(result.requests) + len(result.refused) - len(done))
 
 
 def variant_result(variant: Variant, slots: int, spans: Iterable[tuple[int, ...]], unserved: int) -> VariantResult:

@@ -72,7 +72,8 @@ class Device:
         return 0.92 * self.memory - model.num_weights * BYTES[dtype] - _RESERVED * (self.memory > 2 * _RESERVED)
 
 
-_SIZES = {"num_kv_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"}
+SIZES = ("num_kv_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+"""The sizes of a profile, with the scheduler's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ class Profile:
         try:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
             profile = cls(step=StepTime.parse(raw.pop("step")), **raw)
-            if missing := _SIZES - profile.sizes.keys():
+            if missing := {*SIZES} - profile.sizes.keys():
                 raise ValueError(f"sizes lack {', '.join(sorted(missing))}")
             if any(type(size) is not int or size < 1 for size in profile.sizes.values()):
                 raise ValueError("sizes must be whole numbers above 0")

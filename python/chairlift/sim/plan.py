@@ -269,7 +269,7 @@ class _Progress:
 def candidates(config: EngineConfig, usual: dict[str, Any], measured_tokens: int | None) -> list[dict[str, Any]]:
     """Settings to try: step sizes up to the largest measured one, then numbers of slots. A step has a token for each slot."""
     fixed = bool(config.max_num_seqs or config.static_batch_size)
-    tokens, slots = usual["max_tokens"], usual["max_seqs"]
+    tokens, slots = usual["max_num_batched_tokens"], usual["max_num_seqs"]
     changes: list[dict[str, Any]] = []
     for size in (int(factor * tokens) for factor in _FACTORS if not config.max_num_batched_tokens):
         if _MIN_STEP_TOKENS <= size <= (measured_tokens or size) and not (fixed and size < slots):
@@ -323,13 +323,13 @@ def _unreachable(targets: Targets, isolated: list[Point]) -> str:
 def _doubled(settings: dict[str, Any], name: str) -> dict[str, Any]:
     """`settings` with twice as much of one. A step has a token for each slot."""
     more = settings | {name: 2 * settings[name]}
-    return more | {"max_tokens": max(more["max_tokens"], more["max_seqs"])}
+    return more | {"max_num_batched_tokens": max(more["max_num_batched_tokens"], more["max_num_seqs"])}
 
 
 _DOUBLED: dict[str, Callable[[_Trial], _Trial]] = {
     "compute": lambda of: replace(of, step=of.step.times(0.5)),
-    "slots": lambda of: replace(of, settings=_doubled(of.settings, "max_seqs")),
-    "kv": lambda of: replace(of, settings=_doubled(of.settings, "num_blocks")),
+    "slots": lambda of: replace(of, settings=_doubled(of.settings, "max_num_seqs")),
+    "kv": lambda of: replace(of, settings=_doubled(of.settings, "num_kv_blocks")),
     "ttft": lambda of: replace(of, targets=replace(of.targets, ttft=2 * of.targets.ttft)),
     "itl": lambda of: replace(of, targets=replace(of.targets, itl=2 * of.targets.itl)),
 }

@@ -135,7 +135,7 @@ def run(
 
 def longest_request(settings: Mapping[str, Any]) -> int:
     """The most tokens of a request, prompt and output, with these settings of a scheduler."""
-    return int(min(settings["max_model_len"], (settings["num_blocks"] - 1) * settings["block_size"]))
+    return int(min(settings["max_model_len"], (settings["num_kv_blocks"] - 1) * settings["block_size"]))
 
 
 def machine(

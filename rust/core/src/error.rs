@@ -64,13 +64,15 @@ pub enum ConfigError {
         /// The minimum.
         least: u64,
     },
-    /// `max_tokens` is less than `max_seqs`.
-    #[error("max_seqs ({max_seqs}) must be at most max_tokens ({max_tokens}): each sequence that decodes takes a token of every step")]
+    /// `max_num_batched_tokens` is less than `max_num_seqs`.
+    #[error(
+        "max_num_seqs ({max_num_seqs}) must be at most max_num_batched_tokens ({max_num_batched_tokens}): each sequence that decodes takes a token of every step"
+    )]
     TooManySeqs {
-        /// `Config::max_seqs`.
-        max_seqs: u32,
-        /// `Config::max_tokens`.
-        max_tokens: u32,
+        /// `Config::max_num_seqs`.
+        max_num_seqs: u32,
+        /// `Config::max_num_batched_tokens`.
+        max_num_batched_tokens: u32,
     },
     /// A limit does not fit the 32-bit step buffers.
     #[error("{name} must be at most {most}, got {value}")]

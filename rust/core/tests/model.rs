@@ -152,8 +152,8 @@ proptest! {
         let max_seqs = max_seqs.min(max_tokens);
         let (host_blocks, swap_ns_per_block) = host;
         let config = Config {
-            num_blocks, block_size, max_tokens, max_seqs, max_model_len: 44, prefix_caching, watermark, reservation, policy, batching,
-            max_queued_reqs, max_queued_tokens: u64::MAX, ageing, target_itl, background_slowdown, gather, host_blocks, swap_ns_per_block,
+            num_kv_blocks: num_blocks, block_size, max_num_batched_tokens: max_tokens, max_num_seqs: max_seqs, max_model_len: 44, enable_prefix_caching: prefix_caching, watermark, kv_reservation: reservation, scheduling_policy: policy, batching,
+            max_num_queued_reqs: max_queued_reqs, max_num_queued_tokens: u64::MAX, queue_ageing: ageing, target_itl, background_slowdown, gather, host_blocks, swap_ns_per_block,
         };
         let journal = journal && replays(policy);
         let mut world = World::new(config, journal).drafting(drafts.0, drafts.1);
@@ -174,7 +174,7 @@ proptest! {
         host_blocks in prop_oneof![2 => Just(0u32), 1 => 1..40u32], limits in 0..60u32,
     ) {
         let config = Config {
-            num_blocks: 40u32.div_ceil(block_size) + spare, block_size, max_tokens: 24, max_seqs, max_model_len: 44, policy, ageing, host_blocks,
+            num_kv_blocks: 40u32.div_ceil(block_size) + spare, block_size, max_num_batched_tokens: 24, max_num_seqs: max_seqs, max_model_len: 44, scheduling_policy: policy, queue_ageing: ageing, host_blocks,
             ..Config::default()
         };
         let mut world = World::new(config, replays(policy)).drafting(ageing as usize % 5, 1000);

@@ -26,7 +26,8 @@ impl Policy for Lifo {
 
 /// The order in which five requests start that wait for one slot. Each arrives a microsecond after the one before and takes 2 ms.
 fn started(ageing: Time) -> Vec<u64> {
-    let mut scheduler = Scheduler::new(Config { policy: &Lifo, max_seqs: 1, ageing, ..Config::default() }).unwrap();
+    let mut scheduler =
+        Scheduler::new(Config { scheduling_policy: &Lifo, max_num_seqs: 1, queue_ageing: ageing, ..Config::default() }).unwrap();
     for tag in 0..5 {
         let request = Request { tag, prompt: vec![tag as u32; 8], max_new_tokens: 2, ..Request::default() };
         scheduler.add(request, tag).unwrap();

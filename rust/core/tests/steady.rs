@@ -19,7 +19,7 @@ struct World {
 
 impl World {
     fn new(config: Config) -> Self {
-        let (tokens, seqs) = (config.max_tokens as usize, config.max_seqs as usize);
+        let (tokens, seqs) = (config.max_num_batched_tokens as usize, config.max_num_seqs as usize);
         let tables = seqs * config.max_blocks_per_seq() as usize;
         let lens = [tokens, tokens, tokens, seqs + 1, seqs, seqs, tokens, tokens, 2 * seqs, tables];
         Self {
@@ -87,13 +87,13 @@ fn a_steady_decode_step_does_not_allocate_under_any_policy() {
     for policy in POLICIES {
         let name = policy.name();
         let mut world = World::new(Config {
-            num_blocks: ROWS * 64,
-            max_tokens: 2048,
-            max_seqs: ROWS,
+            num_kv_blocks: ROWS * 64,
+            max_num_batched_tokens: 2048,
+            max_num_seqs: ROWS,
             max_model_len: 1024,
             watermark: 64,
-            policy,
-            ageing: FAR,
+            scheduling_policy: policy,
+            queue_ageing: FAR,
             target_itl: 50_000,
             host_blocks: 256,
             swap_ns_per_block: 1000,

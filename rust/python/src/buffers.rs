@@ -92,7 +92,7 @@ impl StepBuffers {
 
     /// Raises an error if an array is too short for a scheduler with these limits.
     pub(crate) fn check(&self, config: &core::Config) -> PyResult<()> {
-        let (tokens, seqs) = (config.max_tokens as usize, config.max_seqs as usize);
+        let (tokens, seqs) = (config.max_num_batched_tokens as usize, config.max_num_seqs as usize);
         let wanted = [
             ("input_ids", &self.input_ids, tokens),
             ("positions", &self.positions, tokens),

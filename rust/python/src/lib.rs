@@ -52,7 +52,7 @@ mod _core {
     use crate::threads::ThreadPool;
     #[pymodule_export]
     use crate::work::{decode_work, max_splits, prefill_work};
-    use chairlift_core::{PreemptionReason, Rule, TimelineState};
+    use chairlift_core::{POLICIES, PreemptionReason, Rule, TimelineState};
     use pyo3::prelude::*;
     use pyo3::types::PyTuple;
 
@@ -60,6 +60,7 @@ mod _core {
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("NO_TOKEN", chairlift_core::NO_TOKEN)?;
         module.add("CORPUS_BYTES_PER_TOKEN", chairlift_core::CORPUS_BYTES_PER_TOKEN)?;
+        module.add("POLICIES", PyTuple::new(module.py(), POLICIES.map(|policy| (policy.name(), policy.help())))?)?;
         module.add("TIMELINE_STATES", PyTuple::new(module.py(), TimelineState::NAMES.map(|(_, name)| name))?)?;
         module.add("SERVING_RULES", PyTuple::new(module.py(), Rule::NAMES.map(|(_, name)| name))?)?;
         module.add("PREEMPTION_REASONS", PyTuple::new(module.py(), PreemptionReason::NAMES.map(|(_, name)| name))?)?;

@@ -133,28 +133,13 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
     for (name, value) in gauges {
         dict.set_item(name, value)?;
     }
-    let counted = [
-        ("steps", counters.steps),
-        ("step_us", counters.step_us),
-        ("prompt_tokens", counters.prompt_tokens),
-        ("prefix_queries", counters.prefix_queries),
-        ("prefix_hits", counters.prefix_hits),
-        ("generated_tokens", counters.generated_tokens),
-        ("computed_tokens", counters.computed_tokens),
-        ("computed_prompt_tokens", counters.computed_prompt_tokens),
-        ("recomputed_tokens", counters.recomputed_tokens),
-        ("preemptions", counters.preemptions_recompute + counters.preemptions_swap),
-        ("preemptions_recompute", counters.preemptions_recompute),
-        ("preemptions_swap", counters.preemptions_swap),
-        ("swapped_blocks", counters.swapped_blocks),
-        ("expired", counters.expired),
-        ("rejected_queue_full", counters.rejected_queue_full),
+    let predicted = [
         ("queued_prompt_tokens", stats.queued_prompt_tokens),
         ("predicted_wait_us", stats.predicted_wait),
         ("predicted_prefill_us", stats.predicted_prefill),
         ("predicted_step_us", stats.predicted_step),
     ];
-    for (name, value) in counted {
+    for (name, value) in counters.named().into_iter().chain(predicted) {
         dict.set_item(name, value)?;
     }
     dict.set_item("energy_uj", counters.energy_uj)?;

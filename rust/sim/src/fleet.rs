@@ -28,8 +28,8 @@ pub(crate) struct Fleet<'a> {
 impl<'a> Fleet<'a> {
     pub(crate) fn new(config: Config, machine: &'a Machine, engines: usize, routing: Routing) -> Result<Self, ConfigError> {
         let mut engines = (0..engines).map(|_| Replica::new(config, machine)).collect::<Result<Vec<_>, _>>()?;
-        let exchanges = engines.len() > 1 && config.policy.rules().takes_turns();
-        let shares_prefixes = engines.len() > 1 && config.prefix_caching;
+        let exchanges = engines.len() > 1 && config.scheduling_policy.rules().takes_turns();
+        let shares_prefixes = engines.len() > 1 && config.enable_prefix_caching;
         if shares_prefixes {
             for engine in &mut engines {
                 engine.scheduler().record_cache_changes();
@@ -177,8 +177,9 @@ mod tests {
     /// least and the most, in units.
     fn differences(tenants: &[Tenant; 2], open_ended: bool, policy: &'static dyn Policy) -> (f64, f64) {
         let machine = Machine { step: StepTime::linear([0.0, 100.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 0, draft_tokens: 0 };
-        let base = Config { max_tokens: 256, max_seqs: ROWS, num_blocks: 2001, max_model_len: 4096, ..Config::default() };
-        let config = Config { policy, prefix_caching: false, ..base };
+        let base =
+            Config { max_num_batched_tokens: 256, max_num_seqs: ROWS, num_kv_blocks: 2001, max_model_len: 4096, ..Config::default() };
+        let config = Config { scheduling_policy: policy, enable_prefix_caching: false, ..base };
         let mut fleet = Fleet::new(config, &machine, ENGINES, Routing::RoundRobin).expect("a sound config");
         let (mut least, mut most, mut looked_at) = (f64::MAX, f64::MIN, 0);
         for (engine, job) in jobs(tenants, open_ended) {

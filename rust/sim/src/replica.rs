@@ -39,7 +39,7 @@ impl<'a> Replica<'a> {
             live: Vec::new(),
             vacant: Vec::new(),
             by_tag: HashMap::new(),
-            slots: vec![0; config.max_seqs as usize],
+            slots: vec![0; config.max_num_seqs as usize],
             cancellations: BTreeSet::new(),
             drafts: Drafts::new(machine.draft_tokens),
             computed: Vec::new(),

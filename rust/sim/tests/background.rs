@@ -29,7 +29,7 @@ fn backlog(count: u64) -> impl Iterator<Item = Job> {
 }
 
 fn config(background_slowdown: u32) -> Config {
-    Config { num_blocks: 2001, max_tokens: 512, max_seqs: 64, watermark: 100, background_slowdown, ..Config::default() }
+    Config { num_kv_blocks: 2001, max_num_batched_tokens: 512, max_num_seqs: 64, watermark: 100, background_slowdown, ..Config::default() }
 }
 
 /// Times of the online requests of a run, in microseconds.

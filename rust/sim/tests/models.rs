@@ -10,7 +10,8 @@ const SLOTS: u32 = 8;
 
 /// A model whose steps take `step` milliseconds, and 0.1 ms for each prompt token.
 fn model(step: u32, weight: u32, itl: Option<Time>) -> SharedModel {
-    let config = Config { num_blocks: 4001, max_tokens: 1024, max_seqs: SLOTS, max_model_len: 4096, ..Config::default() };
+    let config =
+        Config { num_kv_blocks: 4001, max_num_batched_tokens: 1024, max_num_seqs: SLOTS, max_model_len: 4096, ..Config::default() };
     let step = StepTime::linear([f64::from(step) * 1000.0, 100.0, 0.0, 0.0, 0.0]);
     SharedModel { config, machine: Machine { step, swap_ns_per_block: 0, draft_tokens: 0 }, weight, itl }
 }
@@ -109,7 +110,7 @@ fn a_short_step_waits_for_one_step_in_a_burst() {
 
 #[test]
 fn tenants_have_one_share_of_all_models() {
-    let fair = |weight| SharedModel { config: Config { policy: &Fair, ..model(20, 1, None).config }, ..model(20, weight, None) };
+    let fair = |weight| SharedModel { config: Config { scheduling_policy: &Fair, ..model(20, 1, None).config }, ..model(20, weight, None) };
     let until = 60 * SECOND;
     // Both tenants want all of model 0, and one of them has model 1 for itself.
     let jobs = |model: usize, tags: u64, tenant: &'static str| {

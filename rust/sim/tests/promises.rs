@@ -18,7 +18,14 @@ fn machine() -> Machine {
 }
 
 fn config() -> Config {
-    Config { num_blocks: 2001, max_tokens: 256, max_seqs: 32, max_model_len: 200_000, watermark: 100, ..Config::default() }
+    Config {
+        num_kv_blocks: 2001,
+        max_num_batched_tokens: 256,
+        max_num_seqs: 32,
+        max_model_len: 200_000,
+        watermark: 100,
+        ..Config::default()
+    }
 }
 
 /// Pseudorandom numbers from 0 to 1, the same in every run.
@@ -74,7 +81,7 @@ fn at_four_times_overload_the_high_class_waits_at_most_half_as_long_again_as_alo
         job
     });
     let low = stream(&mut dice, 1 << 32, 60 * SECOND, 11 * MS, |_, time, tag| job(time, tag, 100, 40));
-    let config = Config { policy: &Priority, ..config() };
+    let config = Config { scheduling_policy: &Priority, ..config() };
     let solo = percentile(&run(config, &high).ttft(|_| true), 99);
     let both = run(config, &sorted([high, low].concat()));
     let beside = percentile(&both.ttft(|timeline| timeline.priority < 0), 99);
@@ -96,7 +103,7 @@ fn background_requests_delay_others_by_at_most_half_under_every_policy() {
     let jobs = sorted([online.clone(), background.collect()].concat());
     for policy in POLICIES {
         let name = policy.name();
-        let config = Config { policy, ..config() };
+        let config = Config { scheduling_policy: policy, ..config() };
         let solo = percentile(&run(config, &online).ttft(|_| true), 99);
         let report = simulate(config, jobs.iter().cloned(), &machine()).expect("a sound config");
         let beside = percentile(&report.ttft(|timeline| timeline.priority != BACKGROUND), 99);
@@ -125,7 +132,7 @@ fn at_four_times_overload_the_priority_tier_waits_as_alone_and_flex_ends_under_e
     let jobs = sorted([priority.clone(), others].concat());
     for policy in POLICIES.into_iter().filter(|policy| !policy.rules().takes_turns()) {
         let name = policy.name();
-        let config = Config { policy, ..config() };
+        let config = Config { scheduling_policy: policy, ..config() };
         let solo = percentile(&run(config, &priority).ttft(|_| true), 99);
         let report = run(config, &jobs);
         let p99 = |tier: Tier| percentile(&report.ttft(|timeline| timeline.tier == tier), 99);
@@ -151,7 +158,7 @@ fn a_flex_request_starts_after_the_ageing_while_more_urgent_ones_flood() {
     let jobs = sorted([flood, vec![flex]].concat());
     for policy in POLICIES.into_iter().filter(|policy| !policy.rules().takes_turns()) {
         let name = policy.name();
-        let config = Config { policy, ageing: 5 * SECOND, ..config() };
+        let config = Config { scheduling_policy: policy, queue_ageing: 5 * SECOND, ..config() };
         let report = run(config, &jobs);
         let flex = report.ended.iter().find(|timeline| timeline.tier == Tier::Flex).expect("it ended");
         println!("{name}: a flex request waits for {} µs, and ends after {}", flex.queued(), flex.ended - flex.arrived);
@@ -170,11 +177,11 @@ fn a_tenant_that_floods_does_not_delay_one_that_asks_once_a_second() {
     // Its prompts take two steps. Beside the flood it waits for one more step, and each step takes half as long again.
     let few: Vec<Job> = (1..60).map(|i| whose(job(i * SECOND + Time::from(dice.between(0, 99)) * MS, i, 700, 20), "few")).collect();
     let flood = stream(&mut dice, 1 << 32, 60 * SECOND, 20 * MS, |_, time, tag| whose(job(time, tag, 100, 150), "flood"));
-    let config = Config { policy: &Fair, max_tokens: 512, ..config() };
+    let config = Config { scheduling_policy: &Fair, max_num_batched_tokens: 512, ..config() };
     let solo = percentile(&run(config, &few).ttft(|_| true), 99);
     let jobs = sorted([few, flood].concat());
     let beside = percentile(&run(config, &jobs).ttft(|timeline| &*timeline.tenant == "few"), 99);
-    let fcfs = percentile(&run(Config { policy: &Fcfs, ..config }, &jobs).ttft(|timeline| &*timeline.tenant == "few"), 99);
+    let fcfs = percentile(&run(Config { scheduling_policy: &Fcfs, ..config }, &jobs).ttft(|timeline| &*timeline.tenant == "few"), 99);
     println!("one request a second, p99 TTFT: {solo} µs alone, {beside} beside the flood, {fcfs} under fcfs");
     assert!(beside <= 2 * solo, "{beside} against {solo} alone");
     assert!(fcfs > 10 * solo, "the flood is one: {fcfs}");
@@ -191,7 +198,7 @@ fn tenants_that_flood_share_by_their_weights() {
             job
         }));
     }
-    let report = run(Config { policy: &Fair, ..config() }, &sorted(jobs));
+    let report = run(Config { scheduling_policy: &Fair, ..config() }, &sorted(jobs));
     // Service as VTC counts it, for requests served while all three tenants had requests waiting.
     let mut service = [0.0; 3];
     for timeline in report.ended.iter().filter(|timeline| timeline.ended < 60 * SECOND) {
@@ -209,7 +216,7 @@ fn tenants_that_flood_share_by_their_weights() {
 #[test]
 fn a_prompt_of_100_k_tokens_neither_holds_up_short_ones_nor_waits_without_bound() {
     // 100 k tokens need 6,252 of 6,600 blocks, or 95 % of the cache. 50 short requests run before it, and others keep arriving.
-    let config = Config { num_blocks: 6601, watermark: 330, max_tokens: 512, ageing: 5 * SECOND, ..config() };
+    let config = Config { num_kv_blocks: 6601, watermark: 330, max_num_batched_tokens: 512, queue_ageing: 5 * SECOND, ..config() };
     let long = job(10 * MS, 0, 100_000, 20);
     let later = stream(&mut Dice(4), 1 << 20, 60 * SECOND, 400 * MS, |_, time, tag| job(time, tag, 200, 60));
     for burst in [0, 50] {
@@ -232,7 +239,7 @@ fn with_too_little_memory_little_is_computed_again() {
     // 32 requests of 450 tokens on average need 900 blocks.
     for (share, most) in [(12, 5), (10, 10), (8, 15)] {
         let blocks = 900 * share / 10;
-        let report = run(Config { num_blocks: blocks + 1, watermark: blocks / 20, ..config() }, &jobs);
+        let report = run(Config { num_kv_blocks: blocks + 1, watermark: blocks / 20, ..config() }, &jobs);
         let counters = report.stats.unwrap().counters;
         let (again, all) = (counters.recomputed_tokens, counters.computed_tokens);
         println!("KV at {share}/10 of demand: {again} of {all} tokens computed again, {} preemptions", counters.preemptions_recompute);
@@ -251,7 +258,7 @@ fn at_twice_what_it_can_do_deadlines_are_met_half_as_often_again() {
         job.request.predicted_tokens = Some(job.output.len() as u32);
         job
     });
-    let met = |policy: &'static dyn Policy| run(Config { policy, ..config() }, &jobs).completed();
+    let met = |policy: &'static dyn Policy| run(Config { scheduling_policy: policy, ..config() }, &jobs).completed();
     let (deadline, fcfs) = (met(&Deadline), met(&Fcfs));
     // An engine without deadlines computes requests whose callers have left long ago.
     let mut untold = jobs.clone();
@@ -273,7 +280,7 @@ fn shortest_first_and_prefix_first_pay() {
         job(time, tag, 100, output)
     });
     let mean = |policy: &'static dyn Policy| {
-        let report = run(Config { policy, max_seqs: 8, ..config() }, &jobs);
+        let report = run(Config { scheduling_policy: policy, max_num_seqs: 8, ..config() }, &jobs);
         report.ended.iter().map(|timeline| timeline.ended - timeline.arrived).sum::<Time>() / report.ended.len() as Time
     };
     let (shortest, fcfs) = (mean(&Shortest), mean(&Fcfs));
@@ -289,7 +296,8 @@ fn shortest_first_and_prefix_first_pay() {
         job
     });
     let hits = |policy: &'static dyn Policy| {
-        let counters = run(Config { policy, num_blocks: 701, watermark: 10, ..config() }, &jobs).stats.unwrap().counters;
+        let counters =
+            run(Config { scheduling_policy: policy, num_kv_blocks: 701, watermark: 10, ..config() }, &jobs).stats.unwrap().counters;
         counters.prefix_hits as f64 / counters.prefix_queries as f64
     };
     let (prefix, fcfs) = (hits(&Prefix), hits(&Fcfs));
@@ -300,7 +308,7 @@ fn shortest_first_and_prefix_first_pay() {
 #[test]
 fn requests_that_await_a_running_prompt_do_not_delay_others() {
     // The document takes 63 steps. The questions on it need its blocks and the other request does not.
-    let config = Config { policy: &Prefix, ..config() };
+    let config = Config { scheduling_policy: &Prefix, ..config() };
     let question = |tag: u64| {
         let mut job = job(0, tag, 50, 5);
         job.request.prompt.splice(0..0, (0..16_000).map(|i| 2_000_000 + i as Token));
@@ -342,7 +350,8 @@ fn open_ended_requests_take_no_longer_than_ones_with_an_exact_limit() {
             (job.request.max_new_tokens, job.request.stop) = (limit.max(job.len), vec![STOP]);
             job
         };
-        let config = Config { num_blocks: blocks + 1, watermark, max_tokens: 512, max_seqs: 64, max_model_len: 8192, ..config() };
+        let config =
+            Config { num_kv_blocks: blocks + 1, watermark, max_num_batched_tokens: 512, max_num_seqs: 64, max_model_len: 8192, ..config() };
         let report = run(config, &(0..600).map(open_ended).collect::<Vec<_>>());
         let (preemptions, batch) = (report.stats.unwrap().counters.preemptions_recompute, report.chunks / report.steps);
         most_preemptions = report.ended.iter().map(|timeline| timeline.preemptions).fold(most_preemptions, u32::max);
@@ -363,7 +372,7 @@ fn open_ended_requests_take_no_longer_than_ones_with_an_exact_limit() {
 
 #[test]
 fn a_long_prompt_among_short_ones_takes_a_bounded_multiple_of_its_time_alone() {
-    let config = Config { num_blocks: 20_001, max_tokens: 128, max_seqs: 64, watermark: 1000, ..config() };
+    let config = Config { num_kv_blocks: 20_001, max_num_batched_tokens: 128, max_num_seqs: 64, watermark: 1000, ..config() };
     let long = job(2 * SECOND, 0, 4000, 1);
     let alone = run(config, std::slice::from_ref(&long)).ttft(|_| true)[0];
     for policy in [&Fcfs as &dyn Policy, &Fair, &Prefix] {
@@ -371,8 +380,8 @@ fn a_long_prompt_among_short_ones_takes_a_bounded_multiple_of_its_time_alone() {
             // A step of 128 tokens, including 8 decodes, takes 28 ms.
             let every = 28 * MS * 300 * 100 / (120 * load);
             let shorts: Vec<Job> = (0..300 * SECOND / every).map(|i| job(i * every, i + 1, 300, 8)).collect();
-            let without = percentile(&run(Config { policy, ..config }, &shorts).ttft(|_| true), 50);
-            let report = run(Config { policy, ..config }, &sorted([shorts, vec![long.clone()]].concat()));
+            let without = percentile(&run(Config { scheduling_policy: policy, ..config }, &shorts).ttft(|_| true), 50);
+            let report = run(Config { scheduling_policy: policy, ..config }, &sorted([shorts, vec![long.clone()]].concat()));
             let with = report.ttft(|timeline| timeline.tag == 0)[0];
             let short = percentile(&report.ttft(|timeline| timeline.tag != 0), 50);
             println!("{} load {load}: long TTFT {with} µs, {alone} alone; shorts p50 {short}, {without} without it", policy.name());
@@ -399,7 +408,14 @@ fn preemption_for_fairness_costs_little_and_vtc_does_none() {
     });
     let machine = Machine { step: StepTime::linear([28_000.0, 200.0, 0.0, 1.0, 0.1]), ..machine() };
     let run = |policy: &'static dyn Policy| {
-        let config = Config { policy, num_blocks: 1101, watermark: 55, max_tokens: 512, max_seqs: 64, ..config() };
+        let config = Config {
+            scheduling_policy: policy,
+            num_kv_blocks: 1101,
+            watermark: 55,
+            max_num_batched_tokens: 512,
+            max_num_seqs: 64,
+            ..config()
+        };
         let report = simulate(config, jobs.iter().cloned(), &machine).expect("a sound config");
         let counters = report.stats.unwrap().counters;
         let (preemptions, again, ttft) = (counters.preemptions_recompute, counters.recomputed_tokens, report.ttft(|_| true));
@@ -432,7 +448,14 @@ fn saturation_is_what_is_asked_over_what_can_be_served_on_a_ramp_of_load() {
     let kinds =
         [("prompts", 2000, 5, 2001, 32), ("outputs", 100, 200, 2001, 32), ("blocks", 900, 100, 601, 32), ("stalled", 2000, 5, 60_001, 500)];
     for (name, prompt, output, num_blocks, max_seqs) in kinds {
-        let config = Config { num_blocks, max_seqs, max_tokens: max_seqs.max(256), watermark: 0, max_model_len: 4000, ..config() };
+        let config = Config {
+            num_kv_blocks: num_blocks,
+            max_num_seqs: max_seqs,
+            max_num_batched_tokens: max_seqs.max(256),
+            watermark: 0,
+            max_model_len: 4000,
+            ..config()
+        };
         let all: Vec<Job> = (0..400).map(|tag| job(0, tag, prompt, output)).collect();
         let each = run(config, &all).ended_at / 400;
         let (mut dice, mut jobs, levels) = (Dice(11), Vec::new(), [3, 5, 7, 9, 12, 16]);
@@ -478,7 +501,7 @@ fn beside_long_prompts(machine: &Machine, streams: u64, target_itl: impl Fn(Time
         let each = report.gaps.buckets().flat_map(|(gap, count)| std::iter::repeat_n(gap, count as usize));
         each.collect::<Vec<_>>()
     };
-    let config = Config { max_tokens: 512, ..config() };
+    let config = Config { max_num_batched_tokens: 512, ..config() };
     let alone = gaps(simulate(config, streams.clone(), machine).expect("a sound config"));
     let prompts = (0..4).map(|i| job((3 + 10 * i) * SECOND, 1000 + i, 4000, 1));
     let config = Config { target_itl: target_itl(percentile(&alone, 50)), ..config };

@@ -12,7 +12,9 @@ fn request(tag: u64, prompt: u32) -> Request {
 
 #[test]
 fn steps_are_timed_one_after_the_other_though_planned_ahead() {
-    let core = Scheduler::new(Config { num_blocks: 33, max_tokens: 64, max_seqs: 4, max_model_len: 128, ..Config::default() }).unwrap();
+    let core =
+        Scheduler::new(Config { num_kv_blocks: 33, max_num_batched_tokens: 64, max_num_seqs: 4, max_model_len: 128, ..Config::default() })
+            .unwrap();
     let mut core = Recorder::on(core);
     let mut outputs = Outputs::default();
     let at = |time: Time| BEGINS + time;
@@ -60,7 +62,7 @@ fn steps_are_timed_one_after_the_other_though_planned_ahead() {
 
 #[test]
 fn a_simulated_run_finds_as_much_in_the_cache_as_the_recorded_one_with_held_sequences() {
-    let config = Config { num_blocks: 65, max_tokens: 64, max_seqs: 4, max_model_len: 512, ..Config::default() };
+    let config = Config { num_kv_blocks: 65, max_num_batched_tokens: 64, max_num_seqs: 4, max_model_len: 512, ..Config::default() };
     let mut core = Recorder::on(Scheduler::new(config).unwrap());
     let (mut outputs, mut now) = (Outputs::default(), BEGINS);
     let held = core.open(&"".into(), &Arc::default(), now);

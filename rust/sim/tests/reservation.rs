@@ -21,8 +21,15 @@ fn jobs(most: u32) -> Vec<Job> {
 
 fn run(reservation: Reservation, watermark: u32, jobs: Vec<Job>) -> Report {
     // 32 requests of 450 tokens need 900 blocks.
-    let config =
-        Config { num_blocks: 721, max_tokens: 256, max_seqs: 32, max_model_len: 8192, watermark, reservation, ..Config::default() };
+    let config = Config {
+        num_kv_blocks: 721,
+        max_num_batched_tokens: 256,
+        max_num_seqs: 32,
+        max_model_len: 8192,
+        watermark,
+        kv_reservation: reservation,
+        ..Config::default()
+    };
     let machine = Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000, draft_tokens: 0 };
     let report = simulate(config, jobs, &machine).expect("a sound config");
     assert_eq!(report.completed(), 600);
@@ -76,12 +83,12 @@ fn a_reservation_holds_under_every_policy() {
             (job.request.priority, job.request.tenant) = (at % 3, format!("{}", at % 5).into());
         }
         let config = Config {
-            num_blocks: 721,
-            max_tokens: 256,
-            max_seqs: 32,
+            num_kv_blocks: 721,
+            max_num_batched_tokens: 256,
+            max_num_seqs: 32,
             max_model_len: 8192,
-            reservation: Reservation::MaxTokens,
-            policy,
+            kv_reservation: Reservation::MaxTokens,
+            scheduling_policy: policy,
             ..Config::default()
         };
         let machine = Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000, draft_tokens: 0 };

@@ -11,5 +11,5 @@ mod reservation;
 mod running;
 
 pub use outputs::{NO_TOKEN, Output, Outputs};
-pub(crate) use reservation::Growth;
+pub(crate) use reservation::{Growth, growth, headroom};
 pub(crate) use running::Running;

@@ -3,6 +3,19 @@
 use crate::config::Reservation;
 use crate::sequence::Sequence;
 
+/// Blocks by which a running sequence is assumed to grow before other sequences end.
+const GROWTH: usize = 8;
+
+/// Blocks by which `running` sequences are assumed to grow before others end.
+pub(crate) fn growth(running: usize) -> usize {
+    GROWTH * running
+}
+
+/// Blocks that stay free beside `running` sequences so that they can grow. A few sequences need less than the watermark.
+pub(crate) fn headroom(watermark: u32, running: usize) -> usize {
+    (watermark as usize).min(growth(running))
+}
+
 /// Expected growth of the running sequences.
 #[derive(Debug, Default)]
 pub(crate) struct Reserved {

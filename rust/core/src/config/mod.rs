@@ -64,33 +64,33 @@ impl Reservation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Blocks in the KV cache, including scratch block 0.
-    pub num_blocks: u32,
+    pub num_kv_blocks: u32,
     /// Tokens per block.
     pub block_size: u32,
     /// Maximum tokens per step.
-    pub max_tokens: u32,
-    /// Maximum sequences per step, and slots of the step buffers. At most `max_tokens`.
-    pub max_seqs: u32,
+    pub max_num_batched_tokens: u32,
+    /// Maximum sequences per step, and slots of the step buffers. At most `max_num_batched_tokens`.
+    pub max_num_seqs: u32,
     /// Maximum prompt plus output tokens.
     pub max_model_len: u32,
     /// Whether sequences share the blocks of equal prefixes.
-    pub prefix_caching: bool,
+    pub enable_prefix_caching: bool,
     /// Blocks that stay free when a sequence is admitted beside others, so that running sequences can grow instead of
     /// preempting each other.
     pub watermark: u32,
     /// The blocks that must be free to admit a sequence. The watermark applies only to [`Reservation::Watermark`].
-    pub reservation: Reservation,
+    pub kv_reservation: Reservation,
     /// The order in which waiting sequences are served.
-    pub policy: &'static dyn Policy,
+    pub scheduling_policy: &'static dyn Policy,
     /// When waiting sequences may join the running ones.
     pub batching: Batching,
     /// Maximum waiting requests. Requests that already ran do not count.
-    pub max_queued_reqs: u32,
+    pub max_num_queued_reqs: u32,
     /// Maximum prompt tokens of waiting requests, in total.
-    pub max_queued_tokens: u64,
+    pub max_num_queued_tokens: u64,
     /// Microseconds that a request may be bypassed, by requests that the policy puts first or by requests behind it
     /// that fit while it does not.
-    pub ageing: Time,
+    pub queue_ageing: Time,
     /// Target for the longest step in microseconds, applied by limiting prompt tokens. 0 means three times the duration
     /// of the decodes alone, while at most one prompt is in progress.
     pub target_itl: Time,
@@ -108,19 +108,19 @@ pub struct Config {
 impl Default for Config {
     fn default() -> Self {
         Self {
-            num_blocks: 1025,
+            num_kv_blocks: 1025,
             block_size: 16,
-            max_tokens: 256,
-            max_seqs: 64,
+            max_num_batched_tokens: 256,
+            max_num_seqs: 64,
             max_model_len: 8192,
-            prefix_caching: true,
+            enable_prefix_caching: true,
             watermark: 0,
-            reservation: Reservation::Watermark,
-            policy: &Fcfs,
+            kv_reservation: Reservation::Watermark,
+            scheduling_policy: &Fcfs,
             batching: Batching::Continuous,
-            max_queued_reqs: u32::MAX,
-            max_queued_tokens: u64::MAX,
-            ageing: 10_000_000,
+            max_num_queued_reqs: u32::MAX,
+            max_num_queued_tokens: u64::MAX,
+            queue_ageing: 10_000_000,
             target_itl: 0,
             background_slowdown: 300,
             gather: 0,
@@ -133,7 +133,7 @@ impl Default for Config {
 impl Config {
     /// Blocks that sequences can use: all but the scratch block.
     pub fn usable_blocks(&self) -> u32 {
-        self.num_blocks - 1
+        self.num_kv_blocks - 1
     }
 
     /// Blocks that one sequence of the maximum length needs: the least that can serve every request. The last token needs no KV.

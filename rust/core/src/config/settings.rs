@@ -153,32 +153,32 @@ macro_rules! optional {
 
 /// Every setting, in the order in which settings are applied. A later setting may depend on earlier ones.
 pub const SETTINGS: [Setting; 20] = [
-    number!(num_blocks, 2, U32, "Blocks in the KV cache, scratch block 0 included."),
+    number!(num_kv_blocks, 2, U32, "Blocks in the KV cache, scratch block 0 included."),
     number!(block_size, 1, INT, "Tokens in a block."),
-    number!(max_tokens, 1, INT, "Tokens in a step."),
-    number!(max_seqs, 1, U32, "Sequences in a step."),
+    number!(max_num_batched_tokens, 1, INT, "Tokens in a step."),
+    number!(max_num_seqs, 1, U32, "Sequences in a step."),
     number!(max_model_len, 1, INT, "Longest prompt plus output."),
     Setting {
-        name: "prefix_caching",
+        name: "enable_prefix_caching",
         doc: "Whether sequences share the blocks of equal beginnings.",
         kind: SettingKind::Flag,
-        get: |config| Value::Flag(config.prefix_caching),
-        set: |config, value| config.prefix_caching = *value == Value::Flag(true),
+        get: |config| Value::Flag(config.enable_prefix_caching),
+        set: |config, value| config.enable_prefix_caching = *value == Value::Flag(true),
     },
     number!(watermark, 0, U32, "Blocks that stay free when a sequence is admitted beside others."),
     Setting {
-        name: "reservation",
+        name: "kv_reservation",
         doc: "Which blocks must be free for a sequence to be admitted: the watermark, those for max_tokens, or for the estimated peak.",
         kind: SettingKind::Name(|| Reservation::NAMES.map(|(name, _)| name).to_vec()),
-        get: |config| Value::Name(config.reservation.name().into()),
-        set: |config, value| config.reservation = Reservation::from_name(value.name()).unwrap_or(config.reservation),
+        get: |config| Value::Name(config.kv_reservation.name().into()),
+        set: |config, value| config.kv_reservation = Reservation::from_name(value.name()).unwrap_or(config.kv_reservation),
     },
     Setting {
-        name: "policy",
+        name: "scheduling_policy",
         doc: "The order in which waiting sequences are served.",
         kind: SettingKind::Name(|| POLICIES.map(Policy::name).to_vec()),
-        get: |config| Value::Name(config.policy.name().into()),
-        set: |config, value| config.policy = <dyn Policy>::named(value.name()).unwrap_or(config.policy),
+        get: |config| Value::Name(config.scheduling_policy.name().into()),
+        set: |config, value| config.scheduling_policy = <dyn Policy>::named(value.name()).unwrap_or(config.scheduling_policy),
     },
     Setting {
         name: "batching",
@@ -187,17 +187,17 @@ pub const SETTINGS: [Setting; 20] = [
         get: |config| Value::Name(batch(config).0.into()),
         set: |config, value| {
             let (_, size, timeout) = batch(config);
-            config.batching = batching(value.name(), size.unwrap_or(config.max_seqs), timeout);
+            config.batching = batching(value.name(), size.unwrap_or(config.max_num_seqs), timeout);
         },
     },
     Setting {
-        name: "batch_size",
-        doc: "Sequences in a batch, max_seqs if unset (static and dynamic batching).",
+        name: "static_batch_size",
+        doc: "Sequences in a batch, max_num_seqs if unset (static and dynamic batching).",
         kind: SettingKind::Int { least: 1, most: U32, optional: true },
         get: |config| batch(config).1.map_or(Value::Unset, |size| Value::Int(size.into())),
         set: |config, value| {
             let (name, _, timeout) = batch(config);
-            config.batching = batching(name, value.int(config.max_seqs), timeout);
+            config.batching = batching(name, value.int(config.max_num_seqs), timeout);
         },
     },
     Setting {
@@ -207,12 +207,12 @@ pub const SETTINGS: [Setting; 20] = [
         get: |config| Value::Int(batch(config).2),
         set: |config, value| {
             let (name, size, timeout) = batch(config);
-            config.batching = batching(name, size.unwrap_or(config.max_seqs), value.int(timeout));
+            config.batching = batching(name, size.unwrap_or(config.max_num_seqs), value.int(timeout));
         },
     },
-    optional!(max_queued_reqs, u32::MAX, 0, U32 - 1, "Requests that may wait."),
-    optional!(max_queued_tokens, u64::MAX, 0, u64::MAX - 1, "Prompt tokens of the requests that wait."),
-    number!(ageing, 0, u64::MAX, "Microseconds after which a waiting request goes first."),
+    optional!(max_num_queued_reqs, u32::MAX, 0, U32 - 1, "Requests that may wait."),
+    optional!(max_num_queued_tokens, u64::MAX, 0, u64::MAX - 1, "Prompt tokens of the requests that wait."),
+    number!(queue_ageing, 0, u64::MAX, "Microseconds after which a waiting request goes first."),
     optional!(
         target_itl,
         0,
@@ -235,6 +235,20 @@ pub const SETTINGS: [Setting; 20] = [
     ),
     number!(host_blocks, 0, U32, "Blocks of the host pool."),
     number!(swap_ns_per_block, 0, U32, "Nanoseconds that the copy of a block to the host takes, one way."),
+];
+
+/// Names in journals of earlier versions, each with the name now, which is that of the flag.
+const FORMER_NAMES: [(&str, &str); 10] = [
+    ("num_blocks", "num_kv_blocks"),
+    ("max_tokens", "max_num_batched_tokens"),
+    ("max_seqs", "max_num_seqs"),
+    ("prefix_caching", "enable_prefix_caching"),
+    ("reservation", "kv_reservation"),
+    ("policy", "scheduling_policy"),
+    ("batch_size", "static_batch_size"),
+    ("max_queued_reqs", "max_num_queued_reqs"),
+    ("max_queued_tokens", "max_num_queued_tokens"),
+    ("ageing", "queue_ageing"),
 ];
 
 /// The name, size and timeout of the batching mode.
@@ -260,9 +274,10 @@ impl Setting {
         (self.get)(config)
     }
 
-    /// The setting with this name.
+    /// The setting with this name, or with this former name.
     pub fn named(name: &str) -> Result<&'static Self, SettingError> {
         static TABLE: [Setting; SETTINGS.len()] = SETTINGS;
+        let name = FORMER_NAMES.iter().find(|(former, _)| *former == name).map_or(name, |(_, now)| now);
         TABLE.iter().find(|setting| setting.name == name).ok_or_else(|| SettingError::Unknown { name: name.into() })
     }
 
@@ -287,13 +302,13 @@ impl Config {
             }
         }
         // Every decoding sequence gets a token in each step.
-        if self.max_seqs > self.max_tokens {
-            return Err(ConfigError::TooManySeqs { max_seqs: self.max_seqs, max_tokens: self.max_tokens });
+        if self.max_num_seqs > self.max_num_batched_tokens {
+            return Err(ConfigError::TooManySeqs { max_num_seqs: self.max_num_seqs, max_num_batched_tokens: self.max_num_batched_tokens });
         }
         // The model uses signed 32-bit KV slots.
-        let (slots, most) = (u64::from(self.num_blocks) * u64::from(self.block_size), i32::MAX as u64);
+        let (slots, most) = (u64::from(self.num_kv_blocks) * u64::from(self.block_size), i32::MAX as u64);
         if slots > most {
-            return Err(ConfigError::TooLarge { name: "num_blocks * block_size", value: slots, most });
+            return Err(ConfigError::TooLarge { name: "num_kv_blocks * block_size", value: slots, most });
         }
         Ok(())
     }
@@ -301,14 +316,16 @@ impl Config {
     /// Returns these settings with the `given` values changed, by name. The result may still be invalid, because some
     /// settings depend on each other.
     pub fn with(mut self, given: &[(String, Value)]) -> Result<Self, SettingError> {
+        let mut named = Vec::new();
         for (name, value) in given {
             let setting = Setting::named(name)?;
             if !setting.kind.allows(value) {
                 return Err(setting.invalid(value));
             }
+            named.push((setting.name, value));
         }
         for setting in &SETTINGS {
-            for (_, value) in given.iter().filter(|(name, _)| name == setting.name) {
+            for (_, value) in named.iter().filter(|(name, _)| *name == setting.name) {
                 (setting.set)(&mut self, value);
             }
         }
@@ -350,16 +367,27 @@ mod tests {
     }
 
     #[test]
+    fn a_former_name_sets_what_the_name_sets_now() {
+        for (former, now) in FORMER_NAMES {
+            let value = other(Setting::named(now).unwrap());
+            let dynamic = ("batching".to_owned(), Value::Name("dynamic".into()));
+            let with = |name: &str| Config::default().with(&[dynamic.clone(), (name.to_owned(), value.clone())]).unwrap();
+            assert_eq!(with(former), with(now));
+            assert_ne!(with(former), Config::default().with(&[dynamic.clone()]).unwrap(), "{former}");
+        }
+    }
+
+    #[test]
     fn what_is_out_of_bounds_or_unknown_is_refused_by_name() {
         let error = |name: &str, value: Value| Config::default().with(&[(name.to_owned(), value)]).unwrap_err().to_string();
         assert_eq!(error("block_size", Value::Int(0)), "block_size must be a whole number from 1 to 2147483647, got 0");
         assert_eq!(
-            error("max_queued_reqs", Value::Flag(true)),
-            "max_queued_reqs must be a whole number from 0 to 4294967294, or none, got true"
+            error("max_num_queued_reqs", Value::Flag(true)),
+            "max_num_queued_reqs must be a whole number from 0 to 4294967294, or none, got true"
         );
-        assert_eq!(error("max_seqs", Value::Unset), "max_seqs must be a whole number from 1 to 4294967295, got none");
-        let policies = "policy must be one of fcfs, priority, fair, deadline, shortest, prefix, vtc, got best";
-        assert_eq!(error("policy", Value::Name("best".into())), policies);
-        assert!(error("seqs", Value::Int(1)).starts_with("no setting \"seqs\": there are num_blocks, block_size, "));
+        assert_eq!(error("max_num_seqs", Value::Unset), "max_num_seqs must be a whole number from 1 to 4294967295, got none");
+        let policies = "scheduling_policy must be one of fcfs, priority, fair, deadline, shortest, prefix, vtc, got best";
+        assert_eq!(error("scheduling_policy", Value::Name("best".into())), policies);
+        assert!(error("seqs", Value::Int(1)).starts_with("no setting \"seqs\": there are num_kv_blocks, block_size, "));
     }
 }

@@ -178,8 +178,8 @@ mod tests {
         corpus.push(&ours, &[8, 1, 2, 3, 7, 7, 7]);
         assert_eq!(draft(&corpus, &ours, &[5, 1, 2, 3], 2), [7, 7], "the latest of equal ones");
         assert_eq!(draft(&corpus, &ours, &[9, 1, 2, 3], 2), [4, 5]);
-        assert_eq!(draft(&corpus, &ours, &[7, 7, 7], 2), [], "nothing follows the last token");
-        assert_eq!(draft(&corpus, &ours, &[1, 2], 2), []);
+        assert!(draft(&corpus, &ours, &[7, 7, 7], 2).is_empty(), "nothing follows the last token");
+        assert!(draft(&corpus, &ours, &[1, 2], 2).is_empty());
     }
 
     #[test]
@@ -205,7 +205,7 @@ mod tests {
             }
         }
         assert!(found > 100);
-        assert_eq!(draft(&corpus, &key("c", b""), &[0, 1, 2, 3], 6), []);
+        assert!(draft(&corpus, &key("c", b""), &[0, 1, 2, 3], 6).is_empty());
     }
 
     #[test]
@@ -223,7 +223,7 @@ mod tests {
         }
         corpus.push(&key("long", b""), &(0..1000).collect::<Vec<_>>());
         assert_eq!(draft(&corpus, &key("long", b""), &[940, 941, 942], 3), [943, 944, 945]);
-        assert_eq!(draft(&corpus, &key("long", b""), &[900, 901, 902], 3), []);
+        assert!(draft(&corpus, &key("long", b""), &[900, 901, 902], 3).is_empty());
         assert_eq!(corpus.owners.len(), 1);
     }
 
@@ -235,7 +235,7 @@ mod tests {
         corpus.push(&ours, &(0..30).collect::<Vec<_>>());
         assert_eq!(draft(&corpus, &ours, &[3, 4, 5], 2), [6, 7]);
         corpus.push(&ours, &(50..80).collect::<Vec<_>>());
-        assert_eq!(draft(&corpus, &ours, &[3, 4, 5], 2), []);
+        assert!(draft(&corpus, &ours, &[3, 4, 5], 2).is_empty());
         assert_eq!(draft(&corpus, &ours, &[53, 54, 55], 2), [56, 57]);
     }
 

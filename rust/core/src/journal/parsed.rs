@@ -432,7 +432,14 @@ mod tests {
         let (mut refused, mut steps) = (0, 0);
         for seed in 0..2000 {
             let mut dice = Dice(seed);
-            let config = Config { num_blocks: 20, block_size: 4, max_tokens: 16, max_seqs: 3, max_model_len: 44, ..Config::default() };
+            let config = Config {
+                num_kv_blocks: 20,
+                block_size: 4,
+                max_num_batched_tokens: 16,
+                max_num_seqs: 3,
+                max_model_len: 44,
+                ..Config::default()
+            };
             let (mut journal, mut bytes, mut now, mut known, mut held) = (Writer::new(&config), Vec::new(), 50, 0, 0);
             for _ in 0..dice.roll(100) {
                 now += dice.roll(40);

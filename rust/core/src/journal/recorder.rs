@@ -300,7 +300,7 @@ impl Recorder {
     /// Records the names of blocks just filled by generated tokens. Other sequences may share these blocks, now or
     /// after a preemption.
     fn record_names(&mut self) {
-        let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.config().prefix_caching) else { return };
+        let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.config().enable_prefix_caching) else { return };
         for &Filling { seq: id, arrival_number, given, .. } in &self.filling {
             let Some(seq) = self.scheduler.sequence(id) else { continue };
             let first = (seq.tokens().len() - given) / self.scheduler.config().block_size as usize;
@@ -336,7 +336,7 @@ mod tests {
     #[test]
     fn recording_a_filled_block_computes_at_most_one_name() {
         for lag in 0..2 {
-            let config = Config { num_blocks: 400, block_size: 4, max_model_len: 1500, ..Config::default() };
+            let config = Config { num_kv_blocks: 400, block_size: 4, max_model_len: 1500, ..Config::default() };
             let mut recorder = Recorder::on(Scheduler::new(config).expect("a sound config"));
             let request = Request { prompt: vec![1; 10], max_new_tokens: 1400, ..Request::default() };
             let id = recorder.add(request, 0).expect("it fits");

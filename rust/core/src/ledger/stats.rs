@@ -43,6 +43,29 @@ pub struct Counters {
     pub rejected_queue_full: u64,
 }
 
+impl Counters {
+    /// Most counters, by the names of reports.
+    pub fn named(&self) -> [(&'static str, u64); 15] {
+        [
+            ("steps", self.steps),
+            ("step_us", self.step_us),
+            ("prompt_tokens", self.prompt_tokens),
+            ("prefix_queries", self.prefix_queries),
+            ("prefix_hits", self.prefix_hits),
+            ("generated_tokens", self.generated_tokens),
+            ("computed_tokens", self.computed_tokens),
+            ("computed_prompt_tokens", self.computed_prompt_tokens),
+            ("recomputed_tokens", self.recomputed_tokens),
+            ("preemptions", self.preemptions_recompute + self.preemptions_swap),
+            ("preemptions_recompute", self.preemptions_recompute),
+            ("preemptions_swap", self.preemptions_swap),
+            ("swapped_blocks", self.swapped_blocks),
+            ("expired", self.expired),
+            ("rejected_queue_full", self.rejected_queue_full),
+        ]
+    }
+}
+
 /// Gauges of the current state, and [`Counters`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stats {

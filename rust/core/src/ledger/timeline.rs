@@ -13,9 +13,9 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(usize)]
 pub enum TimelineState {
-    /// Waited for a slot of the batch (`max_seqs`).
+    /// Waited for a slot of the batch (`max_num_seqs`).
     WaitSlots,
-    /// Waited for tokens of a step (`max_tokens`, or the limit from `target_itl`).
+    /// Waited for tokens of a step (`max_num_batched_tokens`, or the limit from `target_itl`).
     WaitBudget,
     /// Waited for free KV blocks.
     WaitBlocks,

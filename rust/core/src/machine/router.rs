@@ -86,6 +86,35 @@ const MAX_IMBALANCE: usize = 32;
 /// It knows from their reports which blocks engines have cached. The blocks of a prompt that is sent to an engine count as
 /// cached there until the prompt is computed, so that prompts with equal beginnings that arrive together are sent to one
 /// engine.
+///
+/// ```
+/// use chairlift_core::{EngineView, Router, RouterRequest, Routing, Time};
+///
+/// struct Engine(u32, usize);
+///
+/// impl EngineView for Engine {
+///     fn number(&self) -> u32 {
+///         self.0
+///     }
+///
+///     fn requests(&self) -> usize {
+///         self.1
+///     }
+///
+///     fn predicted_wait(&self) -> Time {
+///         0
+///     }
+///
+///     fn prefill_time(&self, _from: u32, tokens: u32) -> Time {
+///         tokens.into()
+///     }
+/// }
+///
+/// let mut router = Router::new(Routing::LeastLoaded);
+/// let request = RouterRequest { prompt_tokens: 100, names: &[], block_size: 16, session: None };
+/// let chosen = router.choose(&[Engine(1, 8), Engine(2, 3)], &request);
+/// assert_eq!(chosen.index, 1);
+/// ```
 #[derive(Debug)]
 pub struct Router {
     routing: Routing,

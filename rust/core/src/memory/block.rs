@@ -147,6 +147,31 @@ pub struct StoredBlock {
 ///
 /// A free block keeps its name until [`grow`](Self::grow) allocates it, so [`find`](Self::find) can reuse it. `grow`
 /// takes blocks without a name first, then blocks without memory up to the limit, then the least recently freed.
+///
+/// ```
+/// use chairlift_core::{BlockHasher, BlockPool, BlockTable, CacheScope, Chain};
+/// use std::sync::Arc;
+///
+/// // Two blocks of two tokens, beside the scratch block.
+/// let mut pool = BlockPool::new(3, 2, BlockHasher::new(7));
+/// let (scope, tokens) = (Arc::new(CacheScope::default()), [1, 2, 3, 4]);
+/// let (mut table, mut names, mut chain) = (BlockTable::default(), Vec::new(), Chain::root(&scope));
+/// pool.name_blocks(&scope, &tokens, &mut names);
+/// assert!(pool.grow(&mut table, 2));
+/// for (block, &name) in tokens.chunks(2).zip(&names) {
+///     pool.seal(&table, &mut chain, name, block, 0);
+/// }
+/// let blocks = table.ids().to_vec();
+/// pool.release(&mut table);
+///
+/// // Both blocks are free and still cached. An equal prompt finds them, and another sequence may hold them.
+/// let mut found = Vec::new();
+/// pool.find(&scope, &names, &tokens, &mut found);
+/// assert_eq!(found, blocks);
+/// found.iter().for_each(|&block| pool.share(&mut table, block));
+/// assert_eq!(pool.holders(blocks[0]), 1);
+/// pool.release(&mut table);
+/// ```
 #[derive(Debug)]
 pub struct BlockPool {
     block_size: usize,

@@ -37,6 +37,36 @@ pub static POLICIES: [&dyn Policy; 7] = [&Fcfs, &Priority, &Fair, &Deadline, &Sh
 ///
 /// [`rules`](Self::rules) says what the policy decides. The other methods are asked only for that, so most policies need few of
 /// them. A journal can be replayed only if equal arguments have equal answers, and if the policy is one of [`POLICIES`].
+///
+/// ```
+/// use chairlift_core::{Candidate, Config, Policy, Rules, Scheduler, Time};
+///
+/// /// Last come, first served.
+/// #[derive(Debug)]
+/// struct Lifo;
+///
+/// impl Policy for Lifo {
+///     fn name(&self) -> &'static str {
+///         "lifo"
+///     }
+///
+///     fn help(&self) -> &'static str {
+///         "the last to arrive"
+///     }
+///
+///     fn rules(&self) -> Rules {
+///         Rules { ranked: true, ..Rules::default() }
+///     }
+///
+///     fn rank(&self, request: &Candidate) -> u64 {
+///         Time::MAX - request.arrived
+///     }
+/// }
+///
+/// let scheduler = Scheduler::new(Config { scheduling_policy: &Lifo, ..Config::default() })?;
+/// assert_eq!(scheduler.config().scheduling_policy.name(), "lifo");
+/// # Ok::<(), chairlift_core::ConfigError>(())
+/// ```
 pub trait Policy: Debug + Send + Sync {
     /// The name used in flags and journals.
     fn name(&self) -> &'static str;

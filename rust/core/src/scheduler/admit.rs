@@ -1,7 +1,7 @@
 //! Admission: gives waiting sequences slots and blocks.
 
 use super::Scheduler;
-use crate::batch::Growth;
+use crate::batch::{Growth, headroom};
 use crate::config::{Batching, Reservation};
 use crate::ledger::QueuePosition;
 use crate::memory::{Computed, Grant};
@@ -16,10 +16,6 @@ use crate::step_time::Load;
 const MAX_REJECTED: usize = 64;
 /// Maximum number of later requests admitted before a request that does not fit.
 const MAX_BYPASSED: u32 = 256;
-/// Blocks by which a running sequence is assumed to grow before other sequences end.
-const GROWTH: usize = 8;
-/// Extra blocks that a protected sequence gets at admission.
-const RESERVE: u32 = 8;
 /// A rejected request is measured again after this many plans, because its prefix may be cached by then.
 const MEASURED_FOR: u64 = 64;
 
@@ -40,7 +36,7 @@ impl Scheduler {
         self.waiting.count(seq);
         let (blocks, tokens) = seq.blocks_and_tokens();
         self.kv.name(blocks, tokens);
-        if self.config.prefix_caching && self.rules.cache != CacheUse::Unused {
+        if self.config.enable_prefix_caching && self.rules.cache != CacheUse::Unused {
             blocks.reset_chain();
             self.kv.look_up(blocks, tokens);
             seq.measure_uncached(self.config.block_size);
@@ -59,12 +55,12 @@ impl Scheduler {
         }
         let arrived = seq.times().arrived;
         let rank = match seq.request().tier {
-            _ if rules.ranked => self.config.policy.rank(&self.candidate(seq)),
+            _ if rules.ranked => self.config.scheduling_policy.rank(&self.candidate(seq)),
             _ if !rules.takes_turns() => 0,
             // Within a tenant, tiers move the arrival, so that no request of the tenant waits for ever.
-            Tier::Priority => arrived.saturating_sub(self.config.ageing),
+            Tier::Priority => arrived.saturating_sub(self.config.queue_ageing),
             Tier::Default | Tier::Background => arrived,
-            Tier::Flex => arrived.saturating_add(self.config.ageing),
+            Tier::Flex => arrived.saturating_add(self.config.queue_ageing),
         };
         let key = Key::new(rules, seq.class(), seq.member().tenant, rank, spec.arrival_number);
         Key { awaits_prompt: seq.queue_entry.awaits_prompt(), ..key }
@@ -147,7 +143,7 @@ impl Scheduler {
             Need::Blocks(_) | Need::NonPreemptible => {
                 let now = self.accounts.now();
                 let since = entry.rejected_since(now);
-                if entry.bypassed() >= MAX_BYPASSED || now - since > self.config.ageing {
+                if entry.bypassed() >= MAX_BYPASSED || now - since > self.config.queue_ageing {
                     return true;
                 }
                 self.waiting.reject(id);
@@ -193,7 +189,7 @@ impl Scheduler {
             return Err(Need::Commit);
         }
         let measured = !(self.steps.plan_number() + seq.spec().arrival_number).is_multiple_of(MEASURED_FOR);
-        let (needs_blocks, blocks) = (seq.queue_entry.needs_blocks().filter(|_| measured), self.blocks_at_admission(seq));
+        let (needs_blocks, blocks) = (seq.queue_entry.needs_blocks().filter(|_| measured), seq.blocks_at_admission(self.config.block_size));
         let last_chance = seq.is_last_chance();
         if let Some(blocks) = needs_blocks.filter(|&blocks| blocks > self.kv.free().saturating_sub(held_back))
             && !self.evict_held(blocks + held_back)
@@ -217,9 +213,9 @@ impl Scheduler {
 
     /// Free blocks that `id` may not use if it is admitted beside the running sequences.
     fn held_back(&mut self, id: SeqId) -> usize {
-        let reservation = self.config.reservation;
+        let reservation = self.config.kv_reservation;
         if reservation == Reservation::Watermark {
-            return self.headroom(self.running.len());
+            return headroom(self.config.watermark, self.running.len());
         }
         let size = self.config.block_size;
         if self.running.reserved().is_stale() {
@@ -228,25 +224,8 @@ impl Scheduler {
             *self.running.reserved() = reserved;
         }
         let seq = &self.seqs[id];
-        let own = Growth::of(seq, self.blocks_at_admission(seq), reservation, size);
+        let own = Growth::of(seq, seq.blocks_at_admission(self.config.block_size), reservation, size);
         self.running.reserved().held_back(own, reservation, size)
-    }
-
-    /// Blocks that stay free beside `running` sequences so that they can grow. A few sequences need less than the watermark.
-    pub(super) fn headroom(&self, running: usize) -> usize {
-        (self.config.watermark as usize).min(Self::growth(running))
-    }
-
-    /// Blocks by which `running` sequences are assumed to grow before others end.
-    pub(super) fn growth(running: usize) -> usize {
-        GROWTH * running
-    }
-
-    /// Number of blocks that a sequence gets at admission.
-    pub(super) fn blocks_at_admission(&self, seq: &Sequence) -> usize {
-        let reserve = if seq.is_protected() { RESERVE * self.config.block_size } else { 0 };
-        let len = seq.len().saturating_add(reserve).min(seq.limit() - 1);
-        len.div_ceil(self.config.block_size) as usize
     }
 
     /// Allocates blocks for all tokens of a sequence, from host memory or the cache where possible. Returns the computed
@@ -285,7 +264,7 @@ impl Scheduler {
         let (prompt_len, weight) = (seq.spec().prompt_len, seq.request().weight);
         if is_first {
             self.waiting.start_batch_member();
-            let looked_for = self.config.prefix_caching && seq.parent().is_none();
+            let looked_for = self.config.enable_prefix_caching && seq.parent().is_none();
             self.accounts.count_admission(prompt_len, computed.tokens, looked_for);
             if let Some(charges) = self.rules.charges().filter(|_| !seq.is_background()) {
                 self.waiting.charge(member.tenant, charges.service(u64::from(prompt_len - computed.tokens), 0), weight);
@@ -331,7 +310,7 @@ impl Scheduler {
         }
         let id = self.waiting.oldest()?;
         let seq = &self.seqs[id];
-        if self.accounts.now() - seq.times().arrived <= self.config.ageing || seq.pending() > 0 {
+        if self.accounts.now() - seq.times().arrived <= self.config.queue_ageing || seq.pending() > 0 {
             return None;
         }
         let (group, started) = (seq.member().group, seq.has_started());
@@ -363,12 +342,12 @@ impl Scheduler {
     fn gathers_until(&self) -> Option<Time> {
         let gather = self.config.gather;
         let waiting = self.waiting.len();
-        if gather == 0 || waiting == 0 || !self.running.is_empty() || !self.model.knows() || waiting >= self.config.max_seqs as usize {
+        if gather == 0 || waiting == 0 || !self.running.is_empty() || !self.model.knows() || waiting >= self.config.max_num_seqs as usize {
             return None;
         }
         let queued = || self.seqs.values().filter(|seq| !seq.is_running());
         let tokens = queued().map(|seq| u64::from(seq.len())).sum::<u64>();
-        if tokens >= u64::from(self.config.max_tokens) {
+        if tokens >= u64::from(self.config.max_num_batched_tokens) {
             return None;
         }
         let load = Load { prefill_tokens: tokens as u32, context_tokens: tokens, prefill_pairs: tokens * tokens / 2, ..Load::default() };
@@ -377,7 +356,7 @@ impl Scheduler {
             let arrived = seq.times().arrived;
             let ttft = seq.request().ttft_deadline.filter(|_| !seq.has_started()).unwrap_or(arrived);
             let half = arrived + ttft.saturating_sub(arrived) / 2;
-            half.min(ttft.saturating_sub(takes)).min(arrived.saturating_add(gather.min(self.config.ageing)))
+            half.min(ttft.saturating_sub(takes)).min(arrived.saturating_add(gather.min(self.config.queue_ageing)))
         };
         queued().map(latest).min()
     }

@@ -1,23 +1,9 @@
 //! Limits what background requests add to a step, so that the streams of other requests keep their speed.
 
 use super::Scheduler;
-use crate::request::{SeqId, Tier, Time};
+use crate::request::{SeqId, Tier};
 use crate::step::StepPlan;
-use crate::step_time::{AIM, BackgroundRoom, FIRST_PREFILL, Load};
-
-/// The longest step of background requests alone, as a multiple of a step with one decoding sequence. A request that arrives waits
-/// for that step. The step's fixed time is then at most a tenth of it.
-const ALONE: f64 = 10.0;
-/// Microseconds after a step with other requests in which more of them are expected. Steps of background requests alone are then
-/// as short as beside a stream.
-const EXPECTED_FOR: Time = 10_000_000;
-/// While a prompt of another request is in progress or waits, the background's decodes get this part of the time that they may
-/// otherwise add. The prompt gets the rest.
-const BESIDE_PROMPTS: f64 = 0.25;
-/// In one of this many plans, the background gets a token whatever it costs.
-const OWED_EVERY: u64 = 16;
-/// In one of this many plans, the background gets no token, so that the time of a step without it is measured.
-const MEASURED_EVERY: u64 = 32;
+use crate::step_time::{BackgroundRoom, FIRST_PREFILL, Load};
 
 impl Scheduler {
     /// What the background may add to the decodes of others. `None` without background requests and without a limit.
@@ -38,31 +24,9 @@ impl Scheduler {
                 foreground.context_tokens += u64::from(seq.computed() + 1 + drafted);
             }
         }
-        let (time, owed) = self.background_time(&foreground, prompts);
-        Some(BackgroundRoom::new(&self.model, time, owed))
-    }
-
-    /// Predicted microseconds that the background may add to the decodes of `foreground`, and whether it gets a token whatever it
-    /// costs. `prompts` is set if other requests' prompts are in progress or wait.
-    fn background_time(&self, foreground: &Load, prompts: bool) -> (f64, bool) {
-        let (decodes, plan) = (foreground.decode_seqs > 0, self.steps.plan_number());
         let slowdown = f64::from(self.config.background_slowdown) / 100.0;
-        let base = if decodes { *foreground } else { Load { decode_seqs: 1, ..Load::default() } };
-        let measured = self.background.alone(&base);
-        if !self.model.knows() {
-            return (f64::INFINITY, true);
-        }
-        if decodes && !prompts && (measured.is_none() || plan.is_multiple_of(MEASURED_EVERY)) {
-            // Without the owed token, a stream whose number of drafted tokens changes in each step would leave the background nothing.
-            return (0.0, plan % OWED_EVERY == 1);
-        }
-        let alone = measured.unwrap_or_else(|| self.model.step(&base));
-        match (decodes, prompts) {
-            (false, false) if self.background.had_others(EXPECTED_FOR, self.accounts.now()) => ((slowdown - 1.0) * alone, true),
-            (false, false) => ((ALONE - 1.0) * alone, true),
-            (true, false) => (self.background.predicted((AIM * slowdown - 1.0) * alone), plan % OWED_EVERY == 1),
-            (_, true) => (self.background.predicted(BESIDE_PROMPTS * (slowdown - 1.0) * alone), !decodes || plan % OWED_EVERY == 1),
-        }
+        let (plan, now) = (self.steps.plan_number(), self.accounts.now());
+        Some(self.background.room(&self.model, slowdown, &foreground, prompts, plan, now))
     }
 
     /// How many of `available` tokens of a step a prompt may have. A background prompt has none beside prompts of other requests.

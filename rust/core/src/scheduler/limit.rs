@@ -1,7 +1,7 @@
 //! The limit of blocks with memory, which changes while several models share bytes.
 
 use super::Scheduler;
-use crate::batch::Growth;
+use crate::batch::{Growth, growth};
 use crate::config::Reservation;
 use crate::memory::{BlockId, BlocksUsed};
 use crate::request::Time;
@@ -44,7 +44,7 @@ impl Scheduler {
         let returning = self.waiting.kinds().returning.min(slots - prompts);
         let each = held / self.running.len().max(1);
         let coming = (tokens / u64::from(self.config.block_size)) as usize + prompts + returning * (each + 1);
-        let wanted = held + coming + Self::growth(self.running.len() + prompts + returning);
+        let wanted = held + coming + growth(self.running.len() + prompts + returning);
         BlocksUsed { held: held as u32, kept: self.kv.kept() as u32, wanted: wanted.min(u32::MAX as usize) as u32 }
     }
 
@@ -52,6 +52,6 @@ impl Scheduler {
     pub(super) fn reserved_blocks(&self) -> Option<usize> {
         let size = self.config.block_size;
         let growth = |seq| Growth::of(seq, seq.blocks.held(), Reservation::MaxTokens, size).whole(size);
-        (self.config.reservation == Reservation::MaxTokens).then(|| self.running_seqs().map(growth).sum())
+        (self.config.kv_reservation == Reservation::MaxTokens).then(|| self.running_seqs().map(growth).sum())
     }
 }

@@ -5,12 +5,13 @@
 mod add;
 mod admit;
 mod background;
+mod candidate;
 mod check;
 mod decode;
-mod estimate;
 mod explain;
 mod fill;
 mod finish;
+mod forecast;
 mod hold;
 mod limit;
 mod preempt;
@@ -41,6 +42,25 @@ use std::sync::Arc;
 /// The caller may plan a step while the previous step is still running, because lengths are known ahead of the tokens.
 /// Steps must run in the order of their plans, each after its block copies. A block freed by one call may be written by
 /// the next plan's step, and not by an earlier step.
+///
+/// ```
+/// use chairlift_core::{Config, FinishReason, Outputs, Request, Scheduler};
+///
+/// let mut scheduler = Scheduler::new(Config::default())?;
+/// scheduler.add(Request { tag: 1, prompt: vec![5, 6, 7], max_new_tokens: 2, ..Request::default() }, 0)?;
+/// let (mut now, mut outputs) = (0, Outputs::default());
+/// // The first step computes the prompt, the second one the first token.
+/// for tokens in [3, 1] {
+///     let plan = scheduler.plan(now).expect("the request can run");
+///     assert_eq!(plan.chunks[0].len, tokens);
+///     now += 20_000; // the caller runs the model, and samples token 9
+///     scheduler.commit(plan, &[9], now, &mut outputs);
+/// }
+/// assert_eq!(outputs.tokens[0].finish, Some(FinishReason::Length));
+/// assert_eq!(outputs.ended[0].output_tokens, 2);
+/// assert!(scheduler.plan(now).is_none());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Scheduler {
     config: Config,
@@ -69,16 +89,16 @@ impl Scheduler {
     /// Like [`new`](Self::new), with a secret `key` for block names. Decisions do not depend on the key.
     pub fn keyed(config: Config, key: u128) -> Result<Self, ConfigError> {
         config.check()?;
-        let rules = config.policy.rules();
+        let rules = config.scheduling_policy.rules();
         let hasher = BlockHasher::new(key);
         Ok(Self {
             rules,
             seqs: SlotMap::with_key(),
             waiting: Waiting::new(rules),
-            running: Running::new(config.max_seqs),
+            running: Running::new(config.max_num_seqs),
             held: Held::default(),
-            kv: Kv::new(config.num_blocks, config.host_blocks, config.block_size, config.prefix_caching, hasher),
-            accounts: Accounts::new(config.max_seqs, &rules),
+            kv: Kv::new(config.num_kv_blocks, config.host_blocks, config.block_size, config.enable_prefix_caching, hasher),
+            accounts: Accounts::new(config.max_num_seqs, &rules),
             deadlines: Deadlines::default(),
             model: StepModel::default(),
             background: BackgroundCost::default(),
@@ -168,7 +188,7 @@ impl Scheduler {
         }
         let mut plan = self.steps.plan(self.accounts.now());
         let room = self.make_room(&mut plan);
-        let mut budget = self.config.max_tokens;
+        let mut budget = self.config.max_num_batched_tokens;
         self.plan_decodes(&mut plan, &mut budget, room.spare);
         self.bound_prefill(&plan, &mut budget, backlog);
         self.plan_prefills(&mut plan, &mut budget, room.reserved);

@@ -1,6 +1,7 @@
 //! Preemption: chooses the sequences that lose their blocks when too few are free.
 
 use super::Scheduler;
+use crate::batch::headroom;
 use crate::config::{Batching, Reservation};
 use crate::policy::{Candidate, Class, Grouping, Preemption, PreemptionReason};
 use crate::queue::Walk;
@@ -85,7 +86,7 @@ impl Scheduler {
     /// and by the latest arrival. Protected sequences come after all others of the default and priority tiers.
     fn victim(&self, eligible: impl Fn(&Sequence) -> bool) -> Option<SeqId> {
         let first = self.preemptible(eligible).max_by_key(|(_, seq)| {
-            let (rank, tier) = (self.config.policy.victim_rank(&self.candidate(seq)), seq.request().tier);
+            let (rank, tier) = (self.config.scheduling_policy.victim_rank(&self.candidate(seq)), seq.request().tier);
             (tier.max(Tier::Default), !seq.is_protected(), tier, rank, Reverse(seq.computed()), seq.spec().arrival_number)
         });
         first.map(|(id, _)| id)
@@ -100,7 +101,7 @@ impl Scheduler {
     /// Preempts less urgent sequences for the first requests of the queue that need slots or blocks. Returns how many
     /// of these requests now have them. Running sequences use `need` blocks.
     fn preempt_for_waiting(&mut self, plan: &mut StepPlan, mut need: usize) -> u32 {
-        if self.config.reservation != Reservation::Watermark || self.config.batching != Batching::Continuous {
+        if self.config.kv_reservation != Reservation::Watermark || self.config.batching != Batching::Continuous {
             return 0;
         }
         let mut reason = self.policy_preempts_for();
@@ -193,7 +194,7 @@ impl Scheduler {
             id,
             tag: seq.spec().tag,
             above,
-            blocks: seq.queue_entry.needs_blocks().unwrap_or_else(|| self.blocks_at_admission(seq)),
+            blocks: seq.queue_entry.needs_blocks().unwrap_or_else(|| seq.blocks_at_admission(self.config.block_size)),
             candidate: self.candidate(seq),
             reason,
         })
@@ -203,7 +204,8 @@ impl Scheduler {
     fn is_less_urgent(&self, seq: &Sequence, urgent: &Urgent) -> bool {
         let policy_allows = || {
             let running = self.candidate(seq);
-            self.rules.allow_preemption(&urgent.candidate, &running) && self.config.policy.may_preempt(&urgent.candidate, &running)
+            self.rules.allow_preemption(&urgent.candidate, &running)
+                && self.config.scheduling_policy.may_preempt(&urgent.candidate, &running)
         };
         !seq.is_protected() && (seq.request().tier > urgent.above || urgent.reason.is_some() && policy_allows())
     }
@@ -229,8 +231,8 @@ impl Scheduler {
     /// and beside the `reserved` space. Counts as if `more` space were free.
     fn fits_beside(&self, reserved: Space, need: usize, more: Space, blocks: usize) -> bool {
         let free_slots = self.running.free_slots() + more.slots;
-        let running = self.config.max_seqs as usize - free_slots;
-        let taken = reserved.blocks + need.min(running) + self.headroom(running + reserved.slots);
+        let running = self.config.max_num_seqs as usize - free_slots;
+        let taken = reserved.blocks + need.min(running) + headroom(self.config.watermark, running + reserved.slots);
         let free = self.kv.free_after(more.blocks).saturating_sub(taken);
         free_slots > reserved.slots && free >= blocks
     }

@@ -50,7 +50,7 @@ impl Scheduler {
             self.accounts.block(None);
             return;
         }
-        let (now, ageing) = (self.accounts.now(), self.config.ageing);
+        let (now, ageing) = (self.accounts.now(), self.config.queue_ageing);
         // A prompt in progress that has waited this long is older than any request that would be admitted.
         let starved = self.running.prompts().iter().any(|&id| is_starved(&self.seqs[id], now, ageing));
         let blocked = if plan.preempted.is_empty() && !starved { self.admit_aged(plan, budget) } else { None };
@@ -105,7 +105,7 @@ impl Scheduler {
     /// Admits waiting requests that are more urgent than a prompt in progress.
     fn admit_before(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32) {
         let seq = &self.seqs[id];
-        if self.running.aged() == Some(id) || is_starved(seq, self.accounts.now(), self.config.ageing) {
+        if self.running.aged() == Some(id) || is_starved(seq, self.accounts.now(), self.config.queue_ageing) {
             return;
         }
         let key = seq.queue_entry.key();

@@ -39,7 +39,7 @@ impl Scheduler {
     /// Whether a running prompt will cache the block that `id` needs next. The sequence then waits instead of computing
     /// the block twice. Under the prefix policy the answer is kept until all blocks that both have in common are computed.
     pub(super) fn is_being_computed(&mut self, id: SeqId) -> bool {
-        if self.rules.orders_prompts || !self.config.prefix_caching {
+        if self.rules.orders_prompts || !self.config.enable_prefix_caching {
             return false;
         }
         let seq = &self.seqs[id];

@@ -27,7 +27,7 @@ impl Scheduler {
         if !self.accounts.recent().wants(plan.planned) {
             return;
         }
-        let mut slots = vec![b' '; self.config.max_seqs as usize];
+        let mut slots = vec![b' '; self.config.max_num_seqs as usize];
         for slot in self.running_seqs().filter_map(Sequence::slot) {
             slots[slot as usize] = b'-';
         }

@@ -34,7 +34,7 @@ impl Scheduler {
             running,
             waiting: waiting - swapped,
             swapped,
-            slots: self.config.max_seqs as usize,
+            slots: self.config.max_num_seqs as usize,
             total_blocks: self.kv.limit(),
             free_blocks: self.kv.free(),
             used_tokens,
@@ -111,9 +111,9 @@ impl Scheduler {
     fn fullness(&self, load: &Load) -> f64 {
         let part = |some: u32, all: u32| f64::from(some) / f64::from(all.max(1));
         let occupancy = self.occupancy();
-        part(occupancy.running as u32, self.config.max_seqs)
+        part(occupancy.running as u32, self.config.max_num_seqs)
             .max(part(occupancy.blocks as u32, self.kv.limit() as u32))
-            .max(part(load.tokens(), self.config.max_tokens))
+            .max(part(load.tokens(), self.config.max_num_batched_tokens))
             .min(1.0)
     }
 }

@@ -27,6 +27,8 @@ use std::sync::Arc;
 /// Preemptions after which a request is protected: the policy no longer lets other requests take its slot, and it is
 /// the last to lose its blocks.
 const PROTECTED_AFTER: u32 = 2;
+/// Extra blocks that a protected sequence gets at admission.
+const RESERVE: u32 = 8;
 /// Maximum preemptions of one request.
 pub(crate) const MAX_PREEMPTIONS: u32 = 8;
 
@@ -393,6 +395,13 @@ impl Sequence {
     /// Whether the sequence was preempted so often that only a lack of blocks can preempt it again.
     pub(crate) fn is_protected(&self) -> bool {
         self.progress.preemptions >= PROTECTED_AFTER && !self.is_background()
+    }
+
+    /// Number of blocks that the sequence gets at admission.
+    pub(crate) fn blocks_at_admission(&self, block_size: u32) -> usize {
+        let reserve = if self.is_protected() { RESERVE * block_size } else { 0 };
+        let len = self.len().saturating_add(reserve).min(self.limit() - 1);
+        len.div_ceil(block_size) as usize
     }
 
     /// Whether the sequence must not be preempted again. It then runs only as the non-preemptible sequence.

@@ -100,28 +100,28 @@ pub struct Lens {
 /// may read them while the scheduler writes them, so the elements are `Cell`.
 #[derive(Clone, Copy, Debug)]
 pub struct StepBuffers<'a> {
-    /// `[max_tokens]`: tokens. `-(slot + 1)` stands for the token sampled for that slot in the previous step, if that
+    /// `[max_num_batched_tokens]`: tokens. `-(slot + 1)` stands for the token sampled for that slot in the previous step, if that
     /// step is not committed yet.
     pub input_ids: &'a [Cell<i32>],
-    /// `[max_tokens]`
+    /// `[max_num_batched_tokens]`
     pub positions: &'a [Cell<i32>],
-    /// `[max_tokens]`: KV slot of each token's key and value, block * block size + offset.
+    /// `[max_num_batched_tokens]`: KV slot of each token's key and value, block * block size + offset.
     pub slot_mapping: &'a [Cell<i32>],
-    /// `[max_seqs + 1]`: index of the first token of each sequence, and the end of the last sequence.
+    /// `[max_num_seqs + 1]`: index of the first token of each sequence, and the end of the last sequence.
     pub query_starts: &'a [Cell<i32>],
-    /// `[max_seqs]`: context length after the pass.
+    /// `[max_num_seqs]`: context length after the pass.
     pub context_lens: &'a [Cell<i32>],
-    /// `[max_seqs]`: batch slot of each sequence.
+    /// `[max_num_seqs]`: batch slot of each sequence.
     pub batch_slots: &'a [Cell<i32>],
-    /// `[max_tokens]`: token index of each position to sample.
+    /// `[max_num_batched_tokens]`: token index of each position to sample.
     pub sample_at: &'a [Cell<i32>],
-    /// `[max_tokens]`: batch slot of each position to sample.
+    /// `[max_num_batched_tokens]`: batch slot of each position to sample.
     pub sample_slots: &'a [Cell<i32>],
-    /// `[2 * max_seqs]`: pairs of blocks (from, to).
+    /// `[2 * max_num_seqs]`: pairs of blocks (from, to).
     pub copies: &'a [Cell<i32>],
-    /// `[max_seqs, max_blocks]`, row-major, by slot. The array persists between steps. A step writes only changed entries.
+    /// `[max_num_seqs, max_blocks]`, row-major, by slot. The array persists between steps. A step writes only changed entries.
     pub block_tables: &'a [Cell<i32>],
-    /// `[2 * max_seqs * max_blocks]`: pairs of an index in `block_tables` and the value written there. Empty if the
+    /// `[2 * max_num_seqs * max_blocks]`: pairs of an index in `block_tables` and the value written there. Empty if the
     /// caller keeps no copy of the tables.
     pub table_writes: &'a [Cell<i32>],
     /// Row length of `block_tables`.

@@ -1,11 +1,25 @@
 //! What background requests add to the steps of other requests, and what they may add.
 
-use super::model::{Load, StepModel};
+use super::model::{AIM, Load, StepModel};
 use super::row_times::RowTimes;
 use crate::request::Time;
 
 /// The part of the pace that each step replaces.
 const RECENT: f64 = 0.25;
+
+/// The longest step of background requests alone, as a multiple of a step with one decoding sequence. A request that arrives waits
+/// for that step. The step's fixed time is then at most a tenth of it.
+const ALONE: f64 = 10.0;
+/// Microseconds after a step with other requests in which more of them are expected. Steps of background requests alone are then
+/// as short as beside a stream.
+const EXPECTED_FOR: Time = 10_000_000;
+/// While a prompt of another request is in progress or waits, the background's decodes get this part of the time that they may
+/// otherwise add. The prompt gets the rest.
+const BESIDE_PROMPTS: f64 = 0.25;
+/// In one of this many plans, the background gets a token whatever it costs.
+const OWED_EVERY: u64 = 16;
+/// In one of this many plans, the background gets no token, so that the time of a step without it is measured.
+const MEASURED_EVERY: u64 = 32;
 
 /// Times of steps with and without background requests.
 ///
@@ -49,18 +63,46 @@ impl BackgroundCost {
         }
     }
 
+    /// What the background may add to a step with the decodes of `foreground`, so that it takes at most `slowdown` times as long as they
+    /// do alone. `prompts` is set if other requests' prompts are in progress or wait. `plan` is the number of the plan.
+    pub(crate) fn room(&self, model: &StepModel, slowdown: f64, foreground: &Load, prompts: bool, plan: u64, now: Time) -> BackgroundRoom {
+        let (time, owed) = self.time(model, slowdown, foreground, prompts, plan, now);
+        BackgroundRoom::new(model, time, owed)
+    }
+
+    /// Predicted microseconds that the background may add, and whether it gets a token whatever it costs.
+    fn time(&self, model: &StepModel, slowdown: f64, foreground: &Load, prompts: bool, plan: u64, now: Time) -> (f64, bool) {
+        let decodes = foreground.decode_seqs > 0;
+        let base = if decodes { *foreground } else { Load { decode_seqs: 1, ..Load::default() } };
+        let measured = self.alone(&base);
+        if !model.knows() {
+            return (f64::INFINITY, true);
+        }
+        if decodes && !prompts && (measured.is_none() || plan.is_multiple_of(MEASURED_EVERY)) {
+            // Without the owed token, a stream whose number of drafted tokens changes in each step would leave the background nothing.
+            return (0.0, plan % OWED_EVERY == 1);
+        }
+        let alone = measured.unwrap_or_else(|| model.step(&base));
+        match (decodes, prompts) {
+            (false, false) if self.had_others(EXPECTED_FOR, now) => ((slowdown - 1.0) * alone, true),
+            (false, false) => ((ALONE - 1.0) * alone, true),
+            (true, false) => (self.predicted((AIM * slowdown - 1.0) * alone), plan % OWED_EVERY == 1),
+            (_, true) => (self.predicted(BESIDE_PROMPTS * (slowdown - 1.0) * alone), !decodes || plan % OWED_EVERY == 1),
+        }
+    }
+
     /// Microseconds of a step with the decoding sequences of `foreground` and nothing else. `None` if too few were measured.
-    pub(crate) fn alone(&self, foreground: &Load) -> Option<f64> {
+    fn alone(&self, foreground: &Load) -> Option<f64> {
         self.alone.step(foreground.decode_rows())
     }
 
     /// Whether a step with other requests ended in the `time` before `now`.
-    pub(crate) fn had_others(&self, time: Time, now: Time) -> bool {
+    fn had_others(&self, time: Time, now: Time) -> bool {
         self.others_at.is_some_and(|at| now < at.saturating_add(time))
     }
 
     /// Divides a time that background requests may add into the predicted time that takes so long.
-    pub(crate) fn predicted(&self, time: f64) -> f64 {
+    fn predicted(&self, time: f64) -> f64 {
         time / self.pace
     }
 }
@@ -79,7 +121,7 @@ pub(crate) struct BackgroundRoom {
 
 impl BackgroundRoom {
     /// Room for `time` microseconds by the prediction of `model`.
-    pub(crate) fn new(model: &StepModel, time: f64, owed: bool) -> Self {
+    fn new(model: &StepModel, time: f64, owed: bool) -> Self {
         let [_, _, row, context_token, _] = model.coefficients();
         Self { time, owed, row, context_token }
     }

@@ -5,14 +5,14 @@ use chairlift_core::{Config, ConfigError, Fcfs, Priority, Rejected, Request, Sch
 
 #[test]
 fn a_step_has_a_token_for_every_sequence() {
-    let config = |max_seqs| Config { max_tokens: 4, max_seqs, ..plenty(&Fcfs) };
+    let config = |max_seqs| Config { max_num_batched_tokens: 4, max_num_seqs: max_seqs, ..plenty(&Fcfs) };
     assert!(Scheduler::new(config(4)).is_ok());
-    assert_eq!(Scheduler::new(config(5)).err(), Some(ConfigError::TooManySeqs { max_seqs: 5, max_tokens: 4 }));
+    assert_eq!(Scheduler::new(config(5)).err(), Some(ConfigError::TooManySeqs { max_num_seqs: 5, max_num_batched_tokens: 4 }));
 }
 
 /// Twenty blocks of 16 tokens. Request 1 has filled ten of them and ended, so they are cached and free.
 fn half_full(config: Config) -> Lab {
-    let mut lab = Lab::new(Config { num_blocks: 21, ..config });
+    let mut lab = Lab::new(Config { num_kv_blocks: 21, ..config });
     lab.add(ask(1, 150, 1));
     // A running request would grow. Request 1 generates one token and ends with this step.
     lab.step();
@@ -21,7 +21,7 @@ fn half_full(config: Config) -> Lab {
 
 #[test]
 fn the_queue_holds_as_many_requests_as_it_may_and_not_one_more() {
-    let mut lab = Lab::new(Config { max_queued_reqs: 3, max_seqs: 1, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { max_num_queued_reqs: 3, max_num_seqs: 1, ..plenty(&Fcfs) });
     (1..=3).for_each(|tag| lab.add(ask(tag, 10, 5)));
     for tag in 4..=5 {
         let full = Rejected::QueueFull { what: "requests", queued: 4, limit: 3, retry_after: 0 };
@@ -44,7 +44,7 @@ fn the_queue_holds_as_many_requests_as_it_may_and_not_one_more() {
 
 #[test]
 fn the_queue_holds_as_many_prompt_tokens_as_it_may_and_not_one_more() {
-    let mut lab = Lab::new(Config { max_queued_tokens: 100, max_tokens: 50, max_seqs: 1, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { max_num_queued_tokens: 100, max_num_batched_tokens: 50, max_num_seqs: 1, ..plenty(&Fcfs) });
     lab.add(ask(1, 60, 5));
     let full = |queued| Err(Rejected::QueueFull { what: "prompt tokens", queued, limit: 100, retry_after: 0 });
     assert_eq!(lab.try_add(ask(2, 41, 5)), full(101));
@@ -63,7 +63,7 @@ fn the_queue_holds_as_many_prompt_tokens_as_it_may_and_not_one_more() {
 
 #[test]
 fn who_was_preempted_takes_nobodys_place_in_the_queue() {
-    let mut lab = Lab::new(Config { max_queued_reqs: 1, max_seqs: 1, ..plenty(&Priority) });
+    let mut lab = Lab::new(Config { max_num_queued_reqs: 1, max_num_seqs: 1, ..plenty(&Priority) });
     lab.add(Request { priority: 1, ..ask(1, 10, 50) });
     lab.step();
     lab.add(ask(2, 10, 5));
@@ -75,7 +75,7 @@ fn who_was_preempted_takes_nobodys_place_in_the_queue() {
 
 #[test]
 fn a_refused_request_hears_how_long_those_before_it_will_take() {
-    let mut lab = Lab::taught(Config { max_queued_reqs: 10, max_seqs: 1, ..plenty(&Fcfs) }, Cost(1000, 0, 0));
+    let mut lab = Lab::taught(Config { max_num_queued_reqs: 10, max_num_seqs: 1, ..plenty(&Fcfs) }, Cost(1000, 0, 0));
     for tag in 1..=200 {
         lab.add(ask(tag, 10, 20));
         lab.step_until_ended(tag);
@@ -89,7 +89,7 @@ fn a_refused_request_hears_how_long_those_before_it_will_take() {
 
 #[test]
 fn the_predicted_wait_knows_how_far_those_that_run_have_come() {
-    let mut lab = Lab::taught(Config { max_seqs: 2, ..plenty(&Fcfs) }, Cost(1000, 0, 0));
+    let mut lab = Lab::taught(Config { max_num_seqs: 2, ..plenty(&Fcfs) }, Cost(1000, 0, 0));
     for tag in 1..=200 {
         lab.add(ask(tag, 10, 20));
         lab.step_until_ended(tag);
@@ -108,7 +108,7 @@ fn the_predicted_wait_knows_how_far_those_that_run_have_come() {
 
 #[test]
 fn the_next_step_is_predicted_with_the_prompts_that_it_begins() {
-    let mut lab = Lab::new(Config { max_seqs: 4, max_tokens: 300, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { max_num_seqs: 4, max_num_batched_tokens: 300, ..plenty(&Fcfs) });
     lab.cost = Cost(1000, 10, 100);
     lab.add(ask(1, 100, 1));
     assert_eq!(lab.scheduler.next_step(), None, "nothing is known yet");
@@ -138,7 +138,7 @@ fn the_next_step_is_predicted_with_the_prompts_that_it_begins() {
 
 #[test]
 fn before_any_output_has_ended_it_is_taken_to_be_as_long_as_it_may() {
-    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { max_num_seqs: 1, ..plenty(&Fcfs) });
     lab.add(ask(1, 10, 120));
     for _ in 0..100 {
         lab.step();
@@ -149,7 +149,7 @@ fn before_any_output_has_ended_it_is_taken_to_be_as_long_as_it_may() {
 
 #[test]
 fn a_request_that_could_never_run_is_refused_with_what_would_fit() {
-    let mut lab = Lab::new(Config { num_blocks: 11, max_model_len: 1000, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { num_kv_blocks: 11, max_model_len: 1000, ..plenty(&Fcfs) });
     // Ten blocks hold 160 tokens, and the last token needs no KV.
     assert_eq!(lab.try_add(ask(1, 100, 62)), Err(Rejected::NeverFits { needed: 11, have: 10, fits: 161 }));
     lab.add(ask(1, 100, 61));
@@ -161,20 +161,20 @@ fn a_request_that_could_never_run_is_refused_with_what_would_fit() {
 fn blocks_stay_free_for_those_that_run() {
     // Of twenty blocks, the first request has ten and two must stay free. Eight are left for the second request.
     for (prompt, starts) in [(8 * 16, true), (8 * 16 + 1, false)] {
-        let mut lab = Lab::new(Config { num_blocks: 21, watermark: 2, ..plenty(&Fcfs) });
+        let mut lab = Lab::new(Config { num_kv_blocks: 21, watermark: 2, ..plenty(&Fcfs) });
         lab.add(ask(1, 160, 9));
         lab.add(ask(2, prompt, 9));
         assert_eq!(lab.step().admitted.contains(&2), starts, "with a prompt of {prompt}");
     }
     // A request that runs alone may use all blocks.
-    let mut lab = Lab::new(Config { num_blocks: 21, watermark: 2, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { num_kv_blocks: 21, watermark: 2, ..plenty(&Fcfs) });
     lab.add(ask(1, 320, 1));
     assert_eq!(lab.step().admitted, [1]);
 }
 
 /// Request 1 holds 10 of 20 blocks for 60 steps and request 2 needs 15. 600 requests of one block and one step follow.
 fn blocked_head(ageing: u64) -> Lab {
-    let mut lab = Lab::new(Config { num_blocks: 21, ageing, prefix_caching: false, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { num_kv_blocks: 21, queue_ageing: ageing, enable_prefix_caching: false, ..plenty(&Fcfs) });
     lab.add(ask(1, 100, 60));
     lab.step();
     lab.add(ask(2, 240, 3));
@@ -256,7 +256,7 @@ fn a_target_too_low_for_anything_leaves_prompts_a_part_of_the_step() {
 #[test]
 fn what_a_request_needs_is_measured_anew_as_the_cache_fills() {
     // Thirty blocks of 128 tokens, so that no sequence grows in a hundred steps.
-    let mut lab = Lab::new(Config { num_blocks: 31, block_size: 128, max_tokens: 4096, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { num_kv_blocks: 31, block_size: 128, max_num_batched_tokens: 4096, ..plenty(&Fcfs) });
     // Ten and six blocks are in use. Request 3 needs 19. Request 4 shares the first ten blocks, needs one more and
     // bypasses request 3.
     lab.add(ask(1, 1153, 120));

@@ -18,7 +18,7 @@ fn each_policy(test: impl Fn(&'static dyn Policy)) {
 #[test]
 fn they_start_only_when_no_other_request_waits() {
     each_policy(|policy| {
-        let mut lab = Lab::new(Config { max_seqs: 2, ..plenty(policy) });
+        let mut lab = Lab::new(Config { max_num_seqs: 2, ..plenty(policy) });
         (1..=3).for_each(|tag| lab.add(background(tag, 10, 3)));
         (4..=9).for_each(|tag| lab.add(ask(tag, 10, 3)));
         lab.finish();
@@ -32,7 +32,7 @@ fn they_start_only_when_no_other_request_waits() {
 #[test]
 fn they_lose_their_slots_to_the_first_who_come() {
     each_policy(|policy| {
-        let mut lab = Lab::new(Config { max_seqs: 4, ..plenty(policy) });
+        let mut lab = Lab::new(Config { max_num_seqs: 4, ..plenty(policy) });
         (1..=4).for_each(|tag| lab.add(background(tag, 10, 50)));
         lab.step();
         lab.step();
@@ -56,7 +56,7 @@ fn they_lose_their_slots_to_the_first_who_come() {
 fn they_lose_their_blocks_to_others_decodes_and_others_prompts() {
     each_policy(|policy| {
         // Twenty blocks: background requests hold sixteen.
-        let mut lab = Lab::new(Config { num_blocks: 21, watermark: 0, max_seqs: 8, ..plenty(policy) });
+        let mut lab = Lab::new(Config { num_kv_blocks: 21, watermark: 0, max_num_seqs: 8, ..plenty(policy) });
         lab.add(background(1, 120, 60));
         lab.add(background(2, 120, 60));
         lab.step();
@@ -75,7 +75,7 @@ fn they_lose_their_blocks_to_others_decodes_and_others_prompts() {
 #[test]
 fn their_prompts_get_what_others_leave_of_a_step() {
     each_policy(|policy| {
-        let mut lab = Lab::new(Config { max_tokens: 60, max_seqs: 8, ..plenty(policy) });
+        let mut lab = Lab::new(Config { max_num_batched_tokens: 60, max_num_seqs: 8, ..plenty(policy) });
         lab.add(background(1, 1000, 2));
         assert_eq!(lab.step().chunks, [(1, 60)]);
         lab.add(ask(2, 150, 2));
@@ -92,7 +92,7 @@ fn their_prompts_get_what_others_leave_of_a_step() {
 
 /// A machine whose steps take as long as their tokens, so that a strict limit leaves no time for the background.
 fn strict(policy: &'static dyn Policy, streams: u64) -> Lab {
-    let config = Config { background_slowdown: 110, max_seqs: 16, ..plenty(policy) };
+    let config = Config { background_slowdown: 110, max_num_seqs: 16, ..plenty(policy) };
     let mut lab = Lab::taught(config, Cost(1000, 1000, 5000));
     (1..=streams).for_each(|tag| lab.add(ask(tag, 10, 4000)));
     (0..=streams).for_each(|_| drop(lab.step()));
@@ -121,7 +121,7 @@ fn beside_streams_they_get_a_token_in_every_sixteenth_step_at_least() {
 fn beside_a_stream_that_drafts_they_get_as_many_tokens_as_beside_another() {
     each_policy(|policy| {
         let [without, with, changing] = [|_| 0, |_| 4, |step: usize| step % 5].map(|drafted: fn(usize) -> usize| {
-            let mut lab = Lab::taught(Config { max_seqs: 16, ..plenty(policy) }, Cost(9000, 300, 300));
+            let mut lab = Lab::taught(Config { max_num_seqs: 16, ..plenty(policy) }, Cost(9000, 300, 300));
             lab.add(background(7, 20, 4000));
             lab.add(ask(1, 10, 4000));
             lab.steps(4);
@@ -140,7 +140,7 @@ fn their_sequences_take_turns_where_there_is_room_for_few() {
     each_policy(|policy| {
         // With the strict limit, only the token that is owed. With the other, two of five rows.
         for (slowdown, cost) in [(110, Cost(1000, 1000, 5000)), (230, Cost(1000, 100, 1000))] {
-            let mut lab = Lab::taught(Config { background_slowdown: slowdown, max_seqs: 16, ..plenty(policy) }, cost);
+            let mut lab = Lab::taught(Config { background_slowdown: slowdown, max_num_seqs: 16, ..plenty(policy) }, cost);
             lab.now += 20_000_000; // no other request is expected
             (1..=5).for_each(|tag| lab.add(background(10 + tag, 20, 4000)));
             lab.step_until_started(15);
@@ -158,7 +158,7 @@ fn their_sequences_take_turns_where_there_is_room_for_few() {
 #[test]
 fn beside_a_prompt_and_a_stream_they_get_less_and_their_prompts_nothing() {
     each_policy(|policy| {
-        let mut lab = Lab::taught(Config { max_seqs: 16, ..plenty(policy) }, Cost(8000, 100, 100));
+        let mut lab = Lab::taught(Config { max_num_seqs: 16, ..plenty(policy) }, Cost(8000, 100, 100));
         (1..=4).for_each(|tag| lab.add(background(tag, 20, 4000)));
         lab.add(background(5, 8000, 1));
         lab.steps(8);
@@ -174,7 +174,7 @@ fn beside_a_prompt_and_a_stream_they_get_less_and_their_prompts_nothing() {
 
 #[test]
 fn they_have_no_place_in_the_queues_limits_and_no_share_of_a_tenant() {
-    let mut lab = Lab::new(Config { max_seqs: 1, max_queued_reqs: 1, ..plenty(&Fair) });
+    let mut lab = Lab::new(Config { max_num_seqs: 1, max_num_queued_reqs: 1, ..plenty(&Fair) });
     (1..=5).for_each(|tag| lab.add(background(tag, 10, 40)));
     lab.step();
     lab.add(ask(6, 10, 2));
@@ -184,7 +184,7 @@ fn they_have_no_place_in_the_queues_limits_and_no_share_of_a_tenant() {
     let other = |tag| Request { tenant: "other".into(), ..ask(tag, 10, 2) };
     lab.add(ask(8, 10, 2));
     lab.step();
-    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(&Fair) });
+    let mut lab = Lab::new(Config { max_num_seqs: 1, ..plenty(&Fair) });
     lab.add(background(1, 100, 40));
     lab.finish();
     lab.add(ask(2, 10, 2));

@@ -9,7 +9,7 @@ fn until(deadline: Time, request: Request) -> Request {
 }
 
 fn with_rows(max_seqs: u32) -> Config {
-    Config { max_seqs, ..plenty(&Deadline) }
+    Config { max_num_seqs: max_seqs, ..plenty(&Deadline) }
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn a_deadline_is_missed_when_it_has_come_and_not_before() {
     assert!(lab.try_step().is_none());
     assert_eq!(lab.scheduler.wake_at(), Some(5000));
     lab.now = 4999;
-    assert_eq!(lab.expire(), []);
+    assert!(lab.expire().is_empty());
     lab.now = 5000;
     assert_eq!(lab.expire(), [1]);
     assert_eq!(lab.scheduler.wake_at(), Some(9000), "as the last plan said");
@@ -89,7 +89,7 @@ fn a_deadline_is_missed_when_it_has_come_and_not_before() {
 
 #[test]
 fn a_deadline_for_the_first_token_is_over_once_it_is_there() {
-    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { max_num_seqs: 1, ..plenty(&Fcfs) });
     let soon = |request: Request| Request { ttft_deadline: Some(5000), ..request };
     lab.add(soon(ask(1, 10, 20)));
     lab.add(soon(ask(2, 10, 20)));
@@ -117,8 +117,14 @@ fn deadline_policy_drops_for_the_first_token_as_well() {
 fn no_token_is_computed_after_a_deadline() {
     for policy in POLICIES {
         let name = policy.name();
-        let mut lab =
-            Lab::new(Config { max_tokens: 100, max_seqs: 6, num_blocks: 40, host_blocks: 8, max_model_len: 300, ..plenty(policy) });
+        let mut lab = Lab::new(Config {
+            max_num_batched_tokens: 100,
+            max_num_seqs: 6,
+            num_kv_blocks: 40,
+            host_blocks: 8,
+            max_model_len: 300,
+            ..plenty(policy)
+        });
         lab.cost = Cost(500, 20, 50);
         let deadline = |tag: u64| 1000 + tag * 7919 % 90_000;
         for tag in 0..200 {

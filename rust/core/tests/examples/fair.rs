@@ -20,7 +20,7 @@ struct Market {
 
 impl Market {
     fn new() -> Self {
-        let config = Config { max_seqs: ROWS, prefix_caching: false, ..plenty(&Fair) };
+        let config = Config { max_num_seqs: ROWS, enable_prefix_caching: false, ..plenty(&Fair) };
         Self { lab: Lab::new(config), tags: 0, owner: HashMap::new(), service: HashMap::new() }
     }
 
@@ -72,7 +72,7 @@ fn service_follows_weights_and_never_drifts_further_apart_than_the_bound() {
 #[test]
 fn a_long_output_is_charged_as_it_grows() {
     // One tenant's requests are ten times as long, so it must complete a tenth as many.
-    let mut lab = Lab::new(Config { max_seqs: 1, prefix_caching: false, ..plenty(&Fair) });
+    let mut lab = Lab::new(Config { max_num_seqs: 1, enable_prefix_caching: false, ..plenty(&Fair) });
     for i in 0..300 {
         lab.add(Request { tenant: "short".into(), ..ask(i, 1, 10) });
         lab.add(Request { tenant: "long".into(), ..ask(1000 + i, 1, 100) });
@@ -157,7 +157,7 @@ fn a_tenant_with_one_request_at_a_time_is_served_next() {
 
 #[test]
 fn what_a_tenant_waits_for_is_a_row_in_its_turn_and_its_share_otherwise() {
-    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(&Fair) });
+    let mut lab = Lab::new(Config { max_num_seqs: 1, ..plenty(&Fair) });
     lab.add(Request { tenant: "a".into(), ..ask(1, 100, 10) });
     lab.step();
     // The second tenant is lifted to the waiting tenant and then goes before it.
@@ -173,7 +173,7 @@ fn what_a_tenant_waits_for_is_a_row_in_its_turn_and_its_share_otherwise() {
 
 #[test]
 fn a_tenant_with_nothing_takes_rows_of_one_that_has_more_than_twice_as_many_even_then() {
-    let mut lab = Lab::new(Config { max_seqs: 8, ..plenty(&Fair) });
+    let mut lab = Lab::new(Config { max_num_seqs: 8, ..plenty(&Fair) });
     (1..=20).for_each(|tag| lab.add(Request { tenant: "a".into(), ..ask(tag, 16 + tag as u32, 1000) }));
     lab.steps(3);
     (101..=105).for_each(|tag| lab.add(Request { tenant: "b".into(), ..ask(tag, 16, 1000) }));
@@ -182,7 +182,7 @@ fn a_tenant_with_nothing_takes_rows_of_one_that_has_more_than_twice_as_many_even
     let step = lab.step();
     assert_eq!((step.preempted, step.admitted), (vec![1], vec![101]));
     // Its first prompt puts the new tenant ahead for a moment. It takes no more than its turn.
-    assert_eq!(lab.step().preempted, []);
+    assert!(lab.step().preempted.is_empty());
     let steps: Vec<_> = (0..50).map(|_| lab.step()).collect();
     let of = |tags: fn(&Step) -> &Vec<u64>| steps.iter().flat_map(|step| tags(step).clone()).collect::<Vec<_>>();
     assert_eq!((of(|step| &step.preempted), of(|step| &step.admitted)), (vec![2], vec![102]));
@@ -193,7 +193,7 @@ fn a_tenant_with_nothing_takes_rows_of_one_that_has_more_than_twice_as_many_even
 #[test]
 fn a_tenants_requests_that_do_not_fit_do_not_hide_those_of_another() {
     // Twenty blocks, ten in use. The other tenant is next in turn and has a hundred requests of 15 blocks.
-    let mut lab = Lab::new(Config { num_blocks: 21, ..plenty(&Fair) });
+    let mut lab = Lab::new(Config { num_kv_blocks: 21, ..plenty(&Fair) });
     lab.add(Request { tenant: "a".into(), ..ask(1, 150, 10) });
     lab.step();
     (100..200).for_each(|tag| lab.add(Request { tenant: "b".into(), ..ask(tag, 240, 3) }));

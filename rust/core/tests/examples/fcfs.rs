@@ -28,7 +28,7 @@ fn a_prompt_alone_has_all_of_a_steps_tokens() {
 
 #[test]
 fn a_long_prompt_does_not_block_the_queue_behind_it() {
-    let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { max_num_batched_tokens: 100, ..plenty(&Fcfs) });
     lab.add(ask(1, 250, 1));
     assert_eq!(lab.step().chunks, [(1, 100)]);
     lab.add(ask(2, 10, 1));
@@ -41,7 +41,7 @@ fn a_long_prompt_does_not_block_the_queue_behind_it() {
 
 #[test]
 fn decodes_come_before_prompts() {
-    let mut lab = Lab::new(Config { max_tokens: 4, max_seqs: 4, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { max_num_batched_tokens: 4, max_num_seqs: 4, ..plenty(&Fcfs) });
     lab.add(ask(1, 2, 5));
     lab.add(ask(2, 2, 5));
     lab.step();
@@ -69,7 +69,7 @@ fn an_output_is_prompt_plus_new_less_one_computed_tokens() {
 
 #[test]
 fn a_sequence_keeps_its_row_and_rows_are_used_again() {
-    let mut lab = Lab::new(Config { max_seqs: 4, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { max_num_seqs: 4, ..plenty(&Fcfs) });
     (1..=20).for_each(|tag| lab.add(ask(tag, 5, 1 + tag as u32 * 7 % 11)));
     let mut rows: HashMap<u64, u32> = HashMap::new();
     while let Some(step) = lab.try_step() {

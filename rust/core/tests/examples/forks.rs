@@ -4,7 +4,7 @@ use crate::lab::{Lab, ask, plenty};
 use chairlift_core::{Config, Fcfs, TimelineState};
 
 fn caching(prefix_caching: bool) -> Config {
-    Config { prefix_caching, ..plenty(&Fcfs) }
+    Config { enable_prefix_caching: prefix_caching, ..plenty(&Fcfs) }
 }
 
 #[test]
@@ -62,7 +62,7 @@ fn a_prompt_one_token_longer_than_a_block_is_shared_without_a_copy() {
 
 #[test]
 fn forks_wait_while_the_prompt_is_computed_in_pieces() {
-    let mut lab = Lab::new(Config { max_tokens: 20, max_seqs: 20, ..caching(true) });
+    let mut lab = Lab::new(Config { max_num_batched_tokens: 20, max_num_seqs: 20, ..caching(true) });
     lab.add(ask(1, 50, 3));
     lab.fork(1, 2);
     assert_eq!(lab.step().chunks, [(1, 20)]);
@@ -76,7 +76,7 @@ fn forks_wait_while_the_prompt_is_computed_in_pieces() {
 #[test]
 fn if_the_parent_goes_before_its_prompt_is_done_the_forks_compute_it() {
     for prefix_caching in [true, false] {
-        let mut lab = Lab::new(Config { max_tokens: 20, max_seqs: 20, ..caching(prefix_caching) });
+        let mut lab = Lab::new(Config { max_num_batched_tokens: 20, max_num_seqs: 20, ..caching(prefix_caching) });
         lab.add(ask(1, 50, 3));
         lab.fork(1, 2);
         lab.fork(1, 3);

@@ -4,7 +4,7 @@ use crate::lab::{Lab, ask, plenty};
 use chairlift_core::{Config, Continues, Fcfs, HeldId, Priority, Rejected, Request};
 
 fn caching(prefix_caching: bool) -> Config {
-    Config { prefix_caching, ..plenty(&Fcfs) }
+    Config { enable_prefix_caching: prefix_caching, ..plenty(&Fcfs) }
 }
 
 /// A held sequence whose 40 tokens are computed but for the last. They are two full blocks and seven tokens of a third.
@@ -70,7 +70,7 @@ fn one_request_at_a_time_continues_a_held_sequence_and_an_aborted_one_leaves_it_
 fn held_sequences_lose_their_blocks_first_and_are_computed_again() {
     for prefix_caching in [true, false] {
         // Eight usable blocks. The held sequence has three of them, and the next request fills all.
-        let mut lab = Lab::new(Config { num_blocks: 9, watermark: 0, ..caching(prefix_caching) });
+        let mut lab = Lab::new(Config { num_kv_blocks: 9, watermark: 0, ..caching(prefix_caching) });
         let first = held(&mut lab);
         lab.add(ask(2, 60, 68));
         lab.step_until_ended(2);
@@ -96,7 +96,7 @@ fn blocks_of_held_sequences_count_for_their_tenant() {
 
 #[test]
 fn a_request_that_gets_more_urgent_goes_first() {
-    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(&Priority) });
+    let mut lab = Lab::new(Config { max_num_seqs: 1, ..plenty(&Priority) });
     (1..=3).for_each(|tag| lab.add(Request { priority: 5, ..ask(tag, 10, 5) }));
     lab.step();
     lab.set_priority(3, 0);
@@ -110,7 +110,7 @@ fn a_request_that_gets_more_urgent_goes_first() {
 #[test]
 fn blocks_that_a_preempted_request_shared_with_a_held_sequence_become_free() {
     // Eight usable blocks and one slot. The running request shares two blocks with the held sequence, which has a third.
-    let mut lab = Lab::new(Config { num_blocks: 9, watermark: 0, max_seqs: 1, prefix_caching: false, ..plenty(&Priority) });
+    let mut lab = Lab::new(Config { num_kv_blocks: 9, watermark: 0, max_num_seqs: 1, enable_prefix_caching: false, ..plenty(&Priority) });
     let first = held(&mut lab);
     lab.add(continues(first, 2, 41, 40, 20));
     lab.step();

@@ -6,7 +6,15 @@ use chairlift_core::{
 };
 
 fn config() -> Config {
-    Config { num_blocks: 65, block_size: 4, max_tokens: 32, max_seqs: 4, max_model_len: 128, watermark: 2, ..Config::default() }
+    Config {
+        num_kv_blocks: 65,
+        block_size: 4,
+        max_num_batched_tokens: 32,
+        max_num_seqs: 4,
+        max_model_len: 128,
+        watermark: 2,
+        ..Config::default()
+    }
 }
 
 fn request(tag: u64, prompt: u32, new: u32) -> Request {
@@ -80,7 +88,7 @@ fn day(config: Config) -> Day {
 #[test]
 fn it_replays_under_every_policy_with_priorities_and_tenants() {
     for policy in POLICIES {
-        let config = Config { policy, host_blocks: 8, swap_ns_per_block: 100, ..config() };
+        let config = Config { scheduling_policy: policy, host_blocks: 8, swap_ns_per_block: 100, ..config() };
         let day = day(config);
         let journal = ParsedJournal::read(&day.bytes).unwrap();
         assert_eq!((journal.config, journal.truncated), (config, false));
@@ -95,7 +103,7 @@ fn it_replays_under_every_policy_with_priorities_and_tenants() {
 
 #[test]
 fn the_scheduler_does_the_same_work_with_a_journal_as_without() {
-    let core = || Scheduler::new(Config { policy: &Prefix, ..config() }).unwrap();
+    let core = || Scheduler::new(Config { scheduling_policy: &Prefix, ..config() }).unwrap();
     let mut recorders = [Recorder::on(core()), Recorder::off(core())];
     for now in 0..20 {
         let lookups = recorders.each_mut().map(|recorder| {
@@ -116,12 +124,12 @@ fn it_has_every_setting() {
     let batching = Batching::Dynamic { size: 3, timeout: 77 };
     let config = Config {
         batching,
-        max_queued_reqs: 9,
-        max_queued_tokens: 900,
-        ageing: 5,
+        max_num_queued_reqs: 9,
+        max_num_queued_tokens: 900,
+        queue_ageing: 5,
         target_itl: 6,
         gather: 8,
-        prefix_caching: false,
+        enable_prefix_caching: false,
         ..config()
     };
     let mut bytes = Vec::new();

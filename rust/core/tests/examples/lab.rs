@@ -51,7 +51,7 @@ pub(crate) struct Lab {
 
 /// A configuration with ample limits. Each test reduces the limit it is about.
 pub(crate) fn plenty(policy: &'static dyn Policy) -> Config {
-    Config { num_blocks: 4097, max_tokens: 1024, max_model_len: 16_384, policy, ..Config::default() }
+    Config { num_kv_blocks: 4097, max_num_batched_tokens: 1024, max_model_len: 16_384, scheduling_policy: policy, ..Config::default() }
 }
 
 /// A request whose prompt no other request has.

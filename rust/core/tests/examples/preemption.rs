@@ -6,7 +6,7 @@ use chairlift_core::{Config, Fcfs, PreemptionReason, TimelineState};
 /// Eight blocks. Two requests have 3 and 4 blocks for 48 and 64 tokens. The free block goes to the first sequence that
 /// needs a fourth. Then the second needs a fifth.
 fn crowded(host_blocks: u32, swap_ns_per_block: u32) -> Config {
-    Config { num_blocks: 9, prefix_caching: false, host_blocks, swap_ns_per_block, ..plenty(&Fcfs) }
+    Config { num_kv_blocks: 9, enable_prefix_caching: false, host_blocks, swap_ns_per_block, ..plenty(&Fcfs) }
 }
 
 fn run_into_the_wall(lab: &mut Lab) -> Step {
@@ -46,7 +46,7 @@ fn the_one_that_loses_least_goes_and_nobody_comes_in_that_step() {
 #[test]
 fn who_needed_the_room_is_named() {
     // Seven blocks: four for 64 tokens and three for 40. The first sequence needs a fifth, and the second loses less.
-    let mut lab = Lab::new(Config { num_blocks: 8, ..crowded(0, 0) });
+    let mut lab = Lab::new(Config { num_kv_blocks: 8, ..crowded(0, 0) });
     lab.add(ask(1, 64, 20));
     lab.add(ask(2, 40, 20));
     lab.step();
@@ -87,7 +87,7 @@ fn cheap_copies_are_swapped_out_and_in() {
 
 #[test]
 fn what_the_cache_still_has_is_not_copied_back() {
-    let config = Config { prefix_caching: true, ..crowded(6, 1000) };
+    let config = Config { enable_prefix_caching: true, ..crowded(6, 1000) };
     let mut lab = Lab::taught(config, Cost(1000, 100, 100));
     let step = run_into_the_wall(&mut lab);
     assert_eq!(step.swap_out.len(), 3);
@@ -143,7 +143,7 @@ fn a_swapped_request_that_is_aborted_gives_its_host_blocks_back() {
 fn with_a_watermark_those_that_run_do_not_preempt_each_other() {
     // Forty blocks, and requests that grow from two to four blocks. With twenty blocks kept free, ten requests start.
     for (watermark, preempts) in [(0, true), (20, false)] {
-        let mut lab = Lab::new(Config { num_blocks: 41, watermark, max_seqs: 20, ..plenty(&Fcfs) });
+        let mut lab = Lab::new(Config { num_kv_blocks: 41, watermark, max_num_seqs: 20, ..plenty(&Fcfs) });
         (1..=40).for_each(|tag| lab.add(ask(tag, 30, 30)));
         lab.finish();
         assert_eq!(lab.scheduler.stats().counters.preemptions_recompute > 0, preempts, "with {watermark} blocks of headroom");

@@ -8,7 +8,7 @@ const LOOKUPS: u64 = 16 * 16;
 
 #[test]
 fn who_has_least_left_to_compute_goes_first() {
-    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(&Prefix) });
+    let mut lab = Lab::new(Config { max_num_seqs: 1, ..plenty(&Prefix) });
     lab.add(stem(1, 1, 64, 64, 1));
     lab.finish();
     lab.add(ask(2, 10, 5));
@@ -26,7 +26,7 @@ fn who_has_least_left_to_compute_goes_first() {
 #[test]
 fn a_request_waits_for_blocks_that_another_computes_and_finds_them_then() {
     for policy in [&Fcfs as &dyn Policy, &Fair, &Vtc, &Prefix] {
-        let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(policy) });
+        let mut lab = Lab::new(Config { max_num_batched_tokens: 100, ..plenty(policy) });
         lab.add(stem(1, 1, 256, 256, 9));
         assert_eq!(lab.step().chunks, [(1, 100)]);
         lab.add(stem(1, 2, 256, 300, 9));
@@ -51,7 +51,7 @@ fn two_equal_prompts_admitted_in_one_step_compute_it_once() {
 
 #[test]
 fn the_order_follows_what_is_computed_meanwhile() {
-    let mut lab = Lab::new(Config { max_tokens: 32, max_seqs: 1, ..plenty(&Prefix) });
+    let mut lab = Lab::new(Config { max_num_batched_tokens: 32, max_num_seqs: 1, ..plenty(&Prefix) });
     lab.add(stem(1, 1, 112, 112, 3));
     lab.step();
     // At arrival, 32 of the third request's 128 tokens are cached, so it has 96 tokens to compute and the second has
@@ -113,7 +113,7 @@ fn a_tenant_is_told_only_of_cached_tokens_that_it_used_before() {
 /// What bob is told of his second request of a prompt, whose first one was ended after `steps` steps. Alice has sent the prompt
 /// whose stem is 1. Another request of bob leaves 20 tokens of the first step.
 fn told_after_a_cancelled_guess(guess: Token, steps: u32, is_planned: bool) -> u32 {
-    let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { max_num_batched_tokens: 100, ..plenty(&Fcfs) });
     lab.add(Request { tenant: "alice".into(), ..stem(1, 1, 160, 200, 1) });
     lab.finish();
     let bobs = |tag| Request { tenant: "bob".into(), ..stem(guess, tag, 160, 200, 1) };
@@ -142,7 +142,7 @@ fn a_request_that_is_cancelled_tells_nothing_of_others_blocks() {
 #[test]
 fn two_equal_requests_at_once_tell_nothing_of_others_blocks() {
     let told = [1, 2].map(|guess| {
-        let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(&Fcfs) });
+        let mut lab = Lab::new(Config { max_num_batched_tokens: 100, ..plenty(&Fcfs) });
         lab.add(Request { tenant: "alice".into(), ..stem(1, 1, 160, 200, 1) });
         lab.finish();
         (2..=3).for_each(|tag| lab.add(Request { tenant: "bob".into(), ..stem(guess, tag, 160, 200, 1) }));
@@ -154,7 +154,7 @@ fn two_equal_requests_at_once_tell_nothing_of_others_blocks() {
 
 #[test]
 fn an_evicted_block_is_nobodys_when_another_tenant_computes_it_again() {
-    let mut lab = Lab::new(Config { num_blocks: 12, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { num_kv_blocks: 12, ..plenty(&Fcfs) });
     assert_eq!(cached(&mut lab, 1, "alice", 64), (0, 0));
     lab.add(Request { tenant: "carol".into(), ..ask(2, 170, 1) });
     lab.finish();
@@ -164,7 +164,7 @@ fn an_evicted_block_is_nobodys_when_another_tenant_computes_it_again() {
 
 #[test]
 fn equal_content_that_two_tenants_compute_at_once_belongs_to_both() {
-    let mut lab = Lab::new(Config { max_tokens: 160, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { max_num_batched_tokens: 160, ..plenty(&Fcfs) });
     for (tag, tenant) in [(1, "alice"), (2, "bob")] {
         lab.add(Request { tenant: tenant.into(), ..stem(1, tag, 64, 80, 1) });
     }
@@ -177,7 +177,7 @@ fn equal_content_that_two_tenants_compute_at_once_belongs_to_both() {
 
 #[test]
 fn a_long_uncached_prompt_starts_within_its_ageing_bound() {
-    let mut lab = Lab::new(Config { max_seqs: 1, ageing: 50_000, ..plenty(&Prefix) });
+    let mut lab = Lab::new(Config { max_num_seqs: 1, queue_ageing: 50_000, ..plenty(&Prefix) });
     lab.add(stem(1, 50, 64, 64, 5));
     lab.step();
     lab.add(ask(1, 500, 5));
@@ -195,7 +195,7 @@ fn a_long_uncached_prompt_starts_within_its_ageing_bound() {
 
 #[test]
 fn without_a_cache_nobody_waits_for_what_another_computes() {
-    let mut lab = Lab::new(Config { max_tokens: 100, prefix_caching: false, ..plenty(&Prefix) });
+    let mut lab = Lab::new(Config { max_num_batched_tokens: 100, enable_prefix_caching: false, ..plenty(&Prefix) });
     lab.add(stem(1, 1, 256, 256, 9));
     lab.step();
     lab.add(stem(1, 2, 256, 300, 9));
@@ -206,7 +206,7 @@ fn without_a_cache_nobody_waits_for_what_another_computes() {
 fn requests_that_await_a_long_shared_prefix_cost_a_plan_next_to_nothing() {
     // 200 blocks are being computed, 16 per step. All other requests wait for them or, under other policies, for a slot.
     for policy in POLICIES {
-        let mut lab = Lab::new(Config { max_tokens: 256, max_seqs: 8, num_blocks: 8193, ..plenty(policy) });
+        let mut lab = Lab::new(Config { max_num_batched_tokens: 256, max_num_seqs: 8, num_kv_blocks: 8193, ..plenty(policy) });
         lab.check_every = 100;
         lab.add(stem(1, 1, 3200, 3200, 1));
         lab.step();
@@ -232,7 +232,7 @@ fn requests_that_do_not_fit_are_not_looked_up_in_every_plan() {
     for policy in POLICIES {
         // 200 blocks that all requests share are cached and held. The 300 other blocks of a request do not fit while
         // the first runs.
-        let mut lab = Lab::new(Config { num_blocks: 601, max_model_len: 10_000, ageing: 1 << 40, ..plenty(policy) });
+        let mut lab = Lab::new(Config { num_kv_blocks: 601, max_model_len: 10_000, queue_ageing: 1 << 40, ..plenty(policy) });
         lab.check_every = 100;
         lab.add(stem(1, 1, 3200, 4800, 400));
         (0..6).for_each(|_| drop(lab.step()));
@@ -244,7 +244,7 @@ fn requests_that_do_not_fit_are_not_looked_up_in_every_plan() {
             let before = lab.scheduler.block_lookups();
             let step = lab.step();
             let lookups = lab.scheduler.block_lookups() - before;
-            assert_eq!(step.admitted, []);
+            assert!(step.admitted.is_empty());
             // Each plan measures one request of 64 again.
             assert!(lookups <= LOOKUPS + 202, "{policy:?}: {lookups} lookups");
         }
@@ -253,7 +253,7 @@ fn requests_that_do_not_fit_are_not_looked_up_in_every_plan() {
 
 #[test]
 fn a_request_that_awaits_a_prompt_is_admitted_when_that_prompt_is_aborted() {
-    let mut lab = Lab::new(Config { max_tokens: 64, ..plenty(&Prefix) });
+    let mut lab = Lab::new(Config { max_num_batched_tokens: 64, ..plenty(&Prefix) });
     lab.add(stem(1, 1, 640, 640, 9));
     lab.step();
     lab.add(stem(1, 2, 640, 700, 9));
@@ -267,7 +267,7 @@ fn a_request_that_awaits_a_prompt_is_admitted_when_that_prompt_is_aborted() {
 #[test]
 fn requests_that_arrive_together_compute_their_prefix_once() {
     for policy in [&Fcfs as &dyn Policy, &Fair, &Vtc, &Prefix] {
-        let mut lab = Lab::new(Config { max_tokens: 128, max_seqs: 64, ..plenty(policy) });
+        let mut lab = Lab::new(Config { max_num_batched_tokens: 128, max_num_seqs: 64, ..plenty(policy) });
         (1..=64).for_each(|tag| lab.add(stem(1, tag, 1024, 1088, 1)));
         let mut computed = 0;
         while lab.ended.len() < 64 {
@@ -280,7 +280,7 @@ fn requests_that_arrive_together_compute_their_prefix_once() {
 #[test]
 fn nobody_waits_for_the_prefix_of_a_prompt_that_gets_no_tokens() {
     // The oldest prompt has a guaranteed quarter of each step, and a shorter one gets the rest.
-    let mut lab = Lab::new(Config { max_tokens: 64, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { max_num_batched_tokens: 64, ..plenty(&Fcfs) });
     lab.add(stem(1, 1, 0, 4000, 1));
     lab.step();
     lab.add(stem(2, 2, 640, 700, 1));

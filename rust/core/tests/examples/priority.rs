@@ -12,7 +12,7 @@ fn patient(tag: u64, prompt: u32, new: u32) -> Request {
 }
 
 fn with_rows(max_seqs: u32) -> Config {
-    Config { max_seqs, ..plenty(&Priority) }
+    Config { max_num_seqs: max_seqs, ..plenty(&Priority) }
 }
 
 #[test]
@@ -64,7 +64,7 @@ fn of_two_less_urgent_classes_the_least_urgent_loses_its_row() {
 #[test]
 fn an_urgent_request_takes_blocks_as_well() {
     // Ten blocks: five for 76 tokens, four for 60, one free. The urgent request needs three.
-    let mut lab = Lab::new(Config { num_blocks: 11, ..with_rows(8) });
+    let mut lab = Lab::new(Config { num_kv_blocks: 11, ..with_rows(8) });
     lab.add(patient(1, 76, 4));
     lab.add(patient(2, 60, 4));
     lab.step();
@@ -78,7 +78,7 @@ fn an_urgent_request_takes_blocks_as_well() {
 #[test]
 fn nobody_is_preempted_for_one_who_could_not_start_then_either() {
     // Ten blocks. The urgent request needs nine. The less urgent one has four and the other urgent one two: 10 - 2 < 9.
-    let mut lab = Lab::new(Config { num_blocks: 11, ..with_rows(8) });
+    let mut lab = Lab::new(Config { num_kv_blocks: 11, ..with_rows(8) });
     lab.add(patient(1, 60, 4));
     lab.add(urgent(2, 30, 2));
     lab.step();
@@ -92,7 +92,7 @@ fn nobody_is_preempted_for_one_who_could_not_start_then_either() {
 
 #[test]
 fn an_urgent_prompt_goes_ahead_of_one_that_has_begun() {
-    let mut lab = Lab::new(Config { max_tokens: 1000, ..plenty(&Priority) });
+    let mut lab = Lab::new(Config { max_num_batched_tokens: 1000, ..plenty(&Priority) });
     lab.add(patient(1, 3000, 2));
     assert_eq!(lab.step().chunks, [(1, 1000)]);
     lab.add(urgent(2, 600, 5));
@@ -149,7 +149,7 @@ fn flood(lab: &mut Lab, tag: &mut u64) {
 
 #[test]
 fn the_lowest_class_starts_within_its_ageing_bound_and_ends_though_urgent_ones_keep_coming() {
-    let mut lab = Lab::new(Config { ageing: 50_000, ..with_rows(1) });
+    let mut lab = Lab::new(Config { queue_ageing: 50_000, ..with_rows(1) });
     let mut tag = 100;
     lab.add(urgent(50, 8, 5));
     lab.step();
@@ -169,7 +169,7 @@ fn the_lowest_class_starts_within_its_ageing_bound_and_ends_though_urgent_ones_k
 
 #[test]
 fn one_aged_request_at_a_time_goes_before_urgent_ones() {
-    let mut lab = Lab::new(Config { ageing: 10_000, ..with_rows(3) });
+    let mut lab = Lab::new(Config { queue_ageing: 10_000, ..with_rows(3) });
     let mut tag = 100;
     flood(&mut lab, &mut tag);
     lab.step();
@@ -187,7 +187,7 @@ fn one_aged_request_at_a_time_goes_before_urgent_ones() {
 fn nobody_is_preempted_where_there_is_room() {
     // Twenty blocks. Eight sequences hold one each and need no more for some steps. Six of the other blocks are for the
     // urgent request.
-    let mut lab = Lab::new(Config { num_blocks: 21, ..with_rows(16) });
+    let mut lab = Lab::new(Config { num_kv_blocks: 21, ..with_rows(16) });
     (1..=8).for_each(|tag| lab.add(patient(tag, 4, 10)));
     lab.step();
     lab.add(urgent(9, 6 * 16, 1));
@@ -199,7 +199,7 @@ fn nobody_is_preempted_where_there_is_room() {
 fn an_urgent_request_leaves_blocks_free_for_those_that_run() {
     // Twenty blocks: ten and four are in use and two must stay free. Four more fit, five do not.
     for (prompt, preempted) in [(4 * 16, vec![]), (5 * 16, vec![2])] {
-        let mut lab = Lab::new(Config { num_blocks: 21, watermark: 2, ..with_rows(8) });
+        let mut lab = Lab::new(Config { num_kv_blocks: 21, watermark: 2, ..with_rows(8) });
         lab.add(patient(1, 150, 9));
         lab.add(patient(2, 60, 4));
         lab.step();
@@ -213,7 +213,7 @@ fn an_urgent_request_leaves_blocks_free_for_those_that_run() {
 fn a_prompt_that_has_begun_goes_on_within_its_ageing_bound() {
     // Urgent prompts take all hundred tokens of each step: prompts in progress, new prompts and aged prompts.
     for (prompt, waiting) in [(100, 3), (150, 3), (1000, 3), (100, 12)] {
-        let mut lab = Lab::new(Config { max_tokens: 100, ageing: 5000, ..plenty(&Priority) });
+        let mut lab = Lab::new(Config { max_num_batched_tokens: 100, queue_ageing: 5000, ..plenty(&Priority) });
         lab.add(patient(1, 300, 1));
         lab.step();
         let mut tag = 100;

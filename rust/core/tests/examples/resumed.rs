@@ -44,7 +44,7 @@ fn it_is_counted_once_and_not_charged_again() {
 
 #[test]
 fn no_limit_of_the_queue_refuses_it() {
-    let mut lab = at(50_000, Config { max_queued_reqs: 1, max_seqs: 1, ..plenty(&Fcfs) });
+    let mut lab = at(50_000, Config { max_num_queued_reqs: 1, max_num_seqs: 1, ..plenty(&Fcfs) });
     lab.add(ask(1, 10, 5));
     lab.add(lost(2, 12));
     lab.add(lost(3, 12));

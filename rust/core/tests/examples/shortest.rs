@@ -4,7 +4,7 @@ use crate::lab::{Cost, Lab, ask, plenty};
 use chairlift_core::{Config, Request, Shortest};
 
 fn one_row() -> Config {
-    Config { max_seqs: 1, ..plenty(&Shortest) }
+    Config { max_num_seqs: 1, ..plenty(&Shortest) }
 }
 
 #[test]
@@ -70,7 +70,7 @@ fn what_the_preempted_one_has_to_compute_again_counts_as_cost() {
 
 #[test]
 fn a_long_request_starts_within_its_ageing_bound_and_ends_though_short_ones_keep_coming() {
-    let mut lab = Lab::taught(Config { ageing: 50_000, ..one_row() }, Cost(1000, 0, 0));
+    let mut lab = Lab::taught(Config { queue_ageing: 50_000, ..one_row() }, Cost(1000, 0, 0));
     let mut tag = 100;
     lab.add(ask(50, 8, 5));
     lab.step();

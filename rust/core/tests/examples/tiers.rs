@@ -18,7 +18,7 @@ fn each_policy(test: impl Fn(&'static dyn Policy)) {
 #[test]
 fn they_start_in_the_order_of_their_tiers_whatever_their_priority() {
     each_policy(|policy| {
-        let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(policy) });
+        let mut lab = Lab::new(Config { max_num_seqs: 1, ..plenty(policy) });
         lab.add(Request { priority: -9, ..of(Tier::Flex, 1, 10, 2) });
         lab.add(of(Tier::Default, 2, 10, 2));
         lab.add(Request { priority: 9, ..of(Tier::Priority, 3, 10, 2) });
@@ -31,7 +31,7 @@ fn they_start_in_the_order_of_their_tiers_whatever_their_priority() {
 #[test]
 fn a_more_urgent_request_takes_the_slot_of_the_least_urgent_tier() {
     each_policy(|policy| {
-        let mut lab = Lab::new(Config { max_seqs: 2, ..plenty(policy) });
+        let mut lab = Lab::new(Config { max_num_seqs: 2, ..plenty(policy) });
         lab.add(of(Tier::Default, 1, 10, 50));
         lab.step();
         // The flex request has computed more, and would be kept for that.
@@ -53,7 +53,7 @@ fn a_more_urgent_request_takes_the_slot_of_the_least_urgent_tier() {
 fn flex_requests_lose_their_blocks_before_any_other() {
     each_policy(|policy| {
         // 40 blocks of 16 tokens: about a third of what twelve requests need at their longest. The flex requests start first.
-        let mut lab = Lab::new(Config { num_blocks: 41, watermark: 0, max_seqs: 12, ..plenty(policy) });
+        let mut lab = Lab::new(Config { num_kv_blocks: 41, watermark: 0, max_num_seqs: 12, ..plenty(policy) });
         let tier = |tag: u64| if tag <= 4 { Tier::Flex } else { Tier::Default };
         (1..=4).for_each(|tag| lab.add(of(tier(tag), tag, 30, 100)));
         lab.step();
@@ -81,7 +81,7 @@ fn flex_requests_lose_their_blocks_before_any_other() {
 #[test]
 fn a_flex_request_ages() {
     each_policy(|policy| {
-        let mut lab = Lab::new(Config { max_seqs: 1, ageing: 20_000, ..plenty(policy) });
+        let mut lab = Lab::new(Config { max_num_seqs: 1, queue_ageing: 20_000, ..plenty(policy) });
         lab.add(of(Tier::Flex, 1, 10, 4));
         lab.add(ask(2, 10, 4));
         for tag in 3..60 {
@@ -99,7 +99,7 @@ fn a_flex_request_ages() {
 
 #[test]
 fn a_request_does_not_wait_for_the_prompt_of_a_less_urgent_one() {
-    let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(&Prefix) });
+    let mut lab = Lab::new(Config { max_num_batched_tokens: 100, ..plenty(&Prefix) });
     lab.add(Request { tier: Tier::Flex, ..stem(1, 1, 320, 400, 2) });
     lab.step();
     lab.add(stem(1, 2, 320, 400, 2));
@@ -110,7 +110,7 @@ fn a_request_does_not_wait_for_the_prompt_of_a_less_urgent_one() {
 #[test]
 fn where_tenants_take_turns_tiers_move_the_arrival_within_a_tenant() {
     for policy in [&Fair as &dyn Policy, &Vtc] {
-        let mut lab = Lab::new(Config { max_seqs: 1, ageing: 10_000, ..plenty(policy) });
+        let mut lab = Lab::new(Config { max_num_seqs: 1, queue_ageing: 10_000, ..plenty(policy) });
         lab.now = 50_000;
         lab.add(of(Tier::Flex, 1, 10, 2));
         lab.add(of(Tier::Default, 2, 10, 2));

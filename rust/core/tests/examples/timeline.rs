@@ -20,7 +20,7 @@ fn blocks_are_billed_for_the_time_they_are_held() {
 
 #[test]
 fn a_timeline_has_the_time_in_each_state() {
-    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { max_num_seqs: 1, ..plenty(&Fcfs) });
     lab.cost = Cost(1000, 10, 0);
     lab.add(ask(1, 100, 3));
     lab.step();
@@ -109,7 +109,7 @@ fn the_meter_s_energy_is_divided_by_time_and_the_rest_is_idle() {
 #[test]
 fn the_limit_that_binds_is_named() {
     // Tokens: the first step has none left. Half of the next step is for waiting requests.
-    let mut lab = Lab::new(Config { max_tokens: 10, max_seqs: 10, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { max_num_batched_tokens: 10, max_num_seqs: 10, ..plenty(&Fcfs) });
     lab.add(ask(1, 100, 1));
     lab.add(ask(2, 10, 1));
     lab.step();
@@ -117,7 +117,7 @@ fn the_limit_that_binds_is_named() {
     lab.finish();
     assert_eq!((lab.ended[&2].limit(), time(&lab.ended[&2], &[TimelineState::WaitBudget])), (Some(TimelineState::WaitBudget), 1000));
     // Blocks: ten, six of which the first request holds.
-    let mut lab = Lab::new(Config { num_blocks: 11, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { num_kv_blocks: 11, ..plenty(&Fcfs) });
     lab.add(ask(1, 90, 6));
     lab.add(ask(2, 70, 1));
     lab.step();
@@ -125,7 +125,7 @@ fn the_limit_that_binds_is_named() {
     lab.finish();
     assert_eq!((lab.ended[&2].limit(), time(&lab.ended[&2], &[TimelineState::WaitBlocks])), (Some(TimelineState::WaitBlocks), 6000));
     // Policy: of two classes, the lower one has the turn for the slot and the other waits for the policy's order.
-    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(&Priority) });
+    let mut lab = Lab::new(Config { max_num_seqs: 1, ..plenty(&Priority) });
     lab.add(ask(1, 10, 5));
     lab.step();
     lab.add(Request { priority: 1, ..ask(2, 10, 1) });
@@ -141,7 +141,7 @@ fn the_limit_that_binds_is_named() {
 
 #[test]
 fn use_adds_up_by_tenant_and_by_class() {
-    let mut lab = Lab::new(Config { max_seqs: 2, ..plenty(&Fcfs) });
+    let mut lab = Lab::new(Config { max_num_seqs: 2, ..plenty(&Fcfs) });
     for tag in 1..=6 {
         let tenant = if tag % 3 == 0 { "x" } else { "y" };
         lab.add(Request { tenant: tenant.into(), priority: (tag % 2) as i32, ..ask(tag, 10 * tag as u32, tag as u32) });
@@ -303,13 +303,13 @@ fn ten_thousand_accounts_are_right_to_the_microsecond() {
     for policy in POLICIES {
         for (batching, requests) in batchings {
             let config = Config {
-                num_blocks: 40,
-                max_tokens: 100,
-                max_seqs: 12,
+                num_kv_blocks: 40,
+                max_num_batched_tokens: 100,
+                max_num_seqs: 12,
                 max_model_len: 400,
-                policy,
+                scheduling_policy: policy,
                 batching,
-                ageing: 20_000,
+                queue_ageing: 20_000,
                 host_blocks: 24,
                 swap_ns_per_block: 30_000,
                 ..Config::default()

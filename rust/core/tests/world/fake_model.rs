@@ -79,16 +79,16 @@ pub(super) struct FakeModel {
 
 impl FakeModel {
     pub(super) fn new(config: Config) -> Self {
-        let rows = config.max_seqs as usize;
+        let rows = config.max_num_seqs as usize;
         let table_cells = rows * config.max_blocks_per_seq() as usize;
         Self {
             config,
             host: vec![8; (config.host_blocks * config.block_size) as usize],
-            cache: vec![7; (config.num_blocks * config.block_size) as usize],
+            cache: vec![7; (config.num_kv_blocks * config.block_size) as usize],
             tables: vec![0; table_cells],
             copied_tables: vec![0; table_cells],
             last_token: vec![-99; rows],
-            arrays: Arrays::new(config.max_tokens as usize, rows, table_cells),
+            arrays: Arrays::new(config.max_num_batched_tokens as usize, rows, table_cells),
             row_salt: vec![0; rows],
             row_tag: vec![0; rows],
         }
@@ -145,7 +145,7 @@ impl FakeModel {
     /// The arrays that the model reads. The block tables are brought up to date.
     fn fill(&mut self, scheduler: &Scheduler, plan: &StepPlan) -> Arrays {
         let config = self.config;
-        let (max_tokens, max_seqs) = (config.max_tokens as usize, config.max_seqs as usize);
+        let (max_tokens, max_seqs) = (config.max_num_batched_tokens as usize, config.max_num_seqs as usize);
         let mut arrays = std::mem::take(&mut self.arrays);
         arrays.wipe();
         let lens = plan.fill(

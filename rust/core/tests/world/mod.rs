@@ -254,7 +254,7 @@ impl World {
                 self.scheduler.charge_elsewhere(&tenant_name(tenant), us);
                 let told = self.scheduler.take_service();
                 assert!(told.is_empty() || self.scheduler.rules().takes_turns());
-                assert_eq!(self.scheduler.take_service(), [], "told twice");
+                assert!(self.scheduler.take_service().is_empty(), "told twice");
             }
             Op::SetBlockLimit(blocks) => self.set_block_limit(blocks),
             Op::Wait(time) => self.now += time,
@@ -295,12 +295,12 @@ impl World {
         assert!(
             limit == blocks
                 || !(config.least_blocks()..=config.usable_blocks()).contains(&blocks)
-                || config.reservation == Reservation::MaxTokens
+                || config.kv_reservation == Reservation::MaxTokens
         );
         for id in self.scheduler.take_given_back() {
             self.model.block_mut(id.0).fill(POISON);
         }
-        assert_eq!(self.scheduler.take_given_back(), []);
+        assert!(self.scheduler.take_given_back().is_empty());
     }
 
     /// Writes the cells of restored blocks. All stored blocks have the right cells, and no other block is lost.
@@ -312,7 +312,7 @@ impl World {
         self.used.add("storage", salt, tokens);
         assert_eq!(found, known);
         assert_eq!(self.scheduler.stats().free_blocks, free, "restored blocks are free");
-        let whole = if self.scheduler.config().prefix_caching { tokens.len() / size } else { 0 };
+        let whole = if self.scheduler.config().enable_prefix_caching { tokens.len() / size } else { 0 };
         assert!(found + restored.len() == whole || restored.len() <= free);
         assert_eq!(self.scheduler.cached_blocks(group, tokens), found + restored.len());
         let mut before = origin(salt);
@@ -430,7 +430,7 @@ impl World {
         let paid = request.resumed.map(|_| 0);
         let answered = request.resumed.map_or(0, |resumed| resumed.answered);
         let longest = request.prompt.len() as u32 - answered + request.max_new_tokens;
-        let fits = longest <= config.max_model_len && (longest - 1).div_ceil(config.block_size) < config.num_blocks;
+        let fits = longest <= config.max_model_len && (longest - 1).div_ceil(config.block_size) < config.num_kv_blocks;
         match self.scheduler.add(request.clone(), came) {
             Ok(seq) => {
                 assert!(fits && !busy);
@@ -530,7 +530,7 @@ impl World {
             live.paid = Some(live.paid.map_or(admitted.own_cached_tokens as usize, |_| usize::MAX));
         }
         self.pay(&plan);
-        if self.scheduler.config().reservation == Reservation::MaxTokens {
+        if self.scheduler.config().kv_reservation == Reservation::MaxTokens {
             assert!(plan.preempted.is_empty(), "preempted though blocks were reserved");
         }
         self.check_order(&plan);
@@ -542,7 +542,7 @@ impl World {
 
     /// Records what the sequences of a step would have computed without the blocks of others: as much as the step had room for.
     fn pay(&mut self, plan: &StepPlan) {
-        let mut room = self.scheduler.config().max_tokens as usize;
+        let mut room = self.scheduler.config().max_num_batched_tokens as usize;
         for chunk in &plan.chunks {
             let live = self.live.values_mut().find(|live| live.seq == chunk.seq).expect("it lives");
             let paid = live.paid.expect("it was admitted").saturating_add(room);

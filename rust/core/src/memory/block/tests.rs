@@ -61,7 +61,7 @@ fn groups_share_nothing_and_only_blocks_without_a_salt_are_stored() {
         let (mut table, mut chain, mut names, mut found) = (BlockTable::default(), Chain::root(scope), Vec::new(), Vec::new());
         pool.name_blocks(scope, &tokens, &mut names);
         pool.find(scope, &names, &tokens, &mut found);
-        assert_eq!(found, [], "{scope:?}");
+        assert!(found.is_empty(), "{scope:?}");
         assert!(pool.grow(&mut table, 2));
         tokens.chunks_exact(2).zip(names).for_each(|(tokens, name)| pool.seal(&table, &mut chain, name, tokens, 0));
         tables.push(table);

@@ -1,10 +1,9 @@
-//! Estimates the next step, and shows a request to the policy with an estimate of its remaining work.
+//! Shows a request to the policy, with an estimate of its remaining work.
 
 use super::Scheduler;
 use crate::policy::{Candidate, Estimate};
 use crate::request::Time;
 use crate::sequence::{Phase, Sequence};
-use crate::step_time::Load;
 
 /// Assumed costs before the model has observed enough steps, in microseconds.
 const GUESS: Guess = Guess { prefill_token: 100.0, step: 1000.0 };
@@ -15,37 +14,6 @@ struct Guess {
 }
 
 impl Scheduler {
-    /// Predicted microseconds of the next step, and the number of requests whose first step it is. `None` before the model
-    /// has observed enough steps.
-    ///
-    /// The estimate assumes that all waiting prompts begin for which there are slots, none of them cached, as far as the
-    /// configured target allows. O(slots).
-    pub fn next_step(&self) -> Option<(Time, u32)> {
-        if !self.model.knows() {
-            return None;
-        }
-        let waiting = self.waiting.backlog();
-        let begins = waiting.reqs.min(self.running.free_slots() as u32);
-        let each = waiting.prompt_tokens as f64 / f64::from(waiting.reqs.max(1));
-        let (mut load, mut tokens) = (Load::default(), each * f64::from(begins));
-        let mut prefill = self.model.prefill(0.0, each) * f64::from(begins);
-        for seq in self.running_seqs() {
-            let (computed, left) = (seq.computed(), seq.uncomputed());
-            if left <= 1 {
-                load.decode_seqs += 1;
-                load.context_tokens += u64::from(computed);
-            } else {
-                tokens += f64::from(left);
-                prefill += self.model.prefill(computed.into(), left.into());
-            }
-        }
-        let room = f64::from(self.config.max_tokens.saturating_sub(load.decode_seqs));
-        let part = if tokens > room { room / tokens } else { 1.0 };
-        let alone = self.model.decode_step(&load);
-        let target = if self.config.target_itl > 0 { alone.max(self.config.target_itl as f64) } else { f64::MAX };
-        Some(((alone + prefill * part).min(target) as Time, begins))
-    }
-
     /// A sequence as the policy sees it.
     pub(super) fn candidate(&self, seq: &Sequence) -> Candidate {
         let (request, times, tenant) = (seq.request(), seq.times(), seq.member().tenant);
@@ -82,7 +50,7 @@ impl Scheduler {
         let request = seq.request();
         let ttft = request.ttft_deadline.filter(|_| seq.times().first_token.is_none());
         let missed = request.deadline.into_iter().chain(ttft).min()?;
-        Some(self.config.policy.drop_at(&self.candidate(seq)).map_or(missed, |drop| drop.min(missed)))
+        Some(self.config.scheduling_policy.drop_at(&self.candidate(seq)).map_or(missed, |drop| drop.min(missed)))
     }
 }
 
