@@ -39,6 +39,11 @@ MAY_IMPORT = {
 }
 """Module or package → those it may import; "" is the package's own `__init__`."""
 
+LABORATORY = {"sim", "bench"}
+"""What measures and simulates engines. The product works without it; the command line and the package's public names join the two."""
+COMPATIBILITY = {"fleet", "routes.ollama"}
+"""What adapts the product to other software's interfaces. Nothing else depends on it."""
+
 IN_SERVER = {
     "supervisor": {
         *("admin", "app", "batch", "config", "http", "keys", "lifecycle", "load_policy", "model", "observability", "service", "storage"),
@@ -164,6 +169,18 @@ def test_arrows_point_down_within_the_server() -> None:
         allowed = IN_SERVER.get(unit, set()) | {unit}
         assert used <= allowed, f"{path.relative_to(SOURCE)} imports {sorted(used - allowed)}"
     assert seen - {""} == set(IN_SERVER)
+
+
+def test_the_product_needs_neither_the_laboratory_nor_the_compatibility() -> None:
+    joints = {"cli", ""}
+    for folder, below in MAY_IMPORT.items():
+        assert folder in joints | LABORATORY or not below & LABORATORY, f"{folder} may import the laboratory"
+        assert folder in joints or not below & COMPATIBILITY, f"{folder} may import what adapts others' interfaces"
+    server = SOURCE / "server"
+    registers = {"app.py", "admin.py", "openapi.py"}  # the routes, the operator's routes, and the description of all
+    for path in server.rglob("*.py"):
+        if "ollama" not in path.parts and path.name not in registers:
+            assert not [name for name in imports(path) if ".routes.ollama" in name], f"{path.relative_to(server)} imports Ollama's API"
 
 
 def test_no_import_circles_between_files() -> None:

@@ -380,8 +380,10 @@ def test_what_the_model_cannot_take_is_refused_before_it_is_sent():
 
 
 def test_validate_fills_what_the_context_leaves():
-    engine = AsyncEngine()
-    engine.info = EngineInfo(max_model_len=10, vocab_size=5)
+    class Engine(AsyncEngine):
+        info = EngineInfo(max_model_len=10, vocab_size=5)
+
+    engine = Engine()
     assert engine.validate([1] * 9, SamplingParams(max_tokens=None)).max_tokens == 1
     assert engine.validate([1], SamplingParams(max_tokens=9)).max_tokens == 9
     with pytest.raises(InvalidRequest, match=r"maximum context length is 10 .* 11 tokens \(10 in the prompt, 1 in the") as caught:

@@ -16,8 +16,8 @@ from fake_engine import BROKEN, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, Fake
 from chairlift.config import EngineConfig
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.llm import LLM
-from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueFull
-from chairlift.sampling import SamplingParams
+from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
+from chairlift.sampling import SamplingParams, StructuredOutput
 from chairlift.scheduling import Scheduling
 
 
@@ -216,7 +216,7 @@ def test_an_engine_without_work_is_an_error_and_no_endless_loop(llm, monkeypatch
 
 
 def test_an_engine_that_cannot_add_leaves_nothing_behind(llm):
-    with pytest.raises(RuntimeError, match="not foreseen"):
+    with pytest.raises(RequestFailed, match="could not take the request"):
         llm.generate(["a", [BROKEN]])
     assert not llm.engine.running
 
@@ -391,3 +391,12 @@ def test_importing_chairlift_imports_nothing_heavy():
         "assert not hasattr(chairlift, 'nothing')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(filter(None, sys.path))})
+
+
+def test_a_grammar_that_cannot_be_compiled_is_refused_before_anything_runs(byte_model):
+    with LLM(str(byte_model), load_format="none") as llm:
+        with pytest.raises(InvalidRequest, match="prompt 1: "):
+            llm.generate(["a", "b"], [params(), params(structured_output=StructuredOutput("regex", "(a"))])
+        assert llm.engine.stats().steps == 0
+        assert not llm.engine.has_work
+        assert llm.generate("a", params(max_tokens=3, ignore_eos=True))[0].finish_reason == "length"

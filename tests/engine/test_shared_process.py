@@ -260,7 +260,7 @@ def test_a_model_that_leaves_keeps_its_tokenizer_for_its_live_sequences(monkeypa
             assert tokenizer() is None  # the new one has taken its place
             sequence.drop()
             await engine.close()
-            with pytest.raises(AttributeError):
+            with pytest.raises(EngineDead):
                 _ = engine.tokenizer
 
     asyncio.run(main())

@@ -1,6 +1,7 @@
 """An engine without a model, and a real HTTP server around it: bytes are tokens, and the answer repeats the prompt's words."""
 
 import asyncio
+import itertools
 import socket
 import threading
 import time
@@ -15,13 +16,12 @@ import uvicorn
 from chairlift.chat_template import ChatTemplate
 from chairlift.checkpoint.info import CheckpointInfo
 from chairlift.config import EngineConfig
-from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
 from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.frames import Frame
-from chairlift.engine.held_sequences import COMPUTE, HeldSequence
+from chairlift.engine.held_sequences import HeldSequence
+from chairlift.engine.model_client import ModelClient
 from chairlift.engine.replica import Replica
-from chairlift.engine.request import validate
 from chairlift.engine.stats import Stats
 from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
 from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
@@ -91,7 +91,7 @@ class FakeStream:
         return []
 
 
-class FakeEngine:
+class FakeEngine(ModelClient):
     """What the server uses of AsyncEngine.
 
     Words in a prompt steer it: "slow" takes 10 ms a token, "boom" fails after two tokens as the engine would,
@@ -102,22 +102,24 @@ class FakeEngine:
     characters at a time. Each further one of n answers begins one word later.
     """
 
+    info: EngineInfo = EngineInfo(
+        model=MODEL,
+        digest="ab" * 32,
+        checkpoint=CheckpointInfo("LlamaForCausalLM", 134_515_008, "gguf", "Q4_1", 96_577_024),
+        determinism="batch-invariant",
+        max_model_len=2048,
+        embedding_size=64,
+        vocab_size=256,
+        max_num_seqs=8,
+        num_bytes=10**9,
+        decisions=[["device", "cpu", "there is no other"]],
+    )
+    tokenizer = None
+
     def __init__(self) -> None:
-        self.config = EngineConfig()
-        self.adapters: dict[str, str] = {}
+        super().__init__(EngineConfig(), itertools.count(1))
         self.tokenizer = FakeTokenizer()
-        self.info = EngineInfo(
-            model=MODEL,
-            digest="ab" * 32,
-            checkpoint=CheckpointInfo("LlamaForCausalLM", 134_515_008, "gguf", "Q4_1", 96_577_024),
-            determinism="batch-invariant",
-            max_model_len=2048,
-            embedding_size=64,
-            vocab_size=256,
-            max_num_seqs=8,
-            num_bytes=10**9,
-            decisions=[["device", "cpu", "there is no other"]],
-        )
+        self.adapters: dict[str, str] = {}
         self.alive = self.ready = True
         self.process = EngineProcess()  # is not started
         self.replicas = [Replica(0, self)]
@@ -147,10 +149,12 @@ class FakeEngine:
         }
         self.end = asyncio.Event()
         self.frames: list[Frame] = []
-        self._sequences = AsyncSequences(self, self.frames.append)
 
-    def validate(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
-        return validate(prompt, params, self.info)
+    def check_ready(self) -> None:
+        """`run` looks by itself."""
+
+    def tell(self, frame: Frame) -> None:
+        self.frames.append(frame)
 
     def describe(self, **changes: Any) -> None:
         """Changes what the server knows of the engine."""
@@ -184,17 +188,14 @@ class FakeEngine:
             self.replicas[0].restarts += was_alive
             self.on_end()
 
-    def hold(self, prompt: list[int], scheduling: Scheduling, lease: float) -> AsyncLiveSequence:
-        self.validate(prompt, COMPUTE)
-        return self._sequences.open(prompt, scheduling, lease)
-
     def abort_dropped(self, tag: int) -> None:
         """`run` looks by itself."""
 
-    async def prepare(
-        self, prompt: list[int], params: SamplingParams, scheduling: Scheduling, *, arrived: float, sequence: HeldSequence | None = None
-    ) -> "FakeStream":
-        return FakeStream(prompt, params, scheduling, sequence)
+    def _seeded(self, params: SamplingParams) -> SamplingParams:
+        return params  # tests compare them
+
+    def _stream(self, prompt_token_ids: list[int], params: SamplingParams, scheduling: Scheduling, **rest: Any) -> "FakeStream":
+        return FakeStream(prompt_token_ids, params, scheduling, rest["sequence"])
 
     async def run(
         self,

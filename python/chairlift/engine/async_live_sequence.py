@@ -1,4 +1,4 @@
-"""Live sequences of `AsyncEngine`: the same verbs as those of `LLM`, as coroutines where they wait for the engine."""
+"""Live sequences of asyncio programs: text that stays computed between generations and can be forked."""
 
 from __future__ import annotations
 
@@ -9,60 +9,39 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from chairlift.engine.arguments import text_or_ids
-from chairlift.engine.frames import DropSequence, ForkSequence, Frame, SetPriority
-from chairlift.engine.held_sequences import COMPUTE, Call, HeldSequence, HeldSequences
-from chairlift.engine.request import joined
+from chairlift.engine.held_sequences import COMPUTE, HeldSequence, HeldSequences
+from chairlift.errors import RequestFailed
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
-    from chairlift.engine.client import AsyncEngine
-    from chairlift.engine.replicated_engine import ReplicatedEngine
+    from chairlift.engine.engine_info import EngineInfo
+    from chairlift.engine.frames import Frame
+    from chairlift.engine.model_client import ModelClient
 
 EXPIRY_SECONDS = 1.0
 """Interval at which sequences whose leases have ended are dropped."""
 
 
-class AsyncSequences:
-    """The live sequences of an `AsyncEngine`. They outlive the engine's process: the next one computes their tokens again.
+class AsyncSequences(HeldSequences):
+    """The live sequences of an event loop's client. They outlive the engine's process: the next one computes their tokens again."""
 
-    `send` sends a frame to the engine, if it is ready.
-    """
-
-    def __init__(self, engine: AsyncEngine | ReplicatedEngine, send: Callable[[Frame], None]) -> None:
-        self._engine = engine
-        self._send = send
-        self._held = HeldSequences(lambda: engine.info)
+    def __init__(self, info: Callable[[], EngineInfo], send: Callable[[Frame], None]) -> None:
+        super().__init__(info, send)
         self._expiring: asyncio.TimerHandle | None = None
 
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def open(self, token_ids: list[int], scheduling: Scheduling, lease: float) -> AsyncLiveSequence:
-        """Opens a sequence, which is not computed yet. Raises InvalidRequest and TooManySequences."""
-        self._held.expire(self)
-        sequence = AsyncLiveSequence(self._engine, lambda use: use(self), self._held, token_ids, scheduling, lease)
+    def enter(self, sequences: Sequence[HeldSequence], tenant: str) -> list[int]:
+        """See `HeldSequences.enter`. Leases are checked at intervals from now on."""
+        handles = super().enter(sequences, tenant)
         if self._expiring is None:
-            self._expire()
-        return sequence
+            self._check_leases()
+        return handles
 
-    def fork_sequence(self, handle: int, forks: Sequence[int]) -> None:
-        """Lets the engine share the KV of `handle` with `forks`."""
-        self._send(ForkSequence(handle, list(forks)))
-
-    def drop_sequence(self, handle: int) -> None:
-        """Lets the engine free the KV of `handle`."""
-        self._send(DropSequence(handle))
-
-    def set_priority(self, tag: int, priority: int) -> None:
-        """Moves a running request to another class."""
-        self._send(SetPriority(tag, priority))
-
-    def _expire(self) -> None:
+    def _check_leases(self) -> None:
         """Drops sequences whose leases have ended, now and at intervals while there are sequences."""
-        self._held.expire(self)
-        self._expiring = asyncio.get_running_loop().call_later(EXPIRY_SECONDS, self._expire) if self._held else None
+        self.expire()
+        self._expiring = asyncio.get_running_loop().call_later(EXPIRY_SECONDS, self._check_leases) if len(self) else None
 
 
 class AsyncLiveSequence(HeldSequence):
@@ -72,16 +51,8 @@ class AsyncLiveSequence(HeldSequence):
     A new engine computes its tokens again.
     """
 
-    def __init__(
-        self,
-        engine: AsyncEngine | ReplicatedEngine,
-        call: Call,
-        held: HeldSequences,
-        token_ids: list[int],
-        scheduling: Scheduling,
-        lease: float,
-    ) -> None:
-        super().__init__(held, call, token_ids, scheduling, lease)
+    def __init__(self, engine: ModelClient, held: HeldSequences, token_ids: list[int], scheduling: Scheduling, lease: float) -> None:
+        super().__init__(held, token_ids, scheduling, lease)
         self._engine = engine
 
     @property
@@ -89,20 +60,19 @@ class AsyncLiveSequence(HeldSequence):
         """The text of all tokens so far."""
         return self._engine.tokenizer.decode(self.token_ids)
 
-    async def fork(self, count: int = 1) -> list[AsyncLiveSequence]:
+    async def fork(self, count: int = 1) -> list[Self]:
         """Returns `count` copies. They share all computed KV. Only a partly filled last block is copied, when a copy goes on.
 
         Appended tokens are computed first. A sequence that is being generated is copied as it was before. Raises TooManySequences, and
         then makes no copy.
         """
         if not self.busy:
-            await self.compute()
+            await AsyncLiveSequence.compute(self)
         return self.fork_now(count)
 
-    def fork_now(self, count: int) -> list[AsyncLiveSequence]:
+    def fork_now(self, count: int) -> list[Self]:
         """Like `fork`, but each copy computes on its own what was appended and not computed."""
-        forks: list[AsyncLiveSequence] = self._call(lambda engine: self._forks(count, engine))
-        return forks
+        return self._forks(count)
 
     async def append(self, content: str | list[int]) -> None:
         """Appends text or token ids. The next generation computes only these. Raises InvalidRequest beyond the context length."""
@@ -113,26 +83,32 @@ class AsyncLiveSequence(HeldSequence):
         """Computes what was appended, so that the next generation starts at once."""
         if self.uncomputed:
             with self.computing() as prompt:
-                await self._run(prompt, COMPUTE)
+                output = await self._run(prompt, COMPUTE, self._scheduling)
+            if output.finish_reason not in ("stop", "length"):
+                raise RequestFailed(f"the sequence could not be computed: {output.finish_reason}")
 
-    async def generate(self, params: SamplingParams | None = None) -> RequestOutput:
+    async def generate(self, params: SamplingParams | None = None, *, scheduling: Scheduling | None = None) -> RequestOutput:
         """Generates from here and keeps the tokens, those of a stop string or stop token included.
 
-        If the generation fails, misses a deadline or is cancelled, the sequence stays as it was. Errors as in `AsyncEngine.generate`.
+        `scheduling` replaces the sequence's own, for the same tenant. If the generation fails, misses a deadline or is cancelled, the
+        sequence stays as it was. Errors as in `AsyncEngine.generate`.
         """
         with self.generating() as prompt:
-            return await self._run(prompt, self.params(self._engine.default_params() if params is None else params))
+            return await self._run(prompt, self._params(params), self.own_scheduling(scheduling))
 
-    async def stream(self, params: SamplingParams | None = None) -> AsyncGenerator[RequestOutput, None]:
+    async def stream(
+        self, params: SamplingParams | None = None, *, scheduling: Scheduling | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Like `generate`, in increments. If the iterator is closed early, the sequence stays as it was."""
         with self.generating() as prompt:
-            async with aclosing(self._outputs(prompt, self.params(self._engine.default_params() if params is None else params))) as outputs:
+            stream = await self._engine.prepare(prompt, self._params(params), self.own_scheduling(scheduling), sequence=self)
+            async with aclosing(self._engine.run(stream)) as outputs:
                 async for output in outputs:
                     yield output
 
     def drop(self) -> None:
         """Frees the sequence's memory and aborts its generation, if any, which raises SequenceDropped. May be called repeatedly."""
-        if (tag := self._call(self.release)) is not None:
+        if (tag := self.release()) is not None:
             self._engine.abort_dropped(tag)
 
     async def __aenter__(self) -> Self:
@@ -141,16 +117,10 @@ class AsyncLiveSequence(HeldSequence):
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.drop()
 
-    async def _outputs(self, prompt: list[int], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
-        stream = await self._engine.prepare(prompt, params, self._scheduling, sequence=self)
-        async with aclosing(self._engine.run(stream)) as outputs:
-            async for output in outputs:
-                yield output
+    def _params(self, given: SamplingParams | None) -> SamplingParams:
+        return self.params(self._engine.default_params() if given is None else given)
 
-    async def _run(self, prompt: list[int], params: SamplingParams) -> RequestOutput:
-        whole = None
-        async with aclosing(self._outputs(prompt, params)) as outputs:
-            async for output in outputs:
-                whole = joined(whole, output)
-        assert whole is not None  # the last increment has a finish reason
-        return whole
+    async def _run(self, prompt: list[int], params: SamplingParams, scheduling: Scheduling) -> RequestOutput:
+        stream = await self._engine.prepare(prompt, params, scheduling, sequence=self, whole=True)
+        (output,) = await self._engine.collect(stream)
+        return output

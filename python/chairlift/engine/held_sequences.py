@@ -11,9 +11,10 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from chairlift.engine.engine_request import Continues
+from chairlift.engine.frames import DropSequence, ForkSequence, Frame, SetPriority
 from chairlift.errors import InvalidRequest, SequenceBusy, SequenceDropped, TooManySequences
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
@@ -34,23 +35,6 @@ COMPUTE = SamplingParams(max_tokens=1, temperature=0.0)
 """Parameters of requests that only compute. The engine computes nothing without generating a token, which is discarded."""
 
 
-class HeldEngine(Protocol):
-    """What an engine does for held sequences. It opens a sequence that it does not know when a request continues it."""
-
-    def fork_sequence(self, handle: int, forks: Sequence[int]) -> None:
-        """Opens `forks` with the KV of `handle`. Does nothing for an unknown sequence."""
-
-    def drop_sequence(self, handle: int) -> None:
-        """Frees the KV of a sequence. Does nothing for an unknown one."""
-
-    def set_priority(self, tag: int, priority: int) -> None:
-        """Moves a running request to another class. Does nothing for an unknown one."""
-
-
-Call = Callable[[Callable[[HeldEngine], Any]], Any]
-"""Calls a function with the engine, between two of its steps."""
-
-
 class HeldState(Enum):
     """What a held sequence does."""
 
@@ -65,15 +49,17 @@ _IDLE, _COMPUTING, _GENERATING, _DROPPED = HeldState  # a member of a module is 
 
 
 class HeldSequences:
-    """The held sequences of an engine's client: counts them by tenant and ends their leases. Not thread-safe.
+    """The held sequences of an engine's client: counts them by tenant and ends their leases.
 
-    `info` returns the description of the engine. Handles are unique, also among engines that replace each other.
+    `info` returns the description of the engine, and `send` sends a frame to it. Handles are unique, also among engines that replace each
+    other. An engine opens a sequence that it does not know when a request continues it.
     """
 
-    def __init__(self, info: Callable[[], EngineInfo]) -> None:
+    def __init__(self, info: Callable[[], EngineInfo], send: Callable[[Frame], None]) -> None:
         self.info = info
-        self.beginning = threading.Lock()
-        """Held while a sequence begins to compute or generate, because threads may share an `LLM`."""
+        self.send = send
+        self.lock = threading.RLock()
+        """Held while a sequence is opened, forked or dropped, or begins to run, because threads may share an `LLM`."""
         self._handles = itertools.count(1)
         self._by_tenant: dict[str, dict[int, HeldSequence]] = {}  # and by handle
         self._count = 0
@@ -119,28 +105,28 @@ class HeldSequences:
         if expires < self._next_expiry:
             self._next_expiry = expires
 
-    def expire(self, engine: HeldEngine) -> None:
+    def expire(self) -> None:
         """Drops the sequences whose leases have ended. O(1) if there is none."""
         now = time.monotonic()
         if now < self._next_expiry:
             return
-        for sequence in [held for own in self._by_tenant.values() for held in own.values() if held.expires <= now]:
-            sequence.release(engine)
-        self._next_expiry = min((held.expires for own in self._by_tenant.values() for held in own.values()), default=math.inf)
+        with self.lock:
+            for sequence in [held for own in self._by_tenant.values() for held in own.values() if held.expires <= now]:
+                sequence.release()
+            self._next_expiry = min((held.expires for own in self._by_tenant.values() for held in own.values()), default=math.inf)
 
 
 class HeldSequence:
     """One held sequence: its tokens, how many of them the engine may hold, its lease, and the generation that runs.
 
-    Base class of `LiveSequence` and `AsyncLiveSequence`. Every use renews the lease.
+    Base class of `AsyncLiveSequence`. Every use renews the lease.
     """
 
-    def __init__(self, held: HeldSequences, call: Call, token_ids: Iterable[int], scheduling: Scheduling, lease: float) -> None:
+    def __init__(self, held: HeldSequences, token_ids: Iterable[int], scheduling: Scheduling, lease: float) -> None:
         """Raises InvalidRequest for a lease out of range, and TooManySequences."""
         if not 0 < lease <= LONGEST_LEASE:
             raise InvalidRequest(f"lease must be above 0 and at most {LONGEST_LEASE:g} seconds, got {lease!r:.50}", param="lease")
-        held.check_room(scheduling.tenant)
-        self._held, self._call = held, call
+        self._held = held
         self._token_ids = array("i", token_ids)  # never changed in place, because forks share it
         self._logprobs: list[tuple[int, float]] = []  # (position, value) of generated tokens; never changed in place
         self._score = 0.0
@@ -156,8 +142,10 @@ class HeldSequence:
         self.handle = 0
         self._idle_since = time.monotonic()
         self._idle_token_seconds = 0.0
-        held.enter([self], scheduling.tenant)
-        self._renew()
+        with held.lock:
+            held.check_room(scheduling.tenant)
+            held.enter([self], scheduling.tenant)
+            self._renew()
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -177,7 +165,7 @@ class HeldSequence:
         self._scheduling = replace(self._scheduling, priority=priority)
         tag = self._tag
         if tag is not None:
-            self._call(lambda engine: engine.set_priority(tag, priority))
+            self._held.send(SetPriority(tag, priority))
 
     @property
     def num_generated(self) -> int:
@@ -239,6 +227,15 @@ class HeldSequence:
             raise InvalidRequest("live sequences are computed without adapters", param="lora")
         return replace(params, logprobs=params.logprobs or 0)
 
+    def own_scheduling(self, given: Scheduling | None) -> Scheduling:
+        """The scheduling parameters of a generation: its own, unless others are given. Raises InvalidRequest for another tenant or salt."""
+        own = self._scheduling
+        if given is None or given == Scheduling():
+            return own
+        if (given.tenant, given.cache_salt) != (own.tenant, own.cache_salt):
+            raise InvalidRequest("this live sequence belongs to another tenant or cache_salt", param="scheduling", code="not_owner")
+        return given
+
     @contextlib.contextmanager
     def generating(self) -> Iterator[list[int]]:
         """Runs a generation in the block. Yields its prompt. Raises SequenceBusy and SequenceDropped."""
@@ -259,7 +256,7 @@ class HeldSequence:
 
     def begin(self, state: HeldState) -> None:
         """Begins to compute or generate. Raises SequenceBusy and SequenceDropped."""
-        with self._held.beginning:
+        with self._held.lock:
             self._check_idle()
             self._count_idle_time()
             self._state, self.expires = state, math.inf
@@ -288,14 +285,15 @@ class HeldSequence:
             self._state, self._idle_since = _IDLE, time.monotonic()
             self._renew()
 
-    def release(self, engine: HeldEngine) -> int | None:
+    def release(self) -> int | None:
         """Drops the sequence, unless it was dropped. Returns the tag of the request that continues it, which must be aborted."""
-        if self._state is _DROPPED:
-            return None
-        self._count_idle_time()
-        self._state = _DROPPED
-        self._held.remove(self)
-        engine.drop_sequence(self.handle)
+        with self._held.lock:
+            if self._state is _DROPPED:
+                return None
+            self._count_idle_time()
+            self._state = _DROPPED
+            self._held.remove(self)
+        self._held.send(DropSequence(self.handle))
         if self.on_drop is not None:
             self.on_drop()
         return self._tag
@@ -324,8 +322,12 @@ class HeldSequence:
         self._token_ids = self._token_ids + array("i", tokens)
         self._renew()
 
-    def _forks(self, count: int, engine: HeldEngine) -> list[Self]:
+    def _forks(self, count: int) -> list[Self]:
         """Makes `count` idle copies, all or none. Raises TooManySequences and SequenceDropped."""
+        with self._held.lock:
+            return self._copies(count)
+
+    def _copies(self, count: int) -> list[Self]:
         self.check_room(count)
         held, now = self._held, time.monotonic()
         expires = now + self._lease
@@ -339,7 +341,7 @@ class HeldSequence:
             fields["_state"], fields["_tag"], fields["on_drop"], fields["expires"] = _IDLE, None, None, expires
             fields["_idle_since"], fields["_idle_token_seconds"] = now, 0.0
             forks.append(fork)
-        engine.fork_sequence(self.handle, held.enter(forks, self._scheduling.tenant))
+        held.send(ForkSequence(self.handle, held.enter(forks, self._scheduling.tenant)))
         return forks
 
     def _set_logprobs(self, logprobs: list[tuple[int, float]]) -> None:

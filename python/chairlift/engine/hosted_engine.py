@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import (
@@ -30,99 +30,19 @@ from chairlift.engine.frames import (
     StepOutputs,
     UnloadAdapter,
 )
-from chairlift.engine.kv_sharing import KvSharer
 from chairlift.engine.preparing import Preparing
 from chairlift.errors import ChairliftError, InvalidRequest, QueueFull
 
 if TYPE_CHECKING:
     from chairlift.engine.adapters import PackedAdapter
     from chairlift.engine.disk_cache import StoredPrefix
-    from chairlift.engine.engine_info import EngineInfo
-    from chairlift.engine.stats import Stats
+    from chairlift.engine.loop import Engine
     from chairlift.grammar.grammar import Grammar
 
 STATS_SECONDS, USAGE_SECONDS = 0.2, 1.0
 """Intervals at which counters, and those per tenant and class, are sent while the engine works."""
 COOLING_SECONDS = 1.0
 """Interval at which they are sent by an idle engine until its saturation is 0."""
-
-
-class EngineLike(KvSharer, Protocol):
-    """The interface of an engine that a process runs; `chairlift.engine.loop.Engine` implements it."""
-
-    info: EngineInfo
-    stage: tuple[str, float]
-    """The current stage and its start on the monotonic clock. The engine sets it in a step, the process at other times."""
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a device runs the steps asynchronously."""
-
-    def compile(self, request: EngineRequest) -> Future[Grammar] | None:
-        """Starts compiling a request's grammar, which counts against the limits of its tenant; cancelling the future takes it back.
-
-        None if the request has no grammar. Raises QueueFull.
-        """
-
-    def read_prefix(self, request: EngineRequest) -> Future[StoredPrefix] | None:
-        """Starts reading the KV of a prompt's beginning from disk; None if there is none to read."""
-
-    def add(self, request: EngineRequest, grammar: Future[Grammar] | None, stored: Future[StoredPrefix] | None) -> None:
-        """Queues a request. Raises InvalidRequest or QueueFull."""
-
-    def abort(self, tag: int, *, stopped: bool = False) -> bool:
-        """Ends a sequence that was aborted or, if `stopped`, that a stop string has ended."""
-
-    def read_adapter(self, path: str) -> PackedAdapter:
-        """Reads an adapter. Called on another thread. Raises a ChairliftError."""
-
-    def load_adapter(self, name: str, adapter: PackedAdapter) -> None:
-        """Loads an adapter. Raises InvalidRequest."""
-
-    def unload_adapter(self, name: str) -> None:
-        """Unloads an adapter. Raises InvalidRequest."""
-
-    def next_step(self) -> tuple[int, int] | None:
-        """Predicted microseconds of the next step, and the requests whose first step it is; None if nothing is known yet."""
-
-    def take_service(self) -> dict[str, int]:
-        """The service of each tenant since the last call, in microseconds of engine time divided by the tenant's weight."""
-
-    def charge_elsewhere(self, service: Mapping[str, int]) -> None:
-        """Charges tenants for their service at other engines."""
-
-    def set_priority(self, tag: int, priority: int) -> None:
-        """Moves a sequence to another class."""
-
-    def fork_sequence(self, handle: int, forks: Sequence[int]) -> None:
-        """Opens held sequences with the KV of another."""
-
-    def drop_sequence(self, handle: int) -> None:
-        """Drops a held sequence."""
-
-    def step(self) -> StepOutputs | None:
-        """Runs one step; None if there is nothing to run."""
-
-    def wakes_in(self) -> float | None:
-        """Seconds until a step may have work without a new request; None for never."""
-
-    def explain(self, tag: int) -> dict[str, Any] | None:
-        """The timeline of a sequence; None if it is unknown."""
-
-    def snapshot(self) -> dict[str, Any]:
-        """The scheduler's state, for dashboards."""
-
-    def stats(self) -> Stats:
-        """The newest counters, without those of tenants and classes."""
-
-    def usage(self) -> dict[str, Any]:
-        """The newest counters of each tenant and class."""
-
-    def save_prefixes(self, seconds: float) -> None:
-        """Writes the KV of prompt beginnings to disk, at a clean stop."""
-
-    def close(self) -> None:
-        """Flushes the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +71,7 @@ class HostedEngine:
     """
 
     def __init__(
-        self, engine: EngineLike, send: Callable[[Frame], None], put: Callable[[Prepared | AdapterRead], None], first_step: float = 0.0
+        self, engine: Engine, send: Callable[[Frame], None], put: Callable[[Prepared | AdapterRead], None], first_step: float = 0.0
     ) -> None:
         self.engine = engine
         self.first_step = first_step
@@ -183,11 +103,18 @@ class HostedEngine:
             wakes_in = COOLING_SECONDS if wakes_in is None else min(wakes_in, COOLING_SECONDS)
         self.wakes_at = None if wakes_in is None else time.monotonic() + wakes_in
 
-    def handle(self, frame: Frame | Prepared | AdapterRead) -> None:
-        """Handles a frame between two steps. Raises BadFrame."""
+    @property
+    def is_preparing(self) -> bool:
+        """Whether requests wait for a grammar or for KV on disk."""
+        return len(self._preparing) > 0
+
+    def handle(self, frame: Frame | EngineRequest | Prepared | AdapterRead) -> None:
+        """Handles a frame, or a request of this process, between two steps. Raises BadFrame."""
         match frame:
             case Add(tag, packed):
                 self._handle_errors(tag, lambda: self._add(EngineRequest.unpack(packed)))
+            case EngineRequest():
+                self._handle_errors(frame.tag, partial(self._add, frame))
             case Prepared(tag, grammar, stored, ended):
                 if (request := self._preparing.end(tag, ended)) is not None:
                     self._handle_errors(tag, partial(self._add, request, grammar, stored))
@@ -262,7 +189,7 @@ class HostedEngine:
             self._send(Rejected(tag, "RequestFailed", message))
 
 
-def _read_adapter(engine: EngineLike, frame: LoadAdapter, put: Callable[[AdapterRead], None]) -> None:
+def _read_adapter(engine: Engine, frame: LoadAdapter, put: Callable[[AdapterRead], None]) -> None:
     adapter: PackedAdapter | Exception
     try:
         adapter = engine.read_adapter(frame.path)
@@ -271,14 +198,14 @@ def _read_adapter(engine: EngineLike, frame: LoadAdapter, put: Callable[[Adapter
     put(AdapterRead(frame.ask, frame.name, adapter))
 
 
-def _load_adapter(engine: EngineLike, name: str, adapter: PackedAdapter | Exception) -> bytes:
+def _load_adapter(engine: Engine, name: str, adapter: PackedAdapter | Exception) -> bytes:
     if isinstance(adapter, Exception):
         raise adapter
     engine.load_adapter(name, adapter)
     return adapter.digest
 
 
-def _unload_adapter(engine: EngineLike, name: str) -> bytes:
+def _unload_adapter(engine: Engine, name: str) -> bytes:
     engine.unload_adapter(name)
     return b""
 
@@ -297,7 +224,7 @@ def _adapter_changed(ask: int, change: Callable[[], bytes]) -> AdapterChanged:
 class Counters:
     """Decides when to send the engine's counters: at intervals, and when it becomes idle."""
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._stats_due = self._usage_due = 0.0
         self.cooling = False

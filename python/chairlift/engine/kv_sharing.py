@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from chairlift import _core
 from chairlift.errors import InvalidSetting
+
+if TYPE_CHECKING:
+    from chairlift.engine.loop import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,28 +26,14 @@ class SharedBlocks:
     """Bytes for all engines together, if `--kv-cache-memory-bytes` says so."""
 
 
-class KvSharer(Protocol):
-    """An engine that may share the memory of its KV blocks."""
-
-    @property
-    def shared_blocks(self) -> SharedBlocks | None:
-        """The KV blocks whose memory other engines can use; None if they belong to this engine alone."""
-
-    def blocks_used(self) -> tuple[int, int, int]:
-        """Blocks that sequences hold, that are held or cached, and that running and waiting sequences could use."""
-
-    def set_block_limit(self, blocks: int) -> int:
-        """Sets the most blocks that may have memory and returns that of the others to the system. Returns the limit that applies."""
-
-
 class KvSharing:
     """Gives each engine its limit of KV blocks."""
 
     def __init__(self) -> None:
         self._budget = _core.KvBudget()
-        self._engines: dict[int, KvSharer] = {}
+        self._engines: dict[int, Engine] = {}
 
-    def add(self, number: int, engine: KvSharer) -> None:
+    def add(self, number: int, engine: Engine) -> None:
         """Adds an engine with its promised minimum. Raises InvalidSetting if all minimums are more than there is."""
         shared = engine.shared_blocks
         if shared is None:

@@ -1,4 +1,4 @@
-"""Live sequences of `LLM`: text that stays computed between generations and can be forked."""
+"""Live sequences of `LLM`: the verbs of `AsyncLiveSequence`, for callers without an event loop."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from chairlift.engine.arguments import text_or_ids
-from chairlift.engine.held_sequences import Call, HeldSequence, HeldSequences, HeldState
+from chairlift.engine.async_live_sequence import AsyncLiveSequence
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
-    from chairlift.engine.llm import LLM
+    from chairlift.engine.local_engine import LocalEngine
 
 
-class LiveSequence(HeldSequence):
+class LiveSequence(AsyncLiveSequence):
     """A prompt and what was generated or appended since, whose KV stays in the cache between two generations.
 
     `LLM.open` makes one. Use it with `with`, or call `drop`. It is dropped by itself if it is not used for the length of its lease. Under
@@ -24,54 +23,38 @@ class LiveSequence(HeldSequence):
     them in one batch. Methods raise SequenceDropped after `drop`, SequenceBusy while the sequence is generated, and InvalidRequest.
     """
 
-    def __init__(self, llm: LLM, call: Call, held: HeldSequences, token_ids: list[int], scheduling: Scheduling, lease: float) -> None:
-        super().__init__(held, call, token_ids, scheduling, lease)
-        self._llm = llm
+    _engine: LocalEngine
 
-    @property
-    def text(self) -> str:
-        """The text of all tokens so far."""
-        return self._llm.tokenizer.decode(self.token_ids)
-
-    def fork(self, count: int = 1) -> list[LiveSequence]:
+    def fork(self, count: int = 1) -> list[Self]:  # type: ignore[override]
         """Returns `count` copies. They share all computed KV. Only a partly filled last block is copied, when a copy goes on.
 
         Appended tokens are computed first. A sequence that is being generated is copied as it was before. Raises TooManySequences, and
         then makes no copy.
         """
-        if self.uncomputed and not self.busy:
-            self.compute()
-        forks: list[LiveSequence] = self._call(lambda engine: self._forks(count, engine))
-        return forks
+        return self._engine.wait(super().fork(count))
 
-    def append(self, content: str | list[int]) -> None:
+    def append(self, content: str | list[int]) -> None:  # type: ignore[override]
         """Appends text or token ids. The next generation computes only these. Raises InvalidRequest beyond the context length."""
-        given = text_or_ids(content)
-        self._append(self._llm.tokenizer.encode(given, add_special_tokens=False) if isinstance(given, str) else given)
+        self._engine.wait(super().append(content))
 
-    def compute(self) -> None:
+    def compute(self) -> None:  # type: ignore[override]
         """Computes what was appended, so that the next generation starts at once."""
-        if self.uncomputed:
-            with self.computing() as prompt:
-                self._llm.compute(self, prompt)
+        self._engine.wait(super().compute())
 
-    def generate(self, params: SamplingParams | None = None) -> RequestOutput:
+    def generate(  # type: ignore[override]
+        self, params: SamplingParams | None = None, *, scheduling: Scheduling | None = None
+    ) -> RequestOutput:
         """Generates from here and keeps the tokens, those of a stop string or stop token included. See `LLM.generate`.
 
         If the generation fails, or misses a deadline, the sequence stays as it was.
         """
-        return self._llm.generate([self], params)[0]
+        return self._engine.wait(super().generate(params, scheduling=scheduling))
 
-    def stream(self, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
+    def stream(  # type: ignore[override]
+        self, params: SamplingParams | None = None, *, scheduling: Scheduling | None = None
+    ) -> Generator[RequestOutput, None, None]:
         """Like `generate`, in increments. If the generator is closed early, the sequence stays as it was."""
-        return self._llm.stream(self, params)
-
-    def drop(self) -> None:
-        """Frees the sequence's memory and aborts its generation, if any. May be called repeatedly."""
-        if self._state is not HeldState.DROPPED:
-            tag = self._call(self.release)
-            if tag is not None:
-                self._llm.abort(tag)
+        return self._engine.iterate(super().stream(params, scheduling=scheduling))
 
     def __enter__(self) -> Self:
         return self

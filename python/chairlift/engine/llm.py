@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
-import signal
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 from chairlift.checkpoint.locate import locate
 from chairlift.checkpoint.model_name import shown
 from chairlift.config import DEFAULT_MODEL
-from chairlift.engine.arguments import Prompt, document_settings, engine_config, listed, text_or_ids
+from chairlift.engine.arguments import Prompt, document_settings, engine_config, listed
+from chairlift.engine.async_live_sequence import AsyncLiveSequence
 from chairlift.engine.engine_info import log_decisions, warn_of_short_context
-from chairlift.engine.held_sequences import COMPUTE, LEASE, HeldSequences
+from chairlift.engine.held_sequences import LEASE
 from chairlift.engine.live_sequence import LiveSequence
-from chairlift.engine.request import (
-    Request,
-    check_dimensions,
-    check_scores,
-    default_params,
-    deliver,
-    encode_bad_words,
-    joined,
-    relevance,
-    validate,
-)
-from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, RequestFailed
+from chairlift.engine.local_engine import LocalEngine
+from chairlift.engine.request import check_dimensions, check_scores, relevance
+from chairlift.errors import InvalidRequest, RequestFailed
 from chairlift.outputs import RequestOutput
-from chairlift.sampling import EMBED, MAX_SEQUENCES, SamplingParams
+from chairlift.sampling import EMBED, SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.tokenizer import Tokenizer
 
@@ -49,15 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("chairlift")
 
-SAVE_SECONDS = 3.0
-"""Most seconds that `close` spends on writing KV to `--prefix-cache-dir`."""
 LONG_WORK = 1.0
 """Seconds of work after which the progress bar appears."""
-
-LONGEST_SLEEP = 0.1
-"""Maximum seconds between checks for an interrupt while the engine waits."""
-
-Result = TypeVar("Result")
 
 Message = Mapping[str, Any]
 
@@ -77,31 +59,20 @@ class LLM:
         model = self.config.model
         directory = locate(model, self.config.revision, self.config.cache_dir)
         self.tokenizer = Tokenizer(directory, self.config.tokenizer, self.config.chat_template)
-        self._engine: Engine | None = Engine(dataclasses.replace(self.config, model=str(directory)), _log_phase)
-        self.info = dataclasses.replace(self._engine.info, model=shown(model))
+        engine = Engine(dataclasses.replace(self.config, model=str(directory)), _log_phase)
+        self.info = dataclasses.replace(engine.info, model=shown(model))
         log_decisions(self.info)
         warn_of_short_context(self.config, self.info)
-        self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences have consecutive tags
-        self._requests: dict[int, _Request] = {}  # by tag, those that have not ended
-        self._unused: deque[tuple[int, bool]] = deque()  # tags to abort, and whether a stop string ended them
-        self._held = HeldSequences(lambda: self.info)
-        self._lock = threading.Lock()  # held for each use of the engine and of `_held`
+        self._local = LocalEngine(self.config, engine, self.tokenizer, self.info)
 
     @property
     def engine(self) -> Engine:
         """The engine, for its `stats`. Raises EngineClosed after `close`."""
-        if self._engine is None:
-            raise EngineClosed("the LLM is closed: make a new one")
-        return self._engine
+        return self._local.engine
 
     def close(self) -> None:
         """Ends the engine and frees the model's memory. Open streams raise EngineClosed. May be called repeatedly."""
-        with self._lock:
-            engine, self._engine = self._engine, None
-            self._requests.clear()
-        if engine is not None:
-            engine.save_prefixes(SAVE_SECONDS)
-            engine.close()
+        self._local.close()
 
     def __enter__(self) -> Self:
         return self
@@ -115,29 +86,9 @@ class LLM:
         It is dropped if it is not used for `lease` seconds. Raises InvalidRequest, QueueFull, or TooManySequences for the tenant of
         `scheduling`.
         """
-        given, scheduling = text_or_ids(prompt), scheduling or Scheduling()
-        tokens = self.tokenizer.encode(given) if isinstance(given, str) else given
-        validate(tokens, COMPUTE, self.info)
-        sequence = self._call(lambda engine: LiveSequence(self, self._call, self._held, tokens, scheduling, lease))
-        try:
-            sequence.compute()
-        except BaseException:
-            sequence.drop()
-            raise
+        sequence = self._local.wait(self._local.open(prompt, scheduling=scheduling, lease=lease))
+        assert isinstance(sequence, LiveSequence)  # see `LocalEngine.hold`
         return sequence
-
-    def compute(self, sequence: LiveSequence, prompt: list[int]) -> None:
-        """Computes the tokens of a live sequence, of which the engine may hold some already. For `LiveSequence`."""
-        news: deque[_Request] = deque()
-        params = validate(prompt, COMPUTE, self.info)
-        request = _Request(self.tokenizer, next(self._tags), prompt, params, sequence.scheduling, news, sequence)
-        (output,) = self._run([request], news, False)
-        if output.finish_reason not in ("stop", "length"):
-            raise RequestFailed(f"the sequence could not be computed: {output.finish_reason}")
-
-    def abort(self, tag: int) -> None:
-        """Ends a running sequence by its tag."""
-        self._leave([tag])
 
     def generate(
         self,
@@ -157,16 +108,18 @@ class LLM:
         many = [prompts] if isinstance(prompts, LiveSequence) else listed(prompts)
         each = _one_each("params", SamplingParams, self.default_params() if params is None else params, len(many))
         treated = _one_each("scheduling", Scheduling, scheduling, len(many))
-        news: deque[_Request] = deque()
-        requests = []
-        with contextlib.ExitStack() as busy:
-            for index, (prompt, one, own) in enumerate(zip(many, each, treated, strict=True)):
-                with _naming(index):
-                    if isinstance(prompt, LiveSequence):
-                        requests.append(self._continuation(prompt, busy.enter_context(prompt.generating()), one, own, news))
-                    else:
-                        requests.append(self._request(prompt, one, own, news))
-            return self._run(requests, news, progress)
+        requests: list[tuple[Callable[[], Coroutine[Any, None, list[RequestOutput]]], SamplingParams]] = []
+        for index, (prompt, one, own) in enumerate(zip(many, each, treated, strict=True)):
+            with _naming(index):
+                if isinstance(prompt, LiveSequence):
+                    valid = self._local.validate(prompt.token_ids, prompt.params(one))
+                    requests.append((partial(_continued, prompt, one, own), valid))
+                else:
+                    stream = self._local.make(prompt, one, own, whole=True)
+                    requests.append((partial(self._local.collect, stream), stream.params))
+        with _Bar([(valid.max_tokens or 0) * valid.num_sequences for _, valid in requests], progress) as bar:
+            each_outputs = self._local.wait_all([run() for run, _ in requests], bar.advance, bar.end, _name)
+            return [output for outputs in each_outputs for output in outputs]
 
     def embed(
         self,
@@ -207,12 +160,11 @@ class LLM:
         With `best_of`, the `n` best outputs are yielded whole at the end. Closing the generator, or leaving its loop, aborts the request.
         Several streams may be open: each runs while any of them is read. Errors as in `generate`.
         """
-        one_params = _one_each("params", SamplingParams, self.default_params() if params is None else params, 1)
-        treated = _one_each("scheduling", Scheduling, scheduling, 1)
+        (one,) = _one_each("params", SamplingParams, self.default_params() if params is None else params, 1)
+        (own,) = _one_each("scheduling", Scheduling, scheduling, 1)
         if isinstance(prompt, LiveSequence):
-            return self._stream_live(prompt, one_params[0], treated[0])
-        news: deque[_Request] = deque()
-        return self._stream(self._request(prompt, one_params[0], treated[0], news), news)
+            return prompt.stream(one, scheduling=own)
+        return self._local.iterate(self._local.run(self._local.make(prompt, one, own)))
 
     def chat(
         self,
@@ -242,176 +194,30 @@ class LLM:
         Raises InvalidRequest if the name is in use, InvalidSetting for its rank, and UnsupportedModel for unusable files.
         """
         adapter = self.engine.read_adapter(os.fspath(path))
-        self._call(lambda engine: engine.load_adapter(name, adapter))
+        with self._local.between_steps() as engine:
+            engine.load_adapter(name, adapter)
 
     def unload_lora_adapter(self, name: str) -> None:
         """Frees an adapter's memory. Raises InvalidRequest if it is not loaded, or while requests use it."""
-        self._call(lambda engine: engine.unload_adapter(name))
+        with self._local.between_steps() as engine:
+            engine.unload_adapter(name)
 
     def default_params(self, **settings: Any) -> SamplingParams:
         """Returns the checkpoint's recommended sampling parameters (`--generation-config`), overridden by `settings`."""
-        return default_params(self.info, settings)
+        return self._local.default_params(**settings)
 
     def _render(self, conversation: object) -> list[int]:
         if not _is_conversation(conversation):
             raise InvalidRequest("a conversation is a list of messages, each with `role` and `content`", param="messages")
         return self.tokenizer.chat([dict(message) for message in conversation])
 
-    def _call(self, function: Callable[[Engine], Result]) -> Result:
-        """Calls a function with the engine between two steps."""
-        with self._lock:
-            engine = self.engine
-            self._held.expire(engine)
-            return function(engine)
-
-    def _continuation(
-        self, sequence: LiveSequence, prompt: list[int], params: SamplingParams, scheduling: Scheduling, news: deque[_Request]
-    ) -> _Request:
-        """A request that continues a live sequence, with that one's scheduling parameters unless its caller gives others."""
-        own = sequence.scheduling
-        if scheduling == Scheduling():
-            scheduling = own
-        if (scheduling.tenant, scheduling.cache_salt) != (own.tenant, own.cache_salt):
-            raise InvalidRequest("this live sequence belongs to another tenant or cache_salt", param="scheduling", code="not_owner")
-        params = validate(prompt, encode_bad_words(sequence.params(params), self.tokenizer), self.info)
-        return _Request(self.tokenizer, next(self._tags), prompt, params, scheduling, news, sequence)
-
-    def _request(self, prompt: Prompt, params: SamplingParams, scheduling: Scheduling, news: deque[_Request]) -> _Request:
-        given = text_or_ids(prompt)
-        prompt_token_ids = self.tokenizer.encode(given) if isinstance(given, str) else given
-        params = validate(prompt_token_ids, encode_bad_words(params, self.tokenizer), self.info)
-        return _Request(self.tokenizer, next(self._tags), prompt_token_ids, params, scheduling, news)
-
-    def _run(self, requests: list[_Request], news: deque[_Request], progress: bool | None) -> list[RequestOutput]:
-        """Runs validated requests to their ends, or aborts them all."""
-        outputs = {
-            request.tags[choice]: RequestOutput("", [], request.prompt_token_ids, index=choice)
-            for request in requests
-            for choice in range(request.params.n)
-        }
-        open_requests = set(requests)
-        with self._added(requests), _Bar(requests, progress) as bar, _interrupts_held() as interrupted:
-            while open_requests:
-                tokens = self._step(news)
-                for request in open_requests:
-                    request.check_dropped()
-                for request in _drain(news):
-                    # Text is decoded once at the end, unless stop strings must be matched.
-                    if not request.params.stop and any(tag in self._requests for tag in request.tags):
-                        continue
-                    for part in request.take():
-                        tag = request.tags[part.index]
-                        outputs[tag] = joined(outputs[tag], part)
-                    self._leave(request.finished(), stopped=True)
-                    if request.over and request in open_requests:
-                        open_requests.remove(request)
-                        bar.end(request)
-                bar.advance(tokens)
-                if interrupted.is_set():
-                    raise KeyboardInterrupt
-        return list(outputs.values())
-
-    def _stream_live(self, sequence: LiveSequence, params: SamplingParams, scheduling: Scheduling) -> Generator[RequestOutput, None, None]:
-        news: deque[_Request] = deque()
-        with sequence.generating() as prompt:
-            yield from self._stream(self._continuation(sequence, prompt, params, scheduling, news), news)
-
-    def _stream(self, request: _Request, news: deque[_Request]) -> Generator[RequestOutput, None, None]:
-        with self._added([request]):
-            while not request.over:
-                with _interrupts_held() as interrupted:
-                    self._step(news)
-                if interrupted.is_set():
-                    raise KeyboardInterrupt
-                news.clear()
-                request.check_dropped()
-                parts = request.take()
-                self._leave(request.finished(), stopped=True)
-                for part in parts:
-                    if part.finish_reason is not None or part.token_ids or part.text:
-                        yield part
-
-    @contextlib.contextmanager
-    def _added(self, requests: list[_Request]) -> Iterator[None]:
-        """Adds the requests to the engine and, at the end, aborts those that have not ended."""
-        try:
-            with self._lock:
-                self._abort_unused()
-                for index, request in enumerate(requests):
-                    with _naming(index):
-                        sent = request.begin()
-                        self.engine.add(sent, stored=self.engine.read_prefix(sent))
-                    self._requests.update(dict.fromkeys(request.tags, request))
-            yield
-        finally:
-            self._leave(tag for request in requests for tag in request.tags)
-
-    def _step(self, news: deque[_Request]) -> int:
-        """Runs a step, unless `news` has a request already from another thread's step. Returns the number of new tokens."""
-        with self._lock:
-            self._abort_unused()
-            if news:
-                return 0
-            self._held.expire(self.engine)
-            report = self.engine.step()
-            if report is not None:
-                for request in deliver(report, self._requests):
-                    request.news.append(request)
-                return len(report.finishes)
-            seconds = self.engine.wakes_in()
-        if seconds is None:
-            raise EngineDead(f"the engine found nothing to run, with {len(self._requests)} requests open")
-        time.sleep(min(seconds, LONGEST_SLEEP))
-        return 0
-
-    def _leave(self, tags: Iterable[int], *, stopped: bool = False) -> None:
-        """Aborts sequences that have not ended; `stopped` if a stop string was found.
-
-        The garbage collector may close a stream while this thread holds the lock. The next step then aborts its request.
-        """
-        self._unused.extend((tag, stopped) for tag in tags if tag in self._requests)
-        if self._unused and self._lock.acquire(blocking=False):
-            try:
-                self._abort_unused()
-            finally:
-                self._lock.release()
-
-    def _abort_unused(self) -> None:
-        for tag, stopped in _drain(self._unused):
-            if self._requests.pop(tag, None) is not None and self._engine is not None:
-                self._engine.abort(tag, stopped=stopped)
-        while self._engine is not None and not self._requests and self._engine.has_work:
-            self._engine.step()  # a step may be in flight although no request waits for it
-
-
-class _Request(Request):
-    """A request that is put into its caller's queue when it has new tokens."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        tag: int,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        scheduling: Scheduling,
-        news: deque[_Request],
-        sequence: LiveSequence | None = None,
-    ) -> None:
-        super().__init__(tokenizer, tag, prompt_token_ids, params, scheduling, sequence=sequence)
-        self.news = news
-
-    def check_dropped(self) -> None:
-        """Raises SequenceDropped if its live sequence was dropped."""
-        if self.sequence is not None:
-            self.sequence.check_dropped()
-
 
 class _Bar:
     """A progress bar that appears if the work takes long. Its total is the maximum number of tokens."""
 
-    def __init__(self, requests: Sequence[Request], wanted: bool | None) -> None:
-        self._requests = len(requests)
-        self._most = sum(map(_most_tokens, requests))
+    def __init__(self, most: Sequence[int], wanted: bool | None) -> None:
+        """`most` has the maximum number of tokens of each request."""
+        self._most = most
         self._allowed = sys.stderr.isatty() if wanted is None else wanted
         self._patience = 0.0 if wanted else LONG_WORK
         self._began = time.monotonic()
@@ -432,23 +238,14 @@ class _Bar:
         if not self._allowed or seconds < self._patience:
             return
         if self._progress is None:
-            self._progress = _open_progress(self._most)
-        note = f"{self._done}/{self._requests} requests, {self._tokens / max(seconds, 1e-9):.0f} tokens/s"
+            self._progress = _open_progress(sum(self._most))
+        note = f"{self._done}/{len(self._most)} requests, {self._tokens / max(seconds, 1e-9):.0f} tokens/s"
         self._progress.update(self._progress.task_ids[0], completed=self._tokens + self._spared, note=note)
 
-    def end(self, request: Request) -> None:
+    def end(self, index: int, outputs: Sequence[RequestOutput]) -> None:
         """Counts an ended request and the tokens that it did not use."""
         self._done += 1
-        self._spared += _most_tokens(request) - request.num_tokens
-
-
-Item = TypeVar("Item")
-
-
-def _drain(queue: deque[Item]) -> Iterator[Item]:
-    """Removes and yields the items of a queue."""
-    while queue:
-        yield queue.popleft()
+        self._spared += max(0, self._most[index] - sum(len(output.token_ids) for output in outputs))
 
 
 def _embeddings(outputs: Sequence[RequestOutput]) -> list[Sequence[float]]:
@@ -458,8 +255,9 @@ def _embeddings(outputs: Sequence[RequestOutput]) -> list[Sequence[float]]:
     return [output.embedding for output in outputs if output.embedding is not None]
 
 
-def _most_tokens(request: Request) -> int:
-    return (request.params.max_tokens or 0) * request.params.num_sequences
+async def _continued(sequence: LiveSequence, params: SamplingParams, scheduling: Scheduling) -> list[RequestOutput]:
+    """Generates from a live sequence, side by side with other requests."""
+    return [await AsyncLiveSequence.generate(sequence, params, scheduling=scheduling)]
 
 
 def _open_progress(total: int) -> Progress:
@@ -473,24 +271,10 @@ def _open_progress(total: int) -> Progress:
     return progress
 
 
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[threading.Event]:
-    """Sets the event on Ctrl-C instead of raising, so that every step completes. A second Ctrl-C raises as usual."""
-    pressed = threading.Event()
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield pressed  # another thread or the caller's own handler receives Ctrl-C
-        return
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-        pressed.set()
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def _name(index: int, error: BaseException) -> None:
+    """Adds the prompt's index to an error of its request."""
+    if isinstance(error, InvalidRequest):
+        error.args = (f"prompt {index}: {error}",)
 
 
 @contextlib.contextmanager
@@ -499,14 +283,14 @@ def _naming(index: int) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        error.args = (f"prompt {index}: {error}",)
+        _name(index, error)
         raise
 
 
-T = TypeVar("T", SamplingParams, Scheduling)
+Kind = TypeVar("Kind", SamplingParams, Scheduling)
 
 
-def _one_each(name: str, kind: type[T], given: T | Sequence[T] | None, count: int) -> list[T]:
+def _one_each(name: str, kind: type[Kind], given: Kind | Sequence[Kind] | None, count: int) -> list[Kind]:
     """Returns the value for each of `count` prompts: one for all, one per prompt, or the default."""
     each: list[Any] = list(given) if isinstance(given, list | tuple) else [kind() if given is None else given] * count
     for one in each:

@@ -21,6 +21,9 @@ class Preparing:
         self._requests: dict[int, tuple[EngineRequest, str, int]] = {}
         self._grammars: dict[int, Future[Grammar]] = {}  # that requests wait for
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
     def begin(self, request: EngineRequest, state: str, grammar: Future[Grammar] | None) -> None:
         """Adds a request that waits in `state` of its timeline, for this grammar if any."""
         self._requests[request.tag] = request, state, _now()

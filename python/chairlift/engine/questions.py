@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from chairlift.engine.frames import Frame
 from chairlift.errors import EngineDead
 from chairlift.outputs import Timeline
+
+T = TypeVar("T")
 
 REMEMBERED = 10_000
 """Maximum number of request ids that `explain` knows. The engine remembers as many ended sequences."""
@@ -53,23 +55,27 @@ class RememberedRequest(NamedTuple):
     """The timelines of choices that ended in an earlier engine."""
 
 
-class RememberedRequests:
-    """The newest requests, by id."""
+class Remembered(Generic[T]):
+    """Something about each of the newest requests, by id."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, RememberedRequest] = {}
+        self._requests: dict[str, T] = {}
 
-    def add(self, request_id: str, request: RememberedRequest) -> None:
+    def add(self, request_id: str, request: T) -> None:
         """Remembers a request, and forgets the oldest beyond the limit."""
         self._requests.pop(request_id, None)  # keeps the newest last
         self._requests[request_id] = request
         if len(self._requests) > REMEMBERED:
             del self._requests[next(iter(self._requests))]
 
-    def get(self, request_id: str) -> RememberedRequest | None:
-        """A request; None if it is unknown."""
+    def get(self, request_id: str) -> T | None:
+        """What is remembered of a request; None if it is unknown."""
         return self._requests.get(request_id)
 
-    def tags(self) -> Iterator[tuple[int, str]]:
-        """The tags of all requests, each with its request's id."""
-        return ((tag, name) for name, request in self._requests.items() for tag in request.tags)
+    def items(self) -> Iterable[tuple[str, T]]:
+        """All ids with what is remembered of them, the oldest first."""
+        return self._requests.items()
+
+    def forget(self, request: T) -> None:
+        """Forgets all requests of which this is remembered."""
+        self._requests = {request_id: other for request_id, other in self._requests.items() if other is not request}

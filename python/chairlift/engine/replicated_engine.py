@@ -6,23 +6,20 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.frames import DropSequence, ForkSequence, Frame
-from chairlift.engine.held_sequences import COMPUTE, HeldSequence
-from chairlift.engine.questions import REMEMBERED
+from chairlift.engine.model_client import ModelClient
+from chairlift.engine.questions import Remembered
 from chairlift.engine.replica import Replica
 from chairlift.engine.replica_router import ReplicaRouter
-from chairlift.engine.request import default_params, shared_salt, validate
+from chairlift.engine.request import shared_salt
 from chairlift.engine.stats import Stats
 from chairlift.engine.trim import trim
 from chairlift.errors import ChairliftError, EngineDead
 from chairlift.outputs import RequestOutput, Timeline
-from chairlift.sampling import SamplingParams
-from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
     from chairlift.config import EngineConfig
@@ -34,7 +31,7 @@ ANSWER_SECONDS = 2.0
 """Seconds that each engine has to answer a question to all of them. One that hangs must not hang the others' answers."""
 
 
-class ReplicatedEngine:
+class ReplicatedEngine(ModelClient):
     """One model in one or several engines, each in a process of its own, for one event loop.
 
     It is used like an `AsyncEngine`. A request whose engine dies raises EngineDead, and can be run again at once while another engine is
@@ -54,7 +51,7 @@ class ReplicatedEngine:
 
         With `equal_numerics` an engine is refused if its fingerprint is not that of the engines that are ready.
         """
-        self.config = config
+        super().__init__(config, processes[0].tags)
         self.adapters: dict[str, str] = dict(config.lora_modules or {})
         """The directories of the loaded LoRA adapters, by name."""
         self.on_end: Callable[[], None] | None = None
@@ -63,9 +60,8 @@ class ReplicatedEngine:
         self._replicas: list[Replica] = []
         self._router = None if routing is None else ReplicaRouter(routing)
         self._info = EngineInfo()
-        self._sequences = AsyncSequences(self, self._tell)
         self._homes: dict[int, Replica] = {}  # of live sequences, by handle
-        self._ran_in: dict[str, Replica] = {}  # by request id, the newest last
+        self._ran_in: Remembered[Replica] = Remembered()
         for process in processes:
             self.add(process)
 
@@ -77,8 +73,6 @@ class ReplicatedEngine:
         journal = f"{config.journal}.replica{number}" if config.journal and number else config.journal
         hash_key = b"" if self._router is None else self._router.hash_key
         engine = AsyncEngine(replace(config, journal=journal), process=process, weight=self._weight, hash_key=hash_key)
-        if self._replicas:
-            engine.number_like(self._replicas[0].engine)
         engine.adapters = self.adapters
         replica = Replica(number, engine, self._started, process.joined.name if process.joined else None)
         engine.on_end = lambda: self._ended(replica)
@@ -93,7 +87,7 @@ class ReplicatedEngine:
         if self._router is not None:
             self._router.forget(replica)
         self._homes = {handle: home for handle, home in self._homes.items() if home is not replica}
-        self._ran_in = {request_id: other for request_id, other in self._ran_in.items() if other is not replica}
+        self._ran_in.forget(replica)
 
     @property
     def replicas(self) -> Sequence[Replica]:
@@ -145,18 +139,6 @@ class ReplicatedEngine:
                 replica.engine.forget_tokenizer()
         await asyncio.to_thread(trim)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenizes a prompt without blocking the event loop."""
-        return await self._known().engine.encode(text, add_special_tokens=add_special_tokens)
-
-    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
-        """Returns the parameters with `max_tokens` filled in. Raises InvalidRequest if an engine cannot run the request."""
-        return validate(prompt_token_ids, params, self._info)
-
-    def default_params(self, **settings: Any) -> SamplingParams:
-        """The checkpoint's recommended sampling parameters, overridden by `settings`."""
-        return default_params(self._info, settings)
-
     async def load_lora_adapter(self, name: str, path: str) -> None:
         """Loads a LoRA adapter into all engines: see `AsyncEngine.load_lora_adapter`. If one refuses it, none has it."""
         loaded: list[AsyncEngine] = []
@@ -174,27 +156,14 @@ class ReplicatedEngine:
         for engine in self._ready_engines():
             await engine.unload_lora_adapter(name)
 
-    def hold(self, prompt_token_ids: list[int], scheduling: Scheduling, lease: float) -> AsyncLiveSequence:
-        """Returns a prompt as a live sequence, which is not computed yet. Raises InvalidRequest and TooManySequences."""
-        self.validate(prompt_token_ids, COMPUTE)
-        return self._sequences.open(prompt_token_ids, scheduling, lease)
-
     def abort_dropped(self, tag: int) -> None:
         """Ends the request that continues a live sequence, because that was dropped."""
         for replica in self._replicas:
             replica.engine.abort_dropped(tag)
 
-    async def prepare(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        scheduling: Scheduling | None = None,
-        *,
-        arrived: float | None = None,
-        sequence: HeldSequence | None = None,
-    ) -> Stream:
-        """Makes a request of a prompt, for `run`: see `AsyncEngine.prepare`."""
-        return await self._ready_engines()[0].prepare(prompt, params, scheduling, arrived=arrived, sequence=sequence)
+    def check_ready(self) -> None:
+        """Raises EngineDead unless an engine takes requests."""
+        self._ready_engines()[0].check_ready()
 
     def run(
         self,
@@ -211,10 +180,7 @@ class ReplicatedEngine:
         """
         replica = self._choose(stream, session)
         if request_id is not None:
-            self._ran_in.pop(request_id, None)  # keeps the newest last
-            self._ran_in[request_id] = replica
-            if len(self._ran_in) > REMEMBERED:
-                del self._ran_in[next(iter(self._ran_in))]
+            self._ran_in.add(request_id, replica)
         return replica.engine.run(stream, request_id=request_id, on_start=on_start, spent=spent)
 
     async def explain(self, request_id: str) -> list[Timeline]:
@@ -252,7 +218,7 @@ class ReplicatedEngine:
         name = stream.params.lora
         return shared_salt(stream.scheduling.cache_salt, None if name is None else self._known().engine.digests.get(name, name.encode()))
 
-    def _tell(self, frame: Frame) -> None:
+    def tell(self, frame: Frame) -> None:
         """Sends a frame about live sequences to all engines. Those that do not have the sequence ignore it."""
         if isinstance(frame, ForkSequence) and (home := self._homes.get(frame.handle)) is not None:
             self._homes.update(dict.fromkeys(frame.forks, home))

@@ -10,12 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from chairlift import _core
 from chairlift.config import EngineConfig
 from chairlift.engine.exit_watch import start_sentinels
 from chairlift.engine.frames import Alive, BadFrame, Failed, Frame, Load, Phase, Ready, ServiceShared, ShareService, Stop, Unload, Unloaded
-from chairlift.engine.hosted_engine import AdapterRead, EngineLike, HostedEngine, Prepared
+from chairlift.engine.hosted_engine import AdapterRead, HostedEngine, Prepared
 from chairlift.engine.kv_sharing import KvSharing
 from chairlift.engine.stats import Stats
 from chairlift.engine.tenant_service import TenantService
@@ -23,9 +24,12 @@ from chairlift.engine.trim import trim
 from chairlift.engine.watchdog import CHECK_SECONDS, IDLE, Watchdog
 from chairlift.errors import ChairliftError, InvalidSetting
 
+if TYPE_CHECKING:
+    from chairlift.engine.loop import Engine
+
 SAVE_SECONDS = 3.0
 """Most seconds that a clean stop spends on writing KV to disk. The parent kills the process after five."""
-EngineMaker = Callable[[EngineConfig, Callable[[str, float], None], bytes], EngineLike]
+EngineMaker = Callable[[EngineConfig, Callable[[str, float], None], bytes], "Engine"]
 Send = Callable[..., None]
 """Sends a frame from an engine of this number: `send(frame, number, timeout=...)`."""
 
@@ -34,7 +38,7 @@ Send = Callable[..., None]
 class _Loaded:
     """In the inbox: an engine was loaded."""
 
-    engine: EngineLike
+    engine: Engine
     first_step: float
 
 
@@ -65,7 +69,7 @@ class StepLoop:
         self._kv = KvSharing()
         self._engines: dict[int, HostedEngine] = {}
         self._loading: dict[int, Load] = {}
-        self._current: EngineLike | None = None  # whose stage is the process's
+        self._current: Engine | None = None  # whose stage is the process's
         self._first_step = 0.0
         self._jobs = ThreadPoolExecutor(1, thread_name_prefix="load")
         self._last_job: Future[None] | None = None
@@ -206,7 +210,7 @@ class StepLoop:
                 if (step := hosted.engine.next_step()) is not None:
                     self._arbiter.expect(number, *step)
 
-    def _live_engines(self) -> list[EngineLike]:
+    def _live_engines(self) -> list[Engine]:
         return [hosted.engine for hosted in self._engines.values()]
 
     def _run_job(self, job: Callable[[], None]) -> None:

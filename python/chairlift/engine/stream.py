@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from chairlift.engine.engine_request import EngineRequest
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from chairlift.tokenizer import Tokenizer
 
 
-MAX_TAKEN, MAX_TAKEN_SINGLY = 4096, 256
-"""Tokens of a request that are taken at once, and those of one with stop strings or log-probabilities: many wait for a slow reader."""
-
-
 class Stream(Request):
     """Passes a request's output from the engine to one coroutine.
 
     A future wakes the coroutine, which costs a third of an asyncio.Event.
     """
+
+    raises = True
+    """Whether a choice that fails raises an error. Otherwise its last increment has the finish reason "error" or "deadline"."""
+    max_taken, max_taken_singly = 4096, 256
+    """Tokens of a request that are taken at once, and those of one with stop strings or log-probabilities: many wait for a slow reader."""
 
     def __init__(
         self,
@@ -39,7 +40,9 @@ class Stream(Request):
         *,
         arrived: float | None = None,
         sequence: HeldSequence | None = None,
+        whole: bool = False,
     ) -> None:
+        """`whole` wakes the reader only when all choices have ended, if there is no stop string to look for."""
         super().__init__(tokenizer, tag, prompt_token_ids, params, scheduling, arrived=arrived, sequence=sequence)
         self.expected_tokens = len(prompt_token_ids)
         """Tokens of the prompt that its engine is expected to compute."""
@@ -49,8 +52,9 @@ class Stream(Request):
         self._more = False
         """Whether the last increments left tokens."""
         singly = params.stop or params.logprobs is not None
-        self._most = max(1, (MAX_TAKEN_SINGLY if singly else MAX_TAKEN) // len(self.choices))
+        self._most = max(1, (self.max_taken_singly if singly else self.max_taken) // len(self.choices))
         """Tokens of each choice that are taken at once."""
+        self._whole_only = whole and not params.stop
         self._waiter: asyncio.Future[None] | None = None
         self._error: ChairliftError | None = None
 
@@ -60,10 +64,13 @@ class Stream(Request):
         return super().begin(spent)
 
     def wake(self) -> None:
-        """Wakes the reader."""
+        """Wakes the reader, unless it waits for the whole output."""
+        if self._whole_only and self._error is None:
+            for choice in self.choices:
+                if not choice.complete:
+                    return
         self._news = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake_reader()
 
     def fail(self, error: ChairliftError) -> None:
         """Ends the request with an error, which the reader gets before output that it has not read."""
@@ -83,8 +90,7 @@ class Stream(Request):
     async def next(self) -> list[RequestOutput]:
         """Waits for the next increments, which may be none. Raises the error that ended the request, if any."""
         if not self._news:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._wait()
         elif self._more:
             await asyncio.sleep(0)
         if self._error is not None:
@@ -92,9 +98,17 @@ class Stream(Request):
             raise self._error
         outputs = self.take(self._most)
         self._news = self._more = self.num_untaken > 0
-        if self.some_over:
+        if self.some_over and self.raises:
             self._raise_for_choices(outputs)
         return outputs
+
+    def _wait(self) -> Awaitable[None]:
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    def _wake_reader(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _raise_for_choices(self, outputs: list[RequestOutput]) -> None:
         """Raises the error of a choice that has failed, if any."""

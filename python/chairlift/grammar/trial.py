@@ -183,13 +183,13 @@ def _fork(tokenizer: LLTokenizer, structure: StructuredOutput) -> dict[str, Any]
             os._exit(0)
     os.close(writing)
     with open(reading, "rb") as file:
-        said = file.read()
+        reply = file.read()
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM):
         return {"error": f"it takes longer to compile than the {CPU_SECONDS:g} s that it may: make it simpler", "code": "grammar_timeout"}
-    if not said:
+    if not reply:
         return {"error": "it takes too much memory to compile, or is nested too deeply: make it simpler", "code": "grammar_too_large"}
-    verdict: dict[str, Any] = json.loads(said)
+    verdict: dict[str, Any] = json.loads(reply)
     return verdict
 
 

@@ -209,15 +209,15 @@ def _sampling(draw: Draw, device: torch.device, penalties: bool = False) -> floa
     integers = {"top_k": torch.tensor([0, 0, 50, 0], dtype=torch.int32, device=device)}
     slots = torch.tensor([1, -1, 0, 2] if penalties else [-1] * count, dtype=torch.int32, device=device)
     settings = Settings(**numbers, **integers, seed=torch.arange(count, device=device), slot=slots)
-    # What was said most are the likeliest tokens.
-    said = (logits[:3] > 1).int() * 4 if penalties else None
+    # The tokens with the highest counts are the likeliest tokens.
+    counts_before = (logits[:3] > 1).int() * 4 if penalties else None
     rows = torch.arange(count, dtype=torch.int32, device=device)
     last = torch.zeros(count, dtype=torch.int32, device=device)
-    host, counts = Settings(*(column.cpu() for column in settings)), None if said is None else said.cpu().clone()
+    host, counts = Settings(*(column.cpu() for column in settings)), None if counts_before is None else counts_before.cpu().clone()
     changed, whole = logits.clone(), logits.cpu()
     expected = reference.sample(whole, rows.cpu(), rows.cpu(), host, last.cpu(), counts, truncated=True)
-    found = sample(changed, rows, rows, settings, last, said, truncated=True)
-    wrong = counts is not None and said is not None and not torch.equal(said.cpu(), counts)
+    found = sample(changed, rows, rows, settings, last, counts_before, truncated=True)
+    wrong = counts is not None and counts_before is not None and not torch.equal(counts_before.cpu(), counts)
     return max(float(wrong or (found.cpu() != expected).any()), _error(changed, whole))
 
 

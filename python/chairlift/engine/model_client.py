@@ -1,0 +1,181 @@
+"""Makes the requests and the live sequences of a model, for any client of its engines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from chairlift.engine.arguments import Prompt, text_or_ids
+from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
+from chairlift.engine.held_sequences import COMPUTE, LEASE
+from chairlift.engine.request import default_params, encode_bad_words, joined, validate
+from chairlift.engine.stream import Stream
+from chairlift.errors import InvalidRequest
+from chairlift.outputs import RequestOutput
+from chairlift.sampling import MAX_SEQUENCES, SamplingParams
+from chairlift.scheduling import Scheduling
+
+if TYPE_CHECKING:
+    from chairlift.config import EngineConfig
+    from chairlift.engine.engine_info import EngineInfo
+    from chairlift.engine.frames import Frame
+    from chairlift.engine.held_sequences import HeldSequence, HeldSequences
+    from chairlift.tokenizer import Tokenizer
+
+
+class ModelClient(ABC):
+    """Makes the requests and the live sequences of one model. A subclass runs them in one engine, or in one of several."""
+
+    def __init__(self, config: EngineConfig, tags: Iterator[int], held: type[HeldSequences] = AsyncSequences) -> None:
+        """`tags` yields the first tag of each request, at intervals of MAX_SEQUENCES. `held` counts the live sequences."""
+        self.config = config
+        self._tags, self._seeds = tags, itertools.count(1, MAX_SEQUENCES)
+        self._sequences = held(lambda: self.info, self.tell)
+
+    @property
+    @abstractmethod
+    def info(self) -> EngineInfo:
+        """The model and the limits of its engines. It has the defaults until the first start is complete."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises EngineDead before the first start is complete."""
+
+    @abstractmethod
+    def check_ready(self) -> None:
+        """Raises EngineDead unless requests can run."""
+
+    @abstractmethod
+    def run(
+        self,
+        stream: Stream,
+        *,
+        request_id: str | None = None,
+        on_start: Callable[[], None] | None = None,
+        spent: Mapping[str, float] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Runs a request of `prepare`: see `generate`. `spent` are all seconds since its arrival.
+
+        After EngineDead it may be called again once an engine is ready. That engine goes on after the last token, and the increments go on
+        after the last one that was yielded.
+        """
+
+    @abstractmethod
+    def abort_dropped(self, tag: int) -> None:
+        """Ends the request that continues a live sequence, because that was dropped."""
+
+    @abstractmethod
+    def tell(self, frame: Frame) -> None:
+        """Sends a frame about live sequences, which the next engine does not need, to the engines that are ready."""
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenizes a prompt without blocking the event loop."""
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
+        """Returns the parameters with `max_tokens` filled in. Raises InvalidRequest if the model cannot run the request."""
+        return validate(prompt_token_ids, params, self.info)
+
+    def default_params(self, **settings: Any) -> SamplingParams:
+        """The checkpoint's recommended sampling parameters (`--generation-config`), overridden by `settings`."""
+        return default_params(self.info, settings)
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        scheduling: Scheduling | None = None,
+        *,
+        arrived: float | None = None,
+        sequence: HeldSequence | None = None,
+        whole: bool = False,
+    ) -> Stream:
+        """Makes a request of a prompt, for `run`. `arrived` is when its first byte was read, on the monotonic clock; now by default.
+
+        A request that continues `sequence` must run while that is `generating` or `computing`. With `whole` and without stop strings, there
+        is one increment for each choice. Raises InvalidRequest.
+        """
+        self.check_ready()
+        content = text_or_ids(prompt)
+        prompt_token_ids = await self.encode(content) if isinstance(content, str) else content
+        params = self.default_params() if params is None else params
+        _check_kind("params", params, SamplingParams)
+        scheduling = Scheduling() if scheduling is None else scheduling
+        _check_kind("scheduling", scheduling, Scheduling)
+        if params.bad_words:
+            params = await self._encode_bad_words(params)
+        params = self._seeded(self.validate(prompt_token_ids, params))
+        return self._stream(prompt_token_ids, params, scheduling, arrived=arrived, sequence=sequence, whole=whole)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        scheduling: Scheduling | None = None,
+        *,
+        request_id: str | None = None,
+        on_start: Callable[[], None] | None = None,
+        spent: Mapping[str, float] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Runs one request. Yields increments of its choices, by `index`; the last of each has a `finish_reason`.
+
+        With `best_of`, the `n` best choices are yielded whole at the end. Closing or cancelling the iterator aborts the request; use
+        `contextlib.aclosing` if the loop may end early. `request_id` is for `explain`. `on_start` is called once, when the engine
+        admits the first choice. `spent` has the seconds of earlier timeline states: times and deadlines count from there. Raises
+        InvalidRequest or QueueFull before the first increment, and RequestFailed, OutOfMemory, DeadlineMissed or EngineDead at any time.
+        """
+        called = time.monotonic()
+        before = dict(spent or {})
+        stream = await self.prepare(prompt, params, scheduling, arrived=called - sum(before.values()))
+        before["tokenize"] = before.get("tokenize", 0.0) + time.monotonic() - called
+        async with aclosing(self.run(stream, request_id=request_id, on_start=on_start, spent=before)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def collect(self, stream: Stream) -> list[RequestOutput]:
+        """Runs a request of `prepare` to its end. Returns its choices in order. Errors as in `run`."""
+        whole: dict[int, RequestOutput] = {}
+        async with aclosing(self.run(stream)) as outputs:
+            async for output in outputs:
+                whole[output.index] = joined(whole.get(output.index), output)
+        return [whole[index] for index in sorted(whole)]
+
+    async def open(self, prompt: Prompt, *, scheduling: Scheduling | None = None, lease: float = LEASE) -> AsyncLiveSequence:
+        """Computes a prompt and returns it as a live sequence (see `LLM.open`). Errors as in `generate`, and TooManySequences."""
+        content = text_or_ids(prompt)
+        sequence = self.hold(await self.encode(content) if isinstance(content, str) else content, scheduling or Scheduling(), lease)
+        try:
+            await AsyncLiveSequence.compute(sequence)
+        except BaseException:
+            sequence.drop()
+            raise
+        return sequence
+
+    def hold(self, prompt_token_ids: list[int], scheduling: Scheduling, lease: float = LEASE) -> AsyncLiveSequence:
+        """Returns a prompt as a live sequence, which is not computed yet. Raises InvalidRequest and TooManySequences."""
+        self.validate(prompt_token_ids, COMPUTE)
+        self._sequences.expire()
+        return AsyncLiveSequence(self, self._sequences, prompt_token_ids, scheduling, lease)
+
+    async def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:
+        return await asyncio.to_thread(encode_bad_words, params, self.tokenizer)
+
+    def _seeded(self, params: SamplingParams) -> SamplingParams:
+        """Gives a request without a seed one, so that every engine draws the same tokens for it."""
+        seed = next(self._seeds)
+        return params if params.seed is not None else replace(params, seed=hash((self.config.seed, seed)))
+
+    def _stream(self, prompt_token_ids: list[int], params: SamplingParams, scheduling: Scheduling, **rest: Any) -> Stream:
+        return Stream(self.tokenizer, next(self._tags), prompt_token_ids, params, scheduling, **rest)
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise InvalidRequest(f"{name} must be {kind.__name__}, got {value!r:.50}", param=name)
