@@ -4,18 +4,21 @@ import json
 import multiprocessing
 import os
 from pathlib import Path
+from typing import IO
 
 import pytest
 from fake_hub import FakeHub, FakeRepository, sha256
 from gguf_files import gguf_of, split_gguf_of, tiny_model
 from huggingface_hub import scan_cache_dir, snapshot_download
 
+from chairlift.checkpoint import download
 from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.hub_cache import Repository
 from chairlift.checkpoint.hub_download import download_hub_model
+from chairlift.checkpoint.hub_model import find_hub_model
 from chairlift.checkpoint.locate import locate, public_name
 from chairlift.checkpoint.model_name import HubName
-from chairlift.errors import ModelNotFound
+from chairlift.errors import ChairliftError, ModelNotFound
 
 LARGE = b"GGUF" + bytes(range(256)) * 8
 NAME = HubName("org/repo", "Q4_K_M")
@@ -107,8 +110,6 @@ def test_revisions(hub: FakeHub, cache: Path, repository: FakeRepository, revisi
 
 
 def locate_here(name: HubName, cache: Path) -> Path | None:
-    from chairlift.checkpoint.hub_model import find_hub_model
-
     return find_hub_model(name, cache / "hub")
 
 
@@ -122,10 +123,10 @@ def test_a_file_is_downloaded_once(hub: FakeHub, cache: Path, repository: FakeRe
 
 
 def test_a_download_that_breaks_goes_on(hub: FakeHub, cache: Path, repository: FakeRepository, pauses: list[float]) -> None:
-    hub.cuts = [100, 500, 0]
+    hub.cuts = [100, 500, 0, *[1] * 7]
     assert pull(hub, cache).read_bytes() == gguf("Q4_K_M")
     ranges = [headers.get("range") for server, _, headers in hub.requests if server == "content"]
-    assert ranges == [None, "bytes=100-", "bytes=600-", "bytes=600-"]
+    assert ranges == [None, "bytes=100-", *(f"bytes={start}-" for start in (600, *range(600, 608)))]
 
 
 def test_the_next_call_goes_on_with_a_download(hub: FakeHub, cache: Path, repository: FakeRepository, pauses: list[float]) -> None:
@@ -290,6 +291,30 @@ def test_the_token_goes_to_the_hub_alone(
     assert sent == {("hub", "Bearer member"), ("content", None)}
 
 
+def test_the_token_does_not_follow_a_list_of_files_to_another_server(
+    hub: FakeHub, cache: Path, repository: FakeRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "member")
+    hub.page, hub.next_page = 3, f"{hub.content_url}/more"
+    hub.files["/more"] = json.dumps(repository.tree()[3:]).encode(), None
+    assert pull(hub, cache).is_file()
+    assert {headers.get("authorization") for server, _, headers in hub.requests if server == "content"} == {None}
+
+
+def test_a_download_that_another_process_completed_meanwhile_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, blob = tmp_path / "blob.incomplete", tmp_path / "blob"
+    path.write_bytes(b"complete")
+
+    def locked(file: IO[bytes], operation: int) -> None:
+        if not blob.exists():
+            path.rename(blob)
+
+    monkeypatch.setattr(download.fcntl, "flock", locked)
+    with download.partial_file(path) as part:
+        part.write(b"new")
+    assert (path.read_bytes(), blob.read_bytes()) == (b"new", b"complete")
+
+
 def test_no_redirect_leaves_an_encrypted_connection(hub: FakeHub, cache: Path, repository: FakeRepository) -> None:
     hub.faults.append(("resolve", 302, {"Location": "ftp://127.0.0.1/x"}))
     with pytest.raises(ModelNotFound, match=r"cannot be downloaded: .* redirects to ftp://127.0.0.1/x, which is not encrypted"):
@@ -384,9 +409,6 @@ def test_processes_that_pull_the_same_model_download_it_once(hub: FakeHub, cache
 
 
 def test_the_disk_is_checked_first(hub: FakeHub, cache: Path, repository: FakeRepository, monkeypatch: pytest.MonkeyPatch) -> None:
-    from chairlift.checkpoint import download
-    from chairlift.errors import ChairliftError
-
     usage = download.shutil.disk_usage(cache.parent)
     monkeypatch.setattr(download.shutil, "disk_usage", lambda path: usage._replace(free=10))
     with pytest.raises(ChairliftError, match="not enough disk space to write to"):

@@ -55,6 +55,8 @@ class FakeHub:
     accounts: tuple[str, ...] = ("member", "stranger")
     page: int = 1000
     """Entries of a page of the list of files."""
+    next_page: str = ""
+    """The address of the next page, if it is not the hub's own."""
     faults: list[tuple[str, int, dict[str, str]]] = field(default_factory=list)
     """Answers to the next requests: a part of the path, the status, and headers."""
     cuts: list[int] = field(default_factory=list)
@@ -123,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
     def tree(self, repository: FakeRepository) -> None:
         start = int(parse_qs(urlsplit(self.path).query).get("cursor", ["0"])[0])
         entries = repository.tree()
-        following = f"{self.hub.url}{urlsplit(self.path).path}?recursive=true&cursor={start + self.hub.page}"
+        following = self.hub.next_page or f"{self.hub.url}{urlsplit(self.path).path}?recursive=true&cursor={start + self.hub.page}"
         more = start + self.hub.page < len(entries)
         self.json(entries[start : start + self.hub.page], {"Link": f'<{following}>; rel="next"'} if more else {})
 

@@ -171,6 +171,7 @@ def partial_file(path: Path) -> Iterator[IO[bytes]]:
             try:
                 yield file
             finally:
+                file.flush()
                 if not os.fstat(file.fileno()).st_size and _is_at(file, path):
                     path.unlink()
             return
