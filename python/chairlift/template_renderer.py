@@ -10,12 +10,13 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from chairlift.alternatives import alternatives
 from chairlift.errors import InvalidRequest
 
 MAX_CHARACTERS = 16 << 20
@@ -99,22 +100,7 @@ def _mark_control_tokens(value: Any, pattern: re.Pattern[str]) -> Any:
 
 @lru_cache(maxsize=8)
 def _pattern(controls: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(_alternatives(controls) if controls else "(?!)")
-
-
-def _alternatives(texts: Sequence[str]) -> str:
-    """Returns a pattern that matches the longest of `texts`.
-
-    Their common beginnings are tried once, so that the search takes time linear in the text however many there are.
-    """
-    by_first: dict[str, list[str]] = {}
-    for text in texts:
-        if text:
-            by_first.setdefault(text[0], []).append(text[1:])
-    branches = [re.escape(first) + _alternatives(rests) for first, rests in by_first.items()]
-    if not branches:
-        return ""
-    return f"(?:{'|'.join(branches)}){'?' if '' in texts else ''}"
+    return re.compile(alternatives(controls) if controls else "(?!)")
 
 
 @lru_cache(maxsize=8)

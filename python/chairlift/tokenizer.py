@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,9 @@ from chairlift.checkpoint.end_tokens import end_tokens
 from chairlift.checkpoint.plain_text import plain
 from chairlift.checkpoint.tokenizer_files import load_backend, read_json, token_with_role, tokenizer_config, tokenizer_file
 from chairlift.errors import InvalidRequest, ModelNotFound, UnsupportedModel
+from chairlift.sampling import MAX_BAD_WORDS
+from chairlift.text_parts import TextParts
+from chairlift.token_cache import TokenCache
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -48,7 +51,10 @@ class Tokenizer:
         self._directory = file.parent
         self.special_token_ids = frozenset(token for token, added in self._backend.get_added_tokens_decoder().items() if added.special)
         """Control tokens, which `decode` skips."""
+        self.suppressed_token_ids = _suppressed(directory / "generation_config.json", self.vocab_size)
+        """Tokens that the model never samples, as bad words of each request."""
         self._pieces: dict[int, bytes] = {}
+        self._cache = TokenCache()
         self._token_bytes = _TokenBytes(self._backend, file)
         if chat_template is not None:
             from chairlift.chat_template import ChatTemplate
@@ -118,7 +124,8 @@ class Tokenizer:
         `add_special_tokens` adds the tokens that the model expects around a text; a text that begins with the first of them gets no second
         one. Raises InvalidRequest for text with lone surrogates.
         """
-        ids = self._encode(self._backend, text, "prompt", add_special_tokens)
+        _check_unicode(text, "prompt")
+        ids = _encode(self._backend, text, add_special_tokens=add_special_tokens)
         return ids[1:] if add_special_tokens and self._bos is not None and ids[:2] == [self._bos] * 2 else ids
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
@@ -143,14 +150,22 @@ class Tokenizer:
         """Returns a conversation as pieces of text for `encode_pieces`: see `chat` and `ChatTemplate.render`."""
         return self.template.render(messages, self.control_texts, add_generation_prompt=add_generation_prompt, **kwargs)
 
-    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]], group: str | None = None) -> list[int]:
         """Returns the tokens of pieces of text, each with whether control tokens are plain text in it.
 
-        They begin with one `bos_token` if the model expects it, whether or not the chat template writes it.
+        They begin with one `bos_token` if the model expects it, whether or not the chat template writes it. Parts of a text that `group`
+        has sent before are not tokenized again. Without a group nothing is kept.
         """
         ids: list[int] = []
         for text, is_plain in pieces:
-            ids += self._encode(self._plain_backend if is_plain else self._backend, text, "messages", False)
+            _check_unicode(text, "messages")
+            backend = self._plain_backend if is_plain else self._backend
+            encode = partial(_encode, backend, add_special_tokens=False)
+            if group is None:
+                ids += encode(text)
+                continue
+            for part in (text,) if is_plain else self._parts.of(text):
+                ids += self._cache.tokens(group, "plain" if is_plain else "text", part, encode)
         if self._bos is None or not self._config.get("add_bos_token"):
             return ids
         written = next((index for index, token in enumerate(ids) if token != self._bos), len(ids))
@@ -190,11 +205,18 @@ class Tokenizer:
         """A second tokenizer that treats control tokens as plain text."""
         return plain(self._backend)
 
-    @staticmethod
-    def _encode(backend: Backend, text: str, param: str, add_special_tokens: bool) -> list[int]:
-        _check_unicode(text, param)
-        # Unlike `encode`, this method runs without the GIL. It also spares the characters' offsets, which take most of the memory.
-        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    @cached_property
+    def _parts(self) -> TextParts:
+        return TextParts(self._backend)
+
+
+def _suppressed(file: Path, vocab_size: int) -> tuple[int, ...]:
+    """Returns the `suppress_tokens` of a generation_config.json. Raises UnsupportedModel if they are too many."""
+    listed = read_json(file).get("suppress_tokens")
+    found = sorted({token for token in listed if type(token) is int and 0 <= token < vocab_size}) if isinstance(listed, list) else []
+    if len(found) > MAX_BAD_WORDS:
+        raise UnsupportedModel(f"{file}: suppress_tokens has {len(found)} tokens, and {MAX_BAD_WORDS} can be suppressed")
+    return tuple(found)
 
 
 def _check_unicode(text: str, param: str) -> None:
@@ -203,6 +225,11 @@ def _check_unicode(text: str, param: str) -> None:
     except UnicodeEncodeError as error:
         message = f"{param} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}, which is not valid Unicode"
         raise InvalidRequest(message, param=param) from None
+
+
+def _encode(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:
+    # Unlike `encode`, this method runs without the GIL. It also spares the characters' offsets, which take most of the memory.
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 class _TokenBytes:

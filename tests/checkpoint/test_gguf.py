@@ -187,7 +187,7 @@ def _altered(tmp_path: Path, **metadata: Any) -> Path:
         ({"tokenizer__ggml__merges": ["nospace"]}, "its vocabulary is not sound"),
         ({"tokenizer__ggml__merges": ["x y z"]}, "its vocabulary is not sound"),
         ({"tokenizer__ggml__pre": "tomorrow"}, "of the kind 'gpt2' / 'tomorrow'"),
-        ({"tokenizer__ggml__model": "t5"}, "of the kind 't5'"),
+        ({"tokenizer__ggml__model": "rwkv"}, "of the kind 'rwkv'"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, metadata: dict[str, Any], reason: str) -> None:
@@ -237,6 +237,14 @@ def test_each_key_is_used_or_changes_nothing_or_is_reported(tmp_path: Path) -> N
 def test_an_unknown_key_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     convert(_altered(tmp_path, llama__made_up=7, llama__pooling_type=3), tmp_path / "out")
     assert "tiny.gguf has metadata that is not known here and not used: llama.made_up\n" in caplog.text
+
+
+def test_what_the_tokenizer_does_not_use_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rules = {"tokenizer__ggml__normalizer__lowercase": True, "tokenizer__ggml__remove_extra_whitespaces": True}
+    convert(_altered(tmp_path, tokenizer__ggml__made_up=7, tokenizer__ggml__suppress_tokens=[1], **rules), tmp_path / "out")
+    names = ("normalizer.lowercase", "remove_extra_whitespaces", "made_up")
+    reported = caplog.text.partition("not known here and not used: ")[2].strip()
+    assert set(reported.split(", ")) == {f"tokenizer.ggml.{name}" for name in names}
 
 
 def test_recommended_sampling(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

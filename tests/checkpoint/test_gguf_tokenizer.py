@@ -157,6 +157,18 @@ def test_what_ends_a_message_alone_does_not_end_an_answer() -> None:
     assert end_tokens({"</s>": 1, "<eos>": 2}) == {1, 2}
 
 
+@pytest.mark.parametrize("count", [128, 129])
+def test_tokens_that_are_never_sampled(tmp_path: Path, count: int) -> None:
+    listed = list(range(count))
+    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", replaced={"tokenizer.ggml.suppress_tokens": [*listed, 5000]})
+    convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    if count > 128:
+        with pytest.raises(UnsupportedModel, match="suppress_tokens has 129 tokens, and 128 can be suppressed"):
+            Tokenizer(tmp_path / "out")
+    else:
+        assert Tokenizer(tmp_path / "out").suppressed_token_ids == tuple(listed)
+
+
 def test_named_chat_templates(tmp_path: Path) -> None:
     templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "tools", "tokenizer.chat_template.rag": "rag"}
     ours, _ = _both(tmp_path, byte_level_metadata("gpt-2") | templates)

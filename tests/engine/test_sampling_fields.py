@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import shutil
 import string
 import struct
 from collections.abc import Callable
@@ -193,6 +194,23 @@ def test_bad_words_are_spelled_as_the_tokenizer_does(model_dir):
     assert words == (*(tuple(tokenizer.encode(text)) for text in texts), (5, 6), tuple(tokenizer.encode(" ")))
     ids_alone = SamplingParams(bad_words=((1, 2),))
     assert encode_bad_words(ids_alone, tokenizer) is ids_alone
+
+
+def test_tokens_that_the_checkpoint_suppresses_are_never_sampled(llm: LLM, directory: Path, tmp_path: Path):
+    first, second = (one(llm, bad_words=words).token_ids[0] for words in ((), ((one(llm).token_ids[0],),)))
+    model = shutil.copytree(directory, tmp_path / "model")
+    settings = {"suppress_tokens": [first, 9999, -1, "b"]}
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    suppressing = LLM(str(model), num_kv_blocks=200, block_size=8, max_num_seqs=8, max_num_batched_tokens=64)
+    for fields in ({}, {"logit_bias": {first: 100.0}}, {"bad_words": ("a",)}):
+        assert first not in one(suppressing, **fields).token_ids
+    assert one(suppressing).token_ids[0] == second
+
+    async def served() -> list[int]:
+        async with asyncio.timeout(120), AsyncEngine(model=str(model), num_kv_blocks=200, block_size=8, max_num_seqs=8) as engine:
+            return [token async for part in engine.generate(engine.tokenizer.encode("hello"), PLAIN) for token in part.token_ids]
+
+    assert asyncio.run(served()) == one(suppressing).token_ids
 
 
 def test_the_end_comes_from_the_tokenizers_settings_and_waits_for_min_tokens(llm):

@@ -45,6 +45,11 @@ class RecordingTokenizer(FakeTokenizer):
     def __init__(self):
         super().__init__()
         self.lengths = []
+        self.groups = []
+
+    def encode_pieces(self, pieces, group=None):
+        self.groups.append(group)
+        return super().encode_pieces(pieces)
 
     def encode(self, text, *, add_special_tokens=True):
         self.lengths.append(len(text))
@@ -56,7 +61,7 @@ def recorded():
     """A server that also computes embeddings, and its tokenizer."""
     engine = FakeEngine()
     engine.tokenizer = RecordingTokenizer()
-    engine.describe(max_text_len=64, hidden_size=4)
+    engine.describe(max_text_len=64, embedding_size=4)
     with serving(engine) as (base, _), httpx.Client(base_url=base, timeout=60) as client:
         yield client, engine.tokenizer
 
@@ -95,6 +100,16 @@ def test_an_appended_text_that_is_too_long_is_not_tokenized(recorded):
 def test_a_text_beyond_the_context_can_be_counted_and_truncated(recorded, path, body, count):
     said = recorded[0].post(path, json=body).json()
     assert count in (said.get("count"), said.get("input_tokens"), said.get("usage", {}).get("prompt_tokens"))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/sequences"])
+def test_tokens_of_a_request_with_a_salt_are_not_kept(recorded, path):
+    client, tokenizer = recorded
+    tokenizer.groups.clear()
+    for salt in ({}, {"cache_salt": "secret"}):
+        body = {"messages": [{"role": "user", "content": "a"}]} | salt | ({} if "sequences" in path else {"max_tokens": 1})
+        assert client.post(path, json=body).status_code == 200
+    assert tokenizer.groups == ["", None]
 
 
 def test_no_module_of_the_server_tokenizes_by_itself():
@@ -156,7 +171,7 @@ class OrderedTokenizer(FakeTokenizer):
         threading.Event().wait(0.005)
         return [(messages[0]["content"] * (LONG + 1), False)]
 
-    def encode_pieces(self, pieces):
+    def encode_pieces(self, pieces, group=None):
         self.order["encode"].append(pieces[0][0][0])
         threading.Event().wait(0.005)
         return []

@@ -48,6 +48,7 @@ class FakeTokenizer:
     strips_first_space = False
     num_closing_tokens = 0
     eos_token_ids = frozenset({0})
+    suppressed_token_ids = ()
     template_source = "{{ messages }}"
     control_texts = ("<|end|>", "<eos>")
     longest_token = 4
@@ -74,7 +75,7 @@ class FakeTokenizer:
             raise InvalidRequest("the chat template refuses these messages", param="messages")
         return [(" ".join(message["content"] for message in messages), False)]
 
-    def encode_pieces(self, pieces: list[tuple[str, bool]]) -> list[int]:
+    def encode_pieces(self, pieces: list[tuple[str, bool]], group: str | None = None) -> list[int]:
         return [token for text, _ in pieces for token in self.encode(text)]
 
 

@@ -208,6 +208,7 @@ class FakeTokenizer:
     strips_first_space = False
     vocab_size = INFO.vocab_size
     longest_token = 1
+    suppressed_token_ids = ()
 
     def __init__(self, directory=Path(), source=None, chat_template=None):
         self.directory = directory

@@ -85,8 +85,6 @@ def convert(path: Path, out: Path, sampling: Mapping[str, float] | None = None, 
     """
     file = open_gguf(path)
     config = model_config(file)
-    if unknown := check_keys(path, file.unread(), config["head_dim"], config["max_position_embeddings"]):
-        log.warning("%s has metadata that is not known here and not used: %s", path.name, ", ".join(unknown))
     with writing_to(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -105,10 +103,14 @@ def _write(file: GGUFFile, config: dict[str, Any], out: Path, sampling: Mapping[
     write_tokenizer(file, out)
     _write_json(out / "config.json", config)
     generation = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
+    if suppressed := file.get("tokenizer.ggml.suppress_tokens", list):
+        generation["suppress_tokens"] = suppressed
     generation |= {"eos_token_id": end_token_ids(file, stop)} | _recommended_sampling(file) | dict(sampling)
     _write_json(out / "generation_config.json", generation)
     _write_modules(file, out)
     _named(file, architecture_of(file)[1])  # checks that all layers are there
+    if unknown := check_keys(file.path, file.unread(), config["head_dim"], config["max_position_embeddings"]):
+        log.warning("%s has metadata that is not known here and not used: %s", file.path.name, ", ".join(unknown))
     (out / LINK).symlink_to(file.path.absolute())
     out.chmod(0o755)
 

@@ -14,7 +14,6 @@ _DESCRIPTIVE = re.compile(
     r"general\..*|quantize\..*|split\..*|imatrix\..*|tokenizer\.chat_template(s|\..*)?|tokenizer\.huggingface\.json"
     r"|tokenizer\.ggml\.(model|pre|tokens|token_type|token_type_count|scores|merges|eos_token_ids|add_space_prefix)"
     r"|tokenizer\.ggml\.((bos|eos|eot|eom|unknown|seperator|padding|cls|mask|fim_\w+|prefix|suffix|middle)_token_id|add_(bos|eos|sep)_token)"
-    r"|tokenizer\.ggml\.(precompiled_charsmap|remove_extra_whitespaces|normalizer\..*)"
     r"|[\w-]+\.(vocab_size|tensor_data_layout|context_length|embedding_length_out|features_length|hidden_activation|rope\.scaling\.yarn_(log_multiplier|beta_\w+|attn_factor)"
     r"|attention\.layer_norm_epsilon|rope\.scaling\.original_context_length|pooling_type|decoder_start_token_id|classifier\..*)"
 )

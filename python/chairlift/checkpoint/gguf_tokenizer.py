@@ -41,6 +41,8 @@ def write_tokenizer(file: GGUFFile, out: Path) -> None:
     beside = file.path.parent / "tokenizer.json"
     if beside.is_file():
         shutil.copyfile(beside, out / "tokenizer.json")
+        for key in file.keys("tokenizer.ggml."):
+            file.value(key)  # replaced, so that none is reported as unused
     else:
         build_tokenizer(file).save(str(out / "tokenizer.json"), pretty=False)
     config: dict[str, Any] = {

@@ -109,7 +109,7 @@ class ModelClient(ABC):
         _check_kind("params", params, SamplingParams)
         scheduling = Scheduling() if scheduling is None else scheduling
         _check_kind("scheduling", scheduling, Scheduling)
-        if params.bad_words:
+        if params.bad_words or self.tokenizer.suppressed_token_ids:
             params = await self._encode_bad_words(params)
         params = self._seeded(self.validate(prompt_token_ids, params))
         return self._stream(prompt_token_ids, params, scheduling, arrived=arrived, sequence=sequence, whole=whole)

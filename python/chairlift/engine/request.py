@@ -515,8 +515,12 @@ def check_dimensions(dimensions: int | None, info: EngineInfo) -> int:
 
 
 def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """Returns the parameters with the texts of `bad_words` encoded, both as they are and after a space."""
-    if not any(isinstance(word, str) for word in params.bad_words):
+    """Returns the parameters with the texts of `bad_words` encoded, both as they are and after a space.
+
+    The tokens that the model never samples become bad words, too.
+    """
+    suppressed = () if params.embed else tokenizer.suppressed_token_ids
+    if not suppressed and not any(isinstance(word, str) for word in params.bad_words):
         return params
     words: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
@@ -526,4 +530,5 @@ def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPa
         else:
             found = [word]
         words.update(dict.fromkeys(filter(None, found)))
+    words.update(dict.fromkeys((token,) for token in suppressed))
     return replace(params, bad_words=tuple(words))

@@ -99,11 +99,17 @@ class ServedModel:
         return encoded[0]
 
     async def render(
-        self, request: Request, conversation: list[dict[str, Any]], variables: Mapping[str, Any], *, must_fit: bool = True
+        self,
+        request: Request,
+        conversation: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        must_fit: bool = True,
+        kept: bool = True,
     ) -> list[int]:
-        """Applies the chat template and returns the prompt's tokens; raises InvalidRequest. `must_fit` as in `encode`."""
+        """Applies the chat template and returns the prompt's tokens; raises InvalidRequest. See `encode` and `Tokenizing.chat`."""
         limit, group = self.engine.info.max_model_len, request.state.ticket.tenant.group
-        return await self.tokenizing.chat(group, self.engine.tokenizer, conversation, variables, limit, must_fit=must_fit)
+        return await self.tokenizing.chat(group, self.engine.tokenizer, conversation, variables, limit, must_fit=must_fit, kept=kept)
 
 
 def model_of(request: Request) -> ServedModel:

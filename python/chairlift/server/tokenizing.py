@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -101,20 +102,25 @@ class Tokenizing:
         limit: int,
         *,
         must_fit: bool = True,
+        kept: bool = True,
     ) -> list[int]:
-        """Applies the chat template with `variables` and returns the conversation's tokens. See `encode` for `limit` and `must_fit`."""
+        """Applies the chat template with `variables` and returns the conversation's tokens. See `encode` for `limit` and `must_fit`.
+
+        With `kept` the tokens of the conversation are kept for later requests of the group, and those of earlier ones are used.
+        """
+        tokenized = partial(tokenizer.encode_pieces, group=group if kept else None)
 
         def render() -> tuple[list[tuple[str, bool]], list[int] | None]:
             pieces = tokenizer.render(conversation, **variables)
             _check(tokenizer, [text for text, _ in pieces], limit, must_fit, "prompt")
             short = sum(len(text) for text, _ in pieces) <= LONG
-            return pieces, tokenizer.encode_pieces(pieces) if short else None
+            return pieces, tokenized(pieces) if short else None
 
         contents = _rendered_surely(conversation)
         if len(contents) > LONG:
             await asyncio.to_thread(_check, tokenizer, [contents], limit, must_fit, "prompt")
         pieces, ids = await self._renderers.run(group, render)
-        return await self._long_texts.run(group, tokenizer.encode_pieces, pieces) if ids is None else ids
+        return await self._long_texts.run(group, tokenized, pieces) if ids is None else ids
 
 
 class _Threads:

@@ -255,7 +255,7 @@ async def _render_prompt(
     """Renders the prompt; raises InvalidRequest."""
     conversation, variables, parser_type = await asyncio.to_thread(_template_inputs, model, body, tool_spec)
     must_fit = must_fit and body.truncate_prompt_tokens is None
-    rendered = await model.render(request, conversation, variables, must_fit=must_fit)
+    rendered = await model.render(request, conversation, variables, must_fit=must_fit, kept=body.cache_salt is None)
     tokens = body.truncate(rendered, model.engine.info.max_model_len)
     return _RenderedPrompt(tokens, parser_type, _reasoning(model, tokens, conversation[-1] if body.continue_final_message else None))
 

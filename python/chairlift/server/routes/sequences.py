@@ -75,7 +75,7 @@ class SequenceOpenRequest(Fields):
         return await model.encode(request, self.prompt, add_special_tokens=self.add_special_tokens is not False)
 
     def _chat(self) -> ChatRequest:
-        names = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+        names = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "cache_salt"}
         return ChatRequest.read(self.model_dump(include=names, exclude_none=True))[0]
 
 
