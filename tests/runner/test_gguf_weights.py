@@ -249,3 +249,19 @@ def test_a_file_that_is_gone_or_too_short_is_refused_before_anything_is_served(t
     path.unlink()
     with pytest.raises(ModelNotFound, match="is gone"):
         logits(directory)
+
+
+@pytest.mark.parametrize(("memory", "dropped"), [(1 << 40, False), (0, True)])
+def test_pages_of_a_file_that_does_not_fit_twice_are_dropped_once_they_are_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, dropped: bool
+) -> None:
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr("chairlift.runner.file_pages.available_memory", lambda: memory)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, size, advice: calls.append((start, size)))
+    directory = converted(tmp_path / "tiny.gguf", tiny_model("llama"), Kind.Q8_0)
+    logits(directory)
+    weights = GGUFWeights(directory / LINK)
+    matrices = [(entry.start, entry.size) for entry in weights.tensors.entries.values() if len(entry.shape) == 2]
+    assert sorted(calls) == (sorted(matrices) if dropped else [])
+    weights.part("lm_head.weight", 320, 64)
+    assert sorted(calls) == (sorted(matrices) if dropped else []), "a matrix that is not packed yet"

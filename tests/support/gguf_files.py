@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_experts
 import numpy as np
 import torch
 from safetensors.numpy import save_file
@@ -28,6 +29,7 @@ EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size":
 TEMPERATURE = {"original_max_position_embeddings": 4, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "beta_fast": 8.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 8}
 LONGROPE |= {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 4.0]}
+GPT_OSS = {"rope_parameters": {"rope_theta": 500.0, **YARN, "truncate": False}, "initializer_range": 0.2}
 TINY: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}),
@@ -40,6 +42,7 @@ TINY: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
     ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
     ("olmoe", {"num_experts": 11, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
+    ("gpt_oss", {**GPT_OSS, "num_local_experts": 11, "num_experts_per_tok": 3, "sliding_window": 5}),
     ("granitemoe", {**MULTIPLIERS, "num_local_experts": 11, "num_experts_per_tok": 3}),
     ("phi3", {"pad_token_id": 0, "sliding_window": 5, "original_max_position_embeddings": 8, "rope_parameters": LONGROPE}),
     ("ministral3", {"rope_parameters": {"rope_theta": 500.0, **YARN, **TEMPERATURE}}),
@@ -54,17 +57,7 @@ def default_file() -> Path:
 def write_safetensors(directory: Path) -> None:
     """Writes the weights of a converted model as transformers reads them."""
     tensors = GGUFTensors(directory / LINK)
-    weights = {name: np.ascontiguousarray(tensors.values(name)) for name in tensors.entries}
-    for name, whole in [(name, whole) for name, whole in weights.items() if ".experts." in name]:
-        del weights[name]
-        if any("block_sparse_moe" in other for other in weights):  # fused, the gates first
-            fused = name.replace("mlp.experts.gate_proj", "block_sparse_moe.input_linear")
-            fused = fused.replace("mlp.experts.up_proj", "block_sparse_moe.input_linear")
-            weights[fused] = np.concatenate([weights[fused], whole], 1) if fused in weights else whole
-            continue
-        weights |= {name.replace(".experts.", f".experts.{index}."): one.copy() for index, one in enumerate(whole)}
-    for name in [name for name in weights if name.endswith("shared_expert_gate.weight")]:
-        weights[name] = weights[name].reshape(1, -1)
+    weights = gguf_experts.join({name: tensors.values(name) for name in tensors.entries})
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -91,6 +84,7 @@ def tiny_model(kind: str, **settings: Any) -> PreTrainedModel:
 def gguf_name(kind: str) -> str:
     """The name of a model type of transformers in GGUF files."""
     names = {"ministral3": "mistral3", "granitemoehybrid": "granite", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+    names |= {"gpt_oss": "gpt-oss"}
     return names.get(kind, kind.removesuffix("_text"))
 
 
@@ -136,11 +130,7 @@ def gguf_of(
         values |= {f"{kind}.{name}": cap for name, cap in caps.items() if cap is not None}
     if config.pad_token_id is not None:
         values["tokenizer.ggml.padding_token_id"] = config.pad_token_id
-    if experts := getattr(config, "num_experts", getattr(config, "num_local_experts", 0)):
-        values |= {f"{kind}.expert_count": experts, f"{kind}.expert_used_count": config.num_experts_per_tok}
-        keys = {"expert_feed_forward_length": "moe_intermediate_size"}
-        keys |= {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
-        values |= {f"{kind}.{key}": getattr(config, name) for key, name in keys.items() if hasattr(config, name)}
+    values |= gguf_experts.metadata(config, kind)
     if config.model_type == "granitemoehybrid":
         values |= {"granite.feed_forward_length": config.shared_intermediate_size}
         values |= {"granite.rope.scaling.finetuned": config.position_embedding_type == "rope"}
@@ -180,17 +170,13 @@ def gguf_of(
         if kind in ("llama", "smollm3", "granite", "granitemoe", "mistral3") and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
             weights = weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
-        # The converter takes a dimension of 1 away, and splits fused projections of experts.
-        pieces = {
-            f"{names.get_name(stem) or names.get_name(f'{stem}.layer')}.{suffix}": weights.reshape(weights.shape[weights.shape[0] == 1 :])
-        }
-        if weights.ndim == 3:
-            block = f"blk.{stem.split('.')[2]}.ffn_"
-            halves = np.split(weights, 2, 1) if suffix in ("gate_up_proj", "weight") and "output" not in stem else []
-            pieces = {f"{block}{part}_exps.weight": half for part, half in zip(("gate", "up"), halves, strict=False)}
-            pieces = pieces or {f"{block}down_exps.weight": weights}
+        pieces = gguf_experts.split(kind, name, weights)
+        if not pieces:
+            known = names.get_name(stem) or names.get_name(f"{stem}.layer")
+            pieces = {f"{known}.{suffix}": weights.reshape(weights.shape[weights.shape[0] == 1 :])}  # a dimension of 1 is left out
         for name, piece in pieces.items():
-            used = (kinds or {}).get(stem, quantization) if piece.ndim > 1 and "ffn_gate_inp" not in name else gguf.GGMLQuantizationType.F32
+            plain = piece.ndim == 1 or name.endswith("bias") or "ffn_gate_inp" in name
+            used = gguf.GGMLQuantizationType.F32 if plain else (kinds or {}).get(stem, quantization)
             writer.add_tensor(name, quantized(np.ascontiguousarray(piece), used), raw_dtype=used)
     if frequencies is not None:
         writer.add_tensor("rope_freqs.weight", frequencies)

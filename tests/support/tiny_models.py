@@ -67,6 +67,7 @@ FAMILIES = {
     "granite4-nope": ("GraniteMoeHybrid", {**MULTIPLIERS, **DENSE, "attention_bias": True}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 72, "num_key_value_heads": 3}),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "gpt-oss": ("GptOss", {**LOCAL_EXPERTS, "head_dim": 16, "sliding_window": 9, "rope_parameters": {**YARN, "truncate": False}}),
     "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 40, "pad_token_id": 0}),
     "granite-moe": ("GraniteMoe", {**MULTIPLIERS, **LOCAL_EXPERTS}),
     "granite-moe-shared": ("GraniteMoeShared", {**MULTIPLIERS, **LOCAL_EXPERTS, "shared_intermediate_size": 72}),

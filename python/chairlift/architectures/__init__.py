@@ -3,6 +3,7 @@
 from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Mixture, Projections, Scores, Windows
 from chairlift.architectures.encoders import ENCODER_GGUF, ENCODERS, EncoderArchitecture
 from chairlift.architectures.gemma import GEMMA2, GEMMA3
+from chairlift.architectures.gpt_oss import GPT_OSS
 from chairlift.architectures.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
 from chairlift.architectures.llama import LLAMA, MINISTRAL3, MISTRAL
 from chairlift.architectures.olmo import OLMOE
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 DENSE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GRANITE4, PHI3)
-MIXTURES = (QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED)
+MIXTURES = (QWEN2_MOE, QWEN3_MOE, GPT_OSS, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED)
 ARCHITECTURES = {known.name: known for known in DENSE + MIXTURES}
 """The architectures by their names in config.json."""
 

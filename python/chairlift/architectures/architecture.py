@@ -50,10 +50,12 @@ class Mixture:
     """How the experts of an architecture are chosen and named.
 
     Names are those below `model.layers.N.`, with `{}` for the number of an expert. A tensor whose name lacks `.{}` has the matrices of all
-    experts. A checkpoint has either `gate` and `up`, or `gate_up` with the rows of both. `shared` are the layers of an expert that all
-    tokens use; its output is multiplied by a gate if `shared_gate` names one. `count`, `inner` and `shared_inner` are the keys of the
-    number of experts and of inner sizes in config.json. Weights are divided by their sum if `normalised`; None means that `norm_topk_prob`
-    of config.json decides.
+    experts. A checkpoint has either `gate` and `up`, or `gate_up` with the rows of both, or `interleaved` and `transposed`: tensors
+    [experts, inputs, outputs], the first with gate and up in turn. With `biases` the router and all experts have them. `shared` are the
+    layers of an expert that all tokens use; its output is multiplied by a gate if `shared_gate` names one. `count`, `inner` and
+    `shared_inner` are the keys of the number of experts and of inner sizes in config.json. Weights are divided by their sum if
+    `normalised`; None means that `norm_topk_prob` of config.json decides. The gate and what it is multiplied by are `clamped` as in
+    gpt-oss.
     """
 
     router: str = "mlp.gate"
@@ -61,6 +63,9 @@ class Mixture:
     up: str = "mlp.experts.{}.up_proj"
     gate_up: str = "mlp.experts.{}.gate_up_proj"
     down: str = "mlp.experts.{}.down_proj"
+    interleaved: str | None = None
+    transposed: str | None = None
+    biases: bool = False
     shared: Projections | None = None
     shared_gate: str | None = None
     count: str = "num_experts"
@@ -68,6 +73,7 @@ class Mixture:
     shared_inner: str = "shared_expert_intermediate_size"
     scores: Scores = Scores.SOFTMAX
     normalised: bool | None = None
+    clamped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,7 @@ class GGUFFormat:
     `layer` of Hugging Face's files, where they differ from Llama's, and `top` those outside the layers. `adjacent_pairs` means that rows of
     rotated projections are in llama.cpp's order for adjacent pairs (2i, 2i+1) instead of pairs half a head apart. `stored_offset` is the
     number that was added to the weights of norms. Attention scores of the model with `largest_layers` layers are divided by the square root
-    of hidden size / heads; its files do not say so.
+    of hidden size / heads; its files do not say so, nor whether `truncates_yarn`.
     """
 
     names: tuple[str, ...]
@@ -109,6 +115,7 @@ class GGUFFormat:
     adjacent_pairs: bool = False
     stored_offset: float = 0.0
     largest_layers: int | None = None
+    truncates_yarn: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +129,8 @@ class Architecture:
     the base `local_theta` if it is set. `position_type` is the default of `position_embedding_type`; None means that config.json's is not
     read. With a `temperature` queries grow with their position. Every n-th layer has no rotary positions if `no_rope_interval` is n, and
     every n-th has full attention if `window_interval` is n and windows are listed. `inner` is the key of the MLP's inner size. With
-    `whole_norms` the norms of queries and keys are those of all heads together. With a `mixture` layers have experts instead of an MLP,
-    except those that config.json names.
+    `whole_norms` the norms of queries and keys are those of all heads together. With `sinks` each head has a score beside those of the
+    keys. With a `mixture` layers have experts instead of an MLP, except those that config.json names.
     """
 
     name: str
@@ -161,6 +168,7 @@ class Architecture:
 
     qk_norm: bool = False
     whole_norms: bool = False
+    sinks: bool = False
     norm_offset: float = 0.0
     post_norms: bool = False
     activation: str = "silu"
@@ -189,6 +197,7 @@ class Architecture:
             "softcaps": self.softcaps is not None,
             "scaled embeddings": self.scaled_embeddings,
             "multipliers of embeddings, attention, residuals and logits": self.multipliers,
+            "attention sinks": self.sinks,
             "experts": self.mixture is not None,
             "a shared expert": self.mixture is not None and self.mixture.shared is not None,
         }

@@ -203,6 +203,8 @@ def _hf_name(name: str, layout: GGUFFormat) -> str | None:
     if stem in layout.top and suffix in ("weight", "bias"):
         return f"{layout.top[stem]}.{suffix}"
     block, _, rest = stem.removeprefix("blk.").partition(".")
+    if whole := layout.tensors.get(f"{rest}.{suffix}"):
+        return f"model.layers.{block}.{whole}"
     known = layout.tensors.get(rest, _LAYER.get(rest))
     if not stem.startswith("blk.") or not block.isdecimal() or known is None or suffix not in ("weight", "bias"):
         return None

@@ -68,6 +68,8 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "dtype": "float32",
         **layout.constants,
     }
+    if not layout.truncates_yarn and config["rope_scaling"]:
+        config["rope_scaling"]["truncate"] = False
     if architecture.mixture:
         config |= _experts(file, kind, architecture.mixture, config["num_hidden_layers"])
     for name, key in layout.keys.items():

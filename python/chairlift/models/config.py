@@ -40,6 +40,7 @@ class ModelConfig(ModelShape):
     mlp_bias: bool
     qk_norm: bool
     whole_norms: bool
+    sinks: bool
     windows: tuple[int | None, ...]
     local_rope: RopeConfig
     attention_scale: float
@@ -154,6 +155,7 @@ class ModelConfig(ModelShape):
             mlp_bias=bool(raw.get("mlp_bias", False)) and family.mlp_bias,
             qk_norm=family.qk_norm,
             whole_norms=family.whole_norms,
+            sinks=family.sinks,
             windows=_windows(raw, family, layers),
             attention_scale=(scalar or head_dim) ** -0.5 if multiplier is None else multiplier["attention_multiplier"],
             temperature=parse_temperature(raw) if family.temperature else None,

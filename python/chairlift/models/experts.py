@@ -7,7 +7,7 @@ from typing import Any
 
 from chairlift.architectures import Mixture
 from chairlift.errors import UnsupportedModel
-from chairlift.models.fields import parse_size
+from chairlift.models.fields import parse_number, parse_size
 
 OTHER_COUNT = "num_local_experts"
 """The name of the number of experts in each config.json that transformers 5 writes."""
@@ -18,7 +18,8 @@ class Experts:
     """The experts of a model's layers.
 
     Each of `layers` is whether the layer has experts; the others have an MLP. A token uses `used` of `count` experts with the inner size
-    `inner`, and a shared one if `shared_inner` is not 0. `normalised` means that a token's weights are divided by their sum. `names` are
+    `inner`, and a shared one if `shared_inner` is not 0. `normalised` means that a token's weights are divided by their sum.
+    `clamp` are the slope and the limit of gpt-oss's activation. `names` are
     those of the tensors.
     """
 
@@ -29,6 +30,7 @@ class Experts:
     inner: int
     shared_inner: int
     normalised: bool
+    clamp: tuple[float, float] | None
 
     def weights(self, hidden: int) -> int:
         """The number of parameters of a layer's experts and router."""
@@ -54,6 +56,7 @@ def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts:
         inner=parse_size(raw, names.inner),
         shared_inner=parse_size(raw, names.shared_inner) if names.shared else 0,
         normalised=normalised,
+        clamp=(parse_number(raw, "swiglu_alpha", 1.702), parse_number(raw, "swiglu_limit", 7.0)) if names.clamped else None,
     )
 
 

@@ -76,6 +76,7 @@ class _Builder:
             rope=rope if model.uses_rope[index] else None,
             softcap=model.attention_softcap,
             window=model.windows[index],
+            sinks=self.vector(f"{prefix}self_attn.sinks", model.num_heads) if model.sinks else None,
             post_norm=self.norm(prefix + "post_attention_layernorm") if model.post_norms else None,
             residual_scale=model.residual_scale,
         )
@@ -94,15 +95,19 @@ class _Builder:
             outs = _named(prefix, names.shared.gate_up, (inner, inner))
             shared = self.linear(outs, hidden, gated=True), self.linear({prefix + names.shared.down: hidden}, inner)
         gates, ups = expert_weights.gate_and_up(self.weights, experts, prefix, hidden)
+        downs = expert_weights.down(self.weights, experts, prefix, hidden)
         router = in_memory(expert_weights.router(self.weights, experts, prefix, hidden))
+        bias = self.vector(f"{prefix}{names.router}.bias", experts.count) if names.biases else None
+        biases = expert_weights.biases(self.weights, experts, prefix, hidden) if names.biases else (None, None)
         return _core.DecoderBlock.mixture(
             norm=self.norm(prefix + "post_attention_layernorm"),
-            router=_core.Linear([router], hidden, "float32", threads=self.threads, isa=self.isa),
-            gate_up_proj=self.pack([gates, ups], f"{prefix}experts", hidden, gated=True),
-            down_proj=self.pack([expert_weights.down(self.weights, experts, prefix, hidden)], f"{prefix}experts", experts.inner),
+            router=_core.Linear([router], hidden, "float32", threads=self.threads, bias=bias, isa=self.isa),
+            gate_up_proj=self.pack([gates, ups], f"{prefix}experts", hidden, biases[0], gated=True),
+            down_proj=self.pack([downs], f"{prefix}experts", experts.inner, biases[1]),
             scores=names.scores.value,
             used=experts.used,
             normalised=experts.normalised,
+            clamp=experts.clamp,
             shared=shared,
             shared_gate=names.shared_gate is not None,
             activation=model.activation,
@@ -143,9 +148,11 @@ class _Builder:
     def pack(self, parts: list[list[Part]], names: str, ins: int, biases: np.ndarray | None = None, gated: bool = False) -> _core.Linear:
         """Packs matrices of the same input, each of which is one of every expert or a single one."""
         try:
-            return _core.Linear.experts(parts, ins, self.dtype, threads=self.threads, bias=biases, gated=gated, isa=self.isa)
+            packed = _core.Linear.experts(parts, ins, self.dtype, threads=self.threads, bias=biases, gated=gated, isa=self.isa)
         except ValueError as error:
             raise UnsupportedModel(f"{names}: {error}") from None
+        self.weights.release()
+        return packed
 
 
 def _named(prefix: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:

@@ -7,12 +7,15 @@ import numpy as np
 from chairlift.checkpoint.safetensors_file import Array, as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.experts import Experts
-from chairlift.runner.weights import Part, Weights, split_rows
+from chairlift.runner.weights import Part, Weights, in_memory, split_rows
 
 
 def gate_and_up(weights: Weights, experts: Experts, prefix: str, hidden: int) -> tuple[list[Part], list[Part]]:
     """Returns the gate and up projections of a layer's experts. Raises UnsupportedModel as `Weights.part` does."""
     names, inner = experts.names, experts.inner
+    if names.interleaved and weights.has(prefix + names.interleaved):
+        both = _transposed(weights, prefix + names.interleaved, experts.count, hidden, 2 * inner)
+        return [in_memory(one[::2]) for one in both], [in_memory(one[1::2]) for one in both]
     if _has(weights, prefix + names.gate_up):
         fused = _matrices(weights, prefix + names.gate_up, experts.count, 2 * inner, hidden)
         halves = [split_rows(part, 2, hidden) for part in fused]
@@ -23,7 +26,23 @@ def gate_and_up(weights: Weights, experts: Experts, prefix: str, hidden: int) ->
 
 def down(weights: Weights, experts: Experts, prefix: str, hidden: int) -> list[Part]:
     """Returns the down projections of a layer's experts. Raises UnsupportedModel as `Weights.part` does."""
-    return _matrices(weights, prefix + experts.names.down, experts.count, hidden, experts.inner)
+    names = experts.names
+    if names.transposed and weights.has(prefix + names.transposed):
+        return list(map(in_memory, _transposed(weights, prefix + names.transposed, experts.count, experts.inner, hidden)))
+    return _matrices(weights, prefix + names.down, experts.count, hidden, experts.inner)
+
+
+def biases(weights: Weights, experts: Experts, prefix: str, hidden: int) -> tuple[Array, Array]:
+    """Returns the biases of all gate and up projections, and of all down projections. Raises UnsupportedModel as `Weights.take` does."""
+    names, count, inner = experts.names, experts.count, experts.inner
+    fused = f"{prefix}{names.interleaved}_bias"
+    if weights.has(fused):
+        both = as_float32(weights.take(fused, count, 2 * inner))
+        second = as_float32(weights.take(f"{prefix}{names.transposed}_bias", count, hidden))
+        return np.concatenate([both[:, ::2], both[:, 1::2]], 1).reshape(-1), second.reshape(-1)
+    sizes = {names.gate: inner, names.up: inner, names.down: hidden}
+    gate, up, second = (as_float32(weights.take(f"{prefix}{name.replace('.{}', '')}.bias", count, size)) for name, size in sizes.items())
+    return np.concatenate([gate, up], 1).reshape(-1), second.reshape(-1)
 
 
 def router(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Array:
@@ -37,6 +56,11 @@ def router(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Arra
         if not np.isfinite(matrix).all():
             raise UnsupportedModel(f"tensor {prefix}{name}.weight has numbers that are not finite: no expert could be chosen with it")
     return np.concatenate(list(matrices.values()))
+
+
+def _transposed(weights: Weights, name: str, count: int, ins: int, outs: int) -> Array:
+    """Returns matrices [outs, ins] of all experts, which are stored as [ins, outs]."""
+    return as_float32(weights.take(name, count, ins, outs)).transpose(0, 2, 1)
 
 
 def _has(weights: Weights, name: str) -> bool:

@@ -19,6 +19,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.models.quantization import QuantizationScheme
+from chairlift.runner.file_pages import FilePages
 from chairlift.runner.memory.decision import gib
 from chairlift.runner.memory.precision import BYTES
 from chairlift.runner.quantised_matrix import TENSORS, QuantisedMatrix, multiply_out, read_quantised
@@ -58,6 +59,9 @@ class Weights(Protocol):
     def part(self, name: str, *shape: int) -> Part:
         """Returns a tensor for the CPU kernels as a matrix, whose columns are the last dimension."""
 
+    def release(self) -> None:
+        """Says that all matrices that `part` returned have been packed."""
+
     def finish(self, model: ModelConfig) -> None:
         """Raises UnsupportedModel if the checkpoint has a tensor that was not used and that the model may not ignore."""
 
@@ -74,6 +78,7 @@ class SafetensorWeights:
                 raise UnsupportedModel(f"{file.path} and {self._files[min(both)].path.name} both hold tensor {min(both)}: remove one")
             self._files |= dict.fromkeys(file.tensors, file)
         self._kernel_files: dict[Path, _core.TensorFile] = {}
+        self._pages = FilePages({file.path for file in self._files.values()})
         self._unused = set(self._files)
         self._prefix = decoder_prefix(self._files)
 
@@ -134,7 +139,12 @@ class SafetensorWeights:
         if file.path not in self._kernel_files:
             self._kernel_files[file.path] = _core.TensorFile(file.path)
         entry = file.tensors[name]
+        self._pages.add(file.path, entry.start, math.prod(shape) * BYTES[DTYPES[entry.dtype][0]])
         return DTYPES[entry.dtype][0], math.prod(shape[:-1]), (self._kernel_files[file.path], entry.start), 0
+
+    def release(self) -> None:
+        """Drops the pages of matrices that have been packed, if the files are large."""
+        self._pages.drop()
 
     def finish(self, model: ModelConfig) -> None:
         """Raises UnsupportedModel if a tensor of the decoder was not used, except a tied head and the tensors of NEEDLESS."""
@@ -206,6 +216,7 @@ class GGUFWeights:
         self.tensors = GGUFTensors(path)
         self._files = {file: _core.TensorFile(file) for file in {entry.file for entry in self.tensors.entries.values()}}
         self._block_types = set(_core.block_types())
+        self._pages = FilePages(self._files)
         self._unused = set(self.tensors.entries)
 
     def take(self, name: str, *shape: int) -> Array:
@@ -230,6 +241,7 @@ class GGUFWeights:
         entry = self.tensors.entries[name]
         if not self._is_kept(entry.kind):
             return in_memory(self.tensors.values(name))
+        self._pages.add(entry.file, entry.start, entry.size)
         kind = self.FLOATS.get(entry.kind, str(entry.kind))
         return kind, math.prod(shape[:-1]), (self._files[entry.file], entry.start), self.tensors.interleaved(name)
 
@@ -254,6 +266,10 @@ class GGUFWeights:
                 gib(expanded),
             )
         return kept, expanded
+
+    def release(self) -> None:
+        """Drops the pages of matrices that have been packed, if the file is large."""
+        self._pages.drop()
 
     def finish(self, model: ModelConfig) -> None:
         """Raises UnsupportedModel if a tensor was not used."""
@@ -333,6 +349,9 @@ class DummyWeights:
     def part(self, name: str, *shape: int) -> Part:
         """Returns a random matrix for the CPU kernels."""
         return in_memory(self.take(name, *shape))
+
+    def release(self) -> None:
+        """Does nothing: there are no files."""
 
     def finish(self, model: ModelConfig) -> None:
         """Does nothing: no tensor can be left over."""

@@ -1,0 +1,93 @@
+"""Mixtures of experts whose numbers or tensors do not fit each other are refused before anything is served."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import EXPERTS, gguf_of, tiny_model
+from safetensors.torch import load_file, save_file
+from tiny_models import write
+
+from chairlift.checkpoint.gguf import convert
+from chairlift.config import EngineConfig
+from chairlift.errors import UnsupportedModel
+from chairlift.models.config import ModelConfig
+from chairlift.models.fields import read_json
+from chairlift.runner.cpu_executor import CpuExecutor
+from chairlift.runner.memory.precision import Precision
+from chairlift.runner.weights import open_weights
+
+PLAIN = Precision("float32", "none", "float32")
+
+
+def load(directory: Path) -> None:
+    config = EngineConfig(device="cpu", threads=1)
+    CpuExecutor.load(config, open_weights(config, directory), ModelConfig.load(directory), PLAIN)
+
+
+def convert_and_load(path: Path) -> None:
+    convert(path, path.with_suffix(""))
+    load(path.with_suffix(""))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"num_experts_per_tok": 12}, "num_experts_per_tok is 12, and there are 11 experts"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok must be a positive integer, got 0"),
+        ({"num_local_experts": "8"}, "num_local_experts must be a positive integer, got '8'"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size must be a positive integer, got None"),
+        ({"mlp_only_layers": [3]}, r"mlp_only_layers must be numbers of the 3 layers, got \[3\]"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer, got 0"),
+    ],
+)
+def test_a_config_whose_numbers_of_experts_do_not_fit_is_refused(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+    write("qwen3-moe", tmp_path)
+    with pytest.raises(UnsupportedModel, match=reason):
+        ModelConfig.parse(read_json(tmp_path) | settings)
+
+
+def test_experts_that_are_missing_or_of_another_shape_or_never_chosen_are_refused(tmp_path: Path) -> None:
+    write("qwen3-moe", tmp_path)
+    path, experts = tmp_path / "model.safetensors", "model.layers.0.mlp.experts"
+    whole = load_file(path)
+
+    def refused(changed: dict[str, torch.Tensor], reason: str, without: str = "") -> None:
+        save_file({name: tensor for name, tensor in (whole | changed).items() if name != without}, path, metadata={"format": "pt"})
+        with pytest.raises(UnsupportedModel, match=reason):
+            load(tmp_path)
+
+    refused({}, "has no tensor model.layers.0.mlp.experts.7.up_proj.weight", f"{experts}.7.up_proj.weight")
+    refused(
+        {f"{experts}.3.down_proj.weight": torch.zeros(48, 41)}, r"experts.3.down_proj.weight is \[48, 41\] where .* asks for \[48, 40\]"
+    )
+    refused(
+        {f"{experts}.11.up_proj.weight": torch.zeros(40, 48)}, "tensors that its config.json does not account for: .*experts.11.up_proj"
+    )
+    refused({"model.layers.0.mlp.gate.weight": torch.full((11, 48), torch.nan)}, "layers.0.mlp.gate.weight has numbers that are not finite")
+    refused({"model.layers.2.mlp.gate.weight": torch.zeros(12, 48)}, r"layers.2.mlp.gate.weight is \[12, 48\] where .* asks for \[11, 48\]")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        ({"expert_count": 10}, r"experts.gate_proj.weight is \[11, 32, 64\] where the configuration asks for \[10, 32, 64\]"),
+        ({"expert_used_count": 12}, "num_experts_per_tok is 12, and there are 11 experts"),
+        ({"expert_used_count": [3, 3, 3]}, r"expert_used_count must be one positive number for all 2 layers, got \[3, 3, 3\]"),
+        ({"expert_used_count": [3, 2]}, r"expert_used_count must be one positive number for all 2 layers, got \[3, 2\]"),
+        ({"expert_feed_forward_length": 64}, r"experts.gate_proj.weight is \[11, 32, 64\] where the configuration asks for \[11, 64, 64\]"),
+        ({"expert_count": None}, "has no qwen3moe.expert_count"),
+        ({"expert_weights_scale": 2.5}, "qwen3moe.expert_weights_scale is 2.5, which the code for this architecture cannot compute"),
+    ],
+)
+def test_a_file_whose_experts_do_not_fit_its_metadata_is_refused(tmp_path: Path, metadata: dict[str, Any], reason: str) -> None:
+    replaced = {f"qwen3moe.{key}": value for key, value in metadata.items()}
+    gguf_of(tiny_model("qwen3_moe", **EXPERTS), tmp_path / "tiny.gguf", replaced=replaced)
+    with pytest.raises(UnsupportedModel, match=reason):
+        convert_and_load(tmp_path / "tiny.gguf")
+
+
+def test_a_file_may_say_the_same_number_for_each_layer(tmp_path: Path) -> None:
+    gguf_of(tiny_model("qwen3_moe", **EXPERTS), tmp_path / "tiny.gguf", replaced={"qwen3moe.expert_used_count": [3, 3]})
+    convert_and_load(tmp_path / "tiny.gguf")

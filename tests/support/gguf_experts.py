@@ -1,0 +1,56 @@
+"""The tensors of experts, as llama.cpp's converter writes them, and back as transformers reads them."""
+
+from typing import Any
+
+import numpy as np
+
+
+def metadata(config: Any, kind: str) -> dict[str, Any]:
+    """The keys that describe experts; none for other models."""
+    experts = getattr(config, "num_experts", getattr(config, "num_local_experts", 0))
+    if not experts:
+        return {}
+    values = {f"{kind}.expert_count": experts, f"{kind}.expert_used_count": config.num_experts_per_tok}
+    keys = {"expert_feed_forward_length": "moe_intermediate_size", "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+    values |= {f"{kind}.{key}": getattr(config, name) for key, name in keys.items() if hasattr(config, name)}
+    return values | ({f"{kind}.attention.sliding_window": config.sliding_window} if kind == "gpt-oss" else {})
+
+
+def split(kind: str, name: str, weights: np.ndarray) -> dict[str, np.ndarray]:
+    """The file's tensors of one of transformers', if it belongs to experts or to gpt-oss alone."""
+    stem, last = name.rsplit(".", 1)
+    block, suffix = f"blk.{stem.split('.')[2]}" if "layers" in stem else "", "bias" if last.endswith("_bias") else "weight"
+    if last == "sinks":
+        return {f"{block}.attn_sinks.weight": weights}
+    if "experts" not in stem and weights.ndim < 3:
+        return {}
+    down = last.startswith("down_proj") or "output_linear" in stem
+    if kind == "gpt-oss":
+        if suffix == "weight":
+            weights = weights.transpose(0, 2, 1)
+        parts = [weights] if down else [weights[:, ::2], weights[:, 1::2]]
+    else:
+        parts = [weights] if down else np.split(weights, 2, 1)
+    return dict(zip([f"{block}.ffn_{part}.{suffix}" for part in (["down_exps"] if down else ["gate_exps", "up_exps"])], parts, strict=True))
+
+
+def join(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of a converted model as transformers reads them: one for each expert, or fused ones of Granite and gpt-oss."""
+    names = {name for name in weights if ".experts." in name}
+    joined = {name: whole for name, whole in weights.items() if name not in names}
+    for name in sorted(names):
+        prefix, suffix = name.split("mlp.")[0], name.rsplit(".", 1)[1]
+        up = name.replace("gate_proj", "up_proj")
+        if f"{prefix}self_attn.sinks" in weights:
+            ending = "_bias" if suffix == "bias" else ""
+            both = np.stack([weights[name], weights[up]], 2).reshape(len(weights[name]), -1, *weights[name].shape[2:])
+            fused = {"gate_proj": ("gate_up_proj", both), "down_proj": ("down_proj", weights[name])}.get(name.split(".")[-2])
+            if fused:
+                joined[f"{prefix}mlp.experts.{fused[0]}{ending}"] = fused[1] if ending else fused[1].transpose(0, 2, 1)
+        elif f"{prefix}block_sparse_moe.router.layer.weight" in weights:
+            if "gate_proj" in name:
+                joined[f"{prefix}block_sparse_moe.input_linear.weight"] = np.concatenate([weights[name], weights[up]], 1)
+        else:
+            joined |= {name.replace(".experts.", f".experts.{index}."): one for index, one in enumerate(weights[name])}
+    shared = {name: whole.reshape(1, -1) for name, whole in joined.items() if name.endswith("shared_expert_gate.weight")}
+    return {name: np.ascontiguousarray(whole) for name, whole in (joined | shared).items()}
