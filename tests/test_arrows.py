@@ -11,7 +11,8 @@ LEAVES = {"config", "errors", "sampling", "scheduling", "settings", "outputs", "
 MAY_IMPORT = {
     "": {"engine", "sim", "_core", *LEAVES},
     "__main__": {"cli"},
-    "cli": {"server", "engine", "runner", "checkpoint", "tokenizer", "bench", "sim", *LEAVES, ""},
+    "cli": {"server", "engine", "runner", "checkpoint", "tokenizer", "bench", "sim", "verification", *LEAVES, ""},
+    "verification": {"engine", "models", "checkpoint", "_core", *LEAVES},
     "bench": {"errors"},
     "sim": {"engine", "bench", "models", "checkpoint", "_core", *LEAVES},
     "server": {"engine", "grammar", "tokenizer", "template_process", "checkpoint", *LEAVES, ""},

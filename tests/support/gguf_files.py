@@ -1,5 +1,6 @@
 """GGUF files for the tests: the default one, and tiny ones written the way llama.cpp's converter does."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import gguf_experts
 import numpy as np
 import torch
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from chairlift.checkpoint.cache import LINK, cache_dir
@@ -229,6 +231,21 @@ def byte_level_metadata(pre: str) -> dict[str, Any]:
         "tokenizer.ggml.bos_token_id": 257,
         "tokenizer.ggml.eos_token_id": 256,
     }
+
+
+def tokenizer_of_bytes(directory: Path) -> None:
+    """Writes the tokenizer of `byte_level_metadata` as transformers does, with a chat template."""
+    values = byte_level_metadata("gpt-2")
+    vocabulary = {token: index for index, token in enumerate(values["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in values["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(CONTROLS))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = "{% for message in messages %}<|user|>{{ message.content }}<|end|>{% endfor %}"
+    roles = {"bos_token": CONTROLS[1], "eos_token": CONTROLS[0], "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **roles}))
 
 
 def sentencepiece_metadata() -> dict[str, Any]:

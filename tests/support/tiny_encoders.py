@@ -33,7 +33,7 @@ DENSE = {"2_Dense": (48, 96), "3_Dense": (96, 32)}
 """Layers after the pooling of embeddinggemma, with smaller sizes."""
 
 
-def write(family: str, directory: Path, pooling: str | None = "mean_tokens", **settings: Any) -> torch.nn.Module:
+def write(family: str, directory: Path, pooling: str | None = "mean_tokens", **shape: Any) -> torch.nn.Module:
     """Writes a model of a family of transformers to the directory, with a pooling of sentence-transformers, and returns it.
 
     A family that ends with ForSequenceClassification has one label.
@@ -42,13 +42,17 @@ def write(family: str, directory: Path, pooling: str | None = "mean_tokens", **s
     model_class = getattr(transformers, family if scores else f"{family}Model")
     special = (GEMMA if family == "Gemma3Text" else {}) | ({"num_labels": 1} if scores else {})
     torch.manual_seed(0)
-    model = model_class(model_class.config_class(**{**SHAPE, **special, **settings})).eval()
+    model = model_class(model_class.config_class(**{**SHAPE, **special, **shape})).eval()
     for name, parameter in model.named_parameters():
         # Biases start at zero and norms at one: a mistake with them would go unseen.
         if name.endswith("bias") or "norm" in name.lower():
             torch.nn.init.normal_(parameter, mean=1.0 if name.endswith("weight") else 0.0, std=0.2)
     model.save_pretrained(directory)
     tokenizer().save(str(directory / "tokenizer.json"))
+    roles = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    inputs = ["input_ids", "attention_mask", *(["token_type_ids"] if family.startswith("Bert") else [])]
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": inputs, **roles}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     if pooling is not None and not scores:
         dense = DENSE if family == "Gemma3Text" else {}
         names = [("", "Transformer"), ("1_Pooling", "Pooling"), *((path, "Dense") for path in dense), ("4_Normalize", "Normalize")]
@@ -122,9 +126,11 @@ def gguf_of(
         f"{kind}.attention.{epsilon}": config.rms_norm_eps if gemma else config.layer_norm_eps,
         f"{kind}.pooling_type": pooling,
         **_vocabulary(),
+        "tokenizer.ggml.token_type_count": getattr(config, "type_vocab_size", 2),
     }
     if gemma:
         values |= {f"{kind}.attention.head_count_kv": config.num_key_value_heads, f"{kind}.attention.key_length": config.head_dim}
+        values[f"{kind}.attention.value_length"] = config.head_dim
         # transformers keeps half of the window.
         values |= {f"{kind}.attention.sliding_window": 2 * (config.sliding_window - 1), f"{kind}.attention.sliding_window_pattern": 2}
         values[f"{kind}.rope.freq_base"] = config.rope_parameters["full_attention"]["rope_theta"]
@@ -186,7 +192,6 @@ def _vocabulary() -> dict[str, Any]:
         "tokenizer.ggml.pre": "jina-v2-en",
         "tokenizer.ggml.tokens": [*texts, *padding],
         "tokenizer.ggml.token_type": [CONTROL] * 4 + [NORMAL] * (len(texts) - 4) + [5] * len(padding),
-        "tokenizer.ggml.token_type_count": 2,
         "tokenizer.ggml.bos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 1,
         "tokenizer.ggml.seperator_token_id": 3,

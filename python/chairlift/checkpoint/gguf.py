@@ -15,7 +15,7 @@ import numpy as np
 from chairlift.architectures import GGUFFormat
 from chairlift.checkpoint.cache import LINK, writing_to
 from chairlift.checkpoint.gguf_config import architecture_of, model_config
-from chairlift.checkpoint.gguf_encoder import encoder_modules
+from chairlift.checkpoint.gguf_encoder import Modules, encoder_modules
 from chairlift.checkpoint.gguf_file import GGUFFile, TensorEntry
 from chairlift.checkpoint.gguf_keys import check_keys
 from chairlift.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
@@ -84,12 +84,12 @@ def convert(path: Path, out: Path, sampling: Mapping[str, float] | None = None, 
     UnsupportedModel, with the reason, for a file that cannot be read.
     """
     file = open_gguf(path)
-    config = model_config(file)
+    config, modules = model_config(file), encoder_modules(file)
     with writing_to(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
-            _write(file, config, partial, sampling or {}, stop)
+            _write(file, config, modules, partial, sampling or {}, stop)
             try:
                 partial.rename(out)
             except OSError:
@@ -99,7 +99,9 @@ def convert(path: Path, out: Path, sampling: Mapping[str, float] | None = None, 
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(file: GGUFFile, config: dict[str, Any], out: Path, sampling: Mapping[str, float], stop: Collection[str]) -> None:
+def _write(
+    file: GGUFFile, config: dict[str, Any], modules: Modules, out: Path, sampling: Mapping[str, float], stop: Collection[str]
+) -> None:
     write_tokenizer(file, out)
     _write_json(out / "config.json", config)
     generation = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
@@ -107,7 +109,7 @@ def _write(file: GGUFFile, config: dict[str, Any], out: Path, sampling: Mapping[
         generation["suppress_tokens"] = suppressed
     generation |= {"eos_token_id": end_token_ids(file, stop)} | _recommended_sampling(file) | dict(sampling)
     _write_json(out / "generation_config.json", generation)
-    _write_modules(file, out)
+    _write_modules(modules, out)
     _named(file, architecture_of(file)[1])  # checks that all layers are there
     if unknown := check_keys(file.path, file.unread(), config["head_dim"], config["max_position_embeddings"]):
         log.warning("%s has metadata that is not known here and not used: %s", file.path.name, ", ".join(unknown))
@@ -115,9 +117,8 @@ def _write(file: GGUFFile, config: dict[str, Any], out: Path, sampling: Mapping[
     out.chmod(0o755)
 
 
-def _write_modules(file: GGUFFile, out: Path) -> None:
-    """Writes the modules of sentence-transformers for a file that says how the states of a text become its embedding."""
-    modules = encoder_modules(file, str(file.get("general.architecture", str)))
+def _write_modules(modules: Modules, out: Path) -> None:
+    """Writes the modules of sentence-transformers, if there are any."""
     if not modules:
         return
     paths = [f"{number}_{kind}" for number, (kind, _) in enumerate(modules, 1)]
@@ -145,7 +146,7 @@ class GGUFTensors:
 
     def values(self, name: str) -> Array:
         """Returns the tensor's values in fp32, as dequantised by the gguf package."""
-        rows = _dequantize(self.file, self.entries[name])
+        rows = read_float32(self.file, self.entries[name])
         if self._layout.stored_offset and name.endswith("norm.weight"):
             rows = rows - np.float32(self._layout.stored_offset)
         return _halves(rows, rows.shape[0] // self._head_dim) if self._is_rotary(name) else rows
@@ -236,7 +237,7 @@ def _halves(weights: Array, heads: int) -> Array:
     return weights.reshape(heads, -1, 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
 
-def _dequantize(file: GGUFFile, entry: TensorEntry) -> Array:
+def read_float32(file: GGUFFile, entry: TensorEntry) -> Array:
     """Returns the tensor's values in fp32, with shape `entry.shape`."""
     data = file.data(entry)
     if entry.kind in _FLOATS:

@@ -13,6 +13,8 @@ log = logging.getLogger("chairlift")
 
 POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
 """llama.cpp's numbers of ways to combine the states of a text, and the names in sentence-transformers' configuration."""
+Modules = list[tuple[str, dict[str, Any]]]
+"""Modules of sentence-transformers, each a type and its configuration."""
 _DENSE = ("dense_2", "dense_3")
 
 
@@ -77,12 +79,13 @@ def encoder_config(file: GGUFFile, architecture: EncoderArchitecture) -> dict[st
     return config
 
 
-def encoder_modules(file: GGUFFile, kind: str) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the modules of sentence-transformers, each a type and its configuration: the pooling, and layers after it.
+def encoder_modules(file: GGUFFile) -> Modules:
+    """Returns the modules of sentence-transformers after the states of a text: the pooling, and the layers after it.
 
     A file with a classifier's layer needs no key to be one. Raises UnsupportedModel for an encoder whose pooling there is no code for.
     """
-    modules: list[tuple[str, dict[str, Any]]] = []
+    modules: Modules = []
+    kind = str(file.get("general.architecture", str))
     number = 4 if "cls.output.weight" in file.tensors else file.get(f"{kind}.pooling_type", int)
     if kind in ENCODER_GGUF and number is not None and number not in POOLINGS:
         hint = ", a state for each token and no embedding of a text" if number == 0 else ""

@@ -25,6 +25,7 @@ COMMANDS = {
     "pull": "download a model",
     "list": "list the downloaded models",
     "show": "describe a model, from its files",
+    "verify": "compare a model with transformers or llama.cpp",
     "rm": "delete a downloaded model",
     "ps": "list the models of a running server",
     "stop": "unload a model of a running server",
@@ -55,6 +56,7 @@ examples:
   chairlift pull                       download the default model
   chairlift list                       list the downloaded models
   chairlift show MODEL                 describe a model: size, types of weights, context, what computes it
+  chairlift verify MODEL               compare its tokens and logits with transformers or llama.cpp
   chairlift ps                         list the models of a running server
   chairlift top                        watch a running server
   chairlift explain ID                 show where a request's time went

@@ -53,8 +53,8 @@ class EncoderRunner:
         self.longest = _longest(config, directory, model)
         threads = choose_threads(config.threads, 1)
         weights = open_weights(config, directory, norm=0.0 if model.layout.rms else 1.0)
-        blocks = weights.sizes() if isinstance(weights, GGUFWeights) else (0, 0)
-        precision = decide(config, model, available_memory(), blocks)
+        sizes = weights.sizes() if isinstance(weights, GGUFWeights) else (0, 0)
+        precision = decide(config, model, available_memory(), sizes)
         device = "encoders are computed by the CPU kernels" if config.device == "auto" else asked("--device")
         self.decisions: tuple[Decision, ...] = (
             Decision("code", f"{model.architecture}, in Rust", "the CPU kernels support it"),
