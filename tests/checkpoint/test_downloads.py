@@ -75,6 +75,14 @@ def test_a_file_that_two_commits_have_is_deleted_from_both(hub: FakeHub, pulled:
     assert not list((cache / "hub").rglob("*Q4_K_M*"))
 
 
+def test_content_that_another_file_has_too_stays(hub: FakeHub, cache: Path) -> None:
+    hub.add("org/twins", {"a-Q4_K_M.gguf": GGUF, "a-Q8_0.gguf": GGUF})
+    for tag in ("Q4_K_M", "Q8_0"):
+        download_hub_model(HubName("org/twins", tag), hub_dir(), progress=False)
+    delete_model("org/twins:Q4_K_M")
+    assert [(one.name, one.num_bytes) for one in downloads()] == [("org/twins:Q8_0", len(GGUF))]
+
+
 def test_the_hubs_own_cache_is_known_as_such(hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CHAIRLIFT_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

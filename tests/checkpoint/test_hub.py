@@ -222,9 +222,10 @@ def test_a_commit_that_is_a_path_is_refused(hub: FakeHub, cache: Path, repositor
 
 def test_another_server_at_the_hubs_address_is_named(hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", hub.content_url)
-    hub.files["/api/models/org/repo/refs"] = b"<html>", None
-    with pytest.raises(ModelNotFound, match=f"{hub.content_url} does not answer as the Hugging Face hub does: .* JSON"):
-        pull(hub, cache)
+    for page in (b"<html>", b"[" * 10**5):
+        hub.files["/api/models/org/repo/refs"] = page, None
+        with pytest.raises(ModelNotFound, match=f"{hub.content_url} does not answer as the Hugging Face hub does: .* JSON"):
+            pull(hub, cache)
 
 
 GATED = r"org/repo is gated: accept its terms at http://.*/org/repo with your account"

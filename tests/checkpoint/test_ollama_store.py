@@ -107,6 +107,14 @@ def test_models_that_cannot_be_served(store: Path, layers: dict[str, bytes], rea
         locate("llama3.2:1b", progress=False)
 
 
+def test_a_file_that_ollama_has_not_completed_is_refused(store: Path, content: bytes) -> None:
+    write_ollama_model(store, LLAMA, {"model": content})
+    [blob] = (store / "blobs").iterdir()
+    blob.write_bytes(content + b"0")
+    with pytest.raises(UnsupportedModel, match=r"is missing or has another size: 'ollama pull llama3.2:1b' completes it"):
+        locate("llama3.2:1b", progress=False)
+
+
 @pytest.mark.parametrize("digest", [f"sha256:{'0' * 64}", "sha256:../../../secret", 5, None])
 def test_a_manifest_names_no_other_file(store: Path, tmp_path: Path, digest: object) -> None:
     (tmp_path / "secret").write_bytes(b"GGUF")

@@ -73,7 +73,9 @@ def test_adapters_are_those_that_the_machine_has_named(modules):
         OWN_FILES.own(LoadAdapter(1, "b", "/canary"))
 
 
-@pytest.mark.parametrize("model", ["/canary", "tiny", "./a/b", "../a", "a/b/c", "", None, 5, "~", "C:\\canary", "here/model"])
+@pytest.mark.parametrize(
+    "model", ["/canary", "tiny", "./a/b", "../a", "a/b/c", "", None, 5, "~", "C:\\canary", "here/model", "tiny:1b", "https://a.b/c.gguf"]
+)
 def test_a_model_that_has_no_public_name_must_be_named_here(model, tmp_path, monkeypatch):
     (tmp_path / "here" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)  # there the name "here/model" is a path too
@@ -81,7 +83,7 @@ def test_a_model_that_has_no_public_name_must_be_named_here(model, tmp_path, mon
         MachineFiles({}).own(load(model=model))
 
 
-@pytest.mark.parametrize("model", [DEFAULT_MODEL, "organisation/model-1.5"])
+@pytest.mark.parametrize("model", [DEFAULT_MODEL, "organisation/model-1.5", "hf.co/organisation/model:Q4_K_M"])
 def test_a_model_is_fetched_by_its_name(model):
     assert MachineFiles({}).own(load(model=model, revision="refs/pr/1")).settings["model"] == model
 

@@ -14,9 +14,9 @@ import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
-from chairlift.checkpoint.download import Refused, check_space, download, empty, partial_file, read_page
+from chairlift.checkpoint.download import Refused, download, empty, partial_file, read_page
 from chairlift.checkpoint.hub_cache import Repository, is_commit
 from chairlift.checkpoint.hub_settings import endpoint, hub_token
 from chairlift.errors import ModelNotFound
@@ -89,18 +89,20 @@ class HubClient:
         """
         blob = repository.blob(file.digest)
         url = f"{self._endpoint}/{self.repo}/resolve/{commit}/{urllib.parse.quote(str(file.path))}"
-        with partial_file(blob.with_name(f"{blob.name}.incomplete")) as part:
+        with partial_file(repository.partial(file.digest)) as part:
             if not is_whole(blob, file):
-                check_space(blob.parent, file.num_bytes - part.tell())
-                if self._differs(file, url, part, on_bytes):
+                if not self._download(file, url, part, on_bytes):
                     raise ModelNotFound(f"{file.path} of {self.repo} as downloaded is not the file that the hub lists (its digest differs)")
                 os.fsync(part.fileno())
                 os.replace(part.name, blob)
         on_bytes(file.num_bytes)
         repository.link(commit, str(file.path), file.digest)
 
-    def _differs(self, file: RemoteFile, url: str, part: Any, on_bytes: Callable[[int], None]) -> bool:
-        """Downloads a file. One that does not have its digest is removed; if an earlier process began it, it is downloaded once more."""
+    def _download(self, file: RemoteFile, url: str, part: IO[bytes], on_bytes: Callable[[int], None]) -> bool:
+        """Downloads the rest of a file. Returns False, and removes it, if its digest is another.
+
+        A file that an earlier process began is then downloaded once more.
+        """
         resumed = part.tell() > 0
         try:
             linked_etag = (download(url, part, file.num_bytes, on_bytes, self._token) or "").strip('"')
@@ -108,9 +110,9 @@ class HubClient:
             raise self._explained(error, is_listed=True) from None
         other = _SHA256.fullmatch(linked_etag) is not None and linked_etag != file.digest
         if not other and not file.differs(Path(part.name)):
-            return False
+            return True
         empty(part)
-        return True if other or not resumed else self._differs(file, url, part, on_bytes)
+        return resumed and not other and self._download(file, url, part, on_bytes)
 
     def _file(self, entry: Any) -> RemoteFile:
         try:
@@ -134,7 +136,7 @@ class HubClient:
             raise self._explained(error, revision) from None
         try:
             document = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise self._not_a_hub("it answers with something else than JSON") from None
         following = _NEXT.search(answer.headers.get("Link", ""))
         return document, urllib.parse.urljoin(answer.url, following[1]) if following else None

@@ -65,6 +65,10 @@ class Repository:
         """Returns the path of a file's content, which the snapshots link to. A file of that name is complete."""
         return self.path / "blobs" / digest
 
+    def partial(self, digest: str) -> Path:
+        """Returns the path of the first bytes of a file that is being downloaded."""
+        return self.path / "blobs" / f"{digest}.incomplete"
+
     def link(self, commit: str, name: str, digest: str) -> None:
         """Makes a blob a file of a snapshot."""
         path = self.snapshot(commit) / name

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from chairlift.checkpoint.cache import writing_to
+from chairlift.checkpoint.download import check_space
 from chairlift.checkpoint.gguf_parts import model_files, parts_of
 from chairlift.checkpoint.hub import HubClient, RemoteFile, is_whole
 from chairlift.checkpoint.hub_cache import Repository
@@ -78,7 +79,10 @@ class _Source:
 
             self.client.fetch(file, self.commit, self.repository, on_bytes)
 
-        if all(is_whole(self.repository.blob(file.digest), file) for file in files):
+        missing = {file.digest: file.num_bytes for file in files if not is_whole(self.repository.blob(file.digest), file)}
+        begun = [path.stat().st_size for digest in missing if (path := self.repository.partial(digest)).exists()]
+        check_space(self.repository.path, sum(missing.values()) - sum(begun))
+        if not missing:
             progress = False
         total = sum(file.num_bytes for file in files)
         with download_bar(what, total, progress) as set_done, ThreadPoolExecutor(_CONNECTIONS) as threads:
