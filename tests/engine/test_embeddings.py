@@ -160,7 +160,7 @@ def test_text_is_tokenized_and_shortened_embeddings_have_length_1(llm: LLM) -> N
     assert np.isclose(np.linalg.norm(whole), 1)
     tokens = llm.tokenizer.encode("abc de")
     assert tokens == [2, 4, 31, 32, 7, 34, 3]
-    assert llm.tokenizer.decode(tokens) == "[CLS] abc de [SEP]"
+    assert llm.tokenizer.decode(tokens, skip_special_tokens=False) == "[CLS] abc de [SEP]"
     assert np.array_equal(llm.embed([tokens, "abc de"])[0], llm.embed("abc de")[0])
     assert llm.tokenizer.num_closing_tokens == 1
 
