@@ -21,12 +21,12 @@ LAYERS = {
         {"drafts", "machine"},
     ],
     "sim": [
-        {"histogram", "job", "service", "step_time", "utilization"},
-        {"live", "machine", "report", "what_if"},
+        {"histogram", "job", "random", "service", "step_time", "utilization"},
+        {"live", "machine", "report", "session", "what_if"},
         {"drafts", "recorded"},
         {"replica"},
         {"fleet", "models"},
-        {"run"},
+        {"run", "sessions"},
     ],
     "cpu": [
         {"half", "pod", "pool"},
@@ -50,7 +50,7 @@ LAYERS = {
     "python": [
         {"arbiter", "buffers", "errors", "kv_budget", "reports", "request", "router", "settings", "threads", "work"},
         {"linear", "scheduler", "simulate"},
-        {"decoder", "encoder", "replay"},
+        {"decoder", "encoder", "replay", "simulate_sessions"},
     ],
 }
 """Crate → its modules (the core's are rooms), lower layers first. A module imports from lower layers only; `lib.rs` puts them together."""

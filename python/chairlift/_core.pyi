@@ -53,6 +53,7 @@ __all__ = [
     "settings",
     "simulate",
     "simulate_models",
+    "simulate_sessions",
     "step_times",
     "what_if",
     "workload",
@@ -457,6 +458,31 @@ def simulate_models(
 
     `models` has for each: settings and step time as in `simulate`, the weight, and microseconds that should pass between two of its steps
     at most. A request's model is an index into it. Returns a report for each model, as in `simulate`. Raises ValueError.
+    """
+
+def simulate_sessions(
+    sessions: NDArray[np.int64],
+    parents: NDArray[np.int64],
+    turns: NDArray[np.int64],
+    block: int,
+    tenants: Sequence[tuple[str, int]],
+    users: tuple[int, int, int, int, int],
+    settings: dict[str, Any],
+    step_time: tuple[Sequence[tuple[float, float]], float, float, float],
+    *,
+    replicas: int = 1,
+    routing: str = "round-robin",
+) -> dict[str, Any]:
+    """Simulates users that run recorded sessions in a closed loop, in virtual time.
+
+    `sessions` is int64 [S, 6]: threads, requests, blocks, shared blocks, group and tenant of each. `parents` has the block before each
+    block of a session, one session after another; block 0 is the beginning. `turns` is int64 [N, 7]: a request's thread, microseconds since
+    the answer before it, tokens of prompt and output, the last full block of the prompt, and the first and the number of the threads that
+    run before it. Blocks have `block` tokens. `users` are their number, the longest time between an answer and the next request, the end
+    of the warm-up and of the simulation in microseconds, and a seed. The others are those of `simulate`. Returns `engines`, a report of
+    each as in `simulate`; `sessions`, int64 [M, 7] of the replays with a request after the warm-up: the recorded session, when it began and
+    ended, answered requests, microseconds that it takes alone, the longest wait for a first token, and whether it is complete; and
+    `context_tokens`, the mean tokens of all live contexts after the warm-up. Raises ValueError.
     """
 
 def step_times(journal: bytes) -> bytes:

@@ -17,6 +17,7 @@ from chairlift.sim.report import SIMULATED, page
 from chairlift.sim.result import Result
 from chairlift.sim.run import SETTINGS, basis, machine, ready, requests_of
 from chairlift.sim.run import run as simulated
+from chairlift.sim.sessions import DURATION, THINK_TIME, USERS, simulate_sessions
 
 EXAMPLES = """\
 examples:
@@ -26,6 +27,7 @@ examples:
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --replicas 8 --num-requests 1000000
   chairlift simulate --trace day.journal --rate-scale 4 --speculative-config '{"method": "off"}'
   chairlift simulate --trace mixed.csv --models models.toml --modelled-device H100
+  chairlift simulate --sessions agents.jsonl.gz --users 32 --model Llama-3.1-8B --modelled-device H100
   chairlift calibrate -o here.json && chairlift simulate --trace conv.csv --modelled-device here.json
 
 The scheduler is the one that serves. Only time is simulated: a step takes as long as a roofline of the device's bandwidth and
@@ -39,6 +41,9 @@ With --models, a trace's column 'model' names each request's model. All models a
 step of one model at a time, chosen as by 'chairlift serve --models'. '--modelled-device chat=chat.json,embed=embed.json' names a
 file of 'chairlift calibrate' for each. Drafts are not simulated then.
 
+With --sessions, users run recorded sessions of agents in a closed loop: a request is sent when the answer before it has come and
+the recorded time has passed. Each user has one session at a time. The first seventh of the time is left out of the figures.
+
 Devices: H200, H100, A100, A10G, L4, RTX4090, cpu (two cores of a Xeon), or a file that 'chairlift calibrate' wrote.
 Models: Llama-3.1-8B, Llama-3.1-70B, Llama-3.2-1B, Llama-3.2-3B, Mistral-7B, Qwen2.5-7B, Qwen3-8B, Qwen3-32B, SmolLM2-135M,
 SmolLM2-1.7B; any other by its directory, .gguf file or hub name. A directory with a config.json takes precedence over a
@@ -50,7 +55,15 @@ def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "simulate", summary, EXAMPLES, run)
     trace = "requests with their arrival times, prompt and output lengths; or a journal"
-    parser.add_argument("--trace", required=True, metavar="FILE", help=trace)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", metavar="FILE", help=trace)
+    source.add_argument("--sessions", metavar="FILE", help="recorded sessions of agents, which users run in a closed loop")
+    parser.add_argument("--users", type=values.whole(1, 10**6), metavar="N", help=f"users of --sessions (default: {USERS})")
+    think = f"longest time between an answer and the next request of --sessions, in seconds (default: {THINK_TIME:g})"
+    parser.add_argument("--max-think-time", type=values.number(0.0, 1e9), metavar="S", help=think)
+    parser.add_argument(
+        "--duration", type=values.number(1.0, 1e9), metavar="S", help=f"seconds of --sessions to simulate (default: {DURATION:g})"
+    )
     flags.add_model(parser, flags.SIMULATED_MODEL)
     shared_models.add_flag(parser)
     parser.add_argument(
@@ -72,7 +85,10 @@ def add_parser(commands: Any, summary: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulates a trace and reports latencies and throughput."""
+    """Simulates a trace or sessions and reports latencies and throughput."""
+    if args.sessions is not None:
+        return _run_sessions(args)
+    flags.reject("it is for --sessions", users=args.users, max_think_time=args.max_think_time, duration=args.duration)
     if args.models is not None:
         return _run_models(args)
     engine = args.engine
@@ -90,6 +106,33 @@ def run(args: argparse.Namespace) -> int:
         model = on.model if isinstance(on, Profile) else engine.model
         title = f"Simulation: {model} on {args.modelled_device}" if model else f"Simulation: {args.modelled_device}"
         page({Path(args.trace).name: result}, title, [SIMULATED, note, *_changes(args)]).write(args.report)
+    return 0
+
+
+def _run_sessions(args: argparse.Namespace) -> int:
+    """Simulates users of sessions and reports their figures."""
+    scale = None if args.rate_scale == 1 else args.rate_scale
+    others = {"models": args.models, "rate_scale": scale, "num_requests": args.num_requests, "report": args.report}
+    flags.reject("it is for --trace", **others)
+    on, engine = device(args.modelled_device), args.engine
+    settings = {name: getattr(engine, name) for name in SETTINGS}
+    result = simulate_sessions(
+        args.sessions,
+        args.users or USERS,
+        model=args.model,
+        device=on,
+        longest_think=THINK_TIME if args.max_think_time is None else args.max_think_time,
+        duration=args.duration or DURATION,
+        replicas=args.replicas,
+        routing=args.routing,
+        **settings,
+    )
+    note = basis(args.model, on, engine)
+    if args.json:
+        print(json.dumps(result.figures() | {"wall_s": result.wall, "basis": note}, indent=1))
+        return 0
+    speed = f"{result.span:,.0f} s simulated in {result.wall:.2f} s ({result.span / result.wall:,.0f} times real time)."
+    print("\n".join([table.text(table.sessions(result.figures())), "", table.wrapped([speed, note])]))
     return 0
 
 

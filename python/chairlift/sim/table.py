@@ -47,6 +47,20 @@ _ROWS = (
 )
 """Label, figure and format. A "rare" figure is shown if it is not 0 for all."""
 
+_SESSION_ROWS = (
+    ("users", "users", "count"),
+    ("requests a second", "requests_per_s", "ratio"),
+    ("sessions an hour", "sessions_per_hour", "rate"),
+    ("prompt tokens cached", "cached_share", "share"),
+    ("TTFT, p50", "ttft_p50_s", "time"),
+    ("      p99", "ttft_p99_s", "time"),
+    ("longest wait of a turn", "longest_wait_s", "time"),
+    ("slowdown over alone, mean", "slowdown_mean", "ratio"),
+    ("                     worst", "slowdown_worst", "ratio"),
+    ("tokens of all contexts, mean", "context_tokens", "count"),
+    ("refused", "refused", "rare"),
+)
+
 _MODEL_COLUMNS = (
     ("requests", "requests", "count"),
     ("finished", "finished", "count"),
@@ -105,6 +119,12 @@ def models(figures: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]
     return lines
 
 
+def sessions(figures: Mapping[str, float | None]) -> list[list[str]]:
+    """A line for each figure of `SessionsResult.figures`."""
+    shown = [row for row in _SESSION_ROWS if row[2] != "rare" or figures[row[1]]]
+    return [[label, _cell(figures[key], kind, figures[key] or 0)] for label, key, kind in shown]
+
+
 def text(lines: Sequence[Sequence[str]]) -> str:
     """The lines of a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -129,7 +149,7 @@ def _cell(value: float | None, kind: str, largest: float) -> str:
         return "-"
     if kind == "time":
         return f"{value:,.2f} s" if largest >= 1 else f"{value * 1000:,.2f} ms"
-    return {"share": f"{value:.1%}", "rate": f"{value:,.1f}"}.get(kind, f"{value:,}")
+    return {"share": f"{value:.1%}", "rate": f"{value:,.1f}", "ratio": f"{value:,.3f}"}.get(kind, f"{value:,}")
 
 
 def _change(before: float | None, after: float | None, kind: str) -> str:

@@ -15,6 +15,7 @@ mod router;
 mod scheduler;
 mod settings;
 mod simulate;
+mod simulate_sessions;
 mod threads;
 mod work;
 
@@ -48,6 +49,8 @@ mod _core {
     use crate::settings::settings;
     #[pymodule_export]
     use crate::simulate::{simulate, simulate_models};
+    #[pymodule_export]
+    use crate::simulate_sessions::simulate_sessions;
     #[pymodule_export]
     use crate::threads::ThreadPool;
     #[pymodule_export]

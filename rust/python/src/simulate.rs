@@ -17,7 +17,7 @@ const OFTEN: usize = 256;
 
 /// Curve points (tokens, microseconds), and microseconds per decoding sequence, context token and pair of tokens: see
 /// [`sim::StepTime`].
-type StepTime = (Vec<(f64, f64)>, f64, f64, f64);
+pub(crate) type StepTime = (Vec<(f64, f64)>, f64, f64, f64);
 
 /// Runs requests through `replicas` schedulers in virtual time.
 #[pyfunction]
@@ -90,7 +90,7 @@ fn workload(
     Ok(workload)
 }
 
-fn machine(config: &core::Config, step_time: StepTime, draft_tokens: usize) -> PyResult<sim::Machine> {
+pub(crate) fn machine(config: &core::Config, step_time: StepTime, draft_tokens: usize) -> PyResult<sim::Machine> {
     let (curve, decode_seq, context_token, prefill_pair) = step_time;
     let step = sim::StepTime::new(curve, decode_seq, context_token, prefill_pair);
     let step = step.ok_or_else(|| PyValueError::new_err("the step's curve needs two points or more, with rising tokens"))?;

@@ -60,7 +60,8 @@ impl<'a> Fleet<'a> {
         let hasher = BlockHasher::new(0);
         let Request { tag, prompt, scope, .. } = &job.request;
         let names = if self.shares_prefixes { hasher.names(scope, prompt, self.block_size as usize) } else { Vec::new() };
-        let request = RouterRequest { prompt_tokens: prompt.len() as u32, names: &names, block_size: self.block_size, session: None };
+        let request =
+            RouterRequest { prompt_tokens: prompt.len() as u32, names: &names, block_size: self.block_size, session: job.session };
         let views: Vec<_> = (0..).zip(&self.engines).map(|(number, engine)| Numbered(number, engine)).collect();
         let chosen = self.router.choose(&views, &request);
         self.coming.insert(*tag, chosen.number);
@@ -84,10 +85,34 @@ impl<'a> Fleet<'a> {
         self.exchange_at = self.exchange_at.map(|at| at.max(until));
     }
 
+    /// Runs a step of the engine whose clock is the earliest, or lets it wait for at most until `until`. Returns false if no engine has
+    /// work before.
+    pub(crate) fn advance_a_step(&mut self, until: Time) -> bool {
+        let working = self.engines.iter_mut().filter(|engine| engine.has_work(until));
+        let Some(engine) = working.min_by_key(|engine| engine.now()) else { return false };
+        engine.advance_a_step(until);
+        let now = engine.now();
+        if let Some(at) = self.exchange_at.filter(|&at| at <= now) {
+            self.exchange();
+            self.exchange_at = Some(at.max(now) + EXCHANGE_INTERVAL);
+        }
+        true
+    }
+
+    /// The engines' results so far.
+    pub(crate) fn reports(&self) -> impl Iterator<Item = &Report> {
+        self.engines.iter().map(Replica::report)
+    }
+
+    /// The engines' results, whatever is left to do.
+    pub(crate) fn into_reports(self) -> Vec<Report> {
+        self.engines.into_iter().map(Replica::into_report).collect()
+    }
+
     /// Runs until all jobs have ended.
     pub(crate) fn finish(mut self) -> Vec<Report> {
         self.advance(Time::MAX);
-        self.engines.into_iter().map(Replica::into_report).collect()
+        self.into_reports()
     }
 
     /// Returns whether an engine can go on without a new request.

@@ -24,6 +24,8 @@ pub struct Job {
     pub cancelled_at: Option<Time>,
     /// Index of the request's model, where there are several.
     pub model: usize,
+    /// The number of the request's session, if it has one. The router prefers the engine of the session.
+    pub session: Option<u64>,
 }
 
 /// One request of a [`Workload`].

@@ -53,15 +53,30 @@ impl<'a> Replica<'a> {
     /// then without a new request.
     pub(crate) fn advance(&mut self, until: Time) -> bool {
         let mut goes_on = true;
-        while self.now < until && !self.scheduler.is_idle() {
-            goes_on = true;
-            if self.step(self.now).is_none() {
-                let next = self.wakes_at();
-                goes_on = next.is_some();
-                self.now = self.now.max(next.unwrap_or(until).min(until));
-            }
+        while self.has_work(until) {
+            goes_on = self.advance_a_step(until);
         }
         goes_on && !self.scheduler.is_idle()
+    }
+
+    /// Whether the engine has a request and has not come to `until`.
+    pub(crate) fn has_work(&self, until: Time) -> bool {
+        self.now < until && !self.scheduler.is_idle()
+    }
+
+    /// Runs a step, or waits for at most until `until`. Returns whether it can go on then without a new request.
+    pub(crate) fn advance_a_step(&mut self, until: Time) -> bool {
+        if self.step(self.now).is_some() {
+            return true;
+        }
+        let next = self.wakes_at();
+        self.now = self.now.max(next.unwrap_or(until).min(until));
+        next.is_some()
+    }
+
+    /// The engine's clock.
+    pub(crate) fn now(&self) -> Time {
+        self.now
     }
 
     /// Runs one step that starts at `now`, and returns its end. `None` if nothing can run yet.
@@ -132,6 +147,11 @@ impl<'a> Replica<'a> {
     #[cfg(test)]
     pub(crate) fn service(&self) -> &crate::service::Service {
         &self.report.service
+    }
+
+    /// The results so far, without the scheduler's counters.
+    pub(crate) fn report(&self) -> &Report {
+        &self.report
     }
 
     /// The results so far.

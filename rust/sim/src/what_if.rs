@@ -60,7 +60,7 @@ pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
             names,
             request,
             fork_of,
-            model: 0,
+            ..Job::default()
         });
     }
     // The scheduler may receive a request after one that arrived later.

@@ -1,0 +1,158 @@
+"""Simulates users that run recorded sessions of agents in a closed loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chairlift import _core
+from chairlift.bench.sessions import RecordedSession, read_sessions
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
+from chairlift.sim.devices import Device, Profile
+from chairlift.sim.result import Result
+from chairlift.sim.run import longest_request, machine
+from chairlift.sim.steps import StepTime
+
+USERS = 32
+"""Default of the number of users."""
+THINK_TIME = 60.0
+"""Default of the longest time between an answer and the next request, in seconds."""
+DURATION = 3.5 * 3600
+"""Default of the simulated time, in seconds."""
+WARM_UP = 1 / 7
+"""The part of the time at the beginning that the figures leave out."""
+MEASURED_TURNS, MEASURED_SECONDS = 10, 60.0
+"""A session has a slowdown if at least so many of its requests were answered, in more than so many seconds."""
+
+_SEEN = np.dtype([(name, "<i8") for name in ("session", "began", "ended", "turns", "alone", "longest_wait", "complete")])
+
+
+class SessionsResult:
+    """The result of a simulation of sessions.
+
+    `requests` covers those that ended after the warm-up; its columns are those of `Result.requests`. `sessions` is a structured array of
+    the replays that had a request after it: session (the index of the recorded one), began and ended in microseconds, turns, alone (the
+    microseconds that it would have taken alone with a cache that loses nothing), longest_wait (for a first token) and complete.
+    """
+
+    def __init__(self, report: Mapping[str, Any], settings: Mapping[str, Any], users: int, span: float, wall: float) -> None:
+        self.result = Result(report["engines"], settings, wall)
+        """All requests, with those of the warm-up."""
+        self.users, self.span, self.wall = users, span, wall
+        first = 1e6 * span * WARM_UP
+        self.requests = self.result.requests[self.result.requests["ended"] >= first]
+        self.sessions: NDArray[Any] = np.frombuffer(report["sessions"], _SEEN)
+        self.context_tokens: int = report["context_tokens"]
+        """The mean tokens of all live sessions' contexts. With a cache that loses nothing it is the working set."""
+        self.measured = span * (1 - WARM_UP)
+        """Seconds after the warm-up."""
+
+    @property
+    def slowdowns(self) -> NDArray[np.float64]:
+        """How many times longer each session took than alone."""
+        seen = self.sessions
+        took = (seen["ended"] - seen["began"]) / 1e6
+        # A session that waits at the end counts although few of its requests were answered.
+        long = (took > MEASURED_SECONDS) & ((seen["turns"] >= MEASURED_TURNS) | (seen["longest_wait"] > 300e6))
+        slowdowns: NDArray[np.float64] = took[long] / np.maximum(seen["alone"][long] / 1e6, 30.0)
+        return slowdowns
+
+    def figures(self) -> dict[str, float | None]:
+        """The figures by name: rates, the part of prompt tokens that were cached, seconds, and slowdowns."""
+        began = self.requests[self.requests["first_token"] >= 0]
+        ttft, slowdowns = (began["first_token"] - began["arrived"]) / 1e6, self.slowdowns
+        prompt = int(self.requests["prompt_tokens"].sum())
+        p50, p99 = np.percentile(ttft, (50, 99)).tolist() if len(ttft) else (None, None)
+        return {
+            "users": self.users,
+            "requests_per_s": len(self.requests) / self.measured,
+            "sessions_per_hour": int(self.sessions["complete"].sum()) / self.measured * 3600,
+            "cached_share": int(self.requests["cached_tokens"].sum()) / prompt if prompt else None,
+            "ttft_p50_s": p50,
+            "ttft_p99_s": p99,
+            "longest_wait_s": int(self.sessions["longest_wait"].max()) / 1e6 if len(self.sessions) else None,
+            "slowdown_mean": float(slowdowns.mean()) if len(slowdowns) else None,
+            "slowdown_worst": float(slowdowns.max()) if len(slowdowns) else None,
+            "context_tokens": self.context_tokens,
+            "refused": len(self.result.refused),
+        }
+
+
+def simulate_sessions(
+    trace: str | Path | Sequence[RecordedSession],
+    users: int = USERS,
+    *,
+    model: str | None = None,
+    device: str | Device | Profile = "cpu",
+    longest_think: float = THINK_TIME,
+    duration: float = DURATION,
+    seed: int = 0,
+    replicas: int = 1,
+    routing: str = "predicted",
+    step_time: StepTime | None = None,
+    **settings: Any,
+) -> SessionsResult:
+    """Simulates users of recorded sessions and returns their latencies and throughput.
+
+    Args:
+        trace: a file of sessions (see docs/capacity.md), or sessions. A request that is longer than the model's context, or than the KV
+            cache, ends its session.
+        users: sessions at a time. A user begins the next session when one has ended.
+        longest_think: the longest time between an answer and the next request, in seconds.
+        duration: seconds to simulate. The first seventh is left out of the figures.
+        seed: which sessions the users have, and when they begin.
+
+    The others are those of `simulate`. The same arguments give the same result, bit for bit. Raises InvalidTrace, InvalidSetting,
+    ModelNotFound, or ValueError for a setting.
+    """
+    config = EngineConfig(**settings)
+    numbers, steps = machine(model, device, config, step_time)
+    longest = longest_request(numbers)
+    sessions = read_sessions(trace, longest) if isinstance(trace, str | Path) else trace
+    if users < 1:
+        raise InvalidSetting(f"--sessions must be at least 1, got {users}")
+    tenants = sorted({session.tenant for session in sessions})
+    weights = config.tenant_weights or {}
+    start = time.perf_counter()
+    try:
+        report = _core.simulate_sessions(
+            *_arrays(sessions, tenants),
+            sessions[0].block,
+            [(tenant, weights.get(tenant, 1)) for tenant in tenants],
+            (users, round(longest_think * 1e6), round(duration * WARM_UP * 1e6), round(duration * 1e6), seed),
+            numbers,
+            steps.numbers,
+            replicas=replicas,
+            routing=routing,
+        )
+    except (ValueError, OverflowError) as error:
+        raise InvalidSetting(f"this cannot be simulated: {error}") from None
+    return SessionsResult(report, numbers, users, duration, time.perf_counter() - start)
+
+
+def _arrays(sessions: Sequence[RecordedSession], tenants: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The sessions, their blocks' parents and their requests as rows of numbers for the core."""
+    heads = [(len(one.threads), one.num_requests, len(one.parents), one.shared, one.group, tenants.index(one.tenant)) for one in sessions]
+    turns = [
+        (
+            thread,
+            round(turn.think * 1e6),
+            turn.prompt_tokens,
+            turn.output_tokens,
+            turn.leaf,
+            turn.subagents.start,
+            len(turn.subagents),
+        )
+        for one in sessions
+        for thread, own in enumerate(one.threads)
+        for turn in own
+    ]
+    parents = chain.from_iterable(one.parents for one in sessions)
+    return np.array(heads, np.int64), np.fromiter(parents, np.int64), np.array(turns, np.int64)

@@ -1,0 +1,404 @@
+//! Sessions in a closed loop: each user runs one recorded session after another, and sends a request when the answer before it has come
+//! and the recorded time has passed.
+
+use crate::fleet::Fleet;
+use crate::job::Job;
+use crate::machine::Machine;
+use crate::random::Random;
+use crate::report::Report;
+use crate::session::{Session, Turn};
+use chairlift_core::{Config, ConfigError, Load, Request, Routing, STOP, Time, Timeline};
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::sync::Arc;
+
+/// When all users send their first request, in microseconds after the start.
+const START: Time = 60_000_000;
+/// Least and most microseconds between two sessions of a user.
+const PAUSE: (Time, Time) = (5_000_000, 60_000_000);
+/// Microseconds between a request of the main thread and the first of its subagents.
+const SPAWN: Time = 500_000;
+/// Number of requests between two questions whether to go on.
+const OFTEN: u64 = 32;
+
+/// Users, and for how long they go on.
+#[derive(Clone, Debug)]
+pub struct ClosedLoop {
+    /// Users, each with one session at a time.
+    pub users: u32,
+    /// The longest time between an answer and the next request.
+    pub longest_think: Time,
+    /// When the figures of sessions begin.
+    pub warm_up: Time,
+    /// When the simulation ends.
+    pub until: Time,
+    /// Which sessions the users have, and when they begin.
+    pub seed: u64,
+    /// Tokens of a block of the sessions.
+    pub block: u32,
+    /// Names and weights of the tenants.
+    pub tenants: Vec<(Arc<str>, u32)>,
+}
+
+/// A session's replay, as far as it came after the warm-up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SessionSeen {
+    /// Index of the recorded session.
+    pub session: u32,
+    /// When its first request after the warm-up was sent.
+    pub began: Time,
+    /// When its last request ended, or the end of the simulation if one waits.
+    pub ended: Time,
+    /// Requests that were answered.
+    pub turns: u32,
+    /// Microseconds that it would have taken alone, with a cache that loses nothing. Its users' times are part of it.
+    pub alone: Time,
+    /// The longest wait for a first token.
+    pub longest_wait: Time,
+    /// Whether it came to its end.
+    pub complete: bool,
+}
+
+/// The results of sessions.
+#[derive(Debug)]
+pub struct SessionsReport {
+    /// A report of each engine.
+    pub engines: Vec<Report>,
+    /// The replays that sent a request after the warm-up.
+    pub sessions: Vec<SessionSeen>,
+    /// The mean tokens of all live sessions' contexts after the warm-up. With a cache that loses nothing it is the working set.
+    pub context_tokens: u64,
+    /// Requests that were refused. Their sessions ended there.
+    pub refused: u64,
+}
+
+/// Simulates users of `sessions`. Asks `goes_on` now and then whether to go on. Panics if there is no session.
+pub fn simulate_sessions(
+    config: Config,
+    sessions: &[Session],
+    users: &ClosedLoop,
+    machine: &Machine,
+    engines: usize,
+    routing: Routing,
+    goes_on: impl FnMut() -> bool,
+) -> Result<SessionsReport, ConfigError> {
+    let fleet = Fleet::new(config, machine, engines.max(1), routing)?;
+    Ok(Users::new(sessions, users, machine, fleet, config.max_num_batched_tokens).run(goes_on))
+}
+
+/// A thread of a session's replay.
+#[derive(Clone, Debug, Default)]
+struct Thread {
+    /// The request that it has sent, or sends next.
+    next: usize,
+    /// When it was sent, while it is not answered.
+    sent: Option<Time>,
+    /// Tokens of its context.
+    context: u32,
+}
+
+/// A session's replay.
+struct Replay {
+    session: usize,
+    threads: Vec<Thread>,
+    /// Subagents that have not ended.
+    subagents: u32,
+    seen: SessionSeen,
+}
+
+struct Users<'a> {
+    recorded: &'a [Session],
+    /// Prompt tokens that are new in each request, by session and thread.
+    fresh: Vec<Vec<Vec<u32>>>,
+    load: &'a ClosedLoop,
+    machine: &'a Machine,
+    fleet: Fleet<'a>,
+    step_tokens: u32,
+    draw: Draw,
+    replays: Vec<Replay>,
+    /// When threads send their next requests: time, number, replay, thread.
+    events: BinaryHeap<Reverse<(Time, u64, usize, usize)>>,
+    sent: HashMap<u64, (usize, usize)>,
+    tags: u64,
+    /// Ended and refused requests of each engine that were looked at.
+    looked_at: Vec<(usize, usize)>,
+    refused: u64,
+    contexts: Contexts,
+}
+
+impl<'a> Users<'a> {
+    fn new(recorded: &'a [Session], load: &'a ClosedLoop, machine: &'a Machine, fleet: Fleet<'a>, step_tokens: u32) -> Self {
+        let mut users = Self {
+            recorded,
+            fresh: recorded.iter().map(|session| session.fresh_tokens(load.block)).collect(),
+            load,
+            machine,
+            looked_at: vec![(0, 0); fleet.reports().count()],
+            fleet,
+            step_tokens,
+            draw: Draw::new(load.seed, recorded.len()),
+            replays: Vec::new(),
+            events: BinaryHeap::new(),
+            sent: HashMap::new(),
+            tags: 0,
+            refused: 0,
+            contexts: Contexts { from: load.warm_up, ..Contexts::default() },
+        };
+        for _ in 0..load.users {
+            let at = users.draw.time(0, START);
+            let part = users.draw.random.next();
+            users.begin(at, part);
+        }
+        users
+    }
+
+    fn run(mut self, mut goes_on: impl FnMut() -> bool) -> SessionsReport {
+        loop {
+            let next = self.events.peek().map_or(Time::MAX, |Reverse((at, ..))| *at).min(self.load.until);
+            if self.fleet.advance_a_step(next) {
+                self.take_ended();
+            } else if next >= self.load.until || (self.tags.is_multiple_of(OFTEN) && !goes_on()) {
+                break;
+            } else {
+                let Reverse((at, _, replay, thread)) = self.events.pop().expect("it is next");
+                self.send(at, replay, thread);
+            }
+        }
+        self.finish()
+    }
+
+    fn finish(mut self) -> SessionsReport {
+        let until = self.load.until;
+        self.contexts.change(until, 0, 0);
+        for replay in &mut self.replays {
+            // A request that waits at the end has waited for that long.
+            let waits = replay.threads.iter().filter_map(|thread| thread.sent).map(|sent| until.saturating_sub(sent)).max();
+            if let Some(waits) = waits {
+                replay.seen.longest_wait = replay.seen.longest_wait.max(waits);
+                replay.seen.ended = until;
+            }
+        }
+        SessionsReport {
+            engines: self.fleet.into_reports(),
+            sessions: self.replays.iter().map(|replay| replay.seen).filter(|seen| seen.began > 0).collect(),
+            context_tokens: self.contexts.mean(until),
+            refused: self.refused,
+        }
+    }
+
+    /// Begins a user's next session at `at`, after a part of its main thread.
+    fn begin(&mut self, at: Time, part: f64) {
+        let session = self.draw.session();
+        let recorded = &self.recorded[session];
+        let mut threads = vec![Thread::default(); recorded.threads.len()];
+        threads[0].next = (recorded.threads[0].len() as f64 * part) as usize;
+        let seen = SessionSeen { session: session as u32, ..SessionSeen::default() };
+        self.replays.push(Replay { session, threads, subagents: 0, seen });
+        self.wake(at, self.replays.len() - 1, 0);
+    }
+
+    fn wake(&mut self, at: Time, replay: usize, thread: usize) {
+        self.tags += 1;
+        self.events.push(Reverse((at, self.tags, replay, thread)));
+    }
+
+    fn send(&mut self, at: Time, number: usize, thread: usize) {
+        let replay = &mut self.replays[number];
+        let session = &self.recorded[replay.session];
+        let turn = &session.threads[thread][replay.threads[thread].next];
+        replay.threads[thread].sent = Some(at);
+        if at >= self.load.warm_up && replay.seen.began == 0 {
+            replay.seen.began = at;
+        }
+        self.tags += 1;
+        let tag = self.tags;
+        let (tenant, weight) = &self.load.tenants[session.tenant as usize];
+        let request = Request {
+            tag,
+            prompt: session.prompt(turn, number as u64 + 1, tag, self.load.block),
+            max_new_tokens: turn.output,
+            stop: vec![STOP],
+            tenant: Arc::clone(tenant),
+            weight: *weight,
+            ..Request::default()
+        };
+        self.sent.insert(tag, (number, thread));
+        self.fleet.route(Job { time: at, request, len: turn.output, session: Some(number as u64), ..Job::default() });
+        self.take_ended();
+    }
+
+    /// Goes on with the sessions whose requests have ended or were refused.
+    fn take_ended(&mut self) {
+        let mut ended = Vec::new();
+        let mut refused = Vec::new();
+        for ((done, declined), report) in self.looked_at.iter_mut().zip(self.fleet.reports()) {
+            ended.extend(report.ended[*done..].iter().map(|timeline| (timeline.tag, Answer::of(timeline))));
+            refused.extend_from_slice(&report.refused[*declined..]);
+            (*done, *declined) = (report.ended.len(), report.refused.len());
+        }
+        for (tag, answer) in ended {
+            if let Some((replay, thread)) = self.sent.remove(&tag) {
+                self.answered(replay, thread, &answer);
+            }
+        }
+        for tag in refused {
+            if let Some((replay, thread)) = self.sent.remove(&tag) {
+                self.refused += 1;
+                let at = self.replays[replay].threads[thread].sent.expect("it was sent");
+                self.end(at, replay, false);
+            }
+        }
+    }
+
+    fn answered(&mut self, number: usize, thread: usize, answer: &Answer) {
+        let replay = &mut self.replays[number];
+        let session = &self.recorded[replay.session];
+        let at = replay.threads[thread].next;
+        let turn = &session.threads[thread][at];
+        let fresh = self.fresh[replay.session][thread][at];
+        let now = answer.ended;
+        if replay.seen.began > 0 {
+            let seen = &mut replay.seen;
+            (seen.turns, seen.ended) = (seen.turns + 1, now);
+            seen.longest_wait = seen.longest_wait.max(answer.wait);
+            seen.alone += self.machine.alone(turn, fresh, self.step_tokens);
+        }
+        let state = &mut replay.threads[thread];
+        let before = std::mem::replace(&mut state.context, turn.prompt + turn.output);
+        state.sent = None;
+        state.next += 1;
+        self.contexts.change(now, before, turn.prompt + turn.output);
+        self.go_on(now, number, thread);
+    }
+
+    /// Lets a thread send its next request, or end.
+    fn go_on(&mut self, now: Time, number: usize, thread: usize) {
+        let replay = &mut self.replays[number];
+        let session = &self.recorded[replay.session];
+        match session.threads[thread].get(replay.threads[thread].next) {
+            Some(turn) if thread == 0 && turn.subagents.1 > 0 => {
+                replay.subagents = turn.subagents.1;
+                for subagent in turn.subagents.0..turn.subagents.0 + turn.subagents.1 {
+                    self.wake(now + SPAWN, number, subagent as usize);
+                }
+            }
+            Some(turn) => self.think(now, turn, number, thread),
+            None if thread == 0 => self.end(now, number, true),
+            None => {
+                let context = std::mem::take(&mut replay.threads[thread].context);
+                replay.subagents -= 1;
+                let last = replay.subagents == 0;
+                self.contexts.change(now, context, 0);
+                if last {
+                    let next = &session.threads[0][self.replays[number].threads[0].next];
+                    self.think(now, next, number, 0);
+                }
+            }
+        }
+    }
+
+    fn think(&mut self, now: Time, turn: &Turn, number: usize, thread: usize) {
+        let think = turn.think.min(self.load.longest_think);
+        let seen = &mut self.replays[number].seen;
+        if seen.began > 0 && (thread == 0 || self.replays[number].subagents <= 1) {
+            self.replays[number].seen.alone += think;
+        }
+        self.wake(now + think, number, thread);
+    }
+
+    /// Ends a session. Its user begins another one after a while.
+    fn end(&mut self, now: Time, number: usize, complete: bool) {
+        let replay = &mut self.replays[number];
+        replay.seen.complete = complete;
+        let context: u32 = replay.threads.iter_mut().map(|thread| std::mem::take(&mut thread.context)).sum();
+        self.sent.retain(|_, (replay, _)| *replay != number);
+        self.events.retain(|Reverse((_, _, replay, _))| *replay != number);
+        for thread in &mut self.replays[number].threads {
+            thread.sent = None;
+        }
+        self.contexts.change(now, context, 0);
+        let pause = self.draw.time(PAUSE.0, PAUSE.1);
+        self.begin(now + pause, 0.0);
+    }
+}
+
+/// Which sessions the users have, and when they begin.
+struct Draw {
+    random: Random,
+    /// The recorded sessions in a random order, of which so many were drawn.
+    order: Vec<usize>,
+    drawn: usize,
+}
+
+impl Draw {
+    fn new(seed: u64, sessions: usize) -> Self {
+        let mut random = Random::new(seed);
+        Self { order: random.order(sessions), random, drawn: 0 }
+    }
+
+    /// The next session. All are drawn before one is drawn again.
+    fn session(&mut self) -> usize {
+        self.drawn += 1;
+        self.order[(self.drawn - 1) % self.order.len()]
+    }
+
+    /// A time between two others.
+    fn time(&mut self, from: Time, to: Time) -> Time {
+        from + (self.random.next() * (to - from) as f64) as Time
+    }
+}
+
+/// The tokens of live contexts over time.
+#[derive(Default)]
+struct Contexts {
+    tokens: u64,
+    /// Their sum over time from a time on, in token microseconds.
+    sum: u128,
+    from: Time,
+    /// Until when they were summed.
+    until: Time,
+}
+
+impl Contexts {
+    /// Records that a context has `after` tokens in place of `before`.
+    fn change(&mut self, now: Time, before: u32, after: u32) {
+        self.sum += u128::from(self.tokens) * u128::from(now.saturating_sub(self.until.max(self.from)));
+        self.until = self.until.max(now);
+        self.tokens = self.tokens - u64::from(before) + u64::from(after);
+    }
+
+    /// The mean tokens until a time.
+    fn mean(&self, until: Time) -> u64 {
+        (self.sum / u128::from(until.saturating_sub(self.from).max(1))) as u64
+    }
+}
+
+/// When a request was answered, and how long its first token took.
+struct Answer {
+    ended: Time,
+    wait: Time,
+}
+
+impl Answer {
+    fn of(timeline: &Timeline) -> Self {
+        let first = timeline.first_token.unwrap_or(timeline.ended);
+        Self { ended: timeline.ended, wait: first - timeline.arrived }
+    }
+}
+
+impl Machine {
+    /// Microseconds of a request alone, if `fresh` of its prompt tokens are not cached, in steps of at most `step_tokens`.
+    fn alone(&self, turn: &Turn, fresh: u32, step_tokens: u32) -> Time {
+        let (mut from, mut took) = (turn.prompt - fresh, 0);
+        while from < turn.prompt {
+            let tokens = step_tokens.min(turn.prompt - from);
+            let pairs = u64::from(tokens) * (u64::from(from) + u64::from(tokens) / 2);
+            let load = Load { prefill_tokens: tokens, context_tokens: u64::from(from + tokens), prefill_pairs: pairs, ..Load::default() };
+            took += self.step.step(&load);
+            from += tokens;
+        }
+        let context = u64::from(turn.prompt) + u64::from(turn.output) / 2;
+        took + u64::from(turn.output.saturating_sub(1))
+            * self.step.step(&Load { decode_seqs: 1, context_tokens: context, ..Load::default() })
+    }
+}

@@ -1,0 +1,148 @@
+"""Sessions in a closed loop: when requests are sent, what the cache finds, and what a session's time is compared with."""
+
+import gzip
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from chairlift.bench.sessions import RecordedSession, SessionTurn, read_sessions
+from chairlift.cli import main
+from chairlift.errors import InvalidSetting, InvalidTrace
+from chairlift.sim.sessions import SessionsResult, simulate_sessions
+from chairlift.sim.steps import StepTime
+
+BLOCK = 64
+# A step takes 10 ms, and a prompt token 0.1 ms.
+STEP = StepTime(((0.0, 10_000.0), (1.0, 10_100.0)), decode_seq=-100.0)
+
+
+def session(turns: int, tokens: int = 1024, think: float = 1.0, first: int = 1024) -> RecordedSession:
+    """A conversation without subagents, whose prompts grow by `tokens`."""
+    blocks = (first + (turns - 1) * tokens) // BLOCK
+    prompts = [first + at * tokens for at in range(turns)]
+    made = [SessionTurn(think, prompt, 10, prompt // BLOCK, calls_tool=True) for prompt in prompts]
+    return RecordedSession(BLOCK, [made], [0, *range(blocks)])
+
+
+def run(sessions: list[RecordedSession], users: int, blocks: int = 4000, **settings: object) -> SessionsResult:
+    sizes = {"num_kv_blocks": blocks, "block_size": BLOCK, "max_num_batched_tokens": 1024, "max_num_seqs": 64, "max_model_len": 32_768}
+    return simulate_sessions(sessions, users, model="Llama-3.2-1B", device="cpu", step_time=STEP, duration=700.0, **sizes | settings)
+
+
+def test_a_user_alone_takes_the_time_that_a_session_takes_alone() -> None:
+    result = run([session(20, think=5.0)], users=1)
+    figures = result.figures()
+    # 5 s between requests, then 1,024 tokens in a step of 112.4 ms and nine of 10 ms; the first session begins in its middle.
+    assert figures["slowdown_worst"] == pytest.approx(1.0, abs=0.02)
+    assert figures["ttft_p50_s"] == pytest.approx(0.1124, abs=0.001)
+    assert figures["cached_share"] == pytest.approx(1 - 20 / (20 * 21 / 2), abs=0.01)
+    assert figures["longest_wait_s"] == pytest.approx(0.1124, abs=0.001)
+    assert result.result.refused == []
+
+
+def test_requests_wait_for_the_answer_before_them() -> None:
+    slow = run([session(20, think=0.0)], users=1)
+    begun = sorted((int(one["arrived"]), int(one["ended"])) for one in slow.result.requests)
+    assert all(ended <= arrived for (_, ended), (arrived, _) in pairwise(begun))
+
+
+def test_a_cache_for_half_of_the_sessions_finds_almost_nothing() -> None:
+    users = 8
+    free = run([session(60, think=2.0)], users)
+    assert free.figures()["cached_share"] > 0.9
+    half = run([session(60, think=2.0)], users, blocks=free.context_tokens // BLOCK // 2)
+    assert half.figures()["cached_share"] < 0.6
+    assert half.figures()["requests_per_s"] < free.figures()["requests_per_s"]
+    assert half.figures()["slowdown_mean"] > free.figures()["slowdown_mean"]
+
+
+def test_subagents_run_side_by_side_before_the_request_that_waits_for_them() -> None:
+    main_thread = [SessionTurn(1.0, 640, 5, 10, calls_tool=True), SessionTurn(1.0, 704, 5, 11, calls_tool=True, subagents=range(1, 3))]
+    sub = [SessionTurn(0.0, 320, 50, 5, calls_tool=False)]
+    recorded = RecordedSession(BLOCK, [[*main_thread, SessionTurn(1.0, 704, 5, 11, calls_tool=False)], sub, sub], [0, *range(11)])
+    result = run([recorded], users=1)
+    rows = sorted(result.requests.tolist(), key=lambda row: row[2])
+    lengths = [row[6] for row in rows]
+    at = lengths.index(640)
+    assert lengths[at : at + 5] == [640, 320, 320, 704, 704]
+    first, second, main_request = rows[at + 1], rows[at + 2], rows[at + 3]
+    assert first[2] == second[2], "they are sent at the same time"
+    assert main_request[2] == max(first[5], second[5]) + 1_000_000
+
+
+def test_the_same_arguments_give_the_same_figures_and_a_seed_others() -> None:
+    sessions = [session(count) for count in (5, 9, 30, 45)]
+    assert run(sessions, 6).figures() == run(sessions, 6).figures()
+    assert run(sessions, 6).figures() != run(sessions, 6, seed=1).figures()
+
+
+def test_a_request_that_never_fits_ends_its_session() -> None:
+    result = run([session(20)], users=2, max_model_len=8192)
+    assert result.result.refused
+    assert not result.sessions["complete"].any()
+
+
+def test_no_users_are_refused() -> None:
+    with pytest.raises(InvalidSetting, match="at least 1"):
+        run([session(3)], users=0)
+
+
+def line(*requests: list[object], threads: list[dict[str, object]] | None = None, **more: object) -> str:
+    return json.dumps({"n": 1, "block": 4, "threads": threads or [{"tool_tokens": 8}], "requests": requests, **more})
+
+
+def row(thread: int, t: float, think: float | None, prompt: int, back: int, shared: int, *runs: int) -> list[object]:
+    return [thread, t, think, None, None, "s", prompt, 3, 2, "t", 0, back, shared, *([list(runs)] if runs else [])]
+
+
+def test_a_session_is_read_with_its_blocks_subagents_and_times(tmp_path: Path) -> None:
+    threads = [{"tool_tokens": 8}, {"after": 1, "t": 9.0}]
+    rows = [row(0, 0, None, 12, 0, 0), row(1, 5, None, 6, 0, 0), row(0, 11, 6.0, 17, 2, 3), row(0, 30, None, 17, 1, 2, 7, 2)]
+    with gzip.open(tmp_path / "agents.jsonl.gz", "wt") as file:
+        file.write(line(*rows, threads=threads) + "\n")
+    (read,) = read_sessions(tmp_path / "agents.jsonl.gz")
+    assert (read.block, read.shared, read.group, read.num_requests) == (4, 2, 8, 4)
+    main_thread, sub = read.threads
+    assert [(turn.think, turn.prompt_tokens, len(turn.subagents)) for turn in main_thread] == [(0.0, 12, 0), (2.0, 17, 1), (9.0, 17, 0)]
+    assert [turn.prompt_tokens for turn in sub] == [6]
+
+    def path(leaf: int) -> list[int]:
+        return [*path(read.parents[leaf]), leaf] if leaf else []
+
+    paths = [path(turn.leaf) for turn in main_thread]
+    assert [len(one) for one in paths] == [3, 4, 4]
+    assert (paths[0], paths[2][:2]) == (paths[1][:3], paths[0][:2])
+    assert not set(paths[2][2:]) & set(paths[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no session with three requests"),
+        ("[1]\n", "is no session"),
+        ("{\n", "is no JSON"),
+        (line(row(0, 0, 0, 12, 5, 0)) + "\n", "line 1: is no session .*from 0 to 0"),
+        (line(row(0, 0, 0, -1, 0, 0)) + "\n", "line 1"),
+        (line(row(7, 0, 0, 12, 0, 0)) + "\n", "line 1"),
+        (line(block=0) + "\n", "from 1 to"),
+    ],
+)
+def test_what_is_no_session_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "sessions.jsonl"
+    file.write_text(text)
+    with pytest.raises(InvalidTrace, match=message):
+        read_sessions(file)
+
+
+def test_the_command_shows_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(0, 2.0 * at, 1.0, 400 + 40 * at, at and 1, at and 100 + 10 * (at - 1)) for at in range(12)]
+    (tmp_path / "s.jsonl").write_text(line(*rows) + "\n")
+    command = ["simulate", "--sessions", str(tmp_path / "s.jsonl"), "--users", "3", "--duration", "600", "--model", "SmolLM2-135M"]
+    assert main.main(command) == 0
+    shown = capsys.readouterr().out
+    assert "slowdown over alone, mean" in shown
+    assert main.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["users"] == 3
+    assert main.main(["simulate", "--trace", "none.csv", "--users", "3"]) == 2
