@@ -30,7 +30,7 @@ BODIES = [body for index, body in enumerate(hostile_bodies()) if ALL or index % 
 def served(tmp_path_factory):
     """A server in a thread of this process: a client, and the monitor of its loop."""
     engine = FakeEngine()
-    engine.describe(max_model_len=1 << 14, max_text_len=1 << 14, hidden_size=4)
+    engine.describe(max_model_len=1 << 14, max_text_len=1 << 14, embedding_size=4)
     with serving(engine, data_dir=tmp_path_factory.mktemp("data")) as (base, service), httpx.Client(base_url=base, timeout=120) as client:
         gc.collect()
         gc.freeze()
