@@ -55,11 +55,12 @@ impl Policy for Deadline {
 /// token is certain.
 fn latest_start(request: &Candidate) -> Option<Time> {
     let margin = if request.started { TO_GO_ON } else { TO_START };
+    let estimate = request.estimate();
     let before = |at: Time, output: u32| {
-        let work = if request.estimate.is_learned { request.estimate.time(output) } else { 0 };
+        let work = if estimate.is_learned { estimate.time(output) } else { 0 };
         at.saturating_sub((work as f64 * margin) as Time)
     };
-    let last = request.deadline.map(|at| before(at, request.predicted_output.unwrap_or(1)));
+    let last = request.deadline.map(|at| before(at, if request.is_predicted { request.output_left() } else { 1 }));
     let first = request.ttft_deadline.map(|at| before(at, 1));
     last.into_iter().chain(first).min()
 }

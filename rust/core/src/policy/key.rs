@@ -1,11 +1,7 @@
 //! Positions in the queue.
 
-use super::{Grouping, Rules};
+use super::rules::{Class, Grouping, Rules};
 use crate::request::{ArrivalNumber, Tier};
-
-/// A tier, and a class within the tier. Smaller ones are more urgent. The class has a meaning only under policies with
-/// classes.
-pub(crate) type Class = (Tier, i32);
 
 /// A position in the queue. Smaller keys are served first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]

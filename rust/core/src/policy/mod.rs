@@ -22,10 +22,11 @@ mod shortest;
 mod vtc;
 
 pub use self::{deadline::Deadline, fair::Fair, fcfs::Fcfs, prefix::Prefix, priority::Priority, shortest::Shortest, vtc::Vtc};
+pub(crate) use candidate::Predictions;
 pub use candidate::{Candidate, Estimate};
-pub(crate) use key::{Class, Key};
-pub(crate) use rules::PREEMPTION_REASONS;
+pub(crate) use key::Key;
 pub use rules::{CacheUse, Charges, Grouping, Preemption, PreemptionReason, Rules};
+pub(crate) use rules::{Class, PREEMPTION_REASONS};
 
 use crate::request::Time;
 use std::fmt::Debug;

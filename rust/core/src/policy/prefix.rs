@@ -20,6 +20,6 @@ impl Policy for Prefix {
     }
 
     fn rank(&self, request: &Candidate) -> u64 {
-        u64::from(u32::MAX - request.cached_tokens)
+        u64::from(u32::MAX - request.cached_tokens())
     }
 }

@@ -4,6 +4,10 @@ use super::candidate::Candidate;
 use crate::request::Tier;
 use std::num::NonZeroU8;
 
+/// A tier, and a class within the tier. Smaller ones are more urgent. The class has a meaning only under policies with
+/// classes.
+pub(crate) type Class = (Tier, i32);
+
 /// What a policy decides. Asked once, when a scheduler is created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rules {
@@ -119,12 +123,13 @@ impl Rules {
         if let Grouping::Tenants(charges) = self.grouping { Some(charges) } else { None }
     }
 
-    /// Whether a running request may be preempted for a waiting one at all. No policy preempts against tiers, classes or tenants' turns.
-    pub(crate) fn allow_preemption(&self, waiting: &Candidate, running: &Candidate) -> bool {
+    /// Whether a running request of this class and service may be preempted for a waiting one at all. No policy preempts against tiers,
+    /// classes or tenants' turns.
+    pub(crate) fn allow_preemption(&self, waiting: &Candidate<'_>, class: Class, tenant_service: u64) -> bool {
         match self.grouping {
-            Grouping::Single => running.tier == waiting.tier,
-            Grouping::Classes => (running.tier, running.priority) > (waiting.tier, waiting.priority),
-            Grouping::Tenants(_) => running.tenant_service > waiting.tenant_service,
+            Grouping::Single => class.0 == waiting.tier,
+            Grouping::Classes => class > (waiting.tier, waiting.priority),
+            Grouping::Tenants(_) => tenant_service > waiting.tenant_service,
         }
     }
 

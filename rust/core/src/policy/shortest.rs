@@ -32,7 +32,7 @@ impl Policy for Shortest {
     /// The gain must exceed the cost: the running request has more than twice as much work left as the waiting one needs and the
     /// preemption costs.
     fn may_preempt(&self, waiting: &Candidate, running: &Candidate) -> bool {
-        running.work_left() > 2 * (waiting.work_left() + running.preemption_cost)
+        running.work_left() > 2 * (waiting.work_left() + running.preemption_cost())
     }
 
     fn victim_rank(&self, running: &Candidate) -> i64 {

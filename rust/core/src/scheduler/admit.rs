@@ -55,7 +55,7 @@ impl Scheduler {
         }
         let arrived = seq.times().arrived;
         let rank = match seq.request().tier {
-            _ if rules.ranked => self.config.scheduling_policy.rank(&self.candidate(seq)),
+            _ if rules.ranked => self.show(seq, |request| self.config.scheduling_policy.rank(request)),
             _ if !rules.takes_turns() => 0,
             // Within a tenant, tiers move the arrival, so that no request of the tenant waits for ever.
             Tier::Priority => arrived.saturating_sub(self.config.queue_ageing),

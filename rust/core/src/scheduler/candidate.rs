@@ -1,7 +1,7 @@
-//! Shows a request to the policy, with an estimate of its remaining work.
+//! Shows requests to the policy, with estimates of their remaining work.
 
 use super::Scheduler;
-use crate::policy::{Candidate, Estimate};
+use crate::policy::{Candidate, Estimate, Predictions};
 use crate::request::Time;
 use crate::sequence::{Phase, Sequence};
 
@@ -13,35 +13,57 @@ struct Guess {
     step: f64,
 }
 
+/// A sequence whose predictions a policy may ask for.
+struct Shown<'a> {
+    scheduler: &'a Scheduler,
+    seq: &'a Sequence,
+}
+
+impl Predictions for Shown<'_> {
+    fn cached_tokens(&self) -> u32 {
+        self.seq.len() - self.seq.uncached()
+    }
+
+    fn output_left(&self) -> u32 {
+        self.seq.predicted_left()
+    }
+
+    fn estimate(&self) -> Estimate {
+        let ((from, prompt), model) = (prompt_left(self.seq), &self.scheduler.model);
+        if model.knows() {
+            Estimate { prompt: model.prefill(from.into(), prompt.into()), token: model.mean_step(), is_learned: true }
+        } else {
+            Estimate { prompt: GUESS.prefill_token * f64::from(prompt), token: GUESS.step, is_learned: false }
+        }
+    }
+
+    fn preemption_cost(&self) -> Time {
+        self.scheduler.preemption_cost(self.seq)
+    }
+}
+
 impl Scheduler {
-    /// A sequence as the policy sees it.
-    pub(super) fn candidate(&self, seq: &Sequence) -> Candidate {
-        let (request, times, tenant) = (seq.request(), seq.times(), seq.member().tenant);
-        Candidate {
+    /// Shows a sequence to the policy. Returns the answer.
+    pub(super) fn show<R>(&self, seq: &Sequence, ask: impl FnOnce(&Candidate<'_>) -> R) -> R {
+        let (request, times) = (seq.request(), seq.times());
+        ask(&Candidate {
             tier: request.tier,
             priority: request.priority,
             arrived: times.arrived,
             started: seq.has_started(),
-            cached_tokens: seq.len() - seq.uncached(),
             deadline: request.deadline,
             ttft_deadline: request.ttft_deadline.filter(|_| times.first_token.is_none()),
-            predicted_output: request.predicted_tokens.map(|_| seq.predicted_left()),
-            output_left: seq.predicted_left(),
-            estimate: self.estimate(seq),
-            preemption_cost: if seq.is_running() { self.preemption_cost(seq) } else { 0 },
+            is_predicted: request.predicted_tokens.is_some(),
             weight: request.weight,
-            tenant_service: if self.rules.takes_turns() { self.waiting.service(tenant) } else { 0 },
-            tenant_slots: self.accounts.running_of(tenant),
-        }
+            tenant_service: self.tenant_service(seq),
+            tenant_slots: self.accounts.running_of(seq.member().tenant),
+            predictions: &Shown { scheduler: self, seq },
+        })
     }
 
-    fn estimate(&self, seq: &Sequence) -> Estimate {
-        let (from, prompt) = prompt_left(seq);
-        if self.model.knows() {
-            Estimate { prompt: self.model.prefill(from.into(), prompt.into()), token: self.model.mean_step(), is_learned: true }
-        } else {
-            Estimate { prompt: GUESS.prefill_token * f64::from(prompt), token: GUESS.step, is_learned: false }
-        }
+    /// The service of a sequence's tenant divided by its weight, where tenants take turns. 0 elsewhere.
+    pub(super) fn tenant_service(&self, seq: &Sequence) -> u64 {
+        if self.rules.takes_turns() { self.waiting.service(seq.member().tenant) } else { 0 }
     }
 
     /// The time at which a sequence has missed its deadline, or is dropped by the policy. `None` without a deadline: no policy can drop
@@ -50,7 +72,8 @@ impl Scheduler {
         let request = seq.request();
         let ttft = request.ttft_deadline.filter(|_| seq.times().first_token.is_none());
         let missed = request.deadline.into_iter().chain(ttft).min()?;
-        Some(self.config.scheduling_policy.drop_at(&self.candidate(seq)).map_or(missed, |drop| drop.min(missed)))
+        let dropped = self.show(seq, |request| self.config.scheduling_policy.drop_at(request));
+        Some(dropped.map_or(missed, |at| at.min(missed)))
     }
 }
 

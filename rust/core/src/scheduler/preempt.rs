@@ -38,8 +38,6 @@ struct Urgent {
     above: Tier,
     /// Blocks that the request needs.
     blocks: usize,
-    /// The request as the policy sees it.
-    candidate: Candidate,
     /// Why the policy preempts for the request. `None` if it does not: then only less urgent tiers are preempted.
     reason: Option<PreemptionReason>,
 }
@@ -86,7 +84,7 @@ impl Scheduler {
     /// and by the latest arrival. Protected sequences come after all others of the default and priority tiers.
     fn victim(&self, eligible: impl Fn(&Sequence) -> bool) -> Option<SeqId> {
         let first = self.preemptible(eligible).max_by_key(|(_, seq)| {
-            let (rank, tier) = (self.config.scheduling_policy.victim_rank(&self.candidate(seq)), seq.request().tier);
+            let (rank, tier) = (self.show(seq, |running| self.config.scheduling_policy.victim_rank(running)), seq.request().tier);
             (tier.max(Tier::Default), !seq.is_protected(), tier, rank, Reverse(seq.computed()), seq.spec().arrival_number)
         });
         first.map(|(id, _)| id)
@@ -127,7 +125,8 @@ impl Scheduler {
                 break;
             }
             while !self.fits_beside(reserved, need, Space::default(), urgent.blocks) {
-                let Some(victim) = self.victim(|seq| self.is_less_urgent(seq, &urgent)) else { return reserved.slots as u32 };
+                let victim = self.show(&self.seqs[urgent.id], |waiting| self.victim(|seq| self.is_less_urgent(seq, &urgent, waiting)));
+                let Some(victim) = victim else { return reserved.slots as u32 };
                 let lost = self.seqs[victim].class();
                 most_urgent_lost = most_urgent_lost.min(lost);
                 let by_tier = lost.0 > urgent.above;
@@ -195,27 +194,27 @@ impl Scheduler {
             tag: seq.spec().tag,
             above,
             blocks: seq.queue_entry.needs_blocks().unwrap_or_else(|| seq.blocks_at_admission(self.config.block_size)),
-            candidate: self.candidate(seq),
             reason,
         })
     }
 
-    /// Whether a running sequence may be preempted for a waiting one.
-    fn is_less_urgent(&self, seq: &Sequence, urgent: &Urgent) -> bool {
+    /// Whether a running sequence may be preempted for an urgent request, which the policy sees as `waiting`.
+    fn is_less_urgent(&self, seq: &Sequence, urgent: &Urgent, waiting: &Candidate<'_>) -> bool {
         let policy_allows = || {
-            let running = self.candidate(seq);
-            self.rules.allow_preemption(&urgent.candidate, &running)
-                && self.config.scheduling_policy.may_preempt(&urgent.candidate, &running)
+            let allowed = self.rules.allow_preemption(waiting, seq.class(), self.tenant_service(seq));
+            allowed && self.show(seq, |running| self.config.scheduling_policy.may_preempt(waiting, running))
         };
         !seq.is_protected() && (seq.request().tier > urgent.above || urgent.reason.is_some() && policy_allows())
     }
 
     /// Whether a waiting request fits if all eligible sequences are preempted for it.
     fn could_fit(&self, reserved: Space, need: usize, urgent: &Urgent) -> bool {
-        let victims = self.preemptible(|seq| self.is_less_urgent(seq, urgent));
-        let most =
-            victims.fold(Space::default(), |space, (_, seq)| Space { slots: space.slots + 1, blocks: space.blocks + seq.blocks.held() });
-        self.fits_beside(reserved, need, most, urgent.blocks)
+        self.show(&self.seqs[urgent.id], |waiting| {
+            let add = |space: Space, seq: &Sequence| Space { slots: space.slots + 1, blocks: space.blocks + seq.blocks.held() };
+            let victims = self.preemptible(|seq| self.is_less_urgent(seq, urgent, waiting));
+            let most = victims.fold(Space::default(), |space, (_, seq)| add(space, seq));
+            self.fits_beside(reserved, need, most, urgent.blocks)
+        })
     }
 
     /// Evicts held sequences if only blocks are missing for one more sequence that needs `blocks`.
