@@ -22,8 +22,8 @@ from scheduler import machine
 
 from chairlift import EngineConfig
 from chairlift.bench.traces import TraceRequest
+from chairlift.engine.engine import Engine
 from chairlift.engine.frames import StepOutputs
-from chairlift.engine.loop import Engine
 from chairlift.sim import table
 from chairlift.sim.compare import Variant, VariantResult
 from chairlift.sim.compare_plot import plot

@@ -30,7 +30,7 @@ RESULT = Path(__file__).parent / "results" / "equal_tokens.md"
 
 def interpret_kernels() -> None:
     """Makes models in torch on a CPU use the GPU's kernels. The process needs TRITON_INTERPRET=1 from its start."""
-    from chairlift.engine import loop
+    from chairlift.engine import engine as engine_module
     from chairlift.kernels import act_mul, rms_norm, rope_write
     from chairlift.models import llama
     from chairlift.runner.build import build_runner
@@ -58,7 +58,7 @@ def interpret_kernels() -> None:
         setattr(llama, name, unrounded(kernel))
     llama.rope_write = rotate_and_write
     backend = partial(TorchBackend, load=load, overlaps=False)
-    loop._build_runner = lambda config, directory, eos, on_phase: build_runner(config, directory, on_phase, backend)
+    engine_module._build_runner = lambda config, directory, eos, on_phase: build_runner(config, directory, on_phase, backend)
 
 
 def generate(model: str, way: str, prompts: list[str], count: int) -> list[list[int]]:

@@ -26,8 +26,8 @@ import chairlift
 import chairlift.runner
 from chairlift import EngineConfig
 from chairlift.bench.traces import read
+from chairlift.engine.engine import Engine
 from chairlift.engine.frames import StepOutputs
-from chairlift.engine.loop import Engine
 from chairlift.runner.memory.machine import usable_cores
 from chairlift.sim.calibrate import calibrate, slowdown
 from chairlift.sim.compare import Variant

@@ -5,8 +5,8 @@ import sys
 import time
 
 from chairlift.engine import process
+from chairlift.engine.engine import Engine
 from chairlift.engine.frames import StepOutputs
-from chairlift.engine.loop import Engine
 
 STEP = float(os.environ.get("PACED_MS", "0")) / 1e3
 

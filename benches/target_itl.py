@@ -13,8 +13,8 @@ import numpy as np
 from scheduler import machine
 
 from chairlift.config import EngineConfig
+from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
-from chairlift.engine.loop import Engine
 from chairlift.sampling import SamplingParams
 
 ROOT = Path(__file__).parent.parent

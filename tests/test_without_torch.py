@@ -130,7 +130,7 @@ def test_a_trace_is_simulated(environment: dict[str, str]) -> None:
         "import chairlift",
         "from chairlift import LLM, simulate",
         "import chairlift.cli.main",
-        "import chairlift.engine.loop, chairlift.runner.build",
+        "import chairlift.engine.engine, chairlift.runner.build",
         "import chairlift.server.supervisor",
         "from chairlift.cli.main import main; main(['compare', '--num-requests', '8'])",
     ],

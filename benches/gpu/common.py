@@ -431,14 +431,14 @@ def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab
 @contextlib.contextmanager
 def steps_overlap(overlaps: bool) -> Iterator[None]:
     """Engines made within run the model in torch, on a CPU too, and plan a step while another runs, or do not."""
-    from chairlift.engine import loop
+    from chairlift.engine import engine as engine_module
     from chairlift.runner.build import build_runner
     from chairlift.runner.torch_backend import TorchBackend
 
-    usual = loop._build_runner
+    usual = engine_module._build_runner
     backend = partial(TorchBackend, overlaps=overlaps)
-    loop._build_runner = lambda config, directory, eos, on_phase: build_runner(config, directory, on_phase, backend)
+    engine_module._build_runner = lambda config, directory, eos, on_phase: build_runner(config, directory, on_phase, backend)
     try:
         yield
     finally:
-        loop._build_runner = usual
+        engine_module._build_runner = usual

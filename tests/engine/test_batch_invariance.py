@@ -10,9 +10,9 @@ import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
-from chairlift.engine import loop
+from chairlift.engine import engine as engine_module
+from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
-from chairlift.engine.loop import Engine
 from chairlift.outputs import RequestOutput
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ def test_a_drafted_prompt_in_company_is_answered_as_alone_without_drafts(
     byte_model: Path, monkeypatch: pytest.MonkeyPatch, company: dict[str, Any]
 ) -> None:
     # Every step takes as long, so that drafts pay on any machine.
-    monkeypatch.setattr(loop, "_now", count(1_000_000, 100).__next__)
+    monkeypatch.setattr(engine_module, "_now", count(1_000_000, 100).__next__)
     rng = np.random.default_rng(5)
     prompt = rng.integers(0, 256, 30).tolist() * 3
     asked = [(10 * i, prompt, params) for i, params in enumerate(ASKED)]

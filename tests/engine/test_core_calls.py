@@ -10,7 +10,8 @@ import pytest
 from chairlift import SamplingParams, Scheduling, _core
 from chairlift.checkpoint.info import CheckpointInfo
 from chairlift.config import EngineConfig
-from chairlift.engine import engine_info, loop, scheduler_settings, sequences
+from chairlift.engine import engine as engine_module
+from chairlift.engine import engine_info, scheduler_settings, sequences
 from chairlift.engine.engine_request import EngineRequest, ResumedChoice, pack_tokens
 from chairlift.errors import InvalidRequest, InvalidSetting, QueueFull
 from chairlift.runner.buffers import Sampled
@@ -152,19 +153,19 @@ def make(monkeypatch):
         cores.append(FakeCore(**settings))
         return cores[-1]
 
-    for module in (loop, sequences):
+    for module in (engine_module, sequences):
         monkeypatch.setattr(module, "_core", SimpleNamespace(Scheduler=core, StepBuffers=lambda **arrays: None, **names))
-    monkeypatch.setattr(loop, "_build_runner", FakeRunner)
-    monkeypatch.setattr(loop, "eos_token_ids", lambda directory, tokenizer: frozenset({2}))
-    monkeypatch.setattr(loop, "tokenizer_file", lambda directory, tokenizer: directory)
-    monkeypatch.setattr(loop, "locate", lambda model, *_: Path(model))
+    monkeypatch.setattr(engine_module, "_build_runner", FakeRunner)
+    monkeypatch.setattr(engine_module, "eos_token_ids", lambda directory, tokenizer: frozenset({2}))
+    monkeypatch.setattr(engine_module, "tokenizer_file", lambda directory, tokenizer: directory)
+    monkeypatch.setattr(engine_module, "locate", lambda model, *_: Path(model))
     monkeypatch.setattr(engine_info, "fingerprint", lambda config, directory, runner, digest: "")
     monkeypatch.setattr(engine_info, "checkpoint_digest", lambda directory: "")
-    monkeypatch.setattr(loop, "checkpoint_info", lambda *_: CheckpointInfo())
-    monkeypatch.setattr(loop, "_now", lambda: NOW)
+    monkeypatch.setattr(engine_module, "checkpoint_info", lambda *_: CheckpointInfo())
+    monkeypatch.setattr(engine_module, "_now", lambda: NOW)
 
     def engine(**settings):
-        made = loop.Engine(EngineConfig(**{"speculative_config": {"method": "off"}} | settings))
+        made = engine_module.Engine(EngineConfig(**{"speculative_config": {"method": "off"}} | settings))
         made.core = cores[-1]
         # One list for both, so that it shows who was called before whom.
         made.runner.calls = made.core.calls
@@ -188,7 +189,7 @@ def plan(admitted=(), ending=(), swap_out=(), swap_in=()):
 
 
 def test_settings_reach_the_core_in_its_units(make, monkeypatch):
-    monkeypatch.setattr(loop.secrets, "token_bytes", lambda count: count.to_bytes(count))
+    monkeypatch.setattr(engine_module.secrets, "token_bytes", lambda count: count.to_bytes(count))
     settings = make(
         scheduling_policy="fair",
         batching="dynamic",
@@ -446,7 +447,7 @@ def test_the_journal_is_whole_when_the_work_is_done_and_when_the_engine_is_close
 
 
 def test_a_journal_that_cannot_be_written_is_named_before_anything_is_loaded(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "_build_runner", None)
+    monkeypatch.setattr(engine_module, "_build_runner", None)
     with pytest.raises(InvalidSetting, match=r"--journal .*missing/journal: cannot write there \(No such file or directory\)"):
         make(journal=str(tmp_path / "missing" / "journal"))
 

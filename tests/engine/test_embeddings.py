@@ -15,7 +15,7 @@ import transformers
 from chairlift import LLM, SamplingParams
 from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.config import EngineConfig
-from chairlift.engine.loop import Engine
+from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidRequest, InvalidSetting, UnsupportedModel
 from chairlift.sampling import EMBED
 from chairlift.scheduling import Scheduling

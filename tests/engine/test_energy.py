@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from chairlift import SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.energy import NvmlMeter, PowercapMeter
+from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
-from chairlift.engine.loop import Engine
 from chairlift.errors import InvalidSetting
 from chairlift.outputs import Timeline
 

@@ -10,9 +10,9 @@ import pytest
 
 from chairlift import SamplingParams
 from chairlift.config import EngineConfig
+from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.kv_sharing import KvSharing, SharedBlocks
-from chairlift.engine.loop import Engine
 from chairlift.errors import InvalidSetting
 
 TOTAL = 24 << 20

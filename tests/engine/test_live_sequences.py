@@ -155,6 +155,8 @@ def test_wrong_uses_are_refused(llm):
             sequence.append([100_000])
         with pytest.raises(InvalidRequest, match="belongs to another tenant"):
             llm.generate([sequence], GREEDY, scheduling=Scheduling(tenant="bob"))
+        with pytest.raises(InvalidRequest, match="belongs to another tenant"):
+            sequence.generate(GREEDY, scheduling=Scheduling(tenant="alice", cache_salt="other"))
         with pytest.raises(InvalidRequest, match="has one answer"):
             sequence.generate(SamplingParams(n=2))
         with pytest.raises(TooManySequences, match=f"a tenant may hold {MAX_PER_TENANT} sequences"):

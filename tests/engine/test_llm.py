@@ -1,5 +1,6 @@
 """LLM against a fake engine: order, refusals before work, interrupts, failures that stay alone."""
 
+import asyncio
 import dataclasses
 import inspect
 import pydoc
@@ -24,7 +25,7 @@ from chairlift.scheduling import Scheduling
 @pytest.fixture
 def llm(monkeypatch):
     fake_engine.fake(monkeypatch)
-    monkeypatch.setitem(sys.modules, "chairlift.engine.loop", types.SimpleNamespace(Engine=FakeEngine))
+    monkeypatch.setitem(sys.modules, "chairlift.engine.engine", types.SimpleNamespace(Engine=FakeEngine))
     return LLM()
 
 
@@ -400,3 +401,14 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_before_anything_runs(byte_
         assert llm.engine.stats().steps == 0
         assert not llm.engine.has_work
         assert llm.generate("a", params(max_tokens=3, ignore_eos=True))[0].finish_reason == "length"
+
+
+def test_it_runs_in_a_thread_with_an_event_loop(llm):
+    async def notebook():
+        stream = llm.stream("a", params(max_tokens=100_000))
+        assert next(stream).text == "a"
+        stream.close()
+        return llm.generate("a", params(max_tokens=2))[0].text, [part.text for part in llm.stream("k", params(max_tokens=2))]
+
+    assert asyncio.run(notebook()) == ("ab", ["k", "l"])
+    assert not llm.engine.running

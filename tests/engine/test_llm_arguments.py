@@ -22,7 +22,7 @@ class City(pydantic.BaseModel):
 @pytest.fixture
 def llm(monkeypatch):
     fake_engine.fake(monkeypatch)
-    monkeypatch.setattr("chairlift.engine.loop.Engine", fake_engine.FakeEngine)
+    monkeypatch.setattr("chairlift.engine.engine.Engine", fake_engine.FakeEngine)
     return LLM()
 
 

@@ -14,8 +14,8 @@ import tiny_models
 import torch
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine import loop
-from chairlift.engine.loop import Engine
+from chairlift.engine import engine as engine_module
+from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidRequest, InvalidSetting, OutOfMemory, UnsupportedModel
 from chairlift.runner.build import build_runner
 from chairlift.runner.torch_backend import TorchBackend
@@ -123,7 +123,9 @@ def test_an_answer_in_torch_is_that_of_its_own_run_in_any_mix(
     """`overlaps` makes steps as on a device: sampled there, and two in flight."""
     if overlaps is not None:
         backend = partial(TorchBackend, overlaps=overlaps)
-        monkeypatch.setattr(loop, "_build_runner", lambda config, path, eos, on_phase: build_runner(config, path, on_phase, backend))
+        monkeypatch.setattr(
+            engine_module, "_build_runner", lambda config, path, eos, on_phase: build_runner(config, path, on_phase, backend)
+        )
     rng, names = np.random.default_rng(2), [None, "a", "b"]
     prompts = [rng.integers(8, 199, rng.integers(1, 60)).tolist() for _ in range(24)]
     params = [greedy(names[i % 3], max_tokens=1 + i % 9) for i in range(24)]

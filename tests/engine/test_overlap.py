@@ -10,7 +10,7 @@ import pytest
 from lazy_engine import POLICIES, Form, clock, compare, directory, lazy, live, make, script
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine import loop
+from chairlift.engine import engine as engine_module
 from chairlift.runner.build import build_runner
 from chairlift.runner.torch_backend import TorchBackend
 from chairlift.sampling import StructuredOutput
@@ -100,7 +100,7 @@ def test_a_model_in_torch_answers_the_same_and_keeps_to_forms(byte_model, monkey
         def runner(config, directory, eos, on_phase, overlaps=overlaps):
             return build_runner(config, directory, on_phase, partial(TorchBackend, overlaps=overlaps))
 
-        monkeypatch.setattr(loop, "_build_runner", runner)
+        monkeypatch.setattr(engine_module, "_build_runner", runner)
         llm = LLM(str(byte_model), load_format="dummy", device="cpu", num_kv_blocks=60, block_size=8, max_num_seqs=4)
         outputs.append(llm.generate([prompt[: 14 - index] for index in range(len(params))], params))
         assert not llm.engine.has_work

@@ -14,9 +14,9 @@ from lazy_engine import POLICIES, clock, compare, directory, lazy, live, make, s
 
 from chairlift import SamplingParams
 from chairlift.engine import split_step
+from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import StepOutputs
-from chairlift.engine.loop import Engine
 from chairlift.engine.request import deliver
 from chairlift.engine.stream import Stream
 from chairlift.errors import OutOfMemory

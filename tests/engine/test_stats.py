@@ -2,9 +2,9 @@
 
 from chairlift.checkpoint.info import CheckpointInfo
 from chairlift.config import EngineConfig
+from chairlift.engine.engine import Engine
 from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.frames import Ready, decode, encode
-from chairlift.engine.loop import Engine
 from chairlift.engine.stats import Stats
 
 

@@ -12,10 +12,10 @@ from chairlift import SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine import tenant_service
 from chairlift.engine.client import AsyncEngine
+from chairlift.engine.engine import Engine
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import Add, Load, Ready, ServiceShared, ShareService, Stop
-from chairlift.engine.loop import Engine
 from chairlift.engine.step_loop import StepLoop
 from chairlift.engine.tenant_service import TenantService
 from chairlift.scheduling import Scheduling

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from triton.runtime.errors import OutOfResources
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine import loop
+from chairlift.engine import engine as engine_module
 from chairlift.layers.device_attention import DevicePlan
 from chairlift.runner.build import build_runner
 from chairlift.runner.cuda_graphs import PLAIN, TRUNCATED, Graph
@@ -57,7 +57,7 @@ def make(directory: Path, monkeypatch: pytest.MonkeyPatch):
         with monkeypatch.context() as patch:
             patch.setattr("chairlift.runner.torch_runner.graph_capture", lambda device: records)
             backend = partial(TorchBackend, load=load, overlaps=overlaps)
-            patch.setattr(loop, "_build_runner", lambda config, path, eos, on_phase: build_runner(config, path, on_phase, backend))
+            patch.setattr(engine_module, "_build_runner", lambda config, path, eos, on_phase: build_runner(config, path, on_phase, backend))
             small = {
                 "num_kv_blocks": 200,
                 "block_size": 16,

@@ -15,7 +15,7 @@ import torch
 from quantised_checkpoints import quantise_checkpoint
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine import loop
+from chairlift.engine import engine as engine_module
 from chairlift.errors import ChairliftError
 from chairlift.runner.build import build_runner
 from chairlift.runner.copy_stream import CopyStream
@@ -139,7 +139,7 @@ def requests(vocabulary: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 def start(directory: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
     backend = partial(Backend, load=load, overlaps=True)
-    monkeypatch.setattr(loop, "_build_runner", lambda config, path, eos, on_phase: build_runner(config, path, on_phase, backend))
+    monkeypatch.setattr(engine_module, "_build_runner", lambda config, path, eos, on_phase: build_runner(config, path, on_phase, backend))
     sizes = {"num_kv_blocks": 300, "block_size": 16, "max_num_seqs": 12, "max_num_batched_tokens": 200, "max_model_len": SPLIT + 60}
     return LLM(str(directory), device="cpu", **sizes)
 

@@ -16,9 +16,9 @@ from lazy_device import BROKEN, CellModel, LazyCopyStream, LazyDevice
 
 from chairlift import SamplingParams, Scheduling, _core
 from chairlift.config import EngineConfig
-from chairlift.engine import loop
+from chairlift.engine import engine as engine_module
+from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
-from chairlift.engine.loop import Engine
 from chairlift.engine.request import FINISH_REASONS
 from chairlift.kernels.sampling import reference
 from chairlift.runner.build import build_runner
@@ -58,7 +58,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         now[0] += 100
         return now[0]
 
-    monkeypatch.setattr(loop, "_now", look)
+    monkeypatch.setattr(engine_module, "_now", look)
     return now
 
 
@@ -89,7 +89,7 @@ def make(directory: Path, lazy: LazyDevice, monkeypatch: pytest.MonkeyPatch):
             load = lambda *given: CellModel(lazy, VOCABULARY)  # noqa: E731
             return build_runner(config, directory, on_phase, partial(TorchBackend, load=load, overlaps=overlaps))
 
-        monkeypatch.setattr(loop, "_build_runner", runner)
+        monkeypatch.setattr(engine_module, "_build_runner", runner)
         small = {"num_kv_blocks": 60, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16, "max_model_len": LONGEST}
         return Engine(EngineConfig(model=str(directory), load_format="dummy", device="cpu", **small | settings))
 

@@ -36,7 +36,7 @@ from chairlift.errors import ChairliftError, InvalidRequest, QueueFull
 if TYPE_CHECKING:
     from chairlift.engine.adapters import PackedAdapter
     from chairlift.engine.disk_cache import StoredPrefix
-    from chairlift.engine.loop import Engine
+    from chairlift.engine.engine import Engine
     from chairlift.grammar.grammar import Grammar
 
 STATS_SECONDS, USAGE_SECONDS = 0.2, 1.0

@@ -9,7 +9,7 @@ from chairlift import _core
 from chairlift.errors import InvalidSetting
 
 if TYPE_CHECKING:
-    from chairlift.engine.loop import Engine
+    from chairlift.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.progress import Progress
 
-    from chairlift.engine.loop import Engine
+    from chairlift.engine.engine import Engine
 
 log = logging.getLogger("chairlift")
 
@@ -53,7 +53,7 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: Any) -> None:
-        from chairlift.engine.loop import Engine  # imports torch; `from chairlift import LLM` stays fast
+        from chairlift.engine.engine import Engine  # imports torch; `from chairlift import LLM` stays fast
 
         self.config = engine_config("LLM", {"model": model, **settings})
         model = self.config.model

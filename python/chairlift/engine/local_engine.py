@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from chairlift.config import EngineConfig
     from chairlift.engine.arguments import Prompt
+    from chairlift.engine.engine import Engine
     from chairlift.engine.engine_info import EngineInfo
     from chairlift.engine.engine_request import EngineRequest
-    from chairlift.engine.loop import Engine
     from chairlift.tokenizer import Tokenizer
 
 SAVE_SECONDS = 3.0
@@ -82,9 +82,10 @@ class LocalEngine(EngineClient):
         _ = self.engine
 
     def tell(self, frame: Frame) -> None:
-        """Sends a frame to the engine, which gets it between two steps."""
-        self._frames.append(frame)
-        self._handle_if_free()
+        """Sends a frame to the engine, which gets it between two steps. Does nothing after `close`."""
+        if self._engine is not None:
+            self._frames.append(frame)
+            self._handle_if_free()
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[Engine]:

@@ -42,7 +42,7 @@ def more_arguments(arguments: list[str]) -> tuple[int | None, JoinSettings | Non
 
 def load(load_format: str = "auto") -> EngineMaker:
     """Imports the engine; with torch if a model is loaded and there is a CUDA driver."""
-    from chairlift.engine.loop import Engine
+    from chairlift.engine.engine import Engine
 
     if load_format != "none":
         from chairlift.runner.build import import_backend

@@ -25,7 +25,7 @@ from chairlift.engine.watchdog import CHECK_SECONDS, IDLE, Watchdog
 from chairlift.errors import ChairliftError, InvalidSetting
 
 if TYPE_CHECKING:
-    from chairlift.engine.loop import Engine
+    from chairlift.engine.engine import Engine
 
 SAVE_SECONDS = 3.0
 """Most seconds that a clean stop spends on writing KV to disk. The parent kills the process after five."""

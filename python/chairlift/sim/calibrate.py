@@ -92,8 +92,8 @@ def _profile(result: Fit, model: str, sizes: Mapping[str, int], steps: np.ndarra
 
 
 def _run(config: EngineConfig, seconds: float, on_progress: Callable[[float], None]) -> None:
+    from chairlift.engine.engine import Engine  # imports torch
     from chairlift.engine.engine_request import EngineRequest
-    from chairlift.engine.loop import Engine  # imports torch
     from chairlift.sampling import SamplingParams
 
     engine = Engine(config)

@@ -18,8 +18,8 @@ from chairlift.sim.compare import Variant, VariantResult, request_span, variant_
 from chairlift.sim.workload import Workload
 
 if TYPE_CHECKING:
+    from chairlift.engine.engine import Engine
     from chairlift.engine.frames import StepOutputs
-    from chairlift.engine.loop import Engine
 
     OnStep = Callable[[Engine, StepOutputs], None]
 
@@ -33,7 +33,7 @@ def run_live(workload: Workload, variant: Variant, on_step: OnStep = lambda engi
     Latencies count from the time at which a request was due. `on_step` gets the engine and each step's outputs. Raises what the engine
     raises.
     """
-    from chairlift.engine.loop import Engine  # imports torch
+    from chairlift.engine.engine import Engine  # imports torch
 
     engine = Engine(variant.config)
     info = engine.info

@@ -201,7 +201,8 @@ def test_fields_of_every_kind_reach_the_engine(http, engine):
     response = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "logit_bias": {"7": -5, "8": 1.5}, **fields})
     assert response.status_code == 200, response.text
     [params] = engine.seen
-    assert {name: getattr(params, name) for name in fields} == fields
+    expected = fields | {"bad_words": ((ord("x"),), (ord(" "), ord("x")))}  # as tokens, also after a space
+    assert {name: getattr(params, name) for name in fields} == expected
     assert params.logit_bias == {7: -5, 8: 1.5}
     assert (params.logprobs, params.prompt_logprobs) == (None, None)
 

@@ -8,8 +8,8 @@ import pytest
 
 from chairlift import SamplingParams
 from chairlift.config import EngineConfig
+from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
-from chairlift.engine.loop import Engine
 from chairlift.errors import InvalidRequest
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

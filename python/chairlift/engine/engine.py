@@ -1,4 +1,4 @@
-"""The engine's loop: choose, plan, run and commit steps, on one thread."""
+"""The engine: plans, runs and commits steps, on one thread."""
 
 from __future__ import annotations
 
