@@ -9,7 +9,8 @@ from gguf_files import gguf_of, tiny_model
 
 from chairlift import LLM
 from chairlift.checkpoint.cache import LINK
-from chairlift.checkpoint.file_address import SOURCE, find_file
+from chairlift.checkpoint.downloads import downloads
+from chairlift.checkpoint.file_address import SOURCE, address_dir, find_file
 from chairlift.checkpoint.file_download import download_file
 from chairlift.checkpoint.locate import locate
 from chairlift.checkpoint.model_name import FileAddress
@@ -51,6 +52,7 @@ def test_a_download_goes_on_only_for_the_same_version(hub: FakeHub, cache: Path,
     with pytest.raises(ModelNotFound, match=r"http://.*/a/m.gguf cannot be downloaded: the connection ended after 100 of 2052 bytes"):
         download_file(place, cache, progress=False)
     assert find_file(place, cache) is None
+    assert [(one.name, one.path) for one in downloads()] == [(str(place), address_dir(place, cache))]
     hub.requests.clear()
     hub.cuts.clear()
     assert download_file(place, cache, progress=False).read_bytes() == CONTENT

@@ -113,6 +113,14 @@ def locate_here(name: HubName, cache: Path) -> Path | None:
     return find_hub_model(name, cache / "hub")
 
 
+def test_a_mirror_without_a_list_of_branches(hub: FakeHub, cache: Path, repository: FakeRepository) -> None:
+    hub.faults = [("refs", 404, {})]
+    assert pull(hub, cache).is_file()
+    hub.faults = [("refs", 404, {}), ("revision", 404, {})]
+    with pytest.raises(ModelNotFound, match=r"the Hugging Face hub has no model org/repo; if it is private, set HF_TOKEN$"):
+        pull(hub, cache)
+
+
 def test_a_file_is_downloaded_once(hub: FakeHub, cache: Path, repository: FakeRepository) -> None:
     first = pull(hub, cache)
     repository.commit = "d" * 40

@@ -67,6 +67,14 @@ def test_rm_deletes_only_downloaded_models(cache, capsys, monkeypatch):
     assert not list(cache.glob("*.gguf"))
 
 
+def test_rm_says_that_other_programs_share_the_files(cache, capsys, monkeypatch):
+    monkeypatch.delenv("CHAIRLIFT_CACHE_DIR")
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache / "hub"))
+    assert main.main(["rm", "org/name", "--yes"]) == 0
+    assert "models--org--name of the cache that all programs of the Hugging Face hub share" in capsys.readouterr().out
+    assert not (cache / "hub" / "models--org--name").exists()
+
+
 def test_show_describes_a_file_without_its_weights(tmp_path, cache, capsys):
     gguf_of(tiny_model("qwen2"), tmp_path / "tiny.gguf")
     assert main.main(["show", str(tmp_path / "tiny.gguf"), "--json"]) == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from chairlift.checkpoint.hub_settings import own_cache
 from chairlift.errors import ChairliftError
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk."""
 DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """File name of the default model."""
@@ -50,7 +50,7 @@ def writing_to(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         remedy = "name another directory with --cache-dir or CHAIRLIFT_CACHE_DIR"
-        if error.errno in FULL:
+        if error.errno in _FULL:
             mount = _mount(directory)
             free = shutil.disk_usage(mount).free / 1e6
             message = f"not enough disk space to write to {directory} ({free:,.0f} MB free on {mount}): free some there, or {remedy}"

@@ -26,20 +26,21 @@ def download_file(address: FileAddress, cache: Path, progress: Progress) -> Path
     parts = parts_of(address_dir(address, cache) / address.name)
     with writing_to(cache):
         parts[0].parent.mkdir(parents=True, exist_ok=True)
+        _note(parts[0].parent, address, {})  # now, so that 'chairlift list' and 'rm' know an interrupted download too
         for part in parts:
             split = urllib.parse.urlsplit(address.url)
             path = split.path.rpartition("/")[0] + "/" + urllib.parse.quote(part.name)
             url = urllib.parse.urlunsplit(split._replace(path=path))
             try:
-                _fetch(url, part, progress)
+                _note(part.parent, address, {part.name: _fetch(url, part, progress)})
             except ConnectionError as error:
                 reason = str(error) if isinstance(error, Refused) else f"{shown(url)} cannot be downloaded: {error}"
                 raise ModelNotFound(reason) from None
     return parts[0]
 
 
-def _fetch(url: str, target: Path, progress: Progress) -> None:
-    """Downloads one file unless this version of it is there. Raises ConnectionError and ModelNotFound."""
+def _fetch(url: str, target: Path, progress: Progress) -> str | None:
+    """Downloads one file unless this version of it is there; returns the version. Raises ConnectionError and ModelNotFound."""
     with opened(url) as answer:
         size, version = answer.total, answer.validator
     if size is None:
@@ -47,7 +48,7 @@ def _fetch(url: str, target: Path, progress: Progress) -> None:
     name = hashlib.sha256((version or "").encode()).hexdigest()[:12]
     with partial_file(target.with_name(f".{target.name}.{name}.part")) as part:
         if target.is_file() and (target.stat().st_size, _versions(target.parent).get(target.name)) == (size, version):
-            return
+            return version
         if version is None:
             empty(part)  # nothing tells whether the file is still the same
         check_space(target.parent, size - part.tell())
@@ -62,8 +63,13 @@ def _fetch(url: str, target: Path, progress: Progress) -> None:
             raise ModelNotFound(f"{shown(url)} as downloaded is not the file that its server names (its digest differs)")
         os.fsync(part.fileno())
         os.replace(begun, target)
-        source = {"url": shown(url), "versions": {**_versions(target.parent), target.name: version}}
-        (target.parent / SOURCE).write_text(json.dumps(source) + "\n")
+    return version
+
+
+def _note(directory: Path, address: FileAddress, versions: dict[str, str | None]) -> None:
+    """Writes down the address of the files of a directory, and the versions of some."""
+    source = {"url": str(address), "versions": {**_versions(directory), **versions}}
+    (directory / SOURCE).write_text(json.dumps(source) + "\n")
 
 
 def _versions(directory: Path) -> dict[str, str | None]:

@@ -58,7 +58,7 @@ class HubClient:
         """Returns the commit of a branch, a tag or an abbreviated commit."""
         if is_commit(revision):
             return revision
-        refs, _ = self._json(f"{self._endpoint}/api/models/{self.repo}/refs")
+        refs, _ = self._json(f"{self._endpoint}/api/models/{self.repo}/refs", optional=True)
         known = [ref for kind in ("branches", "tags") for ref in refs.get(kind) or ()] if isinstance(refs, dict) else []
         commit: Any = next((ref.get("targetCommit") for ref in known if isinstance(ref, dict) and ref.get("name") == revision), None)
         if commit is None:
@@ -128,11 +128,13 @@ class HubClient:
             raise ModelNotFound(f"{self.repo} lists the file {path!r:.100}, which is outside of the model's folder: it is not downloaded")
         return RemoteFile(PurePosixPath(path), size, digest)
 
-    def _json(self, url: str, revision: str | None = None) -> tuple[Any, str | None]:
-        """Returns a page of the API, and the address of the next one."""
+    def _json(self, url: str, revision: str | None = None, *, optional: bool = False) -> tuple[Any, str | None]:
+        """Returns a page of the API, and the address of the next one. Mirrors of the hub may lack an `optional` page, which is None."""
         try:
             data, answer = read_page(url, _PAGE_BYTES, self._token_for(url))
         except ConnectionError as error:
+            if optional and isinstance(error, Refused) and error.status == 404 and not error.code:
+                return None, None
             raise self._explained(error, revision) from None
         try:
             document = json.loads(data)
@@ -163,7 +165,7 @@ class HubClient:
             return ModelNotFound(f"{self.repo} is gated: accept its terms at {page} with your account{remedy}")
         if error.status == 401 and has_token and error.code != "RepoNotFound":
             return ModelNotFound(f"the Hugging Face hub refuses the token: set HF_TOKEN to a valid one of {self._endpoint}/settings/tokens")
-        if error.code == "RevisionNotFound" or (error.status == 404 and revision is not None and error.code != "RepoNotFound"):
+        if error.code == "RevisionNotFound" or (error.status == 404 and revision not in (None, "main") and not error.code):
             return ModelNotFound(f"{self.repo} has no revision {revision!r:.100} on the Hugging Face hub")
         if error.status in (401, 404) and error.code != "EntryNotFound":
             remedy = "your token may not read it" if has_token else "set HF_TOKEN"
