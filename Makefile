@@ -39,6 +39,10 @@ fuzz: ## fuzz the scheduler for a minute (SECONDS=3600 for an hour)
 	mkdir -p rust/core/fuzz/corpus
 	cd rust/core/fuzz && cargo run --release -- corpus -max_total_time=$(or $(SECONDS),60) -max_len=4096
 
+.PHONY: fuzz-files
+fuzz-files: $(VENV)/.developing ## damage model files of each kind for a minute and read them (SECONDS=3600 for an hour each)
+	FUZZ_SECONDS=$(or $(SECONDS),60) $(BIN)/python -m pytest --timeout 0 -s tests/checkpoint/test_damaged_files.py $(ARGS)
+
 .PHONY: loom
 loom: ## model-check the CPU kernels' thread pool with loom
 	RUSTFLAGS="--cfg loom" cargo test --target-dir target/loom -p chairlift-cpu --lib loom_tests

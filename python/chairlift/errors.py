@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+_MAX_LINE = 800
+
 
 class ChairliftError(Exception):
     """Base class of all exceptions that chairlift raises on purpose."""
@@ -82,7 +84,14 @@ class ModelNotFound(ChairliftError):
 
 
 class UnsupportedModel(ChairliftError):
-    """chairlift cannot read or run this kind of checkpoint."""
+    """chairlift cannot read or run this kind of checkpoint.
+
+    The message may quote the checkpoint, so it is made one line of printable characters that is not too long.
+    """
+
+    def __init__(self, message: str) -> None:
+        line = "".join(character if character.isprintable() else " " for character in message)
+        super().__init__(line if len(line) <= _MAX_LINE else f"{line[: _MAX_LINE // 2]} ... {line[-_MAX_LINE // 2 :]}")
 
 
 class RequestFailed(ChairliftError):

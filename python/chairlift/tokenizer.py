@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from chairlift.checkpoint.byte_alphabet import BYTES
 from chairlift.checkpoint.end_tokens import end_tokens
 from chairlift.checkpoint.plain_text import plain
-from chairlift.checkpoint.tokenizer_files import load_backend, read_json, token_with_role, tokenizer_config, tokenizer_file
+from chairlift.checkpoint.tokenizer_files import listed_tokens, load_backend, read_json, token_with_role, tokenizer_config, tokenizer_file
 from chairlift.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from chairlift.sampling import MAX_BAD_WORDS
 from chairlift.text_parts import TextParts
@@ -283,7 +283,7 @@ def eos_token_ids(
         ids.update(token for token in (value if isinstance(value, list) else [value]) if type(token) is int and token >= 0)
     file = tokenizer_file(directory, source)
     config = tokenizer_config(file)
-    known = {one["content"]: int(token) for token, one in config.get("added_tokens_decoder", {}).items() if "content" in one}
+    known = {text: token for token, text, _ in listed_tokens(config, file)}
     text = token_with_role(config, "eos_token")
     if added is None and file.is_file() and (not known or (text is not None and text not in known)):
         backend = load_backend(file, config)

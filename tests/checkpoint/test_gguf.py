@@ -2,6 +2,7 @@ import json
 import math
 import os
 import re
+import struct
 import sys
 import threading
 from collections import Counter
@@ -354,6 +355,38 @@ def test_other_versions_are_refused(tmp_path: Path, version: int, reason: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("offsets", "reason"),
+    [
+        ((0, 32), None),
+        ((0, 0), "tensor b begins at byte 0 of the data, and the one before it ends at 32"),
+        ((0, 64), "tensor b begins at byte 64 of the data, and the one before it ends at 32"),
+        ((0, 33), "tensor b begins at byte 33 of the data"),
+        ((32, 0), "tensor a begins at byte 32 of the data, and the one before it ends at 0"),
+        ((0, 2**63), "tensor b begins at byte"),
+    ],
+)
+def test_tensors_follow_each_other(tmp_path: Path, offsets: tuple[int, int], reason: str | None) -> None:
+    header = b"GGUF" + struct.pack("<IQQ", 3, 2, 0)
+    for name, offset in zip(("a", "b"), offsets, strict=True):
+        header += struct.pack("<Q", 1) + name.encode() + struct.pack("<IQIQ", 1, 8, 0, offset)
+    path = tmp_path / "two.gguf"
+    path.write_bytes(header.ljust(-(-len(header) // 32) * 32, b"\0") + bytes(128))
+    if reason is None:
+        assert [entry.size for entry in GGUFFile(path, BLOCKS.get).tensors.values()] == [32, 32]
+        return
+    with pytest.raises(UnsupportedModel, match=f"damaged or incomplete: {reason}"):
+        GGUFFile(path, BLOCKS.get)
+
+
+@pytest.mark.parametrize("name", ["blk.0\n.weight", "a" * 201])
+def test_odd_names_of_tensors_are_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, len(name)) + name.encode() + struct.pack("<IQIQ", 1, 8, 0, 0) + bytes(128))
+    with pytest.raises(UnsupportedModel, match="damaged or incomplete: the name '"):
+        GGUFFile(path, BLOCKS.get)
+
+
 def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     whole = tmp_path / "tiny.gguf"
     gguf_of(tiny_model("qwen2"), whole)

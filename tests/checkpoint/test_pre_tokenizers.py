@@ -67,7 +67,17 @@ def test_how_text_is_split(name: str, text: str, expected: str) -> None:
     assert "|".join(pieces(name, text)) == expected
 
 
-@pytest.mark.parametrize("name", ["afmoe", "superbpe"])
+@settings(max_examples=200, deadline=None)
+@given(st.text("0123456789123ab_ .\u00b2\u0663\n", max_size=20))
+def test_threes_of_numbers_before_a_boundary(text: str) -> None:
+    plain = pre_tokenizers.Split(Regex(r"\d{1,3}(?=(?:\d{3})*\b)"), "isolated")
+    quick = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS["tiny_aya"].patterns[:2]]
+    )
+    assert quick.pre_tokenize_str(text) == plain.pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize("name", ["afmoe", "superbpe", "tiny_aya"])
 def test_long_numbers_take_linear_time(name: str) -> None:
     def seconds(digits: int) -> float:
         start = time.process_time()

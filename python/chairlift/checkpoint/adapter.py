@@ -41,8 +41,9 @@ IGNORED = frozenset(
 """Fields that are used elsewhere here, or that only matter in training: the file with the matrices says what is updated."""
 BASE_CHANGES = ("pissa", "olora", "corda", "loftq")
 """Values of init_lora_weights that change the base's weights too."""
+_MAX_ALPHA = 1e9
 
-_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
+_NAME = re.compile(r"(?:.*\.)?layers\.(\d{1,5})\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
 
 
 class LowRank(NamedTuple):
@@ -77,7 +78,7 @@ class AdapterFiles:
             )
         rank: Any = config.get("r")
         alpha: Any = config.get("lora_alpha")
-        if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
+        if type(rank) is not int or not 0 < rank < 2**31 or type(alpha) not in (int, float) or not -_MAX_ALPHA < alpha < _MAX_ALPHA:
             raise self._unsupported(f"r is {rank!r:.50} and lora_alpha {alpha!r:.50} in adapter_config.json")
         self.rank: int = rank
         self.scale: float = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

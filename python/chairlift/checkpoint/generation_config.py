@@ -21,7 +21,7 @@ def recommended_sampling(directory: Path) -> dict[str, Any]:
     path = directory / "generation_config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}  # the tokenizer reports a damaged checkpoint
     if not isinstance(config, dict):
         return {}

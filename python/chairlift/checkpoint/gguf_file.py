@@ -17,7 +17,7 @@ from chairlift.errors import UnsupportedModel
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_MAX_DIMENSIONS = 4
+_MAX_DIMENSIONS, _MAX_NAME = 4, 200
 _FIRST_READ = 1 << 22
 """Bytes of a header to read at once. Most vocabularies fit in one read."""
 
@@ -150,16 +150,20 @@ class GGUFFile:
             raise UnsupportedModel(f"{self.path} is a GGUF file of version {version}{order}; versions 2 and 3 can be read")
         num_tensors, num_keys = self._number("Q"), self._number("Q")
         for _ in range(num_keys):
-            key = self._text()
+            key = self._name()
             if key in self._metadata:
                 raise ValueError(f"the key {key!r} occurs twice")
             self._metadata[key] = self._value(self._number("I"))
         entries = [self._tensor_entry() for _ in range(num_tensors)]
         alignment = self.size("general.alignment", 32)
-        self._place(entries, -(-self._at // alignment) * alignment)
+        if alignment & (alignment - 1):
+            raise ValueError(f"general.alignment is {alignment}, not a power of two")
+        self._place(entries, alignment)
 
-    def _place(self, entries: list[tuple[str, tuple[int, ...], int, int]], data_start: int) -> None:
-        """Computes each tensor's position and checks that the file contains it."""
+    def _place(self, entries: list[tuple[str, tuple[int, ...], int, int]], alignment: int) -> None:
+        """Computes each tensor's position. Checks that they follow each other, aligned, and that the file contains them."""
+        data_start = _aligned(self._at, alignment)
+        expected = 0
         for name, shape, kind, offset in entries:
             block_size = self._block_size(kind)
             if block_size is None:
@@ -168,12 +172,15 @@ class GGUFFile:
             if not shape or 0 in shape or shape[-1] % elements or name in self.tensors:
                 raise ValueError(f"tensor {name} of shape {list(shape)}")
             entry = TensorEntry(self.path, name, shape, kind, data_start + offset, math.prod(shape) // elements * size)
+            if offset != expected:
+                raise ValueError(f"tensor {name} begins at byte {offset} of the data, and the one before it ends at {expected}")
+            expected += _aligned(entry.size, alignment)
             if entry.start + entry.size > self._size:
                 raise ValueError(f"tensor {name} ends at byte {entry.start + entry.size} of {self._size}")
             self.tensors[name] = entry
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, num_dimensions = self._text(), self._number("I")
+        name, num_dimensions = self._name(), self._number("I")
         if num_dimensions > _MAX_DIMENSIONS:
             raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]
@@ -205,6 +212,13 @@ class GGUFFile:
         at = self._advance(length)
         return self._header[at : at + length].decode("utf-8", "replace")
 
+    def _name(self) -> str:
+        """Reads the name of a key or a tensor, which messages repeat."""
+        name = self._text()
+        if len(name) > _MAX_NAME or not name.isprintable():
+            raise ValueError(f"the name {name!r:.50}")
+        return name
+
     def _skip_texts(self, count: int) -> None:
         length, at = struct.Struct("<Q").unpack_from, self._at
         for _ in range(count):
@@ -225,3 +239,8 @@ class GGUFFile:
                 raise ValueError("it became shorter while it was read")
         self._at = end
         return start
+
+
+def _aligned(size: int, alignment: int) -> int:
+    """Returns the next multiple of `alignment`."""
+    return -(-size // alignment) * alignment

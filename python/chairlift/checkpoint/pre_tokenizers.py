@@ -84,6 +84,8 @@ _ASIAN = "[一-\u9fff㐀-䶿\uf900-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\
 # Numbers are cut into threes from the right. Each pattern looks to a number's end once, so that long numbers take linear time.
 _THREES = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})*+(?!\p{N}))|\p{N}{3}"
 _THREES_OF_DIGITS = r"\A\d{1,2}(?=(?:\d{3})++(?!\d))|\d{3}(?=\d)"
+_THREES_BEFORE_BOUNDARIES = r"(?<!\d)\d++\b", r"\A\d{1,3}(?=(?:\d{3})*+\z)|(?!\A)\G\d{3}"
+"""Equal to \d{1,3}(?=(?:\d{3})*\b): whole numbers first, then their threes, each where the one before it ends."""
 _KOREAN = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"
 
 _GROUPS: tuple[tuple[str, PreTokenizer], ...] = (
@@ -119,7 +121,7 @@ _GROUPS: tuple[tuple[str, PreTokenizer], ...] = (
     ("tekken", PreTokenizer((_cased_words(_DIGIT, contraction=""),), whole_words=True, adds_bos=True)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_cased_words(r"\p{N}{1,3}"),))),
     ("granite-embed-multi-97m", PreTokenizer((_cased_words(r"\p{N}{1,3}"),), whole_words=True)),
-    ("tiny_aya cohere2moe", PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _cased_words(r"\p{N}{1,3}")))),
+    ("tiny_aya cohere2moe", PreTokenizer((*_THREES_BEFORE_BOUNDARIES, _cased_words(r"\p{N}{1,3}")))),
     ("youtu", PreTokenizer((_KOREAN, _cased_words(_DIGIT)), whole_words=True)),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreTokenizer(_DEEPSEEK3)),
     ("afmoe", PreTokenizer((_THREES, _ASIAN, _DEEPSEEK3[2]))),

@@ -19,6 +19,8 @@ PACKED_DTYPES = {"F8_E4M3": ("uint8", 1), "U8": ("uint8", 1), "I32": ("int32", 4
 """The dtypes of a quantised matrix's tensors, likewise; e4m3 numbers are read as bytes."""
 _MAX_HEADER = 100_000_000
 """Most bytes of a header, as in the safetensors package."""
+_MAX_NAME = 500
+"""Most characters of a tensor's name, which messages repeat."""
 
 
 class TensorEntry(NamedTuple):
@@ -39,7 +41,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Reads the header. Raises UnsupportedModel if it is invalid or a tensor ends beyond the file."""
+        """Reads the header. Raises UnsupportedModel if it is invalid, or the tensors are not the whole file, one after the other."""
         self.path = path
         try:
             self._file = path.open("rb")
@@ -64,13 +66,23 @@ class SafetensorsFile:
         length = int.from_bytes(self._file.read(8), "little")
         if self._size < 8 or length > min(self._size - 8, _MAX_HEADER):
             raise ValueError(f"the header takes {length} bytes of {self._size}")
-        header = json.loads(self._file.read(length).decode())
+        header = json.loads(self._file.read(length).decode(), object_pairs_hook=_unique)
         if not isinstance(header, dict):
             raise ValueError("the header is not a table of tensors")
         header.pop("__metadata__", None)
-        return {name: self._entry(name, 8 + length, **fields) for name, fields in header.items()}
+        entries = {name: self._entry(name, 8 + length, **fields) for name, fields in header.items()}
+        end = 8 + length
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
+            if entry.start != end:
+                raise ValueError(f"tensor {name} begins at byte {entry.start}, and the one before it ends at {end}")
+            end += entry.size
+        if end != self._size:
+            raise ValueError(f"the tensors end at byte {end} of {self._size}")
+        return entries
 
     def _entry(self, name: str, data_start: int, *, dtype: str, shape: list[int], data_offsets: list[int]) -> TensorEntry:
+        if len(name) > _MAX_NAME or not name.isprintable():
+            raise ValueError(f"a tensor has the name {name!r:.50}")
         start, end = data_offsets
         if not all(type(number) is int and number >= 0 for number in (start, end, *shape)) or start > end:
             raise ValueError(f"tensor {name} has the shape {shape} and the offsets {data_offsets}")
@@ -83,6 +95,14 @@ class SafetensorsFile:
 
     def _corrupt(self, reason: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self.path} cannot be read as safetensors ({reason}): is the download complete?")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the object of a JSON text. Raises ValueError for a name that occurs twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
 
 
 Array = np.ndarray[Any, np.dtype[Any]]

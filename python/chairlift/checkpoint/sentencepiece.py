@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,8 @@ class Vocabulary:
             raise ValueError("its vocabulary has no scores")
         if len(self.kinds) != len(self.tokens):
             raise ValueError("its vocabulary has no types of tokens")
+        if not all(map(math.isfinite, self.scores)):
+            raise ValueError("a token's score is no number")
 
 
 def merged(vocabulary: Vocabulary) -> Tokenizer:

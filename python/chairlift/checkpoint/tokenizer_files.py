@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from chairlift.checkpoint.sentencepiece_file import sentencepiece_tokenizer
 from chairlift.checkpoint.tekken import tekken_tokenizer
@@ -63,7 +63,23 @@ def token_with_role(config: Mapping[str, Any], role: str) -> str | None:
     """Returns the text of the token with a role, such as `bos_token`, in tokenizer_config.json."""
     value = config.get(role)
     text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
+    return text if _is_text(text) else None
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    """Whether a value of a JSON file is text in Unicode. JSON can spell lone surrogates."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def listed_tokens(config: Mapping[str, Any], file: Path) -> Iterator[tuple[int, str, dict[str, bool]]]:
+    """Yields the id, the text and the flags of each added token that tokenizer_config.json or added_tokens.json lists."""
+    listed = config.get("added_tokens_decoder")
+    if not listed and file.suffix == ".model":
+        listed = {str(token): {"content": text} for text, token in read_json(file.with_name("added_tokens.json")).items()}
+    for number, fields in listed.items() if isinstance(listed, dict) else ():
+        text = fields.get("content") if isinstance(fields, dict) else None
+        if number.isascii() and number.isdecimal() and len(number) < 10 and text and _is_text(text):
+            yield int(number), text, {flag: fields[flag] for flag in _FLAGS if isinstance(fields.get(flag), bool)}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -85,21 +101,18 @@ def _add_tokens(backend: Backend, file: Path, config: Mapping[str, Any]) -> None
     """
     from tokenizers import AddedToken
 
-    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    listed = config.get("added_tokens_decoder") or {}
-    if not listed and file.suffix == ".model":
-        listed = {token: {"content": text} for text, token in read_json(file.with_name("added_tokens.json")).items()}
-    for number, fields in sorted(listed.items(), key=lambda entry: int(entry[0])):
-        text = fields.get("content")
-        if text in known and any(flag not in fields for flag in _FLAGS):
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for number, text, flags in sorted(listed_tokens(config, file)):
+        if text in known and len(flags) < len(_FLAGS):
             continue
-        found = backend.token_to_id(text) if text else None
-        if text and int(number) == (backend.get_vocab_size() if found is None else found):
-            backend.add_tokens([AddedToken(text, **{flag: fields[flag] for flag in _FLAGS if flag in fields})])
-            known[text] = AddedToken(text)
-    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    special = [token_with_role(config, role) for role in _ROLES] + [token_with_role({"": token}, "") for token in extra]
-    missing = [text for text in special if text and text not in known and backend.token_to_id(text) is not None]
+        found = backend.token_to_id(text)
+        if number == (backend.get_vocab_size() if found is None else found):
+            backend.add_tokens([AddedToken(text, **flags)])
+            known.add(text)
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens")
+    others = [token_with_role({"": token}, "") for token in extra] if isinstance(extra, list) else []
+    special = [text for text in (*(token_with_role(config, role) for role in _ROLES), *others) if text]
+    missing = [text for text in special if text not in known and backend.token_to_id(text) is not None]
     backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(missing)])
 
 

@@ -11,6 +11,8 @@ from chairlift.checkpoint.gguf_parts import parts_of
 from chairlift.errors import ModelNotFound, UnsupportedModel
 
 INDEX = "model.safetensors.index.json"
+_MAX_NAME = 200
+"""Most characters of a file's name. Published names are in ASCII, and disks allow 255 bytes."""
 
 
 def gguf_link(directory: Path) -> Path | None:
@@ -52,9 +54,9 @@ def indexed_names(index: Path) -> list[str]:
     """Returns the names of the files with weights that an index names. Raises UnsupportedModel for an invalid one."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UnsupportedModel(f"{index} is not an index of safetensors files") from None
-    if outside := [name for name in names if not isinstance(name, str) or Path(name).name != name or name in ("", "..")]:
+    if outside := [name for name in names if not _is_file_name(name)]:
         raise UnsupportedModel(f"{index} names {outside[0]!r:.100}, which is no file of this directory")
     return names
 
@@ -69,3 +71,8 @@ def weight_bytes(model: Path) -> int:
         except (ModelNotFound, UnsupportedModel):
             files = []
     return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether a name is that of a file in the same directory."""
+    return isinstance(name, str) and name.isprintable() and len(name) <= _MAX_NAME and Path(name).name == name and name not in ("", "..")

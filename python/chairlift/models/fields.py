@@ -24,7 +24,7 @@ def read_json(directory: Path, name: str = "config.json") -> Any:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelNotFound(f"{directory} holds no readable {name} ({error.strerror}): is it a model's directory?") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{path} is not valid JSON: {error}") from None
     if name == "config.json" and not isinstance(raw, dict):
         raise UnsupportedModel(f"{path} must hold a JSON object")
