@@ -164,7 +164,7 @@ def _altered(tmp_path: Path, **metadata: Any) -> Path:
     ("metadata", "reason"),
     [
         ({"general__architecture": "mamba"}, "architecture 'mamba'; those that can be read: llama, mistral3, qwen2, qwen3"),
-        ({"llama__expert_count": 8}, "mixture of 8 experts, which cannot be read for the architecture 'llama'"),
+        ({"llama__expert_count": 8}, "llama.expert_used_count is None, not a positive integer"),
         ({"split__count": 3}, "is one part of 3: name the first, whose name ends with -00001-of-00003.gguf"),
         ({"llama__attention__clamp_kqv": 8.0}, "llama.attention.clamp_kqv is 8.0, which the code for this architecture cannot compute"),
         ({"llama__expert_used_count": 2}, "llama.expert_used_count is 2, which"),
@@ -442,9 +442,9 @@ def test_the_table_of_types_is_that_of_the_gguf_package_and_of_the_kernels() -> 
 
 def test_other_types_need_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", hidden_size=256, intermediate_size=512, head_dim=64)
-    for kind in (gguf.GGMLQuantizationType.Q2_K, gguf.GGMLQuantizationType.F16):
+    for kind in (gguf.GGMLQuantizationType.IQ2_S, gguf.GGMLQuantizationType.F16):
         gguf_of(model, tmp_path / f"{kind.name}.gguf", kind)
     monkeypatch.setitem(sys.modules, "gguf", None)
     GGUFTensors(tmp_path / "F16.gguf")
     with pytest.raises(UnsupportedModel, match="needs one more package: pip install gguf"):
-        GGUFTensors(tmp_path / "Q2_K.gguf")
+        GGUFTensors(tmp_path / "IQ2_S.gguf")

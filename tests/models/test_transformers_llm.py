@@ -54,8 +54,9 @@ def code(llm: LLM) -> list[str]:
     [
         ("gemma2", MIXED, "Gemma2ForCausalLM, in Rust"),
         ("gpt_neox", {}, "transformers' GPTNeoXForCausalLM, with paged attention"),
-        ("gpt_oss", EXPERTS | MIXED, "transformers' GptOssForCausalLM, with paged attention"),
-        ("llama", {"rope_parameters": YARN}, "transformers' LlamaForCausalLM, with paged attention"),
+        ("gpt_oss", EXPERTS | MIXED, "GptOssForCausalLM, in Rust"),
+        ("afmoe", EXPERTS | MIXED, "transformers' AfmoeForCausalLM, with paged attention"),
+        ("llama", {"rope_parameters": YARN}, "LlamaForCausalLM, in Rust"),
     ],
 )
 def test_greedy_tokens_are_those_of_generate(name, changes, by, save, tmp_path):

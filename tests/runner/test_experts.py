@@ -1,19 +1,25 @@
 """Mixtures of experts whose numbers or tensors do not fit each other are refused before anything is served."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import adapters
+import numpy as np
 import pytest
 import torch
+from cpu_logits import IN_FP32, logits
 from gguf_files import EXPERTS, gguf_of, tiny_model
 from safetensors.torch import load_file, save_file
 from tiny_models import write
 
+from chairlift.checkpoint.adapter import AdapterFiles
 from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.models.fields import read_json
+from chairlift.runner.adapters import check_shapes
 from chairlift.runner.cpu_executor import CpuExecutor
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.weights import open_weights
@@ -86,6 +92,52 @@ def test_a_file_whose_experts_do_not_fit_its_metadata_is_refused(tmp_path: Path,
     gguf_of(tiny_model("qwen3_moe", **EXPERTS), tmp_path / "tiny.gguf", replaced=replaced)
     with pytest.raises(UnsupportedModel, match=reason):
         convert_and_load(tmp_path / "tiny.gguf")
+
+
+def test_experts_in_mxfp4_are_computed_with_as_the_safetensors_have_them(tmp_path: Path) -> None:
+    """The logits are those of the same weights in float32, bit for bit where products are in float32."""
+    model = tiny_model("gpt_oss", num_local_experts=5, num_experts_per_tok=2, head_dim=16)
+    model.save_pretrained(tmp_path / "whole")
+    whole, random = load_file(tmp_path / "whole" / "model.safetensors"), torch.Generator().manual_seed(1)
+    packed = {name: tensor for name, tensor in whole.items() if not name.endswith(("gate_up_proj", "down_proj"))}
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+    for name in whole.keys() - packed.keys():
+        count, ins, outs = whole[name].shape
+        blocks = torch.randint(0, 256, (count, outs, ins // 32, 16), dtype=torch.uint8, generator=random)
+        scales = torch.randint(119, 125, (count, outs, ins // 32), dtype=torch.uint8, generator=random)
+        pairs = torch.stack((values[(blocks & 15).long()], values[(blocks >> 4).long()]), -1).flatten(-2)
+        whole[name] = (pairs * 2.0 ** (scales[..., None].float() - 127)).flatten(-2).transpose(1, 2).contiguous()
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(whole, tmp_path / "whole" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "packed").mkdir()
+    save_file(packed, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
+    raw = read_json(tmp_path / "whole") | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(raw))
+    weights = open_weights(EngineConfig(device="cpu"), tmp_path / "packed")
+    assert weights.sizes() == ((tmp_path / "packed" / "model.safetensors").stat().st_size, 0)
+    expected = logits(tmp_path / "whole", config=IN_FP32)
+    np.testing.assert_array_equal(logits(tmp_path / "packed", config=IN_FP32), expected)
+    assert np.abs(logits(tmp_path / "packed") - expected).max() <= 1e-5 * np.abs(expected).max()
+    save_file(
+        {**packed, f"{name}_scales": scales[:, 1:].contiguous()}, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"}
+    )
+    with pytest.raises(UnsupportedModel, match=r"_scales is \[5, .* where config.json asks for \[5, "):
+        logits(tmp_path / "packed")
+
+
+def test_adapters_change_the_attention_of_layers_with_experts_and_not_the_experts(tmp_path: Path) -> None:
+    write("qwen3-moe", tmp_path)
+    model = ModelConfig.load(tmp_path)
+
+    def adapter(layer: int, module: str, outs: int) -> AdapterFiles:
+        name = f"model.layers.{layer}.{module}"
+        tensors = {f"{name}.lora_A": np.ones((4, 48), np.float32), f"{name}.lora_B": np.ones((outs, 4), np.float32)}
+        return AdapterFiles(adapters.write(tmp_path / f"{layer}-{module}", tensors))
+
+    check_shapes(adapter(0, "self_attn.q_proj", 96), model)
+    check_shapes(adapter(1, "mlp.up_proj", 80), model)  # the layer without experts
+    with pytest.raises(UnsupportedModel, match="layer 0 of Qwen3MoeForCausalLM has experts, which adapters cannot change"):
+        check_shapes(adapter(0, "mlp.up_proj", 80), model)
 
 
 def test_a_file_may_say_the_same_number_for_each_layer(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from cpu_logits import IN_FP32, logits
 from gguf_files import MULTIPLIERS, TINY, gguf_of, random_blocks, tiny_model, write_safetensors
 from transformers import AutoModelForCausalLM
 
@@ -21,36 +22,11 @@ from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.runner.build import build_runner
-from chairlift.runner.cpu_executor import CpuExecutor
 from chairlift.runner.memory.precision import Precision
-from chairlift.runner.weights import GGUFWeights, open_weights
+from chairlift.runner.weights import GGUFWeights
 
 Kind = gguf.GGMLQuantizationType
-EXACT = Precision("blocks", "none", "float32")
 TYPES = [Kind(number) for number in _core.block_types()]
-IN_FP32 = EngineConfig(device="cpu", threads=2, cpu_isa=next(isa for isa in _core.instruction_sets() if isa not in ("amx", "vnni")))
-"""With the fastest instruction set that sums products of blocks in fp32."""
-
-
-def logits(directory: Path, precision: Precision = EXACT, config: EngineConfig | None = None) -> np.ndarray:
-    """What the CPU's kernels make of a few tokens."""
-    shape = ModelConfig.load(directory)
-    config = config or EngineConfig(device="cpu", threads=2)
-    model = CpuExecutor.load(config, open_weights(config, directory), shape, precision)
-    model.allocate(2, 16, 0)
-    ids = np.arange(11, dtype=np.int32) * 7 % 300
-    at = np.arange(11, dtype=np.int32)
-    model.decoder.forward(
-        model.cache,
-        input_ids=ids,
-        positions=at,
-        slot_mapping=16 + at,
-        query_starts=np.array([0, 11], np.int32),
-        context_lens=np.array([11], np.int32),
-        batch_slots=np.zeros(1, np.int32),
-        block_tables=np.array([[1]], np.int32),
-    )
-    return model.logits(at).copy()
 
 
 def converted(path: Path, model: Any, *args: Any, **kwargs: Any) -> Path:
@@ -125,7 +101,7 @@ def test_the_kernels_compute_with_the_weights_of_the_gguf_package(kind: Kind, to
     np.testing.assert_array_equal(as_computed(kind, blocks, 256, together), expected)
 
 
-@pytest.mark.parametrize("kind", [*TYPES, Kind.F16, Kind.BF16, Kind.F32, Kind.Q2_K, Kind.Q3_K], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*TYPES, Kind.F16, Kind.BF16, Kind.F32, Kind.IQ2_S, Kind.IQ3_S], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3_text"])
 @pytest.mark.slow
 def test_a_file_gives_the_logits_of_its_weights_in_fp32(tmp_path: Path, kind: Kind, architecture: str) -> None:
@@ -175,7 +151,7 @@ def test_matrices_of_one_layer_may_differ_in_type(tmp_path: Path) -> None:
 
 def test_types_that_become_fp32_are_named_with_their_size_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("llama", hidden_size=256, intermediate_size=512, head_dim=64)
-    kinds = {"model.embed_tokens": Kind.Q2_K, "lm_head": Kind.Q3_K}
+    kinds = {"model.embed_tokens": Kind.IQ2_S, "lm_head": Kind.IQ3_S}
     directory = converted(tmp_path / "mixed.gguf", model, Kind.Q4_K, kinds=kinds)
     with caplog.at_level(logging.WARNING, logger="chairlift"):
         kept, expanded = GGUFWeights(directory / LINK).sizes()
@@ -183,7 +159,7 @@ def test_types_that_become_fp32_are_named_with_their_size_first(tmp_path: Path, 
     assert 0 < kept < (tmp_path / "mixed.gguf").stat().st_size
     # Other loggers may report what earlier tests left to the garbage collector.
     (record,) = (record for record in caplog.records if record.name.startswith("chairlift"))
-    assert "tensors of type Q2_K, Q3_K are not computed with as they are, and take 1 MiB as float32" in record.getMessage()
+    assert "tensors of type IQ2_S, IQ3_S are not computed with as they are, and take 1 MiB as float32" in record.getMessage()
     caplog.clear()
     assert GGUFWeights(converted(tmp_path / "plain.gguf", model, Kind.Q4_K) / LINK).sizes()[1] == 0
     assert not [record for record in caplog.records if record.name.startswith("chairlift")]

@@ -29,6 +29,8 @@ def split(kind: str, name: str, weights: np.ndarray) -> dict[str, np.ndarray]:
         if suffix == "weight":
             weights = weights.transpose(0, 2, 1)
         parts = [weights] if down else [weights[:, ::2], weights[:, 1::2]]
+    elif kind == "qwen2moe" and not down:
+        return {f"{block}.ffn_gate_up_exps.weight": weights}
     else:
         parts = [weights] if down else np.split(weights, 2, 1)
     return dict(zip([f"{block}.ffn_{part}.{suffix}" for part in (["down_exps"] if down else ["gate_exps", "up_exps"])], parts, strict=True))
@@ -50,6 +52,10 @@ def join(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         elif f"{prefix}block_sparse_moe.router.layer.weight" in weights:
             if "gate_proj" in name:
                 joined[f"{prefix}block_sparse_moe.input_linear.weight"] = np.concatenate([weights[name], weights[up]], 1)
+        elif "gate_up_proj" in name:
+            for part, half in zip(("gate_proj", "up_proj"), np.split(weights[name], 2, 1), strict=True):
+                renamed = name.replace("gate_up_proj", part)
+                joined |= {renamed.replace(".experts.", f".experts.{index}."): one for index, one in enumerate(half)}
         else:
             joined |= {name.replace(".experts.", f".experts.{index}."): one for index, one in enumerate(weights[name])}
     shared = {name: whole.reshape(1, -1) for name, whole in joined.items() if name.endswith("shared_expert_gate.weight")}

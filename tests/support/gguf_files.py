@@ -41,6 +41,7 @@ TINY: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {**GEMMA, "num_hidden_layers": 7, "num_key_value_heads": 1}),
     ("smollm3", {"num_hidden_layers": 5, "pad_token_id": 0}),
     ("granite", MULTIPLIERS),
+    ("mixtral", {"num_local_experts": 11, "num_experts_per_tok": 3}),
     ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
     ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
     ("olmoe", {"num_experts": 11, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
@@ -86,7 +87,7 @@ def tiny_model(kind: str, **settings: Any) -> PreTrainedModel:
 def gguf_name(kind: str) -> str:
     """The name of a model type of transformers in GGUF files."""
     names = {"ministral3": "mistral3", "granitemoehybrid": "granite", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
-    names |= {"gpt_oss": "gpt-oss"}
+    names |= {"gpt_oss": "gpt-oss", "mixtral": "llama"}
     return names.get(kind, kind.removesuffix("_text"))
 
 

@@ -65,6 +65,7 @@ FAMILIES = {
     "granite": ("Granite", {**MULTIPLIERS, "tie_word_embeddings": True}),
     "granite4": ("GraniteMoeHybrid", {**MULTIPLIERS, **DENSE, "position_embedding_type": "rope"}),
     "granite4-nope": ("GraniteMoeHybrid", {**MULTIPLIERS, **DENSE, "attention_bias": True}),
+    "mixtral": ("Mixtral", {**LOCAL_EXPERTS, "sliding_window": 13}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 72, "num_key_value_heads": 3}),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "gpt-oss": ("GptOss", {**LOCAL_EXPERTS, "head_dim": 16, "sliding_window": 9, "rope_parameters": {**YARN, "truncate": False}}),

@@ -6,6 +6,7 @@ from chairlift.architectures.gemma import GEMMA2, GEMMA3
 from chairlift.architectures.gpt_oss import GPT_OSS
 from chairlift.architectures.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
 from chairlift.architectures.llama import LLAMA, MINISTRAL3, MISTRAL
+from chairlift.architectures.mixtral import MIXTRAL
 from chairlift.architectures.olmo import OLMOE
 from chairlift.architectures.phi import PHI3
 from chairlift.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -16,6 +17,7 @@ __all__ = [
     "ENCODERS",
     "ENCODER_GGUF",
     "GGUF",
+    "GGUF_MIXTURES",
     "WRAPPED",
     "Architecture",
     "Code",
@@ -29,12 +31,16 @@ __all__ = [
 ]
 
 DENSE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GRANITE4, PHI3)
-MIXTURES = (QWEN2_MOE, QWEN3_MOE, GPT_OSS, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED)
+MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED)
 ARCHITECTURES = {known.name: known for known in DENSE + MIXTURES}
 """The architectures by their names in config.json."""
 
-GGUF = {name: known for known in ARCHITECTURES.values() if known.gguf for name in known.gguf.names}
-"""The architectures by their names in GGUF files."""
+GGUF_MIXTURES = {name: known for known in MIXTURES if known.gguf for name in known.gguf.names}
+"""The architectures with experts by their names in GGUF files, which some share with dense models."""
+
+GGUF = {name: known for known in DENSE if known.gguf for name in known.gguf.names}
+"""The architectures by their names in GGUF files; the dense one of a shared name."""
+GGUF |= {name: known for name, known in GGUF_MIXTURES.items() if name not in GGUF}
 
 WRAPPED = {(wrapper, text): known for known in ARCHITECTURES.values() for wrapper in known.wrappers for text in known.text_types}
 """The architectures of models of text inside of models that also read images, by class name and the `model_type` of `text_config`."""

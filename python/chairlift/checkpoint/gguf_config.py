@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from chairlift.architectures import ENCODER_GGUF, GGUF, Architecture, EncoderArchitecture, GGUFFormat, Key, Mixture, Windows
+from chairlift.architectures import ENCODER_GGUF, GGUF, GGUF_MIXTURES, Architecture, EncoderArchitecture, GGUFFormat, Key, Mixture, Windows
 from chairlift.checkpoint.gguf_encoder import encoder_config
 from chairlift.checkpoint.gguf_file import GGUFFile
 from chairlift.errors import UnsupportedModel
@@ -18,8 +18,9 @@ _F32 = 0
 
 def architecture_of(file: GGUFFile) -> tuple[Architecture | EncoderArchitecture, GGUFFormat]:
     """Returns the architecture of a file. Raises UnsupportedModel for one that there is no code for."""
-    kind = file.get("general.architecture", str)
-    architecture = GGUF.get(kind or "") or ENCODER_GGUF.get(kind or "")
+    kind = file.get("general.architecture", str) or ""
+    mixture = GGUF_MIXTURES.get(kind) if file.get(f"{kind}.expert_count", int) else None
+    architecture = mixture or GGUF.get(kind) or ENCODER_GGUF.get(kind)
     if architecture is None:
         known = ", ".join((*GGUF, *ENCODER_GGUF))
         raise UnsupportedModel(f"{file.path} holds a model of architecture {kind!r}; those that can be read: {known}")

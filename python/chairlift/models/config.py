@@ -224,8 +224,11 @@ def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationS
         raise NoNativeModel("attention to later tokens has no code of ours")
     if family.name == "GraniteMoeHybridForCausalLM":
         _check_dense(raw)
+    quantization = raw.get("quantization_config")
+    if family.sinks and isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        return None  # the experts of gpt-oss alone, whose tensors have names of their own
     try:
-        return parse_quantization(raw.get("quantization_config"))
+        return parse_quantization(quantization)
     except UnsupportedScheme as reason:
         raise NoNativeModel(str(reason)) from None
 

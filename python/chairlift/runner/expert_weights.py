@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chairlift.checkpoint.safetensors_file import Array, as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.experts import Experts
-from chairlift.runner.weights import Part, Weights, in_memory, split_rows
+from chairlift.runner.weights import MXFP4_BLOCKS, MXFP4_SCALES, Part, Weights, in_memory, split_rows
+
+MXFP4 = 39
+"""ggml's number of the type."""
 
 
 def gate_and_up(weights: Weights, experts: Experts, prefix: str, hidden: int) -> tuple[list[Part], list[Part]]:
     """Returns the gate and up projections of a layer's experts. Raises UnsupportedModel as `Weights.part` does."""
     names, inner = experts.names, experts.inner
+    if names.interleaved and weights.has(prefix + names.interleaved + MXFP4_BLOCKS):
+        blocks = _mxfp4(weights, prefix + names.interleaved, experts.count, 2 * inner, hidden)
+        return [_in_blocks(one[::2]) for one in blocks], [_in_blocks(one[1::2]) for one in blocks]
     if names.interleaved and weights.has(prefix + names.interleaved):
         both = _transposed(weights, prefix + names.interleaved, experts.count, hidden, 2 * inner)
         return [in_memory(one[::2]) for one in both], [in_memory(one[1::2]) for one in both]
@@ -27,6 +34,8 @@ def gate_and_up(weights: Weights, experts: Experts, prefix: str, hidden: int) ->
 def down(weights: Weights, experts: Experts, prefix: str, hidden: int) -> list[Part]:
     """Returns the down projections of a layer's experts. Raises UnsupportedModel as `Weights.part` does."""
     names = experts.names
+    if names.transposed and weights.has(prefix + names.transposed + MXFP4_BLOCKS):
+        return list(map(_in_blocks, _mxfp4(weights, prefix + names.transposed, experts.count, hidden, experts.inner)))
     if names.transposed and weights.has(prefix + names.transposed):
         return list(map(in_memory, _transposed(weights, prefix + names.transposed, experts.count, experts.inner, hidden)))
     return _matrices(weights, prefix + names.down, experts.count, hidden, experts.inner)
@@ -56,6 +65,27 @@ def router(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Arra
         if not np.isfinite(matrix).all():
             raise UnsupportedModel(f"tensor {prefix}{name}.weight has numbers that are not finite: no expert could be chosen with it")
     return np.concatenate(list(matrices.values()))
+
+
+def _mxfp4(weights: Weights, name: str, count: int, rows: int, ins: int) -> NDArray[np.uint8]:
+    """Returns matrices in MXFP4 as GGUF files have them: a block is an exponent and 16 bytes, which have weights j and j + 16.
+
+    In safetensors a byte has neighbours, the first in the lower half.
+    """
+    if ins % 32:
+        raise UnsupportedModel(f"tensor {name}{MXFP4_BLOCKS} has rows of {ins} numbers, which are not whole blocks of 32")
+    pairs = weights.packed(name + MXFP4_BLOCKS, count, rows, ins // 32, 16)
+    blocks = np.empty((*pairs.shape[:-1], 17), np.uint8)
+    blocks[..., 0] = weights.packed(name + MXFP4_SCALES, count, rows, ins // 32)
+    for block, pair in zip(blocks, pairs, strict=True):  # expert by expert: the codes take twice the memory
+        codes = np.stack((pair & 15, pair >> 4), -1).reshape(*pair.shape[:-1], 32)
+        block[..., 1:] = codes[..., :16] | codes[..., 16:] << np.uint8(4)
+    return blocks
+
+
+def _in_blocks(blocks: NDArray[np.uint8]) -> Part:
+    """Returns a matrix of blocks of MXFP4 for the CPU kernels."""
+    return str(MXFP4), len(blocks), np.ascontiguousarray(blocks).reshape(-1), 0
 
 
 def _transposed(weights: Weights, name: str, count: int, ins: int, outs: int) -> Array:

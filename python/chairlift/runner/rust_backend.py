@@ -19,7 +19,7 @@ from chairlift.runner.memory.sizing import HostBudget, Size
 from chairlift.runner.runner import ModelRunner
 from chairlift.runner.sampling.host import HostSampler
 from chairlift.runner.warm_up import profile, warm_up
-from chairlift.runner.weights import GGUFWeights, open_weights
+from chairlift.runner.weights import open_weights
 
 
 class RustBackend:
@@ -39,8 +39,7 @@ class RustBackend:
 
     def decide(self, available: int) -> Precision:
         """Chooses the dtypes."""
-        blocks = self._weights.sizes() if isinstance(self._weights, GGUFWeights) else (0, 0)
-        return decide(self._config, self.model, available, blocks, bf16=self._bf16)
+        return decide(self._config, self.model, available, self._weights.sizes(), bf16=self._bf16)
 
     def load(self, precision: Precision) -> ModelExecutor:
         """Packs the weights."""

@@ -31,6 +31,10 @@ NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 
 WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.")
 """Prefixes of the decoder's tensors in a model that also reads images."""
+BYTE_DTYPES = {"U8": PACKED_DTYPES["U8"]}
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+"""Endings of the names of gpt-oss's experts in MXFP4: codes of 4 bits, and an exponent for each 32."""
+
 Part = tuple[str, int, NDArray[np.uint8] | tuple[_core.TensorFile, int], int]
 """A matrix as `_core.Linear` takes it.
 
@@ -58,6 +62,15 @@ class Weights(Protocol):
 
     def part(self, name: str, *shape: int) -> Part:
         """Returns a tensor for the CPU kernels as a matrix, whose columns are the last dimension."""
+
+    def packed(self, name: str, *shape: int) -> NDArray[np.uint8]:
+        """Returns a tensor of bytes. Raises UnsupportedModel as `take` does."""
+
+    def sizes(self) -> tuple[int, int]:
+        """Returns the bytes of a checkpoint whose blocks the CPU kernels use, and the fp32 bytes of its other tensors.
+
+        Zeros if it has no blocks.
+        """
 
     def release(self) -> None:
         """Says that all matrices that `part` returned have been packed."""
@@ -126,6 +139,17 @@ class SafetensorWeights:
         if len(scales) not in (1, heads) or not (scales > 0).all():
             raise UnsupportedModel(f"tensor {name} must have a positive number, or one for each of {heads} KV heads")
         return np.broadcast_to(scales, heads).copy()
+
+    def packed(self, name: str, *shape: int) -> NDArray[np.uint8]:
+        """Returns a tensor of bytes."""
+        file = self._check(name, shape, dtypes=BYTE_DTYPES)
+        self._unused.discard(name)
+        return as_array(file, name)
+
+    def sizes(self) -> tuple[int, int]:
+        """Returns the bytes of all files if experts have blocks of MXFP4."""
+        blocks = any(name.endswith(MXFP4_BLOCKS) for name in self._files)
+        return (sum(path.stat().st_size for path in {file.path for file in self._files.values()}), 0) if blocks else (0, 0)
 
     def part(self, name: str, *shape: int) -> Part:
         """Returns a matrix in the checkpoint's dtype, for the kernels to read from the file; a quantised one in fp32."""
@@ -234,6 +258,10 @@ class GGUFWeights:
 
     def scales(self, name: str, heads: int) -> None:
         """Returns None: GGUF files have no scales."""
+
+    def packed(self, name: str, *shape: int) -> NDArray[np.uint8]:
+        """Raises UnsupportedModel: GGUF files have blocks and their scales in one tensor."""
+        raise UnsupportedModel(f"{self.tensors.path} has no tensor of bytes {name}")
 
     def part(self, name: str, *shape: int) -> Part:
         """Returns a matrix in the file's type, or in fp32 if the kernels do not support that type."""
@@ -345,6 +373,14 @@ class DummyWeights:
 
     def scales(self, name: str, heads: int) -> None:
         """Returns None: random weights have no scales."""
+
+    def packed(self, name: str, *shape: int) -> NDArray[np.uint8]:
+        """Returns zeros. No code asks for them, because `has` is False."""
+        return np.zeros(shape, np.uint8)
+
+    def sizes(self) -> tuple[int, int]:
+        """Returns zeros: random weights are not in blocks."""
+        return 0, 0
 
     def part(self, name: str, *shape: int) -> Part:
         """Returns a random matrix for the CPU kernels."""

@@ -22,6 +22,8 @@ pub(crate) enum BlockType {
     Q5_0,
     Q5_1,
     Q8_0,
+    Q2_K,
+    Q3_K,
     Q4_K,
     Q5_K,
     Q6_K,
@@ -33,6 +35,8 @@ pub(crate) enum BlockType {
 /// Number of bits in a code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CodeBits {
+    Two,
+    Three,
     Four,
     Five,
     Six,
@@ -50,7 +54,9 @@ pub(crate) enum ScaleKind {
     Bf16,
     /// A scale and a minimum in half precision for 256 weights. Each is multiplied by an unsigned byte for each 32 weights.
     ScaleMin,
-    /// A scale in half precision for 256 weights, multiplied by a signed byte for each 32 weights (16 for codes of 6 bits).
+    /// A scale and a minimum in half precision for 256 weights. Each is multiplied by an unsigned factor of 4 bits for each 16 weights.
+    Nibbles,
+    /// A scale in half precision for 256 weights, multiplied by a signed byte for each group ([`BlockType::group`]).
     Signed,
 }
 
@@ -65,16 +71,18 @@ pub(crate) struct Unpacked {
     /// Factors of the scale, signed or unsigned.
     pub(crate) scales: [u8; 16],
     /// Factors of the minimum.
-    pub(crate) mins: [u8; 8],
+    pub(crate) mins: [u8; 16],
 }
 
 impl BlockType {
-    pub(crate) const ALL: [Self; 11] = [
+    pub(crate) const ALL: [Self; 13] = [
         Self::Q4_0,
         Self::Q4_1,
         Self::Q5_0,
         Self::Q5_1,
         Self::Q8_0,
+        Self::Q2_K,
+        Self::Q3_K,
         Self::Q4_K,
         Self::Q5_K,
         Self::Q6_K,
@@ -91,6 +99,8 @@ impl BlockType {
             Self::Q5_0 => 6,
             Self::Q5_1 => 7,
             Self::Q8_0 => 8,
+            Self::Q2_K => 10,
+            Self::Q3_K => 11,
             Self::Q4_K => 12,
             Self::Q5_K => 13,
             Self::Q6_K => 14,
@@ -109,7 +119,20 @@ impl BlockType {
     pub(crate) fn block(self) -> usize {
         match self.scale_kind() {
             ScaleKind::Half | ScaleKind::HalfShift | ScaleKind::Bf16 => BLOCK,
-            ScaleKind::ScaleMin | ScaleKind::Signed => SUPER,
+            ScaleKind::ScaleMin | ScaleKind::Nibbles | ScaleKind::Signed => SUPER,
+        }
+    }
+
+    /// Whether codes have less than 4 bits.
+    pub(crate) fn is_small(self) -> bool {
+        matches!(self.code_bits(), CodeBits::Two | CodeBits::Three)
+    }
+
+    /// Number of weights that share a scale.
+    pub(crate) fn group(self) -> usize {
+        match self {
+            Self::Q2_K | Self::Q3_K | Self::Q6_K => BLOCK / 2,
+            _ => BLOCK,
         }
     }
 
@@ -121,6 +144,8 @@ impl BlockType {
             Self::Q5_0 => 22,
             Self::Q5_1 => 24,
             Self::Q8_0 => 34,
+            Self::Q2_K => 84,
+            Self::Q3_K => 110,
             Self::Q4_K => 144,
             Self::Q5_K => 176,
             Self::Q6_K => 210,
@@ -136,6 +161,8 @@ impl BlockType {
 
     pub(crate) fn code_bits(self) -> CodeBits {
         match self {
+            Self::Q2_K => CodeBits::Two,
+            Self::Q3_K => CodeBits::Three,
             Self::Q4_0 | Self::Q4_1 | Self::Q4_K | Self::IQ4_NL | Self::IQ4_XS | Self::MXFP4 => CodeBits::Four,
             Self::Q5_0 | Self::Q5_1 | Self::Q5_K => CodeBits::Five,
             Self::Q6_K => CodeBits::Six,
@@ -148,7 +175,8 @@ impl BlockType {
             Self::Q4_0 | Self::Q5_0 | Self::Q8_0 | Self::IQ4_NL => ScaleKind::Half,
             Self::Q4_1 | Self::Q5_1 => ScaleKind::HalfShift,
             Self::Q4_K | Self::Q5_K => ScaleKind::ScaleMin,
-            Self::Q6_K | Self::IQ4_XS => ScaleKind::Signed,
+            Self::Q2_K => ScaleKind::Nibbles,
+            Self::Q3_K | Self::Q6_K | Self::IQ4_XS => ScaleKind::Signed,
             Self::MXFP4 => ScaleKind::Bf16,
         }
     }
@@ -156,6 +184,7 @@ impl BlockType {
     /// The offset that is subtracted from a code. Non-linear codes of 4 bits have a table instead.
     pub(crate) fn offset(self) -> f32 {
         match self {
+            Self::Q3_K => 4.0,
             Self::Q4_0 => 8.0,
             Self::Q5_0 => 16.0,
             Self::Q6_K => 32.0,
@@ -186,7 +215,7 @@ impl BlockType {
     /// Unpacks a block of the file.
     pub(crate) fn unpack(self, bytes: &[u8]) -> Unpacked {
         let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
-        let mut block = Unpacked { codes: [0; SUPER], scale: half(0), second: half(2), scales: [0; 16], mins: [0; 8] };
+        let mut block = Unpacked { codes: [0; SUPER], scale: half(0), second: half(2), scales: [0; 16], mins: [0; 16] };
         let codes = &mut block.codes;
         match self {
             Self::Q4_0 | Self::IQ4_NL => nibbles(&bytes[2..18], codes),
@@ -204,6 +233,25 @@ impl BlockType {
                 }
             }
             Self::Q8_0 => codes.iter_mut().zip(&bytes[2..34]).for_each(|(code, &byte)| *code = byte ^ 0x80),
+            Self::Q2_K => {
+                pairs_of_bits(&bytes[16..80], codes);
+                for (i, &byte) in bytes[..16].iter().enumerate() {
+                    (block.scales[i], block.mins[i]) = (byte & 15, byte >> 4);
+                }
+                (block.scale, block.second) = (half(80), half(82));
+            }
+            Self::Q3_K => {
+                pairs_of_bits(&bytes[32..96], codes);
+                for (i, codes) in codes.chunks_exact_mut(BLOCK).enumerate() {
+                    codes.iter_mut().zip(&bytes[..BLOCK]).for_each(|(code, &byte)| *code |= (byte >> i & 1) << 2);
+                }
+                let packed = &bytes[96..108];
+                for (i, scale) in block.scales.iter_mut().enumerate() {
+                    let low = packed[i % 8] >> (i / 8 * 4) & 15;
+                    *scale = (low | (packed[8 + i % 4] >> (i / 4 * 2) & 3) << 4).wrapping_sub(32);
+                }
+                (block.scale, block.second) = (half(108), 0);
+            }
             Self::Q4_K | Self::Q5_K => {
                 let (high, low) = bytes[16..].split_at(if self == Self::Q5_K { BLOCK } else { 0 });
                 for (codes, low) in codes.chunks_exact_mut(2 * BLOCK).zip(low.chunks_exact(BLOCK)) {
@@ -267,10 +315,20 @@ impl Unpacked {
             ScaleKind::ScaleMin => {
                 (scale * f32::from(self.scales[i / BLOCK]), -(half::to_f32(self.second) * f32::from(self.mins[i / BLOCK])))
             }
-            ScaleKind::Signed => {
-                let group = if kind.code_bits() == CodeBits::Six { BLOCK / 2 } else { BLOCK };
-                (scale * f32::from(self.scales[i / group] as i8), -0.0)
+            ScaleKind::Nibbles => {
+                let group = i / kind.group();
+                (scale * f32::from(self.scales[group]), -(half::to_f32(self.second) * f32::from(self.mins[group])))
             }
+            ScaleKind::Signed => (scale * f32::from(self.scales[i / kind.group()] as i8), -0.0),
+        }
+    }
+}
+
+/// Unpacks 256 codes from 64 bytes: each half has the lowest bits of 32 bytes first.
+fn pairs_of_bits(bytes: &[u8], codes: &mut [u8]) {
+    for (codes, bytes) in codes.chunks_exact_mut(4 * BLOCK).zip(bytes.chunks_exact(BLOCK)) {
+        for (i, code) in codes.iter_mut().enumerate() {
+            *code = bytes[i % BLOCK] >> (i / BLOCK * 2) & 3;
         }
     }
 }

@@ -49,7 +49,7 @@ pub enum BlockKind {
     /// A gated MLP.
     Mlp(GatedMlp),
     /// A mixture of experts.
-    Mixture(Mixture),
+    Mixture(Box<Mixture>),
 }
 
 /// Causal attention with grouped queries.
@@ -125,9 +125,14 @@ impl Block {
         }
     }
 
+    /// The block's mixture of experts, if it is one.
+    pub(crate) fn mixture(&self) -> Option<&Mixture> {
+        if let BlockKind::Mixture(mixture) = &self.kind { Some(mixture) } else { None }
+    }
+
     /// The linear layers that all tokens use.
     pub(crate) fn common(&self) -> impl Iterator<Item = &Linear> {
-        let mixture = if let BlockKind::Mixture(mixture) = &self.kind { Some(mixture) } else { None };
+        let mixture = self.mixture();
         self.adaptable().into_iter().flatten().chain(mixture.into_iter().flat_map(Mixture::common))
     }
 

@@ -86,7 +86,7 @@ impl<'a> Pass<'a> {
     ) -> Self {
         let tokens = step.input_ids.len();
         let inner = blocks.iter().map(Block::inner).max().unwrap_or(0);
-        let mixtures = blocks.iter().filter_map(|block| if let BlockKind::Mixture(mixture) = &block.kind { Some(mixture) } else { None });
+        let mixtures = blocks.iter().filter_map(Block::mixture);
         let mixture = buffers.mixture.shared(isa, tokens, config.hidden_size, mixtures);
         let cos_sin_width = config.ropes.iter().map(Rope::width).sum();
         let room = |buffer: &'a mut AlignedVec<f32>, width: usize| {

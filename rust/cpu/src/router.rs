@@ -72,16 +72,22 @@ impl Choice {
         }
         // The small number is that of DeepSeek's code, for scores that are all 0.
         let sum = if self.normalised { weights.iter().sum::<f32>() + 1e-20 } else { 1.0 };
-        weights.iter_mut().for_each(|weight| *weight = *weight / sum * self.scale);
+        for weight in weights {
+            *weight = *weight / sum * self.scale;
+        }
     }
 }
 
 /// Replaces numbers by their softmax.
 fn softmax(numbers: &mut [f32]) {
     let most = numbers.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    numbers.iter_mut().for_each(|x| *x = (*x - most).exp());
+    for x in &mut *numbers {
+        *x = (*x - most).exp();
+    }
     let sum: f32 = numbers.iter().sum();
-    numbers.iter_mut().for_each(|x| *x /= sum);
+    for x in numbers {
+        *x /= sum;
+    }
 }
 
 /// Writes the indices of the largest numbers, in descending order.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::aligned::AlignedVec;
-use crate::block_type::BLOCK;
+use crate::block_type::{BLOCK, BlockType};
 use crate::ggml::{BlockPanels, CodeOrder, WordOrder, expand_rounded};
 use crate::half;
 use crate::pod::Pod;
@@ -333,6 +333,9 @@ impl FloatPanels {
 impl Part {
     fn pack(pool: &mut ThreadPool, isa: Isa, stack: Stack<'_>, dtype: DType) -> Result<Self, PackError> {
         let (width, ins, rows) = (isa.panel(), stack.ins(), stack.rows());
+        // Small codes are not rounded: tiles would need another layout of them.
+        let small = stack.numbers().blocks().is_some_and(BlockType::is_small);
+        let dtype = if dtype == DType::Rounded && small { DType::Kept } else { dtype };
         let panels = match (dtype, stack.numbers()) {
             (DType::Int8, _) => {
                 return Ok(Self { store: Store::Int8(QuantWeights::pack(pool, isa, stack)?), rows });

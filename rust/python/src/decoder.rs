@@ -159,7 +159,7 @@ impl DecoderBlock {
             activation,
             shared: shared.transpose()?,
         };
-        Self::of(py, norm, cpu::BlockKind::Mixture(mixture), post_norm, residual_scale)
+        Self::of(py, norm, cpu::BlockKind::Mixture(Box::new(mixture)), post_norm, residual_scale)
     }
 }
 

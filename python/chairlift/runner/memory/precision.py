@@ -136,7 +136,7 @@ def _weights(config: EngineConfig, model: ModelShape, blocks: tuple[int, int], a
         return config.dtype, asked("--dtype")
     kept, rest = blocks
     if kept:
-        return "blocks", "the GGUF file's own, computed with in float32" + (
+        return "blocks", "the checkpoint's own, computed with in float32" + (
             f"; float32 where it has other types, {gib(rest)} of it" if rest else ""
         )
     if model.dtype in ("bfloat16", "float16"):

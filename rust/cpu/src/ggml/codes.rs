@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::BlockPanels;
-use super::decode::{ByCodeBits, EIGHT, FOUR, GROUPS, SIX, Scales, Units, V, WIDTH, by_code_bits, plane};
+use super::decode::{ByCodeBits, EIGHT, FOUR, GROUPS, SIX, Scales, Units, V, WIDTH, by_code_bits, plane, scales_of};
 use super::digits::codes;
 use crate::block_type::BLOCK;
 use crate::simd::{Int8, Isa, Kernel, pair_place, prefetch_ahead};
@@ -37,7 +37,7 @@ impl ByCodeBits for ExpandCodes<'_> {
     fn expand<S: Int8, const D: u8>(self, s: S) {
         let Self { from, values, pairs, scales: scales_to } = self;
         let (width, blocks) = (V * S::LANES, from.kind.block() / BLOCK);
-        let groups = if D == SIX { 2 } else { 1 };
+        let groups = scales_of(D);
         let mut scales = Scales { factors: [0.0; GROUPS * WIDTH], shifts: [0.0; GROUPS * WIDTH] };
         for (u, unit) in from.bytes.chunks_exact(from.unit.bytes).enumerate() {
             // SAFETY: `expand_codes` has checked that there is room for the codes and scales of all units. A unit has all parts of its
@@ -70,7 +70,7 @@ impl ByCodeBits for ExpandCodes<'_> {
 /// The place of a pair of inputs of a block, in words.
 #[inline(always)]
 fn place<S: Int8, const D: u8>(pair: usize, column: usize) -> usize {
-    pair_place(V * S::LANES, if D == SIX { BLOCK / 4 } else { BLOCK / 2 }, pair, column)
+    pair_place(V * S::LANES, BLOCK / 2 / scales_of(D), pair, column)
 }
 
 /// Expands codes of 4 bits.
@@ -91,7 +91,7 @@ unsafe fn expand_words<S: Int8>(s: S, p: *const u8, values: &[u16; 64], to: *mut
     }
 }
 
-/// Expands codes of 5 to 8 bits.
+/// Expands codes of other sizes.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)]
 unsafe fn expand_bytes<S: Int8, const D: u8>(s: S, p: *const u8, values: &[u16; 64], to: *mut u32) {

@@ -33,6 +33,13 @@ pub(super) const FOUR: u8 = 1;
 pub(super) const FIVE: u8 = 2;
 pub(super) const SIX: u8 = 3;
 pub(super) const EIGHT: u8 = 4;
+pub(super) const TWO: u8 = 5;
+pub(super) const THREE: u8 = 6;
+
+/// The number of scales of 32 weights.
+pub(super) const fn scales_of(decoding: u8) -> usize {
+    if matches!(decoding, SIX | TWO | THREE) { 2 } else { 1 }
+}
 
 /// Whether [`multiply`] should compute a tile with this number of rows. Portable code always expands first: its many unrolled variants
 /// would be half of the crate's compile time.
@@ -78,6 +85,8 @@ impl<'a> Units<'a> {
     /// The decoding constant of the kernel.
     pub(super) fn decoding<S: Int8>(&self) -> u8 {
         match self.kind.code_bits() {
+            CodeBits::Two => TWO,
+            CodeBits::Three => THREE,
             CodeBits::Four if S::LOOKUP || self.kind.table().is_some() => TABLE,
             CodeBits::Four => FOUR,
             CodeBits::Five => FIVE,
@@ -96,7 +105,7 @@ impl<'a> Units<'a> {
         let (width, blocks) = (V * S::LANES, self.kind.block() / BLOCK);
         // Not a constant: the compiler would unroll the loops over blocks and run out of registers.
         let (size, block_bytes) = (self.unit.bytes, self.unit.block);
-        let per_block = if D == SIX { 2 * width } else { width };
+        let per_block = scales_of(D) * width;
         let constants = Constants::new(s, self.kind);
         let mut scales = Scales { factors: [0.0; GROUPS * WIDTH], shifts: [0.0; GROUPS * WIDTH] };
         for (u, unit) in self.bytes.chunks_exact(size).enumerate() {
@@ -134,7 +143,9 @@ pub(super) fn by_code_bits<S: Int8>(s: S, decoding: u8, kernel: impl ByCodeBits)
         FIVE => kernel.expand::<S, FIVE>(s),
         SIX => kernel.expand::<S, SIX>(s),
         EIGHT => kernel.expand::<S, EIGHT>(s),
-        _ => unreachable!("there are five ways"),
+        TWO => kernel.expand::<S, TWO>(s),
+        THREE => kernel.expand::<S, THREE>(s),
+        _ => unreachable!("there are seven ways"),
     }
 }
 
@@ -188,6 +199,17 @@ impl Scales {
                             s.store(shifts.add(at), s.mul(negative, s.load_i8(from.add(unit.mins + at).cast())));
                         }
                     }
+                    ScaleKind::Nibbles => {
+                        let (scale, minimum) = (s.load_f16(scale), s.load_f16(second));
+                        let negative = s.mul(minimum, s.splat(-1.0));
+                        for g in 0..groups {
+                            let at = g * width + column;
+                            let word = s.words(from.add(unit.scales + 4 * (g / 4 * width + column)));
+                            let shift = 8 * (g % 4) as i32;
+                            s.store(factors.add(at), s.mul(scale, s.to_f32(s.field(word, shift, 15))));
+                            s.store(shifts.add(at), s.mul(negative, s.to_f32(s.field(word, shift + 4, 15))));
+                        }
+                    }
                     ScaleKind::Signed => {
                         let scale = s.load_f16(scale);
                         for g in 0..groups {
@@ -236,12 +258,19 @@ pub(super) unsafe fn plane<S: Int8, const V: usize>(s: S, p: *const u8, word: us
     words
 }
 
-/// Decodes code `i` of 4 to 6 bits in each column. `low` is the word with the low 4 bits. `high` is the word with the high bits, if there
-/// are any.
+/// Decodes code `i` of 2 to 6 bits in each column, that of weight `place` of a block. `low` is the word with the low 4 or 2 bits. `high` is
+/// the word with the high bits, if there are any.
 #[inline(always)]
 fn value<S: Int8, const D: u8>(s: S, constants: &Constants<S>, low: S::I, high: S::I, i: usize, place: usize) -> S::F {
     if D == TABLE {
         return s.lookup(low, 4 * i as i32, constants.table);
+    }
+    if D == TWO || D == THREE {
+        let mut code = s.field(low, 2 * (place % 16) as i32 - 8, 3 << 8);
+        if D == THREE {
+            code = s.or(code, s.field(high, place as i32 - 10, 1 << 10));
+        }
+        return s.sub(s.with_bits(code, exponent(8)), constants.offsets[0]);
     }
     let at = AT[i];
     let mut code = s.field(low, SHIFTS[i], 15 << at);
@@ -266,7 +295,7 @@ unsafe fn half<S: Int8, const D: u8, const V: usize, const H: usize>(
     sink: &mut impl Sink<S, V>,
 ) {
     let width = V * S::LANES;
-    let group = if D == SIX { H * width } else { 0 };
+    let group = (scales_of(D) - 1) * H * width;
     let (mut factor, mut shift, mut weights) = ([s.splat(0.0); V], [s.splat(0.0); V], [s.splat(0.0); V]);
     // SAFETY: the caller guarantees that the whole block is valid.
     unsafe {
@@ -308,12 +337,14 @@ unsafe fn half<S: Int8, const D: u8, const V: usize, const H: usize>(
                 4
             } else if D == SIX {
                 4 + H
+            } else if D == THREE {
+                2
             } else {
                 0
             },
         );
         unrolled!(WORD in 0 1 => {
-            let low = plane::<S, V>(s, p, 2 * H + WORD);
+            let low = plane::<S, V>(s, p, if D == TWO || D == THREE { H } else { 2 * H + WORD });
             unrolled!(I in 0 1 2 3 4 5 6 7 => {
                 const PLACE: usize = 8 * WORD + I;
                 for v in 0..V {
@@ -345,7 +376,7 @@ impl Kernel for Expand<'_> {
                 }
             };
         }
-        by_decoding!(TABLE FOUR FIVE SIX EIGHT);
+        by_decoding!(TABLE FOUR FIVE SIX EIGHT TWO THREE);
     }
 }
 
@@ -400,10 +431,10 @@ impl Kernel for Multiply<'_> {
             };
         }
         match self.rows {
-            1 => by_decoding!(1 TABLE FOUR FIVE SIX EIGHT),
-            2 => by_decoding!(2 TABLE FOUR FIVE SIX EIGHT),
-            3 => by_decoding!(3 TABLE FOUR FIVE SIX EIGHT),
-            4 => by_decoding!(4 TABLE FOUR FIVE SIX EIGHT),
+            1 => by_decoding!(1 TABLE FOUR FIVE SIX EIGHT TWO THREE),
+            2 => by_decoding!(2 TABLE FOUR FIVE SIX EIGHT TWO THREE),
+            3 => by_decoding!(3 TABLE FOUR FIVE SIX EIGHT TWO THREE),
+            4 => by_decoding!(4 TABLE FOUR FIVE SIX EIGHT TWO THREE),
             rows => unreachable!("a tile of {rows} rows is not fused"),
         }
     }

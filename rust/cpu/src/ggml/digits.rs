@@ -8,7 +8,7 @@
 //! products of a digit exactly, and those of the three digits in the same order.
 
 use super::BlockPanels;
-use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, Units, V, WIDTH, plane};
+use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, THREE, TWO, Units, V, WIDTH, plane, scales_of};
 use super::panels::BYTE_ORDER;
 use crate::block_type::BLOCK;
 use crate::pod::Pod;
@@ -178,7 +178,9 @@ impl Kernel for Multiply<'_> {
             FIVE => self.multiply::<S, FIVE>(s),
             SIX => self.multiply::<S, SIX>(s),
             EIGHT => self.multiply::<S, EIGHT>(s),
-            _ => unreachable!("there are five ways"),
+            TWO => self.multiply::<S, TWO>(s),
+            THREE => self.multiply::<S, THREE>(s),
+            _ => unreachable!("there are seven ways"),
         }
     }
 }
@@ -188,7 +190,7 @@ impl Multiply<'_> {
     fn multiply<S: Int8, const D: u8>(self, s: S) {
         let Self { from, rows, height, sums } = self;
         let (width, blocks) = (V * S::LANES, from.kind.block() / BLOCK);
-        let groups = if D == SIX { 2 } else { 1 };
+        let groups = scales_of(D);
         let table = from.kind.table().map_or([0; 16], |values| values.map(|value| (value + from.kind.byte_offset()) as u8));
         let mut scales = Scales { factors: [0.0; GROUPS * WIDTH], shifts: [0.0; GROUPS * WIDTH] };
         let sums = sums.as_mut_ptr();
@@ -207,7 +209,7 @@ impl Multiply<'_> {
                     let rows = &rows[(u * blocks + b) * height..][..height];
                     let codes = codes::<S, D>(s, p, &table);
                     let first = scales.load(s, b * groups * width);
-                    if D == SIX {
+                    if groups == 2 {
                         let second = scales.load(s, (b * groups + 1) * width);
                         add_halves(s, codes, [first, second], rows, sums);
                     } else {
@@ -256,18 +258,34 @@ pub(super) unsafe fn codes<S: Int8, const D: u8>(s: S, p: *const u8, table: &[u8
     let mut codes = [[s.splat_i32(0); V]; 8];
     for g in 0..8 {
         // SAFETY: the caller guarantees that there are as many words as the codes need.
-        codes[g] = unsafe { plane::<S, V>(s, p, if D == EIGHT { g } else { g / 2 }) };
+        codes[g] = unsafe {
+            plane::<S, V>(
+                s,
+                p,
+                match D {
+                    EIGHT => g,
+                    TWO | THREE => g / 4,
+                    _ => g / 2,
+                },
+            )
+        };
         if D == EIGHT {
             continue;
         }
         let high_word = match D {
             FIVE => 4,
             SIX => 4 + g / 4,
+            THREE => 2,
             _ => 0,
         };
         // SAFETY: as above.
         let high = unsafe { plane::<S, V>(s, p, high_word) };
         for v in 0..V {
+            if D == TWO || D == THREE {
+                let low = s.field(codes[g][v], 2 * (g % 4) as i32, 0x0303_0303);
+                codes[g][v] = if D == TWO { low } else { s.or(low, s.field(high[v], g as i32 - 2, 0x0404_0404)) };
+                continue;
+            }
             let low = s.field(codes[g][v], 4 * (g % 2) as i32, 0x0f0f_0f0f);
             codes[g][v] = match D {
                 TABLE => s.lookup_bytes(low, table),

@@ -11,16 +11,18 @@ use crate::tensor::{ReadError, RowReader, Stack};
 /// The weights of one tensor, as panels of blocks.
 ///
 /// A panel is a sequence of units. A unit holds, for each column of the panel, one block of the file. Its parts are: scales in half
-/// precision, \[columns\]; shifts or minimums, \[columns\]; factors of the scales, then factors of the minimums, \[groups\]\[columns\]; and
-/// codes. The codes of 32 weights are planes of 32-bit words, \[words\]\[columns\]. The low four bits take 4 words: weight i is in word
+/// precision, \[columns\]; shifts or minimums, \[columns\]; factors of the scales, then factors of the minimums, \[groups\]\[columns\], or
+/// both in the halves of a byte; and codes. The codes of 32 weights are planes of 32-bit words, \[words\]\[columns\]. The low four bits take 4 words: weight i is in word
 /// i / 8 at bit 4 (i % 8). A fifth bit takes 1 word: weight i is at bit i + 4. A fifth and a sixth bit take 2 words: weight i is in word
 /// i / 16 at bit 2 (i % 16) + 4. These high bits are rotated: bits beyond 31 wrap around to the lowest bits. Codes of 8 bits take 8 words:
-/// weight i is byte i % 4 of word i / 4.
+/// weight i is byte i % 4 of word i / 4. Two bits take 2 words: weight i is in word i / 16 at bit 2 (i % 16). A third bit takes 1 word: weight
+/// i is at bit i.
 ///
 /// Panels for products of bytes and of matrix tiles ([`WordOrder::Bytes`]) have the weights in another order, in which those of a pair (p and
 /// p + 8, in each half of the 32) are in the low and in the high half of a word, and the high bits in the bytes of [`BYTE_ORDER`], which is
 /// the order of the low four bits when a word is read as its low and then its high halves of bytes. A fifth bit of code i of that order is at bit i / 4 of
-/// byte i % 4. A fifth and a sixth bit are at bit 2 (i / 4 % 4) of byte i % 4 of word i / 16. Codes of 8 bits are in this order.
+/// byte i % 4. A fifth and a sixth bit are at bit 2 (i / 4 % 4) of byte i % 4 of word i / 16. Codes of 8 bits are in this order. Two
+/// bits are at bit 2 (i / 4 % 4) of byte i % 4 of word i / 16, a third one at bit i / 4 of byte i % 4.
 ///
 /// Panels for products in bfloat16 have the weights of a column next to each other, see [`CodeOrder::Columns`].
 #[derive(Debug)]
@@ -90,11 +92,12 @@ pub(super) struct Unit {
 
 impl Unit {
     pub(super) fn new(kind: BlockType, width: usize) -> Self {
-        let groups = kind.block() / if kind.code_bits() == CodeBits::Six { BLOCK / 2 } else { BLOCK };
+        let groups = kind.block() / kind.group();
         let (seconds, scales, mins) = match kind.scale_kind() {
             ScaleKind::Half | ScaleKind::Bf16 => (0, 0, 0),
             ScaleKind::HalfShift => (1, 0, 0),
             ScaleKind::ScaleMin => (1, groups, groups),
+            ScaleKind::Nibbles => (1, groups, 0),
             ScaleKind::Signed => (0, groups, 0),
         };
         let second = 2 * width;
@@ -109,6 +112,8 @@ impl Unit {
 /// Number of words that hold a column's 32 codes.
 fn words(bits: CodeBits) -> usize {
     match bits {
+        CodeBits::Two => 2,
+        CodeBits::Three => 3,
         CodeBits::Four => 4,
         CodeBits::Five => 5,
         CodeBits::Six => 6,
@@ -171,7 +176,7 @@ impl BlockPanels {
 
     /// Number of inputs that share a scale.
     pub(crate) fn group(&self) -> usize {
-        if self.kind.code_bits() == CodeBits::Six { BLOCK / 2 } else { BLOCK }
+        self.kind.group()
     }
 
     /// Reads the weights of a column, as an embedding.
@@ -195,7 +200,14 @@ fn places(bits: CodeBits, order: WordOrder, i: usize) -> [Option<(usize, u32, u3
     let byte = 8 * byte as u32;
     let at = if order == WordOrder::Bytes { nibble } else { i };
     let low = Some((at / 8, 4 * (at % 8) as u32, 0, 15));
+    let pair = match order {
+        WordOrder::Bits => Some((i / 16, 2 * (i % 16) as u32, 0, 3)),
+        WordOrder::Bytes => Some((word / 4, byte + 2 * (word % 4) as u32, 0, 3)),
+    };
     match (bits, order) {
+        (CodeBits::Two, _) => [pair, None],
+        (CodeBits::Three, WordOrder::Bits) => [pair, Some((2, i as u32, 2, 1))],
+        (CodeBits::Three, WordOrder::Bytes) => [pair, Some((2, byte + word as u32, 2, 1))],
         (CodeBits::Four, _) => [low, None],
         (CodeBits::Five, WordOrder::Bits) => [low, Some((4, i as u32 + 4, 4, 1))],
         (CodeBits::Five, WordOrder::Bytes) => [low, Some((4, byte + word as u32, 4, 1))],
@@ -222,10 +234,20 @@ fn places_in_columns(bits: CodeBits, width: usize, column: usize, i: usize) -> [
     };
     let (low, high) = (place(0, 4, 0, 15), width * BLOCK / 2);
     match bits {
+        CodeBits::Two | CodeBits::Three => unreachable!("tiles multiply these codes as words"),
         CodeBits::Four => [low, None],
         CodeBits::Five => [low, place(high, 16, 4, 1)],
         CodeBits::Six => [low, place(high, 8, 4, 3)],
         CodeBits::Eight => [Some((column * BLOCK + i, 0, 0, 255)), None],
+    }
+}
+
+/// The place of a group's scale among the scales of a unit, and whether its minimum is in the upper half of the byte. Those are bytes of words,
+/// \[words\]\[columns\], which kernels read as they read codes.
+fn place_of_scale(kind: BlockType, width: usize, column: usize, group: usize) -> (usize, bool) {
+    match kind.scale_kind() {
+        ScaleKind::Nibbles => (4 * (group / 4 * width + column) + group % 4, true),
+        _ => (group * width + column, false),
     }
 }
 
@@ -235,8 +257,9 @@ fn write(block: &Unpacked, kind: BlockType, order: CodeOrder, unit: Unit, to: &m
     if unit.scales > unit.second {
         to[unit.second + 2 * column..][..2].copy_from_slice(&block.second.to_le_bytes());
     }
-    for (group, at) in (unit.scales..unit.mins).step_by(width).enumerate() {
-        to[at + column] = block.scales[group];
+    for group in 0..(unit.mins - unit.scales) / width {
+        let (at, mins) = place_of_scale(kind, width, column, group);
+        to[unit.scales + at] = block.scales[group] | if mins { block.mins[group] << 4 } else { 0 };
     }
     for (group, at) in (unit.mins..unit.codes).step_by(width).enumerate() {
         to[at + column] = block.mins[group];
@@ -277,13 +300,23 @@ fn words_of(bits: CodeBits, order: WordOrder, codes: &[u8; BLOCK]) -> [u32; 8] {
         words.iter_mut().zip(bytes).for_each(|(word, &codes)| *word = u32::from_le_bytes(codes));
         return words;
     }
-    words.iter_mut().zip(ordered.chunks_exact(8)).for_each(|(word, codes)| *word = gather(codes, 0, 4));
-    // The high bits of four codes at a time, side by side in each byte.
-    let high = |words: &[[u8; 4]], each: u32| {
+    // Some bits of four codes at a time, side by side in each byte.
+    let beside = |words: &[[u8; 4]], from: u32, each: u32| {
         let field =
-            |(i, &codes): (usize, &[u8; 4])| ((u32::from_le_bytes(codes) >> 4) & (0x0101_0101 * ((1 << each) - 1))) << (i as u32 * each);
+            |(i, &codes): (usize, &[u8; 4])| ((u32::from_le_bytes(codes) >> from) & (0x0101_0101 * ((1 << each) - 1))) << (i as u32 * each);
         words.iter().enumerate().map(field).fold(0, |word, field| word | field)
     };
+    if matches!(bits, CodeBits::Two | CodeBits::Three) {
+        let [low, high] = match order {
+            WordOrder::Bits => [gather(&codes[..16], 0, 2), gather(&codes[16..], 0, 2)],
+            WordOrder::Bytes => [beside(&bytes[..4], 0, 2), beside(&bytes[4..], 0, 2)],
+        };
+        let third = if order == WordOrder::Bits { gather(codes, 2, 1) } else { beside(bytes, 2, 1) };
+        (words[0], words[1], words[2]) = (low, high, third);
+        return words;
+    }
+    let high = |words: &[[u8; 4]], each: u32| beside(words, 4, each);
+    words.iter_mut().zip(ordered.chunks_exact(8)).for_each(|(word, codes)| *word = gather(codes, 0, 4));
     match (bits, order) {
         (CodeBits::Five, WordOrder::Bits) => words[4] = gather(codes, 4, 1).rotate_left(4),
         (CodeBits::Five, WordOrder::Bytes) => words[4] = high(bytes, 1),
@@ -292,7 +325,7 @@ fn words_of(bits: CodeBits, order: WordOrder, codes: &[u8; BLOCK]) -> [u32; 8] {
             words[5] = gather(&codes[16..], 4, 2).rotate_left(4);
         }
         (CodeBits::Six, WordOrder::Bytes) => (words[4], words[5]) = (high(&bytes[..4], 2), high(&bytes[4..], 2)),
-        (CodeBits::Four | CodeBits::Eight, _) => {}
+        (CodeBits::Two | CodeBits::Three | CodeBits::Four | CodeBits::Eight, _) => {}
     }
     words
 }
@@ -300,12 +333,14 @@ fn words_of(bits: CodeBits, order: WordOrder, codes: &[u8; BLOCK]) -> [u32; 8] {
 /// Reads a block from its column of a unit.
 fn read(kind: BlockType, order: CodeOrder, unit: Unit, from: &[u8], width: usize, column: usize) -> Unpacked {
     let number = |at: usize| u16::from_le_bytes([from[at], from[at + 1]]);
-    let mut block = Unpacked { codes: [0; 256], scale: number(2 * column), second: 0, scales: [0; 16], mins: [0; 8] };
+    let mut block = Unpacked { codes: [0; 256], scale: number(2 * column), second: 0, scales: [0; 16], mins: [0; 16] };
     if unit.scales > unit.second {
         block.second = number(unit.second + 2 * column);
     }
-    for (group, at) in (unit.scales..unit.mins).step_by(width).enumerate() {
-        block.scales[group] = from[at + column];
+    for group in 0..(unit.mins - unit.scales) / width {
+        let (at, mins) = place_of_scale(kind, width, column, group);
+        let byte = from[unit.scales + at];
+        (block.scales[group], block.mins[group]) = if mins { (byte & 15, byte >> 4) } else { (byte, 0) };
     }
     for (group, at) in (unit.mins..unit.codes).step_by(width).enumerate() {
         block.mins[group] = from[at + column];

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::BlockPanels;
-use super::decode::{ByCodeBits, EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, Units, V, WIDTH, by_code_bits};
+use super::decode::{ByCodeBits, EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, THREE, TWO, Units, V, WIDTH, by_code_bits};
 use super::panels::CodeOrder;
 use crate::block_type::BLOCK;
 use crate::simd::{Int8, Isa, Kernel, prefetch_twice};
@@ -66,6 +66,9 @@ impl<K: RoundedSink> Kernel for ExpandRounded<'_, K> {
 impl<K: RoundedSink> ByCodeBits for ExpandRounded<'_, K> {
     #[inline(always)]
     fn expand<S: Int8, const D: u8>(self, s: S) {
+        if D == TWO || D == THREE {
+            unreachable!("tiles multiply these codes as words");
+        }
         let Self { from, to, sink } = self;
         let (width, blocks) = (V * S::LANES, from.kind.block() / BLOCK);
         let mut turns = (0..to.len() / (HALF * width)).map(|turn| turn * HALF * width).cycle();

@@ -1,7 +1,6 @@
 //! Compares products of bytes with plain integers, and their errors with those of fp32.
 
 use super::*;
-use crate::block_type::CodeBits;
 
 /// The instruction sets with products of bytes, portable code, and plain code for tiles.
 fn tested() -> impl Iterator<Item = Isa> {
@@ -28,7 +27,7 @@ fn integers(block: &[f32]) -> (Vec<i64>, f64) {
 /// The product of a row of weights and a row of numbers, as the kernels compute it.
 fn plain(isa: Isa, kind: BlockType, weights: &[u8], x: &[f32]) -> f32 {
     let fma = |a: f32, b: f32, c: f32| if isa.is_portable() { a * b + c } else { a.mul_add(b, c) };
-    let group = if kind.code_bits() == CodeBits::Six { BLOCK / 2 } else { BLOCK };
+    let group = kind.group();
     let offset = -kind.table().map_or(-kind.offset(), |values| values.into_iter().fold(0.0, f32::min));
     let mut total = 0.0;
     for (unit, x) in weights.chunks_exact(kind.bytes()).zip(x.chunks_exact(kind.block())) {
