@@ -70,6 +70,7 @@ def decoder(kind: str, form: str, threads: int, isa: str) -> _core.Decoder:
         attention = _core.DecoderBlock.attention(
             norm=ones,
             qkv_proj=linear([queries, kv, kv], HIDDEN, [usual, usual, second]),
+            kv=(0, index, False),
             o_proj=linear([HIDDEN], queries, [usual]),
             scale=HEAD_DIM**-0.5,
             rope=0,
@@ -86,8 +87,7 @@ def decoder(kind: str, form: str, threads: int, isa: str) -> _core.Decoder:
         head=linear([VOCABULARY], HIDDEN, [other]),
         hidden_size=HIDDEN,
         num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        kv_heads=[(KV_HEADS, HEAD_DIM)],
         rms_norm_eps=1e-5,
         ropes=[((10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32), 1.0)],
         threads=threads,
@@ -107,7 +107,7 @@ def best(step: Callable[[], None], seconds: float) -> float:
 
 def measure(model: _core.Decoder, rows: int, seconds: float) -> float:
     """Seconds of a step of the whole model, the layers that were not made counted."""
-    cache = _core.KvCache(layers=MEASURED, blocks=rows + 1, kv_heads=KV_HEADS, block_size=16, head_dim=HEAD_DIM, dtype="float32")
+    cache = _core.KvCache(parts=[(MEASURED, KV_HEADS, HEAD_DIM)], blocks=rows + 1, block_size=16, dtype="float32")
     at = np.arange(rows, dtype=np.int32)
     arrays = {
         "input_ids": at,

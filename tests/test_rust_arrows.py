@@ -41,7 +41,7 @@ LAYERS = {
         {"lora"},
         {"linear", "router"},
         {"attention", "mlp"},
-        {"experts"},
+        {"experts", "layer_input"},
         {"blocks"},
         {"pass"},
         {"decoder", "encoder"},

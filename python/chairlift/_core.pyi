@@ -592,10 +592,12 @@ class DecoderBlock:
         *,
         norm: NDArray[np.float32],
         qkv_proj: Linear,
+        kv: tuple[int, int, bool],
         o_proj: Linear,
         scale: float,
         temperature: tuple[float, int] | None = None,
         qk_norm: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
+        value_norm: NDArray[np.float32] | None = None,
         rope: int | None = None,
         softcap: float | None = None,
         window: int | None = None,
@@ -605,11 +607,12 @@ class DecoderBlock:
     ) -> DecoderBlock:
         """Creates a block of causal attention with scores multiplied by `scale`. Takes ownership of the linear layers.
 
-        `qk_norm` are norms of each head's queries and keys. `rope` is the index of the decoder's rotary embedding (None: no positions). A
-        `softcap` c maps scores x to c * tanh(x / c). A token sees `window` tokens, itself included. `sinks` are, for each head, the
-        score of a token without a value that all tokens see. `temperature` (b, n) multiplies the query at position p by 1 + b * ln(1 +
-        floor(p / n)). `post_norm` is applied to the output, which is then multiplied by `residual_scale`. Raises ValueError for a layer
-        that another block owns.
+        `kv` is the part of the KV cache, the layer in that part, and whether an earlier block writes the layer: then there are only
+        queries. `qk_norm` and `value_norm` are norms of each head's queries and keys, and of its values. `rope` is the index of the
+        decoder's rotary embedding (None: no positions). A `softcap` c maps scores x to c * tanh(x / c). A token sees `window` tokens,
+        itself included. `sinks` are, for each head, the score of a token without a value that all tokens see. `temperature` (b, n)
+        multiplies the query at position p by 1 + b * ln(1 + floor(p / n)). `post_norm` is applied to the output, which is then multiplied
+        by `residual_scale`. Raises ValueError for a layer that another block owns.
         """
 
     @staticmethod
@@ -621,10 +624,20 @@ class DecoderBlock:
         activation: str = "silu",
         post_norm: NDArray[np.float32] | None = None,
         residual_scale: float = 1.0,
+        stream_scale: float = 1.0,
     ) -> DecoderBlock:
         """Creates down_proj(activation(gate) * up); the activation is silu or gelu_tanh, `gate_up_proj` is gated.
 
-        The rest is as in `attention`.
+        The sum of output and residual stream is multiplied by `stream_scale`. The rest is as in `attention`.
+        """
+
+    @staticmethod
+    def layer_input(
+        *, gate: Linear, projection: Linear, layer: int, activation: str, post_norm: NDArray[np.float32], stream_scale: float = 1.0
+    ) -> DecoderBlock:
+        """Creates projection(activation(gate) * e), where e is the token's embedding for a layer (see `Decoder`); without an input norm.
+
+        The rest is as in `gated_mlp`.
         """
 
     @staticmethod
@@ -714,10 +727,10 @@ class Decoder:
         norm: NDArray[np.float32],
         head: Linear,
         embedding: Linear | None = None,
+        layer_embeddings: tuple[Linear, Linear, NDArray[np.float32]] | None = None,
         hidden_size: int,
         num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        kv_heads: Sequence[tuple[int, int]],
         rms_norm_eps: float,
         ropes: Sequence[tuple[NDArray[np.float32], float]],
         threads: int,
@@ -725,6 +738,9 @@ class Decoder:
         final_softcap: float | None = None,
     ) -> Decoder:
         """Takes ownership of the blocks. Without an `embedding`, embeddings are the rows of the head.
+
+        `kv_heads` are the number and the size of the heads in each part of the KV cache. `layer_embeddings` are the table, the projection
+        and the norm of tokens' embeddings for each layer.
 
         Each rotary embedding has the radians per position of the rotated pairs, which may be fewer than half of a head's numbers, and the
         factor of cosines and sines. All weights must be packed for one instruction set, which the decoder uses. Raises ValueError for
@@ -847,10 +863,11 @@ class Encoder:
 class KvCache:
     """The KV cache of all layers, in blocks, with a host pool for swapped-out blocks. Memory is only resident once it is used."""
 
-    def __new__(
-        cls, *, layers: int, blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: str, host_blocks: int = 0
-    ) -> KvCache:
-        """Creates a cache; `dtype` is float32, float16, bfloat16 or int8. Raises MemoryError if the system refuses the memory."""
+    def __new__(cls, *, parts: Sequence[tuple[int, int, int]], blocks: int, block_size: int, dtype: str, host_blocks: int = 0) -> KvCache:
+        """Creates a cache whose parts have layers, KV heads, and numbers a head; `dtype` is float32, float16, bfloat16 or int8.
+
+        Raises MemoryError if the system refuses the memory.
+        """
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, one pair (from, to) after another."""

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import default_file, gguf_of, split_gguf_of, tiny_model, write_safetensors
+from gguf_files import TINY, default_file, gguf_of, split_gguf_of, tiny_model, write_safetensors
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -171,7 +171,7 @@ def _altered(tmp_path: Path, **metadata: Any) -> Path:
         ({"llama__attention__scale": 0.5}, "llama.attention.scale is 0.5, which"),
         ({"llama__attention__causal": False}, "llama.attention.causal is False, which"),
         ({"llama__block_count": None}, "llama.block_count is None"),
-        ({"llama__block_count": 2**31 - 1}, "says it has 2147483647 layers, and holds tensors of 2"),
+        ({"llama__block_count": 2**31 - 1}, "says it has 2147483647 layers, and holds 21 tensors"),
         ({"llama__block_count": 3}, "says it has 3 layers, and holds tensors of 2"),
         ({"llama__block_count": "two"}, "llama.block_count is 'two' and not of type int"),
         ({"llama__block_count": 1}, "says it has 1 layers, and holds tensors of 2"),
@@ -196,6 +196,38 @@ def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, metadata
     with pytest.raises(UnsupportedModel, match=reason):
         convert(path, tmp_path / "out")
     assert [left.name for left in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("attention.head_count_kv", [2, 2], "head_count_kv must be one positive number, or one for each of 5 layers, got"),
+        ("attention.head_count_kv", [2, 1, 2, 2, 2], "KV heads or inner sizes by layer are not those of Gemma 4"),
+        ("feed_forward_length", [96, 96, 96, 96, 192], "KV heads or inner sizes by layer are not those of Gemma 4"),
+        ("attention.sliding_window_pattern", [True, False], "has 2 entries for 5 layers"),
+        ("attention.sliding_window_pattern", [True, True, True, True, False], "no earlier layer has full attention"),
+        ("rope.dimension_count_swa", 8, "rope.dimension_count_swa differs from the size of a head, 16"),
+        ("attention.shared_kv_layers", 9, "KV heads or inner sizes by layer are not those of Gemma 4"),
+    ],
+)
+@pytest.mark.slow
+def test_lists_by_layer_that_do_not_fit_are_refused(tmp_path: Path, key: str, value: Any, reason: str) -> None:
+    (settings, *_) = (settings for kind, settings in TINY if kind == "gemma4_text")
+    gguf_of(tiny_model("gemma4_text", **settings), tmp_path / "tiny.gguf", replaced={f"gemma4.{key}": value})
+
+    def load() -> None:
+        convert(tmp_path / "tiny.gguf", tmp_path / "out")
+        ModelConfig.load(tmp_path / "out")
+
+    with pytest.raises(UnsupportedModel, match=reason):
+        load()
+
+
+def test_a_list_by_layer_needs_an_architecture_whose_layers_differ(tmp_path: Path) -> None:
+    path = _altered(tmp_path, llama__feed_forward_length=[96, 64])
+    message = r"llama\.feed_forward_length differs by layer, which cannot be read for the architecture 'llama'"
+    with pytest.raises(UnsupportedModel, match=message):
+        convert(path, tmp_path / "out")
 
 
 def _keys_of_the_package(kinds: Any) -> list[str]:

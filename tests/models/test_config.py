@@ -132,6 +132,7 @@ def test_phi_4_mini_is_read_as_it_was_published():
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
+GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 LISTS = {"short_factor": [1.0, 1.5, 3.0, 4.0], "long_factor": [1.0, 3.0, 8.0, 9.0]}
 SCALINGS: list[tuple[dict[str, object], int]] = [
     ({"rope_type": "linear", "factor": 3.0}, 64),
@@ -228,6 +229,11 @@ def test_a_checkpoint_says_its_dtype_in_one_of_two_words(tmp_path):
             },
             "long_factor must be 8 positive numbers",
         ),
+        ({**GEMMA4, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2: no earlier layer has full attention"),
+        ({**GEMMA4, "num_kv_shared_layers": -1}, "num_kv_shared_layers must be a number that is not negative, got -1"),
+        ({**GEMMA4, "enable_moe_block": True}, "experts beside an MLP have no code of ours"),
+        ({**GEMMA4, "per_layer_config": {"2": {"head_dim": 7}}}, "head_dim must be even for rotary positions, got 7"),
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be at most 10000, got 2147483647"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
         ({"hidden_size": 60, "num_attention_heads": 4}, "head_dim must be even"),

@@ -28,6 +28,9 @@ MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "resid
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GEMMA4 = {"global_head_dim": 32, "sliding_window": 5, "tie_word_embeddings": True, "num_hidden_layers": 5, "final_logit_softcapping": 4.0}
+GEMMA4 |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]}
+GEMMA4 |= {"vocab_size_per_layer_input": 320}
 TEMPERATURE = {"original_max_position_embeddings": 4, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "beta_fast": 8.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 8}
 LONGROPE |= {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 4.0]}
@@ -47,6 +50,8 @@ TINY: list[tuple[str, dict[str, Any]]] = [
     ("olmoe", {"num_experts": 11, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
     ("gpt_oss", {**GPT_OSS, "num_local_experts": 11, "num_experts_per_tok": 3, "sliding_window": 5}),
     ("granitemoe", {**MULTIPLIERS, "num_local_experts": 11, "num_experts_per_tok": 3}),
+    ("gemma4_text", {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32}),
+    ("gemma4_text", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}),
     ("phi3", {"pad_token_id": 0, "sliding_window": 5, "original_max_position_embeddings": 8, "rope_parameters": LONGROPE}),
     ("ministral3", {"rope_parameters": {"rope_theta": 500.0, **YARN, **TEMPERATURE}}),
 ]
@@ -81,6 +86,12 @@ def tiny_model(kind: str, **settings: Any) -> PreTrainedModel:
     with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide a mistake
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
+        if kind == "gemma4_text":  # whose scores are not divided by the size of a head: rounding would show
+            for layer in model.model.layers:
+                layer.self_attn.q_norm.weight.div_(4)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.75)
     return model.eval()
 
 
@@ -109,7 +120,8 @@ def gguf_of(
     """
     config, kind = model.config, gguf_name(model.config.model_type)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    local = config.per_layer_config["sliding_attention"] if kind == "gemma4" else config
+    head_dim = getattr(local, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = {
         "general.architecture": kind,
         f"{kind}.context_length": config.max_position_embeddings,
@@ -117,7 +129,7 @@ def gguf_of(
         f"{kind}.block_count": config.num_hidden_layers,
         f"{kind}.feed_forward_length": config.intermediate_size,
         f"{kind}.attention.head_count": config.num_attention_heads,
-        f"{kind}.attention.head_count_kv": config.num_key_value_heads,
+        f"{kind}.attention.head_count_kv": local.num_key_value_heads,
         f"{kind}.attention.key_length": head_dim,
         f"{kind}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         f"{kind}.rope.freq_base": rope["rope_theta"],
@@ -129,8 +141,19 @@ def gguf_of(
         values |= {f"{kind}.attention.sliding_window": config.sliding_window or 0}
     if kind.startswith("gemma"):
         values |= {f"{kind}.attention.sliding_window": config.sliding_window}
-        caps = {name: getattr(config, name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+        caps = {name: getattr(config, name, None) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
         values |= {f"{kind}.{name}": cap for name, cap in caps.items() if cap is not None}
+    if kind == "gemma4":
+        windows, full = [entry == "sliding_attention" for entry in config.layer_types], config.per_layer_config["full_attention"]
+        values |= {f"{kind}.attention.key_length": full.head_dim, f"{kind}.attention.value_length": full.head_dim}
+        values |= {f"{kind}.attention.key_length_swa": head_dim, f"{kind}.attention.value_length_swa": head_dim}
+        kv_heads = [local.num_key_value_heads if window else full.num_key_value_heads for window in windows]
+        inner = [config.intermediate_size * (1 + (config.use_double_wide_mlp and mode == "reuse")) for mode in config.kv_sharing_modes]
+        values |= {f"{kind}.attention.head_count_kv": kv_heads, f"{kind}.feed_forward_length": inner}
+        values |= {f"{kind}.attention.sliding_window_pattern": windows, f"{kind}.attention.shared_kv_layers": config.num_kv_shared_layers}
+        values |= {f"{kind}.embedding_length_per_layer_input": config.hidden_size_per_layer_input}
+        rotated = int(full.head_dim * rope["partial_rotary_factor"] / 2)
+        frequencies = np.array([1.0] * rotated + [1e30] * (full.head_dim // 2 - rotated), dtype=np.float32)
     if config.pad_token_id is not None:
         values["tokenizer.ggml.padding_token_id"] = config.pad_token_id
     values |= gguf_experts.metadata(config, kind)
@@ -162,13 +185,16 @@ def gguf_of(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stem, suffix = name.rsplit(".", 1)
+        if suffix == "layer_scalar":
+            writer.add_tensor(f"blk.{stem.split('.')[2]}.layer_output_scale.weight", tensor.numpy())
+            continue
         if "shared_mlp.input_linear" in stem:
             for part, half in zip(("ffn_gate", "ffn_up"), tensor.numpy().reshape(2, -1, tensor.shape[-1]), strict=True):
                 writer.add_tensor(f"blk.{stem.split('.')[2]}.{part}.weight", np.ascontiguousarray(half))
             continue
         stem = stem.replace("shared_mlp.output_linear", "mlp.down_proj")
         weights = tensor.numpy()
-        if kind.startswith("gemma") and "norm" in stem:
+        if kind in ("gemma2", "gemma3") and "norm" in stem:
             weights = weights + np.float32(1)
         if kind in ("llama", "smollm3", "granite", "granitemoe", "mistral3") and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads

@@ -37,6 +37,11 @@ PHI = {"pad_token_id": 0, "tie_word_embeddings": True}
 LONG = {**ORIGINAL, "rope_parameters": {**LONGROPE, **ORIGINAL}}
 SHORT = {**LONGROPE, "original_max_position_embeddings": 256, "attention_factor": 1.3}
 
+GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "num_hidden_layers": 5, "final_logit_softcapping": 3.0}
+GEMMA4 |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]}
+GEMMA4 |= {"vocab_size_per_layer_input": 199, "pad_token_id": 0}
+GEMMA4_TEXT = {**GEMMA4, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 16}
+VISION4 = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16, "patch_size": 8}
 TEMPERATURE = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "truncate": True}
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 8}
 VISION |= {"depth": 1, "out_hidden_size": 48, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
@@ -72,6 +77,8 @@ FAMILIES = {
     "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 40, "pad_token_id": 0}),
     "granite-moe": ("GraniteMoe", {**MULTIPLIERS, **LOCAL_EXPERTS}),
     "granite-moe-shared": ("GraniteMoeShared", {**MULTIPLIERS, **LOCAL_EXPERTS, "shared_intermediate_size": 72}),
+    "gemma4": ("Gemma4", {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16}),
+    "gemma4-large": ("Gemma4", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 3, "hidden_size_per_layer_input": 0}),
     "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": YARN | TEMPERATURE}),
     "gemma3-images": ("Gemma3ForConditionalGeneration", {"text_config": {**GEMMA, "rope_parameters": ROPES}, "vision_config": SIGLIP}),
     "mistral3-images": (
@@ -79,6 +86,7 @@ FAMILIES = {
         {"text_config": MISTRAL, "vision_config": PIXTRAL, "tie_word_embeddings": False},
     ),
     "ministral3-images": ("Mistral3ForConditionalGeneration", {"text_config": MINISTRAL, "vision_config": PIXTRAL}),
+    "gemma4-images": ("Gemma4ForConditionalGeneration", {"text_config": GEMMA4_TEXT, "vision_config": VISION4}),
     "qwen3-vl": ("Qwen3VLForConditionalGeneration", {"text_config": {"head_dim": 16, "rope_parameters": MROPE}, "vision_config": VISION}),
     "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": 13}),
     "phi4-mini": ("Phi3", {**PHI, **LONG}),
@@ -112,5 +120,11 @@ def write(name: str, directory: Path, dtype: torch.dtype = torch.float32, **save
         # Biases start at zero and norms at one: a mistake with them would go unseen.
         if parameter_name.endswith("bias") or "norm" in parameter_name:
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.2)
+        if "q_norm" in parameter_name and family.startswith("Gemma4"):
+            # Scores are not divided by the size of a head: they would be so large that rounding shows.
+            parameter.data /= 4
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("layer_scalar"):
+            buffer.fill_(0.75)
     model.to(dtype).save_pretrained(directory, **save)
     return type(model).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()

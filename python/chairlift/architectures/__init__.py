@@ -2,7 +2,7 @@
 
 from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Mixture, Projections, Scores, Windows
 from chairlift.architectures.encoders import ENCODER_GGUF, ENCODERS, EncoderArchitecture
-from chairlift.architectures.gemma import GEMMA2, GEMMA3
+from chairlift.architectures.gemma import GEMMA2, GEMMA3, GEMMA4
 from chairlift.architectures.gpt_oss import GPT_OSS
 from chairlift.architectures.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
 from chairlift.architectures.llama import LLAMA, MINISTRAL3, MISTRAL
@@ -30,7 +30,7 @@ __all__ = [
     "Windows",
 ]
 
-DENSE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GRANITE4, PHI3)
+DENSE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, SMOLLM3, GRANITE, GRANITE4, PHI3)
 MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED)
 ARCHITECTURES = {known.name: known for known in DENSE + MIXTURES}
 """The architectures by their names in config.json."""

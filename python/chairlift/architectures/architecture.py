@@ -130,7 +130,8 @@ class Architecture:
     read. With a `temperature` queries grow with their position. Every n-th layer has no rotary positions if `no_rope_interval` is n, and
     every n-th has full attention if `window_interval` is n and windows are listed. `inner` is the key of the MLP's inner size. With
     `whole_norms` the norms of queries and keys are those of all heads together. With `sinks` each head has a score beside those of the
-    keys. With a `mixture` layers have experts instead of an MLP, except those that config.json names.
+    keys. `global_head_dim` is the default size of heads of layers with full attention, and means that layers differ as in Gemma 4. With a
+    `mixture` layers have experts instead of an MLP, except those that config.json names.
     """
 
     name: str
@@ -176,6 +177,7 @@ class Architecture:
     softcaps: tuple[float | None, float | None] | None = None
     scaled_embeddings: bool = False
     multipliers: bool = False
+    global_head_dim: int | None = None
     mixture: Mixture | None = None
 
     @property
@@ -198,6 +200,7 @@ class Architecture:
             "scaled embeddings": self.scaled_embeddings,
             "multipliers of embeddings, attention, residuals and logits": self.multipliers,
             "attention sinks": self.sinks,
+            "heads by kind of layer, shared keys and values, embeddings for each layer": self.global_head_dim is not None,
             "experts": self.mixture is not None,
             "a shared expert": self.mixture is not None and self.mixture.shared is not None,
         }

@@ -1,6 +1,6 @@
-"""Gemma 2 and 3."""
+"""Gemma 2, 3 and 4."""
 
-from chairlift.architectures.architecture import Architecture, GGUFFormat, Key, Windows
+from chairlift.architectures.architecture import TOP, Architecture, Code, GGUFFormat, Key, Windows
 
 TENSORS = {
     "ffn_norm": "pre_feedforward_layernorm",
@@ -77,4 +77,51 @@ GEMMA3 = Architecture(
     query_scalar=256.0,
     softcaps=(None, None),
     scaled_embeddings=True,
+)
+GEMMA4 = Architecture(
+    name="Gemma4ForCausalLM",
+    model_type="gemma4_text",
+    models="Gemma 4 without experts",
+    wrappers=("Gemma4ForConditionalGeneration",),
+    text_types=("gemma4_text",),
+    code=Code.RUST,
+    gguf=GGUFFormat(
+        names=("gemma4",),
+        constants=CONSTANTS,
+        keys={
+            "sliding_window": Key("attention.sliding_window", int),
+            "final_logit_softcapping": Key("final_logit_softcapping", float, optional=True),
+        },
+        tensors={
+            **TENSORS,
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "layer_output_scale.weight": "layer_scalar",
+        },
+        top={
+            **TOP,
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+    ),
+    vocab_size=262144,
+    heads=8,
+    kv_heads=4,
+    head_dim=256,
+    max_positions=131072,
+    tied=True,
+    theta=1e6,
+    local_theta=1e4,
+    windows=Windows.LISTED,
+    sliding_window=512,
+    window_interval=6,
+    qk_norm=True,
+    post_norms=True,
+    activation="gelu_tanh",
+    query_scalar=1.0,
+    softcaps=(None, None),
+    scaled_embeddings=True,
+    global_head_dim=512,
 )

@@ -12,6 +12,8 @@ from chairlift.checkpoint.gguf_encoder import encoder_config
 from chairlift.checkpoint.gguf_file import GGUFFile
 from chairlift.errors import UnsupportedModel
 
+_UNROTATED = 1e29
+"""Divisors of frequencies from here on leave a pair where it is."""
 _F32 = 0
 """ggml's number of the type."""
 
@@ -47,20 +49,27 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise UnsupportedModel(f"{file.path} holds no model: tensor token_embd.weight is missing")
+    layers = file.size(f"{kind}.block_count")
+    if layers > len(file.tensors):
+        raise UnsupportedModel(f"{file.path} says it has {layers} layers, and holds {len(file.tensors)} tensors")
+    inner = _by_layer(file, f"{kind}.feed_forward_length", layers)
+    kv_heads = _by_layer(file, f"{kind}.attention.head_count_kv", layers, heads)
+    for name, values in (("feed_forward_length", inner), ("attention.head_count_kv", kv_heads)):
+        if architecture.global_head_dim is None and len(set(values)) != 1:
+            raise UnsupportedModel(f"{file.path}: {kind}.{name} differs by layer, which cannot be read for the architecture {kind!r}")
     config = {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
         "hidden_size": hidden,
-        "intermediate_size": file.size(f"{kind}.feed_forward_length"),
-        "num_hidden_layers": file.size(f"{kind}.block_count"),
+        "intermediate_size": inner[0],
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": file.size(f"{kind}.attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads[0],
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": file.size(f"{kind}.context_length"),
         "rms_norm_eps": file.number(f"{kind}.attention.layer_norm_rms_epsilon"),
         "rope_theta": file.number(f"{kind}.rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(file, kind),
         "partial_rotary_factor": rotary / head_dim,
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -78,15 +87,18 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
             config[name] = _entry(file, f"{kind}.{key.name}", key)
     if architecture.windows is Windows.LISTED:
         config["layer_types"] = _layer_types(file, f"{kind}.attention.sliding_window_pattern", architecture, config["num_hidden_layers"])
-    if architecture.query_scalar is not None:
-        largest = config["num_hidden_layers"] == layout.largest_layers
-        config["query_pre_attn_scalar"] = hidden // heads if largest else head_dim
-    if architecture.position_type is not None and file.get(f"{kind}.rope.scaling.finetuned", bool) is False:
-        config["position_embedding_type"] = "nope"
+    if layout.largest_layers is not None:
+        config["query_pre_attn_scalar"] = hidden // heads if layers == layout.largest_layers else head_dim
+    if architecture.global_head_dim is None:
+        config["rope_scaling"] = _rope_scaling(file, kind)
+    else:
+        config |= _variants(file, kind, config, inner, kv_heads)
     if architecture.temperature and (beta := file.get(f"{kind}.attention.temperature_scale", float)):
         config["rope_scaling"] = (config["rope_scaling"] or {"rope_type": "default"}) | {"llama_4_scaling_beta": beta}
     if original := file.get(f"{kind}.rope.scaling.original_context_length", int):
         config["original_max_position_embeddings"] = original
+    if architecture.position_type is not None and file.get(f"{kind}.rope.scaling.finetuned", bool) is False:
+        config["position_embedding_type"] = "nope"
     for key_name in layout.image_keys:
         file.value(f"{kind}.{key_name}")
     for name, role in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
@@ -120,6 +132,50 @@ def _entry(file: GGUFFile, name: str, key: Key) -> float:
     if key.kind is float:
         return file.number(name, key.default)
     return file.size(name, None if key.default is None else int(key.default))
+
+
+def _by_layer(file: GGUFFile, key: str, layers: int, default: int | None = None) -> list[int]:
+    """Returns a number for each layer. Raises UnsupportedModel for a list of another length."""
+    values = file.value(key)
+    if not isinstance(values, list):
+        return [file.size(key, default)] * layers
+    if len(values) != layers or not all(type(value) is int and 0 < value < 2**31 for value in values):
+        raise UnsupportedModel(f"{file.path}: {key} must be one positive number, or one for each of {layers} layers, got {values!r:.200}")
+    return values
+
+
+def _variants(file: GGUFFile, kind: str, config: dict[str, Any], inner: list[int], kv_heads: list[int]) -> dict[str, Any]:
+    """Returns Gemma 4's additional entries of config.json: what differs from layer to layer."""
+    layers, windows = len(inner), [entry == "sliding_attention" for entry in config["layer_types"]]
+    shared = file.get(f"{kind}.attention.shared_kv_layers", int) or 0
+    head_dim, local = config["head_dim"], file.size(f"{kind}.attention.key_length_swa")
+    for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if file.size(f"{kind}.{name}", local) != local:
+            raise UnsupportedModel(f"{file.path}: {kind}.{name} differs from the size of a head, {local}, and cannot be read")
+    groups = {window: {kv_heads[layer] for layer in range(layers) if windows[layer] == window} for window in (True, False)}
+    wide = len(set(inner)) > 1
+    doubled = [inner[0] * (2 if wide and layer >= layers - shared else 1) for layer in range(layers)]
+    if any(len(group) > 1 for group in groups.values()) or inner != doubled:
+        raise UnsupportedModel(f"{file.path}: its lists of KV heads or inner sizes by layer are not those of Gemma 4, and cannot be read")
+    full = windows.index(False) if False in windows else 0
+    divisors = _divisors(file, "rope_freqs") or [1.0] * (head_dim // 2)
+    rotated = divisors.count(1.0)
+    if divisors[:rotated] != [1.0] * rotated or any(divisor < _UNROTATED for divisor in divisors[rotated:]):
+        raise UnsupportedModel(f"{file.path}: tensor rope_freqs.weight must be 1 for the first pairs, and 1e30 for the others")
+    base, local_base = config["rope_theta"], file.number(f"{kind}.rope.freq_base_swa", 10000.0)
+    rope = {"rope_type": "proportional", "partial_rotary_factor": 2 * rotated / head_dim, "rope_theta": base}
+    return {
+        "head_dim": local,
+        "global_head_dim": head_dim,
+        "num_key_value_heads": max(groups[True], default=kv_heads[0]),
+        "num_global_key_value_heads": max(groups[False], default=kv_heads[0]),
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": wide,
+        "hidden_size_per_layer_input": file.get(f"{kind}.embedding_length_per_layer_input", int) or 0,
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "rope_parameters": {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local_base}},
+    }
 
 
 def _layer_types(file: GGUFFile, key: str, architecture: Architecture, layers: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ from chairlift.architectures import ARCHITECTURES, WRAPPED, Architecture, Code, 
 from chairlift.errors import UnsupportedModel
 from chairlift.models.experts import Experts, parse_experts
 from chairlift.models.fields import NoNativeModel, parse_dtype, parse_size, read_json
+from chairlift.models.layer_variants import LayerVariants, parse_variants
 from chairlift.models.quantization import MODELOPT_FILE, QuantizationScheme, UnsupportedScheme, parse_quantization
 from chairlift.models.rope_config import longest_context, parse_ropes, parse_temperature
 from chairlift.models.rotary import Dynamic, RopeConfig
 from chairlift.models.shape import KvSpec, ModelShape
+
+MOST_LAYERS = 10_000
+"""More layers than any model has. Lists with an entry for each layer of a wrong number could exhaust the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +30,9 @@ class ModelConfig(ModelShape):
     query at position p is multiplied by 1 + b * ln(1 + floor(p / n)). A softcap c maps scores or logits to c * tanh(x / c). Embeddings are
     multiplied by `embedding_scale`, `norm_offset` is added to the weights of all norms, and `post_norms` adds a norm after attention and
     after the MLP. Heads are rotated in the layers selected by `uses_rope`. With `whole_norms` the norms of queries and keys are those of
-    all heads together. With `experts` some layers have a mixture of experts, and the others an MLP of `intermediate_size`. The output of
-    attention and of the MLP is multiplied by `residual_scale` before it is added to the residual stream, and logits are multiplied by
-    `logits_scale`. `scheme` is that of quantised layers.
+    all heads together. With `variants` layers have different heads (see `LayerVariants`). With `experts` some layers have a mixture of
+    experts, and the others an MLP of `intermediate_size`. The output of attention and of the MLP is multiplied by `residual_scale` before
+    it is added to the residual stream, and logits are multiplied by `logits_scale`. `scheme` is that of quantised layers.
     """
 
     num_kv_heads: int
@@ -56,13 +61,45 @@ class ModelConfig(ModelShape):
     logits_scale: float
     projections: Projections
     experts: Experts | None
+    variants: LayerVariants | None
     only_in_rust: bool
     scheme: QuantizationScheme | None = None
 
     @property
     def kv_specs(self) -> tuple[KvSpec, ...]:
-        """The shape of each layer's KV cache."""
-        return tuple(KvSpec(self.num_kv_heads, self.head_dim, self.head_dim, window) for window in self.windows)
+        """The shape of the KV cache of each layer that has one."""
+        own = [layer for layer in range(self.num_layers) if self.source_of(layer) == layer]
+        return tuple(KvSpec(heads, size, size, self.windows[layer]) for layer in own for heads, size in [self.heads_of(layer)])
+
+    @property
+    def kv_parts(self) -> dict[tuple[int, int], int]:
+        """The number of layers with each number and size of KV heads, without those that use the keys and values of others."""
+        return Counter((spec.kv_heads, spec.head_dim) for spec in self.kv_specs)
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """The number and the size of a layer's KV heads."""
+        return self.variants.local_heads if self.variants and self.windows[layer] is not None else (self.num_kv_heads, self.head_dim)
+
+    def source_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer uses: mostly itself."""
+        first = self.num_layers - (self.variants.shared if self.variants else 0)
+        if layer < first:
+            return layer
+        return max(other for other in range(first) if (self.windows[other] is None) == (self.windows[layer] is None))
+
+    def inner_of(self, layer: int) -> int:
+        """The inner size of a layer's MLP."""
+        return self.intermediate_size * (2 if self.variants and self.variants.wide and self.source_of(layer) != layer else 1)
+
+    def matrices_of(self, layer: int) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of a layer's matrices: merged query, key and value; attention output; merged gate and up; down.
+
+        Experts are not among them.
+        """
+        heads, size = self.heads_of(layer)
+        queries, kv = self.num_heads * size, heads * size if self.source_of(layer) == layer else 0
+        hidden, inner = self.hidden_size, self.inner_of(layer)
+        return (queries + 2 * kv, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)
 
     @property
     def longest_context(self) -> int:
@@ -79,7 +116,9 @@ class ModelConfig(ModelShape):
     def num_weights(self) -> int:
         """The number of parameters, without biases."""
         tables = 1 if self.tie_word_embeddings else 2
-        matrices = self.num_layers * sum(outs * ins for outs, ins in self.layer_matrices)
+        matrices = sum(outs * ins for layer in range(self.num_layers) for outs, ins in self.matrices_of(layer))
+        if self.variants:
+            matrices += self.num_layers * self.variants.input_size * (self.vocab_size + 3 * self.hidden_size)
         if self.experts:
             mlp = 3 * self.intermediate_size * self.hidden_size
             matrices += sum(self.experts.layers) * (self.experts.weights(self.hidden_size) - mlp)
@@ -88,17 +127,14 @@ class ModelConfig(ModelShape):
     @property
     def widest(self) -> int:
         """The numbers of a token's widest activation in a layer."""
-        return max(self.intermediate_size, self.experts.widest(self.hidden_size) if self.experts else 0)
+        inputs = self.num_layers * self.variants.input_size if self.variants else 0
+        inner = max(map(self.inner_of, range(self.num_layers)))
+        return inputs + max(inner, self.experts.widest(self.hidden_size) if self.experts else 0)
 
     @property
     def layer_matrices(self) -> tuple[tuple[int, int], ...]:
-        """Outputs and inputs of a layer's matrices: merged query, key and value; attention output; merged gate and up; down.
-
-        Experts are not among them.
-        """
-        queries, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        hidden, inner = self.hidden_size, self.intermediate_size
-        return (queries + 2 * kv, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)
+        """Outputs and inputs of the first layer's matrices (see `matrices_of`)."""
+        return self.matrices_of(0)
 
     @classmethod
     def load(cls, directory: Path) -> ModelConfig:
@@ -125,15 +161,21 @@ class ModelConfig(ModelShape):
         heads = parse_size(raw, "num_attention_heads", family.heads)
         hidden = parse_size(raw, "hidden_size")
         layers = parse_size(raw, "num_hidden_layers")
+        if layers > MOST_LAYERS:
+            raise UnsupportedModel(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {layers}")
         kv_heads = parse_size(raw, "num_key_value_heads", family.kv_heads or heads)
         head_dim = parse_size(raw, "head_dim", family.head_dim or hidden // heads)
-        if heads % kv_heads:
-            raise UnsupportedModel(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
-        if head_dim % 2:
-            raise UnsupportedModel(f"head_dim must be even for rotary positions, got {head_dim}")
+        windows, local, variants = _windows(raw, family, layers), (kv_heads, head_dim), None
+        if family.global_head_dim is not None:
+            variants, (kv_heads, head_dim) = parse_variants(raw, windows, local, family.global_head_dim)
+        for count, size in {local, (kv_heads, head_dim)}:
+            if heads % count:
+                raise UnsupportedModel(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({count})")
+            if size % 2:
+                raise UnsupportedModel(f"head_dim must be even for rotary positions, got {size}")
         bias = bool(raw.get("attention_bias", False)) and (family.output_bias or family.qkv_bias)
         raw = {**raw, "max_position_embeddings": parse_size(raw, "max_position_embeddings", family.max_positions)}
-        rope, local_rope = parse_ropes(raw, family, (head_dim, head_dim))
+        rope, local_rope = parse_ropes(raw, family, (head_dim, local[1]))
         multiplier = _multipliers(raw) if family.multipliers else None
         scalar = _number(raw, "query_pre_attn_scalar", family.query_scalar) if family.query_scalar else None
         softcaps = _softcaps(raw, family)
@@ -156,7 +198,7 @@ class ModelConfig(ModelShape):
             qk_norm=family.qk_norm,
             whole_norms=family.whole_norms,
             sinks=family.sinks,
-            windows=_windows(raw, family, layers),
+            windows=windows,
             attention_scale=(scalar or head_dim) ** -0.5 if multiplier is None else multiplier["attention_multiplier"],
             temperature=parse_temperature(raw) if family.temperature else None,
             attention_softcap=softcaps[0],
@@ -172,6 +214,7 @@ class ModelConfig(ModelShape):
             logits_scale=1.0 if multiplier is None else 1.0 / multiplier["logits_scaling"],
             projections=family.projections,
             experts=parse_experts(raw, family.mixture, layers) if family.mixture else None,
+            variants=variants,
             only_in_rust=family.code is Code.RUST,
             scheme=scheme,
             quantization=scheme.name if scheme else None,
@@ -220,7 +263,8 @@ def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationS
     activation = (raw.get("hidden_act") if family.activation == "silu" else raw.get("hidden_activation")) or known[0]
     if activation not in known:
         raise NoNativeModel(f"hidden_act {activation!r} has no code of ours (there is for {known[0]})")
-    if raw.get("use_bidirectional_attention"):
+    # "vision" is about tokens of images alone.
+    if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise NoNativeModel("attention to later tokens has no code of ours")
     if family.name == "GraniteMoeHybridForCausalLM":
         _check_dense(raw)

@@ -25,6 +25,8 @@ def check_shapes(files: AdapterFiles, model: ModelConfig) -> None:
     """Raises UnsupportedModel for an adapter whose shapes are not those of the model's layers."""
     if len(model.projections.qkv) == 1 or len(model.projections.gate_up) == 1:
         raise UnsupportedModel(f"{model.architecture} has fused projections, for which adapters are not supported")
+    if model.variants:
+        raise UnsupportedModel(f"{model.architecture} has layers of several shapes, for which adapters are not supported")
     queries, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, inner = model.hidden_size, model.intermediate_size
     shapes = {

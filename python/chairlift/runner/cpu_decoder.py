@@ -37,7 +37,8 @@ class _Builder:
         # With tied embeddings, embeddings are read from the head's matrix.
         tied = model.tie_word_embeddings
         head = embedding if tied else self.linear({"lm_head": model.vocab_size}, model.hidden_size)
-        blocks = [block for index in range(model.num_layers) for block in (self.attention(index), self.feed_forward(index))]
+        layer_embeddings = self.layer_embeddings(model.variants.input_size) if model.variants and model.variants.input_size else None
+        blocks = [block for index in range(model.num_layers) for block in self.layer(index)]
         try:
             return _core.Decoder(
                 blocks,
@@ -45,10 +46,10 @@ class _Builder:
                 norm=self.norm("model.norm") * np.float32(model.logits_scale),
                 head=head,
                 embedding=None if tied else embedding,
+                layer_embeddings=layer_embeddings,
                 hidden_size=model.hidden_size,
                 num_heads=model.num_heads,
-                num_kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
+                kv_heads=list(model.kv_parts),
                 rms_norm_eps=model.rms_norm_eps,
                 ropes=[(rope.frequencies(self.longest), rope.scale) for rope in self.ropes],
                 threads=self.threads,
@@ -58,21 +59,38 @@ class _Builder:
         except ValueError as error:
             raise UnsupportedModel(f"{model.architecture}: {error}") from None
 
+    def layer(self, index: int) -> list[_core.DecoderBlock]:
+        """A layer's blocks."""
+        model, variants = self.model, self.model.variants
+        scale = float(self.vector(f"model.layers.{index}.layer_scalar", 1)[0]) if variants else 1.0
+        if variants and variants.input_size:
+            return [self.attention(index), self.mlp(index), self.layer_input(index, variants.input_size, scale)]
+        experts = model.experts
+        return [self.attention(index), self.mixture(index, experts) if experts and experts.layers[index] else self.mlp(index, scale)]
+
     def attention(self, index: int) -> _core.DecoderBlock:
         """A layer's attention block."""
-        model, prefix = self.model, f"model.layers.{index}."
-        queries, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        model, prefix, kv_place = self.model, f"model.layers.{index}.", self.kv_place(index)
+        heads, head_dim = model.heads_of(index)
+        queries, kv = model.num_heads * head_dim, heads * head_dim
         outs = _named(prefix, model.projections.qkv, (queries, kv, kv))
+        shared = kv_place[2]
         rope = self.ropes.index(model.rope if model.windows[index] is None else model.local_rope)
         names = (f"{prefix}self_attn.q_norm", f"{prefix}self_attn.k_norm")
-        norms = (queries, kv) if model.whole_norms else (model.head_dim, model.head_dim)
+        if shared:
+            # There are no keys for the second norm.
+            outs, names = _named(prefix, model.projections.qkv[:1], (queries,)), names[:1] * 2
+        keys_as_values = model.variants is not None and model.variants.keys_as_values and model.windows[index] is None and not shared
+        norms = (queries, kv) if model.whole_norms else (head_dim, head_dim)
         return _core.DecoderBlock.attention(
             norm=self.norm(prefix + "input_layernorm"),
-            qkv_proj=self.linear(outs, model.hidden_size, model.qkv_bias),
+            qkv_proj=self.linear(outs, model.hidden_size, model.qkv_bias, keys_as_values=keys_as_values),
+            kv=kv_place,
             o_proj=self.linear({f"{prefix}self_attn.o_proj": model.hidden_size}, queries, model.output_bias),
             scale=model.attention_scale,
             temperature=model.temperature,
             qk_norm=(self.norm(names[0], norms[0]), self.norm(names[1], norms[1])) if model.qk_norm else None,
+            value_norm=np.ones(head_dim, np.float32) if model.variants and not shared else None,
             rope=rope if model.uses_rope[index] else None,
             softcap=model.attention_softcap,
             window=model.windows[index],
@@ -81,10 +99,33 @@ class _Builder:
             residual_scale=model.residual_scale,
         )
 
-    def feed_forward(self, index: int) -> _core.DecoderBlock:
-        """A layer's gated MLP block, or its mixture of experts."""
-        experts = self.model.experts
-        return self.mixture(index, experts) if experts and experts.layers[index] else self.mlp(index)
+    def kv_place(self, index: int) -> tuple[int, int, bool]:
+        """The part of the KV cache that a layer uses, the layer in that part, and whether it is that of another layer."""
+        model = self.model
+        source = model.source_of(index)
+        heads = model.heads_of(source)
+        before = sum(model.source_of(layer) == layer and model.heads_of(layer) == heads for layer in range(source))
+        return list(model.kv_parts).index(heads), before, source != index
+
+    def layer_embeddings(self, size: int) -> tuple[_core.Linear, _core.Linear, np.ndarray]:
+        """The embeddings of tokens for each layer: table, projection and norm."""
+        model = self.model
+        every = model.num_layers * size
+        table = self.linear({"model.embed_tokens_per_layer": model.vocab_size}, every)
+        projection = self.linear({"model.per_layer_model_projection": every}, model.hidden_size)
+        return table, projection, self.norm("model.per_layer_projection_norm", size)
+
+    def layer_input(self, index: int, size: int, scale: float) -> _core.DecoderBlock:
+        """The block that adds the embeddings of a layer."""
+        prefix, hidden = f"model.layers.{index}.", self.model.hidden_size
+        return _core.DecoderBlock.layer_input(
+            gate=self.linear({f"{prefix}per_layer_input_gate": size}, hidden),
+            projection=self.linear({f"{prefix}per_layer_projection": hidden}, size),
+            layer=index,
+            activation=self.model.activation,
+            post_norm=self.norm(f"{prefix}post_per_layer_input_norm"),
+            stream_scale=scale,
+        )
 
     def mixture(self, index: int, experts: Experts) -> _core.DecoderBlock:
         """A layer's mixture of experts."""
@@ -114,10 +155,10 @@ class _Builder:
             residual_scale=model.residual_scale,
         )
 
-    def mlp(self, index: int) -> _core.DecoderBlock:
-        """A layer's gated MLP block."""
+    def mlp(self, index: int, scale: float = 1.0) -> _core.DecoderBlock:
+        """A layer's gated MLP block, after which the residual stream is multiplied by `scale`."""
         model, prefix = self.model, f"model.layers.{index}."
-        hidden, inner = model.hidden_size, model.intermediate_size
+        hidden, inner = model.hidden_size, model.inner_of(index)
         outs = _named(prefix, model.projections.gate_up, (inner, inner))
         return _core.DecoderBlock.gated_mlp(
             # With post-norms, "post_attention_layernorm" is the norm after attention; without them it is the norm before the MLP.
@@ -127,6 +168,7 @@ class _Builder:
             activation=model.activation,
             post_norm=self.norm(prefix + "post_feedforward_layernorm") if model.post_norms else None,
             residual_scale=model.residual_scale,
+            stream_scale=scale,
         )
 
     def vector(self, name: str, size: int) -> np.ndarray:
@@ -137,9 +179,12 @@ class _Builder:
         """The weight of a norm; `size` is hidden_size by default."""
         return self.vector(f"{name}.weight", size or self.model.hidden_size) + np.float32(self.model.norm_offset)
 
-    def linear(self, outs: dict[str, int], ins: int, bias: bool = False, gated: bool = False) -> _core.Linear:
-        """Packs several projections of the same input into one layer."""
-        parts = [self.weights.part(f"{name}.weight", size, ins) for name, size in outs.items()]
+    def linear(self, outs: dict[str, int], ins: int, bias: bool = False, gated: bool = False, keys_as_values: bool = False) -> _core.Linear:
+        """Packs several projections of the same input into one layer. With `keys_as_values` the last is the one before it."""
+        names = list(outs)
+        if keys_as_values:
+            names[-1] = names[-2]
+        parts = [self.weights.part(f"{name}.weight", outs[name], ins) for name in names]
         if gated and len(parts) == 1:
             parts = split_rows(parts[0], 2, ins)
         biases = np.concatenate([self.vector(f"{name}.bias", size) for name, size in outs.items()]) if bias else None

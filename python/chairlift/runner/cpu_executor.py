@@ -47,11 +47,9 @@ class CpuExecutor(ModelExecutor):
         model = self.config
         try:
             self.cache = _core.KvCache(
-                layers=model.num_layers,
+                parts=[(layers, heads, head_dim) for (heads, head_dim), layers in model.kv_parts.items()],
                 blocks=num_blocks,
-                kv_heads=model.num_kv_heads,
                 block_size=block_size,
-                head_dim=model.head_dim,
                 dtype=self.kv,
                 host_blocks=host_blocks,
             )

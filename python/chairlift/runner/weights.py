@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -175,7 +176,7 @@ class SafetensorWeights:
         ignored = {self._stored("lm_head.weight")} if model.tie_word_embeddings else set()
         # With a prefix there are other parts beside the decoder, such as an image encoder.
         own = self._prefix if self._prefix in WRAPPED_PREFIXES else ""
-        unused = (name for name in self._unused - ignored if name.startswith(own))
+        unused = (name for name in self._unused - ignored if name.startswith(own) and not _is_shared(name, model))
         extra = sorted(name for name in unused if not name.endswith(NEEDLESS) and not self._is_empty_bias(name))
         if extra:
             raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {_some(extra)}")
@@ -301,7 +302,7 @@ class GGUFWeights:
 
     def finish(self, model: ModelConfig) -> None:
         """Raises UnsupportedModel if a tensor was not used."""
-        if extra := sorted(self._unused):
+        if extra := sorted(name for name in self._unused if not _is_shared(name, model)):
             raise UnsupportedModel(f"{self.tensors.path} has tensors that its metadata does not account for: {_some(extra)}")
 
     def _is_kept(self, kind: int) -> bool:
@@ -327,6 +328,12 @@ def stored_name(name: str, prefix: str) -> str:
     if name.startswith("model."):
         return prefix + name.removeprefix("model.")
     return f"language_model.{name}" if prefix == "language_model.model." else name
+
+
+def _is_shared(name: str, model: ModelConfig) -> bool:
+    """Whether a tensor makes keys or values in a layer that uses those of another one."""
+    found = re.search(r"layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)
+    return found is not None and model.source_of(int(found[1])) != int(found[1])
 
 
 def _some(names: list[str]) -> str:

@@ -1,6 +1,7 @@
 //! The blocks of a decoder, as data. Each block reads the residual stream and adds its output to it.
 
 use crate::experts::Mixture;
+use crate::layer_input::LayerInput;
 use crate::linear::Linear;
 use crate::mlp::{GatedMlp, ShapeError, check};
 use crate::rope::Rope;
@@ -14,10 +15,8 @@ pub struct DecoderConfig {
     pub hidden_size: usize,
     /// Number of query heads.
     pub num_heads: usize,
-    /// Number of KV heads.
-    pub num_kv_heads: usize,
-    /// Size of a head.
-    pub head_dim: usize,
+    /// The heads of each KV cache. Attention blocks refer to caches by index.
+    pub kv_heads: Vec<KvHeads>,
     /// `rms_norm_eps`.
     pub rms_norm_eps: f32,
     /// Rotary embeddings. Attention blocks refer to them by index.
@@ -28,17 +27,28 @@ pub struct DecoderConfig {
     pub final_softcap: Option<f32>,
 }
 
+/// The heads of the layers in one KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvHeads {
+    /// Number of KV heads.
+    pub count: usize,
+    /// Size of a head, also of query heads.
+    pub head_dim: usize,
+}
+
 /// A block: an input norm, attention, an MLP or a mixture of experts, and how the output is added to the residual stream.
 #[derive(Debug)]
 pub struct Block {
-    /// Weight of the input norm.
-    pub norm: Vec<f32>,
+    /// Weight of the input norm. `None`: the input is the residual stream itself.
+    pub norm: Option<Vec<f32>>,
     /// Attention, MLP or mixture.
     pub kind: BlockKind,
     /// Weight of the output norm (Gemma).
     pub post_norm: Option<Vec<f32>>,
     /// Factor of the output before it is added to the residual stream (Granite's `residual_multiplier`).
     pub residual_scale: f32,
+    /// Factor of the residual stream after the block (Gemma 4). 1 unless there is an output norm.
+    pub stream_scale: f32,
 }
 
 /// The computation of a block.
@@ -50,17 +60,23 @@ pub enum BlockKind {
     Mlp(GatedMlp),
     /// A mixture of experts.
     Mixture(Box<Mixture>),
+    /// The token's own embedding for a layer.
+    LayerInput(LayerInput),
 }
 
 /// Causal attention with grouped queries.
 #[derive(Debug)]
 pub struct SelfAttention {
-    /// `q_proj`, `k_proj` and `v_proj`, stacked.
+    /// `q_proj`, `k_proj` and `v_proj`, stacked. Only `q_proj` if the keys and values are shared.
     pub qkv_proj: Linear,
+    /// Where the keys and values are.
+    pub kv: KvPlace,
     /// `o_proj`.
     pub o_proj: Linear,
     /// Weights of the query norm and the key norm, which apply to each head (Qwen 3, Gemma 3) or to all heads together (`OLMoE`).
     pub qk_norm: Option<[Vec<f32>; 2]>,
+    /// Weight of the norm of each head's values (Gemma 4).
+    pub value_norm: Option<Vec<f32>>,
     /// Index of the rotary embedding in [`DecoderConfig::ropes`]. `None`: the layer has no positional embedding (`SmolLM3`).
     pub rope: Option<usize>,
     /// Factor of the dot products of queries and keys.
@@ -75,6 +91,17 @@ pub struct SelfAttention {
     pub sinks: Option<Vec<f32>>,
 }
 
+/// The place of a block's keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvPlace {
+    /// Index of the KV cache.
+    pub cache: usize,
+    /// Layer of the cache.
+    pub layer: usize,
+    /// Whether an earlier block writes them (the last layers of Gemma 4).
+    pub shared: bool,
+}
+
 /// The query at a position p is multiplied by `1 + beta * ln(1 + floor(p / span))`.
 #[derive(Clone, Copy, Debug)]
 pub struct Temperature {
@@ -85,20 +112,11 @@ pub struct Temperature {
 }
 
 impl DecoderConfig {
-    /// Width of a token's queries, and width of its keys or values.
-    pub(crate) fn widths(&self) -> (usize, usize) {
-        (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim)
-    }
-
-    /// Width of a token's queries, keys and values together.
-    pub(crate) fn qkv_width(&self) -> usize {
-        let (queries, kv) = self.widths();
-        queries + 2 * kv
-    }
-
     pub(crate) fn check(&self) -> Result<(), ShapeError> {
-        check(self.num_kv_heads > 0 && self.num_heads.is_multiple_of(self.num_kv_heads), "heads")?;
-        check(self.ropes.iter().all(|rope| rope.width() <= self.head_dim), "rotary embeddings")?;
+        let divides = |heads: &KvHeads| heads.count > 0 && self.num_heads.is_multiple_of(heads.count);
+        check(!self.kv_heads.is_empty() && self.kv_heads.iter().all(divides), "heads")?;
+        let fits = |rope: &Rope| self.kv_heads.iter().any(|heads| rope.width() <= heads.head_dim);
+        check(self.ropes.iter().all(fits), "rotary embeddings")?;
         check(self.embedding_scale.is_finite(), "embedding scales")?;
         check(positive(self.final_softcap), "soft caps")
     }
@@ -107,21 +125,24 @@ impl DecoderConfig {
 impl Block {
     pub(crate) fn check(&self, isa: Isa, config: &DecoderConfig) -> Result<(), ShapeError> {
         let hidden = config.hidden_size;
-        check([Some(&self.norm), self.post_norm.as_ref()].into_iter().flatten().all(|norm| norm.len() == hidden), "norms")?;
+        check([&self.norm, &self.post_norm].into_iter().flatten().all(|norm| norm.len() == hidden), "norms")?;
         check(self.residual_scale.is_finite(), "residual scales")?;
+        let scalable = self.post_norm.is_some() || self.stream_scale.to_bits() == 1.0_f32.to_bits();
+        check(self.stream_scale.is_finite() && scalable, "scales of the residual stream")?;
         match &self.kind {
             BlockKind::Attention(attention) => attention.check(isa, config),
             BlockKind::Mlp(mlp) => mlp.check(isa, hidden),
             BlockKind::Mixture(mixture) => mixture.check(isa, hidden),
+            BlockKind::LayerInput(input) => input.check(isa, hidden),
         }
     }
 
-    /// The block's first and second linear layer, which adapters can update. `None` for a mixture.
+    /// The block's first and second linear layer, which adapters can update. `None` for other blocks than attention and MLPs.
     pub(crate) fn adaptable(&self) -> Option<[&Linear; 2]> {
         match &self.kind {
             BlockKind::Attention(attention) => Some([&attention.qkv_proj, &attention.o_proj]),
             BlockKind::Mlp(mlp) => Some([&mlp.gate_up_proj, &mlp.down_proj]),
-            BlockKind::Mixture(_) => None,
+            BlockKind::Mixture(_) | BlockKind::LayerInput(_) => None,
         }
     }
 
@@ -132,8 +153,14 @@ impl Block {
 
     /// The linear layers that all tokens use.
     pub(crate) fn common(&self) -> impl Iterator<Item = &Linear> {
-        let mixture = self.mixture();
-        self.adaptable().into_iter().flatten().chain(mixture.into_iter().flat_map(Mixture::common))
+        let input = if let BlockKind::LayerInput(input) = &self.kind { Some([&input.gate, &input.projection]) } else { None };
+        let linears = self.adaptable().or(input);
+        linears.into_iter().flatten().chain(self.mixture().into_iter().flat_map(Mixture::common))
+    }
+
+    /// The attention, if that is the block's kind.
+    pub(crate) fn attention(&self) -> Option<&SelfAttention> {
+        if let BlockKind::Attention(attention) = &self.kind { Some(attention) } else { None }
     }
 
     /// Width of the inner layers that a token uses at once. 0 for attention.
@@ -142,19 +169,35 @@ impl Block {
             BlockKind::Attention(_) => 0,
             BlockKind::Mlp(mlp) => mlp.inner(),
             BlockKind::Mixture(mixture) => mixture.inner(),
+            BlockKind::LayerInput(input) => input.gate.matrix.outs,
         }
     }
 }
 
 impl SelfAttention {
+    /// The width of a token's queries, and of its new keys or values: 0 if they are shared.
+    pub(crate) fn widths(&self, config: &DecoderConfig) -> (usize, usize) {
+        let heads = config.kv_heads[self.kv.cache];
+        (config.num_heads * heads.head_dim, if self.kv.shared { 0 } else { heads.count * heads.head_dim })
+    }
+
+    /// The width of a token's queries, new keys and new values together.
+    pub(crate) fn qkv_width(&self, config: &DecoderConfig) -> usize {
+        let (queries, kv) = self.widths(config);
+        queries + 2 * kv
+    }
+
     fn check(&self, isa: Isa, config: &DecoderConfig) -> Result<(), ShapeError> {
-        let hidden = config.hidden_size;
-        let (queries, kv) = config.widths();
-        let fits = |[query, key]: &[Vec<f32>; 2]| [(config.head_dim, config.head_dim), (queries, kv)].contains(&(query.len(), key.len()));
+        check(self.kv.cache < config.kv_heads.len(), "KV caches")?;
+        let (hidden, head_dim) = (config.hidden_size, config.kv_heads[self.kv.cache].head_dim);
+        let (queries, kv) = self.widths(config);
+        let fits = |[query, key]: &[Vec<f32>; 2]| [(head_dim, head_dim), (queries, kv)].contains(&(query.len(), key.len()));
         check(self.qk_norm.as_ref().is_none_or(fits), "norms of queries and keys")?;
-        check(self.qkv_proj.matrix.is(isa, config.qkv_width(), hidden, Merge::Stacked), "q_proj, k_proj and v_proj")?;
-        check(self.o_proj.matrix.is(isa, hidden, config.widths().0, Merge::Stacked), "weights of o_proj")?;
-        check(self.rope.is_none_or(|rope| rope < config.ropes.len()), "rotary embeddings")?;
+        check(self.value_norm.as_ref().is_none_or(|norm| norm.len() == head_dim), "norms of values")?;
+        check(self.qkv_proj.matrix.is(isa, self.qkv_width(config), hidden, Merge::Stacked), "q_proj, k_proj and v_proj")?;
+        check(self.o_proj.matrix.is(isa, hidden, queries, Merge::Stacked), "weights of o_proj")?;
+        let rotary = |rope: usize| config.ropes.get(rope).is_some_and(|rope| rope.width() <= head_dim);
+        check(self.rope.is_none_or(rotary), "rotary embeddings")?;
         check(self.scale.is_finite() && positive(self.softcap), "attention scales or soft caps")?;
         check(self.temperature.is_none_or(|temperature| temperature.beta.is_finite() && temperature.span > 0), "attention temperatures")?;
         check(self.sinks.as_ref().is_none_or(|sinks| sinks.len() == config.num_heads), "attention sinks")?;

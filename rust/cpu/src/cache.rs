@@ -88,6 +88,11 @@ impl KvCache {
         shape.layers * shape.kv_heads * Page::new(shape, dtype).bytes
     }
 
+    /// Bytes of a block of this cache.
+    pub fn block_bytes(&self) -> usize {
+        Self::bytes_per_block(self.shape, self.dtype)
+    }
+
     /// The dimensions of the cache.
     pub fn shape(&self) -> KvShape {
         self.shape

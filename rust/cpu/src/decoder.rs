@@ -3,8 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::attention::{Plan, Sequences};
-use crate::blocks::{Block, BlockKind, DecoderConfig};
-use crate::cache::{KvCache, KvShape};
+use crate::blocks::{Block, BlockKind, DecoderConfig, KvPlace};
+use crate::cache::KvCache;
+use crate::layer_input::LayerEmbeddings;
 use crate::linear::{Epilogue, Linear, Rows};
 use crate::lora::{self, AdaptedRows, Adapter};
 use crate::mlp::{ShapeError, check};
@@ -26,6 +27,7 @@ pub struct Decoder {
     norm: Vec<f32>,
     /// The embedding matrix. `None` if it is the head's matrix.
     embedding: Option<Matrix>,
+    layer_embeddings: Option<LayerEmbeddings>,
     head: Linear,
     /// Adapter i + 1. `None`: the number is free.
     adapters: Vec<Option<Adapter>>,
@@ -47,6 +49,7 @@ impl Decoder {
         blocks: Vec<Block>,
         norm: Vec<f32>,
         embedding: Option<Matrix>,
+        layer_embeddings: Option<LayerEmbeddings>,
         head: Linear,
     ) -> Result<Self, ShapeError> {
         let (isa, hidden) = (head.matrix.isa, config.hidden_size);
@@ -57,6 +60,13 @@ impl Decoder {
         for matrix in embedding.iter().chain([&head.matrix]) {
             check(matrix.is(isa, vocabulary, hidden, Merge::Stacked), "embeddings")?;
         }
+        check_places(&config, &blocks)?;
+        layer_embeddings.iter().try_for_each(|own| own.check(isa, vocabulary, hidden))?;
+        let served = |block: &Block| match (&block.kind, &layer_embeddings) {
+            (BlockKind::LayerInput(input), own) => own.as_ref().is_some_and(|own| own.serve(input)),
+            _ => true,
+        };
+        check(blocks.iter().all(served), "embeddings of layers")?;
         let scratch = (0..pool.size()).map(|_| Mutex::default()).collect();
         Ok(Self {
             isa,
@@ -65,6 +75,7 @@ impl Decoder {
             blocks,
             norm,
             embedding,
+            layer_embeddings,
             head,
             adapters: Vec::new(),
             slots: SlotSet::default(),
@@ -96,26 +107,29 @@ impl Decoder {
         assert!(self.adapters[number - 1].take().is_some(), "the number of an adapter");
     }
 
-    /// Runs a step and keeps the hidden states of its tokens.
+    /// Runs a step with the caches of [`DecoderConfig::kv_heads`] and keeps the hidden states of its tokens.
     ///
     /// Returns an error, and changes nothing, if the step's arrays do not fit each other, the model or the cache. The threads rely on this
     /// check: no two tokens have the same slot or the same position in the step. Panics if a block table names a block that the cache does
     /// not have.
-    pub fn forward(&mut self, step: &Step<'_>, cache: &mut KvCache) -> Result<(), StepError> {
-        self.check(step, cache.shape())?;
-        let Self { isa, pool, config, blocks, embedding, head, adapters, rows, buffers, lora, scratch, .. } = self;
+    pub fn forward(&mut self, step: &Step<'_>, caches: &mut [KvCache]) -> Result<(), StepError> {
+        self.check(step, caches)?;
+        let Self { isa, pool, config, blocks, embedding, layer_embeddings, head, adapters, rows, buffers, lora, scratch, .. } = self;
         let numbers = step.adapters_by_token(|number| matches!(adapters.get(number - 1), Some(Some(_))))?;
         let mut pool = pool.lock().unwrap_or_else(PoisonError::into_inner);
         let (isa, tokens) = (*isa, step.input_ids.len());
         self.tokens = tokens;
-        rows.reserve(isa, tokens, tokens, blocks.iter().flat_map(Block::common));
+        let projection = layer_embeddings.as_ref().map(|own| &own.projection);
+        rows.reserve(isa, tokens, tokens, blocks.iter().flat_map(Block::common).chain(projection));
         let table = embedding.as_ref().unwrap_or(&head.matrix);
         let Step { query_starts, context_lens, block_tables, max_blocks, .. } = *step;
-        let sequences =
-            Sequences { query_starts, context_lens, rows: step.rows, block_tables, max_blocks, block_size: cache.shape().block_size };
-        let plan = Plan::new(sequences, config.num_heads, config.num_kv_heads, pool.size());
+        let block_size = caches[0].shape().block_size;
+        let sequences = Sequences { query_starts, context_lens, rows: step.rows, block_tables, max_blocks, block_size };
+        let plans: Vec<_> = config.kv_heads.iter().map(|heads| Plan::new(sequences, config.num_heads, heads.count, pool.size())).collect();
+        let pages: Vec<_> = caches.iter_mut().map(KvCache::pages).collect();
         let adapted = AdaptedRows::new(&numbers, adapters, pool.size(), widest(blocks), lora);
-        let pass = Pass::new(isa, config, step, &plan, cache.pages(), rows.packed(isa, tokens, tokens), adapted.as_ref(), blocks, buffers);
+        let (packed, own) = (rows.packed(isa, tokens, tokens), layer_embeddings.as_ref());
+        let pass = Pass::new(isa, config, step, &plans, &pages, packed, adapted.as_ref(), own, blocks, buffers);
         pool.run(|worker| {
             let mut spare = scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner);
             pass.run(worker, &mut spare, table, blocks);
@@ -123,20 +137,25 @@ impl Decoder {
         Ok(())
     }
 
-    /// Checks a step against the model and the cache.
-    fn check(&mut self, step: &Step<'_>, cache: KvShape) -> Result<(), StepError> {
-        let layers = self.blocks.iter().filter(|block| matches!(block.kind, BlockKind::Attention(_))).count();
-        let sizes = [
-            ("layers", cache.layers, layers),
-            ("KV heads", cache.kv_heads, self.config.num_kv_heads),
-            ("numbers a head", cache.head_dim, self.config.head_dim),
-        ];
+    /// Checks a step against the model and the caches.
+    fn check(&mut self, step: &Step<'_>, caches: &[KvCache]) -> Result<(), StepError> {
+        let mut sizes = vec![("parts", caches.len(), self.config.kv_heads.len())];
+        for (index, (cache, heads)) in caches.iter().zip(&self.config.kv_heads).enumerate() {
+            let (shape, first) = (cache.shape(), caches[0].shape());
+            sizes.extend([
+                ("layers", shape.layers, layers_of(&self.blocks, index)),
+                ("KV heads", shape.kv_heads, heads.count),
+                ("numbers a head", shape.head_dim, heads.head_dim),
+                ("blocks", shape.blocks, first.blocks),
+                ("tokens a block", shape.block_size, first.block_size),
+            ]);
+        }
         for (what, found, expected) in sizes {
             if found != expected {
                 return Err(StepError::Cache { what, found, expected });
             }
         }
-        step.check(self.head.matrix.outs, cache, &mut self.slots)
+        step.check(self.head.matrix.outs, caches[0].shape(), &mut self.slots)
     }
 
     /// Computes the logits after the tokens at indices `at` of the last step. Writes one row of the vocabulary's size to `out` for each
@@ -171,6 +190,23 @@ impl Decoder {
             scale_to_one(row);
         }
     }
+}
+
+/// Number of layers of a KV cache.
+fn layers_of(blocks: &[Block], cache: usize) -> usize {
+    blocks.iter().filter_map(Block::attention).filter(|attention| attention.kv.cache == cache && !attention.kv.shared).count()
+}
+
+/// Checks that each layer of each KV cache is written by one block, in ascending order, and shared only after that.
+fn check_places(config: &DecoderConfig, blocks: &[Block]) -> Result<(), ShapeError> {
+    let mut written = vec![0; config.kv_heads.len()];
+    let mut places = blocks.iter().filter_map(Block::attention).map(|attention| attention.kv);
+    places.try_for_each(|KvPlace { cache, layer, shared }| {
+        let written = &mut written[cache];
+        check(if shared { layer < *written } else { layer == *written }, "layers of KV caches")?;
+        *written += usize::from(!shared);
+        Ok(())
+    })
 }
 
 /// The largest numbers of inputs and of outputs of the linear layers that adapters can update, with whole panels for each tensor.

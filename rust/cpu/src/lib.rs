@@ -16,6 +16,7 @@ mod gemm;
 mod ggml;
 mod hadamard;
 pub mod half;
+mod layer_input;
 mod linear;
 mod lora;
 mod mlp;
@@ -33,13 +34,14 @@ mod tensor;
 mod unsafe_slice;
 mod weights;
 
-pub use blocks::{Block, BlockKind, DecoderConfig, SelfAttention, Temperature};
+pub use blocks::{Block, BlockKind, DecoderConfig, KvHeads, KvPlace, SelfAttention, Temperature};
 pub use decoder::Decoder;
 pub use encoder::{
     Dense, DenseActivation, Embeddings, Encoder, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Head, Norm, Pooling,
     TextAttention, TextError,
 };
 pub use experts::{Mixture, SharedExpert};
+pub use layer_input::{LayerEmbeddings, LayerInput};
 pub use linear::{Activation, Linear};
 pub use lora::{Adapter, LowRank, Update};
 pub use mlp::{GatedMlp, ShapeError};

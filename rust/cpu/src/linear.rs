@@ -25,7 +25,7 @@ use floats::{FloatRows, SharedFloats};
 use pieces::{PieceRows, SharedPieces};
 
 pub use epilogue::Activation;
-pub(crate) use epilogue::{Epilogue, softcap};
+pub(crate) use epilogue::{Activate, Epilogue, softcap};
 
 /// A linear layer.
 #[derive(Debug)]

@@ -7,7 +7,8 @@ use crate::attention::{self, Attention, Plan};
 use crate::blocks::{Block, BlockKind, DecoderConfig, SelfAttention};
 use crate::cache::{KvDType, Pages};
 use crate::hadamard::Hadamard;
-use crate::linear::{Epilogue, Linear, Packed, Scratch};
+use crate::layer_input::{LayerEmbeddings, LayerInput};
+use crate::linear::{Activate, Epilogue, Linear, Packed, Scratch};
 use crate::lora::{self, AdaptedRows, Deltas};
 use crate::mlp::GatedMlp;
 use crate::norm::RmsNorm;
@@ -23,7 +24,7 @@ use crate::weights::Matrix;
 pub(crate) struct Buffers {
     /// The residual stream, \[tokens\]\[hidden size\].
     pub(crate) hidden: AlignedVec<f32>,
-    /// Queries, keys and values, \[tokens\]\[query heads and twice the KV heads\]\[head dim\].
+    /// Queries, new keys and new values, \[tokens\]\[query heads and twice the KV heads\]\[head dim\].
     qkv: AlignedVec<f32>,
     /// Outputs of attention, \[tokens\]\[heads\]\[head dim\].
     attended: AlignedVec<f32>,
@@ -33,6 +34,8 @@ pub(crate) struct Buffers {
     output: AlignedVec<f32>,
     /// Cos/sin tables, \[tokens\]\[ropes\].
     cos_sin: AlignedVec<f32>,
+    /// Embeddings for each layer, \[tokens\]\[layers\]\[width\].
+    layer_embeddings: AlignedVec<f32>,
     pub(crate) mixture: mixture::Buffers,
 }
 
@@ -55,8 +58,10 @@ pub(crate) struct Pass<'a> {
     pub(crate) isa: Isa,
     pub(crate) config: &'a DecoderConfig,
     pub(crate) step: &'a Step<'a>,
-    pub(crate) plan: &'a Plan<'a>,
-    pub(crate) pages: Pages<'a>,
+    /// For each KV cache, how attention is split into tasks.
+    plans: &'a [Plan<'a>],
+    /// The KV caches.
+    pages: &'a [Pages<'a>],
     packed: Packed<'a>,
     adapted: Option<&'a AdaptedRows<'a>>,
     /// Width of a token's cos/sin tables, for all rotary embeddings.
@@ -67,6 +72,8 @@ pub(crate) struct Pass<'a> {
     inner: UnsafeSlice<'a, f32>,
     output: UnsafeSlice<'a, f32>,
     cos_sin: UnsafeSlice<'a, f32>,
+    own: Option<&'a LayerEmbeddings>,
+    layer_embeddings: UnsafeSlice<'a, f32>,
     mixture: mixture::Shared<'a>,
 }
 
@@ -77,10 +84,11 @@ impl<'a> Pass<'a> {
         isa: Isa,
         config: &'a DecoderConfig,
         step: &'a Step<'a>,
-        plan: &'a Plan<'a>,
-        pages: Pages<'a>,
+        plans: &'a [Plan<'a>],
+        pages: &'a [Pages<'a>],
         packed: Packed<'a>,
         adapted: Option<&'a AdaptedRows<'a>>,
+        own: Option<&'a LayerEmbeddings>,
         blocks: &[Block],
         buffers: &'a mut Buffers,
     ) -> Self {
@@ -88,6 +96,8 @@ impl<'a> Pass<'a> {
         let inner = blocks.iter().map(Block::inner).max().unwrap_or(0);
         let mixtures = blocks.iter().filter_map(Block::mixture);
         let mixture = buffers.mixture.shared(isa, tokens, config.hidden_size, mixtures);
+        let widest = |width: &dyn Fn(&SelfAttention) -> usize| blocks.iter().filter_map(Block::attention).map(width).max().unwrap_or(0);
+        let (qkv_width, queries) = (widest(&|attention| attention.qkv_width(config)), widest(&|attention| attention.widths(config).0));
         let cos_sin_width = config.ropes.iter().map(Rope::width).sum();
         let room = |buffer: &'a mut AlignedVec<f32>, width: usize| {
             buffer.reserve(tokens * width);
@@ -97,17 +107,19 @@ impl<'a> Pass<'a> {
             isa,
             config,
             step,
-            plan,
+            plans,
             pages,
             packed,
             adapted,
             cos_sin_width,
             hidden: room(&mut buffers.hidden, config.hidden_size),
-            qkv: room(&mut buffers.qkv, config.qkv_width()),
-            attended: room(&mut buffers.attended, config.widths().0),
+            qkv: room(&mut buffers.qkv, qkv_width),
+            attended: room(&mut buffers.attended, queries),
             inner: room(&mut buffers.inner, inner),
             output: room(&mut buffers.output, config.hidden_size),
             cos_sin: room(&mut buffers.cos_sin, cos_sin_width),
+            own,
+            layer_embeddings: room(&mut buffers.layer_embeddings, own.map_or(0, |own| own.table.ins)),
             mixture,
         }
     }
@@ -115,18 +127,18 @@ impl<'a> Pass<'a> {
     /// Runs all blocks. `table` is the embedding matrix.
     pub(crate) fn run(&self, worker: &mut Worker<'_>, spare: &mut Spare, table: &Matrix, blocks: &'a [Block]) {
         self.embed(worker, table);
-        let mut layer = 0;
+        if let Some(own) = self.own {
+            self.embed_layers(worker, spare, own);
+        }
         for (index, block) in blocks.iter().enumerate() {
             let linears = block.adaptable();
             let deltas = |which: usize| self.adapted?.layer(index, which, &linears?[which].matrix);
             let deltas = [deltas(0), deltas(1)];
             match &block.kind {
-                BlockKind::Attention(attention) => {
-                    self.attend(worker, spare, block, attention, layer, deltas);
-                    layer += 1;
-                }
+                BlockKind::Attention(attention) => self.attend(worker, spare, block, attention, deltas),
                 BlockKind::Mlp(mlp) => self.gate(worker, spare, block, mlp, deltas),
                 BlockKind::Mixture(mixture) => self.mix(worker, spare, block, mixture),
+                BlockKind::LayerInput(input) => self.add_layer_input(worker, spare, block, input),
             }
         }
     }
@@ -150,24 +162,47 @@ impl<'a> Pass<'a> {
         });
     }
 
-    /// Runs an attention block, whose keys and values are in the cache's `layer`.
+    /// Computes the embeddings of the step's tokens for each layer.
+    fn embed_layers(&self, worker: &mut Worker<'_>, spare: &mut Spare, own: &LayerEmbeddings) {
+        let &DecoderConfig { hidden_size, rms_norm_eps: eps, .. } = self.config;
+        let (all, width) = (own.table.ins, own.width());
+        self.pack_normed(worker, spare, None, &own.projection, None);
+        self.multiply(worker, spare, &own.projection, None, self.layer_embeddings, all, Epilogue::Store);
+        let Spare { row, normed, .. } = spare;
+        row.resize(all, 0.0);
+        normed.resize(width, 0.0);
+        worker.parallel_for(self.step.input_ids.len(), |t| {
+            own.table.read_row(self.step.input_ids[t] as usize, row);
+            // SAFETY: only index t writes this row in this phase (see `Pass`).
+            let embeddings = unsafe { self.layer_embeddings.write(t * all, all) };
+            for (embedding, table) in embeddings.chunks_exact_mut(width).zip(row.chunks_exact(width)) {
+                embedding.iter_mut().for_each(|x| *x /= (hidden_size as f32).sqrt());
+                self.isa.run(RmsNorm { x: embedding, weight: &own.norm, eps, out: normed });
+                for ((to, normed), table) in embedding.iter_mut().zip(&*normed).zip(table) {
+                    *to = (normed + table * (width as f32).sqrt()) * std::f32::consts::FRAC_1_SQRT_2;
+                }
+            }
+        });
+    }
+
+    /// Runs an attention block.
     fn attend(
         &self,
         worker: &mut Worker<'_>,
         spare: &mut Spare,
         block: &Block,
         attention: &SelfAttention,
-        layer: usize,
         deltas: [Option<Deltas<'a>>; 2],
     ) {
-        let (width, (queries, _)) = (self.config.qkv_width(), self.config.widths());
-        self.pack_normed(worker, spare, &block.norm, &attention.qkv_proj, deltas[0]);
+        let (width, (queries, _)) = (attention.qkv_width(self.config), attention.widths(self.config));
+        let (plan, pages) = (&self.plans[attention.kv.cache], self.pages[attention.kv.cache]);
+        self.pack_normed(worker, spare, block.norm.as_deref(), &attention.qkv_proj, deltas[0]);
         self.multiply(worker, spare, &attention.qkv_proj, deltas[0], self.qkv, width, Epilogue::Store);
-        worker.parallel_for(self.step.input_ids.len(), |t| self.write_kv(t, attention, layer, &mut spare.row));
+        worker.parallel_for(self.step.input_ids.len(), |t| self.write_kv(t, attention, pages, &mut spare.row));
         let seen = Attention {
-            plan: self.plan,
-            pages: self.pages,
-            layer,
+            plan,
+            pages,
+            layer: attention.kv.layer,
             window: attention.window,
             scale: attention.scale,
             softcap: attention.softcap,
@@ -178,62 +213,79 @@ impl<'a> Pass<'a> {
             out: self.attended,
         };
         // SAFETY: one index runs each task, and earlier phases wrote all keys and values (see `Pass`).
-        worker.parallel_for(self.plan.len(), |task| unsafe { seen.attend(self.isa, task, &mut spare.attention) });
+        worker.parallel_for(plan.len(), |task| unsafe { seen.attend(self.isa, task, &mut spare.attention) });
         self.add(worker, spare, block, &attention.o_proj, deltas[1], |t, out| {
             // SAFETY: an earlier phase wrote this row (see `Pass`).
             out.copy_from_slice(unsafe { self.attended.read(t * queries, queries) });
-            self.rotate_for_int8(out);
+            self.rotate_for_int8(pages, out);
         });
     }
 
     /// Rotates heads if the cache has 8 bits for each number.
-    fn rotate_for_int8(&self, heads: &mut [f32]) {
-        if self.pages.dtype == KvDType::Int8 {
-            self.isa.run(Hadamard { heads, head_dim: self.config.head_dim });
+    fn rotate_for_int8(&self, pages: Pages<'_>, heads: &mut [f32]) {
+        if pages.dtype == KvDType::Int8 {
+            self.isa.run(Hadamard { heads, head_dim: pages.shape.head_dim });
         }
     }
 
-    /// Applies the query and key norms and the rotary embedding to token `t`, and writes its keys and values to the cache.
-    fn write_kv(&self, t: usize, attention: &SelfAttention, layer: usize, spare: &mut Vec<f32>) {
-        let &DecoderConfig { head_dim, rms_norm_eps: eps, ref ropes, .. } = self.config;
-        let (width, (queries, kv)) = (self.config.qkv_width(), self.config.widths());
+    /// Applies the norms and the rotary embedding to token `t`, and writes its keys and values to the cache unless they are shared.
+    fn write_kv(&self, t: usize, attention: &SelfAttention, pages: Pages<'_>, spare: &mut Vec<f32>) {
+        let &DecoderConfig { rms_norm_eps: eps, ref ropes, .. } = self.config;
+        let (width, (queries, kv)) = (attention.qkv_width(self.config), attention.widths(self.config));
         // SAFETY: only index t writes this row in this phase (see `Pass`).
         let row = unsafe { self.qkv.write(t * width, width) };
-        let heads = &mut row[..queries + kv];
-        if let Some([query, key]) = &attention.qk_norm {
-            let (queries, keys) = heads.split_at_mut(queries);
-            for (heads, weight) in [(queries, query), (keys, key)] {
-                spare.resize(weight.len(), 0.0);
-                for x in heads.chunks_exact_mut(weight.len()) {
-                    self.isa.run(RmsNorm { x, weight, eps, out: spare });
-                    x.copy_from_slice(spare);
-                }
+        let (heads, values) = row.split_at_mut(queries + kv);
+        let (query_heads, keys) = heads.split_at_mut(queries);
+        let [query_norm, key_norm] = attention.qk_norm.as_ref().map_or([None; 2], |norms| norms.each_ref().map(Some));
+        for (heads, weight) in [(query_heads, query_norm), (keys, key_norm), (values, attention.value_norm.as_ref())] {
+            let Some(weight) = weight else { continue };
+            spare.resize(weight.len(), 0.0);
+            for x in heads.chunks_exact_mut(weight.len()) {
+                self.isa.run(RmsNorm { x, weight, eps, out: spare });
+                x.copy_from_slice(spare);
             }
         }
         if let Some(index) = attention.rope {
             let start: usize = ropes[..index].iter().map(Rope::width).sum();
             // SAFETY: an earlier phase wrote this row (see `Pass`).
             let cos_sin = unsafe { self.cos_sin.read(t * self.cos_sin_width + start, ropes[index].width()) };
-            self.isa.run(Rotate { heads, head_dim, cos_sin });
+            self.isa.run(Rotate { heads, head_dim: pages.shape.head_dim, cos_sin });
         }
         if let Some(temperature) = attention.temperature {
             let factor = temperature.factor(self.step.positions[t]);
             row[..queries].iter_mut().for_each(|x| *x *= factor);
         }
-        self.rotate_for_int8(row);
-        let (heads, values) = row.split_at(queries + kv);
-        // SAFETY: the slots of a step are distinct (see `Pass`).
-        unsafe { self.pages.write(layer, self.step.slots[t] as usize, &heads[queries..], values) };
+        self.rotate_for_int8(pages, row);
+        if !attention.kv.shared {
+            let (heads, values) = row.split_at(queries + kv);
+            // SAFETY: the slots of a step are distinct (see `Pass`).
+            unsafe { pages.write(attention.kv.layer, self.step.slots[t] as usize, &heads[queries..], values) };
+        }
     }
 
     /// Runs a gated MLP.
     fn gate(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, mlp: &GatedMlp, deltas: [Option<Deltas<'a>>; 2]) {
         let inner = mlp.inner();
-        self.pack_normed(worker, spare, &block.norm, &mlp.gate_up_proj, deltas[0]);
+        self.pack_normed(worker, spare, block.norm.as_deref(), &mlp.gate_up_proj, deltas[0]);
         self.multiply(worker, spare, &mlp.gate_up_proj, deltas[0], self.inner, inner, Epilogue::Gate(mlp.activation));
         self.add(worker, spare, block, &mlp.down_proj, deltas[1], |t, out| {
             // SAFETY: an earlier phase wrote this row (see `Pass`).
             out.copy_from_slice(unsafe { self.inner.read(t * inner, inner) });
+        });
+    }
+
+    /// Adds the embeddings of a layer.
+    fn add_layer_input(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, input: &LayerInput) {
+        let width = input.gate.matrix.outs;
+        let all = self.own.map_or(0, |own| own.table.ins);
+        self.pack_normed(worker, spare, block.norm.as_deref(), &input.gate, None);
+        self.multiply(worker, spare, &input.gate, None, self.inner, width, Epilogue::Store);
+        self.add(worker, spare, block, &input.projection, None, |t, out| {
+            // SAFETY: earlier phases wrote these rows, and only the index that packs the row uses them in this phase (see `Pass`).
+            let (gates, ups) =
+                unsafe { (self.inner.read(t * width, width), self.layer_embeddings.write(t * all + input.layer * width, width)) };
+            out.copy_from_slice(gates);
+            self.isa.run(Activate { gates: out, ups, activation: input.activation });
         });
     }
 
@@ -255,15 +307,22 @@ impl<'a> Pass<'a> {
         self.packed.with(deltas).multiply(worker, self.isa, linear, out, stride, epilogue, &mut spare.linear);
     }
 
-    /// Normalises the residual stream and packs it for `linear`.
-    fn pack_normed(&self, worker: &mut Worker<'_>, spare: &mut Spare, weight: &[f32], linear: &Linear, deltas: Option<Deltas<'a>>) {
-        let &DecoderConfig { hidden_size, rms_norm_eps: eps, .. } = self.config;
+    /// Normalises the residual stream, if there is a norm, and packs it for `linear`.
+    fn pack_normed(&self, worker: &mut Worker<'_>, spare: &mut Spare, weight: Option<&[f32]>, linear: &Linear, deltas: Option<Deltas<'a>>) {
+        let hidden_size = self.config.hidden_size;
         self.packed.pack(worker, self.isa, linear, &mut spare.linear, |t, out| {
             // SAFETY: an earlier phase wrote this row (see `Pass`).
-            let x = unsafe { self.hidden.read(t * hidden_size, hidden_size) };
-            self.isa.run(RmsNorm { x, weight, eps, out });
+            self.normalise(weight, unsafe { self.hidden.read(t * hidden_size, hidden_size) }, out);
             keep(deltas, t, out);
         });
+    }
+
+    /// Writes the normalised state `x` to `out`, or `x` itself if there is no norm.
+    fn normalise(&self, weight: Option<&[f32]>, x: &[f32], out: &mut [f32]) {
+        match weight {
+            Some(weight) => self.isa.run(RmsNorm { x, weight, eps: self.config.rms_norm_eps, out }),
+            None => out.copy_from_slice(x),
+        }
     }
 
     /// Multiplies the rows that `read` gives by `linear` and adds the block's output to the residual stream.
@@ -304,7 +363,7 @@ impl<'a> Pass<'a> {
             }
             None => output,
         };
-        state.iter_mut().zip(output).for_each(|(state, x)| *state += x * block.residual_scale);
+        state.iter_mut().zip(output).for_each(|(state, x)| *state = (*state + x * block.residual_scale) * block.stream_scale);
     }
 }
 

@@ -4,8 +4,8 @@ mod support;
 
 use chairlift_cpu::cache::{KvCache, KvDType, KvShape};
 use chairlift_cpu::{
-    Activation, Adapter, Block, BlockKind, DType, Decoder, DecoderConfig, GatedMlp, Isa, Linear, LowRank, Matrix, Merge, Numbers, Rope,
-    SelfAttention, Source, Step, StepError, Tensor, ThreadPool, Update,
+    Activation, Adapter, Block, BlockKind, DType, Decoder, DecoderConfig, GatedMlp, Isa, KvHeads, KvPlace, Linear, LowRank, Matrix, Merge,
+    Numbers, Rope, SelfAttention, Source, Step, StepError, Tensor, ThreadPool, Update,
 };
 use support::numbers;
 
@@ -33,7 +33,8 @@ fn tensor(bytes: &[u8], ins: usize) -> Tensor<'_> {
 
 fn config(hidden_size: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize, frequencies: Vec<f32>) -> DecoderConfig {
     let ropes = vec![Rope { frequencies, scale: 1.0 }];
-    DecoderConfig { hidden_size, num_heads, num_kv_heads, head_dim, rms_norm_eps: EPS, ropes, embedding_scale: 1.0, final_softcap: None }
+    let kv_heads = vec![KvHeads { count: num_kv_heads, head_dim }];
+    DecoderConfig { hidden_size, num_heads, kv_heads, rms_norm_eps: EPS, ropes, embedding_scale: 1.0, final_softcap: None }
 }
 
 /// Weights, row by row. Vectors of vectors have one entry per layer.
@@ -85,7 +86,9 @@ impl Weights {
             let attention = SelfAttention {
                 qkv_proj: linear(&[q, kv], HIDDEN, Merge::Stacked, Some(&self.qkv_bias[i])),
                 o_proj: linear(&[&self.output[i]], QUERIES, Merge::Stacked, None),
+                kv: KvPlace { cache: 0, layer: i, shared: false },
                 qk_norm: None,
+                value_norm: None,
                 rope: Some(0),
                 scale: 1.0 / (HEAD as f32).sqrt(),
                 temperature: None,
@@ -99,12 +102,12 @@ impl Weights {
                 activation: Activation::Silu,
             };
             for (kind, norm) in [BlockKind::Attention(attention), BlockKind::Mlp(mlp)].into_iter().zip(&self.norms[2 * i..]) {
-                blocks.push(Block { norm: norm.clone(), kind, post_norm: None, residual_scale: 1.0 });
+                blocks.push(Block { norm: Some(norm.clone()), kind, post_norm: None, residual_scale: 1.0, stream_scale: 1.0 });
             }
         }
         let head = linear(&[&self.embedding], HIDDEN, Merge::Stacked, None);
         let config = config(HIDDEN, HEADS, KV_HEADS, HEAD, self.frequencies.clone());
-        Decoder::new(ThreadPool::new(threads).expect("threads"), config, blocks, self.norms[2 * LAYERS].clone(), None, head)
+        Decoder::new(ThreadPool::new(threads).expect("threads"), config, blocks, self.norms[2 * LAYERS].clone(), None, None, head)
             .expect("all fits")
     }
 
@@ -200,7 +203,7 @@ fn run_adapted(decoder: &mut Decoder, dtype: KvDType, sequences: &[&[i32]], cuts
             max_blocks: MAX_BLOCKS,
             adapters,
         };
-        decoder.forward(&step, &mut cache).expect("a sound step");
+        decoder.forward(&step, std::slice::from_mut(&mut cache)).expect("a sound step");
         let at: Vec<i32> = (0..input_ids.len() as i32).collect();
         let mut out = vec![0.0; at.len() * VOCABULARY];
         decoder.logits(&at, &mut out);
@@ -419,7 +422,7 @@ fn adapters_that_do_not_fit_or_are_not_loaded_are_refused() {
             max_blocks: 1,
             adapters: &[number],
         };
-        assert_eq!(decoder.forward(&step, &mut cache), Err(StepError::Adapter { sequence: 0, number }));
+        assert_eq!(decoder.forward(&step, std::slice::from_mut(&mut cache)), Err(StepError::Adapter { sequence: 0, number }));
     }
     assert_eq!(decoder.add_adapter(adapter(isa, &deltas(300, 4, ALL))), Ok(1));
     assert!(run_adapted(&mut decoder, KvDType::F32, &[&sequence], &[64], &[1]) == second);
@@ -444,18 +447,21 @@ fn a_step_that_threads_could_not_share_is_refused_and_the_next_one_runs() {
         max_blocks: 2,
         adapters: &[],
     };
-    assert_eq!(decoder.forward(&step, &mut cache), Ok(()));
+    assert_eq!(decoder.forward(&step, std::slice::from_mut(&mut cache)), Ok(()));
     let twice = Step { slots: &[4, 5, 4], ..step };
-    assert_eq!(decoder.forward(&twice, &mut cache), Err(StepError::DuplicateSlot(4)));
+    assert_eq!(decoder.forward(&twice, std::slice::from_mut(&mut cache)), Err(StepError::DuplicateSlot(4)));
     let overlapping = Step { query_starts: &[0, 3, 2], context_lens: &[3, 2], ..step };
-    assert_eq!(decoder.forward(&overlapping, &mut cache), Err(StepError::QueryStart { at: 2, start: 2, tokens: 3 }));
+    assert_eq!(decoder.forward(&overlapping, std::slice::from_mut(&mut cache)), Err(StepError::QueryStart { at: 2, start: 2, tokens: 3 }));
     for wrong in [-1, VOCABULARY as i32, i32::MAX] {
         let unknown = Step { input_ids: &[1, wrong, 3], ..step };
-        assert_eq!(decoder.forward(&unknown, &mut cache), Err(StepError::Token { at: 1, id: wrong, vocabulary: VOCABULARY }));
+        assert_eq!(
+            decoder.forward(&unknown, std::slice::from_mut(&mut cache)),
+            Err(StepError::Token { at: 1, id: wrong, vocabulary: VOCABULARY })
+        );
     }
     let mut other = KvCache::new(KvShape { head_dim: HEAD / 2, ..shape }, KvDType::F32, 0).expect("there is memory");
     let error = StepError::Cache { what: "numbers a head", found: HEAD / 2, expected: HEAD };
-    assert_eq!(decoder.forward(&step, &mut other), Err(error));
+    assert_eq!(decoder.forward(&step, std::slice::from_mut(&mut other)), Err(error));
     assert!(run(&mut decoder, KvDType::F32, &[&sequence], &[64]) == expected);
 }
 
@@ -478,7 +484,7 @@ fn a_block_table_without_such_blocks_panics_and_the_next_step_runs() {
         max_blocks: 1,
         adapters: &[],
     };
-    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| decoder.forward(&step, &mut cache))).is_err());
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| decoder.forward(&step, std::slice::from_mut(&mut cache)))).is_err());
     assert!(run(&mut decoder, KvDType::F32, &[&sequence], &[64]) == expected);
 }
 
@@ -492,18 +498,18 @@ fn weights_that_do_not_fit_each_other_are_refused() {
     let wide = |outs: usize, ins: usize| Linear::new(packed(Isa::best(), outs, ins), None);
     let made = |norm: usize, head: Linear| {
         let config = config(8, 2, 1, 4, vec![1.0, 0.1]);
-        Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; norm], None, head).is_ok()
+        Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; norm], None, None, head).is_ok()
     };
     assert!(made(8, wide(10, 8)));
     assert!(!made(7, wide(10, 8)));
     assert!(!made(8, wide(10, 9)));
     for isa in Isa::available() {
         let (config, embedding) = (config(8, 2, 1, 4, vec![1.0, 0.1]), Some(packed(isa, 10, 8)));
-        let made = Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; 8], embedding, wide(10, 8));
+        let made = Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; 8], embedding, None, wide(10, 8));
         assert_eq!(made.is_ok(), isa == Isa::best(), "all weights must be packed for one instruction set");
     }
     let with = |config: DecoderConfig| {
-        Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; 8], None, wide(10, 8)).is_ok()
+        Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; 8], None, None, wide(10, 8)).is_ok()
     };
     assert!(with(config(8, 2, 1, 4, vec![1.0])), "a part of a head's numbers may be turned");
     assert!(!with(config(8, 2, 1, 4, vec![1.0; 3])));

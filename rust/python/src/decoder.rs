@@ -56,13 +56,14 @@ pub(crate) struct DecoderBlock(Mutex<Option<cpu::Block>>);
 impl DecoderBlock {
     fn of(
         py: Python<'_>,
-        norm: PyBuffer<f32>,
+        norm: Option<PyBuffer<f32>>,
         kind: cpu::BlockKind,
         post_norm: Option<PyBuffer<f32>>,
         residual_scale: f32,
+        stream_scale: f32,
     ) -> PyResult<Self> {
-        let post_norm = post_norm.map(|norm| norm.to_vec(py)).transpose()?;
-        Ok(Self(Mutex::new(Some(cpu::Block { norm: norm.to_vec(py)?, kind, post_norm, residual_scale }))))
+        let [norm, post_norm] = [norm, post_norm].map(|norm| norm.map(|norm| norm.to_vec(py)).transpose());
+        Ok(Self(Mutex::new(Some(cpu::Block { norm: norm?, kind, post_norm: post_norm?, residual_scale, stream_scale }))))
     }
 }
 
@@ -70,18 +71,20 @@ impl DecoderBlock {
 impl DecoderBlock {
     #[staticmethod]
     #[pyo3(signature = (
-        *, norm, qkv_proj, o_proj, scale, temperature=None, qk_norm=None, rope=None, softcap=None, window=None, sinks=None, post_norm=None,
-        residual_scale=1.0
+        *, norm, qkv_proj, kv, o_proj, scale, temperature=None, qk_norm=None, value_norm=None, rope=None, softcap=None, window=None,
+        sinks=None, post_norm=None, residual_scale=1.0
     ))]
     #[allow(clippy::too_many_arguments)]
     fn attention(
         py: Python<'_>,
         norm: PyBuffer<f32>,
         qkv_proj: &Linear,
+        kv: (usize, usize, bool),
         o_proj: &Linear,
         scale: f32,
         temperature: Option<(f32, i32)>,
         qk_norm: Option<(PyBuffer<f32>, PyBuffer<f32>)>,
+        value_norm: Option<PyBuffer<f32>>,
         rope: Option<usize>,
         softcap: Option<f32>,
         window: Option<usize>,
@@ -91,14 +94,17 @@ impl DecoderBlock {
     ) -> PyResult<Self> {
         let qk_norm = qk_norm.map(|(q, k)| Ok::<_, PyErr>([q.to_vec(py)?, k.to_vec(py)?])).transpose()?;
         let (qkv_proj, o_proj) = (qkv_proj.take()?, o_proj.take()?);
+        let kv = cpu::KvPlace { cache: kv.0, layer: kv.1, shared: kv.2 };
         let sinks = sinks.map(|sinks| sinks.to_vec(py)).transpose()?;
+        let value_norm = value_norm.map(|norm| norm.to_vec(py)).transpose()?;
         let temperature = temperature.map(|(beta, span)| cpu::Temperature { beta, span });
-        let attention = cpu::SelfAttention { qkv_proj, o_proj, qk_norm, rope, scale, temperature, softcap, window, sinks };
-        Self::of(py, norm, cpu::BlockKind::Attention(attention), post_norm, residual_scale)
+        let attention = cpu::SelfAttention { qkv_proj, kv, o_proj, qk_norm, value_norm, rope, scale, temperature, softcap, window, sinks };
+        Self::of(py, Some(norm), cpu::BlockKind::Attention(attention), post_norm, residual_scale, 1.0)
     }
 
     #[staticmethod]
-    #[pyo3(signature = (*, norm, gate_up_proj, down_proj, activation="silu", post_norm=None, residual_scale=1.0))]
+    #[pyo3(signature = (*, norm, gate_up_proj, down_proj, activation="silu", post_norm=None, residual_scale=1.0, stream_scale=1.0))]
+    #[allow(clippy::too_many_arguments)]
     fn gated_mlp(
         py: Python<'_>,
         norm: PyBuffer<f32>,
@@ -107,9 +113,26 @@ impl DecoderBlock {
         activation: &str,
         post_norm: Option<PyBuffer<f32>>,
         residual_scale: f32,
+        stream_scale: f32,
     ) -> PyResult<Self> {
         let mlp = gated_mlp(gate_up_proj, down_proj, activation_of(activation)?)?;
-        Self::of(py, norm, cpu::BlockKind::Mlp(mlp), post_norm, residual_scale)
+        Self::of(py, Some(norm), cpu::BlockKind::Mlp(mlp), post_norm, residual_scale, stream_scale)
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (*, gate, projection, layer, activation, post_norm, stream_scale=1.0))]
+    fn layer_input(
+        py: Python<'_>,
+        gate: &Linear,
+        projection: &Linear,
+        layer: usize,
+        activation: &str,
+        post_norm: PyBuffer<f32>,
+        stream_scale: f32,
+    ) -> PyResult<Self> {
+        let activation = activation_of(activation)?;
+        let input = cpu::LayerInput { gate: gate.take()?, projection: projection.take()?, layer, activation };
+        Self::of(py, None, cpu::BlockKind::LayerInput(input), Some(post_norm), 1.0, stream_scale)
     }
 
     #[staticmethod]
@@ -159,7 +182,7 @@ impl DecoderBlock {
             activation,
             shared: shared.transpose()?,
         };
-        Self::of(py, norm, cpu::BlockKind::Mixture(Box::new(mixture)), post_norm, residual_scale)
+        Self::of(py, Some(norm), cpu::BlockKind::Mixture(Box::new(mixture)), post_norm, residual_scale, 1.0)
     }
 }
 
@@ -183,7 +206,7 @@ pub(crate) struct Decoder(Mutex<cpu::Decoder>);
 impl Decoder {
     #[new]
     #[pyo3(signature = (
-        blocks, *, norm, head, embedding=None, hidden_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, ropes, threads,
+        blocks, *, norm, head, embedding=None, layer_embeddings=None, hidden_size, num_heads, kv_heads, rms_norm_eps, ropes, threads,
         embedding_scale=1.0, final_softcap=None
     ))]
     #[allow(clippy::too_many_arguments)]
@@ -193,10 +216,10 @@ impl Decoder {
         norm: PyBuffer<f32>,
         head: &Linear,
         embedding: Option<&Linear>,
+        layer_embeddings: Option<(PyRef<'_, Linear>, PyRef<'_, Linear>, PyBuffer<f32>)>,
         hidden_size: usize,
         num_heads: usize,
-        num_kv_heads: usize,
-        head_dim: usize,
+        kv_heads: Vec<(usize, usize)>,
         rms_norm_eps: f32,
         ropes: Vec<(PyBuffer<f32>, f32)>,
         threads: usize,
@@ -207,8 +230,7 @@ impl Decoder {
         let config = cpu::DecoderConfig {
             hidden_size,
             num_heads,
-            num_kv_heads,
-            head_dim,
+            kv_heads: kv_heads.into_iter().map(|(count, head_dim)| cpu::KvHeads { count, head_dim }).collect(),
             rms_norm_eps,
             ropes: ropes.collect::<PyResult<_>>()?,
             embedding_scale,
@@ -217,8 +239,12 @@ impl Decoder {
         let blocks = blocks.iter().map(|block| lock(&block.0).take()).collect::<Option<_>>();
         let blocks = blocks.ok_or_else(|| PyValueError::new_err("these blocks belong to a model already"))?;
         let embedding = embedding.map(Linear::take).transpose()?.map(cpu::Linear::into_matrix);
+        let layer_embeddings = layer_embeddings.map(|(table, projection, norm)| {
+            let (table, projection) = (table.take()?.into_matrix(), projection.take()?);
+            Ok::<_, PyErr>(cpu::LayerEmbeddings { table, projection, norm: norm.to_vec(py)? })
+        });
         let (norm, head) = (norm.to_vec(py)?, head.take()?);
-        let decoder = cpu::Decoder::new(started(threads)?, config, blocks, norm, embedding, head);
+        let decoder = cpu::Decoder::new(started(threads)?, config, blocks, norm, embedding, layer_embeddings.transpose()?, head);
         decoder.map(|decoder| Self(Mutex::new(decoder))).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
@@ -300,59 +326,59 @@ impl Decoder {
     }
 }
 
-/// The keys and values of all layers, in blocks.
+/// The keys and values of all layers, in blocks. Each part has the layers with the same heads.
 #[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct KvCache(Mutex<cpu::cache::KvCache>);
+pub(crate) struct KvCache(Mutex<Vec<cpu::cache::KvCache>>);
 
 #[pymethods]
 impl KvCache {
     #[new]
-    #[pyo3(signature = (*, layers, blocks, kv_heads, block_size, head_dim, dtype, host_blocks=0))]
-    fn new(
-        layers: usize,
-        blocks: usize,
-        kv_heads: usize,
-        block_size: usize,
-        head_dim: usize,
-        dtype: &str,
-        host_blocks: usize,
-    ) -> PyResult<Self> {
-        if [layers, blocks, kv_heads, block_size, head_dim].contains(&0) {
-            return Err(PyValueError::new_err("a cache has at least one of everything"));
-        }
-        if dtype == "bfloat16" && (block_size % 2 == 1 || head_dim % 2 == 1) {
-            return Err(PyValueError::new_err("a cache in bfloat16 has an even block size and an even head size"));
-        }
-        let shape = cpu::cache::KvShape { layers, blocks, kv_heads, block_size, head_dim };
-        let cache = cpu::cache::KvCache::new(shape, kv_dtype_of(dtype)?, host_blocks);
-        cache.map(|cache| Self(Mutex::new(cache))).map_err(|error| PyMemoryError::new_err(error.to_string()))
+    #[pyo3(signature = (*, parts, blocks, block_size, dtype, host_blocks=0))]
+    fn new(parts: Vec<(usize, usize, usize)>, blocks: usize, block_size: usize, dtype: &str, host_blocks: usize) -> PyResult<Self> {
+        let made = parts.into_iter().map(|(layers, kv_heads, head_dim)| {
+            if [layers, blocks, kv_heads, block_size, head_dim].contains(&0) {
+                return Err(PyValueError::new_err("a cache has at least one of everything"));
+            }
+            if dtype == "bfloat16" && (block_size % 2 == 1 || head_dim % 2 == 1) {
+                return Err(PyValueError::new_err("a cache in bfloat16 has an even block size and an even head size"));
+            }
+            let shape = cpu::cache::KvShape { layers, blocks, kv_heads, block_size, head_dim };
+            let cache = cpu::cache::KvCache::new(shape, kv_dtype_of(dtype)?, host_blocks);
+            cache.map_err(|error| PyMemoryError::new_err(error.to_string()))
+        });
+        Ok(Self(Mutex::new(made.collect::<PyResult<_>>()?)))
     }
 
     /// Copies whole blocks, pair (from, to) by pair.
     fn copy(&self, py: Python<'_>, pairs: Vec<(u32, u32)>) {
-        py.detach(|| lock(&self.0).copy(&pairs));
+        py.detach(|| lock(&self.0).iter_mut().for_each(|part| part.copy(&pairs)));
     }
 
     /// Copies blocks to the host pool (block, host block), then blocks from it (host block, block).
     fn swap(&self, py: Python<'_>, outs: Vec<(u32, u32)>, ins: Vec<(u32, u32)>) {
-        py.detach(|| lock(&self.0).swap(&outs, &ins));
+        py.detach(|| lock(&self.0).iter_mut().for_each(|part| part.swap(&outs, &ins)));
     }
 
     /// Returns the bytes of a block.
     fn read<'py>(&self, py: Python<'py>, block: u32) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &lock(&self.0).read(block))
+        PyBytes::new(py, &lock(&self.0).iter().flat_map(|part| part.read(block)).collect::<Vec<_>>())
     }
 
     /// Returns the memory of blocks to the system.
     fn discard(&self, py: Python<'_>, blocks: Vec<u32>) {
-        py.detach(|| lock(&self.0).discard(&blocks));
+        py.detach(|| lock(&self.0).iter_mut().for_each(|part| part.discard(&blocks)));
     }
 
     /// Overwrites a block with bytes of `read`.
     #[allow(clippy::needless_pass_by_value)] // a type that Python passes
     fn write(&self, py: Python<'_>, block: u32, bytes: PyBuffer<u8>) -> PyResult<()> {
         let bytes = bytes.to_vec(py)?;
-        lock(&self.0).write(block, &bytes);
+        let mut rest = bytes.as_slice();
+        for part in lock(&self.0).iter_mut() {
+            let (own, others) = rest.split_at(part.block_bytes());
+            part.write(block, own);
+            rest = others;
+        }
         Ok(())
     }
 }

@@ -133,6 +133,22 @@ pub(crate) fn softcap<S: Simd>(s: S, x: S::F, cap: f32) -> S::F {
     s.mul(s.splat(cap), tanh(s, s.div(x, s.splat(cap))))
 }
 
+/// Replaces each gate by `activation(gate) * up`. Their number must be a multiple of 16. The values of `ups` are undefined afterwards.
+pub(crate) struct Activate<'a> {
+    pub(crate) gates: &'a mut [f32],
+    pub(crate) ups: &'a mut [f32],
+    pub(crate) activation: Activation,
+}
+
+impl Kernel for Activate<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        activate(s, self.gates, self.ups, self.activation);
+    }
+}
+
 /// Replaces each gate by `activation(gate) * up`.
 #[inline(always)]
 fn activate<S: Simd>(s: S, gates: &mut [f32], ups: &mut [f32], activation: Activation) {

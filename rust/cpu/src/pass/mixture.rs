@@ -6,7 +6,6 @@ use crate::blocks::Block;
 use crate::experts::Mixture;
 use crate::gemm::RowGroup;
 use crate::linear::{Epilogue, Packed, Rows};
-use crate::norm::RmsNorm;
 use crate::pool::Worker;
 use crate::simd::{Isa, Kernel, Simd};
 use crate::unsafe_slice::UnsafeSlice;
@@ -167,7 +166,7 @@ impl Pass<'_> {
         self.packed.pack(worker, self.isa, &mixture.router, &mut spare.linear, |t, out| {
             // SAFETY: an earlier phase wrote this state, and only the index that packs the row writes its copy (see `Pass`).
             let (x, copy) = unsafe { (self.hidden.read(t * hidden, hidden), normed.write(t * hidden, hidden)) };
-            self.isa.run(RmsNorm { x, weight: &block.norm, eps: self.config.rms_norm_eps, out });
+            self.normalise(block.norm.as_deref(), x, out);
             copy.copy_from_slice(out);
         });
         self.packed.multiply(worker, self.isa, &mixture.router, logits, width, Epilogue::Store, &mut spare.linear);
