@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "chat_template": {"template_process", "errors"},
     "template_process": {"template_renderer", "errors"},
     "template_renderer": {"alternatives", "errors"},
-    "checkpoint": {"architectures", *LEAVES},
+    "checkpoint": {"alternatives", "architectures", *LEAVES},
     "architectures": set(),
     "config": {"scheduling", "settings", "_core"},
     "settings": {"scheduling"},

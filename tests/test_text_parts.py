@@ -64,7 +64,7 @@ def _every_part(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_every_part")
 @pytest.mark.parametrize("name", FAMILIES)
 @given(chat=st.lists(st.tuples(TEXTS, st.booleans()), max_size=4))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_kept_tokens_are_those_of_the_whole_text(tokenizers: dict[str, Tokenizer], name: str, chat: list[tuple[str, bool]]) -> None:
     tokenizer = tokenizers[name]
     for end in range(len(chat) + 1):  # a conversation that grows

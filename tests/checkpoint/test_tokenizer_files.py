@@ -80,8 +80,8 @@ def test_a_class_with_other_ids_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["bpe", "unigram"])
 def test_damaged_models_are_refused_by_one_line(tmp_path: Path, model: str) -> None:
     whole = (DATA / f"{model}.model").read_bytes()
-    damaged = [whole[:size] for size in range(0, len(whole), 97)] + [
-        whole[:at] + b"\xff" * 9 + whole[at + 9 :] for at in range(0, 4000, 41)
+    damaged = [whole[:size] for size in range(0, len(whole), 397)] + [
+        whole[:at] + b"\xff" * 9 + whole[at + 9 :] for at in range(0, 4000, 163)
     ]
     messages = []
     for data in damaged:

@@ -136,10 +136,8 @@ def _stripping(file: GGUFFile, texts: set[str]) -> tuple[set[str], set[str]]:
     The files do not say. The rules are llama.cpp's (src/llama-vocab.cpp).
     """
     pre, name = file.get("tokenizer.ggml.pre", str) or "", (file.get("general.name", str) or "").lower()
-    if pre in ("jina-v2-de", "jina-v2-es", "jina-v2-code", "mmbert") or file.get("general.architecture", str) in (
-        "nomic-bert-moe",
-        "jina-bert-v3",
-    ):
+    kind = file.get("general.architecture", str)
+    if pre in ("jina-v2-de", "jina-v2-es", "jina-v2-code", "mmbert") or kind in ("nomic-bert-moe", "jina-bert-v3"):
         return texts & {"<mask>"}, set()
     if "phi-3" in name or "phi3" in name:
         return set(), texts - {"<unk>", "<s>", "<|endoftext|>"}

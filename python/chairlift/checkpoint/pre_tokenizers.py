@@ -84,8 +84,8 @@ _ASIAN = "[一-\u9fff㐀-䶿\uf900-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\
 # Numbers are cut into threes from the right. Each pattern looks to a number's end once, so that long numbers take linear time.
 _THREES = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})*+(?!\p{N}))|\p{N}{3}"
 _THREES_OF_DIGITS = r"\A\d{1,2}(?=(?:\d{3})++(?!\d))|\d{3}(?=\d)"
+# Equal to \d{1,3}(?=(?:\d{3})*\b): whole numbers first, then their threes, each where the one before it ends.
 _THREES_BEFORE_BOUNDARIES = r"(?<!\d)\d++\b", r"\A\d{1,3}(?=(?:\d{3})*+\z)|(?!\A)\G\d{3}"
-"""Equal to \d{1,3}(?=(?:\d{3})*\b): whole numbers first, then their threes, each where the one before it ends."""
 _KOREAN = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"
 
 _GROUPS: tuple[tuple[str, PreTokenizer], ...] = (

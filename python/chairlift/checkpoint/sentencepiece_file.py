@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chairlift.alternatives import alternatives
 from chairlift.checkpoint.sentencepiece import Kind, Vocabulary, merged, unigram
 from chairlift.errors import UnsupportedModel
 
@@ -46,8 +46,7 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     if defined := [token for token, kind in zip(tokens, kinds, strict=True) if kind == Kind.USER_DEFINED]:
         # SentencePiece finds these in the normalised text and takes the longest, whole.
-        pattern = "|".join(re.escape(token) for token in sorted(defined, key=len, reverse=True))
-        isolated = pre_tokenizers.Split(Regex(pattern), "isolated")
+        isolated = pre_tokenizers.Split(Regex(alternatives(defined)), "isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([isolated, tokenizer.pre_tokenizer] if tokenizer.pre_tokenizer else [isolated])
         if not is_unigram:
             tokenizer.model.ignore_merges = True
