@@ -54,6 +54,14 @@ def test_a_config_whose_numbers_of_experts_do_not_fit_is_refused(tmp_path: Path,
         ModelConfig.parse(read_json(tmp_path) | settings)
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "granite-moe-shared", "gpt-oss"])
+def test_memory_is_planned_for_all_experts_and_for_those_of_a_token(tmp_path: Path, name: str) -> None:
+    parameters = sum(parameter.numel() for parameter in write(name, tmp_path).parameters())
+    model = ModelConfig.load(tmp_path)
+    assert model.num_weights == pytest.approx(parameters, rel=0.02), "biases and norms of heads are not counted"
+    assert model.widest == max(model.intermediate_size, 3 * 48)
+
+
 def test_experts_that_are_missing_or_of_another_shape_or_never_chosen_are_refused(tmp_path: Path) -> None:
     write("qwen3-moe", tmp_path)
     path, experts = tmp_path / "model.safetensors", "model.layers.0.mlp.experts"

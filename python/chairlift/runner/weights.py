@@ -154,7 +154,7 @@ class SafetensorWeights:
 
     def part(self, name: str, *shape: int) -> Part:
         """Returns a matrix in the checkpoint's dtype, for the kernels to read from the file; a quantised one in fp32."""
-        if self._scheme is not None:
+        if self._scheme is not None and len(shape) == 2:  # a tensor of all experts is not quantised
             found = self.matrix(name.removesuffix(".weight"), *shape)
             if isinstance(found, QuantisedMatrix):
                 return in_memory(multiply_out(found))
