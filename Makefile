@@ -112,8 +112,9 @@ conformance: $(VENV)/.developing ## run other projects' clients, unmodified, aga
 	$(BIN)/python tests/conformance/run.py $(ARGS)
 
 .PHONY: files
-files: $(VENV)/.developing ## compare the tokens of llama.cpp's published vocabularies (downloads 37 MB once)
-	$(BIN)/python tests/published/run.py $(ARGS)
+files: $(VENV)/.developing ## compare published vocabularies and tiny models with llama.cpp and transformers (downloads 37 MB once; minutes)
+	$(BIN)/python tests/published/run.py
+	$(BIN)/python tests/published/models.py $(ARGS)
 
 .PHONY: docs
 docs: $(VENV)/.documenting ## build the documentation's site into site/ and check its links

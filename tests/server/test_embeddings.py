@@ -25,11 +25,13 @@ LONG = "abcdefghij " * 20
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of `chairlift serve` with a tiny encoder and a short queue."""
+    """Address of `chairlift serve` with a tiny encoder, a tiny cross-encoder and a short queue."""
     directory: Path = tmp_path_factory.mktemp("bert")
-    tiny_encoders.write("Bert", directory)
-    flags = ["--port", "0", "--served-model-name", "bert", "--max-num-seqs", "4", "--max-num-queued-reqs", "300"]
-    command = [sys.executable, "-m", "chairlift.cli.main", "serve", str(directory), *flags]
+    tiny_encoders.write("Bert", directory / "bert")
+    tiny_encoders.write("BertForSequenceClassification", directory / "ranker")
+    models = [f"{name}={directory / name}" for name in ("bert", "ranker")]
+    flags = ["--port", "0", "--max-num-seqs", "4", "--max-num-queued-reqs", "300"]
+    command = [sys.executable, "-m", "chairlift.cli.main", "serve", *models, *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
         log = []
         for line in process.stderr or ():
@@ -108,7 +110,7 @@ def test_ollama_s_routes_shorten_long_texts(http: httpx.Client) -> None:
         ({"input": "a", "encoding_format": "int8"}, 400, "encoding_format"),
         ({"input": "a", "model": "gpt"}, 404, "does not exist"),
         ({}, 400, "input is missing"),
-        ({"input": ["a"] * 400}, 503, "requests are waiting"),
+        ({"input": ["a"] * 1000}, 503, "requests are waiting"),
     ],
 )
 def test_bad_requests_get_clear_errors(http: httpx.Client, fields: dict[str, object], status: int, message: str) -> None:
@@ -152,8 +154,26 @@ def test_bad_rankings_get_clear_errors(http: httpx.Client, fields: dict[str, obj
     assert (answer.status_code, message in answer.text) == (400, True), answer.text
 
 
+def test_rerank_with_a_cross_encoder(http: httpx.Client, tmp_path: Path) -> None:
+    oracle = tiny_encoders.write("BertForSequenceClassification", tmp_path)  # the same weights
+    texts = ["fedcba", "abc abc", "x", "abd"]
+    answer = http.post("/v1/rerank", json={"model": "ranker", "query": "abc", "documents": texts}).json()
+    expected = [tiny_encoders.score(oracle, "abc", text) for text in texts]
+    best = sorted(range(4), key=lambda index: -expected[index])
+    assert [one["index"] for one in answer["results"]] == best
+    assert np.allclose([one["relevance_score"] for one in answer["results"]], [expected[index] for index in best], atol=1e-5)
+    assert answer["usage"]["total_tokens"] == sum(len(tiny_encoders.tokenizer().encode("abc", text).ids) for text in texts)
+    long = http.post("/v1/rerank", json={"model": "ranker", "query": "abc", "documents": ["b", LONG * 3]})
+    assert (long.status_code, "The query with document 1 has" in long.text) == (400, True), long.text
+    refused = http.post("/v1/embeddings", json={"model": "ranker", "input": "abc"})
+    assert (refused.status_code, "use /v1/rerank" in refused.text) == (400, True), refused.text
+    refused = http.post("/v1/completions", json={"model": "ranker", "prompt": "abc"})
+    assert (refused.status_code, "use /v1/rerank" in refused.text) == (400, True), refused.text
+    assert [model["tasks"] for model in http.get("/v1/models").json()["data"]] == [["embed"], ["score"]]
+
+
 def test_the_server_says_that_it_only_embeds(http: httpx.Client) -> None:
-    [model] = http.get("/v1/models").json()["data"]
+    model, _ = http.get("/v1/models").json()["data"]
     assert model["tasks"] == ["embed"]
     assert model["max_model_len"] == 40
     message = {"role": "user", "content": "a"}

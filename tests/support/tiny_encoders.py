@@ -87,6 +87,15 @@ def embed(model: torch.nn.Module, tokens: list[int], pooling: str = "mean") -> t
     return pooled / pooled.norm()
 
 
+def score(oracle: torch.nn.Module, query: str, document: str) -> float:
+    """The score of a pair of texts that transformers computes."""
+    encoding = tokenizer().encode(query, document)
+    types = encoding.type_ids if oracle.config.type_vocab_size > 1 else [0] * len(encoding.ids)
+    with torch.no_grad():
+        logits = oracle(input_ids=torch.tensor([encoding.ids]), token_type_ids=torch.tensor([types])).logits
+    return torch.sigmoid(logits)[0, 0].item()
+
+
 def tokenizer() -> Tokenizer:
     """[CLS], the words' letters, [SEP]; a second text has the type 1."""
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *string.ascii_lowercase, *(f"##{letter}" for letter in string.ascii_lowercase)]

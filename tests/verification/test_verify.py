@@ -109,8 +109,22 @@ def test_changed_tokens_and_templates_are_found(directory: Path) -> None:
     findings = Findings()
     with LLM(directory) as llm:
         compare_texts(llm, Other(directory), findings)
-    assert dict(findings.facts)["texts"].startswith("10 of 11")
+    assert dict(findings.facts)["texts"] == "10 of 11 have equal tokens"
     assert [text.split(":")[0] for text in findings.differences] == ["tokens of 'Hello world'", "tokens of a conversation"]
+
+
+def test_texts_with_combining_marks_are_not_compared_with_a_reference_that_misreads_them(directory: Path) -> None:
+    class Misreads(InProcess):
+        reads_marks = False
+
+        def encode(self, text: str) -> list[int]:
+            return super().encode(text.replace("e\u0301", ""))
+
+    findings = Findings()
+    with LLM(directory) as llm:
+        compare_texts(llm, Misreads(directory), findings)
+    assert not findings.differences
+    assert dict(findings.facts)["texts"] == "9 of 9 have equal tokens; 2 with combining marks left out"
 
 
 @pytest.mark.parametrize(

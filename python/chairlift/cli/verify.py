@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         report = verify(args.engine, python=args.python, llama_cpp=args.llama_cpp)
-    except ChairliftError as error:
+    except (ChairliftError, OSError, MemoryError) as error:
         print(f"cannot compare: {error}")
         return 2
     print(report.text())

@@ -472,7 +472,8 @@ def _token_for_embedding(prompt: int, info: EngineInfo) -> int:
 
 
 def check_generates(info: EngineInfo) -> None:
-    """Raises InvalidRequest if the model computes only embeddings."""
+    """Raises InvalidRequest if the model computes only embeddings or scores."""
+    _check_no_scores(info)
     if not info.generates:
         message = "this model computes embeddings and generates no text: use /v1/embeddings (in Python: LLM.embed)"
         raise InvalidRequest(message, param="model", code="unsupported")
@@ -493,6 +494,12 @@ def check_scores(info: EngineInfo) -> str:
     return info.score
 
 
+def _check_no_scores(info: EngineInfo) -> None:
+    if info.score is not None:
+        message = "this model only scores pairs of texts: use /v1/rerank (in Python: LLM.score)"
+        raise InvalidRequest(message, param="model", code="unsupported")
+
+
 def relevance(number: float, kind: str) -> float:
     """Returns the score of a pair of texts, of a classifier's number; `kind` is sigmoid or identity."""
     return number if kind == "identity" else 1 / (1 + math.exp(-max(number, -700.0)))
@@ -504,9 +511,7 @@ def check_dimensions(dimensions: int | None, info: EngineInfo) -> int:
     None keeps all numbers.
     """
     limit = check_embeds(info)
-    if info.score is not None:
-        message = "this model scores pairs of texts and computes no embeddings: use /v1/rerank (in Python: LLM.score)"
-        raise InvalidRequest(message, param="model", code="unsupported")
+    _check_no_scores(info)
     if dimensions is not None:
         most = info.embedding_size
         if type(dimensions) is not int or not 1 <= dimensions <= most:

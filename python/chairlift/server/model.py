@@ -87,8 +87,10 @@ class ServedModel:
         return self.resume == "any" or (self.resume == "exact" and fingerprint is not None)
 
     def tasks(self) -> list[str]:
-        """What the loaded model does: `generate`, `embed`, or both."""
+        """What the loaded model does: `generate`, `embed`, or both; or `score`."""
         info = self.engine.info
+        if info.score is not None:
+            return ["score"]
         return ["generate"] * info.generates + ["embed"] * (info.max_text_len is not None)
 
     async def encode(self, request: Request, text: str, *, must_fit: bool = True, add_special_tokens: bool = True) -> list[int]:

@@ -29,6 +29,8 @@ class LlamaReference:
 
     # llama.cpp approximates GELU by tanh in encoders.
     embedding_tolerance = 2e-3
+    # It does not compose characters for Qwen 2 and its successors, and drops marks in WordPiece.
+    reads_marks = False
 
     def __init__(self, program: Path, file: Path, context: int, encoder: EncoderConfig | None) -> None:
         """Starts llama-server for `context` tokens. Raises CannotCompare if it does not serve the model."""

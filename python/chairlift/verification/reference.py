@@ -31,6 +31,9 @@ class Reference(Protocol):
     embedding_tolerance: float
     """The largest difference of a number of an embedding that is explained by the reference's own approximations."""
 
+    reads_marks: bool
+    """Whether it treats combining marks as the models' own tokenizers do."""
+
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, with those that the model expects around it."""
 

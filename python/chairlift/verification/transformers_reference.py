@@ -17,6 +17,7 @@ class TransformersReference:
     """A model in transformers, in float32."""
 
     embedding_tolerance = 1e-4
+    reads_marks = True
 
     def __init__(self, python: Path, model: Path) -> None:
         """Starts the process. `model` is a directory in Hugging Face's layout or a GGUF file, which transformers dequantises."""

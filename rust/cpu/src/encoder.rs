@@ -137,7 +137,7 @@ impl Encoder {
             *isa,
             config,
             (ids, types, &starts),
-            [rows.packed(*isa, ids.len(), ids.len()), pooled_rows.packed(*isa, texts, texts)],
+            &[rows.packed(*isa, ids.len(), ids.len()), pooled_rows.packed(*isa, texts, texts)],
             (blocks, head),
             buffers,
             out,

@@ -22,12 +22,12 @@ type BlockNorms = (Option<NormArgs>, Option<NormArgs>, Option<NormArgs>);
 /// Weights, activation and norm of a dense layer.
 type DenseArgs<'py> = (PyRef<'py, Linear>, String, Option<NormArgs>);
 
-fn norm_of(py: Python<'_>, norm: &Option<NormArgs>) -> PyResult<Option<cpu::Norm>> {
+fn norm_of(py: Python<'_>, norm: Option<&NormArgs>) -> PyResult<Option<cpu::Norm>> {
     let read = |(weight, bias): &NormArgs| {
         let bias = bias.as_ref().map(|bias| bias.to_vec(py)).transpose()?;
         Ok(cpu::Norm { weight: weight.to_vec(py)?, bias })
     };
-    norm.as_ref().map(read).transpose()
+    norm.map(read).transpose()
 }
 
 fn unknown(what: &str, name: &str) -> PyErr {
@@ -40,7 +40,8 @@ pub(crate) struct EncoderBlock(Mutex<Option<cpu::EncoderBlock>>);
 
 impl EncoderBlock {
     fn of(py: Python<'_>, kind: cpu::EncoderBlockKind, norms: &BlockNorms) -> PyResult<Self> {
-        let (input_norm, output_norm, sum_norm) = (norm_of(py, &norms.0)?, norm_of(py, &norms.1)?, norm_of(py, &norms.2)?);
+        let (input_norm, output_norm, sum_norm) =
+            (norm_of(py, norms.0.as_ref())?, norm_of(py, norms.1.as_ref())?, norm_of(py, norms.2.as_ref())?);
         Ok(Self(Mutex::new(Some(cpu::EncoderBlock { kind, input_norm, output_norm, sum_norm }))))
     }
 }
@@ -125,10 +126,10 @@ impl Encoder {
             tokens: tokens.take()?.into_matrix(),
             positions: positions.map(|positions| positions.to_vec(py)).transpose()?,
             types: types.to_vec(py)?,
-            norm: norm_of(py, &embedding_norm)?,
+            norm: norm_of(py, embedding_norm.as_ref())?,
         };
         let dense = dense.iter().map(|dense| dense_of(py, dense)).collect::<PyResult<_>>()?;
-        let head = cpu::Head { norm: norm_of(py, &final_norm)?, pooling, dense, normalized };
+        let head = cpu::Head { norm: norm_of(py, final_norm.as_ref())?, pooling, dense, normalized };
         let config = cpu::EncoderConfig {
             hidden_size,
             num_heads,
@@ -177,5 +178,5 @@ fn dense_of(py: Python<'_>, (linear, activation, norm): &DenseArgs<'_>) -> PyRes
         "gelu" => cpu::DenseActivation::Gelu,
         name => return Err(unknown("activation", name)),
     };
-    Ok(cpu::Dense { linear: linear.take()?, activation, norm: norm_of(py, norm)? })
+    Ok(cpu::Dense { linear: linear.take()?, activation, norm: norm_of(py, norm.as_ref())? })
 }

@@ -69,7 +69,7 @@ impl<'a> Pass<'a> {
         isa: Isa,
         config: &'a EncoderConfig,
         texts: (&'a [i32], &'a [i32], &'a [usize]),
-        packed: [Packed<'a>; 2],
+        packed: &[Packed<'a>; 2],
         (blocks, head): (&[EncoderBlock], &Head),
         buffers: &'a mut Buffers,
         out: &'a mut [f32],
@@ -309,7 +309,9 @@ impl<'a> Pass<'a> {
                 }
                 out.iter_mut().zip(&*state).for_each(|(sum, x)| *sum += x);
             }
-            out.iter_mut().for_each(|x| *x *= share);
+            for x in &mut *out {
+                *x *= share;
+            }
         });
     }
 
