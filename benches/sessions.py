@@ -2,9 +2,9 @@
 
     python benches/sessions.py agents.jsonl.gz        a minute
 
-The file is `agents.jsonl.gz` of callanjfox/kv-cache-tester (Apache-2.0) as described in docs/capacity.md. The working set is the mean of the
-tokens of all live contexts with a cache that loses nothing. The modelled machine is an 8B model on an H100: 12 ms a step, 0.4 ms for each
-decode, 40 us for each prompt token and 1 ns for each pair of a prompt token and a token before it.
+The file is `agents.jsonl.gz` of callanjfox/kv-cache-tester (Apache-2.0) as described in docs/capacity.md. The working set is the mean of
+the tokens of all live contexts with a cache that loses nothing. The modelled machine is an 8B model on an H100: 12 ms a step, 0.4 ms for
+each decode, 40 us for each prompt token and 1 ns for each pair of a prompt token and a token before it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def figures(sessions: list[RecordedSession], users: int, blocks: int) -> dict[st
 def main() -> None:
     """Simulates all cells and writes the table."""
     sessions = read_sessions(sys.argv[1], LONGEST)
+    requests = sum(one.num_requests for one in sessions)
     lines = [
         "# Sessions of agents in a closed loop, simulated",
         "",
-        f"Written by `benches/sessions.py` from {len(sessions)} sessions with {sum(one.num_requests for one in sessions):,} requests; means",
+        f"Written by `benches/sessions.py` from {len(sessions)} sessions with {requests:,} requests; means",
         f"of {len(SEEDS)} seeds, three hours each. KV is the part of the working set that the cache holds.",
         "",
         f"| users | KV | {' | '.join(label for label, _, _ in COLUMNS)} |",

@@ -1,6 +1,5 @@
 """The binding: what crosses between Python and the Rust scheduler, and what is refused."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from core_requests import add
@@ -167,7 +167,7 @@ def test_what_can_never_run_is_refused_with_the_numbers(prompt: list[int], new: 
 
 def test_a_field_that_only_the_core_uses_is_defined_in_scheduling_and_in_the_core() -> None:
     for_the_engine = {"cache_salt", "cache_group", "limit_group"}
-    made_by_the_engine = {"tag", "max_new_tokens", "weight"}
+    made_by_the_engine = {"tag", "max_new_tokens", "weight", "preparation"}
     # Deadlines are milliseconds after the arrival for callers, and times in the core.
     python = {field.name.removesuffix("_ms") for field in fields(Scheduling)} - for_the_engine
     assert set(_core.request_fields()) - made_by_the_engine == python
@@ -175,14 +175,22 @@ def test_a_field_that_only_the_core_uses_is_defined_in_scheduling_and_in_the_cor
 
 def test_a_request_has_its_fields_in_the_core() -> None:
     core = _core.Scheduler(
-        **{"num_blocks": 33, "block_size": BLOCK, "max_tokens": MAX_TOKENS, "max_seqs": MAX_SEQS, "max_model_len": MAX_LEN},
+        **{
+            "num_kv_blocks": 33,
+            "block_size": BLOCK,
+            "max_num_batched_tokens": MAX_TOKENS,
+            "max_num_seqs": MAX_SEQS,
+            "max_model_len": MAX_LEN,
+        },
         **{"journal": True, "tenant_weights": {"a": 3}, "tier_weights": {"flex": 5}},
     )
     scheduling = Scheduling(priority=-2, tier="flex", tenant="a", deadline_ms=1.5, ttft_deadline_ms=0.25, predicted_tokens=4)
     request = EngineRequest.of(7, ids(1, 2, 3), SamplingParams(max_tokens=None), scheduling, submitted=5000, spent={"receive": 1000})
     core.add(request, 9000)
-    fields_of = json.loads(re.search(rb"{.*}", core.journal())[0])  # type: ignore[index]
-    assert fields_of == {
+    journal = core.journal()
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(journal[journal.index(b"\xa3tag") - 1 :])
+    assert unpacker.unpack() == {
         "tag": 7,
         "max_new_tokens": MAX_LEN - 3,
         "priority": -2,
@@ -192,12 +200,15 @@ def test_a_request_has_its_fields_in_the_core() -> None:
         "deadline": 5500,
         "ttft_deadline": 4250,
         "predicted_tokens": 4,
+        "preparation": None,
     }
     assert core.explain(7)["arrived"] == 4000  # type: ignore[index]
 
 
 def test_a_request_adds_a_sequence_for_each_answer() -> None:
-    core = _core.Scheduler(num_blocks=33, block_size=BLOCK, max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_model_len=MAX_LEN, end_tokens=[9])
+    core = _core.Scheduler(
+        num_kv_blocks=33, block_size=BLOCK, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN, end_tokens=[9]
+    )
     three = core.add(EngineRequest.of(10, ids(1, 2), SamplingParams(n=3, max_tokens=4, stop_token_ids=(8,))), 100)
     assert [answer for answer, _ in three] == [0, 1, 2]
     lost = ResumedChoice(1, ids(5, 6).tobytes(), 1, 0, 10, 20, 30), ResumedChoice(2, b"", 0, 0, 10, 20, None)

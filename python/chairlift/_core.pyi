@@ -283,11 +283,19 @@ class Scheduler:
         has 128 bits and must be secret if clients choose tokens. Raises ValueError for limits under which nothing can run, and for an
         invalid value of a setting.
         """
-    def add(self, request: EngineRequest, now: int, salt: bytes = ...) -> list[tuple[int, int]]:
+    def add(
+        self, request: EngineRequest, now: int, salt: bytes = ..., preparation: Literal["grammar", "read_cache"] | None = None
+    ) -> list[tuple[int, int]]:
         """Queues a request. Returns the numbers of its unfinished answers, each with the handle of its sequence.
 
         `now` is in microseconds. Only requests of equal `salt` and `cache_group` share cached blocks. No limit of the queue applies to a
-        resumed request. Raises a `Rejected` if the request can never run or the queue is full; then nothing was added.
+        resumed request. With a `preparation` the request waits in that state of its timeline until `prepare` ends it, and counts as queued.
+        Raises a `Rejected` if the request can never run or the queue is full; then nothing was added.
+        """
+    def prepare(self, seq: int, next: Literal["grammar", "read_cache"] | None, now: int) -> bool:
+        """Records that a sequence's preparation is done. It waits for the `next` one, or joins the queue in the order of its arrival.
+
+        Returns False if the sequence has ended or waits for none, as the further answers of a new request do.
         """
     def fork_held(self, handle: int, forks: Sequence[int], now: int) -> None:
         """Opens held sequences with the handles `forks` and the blocks of `handle`. Does nothing if that is unknown."""

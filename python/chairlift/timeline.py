@@ -41,8 +41,8 @@ STATES = {
 }
 """Every state by name, in the order of a request's life. The names are the core's (`_core.TIMELINE_STATES`)."""
 
-WAITING = (*(name for name in STATES if name.startswith("wait_")), "preempted", "swapped")
-"""The states of requests that are in the queue."""
+WAITING = ("grammar", "read_cache", *(name for name in STATES if name.startswith("wait_")), "preempted", "swapped")
+"""The states of requests that wait in the engine."""
 
 PREEMPTION_REASONS = {
     "kv_blocks": "for KV blocks",

@@ -49,7 +49,7 @@ class FakeCore:
         self.recorded = b""
         self.wake = None
 
-    def add(self, request, now, salt):
+    def add(self, request, now, salt, preparation):
         if not self.room:
             raise Full("1 request waits, and no more may", 1_500_000)
         prompt_tokens = len(request.prompt) // 4
@@ -58,7 +58,7 @@ class FakeCore:
         if prompt_tokens > 40:
             raise NeverFits("that is too long for the cache")
         self.room -= 1
-        self.added[request.tag] = request, now, salt
+        self.added[request.tag] = request, now, salt, preparation
         answers = [one.choice for one in request.resumed] or range(request.sampling.num_sequences)
         tags = {answer: request.tag + answer for answer in answers}
         self.live |= {10 * tag: tag for tag in tags.values()}
@@ -246,7 +246,7 @@ def test_a_request_reaches_the_core_as_one_value(make):
     assert engine.core.settings["end_tokens"] == [2]
     request = EngineRequest.of(1, [1, 2, 3], SamplingParams(), Scheduling(cache_salt="ü", predicted_tokens=4))
     engine.add(request)
-    assert engine.core.added[1] == (request, NOW, "ü".encode())
+    assert engine.core.added[1] == (request, NOW, "ü".encode(), None)
 
 
 def test_the_unfinished_choices_of_a_lost_request_go_on_with_their_seeds(make):

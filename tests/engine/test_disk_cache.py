@@ -5,19 +5,18 @@ import logging
 import os
 import stat
 import threading
-import time
 from concurrent.futures import Future
 from queue import SimpleQueue
 
 import async_engine
+import numpy as np
 import pytest
-from fake_engine import FakeEngine
 
 from chairlift import LLM, SamplingParams, Scheduling
-from chairlift.config import EngineConfig
 from chairlift.engine import disk_cache
+from chairlift.engine.disk_cache import StoredPrefix
 from chairlift.engine.engine_request import EngineRequest
-from chairlift.engine.frames import Add
+from chairlift.engine.frames import Abort, Add
 from chairlift.engine.hosted_engine import HostedEngine
 from chairlift.engine.prefix_store import PrefixStore
 from chairlift.errors import InvalidSetting
@@ -264,20 +263,31 @@ def test_the_engine_s_process_finds_what_an_earlier_one_wrote(byte_model, tmp_pa
     assert cold.cached_tokens == 0 < warm.cached_tokens
 
 
-def test_a_request_waits_for_its_kv_beside_the_others(monkeypatch):
-    engine, inbox, added = FakeEngine(EngineConfig(), lambda *_: None), SimpleQueue(), []
-    hosted = HostedEngine(engine, lambda _: None, inbox.put)
-    reads = {1: Future(), 2: None}
-    monkeypatch.setattr(engine, "read_prefix", lambda request: reads[request.tag], raising=False)
-    monkeypatch.setattr(engine, "add", lambda request, _, stored: added.append((request, stored)))
-    for tag in (1, 2):
-        hosted.handle(Add(tag, EngineRequest.of(tag, [tag], PARAMS, submitted=time.monotonic_ns() // 1000).pack()))
-    assert [request.tag for request, _ in added] == [2]
-    reads[1].set_result(None)
-    hosted.handle(inbox.get_nowait())
-    request, stored = added[1]
-    assert (request.tag, stored) == (1, reads[1])
-    assert request.spent["read_cache"] >= 0
+def test_a_request_waits_for_its_kv_in_the_queue_beside_the_others(start, monkeypatch):
+    with start() as llm:
+        engine, inbox, reads = llm.engine, SimpleQueue(), {1: Future(), 2: None, 3: Future()}
+        hosted = HostedEngine(engine, lambda _: None, inbox.put)
+        monkeypatch.setattr(engine, "read_prefix", lambda request: reads[request.tag])
+
+        def run():
+            """The tags that get tokens until there is nothing to run."""
+            served = set()
+            while (report := engine.step()) is not None:
+                served |= set(np.frombuffer(report.tags, np.uint64).tolist())
+            return served
+
+        for tag in reads:
+            hosted.handle(Add(tag, EngineRequest.of(tag, [tag], PARAMS).pack()))
+        assert run() == {2}
+        assert {one["tag"]: one["state"] for one in engine.snapshot()["waiting"]} == dict.fromkeys((1, 3), "read_cache")
+        hosted.handle(Abort([3]))
+        for read in (reads[1], reads[3]):
+            read.set_result(StoredPrefix(np.zeros(0, np.int32), 0, []))
+            hosted.handle(inbox.get_nowait())
+        assert run() == {1}
+        assert engine.explain(1)["states"]["read_cache"] > 0
+        assert engine.explain(3)["finish"] == "abort"
+        assert not engine.has_work
 
 
 def test_a_request_that_is_aborted_while_its_kv_is_read_is_forgotten(byte_model, tmp_path):

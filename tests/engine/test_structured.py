@@ -10,15 +10,16 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 
+import numpy as np
 import pytest
 
 from chairlift import LLM
 from chairlift.engine.engine_request import EngineRequest
-from chairlift.engine.frames import Abort, Add, Explain, Rejected
+from chairlift.engine.frames import Abort, Add, Explain
 from chairlift.engine.hosted_engine import HostedEngine
 from chairlift.engine.request import deliver
 from chairlift.engine.stream import Stream
-from chairlift.errors import InvalidRequest
+from chairlift.errors import InvalidRequest, QueueFull
 from chairlift.grammar import grammars, trial, usage
 from chairlift.grammar.grammar import Grammar, Matcher
 from chairlift.grammar.source import ReasoningFormat, after_reasoning
@@ -289,42 +290,15 @@ def test_what_contradicts_the_end_of_a_form_is_refused(field):
     assert refused.value.param in field
 
 
-class _Engine:
-    """Takes requests as soon as their grammars are there."""
+def test_a_request_waits_for_its_grammar_in_the_queue_beside_the_others(make, monkeypatch):
+    engine, inbox, replies, compiling = make().engine, SimpleQueue(), [], {}
+    grammar = engine.compile(EngineRequest.of(1, PROMPT, bounded("regex", "[ab]{9}")))
 
-    stage = "idle", 0.0
+    def compile_later(request):
+        structure = request.sampling.structured_output
+        return None if structure is None else compiling.setdefault(structure.text, Future())
 
-    def __init__(self):
-        self.compiling = {}
-        self.added = []
-        self.submitted = {}
-        self.spent = {}
-        self.aborted = []
-
-    def explain(self, tag):
-        return None
-
-    def compile(self, request):
-        if (structure := request.sampling.structured_output) is None:
-            return None
-        return self.compiling.setdefault(structure.text, Future())
-
-    def read_prefix(self, *_):
-        return None
-
-    def add(self, request, grammar, stored):
-        if grammar is not None:
-            grammar.result(0)
-        self.added.append(request.tag)
-        self.submitted[request.tag], self.spent[request.tag] = request.submitted, request.spent
-
-    def abort(self, tag, *, stopped):
-        self.aborted.append(tag)
-
-
-@pytest.mark.slow
-def test_a_request_waits_for_its_grammar_beside_the_others():
-    engine, inbox, replies = _Engine(), SimpleQueue(), []
+    monkeypatch.setattr(engine, "compile", compile_later)
     hosted = HostedEngine(engine, replies.append, inbox.put)
     sent = time.monotonic_ns() // 1000
 
@@ -334,30 +308,56 @@ def test_a_request_waits_for_its_grammar_beside_the_others():
         while not inbox.empty():
             hosted.handle(inbox.get())
 
-    def request(tag, text=None):
-        params = SamplingParams() if text is None else bounded("regex", text)
+    def add(tag, text=None):
+        params = bounded("regex", text, max_tokens=3) if text else SamplingParams(max_tokens=3)
         return Add(tag, EngineRequest.of(tag, PROMPT, params, submitted=sent, spent={"receive": 250_000}).pack())
 
-    drain(request(1, "slow"), request(2), request(3, "wrong"), request(4, "slow"), request(5, "left"))
-    assert engine.added == [2]
-    time.sleep(0.02)
-    drain(Explain(7, [1, 2, 99]))
+    def run():
+        """The tags that get tokens until there is nothing to run."""
+        served = set()
+        while (report := engine.step()) is not None:
+            engine.check()
+            served |= set(np.frombuffer(report.tags, np.uint64).tolist())
+        return served
+
+    drain(add(1, "slow"), add(2), add(3, "wrong"), add(4, "slow"), add(5, "left"))
+    assert engine.stats().waiting == 5
+    assert run() == {2}
+    assert engine.has_work
+    assert engine.wakes_in() is None
+    drain(Explain(7, [1, 99]))
     [timeline] = replies.pop().timelines
     reported = Timeline.read(timeline)
     assert (reported.tag, reported.finish, reported.prompt_tokens, reported.states["receive"]) == (1, None, len(PROMPT), 0.25)
-    assert reported.states["grammar"] >= 0.02
+    assert reported.states["grammar"] > 0
     assert reported.arrived == pytest.approx(sent / 1e6 - 0.25)
-    assert sum(reported.states.values()) == pytest.approx(reported.submitted - reported.arrived, abs=1e-6)
+    assert {one["tag"]: one["state"] for one in engine.snapshot()["waiting"]} == dict.fromkeys((1, 3, 4, 5), "grammar")
     drain(Abort([4]), Abort([5]))
-    engine.compiling["wrong"].set_exception(InvalidRequest("no good", param="regex"))
-    assert engine.compiling["left"].cancelled(), "no request waits for it any more"
-    engine.compiling["slow"].set_result(None)
-    drain(request(6, "slow"))
-    assert engine.added == [2, 1, 6] or engine.added == [2, 6, 1]
-    assert replies == [Rejected(3, "InvalidRequest", "no good", "regex", None)]
-    drain(Explain(8, range(1, 7)))
-    assert replies.pop().timelines == []
-    # The time of the compilation is the grammar's, and what was before it is kept.
-    spent = engine.spent[1]
-    assert (spent["receive"], spent["grammar"] >= 20_000) == (250_000, True)
-    assert engine.submitted[1] - sum(spent.values()) == sent - 250_000
+    assert compiling["left"].cancelled(), "no request waits for it any more"
+    assert not compiling["slow"].cancelled()
+    compiling["wrong"].set_exception(InvalidRequest("no good", param="regex"))
+    drain()
+    [rejected] = replies
+    assert (rejected.tag, rejected.error, rejected.param) == (3, "InvalidRequest", "structured_outputs")
+    assert "cannot be used: no good" in rejected.message
+    compiling["slow"].set_result(grammar.result(60))
+    drain(add(6, "slow"))
+    assert run() == {1, 6}
+    states = Timeline.read(engine.explain(1)).states
+    assert (states["receive"], states["grammar"] > 0) == (0.25, True)
+    assert not engine.has_work
+
+
+def test_a_request_that_waits_for_its_grammar_counts_in_the_queue(make, monkeypatch):
+    engine = make(max_num_queued_reqs=2).engine
+    compiling = Future()
+    monkeypatch.setattr(engine, "compile", lambda request: compiling if request.sampling.structured_output else None)
+    form = bounded("regex", "[ab]{3}")
+    engine.add(EngineRequest.of(1, PROMPT, form), lambda go_on: None)
+    engine.add(EngineRequest.of(2, PROMPT, SamplingParams(max_tokens=1)))
+    with pytest.raises(QueueFull):
+        engine.add(EngineRequest.of(3, PROMPT, form), lambda go_on: None)
+    assert not compiling.cancelled(), "the first request waits for it"
+    assert engine.abort(1)
+    assert compiling.cancelled()
+    engine.add(EngineRequest.of(3, PROMPT, SamplingParams(max_tokens=1)))

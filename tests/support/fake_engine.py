@@ -108,12 +108,6 @@ class FakeEngine:
     def has_work(self):
         return bool(self.running)
 
-    def compile(self, request):
-        return None
-
-    def read_prefix(self, request):
-        return None
-
     def next_step(self):
         return None
 
@@ -127,7 +121,7 @@ class FakeEngine:
     def save_prefixes(self, seconds):
         pass
 
-    def add(self, request, grammar=None, stored=None):
+    def add(self, request, on_prepared):
         first, params = memoryview(request.prompt).cast("i")[0], request.sampling
         if first == REFUSED:
             raise InvalidRequest("it can never fit: needs 12 blocks of 10", param="prompt", code="never_fits")

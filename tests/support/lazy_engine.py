@@ -201,7 +201,8 @@ def live(engine: Engine, requested: list[ScriptedRequest], clock: list[int]) -> 
     while waiting or engine.has_work:
         while waiting and (waiting[0].after <= given or not engine.has_work):
             one = waiting.pop(0)
-            engine.add(EngineRequest.of(one.tag, one.prompt, one.params, one.scheduling), grammar=one.grammar())
+            engine.compile = lambda _, one=one: one.grammar()
+            engine.add(EngineRequest.of(one.tag, one.prompt, one.params, one.scheduling))
             for tag in range(one.tag, one.tag + one.params.num_sequences):
                 reported[tag], leaving[tag] = Received(), one.leaves
         clock[0] += 1000

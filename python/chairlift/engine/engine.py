@@ -6,9 +6,11 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,7 @@ from chairlift.engine.frames import StepOutputs
 from chairlift.engine.journal import Journal
 from chairlift.engine.kv_sharing import SharedBlocks
 from chairlift.engine.prefix_store import PrefixStore
-from chairlift.engine.sequences import Sequences
+from chairlift.engine.sequences import Sequences, check_grammar
 from chairlift.engine.split_step import SplitStep
 from chairlift.engine.stats import Stats
 from chairlift.errors import InvalidRequest, InvalidSetting, OutOfMemory
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("chairlift")
 
 
+OnPrepared = Callable[[Callable[[], None]], None]
+"""See `Engine.add`."""
 METER_SECONDS = 1.0
 """Interval at which the energy meter is read while no request ends."""
 SNAPSHOT_WAITING, SNAPSHOT_CELLS = 64, 4096
@@ -167,18 +171,64 @@ class Engine:
             return None
         return self._disk_cache.read(np.frombuffer(request.prompt, dtype=np.int32), scheduling.cache_group)
 
-    def add(self, request: EngineRequest, grammar: Future[Grammar] | None = None, stored: Future[StoredPrefix] | None = None) -> None:
+    def add(self, request: EngineRequest, on_prepared: OnPrepared | None = None) -> None:
         """Queues a request.
 
-        `grammar` is the result of `compile` and `stored` that of `read_prefix`; the call waits for both. Raises InvalidRequest if the
-        request can never run and QueueFull if it cannot wait.
+        If its grammar is compiled or its KV is read from disk, the call waits. With `on_prepared` the request waits in the queue instead.
+        When it can go on, `on_prepared` is called, on any thread, with a function that the caller then calls between two steps; that may
+        raise InvalidRequest, if the grammar cannot be used. Raises InvalidRequest if the request can never run and QueueFull if it cannot
+        wait.
         """
         params = request.sampling
         if not self.runner.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise InvalidRequest("without a model (--load-format none) there are no log-probabilities: leave them out", param="logprobs")
-        self._sequences.add(request, _now(), grammar or self.compile(request))
-        if self._disk_cache is not None and stored is not None:
-            self._disk_cache.put(stored.result(), _now())
+        grammar = self.compile(request)
+        if grammar is not None and not grammar.done() and on_prepared is not None:
+            try:
+                self._sequences.add(request, _now(), grammar, "grammar")
+            except BaseException:
+                self._sequences.release(grammar)
+                raise
+            go_on = partial(self._use_grammar, request, grammar, on_prepared)
+            grammar.add_done_callback(lambda _: on_prepared(go_on))
+            return
+        if grammar is not None:
+            check_grammar(request, grammar)
+        stored = self.read_prefix(request)
+        self._sequences.add(request, _now(), grammar, None if stored is None else "read_cache")
+        if stored is not None:
+            self._use_stored(request, stored, on_prepared)
+
+    def _use_grammar(self, request: EngineRequest, grammar: Future[Grammar], on_prepared: OnPrepared) -> None:
+        """Goes on with a request whose grammar is compiled. Raises InvalidRequest if that cannot be used."""
+        if not self._sequences.live(request):
+            return
+        with self._aborted_on_error(request):
+            check_grammar(request, grammar)
+            stored = self.read_prefix(request)
+            self._sequences.prepare(request, None if stored is None else "read_cache", _now())
+            if stored is not None:
+                self._use_stored(request, stored, on_prepared)
+
+    def _use_stored(self, request: EngineRequest, stored: Future[StoredPrefix], on_prepared: OnPrepared | None) -> None:
+        """Puts KV that is read from disk into the cache, and lets its request run."""
+        if not stored.done() and on_prepared is not None:
+            go_on = partial(self._use_stored, request, stored, on_prepared)
+            stored.add_done_callback(lambda _: on_prepared(go_on))
+            return
+        if self._disk_cache is not None and self._sequences.live(request):
+            with self._aborted_on_error(request):
+                self._disk_cache.put(stored.result(), _now())
+                self._sequences.prepare(request, None, _now())
+
+    @contextmanager
+    def _aborted_on_error(self, request: EngineRequest) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            for tag in self._sequences.live(request):
+                self.abort(tag)
+            raise
 
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
         """Ends a sequence without further output and frees its memory; False if it has ended already.
@@ -473,7 +523,7 @@ class Engine:
         request.slot, self._slot_tags[slot] = slot, tag
         self._failed_slots.pop(slot, None)
         try:
-            matcher = None if request.new_matcher is None else request.new_matcher()
+            matcher = request.new_matcher()
             ends = self._sequences.end_tokens(request.params)
             adapter = 0 if request.adapter is None else request.adapter.number
             self.runner.add_request(

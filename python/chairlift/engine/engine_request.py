@@ -52,6 +52,11 @@ class EngineRequest:
     continues: Continues | None = None
     """Set if it continues a held sequence of the same tenant and salt. It then has one answer, and leaves its KV to the sequence."""
 
+    @property
+    def tags(self) -> range:
+        """The tags of its sequences."""
+        return range(self.tag, self.tag + self.sampling.num_sequences)
+
     @classmethod
     def of(cls, tag: int, prompt: Iterable[int], sampling: SamplingParams, scheduling: Scheduling | None = None, **rest: Any) -> Self:
         """A request with a prompt of these token ids."""

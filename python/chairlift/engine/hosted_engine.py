@@ -6,7 +6,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,14 +29,11 @@ from chairlift.engine.frames import (
     StepOutputs,
     UnloadAdapter,
 )
-from chairlift.engine.preparing import Preparing
 from chairlift.errors import ChairliftError, InvalidRequest, QueueFull
 
 if TYPE_CHECKING:
     from chairlift.engine.adapters import PackedAdapter
-    from chairlift.engine.disk_cache import StoredPrefix
     from chairlift.engine.engine import Engine
-    from chairlift.grammar.grammar import Grammar
 
 STATS_SECONDS, USAGE_SECONDS = 0.2, 1.0
 """Intervals at which counters, and those per tenant and class, are sent while the engine works."""
@@ -47,12 +43,10 @@ COOLING_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One of the things that a request waits for was done, or failed, at `ended` (microseconds of the monotonic clock)."""
+    """A request can go on with `go_on`."""
 
     tag: int
-    grammar: Future[Grammar] | None
-    stored: Future[StoredPrefix] | None
-    ended: int
+    go_on: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +59,7 @@ class AdapterRead:
 
 
 class HostedEngine:
-    """An engine and the requests that wait for their grammars or for KV on disk.
+    """An engine, as its process runs it.
 
     `send` sends a frame to the parent. `put` passes what another thread has done to `handle`.
     """
@@ -82,7 +76,6 @@ class HostedEngine:
         """When an idle engine becomes busy by itself, on the monotonic clock; None for never."""
         self._send = send
         self._put = put
-        self._preparing = Preparing()
         self._counters = Counters(engine)
 
     def step(self) -> None:
@@ -103,23 +96,17 @@ class HostedEngine:
             wakes_in = COOLING_SECONDS if wakes_in is None else min(wakes_in, COOLING_SECONDS)
         self.wakes_at = None if wakes_in is None else time.monotonic() + wakes_in
 
-    @property
-    def is_preparing(self) -> bool:
-        """Whether requests wait for a grammar or for KV on disk."""
-        return len(self._preparing) > 0
-
     def handle(self, frame: Frame | EngineRequest | Prepared | AdapterRead) -> None:
-        """Handles a frame, or a request of this process, between two steps. Raises BadFrame."""
+        """Handles a frame between two steps. Waits until a request of this process is prepared. Raises BadFrame."""
         match frame:
             case Add(tag, packed):
-                self._handle_errors(tag, lambda: self._add(EngineRequest.unpack(packed)))
-            case EngineRequest():
-                self._handle_errors(frame.tag, partial(self._add, frame))
-            case Prepared(tag, grammar, stored, ended):
-                if (request := self._preparing.end(tag, ended)) is not None:
-                    self._handle_errors(tag, partial(self._add, request, grammar, stored))
+                on_prepared = partial(self._prepared, tag)
+                self._handle_errors(tag, lambda: self.engine.add(EngineRequest.unpack(packed), on_prepared))
+            case EngineRequest(tag):
+                self._handle_errors(tag, partial(self.engine.add, frame))
+            case Prepared(tag, go_on):
+                self._handle_errors(tag, go_on)
             case Abort(tags, stopped):
-                self._preparing.abort(tags)
                 for tag in tags:
                     self.engine.abort(tag, stopped=stopped)
             case LoadAdapter():
@@ -135,7 +122,7 @@ class HostedEngine:
             case DropSequence(handle):
                 self.engine.drop_sequence(handle)
             case Explain(ask, tags):
-                self._send(Explained(ask, [timeline for tag in tags if (timeline := self._explain(tag)) is not None]))
+                self._send(Explained(ask, [timeline for tag in tags if (timeline := self.engine.explain(tag)) is not None]))
             case SnapshotRequest(ask):
                 self._send(Snapshot(ask, self.engine.snapshot()))
             case _:
@@ -152,31 +139,11 @@ class HostedEngine:
         finally:
             del self.engine, self._counters
 
-    def _explain(self, tag: int) -> dict[str, Any] | None:
-        return self.engine.explain(tag) or self._preparing.explain(tag)
-
-    def _wait_for(
-        self, what: Future[Any], state: str, request: EngineRequest, grammar: Future[Grammar] | None, stored: Future[StoredPrefix] | None
-    ) -> None:
-        """Keeps a request in a state of its timeline until `what` is done."""
-        self._preparing.begin(request, state, grammar if what is grammar else None)
-        put, tag = self._put, request.tag
-        what.add_done_callback(lambda _: put(Prepared(tag, grammar, stored, time.monotonic_ns() // 1000)))
-
-    def _add(self, request: EngineRequest, grammar: Future[Grammar] | None = None, stored: Future[StoredPrefix] | None = None) -> None:
-        """Adds a request to the engine. If its grammar is not compiled or its KV not read yet, it waits and is added later."""
-        grammar = grammar or self.engine.compile(request)
-        if grammar is not None and not grammar.done():
-            self._wait_for(grammar, "grammar", request, grammar, None)
-            return
-        stored = stored or self.engine.read_prefix(request)
-        if stored is not None and not stored.done():
-            self._wait_for(stored, "read_cache", request, grammar, stored)
-            return
-        self.engine.add(request, grammar, stored)
+    def _prepared(self, tag: int, go_on: Callable[[], None]) -> None:
+        self._put(Prepared(tag, go_on))
 
     def _handle_errors(self, tag: int, add: Callable[[], None]) -> None:
-        """Adds the request `tag`, or rejects it. No error ends the engine."""
+        """Adds the request `tag` or goes on with it, or rejects it. No error ends the engine."""
         try:
             add()
         except InvalidRequest as error:

@@ -11,7 +11,6 @@ import time
 import types
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from chairlift.engine.engine_client import EngineClient
@@ -53,8 +52,7 @@ class LocalEngine(EngineClient):
         super().__init__(config, itertools.count(1, MAX_SEQUENCES), HeldSequences)
         self._info, self._tokenizer = info, tokenizer
         self._engine: Engine | None = engine
-        self._prepared: SimpleQueue[Any] = SimpleQueue()  # what other threads have done for requests
-        self._hosted = HostedEngine(engine, self._on_frame, self._prepared.put)
+        self._hosted = HostedEngine(engine, self._on_frame, _put_nothing)
         self._frames: deque[Frame | EngineRequest] = deque()  # to the engine
         self._left: deque[tuple[list[int], bool]] = deque()  # sequences to abort, and whether a stop string ended them
         self._lock = threading.Lock()  # held for each use of the engine
@@ -228,17 +226,14 @@ class LocalEngine(EngineClient):
                 self._lock.release()
 
     def _handle_frames(self) -> None:
-        """Passes frames to the engine, and waits until requests have what they need, so that none runs before others are rejected."""
+        """Passes frames to the engine. It waits until a request is prepared, so that none runs before others are rejected."""
         if self._engine is None:
             return
         while self._left:
             tags, stopped = self._left.popleft()
             super()._leave(tags, stopped=stopped)
         while self._frames:
-            frame = self._frames.popleft()
-            self._hosted.handle(frame)
-            while self._hosted.is_preparing:
-                self._hosted.handle(self._prepared.get())
+            self._hosted.handle(self._frames.popleft())
         while not self._streams and self._engine.has_work:
             self._engine.step()  # a step may be in flight although no request waits for it
 
@@ -271,6 +266,10 @@ class _Stream(Stream):
 
 class _Abandoned(BaseException):
     """Ends a coroutine whose caller does not wait for it any more. GeneratorExit would not reach the generators that it reads."""
+
+
+def _put_nothing(done: object) -> None:
+    raise AssertionError(f"a request or an adapter of this process was prepared by another thread: {done!r:.100}")
 
 
 @types.coroutine

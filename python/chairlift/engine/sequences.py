@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -25,6 +24,10 @@ if TYPE_CHECKING:
     from chairlift.runner.sampling.matcher import Matcher
 
 
+Preparation = Literal["grammar", "read_cache"]
+"""The timeline states in which a request waits that cannot run yet: its grammar is compiled, or its KV is read from disk."""
+
+
 @dataclass(slots=True)
 class SequenceState:
     """The engine's state of a sequence that has not ended."""
@@ -35,11 +38,16 @@ class SequenceState:
     seed: int
     prompt: PromptLogprobs | None = None
     """Progress of the prompt's log-probabilities, shared by the request's sequences; None if they are not requested."""
-    new_matcher: Callable[[], Matcher] | None = None
-    """Makes a grammar matcher at the start of the output; None without a grammar."""
+    grammar: Future[Grammar] | None = None
+    """Done when the sequence runs; None without a grammar."""
     adapter: Adapter | None = None
     slot: int | None = None
     """Its current or last batch slot."""
+
+    def new_matcher(self) -> Matcher | None:
+        """Returns a grammar matcher at the start of the output; None without a grammar."""
+        structure = self.params.structured_output
+        return None if self.grammar is None or structure is None else self.grammar.result().matcher(structure.budget)
 
 
 class Sequences:
@@ -59,27 +67,32 @@ class Sequences:
         """The state of a sequence; None if it has ended."""
         return self._states.get(tag)
 
-    def add(self, request: EngineRequest, now: int, grammar: Future[Grammar] | None = None) -> None:
-        """Queues a request (see `Engine.add`)."""
+    def add(self, request: EngineRequest, now: int, grammar: Future[Grammar] | None = None, preparation: Preparation | None = None) -> None:
+        """Queues a request (see `Engine.add`). It cannot run until `prepare` ends its `preparation`."""
         tag, params = request.tag, request.sampling
-        tags = range(tag, tag + params.num_sequences)
-        if not self._states.keys().isdisjoint(tags):
+        if self.live(request):
             raise InvalidRequest(f"request {tag} is already running", param="request_id")
         tokens = np.frombuffer(request.prompt, dtype=np.int32)
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size):
             raise InvalidRequest(f"token ids must be from 0 to {self._vocab_size - 1}", param="prompt")
         # The log-probabilities of a resumed request's prompt have been sent.
         scores = None if params.prompt_logprobs is None or request.resumed else PromptLogprobs(tag, tokens, params.prompt_logprobs)
-        compiled = _compiled(params, grammar)
-        structure = params.structured_output
-        new_matcher = None if compiled is None or structure is None else partial(compiled.matcher, structure.budget)
         adapter = None if params.lora is None else self._adapters.get(params.lora)
         try:
-            added = self._scheduler.add(request, now, self._salt(request, adapter))
+            added = self._scheduler.add(request, now, self._salt(request, adapter), preparation)
         except BaseException as error:
             raise _public_error(error) from None
         for index, seq in added:
-            self._states[tag + index] = SequenceState(seq, params, self._seed(tag + index, index, params), scores, new_matcher, adapter)
+            self._states[tag + index] = SequenceState(seq, params, self._seed(tag + index, index, params), scores, grammar, adapter)
+
+    def live(self, request: EngineRequest) -> list[int]:
+        """The tags of a request's sequences that have not ended."""
+        return [tag for tag in request.tags if tag in self._states]
+
+    def prepare(self, request: EngineRequest, next: Preparation | None, now: int) -> None:
+        """Records that a request's preparation is done: the `next` one follows, or the request can run."""
+        for tag in self.live(request):
+            self._scheduler.prepare(self._states[tag].seq, next, now)
 
     def abort(self, tag: int, now: int, *, stopped: bool = False) -> bool:
         """Ends a sequence and frees its memory; False if it has ended already. `stopped` counts it as finished by a stop string."""
@@ -96,7 +109,15 @@ class Sequences:
 
     def forget(self, tag: int) -> SequenceState:
         """Forgets a sequence that has ended."""
-        return self._states.pop(tag)
+        state = self._states.pop(tag)
+        if state.grammar is not None:
+            self.release(state.grammar)
+        return state
+
+    def release(self, grammar: Future[Grammar]) -> None:
+        """Takes a grammar back that is not compiled yet, unless a sequence waits for it."""
+        if not grammar.done() and not any(state.grammar is grammar for state in self._states.values()):
+            grammar.cancel()
 
     def end_tokens(self, params: SamplingParams) -> list[int]:
         """The token ids at which a sequence stops."""
@@ -124,15 +145,14 @@ class Sequences:
         return hash((params.seed, index)) if index else params.seed
 
 
-def _compiled(params: SamplingParams, grammar: Future[Grammar] | None) -> Grammar | None:
+def check_grammar(request: EngineRequest, grammar: Future[Grammar]) -> None:
     """Waits for the compiled grammar. Raises InvalidRequest, naming the request's field."""
-    if grammar is None or params.structured_output is None:
-        return None
+    structure = request.sampling.structured_output
+    assert structure is not None  # it has a grammar
     try:
-        return grammar.result()
+        grammar.result()
     except InvalidRequest as error:
-        param = params.structured_output.param
-        raise InvalidRequest(f"{param} cannot be used: {error}", param=param, code=error.code) from None
+        raise InvalidRequest(f"{structure.param} cannot be used: {error}", param=structure.param, code=error.code) from None
 
 
 def _public_error(error: BaseException) -> BaseException:

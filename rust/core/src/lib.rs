@@ -36,7 +36,7 @@ pub use policy::{
     CacheUse, Candidate, Charges, Deadline, Estimate, Fair, Fcfs, Grouping, POLICIES, Policy, Preemption, PreemptionReason, Prefix,
     Priority, Rules, Shortest, Vtc,
 };
-pub use request::{BACKGROUND, CacheScope, Continues, FinishReason, HeldId, Request, Resumed, SeqId, Tier, Time, Token};
+pub use request::{BACKGROUND, CacheScope, Continues, FinishReason, HeldId, Preparation, Request, Resumed, SeqId, Tier, Time, Token};
 pub use scheduler::Scheduler;
 pub use step::{Admitted, Chunk, DraftSource, Lens, MAX_DRAFT, Stall, StepBuffers, StepPlan, VerifiedDraft};
 pub use step_time::{Load, StepModel};

@@ -4,8 +4,8 @@
 mod world;
 
 use chairlift_core::{
-    BACKGROUND, Batching, CacheUse, Candidate, Charges, Config, Grouping, POLICIES, Policy, Preemption, PreemptionReason, Reservation,
-    Rules, Tier, Time,
+    BACKGROUND, Batching, CacheUse, Candidate, Charges, Config, Grouping, POLICIES, Policy, Preemption, PreemptionReason, Preparation,
+    Reservation, Rules, Tier, Time,
 };
 use proptest::prelude::*;
 use std::num::NonZeroU8;
@@ -24,12 +24,21 @@ fn op() -> impl Strategy<Value = Op> {
     let priority = prop_oneof![4 => -1..2i32, 1 => Just(BACKGROUND)];
     let tier = prop::sample::select(vec![Tier::Priority, Tier::Default, Tier::Default, Tier::Flex]);
     let (patience, predicted) = (prop::option::weighted(0.3, 0..60u64), prop::option::weighted(0.5, 1..12u32));
-    let whose = ((priority, tier), 0..3u8, patience, predicted, prop_oneof![Just(0), 0..9u64], prop::option::weighted(0.2, 0..12u32));
+    let preparation = || prop::option::weighted(0.2, prop::sample::select(Preparation::NAMES.map(|(preparation, _)| preparation).to_vec()));
+    let whose = (
+        (priority, tier, preparation()),
+        0..3u8,
+        patience,
+        predicted,
+        prop_oneof![Just(0), 0..9u64],
+        prop::option::weighted(0.2, 0..12u32),
+    );
     let what = (prompt, 1..12u32, any::<bool>(), 0..=GROUP, prop_oneof![3 => Just(0), 1 => 1..3usize]);
     prop_oneof![
-        4 => (what, whose).prop_map(|((prompt, new, stop, salt, forks), ((priority, tier), tenant, patience, predicted, ago, resumed))| {
-            Op::Add { prompt, new, stop, salt, forks, priority, tier, tenant, patience, predicted, ago, resumed }
+        4 => (what, whose).prop_map(|((prompt, new, stop, salt, forks), ((priority, tier, preparation), tenant, patience, predicted, ago, resumed))| {
+            Op::Add { prompt, new, stop, salt, forks, priority, tier, tenant, patience, predicted, ago, resumed, preparation }
         }),
+        2 => (0..30usize, preparation()).prop_map(|(which, next)| Op::Prepare { which, next }),
         1 => (0..30usize).prop_map(Op::Fork),
         1 => (0..=GROUP, 0..3u8).prop_map(|(salt, tenant)| Op::Open { salt, tenant }),
         1 => (0..30usize).prop_map(Op::ForkHeld),
@@ -180,7 +189,7 @@ proptest! {
         let mut world = World::new(config, replays(policy)).drafting(ageing as usize % 5, 1000);
         for (at, (prompt, new, priority, tier)) in requests.into_iter().enumerate() {
             let prompt = (0..prompt as u32).map(|i| (i + at as u32) % VOCABULARY).collect();
-            world.apply(Op::Add { prompt, new, stop: false, salt: at as u8, forks: 0, priority, tier: Tier::NAMES[tier].0, tenant: at as u8 % 3, patience: None, predicted: None, ago: 0, resumed: None });
+            world.apply(Op::Add { prompt, new, stop: false, salt: at as u8, forks: 0, priority, tier: Tier::NAMES[tier].0, tenant: at as u8 % 3, patience: None, predicted: None, ago: 0, resumed: None, preparation: None });
             world.apply(Op::Step { lag, poison: None, lost: None });
             if at as u32 % 3 == spare % 3 {
                 world.apply(Op::SetBlockLimit(limits));

@@ -132,11 +132,11 @@ impl Scheduler {
 
     /// The numbers of the request's answers that were added, each with its sequence.
     #[allow(clippy::needless_pass_by_value)] // a type that Python passes
-    #[pyo3(signature = (request, now, salt = b"".as_slice()))]
-    fn add(&self, request: EngineRequest<'_>, now: core::Time, salt: &[u8]) -> PyResult<Vec<(u32, u64)>> {
-        let spent = request.spent()?;
+    #[pyo3(signature = (request, now, salt = b"".as_slice(), preparation = None))]
+    fn add(&self, request: EngineRequest<'_>, now: core::Time, salt: &[u8], preparation: Option<&str>) -> PyResult<Vec<(u32, u64)>> {
+        let (spent, preparation) = (request.spent()?, preparation.map(preparation_of).transpose()?);
         let mut inner = self.lock()?;
-        let first = request.request(inner.core.config(), &inner.completion, salt, now)?;
+        let first = core::Request { preparation, ..request.request(inner.core.config(), &inner.completion, salt, now)? };
         let resumed = request.resumed(&first, now)?;
         let mut added = Vec::new();
         inner.add(&request, first, resumed, now, &mut added).inspect_err(|_| {
@@ -153,6 +153,12 @@ impl Scheduler {
             }
         }
         Ok(added.into_iter().map(|(answer, id)| (answer, id.to_bits())).collect())
+    }
+
+    #[pyo3(signature = (seq, next, now))]
+    fn prepare(&self, seq: u64, next: Option<&str>, now: core::Time) -> PyResult<bool> {
+        let next = next.map(preparation_of).transpose()?;
+        Ok(self.lock()?.core.prepare(core::SeqId::from_bits(seq), next, now))
     }
 
     fn fork_held(&self, handle: u64, forks: Vec<u64>, now: core::Time) -> PyResult<()> {
@@ -393,6 +399,10 @@ impl Scheduler {
         self.lock()?.core.check();
         Ok(())
     }
+}
+
+fn preparation_of(name: &str) -> PyResult<core::Preparation> {
+    core::Preparation::from_name(name).ok_or_else(|| PyValueError::new_err("no such preparation: there are grammar and read_cache"))
 }
 
 /// The tokens of an int32 buffer.

@@ -19,6 +19,10 @@ pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
     for (time, call) in &journal.calls {
         let (request, names, fork_of) = match call {
             Call::Add(arrival) => (journal.request(arrival), journal.block_names(arrival), None),
+            Call::Prepare { arrival_number, next: None } => {
+                begin_later(&mut jobs, *arrival_number as usize, time - begins);
+                continue;
+            }
             Call::Fork { parent, tag } => {
                 // Requests and forks are numbered in order of arrival.
                 let Job { request, names, .. } = &jobs[*parent as usize];
@@ -37,7 +41,8 @@ pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
                     first_token: shift(resumed.first_token),
                     ..resumed
                 });
-                Request { deadline: shift(request.deadline), ttft_deadline: shift(request.ttft_deadline), resumed, ..request }
+                let (deadline, ttft_deadline) = (shift(request.deadline), shift(request.ttft_deadline));
+                Request { deadline, ttft_deadline, preparation: None, resumed, ..request }
             }
             Some(_) => request,
         };
@@ -66,6 +71,13 @@ pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
     // The scheduler may receive a request after one that arrived later.
     jobs.sort_by_key(|job| job.time);
     jobs
+}
+
+/// Lets a request, and the forks that were added with it, arrive when the request was prepared.
+fn begin_later(jobs: &mut [Job], request: usize, time: Time) {
+    let tag = jobs[request].request.tag;
+    jobs[request].time = time;
+    jobs[request + 1..].iter_mut().take_while(|job| job.fork_of == Some(tag)).for_each(|job| job.time = time);
 }
 
 /// The requests of a journal by their lengths, for another load or machine. In contrast to [`jobs`], an aborted request

@@ -135,6 +135,8 @@ def test_what_the_scheduler_counts_is_shown(http, engine):
         "step": 0,
         "fork": 0,
         "swapped": 0,
+        "grammar": 0,
+        "read_cache": 0,
     }
     assert by(http, "num_requests_waiting_by_reason", "reason") == waiting
 

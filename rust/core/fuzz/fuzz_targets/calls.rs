@@ -2,7 +2,7 @@
 #![no_main]
 
 use arbitrary::{Result, Unstructured};
-use chairlift_core::{Batching, Config, POLICIES, Reservation, Tier};
+use chairlift_core::{Batching, Config, POLICIES, Preparation, Reservation, Tier};
 use libfuzzer_sys::fuzz_target;
 use world::{GROUP, Op, VOCABULARY, World};
 
@@ -44,6 +44,7 @@ fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
         max_num_queued_reqs: *bytes.choose(&[u32::MAX, u32::MAX, u32::MAX, 5])?,
         max_num_queued_tokens: *bytes.choose(&[u64::MAX, u64::MAX, u64::MAX, 60])?,
         queue_ageing: bytes.int_in_range(0..=60)?,
+        background_slowdown: *bytes.choose(&[0, 100, 300])?,
         target_itl: *bytes.choose(&[0, 0, 1, 4])?,
         gather: *bytes.choose(&[0, 0, 20])?,
         host_blocks: *bytes.choose(&[0, 3, 10, 40])?,
@@ -53,7 +54,7 @@ fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
 }
 
 fn op(bytes: &mut Unstructured) -> Result<Op> {
-    Ok(match bytes.int_in_range(0..=27)? {
+    Ok(match bytes.int_in_range(0..=29)? {
         0..=3 => Op::Add {
             prompt: prompt(bytes)?,
             new: bytes.int_in_range(1..=12)?,
@@ -67,6 +68,7 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
             predicted: if bytes.arbitrary()? { Some(bytes.int_in_range(1..=12)?) } else { None },
             ago: *bytes.choose(&[0, 0, 2, 8])?,
             resumed: if bytes.ratio(1, 5)? { Some(bytes.int_in_range(0..=12)?) } else { None },
+            preparation: preparation(bytes)?,
         },
         4 => Op::Fork(bytes.int_in_range(0..=30)?),
         5 => Op::Wait(bytes.int_in_range(0..=40)?),
@@ -88,8 +90,13 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
         16 => Op::Restore { grouped: bytes.arbitrary()?, tokens: prompt(bytes)? },
         17 => Op::ShareService { tenant: bytes.int_in_range(0..=3)?, us: *bytes.choose(&[1, 20, 300, u64::MAX])? },
         18 => Op::SetBlockLimit(bytes.int_in_range(0..=40)?),
+        19..=20 => Op::Prepare { which: bytes.int_in_range(0..=30)?, next: preparation(bytes)? },
         _ => Op::Step { lag: *bytes.choose(&[0, 0, 1, 2])?, poison: None, lost: None },
     })
+}
+
+fn preparation(bytes: &mut Unstructured) -> Result<Option<Preparation>> {
+    Ok(if bytes.ratio(1, 5)? { Some(bytes.choose(&Preparation::NAMES)?.0) } else { None })
 }
 
 /// Tokens that begin as many others do, and end as they like.

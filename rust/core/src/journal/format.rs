@@ -58,12 +58,14 @@ pub(crate) enum Kind {
     Drop = 17,
     /// The tier of the next `Add`, if it is not the default.
     Tier = 18,
-    /// Time, prompt tokens, the request's other fields as JSON, names of full blocks.
+    /// Time, prompt tokens, the request's other fields as msgpack, names of full blocks.
     Request = 19,
+    /// Time, request, number of its next preparation; 0 for none.
+    Prepare = 20,
 }
 
 impl Kind {
-    const ALL: [Self; 19] = [
+    const ALL: [Self; 20] = [
         Self::Add,
         Self::Fork,
         Self::End,
@@ -83,6 +85,7 @@ impl Kind {
         Self::Drop,
         Self::Tier,
         Self::Request,
+        Self::Prepare,
     ];
 
     pub(crate) fn of(byte: u8) -> Option<Self> {
@@ -223,7 +226,12 @@ impl Writer {
     }
 
     pub(crate) fn text(&mut self, text: &str) -> &mut Self {
-        put_text(&mut self.records, text);
+        self.bytes(text.as_bytes())
+    }
+
+    pub(crate) fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
+        put(&mut self.records, bytes.len() as u64);
+        self.records.extend_from_slice(bytes);
         self
     }
 
@@ -273,8 +281,12 @@ impl<'a> Reader<'a> {
     }
 
     pub(crate) fn text(&mut self) -> Option<&'a str> {
+        std::str::from_utf8(self.bytes()?).ok()
+    }
+
+    pub(crate) fn bytes(&mut self) -> Option<&'a [u8]> {
         let len = self.number()?.try_into().ok()?;
-        std::str::from_utf8(self.slice(len)?).ok()
+        self.slice(len)
     }
 
     pub(crate) fn word(&mut self) -> Option<u64> {

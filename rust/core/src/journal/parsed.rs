@@ -4,7 +4,7 @@
 
 use super::format::{Frame, Frames, JournalError, Kind, REASONS, Reader, SEED, fold};
 use crate::config::Config;
-use crate::request::{ArrivalNumber, FinishReason, Request, Resumed, Tier, Time, Token};
+use crate::request::{ArrivalNumber, FinishReason, Preparation, Request, Resumed, Tier, Time, Token};
 use crate::step::DraftSource;
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
@@ -19,6 +19,13 @@ const REJECTED: Token = i32::MAX as Token;
 pub enum Call {
     /// A request was added.
     Add(Arc<Arrival>),
+    /// A request's preparation was done.
+    Prepare {
+        /// The request's arrival number.
+        arrival_number: ArrivalNumber,
+        /// The preparation that it waits for then.
+        next: Option<Preparation>,
+    },
     /// A request was forked.
     Fork {
         /// Arrival number of the parent.
@@ -188,8 +195,16 @@ impl ParsedJournal {
                 Call::Add(Arc::new(self.read_arrival(prompt_tokens, request, reader, progress)?))
             }
             Kind::Request => {
-                let (prompt_tokens, request) = (reader.small()?, Request::from_json(reader.text()?)?);
+                let (prompt_tokens, request) = (reader.small()?, Request::from_bytes(reader.bytes()?)?);
                 Call::Add(Arc::new(self.read_arrival(prompt_tokens, request, reader, progress)?))
+            }
+            Kind::Prepare => {
+                let arrival_number = reader.number().filter(known)?;
+                let next = match reader.number()? {
+                    0 => None,
+                    number => Some(Preparation::NAMES.get(number as usize - 1)?.0),
+                };
+                Call::Prepare { arrival_number, next }
             }
             Kind::Fork => {
                 let (parent, tag) = (reader.number().filter(known)?, reader.number()?);
@@ -357,11 +372,17 @@ mod tests {
     fn put_record(journal: &mut Writer, now: Time, dice: &mut Dice, known: &mut u64, held: &mut u64) {
         match dice.roll(16) {
             0..3 => {
-                let prompt = 1 + dice.roll(30);
+                let (prompt, max_new_tokens) = (1 + dice.roll(30), 1 + dice.roll(12));
                 *known += 1;
-                journal.call(Kind::Add, now).number(dice.roll(30)).number(prompt).number(1 + dice.roll(12));
-                journal.number(dice.roll(5)).number(dice.roll(3)).number(dice.roll(90)).number(dice.roll(90)).number(dice.roll(9));
-                journal.text(["", "a"][dice.roll(2) as usize]);
+                if dice.roll(2) == 0 {
+                    let preparation = [None, None, Some(Preparation::ReadCache)][dice.roll(3) as usize];
+                    let fields = Request { tag: dice.roll(30), max_new_tokens: max_new_tokens as u32, preparation, ..Request::default() };
+                    journal.call(Kind::Request, now).number(prompt).bytes(&fields.to_bytes());
+                } else {
+                    journal.call(Kind::Add, now).number(dice.roll(30)).number(prompt).number(max_new_tokens);
+                    journal.number(dice.roll(5)).number(dice.roll(3)).number(dice.roll(90)).number(dice.roll(90)).number(dice.roll(9));
+                    journal.text(["", "a"][dice.roll(2) as usize]);
+                }
                 for _ in 0..prompt / 4 {
                     journal.name(BlockHasher::new(0).root(&CacheScope::salted(&[dice.roll(3) as u8])));
                 }
@@ -371,7 +392,8 @@ mod tests {
                 *known += 1;
             }
             4 if *known > 0 => {
-                journal.call(Kind::End, now).number(dice.roll(*known)).number(dice.roll(3));
+                let kind = [Kind::End, Kind::Prepare][dice.roll(2) as usize];
+                journal.call(kind, now).number(dice.roll(*known)).number(dice.roll(3));
             }
             3..6 => {
                 journal.call(Kind::Expire, now);

@@ -5,7 +5,7 @@ use crate::batch::Outputs;
 use crate::error::Rejected;
 use crate::ledger::{Snapshot, Timeline, TimelineState};
 use crate::memory::{BlockId, CacheChanges};
-use crate::request::{ArrivalNumber, CacheScope, FinishReason, HeldId, Request, SeqId, Time, Token};
+use crate::request::{ArrivalNumber, CacheScope, FinishReason, HeldId, Preparation, Request, SeqId, Time, Token};
 use crate::scheduler::Scheduler;
 use crate::sequence::Spec;
 use crate::step::{Chunk, DraftSource, StepPlan};
@@ -76,12 +76,22 @@ impl Recorder {
             if let Some(resumed) = request.resumed {
                 journal.note(Kind::Resumed).number(resumed.answered.into());
             }
-            journal.call(Kind::Request, now).number(prompt_len.into()).text(&request.to_json());
+            journal.call(Kind::Request, now).number(prompt_len.into()).bytes(&request.to_bytes());
             self.scheduler.block_names(seq, 0).for_each(|name| {
                 journal.name(name);
             });
         }
         Ok(id)
+    }
+
+    /// See [`Scheduler::prepare`].
+    pub fn prepare(&mut self, id: SeqId, next: Option<Preparation>, now: Time) -> bool {
+        let Some(seq) = self.scheduler.sequence(id).filter(|seq| seq.preparation().is_some()) else { return false };
+        if let Some(journal) = &mut self.journal {
+            let next = next.map_or(0, |next| 1 + next as u64);
+            journal.call(Kind::Prepare, now).number(seq.spec().arrival_number).number(next);
+        }
+        self.scheduler.prepare(id, next, now)
     }
 
     /// See [`Scheduler::fork`].

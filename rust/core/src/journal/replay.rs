@@ -173,6 +173,9 @@ impl Replay {
                 // Only accepted requests are recorded, so the queue can reject this one only if the replay already differs.
                 self.live.enter(id.unwrap_or_default(), arrival.arrival_number, arrival.request.tag);
             }
+            Call::Prepare { arrival_number, next } => {
+                self.scheduler.prepare(self.live.ids[*arrival_number as usize], *next, now);
+            }
             Call::Fork { parent, tag } => {
                 let arrival_number = self.live.ids.len() as ArrivalNumber;
                 let id = self.scheduler.fork(self.live.ids[*parent as usize], *tag, now).unwrap_or_default();

@@ -49,9 +49,9 @@ pub enum TimelineState {
     Receive,
     /// The server parsed the request, applied the chat template and tokenized the text.
     Tokenize,
-    /// The server compiled the grammar for structured output.
+    /// Waited for its grammar to be compiled.
     Grammar,
-    /// The KV of its prefix was read from disk.
+    /// Waited for the KV of its prefix to be read from storage.
     ReadCache,
     /// Waited for an engine to start.
     Restart,
@@ -179,6 +179,8 @@ impl Timeline {
 pub(crate) enum AccountState {
     New,
     Waiting,
+    Grammar,
+    ReadCache,
     Fork,
     Prefill,
     Decode,
@@ -279,6 +281,11 @@ impl Account {
         Self { since: arrived, submitted, ..Self::default() }
     }
 
+    /// Begins the time in the queue, for a request that was prepared first.
+    pub(crate) fn submit(&mut self, now: Time) {
+        self.submitted = now;
+    }
+
     /// When the request was added to its first engine.
     pub(crate) fn submitted(&self) -> Time {
         self.submitted
@@ -343,6 +350,8 @@ impl Account {
                 }
                 add(others, rest);
             }
+            AccountState::Grammar => add(TimelineState::Grammar, passed),
+            AccountState::ReadCache => add(TimelineState::ReadCache, passed),
             AccountState::Fork => add(TimelineState::WaitFork, passed),
             AccountState::Prefill => {
                 let shared = clocks.several - self.base[0];

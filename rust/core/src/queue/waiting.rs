@@ -6,7 +6,7 @@ use crate::config::Batching;
 use crate::ledger::ServiceCost;
 use crate::memory::BlockHash;
 use crate::policy::{Key, Rules};
-use crate::request::{ArrivalNumber, SeqId, TIERS, Tier, Time};
+use crate::request::{ArrivalNumber, Preparation, SeqId, TIERS, Tier, Time};
 use crate::sequence::{Phase, Sequence};
 
 /// Maximum number of sequences moved within the order in one plan. Later plans move the rest.
@@ -19,6 +19,22 @@ pub(crate) struct Backlog {
     pub(crate) prompt_tokens: u64,
 }
 
+impl Backlog {
+    fn add(&mut self, seq: &Sequence) {
+        if seq.counts_as_queued() {
+            self.reqs += 1;
+            self.prompt_tokens += u64::from(seq.spec().prompt_len);
+        }
+    }
+
+    fn remove(&mut self, seq: &Sequence) {
+        if seq.counts_as_queued() {
+            self.reqs -= 1;
+            self.prompt_tokens -= u64::from(seq.spec().prompt_len);
+        }
+    }
+}
+
 /// Number of waiting sequences of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Kinds {
@@ -28,8 +44,17 @@ pub(crate) struct Kinds {
     pub(crate) swapped: usize,
     /// Forks that wait for their parent's prompt. They are not in the queue.
     pub(crate) on_parent: usize,
+    /// Sequences that wait for each preparation. They are not in the queue.
+    pub(crate) preparing: [usize; Preparation::NAMES.len()],
     /// Queued sequences of each tier.
     tiers: [usize; TIERS],
+}
+
+impl Kinds {
+    /// Sequences that wait and are not in the queue.
+    pub(crate) fn outside_queue(&self) -> usize {
+        self.on_parent + self.preparing.iter().sum::<usize>()
+    }
 }
 
 /// Limits which waiting sequences may start under static and dynamic batching.
@@ -118,10 +143,19 @@ impl Waiting {
         self.kinds.returning += usize::from(seq.has_started());
         self.kinds.swapped += usize::from(seq.phase().swapped_tokens() > 0);
         self.kinds.tiers[seq.request().tier as usize] += 1;
-        if seq.counts_as_queued() {
-            self.backlog.reqs += 1;
-            self.backlog.prompt_tokens += u64::from(seq.spec().prompt_len);
-        }
+        self.backlog.add(seq);
+    }
+
+    /// Counts a sequence that its caller prepares.
+    pub(crate) fn begin_preparation(&mut self, seq: &Sequence, preparation: Preparation) {
+        self.kinds.preparing[preparation as usize] += 1;
+        self.backlog.add(seq);
+    }
+
+    /// Removes a sequence that its caller has prepared, or that ends before.
+    pub(crate) fn end_preparation(&mut self, seq: &Sequence, preparation: Preparation) {
+        self.kinds.preparing[preparation as usize] -= 1;
+        self.backlog.remove(seq);
     }
 
     /// Adds a sequence to the order. `returns` is set if the sequence ran before.
@@ -155,10 +189,7 @@ impl Waiting {
         self.kinds.returning -= usize::from(seq.has_started());
         self.kinds.swapped -= usize::from(seq.phase().swapped_tokens() > 0);
         self.kinds.tiers[seq.request().tier as usize] -= 1;
-        if seq.counts_as_queued() {
-            self.backlog.reqs -= 1;
-            self.backlog.prompt_tokens -= u64::from(seq.spec().prompt_len);
-        }
+        self.backlog.remove(seq);
     }
 
     /// Records a request added since the last plan.
@@ -325,17 +356,19 @@ impl Waiting {
         }
         let (mut kinds, mut backlog) = (Kinds::default(), Backlog::default());
         for seq in all {
-            if seq.phase() == Phase::WaitingOnParent {
-                kinds.on_parent += 1;
-                continue;
+            match seq.phase() {
+                Phase::WaitingOnParent => {
+                    kinds.on_parent += 1;
+                    continue;
+                }
+                Phase::Preparing(preparation) => kinds.preparing[preparation as usize] += 1,
+                _ => {
+                    kinds.returning += usize::from(seq.has_started());
+                    kinds.swapped += usize::from(seq.phase().swapped_tokens() > 0);
+                    kinds.tiers[seq.request().tier as usize] += 1;
+                }
             }
-            kinds.returning += usize::from(seq.has_started());
-            kinds.swapped += usize::from(seq.phase().swapped_tokens() > 0);
-            kinds.tiers[seq.request().tier as usize] += 1;
-            if seq.counts_as_queued() {
-                backlog.reqs += 1;
-                backlog.prompt_tokens += u64::from(seq.spec().prompt_len);
-            }
+            backlog.add(seq);
         }
         assert_eq!((kinds, backlog), (self.kinds, self.backlog), "how many wait, by kind");
     }

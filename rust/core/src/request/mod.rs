@@ -9,9 +9,10 @@ pub use cache_scope::CacheScope;
 pub(crate) use tier::TIERS;
 pub use tier::Tier;
 
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
 use slotmap::{Key as _, KeyData, new_key_type};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// A vocabulary index.
@@ -108,6 +109,8 @@ pub struct Request {
     pub ttft_deadline: Option<Time>,
     /// Output length that the caller predicts.
     pub predicted_tokens: Option<u32>,
+    /// The preparation that the request waits for, if it cannot run yet.
+    pub preparation: Option<Preparation>,
     /// Set if another engine has begun the request.
     #[serde(skip)]
     pub resumed: Option<Resumed>,
@@ -117,28 +120,41 @@ pub struct Request {
 }
 
 impl Request {
-    /// The serialised fields that differ from the default ones, as a JSON object.
-    pub(crate) fn to_json(&self) -> String {
-        let (mut fields, default) = (self.fields(), Self::default().fields());
-        fields.retain(|name, value| default.get(name) != Some(value));
-        Value::Object(fields).to_string()
+    /// The serialised fields by name, as msgpack.
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        rmp_serde::to_vec_named(self).expect("a struct of numbers and texts")
     }
 
-    /// The request of [`to_json`](Self::to_json). Fields of another version are ignored.
-    pub(crate) fn from_json(text: &str) -> Option<Self> {
-        serde_json::from_str(text).ok()
+    /// The request of [`to_bytes`](Self::to_bytes). A missing field has its default, and an unknown one is ignored.
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        rmp_serde::from_slice(bytes).ok()
     }
 
     /// The names of the serialised fields.
+    #[allow(clippy::zero_sized_map_values)] // the values are skipped
     pub fn field_names() -> Vec<String> {
-        Self::default().fields().into_iter().map(|(name, _)| name).collect()
+        let fields: BTreeMap<String, IgnoredAny> = rmp_serde::from_slice(&Self::default().to_bytes()).expect("it was just written");
+        fields.into_keys().collect()
     }
+}
 
-    fn fields(&self) -> Map<String, Value> {
-        match serde_json::to_value(self) {
-            Ok(Value::Object(fields)) => fields,
-            _ => unreachable!("a struct of numbers and texts"),
-        }
+/// What the caller does for a request, beside the steps of others, before it can run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Preparation {
+    /// Compiles its grammar.
+    Grammar,
+    /// Reads the KV of its prefix from storage.
+    ReadCache,
+}
+
+impl Preparation {
+    /// Every preparation, with the name used in reports.
+    pub const NAMES: [(Self, &'static str); 2] = [(Self::Grammar, "grammar"), (Self::ReadCache, "read_cache")];
+
+    /// The preparation with this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::NAMES.iter().find(|(_, known)| *known == name).map(|&(preparation, _)| preparation)
     }
 }
 
@@ -174,6 +190,7 @@ impl Default for Request {
             deadline: None,
             ttft_deadline: None,
             predicted_tokens: None,
+            preparation: None,
             resumed: None,
             continues: None,
         }

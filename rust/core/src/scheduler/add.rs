@@ -2,13 +2,14 @@
 
 use super::Scheduler;
 use crate::error::Rejected;
-use crate::request::{Request, SeqId, Time};
-use crate::sequence::Sequence;
+use crate::request::{Preparation, Request, SeqId, Time};
+use crate::sequence::{Phase, Sequence};
 
 impl Scheduler {
     /// Adds a request to the queue. Returns an error if the request can never run or the queue is full. `now` is the
     /// arrival time, which may be earlier than the previous call, because a request can arrive during a step. A resumed
-    /// request is treated like one that returns from a preemption.
+    /// request is treated like one that returns from a preemption. A request with a [`Preparation`] joins the queue when
+    /// that is [done](Self::prepare).
     pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
         self.accounts.tick(now);
         let resumes = request.resumed.is_some();
@@ -26,18 +27,45 @@ impl Scheduler {
             self.held.begin(continues.held)?;
         }
         let id = self.insert(seq);
-        self.enqueue(id, false);
-        self.waiting.add_new(id);
+        match self.seqs[id].preparation() {
+            Some(preparation) => self.waiting.begin_preparation(&self.seqs[id], preparation),
+            None => self.enqueue_new(id),
+        }
         Ok(id)
     }
 
+    /// Records that a request's preparation is done. The request waits for the `next` one, or joins the queue, in the order
+    /// of its arrival. Returns false if the request has ended, or waits for no preparation.
+    pub fn prepare(&mut self, id: SeqId, next: Option<Preparation>, now: Time) -> bool {
+        let Some(done) = self.seqs.get(id).and_then(Sequence::preparation) else { return false };
+        self.accounts.tick(now);
+        self.waiting.end_preparation(&self.seqs[id], done);
+        self.enter(id, next.map_or(Phase::New, Phase::Preparing));
+        let seq = &mut self.seqs[id];
+        if let Some(preparation) = next {
+            self.waiting.begin_preparation(seq, preparation);
+            return true;
+        }
+        if !seq.has_started() {
+            seq.account.submit(self.accounts.now());
+        }
+        self.enqueue_new(id);
+        true
+    }
+
+    /// Adds a sequence to the queue that no plan has seen.
+    fn enqueue_new(&mut self, id: SeqId) {
+        self.enqueue(id, false);
+        self.waiting.add_new(id);
+    }
+
     /// Adds a fork of a live request: the same prompt, limits and stop tokens under another tag. The fork waits until
-    /// the prompt is computed and then shares its blocks. A partly filled last block is copied. Returns `None` if the
-    /// request has ended. Forks do not count against the queue's limits.
+    /// the request is prepared and its prompt is computed, and then shares its blocks. A partly filled last block is
+    /// copied. Returns `None` if the request has ended. Forks do not count against the queue's limits.
     pub fn fork(&mut self, parent: SeqId, tag: u64, now: Time) -> Option<SeqId> {
         let seq = self.seqs.get(parent)?;
         self.accounts.tick(now);
-        let waits = !seq.is_decoding() && seq.times().first_token.is_none();
+        let waits = seq.preparation().is_some() || !seq.is_decoding() && seq.times().first_token.is_none();
         let request = seq.fork_request(tag);
         let arrival_number = self.waiting.next_arrival();
         let mut seq = Sequence::new(request, arrival_number, self.config.max_model_len, now).expect("its parent was sound");
@@ -47,8 +75,7 @@ impl Scheduler {
             self.waiting.wait_on_parent();
             self.seqs[parent].add_waiting_fork(id);
         } else {
-            self.enqueue(id, false);
-            self.waiting.add_new(id);
+            self.enqueue_new(id);
         }
         Some(id)
     }

@@ -345,7 +345,7 @@ impl Scheduler {
         if gather == 0 || waiting == 0 || !self.running.is_empty() || !self.model.knows() || waiting >= self.config.max_num_seqs as usize {
             return None;
         }
-        let queued = || self.seqs.values().filter(|seq| !seq.is_running());
+        let queued = || self.seqs.values().filter(|seq| !seq.is_running() && seq.preparation().is_none());
         let tokens = queued().map(|seq| u64::from(seq.len())).sum::<u64>();
         if tokens >= u64::from(self.config.max_num_batched_tokens) {
             return None;

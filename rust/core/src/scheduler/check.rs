@@ -14,8 +14,8 @@ impl Scheduler {
         }
         let all = || self.seqs.values();
         let running = all().filter(|seq| seq.is_running()).count();
-        let on_parent = self.waiting.kinds().on_parent;
-        assert_eq!(self.seqs.len(), running + self.waiting.len() + on_parent, "a sequence that neither waits nor runs");
+        let outside_queue = self.waiting.kinds().outside_queue();
+        assert_eq!(self.seqs.len(), running + self.waiting.len() + outside_queue, "a sequence that neither waits nor runs");
         self.kv.check(all().map(|seq| &seq.blocks).chain(self.held.iter().map(|seq| &seq.blocks)));
         self.held.check(self.config.block_size);
         self.waiting.check(|id| self.seqs.get(id), all().filter(|seq| !seq.is_running()));

@@ -3,7 +3,7 @@
 use super::Scheduler;
 use crate::batch::{NO_TOKEN, Output, Outputs};
 use crate::ledger::Timeline;
-use crate::request::{FinishReason, SeqId, Time, Token};
+use crate::request::{FinishReason, Preparation, SeqId, Time, Token};
 use crate::sequence::{Phase, Sequence, Stage};
 use crate::step::Chunk;
 
@@ -64,11 +64,25 @@ impl Scheduler {
         }
     }
 
-    /// Moves the forks that waited for a sequence's prompt into the queue.
+    /// The preparation of a sequence, or of the one whose prompt it waits for.
+    fn awaited_preparation(&self, id: SeqId) -> Option<Preparation> {
+        let waits_for = |id: &SeqId| self.seqs[*id].parent().filter(|_| self.seqs[*id].phase() == Phase::WaitingOnParent);
+        std::iter::successors(Some(id), waits_for).find_map(|id| self.seqs[id].preparation())
+    }
+
+    /// Moves the forks that waited for a sequence's prompt into the queue. Those of a sequence that is still prepared wait for
+    /// the preparation themselves.
     fn release_forks(&mut self, id: SeqId) {
+        let preparation = self.awaited_preparation(id);
         for fork in self.seqs[id].take_waiting_forks() {
-            if self.seqs.contains_key(fork) {
-                self.waiting.leave_parent();
+            if !self.seqs.contains_key(fork) {
+                continue;
+            }
+            self.waiting.leave_parent();
+            if let Some(preparation) = preparation {
+                self.enter(fork, Phase::Preparing(preparation));
+                self.waiting.begin_preparation(&self.seqs[fork], preparation);
+            } else {
                 self.enter(fork, Phase::Queued);
                 self.enqueue(fork, false);
             }
@@ -100,6 +114,7 @@ impl Scheduler {
         let timeline = seq.timeline(Some(reason), &self.accounts);
         match seq.phase() {
             Phase::Running { .. } => self.release_slot(id),
+            Phase::Preparing(preparation) => self.waiting.end_preparation(seq, preparation),
             Phase::WaitingOnParent => self.waiting.leave_parent(),
             Phase::New | Phase::Queued | Phase::Preempted | Phase::Swapped { .. } => self.dequeue(id),
         }

@@ -3,19 +3,21 @@
 use super::Scheduler;
 use crate::ledger::{SlotSeen, Snapshot, StepSeen, TimelineState, WaitSeen};
 use crate::memory::BlockUse;
-use crate::request::Time;
+use crate::request::{Preparation, Time};
 use crate::sequence::{Phase, Sequence, Stage};
 use crate::step::StepPlan;
 use std::sync::Arc;
 
 impl Scheduler {
     /// The state at `now`, with at most `max_waiting` waiting requests and `max_cells` cells. For some seconds from now
-    /// on, the scheduler records steps for the next snapshot. O(slots + blocks).
+    /// on, the scheduler records steps for the next snapshot. O(requests + blocks).
     pub fn snapshot(&mut self, now: Time, max_waiting: usize, max_cells: usize) -> Snapshot {
         let (cells, blocks_per_cell) = self.cells(max_cells);
+        let queued = self.waiting.iter().map(|(_, id)| &self.seqs[id]);
+        let preparing = self.seqs.values().filter(|seq| seq.preparation().is_some());
         Snapshot {
             slots: self.running_seqs().map(|seq| self.slot_seen(seq, now)).collect(),
-            waiting: self.waiting.iter().take(max_waiting).map(|(_, id)| self.wait_seen(&self.seqs[id], now)).collect(),
+            waiting: queued.chain(preparing).take(max_waiting).map(|seq| self.wait_seen(seq, now)).collect(),
             cells,
             blocks_per_cell,
             steps: self.accounts.recent().take(now),
@@ -43,7 +45,7 @@ impl Scheduler {
             planned: plan.planned,
             slots,
             tokens: plan.chunks.iter().map(|chunk| chunk.len).sum(),
-            waiting: self.waiting.len() + self.waiting.kinds().on_parent,
+            waiting: self.waiting.len() + self.waiting.kinds().outside_queue(),
             admitted: plan.admitted.iter().map(|one| (one.slot, one.tag)).collect(),
             preempted: plan.preempted.clone(),
         };
@@ -76,6 +78,8 @@ impl Scheduler {
         let state = match (seq.phase(), self.accounts.blocked()) {
             (Phase::Swapped { .. }, _) => TimelineState::Swapped,
             (Phase::Preempted, _) => TimelineState::Preempted,
+            (Phase::Preparing(Preparation::Grammar), _) => TimelineState::Grammar,
+            (Phase::Preparing(Preparation::ReadCache), _) => TimelineState::ReadCache,
             (Phase::New, _) => TimelineState::WaitStep,
             (_, Some((group, cause))) if group == seq.member().group => cause,
             _ => self.accounts.others(),

@@ -3,7 +3,7 @@
 use super::Scheduler;
 use crate::ledger::{Counters, Occupancy, STATES, Stats, TimelineState};
 use crate::queue::Kinds;
-use crate::request::Time;
+use crate::request::{Preparation, Time};
 use crate::sequence::Sequence;
 use crate::step::Stall;
 use crate::step_time::Load;
@@ -11,7 +11,7 @@ use crate::step_time::Load;
 impl Scheduler {
     /// The current occupancy. O(1), so it can be read at every step.
     pub fn occupancy(&self) -> Occupancy {
-        let waiting = self.waiting.len() + self.waiting.kinds().on_parent;
+        let waiting = self.waiting.len() + self.waiting.kinds().outside_queue();
         Occupancy { running: self.seqs.len() - waiting, waiting, blocks: self.kv.held() }
     }
 
@@ -64,8 +64,10 @@ impl Scheduler {
 
     fn waiting_by_state(&self) -> [usize; STATES] {
         let mut by_state = [0; STATES];
-        let Kinds { returning, swapped, on_parent, .. } = self.waiting.kinds();
+        let Kinds { returning, swapped, on_parent, preparing, .. } = self.waiting.kinds();
         by_state[TimelineState::WaitFork as usize] = on_parent;
+        by_state[TimelineState::Grammar as usize] = preparing[Preparation::Grammar as usize];
+        by_state[TimelineState::ReadCache as usize] = preparing[Preparation::ReadCache as usize];
         by_state[TimelineState::Swapped as usize] = swapped;
         by_state[TimelineState::Preempted as usize] = returning - swapped;
         let waiting = self.waiting.len() - returning;

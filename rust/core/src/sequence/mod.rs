@@ -19,7 +19,7 @@ use crate::error::Rejected;
 use crate::ledger::{Account, Accounts, LiveAccounts, Member, QueuePosition, Timeline};
 use crate::memory::{Computed, SeqBlocks, User};
 use crate::policy::Class;
-use crate::request::{ArrivalNumber, FinishReason, Request, Resumed, SeqId, Tier, Time, Token, served_tier};
+use crate::request::{ArrivalNumber, FinishReason, Preparation, Request, Resumed, SeqId, Tier, Time, Token, served_tier};
 use queue_entry::QueueEntry;
 use slotmap::SlotMap;
 use std::sync::Arc;
@@ -150,7 +150,7 @@ impl Sequence {
             ),
         };
         Ok(Self {
-            phase: Phase::New,
+            phase: request.preparation.map_or(Phase::New, Phase::Preparing),
             progress: Progress { computed: 0, fast_path_limit: 0, next_kv_slot: 0, pending: 0, limit, preemptions: 0, drafting: false },
             tokens: std::mem::take(&mut request.prompt),
             blocks: SeqBlocks::new(Arc::clone(&request.scope)),
@@ -178,6 +178,7 @@ impl Sequence {
             tag,
             prompt: self.tokens[..self.spec.prompt_len as usize].to_vec(),
             stop: self.spec.stop.into_iter().chain(self.spec.more_stops.iter().copied()).collect(),
+            preparation: None,
             resumed: None,
             continues: None,
             ..self.spec.request.clone()
@@ -262,6 +263,11 @@ impl Sequence {
     #[inline]
     pub(crate) fn is_running(&self) -> bool {
         matches!(self.phase, Phase::Running { .. })
+    }
+
+    /// The preparation that the sequence waits for.
+    pub(crate) fn preparation(&self) -> Option<Preparation> {
+        if let Phase::Preparing(preparation) = self.phase { Some(preparation) } else { None }
     }
 
     /// Whether the sequence has generated a token since it was last admitted.

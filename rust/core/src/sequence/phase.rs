@@ -1,6 +1,7 @@
 //! The phases of a request, and the resources that a waiting request lacks.
 
 use crate::ledger::{AccountState, TimelineState};
+use crate::request::Preparation;
 
 /// The phase of a request. No other state repeats it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -9,6 +10,8 @@ pub(crate) enum Phase {
     New,
     /// In the queue. The request has not run yet.
     Queued,
+    /// Cannot run until its caller has prepared it. It is not in the queue, and counts against the queue's limits.
+    Preparing(Preparation),
     /// A fork that waits for its parent's prompt to be computed. It is not in the queue.
     WaitingOnParent,
     /// In the queue after a preemption that discarded the KV.
@@ -46,6 +49,8 @@ impl Phase {
         match self {
             Self::New => AccountState::New,
             Self::Queued => AccountState::Waiting,
+            Self::Preparing(Preparation::Grammar) => AccountState::Grammar,
+            Self::Preparing(Preparation::ReadCache) => AccountState::ReadCache,
             Self::WaitingOnParent => AccountState::Fork,
             Self::Preempted => AccountState::Preempted,
             Self::Swapped { .. } => AccountState::Swapped,

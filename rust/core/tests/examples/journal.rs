@@ -2,7 +2,7 @@
 
 use chairlift_core::{
     Batching, Call, Config, DraftSource, FinishReason, JournalError, Outputs, POLICIES, ParsedJournal, Prefix, Recorder, Request,
-    Scheduler, SeqId, Token, VerifiedDraft,
+    Scheduler, SeqId, Tier, Token, VerifiedDraft,
 };
 
 fn config() -> Config {
@@ -224,4 +224,17 @@ fn the_first_decision_that_differs_is_named() {
     let plans: Vec<usize> = (0..journal.calls.len()).filter(|&at| matches!(journal.calls[at].1, Call::Plan(_))).collect();
     journal.calls[plans[7]].1 = Call::Plan(1);
     assert_eq!(journal.replay().unwrap().differs_at, Some(7));
+}
+
+/// It was recorded when a request had a record of numbers, with tiers, deadlines, forks, drafts, resumed and held requests.
+#[test]
+fn a_journal_of_an_older_version_replays() {
+    let journal = ParsedJournal::read(include_bytes!("../data/older.journal")).expect("a sound journal");
+    let replayed = journal.replay().expect("a sound config");
+    assert_eq!((replayed.differs_at, replayed.steps), (None, 132));
+    let requests =
+        || journal.calls.iter().filter_map(|(_, call)| if let Call::Add(arrival) = call { Some(&arrival.request) } else { None });
+    assert!(requests().any(|request| request.tier == Tier::Flex));
+    assert!(requests().any(|request| request.deadline.is_some() && request.predicted_tokens.is_some()));
+    assert!(requests().any(|request| request.resumed.is_some_and(|resumed| resumed.answered > 0)));
 }

@@ -1,6 +1,8 @@
 //! A scheduler on a machine with configured step times.
 
-use chairlift_core::{CacheScope, Config, Load, Outputs, Policy, Rejected, Request, Scheduler, SeqId, StepPlan, Time, Timeline, Token};
+use chairlift_core::{
+    CacheScope, Config, Load, Outputs, Policy, Preparation, Rejected, Request, Scheduler, SeqId, StepPlan, Time, Timeline, Token,
+};
 use std::collections::{HashMap, HashSet};
 
 /// Token sampled by every request that continues. The next constant is the stop token.
@@ -127,6 +129,12 @@ impl Lab {
     pub(crate) fn fork(&mut self, parent: u64, tag: u64) {
         let id = self.scheduler.fork(self.ids[&parent], tag, self.now).expect("the parent lives");
         self.enter(tag, id);
+    }
+
+    /// Ends a request's preparation.
+    pub(crate) fn prepare(&mut self, tag: u64, next: Option<Preparation>) {
+        assert!(self.scheduler.prepare(self.ids[&tag], next, self.now));
+        self.check();
     }
 
     pub(crate) fn set_priority(&mut self, tag: u64, priority: i32) {

@@ -15,6 +15,7 @@ mod journal;
 mod lab;
 mod preemption;
 mod prefix;
+mod preparation;
 mod priority;
 mod resumed;
 mod shortest;

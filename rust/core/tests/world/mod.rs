@@ -7,7 +7,8 @@ mod used_prefixes;
 
 use chairlift_core::{
     BACKGROUND, BlockHash, BlockHasher, CacheScope, Config, Continues, DraftSource, Drafter, FinishReason, Grouping, HeldId, Outputs,
-    ParsedJournal, Preemption, Recorder, Rejected, Request, Reservation, Resumed, Scheduler, SeqId, StepPlan, Tier, Timeline, Token,
+    ParsedJournal, Preemption, Preparation, Recorder, Rejected, Request, Reservation, Resumed, Scheduler, SeqId, StepPlan, Tier, Timeline,
+    Token,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -38,6 +39,12 @@ pub(crate) enum Op {
         ago: u64,
         /// If another engine has begun the request: the most tokens that it gave.
         resumed: Option<u32>,
+        preparation: Option<Preparation>,
+    },
+    /// Ends a request's preparation, if there is one. Another may follow.
+    Prepare {
+        which: usize,
+        next: Option<Preparation>,
     },
     Abort(usize),
     Fork(usize),
@@ -145,6 +152,8 @@ pub(crate) struct World {
     in_flight: VecDeque<(Box<StepPlan>, Vec<i32>)>,
     live: HashMap<u64, Live>,
     held: Vec<Held>,
+    /// First requests of families that wait for a preparation.
+    unprepared: HashSet<u64>,
     /// Names of the cached blocks, as the scheduler reports them.
     reported: HashSet<BlockHash>,
     /// The prefixes that each tenant has sent or received.
@@ -172,6 +181,7 @@ impl World {
             in_flight: VecDeque::new(),
             live: HashMap::new(),
             held: Vec::new(),
+            unprepared: HashSet::new(),
             used: UsedPrefixes::new(config.block_size),
             outputs: Outputs::default(),
             next_tag: 0,
@@ -188,7 +198,7 @@ impl World {
         self.now += 1;
         let held = self.scheduler.occupancy().blocks;
         match op {
-            Op::Add { mut prompt, new, stop, salt, forks, priority, tier, tenant, patience, predicted, ago, resumed } => {
+            Op::Add { mut prompt, new, stop, salt, forks, priority, tier, tenant, patience, predicted, ago, resumed, preparation } => {
                 let came = self.now.saturating_sub(ago);
                 let stop: Vec<Token> = stop.then_some(VOCABULARY - 1).into_iter().collect();
                 let resumed = resumed.map(|most| answer(&mut prompt, salt, most.min(new - 1), &stop, came));
@@ -205,6 +215,7 @@ impl World {
                     deadline: patience.map(|patience| came + 2 * patience),
                     ttft_deadline: patience.map(|patience| came + patience),
                     predicted_tokens: predicted,
+                    preparation,
                     resumed,
                     continues: None,
                 };
@@ -214,6 +225,7 @@ impl World {
                     self.fork(tag);
                 }
             }
+            Op::Prepare { which, next } => self.prepare(which, next),
             Op::Fork(which) => {
                 if let Some(tag) = self.pick(which) {
                     self.fork(tag);
@@ -250,12 +262,7 @@ impl World {
                     live.priority = if moves { priority } else { BACKGROUND };
                 }
             }
-            Op::ShareService { tenant, us } => {
-                self.scheduler.charge_elsewhere(&tenant_name(tenant), us);
-                let told = self.scheduler.take_service();
-                assert!(told.is_empty() || self.scheduler.rules().takes_turns());
-                assert!(self.scheduler.take_service().is_empty(), "told twice");
-            }
+            Op::ShareService { tenant, us } => self.share_service(tenant, us),
             Op::SetBlockLimit(blocks) => self.set_block_limit(blocks),
             Op::Wait(time) => self.now += time,
             Op::Abort(which) => {
@@ -284,6 +291,14 @@ impl World {
         self.check_reported();
         let now_held = self.scheduler.occupancy().blocks;
         assert!(now_held <= held.max(self.scheduler.stats().total_blocks), "blocks were given beyond the limit");
+    }
+
+    /// Charges a tenant for service elsewhere, and takes the service here.
+    fn share_service(&mut self, tenant: u8, us: u64) {
+        self.scheduler.charge_elsewhere(&tenant_name(tenant), us);
+        let told = self.scheduler.take_service();
+        assert!(told.is_empty() || self.scheduler.rules().takes_turns());
+        assert!(self.scheduler.take_service().is_empty(), "told twice");
     }
 
     /// Sets the limit of blocks. It is never below the least that can serve every request, nor above all blocks.
@@ -434,13 +449,16 @@ impl World {
         match self.scheduler.add(request.clone(), came) {
             Ok(seq) => {
                 assert!(fits && !busy);
-                let Request { prompt: context, max_new_tokens, priority, tier, tenant, stop, continues, .. } = request;
+                let Request { prompt: context, max_new_tokens, priority, tier, tenant, stop, continues, preparation, .. } = request;
                 let tier = if priority == BACKGROUND { Tier::Background } else { tier };
                 let left = max_new_tokens - answered;
                 let (stop, continues) = (stop.first().copied(), continues.map(|continues| continues.held));
                 // It may share blocks of a request that shares blocks of a poisoned one.
                 let exposed = self.live.values().any(|live| live.exposed && live.salt == salt);
                 let live = Live { seq, salt, context, left, stop, priority, tier, tenant, family: tag, exposed, paid, continues };
+                if preparation.is_some() {
+                    self.unprepared.insert(tag);
+                }
                 self.live.insert(tag, live);
                 self.watch(seq);
             }
@@ -478,6 +496,20 @@ impl World {
             (live.seq, context.split_off(live.context.len()))
         });
         drafter.propose(&mut self.scheduler, forced);
+    }
+
+    /// Ends the preparation of a request, if there is one. It counts as waiting before and after.
+    fn prepare(&mut self, which: usize, next: Option<Preparation>) {
+        let Some(tag) = self.pick(which) else { return };
+        let live = &self.live[&tag];
+        let before = self.scheduler.stats();
+        let waits = self.scheduler.prepare(live.seq, next, self.now);
+        let after = self.scheduler.stats();
+        assert_eq!((before.waiting, before.queued_prompt_tokens), (after.waiting, after.queued_prompt_tokens));
+        if waits && next.is_none() {
+            assert!(!self.scheduler.prepare(live.seq, next, self.now), "request {tag} was prepared twice");
+            self.unprepared.remove(&live.family);
+        }
     }
 
     /// Drops requests that missed their deadline.
@@ -519,6 +551,7 @@ impl World {
         let plan = self.scheduler.plan(self.now)?;
         for admitted in &plan.admitted {
             let live = &self.live[&admitted.tag];
+            assert!(!self.unprepared.contains(&live.family), "request {} runs before it is prepared", admitted.tag);
             self.model.admit(admitted.slot, admitted.tag, live.salt);
             let common = |other: &&Live| other.context.iter().zip(&live.context).take_while(|(a, b)| a == b).count();
             let same = |other: &&Live| other.paid.is_some() && (&other.tenant, other.salt) == (&live.tenant, live.salt);
@@ -634,6 +667,9 @@ impl World {
     pub(crate) fn drain(&mut self) {
         while !self.in_flight.is_empty() {
             self.commit();
+        }
+        for which in 0..self.live.len() {
+            self.prepare(which, None);
         }
         for _ in 0..20_000 {
             self.now += 1;
