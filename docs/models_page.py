@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chairlift.architectures import ARCHITECTURES, Architecture, Code
+from chairlift.architectures import ARCHITECTURES, OTHERS, Architecture, Code
 
 PAGE = Path(__file__).with_name("models.md")
 START, END = "<!-- made by docs/models_page.py -->\n", "<!-- end -->\n"
@@ -15,14 +15,15 @@ def page() -> str:
     before, _, rest = PAGE.read_text().partition(START)
     after = rest.partition(END)[2]
     head = "| models | in `config.json` | in GGUF files | differences from Llama | on a GPU |\n|---|---|---|---|---|\n"
-    rows = "".join(map(_row, ARCHITECTURES.values()))
+    rows = "".join(map(_row, (*ARCHITECTURES.values(), *OTHERS)))
     return f"{before}{START}\n{head}{rows}\n{END}{after}"
 
 
 def _row(known: Architecture) -> str:
     files = ", ".join(f"`{name}`" for name in known.gguf.names) if known.gguf else "not read"
     classes = ", ".join(f"`{name}`" for name in (known.name, *known.wrappers))
-    device = "transformers' code" if known.code is Code.RUST else "Chairlift's"
+    device = "Chairlift's" if known.code is Code.RUST_AND_TORCH else "transformers' code"
+    device += ", also on a CPU" if known.code is Code.TRANSFORMERS else ""
     return f"| {known.models} | {classes} | {files} | {', '.join(known.features) or 'none'} | {device} |\n"
 
 

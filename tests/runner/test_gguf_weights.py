@@ -1,6 +1,5 @@
 """GGUF files on the CPU's kernels: every block type to the bit, mixed types, types that become fp32, damaged files."""
 
-import json
 import logging
 import os
 import shutil
@@ -13,14 +12,16 @@ import pytest
 import torch
 from cpu_logits import IN_FP32, logits
 from gguf_files import MULTIPLIERS, TINY, gguf_of, random_blocks, tiny_model, write_safetensors
+from runner_steps import Driver
 from transformers import AutoModelForCausalLM
 
 from chairlift import _core
+from chairlift.architectures import OTHERS
 from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
-from chairlift.models.config import ModelConfig
+from chairlift.models.config import ModelConfig, load_shape
 from chairlift.runner.build import build_runner
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.weights import GGUFWeights
@@ -198,12 +199,31 @@ def test_tensors_that_contradict_the_metadata_are_refused(tmp_path: Path) -> Non
         shutil.rmtree(directory)
 
 
-def test_a_file_whose_model_only_transformers_computes_is_refused(tmp_path: Path) -> None:
-    directory = converted(tmp_path / "tiny.gguf", tiny_model("qwen2"), Kind.Q8_0)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
-    with pytest.raises(UnsupportedModel, match=r"tiny.gguf: hidden_act 'gelu' .*transformers' code reads safetensors alone"):
-        build_runner(EngineConfig(device="cpu"), directory)
+@pytest.mark.parametrize("kind", ["olmo2", "smollm3"])
+@pytest.mark.slow
+def test_transformers_code_computes_a_file_that_there_is_no_other_code_for(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert {known.gguf.names for known in OTHERS if known.gguf} == {("olmo2",)}
+    model = tiny_model(kind, pad_token_id=0)
+    directory = converted(tmp_path / "tiny.gguf", model, Kind.F32)
+    with caplog.at_level(logging.WARNING, logger="chairlift"):
+        runner = build_runner(EngineConfig(device="cpu", runner="torch", num_kv_blocks=20, block_size=8), directory)
+    assert "transformers' code computes it, with weights dequantised to torch.float32" in caplog.text
+    prompt = [token * 7 % 300 for token in range(11)]
+    driver = Driver(runner)
+    riding = driver.add_request(0, prompt)
+    driver.step([(riding, 5)])
+    driver.step([(riding, 6)])
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0, -1]
+    assert (riding.logits[-1] - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_granite_without_positions_has_code_for_one_process_on_a_cpu_alone(tmp_path: Path) -> None:
+    directory = converted(tmp_path / "tiny.gguf", tiny_model("granite"), Kind.F32, replaced={"granite.rope.scaling.finetuned": False})
+    with pytest.raises(UnsupportedModel, match="Granite without rotary positions has code of ours for one process on a CPU alone"):
+        load_shape(directory, in_torch=True)
 
 
 def test_a_file_that_is_gone_or_too_short_is_refused_before_anything_is_served(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from chairlift.architectures.gpt_oss import GPT_OSS
 from chairlift.architectures.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
 from chairlift.architectures.llama import LLAMA, MINISTRAL3, MISTRAL
 from chairlift.architectures.mixtral import MIXTRAL
-from chairlift.architectures.olmo import OLMOE
+from chairlift.architectures.olmo import OLMO2, OLMOE
 from chairlift.architectures.phi import PHI3
 from chairlift.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from chairlift.architectures.smollm import SMOLLM3
@@ -18,6 +18,7 @@ __all__ = [
     "ENCODER_GGUF",
     "GGUF",
     "GGUF_MIXTURES",
+    "OTHERS",
     "WRAPPED",
     "Architecture",
     "Code",
@@ -35,10 +36,13 @@ MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, OLMOE, GRANITE_MOE, GRANITE_
 ARCHITECTURES = {known.name: known for known in DENSE + MIXTURES}
 """The architectures by their names in config.json."""
 
+OTHERS = (OLMO2,)
+"""Architectures that transformers' code alone computes, and whose GGUF files can be read."""
+
 GGUF_MIXTURES = {name: known for known in MIXTURES if known.gguf for name in known.gguf.names}
 """The architectures with experts by their names in GGUF files, which some share with dense models."""
 
-GGUF = {name: known for known in DENSE if known.gguf for name in known.gguf.names}
+GGUF = {name: known for known in DENSE + OTHERS if known.gguf for name in known.gguf.names}
 """The architectures by their names in GGUF files; the dense one of a shared name."""
 GGUF |= {name: known for name, known in GGUF_MIXTURES.items() if name not in GGUF}
 

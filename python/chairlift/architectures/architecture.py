@@ -9,10 +9,11 @@ from typing import Any
 
 
 class Code(Enum):
-    """Which code of Chairlift's own computes an architecture. Transformers' code computes it elsewhere."""
+    """Which code of Chairlift's own computes an architecture; TRANSFORMERS: none. Transformers' code computes it elsewhere."""
 
     RUST_AND_TORCH = "the CPU kernels, and torch"
     RUST = "the CPU kernels"
+    TRANSFORMERS = "none"
 
 
 class Windows(Enum):

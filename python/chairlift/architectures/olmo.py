@@ -1,4 +1,4 @@
-"""OLMoE."""
+"""OLMoE and OLMo 2."""
 
 from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Mixture
 
@@ -13,4 +13,16 @@ OLMOE = Architecture(
     qk_norm=True,
     whole_norms=True,
     mixture=Mixture(inner="intermediate_size"),
+)
+OLMO2 = Architecture(
+    name="Olmo2ForCausalLM",
+    model_type="olmo2",
+    models="OLMo 2",
+    code=Code.TRANSFORMERS,
+    gguf=GGUFFormat(
+        names=("olmo2",), tensors={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+    ),
+    qk_norm=True,
+    whole_norms=True,
+    post_norms=True,
 )

@@ -78,8 +78,6 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "dtype": "float32",
         **layout.constants,
     }
-    if not layout.truncates_yarn and config["rope_scaling"]:
-        config["rope_scaling"]["truncate"] = False
     if architecture.mixture:
         config |= _experts(file, kind, architecture.mixture, config["num_hidden_layers"])
     for name, key in layout.keys.items():
@@ -93,6 +91,8 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         config["rope_scaling"] = _rope_scaling(file, kind)
     else:
         config |= _variants(file, kind, config, inner, kv_heads)
+    if not layout.truncates_yarn and config.get("rope_scaling"):
+        config["rope_scaling"]["truncate"] = False
     if architecture.temperature and (beta := file.get(f"{kind}.attention.temperature_scale", float)):
         config["rope_scaling"] = (config["rope_scaling"] or {"rope_type": "default"}) | {"llama_4_scaling_beta": beta}
     if original := file.get(f"{kind}.rope.scaling.original_context_length", int):

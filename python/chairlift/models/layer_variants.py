@@ -36,7 +36,7 @@ def parse_variants(
     """
     if raw.get("enable_moe_block"):
         raise NoNativeModel("experts beside an MLP have no code of ours")
-    layers, vocabulary = len(windows), parse_size(raw, "vocab_size")
+    layers, vocabulary = len(windows), raw.get("vocab_size")
     # transformers 5.24 writes the differences of each layer, and earlier versions those of all layers with full attention.
     own = raw.get("per_layer_config") or {}
     full = next((str(layer) for layer, window in enumerate(windows) if window is None), "")
@@ -50,7 +50,7 @@ def parse_variants(
     if missing := {window is None for window in windows[first:]} - {window is None for window in windows[:first]}:
         kind = "full attention" if True in missing else "a window"
         raise UnsupportedModel(f"config.json: num_kv_shared_layers is {shared}: no earlier layer has {kind}, whose keys could be shared")
-    if input_size and parse_size(raw, "vocab_size_per_layer_input", vocabulary) != vocabulary:
+    if input_size and raw.get("vocab_size_per_layer_input", vocabulary) != vocabulary:
         raise NoNativeModel("embeddings of layers for another vocabulary have no code of ours")
     wide = bool(raw.get("use_double_wide_mlp", False))
     variants = LayerVariants(local_heads=local_heads, shared=shared, wide=wide, keys_as_values=keys_as_values, input_size=input_size)

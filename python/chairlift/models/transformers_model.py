@@ -59,10 +59,20 @@ class TransformersModel:
     @classmethod
     @torch.inference_mode()
     def load(
-        cls, config: TransformersConfig, directory: Path, dtype: torch.dtype, device: torch.device, longest: int, made: WeightSource | None
+        cls,
+        config: TransformersConfig,
+        directory: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        longest: int,
+        source: WeightSource | None,
+        norms: bool = True,
     ) -> TransformersModel:
-        """Loads the weights of a directory's safetensors files, or takes its matrices from `made`. Raises UnsupportedModel."""
-        model = _loaded(config, directory, dtype, device) if made is None else _made(config, dtype, device, made)
+        """Loads the weights of a directory's safetensors files, or takes them from `source`, without `norms` only the matrices.
+
+        Raises UnsupportedModel.
+        """
+        model = _loaded(config, directory, dtype, device) if source is None else _filled(config, dtype, device, source, norms)
         return cls(model.eval(), config, longest)
 
     def forward(self, step: ForwardBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
@@ -182,13 +192,13 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _made(config: TransformersConfig, dtype: torch.dtype, device: torch.device, made: WeightSource) -> Any:
+def _filled(config: TransformersConfig, dtype: torch.dtype, device: torch.device, source: WeightSource, norms: bool) -> Any:
     with torch.device(device):
         model = DECODERS.from_config(copy.deepcopy(config.theirs), dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False)
     for name, parameter in model.named_parameters():
         # A parameter that is no matrix is a norm or a bias; only the model knows its neutral value.
-        if parameter.ndim > 1:
-            parameter.copy_(made.take(name, *parameter.shape))
+        if parameter.ndim > 1 or norms:
+            parameter.copy_(source.take(name, *parameter.shape))
     return model
 
 

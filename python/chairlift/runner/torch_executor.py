@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 
 from chairlift.checkpoint.weight_files import gguf_link
 from chairlift.config import EngineConfig
-from chairlift.errors import UnsupportedModel
 from chairlift.layers.attention import AttentionPlan, plan_attention
 from chairlift.layers.device_attention import DevicePlan
 from chairlift.layers.lora import AdapterRows
@@ -30,6 +30,8 @@ from chairlift.runner.tensor_parallel.shards import Shards
 from chairlift.runner.torch_adapters import TorchAdapters
 from chairlift.runner.torch_weights import TorchDummyWeights, open_torch_weights
 from chairlift.runner.weights import DummyWeights
+
+log = logging.getLogger("chairlift")
 
 
 class DeviceExecutor(ModelExecutor):
@@ -179,12 +181,15 @@ def _from_transformers(config: EngineConfig, directory: Path, model: ModelShape,
     from chairlift.runner.self_check import check
 
     assert isinstance(model, TransformersConfig)
-    made = TorchDummyWeights(DummyWeights(config.seed), dtype, device) if config.load_format == "dummy" else None
-    if made is None and (source := gguf_link(directory)) is not None:
-        raise UnsupportedModel(f"{source}: {model.not_ours}, and transformers' code reads safetensors alone")
+    dummy, file = config.load_format == "dummy", gguf_link(directory)
+    weights = TorchDummyWeights(DummyWeights(config.seed), dtype, device) if dummy else open_torch_weights(config, directory, dtype, device)
+    if file is not None and not dummy:
+        log.warning("%s: %s: transformers' code computes it, with weights dequantised to %s", file, model.not_ours, dtype)
     longest = config.max_model_len or model.max_position_embeddings
-    network = TransformersModel.load(model, directory, dtype, device, longest, made)
-    weights = made or open_torch_weights(config, directory, dtype, device)
+    source = weights if dummy or file is not None else None
+    network = TransformersModel.load(model, directory, dtype, device, longest, source, norms=not dummy)
+    if file is not None:
+        weights.weights.finish(model)
     network.scales = [kv_scales(weights, layer, spec.kv_heads) for layer, spec in enumerate(model.kv_specs)]
     check(network, dtype, device, model.vocab_size, model.architecture)
     return network

@@ -20,6 +20,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.models.quantization import QuantizationScheme
+from chairlift.models.shape import ModelShape
 from chairlift.runner.file_pages import FilePages
 from chairlift.runner.memory.decision import gib
 from chairlift.runner.memory.precision import BYTES
@@ -76,7 +77,7 @@ class Weights(Protocol):
     def release(self) -> None:
         """Says that all matrices that `part` returned have been packed."""
 
-    def finish(self, model: ModelConfig) -> None:
+    def finish(self, model: ModelShape) -> None:
         """Raises UnsupportedModel if the checkpoint has a tensor that was not used and that the model may not ignore."""
 
 
@@ -171,9 +172,9 @@ class SafetensorWeights:
         """Drops the pages of matrices that have been packed, if the files are large."""
         self._pages.drop()
 
-    def finish(self, model: ModelConfig) -> None:
+    def finish(self, model: ModelShape) -> None:
         """Raises UnsupportedModel if a tensor of the decoder was not used, except a tied head and the tensors of NEEDLESS."""
-        ignored = {self._stored("lm_head.weight")} if model.tie_word_embeddings else set()
+        ignored = {self._stored("lm_head.weight")} if isinstance(model, ModelConfig) and model.tie_word_embeddings else set()
         # With a prefix there are other parts beside the decoder, such as an image encoder.
         own = self._prefix if self._prefix in WRAPPED_PREFIXES else ""
         unused = (name for name in self._unused - ignored if name.startswith(own) and not _is_shared(name, model))
@@ -300,7 +301,7 @@ class GGUFWeights:
         """Drops the pages of matrices that have been packed, if the file is large."""
         self._pages.drop()
 
-    def finish(self, model: ModelConfig) -> None:
+    def finish(self, model: ModelShape) -> None:
         """Raises UnsupportedModel if a tensor was not used."""
         if extra := sorted(name for name in self._unused if not _is_shared(name, model)):
             raise UnsupportedModel(f"{self.tensors.path} has tensors that its metadata does not account for: {_some(extra)}")
@@ -330,10 +331,10 @@ def stored_name(name: str, prefix: str) -> str:
     return f"language_model.{name}" if prefix == "language_model.model." else name
 
 
-def _is_shared(name: str, model: ModelConfig) -> bool:
+def _is_shared(name: str, model: ModelShape) -> bool:
     """Whether a tensor makes keys or values in a layer that uses those of another one."""
     found = re.search(r"layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)
-    return found is not None and model.source_of(int(found[1])) != int(found[1])
+    return isinstance(model, ModelConfig) and found is not None and model.source_of(int(found[1])) != int(found[1])
 
 
 def _some(names: list[str]) -> str:
@@ -396,5 +397,5 @@ class DummyWeights:
     def release(self) -> None:
         """Does nothing: there are no files."""
 
-    def finish(self, model: ModelConfig) -> None:
+    def finish(self, model: ModelShape) -> None:
         """Does nothing: no tensor can be left over."""
