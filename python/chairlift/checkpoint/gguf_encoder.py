@@ -30,6 +30,8 @@ def encoder_config(file: GGUFFile, architecture: EncoderArchitecture) -> dict[st
         raise UnsupportedModel(f"{file.path} holds no model: tensor token_embd.weight is missing")
     if file.get(f"{kind}.attention.causal", bool) and not architecture.rms:
         raise UnsupportedModel(f"{file.path}: {kind}.attention.causal is true, and an encoder's tokens attend to all tokens")
+    if experts := file.get(f"{kind}.expert_count", int):
+        raise UnsupportedModel(f"{file.path}: {kind}.expert_count is {experts}, and there is no code for encoders with experts")
     config: dict[str, Any] = {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,

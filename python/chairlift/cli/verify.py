@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,14 @@ def run(args: argparse.Namespace) -> int:
     """Prints the report and returns the exit status."""
     from chairlift.verification.verify import verify
 
+    # So that the reference's process and its files do not outlive this one.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         report = verify(args.engine, python=args.python, llama_cpp=args.llama_cpp)
     except (ChairliftError, OSError, MemoryError) as error:
         print(f"cannot compare: {error}")
         return 2
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     print(report.text())
     return 1 if report.findings.differences else 0
