@@ -66,7 +66,7 @@ struct AtRandom {
 }
 
 impl AtRandom {
-    /// The next random number (SplitMix64: Steele et al., 2014).
+    /// The next random number (`SplitMix64`: Steele et al., 2014).
     fn roll(&self) -> u64 {
         let state = self.rolls.fetch_add(0x9E37_79B9_7F4A_7C15, Ordering::Relaxed);
         let mixed = (state ^ (state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

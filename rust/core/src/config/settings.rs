@@ -373,7 +373,7 @@ mod tests {
             let dynamic = ("batching".to_owned(), Value::Name("dynamic".into()));
             let with = |name: &str| Config::default().with(&[dynamic.clone(), (name.to_owned(), value.clone())]).unwrap();
             assert_eq!(with(former), with(now));
-            assert_ne!(with(former), Config::default().with(&[dynamic.clone()]).unwrap(), "{former}");
+            assert_ne!(with(former), Config::default().with(std::slice::from_ref(&dynamic)).unwrap(), "{former}");
         }
     }
 
