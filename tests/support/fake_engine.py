@@ -121,7 +121,7 @@ class FakeEngine:
     def save_prefixes(self, seconds):
         pass
 
-    def add(self, request, on_prepared):
+    def add(self, request, on_prepared=None):
         first, params = memoryview(request.prompt).cast("i")[0], request.sampling
         if first == REFUSED:
             raise InvalidRequest("it can never fit: needs 12 blocks of 10", param="prompt", code="never_fits")
