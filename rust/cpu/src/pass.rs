@@ -176,7 +176,9 @@ impl<'a> Pass<'a> {
             // SAFETY: only index t writes this row in this phase (see `Pass`).
             let embeddings = unsafe { self.layer_embeddings.write(t * all, all) };
             for (embedding, table) in embeddings.chunks_exact_mut(width).zip(row.chunks_exact(width)) {
-                embedding.iter_mut().for_each(|x| *x /= (hidden_size as f32).sqrt());
+                for x in &mut *embedding {
+                    *x /= (hidden_size as f32).sqrt();
+                }
                 self.isa.run(RmsNorm { x: embedding, weight: &own.norm, eps, out: normed });
                 for ((to, normed), table) in embedding.iter_mut().zip(&*normed).zip(table) {
                     *to = (normed + table * (width as f32).sqrt()) * std::f32::consts::FRAC_1_SQRT_2;

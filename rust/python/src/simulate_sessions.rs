@@ -21,6 +21,7 @@ type Users = (u32, core::Time, core::Time, core::Time, u64);
 #[pyfunction]
 #[pyo3(signature = (sessions, parents, turns, block, tenants, users, settings, step_time, *, replicas = 1, routing = "round-robin"))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // types that Python passes
+#[allow(clippy::redundant_closure_for_method_calls)] // the method alone has too narrow a lifetime
 pub(crate) fn simulate_sessions<'py>(
     py: Python<'py>,
     sessions: PyBuffer<i64>,
@@ -34,18 +35,18 @@ pub(crate) fn simulate_sessions<'py>(
     replicas: usize,
     routing: &str,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let recorded = recorded(&sessions.to_vec(py)?, &parents.to_vec(py)?, &turns.to_vec(py)?, tenants.len());
+    let recorded = read(&sessions.to_vec(py)?, &parents.to_vec(py)?, &turns.to_vec(py)?, tenants.len());
     let recorded = recorded.filter(|recorded| !recorded.is_empty() && block > 0);
     let recorded = recorded.ok_or_else(|| PyValueError::new_err("the sessions' numbers do not agree with each other"))?;
     let tenants = tenants.into_iter().map(|(name, weight)| (name.into(), weight)).collect();
     let (users, longest_think, warm_up, until, seed) = users;
-    let users = sim::ClosedLoop { users, longest_think, warm_up, until, seed, block, tenants };
+    let load = sim::ClosedLoop { users, longest_think, warm_up, until, seed, block, tenants };
     let config = changed(core::Config::default(), settings)?;
     let machine = machine(&config, step_time, 0)?;
     let routing = router::named(routing)?;
     let mut interrupt = None;
     let report = py.detach(|| {
-        sim::simulate_sessions(config, &recorded, &users, &machine, replicas, routing, || {
+        sim::simulate_sessions(config, &recorded, &load, &machine, replicas, routing, || {
             interrupt = Python::attach(|py| py.check_signals()).err();
             interrupt.is_none()
         })
@@ -56,17 +57,17 @@ pub(crate) fn simulate_sessions<'py>(
     let report = report.map_err(|error| PyValueError::new_err(error.to_string()))?;
     let dict = PyDict::new(py);
     dict.set_item("engines", report.engines.iter().map(|engine| report_dict(py, engine)).collect::<PyResult<Vec<_>>>()?)?;
-    let seen = report.sessions.iter().map(|seen| {
+    let rows = report.sessions.iter().map(|seen| {
         let sim::SessionSeen { session, began, ended, turns, alone, longest_wait, complete } = *seen;
         [session.into(), began as i64, ended as i64, turns.into(), alone as i64, longest_wait as i64, complete.into()]
     });
-    dict.set_item("sessions", packed(py, seen))?;
+    dict.set_item("sessions", packed(py, rows))?;
     dict.set_item("context_tokens", report.context_tokens)?;
     Ok(dict)
 }
 
 /// Sessions from rows of numbers; `None` if they do not agree with each other.
-fn recorded(sessions: &[i64], parents: &[i64], turns: &[i64], tenants: usize) -> Option<Vec<sim::Session>> {
+fn read(sessions: &[i64], parents: &[i64], turns: &[i64], tenants: usize) -> Option<Vec<sim::Session>> {
     let (mut parents, mut turns) = (parents.iter(), turns.chunks_exact(TURN));
     let session = |row: &[i64]| {
         let [threads, requests, blocks, shared, group, tenant] = <[i64; SESSION]>::try_from(row).ok()?;
