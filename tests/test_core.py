@@ -426,3 +426,18 @@ def test_the_documentation_has_every_policy_as_the_help_says_it() -> None:
     assert sorted(rows) == sorted(_core.POLICIES)
     for name, _ in _core.POLICIES:
         assert f"\n## {name}\n" in page or name == "vtc"  # which is explained under `fair`
+
+
+def test_no_code_in_python_runs_while_the_scheduler_is_locked() -> None:
+    # Another thread that then asks the scheduler would wait with the GIL, and both for ever.
+    code = """if True:
+        import dataclasses
+        from core_requests import add
+        from test_core import ids, scheduler
+        core, asdict = scheduler(), dataclasses.asdict
+        dataclasses.asdict = lambda item: asdict(item) if core.stats()["waiting"] == 0 else None
+        add(core, 7, ids(1, 2), 4, [], 0)
+        assert core.stats()["waiting"] == 1
+    """
+    path = ":".join([str(Path(__file__).parent), *filter(None, sys.path)])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, env={**os.environ, "PYTHONPATH": path})

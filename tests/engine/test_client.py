@@ -14,6 +14,7 @@ from chairlift.engine import frames, questions
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.frames import Add
+from chairlift.engine.request import deliver
 from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull, RequestFailed
 from chairlift.outputs import Timeline
 from chairlift.sampling import SamplingParams
@@ -345,6 +346,18 @@ def test_a_refused_request_says_why_and_disturbs_nobody():
         assert len(ids(await other)) == 300
         await until(lambda: engine.stats().steps > 300 and engine.stats().running == 0)
         assert engine.stats().expired == 0
+
+    run(test)
+
+
+def test_a_resumed_request_whose_first_answer_is_over_can_be_refused():
+    async def test(engine):
+        stream = await engine.prepare([REFUSED], SamplingParams(max_tokens=1, n=3))
+        over = fake_engine.FakeReport([(stream.tags[0], 5, 2, 0.0)], ended=[fake_engine.timeline(stream.tags[0])])
+        deliver(over.outputs(), dict.fromkeys(stream.tags, stream))  # by an engine that then ended
+        with pytest.raises(InvalidRequest, match="needs 12 blocks of 10"):
+            await engine.collect(stream)
+        assert engine.open_sequences == 0
 
     run(test)
 

@@ -15,8 +15,11 @@ import pytest
 from fake_engine import BROKEN, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, FakeEngine, text_of
 
 from chairlift.config import EngineConfig
+from chairlift.engine import local_engine
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.llm import LLM
+from chairlift.engine.request import Choice
+from chairlift.engine.stream import Stream
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
 from chairlift.sampling import SamplingParams, StructuredOutput
 from chairlift.scheduling import Scheduling
@@ -209,6 +212,34 @@ def test_a_second_ctrl_c_does_not_wait(llm, monkeypatch):
         llm.generate("a")
 
 
+def test_ctrl_c_while_requests_are_added_adds_no_more(llm, monkeypatch):
+    add, added = llm.engine.add, []
+
+    def pressed(request):
+        if not added:
+            signal.raise_signal(signal.SIGINT)
+        added.append(request.tag)
+        add(request)
+
+    monkeypatch.setattr(llm.engine, "add", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b", "c"])
+    assert len(added) == 1
+    assert not llm.engine.running
+
+
+def test_a_request_that_is_left_before_the_engine_has_it_never_runs(llm):
+    async def failing():
+        raise ZeroDivisionError
+
+    local = llm._local  # noqa: SLF001
+    collected = local.collect(local.make("a", params(max_tokens=100), Scheduling()))
+    with local.between_steps() as engine, pytest.raises(ZeroDivisionError):  # as while another thread runs a step
+        local.wait_all([collected, failing()])
+    with local.between_steps():
+        assert (engine.running, len(engine.scheduling), len(engine.aborted), engine.steps) == ({}, 1, 1, 0)
+
+
 def test_an_engine_without_work_is_an_error_and_no_endless_loop(llm, monkeypatch):
     monkeypatch.setattr(llm.engine, "step", lambda: None)
     monkeypatch.setattr(llm.engine, "wakes_in", lambda: None)
@@ -330,6 +361,46 @@ def test_threads_share_the_engine(llm):
         thread.join()
     assert texts == {first: [text_of(first, 20), text_of(first + 50, 30)] for first in range(1000, 9000, 1000)}
     assert not llm.engine.running
+
+
+@pytest.mark.parametrize("moment", ["take", "num_untaken"])
+def test_tokens_that_another_thread_brings_while_a_stream_is_read_are_not_lost(llm, monkeypatch, moment):
+    local, seen, whole = llm._local, [], getattr(Stream, moment)  # noqa: SLF001
+
+    def read_and_step(stream, *most):
+        read = whole(stream, *most) if moment == "take" else whole.fget(stream)
+        with local.between_steps() as engine:
+            if len(seen) == 2 and (report := engine.step()) is not None:  # as another thread would
+                local._deliver(report)  # noqa: SLF001
+        return read
+
+    monkeypatch.setattr(local_engine._Stream, moment, read_and_step if moment == "take" else property(read_and_step))  # noqa: SLF001
+    for output in llm.stream("a", params(max_tokens=4)):
+        seen.append(output.text)
+    assert "".join(seen) == "abcd"
+
+
+def test_no_thread_brings_tokens_while_others_are_taken(llm, monkeypatch):
+    local, take, held_up = llm._local, Choice.take, []  # noqa: SLF001
+
+    def other():
+        with local.between_steps() as engine:
+            local._deliver(engine.step())  # noqa: SLF001
+
+    def take_beside_a_step(choice, *most):
+        if len(held_up) < 3:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join(0.02)
+            held_up.append(thread)
+            assert thread.is_alive()
+        return take(choice, *most)
+
+    monkeypatch.setattr(Choice, "take", take_beside_a_step)
+    assert "".join(output.text for output in llm.stream("a", params(max_tokens=9))) == "abcdefghi"
+    assert len(held_up) == 3
+    for thread in held_up:
+        thread.join()
 
 
 def test_ctrl_c_ends_a_stream_after_the_step(llm, monkeypatch):

@@ -14,6 +14,7 @@ from chairlift.engine.questions import Remembered, RememberedRequest
 from chairlift.engine.request import deliver
 from chairlift.errors import ChairliftError, DeadlineMissed, EngineDead, SequenceDropped
 from chairlift.outputs import RequestOutput
+from chairlift.sampling import MAX_SEQUENCES
 from chairlift.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -117,7 +118,9 @@ class EngineClient(ModelClient):
 
     def _reject(self, frame: Rejected) -> None:
         """Ends a request that the engine rejects."""
-        if (stream := self._streams.get(frame.tag)) is not None:
+        # The first choices of a resumed request may have ended.
+        tags = range(frame.tag, frame.tag + MAX_SEQUENCES)
+        if (stream := next((self._streams[tag] for tag in tags if tag in self._streams), None)) is not None:
             for tag in stream.tags:
                 self._streams.pop(tag, None)
             stream.reject(frame)

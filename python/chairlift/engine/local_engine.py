@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Gene
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from chairlift.engine.engine_client import EngineClient
-from chairlift.engine.frames import Abort, Frame, Rejected
+from chairlift.engine.frames import Abort, Frame, Rejected, StepOutputs
 from chairlift.engine.held_sequences import COMPUTE, LEASE, HeldSequences
 from chairlift.engine.hosted_engine import HostedEngine
 from chairlift.engine.live_sequence import LiveSequence
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
     from chairlift.engine.engine_info import EngineInfo
     from chairlift.engine.engine_request import EngineRequest
+    from chairlift.outputs import RequestOutput
     from chairlift.tokenizer import Tokenizer
 
 SAVE_SECONDS = 3.0
@@ -53,9 +54,9 @@ class LocalEngine(EngineClient):
         self._info, self._tokenizer = info, tokenizer
         self._engine: Engine | None = engine
         self._hosted = HostedEngine(engine, self._on_frame, _put_nothing)
-        self._frames: deque[Frame | EngineRequest] = deque()  # to the engine
-        self._left: deque[tuple[list[int], bool]] = deque()  # sequences to abort, and whether a stop string ended them
+        self._frames: deque[Frame | EngineRequest] = deque()  # to the engine; each Abort has sequences to leave
         self._lock = threading.Lock()  # held for each use of the engine
+        self._delivering = threading.Lock()  # held while tokens are given to streams or taken from one
 
     @property
     def engine(self) -> Engine:
@@ -149,7 +150,8 @@ class LocalEngine(EngineClient):
         try:
             with _interrupts_held() as interrupted:
                 for index in range(len(coroutines)):
-                    resume(index)
+                    if not interrupted.is_set():
+                        resume(index)
                 while running and not interrupted.is_set():
                     tokens = self._step(ready)
                     while ready:
@@ -182,7 +184,13 @@ class LocalEngine(EngineClient):
         return params
 
     def _stream(self, prompt_token_ids: list[int], params: SamplingParams, scheduling: Scheduling, **rest: Any) -> Stream:
-        return _Stream(self.tokenizer, next(self._tags), prompt_token_ids, params, scheduling, **rest)
+        stream = _Stream(self.tokenizer, next(self._tags), prompt_token_ids, params, scheduling, **rest)
+        stream.delivering = self._delivering
+        return stream
+
+    def _deliver(self, step: StepOutputs) -> None:
+        with self._delivering:
+            super()._deliver(step)
 
     async def _add(self, request: EngineRequest) -> None:
         self._frames.append(request)
@@ -197,7 +205,7 @@ class LocalEngine(EngineClient):
         The garbage collector may close a stream while this thread holds the lock. The next step then aborts its request.
         """
         if present := [tag for tag in tags if tag in self._streams]:
-            self._left.append((present, stopped))
+            self._frames.append(Abort(present, stopped))  # behind their request, if another thread's step keeps that from the engine
             self._handle_if_free()
 
     def _step(self, ready: deque[_Stream]) -> int:
@@ -229,11 +237,12 @@ class LocalEngine(EngineClient):
         """Passes frames to the engine. It waits until a request is prepared, so that none runs before others are rejected."""
         if self._engine is None:
             return
-        while self._left:
-            tags, stopped = self._left.popleft()
-            super()._leave(tags, stopped=stopped)
         while self._frames:
-            self._hosted.handle(self._frames.popleft())
+            match frame := self._frames.popleft():
+                case Abort(tags, stopped):
+                    super()._leave(tags, stopped=stopped)
+                case _:
+                    self._hosted.handle(frame)
         while not self._streams and self._engine.has_work:
             self._engine.step()  # a step may be in flight although no request waits for it
 
@@ -247,13 +256,22 @@ class _Stream(Stream):
 
     raises = False
     max_taken = max_taken_singly = sys.maxsize
+    delivering: threading.Lock
     _ready: deque[_Stream] | None = None
+
+    def take(self, most: int = sys.maxsize) -> list[RequestOutput]:
+        """See `Request.take`. Another thread's step may bring tokens, before or after it."""
+        with self.delivering:
+            return super().take(most)
 
     def wait_in(self, ready: deque[_Stream]) -> None:
         """Appends the stream to `ready` when it has news, which may be now."""
         self._ready = ready
         if self._news:  # since it was read, because another thread ran a step
             self._wake_reader()
+
+    async def _give_way(self) -> None:
+        """It takes all tokens at once, so only another thread's step can have left some."""
 
     def _wait(self) -> Awaitable[None]:
         return _pause(self)

@@ -92,15 +92,22 @@ class Stream(Request):
         if not self._news:
             await self._wait()
         elif self._more:
-            await asyncio.sleep(0)
+            await self._give_way()
         if self._error is not None:
             self._news = self._more = False
             raise self._error
+        self._news = False  # before the tokens are taken, because another thread may bring more at any time
         outputs = self.take(self._most)
-        self._news = self._more = self.num_untaken > 0
+        self._more = self.num_untaken > 0
+        if self._more:
+            self._news = True
         if self.some_over and self.raises:
             self._raise_for_choices(outputs)
         return outputs
+
+    async def _give_way(self) -> None:
+        """Lets other coroutines run before more tokens are taken."""
+        await asyncio.sleep(0)
 
     def _wait(self) -> Awaitable[None]:
         self._waiter = asyncio.get_running_loop().create_future()

@@ -8,13 +8,14 @@ use pyo3::pybacked::PyBackedBytes;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// `EngineRequest`.
+/// `EngineRequest`. All of Python is read when it is extracted: whoever holds the scheduler's lock may not wait for the GIL.
 #[derive(FromPyObject)]
-pub(crate) struct EngineRequest<'py> {
+pub(crate) struct EngineRequest {
     tag: u64,
     prompt: PyBackedBytes,
     sampling: Sampling,
-    scheduling: Bound<'py, PyAny>,
+    #[pyo3(from_py_with = given_scheduling)]
+    scheduling: GivenScheduling,
     submitted: Option<Time>,
     spent: HashMap<String, Time>,
     resumed: Vec<ResumedChoice>,
@@ -31,7 +32,10 @@ struct Sampling {
     verifiable: bool,
 }
 
-/// The fields of `Scheduling` that the core has in another form. [`core::Request`] has the others.
+/// `Scheduling`: the fields that the core has under the same names, and the others.
+type GivenScheduling = (core::Request, SchedulingParts);
+
+/// The fields of `Scheduling` that the core has in another form.
 #[derive(FromPyObject)]
 struct SchedulingParts {
     deadline_ms: Option<f64>,
@@ -67,7 +71,7 @@ pub(crate) struct Completion {
     pub(crate) tier_weights: HashMap<String, u32>,
 }
 
-impl EngineRequest<'_> {
+impl EngineRequest {
     /// When the request was added, at most `now`.
     pub(crate) fn submitted(&self, now: Time) -> Time {
         self.submitted.map_or(now, |submitted| submitted.min(now))
@@ -98,9 +102,7 @@ impl EngineRequest<'_> {
 
     /// The core's request, of the first answer if there are several. `salt` is that of its cached blocks.
     pub(crate) fn request(&self, config: &core::Config, completion: &Completion, salt: &[u8], now: Time) -> PyResult<core::Request> {
-        let fields = self.scheduling.py().import("dataclasses")?.call_method1("asdict", (&self.scheduling,))?;
-        let scheduling: core::Request = pythonize::depythonize(&fields)?;
-        let SchedulingParts { deadline_ms, ttft_deadline_ms, cache_group } = self.scheduling.extract()?;
+        let (scheduling, SchedulingParts { deadline_ms, ttft_deadline_ms, cache_group }) = &self.scheduling;
         let deadline = |after: Option<f64>| after.map(|ms| self.arrived(now) + (ms * 1000.0) as Time);
         let prompt = tokens(&self.prompt)?;
         let end_tokens: &[u32] = if self.sampling.ignore_eos { &[] } else { &completion.end_tokens };
@@ -111,11 +113,11 @@ impl EngineRequest<'_> {
             max_new_tokens: self.sampling.max_tokens.unwrap_or_else(|| config.max_model_len.saturating_sub(prompt.len() as u32).max(1)),
             prompt,
             stop: [&self.sampling.stop_token_ids, end_tokens].concat(),
-            scope: core::CacheScope { group: cache_group.into(), salt: salt.into() }.into(),
+            scope: core::CacheScope { group: cache_group.as_str().into(), salt: salt.into() }.into(),
             weight: tenant_weight * tier_weight,
-            deadline: deadline(deadline_ms),
-            ttft_deadline: deadline(ttft_deadline_ms),
-            ..scheduling
+            deadline: deadline(*deadline_ms),
+            ttft_deadline: deadline(*ttft_deadline_ms),
+            ..scheduling.clone()
         })
     }
 
@@ -146,6 +148,11 @@ impl EngineRequest<'_> {
     fn arrived(&self, now: Time) -> Time {
         self.submitted(now).saturating_sub(self.spent.values().sum())
     }
+}
+
+fn given_scheduling(given: &Bound<'_, PyAny>) -> PyResult<GivenScheduling> {
+    let fields = given.py().import("dataclasses")?.call_method1("asdict", (given,))?;
+    Ok((pythonize::depythonize(&fields)?, given.extract()?))
 }
 
 /// The token ids of int32 little-endian bytes.

@@ -9,6 +9,7 @@ use chairlift_core as core;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::sync::MutexExt;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -63,7 +64,7 @@ impl Inner {
     /// Adds a request's sequences and appends them to `added`, also if one is refused.
     fn add(
         &mut self,
-        request: &EngineRequest<'_>,
+        request: &EngineRequest,
         mut first: core::Request,
         resumed: Vec<(u32, core::Request)>,
         now: core::Time,
@@ -97,9 +98,10 @@ type StoredBlock = (u32, u64, u64, Py<PyBytes>, String);
 pub(crate) struct Scheduler(Mutex<Inner>);
 
 impl Scheduler {
+    /// Waits without the GIL, because the thread that has the lock may make Python objects.
     fn lock(&self) -> PyResult<MutexGuard<'_, Inner>> {
         let broken = |_: PoisonError<_>| PyRuntimeError::new_err("the scheduler failed earlier and cannot be used");
-        self.0.lock().map_err(broken)
+        Python::attach(|py| self.0.lock_py_attached(py)).map_err(broken)
     }
 }
 
@@ -133,7 +135,7 @@ impl Scheduler {
     /// The numbers of the request's answers that were added, each with its sequence.
     #[allow(clippy::needless_pass_by_value)] // a type that Python passes
     #[pyo3(signature = (request, now, salt = b"".as_slice(), preparation = None))]
-    fn add(&self, request: EngineRequest<'_>, now: core::Time, salt: &[u8], preparation: Option<&str>) -> PyResult<Vec<(u32, u64)>> {
+    fn add(&self, request: EngineRequest, now: core::Time, salt: &[u8], preparation: Option<&str>) -> PyResult<Vec<(u32, u64)>> {
         let (spent, preparation) = (request.spent()?, preparation.map(preparation_of).transpose()?);
         let mut inner = self.lock()?;
         let first = core::Request { preparation, ..request.request(inner.core.config(), &inner.completion, salt, now)? };

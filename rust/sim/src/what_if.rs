@@ -31,8 +31,8 @@ pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
             _ => continue,
         };
         let (arrival_number, tag) = (jobs.len() as u64, request.tag);
-        // Times and deadlines count from the first call.
-        let shift = |at: Option<Time>| at.map(|at| at - begins);
+        // Times and deadlines count from the first call. A deadline may have passed before it.
+        let shift = |at: Option<Time>| at.map(|at| at.saturating_sub(begins));
         let request = match fork_of {
             None => {
                 let resumed = request.resumed.map(|resumed| Resumed {

@@ -61,6 +61,19 @@ fn steps_are_timed_one_after_the_other_though_planned_ahead() {
 }
 
 #[test]
+fn a_deadline_before_the_first_call_has_passed_in_the_simulation_too() {
+    let config = Config { num_kv_blocks: 33, max_num_batched_tokens: 64, max_num_seqs: 4, max_model_len: 128, ..Config::default() };
+    let mut core = Recorder::on(Scheduler::new(config).unwrap());
+    // The request waited elsewhere for longer than it may take.
+    core.add(Request { deadline: Some(BEGINS - 5), ttft_deadline: Some(BEGINS + 5), ..request(1, 5) }, BEGINS).unwrap();
+    let mut journal = Vec::new();
+    core.take_journal(&mut journal);
+    let journal = ParsedJournal::read(&journal).unwrap();
+    let [job] = &jobs(&journal, &journal.replay().unwrap())[..] else { panic!("one request was added") };
+    assert_eq!((job.request.deadline, job.request.ttft_deadline), (Some(0), Some(5)));
+}
+
+#[test]
 fn a_simulated_run_finds_as_much_in_the_cache_as_the_recorded_one_with_held_sequences() {
     let config = Config { num_kv_blocks: 65, max_num_batched_tokens: 64, max_num_seqs: 4, max_model_len: 512, ..Config::default() };
     let mut core = Recorder::on(Scheduler::new(config).unwrap());
