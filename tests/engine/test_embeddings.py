@@ -11,9 +11,12 @@ import tiny_encoders
 import tiny_models
 import torch
 import transformers
+from gguf_files import writer_of
+from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
-from chairlift.checkpoint.gguf import GGUFTensors
+from chairlift.checkpoint.gguf import GGUFTensors, open_gguf
+from chairlift.checkpoint.gguf_encoder import encoder_modules
 from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidRequest, InvalidSetting, UnsupportedModel
@@ -85,6 +88,12 @@ def test_scores_of_pairs_equal_those_of_transformers(tmp_path: Path, family: str
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"id2label": {"0": "no", "1": "yes"}}))
     with pytest.raises(UnsupportedModel, match="2 labels"):
         LLM(tmp_path / "hf")
+    # Only a GGUF file may lack the layer before the labels.
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    path, missing = tmp_path / "hf" / "model.safetensors", "pooler.dense.weight" if family.startswith("Bert") else "classifier.dense.weight"
+    save_file({name: tensor for name, tensor in load_file(path).items() if not name.endswith(missing)}, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=f"has no tensor .*{missing}"):
+        LLM(tmp_path / "hf")
 
 
 def test_scores_of_a_gguf_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -124,6 +133,17 @@ def test_unsuitable_files_of_encoders_are_refused(directory: Path, tmp_path: Pat
     tiny_encoders.gguf_of(oracle, tmp_path / "file.gguf", replaced=metadata)
     with pytest.raises(UnsupportedModel, match=message):
         LLM(tmp_path / "file.gguf")
+
+
+def test_a_layer_after_the_pooling_that_is_no_matrix_is_refused(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path / "file.gguf", {"general.architecture": "gemma-embedding"})
+    writer.add_tensor("dense_2.weight", np.zeros(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModel, match=r"dense_2.weight is \[32\], and no matrix"):
+        encoder_modules(open_gguf(tmp_path / "file.gguf"))
 
 
 @pytest.fixture(scope="module")

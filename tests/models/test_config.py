@@ -1,3 +1,5 @@
+import contextlib
+import itertools
 import json
 
 import numpy as np
@@ -6,7 +8,9 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from chairlift.errors import ModelNotFound, UnsupportedModel
+from chairlift.models import encoder
 from chairlift.models.config import ModelConfig, load_shape
+from chairlift.models.encoder import EncoderConfig
 from chairlift.models.fields import NoNativeModel
 from chairlift.models.rotary import Dynamic, Linear, Llama3, LongRope, RopeConfig
 
@@ -65,6 +69,7 @@ def test_sliding_windows_are_per_layer():
     mistral = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4}
     assert parse(**mistral, sliding_window=None).windows == (None,) * 3
     assert parse(**mistral, sliding_window=8).windows == (8,) * 3
+    assert parse(architectures=["Ministral3ForCausalLM"], num_key_value_heads=4, sliding_window=8).windows == (8,) * 3
     assert parse(sliding_window=8).windows == (None,) * 3
     qwen = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4, "sliding_window": 8}
     assert parse(**qwen).windows == (None,) * 3
@@ -234,6 +239,9 @@ def test_a_checkpoint_says_its_dtype_in_one_of_two_words(tmp_path):
         ({**GEMMA4, "enable_moe_block": True}, "experts beside an MLP have no code of ours"),
         ({**GEMMA4, "per_layer_config": {"2": {"head_dim": 7}}}, "head_dim must be even for rotary positions, got 7"),
         ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be at most 10000, got 2147483647"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}}, "rope_theta must be more than 1 with YaRN, got 1"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a positive number, got 'x'"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 2**31}, "sliding_window must be a positive integer, got 2147483648"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
         ({"hidden_size": 60, "num_attention_heads": 4}, "head_dim must be even"),
@@ -242,6 +250,55 @@ def test_a_checkpoint_says_its_dtype_in_one_of_two_words(tmp_path):
 def test_what_cannot_be_run_is_refused_by_name(changes, message):
     with pytest.raises(UnsupportedModel, match=message):
         parse(**changes)
+
+
+WRONG = ("x", -1, 0, True, 2**70, 1e400, [1], [[1]], [{}], {"a": 1}, {"full_attention": 3})
+SIZES = BASE | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+SIZES |= {"shared_expert_intermediate_size": 32, "shared_intermediate_size": 32, "max_position_embeddings": 64, "type_vocab_size": 2}
+NAMES = [*SIZES, "layer_types", "rms_norm_eps", "layer_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "text_config"]
+NAMES += ["pad_token_id", "query_pre_attn_scalar", "id2label", "sentence_transformers", "sliding_window"]
+
+
+DECODERS = ("LlamaForCausalLM", "Gemma4ForCausalLM", "GptOssForCausalLM", "GraniteMoeHybridForCausalLM", "SmolLM3ForCausalLM")
+
+
+@pytest.mark.parametrize("family", [*DECODERS, "RobertaModel", "BertForSequenceClassification", "Gemma3TextModel"])
+def test_no_value_of_a_config_fails_in_another_way_than_by_name(tmp_path, monkeypatch, family):
+    """A message for the user, and no stack trace, whatever the type of a value."""
+    for name, value in itertools.product(("num_key_value_heads", *NAMES), WRONG):
+        raw = SIZES | {"architectures": [family], "use_bidirectional_attention": True, name: value}
+        with contextlib.suppress(UnsupportedModel):
+            if family in DECODERS:
+                ModelConfig.parse(raw | {"use_bidirectional_attention": False})
+            else:
+                monkeypatch.setattr(encoder, "read_json", lambda _, raw=raw: raw)
+                EncoderConfig.find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("RobertaModel", {"pad_token_id": 64}, r"positions begin after pad_token_id \(64\), and there are 64"),
+        ("BertModel", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be at most 10000"),
+        ("BertModel", {"layer_norm_eps": 0}, "layer_norm_eps must be a positive number, got 0"),
+        ("Gemma3TextModel", {"use_bidirectional_attention": True, "attn_logit_softcapping": 5.0}, "attn_logit_softcapping 5.0"),
+        ("Gemma3TextModel", {"use_bidirectional_attention": True, "rope_theta": -1}, "rope_theta must be a positive number, got -1"),
+    ],
+)
+def test_encoders_that_cannot_be_run_are_refused_by_name(tmp_path, family, changes, message):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"architectures": [family]} | changes))
+    with pytest.raises(UnsupportedModel, match=message):
+        EncoderConfig.find(tmp_path)
+
+
+@pytest.mark.parametrize("modules", [3, [3], {"a": 1}, ["x"]])
+def test_modules_that_are_no_list_of_objects_are_refused(tmp_path, modules):
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(UnsupportedModel, match=r"modules\.json must be a list of objects"):
+        encoder.find_modules(tmp_path)
+    assert encoder.decoder_pooling(tmp_path) is None
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(modules))
+    assert encoder.longest_text(tmp_path, parse()) == 2048
 
 
 def test_directories_without_a_usable_config_are_refused(tmp_path):

@@ -18,11 +18,12 @@ from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
-from chairlift.models.fields import read_json
+from chairlift.models.fields import NoNativeModel, read_json
+from chairlift.runner import expert_weights
 from chairlift.runner.adapters import check_shapes
 from chairlift.runner.cpu_executor import CpuExecutor
 from chairlift.runner.memory.precision import Precision
-from chairlift.runner.weights import open_weights
+from chairlift.runner.weights import DummyWeights, open_weights
 
 PLAIN = Precision("float32", "none", "float32")
 
@@ -52,6 +53,40 @@ def test_a_config_whose_numbers_of_experts_do_not_fit_is_refused(tmp_path: Path,
     write("qwen3-moe", tmp_path)
     with pytest.raises(UnsupportedModel, match=reason):
         ModelConfig.parse(read_json(tmp_path) | settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}, "clipped queries, keys and values"),
+        ("qwen2-moe", {"use_sliding_window": True, "sliding_window": 9}, "sliding windows in Qwen2MoeForCausalLM"),
+        ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 9}, "sliding windows in Qwen3MoeForCausalLM"),
+    ],
+)
+def test_what_changes_the_attention_of_mixtures_is_left_to_transformers(
+    tmp_path: Path, name: str, settings: dict[str, Any], reason: str
+) -> None:
+    write(name, tmp_path)
+    raw = read_json(tmp_path)
+    assert ModelConfig.parse(raw | dict.fromkeys(settings)).windows == (None,) * raw["num_hidden_layers"]
+    with pytest.raises(NoNativeModel, match=f"{reason} have no code of ours"):
+        ModelConfig.parse(raw | settings)
+
+
+def test_random_experts_are_not_all_zero(tmp_path: Path) -> None:
+    write("gpt-oss", tmp_path)
+    experts = ModelConfig.load(tmp_path).experts
+    assert experts is not None
+    gates, ups = expert_weights.gate_and_up(DummyWeights(0), experts, "model.layers.0.", 48)
+    for kind, _, data, _ in [*gates, *ups, *expert_weights.down(DummyWeights(0), experts, "model.layers.0.", 48)]:
+        assert kind == "float32"
+        assert isinstance(data, np.ndarray)
+        assert data.view(np.float32).std() > 0.05
+
+
+def test_memory_is_planned_for_a_shared_expert_that_is_wider_than_the_others(tmp_path: Path) -> None:
+    write("granite-moe-shared", tmp_path)
+    assert ModelConfig.parse(read_json(tmp_path) | {"shared_intermediate_size": 1024}).widest == 1024
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "granite-moe-shared", "gpt-oss"])

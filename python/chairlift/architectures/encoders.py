@@ -203,7 +203,12 @@ ENCODERS = {
             theta=1e6,
             local_theta=1e4,
             window_interval=6,
-            expected={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": True},
+            expected={
+                "hidden_activation": "gelu_pytorch_tanh",
+                "attention_bias": False,
+                "use_bidirectional_attention": True,
+                "attn_logit_softcapping": None,
+            },
             scaled_embeddings=True,
         ),
     )

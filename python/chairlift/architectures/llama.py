@@ -36,5 +36,6 @@ MINISTRAL3 = Architecture(
     rms_norm_eps=1e-5,
     theta=1e6,
     output_bias=False,
+    windows=Windows.ALL,
     temperature=True,
 )

@@ -31,7 +31,6 @@ QWEN2_MOE = Architecture(
     code=Code.RUST,
     gguf=GGUFFormat(names=("qwen2moe",)),
     kv_heads=16,
-    windows=Windows.SWITCHED,
     qkv_bias=True,
     output_bias=False,
     mixture=Mixture(
@@ -50,7 +49,6 @@ QWEN3_MOE = Architecture(
     gguf=GGUFFormat(names=("qwen3moe",), constants={"norm_topk_prob": True}),
     kv_heads=4,
     head_dim=128,
-    windows=Windows.SWITCHED,
     qk_norm=True,
     mixture=Mixture(),
 )

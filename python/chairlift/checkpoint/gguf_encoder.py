@@ -97,6 +97,8 @@ def encoder_modules(file: GGUFFile) -> Modules:
         modules.append(("Pooling", {"pooling_mode": POOLINGS[number]}))
     for name in _DENSE:
         if (entry := file.tensors.get(f"{name}.weight")) is not None:
+            if len(entry.shape) != 2:
+                raise UnsupportedModel(f"{file.path}: tensor {name}.weight is {list(entry.shape)}, and no matrix")
             outs, ins = entry.shape
             if (file.size(f"{kind}.{name}_feat_in", ins), file.size(f"{kind}.{name}_feat_out", outs)) != (ins, outs):
                 raise UnsupportedModel(f"{file.path}: tensor {name}.weight is {[outs, ins]}, and its metadata differ")

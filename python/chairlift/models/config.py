@@ -10,15 +10,12 @@ from typing import Any
 from chairlift.architectures import ARCHITECTURES, WRAPPED, Architecture, Code, Projections, Windows
 from chairlift.errors import UnsupportedModel
 from chairlift.models.experts import Experts, parse_experts
-from chairlift.models.fields import NoNativeModel, parse_dtype, parse_size, read_json
+from chairlift.models.fields import NoNativeModel, parse_dtype, parse_layers, parse_names, parse_number, parse_size, read_json
 from chairlift.models.layer_variants import LayerVariants, parse_variants
 from chairlift.models.quantization import MODELOPT_FILE, QuantizationScheme, UnsupportedScheme, parse_quantization
 from chairlift.models.rope_config import longest_context, parse_ropes, parse_temperature
 from chairlift.models.rotary import Dynamic, RopeConfig
 from chairlift.models.shape import KvSpec, ModelShape
-
-MOST_LAYERS = 10_000
-"""More layers than any model has. Lists with an entry for each layer of a wrong number could exhaust the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +157,7 @@ class ModelConfig(ModelShape):
         scheme = _check_supported(raw, family)
         heads = parse_size(raw, "num_attention_heads", family.heads)
         hidden = parse_size(raw, "hidden_size")
-        layers = parse_size(raw, "num_hidden_layers")
-        if layers > MOST_LAYERS:
-            raise UnsupportedModel(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {layers}")
+        layers = parse_layers(raw)
         kv_heads = parse_size(raw, "num_key_value_heads", family.kv_heads or heads)
         head_dim = parse_size(raw, "head_dim", family.head_dim or hidden // heads)
         windows, local, variants = _windows(raw, family, layers), (kv_heads, head_dim), None
@@ -188,7 +183,7 @@ class ModelConfig(ModelShape):
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(raw.get("rms_norm_eps", family.rms_norm_eps)),
+            rms_norm_eps=parse_number(raw, "rms_norm_eps", family.rms_norm_eps),
             rope=rope,
             local_rope=local_rope,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", family.tied)),
@@ -248,14 +243,14 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
 
 def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
     """Returns the configuration of the model of text, and its architecture."""
-    names, text = raw.get("architectures") or [], raw.get("text_config")
+    names, text = parse_names(raw, "architectures") or [], raw.get("text_config")
     for name in names:
         if name in ARCHITECTURES:
             return raw, ARCHITECTURES[name]
-        if isinstance(text, dict) and (name, text.get("model_type")) in WRAPPED:
+        if isinstance(text, dict) and (name, str(text.get("model_type"))) in WRAPPED:
             shared = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
             return text | {key: raw[key] for key in shared if key in raw}, WRAPPED[name, text["model_type"]]
-    named = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}, and no architectures,"
+    named = ", ".join(names) or f"model_type {raw.get('model_type')!r}, and no architectures,"
     raise NoNativeModel(f"{named} has no code of ours (there is for {', '.join(ARCHITECTURES)})")
 
 
@@ -268,6 +263,11 @@ def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationS
     # "vision" is about tokens of images alone.
     if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise NoNativeModel("attention to later tokens has no code of ours")
+    if raw.get("clip_qkv") is not None:
+        raise NoNativeModel("clipped queries, keys and values have no code of ours")
+    # Qwen's mixtures can have windows. Which layers have one follows another rule than in Qwen2.
+    if family.mixture and family.windows is Windows.NONE and raw.get("use_sliding_window") and raw.get("sliding_window", 1):
+        raise NoNativeModel(f"sliding windows in {family.name} have no code of ours")
     if family.name == "GraniteMoeHybridForCausalLM":
         _check_dense(raw)
     quantization = raw.get("quantization_config")
@@ -305,9 +305,9 @@ def _check_dense(raw: dict[str, Any]) -> None:
     """Raises NoNativeModel for a Granite 4 with experts or state-space layers."""
     if raw.get("num_local_experts", 8):
         raise NoNativeModel("experts have no code of ours")
-    kinds = raw.get("layer_types") or raw.get("layers_block_type") or ["mamba"]
+    kinds = parse_names(raw, "layer_types") or parse_names(raw, "layers_block_type") or ["mamba"]
     if set(kinds) - {"attention", "full_attention"}:
-        raise NoNativeModel(f"layers of {', '.join(sorted(set(map(str, kinds))))} have no code of ours (there is for attention)")
+        raise NoNativeModel(f"layers of {', '.join(sorted(set(kinds)))} have no code of ours (there is for attention)")
 
 
 def _uses_rope(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[bool, ...]:
@@ -328,7 +328,7 @@ def _uses_rope(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[
 
 def _windows(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[int | None, ...]:
     """Returns each layer's sliding window."""
-    window, rule, types = raw.get("sliding_window", family.sliding_window), family.windows, raw.get("layer_types")
+    window, rule, types = raw.get("sliding_window", family.sliding_window), family.windows, parse_names(raw, "layer_types")
     if rule is Windows.NONE or window is None or (rule is Windows.SWITCHED and not raw.get("use_sliding_window", False)):
         return (None,) * layers
     window = parse_size({"sliding_window": window}, "sliding_window")

@@ -8,7 +8,16 @@ from typing import Any
 
 from chairlift.architectures import ENCODERS, EncoderArchitecture
 from chairlift.errors import UnsupportedModel
-from chairlift.models.fields import parse_dtype, parse_size, read_json
+from chairlift.models.fields import (
+    parse_count,
+    parse_dtype,
+    parse_layers,
+    parse_names,
+    parse_number,
+    parse_size,
+    parse_table,
+    read_json,
+)
 from chairlift.models.shape import KvSpec, ModelShape
 
 POOLINGS = {"cls": "first", "mean": "mean", "lasttoken": "last"}
@@ -88,7 +97,7 @@ class EncoderConfig(ModelShape):
         Raises ModelNotFound if there is no readable config.json, and UnsupportedModel for an encoder that is not supported.
         """
         raw = read_json(directory)
-        for name in raw.get("architectures") or []:
+        for name in parse_names(raw, "architectures") or []:
             # A decoder of this name attends to earlier tokens alone.
             if name in ENCODERS and (name != "Gemma3TextModel" or raw.get("use_bidirectional_attention")):
                 return cls._parse(raw, ENCODERS[name], directory)
@@ -101,14 +110,16 @@ class EncoderConfig(ModelShape):
             if raw.get(name, value) != value:
                 raise UnsupportedModel(f"{layout.name} with {name} {raw[name]!r} is not supported (supported: {value!r})")
         hidden, heads = parse_size(raw, "hidden_size"), parse_size(raw, "num_attention_heads")
-        layers, kv_heads = parse_size(raw, "num_hidden_layers"), parse_size(raw, "num_key_value_heads", heads)
+        layers, kv_heads = parse_layers(raw), parse_size(raw, "num_key_value_heads", heads)
         head_dim = parse_size(raw, "head_dim", hidden // heads)
         if hidden % heads and "head_dim" not in raw:
             raise UnsupportedModel(f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
         if heads % kv_heads:
             raise UnsupportedModel(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
         positions = parse_size(raw, "max_position_embeddings")
-        first = int(raw.get("pad_token_id") or 0) + 1 if layout.offset_positions else 0
+        first = parse_count(raw, "pad_token_id") + 1 if layout.offset_positions else 0
+        if first >= positions:
+            raise UnsupportedModel(f"config.json: positions begin after pad_token_id ({first - 1}), and there are {positions}")
         modules = find_modules(directory)
         theta, local_theta = _thetas(raw, layout)
         return cls(
@@ -126,10 +137,10 @@ class EncoderConfig(ModelShape):
             num_positions=positions if layout.positions else 0,
             first_position=first,
             num_token_types=parse_size(raw, "type_vocab_size") if layout.types else 0,
-            norm_eps=float(raw.get("rms_norm_eps", 1e-6) if layout.rms else raw.get("layer_norm_eps", 1e-12)),
+            norm_eps=parse_number(raw, "rms_norm_eps", 1e-6) if layout.rms else parse_number(raw, "layer_norm_eps", 1e-12),
             theta=theta,
             local_theta=local_theta,
-            attention_scale=float(raw.get("query_pre_attn_scalar", head_dim) if layout.rms else head_dim) ** -0.5,
+            attention_scale=(parse_number(raw, "query_pre_attn_scalar", head_dim) if layout.rms else head_dim) ** -0.5,
             windows=_windows(raw, layout, layers),
             pooling=POOLINGS.get(modules.pooling or "", "first" if _scores(raw, layout, modules) else "mean"),
             dense=modules.dense,
@@ -140,7 +151,10 @@ class EncoderConfig(ModelShape):
 def find_modules(directory: Path) -> Modules:
     """What the modules of sentence-transformers in a directory say. Raises UnsupportedModel for modules that there is no code for."""
     pooling, dense = None, []
-    for module in read_json(directory, "modules.json") if (directory / "modules.json").exists() else []:
+    modules = read_json(directory, "modules.json") if (directory / "modules.json").exists() else []
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise UnsupportedModel(f"modules.json must be a list of objects, got {modules!r:.200}")
+    for module in modules:
         kind, path = str(module.get("type")).rpartition(".")[2], str(module.get("path"))
         if kind == "Pooling":
             pooling = _pooling(read_json(directory / path))
@@ -163,7 +177,8 @@ def decoder_pooling(directory: Path) -> str | None:
 def longest_text(directory: Path, model: ModelShape) -> int:
     """The most tokens of a text: those that sentence-transformers' configuration names, or else those that the model was made for."""
     name = "sentence_bert_config.json"
-    given = read_json(directory, name).get("max_seq_length") if (directory / name).exists() else None
+    found = read_json(directory, name) if (directory / name).exists() else None
+    given = found.get("max_seq_length") if isinstance(found, dict) else None
     return min(given, model.max_position_embeddings) if isinstance(given, int) and given > 0 else model.max_position_embeddings
 
 
@@ -189,10 +204,10 @@ def _scores(raw: dict[str, Any], layout: EncoderArchitecture, modules: Modules) 
     """What becomes of a classifier's number; None for a model of embeddings. Raises UnsupportedModel for more than one label."""
     if not layout.name.endswith("ForSequenceClassification") and modules.pooling != RANK:
         return None
-    labels = len(raw["id2label"]) if raw.get("id2label") else raw.get("num_labels", 2)
+    labels = len(parse_table(raw, "id2label")) or raw.get("num_labels", 2)
     if labels != 1:
         raise UnsupportedModel(f"{layout.name} has {labels} labels: there is code for classifiers with one, which score pairs of texts")
-    named = (raw.get("sentence_transformers") or {}).get("activation_fn") or raw.get("sbert_ce_default_activation_function") or "Sigmoid"
+    named = parse_table(raw, "sentence_transformers").get("activation_fn") or raw.get("sbert_ce_default_activation_function") or "Sigmoid"
     activation = str(named).rpartition(".")[2]
     if activation not in _SCORES:
         raise UnsupportedModel(f"scores by {activation} are not supported (supported: {', '.join(_SCORES)})")
@@ -201,13 +216,13 @@ def _scores(raw: dict[str, Any], layout: EncoderArchitecture, modules: Modules) 
 
 def _thetas(raw: dict[str, Any], layout: EncoderArchitecture) -> tuple[float, float]:
     """The bases of the rotary positions, for all tokens and for windows. Raises UnsupportedModel for scaled ones."""
-    tables = raw.get("rope_parameters") or {}
-    whole, local = (tables.get(f"{kind}_attention", tables) for kind in ("full", "sliding"))
-    for table in (whole, local, raw.get("rope_scaling") or {}):
+    tables = parse_table(raw, "rope_parameters")
+    whole, local = (parse_table(tables, f"{kind}_attention") or tables for kind in ("full", "sliding"))
+    for table in (whole, local, parse_table(raw, "rope_scaling")):
         if (kind := table.get("rope_type", table.get("type", "default"))) != "default":
             raise UnsupportedModel(f"{layout.name} with positions of type {kind!r} is not supported (supported: default)")
-    theta = whole.get("rope_theta", raw.get("rope_theta", layout.theta or 1.0))
-    return float(theta), float(local.get("rope_theta", raw.get("rope_local_base_freq", layout.local_theta or theta)))
+    theta = parse_number(whole, "rope_theta", raw.get("rope_theta") or layout.theta or 1.0)
+    return theta, parse_number(local, "rope_theta", raw.get("rope_local_base_freq") or layout.local_theta or theta)
 
 
 def _windows(raw: dict[str, Any], layout: EncoderArchitecture, layers: int) -> tuple[int | None, ...]:
@@ -216,7 +231,7 @@ def _windows(raw: dict[str, Any], layout: EncoderArchitecture, layers: int) -> t
         return (None,) * layers
     near = parse_size(raw, "sliding_window") // 2
     every = parse_size(raw, "sliding_window_pattern", layout.window_interval)
-    kinds = raw.get("layer_types") or ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    kinds = parse_names(raw, "layer_types") or ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise UnsupportedModel(f"layer_types must name full_attention or sliding_attention for each of {layers} layers, got {kinds!r:.200}")
     return tuple(near if kind == "sliding_attention" else None for kind in kinds)

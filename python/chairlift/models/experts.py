@@ -37,8 +37,8 @@ class Experts:
         return hidden * (3 * (self.count * self.inner + self.shared_inner) + self.count)
 
     def widest(self, hidden: int) -> int:
-        """The numbers of a token's widest activation in a layer: its experts' inner layers or their outputs."""
-        return self.used * max(self.inner, hidden)
+        """The numbers of a token's widest activation in a layer: its experts' inner layers or their outputs, or the shared inner layer."""
+        return max(self.used * max(self.inner, hidden), self.shared_inner)
 
 
 def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts:

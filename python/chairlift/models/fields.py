@@ -9,6 +9,9 @@ from typing import Any
 
 from chairlift.errors import ModelNotFound, UnsupportedModel
 
+MOST_LAYERS = 10_000
+"""More layers than any model has. Lists with an entry for each layer of a wrong number could exhaust the memory."""
+
 
 class NoNativeModel(UnsupportedModel):
     """The model has no native code in chairlift; transformers may support it."""
@@ -32,11 +35,42 @@ def read_json(directory: Path, name: str = "config.json") -> Any:
 
 
 def parse_size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
-    """Returns a positive integer of the config. None and absence mean the default."""
+    """Returns a positive integer of 31 bits of the config. None and absence mean the default."""
     value = raw.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"config.json: {name} must be a positive integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+        raise UnsupportedModel(f"config.json: {name} must be a positive integer, got {value!r:.50}")
+    return value
+
+
+def parse_layers(raw: dict[str, Any]) -> int:
+    """Returns the number of layers."""
+    if (layers := parse_size(raw, "num_hidden_layers")) > MOST_LAYERS:
+        raise UnsupportedModel(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {layers}")
+    return layers
+
+
+def parse_count(raw: dict[str, Any], name: str) -> int:
+    """Returns an integer of the config that is not negative. None and absence mean 0."""
+    value = raw.get(name) or 0
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UnsupportedModel(f"config.json: {name} must be a number that is not negative, got {value!r:.50}")
+    return value
+
+
+def parse_table(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns an object of the config. None and absence mean an empty one."""
+    value = raw.get(name) or {}
+    if not isinstance(value, dict):
+        raise UnsupportedModel(f"config.json: {name} must be an object, got {value!r:.50}")
+    return value
+
+
+def parse_names(raw: dict[str, Any], name: str) -> list[str] | None:
+    """Returns a list of words of the config; None if it has none."""
+    value = raw.get(name)
+    if value is not None and not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+        raise UnsupportedModel(f"config.json: {name} must be a list of names, got {value!r:.200}")
     return value
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chairlift.errors import UnsupportedModel
-from chairlift.models.fields import NoNativeModel, parse_size
+from chairlift.models.fields import NoNativeModel, parse_count, parse_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def parse_variants(
     usual = raw.get("num_global_key_value_heads") if keys_as_values else None
     heads = parse_size(found, "num_key_value_heads", usual or local_heads[0])
     size = parse_size(found, "head_dim", parse_size(raw, "global_head_dim", head_dim))
-    shared, input_size = (_count(raw, name) for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"))
+    shared, input_size = (parse_count(raw, name) for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"))
     first = max(layers - shared, 0)
     if missing := {window is None for window in windows[first:]} - {window is None for window in windows[:first]}:
         kind = "full attention" if True in missing else "a window"
@@ -55,10 +55,3 @@ def parse_variants(
     wide = bool(raw.get("use_double_wide_mlp", False))
     variants = LayerVariants(local_heads=local_heads, shared=shared, wide=wide, keys_as_values=keys_as_values, input_size=input_size)
     return variants, (heads, size)
-
-
-def _count(raw: dict[str, Any], name: str) -> int:
-    value = raw.get(name) or 0
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UnsupportedModel(f"config.json: {name} must be a number that is not negative, got {value!r:.50}")
-    return value

@@ -7,7 +7,7 @@ from typing import Any
 
 from chairlift.architectures import Architecture
 from chairlift.errors import UnsupportedModel
-from chairlift.models.fields import NoNativeModel, parse_number, parse_size
+from chairlift.models.fields import NoNativeModel, parse_number, parse_size, parse_table
 from chairlift.models.rotary import Dynamic, Linear, Llama3, LongRope, Proportional, RopeConfig, Scaling, Yarn
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
@@ -25,7 +25,7 @@ def parse_ropes(raw: dict[str, Any], family: Architecture, head_dims: tuple[int,
         rope = _parse(raw, family, family.theta, head_dims[0])
         return rope, rope
     # transformers 5 has a table for each kind of layer. Earlier versions have a separate number for layers with a window.
-    tables = raw.get("rope_parameters") or {}
+    tables = parse_table(raw, "rope_parameters")
     everywhere = {**raw, "rope_parameters": tables.get("full_attention")}
     local = {"rope_theta": raw.get("rope_local_base_freq") or family.local_theta, "rope_parameters": tables.get("sliding_attention")}
     local["max_position_embeddings"] = raw.get("max_position_embeddings")
@@ -47,7 +47,7 @@ def parse_temperature(raw: dict[str, Any]) -> tuple[float, int] | None:
 
 def rope_table(raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the rotary parameters: `rope_parameters` of transformers 5 and the older `rope_scaling`."""
-    found = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    found = parse_table(raw, "rope_scaling") | parse_table(raw, "rope_parameters")
     if raw.get("original_max_position_embeddings") is not None:
         found["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     return found
@@ -57,13 +57,15 @@ def _parse(raw: dict[str, Any], family: Architecture, theta: float, head_dim: in
     table = rope_table(raw)
     named = table.get("rope_type", table.get("type")) or "default"
     # Phi-3's first checkpoints say yarn.
-    kind = "longrope" if "short_factor" in table else _ALIASES.get(named, named)
+    kind = "longrope" if "short_factor" in table else _ALIASES.get(str(named), str(named))
     if kind not in KINDS or "long_mscale" in table:
         raise NoNativeModel(f"rope type {named!r} has no code of ours (there is for {', '.join(KINDS)})")
     table.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
     if kind in ("yarn", "longrope") and table.get("factor") is None:
         table["factor"] = parse_size(raw, "max_position_embeddings") / parse_size(table, "original_max_position_embeddings")
     base = parse_number(table, "rope_theta", raw.get("rope_theta") or theta)
+    if kind == "yarn" and base <= 1:
+        raise UnsupportedModel(f"config.json: rope_theta must be more than 1 with YaRN, got {base}")
     partial = table.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     dim = head_dim if kind == "proportional" else _rotary_dim(partial, family, head_dim)
     if kind == "proportional":

@@ -11,7 +11,7 @@ from chairlift.checkpoint.safetensors_file import as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.encoder import EncoderConfig
 from chairlift.models.rotary import RopeConfig
-from chairlift.runner.weights import SafetensorWeights, Weights
+from chairlift.runner.weights import GGUFWeights, SafetensorWeights, Weights
 
 Norm = tuple[np.ndarray, np.ndarray | None]
 
@@ -98,8 +98,9 @@ class _Builder:
         head, hidden = self.layout.head, self.model.hidden_size
         if head is None:
             raise UnsupportedModel(f"{self.model.architecture} with a classifier is not supported")
+        whole = not isinstance(self.weights, GGUFWeights) or self.weights.has(f"{head.dense}.weight")
         # A GGUF file may lack the first layer.
-        layers = [(head.dense, hidden, head.activation)] if self.weights.has(f"{head.dense}.weight") else []
+        layers = [(head.dense, hidden, head.activation)] if whole else []
         layers.append((head.out, 1, "identity"))
         return [(self.linear([name], [outs], hidden, bias=True), activation, None) for name, outs, activation in layers]
 

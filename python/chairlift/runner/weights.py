@@ -144,6 +144,7 @@ class SafetensorWeights:
 
     def packed(self, name: str, *shape: int) -> NDArray[np.uint8]:
         """Returns a tensor of bytes."""
+        name = self._stored(name)
         file = self._check(name, shape, dtypes=BYTE_DTYPES)
         self._unused.discard(name)
         return as_array(file, name)
@@ -372,8 +373,8 @@ class DummyWeights:
         return (np.resize(np.roll(self.pool, -start), size) * np.float32(std)).reshape(shape)
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name: random weights have all."""
-        return True
+        """Whether there is a tensor of this name: random weights have all but blocks of MXFP4."""
+        return not name.endswith(MXFP4_BLOCKS)
 
     def matrix(self, layer: str, outs: int, ins: int) -> Array:
         """Returns the random weight of a linear layer."""
