@@ -101,6 +101,16 @@ def test_a_text_stays_whole_where_a_cut_could_change_it(added: tuple[AddedToken,
     assert list(_parts(*added).of("b<a>c<a>")) == ["b<a>c<a>"]
 
 
+def test_a_long_control_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chairlift.text_parts, "MIN_PART", 1)
+    long = f"<{'a' * 5000}>"
+    assert list(_parts(*(AddedToken(text, special=True, normalized=False) for text in (long, "<a>", "<aa>"))).of(f"b{long}c<aa>d")) == [
+        f"b{long}",
+        "c<aa>",
+        "d",
+    ]
+
+
 def test_a_beginning_that_is_treated_otherwise_allows_no_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chairlift.text_parts, "MIN_PART", 1)
     backend = Backend(models.BPE())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections.abc import Sequence
 
@@ -14,8 +15,12 @@ def alternatives(texts: Sequence[str]) -> str:
     by_first: dict[str, list[str]] = {}
     for text in texts:
         if text:
-            by_first.setdefault(text[0], []).append(text[1:])
-    branches = [re.escape(first) + alternatives(rests) for first, rests in by_first.items()]
+            by_first.setdefault(text[0], []).append(text)
+    branches = []
+    for group in by_first.values():
+        # At once and not one by one, because re allows only some hundreds of groups in each other.
+        common = os.path.commonprefix(group)  # noqa: RUF071  # by characters
+        branches.append(re.escape(common) + alternatives([text[len(common) :] for text in group]))
     if not branches:
         return ""
     return f"(?:{'|'.join(branches)}){'?' if '' in texts else ''}"

@@ -8,8 +8,9 @@ from fake_hub import FakeHub, sha256
 from gguf_files import gguf_of, tiny_model
 
 from chairlift import LLM
+from chairlift.checkpoint import download
 from chairlift.checkpoint.cache import LINK
-from chairlift.checkpoint.downloads import downloads
+from chairlift.checkpoint.downloads import downloads, find_download
 from chairlift.checkpoint.file_address import SOURCE, address_dir, find_file
 from chairlift.checkpoint.file_download import download_file
 from chairlift.checkpoint.locate import locate
@@ -52,6 +53,9 @@ def test_a_download_goes_on_only_for_the_same_version(hub: FakeHub, cache: Path,
     with pytest.raises(ModelNotFound, match=r"http://.*/a/m.gguf cannot be downloaded: the connection ended after 100 of 2052 bytes"):
         download_file(place, cache, progress=False)
     assert find_file(place, cache) is None
+    with pytest.raises(ModelNotFound, match="there is no downloaded model") as caught:
+        find_download(f"{place.url}&other")
+    assert "secret" not in str(caught.value)
     assert [(one.name, one.path) for one in downloads()] == [(str(place), address_dir(place, cache))]
     hub.requests.clear()
     hub.cuts.clear()
@@ -60,14 +64,22 @@ def test_a_download_goes_on_only_for_the_same_version(hub: FakeHub, cache: Path,
     assert [headers.get("if-range") for _, _, headers in hub.requests] == [None, '"1"' if etag == '"1"' else None]
 
 
-def test_a_file_that_changes_during_its_download_is_downloaded_anew(hub: FakeHub, cache: Path) -> None:
-    place = address(hub)
-    hub.cuts = [len(CONTENT), 100] + [0] * 5
-    with pytest.raises(ModelNotFound):
-        download_file(place, cache, progress=False)
-    changed = CONTENT[:4] + CONTENT[4:][::-1]
-    hub.files["/a/m.gguf"] = changed, '"2"'
+@pytest.mark.parametrize("compares_versions", [True, False])
+def test_a_file_that_changes_during_its_download_is_downloaded_anew(
+    hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch, compares_versions: bool
+) -> None:
+    hub.compares_versions = compares_versions
+    place, changed = address(hub), CONTENT[:4] + CONTENT[4:][::-1]
+
+    def change(seconds: float) -> None:
+        hub.files["/a/m.gguf"] = changed, '"2"'
+
+    monkeypatch.setattr(download, "sleep", change)
+    hub.cuts = [len(CONTENT), 100]
     assert download_file(place, cache, progress=False).read_bytes() == changed
+    assert ranges(hub)[2] == "bytes=100-"
+    hub.files["/a/m.gguf"] = CONTENT, '"3"'
+    assert download_file(place, cache, progress=False).read_bytes() == CONTENT
 
 
 def test_a_digest_that_the_server_names_is_checked(hub: FakeHub, cache: Path) -> None:
@@ -90,6 +102,7 @@ def test_what_a_server_answers_is_passed_on(hub: FakeHub, cache: Path) -> None:
     for path, headers, reason in (
         ("/a/none.gguf", {}, r"^http://.*/a/none.gguf is answered with 404 Not Found$"),
         ("/a/m.gguf", {"Transfer-Encoding": "chunked", "Content-Length": ""}, "does not say how large the file is"),
+        ("/a/m.gguf", {"Content-Length": "1" * 5000}, "does not say how large the file is"),
     ):
         if headers:
             hub.faults = [("m.gguf", 200, headers)]

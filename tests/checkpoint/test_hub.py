@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import threading
 from pathlib import Path
 from typing import IO
 
@@ -438,3 +439,29 @@ def test_a_split_model_of_the_hub_loads(hub: FakeHub, cache: Path, tmp_path: Pat
     hub.add("org/split", files)
     found = locate("org/split:F32", progress=False)
     assert os.readlink(found / LINK).endswith("snapshots/" + "c" * 40 + "/F32/" + min(path.name for path in (tmp_path / "m").iterdir()))
+
+
+def test_threads_may_link_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository, symlink_to = Repository(tmp_path, "org/repo"), Path.symlink_to
+
+    def slowly(path: Path, target: str) -> None:
+        """Makes the link, and lets another thread link the same file before this one goes on."""
+        symlink_to(path, target)
+        monkeypatch.setattr(Path, "symlink_to", symlink_to)
+        other = threading.Thread(target=repository.link, args=("c" * 40, "config.json", "d" * 40))
+        other.start()
+        other.join()
+
+    monkeypatch.setattr(Path, "symlink_to", slowly)
+    repository.link("c" * 40, "config.json", "d" * 40)
+    assert [path.name for path in repository.snapshot("c" * 40).iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("page", ["", "http://[", "ftp://127.0.0.1/"])
+def test_a_list_of_files_goes_on_over_http_alone(hub: FakeHub, tmp_path: Path, page: str) -> None:
+    (tmp_path / "page").write_text("[]")
+    hub.add("org/repo", {"a.json": b"{}", "b.json": b"{}"})
+    hub.page, hub.next_page = 1, page or (tmp_path / "page").as_uri()
+    with pytest.raises(ModelNotFound, match=r"its list of files goes on at '.*', which is no encrypted address"):
+        locate("org/repo", progress=False)
+    assert not list(tmp_path.rglob("*.json"))

@@ -125,7 +125,18 @@ def test_a_manifest_names_no_other_file(store: Path, tmp_path: Path, digest: obj
         locate("llama3.2:1b", progress=False)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"layers": 5}', '{"layers": [5]}', "[" * 10**5])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"layers": 5}',
+        '{"layers": [5]}',
+        '{"layers": [{"mediaType": 5, "digest": "sha256:%s", "size": 4}]}' % ("0" * 64),
+        "[" * 10**5,
+    ],
+)
 def test_a_damaged_manifest_is_named(store: Path, text: str) -> None:
     manifest = write_ollama_model(store, LLAMA, {"model": b"GGUF"})
     manifest.write_text(text)

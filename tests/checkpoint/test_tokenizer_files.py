@@ -2,16 +2,17 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tekken_files import write_tekken
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from chairlift.checkpoint.plain_text import plain
-from chairlift.checkpoint.sentencepiece import Kind, Vocabulary, unigram
+from chairlift.checkpoint.sentencepiece import Kind, Vocabulary, merges, unigram
 from chairlift.checkpoint.tokenizer_files import load_backend
 from chairlift.errors import UnsupportedModel
 from chairlift.grammar.trial import Vocabulary as MaskedVocabulary
@@ -106,6 +107,28 @@ def test_no_text_becomes_a_control_token_or_a_byte() -> None:
     assert ids[:4] == [tokens.index(text) for text in "a<s>"]
 
 
+def test_merges_in_the_middle_of_a_text_make_no_control_token() -> None:
+    pieces = ["<s>", *"<s>", "s>", "\u2581", "\u2581<", "a"]
+    merges = [("\u2581", "<"), ("s", ">"), ("<", "s>")]
+    backend = Backend(models.BPE(vocab={text: index for index, text in enumerate(pieces)}, merges=merges))
+    backend.normalizer = normalizers.Prepend("\u2581")
+    backend.add_tokens([AddedToken("<s>", special=True, normalized=False)])
+    assert plain(backend).encode("<s>").ids == [6, 4]
+    assert plain(backend).encode("a<s>").ids == [5, 7, 1, 4]
+
+
+def test_a_space_makes_no_control_token_where_spaces_are_not_marked() -> None:
+    backend = Backend(models.Unigram([(text, -1.0) for text in ("<unk>", "<s>", *"<s> a")], unk_id=0))
+    backend.add_tokens([AddedToken("<s>", special=True, normalized=False)])
+    assert plain(backend).encode("a <s>").ids == [6, 5, 2, 3, 4]
+
+
+def test_a_very_long_token_takes_little_time() -> None:
+    start = time.process_time()
+    assert merges({"a" * 200_000: 0, "a": 1, "a" * 199_999: 2}, [0.0] * 3) == [("a", "a" * 199_999), ("a" * 199_999, "a")]
+    assert time.process_time() - start < 3
+
+
 def test_whole_words_are_no_control_tokens_either() -> None:
     pieces = ["<unk>", "<s>", *"<s>", "\u2581"]
     backend = Backend(
@@ -121,6 +144,16 @@ def test_merged_words_are_no_control_tokens_either() -> None:
     backend = Backend(models.BPE(vocab={text: index for index, text in enumerate(pieces)}, merges=[("s", ">"), ("<", "s>")]))
     backend.add_tokens([AddedToken("<s>", special=True, normalized=False)])
     assert plain(backend).encode("<s>").ids == [1, 4]
+
+
+def test_added_tokens_keep_their_ids_without_control_tokens() -> None:
+    backend = Backend(models.Unigram([("<unk>", 0.0), ("<s>", 0.0), *((text, -1.0) for text in "<s>ab")], unk_id=0))
+    backend.add_tokens([AddedToken("<s>", special=True, normalized=False), AddedToken("<tool>", special=True, normalized=False)])
+    backend.add_tokens([AddedToken("bb", normalized=False)])
+    whole, kept = backend.encode("abb<tool>").ids, plain(backend).encode("abb<tool>").ids
+    assert whole[-2:] == [8, 7]
+    assert kept[:2] == whole[:2]
+    assert not {1, 7} & set(kept)
 
 
 def test_tekken(tmp_path: Path) -> None:
@@ -142,7 +175,16 @@ def test_tekken_may_name_its_control_tokens(tmp_path: Path) -> None:
     assert Tokenizer(tmp_path).encode("[THINK]") == [1, 3]
 
 
-@pytest.mark.parametrize("change", [{"vocab": []}, {"config": {}}, {"vocab": [{"rank": 1}]}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab": []},
+        {"config": {}},
+        {"vocab": [{"rank": 1}]},
+        {"config": {"pattern": ".", "default_vocab_size": 10**12, "default_num_special_tokens": 30}},
+        {"config": {"pattern": ".", "default_vocab_size": 10**9 + 263, "default_num_special_tokens": 10**9}},
+    ],
+)
 def test_a_damaged_tekken_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     write_tekken(tmp_path / "tekken.json")
     (tmp_path / "tekken.json").write_text(json.dumps(json.loads((tmp_path / "tekken.json").read_text()) | change))

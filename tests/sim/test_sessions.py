@@ -146,3 +146,8 @@ def test_the_command_shows_the_figures(tmp_path: Path, capsys: pytest.CaptureFix
     assert main.main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["users"] == 3
     assert main.main(["simulate", "--trace", "none.csv", "--users", "3"]) == 2
+
+
+def test_no_sessions_are_refused() -> None:
+    with pytest.raises(InvalidTrace, match="there is no session"):
+        run([], users=1)

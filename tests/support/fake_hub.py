@@ -62,6 +62,8 @@ class FakeHub:
     cuts: list[int] = field(default_factory=list)
     """Bytes after which the next downloads of large files break."""
     resumes: bool = True
+    compares_versions: bool = True
+    """Whether If-Range is obeyed."""
     sent: dict[str, bytes] = field(default_factory=dict)
     """Content of large files that is sent instead of theirs, by path."""
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
@@ -147,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(404, {})
         content, etag = self.hub.files[path]
         wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")) if self.hub.resumes else None
-        same = self.headers.get("If-Range") in (None, etag)
+        same = not self.hub.compares_versions or self.headers.get("If-Range") in (None, etag)
         start = int(wanted[1]) if wanted and same else 0
         if start >= len(content) > 0:
             return self.answer(416, {})

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import shutil
 import stat
 import sys
@@ -185,6 +186,50 @@ def test_a_failure_of_the_other_process_is_reported(directory: Path, tmp_path: P
     with pytest.raises(CannotCompare, match=message):
         reference.encode("a")
     reference.close()
+
+
+@pytest.mark.parametrize("line", ["echo Loading", """echo '{"error": "no"}'"""])
+def test_a_process_that_does_not_start_well_is_ended(directory: Path, tmp_path: Path, line: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\n{line}\nexec sleep 60\n")
+    python.chmod(0o755)
+    with pytest.raises(CannotCompare, match="transformers "):
+        TransformersReference(python, directory)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_transformers_is_imported_offline(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho '{\"answer\": \"offline='$HF_HUB_OFFLINE'\"}'\n")
+    python.chmod(0o755)
+    reference = TransformersReference(python, directory)
+    reference.close()
+    assert reference.name.startswith("offline=1 ")
+
+
+def test_llama_server_is_asked_without_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    program = tmp_path / "llama-server"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import http.server, json, sys\n"
+        "class Handler(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n"
+        "        self.send_response(200)\n"
+        "        self.end_headers()\n"
+        "        self.wfile.write(json.dumps({'status': 'ok', 'build_info': 'b1'}).encode())\n"
+        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])), Handler).serve_forever()\n"
+    )
+    program.chmod(0o755)
+    gguf_files.gguf_of(gguf_files.tiny_model("qwen2"), tmp_path / "tiny.gguf")
+    monkeypatch.setattr(llama_reference, "START_SECONDS", 20)
+    reference = llama_reference.LlamaReference(program, tmp_path / "tiny.gguf", 64, None)
+    reference.close()
+    assert reference.name == f"llama.cpp b1 ({program})"
 
 
 def test_what_cannot_be_compared_has_a_status_of_its_own(

@@ -69,7 +69,7 @@ class Answer:
     def total(self) -> int | None:
         """The size of the whole file; None if the server does not say it."""
         text = self.headers.get("Content-Range", "").rpartition("/")[2] if self.status == 206 else self.headers.get("Content-Length", "")
-        return int(text) if text.isdecimal() else None
+        return int(text) if text.isdecimal() and len(text) < 20 else None
 
     @property
     def validator(self) -> str | None:
@@ -231,6 +231,9 @@ def _append(url: str, part: IO[bytes], size: int, on_bytes: Callable[[int], None
             empty(part)
         elif not answer.headers.get("Content-Range", expected := f"bytes {part.tell()}-").startswith(expected):
             raise Refused(f"{shown(url)} is answered with another part of the file than was asked for", answer.status)
+        elif validator is not None and answer.validator not in (None, validator):  # the server does not know If-Range
+            empty(part)
+            raise ConnectionError(f"{shown(url)} changed during the download")
         on_bytes(part.tell())
         while data := answer.read(min(1 << 20, size - part.tell())):
             part.write(data)

@@ -15,7 +15,7 @@ from chairlift.checkpoint.gguf_parts import model_files, parts_of, tag_of, tagge
 from chairlift.checkpoint.hub_cache import Repository, repositories
 from chairlift.checkpoint.hub_model import find_hub_model
 from chairlift.checkpoint.hub_settings import own_cache
-from chairlift.checkpoint.model_name import FileAddress, HubName, parse_name
+from chairlift.checkpoint.model_name import FileAddress, HubName, parse_name, shown
 from chairlift.checkpoint.ollama_store import OllamaModel, find_ollama_model, ollama_models
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ModelNotFound
@@ -88,7 +88,7 @@ def find_download(model: str, directory: str | None = None) -> Download:
     if found is None and (ollama := find_ollama_model(model)) is not None:
         found = _ollama_download(ollama)
     if found is None:
-        raise ModelNotFound(f"there is no downloaded model {model!r}: 'chairlift list' shows those that there are")
+        raise ModelNotFound(f"there is no downloaded model {shown(model)!r}: 'chairlift list' shows those that there are")
     return found
 
 

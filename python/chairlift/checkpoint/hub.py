@@ -59,7 +59,8 @@ class HubClient:
         if is_commit(revision):
             return revision
         refs, _ = self._json(f"{self._endpoint}/api/models/{self.repo}/refs", optional=True)
-        known = [ref for kind in ("branches", "tags") for ref in refs.get(kind) or ()] if isinstance(refs, dict) else []
+        listed = [refs.get(kind) for kind in ("branches", "tags")] if isinstance(refs, dict) else []
+        known = [ref for kind in listed if isinstance(kind, list) for ref in kind]
         commit: Any = next((ref.get("targetCommit") for ref in known if isinstance(ref, dict) and ref.get("name") == revision), None)
         if commit is None:
             info, _ = self._json(f"{self._endpoint}/api/models/{self.repo}/revision/{urllib.parse.quote(revision, safe='')}", revision)
@@ -141,7 +142,16 @@ class HubClient:
         except (ValueError, RecursionError):
             raise self._not_a_hub("it answers with something else than JSON") from None
         following = _NEXT.search(answer.headers.get("Link", ""))
-        return document, urllib.parse.urljoin(answer.url, following[1]) if following else None
+        if following is None:
+            return document, None
+        try:
+            page = urllib.parse.urljoin(answer.url, following[1])
+            is_safe = urllib.parse.urlsplit(page).scheme in ("https", urllib.parse.urlsplit(answer.url).scheme)
+        except ValueError:
+            is_safe = False
+        if not is_safe:
+            raise self._not_a_hub(f"its list of files goes on at {following[1]!r:.100}, which is no encrypted address")
+        return document, page
 
     def _token_for(self, url: str) -> str | None:
         """Returns the token if the address is the hub's own, which the next page need not be."""

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -76,7 +77,7 @@ class Repository:
         if path.is_symlink() and os.readlink(path) == target:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target)
         temporary.replace(path)

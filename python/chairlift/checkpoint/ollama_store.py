@@ -75,7 +75,10 @@ class OllamaModel:
         try:
             with self.manifest.open("rb") as file:
                 layers: list[dict[str, Any]] = json.loads(file.read(_LARGEST_TEXT))["layers"]
-            sound = all(_DIGEST.fullmatch(layer["digest"]) and type(layer["size"]) is int and layer["mediaType"] for layer in layers)
+            sound = all(
+                _DIGEST.fullmatch(layer["digest"]) and type(layer["size"]) is int and isinstance(layer["mediaType"], str)
+                for layer in layers
+            )
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             sound = False
         if not sound:

@@ -94,8 +94,10 @@ def merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str,
     `vocab` are ids by text, and `scores` are by id.
     """
     found: list[tuple[str, str]] = []
+    lengths = set(map(len, vocab))  # so that few parts of a very long token are copied
     for token in sorted(vocab, key=lambda token: (-scores[vocab[token]], vocab[token])):
-        pairs = [(token[:at], token[at:]) for at in range(1, len(token)) if token[:at] in vocab and token[at:] in vocab]
+        splits = (at for at in range(1, len(token)) if at in lengths and len(token) - at in lengths)
+        pairs = [(token[:at], token[at:]) for at in splits if token[:at] in vocab and token[at:] in vocab]
         found += sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
     return found
 

@@ -20,6 +20,8 @@ _CONTROL_TOKENS = (
     *("[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
 """The control tokens of files that list none, as in mistral-common."""
+_MAX_CONTROL = 1 << 16
+"""Most control tokens of a file; Mistral's have 1000."""
 
 
 def tekken_tokenizer(path: Path) -> Tokenizer:
@@ -53,6 +55,8 @@ def _tokens(file: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Returns the control tokens, and the other tokens in GPT-2's alphabet for bytes, each by its rank."""
     config = file["config"]
     num_control, size = int(config["default_num_special_tokens"]), int(config["default_vocab_size"])
+    if not 0 <= num_control <= _MAX_CONTROL or size - num_control > len(file["vocab"]):
+        raise ValueError(f"it has no {size} tokens, {num_control} of them control tokens")
     listed = file.get("special_tokens") or [{"rank": rank, "token_str": text} for rank, text in enumerate(_CONTROL_TOKENS)]
     named = {int(entry["rank"]): str(entry["token_str"]) for entry in listed}
     entries = sorted(file["vocab"][: size - num_control], key=lambda entry: int(entry["rank"]))

@@ -92,7 +92,6 @@ class Model:
 
 def main() -> None:
     """Answers the questions of standard input until it ends."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
     # Libraries may print to standard output.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from chairlift import _core
 from chairlift.bench.sessions import RecordedSession, read_sessions
 from chairlift.config import EngineConfig
-from chairlift.errors import InvalidSetting
+from chairlift.errors import InvalidSetting, InvalidTrace
 from chairlift.sim.devices import Device, Profile
 from chairlift.sim.result import Result
 from chairlift.sim.run import longest_request, machine
@@ -116,8 +116,10 @@ def simulate_sessions(
     numbers, steps = machine(model, device, config, step_time)
     longest = longest_request(numbers)
     sessions = read_sessions(trace, longest) if isinstance(trace, str | Path) else trace
+    if not sessions:
+        raise InvalidTrace("there is no session to simulate")
     if users < 1:
-        raise InvalidSetting(f"--sessions must be at least 1, got {users}")
+        raise InvalidSetting(f"--users must be at least 1, got {users}")
     tenants = sorted({session.tenant for session in sessions})
     weights = config.tenant_weights or {}
     start = time.perf_counter()

@@ -21,6 +21,8 @@ from chairlift.verification.reference import CannotCompare, Choices
 
 START_SECONDS = 600
 """Time for llama-server to load a model."""
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""A proxy of the environment cannot reach the server of this machine."""
 _POOLINGS = {"mean": "mean", "first": "cls", "last": "last"}
 
 
@@ -126,7 +128,7 @@ class LlamaReference:
 
     def _send(self, request: urllib.request.Request) -> dict[str, Any]:
         try:
-            with urllib.request.urlopen(request, timeout=START_SECONDS) as response:
+            with _OPENER.open(request, timeout=START_SECONDS) as response:
                 answer: dict[str, Any] = json.load(response)
                 return answer
         except urllib.error.HTTPError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 from importlib.util import find_spec
@@ -27,9 +28,18 @@ class TransformersReference:
         source = [str(model)] if model.is_dir() else [str(model.parent), model.name]
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # a pipe could fill up
         self._process = subprocess.Popen(
-            [str(python), program.origin, *source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+            [str(python), program.origin, *source],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},  # read when transformers is imported
         )
-        self.name = f"{self._answer()} ({python})"
+        try:
+            self.name = f"{self._answer()} ({python})"
+        except BaseException:
+            self.close()
+            raise
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text."""
@@ -80,7 +90,10 @@ class TransformersReference:
             self._log.seek(0)
             last = self._log.read().strip().splitlines()[-1:] or ["it ended"]
             raise CannotCompare(f"transformers cannot compute the model: {last[0]:.500}")
-        answer = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise CannotCompare(f"transformers answers {line!r:.200}, which is not JSON") from None
         if "error" in answer:
             raise CannotCompare(f"transformers cannot compute the model: {answer['error']:.500}")
         return answer["answer"]
