@@ -54,6 +54,19 @@ class Other(InProcess):
         return [1, *(super().chat(messages) or [])]
 
 
+class NoNumbers(InProcess):
+    """A reference whose first result is no number."""
+
+    asked = 0
+
+    def _ask(self, method: str, **arguments: Any) -> Any:
+        answer = super()._ask(method, **arguments)
+        if method not in ("embed", "score") or self.asked:
+            return answer
+        self.asked += 1
+        return [math.nan] * len(answer) if method == "embed" else math.nan
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder as transformers writes it, with a tokenizer of bytes and a chat template."""
@@ -152,6 +165,12 @@ def test_only_the_first_difference_of_each_kind_is_reported() -> None:
     assert result.largest == pytest.approx(1.0)
 
 
+def test_a_log_probability_that_is_no_number_differs() -> None:
+    result = comparison.follow([TokenLogprobs(1, math.nan, 1, ((1, math.nan), (2, -2.0)))], [[(1, -1.0), (2, -2.0)]], str)
+    assert result.differences == ["token 1: the log-probability of 1 1 is nan, and -1 in the reference"]
+    assert result.largest == math.inf
+
+
 @pytest.mark.parametrize("family", ["Bert", "Gemma3Text", "BertForSequenceClassification"])
 def test_encoders_agree_and_a_changed_weight_is_found(tmp_path: Path, family: str) -> None:
     tiny_encoders.write(family, tmp_path / "one")
@@ -161,8 +180,8 @@ def test_encoders_agree_and_a_changed_weight_is_found(tmp_path: Path, family: st
     tensor = name.get(family, "bert.pooler.dense.weight")
     changed(tmp_path / "one", tmp_path / "other", tensor)
     with LLM(tmp_path / "one") as llm:
-        for path, differs in (("one", False), ("other", True)):
-            reference, findings = InProcess(tmp_path / path), Findings()
+        for path, kind, differs in (("one", InProcess, False), ("other", InProcess, True), ("one", NoNumbers, True)):
+            reference, findings = kind(tmp_path / path), Findings()
             if model.score is None:
                 compare_embeddings(llm, reference, model, findings)
             else:

@@ -133,7 +133,10 @@ def follow(ours: Sequence[TokenLogprobs], theirs: Sequence[Choices], name: Calla
     for at, (mine, choices) in enumerate(zip(ours, theirs, strict=False), 1):
         here, there = dict(mine.top), dict(choices)
         known = [token for token in here.keys() & there.keys() if not math.isnan(there[token])]
-        unequal = [(abs(here[token] - there[token]) / max(1.0, abs(there[token])), token) for token in known]
+        unequal = [
+            (math.inf if math.isnan(here[token]) else abs(here[token] - there[token]) / max(1.0, abs(there[token])), token)
+            for token in known
+        ]
         apart, worst = max(unequal, default=(0.0, mine.token))
         result.largest = max(result.largest, apart)
         other = choices[0][0]
@@ -171,7 +174,7 @@ def compare_embeddings(llm: LLM, reference: Reference, model: EncoderConfig, fin
         if theirs.shape != embedding.shape:
             findings.differences.append(f"embeddings have {len(embedding)} numbers, and {len(theirs)} in the reference")
             return
-        largest = max(largest, float(np.abs(theirs - embedding).max()))
+        largest = float(np.maximum(largest, np.abs(theirs - embedding).max()))  # NaN stays
     findings.note("embeddings", f"{len(texts)} texts; the largest difference of a number is {largest:.1e}")
     if not largest <= reference.embedding_tolerance:
         findings.differences.append(f"embeddings differ by up to {largest:.1e}, more than {reference.embedding_tolerance:.0e}")
@@ -187,7 +190,7 @@ def compare_scores(llm: LLM, reference: Reference, findings: Findings) -> None:
             findings.differences.append(f"tokens of a pair with {document!r:.60}: {_apart(ids, theirs)}")
         embedding = llm.generate([ids], dataclasses.replace(EMBED, second_text=second))[0].embedding
         number = embedding[0] if embedding else float("nan")
-        largest = max(largest, abs(number - reference.score(query, document)))
+        largest = float(np.maximum(largest, abs(number - reference.score(query, document))))  # NaN stays
     findings.note("scores", f"{len(DOCUMENTS)} pairs of texts; the largest difference before the sigmoid is {largest:.1e}")
     if not largest <= 10 * reference.embedding_tolerance:
         findings.differences.append(f"scores differ by up to {largest:.1e}")
