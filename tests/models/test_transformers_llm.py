@@ -21,6 +21,8 @@ pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5], list(range(3, 40)), [7, 9, 7, 9, 7, 9], list(range(60, 80)), [200] * 13]
 SETTINGS = {"device": "cpu", "num_kv_blocks": 64, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+NOT_OURS = {"hidden_act": "gelu"}
+"""A setting of Llama that the code here lacks."""
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ def test_weights_that_are_missing_are_not_made_up(save, tmp_path):
 )
 def test_a_quantised_checkpoint_needs_packages_before_it_is_read(method, packages, save, tmp_path, monkeypatch):
     monkeypatch.setattr(transformers_model, "_installed", lambda name: name == "optimum")
-    save("llama", rope_parameters=YARN)
+    save("llama", **NOT_OURS)
     (tmp_path / "model.safetensors").write_bytes(b"not to be read")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method, "bits": 4}}))
@@ -146,12 +148,12 @@ def integers(weight: torch.Tensor) -> Packed:
 QUANTISED = {
     "packed": (
         FORMATS["packed"]._replace(pack=pack_quantized(True, GROUP, torch.float32)),
-        {"rope_parameters": YARN},
+        NOT_OURS,
         "compressed_tensors",
     ),
     "integers": (Format(integers, compressed("int-quantized", 8, "int", strategy="channel")), {}, "compressed_tensors"),
-    "floats": (FORMATS["floats by row"]._replace(pack=e4m3(1, 0, "weight_scale")), {"rope_parameters": YARN}, "compressed_tensors"),
-    "blocks": (FORMATS["fp8 in blocks"], {"rope_parameters": YARN}, "accelerate"),
+    "floats": (FORMATS["floats by row"]._replace(pack=e4m3(1, 0, "weight_scale")), NOT_OURS, "compressed_tensors"),
+    "blocks": (FORMATS["fp8 in blocks"], NOT_OURS, "accelerate"),
 }
 """Formats and models of which one has no code of ours. Scales are in the model's dtype, because transformers multiplies in theirs."""
 

@@ -28,7 +28,7 @@ from chairlift.runner.memory.kv_cache import KvCache
 from chairlift.runner.memory.precision import EIGHT_BITS, Precision
 from chairlift.runner.tensor_parallel.shards import Shards
 from chairlift.runner.torch_adapters import TorchAdapters
-from chairlift.runner.torch_weights import TorchDummyWeights, open_torch_weights
+from chairlift.runner.torch_weights import TorchDummyWeights, TorchWeights, open_torch_weights
 from chairlift.runner.weights import DummyWeights
 
 log = logging.getLogger("chairlift")
@@ -182,14 +182,17 @@ def _from_transformers(config: EngineConfig, directory: Path, model: ModelShape,
 
     assert isinstance(model, TransformersConfig)
     dummy, file = config.load_format == "dummy", gguf_link(directory)
-    weights = TorchDummyWeights(DummyWeights(config.seed), dtype, device) if dummy else open_torch_weights(config, directory, dtype, device)
-    if file is not None and not dummy:
+    source: TorchWeights | None = None
+    if dummy:
+        source = TorchDummyWeights(DummyWeights(config.seed), dtype, device)
+    elif file is not None:
         log.warning("%s: %s: transformers' code computes it, with weights dequantised to %s", file, model.not_ours, dtype)
+        source = open_torch_weights(config, directory, dtype, device)
     longest = config.max_model_len or model.max_position_embeddings
-    source = weights if dummy or file is not None else None
     network = TransformersModel.load(model, directory, dtype, device, longest, source, norms=not dummy)
-    if file is not None:
-        weights.weights.finish(model)
+    if source is not None:
+        source.weights.finish(model)
+    weights = source or open_torch_weights(config, directory, dtype, device)
     network.scales = [kv_scales(weights, layer, spec.kv_heads) for layer, spec in enumerate(model.kv_specs)]
     check(network, dtype, device, model.vocab_size, model.architecture)
     return network
