@@ -20,6 +20,11 @@ def request_body(path, prompt="a b c", **fields):
     return {**question, "max_tokens": 3, **fields}
 
 
+def asked(**fields):
+    """What the engine gets of a tenant without a key: it is of the group of all such tenants."""
+    return Scheduling(cache_group="", limit_group="", **fields)
+
+
 def events(response):
     """The data of a stream's events, decoded; None for [DONE]."""
     data = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
@@ -41,7 +46,7 @@ def test_fields_reach_the_scheduler(http, engine, path):
     response = http.post(path, json=request_body(path, **fields), headers=headers)
     assert response.status_code == 200
     assert "x-chairlift-ignored" not in response.headers
-    assert engine.scheduled == [Scheduling(tenant="team-1.a:b_c", **fields)]
+    assert engine.scheduled == [asked(tenant="team-1.a:b_c", **fields)]
     assert engine.named == [response.json()["id"]]
 
 
@@ -49,7 +54,7 @@ def test_nothing_said_means_nothing_asked(http, engine):
     names = ("priority", "service_tier", "deadline_ms", "ttft_deadline_ms", "cache_salt", "predicted_tokens", "n", "best_of")
     http.post(COMPLETIONS, json=request_body(COMPLETIONS))
     http.post(CHAT, json=request_body(CHAT, user="somebody", **dict.fromkeys(names)))
-    assert engine.scheduled == [Scheduling(), Scheduling()]
+    assert engine.scheduled == [asked(), asked()]
     assert [one.n for one in engine.seen] == [1, 1]
 
 
@@ -70,7 +75,7 @@ def test_the_answer_and_the_engine_have_the_tier_that_serves_it(http, engine, pa
     *chunks, _ = events(http.post(path, json=request_body(path, service_tier=asked_for, stream=True)))
     assert {chunk["service_tier"] for chunk in chunks} == {served}
     http.post(path, json=request_body(path, service_tier=asked_for, priority=4))
-    assert engine.scheduled == [Scheduling(tier=served), Scheduling(tier=served), Scheduling(tier=served, priority=4)]
+    assert engine.scheduled == [asked(tier=served), asked(tier=served), asked(tier=served, priority=4)]
 
 
 def test_a_response_has_the_tier_that_serves_it(http):
