@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from chairlift.bench.traces import MAX_TOKENS, open_text
 from chairlift.errors import InvalidTrace
 
-MAX_TOKENS = 10**7
-"""Tokens of a prompt or an output at most: as many as the longest contexts have."""
 MAX_IDS = 2**24
 """Blocks of a session at most."""
 TOOL_CALL = 2
@@ -66,7 +65,7 @@ def read_sessions(path: str | Path, longest: int | None = None) -> list[Recorded
     """
     sessions = []
     try:
-        with _open(Path(path)) as file:
+        with open_text(Path(path)) as file:
             for number, line in enumerate(file, 1):
                 try:
                     session = _session(json.loads(line), longest or MAX_TOKENS)
@@ -76,7 +75,7 @@ def read_sessions(path: str | Path, longest: int | None = None) -> list[Recorded
                     raise InvalidTrace(f"{path}, line {number}: is no session ({type(error).__name__}: {error}); {_EXPECTED}") from None
                 if len(session.threads[0]) >= 3:
                     sessions.append(session)
-    except (OSError, EOFError, gzip.zlib.error) as error:  # type: ignore[attr-defined]
+    except (OSError, EOFError, zlib.error) as error:
         raise InvalidTrace(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     except UnicodeDecodeError:
         raise InvalidTrace(f"{path}: is not text; {_EXPECTED}") from None
@@ -85,12 +84,6 @@ def read_sessions(path: str | Path, longest: int | None = None) -> list[Recorded
     if len({session.block for session in sessions}) > 1:
         raise InvalidTrace(f"{path}: has blocks of several sizes; expected one")
     return sessions
-
-
-def _open(path: Path) -> TextIO:
-    with path.open("rb") as file:
-        gzipped = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path, "rt", encoding="utf-8") if gzipped else path.open(encoding="utf-8")
 
 
 @dataclass(slots=True)

@@ -102,7 +102,7 @@ def read(path: str | Path, tokens: Callable[[str], int] = estimated_tokens) -> l
     each conversation, at 0 s, counted with `tokens`. Raises InvalidTrace with the number of the faulty line.
     """
     try:
-        with _open(Path(path)) as file:
+        with open_text(Path(path)) as file:
             requests = list(_requests(str(path), file, tokens))
     except (OSError, EOFError, zlib.error) as error:
         raise InvalidTrace(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
@@ -115,7 +115,8 @@ def read(path: str | Path, tokens: Callable[[str], int] = estimated_tokens) -> l
     return [replace(request, arrival=request.arrival - first) for request in requests]
 
 
-def _open(path: Path) -> TextIO:
+def open_text(path: Path) -> TextIO:
+    """Opens a file of text, which may be gzipped and begin with a byte order mark."""
     with path.open("rb") as file:
         gzipped = file.read(2) == b"\x1f\x8b"
     # utf-8-sig removes a byte order mark.
