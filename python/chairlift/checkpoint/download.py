@@ -6,6 +6,7 @@ import contextlib
 import email.utils
 import errno
 import fcntl
+import hashlib
 import http.client
 import os
 import re
@@ -188,6 +189,12 @@ def empty(part: IO[bytes]) -> None:
     """Removes what was downloaded."""
     part.seek(0)
     part.truncate()
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_space(directory: Path, num_bytes: int) -> None:

@@ -10,7 +10,7 @@ import urllib.parse
 from pathlib import Path
 
 from chairlift.checkpoint.cache import writing_to
-from chairlift.checkpoint.download import Refused, check_space, download, empty, opened, partial_file
+from chairlift.checkpoint.download import Refused, check_space, download, empty, opened, partial_file, sha256_of
 from chairlift.checkpoint.file_address import SOURCE, address_dir
 from chairlift.checkpoint.gguf_parts import is_gguf, parts_of
 from chairlift.checkpoint.model_name import FileAddress, shown
@@ -58,7 +58,7 @@ def _fetch(url: str, target: Path, progress: Progress) -> str | None:
         if not is_gguf(begun):
             empty(part)
             raise ModelNotFound(f"{shown(url)} is no GGUF file")
-        if re.fullmatch(r"[0-9a-f]{64}", digest) and digest != _sha256(begun):
+        if re.fullmatch(r"[0-9a-f]{64}", digest) and digest != sha256_of(begun):
             empty(part)
             raise ModelNotFound(f"{shown(url)} as downloaded is not the file that its server names (its digest differs)")
         os.fsync(part.fileno())
@@ -79,8 +79,3 @@ def _versions(directory: Path) -> dict[str, str | None]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return versions
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from chairlift.checkpoint.download import Refused, download, empty, partial_file, read_page
+from chairlift.checkpoint.download import Refused, download, empty, partial_file, read_page, sha256_of
 from chairlift.checkpoint.hub_cache import Repository, is_commit
 from chairlift.checkpoint.hub_settings import endpoint, hub_token
 from chairlift.errors import ModelNotFound
@@ -38,12 +38,11 @@ class RemoteFile:
 
     def differs(self, path: Path) -> bool:
         """Whether a local file has another content."""
-        with path.open("rb") as file:
-            if len(self.digest) == 64:
-                return hashlib.file_digest(file, "sha256").hexdigest() != self.digest
-            git = hashlib.sha1(b"blob %d\0" % self.num_bytes, usedforsecurity=False)
-            git.update(file.read())
-            return git.hexdigest() != self.digest
+        if len(self.digest) == 64:
+            return sha256_of(path) != self.digest
+        git = hashlib.sha1(b"blob %d\0" % self.num_bytes, usedforsecurity=False)
+        git.update(path.read_bytes())
+        return git.hexdigest() != self.digest
 
 
 class HubClient:

