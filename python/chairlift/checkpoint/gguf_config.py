@@ -46,9 +46,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     rotary = file.size(f"{kind}.rope.dimension_count", head_dim)
     if file.size(f"{kind}.attention.value_length", head_dim) != head_dim or (rotary != head_dim and not architecture.partial_rotary):
         raise UnsupportedModel(f"{file.path}: rotary or value dimensions that differ from the head's {head_dim} cannot be read")
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise UnsupportedModel(f"{file.path} holds no model: tensor token_embd.weight is missing")
+    vocab_size = file.vocab_size
     layers = file.size(f"{kind}.block_count")
     if layers > len(file.tensors):
         raise UnsupportedModel(f"{file.path} says it has {layers} layers, and holds {len(file.tensors)} tensors")
@@ -71,7 +69,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "rms_norm_eps": file.number(f"{kind}.attention.layer_norm_rms_epsilon"),
         "rope_theta": file.number(f"{kind}.rope.freq_base", 10000.0),
         "partial_rotary_factor": rotary / head_dim,
-        "vocab_size": embedding.shape[0],
+        "vocab_size": vocab_size,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
@@ -79,33 +77,43 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         **layout.constants,
     }
     if architecture.mixture:
-        config |= _experts(file, kind, architecture.mixture, config["num_hidden_layers"])
+        config |= _experts(file, kind, architecture.mixture, layers)
     for name, key in layout.keys.items():
         if not key.optional or file.value(f"{kind}.{key.name}") not in (None, 0):
             config[name] = _entry(file, f"{kind}.{key.name}", key)
     if architecture.windows is Windows.LISTED:
-        config["layer_types"] = _layer_types(file, f"{kind}.attention.sliding_window_pattern", architecture, config["num_hidden_layers"])
+        config["layer_types"] = _layer_types(file, f"{kind}.attention.sliding_window_pattern", architecture, layers)
     if layout.largest_layers is not None:
         config["query_pre_attn_scalar"] = hidden // heads if layers == layout.largest_layers else head_dim
-    if architecture.global_head_dim is None:
-        config["rope_scaling"] = _rope_scaling(file, kind)
-    else:
+    if architecture.global_head_dim is not None:
         config |= _variants(file, kind, config, inner, kv_heads)
-    if not layout.truncates_yarn and config.get("rope_scaling"):
-        config["rope_scaling"]["truncate"] = False
-    if architecture.temperature and (beta := file.get(f"{kind}.attention.temperature_scale", float)):
-        config["rope_scaling"] = (config["rope_scaling"] or {"rope_type": "default"}) | {"llama_4_scaling_beta": beta}
-    if original := file.get(f"{kind}.rope.scaling.original_context_length", int):
-        config["original_max_position_embeddings"] = original
-    if architecture.position_type is not None and file.get(f"{kind}.rope.scaling.finetuned", bool) is False:
-        config["position_embedding_type"] = "nope"
     for key_name in layout.image_keys:
         file.value(f"{kind}.{key_name}")
-    for name, role in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        token = file.get(f"tokenizer.ggml.{role}_token_id", int)
-        if token is not None and token < embedding.shape[0]:
-            config[f"{name}_token_id"] = token
-    return config
+    return config | _positions(file, kind, architecture, layout) | _token_ids(file, vocab_size)
+
+
+def _positions(file: GGUFFile, kind: str, architecture: Architecture, layout: GGUFFormat) -> dict[str, Any]:
+    """Returns the entries of config.json that describe positions, but those of `_variants`."""
+    found: dict[str, Any] = {}
+    if architecture.global_head_dim is None:
+        scaling = _rope_scaling(file, kind)
+        if scaling and not layout.truncates_yarn:
+            scaling["truncate"] = False
+        if architecture.temperature and (beta := file.get(f"{kind}.attention.temperature_scale", float)):
+            scaling = (scaling or {"rope_type": "default"}) | {"llama_4_scaling_beta": beta}
+        found["rope_scaling"] = scaling
+    if original := file.get(f"{kind}.rope.scaling.original_context_length", int):
+        found["original_max_position_embeddings"] = original
+    if architecture.position_type is not None and file.get(f"{kind}.rope.scaling.finetuned", bool) is False:
+        found["position_embedding_type"] = "nope"
+    return found
+
+
+def _token_ids(file: GGUFFile, vocab_size: int) -> dict[str, int]:
+    """Returns the tokens with a role that are in the vocabulary."""
+    roles = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    found = {name: file.get(f"tokenizer.ggml.{role}_token_id", int) for name, role in roles.items()}
+    return {name: token for name, token in found.items() if token is not None and token < vocab_size}
 
 
 def _experts(file: GGUFFile, kind: str, mixture: Mixture, layers: int) -> dict[str, Any]:

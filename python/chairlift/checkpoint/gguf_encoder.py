@@ -26,8 +26,7 @@ def encoder_config(file: GGUFFile, architecture: EncoderArchitecture) -> dict[st
     head_dim = file.size(f"{kind}.attention.key_length", hidden // heads)
     if {file.size(f"{kind}.{key}", head_dim) for key in ("rope.dimension_count", "attention.value_length")} != {head_dim}:
         raise UnsupportedModel(f"{file.path}: rotary or value dimensions that differ from the head's {head_dim} cannot be read")
-    if (embedding := file.tensors.get("token_embd.weight")) is None:
-        raise UnsupportedModel(f"{file.path} holds no model: tensor token_embd.weight is missing")
+    vocab_size = file.vocab_size
     if file.get(f"{kind}.attention.causal", bool) and not architecture.rms:
         raise UnsupportedModel(f"{file.path}: {kind}.attention.causal is true, and an encoder's tokens attend to all tokens")
     if experts := file.get(f"{kind}.expert_count", int):
@@ -42,7 +41,7 @@ def encoder_config(file: GGUFFile, architecture: EncoderArchitecture) -> dict[st
         "num_key_value_heads": file.size(f"{kind}.attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": file.size(f"{kind}.context_length"),
-        "vocab_size": embedding.shape[0],
+        "vocab_size": vocab_size,
         "dtype": "float32",
     }
     if architecture.types:

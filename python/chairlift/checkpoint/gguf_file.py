@@ -109,6 +109,13 @@ class GGUFFile:
             return value
         raise self._corrupt(f"{key} is {value!r:.50} and not of type {kind.__name__}")
 
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens that have an embedding. Raises UnsupportedModel for a file without embeddings."""
+        if (embedding := self.tensors.get("token_embd.weight")) is None:
+            raise UnsupportedModel(f"{self.path} holds no model: tensor token_embd.weight is missing")
+        return embedding.shape[0]
+
     def size(self, key: str, default: int | None = None) -> int:
         """Returns a positive integer of the metadata. Raises UnsupportedModel if it is missing and has no default."""
         value = self.get(key, int)
