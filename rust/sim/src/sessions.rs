@@ -392,8 +392,8 @@ impl Machine {
         let (mut from, mut took) = (turn.prompt - fresh, 0);
         while from < turn.prompt {
             let tokens = step_tokens.min(turn.prompt - from);
-            let pairs = u64::from(tokens) * (u64::from(from) + u64::from(tokens) / 2);
-            let load = Load { prefill_tokens: tokens, context_tokens: u64::from(from + tokens), prefill_pairs: pairs, ..Load::default() };
+            let mut load = Load::default();
+            load.add_piece(from, tokens);
             took += self.step.step(&load);
             from += tokens;
         }

@@ -25,7 +25,7 @@ impl Load {
     }
 
     /// Adds `len` prompt tokens after the first `from`.
-    pub(crate) fn add_piece(&mut self, from: u32, len: u32) {
+    pub fn add_piece(&mut self, from: u32, len: u32) {
         self.context_tokens += u64::from(from + len);
         // A prompt piece of one token costs as much as a decode.
         if len == 1 {
