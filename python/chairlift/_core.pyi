@@ -840,7 +840,7 @@ class Encoder:
         embedding_norm: _Norm | None,
         final_norm: _Norm | None,
         pooling: str,
-        dense: Sequence[tuple[Linear, str, _Norm | None]],
+        dense: Sequence[tuple[Linear, str]],
         normalized: bool,
         hidden_size: int,
         num_heads: int,
@@ -856,7 +856,7 @@ class Encoder:
         """Creates an encoder, which takes the blocks and the linear layers. Raises ValueError if sizes do not fit.
 
         `positions` and `types` are flat tables of embeddings, rows of the hidden size; `types` may be empty. `pooling` is first, last or
-        mean. `dense` are layers after it: weights, activation (identity, tanh or gelu) and norm. `normalized` scales the result to length
+        mean. `dense` are layers after it: weights and activation (identity, tanh or gelu). `normalized` scales the result to length
         1. `ropes` are radians per position of each pair. `longest` is the most tokens of a text.
         """
 

@@ -93,7 +93,7 @@ class _Builder:
             gate=layout.gate,
         )
 
-    def head(self) -> list[tuple[_core.Linear, str, Norm | None]]:
+    def head(self) -> list[tuple[_core.Linear, str]]:
         """A classifier's layers."""
         head, hidden = self.layout.head, self.model.hidden_size
         if head is None:
@@ -102,17 +102,17 @@ class _Builder:
         # A GGUF file may lack the first layer.
         layers = [(head.dense, hidden, head.activation)] if whole else []
         layers.append((head.out, 1, "identity"))
-        return [(self.linear([name], [outs], hidden, bias=True), activation, None) for name, outs, activation in layers]
+        return [(self.linear([name], [outs], hidden, bias=True), activation) for name, outs, activation in layers]
 
-    def modules(self, directory: Path | None) -> list[tuple[_core.Linear, str, Norm | None]]:
+    def modules(self, directory: Path | None) -> list[tuple[_core.Linear, str]]:
         """The layers of sentence-transformers after the pooling."""
-        layers: list[tuple[_core.Linear, str, Norm | None]] = []
+        layers: list[tuple[_core.Linear, str]] = []
         for number, layer in enumerate(self.model.dense):
             weights = self.weights if directory is None else SafetensorWeights(directory / layer.path)
             name = f"dense.{number}" if directory is None else "linear"
             part = weights.part(f"{name}.weight", layer.outs, layer.ins)
             bias = as_float32(weights.take(f"{name}.bias", layer.outs)) if layer.bias else None
-            layers.append((_core.Linear([part], layer.ins, "kept", threads=1, bias=bias, isa=self.isa), layer.activation, None))
+            layers.append((_core.Linear([part], layer.ins, "kept", threads=1, bias=bias, isa=self.isa), layer.activation))
         return layers
 
     def prefix(self, index: int) -> str:

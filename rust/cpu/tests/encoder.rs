@@ -85,8 +85,8 @@ fn encoder(isa: Isa, threads: usize, pooling: Pooling, classifies: bool) -> Enco
         ropes: vec![Rope { frequencies: vec![1.0, 0.3, 0.1], scale: 1.0 }],
         longest: POSITIONS,
     };
-    let wide = Dense { linear: linear(isa, 8, 64, HIDDEN), activation: DenseActivation::Tanh, norm: Some(norm(9, 64)) };
-    let labels = Dense { linear: linear(isa, 10, LABELS, 64), activation: DenseActivation::Identity, norm: None };
+    let wide = Dense { linear: linear(isa, 8, 64, HIDDEN), activation: DenseActivation::Tanh };
+    let labels = Dense { linear: linear(isa, 10, LABELS, 64), activation: DenseActivation::Identity };
     let dense = if classifies { vec![wide, labels] } else { vec![] };
     let head = Head { norm: Some(norm(12, HIDDEN)), pooling, dense, normalized: !classifies };
     Encoder::new(ThreadPool::new(threads).expect("threads"), config, embeddings, blocks, head).expect("all fits")

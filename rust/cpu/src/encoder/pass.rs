@@ -317,7 +317,7 @@ impl<'a> Pass<'a> {
 
     /// Applies a layer to the combined states.
     fn dense(&self, worker: &mut Worker<'_>, scratch: &mut Scratch, dense: &Dense) {
-        let (stride, ins, outs) = (self.pooled_width, dense.linear.matrix.ins, dense.linear.matrix.outs);
+        let (stride, ins) = (self.pooled_width, dense.linear.matrix.ins);
         // SAFETY: an earlier phase wrote these rows (see `Pass`).
         let copy = |text: usize, out: &mut [f32]| out.copy_from_slice(unsafe { self.pooled.read(text * stride, ins) });
         self.packed_texts.pack(worker, self.isa, &dense.linear, &mut scratch.linear, copy);
@@ -327,13 +327,5 @@ impl<'a> Pass<'a> {
             DenseActivation::Gelu => Epilogue::Gelu,
         };
         self.packed_texts.multiply(worker, self.isa, &dense.linear, self.pooled, stride, epilogue, &mut scratch.linear);
-        let Some(norm) = &dense.norm else { return };
-        scratch.row.resize(outs, 0.0);
-        worker.parallel_for(self.starts.len() - 1, |text| {
-            // SAFETY: only this index writes the row (see `Pass`).
-            let x = unsafe { self.pooled.write(text * stride, outs) };
-            norm.apply(self.isa, self.config.norm_eps, x, &mut scratch.row);
-            x.copy_from_slice(&scratch.row);
-        });
     }
 }
