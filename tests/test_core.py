@@ -184,7 +184,7 @@ def test_a_request_has_its_fields_in_the_core() -> None:
         },
         **{"journal": True, "tenant_weights": {"a": 3}, "tier_weights": {"flex": 5}},
     )
-    scheduling = Scheduling(priority=-2, tier="flex", tenant="a", deadline_ms=1.5, ttft_deadline_ms=0.25, predicted_tokens=4)
+    scheduling = Scheduling(priority=-2, tier="flex", tenant="a", deadline_ms=1.5, ttft_deadline_ms=0.25, predicted_tokens=4, session="s")
     request = EngineRequest.of(7, ids(1, 2, 3), SamplingParams(max_tokens=None), scheduling, submitted=5000, spent={"receive": 1000})
     core.add(request, 9000)
     journal = core.journal()
@@ -200,6 +200,8 @@ def test_a_request_has_its_fields_in_the_core() -> None:
         "deadline": 5500,
         "ttft_deadline": 4250,
         "predicted_tokens": 4,
+        "session": "s",
+        "parent_session": None,
         "preparation": None,
     }
     assert core.explain(7)["arrived"] == 4000  # type: ignore[index]

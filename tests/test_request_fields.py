@@ -20,6 +20,8 @@ from chairlift.scheduling import Scheduling
         ("ttft_deadline_ms", (None, 1, 0.5), (0, -1, math.nan)),
         ("cache_salt", (None, "a", "a" * 256), ("", "a" * 257, b"a", "\ud800")),
         ("predicted_tokens", (None, 1, 2**31 - 1), (0, -1, 2**31, 1.5)),
+        ("session", (None, "a", "a" * 256), ("", "a" * 257, 5, "\ud800")),
+        ("parent_session", (None, "a", "a" * 256), ("", "a" * 257, 5, "\ud800")),
     ],
 )
 def test_scheduling(field, good, bad):

@@ -193,7 +193,7 @@ def test_a_request_crosses_as_it_is():
     params = SamplingParams(
         max_tokens=None, temperature=0.5, top_k=3, seed=2**63 - 1, stop=("a", "b"), stop_token_ids=(1, 2), ignore_eos=True, n=2, best_of=3
     )
-    scheduling = Scheduling(priority=-1, tenant="a", deadline_ms=5, ttft_deadline_ms=0.5, cache_salt="s", predicted_tokens=9)
+    scheduling = Scheduling(priority=-1, tenant="a", deadline_ms=5, ttft_deadline_ms=0.5, cache_salt="s", session="x", parent_session="y")
     resumed = ResumedChoice(1, b"\4\0\0\0", 2, 1, 100, 200, None), ResumedChoice(2, b"", 0, 0, 100, 200, 300)
     whole = EngineRequest.of(
         2**64 - 4, [1, 2**31 - 1], params, scheduling, submitted=7, spent={"receive": 5}, resumed=resumed, continues=Continues(9, 1)

@@ -109,6 +109,10 @@ pub struct Request {
     pub ttft_deadline: Option<Time>,
     /// Output length that the caller predicts.
     pub predicted_tokens: Option<u32>,
+    /// The tenant's name for the session that the request belongs to. Another tenant's equal name is another session.
+    pub session: Option<Arc<str>>,
+    /// The tenant's name for the session that began this one, such as a main agent's for its subagent.
+    pub parent_session: Option<Arc<str>>,
     /// The preparation that the request waits for, if it cannot run yet.
     pub preparation: Option<Preparation>,
     /// Set if another engine has begun the request.
@@ -190,6 +194,8 @@ impl Default for Request {
             deadline: None,
             ttft_deadline: None,
             predicted_tokens: None,
+            session: None,
+            parent_session: None,
             preparation: None,
             resumed: None,
             continues: None,

@@ -66,7 +66,14 @@ impl Day {
 /// A recording that covers every kind of call.
 fn day(config: Config) -> Day {
     let mut day = Day::new(config);
-    let first = day.add(Request { tenant: "alice".into(), weight: 3, priority: -2, predicted_tokens: Some(9), ..request(1, 21, 30) });
+    let first = day.add(Request {
+        tenant: "alice".into(),
+        weight: 3,
+        priority: -2,
+        predicted_tokens: Some(9),
+        session: Some("s".into()),
+        ..request(1, 21, 30)
+    });
     day.core.fork(first, 2, day.now).unwrap();
     day.add(Request { deadline: Some(20_000), tenant: "bob".into(), ..request(3, 40, 60) });
     let aborted = day.add(request(4, 9, 20));
@@ -93,8 +100,8 @@ fn it_replays_under_every_policy_with_priorities_and_tenants() {
         let journal = ParsedJournal::read(&day.bytes).unwrap();
         assert_eq!((journal.config, journal.truncated), (config, false));
         let Some((_, Call::Add(arrival))) = journal.calls.first() else { panic!("{:?}", journal.calls.first()) };
-        let Request { tenant, weight, priority, predicted_tokens, .. } = &arrival.request;
-        assert_eq!((&**tenant, *weight, *priority, *predicted_tokens), ("alice", 3, -2, Some(9)));
+        let Request { tenant, weight, priority, predicted_tokens, session, .. } = &arrival.request;
+        assert_eq!((&**tenant, *weight, *priority, *predicted_tokens, session.as_deref()), ("alice", 3, -2, Some(9), Some("s")));
         let replayed = journal.replay().unwrap();
         assert_eq!((replayed.differs_at, replayed.steps), (None, day.core.stats().counters.steps));
         assert_eq!(replayed.scheduler.stats().counters, day.core.stats().counters);
