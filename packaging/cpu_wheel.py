@@ -14,7 +14,7 @@ from pathlib import Path
 NAME = "chairlift-cpu"
 LEFT_OUT = {"accelerate", "torch", "transformers", "triton"}
 """The dependencies that are left out."""
-EXTRAS = {"gguf", "otel"}
+EXTRAS = {"gate", "gguf", "otel"}
 """The extras that need none of them."""
 
 

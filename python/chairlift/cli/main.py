@@ -18,6 +18,7 @@ from chairlift.server.config import ServerConfig
 
 COMMANDS = {
     "serve": "serve a model over HTTP with OpenAI's API",
+    "gate": "schedule requests in front of vLLM, SGLang, llama.cpp or any server with OpenAI's API",
     "join": "run an engine of this machine for a server on another one",
     "generate": "generate text from prompts",
     "chat": "chat with a model in the terminal",
@@ -49,6 +50,7 @@ The module `chairlift.cli.NAME`, with `_` for `-`, has the command's flags and i
 _EXAMPLES = """\
 examples:
   chairlift serve                      serve the default model at http://127.0.0.1:8000/v1
+  chairlift gate --upstream URL        schedule requests in front of another server
   chairlift join HOST:PORT             run one more engine for a server on another machine
   chairlift chat                       chat with it in this terminal
   chairlift generate "Once upon a"     complete a text

@@ -89,7 +89,7 @@ class EngineClient(ModelClient):
         finally:
             if not computed:
                 self._computed(stream)
-            self._leave(stream.tags)
+            self._leave(stream.tags, stopped=stream.answered)
         if stream.missed_deadline:
             raise DeadlineMissed(
                 f"the request was dropped after {stream.num_tokens} tokens of output, since it missed its deadline or would surely have "

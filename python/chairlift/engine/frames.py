@@ -86,6 +86,16 @@ class SetPriority:
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """To an estimated engine: a step takes `step_us` microseconds and `token_ns` nanoseconds for each token of a prompt, and there are so
+    many KV blocks."""
+
+    step_us: int
+    token_ns: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class ForkSequence:
     """To the engine: open held sequences with the handles `forks`, which share the KV of `handle`. An unknown handle is ignored."""
 
@@ -293,6 +303,7 @@ ToEngine = (
     | Add
     | Abort
     | SetPriority
+    | Estimate
     | ForkSequence
     | DropSequence
     | LoadAdapter

@@ -17,6 +17,7 @@ from chairlift.engine.frames import (
     Add,
     BadFrame,
     DropSequence,
+    Estimate,
     Explain,
     Explained,
     ForkSequence,
@@ -117,6 +118,11 @@ class HostedEngine:
                 self._send(_adapter_changed(ask, partial(_unload_adapter, self.engine, name)))
             case SetPriority(tag, priority):
                 self.engine.set_priority(tag, priority)
+            case Estimate():
+                from chairlift.engine.estimated_engine import EstimatedEngine  # only such an engine's process has imported it
+
+                if isinstance(self.engine, EstimatedEngine):
+                    self.engine.estimate(frame)
             case ForkSequence(handle, forks):
                 self.engine.fork_sequence(handle, forks)
             case DropSequence(handle):

@@ -183,9 +183,13 @@ class ReplicatedEngine(ModelClient):
             self._ran_in.add(request_id, replica)
         return replica.engine.run(stream, request_id=request_id, on_start=on_start, spent=spent)
 
+    def ran_in(self, request_id: str) -> Replica | None:
+        """The engine that runs or ran a request; None if it is unknown or ended too long ago."""
+        return self._ran_in.get(request_id)
+
     async def explain(self, request_id: str) -> list[Timeline]:
         """The timelines of a request's sequences, also while it runs; empty if the request, or the engine that had it, is gone."""
-        replica = self._ran_in.get(request_id)
+        replica = self.ran_in(request_id)
         return [] if replica is None or not replica.engine.ready else await replica.engine.explain(request_id)
 
     async def explain_sequences(self, tags: Sequence[int]) -> list[Timeline]:

@@ -132,6 +132,11 @@ class Choice:
             self._first = time.monotonic()
         self._finish = finish
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache when it was admitted."""
+        return self._cached_tokens
+
     def start(self, cached_tokens: int, own_cached_tokens: int, queued: int) -> None:
         """Records the admission: cached prompt tokens, those of them that its tenant used before, and microseconds in the queue."""
         self._cached_tokens, self._own_cached_tokens, self._queued = cached_tokens, own_cached_tokens, queued / 1e6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from starlette import routing
 from starlette.applications import Starlette
@@ -73,10 +74,10 @@ def guarded(app: Starlette, config: ServerConfig, keys: Keys) -> ASGIApp:
     )
 
 
-def application(service: Service, max_body_size: int) -> Starlette:
-    """Builds the application behind the access checks."""
+def application(service: Service, max_body_size: int, instead: Sequence[routing.BaseRoute] | None = None) -> Starlette:
+    """Builds the application behind the access checks. It has the routes of `instead`, if given."""
     app = Starlette(
-        routes=routes(),
+        routes=routes() if instead is None else instead,
         exception_handlers={**HANDLERS, ClientDisconnect: _client_disconnected},
     )
     app.router.redirect_slashes = False  # a redirect would lose the body

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.routing import BaseRoute
 
 from chairlift.checkpoint.weight_files import weight_bytes
 from chairlift.config import EngineConfig
@@ -63,9 +64,15 @@ class Supervisor:
     """Runs one server from start to shutdown."""
 
     def __init__(
-        self, models: Sequence[ServedModel], config: ServerConfig, keys: Keys, tiers: ServiceTiers, processes: Sequence[EngineProcess] = ()
+        self,
+        models: Sequence[ServedModel],
+        config: ServerConfig,
+        keys: Keys,
+        tiers: ServiceTiers,
+        processes: Sequence[EngineProcess] = (),
+        routes: Sequence[BaseRoute] | None = None,
     ) -> None:
-        """`processes` are those of the models' engines, which end with the server."""
+        """`processes` are those of the models' engines, which end with the server. `routes` replace those of `app.routes`."""
         self._config, self._keys, self._processes = config, keys, processes
         self._service = Service(
             models,
@@ -80,7 +87,7 @@ class Supervisor:
         logging.getLogger("uvicorn.access").addFilter(redact_query)
         logging.getLogger("asyncio").addFilter(_is_not_broken_pipe)
         logging.getLogger("asyncio").addFilter(AcceptFailures())
-        self._app = application(self._service, config.max_body_size)
+        self._app = application(self._service, config.max_body_size, routes)
         self._http = HttpServer(
             uvicorn.Config(
                 guarded(self._app, config, keys),

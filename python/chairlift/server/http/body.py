@@ -43,7 +43,7 @@ async def read_json(request: Request, *, queued: bool = True, counted: bool = Tr
     _check_media_type(request)
     if request.headers.get("content-encoding", "identity") != "identity":
         raise ApiError(415, "compressed bodies are not supported; send plain JSON", code="unsupported_media_type")
-    raw = await _read(request, request.app.state.max_body_size if counted else min(LARGE, request.app.state.max_body_size))
+    raw = await read_raw(request, request.app.state.max_body_size if counted else min(LARGE, request.app.state.max_body_size))
     request.state.context.body_received()
     if counted:
         request.state.ticket.admit(queued=queued)
@@ -102,7 +102,8 @@ def _check_media_type(request: Request) -> None:
     raise ApiError(415, "send the body with Content-Type: application/json", code="unsupported_media_type")
 
 
-async def _read(request: Request, limit: int) -> bytearray:
+async def read_raw(request: Request, limit: int) -> bytearray:
+    """Reads a body of at most `limit` bytes; raises ApiError 408 or 413, and Starlette's ClientDisconnect."""
     bodies: Bodies = request.app.state.bodies
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > limit:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -93,6 +93,11 @@ class UsageLog:
         now = time.time()
         self._append(labels, now, held_record(now, labels, token_seconds, seconds))
 
+    def write_upstream(self, labels: UsageLabels, cached_tokens: int, output_tokens: int, finish: str, states: Mapping[str, float]) -> None:
+        """Appends the record of a request that another server has run, with the tokens that it reports and the seconds in each state."""
+        now = time.time()
+        self._append(labels, now, upstream_record(now, labels, cached_tokens, output_tokens, finish, states))
+
     def _append(self, labels: UsageLabels, now: float, fields: dict[str, Any]) -> None:
         """Appends a line. Logs an error if the disk refuses it: the answer is sent all the same."""
         line = _encode(fields).encode() + b"\n"
@@ -176,6 +181,27 @@ def held_record(now: float, labels: UsageLabels, token_seconds: float, seconds: 
         "held_token_seconds": round(token_seconds, 6),
         "seconds": round(seconds, 6),
         "states": {},
+    }
+
+
+def upstream_record(
+    now: float, labels: UsageLabels, cached_tokens: int, output_tokens: int, finish: str, states: Mapping[str, float]
+) -> dict[str, Any]:
+    """Returns the record of a request of the gate. What only an engine knows is 0."""
+    return {
+        **_head(now, labels),
+        "finish": [finish],
+        "cached_tokens": cached_tokens,
+        "output_tokens": output_tokens,
+        "computed_tokens": max(0, labels.prompt_tokens - cached_tokens) + output_tokens,
+        "recomputed_tokens": 0,
+        "block_seconds": 0.0,
+        "compute_seconds": 0.0,
+        "preemptions": 0,
+        "preempted_by": [],
+        "swaps": 0,
+        "seconds": round(sum(states.values()), 6),
+        "states": {name: round(seconds, 6) for name, seconds in states.items()},
     }
 
 

@@ -1,0 +1,204 @@
+"""`chairlift gate`: schedules requests in front of other inference servers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from chairlift.cli import flags
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
+from chairlift.server.config import ServerConfig
+from chairlift.settings import parse_size
+
+if TYPE_CHECKING:
+    from chairlift.gate.limits import Limits
+    from chairlift.gate.upstream import Upstream
+    from chairlift.server.keys import Keys
+    from chairlift.server.tiers import ServiceTiers
+
+log = logging.getLogger("chairlift")
+
+BLOCK_SIZE = 16
+MAX_NUM_SEQS = 256
+"""Requests that an upstream runs at a time, if it does not say: vLLM's default."""
+MAX_NUM_BATCHED_TOKENS = 8192
+"""Tokens of a step of the upstream, as estimated: vLLM's default for its server."""
+DEFAULT_CONTEXT = 1 << 17
+"""Longest sequence of an upstream that does not say it."""
+HEADROOM = 4
+"""The engine has so many times the upstream's blocks, because it counts tokens by bytes (see `gate.estimates`)."""
+
+_ENGINE_FLAGS = (
+    *("max_num_seqs", "max_model_len", "max_num_batched_tokens", "scheduling_policy", "tenant_weights", "tier_weights"),
+    *("max_num_queued_reqs", "max_num_queued_tokens", "queue_ageing_ms", "journal"),
+)
+_SERVER_FLAGS = (
+    *("host", "port", "uds", "served_model_name", "api_key", "operator_key", "public_metrics", "api_key_file", "cors_allow_origins"),
+    *("ssl_certfile", "ssl_keyfile", "admin_socket", "routing", "tiers", "max_body_size", "shutdown_timeout", "usage_log"),
+    *("log_level", "log_format"),
+)
+
+_EXAMPLES = """\
+examples:
+  chairlift gate --upstream http://127.0.0.1:8001                  in front of a vLLM, SGLang or llama.cpp server of this machine
+  chairlift gate --upstream http://gpu1:8000 --upstream http://gpu2:8000 --scheduling-policy fair
+                                                                   two servers of one model, and tenants that share them fairly
+  chairlift gate --upstream http://host:8000 --upstream-kv-tokens 400k --api-key-file keys.toml
+                                                                   a server that does not tell its KV cache; keys for each tenant
+
+Point clients at the gate instead of the server: every request passes unchanged, when it is its turn. The gate's own pages are /metrics,
+/dashboard, /live, /ready and /v1/requests/ID/explain; all other paths are the upstream's.
+"""
+
+
+def add_parser(commands: Any, summary: str) -> None:
+    """Adds the command and its flags."""
+    parser = flags.add_command(commands, "gate", summary, _EXAMPLES, run)
+    parser.add_argument(
+        "--upstream", action="append", type=_address, metavar="URL", default=[], help="a server to pass requests on to; several if repeated"
+    )
+    parser.add_argument(
+        "--upstream-kv-tokens",
+        type=parse_size,
+        metavar="N",
+        help="tokens that each upstream's KV cache holds (default: what the upstream tells)",
+    )
+    parser.add_argument(
+        "--upstream-api-key",
+        default=os.environ.get("CHAIRLIFT_UPSTREAM_API_KEY"),
+        metavar="KEY",
+        help="sent to the upstreams instead of the clients' keys [CHAIRLIFT_UPSTREAM_API_KEY]",
+    )
+    flags.add_fields(parser, ServerConfig, _SERVER_FLAGS)
+    flags.add_fields(parser, EngineConfig, _ENGINE_FLAGS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Passes requests on until a signal."""
+    from chairlift.server.http.sockets import check_certificate, is_loopback, open_path, open_port
+    from chairlift.server.keys import read_keys
+    from chairlift.server.tiers import read_tiers
+
+    if not args.upstream:
+        raise InvalidSetting("name the server to pass requests on to: chairlift gate --upstream http://127.0.0.1:8001")
+    try:
+        import chairlift.gate.gate  # noqa: F401
+    except ModuleNotFoundError:
+        raise InvalidSetting("the gate needs an HTTP client: pip install 'chairlift[gate]'") from None
+    server = args.server
+    keys = read_keys(server.api_key, server.api_key_file, server.operator_key)
+    tiers = read_tiers(server.tiers).granted(keys)
+    if server.ssl_certfile is not None:
+        check_certificate(server.ssl_certfile, server.ssl_keyfile)
+    listener = open_port(server.host, server.port) if server.uds is None else open_path(server.uds, 0o660)
+    with listener as opened:
+        if not keys and server.uds is None and not is_loopback(server.host):
+            log.warning("no API key is set: any host that reaches %s can use the upstreams; see --api-key-file, --api-key", server.host)
+        return asyncio.run(_serve(args, keys, tiers, opened))
+
+
+async def _serve(args: argparse.Namespace, keys: Keys, tiers: ServiceTiers, listener: socket.socket) -> int:
+    from chairlift.engine.background import in_background
+    from chairlift.engine.engine_process import EngineProcess
+    from chairlift.engine.process import ESTIMATE
+    from chairlift.engine.replicated_engine import ReplicatedEngine
+    from chairlift.gate.app import gate_routes
+    from chairlift.gate.estimates import Estimates
+    from chairlift.gate.gate import Gate
+    from chairlift.gate.model_files import write_model_files
+    from chairlift.gate.upstream import Upstream
+    from chairlift.server.admin import serve_admin
+    from chairlift.server.http.sockets import open_path
+    from chairlift.server.model import ServedModel
+    from chairlift.server.supervisor import Supervisor
+
+    server, began = args.server, time.monotonic()
+    upstreams = [Upstream(url, args.upstream_api_key) for url in args.upstream]
+    async with AsyncExitStack() as stack:
+        for upstream in upstreams:
+            stack.push_async_callback(upstream.close)
+        limits = [await _limits(upstream, args.upstream_kv_tokens) for upstream in upstreams]
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chairlift-gate-")))
+        config = _engine_config(args.engine, keys, tiers, limits, directory)
+        write_model_files(directory, config.max_model_len or DEFAULT_CONTEXT)
+        processes = [EngineProcess(ESTIMATE, exclusive=True) for _ in upstreams]
+        routing = server.routing if len(upstreams) > 1 else None
+        engine = ReplicatedEngine(config, processes, equal_numerics=False, routing=routing)
+        name = server.served_model_name or urlsplit(upstreams[0].url).netloc
+        model = ServedModel(name, engine, resume="any")
+        blocks = config.num_kv_blocks or 0
+        estimates = [Estimates(limit.kv_tokens or 0, BLOCK_SIZE, blocks) for limit in limits]
+        gate = Gate(model, upstreams, estimates, keyed=bool(keys))
+        supervisor = Supervisor([model], server, keys, tiers, processes, gate_routes(gate))
+        for process in processes:
+            await stack.enter_async_context(process)
+        if server.admin_socket is not None:
+            admin = stack.enter_context(open_path(server.admin_socket, 0o600))
+            await stack.enter_async_context(serve_admin(admin, supervisor.admin()))
+        await stack.enter_async_context(in_background(gate.tell()))
+        stack.push_async_callback(gate.close)
+        return await supervisor.run(listener, asyncio.create_task(_start(engine, began)))
+
+
+async def _start(engine: Any, began: float) -> None:
+    """Starts the engines of all upstreams."""
+    await asyncio.gather(*(replica.start(began) for replica in engine.replicas))
+
+
+async def _limits(upstream: Upstream, kv_tokens: int | None) -> Limits:
+    """What is known of an upstream. Raises InvalidSetting if its KV cache is not."""
+    from chairlift.gate.limits import Limits
+    from chairlift.gate.upstream import UpstreamFailed
+
+    try:
+        limits = await upstream.limits()
+    except UpstreamFailed as error:
+        if kv_tokens is None:
+            raise InvalidSetting(f"{error}: start it first, or say how many tokens it holds with --upstream-kv-tokens") from None
+        log.warning("%s; the gate waits for it", error)
+        limits = Limits()
+    if (kv_tokens := kv_tokens or limits.kv_tokens) is None:
+        raise InvalidSetting(f"{upstream.url} does not tell the size of its KV cache: set --upstream-kv-tokens")
+    log.info("upstream %s: KV for %d tokens", upstream.url, kv_tokens)
+    return replace(limits, kv_tokens=kv_tokens)
+
+
+def _engine_config(config: EngineConfig, keys: Keys, tiers: ServiceTiers, limits: Sequence[Limits], directory: Path) -> EngineConfig:
+    """The settings of the engines: those of the command line, and where it has none the upstreams' own."""
+    kv_tokens = max(limit.kv_tokens or 0 for limit in limits)
+    weights = {tenant.name: tenant.weight for tenant in keys if tenant.weight is not None}
+    seqs = config.max_num_seqs or min((limit.max_num_seqs for limit in limits if limit.max_num_seqs), default=MAX_NUM_SEQS)
+    context = config.max_model_len or min((limit.max_model_len for limit in limits if limit.max_model_len), default=DEFAULT_CONTEXT)
+    return replace(
+        config,
+        model=str(directory),
+        load_format="none",
+        speculative_config={"method": "off"},
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=HEADROOM * max(1, kv_tokens // BLOCK_SIZE),
+        max_num_seqs=seqs,
+        # Bytes stand for tokens: a prompt may have more of them here than at the upstream.
+        max_model_len=min(HEADROOM * context, HEADROOM * kv_tokens),
+        max_num_batched_tokens=config.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, seqs),
+        tenant_weights={**weights, **(config.tenant_weights or {})} or None,
+        tier_weights={**tiers.weights, **(config.tier_weights or {})},
+    )
+
+
+def _address(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+        raise argparse.ArgumentTypeError(f"expected an address like http://127.0.0.1:8001, got {text!r:.100}")
+    return text.rstrip("/").removesuffix("/v1")

@@ -1,0 +1,147 @@
+"""Lets a request wait for its turn, and holds its share of an upstream until its answer has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from chairlift.errors import EngineDead
+from chairlift.gate.answer import Answer
+from chairlift.gate.prompt import Prompt
+from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
+from chairlift.server.observability.usage_log import UsageLabels
+from chairlift.server.schema.fields import GenerationRequest
+from chairlift.server.service import Service, service_of
+
+if TYPE_CHECKING:
+    from chairlift.engine.stream import Stream
+    from chairlift.server.model import ServedModel
+
+log = logging.getLogger("chairlift")
+
+
+@dataclass(slots=True)
+class Admitted:
+    """A request that may run."""
+
+    upstream: int
+    """The number of the upstream that runs it."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Tokens of the prompt that the upstream is expected to find in its cache."""
+    answer: Answer | None = None
+    """What came back; None until something did."""
+
+
+@asynccontextmanager
+async def admitted(request: Request, prompt: Prompt) -> AsyncGenerator[Admitted]:
+    """Waits until the scheduler admits the request, and ends it there with the block. Raises the engine's errors, among them QueueFull."""
+    admission = _Admission(request, prompt)
+    stream = await admission.prepare()
+    started = asyncio.Event()
+    running = asyncio.create_task(admission.run(stream, started))
+    waiting = asyncio.create_task(started.wait())
+    try:
+        await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if not started.is_set():
+            running.result()
+            raise EngineDead("the scheduler ended the request before its turn")
+        held = admission.started(stream)
+        try:
+            yield held
+            stream.answered = held.answer is not None
+        finally:
+            admission.ended(held)
+    finally:
+        for task in (waiting, running):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, EngineDead):
+            await running
+
+
+class _Admission:
+    """One request in the scheduler."""
+
+    def __init__(self, request: Request, prompt: Prompt) -> None:
+        service = service_of(request)
+        self._service: Service = service
+        self._model: ServedModel = service.default
+        self._request, self._prompt = request, prompt
+        self._context, self._ticket = request.state.context, request.state.ticket
+        self._scheduling = self._urgency()
+        self._id = f"gate-{uuid.uuid4().hex}"
+        self._admitted_at = time.monotonic()
+        self._latencies = self._model.metrics.latencies(self._scheduling)
+
+    def _urgency(self) -> Scheduling:
+        """The scheduling parameters of the tenant, its tier, the headers and the body. Wrong fields are left to the upstream."""
+        request, service = self._request, self._service
+        try:
+            fields = GenerationRequest.model_validate(dict(self._prompt.scheduling))
+        except ValidationError:
+            fields = GenerationRequest()
+        tier = service.tiers.choose(fields.service_tier, request.state.tenant)
+        scheduling = fields.scheduling(self._ticket.tenant.scheduling(tier), request.headers)
+        if self._prompt.max_tokens is not None:
+            scheduling = replace(scheduling, predicted_tokens=min(self._prompt.max_tokens, self._model.engine.info.max_model_len))
+        return service.tiers.bound(scheduling, self._model.engine.config.scheduling_policy)
+
+    async def prepare(self) -> Stream:
+        """Makes the request for the engine. The upstream refuses a prompt that is too long: here it is cut."""
+        limit = self._model.engine.info.max_model_len
+        tokens = self._prompt.tokens[: limit - 1].tolist() or [0]
+        params = SamplingParams(max_tokens=limit - len(tokens), temperature=0.0)
+        self._ticket.add_prompts(1)
+        registry = self._service.registry
+        registry.add(self._scheduling.tenant, self._context.request_id, self._id, 1)
+        registry.remove_preparing(self._scheduling.tenant, self._context)
+        return await self._model.engine.prepare(tokens, params, self._scheduling, arrived=self._context.arrived)
+
+    async def run(self, stream: Stream, started: asyncio.Event) -> None:
+        """Runs the request in the engine until it is cancelled. It yields nothing, because its tokens are at the upstream."""
+        spent, session = self._context.elapsed(), self._context.session
+        async with aclosing(
+            self._model.engine.run(stream, request_id=self._id, on_start=started.set, spent=spent, session=session)
+        ) as outputs:
+            async for _ in outputs:
+                pass
+
+    def started(self, stream: Stream) -> Admitted:
+        """Called when it is admitted."""
+        self._ticket.started()
+        self._admitted_at = time.monotonic()
+        self._latencies.queued.observe(self._admitted_at - self._context.arrived)
+        replica = self._model.engine.ran_in(self._id)
+        cached = stream.choices[0].cached_tokens
+        return Admitted(0 if replica is None else replica.number, len(stream.prompt_token_ids), cached)
+
+    def ended(self, held: Admitted) -> None:
+        """Counts what it used, by the upstream's own numbers where it gives them."""
+        now, answer, metrics = time.monotonic(), held.answer, self._model.metrics
+        tokens, usage = (0, None) if answer is None else (answer.num_tokens, answer.usage())
+        if answer is not None and answer.ttft is not None:
+            self._latencies.first_token.observe(self._admitted_at - self._context.arrived + answer.ttft)
+        if answer is not None and answer.between_tokens is not None:
+            self._latencies.per_token.observe(answer.between_tokens)
+        prompt = held.prompt_tokens if usage is None or usage.prompt is None else usage.prompt
+        metrics.observe_lengths(prompt, tokens)
+        metrics.count_finished("abort" if answer is None else "stop", now - self._context.arrived, self._latencies)
+        if (usage_log := self._service.usage_log) is not None:
+            scheduling = self._scheduling
+            labels = UsageLabels(
+                self._id, self._context.request_id, self._model.name, scheduling.tenant, scheduling.served_tier, scheduling.priority, prompt
+            )
+            cached = 0 if usage is None or usage.cached is None else usage.cached
+            states = {"queued": self._admitted_at - self._context.arrived, "upstream": now - self._admitted_at}
+            usage_log.write_upstream(labels, cached, tokens, "abort" if answer is None else "stop", states)

@@ -1,0 +1,113 @@
+"""What an upstream's answer says while it passes: the times of its tokens, and the usage that it reports."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+KEPT = 1 << 14
+"""Bytes of an answer's beginning and of its end in which usage is looked for."""
+
+_decode = json.JSONDecoder().raw_decode
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamUsage:
+    """The tokens of one request as the upstream counts them; None for what it does not say."""
+
+    prompt: int | None = None
+    cached: int | None = None
+    output: int | None = None
+
+
+class Answer:
+    """Looks at the bytes of one answer. It changes nothing and keeps only its beginning and its end."""
+
+    def __init__(self, *, streamed: bool) -> None:
+        self._streamed = streamed
+        self._sent = time.monotonic()
+        self._first: float | None = None
+        self._last = 0.0
+        self._events = 0
+        self._head = bytearray()
+        self._tail = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Looks at the next bytes, which have just arrived."""
+        self._last = time.monotonic()
+        if self._first is None:
+            self._first = self._last
+        if self._streamed:
+            self._events += data.count(b"data:")
+        if len(self._head) < KEPT:
+            self._head += data[: KEPT - len(self._head)]
+        self._tail += data
+        if len(self._tail) > 2 * KEPT:
+            del self._tail[:-KEPT]
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds until the first byte; None before that, and of an answer that is not streamed."""
+        return None if self._first is None or not self._streamed else self._first - self._sent
+
+    @property
+    def between_tokens(self) -> float | None:
+        """Mean seconds between the events of a stream; None without enough of them."""
+        if self._first is None or self._events < 3:
+            return None
+        return (self._last - self._first) / (self._events - 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer: those of its usage, else its events."""
+        output = self.usage().output
+        return self._events if output is None else output
+
+    def usage(self) -> UpstreamUsage:
+        """The usage that the upstream reported. OpenAI's and Ollama's are at the end; Anthropic's has its prompt at the beginning."""
+        found: dict[str, Any] = {}
+        for text in (bytes(self._head), bytes(self._tail)):
+            found |= _usage(text.decode("utf-8", "replace"))
+        cached = found.get("cache_read_input_tokens", _inner(found, "prompt_tokens_details", "input_tokens_details"))
+        prompt = found.get("prompt_tokens", found.get("input_tokens"))
+        if "cache_read_input_tokens" in found and isinstance(prompt, int):  # Anthropic counts cached tokens apart
+            prompt += sum(_count(found.get(name)) or 0 for name in ("cache_read_input_tokens", "cache_creation_input_tokens"))
+        output = found.get("completion_tokens", found.get("output_tokens"))
+        return UpstreamUsage(_count(prompt), _count(cached), _count(output))
+
+
+def _usage(text: str) -> dict[str, Any]:
+    """The last `usage` object in a text, or the counts of Ollama's last line."""
+    at = text.rfind('"usage"')
+    while at >= 0:
+        colon = text.find("{", at)
+        if colon >= 0 and text[at + len('"usage"') : colon].strip() == ":":
+            try:
+                usage = _decode(text, colon)[0]
+            except ValueError:
+                usage = None
+            if isinstance(usage, dict):
+                return usage
+        at = text.rfind('"usage"', 0, at)
+    if (at := text.rfind('"prompt_eval_count"')) >= 0:
+        counts = {"prompt_eval_count": "prompt_tokens", "eval_count": "completion_tokens"}
+        return {new: value for old, new in counts.items() if (value := _number_after(text, f'"{old}":')) is not None}
+    return {}
+
+
+def _number_after(text: str, name: str) -> int | None:
+    at = text.rfind(name)
+    digits = text[at + len(name) : at + len(name) + 12].strip() if at >= 0 else ""
+    digits = digits[: next((index for index, character in enumerate(digits) if not character.isdigit()), len(digits))]
+    return int(digits) if digits else None
+
+
+def _inner(found: dict[str, Any], *names: str) -> Any:
+    details: dict[str, Any] = next((found[name] for name in names if isinstance(found.get(name), dict)), {})
+    return details.get("cached_tokens")
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None

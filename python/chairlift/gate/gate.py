@@ -1,0 +1,163 @@
+"""The gate: passes requests on to upstreams, those that generate when the scheduler lets them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from chairlift.engine.frames import Estimate
+from chairlift.gate.admission import Admitted, admitted
+from chairlift.gate.answer import Answer
+from chairlift.gate.estimates import Estimates
+from chairlift.gate.prompt import GENERATES, read_prompt
+from chairlift.gate.upstream import RawHeaders, Upstream, UpstreamFailed, failure, passed_on
+from chairlift.server.errors import ApiError, for_route
+from chairlift.server.http.body import LARGE, read_raw
+from chairlift.server.model import ServedModel
+from chairlift.server.service import service_of
+from chairlift.server.streaming import event
+
+log = logging.getLogger("chairlift")
+
+TELL_SECONDS = 1.0
+"""Interval at which the engines are told what was learned."""
+VIA = b"x-chairlift-gate"
+"""Header by which a gate recognizes a request that it has passed on itself."""
+
+
+class Gate:
+    """An ASGI application for all paths that are not the gate's own. `estimates` belong to the `upstreams`, in the same order."""
+
+    def __init__(self, model: ServedModel, upstreams: Sequence[Upstream], estimates: Sequence[Estimates], *, keyed: bool) -> None:
+        """With keys of its own (`keyed`) the gate passes none of its clients' on."""
+        self._model, self._upstreams, self._estimates, self._keyed = model, upstreams, estimates, keyed
+        self._name = secrets.token_hex(8).encode()
+        self._told: dict[int, Estimate] = {}
+        self._probes: dict[int, asyncio.Task[None]] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes one request on."""
+        request = Request(scope, receive)
+        if (VIA, self._name) in scope["headers"]:
+            raise ApiError(508, "this gate is its own upstream: check --upstream", code="loop")
+        raw = await read_raw(request, request.app.state.max_body_size)
+        request.state.context.body_received()
+        generates = request.method == "POST" and scope["path"] in GENERATES
+        request.state.ticket.admit(queued=generates)
+        try:
+            if generates:
+                await self._generate(request, raw, send)
+            else:
+                await self._pass(request, raw, send, 0, None)
+        except UpstreamFailed as error:
+            raise _refusal(error) from None
+
+    async def tell(self) -> None:
+        """Tells the engines what was learned, as long as the task runs."""
+        while True:
+            for replica in self._model.engine.replicas:
+                estimate = self._estimates[replica.number].frame()
+                if replica.engine.ready and self._told.get(replica.number) != estimate:
+                    self._told[replica.number] = estimate
+                    replica.engine.tell(estimate)
+            await asyncio.sleep(TELL_SECONDS)
+
+    async def close(self) -> None:
+        """Closes the connections to the upstreams."""
+        for task in self._probes.values():
+            task.cancel()
+        for upstream in self._upstreams:
+            await upstream.close()
+
+    async def _generate(self, request: Request, raw: bytearray, send: Send) -> None:
+        """Waits for the request's turn and passes it on; to another upstream if the first cannot be reached."""
+        service_of(request).check_admission()
+        service_of(request).registry.add_preparing(request.state.tenant, request.state.context)
+        prompt = await asyncio.to_thread(read_prompt, raw) if len(raw) > LARGE else read_prompt(raw)
+        failed: UpstreamFailed | None = None
+        for _ in self._upstreams:
+            async with admitted(request, prompt) as held:
+                try:
+                    await self._pass(request, raw, send, held.upstream, held)
+                except UpstreamFailed as error:  # nothing was sent to the client
+                    failed = error
+                    self._unreachable(held.upstream)
+                    continue
+                if held.answer is not None:
+                    self._estimates[held.upstream].observe(held.answer, held.prompt_tokens, held.cached_tokens)
+                return
+        assert failed is not None  # there is an upstream
+        raise failed
+
+    async def _pass(self, request: Request, raw: bytearray, send: Send, number: int, held: Admitted | None) -> None:
+        """Sends a request to an upstream and its answer to the client. Raises UpstreamFailed as long as the client has got nothing."""
+        upstream, scope, begun = self._upstreams[number], request.scope, False
+        target = scope["raw_path"].decode("latin-1") + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
+        try:
+            async with upstream.request(request.method, target, self._headers(scope["headers"], request), raw) as response:
+                streamed = response.content_type == "text/event-stream"
+                answer = Answer(streamed=streamed)
+                if held is not None and response.status == 200:
+                    held.answer = answer
+                begun = True
+                await send({"type": "http.response.start", "status": response.status, "headers": _answer_headers(response)})
+                # Middleware only needs the start and the end of the response.
+                raw_send: Send = scope["state"]["raw_send"]
+                try:
+                    async for data in response.content.iter_any():
+                        answer.feed(data)
+                        await raw_send({"type": "http.response.body", "body": data, "more_body": True})
+                except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                    if not streamed:
+                        raise
+                    envelope = for_route(_refusal(failure(upstream.url, error)), scope["path"]).envelope
+                    await raw_send({"type": "http.response.body", "body": event(envelope), "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if begun:
+                raise  # the connection is closed in the middle of the answer, as the upstream's was
+            raise failure(upstream.url, error) from None
+
+    def _headers(self, headers: RawHeaders, request: Request) -> RawHeaders:
+        """The headers for the upstream: the client's, without its key if that is the gate's, and the id under which the gate knows it."""
+        dropped = {b"x-request-id", *((b"authorization", b"x-api-key") if self._keyed else ())}
+        kept = [(name, value) for name, value in headers if name not in dropped]
+        return [*kept, (b"x-request-id", request.state.context.request_id.encode()), (VIA, self._name)]
+
+    def _unreachable(self, number: int) -> None:
+        """Gives an upstream no more requests until it can be reached again."""
+        upstream, replicas = self._upstreams[number], self._model.engine.replicas
+        replica = replicas[number]
+        if not upstream.healthy:
+            return
+        log.warning("the upstream %s cannot be reached", upstream.url)
+        upstream.healthy = False
+        # The last one stays, so that its requests get its error.
+        replica.draining = any(other.ready for other in replicas if other is not replica)
+
+        async def probe() -> None:
+            await upstream.wait_until_reachable()
+            replica.draining = False
+            log.info("the upstream %s can be reached again", upstream.url)
+
+        self._probes[number] = asyncio.create_task(probe())
+
+
+def _answer_headers(response: Any) -> RawHeaders:
+    """The headers for the client. The upstream's own id of the request has another name, because the gate's is what `explain` knows."""
+    renamed = {b"x-request-id": b"x-upstream-request-id", b"request-id": b"x-upstream-request-id"}
+    named = [(name.lower(), value) for name, value in passed_on(response.raw_headers) if name.lower() != b"date"]  # the gate sends its own
+    kept = [(renamed.get(name, name), value) for name, value in named]
+    length = response.headers.get("content-length")
+    return kept if length is None else [*kept, (b"content-length", length.encode())]
+
+
+def _refusal(error: UpstreamFailed) -> ApiError:
+    return ApiError(502, f"{error}: try again, or look at its log", type="server_error", code="upstream_failed", admitted=True)

@@ -1,0 +1,89 @@
+"""What a request's body says that scheduling needs: a stand-in for its prompt's tokens, and its limit of output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic_core import from_json
+
+BYTES_PER_TOKEN = 4
+"""Bytes of JSON that stand for a token. The real number is learned from the upstream's `usage`: see `Estimates`."""
+
+GENERATES = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+        *("/chat/completions", "/completions", "/completion", "/generate", "/api/chat", "/api/generate"),
+    }
+)
+"""Paths whose requests generate text. All others are passed on at once."""
+
+LONGEST_TEXT = 1 << 16
+"""Characters of a string above which it may be an image or a sound."""
+DATA_TOKENS = 256
+"""Tokens that stand for such data."""
+
+SCHEDULING = ("priority", "deadline_ms", "ttft_deadline_ms", "service_tier")
+"""Fields that the gate reads too: see docs/scheduling.md."""
+
+_BEFORE = ("model", "system", "instructions", "tools", "functions", "response_format")
+"""Fields that templates put before the conversation, so that they are part of its prefix."""
+_CONVERSATION = ("messages", "input", "prompt", "text")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The estimate of a prompt. Two bodies of which one continues the other have prompts of which one continues the other."""
+
+    tokens: np.ndarray
+    """int32, ids below `model_files.VOCABULARY`."""
+    max_tokens: int | None
+    """The longest answer that the client allows."""
+    scheduling: Mapping[str, Any]
+    """The fields of the body that say how urgent the request is, as the client sent them."""
+
+
+def read_prompt(raw: bytes | bytearray) -> Prompt:
+    """Estimates the prompt of a body. One that is not a JSON object is a prompt as it stands: the upstream will refuse it."""
+    try:
+        body = from_json(raw)
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        return Prompt(tokens([bytes(raw)]), None, {})
+    parts = [_packed(body[name]) for name in _BEFORE if name in body]
+    for name in _CONVERSATION:
+        value = body.get(name)
+        parts += map(_packed, value) if isinstance(value, list) else [_packed(value)] if value is not None else []
+    limits = [body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict")]
+    limit = next((one for one in limits if type(one) is int and one > 0), None)
+    return Prompt(tokens(parts), limit, {name: body[name] for name in SCHEDULING if name in body})
+
+
+def tokens(parts: list[bytes]) -> np.ndarray:
+    """One id for each BYTES_PER_TOKEN bytes of each part, int32. Parts begin at a token, so that a prefix of parts is one of tokens."""
+    padded = b"".join(part + b" " * (-len(part) % BYTES_PER_TOKEN) for part in parts)
+    words = np.frombuffer(padded, dtype="<u4").astype(np.uint32)
+    # Knuth's multiplicative hash spreads all 32 bits over the upper 16.
+    return ((words * np.uint32(2654435761)) >> np.uint32(16)).astype(np.int32)
+
+
+def _packed(value: Any) -> bytes:
+    """The bytes that stand for a part of the conversation; much data, such as an image, is replaced by its hash."""
+    return json.dumps(_shortened(value), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+def _shortened(value: Any) -> Any:
+    match value:
+        case str() if len(value) > LONGEST_TEXT and " " not in value[:LONGEST_TEXT]:
+            digest = hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
+            return (digest * (DATA_TOKENS * BYTES_PER_TOKEN // len(digest) + 1))[: DATA_TOKENS * BYTES_PER_TOKEN]
+        case dict():
+            return {name: _shortened(item) for name, item in value.items()}
+        case list():
+            return [_shortened(item) for item in value]
+    return value

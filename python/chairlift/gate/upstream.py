@@ -1,0 +1,130 @@
+"""One server behind the gate: its limits, its health, and requests to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import aiohttp
+
+from chairlift.errors import ChairliftError
+from chairlift.gate.limits import Limits, merged, of_llama_cpp, of_metrics, of_models, of_sglang
+
+log = logging.getLogger("chairlift")
+
+CONNECT_SECONDS = 10.0
+SILENT_SECONDS = 900.0
+"""Seconds without a byte after which an answer is given up. A long queue and a long prompt take minutes."""
+PROBE_SECONDS = 2.0
+"""Interval at which an upstream that could not be reached is tried again."""
+DISCOVERY_SECONDS = 10.0
+LONGEST_PAGE = 8 << 20
+"""Bytes of a page of metrics or settings that are read."""
+
+_HOP_BY_HOP = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"),
+        *("transfer-encoding", "upgrade", "host", "content-length"),
+    }
+)
+"""Headers that belong to one connection (RFC 9110, section 7.6.1), and those that the client library sets."""
+
+RawHeaders = list[tuple[bytes, bytes]]
+
+
+class UpstreamFailed(ChairliftError):
+    """The upstream could not be reached, or its answer is no HTTP."""
+
+
+class Upstream:
+    """A server with a base address. `close` it at the end."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """`api_key` replaces what clients send as theirs."""
+        self.url = url.rstrip("/")
+        self.healthy = True
+        """Whether the newest connection could be made."""
+        self._api_key = api_key
+        self._session: aiohttp.ClientSession | None = None
+
+    async def limits(self) -> Limits:
+        """Asks for the limits, as vLLM, SGLang, llama.cpp and Chairlift tell them. Raises UpstreamFailed if the upstream is unreachable."""
+        metrics = await self._page("/metrics")
+        found = of_metrics(metrics or "")
+        for path, read in (("/get_server_info", of_sglang), ("/props", of_llama_cpp), ("/v1/models", of_models)):
+            if found.kv_tokens is None or found.max_model_len is None:
+                found = merged(found, read(await self._json(path)))
+        return found
+
+    def request(self, method: str, target: str, headers: RawHeaders, body: bytes | bytearray) -> Any:
+        """Sends a request on; a context manager of aiohttp's response, whose bytes are as the upstream sent them."""
+        sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in passed_on(headers)]
+        if self._api_key is not None:
+            sent = [(name, value) for name, value in sent if name not in ("authorization", "x-api-key")]
+            sent.append(("authorization", f"Bearer {self._api_key}"))
+        return self._client().request(method, self.url + target, headers=sent, data=bytes(body) or None, allow_redirects=False)
+
+    async def wait_until_reachable(self) -> None:
+        """Returns when the upstream answers anything over HTTP."""
+        while not self.healthy:
+            await asyncio.sleep(PROBE_SECONDS)
+            try:
+                async with self._client().get(self.url + "/health", timeout=aiohttp.ClientTimeout(total=DISCOVERY_SECONDS)):
+                    self.healthy = True
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                continue
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+                auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS),
+                skip_auto_headers=("user-agent", "accept", "accept-encoding", "content-type"),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._session
+
+    async def _page(self, path: str) -> str | None:
+        """A page's text; None if the upstream has none."""
+        headers = {} if self._api_key is None else {"authorization": f"Bearer {self._api_key}"}
+        try:
+            async with self._client().get(
+                self.url + path, headers=headers, allow_redirects=False, timeout=aiohttp.ClientTimeout(total=DISCOVERY_SECONDS)
+            ) as response:
+                data = await response.content.read(LONGEST_PAGE)
+                return data.decode("utf-8", "replace") if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise UpstreamFailed(f"{self.url} cannot be reached ({_reason(error)})") from None
+
+    async def _json(self, path: str) -> Any:
+        page = await self._page(path)
+        try:
+            return json.loads(page or "null")
+        except ValueError:
+            return None
+
+
+def passed_on(headers: RawHeaders) -> RawHeaders:
+    """The headers that are passed on: all but those of the connection, and those that it names."""
+    named = {token.strip().lower() for name, value in headers if name.lower() == b"connection" for token in value.split(b",")}
+    dropped = {*(name.encode() for name in _HOP_BY_HOP), *named}
+    return [(name, value) for name, value in headers if name.lower() not in dropped]
+
+
+def failure(url: str, error: Exception) -> UpstreamFailed:
+    """The error of a request that failed on the way."""
+    return UpstreamFailed(f"the upstream {url} failed ({_reason(error)})")
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return (str(error) or type(error).__name__)[:200]

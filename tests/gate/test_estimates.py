@@ -1,0 +1,121 @@
+"""What the gate makes of bodies, of answers and of an upstream's own pages."""
+
+import json
+
+import numpy as np
+import pytest
+
+from chairlift.gate import limits
+from chairlift.gate.answer import Answer, UpstreamUsage
+from chairlift.gate.estimates import LEAST_SHARE, Estimates
+from chairlift.gate.limits import Limits
+from chairlift.gate.model_files import VOCABULARY
+from chairlift.gate.prompt import DATA_TOKENS, read_prompt
+from chairlift.gate.upstream import passed_on
+
+TURN = [{"role": "user", "content": "Where is the café?"}]
+ANSWERED = [*TURN, {"role": "assistant", "content": "There."}, {"role": "user", "content": "Thanks"}]
+
+
+def prompt_of(**body):
+    return read_prompt(json.dumps(body).encode()).tokens
+
+
+def test_the_next_turn_continues_the_prompt():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    first = prompt_of(model="m", messages=TURN, tools=tools, temperature=0.5)
+    second = prompt_of(temperature=1.0, tools=tools, messages=ANSWERED, model="m")
+    assert first.dtype == np.int32
+    assert 0 <= first.min() <= first.max() < VOCABULARY
+    assert np.array_equal(second[: len(first)], first)
+    assert len(second) > len(first)
+
+
+@pytest.mark.parametrize("change", [{"model": "n"}, {"tools": []}, {"messages": [{"role": "system", "content": "x"}, *ANSWERED]}])
+def test_what_changes_the_prefix_changes_the_prompt(change):
+    body = {"model": "m", "messages": ANSWERED}
+    assert not np.array_equal(prompt_of(**(body | change))[:8], prompt_of(**body)[:8])
+
+
+def test_an_image_counts_as_a_few_tokens_and_is_known_again():
+    def with_image(letter):
+        return prompt_of(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:" + letter * 10**6}}]}])
+
+    assert DATA_TOKENS < len(with_image("a")) < DATA_TOKENS + 50
+    assert np.array_equal(with_image("a"), with_image("a"))
+    assert not np.array_equal(with_image("a"), with_image("b"))
+
+
+@pytest.mark.parametrize("raw", [b"", b"no JSON", b"[1]", b'{"messages": 3}', b'{"messages": null}', b'{"prompt": "\\ud800"}', b"\xff"])
+def test_any_body_has_a_prompt(raw):
+    assert read_prompt(raw).tokens.dtype == np.int32
+
+
+def answer_with(*chunks, streamed=True):
+    answer = Answer(streamed=streamed)
+    for chunk in chunks:
+        answer.feed(chunk)
+    return answer
+
+
+def test_usage_of_each_api():
+    usage = b'"usage":{"prompt_tokens":30,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":16}}'
+    openai = answer_with(b'data: {"choices":[]}\n\n' * 5000, b'data: {"choices":[],' + usage + b"}\n\ndata: [DONE]\n\n")
+    assert openai.usage() == UpstreamUsage(30, 16, 4)
+    start = b'data: {"type":"message_start","message":{"usage":{"input_tokens":5,"cache_read_input_tokens":20,"output_tokens":1}}}\n\n'
+    anthropic = answer_with(start, b"data: {}\n\n" * 5000, b'data: {"type":"message_delta","usage":{"output_tokens":9}}\n\n')
+    assert anthropic.usage() == UpstreamUsage(25, 20, 9)
+    ollama = answer_with(b'{"done":false}\n{"done":true,"prompt_eval_count":26,"eval_count":8}\n', streamed=False)
+    assert ollama.usage() == UpstreamUsage(26, None, 8)
+    assert answer_with(b'{"usage":null,"text":"\\"usage\\": {"}', streamed=False).usage() == UpstreamUsage()
+    assert answer_with(b'data: {"usage":{"prompt_tokens":"x"}}\n\n' * 2).num_tokens == 2
+
+
+def test_an_upstream_that_finds_less_than_expected_counts_for_less():
+    estimates = Estimates(16_000, 16, 4_000)
+    assert estimates.frame().blocks == 1000
+    bad = answer_with(b'{"usage":{"prompt_tokens":1000,"prompt_tokens_details":{"cached_tokens":0}}}', streamed=False)
+    for _ in range(200):
+        estimates.observe(bad, 1000, 900)
+    assert estimates.frame().blocks == int(1000 * LEAST_SHARE)
+    good = answer_with(b'{"usage":{"prompt_tokens":1000,"prompt_tokens_details":{"cached_tokens":900}}}', streamed=False)
+    for _ in range(400):
+        estimates.observe(good, 1000, 900)
+    assert estimates.frame().blocks == 1000
+
+
+def test_tokens_are_counted_as_the_upstream_counts_them():
+    estimates = Estimates(16_000, 16, 4_000)
+    for _ in range(100):
+        estimates.observe(answer_with(b'{"usage":{"prompt_tokens":500}}', streamed=False), 1000, 0)
+    assert estimates.frame().blocks == pytest.approx(2000, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        ('vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n', Limits(1600)),
+        (
+            'chairlift_cache_config_info{block_size="32",num_gpu_blocks="10",max_model_len="99",max_num_seqs="7"} 1.0\n',
+            Limits(320, 99, 7),
+        ),
+        ("sglang:max_total_num_tokens 5000.0\n", Limits(5000)),
+        ('vllm:cache_config_info{block_size="None",num_gpu_blocks="-1"} 1.0\n', Limits()),
+        ("<html>", Limits()),
+    ],
+)
+def test_limits_are_read_from_metrics(page, expected):
+    assert limits.of_metrics(page) == expected
+
+
+def test_limits_are_read_from_the_pages_of_llama_cpp_and_sglang():
+    assert limits.of_llama_cpp({"default_generation_settings": {"n_ctx": 2048}, "total_slots": 4}) == Limits(8192, 2048, 4)
+    sglang = {"max_total_num_tokens": 9, "context_length": 8, "max_running_requests": 7}
+    assert limits.of_sglang(sglang) == Limits(9, 8, 7)
+    for odd in (None, [], {"data": [3]}, {"default_generation_settings": 3, "total_slots": "x"}, 7):
+        assert limits.of_llama_cpp(odd) == limits.of_sglang(odd) == limits.of_models(odd) == Limits()
+
+
+def test_headers_of_the_connection_stay_behind():
+    headers = [(b"Connection", b"close, X-Mine"), (b"x-mine", b"1"), (b"te", b"trailers"), (b"accept", b"*/*"), (b"host", b"h")]
+    assert passed_on(headers) == [(b"accept", b"*/*")]

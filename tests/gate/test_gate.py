@@ -1,0 +1,165 @@
+"""The gate passes requests on unchanged, when it is their turn."""
+
+import concurrent.futures
+import json
+import time
+
+import httpx
+import pytest
+from fake_async_engine import wait_until
+from upstream import Upstream, gate
+
+pytestmark = pytest.mark.slow
+
+
+def chat(content, **fields):
+    return {"messages": [{"role": "user", "content": content}], **fields}
+
+
+@pytest.fixture(scope="module")
+def upstream():
+    server = Upstream()
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def base(upstream, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gate")
+    flags = {"max_num_seqs": "2", "scheduling_policy": "fair", "usage_log": str(folder / "usage")}
+    with gate(upstream, log=folder / "log", **flags) as address:
+        yield address
+    assert "Traceback" not in (folder / "log").read_text()
+
+
+@pytest.fixture(autouse=True)
+def fresh(upstream):
+    upstream.requests.clear()
+    upstream.started.clear()
+    upstream.cancelled.clear()
+    upstream.most = 0
+    while upstream.go.acquire(blocking=False):
+        pass
+
+
+OWN = {"date", "x-request-id", "x-upstream-request-id", "connection"}
+
+
+def answer_of(response):
+    headers = [(name, value) for name, value in response.headers.multi_items() if name not in OWN]
+    return response.status_code, sorted(headers), response.read()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "arguments"),
+    [
+        ("POST", "/v1/chat/completions", {"json": chat("hello", unknown={"deep": [1, None]})}),
+        ("POST", "/v1/chat/completions", {"json": chat("hello", stream=True)}),
+        ("POST", "/v1/chat/completions", {"json": chat("refuse")}),
+        ("POST", "/v1/completions", {"content": b"this is no JSON \xff"}),
+        (
+            "POST",
+            "/v1/audio/transcriptions",
+            {"content": bytes(range(256)), "headers": {"content-type": "multipart/form-data; boundary=x"}},
+        ),
+        ("GET", "/v1/unknown%2Fpath/?a=1&a=%20b", {}),
+        ("PATCH", "/v1/other", {"json": {"a": 1}}),
+        ("GET", "/gzip", {"headers": {"accept-encoding": "gzip"}}),
+        ("GET", "/redirect", {}),
+        ("GET", "/v1/models", {}),
+    ],
+)
+def test_the_answer_is_the_one_without_the_gate(upstream, base, method, path, arguments):
+    def answer(address):
+        with httpx.Client() as client:
+            return answer_of(client.send(client.build_request(method, address + path, **arguments)))
+
+    direct, through = answer(upstream.url), answer(base)
+    assert through == direct
+    if len(upstream.requests) == 2:
+        first, second = upstream.requests
+        assert first[:2] == second[:2]
+        assert first[3] == second[3]
+        changed = {"x-request-id", "x-chairlift-gate", "host", "connection"}
+        headers = [{name: value for name, value in one[2].items() if name not in changed} for one in (first, second)]
+        assert headers[0] == headers[1]
+
+
+def test_no_more_run_at_a_time_than_there_are_slots_and_tenants_share_them(upstream, base):
+    def send(tenant, content):
+        return httpx.post(base + "/v1/chat/completions", json=chat(content), headers={"x-tenant-id": tenant}, timeout=60)
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        flood = [pool.submit(send, "flood", f"wait flood {index}") for index in range(8)]
+        wait_until(lambda: len(upstream.started) == 2)
+        time.sleep(0.3)  # the others are in the queue
+        honest = pool.submit(send, "honest", "wait honest")
+        time.sleep(0.3)
+        for _ in range(9):
+            upstream.go.release()
+        assert all(one.result().status_code == 200 for one in [*flood, honest])
+    assert upstream.most == 2
+    # Its tenant had nothing, so it goes before all of the flood that still waits.
+    assert "wait honest" in upstream.started[2:4]
+
+
+def test_a_client_that_leaves_cancels_the_request_at_the_upstream(upstream, base):
+    with (
+        httpx.Client() as client,
+        client.stream("POST", base + "/v1/chat/completions", json=chat("wait for ever", stream=True)) as response,
+    ):
+        next(response.iter_bytes())
+    wait_until(lambda: upstream.cancelled == ["wait for ever"])
+    assert httpx.post(base + "/v1/chat/completions", json=chat("hello")).status_code == 200
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error(base):
+    response = httpx.post(base + "/v1/chat/completions", json=chat("break", stream=True))
+    last = [line for line in response.text.splitlines() if line.startswith("data: ")][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "upstream_failed"
+
+
+def test_explain_and_the_usage_log_know_the_request(upstream, base, tmp_path_factory):
+    response = httpx.post(base + "/v1/chat/completions", json=chat("hello"), headers={"x-request-id": "mine", "x-tenant-id": "me"})
+    assert response.headers["x-request-id"] == "mine"
+    explained = httpx.get(base + "/v1/requests/mine/explain", headers={"x-tenant-id": "me"}).json()
+    assert explained["sequences"][0]["finish"] == "stop"
+    folder = next(path for path in tmp_path_factory.getbasetemp().glob("gate*/usage"))
+    lines = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    record = next(line for line in lines if line["request_id"] == "mine")
+    assert (record["tenant"], record["prompt_tokens"], record["cached_tokens"], record["output_tokens"]) == ("me", 7, 2, 3)
+
+
+def test_metrics_are_those_of_the_gate(base):
+    httpx.post(base + "/v1/chat/completions", json=chat("hello"))
+    assert "chairlift_time_to_first_token_seconds" in httpx.get(base + "/metrics").text
+
+
+def test_keys_stay_where_they_belong_and_a_gate_may_stand_before_another(upstream, tmp_path):
+    outer_flags = {"api_key": "of-the-gate", "upstream_api_key": "of-the-upstream"}
+    with gate(upstream, log=tmp_path / "log", **outer_flags) as address:
+        upstream.requests.clear()
+        assert httpx.post(address + "/v1/chat/completions", json=chat("hello")).status_code == 401
+        assert not upstream.requests
+        headers = {"authorization": "Bearer of-the-gate", "x-chairlift-gate": "another"}
+        response = httpx.post(address + "/v1/chat/completions", json=chat("hello"), headers=headers)
+    assert response.status_code == 200
+    assert "of-the-upstream" not in str(response.headers) + response.text
+    assert upstream.requests[0][2]["authorization"] == "Bearer of-the-upstream"
+    assert "of-the-gate" not in str(upstream.requests[0])
+
+
+def test_an_upstream_that_is_gone_is_left_out_until_it_is_back(tmp_path):
+    first, second = Upstream(), Upstream()
+    first.start()
+    second.start()
+    with gate(first, second, log=tmp_path / "log", routing="round-robin") as address:
+        first.stop()
+        statuses = [httpx.post(address + "/v1/chat/completions", json=chat(f"hello {index}")).status_code for index in range(4)]
+        assert statuses == [200] * 4
+        assert len(second.started) == 4
+        second.stop()
+        gone = httpx.post(address + "/v1/chat/completions", json=chat("hello"))
+        assert gone.status_code == 502
+        assert gone.json()["error"]["code"] == "upstream_failed"
