@@ -13,12 +13,12 @@ RUN /opt/maturin/bin/pip install --no-cache-dir --require-hashes --requirement p
 RUN /opt/maturin/bin/maturin build --release --locked --out /wheels && python3 packaging/cpu_wheel.py /wheels/*.whl
 
 FROM python:3.13-slim-bookworm AS runtime
-RUN useradd --create-home --uid 1000 chairlift && install --directory --owner chairlift /models
-ENV CHAIRLIFT_CACHE_DIR=/models PYTHONUNBUFFERED=1
+RUN useradd --create-home --uid 1000 chairlift && install --directory --owner chairlift /models /run/chairlift
+ENV CHAIRLIFT_CACHE_DIR=/models CHAIRLIFT_ADMIN_SOCKET=/run/chairlift/admin.sock PYTHONUNBUFFERED=1
 VOLUME /models
 EXPOSE 8000
-HEALTHCHECK --interval=10s --timeout=5s --start-period=5m \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=3)"]
+COPY docker/health.py /opt/health.py
+HEALTHCHECK --interval=10s --timeout=5s --start-period=5m CMD ["python", "/opt/health.py"]
 ENTRYPOINT ["chairlift"]
 CMD ["serve", "--host", "0.0.0.0"]
 

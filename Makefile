@@ -116,6 +116,11 @@ files: $(VENV)/.developing ## compare published vocabularies and tiny models wit
 	$(BIN)/python tests/published/run.py
 	$(BIN)/python tests/published/models.py $(ARGS)
 
+.PHONY: docs-reference
+docs-reference: $(VENV)/.developing ## write docs/reference and the table of docs/models.md from the code
+	$(BIN)/python docs/generators/reference.py
+	$(BIN)/python docs/models_page.py
+
 .PHONY: docs
 docs: $(VENV)/.documenting ## build the documentation's site into site/ and check its links
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -14,7 +14,7 @@ from pathlib import Path
 NAME = "chairlift-cpu"
 LEFT_OUT = {"accelerate", "torch", "transformers", "triton"}
 """The dependencies that are left out."""
-EXTRAS = {"gate", "gguf", "otel"}
+EXTRAS = {"fleet", "gate", "gguf", "otel"}
 """The extras that need none of them."""
 
 

@@ -2,8 +2,10 @@
 
 import importlib
 import importlib.util
+import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -13,6 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+
+from chairlift.cli.flags import read_config
+from chairlift.cli.main import build_parser
+from chairlift.server.app import routes
+from chairlift.server.config import ServerConfig
 
 ROOT = Path(__file__).parent.parent
 URL = "https://forge.example/team/chairlift"
@@ -63,6 +70,57 @@ def test_the_image_installs_only_what_is_locked():
     assert len(installs) == 5
     for install in installs:
         assert "--no-deps /wheels/" in install or re.search(r"--require-hashes --requirement /?packaging/\w+\.lock", install), install
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_the_images_health_check_asks_the_admin_socket(tmp_path, status):
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert re.search(r"ENV .*CHAIRLIFT_ADMIN_SOCKET=/run/chairlift/admin.sock", dockerfile)
+    assert 'CMD ["python", "/opt/health.py"]' in dockerfile
+    command = [sys.executable, str(ROOT / "docker/health.py")]
+    path = tmp_path / "admin.sock"
+    environment = os.environ | {"CHAIRLIFT_ADMIN_SOCKET": str(path)}
+    assert "no answer" in subprocess.run(command, env=environment, capture_output=True, text=True).stderr
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        check = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        client, _ = listener.accept()
+        with client:
+            assert client.recv(1000).startswith(b"GET /health HTTP/1.1")
+            client.sendall(b"HTTP/1.1 %d X\r\nContent-Length: 5\r\n\r\nstuck" % status)
+        said = check.communicate()[1]
+    assert (check.returncode == 0, "stuck" in said) == (status == 200, status == 503)
+
+
+def test_the_examples_of_a_deployment_have_flags_and_probes_that_exist(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("CHAIRLIFT_")]:
+        monkeypatch.delenv(name)
+    known = build_parser("serve")
+    unit = (ROOT / "deploy/chairlift.service").read_text()
+    [started] = re.findall(r"^ExecStart=/opt/chairlift/bin/chairlift (.*)$", unit, re.MULTILINE)
+    assert known.parse_args(started.split()).config == "/etc/chairlift/config.yaml"
+    arguments = vars(known.parse_args(["serve", "--config", str(ROOT / "deploy/config.yaml")]))
+    assert read_config(arguments)["uds"] == "/run/chairlift/http.sock"
+    assert (ROOT / "deploy/config.yaml").read_text().partition("\n")[2].strip() == "\n".join(
+        line.partition("#")[0].rstrip() for line in re.findall(r"```yaml\n(.*?)\n```", page("production"), re.DOTALL)[0].splitlines()
+    )
+    assert f"server unix:{read_config(arguments)['uds']};" in (ROOT / "deploy/nginx.conf").read_text()
+    manifests = list(yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text()))
+    [deployment] = [one for one in manifests if one["kind"] == "Deployment"]
+    pod = deployment["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert known.parse_args(container["args"]).max_num_queued_reqs == 256
+    probes = [container[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert {route.path for route in routes()}.issuperset(probes)
+    assert pod["terminationGracePeriodSeconds"] > ServerConfig().shutdown_timeout + 5
+    assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+    [service] = [one for one in manifests if one["kind"] == "Service"]
+    assert service["metadata"]["name"] != "chairlift", "Kubernetes would set CHAIRLIFT_PORT"
+
+
+def page(name):
+    return (ROOT / f"docs/{name}.md").read_text()
 
 
 def test_actions_are_pinned_by_their_commit():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import metadata
 
 _MAX_LINE = 800
 
@@ -129,6 +130,15 @@ class EngineClosed(EngineDead):
 
 class RequestMoved(EngineDead):
     """An engine that will be restarted has given up the request: another engine goes on with it."""
+
+
+def pip_install(extra: str) -> str:
+    """The command that adds the packages of `extra` to the installed distribution: chairlift, or chairlift-cpu, which has no torch."""
+    try:
+        name = metadata.distribution("chairlift-cpu").name
+    except metadata.PackageNotFoundError:
+        name = "chairlift"
+    return f"pip install '{name}[{extra}]'"
 
 
 def did_you_mean(name: str, known: Iterable[str], similarity: float = 0.75) -> str:

@@ -176,6 +176,9 @@ def test_without_ray_the_server_says_what_to_install(monkeypatch: pytest.MonkeyP
     config = ServerConfig(ray_address="auto", engine_listen=("10.0.0.1", 7000), engine_secret_file="secret")
     with pytest.raises(InvalidSetting, match=r"pip install 'chairlift\[fleet\]'"):
         RayEngines(config, EngineConfig(), 7000)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: SimpleNamespace(name=name))
+    with pytest.raises(InvalidSetting, match=r"pip install 'chairlift-cpu\[fleet\]'"):
+        RayEngines(config, EngineConfig(), 7000)
 
 
 @pytest.mark.parametrize(

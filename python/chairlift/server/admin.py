@@ -33,30 +33,31 @@ class AdminApp:
     def __init__(self, service: Service, drain: Callable[[], None], drain_seconds: float) -> None:
         """`drain` begins the server's shutdown, as SIGTERM does. An engine's requests get `drain_seconds` to end before it is restarted."""
         self._drain, self._drain_seconds = drain, drain_seconds
-        self._app = Starlette(
-            routes=[
-                Route("/metrics", metrics),
-                Route("/health", health),
-                Route("/v1/requests/{name:path}/explain", explain),
-                Route("/api/pull", manage.pull, methods=["POST"]),
-                Route("/api/delete", manage.delete, methods=["DELETE"]),
-                Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
-                Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
-                Route("/state", _state),
-                Route("/models", _models),
-                Route("/models/load", _load, methods=["POST"]),
-                Route("/models/unload", _unload, methods=["POST"]),
-                Route("/models/restart", self._restart, methods=["POST"]),
-                Route("/drain", self._begin_drain, methods=["POST"]),
-            ],
-            exception_handlers=HANDLERS,
-        )
+        self._app = Starlette(routes=self.routes(), exception_handlers=HANDLERS)
         self._app.state.service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         scope["state"] = {"tenant": "", "reader": None}
         await self._app(scope, receive, send)
+
+    def routes(self) -> list[Route]:
+        """The routes of the socket."""
+        return [
+            Route("/metrics", metrics),
+            Route("/health", health),
+            Route("/v1/requests/{name:path}/explain", explain),
+            Route("/api/pull", manage.pull, methods=["POST"]),
+            Route("/api/delete", manage.delete, methods=["DELETE"]),
+            Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
+            Route("/state", _state),
+            Route("/models", _models),
+            Route("/models/load", _load, methods=["POST"]),
+            Route("/models/unload", _unload, methods=["POST"]),
+            Route("/models/restart", self._restart, methods=["POST"]),
+            Route("/drain", self._begin_drain, methods=["POST"]),
+        ]
 
     async def _restart(self, request: Request) -> Response:
         """Begins to restart a model's engines one after the other."""

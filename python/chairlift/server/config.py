@@ -111,7 +111,7 @@ class ServerConfig:
     ray_address: str | None = flag(
         None,
         "let Ray Serve run the --replicas engines on the machines of this cluster: 'auto', HOST:PORT, or 'local' for a new one on this "
-        "machine; they join at --engine-listen (needs chairlift[fleet])",
+        "machine; they join at --engine-listen (needs the extra 'fleet')",
         metavar="ADDRESS",
         group="server",
     )
@@ -160,7 +160,7 @@ class ServerConfig:
         "none", "'vllm' shows metrics a second time under vLLM's names, where it has them too", choices=("none", "vllm"), group="server"
     )
     otlp_traces_endpoint: str | None = flag(
-        None, "send a trace of each request here, as OTLP over HTTP; needs pip install 'chairlift[otel]'", metavar="URL", group="server"
+        None, "send a trace of each request here, as OTLP over HTTP; needs the extra 'otel'", metavar="URL", group="server"
     )
     tiers: str | None = flag(
         None,

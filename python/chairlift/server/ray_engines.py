@@ -12,7 +12,7 @@ from asyncio.subprocess import PIPE
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from chairlift.engine.machine_files import OWN
-from chairlift.errors import InvalidSetting
+from chairlift.errors import InvalidSetting, pip_install
 
 if TYPE_CHECKING:
     from chairlift.config import EngineConfig
@@ -39,7 +39,7 @@ class RayEngines:
         """The engines join at `port` of the address in `--engine-listen`. The files that `engine` names are those of their machines."""
         assert config.engine_listen is not None
         if importlib.util.find_spec("ray") is None:
-            raise InvalidSetting("--ray-address needs Ray: pip install 'chairlift[fleet]'")
+            raise InvalidSetting(f"--ray-address needs Ray: {pip_install('fleet')}")
         self._address = config.ray_address
         options: dict[str, Any] = {"ray_actor_options": dict(config.ray_actor_options or {"num_cpus": 1})}
         options["graceful_shutdown_timeout_s"] = config.shutdown_timeout + GRACE_SECONDS

@@ -11,7 +11,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from chairlift.errors import ChairliftError, InvalidSetting
+from chairlift.errors import ChairliftError, InvalidSetting, pip_install
 from chairlift.outputs import Timeline
 from chairlift.server.observability.request_context import RequestContext
 from chairlift.timeline import STATES
@@ -36,7 +36,7 @@ class Traces:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError:
-            raise InvalidSetting("--otlp-traces-endpoint needs OpenTelemetry: pip install 'chairlift[otel]'") from None
+            raise InvalidSetting(f"--otlp-traces-endpoint needs OpenTelemetry: {pip_install('otel')}") from None
         if not endpoint.startswith(("http://", "https://")):
             raise InvalidSetting(f"--otlp-traces-endpoint {endpoint}: expected a URL like http://127.0.0.1:4318/v1/traces")
         self._provider = TracerProvider(resource=Resource.create({"service.name": "chairlift"}))

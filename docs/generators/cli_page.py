@@ -1,0 +1,105 @@
+"""The page of commands, flags and settings."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+
+from tables import code, paragraph, table
+
+from chairlift.cli.main import COMMANDS, build_parser
+from chairlift.config import EngineConfig
+from chairlift.server.config import ServerConfig
+
+_HEAD = """\
+# Commands, flags and settings
+
+`chairlift COMMAND --help` shows the same in a terminal, `--help-all` the rarer settings too.
+
+"""
+_SETTINGS = """
+## Settings
+
+A setting is a flag, an environment variable and a line of the YAML file `--config`. Flags override variables, and variables override the
+file. In Python, the settings of engines are keyword arguments with `_` for `-`.
+"""
+
+
+def page() -> str:
+    """Returns the page."""
+    commands = {name: parser for name, parser in _subparsers(build_parser()) if name in COMMANDS}
+    settings = {
+        field.name: field.metadata["group"] for cls in (EngineConfig, ServerConfig) for field in dataclasses.fields(cls) if field.metadata
+    }
+    text = _HEAD + table(("command", "purpose"), ((f"[`{name}`](#{name})", COMMANDS[name]) for name in commands)) + _SETTINGS
+    groups: dict[str, list[argparse.Action]] = defaultdict(list)
+    for action in _arguments(commands["serve"]):
+        if action.dest in settings and action.option_strings and action.dest != "model":
+            groups[settings[action.dest]].append(action)
+    for group, actions in groups.items():
+        text += f"\n### {group[0].upper()}{group[1:]}\n\n" + table(("flag", "variable", "meaning"), map(_setting, actions))
+    for name, command in commands.items():
+        text += f"\n## {name}\n\n{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.\n{_command(command, settings.keys() - {'model'})}"
+        for kind, parser in _subparsers(command):
+            text += f"\n### {name} {kind}\n{_command(parser, settings.keys() - {'model'})}"
+    return text
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.items()
+
+
+def _arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Returns the arguments of a command. Those that `--help` hides have no help until `--help-all` restores it."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+        parser.parse_args(["--help-all"])
+    skipped = argparse._SubParsersAction
+    return [action for action in parser._actions if action.dest not in ("help", "help_all") and not isinstance(action, skipped)]
+
+
+def _command(parser: argparse.ArgumentParser, settings: Collection[str]) -> str:
+    """Returns a command's own arguments, and the names of the settings that it takes."""
+    arguments = _arguments(parser)
+    # A setting's flag has no default of its own; `bench` has another --host.
+    shared = [action for action in arguments if action.dest in settings and action.default == argparse.SUPPRESS]
+    own = [action for action in arguments if action not in shared]
+    taken = {action.dest: code(action.option_strings[0]) for action in shared}
+    text = f"\n{table(('argument', 'meaning'), map(_argument, own))}" if own else ""
+    listed = [text for name, text in sorted(taken.items())]
+    if taken.keys() >= (engine := {field.name for field in dataclasses.fields(EngineConfig)} & set(settings)):
+        listed = ["all of the model, the scheduler and the cache", *(text for name, text in sorted(taken.items()) if name not in engine)]
+    if len(taken) == len(settings):
+        listed = ["all"]
+    return text + (f"\n[Settings](#settings): {', '.join(listed)}.\n" if taken else "")
+
+
+def _argument(action: argparse.Action) -> tuple[str, str]:
+    meaning, variable = _meaning(action)
+    return _names(action), f"{meaning} ({code(variable)})" if variable else meaning
+
+
+def _setting(action: argparse.Action) -> tuple[str, str, str]:
+    meaning, variable = _meaning(action)
+    return _names(action), code(variable), meaning
+
+
+def _names(action: argparse.Action) -> str:
+    """Returns an argument's flags and its value."""
+    value = action.metavar if isinstance(action.metavar, str) else ""
+    if not value and action.nargs != 0:
+        value = f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper()
+    return " ".join(filter(None, (", ".join(map(code, action.option_strings)), code(value.replace(",", ", ")))))
+
+
+def _meaning(action: argparse.Action) -> tuple[str, str]:
+    """Returns the help of an argument without the environment variable at its end, and that variable."""
+    text = paragraph((action.help or "").replace("%%", "%"))
+    match = re.fullmatch(r"(.*?) ?\[([A-Z_]+)\]", text)
+    return (match[1], match[2]) if match else (text, "")

@@ -1,0 +1,156 @@
+"""The documentation: pages that are made from the code, links, and numbers that pages state."""
+
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from chairlift import sampling, template_process, template_renderer
+from chairlift.config import EngineConfig
+from chairlift.engine import handshake, heartbeat, held_sequences, watchdog
+from chairlift.server import embedding, engine_keeper, engine_listener, lifecycle, registry, supervisor, tokenizing
+from chairlift.server.batch import input as batch_input
+from chairlift.server.chat import request as chat_request
+from chairlift.server.config import ServerConfig
+from chairlift.server.http import bodies, body, connections, protocol
+from chairlift.server.middleware import access
+from chairlift.server.observability import engine_metrics, latencies
+from chairlift.server.routes import tokenize
+from chairlift.server.routes.openai import completions
+from chairlift.server.schema import fields, logprobs
+from chairlift.server.storage import batches, files
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+LINK = re.compile(r"(?<!!)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s#]+)(?:#[^()\s]*)?\)")
+
+RUST = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["rust-version"]
+PYTHON = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+[JOURNAL] = re.findall(r'VERSION: &\[u8\] = b"(\d+)', (ROOT / "rust/core/src/journal/format.rs").read_text())
+CORE, SERVER = EngineConfig(), ServerConfig()
+
+STATED = {
+    "README.md": (f"Rust {RUST}", f"Python {PYTHON}"),
+    "docs/install.md": (f"Python {PYTHON} or later", f"Rust {RUST} or later"),
+    "docs/api.md": (
+        f"1 to {sampling.MAX_SEQUENCES}",
+        f"up to {sampling.MAX_STOP_STRINGS} strings of at most {sampling.MAX_STOP_LENGTH:,} characters",
+        f"tokens that end the output, at most {sampling.MAX_STOP_TOKENS}",
+        f"at most {sampling.MAX_BIASED:,} | none",
+        f"texts that are never completed; at most {sampling.MAX_BAD_WORDS}",
+        f"or a list of up to {fields.MAX_PROMPTS} of either",
+        f"may ask for {fields.MAX_ANSWERS:,} answers in all",
+        f"| {completions.DEFAULT_MAX_TOKENS}; in chats the rest of the context |",
+        f"A response may contain {logprobs.MAX_LOGPROBS:,} log-probabilities",
+        f"`tokens`, at most {tokenize.MAX_TOKENS:,}",
+        f"A text may have {tokenizing.MAX_CHARACTERS:,} characters",
+    ),
+    "docs/api/errors.md": (
+        f"| headers | {access.MAX_HEADERS}; {protocol.HEADER_BYTES >> 10} KiB in total |",
+        f"| a connection without complete headers | {protocol.HEADERS_SECONDS:.0f} s |",
+        f"| body | {SERVER.max_body_size >> 20} MiB, or `--max-body-size`; {body.LARGE >> 10} KiB of `PATCH` |",
+        f"| objects, arrays and fields in a body | {body.MAX_VALUES:,} |",
+        f"| {logprobs.MAX_LOGPROBS:,} | 400 |",
+        f"| time to receive the body | {body.BODY_TIMEOUT} s |",
+        f"| idle time between two requests of a connection | {supervisor.KEEP_ALIVE_SECONDS} s |",
+        f"| connections | {connections.MAX_CONNECTIONS:,}; ",
+        f"half of the connections; {bodies.MAX_BODIES_BYTES >> 20} MiB, or",
+        f"| TLS handshake | {protocol.HANDSHAKE_SECONDS:.0f} s |",
+        f"KiB a second | {protocol.STALL_SECONDS:.0f} s in all |",
+        f"| prompts in a request; messages; tools | {fields.MAX_PROMPTS}; {chat_request.MAX_MESSAGES:,}; {chat_request.MAX_TOOLS} |",
+        f"| {template_process.MAX_SECONDS:.0f} s of processor time, {template_process.MAX_BYTES >> 20} MiB, "
+        f"{template_renderer.MAX_CHARACTERS >> 20} Mi characters |",
+        f"| texts of control tokens in the messages of a chat | {template_renderer.MAX_CONTROL_TOKENS:,} |",
+        f"incoming data for up to {protocol.LINGER_SECONDS:.0f} s",
+    ),
+    "docs/api/health.md": (
+        f"no step ended for {watchdog.STUCK_SECONDS:.0f} s, or for\n{watchdog.STUCK_STEPS} times the step's predicted duration",
+        f"found, after {heartbeat.SILENT_AFTER:.0f} s",
+        f"and so on to {engine_keeper.MAX_RESTART_DELAY} s",
+        f"the rest of {lifecycle.FIRST_START_SECONDS:.0f} s",
+        f"`--shutdown-timeout` seconds ({SERVER.shutdown_timeout:.0f})",
+    ),
+    "docs/api/batches.md": (
+        f"| file | {files.MAX_FILE_BYTES >> 20} MiB |",
+        f"| {files.MAX_FILES:,} and {files.MAX_ALL_FILES:,} |",
+        f"| requests in a batch | {batch_input.MAX_REQUESTS:,} |",
+        f"| {batches.MAX_OPEN_BATCHES} and {batches.MAX_ALL_OPEN_BATCHES:,} |",
+        f"After {batches.WINDOW_SECONDS // 3600} hours",
+        f"forgotten {batches.KEPT_SECONDS // 86400} days after their end",
+        f"if there are more than {batches.MAX_BATCHES:,}",
+    ),
+    "docs/api/embeddings.md": (f"at most {embedding.MAX_INPUTS:,}",),
+    "docs/api/explain.md": (f"The server knows the last {registry.MAX_REQUESTS:,} requests",),
+    "docs/live-sequences.md": (
+        f"may hold {held_sequences.MAX_PER_TENANT:,} live sequences, and all tenants together {held_sequences.MAX_HELD:,}",
+        f"({held_sequences.LEASE:.0f} seconds by default",
+    ),
+    "docs/metrics.md": (f"{engine_metrics.MAX_TENANTS} tenants have a label", f"The first\n{latencies.MAX_TENANTS} tenants have labels"),
+    "docs/fleet.md": (
+        f"At most {engine_listener.MAX_HANDSHAKES} connections that have not proved the secret are open, "
+        f"for at most {handshake.PROOF_SECONDS:.0f} seconds",
+    ),
+    "docs/tuning.md": (f"`--gpu-memory-utilization` ({CORE.gpu_memory_utilization:g})",),
+    "docs/scheduling/journal.md": (f"The first line names the version, {JOURNAL}.",),
+}
+"""What pages say of limits, times and defaults, with the code's numbers."""
+
+
+@pytest.mark.parametrize("page", STATED)
+def test_the_numbers_that_a_page_states_are_those_of_the_code(page):
+    text = (ROOT / page).read_text()
+    assert [stated for stated in STATED[page] if stated not in text] == []
+
+
+def test_the_reference_is_made_of_the_code(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS / "generators")
+    made = importlib.import_module("reference").pages()
+    stale = [path.name for path, text in made.items() if not path.exists() or path.read_text() != text]
+    assert stale == [], "run: make docs-reference"
+    assert {path.name for path in made} == {path.name for path in (DOCS / "reference").glob("*.md")}
+
+
+def test_every_metric_is_explained():
+    names = re.findall(r"^\| `chairlift_(\w+?)(?:_total)?` ", (DOCS / "reference/metrics.md").read_text(), re.MULTILINE)
+    explained = (DOCS / "metrics.md").read_text()
+    stems = {re.sub(r"_by_(tenant|class|tier)(_seconds)?$", r"\2", name) for name in names}
+    assert len(stems) > 50
+    assert sorted(stem for stem in stems if f"`{stem}" not in explained and f"`{stem}_by_tenant`" not in explained) == []
+
+
+def test_the_codes_of_errors_are_those_of_the_code():
+    known = re.findall(r"^\| `(\w+)` ", (DOCS / "reference/errors.md").read_text(), re.MULTILINE)
+    table = (DOCS / "api/errors.md").read_text().partition("## Errors\n")[2]
+    codes = {code for row in re.findall(r"^\| \d{3}[\d, ]* \|([^|]*)\|", table, re.MULTILINE) for code in re.findall(r"`(\w+)`", row)}
+    assert len(codes) > 30
+    assert codes <= set(known)
+
+
+def linked(page: Path) -> set[Path]:
+    """The pages that a page links to."""
+    targets = {(page.parent / path).resolve() for path in LINK.findall(page.read_text()) if "://" not in path}
+    return {target for target in targets if target.suffix == ".md" and target.is_relative_to(DOCS)}
+
+
+def test_two_links_lead_from_the_index_to_every_page():
+    first = linked(DOCS / "index.md")
+    reached = first | {target for page in first for target in linked(page)}
+    assert sorted(str(page.relative_to(DOCS)) for page in set(DOCS.rglob("*.md")) - reached - {DOCS / "index.md"}) == []
+
+
+def test_every_page_is_in_the_navigation():
+    named = set(re.findall(r"[\w/-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert named == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+def test_links_lead_to_files():
+    pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+    targets = [(page, page.parent / path) for page in pages for path in LINK.findall(page.read_text()) if "://" not in path]
+    assert len(targets) > 300
+    assert [f"{page.name}: {target}" for page, target in targets if not target.exists()] == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 900
