@@ -13,14 +13,23 @@ if TYPE_CHECKING:
     from chairlift import errors as errors
     from chairlift.config import DEFAULT_MODEL as DEFAULT_MODEL
     from chairlift.config import EngineConfig as EngineConfig
+    from chairlift.engine.arguments import Message as Message
+    from chairlift.engine.arguments import Prompt as Prompt
     from chairlift.engine.async_live_sequence import AsyncLiveSequence as AsyncLiveSequence
     from chairlift.engine.client import AsyncEngine as AsyncEngine
+    from chairlift.engine.engine_info import EngineInfo as EngineInfo
+    from chairlift.engine.engine_process import EngineProcess as EngineProcess
     from chairlift.engine.live_sequence import LiveSequence as LiveSequence
     from chairlift.engine.llm import LLM as LLM
+    from chairlift.engine.stats import Stats as Stats
     from chairlift.errors import ChairliftError as ChairliftError
+    from chairlift.errors import ContextExceeded as ContextExceeded
     from chairlift.errors import DeadlineMissed as DeadlineMissed
+    from chairlift.errors import EngineClosed as EngineClosed
     from chairlift.errors import EngineDead as EngineDead
     from chairlift.errors import InvalidRequest as InvalidRequest
+    from chairlift.errors import InvalidSetting as InvalidSetting
+    from chairlift.errors import InvalidTrace as InvalidTrace
     from chairlift.errors import ModelNotFound as ModelNotFound
     from chairlift.errors import OutOfMemory as OutOfMemory
     from chairlift.errors import QueueFull as QueueFull
@@ -32,31 +41,48 @@ if TYPE_CHECKING:
     from chairlift.outputs import RequestOutput as RequestOutput
     from chairlift.outputs import Timeline as Timeline
     from chairlift.outputs import Timing as Timing
+    from chairlift.outputs import TokenLogprobs as TokenLogprobs
+    from chairlift.outputs import ToolCall as ToolCall
     from chairlift.sampling import SamplingParams as SamplingParams
     from chairlift.sampling import StructuredOutput as StructuredOutput
+    from chairlift.scheduling import BACKGROUND as BACKGROUND
     from chairlift.scheduling import Scheduling as Scheduling
     from chairlift.sim.run import simulate as simulate
+    from chairlift.tokenizer import Tokenizer as Tokenizer
 
     __version__: str
 
 _HOMES = {
     "LLM": "engine.llm",
     "AsyncEngine": "engine.client",
+    "EngineProcess": "engine.engine_process",
     "LiveSequence": "engine.live_sequence",
     "AsyncLiveSequence": "engine.async_live_sequence",
     "SamplingParams": "sampling",
     "StructuredOutput": "sampling",
     "Scheduling": "scheduling",
+    "BACKGROUND": "scheduling",
     "simulate": "sim.run",
     "RequestOutput": "outputs",
+    "ToolCall": "outputs",
+    "TokenLogprobs": "outputs",
     "Timeline": "outputs",
     "Timing": "outputs",
     "EngineConfig": "config",
     "DEFAULT_MODEL": "config",
+    "EngineInfo": "engine.engine_info",
+    "Stats": "engine.stats",
+    "Tokenizer": "tokenizer",
+    "Prompt": "engine.arguments",
+    "Message": "engine.arguments",
     "ChairliftError": "errors",
+    "ContextExceeded": "errors",
     "DeadlineMissed": "errors",
+    "EngineClosed": "errors",
     "EngineDead": "errors",
     "InvalidRequest": "errors",
+    "InvalidSetting": "errors",
+    "InvalidTrace": "errors",
     "ModelNotFound": "errors",
     "OutOfMemory": "errors",
     "QueueFull": "errors",

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _MAX_LINE = 800
+
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = _brief.maxlong = 60
 
 
 class ChairliftError(Exception):
@@ -34,6 +42,20 @@ class InvalidRequest(ChairliftError, ValueError):
         """The error with this message and code, for a field."""
         message, code = json.loads(packed)
         return InvalidRequest(message, param=param, code=code)
+
+    @staticmethod
+    def from_validation(error: ValidationError, root: str = "") -> InvalidRequest:
+        """The first of pydantic's errors, with the field's path as the caller wrote it, from `root` on."""
+        first = error.errors(include_url=False, include_context=False)[0]
+        # A step may be a name of the caller's own, which may have megabytes.
+        names = [step if isinstance(step, int) or len(step) <= 64 else f"{step[:64]}…" for step in first["loc"][:16]]
+        steps = [f"[{name}]" if isinstance(name, int) else f".{name}" for name in names]
+        path = (root + "".join(steps)).lstrip(".")
+        if first["type"] == "missing":
+            return InvalidRequest(f"{path} is missing", param=path)
+        _, should, wanted = first["msg"].replace(" after validation", "").partition(" should ")
+        fault = f"it should {wanted}" if should else first["msg"]
+        return InvalidRequest(f"{path} is invalid: {fault}, got {brief(first['input'])}", param=path)
 
 
 class ContextExceeded(InvalidRequest):
@@ -139,6 +161,11 @@ def pip_install(extra: str) -> str:
     except metadata.PackageNotFoundError:
         name = "chairlift"
     return f"pip install '{name}[{extra}]'"
+
+
+def brief(value: object) -> str:
+    """Abbreviates a caller's value to about 60 characters a piece, so that an error is not longer than the request."""
+    return _brief.repr(value)[:100]
 
 
 def did_you_mean(name: str, known: Iterable[str], similarity: float = 0.75) -> str:

@@ -122,11 +122,23 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True)
+class ToolCall:
+    """A tool call of the model. `arguments` should be the text of a JSON object, but is what the model wrote."""
+
+    id: str
+    name: str
+    arguments: str = ""
+    custom: bool = False
+    """Whether `arguments` are the free text of a custom tool's input."""
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """The output of a request, whole or as an increment of a stream.
 
-    `LLM.generate` returns whole outputs. `AsyncEngine.generate` yields increments: `text` and `token_ids` hold only new output, and the
-    last increment has a `finish_reason`.
+    `LLM.generate` returns one whole output for each prompt; with `n` answers it is the first of them, and `outputs` has all.
+    `AsyncEngine.generate` yields increments: `text` and `token_ids` hold only new output, and the last increment of each answer has a
+    `finish_reason`.
     """
 
     text: str
@@ -160,3 +172,14 @@ class RequestOutput:
     """With `logprobs`: the offset in characters of each of `token_ids` in the answer's text, including text that is held back."""
     embedding: array[float] | None = None
     """The prompt's embedding, 32-bit numbers of a vector of length 1, if the request asked for it instead of a text."""
+    reasoning: str | None = None
+    """In answers of a chat, the model's reasoning, which its `text` is without; None if there is none."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """In answers of a chat, its tool calls, set with `finish_reason`. Arguments can be invalid JSON: validate them."""
+    others: tuple[RequestOutput, ...] = ()
+    """The answers after the first, in a whole output of a request with `n` of them."""
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """All answers to the prompt, in the order of their `index`, or of their rank with `best_of`."""
+        return [self, *self.others]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, NamedTuple
 
 from chairlift.checks import integer, number, text
@@ -26,6 +26,13 @@ MAX_GRAMMAR = 65_536
 
 JSON_STRUCTURES = ("json", "json_object")
 STRUCTURES = (*JSON_STRUCTURES, "regex", "choice", "grammar")
+
+
+class DefaultMaxTokens(int):
+    """The value of `SamplingParams.max_tokens` if the caller gives none. A chat then fills the context instead."""
+
+
+DEFAULT_MAX_TOKENS = DefaultMaxTokens(16)
 
 
 class ReasoningBudget(NamedTuple):
@@ -116,22 +123,22 @@ def structured(given: Any) -> StructuredOutput:
 class SamplingParams:
     """One request's sampling parameters, applied in the order penalties, temperature, top-k, top-p, min-p.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `max_tokens` None means as many as the context allows. With a `seed`, draws
-    depend only on (seed, position), whatever else is in the batch. The generated text ends before the first occurrence of a string of
-    `stop`; a token of `stop_token_ids` also ends it. `n` answers are returned. With `best_of` > `n`, that many are drawn, and the `n` with
-    the highest mean log-probability of their tokens are kept.
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `max_tokens` None means as many as the context allows, which is also the
+    default of a chat. With a `seed`, draws depend only on (seed, position), whatever else is in the batch. The generated text ends before
+    the first occurrence of a string of `stop`; a token of `stop_token_ids` also ends it. `n` answers are returned. With `best_of` > `n`,
+    that many are drawn, and the `n` with the highest mean log-probability of their tokens are kept.
 
     Until `min_tokens` tokens are generated, the model cannot end the answer, and stop strings are not matched. `logit_bias` is added to
     logits by token id, before all other changes. Only `allowed_token_ids` can be drawn, if given. `bad_words` (text or token ids) are never
     completed in the tokens in which the tokenizer writes them, with and without a space before. `structured_output` constrains the answer's
-    form. `logprobs` requests the log-probability of each output token and of this many most likely alternatives, at temperature 1 and
-    before all changes above. `prompt_logprobs` requests the same for the prompt, which is then computed whole, regardless of the cache.
-    `include_stop_str_in_output` includes the stop string or token in the text, `skip_special_tokens=False` control tokens. `embed` asks for
-    the prompt's embedding, or a classifier's number, instead of a text; in a pair of texts `second_text` is the index of the second's first
-    token. `lora` is the name of the LoRA adapter that computes the request.
+    form; `structured_outputs` is vLLM's name for it. `logprobs` requests the log-probability of each output token and of this many most
+    likely alternatives, at temperature 1 and before all changes above. `prompt_logprobs` requests the same for the prompt, which is then
+    computed whole, regardless of the cache. `include_stop_str_in_output` includes the stop string or token in the text,
+    `skip_special_tokens=False` control tokens. `embed` asks for the prompt's embedding, or a classifier's number, instead of a text; in a
+    pair of texts `second_text` is the index of the second's first token. `lora` is the name of the LoRA adapter that computes the request.
     """
 
-    max_tokens: int | None = 16
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -157,9 +164,14 @@ class SamplingParams:
     embed: bool = False
     second_text: int | None = None
     lora: str | None = None
+    structured_outputs: InitVar[StructuredOutput | Mapping[str, Any] | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, structured_outputs: StructuredOutput | Mapping[str, Any] | None) -> None:
         """Raises InvalidRequest with the field and its allowed values."""
+        if structured_outputs is not None:
+            if self.structured_output is not None:
+                raise InvalidRequest("structured_output and structured_outputs are the same: give one", param="structured_outputs")
+            self._set("structured_output", structured_outputs)
         if self.max_tokens is not None:
             integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         number("temperature", self.temperature, 0.0, 100.0)
@@ -221,6 +233,10 @@ class SamplingParams:
             logged = (self.logprobs, self.prompt_logprobs, self.structured_output) != (None, None, None)
             if logged or self.num_sequences > 1:
                 raise InvalidRequest("an embedding is one result without log-probabilities and structure", param="embed")
+
+    def for_chat(self) -> SamplingParams:
+        """Returns the parameters of a chat: without a given `max_tokens` its answer fills the context."""
+        return replace(self, max_tokens=None) if isinstance(self.max_tokens, DefaultMaxTokens) else self
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -41,7 +41,9 @@ def answers(**settings):
         batches = [CASES] if together else [[case] for case in CASES]
         for batch in batches:
             outputs += llm.generate([prompt for prompt, _ in batch], [params for _, params in batch])
-    found = [(one.token_ids, one.text, one.finish_reason, one.logprobs, one.prompt_logprobs) for one in outputs]
+    found = [
+        (one.token_ids, one.text, one.finish_reason, one.logprobs, one.prompt_logprobs) for output in outputs for one in output.outputs
+    ]
     return found, llm.engine.stats()
 
 
@@ -83,7 +85,7 @@ def formed(byte_model, **settings):
         llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
         for batch in [[one] for one in forms()] + [forms()]:
             outputs += llm.generate([prompt] * len(batch), batch)
-        found = [(one.token_ids, one.text, one.finish_reason, one.logprobs) for one in outputs]
+        found = [(one.token_ids, one.text, one.finish_reason, one.logprobs) for output in outputs for one in output.outputs]
         return found, llm.engine.stats()
     finally:
         llm.close()

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import inspect
 import pydoc
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import fake_engine
 import pytest
 from fake_engine import BROKEN, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, FakeEngine, text_of
 
+import chairlift
+from chairlift import errors
 from chairlift.config import EngineConfig
 from chairlift.engine import local_engine
 from chairlift.engine.client import AsyncEngine
@@ -21,6 +24,7 @@ from chairlift.engine.llm import LLM
 from chairlift.engine.request import Choice
 from chairlift.engine.stream import Stream
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
+from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams, StructuredOutput
 from chairlift.scheduling import Scheduling
 
@@ -56,11 +60,30 @@ def test_one_prompt_may_be_text_or_ids(llm):
 
 def test_chat_takes_one_conversation_or_several(llm):
     hello, bye = ([{"role": "user", "content": text}] for text in ("hello", "bye"))
-    assert [output.prompt_token_ids for output in llm.chat(hello)] == [llm.tokenizer.encode("hello")]
-    assert [output.prompt_token_ids for output in llm.chat([hello, bye])] == [llm.tokenizer.encode(text) for text in ("hello", "bye")]
+    one = params(max_tokens=1)
+    assert [output.prompt_token_ids for output in llm.chat(hello, one)] == [llm.tokenizer.encode("hello")]
+    assert [output.prompt_token_ids for output in llm.chat([hello, bye], one)] == [llm.tokenizer.encode(text) for text in ("hello", "bye")]
     for wrong in ("hello", [hello, []], [hello, "bye"]):
         with pytest.raises(InvalidRequest, match="a conversation is a list of messages"):
             llm.chat(wrong)
+
+
+def test_the_answer_of_a_chat_fills_the_context_unless_a_length_is_given(llm, monkeypatch):
+    monkeypatch.setattr("fake_engine.INFO", dataclasses.replace(llm.info, max_model_len=100))
+    llm = LLM()
+    hello = [{"role": "user", "content": "h"}]
+    assert len(llm.chat(hello)[0].token_ids) == 99
+    assert len(llm.chat(hello, [params(temperature=0.5)])[0].token_ids) == 99
+    assert len([*llm.stream_chat(hello, sampling_params=params(seed=1))]) == 99
+    assert len(llm.chat(hello, params(max_tokens=16))[0].token_ids) == 16
+    assert len(llm.generate("h")[0].token_ids) == 16
+
+
+def test_vllm_s_name_of_the_parameters(llm):
+    assert llm.generate("a", sampling_params=params(max_tokens=2))[0].text == "ab"
+    assert [output.text for output in llm.stream("a", sampling_params=params(max_tokens=2))] == ["a", "b"]
+    with pytest.raises(InvalidRequest, match="params and sampling_params are the same: give one"):
+        llm.generate("a", params(), sampling_params=params())
 
 
 def test_stops(llm):
@@ -75,8 +98,10 @@ def test_stops(llm):
     assert not llm.engine.running
 
 
-def test_several_answers_stand_in_order_after_their_prompt(llm):
-    outputs = llm.generate([[1000], [5000]], [params(n=3, max_tokens=4), params(max_tokens=2)])
+def test_several_answers_of_a_prompt_are_one_output(llm):
+    several, single = llm.generate([[1000], [5000]], [params(n=3, max_tokens=4), params(max_tokens=2)])
+    assert (several.text, single.text) == (text_of(1000, 4), text_of(5000, 2))
+    outputs = [*several.outputs, *single.outputs]
     assert [(output.index, output.token_ids[0], len(output.token_ids)) for output in outputs] == [
         (0, 1000, 4),
         (1, 1100, 4),
@@ -89,7 +114,7 @@ def test_several_answers_stand_in_order_after_their_prompt(llm):
 
 @pytest.mark.parametrize("stop", [(), (text_of(1202, 2),)])
 def test_the_best_answers_are_kept_and_come_first(llm, stop):
-    outputs = llm.generate([1000], params(n=2, best_of=5, max_tokens=30, stop=stop))
+    outputs = llm.generate([1000], params(n=2, best_of=5, max_tokens=30, stop=stop))[0].outputs
     assert [(output.index, output.token_ids[0]) for output in outputs] == [(0, 1200), (1, 1100)]
     # What ends by a stop string is ranked by what it has up to there.
     assert (outputs[0].finish_reason, len(outputs[0].token_ids)) == (("stop", 4) if stop else ("length", 30))
@@ -98,9 +123,9 @@ def test_the_best_answers_are_kept_and_come_first(llm, stop):
 
 def test_an_answer_without_an_end_ranks_below_those_with_one(llm):
     # The third answer would be the best; it misses its deadline.
-    outputs = llm.generate([LATE - 200], params(n=4, best_of=4, max_tokens=9))
+    outputs = llm.generate([LATE - 200], params(n=4, best_of=4, max_tokens=9))[0].outputs
     assert [output.finish_reason for output in outputs] == ["length", "length", "deadline", "length"]
-    outputs = llm.generate([LATE - 200], params(n=4, best_of=5, max_tokens=9))
+    outputs = llm.generate([LATE - 200], params(n=4, best_of=5, max_tokens=9))[0].outputs
     assert [output.token_ids[0] - LATE + 200 for output in outputs] == [100, 300, 0, 400]
 
 
@@ -463,6 +488,17 @@ def test_importing_chairlift_imports_nothing_heavy():
         "assert not hasattr(chairlift, 'nothing')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(filter(None, sys.path))})
+
+
+def test_every_type_that_a_caller_meets_is_exported():
+    raised = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.ChairliftError)}
+    assert raised - {"RequestMoved"} <= set(chairlift.__all__)
+    calls = [getattr(engine, name) for engine in (LLM, AsyncEngine) for name in ("__init__", "generate", "chat", "open")]
+    hints = [hint for call in calls for hint in call.__annotations__.values()]
+    hints += [field.type for kind in (RequestOutput, SamplingParams) for field in dataclasses.fields(kind)]
+    named = {word for hint in hints for word in re.findall(r"[A-Z]\w+", hint)}
+    others = {"Any", "AsyncGenerator", "Callable", "Iterable", "Mapping", "None", "PathLike", "Sequence"}
+    assert named - others - {"InitVar", "ModelSettings", "Settings", "Unpack"} <= set(chairlift.__all__)
 
 
 def test_a_grammar_that_cannot_be_compiled_is_refused_before_anything_runs(byte_model):

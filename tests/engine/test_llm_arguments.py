@@ -1,6 +1,7 @@
 """What callers in Python may type: it works, or a typed error says in Python's words what to write instead."""
 
 import asyncio
+import dataclasses
 import json
 
 import fake_engine
@@ -9,6 +10,7 @@ import pydantic
 import pytest
 
 from chairlift import LLM, AsyncEngine, EngineConfig, SamplingParams, StructuredOutput
+from chairlift.engine.engine_settings import ModelSettings
 from chairlift.errors import InvalidRequest, InvalidSetting
 
 PARAMS = SamplingParams(max_tokens=1)
@@ -140,11 +142,25 @@ def test_other_structures(given, reported):
     assert SamplingParams(structured_output=given).structured_output[:2] == reported
 
 
+def test_structured_outputs_is_another_name_of_structured_output():
+    params = SamplingParams(structured_outputs={"regex": "a+"})
+    assert params == SamplingParams(structured_output={"regex": "a+"})
+    assert dataclasses.replace(params, seed=1).structured_output[:2] == ("regex", "a+")
+    with pytest.raises(InvalidRequest, match="are the same: give one"):
+        SamplingParams(structured_outputs={"regex": "a+"}, structured_output={"regex": "a+"})
+
+
 def test_whitespace_can_be_turned_off():
     for given in ({"json": SCHEMA, "disable_any_whitespace": True}, StructuredOutput("json", SCHEMA, disable_any_whitespace=True)):
         structure = SamplingParams(structured_output=given).structured_output
         assert (structure.kind, json.loads(structure.text), structure.disable_any_whitespace) == ("json", SCHEMA, True)
     assert not SamplingParams(structured_output={"json": SCHEMA}).structured_output.disable_any_whitespace
+
+
+def test_editors_know_every_setting():
+    fields = {field.name: field.type for field in dataclasses.fields(EngineConfig) if field.name != "shared_max_model_len"}
+    hints = {name: hint.__forward_arg__ for name, hint in ModelSettings.__annotations__.items()}
+    assert hints == fields | {"model": "str | os.PathLike[str]"}
 
 
 @pytest.mark.parametrize("engine", [LLM, AsyncEngine])

@@ -143,7 +143,7 @@ def test_prompts_are_told_whole_however_they_are_cut_and_cached(make, likelihood
 def test_prompts_are_told_once_when_they_lose_their_blocks(make, likelihoods):
     llm = make(num_kv_blocks=24, max_model_len=100)
     params = SamplingParams(temperature=0.0, max_tokens=40, n=2, prompt_logprobs=1, logprobs=1, ignore_eos=True)
-    outputs = llm.generate(PROMPTS, params)
+    outputs = [answer for output in llm.generate(PROMPTS, params) for answer in output.outputs]
     assert llm.engine.stats().preemptions > 3
     for output in outputs:
         check_prompt(output, likelihoods, 1)
@@ -155,8 +155,8 @@ def test_prompts_are_told_once_when_they_lose_their_blocks(make, likelihoods):
 
 def test_best_of_keeps_the_likeliest_with_what_was_asked_for(llm, likelihoods):
     params = SamplingParams(temperature=3.0, max_tokens=NEW, n=2, best_of=6, seed=1, logprobs=1, prompt_logprobs=0, ignore_eos=True)
-    best = llm.generate([PROMPTS[1]], params)
-    every = llm.generate([PROMPTS[1]], SamplingParams(temperature=3.0, max_tokens=NEW, n=6, seed=1, logprobs=0, ignore_eos=True))
+    best = llm.generate([PROMPTS[1]], params)[0].outputs
+    every = llm.generate([PROMPTS[1]], SamplingParams(temperature=3.0, max_tokens=NEW, n=6, seed=1, logprobs=0, ignore_eos=True))[0].outputs
     ranked = sorted(every, key=lambda output: -sum(found.logprob for found in output.logprobs))
     assert [output.token_ids for output in best] == [output.token_ids for output in ranked[:2]]
     assert all(len(output.logprobs) == NEW for output in best)

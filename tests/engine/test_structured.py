@@ -146,7 +146,7 @@ def test_every_kind_of_form_is_kept_to_and_ends_the_answer(llm):
 
 
 def test_each_of_several_answers_keeps_to_the_form_by_itself(llm):
-    outputs = llm.generate(PROMPT, bounded("regex", PATTERN, n=3))
+    outputs = llm.generate(PROMPT, bounded("regex", PATTERN, n=3))[0].outputs
     assert all(re.fullmatch(PATTERN, output.text) for output in outputs)
     assert len({output.text for output in outputs}) > 1
 
@@ -173,6 +173,11 @@ def test_an_answer_goes_on_in_its_form_after_it_lost_its_blocks(make, llm):
     assert [output.token_ids for output in outputs] == [output.token_ids for output in roomy]
 
 
+def several(outputs):
+    """All answers to all prompts."""
+    return [answer for output in outputs for answer in output.outputs]
+
+
 def test_a_budget_ends_the_reasoning_of_each_answer_and_a_form_follows(make, llm):
     end = tuple(llm.tokenizer.encode("</think>"))
     grammar = after_reasoning(
@@ -180,16 +185,17 @@ def test_a_budget_ends_the_reasoning_of_each_answer_and_a_form_follows(make, llm
     )
     structure = grammar._replace(budget=ReasoningBudget(20, "", "</think>", end))
     wanted = [SamplingParams(max_tokens=120, temperature=2.0, seed=seed, n=2, structured_output=structure) for seed in range(3)]
-    roomy = llm.generate([PROMPT] * 3, wanted)
+    roomy = several(llm.generate([PROMPT] * 3, wanted))
     for output in roomy:
         reasoning, answer = output.text.split("</think>")
         assert 20 <= len(llm.tokenizer.encode(reasoning)) <= 23  # a character may need more tokens to its end
         assert re.fullmatch(rf"\s*{PATTERN}", answer)
         assert output.finish_reason == "stop"
-    tight = make(num_kv_blocks=22, max_model_len=160).generate([PROMPT] * 3, wanted)
+    tight = several(make(num_kv_blocks=22, max_model_len=160).generate([PROMPT] * 3, wanted))
     assert sum(output.preemptions for output in tight) > 0
     assert [output.token_ids for output in tight] == [output.token_ids for output in roomy]
-    drafts = make(speculative_config={"method": "auto", "num_speculative_tokens": 4}).generate([PROMPT] * 3, wanted)
+    drafting = make(speculative_config={"method": "auto", "num_speculative_tokens": 4})
+    drafts = several(drafting.generate([PROMPT] * 3, wanted))
     assert [output.token_ids for output in drafts] == [output.token_ids for output in roomy]
 
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from chairlift.chat.tools.formats import HERMES_OPEN, MISTRAL_MARK, TOOL_PARSERS, Hermes, Llama, Mistral
+from chairlift.chat.tools.parser import ToolCallDelta
 from chairlift.errors import InvalidRequest
 from chairlift.grammar.source import calls_grammar, free_calls_grammar
 from chairlift.sampling import StructuredOutput
-from chairlift.server.chat.tools.formats import HERMES_OPEN, MISTRAL_MARK, TOOL_PARSERS, Hermes, Llama, Mistral
-from chairlift.server.chat.tools.parser import ToolCallDelta
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 TOOLS = {"weather": CITY, "stop": None}

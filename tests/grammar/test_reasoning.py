@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from chairlift.chat.tools.formats import Hermes
 from chairlift.grammar.source import ANYTHING, ReasoningFormat, after_reasoning, calls_grammar, free_calls_grammar
 from chairlift.sampling import ReasoningBudget, StructuredOutput
-from chairlift.server.chat.tools.formats import Hermes
 from chairlift.tokenizer import Tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}

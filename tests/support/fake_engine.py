@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 from chairlift.engine import process
 from chairlift.engine.engine_info import EngineInfo
@@ -100,7 +101,7 @@ class FakeEngine:
         self.running = {}
         self.aborted = []
         self.steps = 0
-        self.scheduling = []
+        self.scheduling, self.sampling = [], []
         self.ready_at = 0.0
         self.served, self.charged = {}, []
 
@@ -132,6 +133,7 @@ class FakeEngine:
         if first == PATIENT:
             self.ready_at = time.monotonic() + PATIENCE
         self.scheduling.append(request.scheduling)
+        self.sampling.append(params)
         for index in range(params.num_sequences):
             self.running[request.tag + index] = [first + 100 * index, 0, params, index]
 
@@ -216,7 +218,13 @@ class FakeTokenizer:
     def min_tokens(self, text):
         return len(text)
 
-    def chat(self, messages):
+    control_texts = ()
+    template = SimpleNamespace(source="", uses=lambda variable: False)
+
+    def decode(self, ids, *, skip_special_tokens=True):
+        return b"".join(map(self.piece, ids)).decode()
+
+    def chat(self, messages, **variables):
         return self.encode(messages[-1]["content"])
 
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from chairlift.cli import flags
 from chairlift.config import EngineConfig
-from chairlift.errors import InvalidSetting
+from chairlift.errors import InvalidSetting, pip_install
 from chairlift.server.config import ServerConfig
 from chairlift.settings import parse_size
 
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import chairlift.gate.gate  # noqa: F401
     except ModuleNotFoundError:
-        raise InvalidSetting("the gate needs an HTTP client: pip install 'chairlift[gate]'") from None
+        raise InvalidSetting(f"the gate needs an HTTP client: {pip_install('gate')}") from None
     server = args.server
     keys = read_keys(server.api_key, server.api_key_file, server.operator_key)
     tiers = read_tiers(server.tiers).granted(keys)

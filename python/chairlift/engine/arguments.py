@@ -56,6 +56,17 @@ def _python_names(text: str) -> str:
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids (a list or an array), or as in vLLM {"prompt": text} or {"prompt_token_ids": ids}."""
 
+Message = Mapping[str, Any]
+"""A message of a conversation as in OpenAI's API: `role`, `content`, and for tools `tool_calls` or `tool_call_id`."""
+
+
+def sampling(params: Any, sampling_params: Any) -> Any:
+    """Returns the sampling parameters, one or several, given under our name or vLLM's. Raises InvalidRequest for both."""
+    if params is not None and sampling_params is not None:
+        raise InvalidRequest("params and sampling_params are the same: give one", param="params")
+    return sampling_params if params is None else params
+
+
 _TYPES = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 
 

@@ -8,18 +8,21 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Self, Unpack
 
 from chairlift import errors
 from chairlift.checkpoint.locate import locate
 from chairlift.checkpoint.model_name import shown
 from chairlift.config import EngineConfig
-from chairlift.engine.arguments import document_settings, engine_config
+from chairlift.engine.arguments import Message, document_settings, engine_config, sampling
+from chairlift.engine.chat_options import ChatOptions
 from chairlift.engine.engine_client import EngineClient
 from chairlift.engine.engine_info import EngineInfo, log_start
 from chairlift.engine.engine_process import EngineProcess, reported
 from chairlift.engine.engine_request import EngineRequest
+from chairlift.engine.engine_settings import ModelSettings
 from chairlift.engine.frames import (
     Abort,
     AdapterChanged,
@@ -42,7 +45,9 @@ from chairlift.engine.frames import (
 from chairlift.engine.questions import Questions, Remembered
 from chairlift.engine.stats import Stats
 from chairlift.errors import ChairliftError, EngineClosed, EngineDead, InvalidRequest, RequestMoved
-from chairlift.outputs import Timeline
+from chairlift.outputs import RequestOutput, Timeline
+from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 from chairlift.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
@@ -66,7 +71,7 @@ class AsyncEngine(EngineClient):
         weight: int = 1,
         priority: int = 0,
         hash_key: bytes = b"",
-        **settings: Any,
+        **settings: Unpack[ModelSettings],
     ) -> None:
         config = engine_config("AsyncEngine", settings, config)
         self._process = process or EngineProcess(config.load_format, exclusive=True)
@@ -169,6 +174,31 @@ class AsyncEngine(EngineClient):
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        scheduling: Scheduling | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answers one conversation: see `LLM.chat`. Yields increments as `generate` does; the last of each answer has its tool calls."""
+        from chairlift.engine.chat import Chat  # imports pydantic
+
+        self.check_ready()
+        options = ChatOptions(tools, tool_choice, chat_template_kwargs, add_generation_prompt, continue_final_message)
+        params = sampling(params, sampling_params) or self.default_params()
+        chat = await asyncio.to_thread(Chat, self.tokenizer, self.info, messages, params, options)
+        async with aclosing(self.generate(chat.prompt, chat.params, scheduling, request_id=request_id)) as outputs:
+            async for output in outputs:
+                yield chat.separate(output)
 
     async def load_lora_adapter(self, name: str, path: str) -> None:
         """Loads the LoRA adapter in the directory `path`, for requests with `SamplingParams(lora=name)`. Needs `enable_lora`.

@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar, Unpack
 
 from chairlift.checkpoint.locate import locate
 from chairlift.checkpoint.model_name import shown
 from chairlift.config import DEFAULT_MODEL
-from chairlift.engine.arguments import Prompt, document_settings, engine_config, listed
+from chairlift.engine.arguments import Message, Prompt, document_settings, engine_config, listed, sampling
 from chairlift.engine.async_live_sequence import AsyncLiveSequence
+from chairlift.engine.chat_options import ChatOptions
 from chairlift.engine.engine_info import log_decisions, warn_of_short_context
+from chairlift.engine.engine_settings import Settings
 from chairlift.engine.held_sequences import LEASE
 from chairlift.engine.live_sequence import LiveSequence
 from chairlift.engine.local_engine import LocalEngine
@@ -34,14 +36,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.progress import Progress
 
+    from chairlift.engine.chat import Chat
     from chairlift.engine.engine import Engine
 
 log = logging.getLogger("chairlift")
 
 LONG_WORK = 1.0
 """Seconds of work after which the progress bar appears."""
-
-Message = Mapping[str, Any]
 
 
 @document_settings
@@ -52,7 +53,7 @@ class LLM:
     UnsupportedModel, InvalidSetting for a setting's value, or TypeError for an unknown setting.
     """
 
-    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: Unpack[Settings]) -> None:
         from chairlift.engine.engine import Engine  # imports torch; `from chairlift import LLM` stays fast
 
         self.config = engine_config("LLM", {"model": model, **settings})
@@ -95,16 +96,19 @@ class LLM:
         prompts: Prompt | LiveSequence | Iterable[Prompt | LiveSequence],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         scheduling: Scheduling | Sequence[Scheduling] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Completes each prompt (see `Prompt`) or live sequence. Returns whole outputs in the order of the prompts, `n` for each.
+        """Completes each prompt (see `Prompt`) or live sequence. Returns one whole output for each prompt, in their order.
 
-        `params` and `scheduling` are one value for all prompts, or one per prompt; `params` defaults to `default_params`. `progress` shows
-        or hides a bar; by default it appears on a terminal when the work takes over a second. Raises InvalidRequest, with the prompt's
-        index, or QueueFull, before any prompt runs. A request that fails later has `finish_reason` "error", one that misses its deadline
+        With `n` answers the output is the first of them, and its `outputs` has all. `params`, which may be called `sampling_params`, and
+        `scheduling` are one value for all prompts, or one per prompt; `params` defaults to `default_params`. `progress` shows or hides a
+        bar; by default it appears on a terminal when the work takes over a second. Raises InvalidRequest, with the prompt's index, or
+        QueueFull, before any prompt runs. A request that fails later has `finish_reason` "error", one that misses its deadline
         "deadline"; neither affects the others.
         """
+        params = sampling(params, sampling_params)
         many = [prompts] if isinstance(prompts, LiveSequence) else listed(prompts)
         each = _one_each("params", SamplingParams, self.default_params() if params is None else params, len(many))
         treated = _one_each("scheduling", Scheduling, scheduling, len(many))
@@ -119,7 +123,7 @@ class LLM:
                     requests.append((partial(self._local.collect, stream), stream.params))
         with _Bar([(valid.max_tokens or 0) * valid.num_sequences for _, valid in requests], progress) as bar:
             each_outputs = self._local.wait_all([run() for run, _ in requests], bar.advance, bar.end, _name)
-            return [output for outputs in each_outputs for output in outputs]
+            return [dataclasses.replace(first, others=tuple(others)) for first, *others in each_outputs]
 
     def embed(
         self,
@@ -153,13 +157,19 @@ class LLM:
         return [relevance(number, kind) for (number,) in numbers]
 
     def stream(
-        self, prompt: Prompt | LiveSequence, params: SamplingParams | None = None, *, scheduling: Scheduling | None = None
+        self,
+        prompt: Prompt | LiveSequence,
+        params: SamplingParams | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+        scheduling: Scheduling | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Completes one prompt or live sequence. Yields increments of its `n` outputs, by `index`; the last of each has a `finish_reason`.
 
         With `best_of`, the `n` best outputs are yielded whole at the end. Closing the generator, or leaving its loop, aborts the request.
         Several streams may be open: each runs while any of them is read. Errors as in `generate`.
         """
+        params = sampling(params, sampling_params)
         (one,) = _one_each("params", SamplingParams, self.default_params() if params is None else params, 1)
         (own,) = _one_each("scheduling", Scheduling, scheduling, 1)
         if isinstance(prompt, LiveSequence):
@@ -171,22 +181,52 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         scheduling: Scheduling | Sequence[Scheduling] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answers one or several conversations, rendered with the model's chat template. Other arguments as in `generate`."""
+        """Answers one or several conversations, rendered with the model's chat template. Returns one output for each.
+
+        Messages, `tools` and `tool_choice` are as in OpenAI's API. The outputs have the answer in `text`, and apart from it `reasoning` and
+        `tool_calls`. An answer without a `max_tokens` may fill the context. `chat_template_kwargs` are further inputs of the template, like
+        `enable_thinking`. With `continue_final_message` the model goes on with the last message. Other arguments as in `generate`.
+        """
+        options = ChatOptions(tools, tool_choice, chat_template_kwargs, add_generation_prompt, continue_final_message)
         conversations: list[Any] = list(messages) if isinstance(messages, list | tuple) and not _is_conversation(messages) else [messages]
-        prompts = []
-        for index, conversation in enumerate(conversations):
+        params = sampling(params, sampling_params)
+        each = _one_each("params", SamplingParams, self.default_params() if params is None else params, len(conversations))
+        chats = []
+        for index, (conversation, one) in enumerate(zip(conversations, each, strict=True)):
             with _naming(index):
-                prompts.append(self._render(conversation))
-        return self.generate(prompts, params, scheduling=scheduling, progress=progress)
+                chats.append(self._chat(conversation, one, options))
+        prompts, params = [chat.prompt for chat in chats], [chat.params for chat in chats]
+        outputs = self.generate(prompts, params, scheduling=scheduling, progress=progress)
+        return [chat.separate(output) for chat, output in zip(chats, outputs, strict=True)]
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, *, scheduling: Scheduling | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        sampling_params: SamplingParams | None = None,
+        scheduling: Scheduling | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Answers one conversation, rendered with the model's chat template, in increments as `stream` does."""
-        return self.stream(self._render(messages), params, scheduling=scheduling)
+        """Answers one conversation as `chat` does, in increments as `stream` does. The last increment has the tool calls."""
+        options = ChatOptions(tools, tool_choice, chat_template_kwargs, add_generation_prompt, continue_final_message)
+        params = sampling(params, sampling_params)
+        (one,) = _one_each("params", SamplingParams, self.default_params() if params is None else params, 1)
+        chat = self._chat(messages, one, options)
+        return _separated(chat, self.stream(chat.prompt, chat.params, scheduling=scheduling))
 
     def load_lora_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Loads the LoRA adapter in the directory `path`, for requests with `SamplingParams(lora=name)`. Needs `enable_lora`.
@@ -206,10 +246,12 @@ class LLM:
         """Returns the checkpoint's recommended sampling parameters (`--generation-config`), overridden by `settings`."""
         return self._local.default_params(**settings)
 
-    def _render(self, conversation: object) -> list[int]:
+    def _chat(self, conversation: object, params: SamplingParams, options: ChatOptions) -> Chat:
+        from chairlift.engine.chat import Chat  # imports pydantic
+
         if not _is_conversation(conversation):
             raise InvalidRequest("a conversation is a list of messages, each with `role` and `content`", param="messages")
-        return self.tokenizer.chat([dict(message) for message in conversation])
+        return Chat(self.tokenizer, self.info, conversation, params, options)
 
 
 class _Bar:
@@ -246,6 +288,13 @@ class _Bar:
         """Counts an ended request and the tokens that it did not use."""
         self._done += 1
         self._spared += max(0, self._most[index] - sum(len(output.token_ids) for output in outputs))
+
+
+def _separated(chat: Chat, outputs: Generator[RequestOutput, None, None]) -> Generator[RequestOutput, None, None]:
+    """Separates the parts of a stream's increments."""
+    with contextlib.closing(outputs):
+        for output in outputs:
+            yield chat.separate(output)
 
 
 def _embeddings(outputs: Sequence[RequestOutput]) -> list[Sequence[float]]:

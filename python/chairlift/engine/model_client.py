@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from chairlift.engine.arguments import Prompt, text_or_ids
+from chairlift.engine.arguments import Prompt, sampling, text_or_ids
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
 from chairlift.engine.held_sequences import COMPUTE, LEASE
 from chairlift.engine.request import default_params, encode_bad_words, joined, validate
@@ -120,6 +120,7 @@ class ModelClient(ABC):
         params: SamplingParams | None = None,
         scheduling: Scheduling | None = None,
         *,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         on_start: Callable[[], None] | None = None,
         spent: Mapping[str, float] | None = None,
@@ -133,6 +134,7 @@ class ModelClient(ABC):
         """
         called = time.monotonic()
         before = dict(spent or {})
+        params = sampling(params, sampling_params)
         stream = await self.prepare(prompt, params, scheduling, arrived=called - sum(before.values()))
         before["tokenize"] = before.get("tokenize", 0.0) + time.monotonic() - called
         async with aclosing(self.run(stream, request_id=request_id, on_start=on_start, spent=before)) as outputs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,17 +24,10 @@ from chairlift.errors import (
     SequenceBusy,
     SequenceDropped,
     TooManySequences,
+    brief,
 )
 from chairlift.server.registry import Refusal
 from chairlift.server.usage import Usage
-
-_brief = reprlib.Repr()
-_brief.maxstring = _brief.maxother = _brief.maxlong = 60
-
-
-def brief(value: object) -> str:
-    """Abbreviates what a client sent to about 60 characters a piece, so that an error is not longer than the request."""
-    return _brief.repr(value)[:100]
 
 
 class ApiError(Exception):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from chairlift.chat.model import ChatModel
 from chairlift.server.lifecycle import Lifecycle, ModelState
 from chairlift.server.observability.metrics import Metrics
 from chairlift.server.tokenizing import Tokenizing
@@ -66,6 +67,11 @@ class ServedModel:
     def names(self) -> tuple[str, ...]:
         """All names that clients may use."""
         return (self.name, *self.aliases)
+
+    @property
+    def chat_model(self) -> ChatModel:
+        """How the model writes conversations. Raises EngineDead before the first start is complete."""
+        return ChatModel(self.engine.tokenizer, self.engine.info.vocab_size, self.tool_call_parser, self.reasoning_parser)
 
     @property
     def status(self) -> str:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from chairlift.engine.stats import Stats
+from chairlift.errors import brief
 from chairlift.server.admission import Admission
-from chairlift.server.errors import ApiError, brief
+from chairlift.server.errors import ApiError
 from chairlift.server.keys import Reader
 from chairlift.server.lifecycle import ModelState
 from chairlift.server.load_policy import LoadPolicy

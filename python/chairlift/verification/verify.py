@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from chairlift import _core
 from chairlift.checkpoint.download import sha256_of
@@ -65,7 +66,7 @@ def verify(config: EngineConfig, *, python: Path | None = None, llama_cpp: Path 
             convert(file, directory)
         encoder = EncoderConfig.find(directory)
         # A model that was made for fewer tokens has its own limit.
-        context = {"max_model_len": CONTEXT, "shared_max_model_len": True}
+        context: dict[str, Any] = {"max_model_len": CONTEXT, "shared_max_model_len": True}
         # Opened before the model is loaded, which may take minutes.
         reference = _open(directory, file, encoder, python, llama_cpp)
         try:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.grammar.source import ReasoningFormat
-from chairlift.server.chat.reasoning import (
+from chairlift.chat.reasoning import (
     REASONING_FORMATS,
     Reasoning,
     ReasoningParser,
@@ -15,6 +14,7 @@ from chairlift.server.chat.reasoning import (
     ReasoningTokens,
     format_for_template,
 )
+from chairlift.grammar.source import ReasoningFormat
 from chairlift.server.config import ServerConfig
 
 POSSIBLE, OPEN, OVER = ReasoningState

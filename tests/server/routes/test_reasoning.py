@@ -8,8 +8,8 @@ from fake_async_engine import MODEL
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from chairlift.chat.reasoning import ReasoningTokens
 from chairlift.chat_template import ChatTemplate
-from chairlift.server.chat.reasoning import ReasoningTokens
 from chairlift.server.routes.openai.response_request import ResponsesRequest
 
 pytestmark = pytest.mark.shared_server

@@ -7,9 +7,9 @@ import pydantic
 import pytest
 
 from chairlift.errors import InvalidRequest
+from chairlift.grammar.json_schema import MAX_COUNT, MAX_DEPTH, MAX_REGEX
 from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
 from chairlift.server.schema.fields import CompletionRequest
-from chairlift.server.schema.json_schema import MAX_COUNT, MAX_DEPTH, MAX_REGEX
 from chairlift.server.schema.response_format import MAX_CHOICES
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}

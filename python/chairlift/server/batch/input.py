@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from pydantic_core import from_json
 
-from chairlift.server.errors import brief
+from chairlift.errors import brief
 from chairlift.server.storage.batches import BatchRequest, Status
 from chairlift.server.storage.storage import Storage
 

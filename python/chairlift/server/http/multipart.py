@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from chairlift.server.errors import ApiError, brief
+from chairlift.errors import brief
+from chairlift.server.errors import ApiError
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks

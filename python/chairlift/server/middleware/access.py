@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chairlift.server.errors import ApiError, brief, for_route
+from chairlift.errors import brief
+from chairlift.server.errors import ApiError, for_route
 from chairlift.server.http.sockets import is_loopback
 from chairlift.server.keys import RESERVED_NAMES, TENANT, Keys, Tenant
 from chairlift.server.middleware.disconnect import run_until_disconnect

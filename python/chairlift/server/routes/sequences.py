@@ -14,11 +14,10 @@ from starlette.responses import Response
 
 from chairlift.engine.async_live_sequence import AsyncLiveSequence
 from chairlift.engine.held_sequences import COMPUTE, LEASE, LONGEST_LEASE, MAX_PER_TENANT
-from chairlift.errors import InvalidRequest
+from chairlift.errors import InvalidRequest, brief
 from chairlift.sampling import SamplingParams
 from chairlift.server.chat.completion import prompt_of
 from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
-from chairlift.server.errors import brief
 from chairlift.server.generation import Generation
 from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, ignored_header

@@ -9,10 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from chairlift.errors import InvalidRequest
+from chairlift.errors import InvalidRequest, brief
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import LONGEST_MS, Scheduling
-from chairlift.server.errors import brief
 from chairlift.server.schema.response_format import StructuredOutputFields
 
 MAX_PROMPTS = 256
@@ -84,7 +83,7 @@ class Fields(BaseModel):
         try:
             request = cls.model_validate(body)
         except ValidationError as error:
-            raise _invalid(error) from None
+            raise InvalidRequest.from_validation(error) from None
         known = cls.model_fields.keys() | refused.keys() | cls.without_effect
         ignored = [name for name in body if name not in known]
         for name in cls.model_fields:
@@ -294,16 +293,3 @@ def texts_or_ids(value: Any, param: str) -> list[str | list[int]]:
         return value
     message = f"{param} must be a string, a list of token ids, or a list of either (none empty), got {brief(value)}"
     raise InvalidRequest(message, param=param)
-
-
-def _invalid(error: ValidationError) -> InvalidRequest:
-    """Converts the first validation error, with the field's path as the client wrote it."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    # A step may be a name of the client's own, which may have megabytes.
-    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" if len(step) <= 64 else f".{step[:64]}…" for step in first["loc"][:16]]
-    path = "".join(steps).lstrip(".")
-    if first["type"] == "missing":
-        return InvalidRequest(f"{path} is missing", param=path)
-    _, should, wanted = first["msg"].replace(" after validation", "").partition(" should ")
-    fault = f"it should {wanted}" if should else first["msg"]
-    return InvalidRequest(f"{path} is invalid: {fault}, got {brief(first['input'])}", param=path)

@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, PrivateAttr, WithJsonSchema
 
-from chairlift.errors import InvalidRequest
+from chairlift.errors import InvalidRequest, brief
+from chairlift.grammar.json_schema import MAX_REGEX, checked_schema, checked_text
 from chairlift.grammar.source import Tag, tags_grammar
 from chairlift.sampling import JSON_STRUCTURES, MAX_GRAMMAR, StructuredOutput
-from chairlift.server.errors import brief
-from chairlift.server.schema.json_schema import MAX_REGEX, checked_schema, checked_text
 
 MAX_CHOICES = 4096
 MAX_TAGS = 256

@@ -12,7 +12,8 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from chairlift.server.errors import ApiError, brief
+from chairlift.errors import brief
+from chairlift.server.errors import ApiError
 from chairlift.server.storage.database import REQUEST_BYTES, Database
 from chairlift.server.storage.files import Files, StoredFile, insert_file
 

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from chairlift.server.errors import ApiError, brief
+from chairlift.errors import brief
+from chairlift.server.errors import ApiError
 from chairlift.server.storage.database import Database
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from chairlift.server.chat.tools.argument_types import argument_types
+from chairlift.chat.tools.argument_types import argument_types
 
 LOOP = {"$ref": "#/$defs/x"}
 CHAIN = {f"r{i}": {"$ref": f"#/$defs/r{i + 1}"} for i in range(20)} | {"r20": {"type": "integer"}}

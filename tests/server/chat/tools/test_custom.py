@@ -8,8 +8,8 @@ from fake_async_engine import MODEL
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from chairlift.server.chat.tools.custom import CustomCalls
-from chairlift.server.chat.tools.parser import ToolCallDelta
+from chairlift.chat.tools.custom import CustomCalls
+from chairlift.chat.tools.parser import ToolCallDelta
 
 pytestmark = pytest.mark.shared_server
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.server.chat.tools.argument_types import argument_types
-from chairlift.server.chat.tools.formats import TOOL_PARSERS, parser_for_template
-from chairlift.server.chat.tools.json_text import JsonText
-from chairlift.server.chat.tools.parser import ToolCallDelta
+from chairlift.chat.tools.argument_types import argument_types
+from chairlift.chat.tools.formats import TOOL_PARSERS, parser_for_template
+from chairlift.chat.tools.json_text import JsonText
+from chairlift.chat.tools.parser import ToolCallDelta
 
 NAMES = ("f", "get_weather")
 COLOUR = {"enum": ["red", "7"]}

@@ -6,8 +6,9 @@ from anthropic.types import Message, RawMessageStreamEvent
 from fake_async_engine import MODEL, answer
 from pydantic import TypeAdapter
 
-from chairlift.server.chat.completion import ChatCompletion, Delta
-from chairlift.server.chat.tools.parser import ToolCallDelta
+from chairlift.chat.answer import Delta
+from chairlift.chat.tools.parser import ToolCallDelta
+from chairlift.server.chat.completion import ChatCompletion
 
 pytestmark = pytest.mark.shared_server
 

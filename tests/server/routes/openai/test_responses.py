@@ -6,8 +6,9 @@ from fake_async_engine import MODEL, answer
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from chairlift.server.chat.completion import ChatCompletion, Delta
-from chairlift.server.chat.tools.parser import ToolCallDelta
+from chairlift.chat.answer import Delta
+from chairlift.chat.tools.parser import ToolCallDelta
+from chairlift.server.chat.completion import ChatCompletion
 
 pytestmark = pytest.mark.shared_server
 

@@ -9,9 +9,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.server.chat.completion import ChatCompletion, Delta, prompt_of
+from chairlift.chat.answer import Delta
+from chairlift.chat.tools.json_text import parsed_object
+from chairlift.server.chat.completion import ChatCompletion, prompt_of
 from chairlift.server.chat.request import renamed_fields
-from chairlift.server.chat.tools.json_text import parsed_object
 from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.routes.anthropic.message_request import FIELD_NAMES, CountRequest, MessagesRequest

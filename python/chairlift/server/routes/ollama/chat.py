@@ -11,10 +11,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chairlift.chat.answer import Delta
+from chairlift.chat.tools.json_text import parsed_object
 from chairlift.errors import ContextExceeded
-from chairlift.server.chat.completion import ChatCompletion, Delta
+from chairlift.server.chat.completion import ChatCompletion
 from chairlift.server.chat.request import renamed_fields
-from chairlift.server.chat.tools.json_text import parsed_object
 from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, large_json, to_json_bytes
 from chairlift.server.routes.ollama.chat_request import FIELD_NAMES, GenerateRequest, OllamaChatRequest, OllamaRequest

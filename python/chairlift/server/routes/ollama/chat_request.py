@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from chairlift.errors import InvalidRequest
+from chairlift.errors import InvalidRequest, brief
 from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed_fields
-from chairlift.server.errors import brief
 from chairlift.server.routes.ollama.fields import KeepAlive, served_name
 from chairlift.server.schema.fields import Fields
 

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from chairlift.errors import InvalidRequest
-from chairlift.server.errors import brief
+from chairlift.errors import InvalidRequest, brief
 from chairlift.settings import parse_duration
 
 KeepAlive = Annotated[Any, WithJsonSchema({"type": ["number", "string"]})]

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.server.chat.reasoning import format_for_template
+from chairlift.chat.reasoning import format_for_template
 from chairlift.server.http.body import read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.model import ServedModel

@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chairlift.engine.request import check_embeds
-from chairlift.errors import InvalidRequest
+from chairlift.errors import InvalidRequest, brief
 from chairlift.server.batch.input import ENDPOINTS
-from chairlift.server.errors import ApiError, brief
+from chairlift.server.errors import ApiError
 from chairlift.server.http.body import read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.routes.openai.files import check_lifetime, page_of, page_size

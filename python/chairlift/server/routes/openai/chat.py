@@ -10,10 +10,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.outputs import TokenLogprobs
-from chairlift.server.chat.completion import ChatCompletion, ToolCall
+from chairlift.chat.tools.parser import ToolCallDelta
+from chairlift.outputs import TokenLogprobs, ToolCall
+from chairlift.server.chat.completion import ChatCompletion
 from chairlift.server.chat.request import ChatRequest
-from chairlift.server.chat.tools.parser import ToolCallDelta
 from chairlift.server.http.body import read_fields
 from chairlift.server.http.responses import Json, Rows, large_json
 from chairlift.server.model import model_of

@@ -8,7 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from chairlift.server.errors import ApiError, brief
+from chairlift.errors import brief
+from chairlift.server.errors import ApiError
 from chairlift.server.http.multipart import read_form
 from chairlift.server.http.responses import Json
 from chairlift.server.service import service_of

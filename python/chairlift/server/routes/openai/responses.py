@@ -12,9 +12,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chairlift.chat.answer import Delta
 from chairlift.errors import ContextExceeded
 from chairlift.outputs import TokenLogprobs
-from chairlift.server.chat.completion import ChatCompletion, Delta
+from chairlift.server.chat.completion import ChatCompletion
 from chairlift.server.chat.request import renamed_fields
 from chairlift.server.errors import api_error, for_route
 from chairlift.server.http.body import beside, read_fields

@@ -13,7 +13,8 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.server.errors import ApiError, brief
+from chairlift.errors import brief
+from chairlift.server.errors import ApiError
 from chairlift.server.http.responses import Json
 from chairlift.server.model import ServedModel
 from chairlift.server.observability.poller import SnapshotPoller

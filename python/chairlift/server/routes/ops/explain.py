@@ -7,8 +7,9 @@ from dataclasses import asdict, replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chairlift.errors import brief
 from chairlift.outputs import Timeline
-from chairlift.server.errors import ApiError, brief
+from chairlift.server.errors import ApiError
 from chairlift.server.http.responses import Json
 from chairlift.server.keys import Reader, sees, visible_name
 from chairlift.server.observability.explanation import summary_before_submission, summary_line, summary_text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from chairlift.chat.tools.parser import ParserSteps, ToolParser
 from chairlift.grammar.source import ToolCallFormat
-from chairlift.server.chat.tools.parser import ParserSteps, ToolParser
 
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 

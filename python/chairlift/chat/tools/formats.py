@@ -6,11 +6,11 @@ import re
 import secrets
 import string
 
+from chairlift.chat.tools.hermes import HERMES_OPEN, Hermes
+from chairlift.chat.tools.literals import GEMMA_OPEN, PYTHONIC_LIST, PYTHONIC_MARKS, Gemma, Pythonic
+from chairlift.chat.tools.parser import MAX_HEAD, InvalidCall, ParserSteps, ToolParser
+from chairlift.chat.tools.tagged import GLM_KEY, QWEN_PARAMETER, Glm, Qwen
 from chairlift.grammar.source import ToolCallFormat
-from chairlift.server.chat.tools.hermes import HERMES_OPEN, Hermes
-from chairlift.server.chat.tools.literals import GEMMA_OPEN, PYTHONIC_LIST, PYTHONIC_MARKS, Gemma, Pythonic
-from chairlift.server.chat.tools.parser import MAX_HEAD, InvalidCall, ParserSteps, ToolParser
-from chairlift.server.chat.tools.tagged import GLM_KEY, QWEN_PARAMETER, Glm, Qwen
 
 GRANITE_OPEN, GRANITE_CLOSE = "<|tool_call|>", "<|/tool_call|>"
 NEMOTRON_OPEN, NEMOTRON_CLOSE = "<TOOLCALL>", "</TOOLCALL>"

@@ -7,9 +7,9 @@ from abc import abstractmethod
 from collections.abc import Generator
 from typing import ClassVar
 
-from chairlift.server.chat.tools.argument_types import argument_json
-from chairlift.server.chat.tools.hermes import HERMES_CLOSE, HERMES_OPEN, Hermes
-from chairlift.server.chat.tools.parser import MAX_HEAD, InvalidCall, ParserSteps
+from chairlift.chat.tools.argument_types import argument_json
+from chairlift.chat.tools.hermes import HERMES_CLOSE, HERMES_OPEN, Hermes
+from chairlift.chat.tools.parser import MAX_HEAD, InvalidCall, ParserSteps
 
 QWEN_FUNCTION, QWEN_PARAMETER = "<function=", "<parameter="
 GLM_KEY = "<arg_key>"

@@ -7,9 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from chairlift.errors import InvalidRequest
+from chairlift.errors import InvalidRequest, brief
 from chairlift.sampling import MAX_GRAMMAR
-from chairlift.server.errors import brief
 
 MAX_DEPTH = 32
 """Maximum nesting of a JSON schema, where each level of properties counts twice, and of the chat template's inputs."""

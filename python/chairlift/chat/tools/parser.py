@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from chairlift.chat.tools.json_text import JsonText
 from chairlift.grammar.source import ToolCallFormat
-from chairlift.server.chat.tools.json_text import JsonText
 
 ParserSteps = Generator[None, None, None]
 """Part of a parser as a generator that yields when it needs more text."""

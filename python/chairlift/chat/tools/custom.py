@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pydantic_core import from_json
 
-from chairlift.server.chat.tools.parser import ToolCallDelta
+from chairlift.chat.tools.parser import ToolCallDelta
 
 INPUT = "input"
 """Name of the argument."""

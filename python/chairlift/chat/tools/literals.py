@@ -7,8 +7,8 @@ import json
 from collections.abc import Generator
 from typing import Any
 
+from chairlift.chat.tools.parser import InvalidCall, ParserSteps, ToolParser
 from chairlift.grammar.source import ToolCallFormat
-from chairlift.server.chat.tools.parser import InvalidCall, ParserSteps, ToolParser
 
 GEMMA_OPEN = ("<|tool_call>", "<start_function_call>")
 _GEMMA_CLOSE = ("<tool_call|>", "<end_function_call>")

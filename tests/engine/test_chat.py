@@ -1,0 +1,146 @@
+"""Chats in Python: the parts of answers, tools and further inputs of the template, in `LLM` and `AsyncEngine`."""
+
+import asyncio
+import sys
+import types
+
+import fake_engine
+import pytest
+from fake_engine import FakeEngine, FakeTokenizer
+
+from chairlift.engine.client import AsyncEngine
+from chairlift.engine.llm import LLM
+from chairlift.errors import InvalidRequest
+from chairlift.outputs import ToolCall
+from chairlift.sampling import SamplingParams
+
+ANSWER = """<think>
+It depends on the place.
+</think>
+
+One moment.
+<tool_call>
+{"name": "weather", "arguments": {"city": "Ulm"}}
+</tool_call>"""
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+HELLO = [{"role": "user", "content": "a"}]
+
+
+class ScriptedTokenizer(FakeTokenizer):
+    """The first answer to the prompt `a` is ANSWER, the second one a later part of it."""
+
+    template = types.SimpleNamespace(source="</think>{{ tools }}<tool_call>", uses=lambda variable: variable == "tools")
+
+    def piece(self, token):
+        return ANSWER[token - 97].encode() if 97 <= token < 97 + len(ANSWER) else super().piece(token)
+
+    def chat(self, messages, **variables):
+        self.rendered = messages, variables
+        return super().chat(messages)
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    fake_engine.fake(monkeypatch)
+    monkeypatch.setitem(sys.modules, "chairlift.engine.engine", types.SimpleNamespace(Engine=FakeEngine))
+    for module in ("client", "llm"):
+        monkeypatch.setattr(f"chairlift.engine.{module}.Tokenizer", ScriptedTokenizer)
+
+
+def check(text, reasoning, calls):
+    assert (text.strip(), reasoning) == ("One moment.", "It depends on the place.")
+    assert [(call.name, call.arguments) for call in calls] == [("weather", '{"city": "Ulm"}')]
+    assert isinstance(calls[0], ToolCall)
+
+
+def test_reasoning_text_and_calls_stand_apart(fakes):
+    llm = LLM()
+    (output,) = llm.chat(HELLO, SamplingParams(max_tokens=len(ANSWER)), tools=[WEATHER])
+    check(output.text, output.reasoning, output.tool_calls)
+    assert len(output.token_ids) == len(ANSWER)
+    assert llm.tokenizer.rendered[1]["tools"][0]["function"]["name"] == "weather"
+
+
+def test_without_tools_the_text_of_a_call_is_text(fakes):
+    (output,) = LLM().chat(HELLO, SamplingParams(max_tokens=len(ANSWER)))
+    assert output.text == ANSWER.partition("</think>")[2].lstrip()
+    assert output.tool_calls == ()
+
+
+def test_each_of_several_answers_is_separated(fakes):
+    outputs = LLM().chat(HELLO, SamplingParams(max_tokens=3, n=2))[0].outputs
+    assert [(output.text, output.reasoning) for output in outputs] == [("<th", None), (ANSWER[100:103], None)]
+
+
+def test_increments_are_separated_too(fakes):
+    outputs = list(LLM().stream_chat(HELLO, SamplingParams(max_tokens=len(ANSWER)), tools=[WEATHER]))
+    reasoning = "".join(output.reasoning or "" for output in outputs)
+    check("".join(output.text for output in outputs), reasoning, outputs[-1].tool_calls)
+    assert not any(output.tool_calls for output in outputs[:-1])
+    assert sum(len(output.token_ids) for output in outputs) == len(ANSWER)
+
+
+def test_a_stream_that_is_left_ends_its_request(fakes):
+    llm = LLM()
+    for output in llm.stream_chat(HELLO, SamplingParams(max_tokens=1000)):
+        if output.reasoning:
+            break
+    del output
+    assert not llm.engine.running
+
+
+def test_chats_of_the_asynchronous_engine(fakes):
+    async def main():
+        async with asyncio.timeout(60), AsyncEngine() as engine:
+            outputs = [one async for one in engine.chat(HELLO, SamplingParams(max_tokens=len(ANSWER)), tools=[WEATHER])]
+            reasoning = "".join(output.reasoning or "" for output in outputs)
+            check("".join(output.text for output in outputs), reasoning, outputs[-1].tool_calls)
+            with pytest.raises(InvalidRequest, match="tool_choice names 'clock'"):
+                await anext(engine.chat(HELLO, tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "clock"}}))
+
+    asyncio.run(main())
+
+
+def test_a_required_call_is_forced_by_a_grammar(fakes):
+    llm = LLM()
+    llm.chat(HELLO, SamplingParams(max_tokens=1), tools=[WEATHER], tool_choice="required")
+    assert llm.engine.sampling[-1].structured_output.kind == "grammar"
+    llm.chat(HELLO, SamplingParams(max_tokens=1), tools=[WEATHER])
+    assert llm.engine.sampling[-1].structured_output is None
+
+
+def test_further_inputs_of_the_template(fakes):
+    llm, one = LLM(), SamplingParams(max_tokens=1)
+    llm.chat(HELLO, one, chat_template_kwargs={"enable_thinking": False}, add_generation_prompt=False)
+    assert llm.tokenizer.rendered[1] == {"enable_thinking": False, "add_generation_prompt": False}
+    llm.chat(HELLO, one, continue_final_message=True)
+    assert llm.tokenizer.rendered[1] == {"continue_final_message": True, "add_generation_prompt": False}
+
+
+def test_the_calls_of_earlier_answers_are_read_as_over_http(fakes):
+    llm = LLM()
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    turns = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "rain", "tool_call_id": "1"}]
+    llm.chat([*turns, *HELLO], SamplingParams(max_tokens=1))
+    assert llm.tokenizer.rendered[0][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Ulm"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "says"),
+    [
+        ([{"role": "robot", "content": "a"}], {}, r"prompt 0: messages\[0\].role is invalid: it should be .*'system'"),
+        ([{"content": "a"}], {}, r"messages\[0\].role is missing"),
+        ([{"role": "user", "content": 5}], {}, r"messages\[0\].content must be a string"),
+        (HELLO, {"tools": [{"name": "weather"}]}, r"tools\[0\].type is missing"),
+        (HELLO, {"tools": "weather"}, "tools is invalid"),
+        (HELLO, {"tools": [WEATHER, WEATHER]}, "tools has two functions of one name"),
+        (HELLO, {"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice must be none, auto, required"),
+        (HELLO, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs may not set 'tokenize'"),
+    ],
+)
+def test_wrong_chats_are_invalid_requests(fakes, messages, options, says):
+    with pytest.raises(InvalidRequest, match=says):
+        LLM().chat(messages, **options)
