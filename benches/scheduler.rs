@@ -112,6 +112,9 @@ impl World {
             copies: next(),
             block_tables: next(),
             table_writes: &[],
+            state_slots: &[],
+            state_copies: &[],
+            state_saves: &[],
             max_blocks: (MAX_MODEL_LEN / BLOCK_SIZE) as usize,
         };
         black_box(plan.fill(&self.scheduler, &buffers));

@@ -63,6 +63,28 @@ def test_changes_of_block_tables_are_listed_for_whoever_keeps_them_elsewhere() -
         core.plan(_core.StepBuffers(**arrays(table_writes=np.zeros(8, np.int32))), 9)
 
 
+def test_a_model_with_states_gets_the_slot_of_each_sequence() -> None:
+    core = _core.Scheduler(
+        num_kv_blocks=33, block_size=BLOCK, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN, state_slots=6
+    )
+    lengths = {"state_slots": MAX_SEQS, "state_copies": 2 * MAX_SEQS, "state_saves": 3 * 6}
+    step = arrays(**{name: np.full(length, -1, np.int32) for name, length in lengths.items()})
+    add(core, 70, ids(5, 6, 7, 8, 9), 2, [1], 0)
+    add(core, 71, ids(3), 4, [1], 0)
+    plan = core.plan(_core.StepBuffers(**step), 0)
+    assert plan is not None
+    slots = step["state_slots"].tolist()
+    assert len(set(slots[:2])) == 2
+    assert set(slots[:2]) <= set(range(6))
+    assert slots[2:] == [-1, -1]
+    with pytest.raises(ValueError, match="state_slots has 0 entries, needs 4"):
+        core.plan(_core.StepBuffers(**arrays()), 9)
+    with pytest.raises(ValueError, match="state_saves has 2 entries, needs 18"):
+        core.plan(_core.StepBuffers(**step | {"state_saves": np.zeros(2, np.int32)}), 9)
+    with pytest.raises(ValueError, match=re.escape("state_slots (3) must be at least max_num_seqs (4)")):
+        _core.Scheduler(max_num_seqs=4, state_slots=3)
+
+
 def test_a_step_crosses_in_flat_arrays() -> None:
     core, step = scheduler(), arrays()
     buffers = _core.StepBuffers(**step)

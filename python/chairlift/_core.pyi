@@ -209,6 +209,9 @@ class StepBuffers:
         copies: NDArray[np.int32],
         block_tables: NDArray[np.int32],
         table_writes: NDArray[np.int32] | None = None,
+        state_slots: NDArray[np.int32] | None = None,
+        state_copies: NDArray[np.int32] | None = None,
+        state_saves: NDArray[np.int32] | None = None,
     ) -> StepBuffers: ...
 
 @final
@@ -225,6 +228,10 @@ class StepPlan:
     def num_copies(self) -> int: ...
     @property
     def num_table_writes(self) -> int: ...
+    @property
+    def num_state_copies(self) -> int: ...
+    @property
+    def num_state_saves(self) -> int: ...
     @property
     def admitted(self) -> list[tuple[int, int, int, int, int, int]]:
         """One entry per sequence admitted in this step.

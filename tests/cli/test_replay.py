@@ -239,6 +239,7 @@ def test_json_has_all_numbers(replay, file):
         ("background_slowdown=1.25", "background_slowdown", 125),
         ("host_blocks=8", "host_blocks", 8),
         ("swap_ns_per_block=500", "swap_ns_per_block", 500),
+        ("state_slots=500", "state_slots", 500),
     ],
 )
 def test_every_setting_reaches_the_scheduler_in_its_units(replay, file, setting, name, value):

@@ -95,7 +95,7 @@ class FakeCore:
 
 
 class FakeRunner:
-    num_kv_blocks, kv_cache_bytes, max_model_len, host_blocks, swap_ns_per_block = 101, 1 << 20, 50, 7, 900
+    num_kv_blocks, kv_cache_bytes, max_model_len, host_blocks, swap_ns_per_block, state_slots = 101, 1 << 20, 50, 7, 900, 0
     max_num_seqs, max_num_batched_tokens = 30, 120
     batch_invariant = False
     has_logprobs = True
@@ -185,6 +185,8 @@ def plan(admitted=(), ending=(), swap_out=(), swap_in=()):
         num_samples=1,
         num_copies=0,
         num_table_writes=0,
+        num_state_copies=0,
+        num_state_saves=0,
     )
 
 
@@ -220,6 +222,7 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
         "gather": None,
         "host_blocks": 7,
         "swap_ns_per_block": 900,
+        "state_slots": 0,
         "journal": False,
         "hash_key": 16,
         "draft_tokens": 0,
@@ -228,6 +231,15 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
         "tenant_weights": {},
         "tier_weights": {"priority": 4, "default": 2, "flex": 1},
     }
+
+
+def test_a_model_with_states_has_its_slots_and_no_drafts(make, monkeypatch, caplog):
+    caplog.set_level("INFO", "chairlift")
+    monkeypatch.setattr(FakeRunner, "state_slots", 31)
+    settings = make(speculative_config=None).core.settings
+    assert settings["state_slots"] == 31
+    assert "draft_tokens" not in settings
+    assert "no tokens are drafted: the model keeps recurrent states" in caplog.messages
 
 
 def test_what_the_runner_was_fitted_to_is_told(make, monkeypatch):
@@ -474,7 +486,7 @@ def test_every_setting_of_the_core_comes_from_a_flag_and_goes_back_to_it():
         batching="dynamic", static_batch_size=3, batch_timeout_ms=1.5, target_itl_ms=0.25, kv_reservation="peak", watermark=0.1
     )
     sizes = {"num_kv_blocks": 101, "max_num_batched_tokens": 20, "max_num_seqs": 8, "max_model_len": 50, "block_size": 16}
-    settings = scheduler_settings.of_config(config, **sizes, host_blocks=5, swap_ns_per_block=6)
+    settings = scheduler_settings.of_config(config, **sizes, host_blocks=5, swap_ns_per_block=6, state_slots=7)
     assert settings.keys() == table.keys()
     again = scheduler_settings.to_flags(settings)
     assert scheduler_settings.of_flags(again) | {"block_size": 16} == settings
@@ -483,6 +495,6 @@ def test_every_setting_of_the_core_comes_from_a_flag_and_goes_back_to_it():
     for name in ("scheduling_policy", "batching", "kv_reservation"):
         assert list(flags[name]["choices"]) == table[name]["names"]
     # So are defaults, unless they depend on the machine or the pool.
-    defaults = scheduler_settings.of_config(EngineConfig(), **sizes, host_blocks=0, swap_ns_per_block=0)
+    defaults = scheduler_settings.of_config(EngineConfig(), **sizes, host_blocks=0, swap_ns_per_block=0, state_slots=0)
     for name in table.keys() - {"num_kv_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "watermark"}:
         assert defaults[name] == table[name]["default"], name

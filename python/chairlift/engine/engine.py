@@ -410,7 +410,15 @@ class Engine:
             self._assign_slot(slot, seq, tag)
             started.append((tag, cached_tokens, own_cached_tokens, queued))
         self.runner.swap(plan.swap_out, plan.swap_in)
-        sizes = StepSizes(plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies, plan.num_table_writes)
+        sizes = StepSizes(
+            plan.num_tokens,
+            plan.num_seqs,
+            plan.num_samples,
+            plan.num_copies,
+            plan.num_table_writes,
+            plan.num_state_copies,
+            plan.num_state_saves,
+        )
         slots = self.runner.buffers[self._next_buffer].sample_slots[: sizes.samples]
         failed = dict(entries_of(self._failed_slots, slots))
         step = _InFlightStep(self._next_buffer, sizes, self._slot_tags[slots], failed)
@@ -575,11 +583,15 @@ def _build_scheduler(config: EngineConfig, runner: Runner, eos: list[int], hash_
         max_model_len=runner.max_model_len,
         host_blocks=runner.host_blocks,
         swap_ns_per_block=runner.swap_ns_per_block,
+        state_slots=runner.state_slots,
         **({} if runner.generates else {"enable_prefix_caching": False}),
     )
-    # Where a device overlaps steps, the last token is not known yet when the next step is planned.
+    # Where a device overlaps steps, the last token is not known yet when the next step is planned. A recurrent state cannot take back a
+    # rejected token.
     drafts: dict[str, Any] = {}
-    if not runner.overlaps:
+    if runner.state_slots and config.num_speculative_tokens:
+        log.info("no tokens are drafted: the model keeps recurrent states")
+    elif not runner.overlaps:
         drafts = {"draft_tokens": config.num_speculative_tokens, "draft_corpus_tokens": config.draft_corpus_tokens}
     tier_weights = {**TIER_WEIGHTS, **(config.tier_weights or {})}
     weights: dict[str, Any] = {"tenant_weights": config.tenant_weights or {}, "tier_weights": tier_weights}

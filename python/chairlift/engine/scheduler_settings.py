@@ -68,8 +68,8 @@ _CONVERSIONS = (
 FLAGS = tuple(one.flag for one in _CONVERSIONS)
 """The flags that are scheduler settings and that a replay can change. It cannot change `block_size`."""
 
-HOST = ("host_blocks", "swap_ns_per_block")
-"""Settings without a flag: host blocks that --swap-space holds, and nanoseconds to copy one."""
+HOST = ("host_blocks", "swap_ns_per_block", "state_slots")
+"""Settings without a flag: host blocks that --swap-space holds, nanoseconds to copy one, and slots for recurrent states."""
 
 
 def of_config(config: EngineConfig, **sizes: Any) -> dict[str, Any]:

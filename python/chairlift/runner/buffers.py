@@ -24,16 +24,18 @@ class StepSizes(NamedTuple):
     samples: int
     copies: int = 0
     table_writes: int = 0
+    state_copies: int = 0
+    state_saves: int = 0
 
 
 class Layout:
     """Offsets of a step's arrays in one allocation of `size` int32, for up to T tokens of S sequences with B blocks each.
 
     `places` has a slice per array, in memory order. The list of block table writes comes last, because most steps use little of it, and
-    exists only if the device has a copy of the block tables.
+    exists only if the device has a copy of the block tables. The arrays of recurrent states exist only if there are `state_slots`.
     """
 
-    def __init__(self, max_tokens: int, max_seqs: int, max_blocks: int, *, table_writes: bool = False) -> None:
+    def __init__(self, max_tokens: int, max_seqs: int, max_blocks: int, *, table_writes: bool = False, state_slots: int = 0) -> None:
         self.max_seqs, self.max_blocks = max_seqs, max_blocks
         lengths = {
             "query_starts": max_seqs + 1,
@@ -46,6 +48,8 @@ class Layout:
             "positions": max_tokens,
             "slot_mapping": max_tokens,
         }
+        if state_slots:
+            lengths |= {"state_slots": max_seqs, "state_copies": 2 * max_seqs, "state_saves": 3 * state_slots}
         if table_writes:
             lengths["table_writes"] = 2 * max_seqs * max_blocks
         self.places: dict[str, slice] = {}
@@ -77,6 +81,15 @@ class StepBuffers:
     sample_slots: np.ndarray
     copies: np.ndarray
     """Pairs of blocks (from, to), copied before the forward pass."""
+    state_slots: np.ndarray
+    """Slot of the recurrent state of each sequence. A sequence whose first token is at position 0 begins without a state, whatever the slot
+    holds. This and the next two are unset for a model without recurrent layers."""
+    state_copies: np.ndarray
+    """Pairs of state slots (from, to), copied one after another before the forward pass and after the blocks."""
+    state_saves: np.ndarray
+    """Triples of a sequence's index in the step, a number of its tokens, and the slot that gets the state after them."""
+    num_state_saves: int
+    """The number of triples."""
     on_device: DeviceBuffers
     """The same arrays on the device. Unset for a model that reads the host's arrays."""
 
@@ -85,7 +98,7 @@ class StepBuffers:
 
         `block_tables` [S, B] persist from step to step and only changes are written: all buffers of an engine share them.
         """
-        self.index = index
+        self.index, self.num_state_saves = index, 0
         self._packed = np.zeros(layout.size, dtype=np.int32) if packed is None else packed
         self._places = layout.places
         for name, place in layout.places.items():

@@ -42,6 +42,7 @@ class EncoderRunner:
     host_blocks = 0
     kv_cache_bytes = 0
     swap_ns_per_block = 0
+    state_slots = 0
 
     def __init__(self, config: EngineConfig, directory: Path, model: EncoderConfig, on_phase: Callable[[str, float], None]) -> None:
         """Loads the model. Raises ModelNotFound, UnsupportedModel, or InvalidSetting for settings that do not suit an encoder."""

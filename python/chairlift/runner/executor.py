@@ -46,13 +46,23 @@ class ModelExecutor(ABC):
     def copy(self, pairs: np.ndarray) -> None:
         """Copies blocks within the cache, in order: pairs [n, 2], from and to."""
 
+    def copy_states(self, pairs: np.ndarray) -> None:
+        """Copies recurrent states between slots, in order: pairs [n, 2], from and to.
+
+        Only models with recurrent layers have them.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def swap(self, outs: Pairs, ins: Pairs) -> None:
         """Copies blocks to the host (device block, host block), then back (host block, device block)."""
 
     @abstractmethod
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
-        """Runs the step in the buffers and keeps its hidden states for `logits`."""
+        """Runs the step in the buffers and keeps its hidden states for `logits`.
+
+        A model with recurrent layers also moves the states of the step's sequences on and saves those that the buffers name.
+        """
 
     @abstractmethod
     def logits(self, at: np.ndarray) -> Logits:

@@ -64,6 +64,8 @@ class Runner(Protocol):
     """Bytes of all KV blocks on the device."""
     swap_ns_per_block: int
     """Nanoseconds to copy one block to the host or back."""
+    state_slots: int
+    """Slots for the recurrent states of sequences, at least `max_num_seqs`; 0 for a model without recurrent layers."""
     max_num_seqs: int
     max_num_batched_tokens: int
     overlaps: bool

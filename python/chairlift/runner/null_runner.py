@@ -35,6 +35,7 @@ class NullRunner:
     host_blocks = 0
     kv_cache_bytes = 0
     swap_ns_per_block = 0
+    state_slots = 0
 
     def __init__(self, config: EngineConfig, directory: Path, ends: frozenset[int]) -> None:
         """Reads the model's config; `ends` are tokens that are never returned. Raises ModelNotFound or UnsupportedModel."""

@@ -56,6 +56,7 @@ class ModelRunner:
     host_blocks = 0
     kv_cache_bytes = 0
     swap_ns_per_block = 0
+    state_slots = 0
 
     def __init__(
         self,
@@ -121,10 +122,13 @@ class ModelRunner:
         self.model.swap(outs, ins)
 
     def launch(self, buffer_index: int, sizes: StepSizes) -> Launched:
-        """Starts the block copies and the forward pass of the step in `buffers[buffer_index]` (see `Runner.launch`)."""
+        """Starts the copies and the forward pass of the step in `buffers[buffer_index]` (see `Runner.launch`)."""
         buffers = self.buffers[buffer_index]
         if sizes.copies:
             self.model.copy(buffers.copies[: 2 * sizes.copies].reshape(-1, 2))
+        if sizes.state_copies:
+            self.model.copy_states(buffers.state_copies[: 2 * sizes.state_copies].reshape(-1, 2))
+        buffers.num_state_saves = sizes.state_saves
         return self._forward(buffers, sizes)
 
     def sample(self, step: Launched) -> None:

@@ -158,6 +158,7 @@ def machine(
             max_model_len=longest,
             host_blocks=0,
             swap_ns_per_block=0,
+            state_slots=0,
         )
         return settings, step_time or known.step
     return _on_device(shape(model or config.model), known, config, step_time)
@@ -230,5 +231,6 @@ def _on_device(model: ModelShape, on: Device, config: EngineConfig, step_time: S
         max_model_len=longest,
         host_blocks=int(config.swap_space // block),
         swap_ns_per_block=round(block / on.link * 1e9),
+        state_slots=0,
     )
     return settings, step_time or on.step_time(model, dtype=dtype, kv=kv)

@@ -74,6 +74,14 @@ pub enum ConfigError {
         /// `Config::max_num_batched_tokens`.
         max_num_batched_tokens: u32,
     },
+    /// `state_slots` is less than `max_num_seqs`.
+    #[error("state_slots ({state_slots}) must be at least max_num_seqs ({max_num_seqs}), or 0 for a model without recurrent layers")]
+    TooFewStateSlots {
+        /// `Config::state_slots`.
+        state_slots: u32,
+        /// `Config::max_num_seqs`.
+        max_num_seqs: u32,
+    },
     /// A limit does not fit the 32-bit step buffers.
     #[error("{name} must be at most {most}, got {value}")]
     TooLarge {

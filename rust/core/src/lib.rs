@@ -31,12 +31,12 @@ pub use ledger::{
     TimelineState, Usage, WaitSeen,
 };
 pub use machine::{Arbiter, Chosen, EngineView, KvBudget, MAX_LEAD, MAX_WAIT, Router, RouterRequest, Routing};
-pub use memory::{BlockHash, BlockHasher, BlockId, BlockPool, BlockTable, BlocksUsed, CacheChanges, Chain, StoredBlock};
+pub use memory::{BlockHash, BlockHasher, BlockId, BlockPool, BlockTable, BlocksUsed, CacheChanges, Chain, StateSlot, StoredBlock};
 pub use policy::{
     CacheUse, Candidate, Charges, Deadline, Estimate, Fair, Fcfs, Grouping, POLICIES, Policy, Preemption, PreemptionReason, Prefix,
     Priority, Rules, Shortest, Vtc,
 };
 pub use request::{BACKGROUND, CacheScope, Continues, FinishReason, HeldId, Preparation, Request, Resumed, SeqId, Tier, Time, Token};
 pub use scheduler::Scheduler;
-pub use step::{Admitted, Chunk, DraftSource, Lens, MAX_DRAFT, Stall, StepBuffers, StepPlan, VerifiedDraft};
+pub use step::{Admitted, Chunk, DraftSource, Lens, MAX_DRAFT, Stall, StateMoves, StateSave, StepBuffers, StepPlan, VerifiedDraft};
 pub use step_time::{Load, StepModel};

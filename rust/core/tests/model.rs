@@ -156,6 +156,7 @@ proptest! {
         host in prop_oneof![1 => Just((0, 0)), 2 => (1..40u32, prop::sample::select(vec![0, 500, 1_000_000u32]))],
         max_queued_reqs in prop_oneof![3 => Just(u32::MAX), 1 => 0..10u32],
         drafts in prop_oneof![1 => Just((0, 0)), 1 => (1..8usize, prop::sample::select(vec![0, 50, 5000usize]))],
+        spare_slots in prop::option::weighted(0.5, 0..12u32),
     ) {
         let (num_blocks, block_size, max_tokens, max_seqs) = sizes;
         let max_seqs = max_seqs.min(max_tokens);
@@ -163,6 +164,7 @@ proptest! {
         let config = Config {
             num_kv_blocks: num_blocks, block_size, max_num_batched_tokens: max_tokens, max_num_seqs: max_seqs, max_model_len: 44, enable_prefix_caching: prefix_caching, watermark, kv_reservation: reservation, scheduling_policy: policy, batching,
             max_num_queued_reqs: max_queued_reqs, max_num_queued_tokens: u64::MAX, queue_ageing: ageing, target_itl, background_slowdown, gather, host_blocks, swap_ns_per_block,
+            state_slots: spare_slots.map_or(0, |spare| max_seqs + spare),
         };
         let journal = journal && replays(policy);
         let mut world = World::new(config, journal).drafting(drafts.0, drafts.1);
@@ -181,9 +183,11 @@ proptest! {
         requests in prop::collection::vec((1..6usize, 12..36u32, -1..2i32, 0..3usize), 4..16),
         block_size in 1..3u32, spare in 0..12u32, max_seqs in 3..8u32, policy in policy(), lag in 0..3usize, ageing in 0..60u64,
         host_blocks in prop_oneof![2 => Just(0u32), 1 => 1..40u32], limits in 0..60u32,
+        spare_slots in prop::option::weighted(0.5, 0..12u32),
     ) {
         let config = Config {
             num_kv_blocks: 40u32.div_ceil(block_size) + spare, block_size, max_num_batched_tokens: 24, max_num_seqs: max_seqs, max_model_len: 44, scheduling_policy: policy, queue_ageing: ageing, host_blocks,
+            state_slots: spare_slots.map_or(0, |spare| max_seqs + spare),
             ..Config::default()
         };
         let mut world = World::new(config, replays(policy)).drafting(ageing as usize % 5, 1000);

@@ -76,6 +76,9 @@ impl World {
             copies,
             block_tables,
             table_writes: &[],
+            state_slots: &[],
+            state_copies: &[],
+            state_saves: &[],
             max_blocks,
         };
         assert_eq!(plan.fill(&self.scheduler, &buffers).seqs, plan.chunks.len());

@@ -23,6 +23,9 @@ pub(crate) struct StepBuffers {
     copies: PyBuffer<i32>,
     block_tables: PyBuffer<i32>,
     table_writes: Option<PyBuffer<i32>>,
+    state_slots: Option<PyBuffer<i32>>,
+    state_copies: Option<PyBuffer<i32>>,
+    state_saves: Option<PyBuffer<i32>>,
     max_blocks: usize,
 }
 
@@ -30,7 +33,7 @@ pub(crate) struct StepBuffers {
 impl StepBuffers {
     #[new]
     #[pyo3(signature = (*, input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots, sample_at, sample_slots, copies, block_tables,
-        table_writes = None))]
+        table_writes = None, state_slots = None, state_copies = None, state_saves = None))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -45,6 +48,9 @@ impl StepBuffers {
         copies: PyBuffer<i32>,
         block_tables: PyBuffer<i32>,
         table_writes: Option<PyBuffer<i32>>,
+        state_slots: Option<PyBuffer<i32>>,
+        state_copies: Option<PyBuffer<i32>>,
+        state_saves: Option<PyBuffer<i32>>,
     ) -> PyResult<Self> {
         let &[_, max_blocks] = block_tables.shape() else {
             return Err(PyValueError::new_err("block_tables must be two-dimensional"));
@@ -61,6 +67,9 @@ impl StepBuffers {
             copies,
             block_tables,
             table_writes,
+            state_slots,
+            state_copies,
+            state_saves,
             max_blocks,
         };
         buffers.view(py).map(|_| ()).ok_or_else(|| PyValueError::new_err("step buffers must be writable, C-contiguous int32 arrays"))?;
@@ -82,10 +91,10 @@ impl StepBuffers {
             sample_slots: cells(py, &self.sample_slots)?,
             copies: cells(py, &self.copies)?,
             block_tables: cells(py, &self.block_tables)?,
-            table_writes: match &self.table_writes {
-                Some(writes) => cells(py, writes)?,
-                None => &[],
-            },
+            table_writes: optional_cells(py, self.table_writes.as_ref())?,
+            state_slots: optional_cells(py, self.state_slots.as_ref())?,
+            state_copies: optional_cells(py, self.state_copies.as_ref())?,
+            state_saves: optional_cells(py, self.state_saves.as_ref())?,
             max_blocks: self.max_blocks,
         })
     }
@@ -110,9 +119,19 @@ impl StepBuffers {
                 return Err(PyValueError::new_err(format!("{name} has {} entries, needs {least}", buffer.item_count())));
             }
         }
-        let (writes, least) = (self.table_writes.as_ref().map(|writes| writes.item_count()), 2 * seqs * self.max_blocks);
-        if let Some(have) = writes.filter(|&have| have < least) {
-            return Err(PyValueError::new_err(format!("table_writes has {have} entries, needs {least}")));
+        let len = |buffer: &Option<PyBuffer<i32>>| buffer.as_ref().map(|buffer| buffer.item_count());
+        // The states of sequences need their arrays, the list of table writes is the caller's choice.
+        let states = |buffer| Some(len(buffer).unwrap_or(0)).filter(|_| config.state_slots > 0);
+        let optional = [
+            ("table_writes", len(&self.table_writes), 2 * seqs * self.max_blocks),
+            ("state_slots", states(&self.state_slots), seqs),
+            ("state_copies", states(&self.state_copies), 2 * seqs),
+            ("state_saves", states(&self.state_saves), 3 * config.state_slots as usize),
+        ];
+        for (name, have, least) in optional {
+            if let Some(have) = have.filter(|&have| have < least) {
+                return Err(PyValueError::new_err(format!("{name} has {have} entries, needs {least}")));
+            }
         }
         if self.max_blocks < config.max_blocks_per_seq() as usize {
             let (have, need) = (self.max_blocks, config.max_blocks_per_seq());
@@ -120,6 +139,11 @@ impl StepBuffers {
         }
         Ok(())
     }
+}
+
+/// Like [`cells`], but an array that does not exist is empty.
+fn optional_cells<'a>(py: Python<'a>, buffer: Option<&'a PyBuffer<i32>>) -> Option<&'a [Cell<i32>]> {
+    buffer.map_or(Some(&[]), |buffer| cells(py, buffer))
 }
 
 /// An array as cells. `None` if it is read-only, strided or empty.

@@ -29,6 +29,10 @@ pub(crate) struct StepPlan {
     #[pyo3(get)]
     num_table_writes: usize,
     #[pyo3(get)]
+    num_state_copies: usize,
+    #[pyo3(get)]
+    num_state_saves: usize,
+    #[pyo3(get)]
     admitted: Vec<Admitted>,
     #[pyo3(get)]
     preempted: Vec<u64>,
@@ -293,6 +297,8 @@ impl Scheduler {
             num_samples: lens.samples,
             num_copies: lens.copies,
             num_table_writes: lens.table_writes,
+            num_state_copies: lens.state_copies,
+            num_state_saves: lens.state_saves,
             admitted: admitted.collect(),
             preempted: plan.preempted.clone(),
             swap_out: plan.swap_out.iter().map(|&(block, host)| (block.0, host)).collect(),

@@ -26,11 +26,12 @@ fuzz_target!(|bytes: &[u8]| {
 
 fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
     let max_tokens = bytes.int_in_range(1..=24)?;
+    let max_num_seqs = bytes.int_in_range(1..=max_tokens.min(6))?;
     let config = Config {
         num_kv_blocks: bytes.int_in_range(6..=40)?,
         block_size: bytes.int_in_range(1..=6)?,
         max_num_batched_tokens: max_tokens,
-        max_num_seqs: bytes.int_in_range(1..=max_tokens.min(6))?,
+        max_num_seqs,
         max_model_len: 44,
         enable_prefix_caching: bytes.ratio(9, 10)?,
         watermark: bytes.int_in_range(0..=4)?,
@@ -49,6 +50,7 @@ fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
         gather: *bytes.choose(&[0, 0, 20])?,
         host_blocks: *bytes.choose(&[0, 3, 10, 40])?,
         swap_ns_per_block: *bytes.choose(&[0, 500, 1_000_000])?,
+        state_slots: *bytes.choose(&[0, 0, max_num_seqs, max_num_seqs + 4])?,
     };
     Ok((config, bytes.arbitrary()?))
 }

@@ -103,6 +103,9 @@ pub struct Config {
     pub host_blocks: u32,
     /// Nanoseconds to copy one block in one direction.
     pub swap_ns_per_block: u32,
+    /// Slots for recurrent states. 0 for a model without recurrent layers, otherwise at least `max_num_seqs`, because each
+    /// running sequence has one.
+    pub state_slots: u32,
 }
 
 impl Default for Config {
@@ -126,6 +129,7 @@ impl Default for Config {
             gather: 0,
             host_blocks: 0,
             swap_ns_per_block: 0,
+            state_slots: 0,
         }
     }
 }

@@ -152,7 +152,7 @@ macro_rules! optional {
 }
 
 /// Every setting, in the order in which settings are applied. A later setting may depend on earlier ones.
-pub const SETTINGS: [Setting; 20] = [
+pub const SETTINGS: [Setting; 21] = [
     number!(num_kv_blocks, 2, U32, "Blocks in the KV cache, scratch block 0 included."),
     number!(block_size, 1, INT, "Tokens in a block."),
     number!(max_num_batched_tokens, 1, INT, "Tokens in a step."),
@@ -235,6 +235,7 @@ pub const SETTINGS: [Setting; 20] = [
     ),
     number!(host_blocks, 0, U32, "Blocks of the host pool."),
     number!(swap_ns_per_block, 0, U32, "Nanoseconds that the copy of a block to the host takes, one way."),
+    number!(state_slots, 0, INT, "Slots for the recurrent states of sequences; 0 for a model without recurrent layers."),
 ];
 
 /// Names in journals of earlier versions, each with the name now, which is that of the flag.
@@ -304,6 +305,9 @@ impl Config {
         // Every decoding sequence gets a token in each step.
         if self.max_num_seqs > self.max_num_batched_tokens {
             return Err(ConfigError::TooManySeqs { max_num_seqs: self.max_num_seqs, max_num_batched_tokens: self.max_num_batched_tokens });
+        }
+        if self.state_slots > 0 && self.state_slots < self.max_num_seqs {
+            return Err(ConfigError::TooFewStateSlots { state_slots: self.state_slots, max_num_seqs: self.max_num_seqs });
         }
         // The model uses signed 32-bit KV slots.
         let (slots, most) = (u64::from(self.num_kv_blocks) * u64::from(self.block_size), i32::MAX as u64);

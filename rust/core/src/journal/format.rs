@@ -412,5 +412,15 @@ pub(crate) fn digest(hash: u64, plan: Option<&StepPlan>) -> u64 {
     for &(host, block) in &plan.swap_in {
         hash = mix(hash, u64::from(host) << 32 | u64::from(block.0));
     }
+    for slot in &plan.states.slots {
+        hash = mix(hash, u64::from(slot.0));
+    }
+    for (from, to) in &plan.states.copies {
+        hash = mix(!hash, u64::from(from.0) << 32 | u64::from(to.0));
+    }
+    for save in &plan.states.saves {
+        hash = mix(hash, u64::from(save.chunk) << 32 | u64::from(save.position));
+        hash = mix(hash, u64::from(save.to.0));
+    }
     plan.preempted.iter().fold(hash, |hash, &tag| mix(hash, tag))
 }

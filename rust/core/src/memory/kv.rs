@@ -2,6 +2,7 @@
 
 use super::block::{BlockId, BlockPool, BlockTable, BlockUse, CacheChanges, Chain, Estimate, StoredBlock, User};
 use super::hash::{BlockHash, BlockHasher};
+use super::state_pool::{StatePool, StateSlot};
 use super::swap_pool::SwapPool;
 use crate::request::{CacheScope, Token};
 use std::sync::Arc;
@@ -28,6 +29,8 @@ pub(crate) struct SeqBlocks {
     used: u32,
     /// Host blocks that hold the sequence's KV while it is swapped out.
     host: Vec<u32>,
+    /// The slot of the recurrent state while the sequence runs, in a model that has states.
+    state: Option<StateSlot>,
 }
 
 impl SeqBlocks {
@@ -45,6 +48,7 @@ impl SeqBlocks {
             tentative: Vec::new(),
             used: 0,
             host: Vec::new(),
+            state: None,
         }
     }
 
@@ -89,6 +93,10 @@ impl SeqBlocks {
 
     pub(crate) fn host(&self) -> &[u32] {
         &self.host
+    }
+
+    pub(crate) fn state(&self) -> Option<StateSlot> {
+        self.state
     }
 
     /// Whether a block must be named once `known` tokens are known and computed.
@@ -141,11 +149,21 @@ pub(crate) struct Grant {
     pub(crate) step: u64,
 }
 
-/// All KV blocks. [`SeqBlocks`] holds each sequence's part.
+/// Numbers of blocks, of host blocks, of slots for recurrent states, and of tokens in a block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KvSizes {
+    pub(crate) blocks: u32,
+    pub(crate) host_blocks: u32,
+    pub(crate) state_slots: u32,
+    pub(crate) block_size: u32,
+}
+
+/// All KV blocks, and the slots of recurrent states. [`SeqBlocks`] holds each sequence's part.
 #[derive(Debug)]
 pub(crate) struct Kv {
     pool: BlockPool,
     host: SwapPool,
+    states: StatePool,
     block_size: u32,
     /// Whether sequences share blocks of equal prefixes.
     sharing: bool,
@@ -154,9 +172,11 @@ pub(crate) struct Kv {
 }
 
 impl Kv {
-    pub(crate) fn new(blocks: u32, host_blocks: u32, block_size: u32, sharing: bool, hasher: BlockHasher) -> Self {
+    pub(crate) fn new(sizes: KvSizes, sharing: bool, hasher: BlockHasher) -> Self {
+        let KvSizes { blocks, host_blocks, state_slots, block_size } = sizes;
         let pool = BlockPool::new(blocks, block_size as usize, hasher);
-        Self { pool, host: SwapPool::new(host_blocks), block_size, sharing, spare: Vec::new() }
+        let (host, states) = (SwapPool::new(host_blocks), StatePool::new(state_slots));
+        Self { pool, host, states, block_size, sharing, spare: Vec::new() }
     }
 
     /// Number of blocks that can be given to sequences now.
@@ -323,6 +343,11 @@ impl Kv {
     pub(crate) fn find(&mut self, blocks: &mut SeqBlocks, tokens: &[Token], parent: Option<&SeqBlocks>, step: u64) -> Cached {
         // The sequence may have gained tokens while it waited.
         self.name(blocks, tokens);
+        if self.states.exists() {
+            // The state after the cached tokens is not known.
+            blocks.reset_chain();
+            return Cached::default();
+        }
         let whole = (tokens.len() - 1) / self.block_size as usize;
         let mut found = std::mem::take(&mut self.spare);
         if self.sharing {
@@ -340,6 +365,9 @@ impl Kv {
     /// Like [`find`](Self::find), for a sequence whose first `computed` tokens have KV in the blocks of `held`.
     pub(crate) fn find_held(&mut self, blocks: &mut SeqBlocks, tokens: &[Token], held: &SeqBlocks, computed: u32, step: u64) -> Cached {
         let mut cached = self.find(blocks, tokens, None, step);
+        if self.states.exists() {
+            return cached;
+        }
         let whole = (computed / self.block_size) as usize;
         // Without the names in the cache, the chain of the held blocks is known only at its end.
         if cached.blocks.len() < whole && (!self.sharing || held.chain.len() == whole) {
@@ -465,6 +493,19 @@ impl Kv {
         assert!(grown, "counted before");
     }
 
+    /// Gives a sequence that begins to run a slot for its state, in a model that has states.
+    pub(crate) fn begin_state(&mut self, blocks: &mut SeqBlocks) {
+        if self.states.exists() {
+            blocks.state = Some(self.states.begin());
+        }
+    }
+
+    fn end_state(&mut self, blocks: &mut SeqBlocks) {
+        if let Some(slot) = blocks.state.take() {
+            self.states.end(slot);
+        }
+    }
+
     /// Reserves capacity for a sequence of up to `limit` tokens, so that decoding does not allocate.
     pub(crate) fn reserve(&self, blocks: &mut SeqBlocks, limit: u32) {
         blocks.table.reserve(limit.div_ceil(self.block_size) as usize);
@@ -522,16 +563,18 @@ impl Kv {
         self.pool.forget(&blocks.table, since);
     }
 
-    /// Releases the device blocks of a preempted sequence.
+    /// Releases the device blocks and the state of a preempted sequence.
     pub(crate) fn release(&mut self, blocks: &mut SeqBlocks) {
         self.pool.release(&mut blocks.table);
+        self.end_state(blocks);
         blocks.seal_at = None;
         blocks.reset_chain();
     }
 
-    /// Releases all blocks of a sequence that has ended.
+    /// Releases all blocks and the state of a sequence that has ended.
     pub(crate) fn free_all(&mut self, blocks: &mut SeqBlocks) {
         self.pool.release(&mut blocks.table);
+        self.end_state(blocks);
         self.host.release(&mut blocks.host);
     }
 
@@ -555,7 +598,8 @@ impl Kv {
     /// Panics unless the pools agree with the blocks of `all`, which must be all sequences.
     pub(crate) fn check<'a>(&self, all: impl Iterator<Item = &'a SeqBlocks> + Clone) {
         self.pool.check(all.clone().map(|blocks| &blocks.table));
-        self.host.check(all.flat_map(|blocks| blocks.host.iter().copied()));
+        self.host.check(all.clone().flat_map(|blocks| blocks.host.iter().copied()));
+        self.states.check(all.filter_map(SeqBlocks::state));
     }
 
     fn recycle(&mut self, mut list: Vec<BlockId>) {

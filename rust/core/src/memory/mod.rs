@@ -1,4 +1,5 @@
-//! The KV cache: blocks on the device, their names and holders, and the blocks of the swap pool in host memory.
+//! The KV cache: blocks on the device, their names and holders, and the blocks of the swap pool in host memory; and the slots
+//! for recurrent states.
 //!
 //! This room owns which blocks are free, held, cached or swapped out, and how many may have memory. It finds cached
 //! prefixes by the names of blocks and verifies them by their tokens.
@@ -10,10 +11,12 @@ mod block;
 mod blocks_used;
 mod hash;
 mod kv;
+mod state_pool;
 mod swap_pool;
 
 pub use block::{BlockId, BlockPool, BlockTable, CacheChanges, Chain, StoredBlock};
 pub(crate) use block::{BlockUse, User};
 pub use blocks_used::BlocksUsed;
 pub use hash::{BlockHash, BlockHasher};
-pub(crate) use kv::{Cached, Computed, Grant, Kv, SeqBlocks};
+pub(crate) use kv::{Cached, Computed, Grant, Kv, KvSizes, SeqBlocks};
+pub use state_pool::StateSlot;

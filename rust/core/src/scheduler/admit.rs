@@ -256,6 +256,7 @@ impl Scheduler {
             self.held.keep(continues.held, self.steps.plan_number());
         }
         self.kv.end_swap(&mut seq.blocks);
+        self.kv.begin_state(&mut seq.blocks);
         self.kv.reserve(&mut seq.blocks, limit);
         seq.reserve_tokens();
         let (is_first, now, member) = (!seq.has_started(), self.accounts.now(), seq.member());

@@ -2,7 +2,7 @@
 
 use super::Scheduler;
 use crate::sequence::Sequence;
-use crate::step::{Chunk, Lens, StepBuffers, StepPlan, WHOLE_TABLE};
+use crate::step::{Chunk, Lens, StateMoves, StepBuffers, StepPlan, WHOLE_TABLE};
 
 impl StepPlan {
     /// Writes the plan to `out`. Call it directly after [`Scheduler::plan`]. Panics if an array is too short.
@@ -40,7 +40,27 @@ impl StepPlan {
             pair[0].set(from.0 as i32);
             pair[1].set(to.0 as i32);
         }
+        self.fill_states(&mut lens, out);
         lens
+    }
+
+    /// Writes what the step does with recurrent states.
+    fn fill_states(&self, lens: &mut Lens, out: &StepBuffers<'_>) {
+        let StateMoves { slots, copies, saves } = &self.states;
+        assert!(
+            slots.len() <= out.state_slots.len() && 2 * copies.len() <= out.state_copies.len() && 3 * saves.len() <= out.state_saves.len()
+        );
+        out.state_slots.iter().zip(slots).for_each(|(cell, slot)| cell.set(slot.0 as i32));
+        for (pair, (from, to)) in out.state_copies.chunks_exact(2).zip(copies) {
+            pair[0].set(from.0 as i32);
+            pair[1].set(to.0 as i32);
+        }
+        for (triple, save) in out.state_saves.chunks_exact(3).zip(saves) {
+            triple[0].set(save.chunk as i32);
+            triple[1].set(save.position as i32);
+            triple[2].set(save.to.0 as i32);
+        }
+        (lens.state_copies, lens.state_saves) = (copies.len(), saves.len());
     }
 
     /// Writes the chunks before the first with a drafted or a second token. Each has one token and one sample, so their

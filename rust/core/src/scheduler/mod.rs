@@ -20,6 +20,7 @@ mod prefix_lookup;
 mod reorder;
 mod shared_service;
 mod snapshot;
+mod states;
 mod stats;
 mod stored;
 
@@ -27,7 +28,7 @@ use crate::batch::{Outputs, Running};
 use crate::config::Config;
 use crate::error::ConfigError;
 use crate::ledger::{Accounts, Timeline, Usage};
-use crate::memory::{BlockHash, BlockHasher, Kv};
+use crate::memory::{BlockHash, BlockHasher, Kv, KvSizes};
 use crate::policy::{CacheUse, Rules};
 use crate::queue::{Deadlines, Waiting};
 use crate::request::{FinishReason, SeqId, Time, Token};
@@ -91,13 +92,15 @@ impl Scheduler {
         config.check()?;
         let rules = config.scheduling_policy.rules();
         let hasher = BlockHasher::new(key);
+        let Config { num_kv_blocks: blocks, host_blocks, state_slots, block_size, .. } = config;
+        let sizes = KvSizes { blocks, host_blocks, state_slots, block_size };
         Ok(Self {
             rules,
             seqs: SlotMap::with_key(),
             waiting: Waiting::new(rules),
             running: Running::new(config.max_num_seqs),
             held: Held::default(),
-            kv: Kv::new(config.num_kv_blocks, config.host_blocks, config.block_size, config.enable_prefix_caching, hasher),
+            kv: Kv::new(sizes, config.enable_prefix_caching, hasher),
             accounts: Accounts::new(config.max_num_seqs, &rules),
             deadlines: Deadlines::default(),
             model: StepModel::default(),
@@ -161,14 +164,14 @@ impl Scheduler {
 
     /// Drafts the tokens after a sequence's last token. The next step verifies them, and the commit keeps those that
     /// the model would have sampled. Returns false and does nothing unless the sequence is decoding with no step in
-    /// flight.
+    /// flight, or if the model keeps states: a state cannot take back a rejected token.
     pub fn draft(&mut self, id: SeqId, tokens: &[Token]) -> bool {
-        self.seqs.get_mut(id).is_some_and(|seq| seq.propose(tokens))
+        self.config.state_slots == 0 && self.seqs.get_mut(id).is_some_and(|seq| seq.propose(tokens))
     }
 
     /// Sequences that accept a [`draft`](Self::draft), with their tokens and the maximum number of drafted tokens.
     pub fn decoding(&self) -> impl Iterator<Item = (SeqId, &[Token], usize)> {
-        let running = self.running.iter().filter_map(|id| Some((id, self.seqs.get(id)?)));
+        let running = self.running.iter().filter(|_| self.config.state_slots == 0).filter_map(|id| Some((id, self.seqs.get(id)?)));
         running.filter_map(|(id, seq)| Some((id, seq.tokens(), seq.draft_room()?)))
     }
 
@@ -199,6 +202,7 @@ impl Scheduler {
             self.steps.abandon(plan, stall);
             return None;
         }
+        self.plan_states(&mut plan);
         self.note_step(&plan);
         self.note_backlog(None);
         self.steps.launch(plan.load);

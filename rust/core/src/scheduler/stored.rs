@@ -18,7 +18,7 @@ impl Scheduler {
     /// them. The caller must write their KV before the next step.
     pub fn restore(&mut self, group: &str, tokens: &[Token], now: Time) -> (usize, Vec<BlockId>) {
         self.accounts.tick(now);
-        if self.steps.owes_copies() {
+        if self.steps.owes_copies() || self.config.state_slots > 0 {
             return (self.kv.cached(group, tokens), Vec::new());
         }
         let waiting = &mut self.waiting;
@@ -44,7 +44,7 @@ impl Scheduler {
     /// The cached blocks whose KV is computed, that no salt protects, and whose content is newer than `after`. Older content
     /// comes first. O(blocks log blocks).
     pub fn stored_blocks(&self, after: u64) -> Vec<StoredBlock> {
-        self.kv.stored(self.steps.committed(), after)
+        if self.config.state_slots > 0 { Vec::new() } else { self.kv.stored(self.steps.committed(), after) }
     }
 
     /// Number of free blocks that are not cached. Once there are none, new blocks evict cached ones.

@@ -11,6 +11,6 @@ mod steps;
 
 pub use draft::{DraftSource, MAX_DRAFT, VerifiedDraft};
 pub(crate) use plan::WHOLE_TABLE;
-pub use plan::{Admitted, Chunk, Lens, StepBuffers, StepPlan};
+pub use plan::{Admitted, Chunk, Lens, StateMoves, StateSave, StepBuffers, StepPlan};
 pub use steps::Stall;
 pub(crate) use steps::Steps;

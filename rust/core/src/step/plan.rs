@@ -1,6 +1,6 @@
 //! The plan of one forward pass, as flat integer arrays for the model runner.
 
-use crate::memory::BlockId;
+use crate::memory::{BlockId, StateSlot};
 use crate::request::{SeqId, Time};
 use crate::step_time::{BackgroundRoom, Load};
 use std::cell::Cell;
@@ -52,6 +52,29 @@ pub struct Admitted {
     pub queued: Time,
 }
 
+/// What a step does with recurrent states. Empty for a model without recurrent layers.
+#[derive(Debug, Default)]
+pub struct StateMoves {
+    /// The slot of each chunk's state, in the order of the chunks. A chunk at position 0 begins without a state, whatever its
+    /// slot holds.
+    pub slots: Vec<StateSlot>,
+    /// Copies between slots, (from, to). They run one after another, after the block copies and before the pass.
+    pub copies: Vec<(StateSlot, StateSlot)>,
+    /// The states that the pass saves. Only later steps read them.
+    pub saves: Vec<StateSave>,
+}
+
+/// A state that a pass saves while it computes a chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateSave {
+    /// Index of the chunk.
+    pub chunk: u32,
+    /// Number of the sequence's tokens after which the state is saved: after the chunk's first token at least.
+    pub position: u32,
+    /// The slot that gets the state.
+    pub to: StateSlot,
+}
+
 /// The plan of one forward pass. Pass it to [`Scheduler::commit`](crate::Scheduler::commit).
 #[derive(Debug, Default)]
 #[must_use = "the sequences of a plan that is never committed wait for ever"]
@@ -64,6 +87,8 @@ pub struct StepPlan {
     pub swap_in: Vec<(u32, BlockId)>,
     /// Block copies, (from, to). They run one after another, after `swap_in` and before the pass.
     pub copies: Vec<(BlockId, BlockId)>,
+    /// What the step does with recurrent states.
+    pub states: StateMoves,
     /// Sequences admitted in this step.
     pub admitted: Vec<Admitted>,
     /// Tags of the sequences that were preempted in this step.
@@ -94,6 +119,10 @@ pub struct Lens {
     pub copies: usize,
     /// Block table entries that changed.
     pub table_writes: usize,
+    /// Copies of recurrent states before the pass.
+    pub state_copies: usize,
+    /// Recurrent states that the pass saves.
+    pub state_saves: usize,
 }
 
 /// Arrays that the caller owns, in page-locked memory for example, so that copies to the device can overlap. The caller
@@ -124,8 +153,23 @@ pub struct StepBuffers<'a> {
     /// `[2 * max_num_seqs * max_blocks]`: pairs of an index in `block_tables` and the value written there. Empty if the
     /// caller keeps no copy of the tables.
     pub table_writes: &'a [Cell<i32>],
+    /// `[max_num_seqs]`: slot of each sequence's recurrent state. This and the next two are empty without such states.
+    pub state_slots: &'a [Cell<i32>],
+    /// `[2 * max_num_seqs]`: pairs of state slots (from, to).
+    pub state_copies: &'a [Cell<i32>],
+    /// `[3 * state_slots]`: triples of a sequence's index in the step, a number of its tokens, and the slot that gets the state after
+    /// them.
+    pub state_saves: &'a [Cell<i32>],
     /// Row length of `block_tables`.
     pub max_blocks: usize,
+}
+
+impl StateMoves {
+    fn reset(&mut self) {
+        self.slots.clear();
+        self.copies.clear();
+        self.saves.clear();
+    }
 }
 
 impl StepPlan {
@@ -135,6 +179,7 @@ impl StepPlan {
         self.swap_out.clear();
         self.swap_in.clear();
         self.copies.clear();
+        self.states.reset();
         self.admitted.clear();
         self.preempted.clear();
         (self.load, self.foreground, self.background) = (Load::default(), Load::default(), None);

@@ -1,4 +1,4 @@
-//! A fake model: a cell of its paged cache, and the next token, follow from the tokens before.
+//! A fake model: a cell of its paged cache, its recurrent state, and the next token follow from the tokens before.
 
 use chairlift_core::{Config, Lens, Scheduler, StepBuffers, StepPlan, Token};
 use std::cell::Cell;
@@ -40,25 +40,45 @@ struct Arrays {
     sample_rows: Vec<i32>,
     copies: Vec<i32>,
     table_writes: Vec<i32>,
+    state_slots: Vec<i32>,
+    state_copies: Vec<i32>,
+    state_saves: Vec<i32>,
     lens: Lens,
 }
 
 impl Arrays {
-    fn new(max_tokens: usize, max_seqs: usize, table_cells: usize) -> Self {
+    fn new(config: &Config, table_cells: usize) -> Self {
+        let (max_tokens, max_seqs) = (config.max_num_batched_tokens as usize, config.max_num_seqs as usize);
+        let state_slots = config.state_slots as usize;
         let zeros = |len| vec![0; len];
         let [ids, positions, slots, sample_at, sample_rows] = [(); 5].map(|()| zeros(max_tokens));
         let [context_lens, rows] = [(); 2].map(|()| zeros(max_seqs));
         let (starts, copies) = (zeros(max_seqs + 1), zeros(2 * max_seqs));
         let table_writes = zeros(2 * table_cells);
-        Self { ids, positions, slots, starts, context_lens, rows, sample_at, sample_rows, copies, table_writes, lens: Lens::default() }
+        Self {
+            ids,
+            positions,
+            slots,
+            starts,
+            context_lens,
+            rows,
+            sample_at,
+            sample_rows,
+            copies,
+            table_writes,
+            state_slots: zeros(max_seqs.min(state_slots)),
+            state_copies: zeros(2 * max_seqs.min(state_slots)),
+            state_saves: zeros(3 * state_slots),
+            lens: Lens::default(),
+        }
     }
 
     /// Overwrites the previous step with values that no test accepts.
     fn wipe(&mut self) {
         let Self { ids, positions, slots, starts, context_lens, rows, sample_at, sample_rows, copies, table_writes, .. } = self;
-        for array in [ids, positions, slots, starts, context_lens, rows, sample_at, sample_rows, copies, table_writes] {
-            array.fill(i32::MIN);
-        }
+        let per_step = [ids, positions, slots, starts, context_lens, rows, sample_at, sample_rows, copies, table_writes];
+        let states = [&mut self.state_slots, &mut self.state_copies, &mut self.state_saves];
+        per_step.into_iter().chain(states).for_each(|array| array.fill(i32::MIN));
     }
 }
 
@@ -71,6 +91,8 @@ pub(super) struct FakeModel {
     /// A copy of the block tables, updated only from the changes of each step.
     copied_tables: Vec<i32>,
     last_token: Vec<i32>,
+    /// The recurrent state of each slot, and the number of tokens that it follows from.
+    states: Vec<(u32, usize)>,
     row_salt: Vec<u8>,
     row_tag: Vec<u64>,
     /// The arrays of the latest step, kept to reuse their memory.
@@ -88,7 +110,8 @@ impl FakeModel {
             tables: vec![0; table_cells],
             copied_tables: vec![0; table_cells],
             last_token: vec![-99; rows],
-            arrays: Arrays::new(config.max_num_batched_tokens as usize, rows, table_cells),
+            states: vec![(9, usize::MAX); config.state_slots as usize],
+            arrays: Arrays::new(&config, table_cells),
             row_salt: vec![0; rows],
             row_tag: vec![0; rows],
         }
@@ -124,6 +147,7 @@ impl FakeModel {
     ) -> (Vec<i32>, Vec<u64>) {
         let arrays = self.fill(scheduler, plan);
         self.copy_blocks(plan, &arrays);
+        self.check_slots(&arrays);
         let missing = self.compute(plan, &arrays, poison, lost, longest);
         self.check_writes(plan, &arrays.starts, &arrays.positions, &arrays.slots);
         let sampled: Vec<i32> =
@@ -162,6 +186,9 @@ impl FakeModel {
                 copies: cells(&mut arrays.copies),
                 block_tables: cells(&mut self.tables),
                 table_writes: cells(&mut arrays.table_writes),
+                state_slots: cells(&mut arrays.state_slots),
+                state_copies: cells(&mut arrays.state_copies),
+                state_saves: cells(&mut arrays.state_saves),
                 max_blocks: config.max_blocks_per_seq() as usize,
             },
         );
@@ -186,6 +213,48 @@ impl FakeModel {
             let (from, to) = (pair[0] as usize * size, pair[1] as usize * size);
             self.cache.copy_within(from..from + size, to);
         }
+        for pair in arrays.state_copies.chunks(2).take(arrays.lens.state_copies) {
+            self.states[pair[1] as usize] = self.states[pair[0] as usize];
+        }
+    }
+
+    /// Moves the state of a step's sequence on over its chunk. A state is the cell of the last token before it: what a model without a
+    /// cache would have there.
+    fn advance_state(&mut self, arrays: &Arrays, i: usize) {
+        let Some(&live) = arrays.state_slots.get(i) else { return };
+        let (from, to) = (arrays.starts[i] as usize, arrays.starts[i + 1] as usize);
+        let start = arrays.positions[from] as usize;
+        let mut state = self.states[live as usize];
+        if start == 0 {
+            state = (origin(self.row_salt[arrays.rows[i] as usize]), 0);
+        }
+        assert_eq!(state.1, start, "the state is that after the computed tokens");
+        let saves: Vec<_> = arrays.state_saves.chunks(3).take(arrays.lens.state_saves).filter(|save| save[0] == i as i32).collect();
+        assert!(saves.iter().all(|save| (start + 1..=start + to - from).contains(&(save[1] as usize))), "a save outside of its chunk");
+        for at in from..to {
+            let id = arrays.ids[at];
+            let token = if id < 0 { self.last_token[(-id - 1) as usize] } else { id };
+            let computed = self.cache[arrays.slots[at] as usize];
+            let after = if computed == POISON || token < 0 { POISON } else { cell(state.0, token as Token) };
+            assert_eq!(after, computed, "the state and the cache follow from other tokens");
+            state = (after, state.1 + 1);
+            for save in saves.iter().filter(|save| save[1] as usize == state.1) {
+                self.states[save[2] as usize] = state;
+            }
+        }
+        self.states[live as usize] = state;
+    }
+
+    /// Every slot that a step writes is written for one purpose.
+    fn check_slots(&self, arrays: &Arrays) {
+        let lens = arrays.lens;
+        let saves = arrays.state_saves.chunks(3).take(lens.state_saves).map(|save| save[2]);
+        let mut written: Vec<i32> = arrays.state_slots.iter().copied().take(lens.seqs).chain(saves).collect();
+        let count = written.len();
+        written.sort_unstable();
+        written.dedup();
+        assert_eq!(written.len(), count, "a state slot has two owners in a step");
+        assert!(written.iter().all(|&slot| (0..self.config.state_slots as i32).contains(&slot)));
     }
 
     /// Computes the cells of the step's tokens, except those of `lost`. Returns the blocks that lack them.
@@ -223,6 +292,7 @@ impl FakeModel {
                 let broken = (poison == Some(self.row_tag[row]) && plan.chunks[i].samples) || token < 0;
                 self.cache[arrays.slots[at] as usize] = if broken { POISON } else { cell(before, token as Token) };
             }
+            self.advance_state(arrays, i);
         }
         missing
     }
