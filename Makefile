@@ -18,8 +18,8 @@ CUDA := $(wildcard /dev/nvidiactl /dev/dxg)
 serve: $(firstword $(wildcard $(VENV)/.developing) $(VENV)/.installed) ## set everything up and serve the default model at http://127.0.0.1:8000/v1 (ARGS="--port 9000" adds flags)
 	$(BIN)/chairlift serve $(ARGS)
 
-# Two processes: a test uses less than two cores on average. ARGS="-n 0" runs all tests in one.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Three processes: a test uses less than one core on average. ARGS="-n 0" runs all tests in one.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
 
 .PHONY: test
 test: $(VENV)/.developing ## set everything up and pass every test

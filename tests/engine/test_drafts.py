@@ -130,7 +130,7 @@ def expected(model_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 16])  # the preempted ones draft the default of 8
 def test_answers_are_the_same_bit_for_bit(expected, tokens):
     found, stats = answers(speculative_config={"method": "ngram", "num_speculative_tokens": tokens})
     assert found == expected
