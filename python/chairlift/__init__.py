@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from chairlift import errors as errors
+    from chairlift._core import Candidate as Candidate
     from chairlift.config import DEFAULT_MODEL as DEFAULT_MODEL
     from chairlift.config import EngineConfig as EngineConfig
     from chairlift.engine.arguments import Message as Message
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from chairlift.sampling import StructuredOutput as StructuredOutput
     from chairlift.scheduling import BACKGROUND as BACKGROUND
     from chairlift.scheduling import Scheduling as Scheduling
+    from chairlift.sim.policy import Policy as Policy
     from chairlift.sim.run import simulate as simulate
     from chairlift.tokenizer import Tokenizer as Tokenizer
 
@@ -63,6 +65,8 @@ _HOMES = {
     "Scheduling": "scheduling",
     "BACKGROUND": "scheduling",
     "simulate": "sim.run",
+    "Policy": "sim.policy",
+    "Candidate": "_core",
     "RequestOutput": "outputs",
     "ToolCall": "outputs",
     "TokenLogprobs": "outputs",

@@ -18,6 +18,7 @@ __all__ = [
     "TIMELINE_STATES",
     "Adapter",
     "Arbiter",
+    "Candidate",
     "Decoder",
     "DecoderBlock",
     "EmptyPrompt",
@@ -41,6 +42,8 @@ __all__ = [
     "ThreadPool",
     "TooLong",
     "__version__",
+    "add_policy",
+    "added_policies",
     "bf16_products",
     "block_types",
     "decode_work",
@@ -55,6 +58,7 @@ __all__ = [
     "simulate_models",
     "simulate_sessions",
     "step_times",
+    "take_policy_failure",
     "what_if",
     "workload",
 ]
@@ -406,6 +410,63 @@ class Scheduler:
 
 def request_fields() -> list[str]:
     """Names of the fields of the core's request that a journal records. Those of `Scheduling` are read from there by name."""
+
+@final
+class Candidate:
+    """A waiting or running request as a `Policy` sees it. Times are in microseconds."""
+
+    @property
+    def tier(self) -> str: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def arrived(self) -> int: ...
+    @property
+    def started(self) -> bool:
+        """Whether it has run before."""
+
+    @property
+    def deadline(self) -> int | None: ...
+    @property
+    def ttft_deadline(self) -> int | None: ...
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the caller predicted the length of the output."""
+
+    @property
+    def weight(self) -> int: ...
+    @property
+    def tenant_service(self) -> int:
+        """The service of its tenant divided by the weight, where tenants take turns; 0 elsewhere."""
+
+    @property
+    def tenant_slots(self) -> int:
+        """Running sequences of its tenant."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens found in the prefix cache at the latest lookup."""
+
+    @property
+    def output_left(self) -> int:
+        """Output tokens left by the caller's prediction, or up to the maximum."""
+
+    @property
+    def work_left(self) -> int:
+        """Predicted microseconds of the remaining prompt and output."""
+
+    @property
+    def preemption_cost(self) -> int:
+        """Predicted microseconds to compute or copy again what a preemption takes."""
+
+def add_policy(policy: Any) -> None:
+    """Lets simulations use a `chairlift.Policy` by its name, instead of one that was added under it before. Raises ValueError."""
+
+def added_policies() -> list[str]:
+    """Returns the names of the policies that were added."""
+
+def take_policy_failure(name: str) -> BaseException | None:
+    """Returns what a method of the policy of this name raised first since the last call, and lets it decide again. Raises RuntimeError."""
 
 def settings() -> list[dict[str, Any]]:
     """Returns the table of a scheduler's settings: dicts with name, doc and default, and with min, max and optional, or with names."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from chairlift._core import POLICIES
+from chairlift._core import POLICIES, added_policies
 from chairlift.scheduling import LONGEST_MS, TIERS
-from chairlift.settings import check_type, flag, parse_json_object, parse_ms_or_auto, parse_paths, parse_size, parse_weights
+from chairlift.settings import check_choice, check_type, flag, parse_json_object, parse_ms_or_auto, parse_paths, parse_size, parse_weights
 
 DEFAULT_SPECULATIVE_TOKENS, MAX_SPECULATIVE_TOKENS = 8, 16
 """Default and maximum number of tokens that speculative decoding proposes per sequence and step."""
@@ -168,6 +168,7 @@ class EngineConfig:
         "fcfs",
         "which waiting request goes first: " + "; ".join(f"'{name}': {help}" for name, help in POLICIES),
         choices=tuple(name for name, _ in POLICIES),
+        more=added_policies,
         group="scheduler",
     )
     tenant_weights: Mapping[str, int] | None = flag(
@@ -315,9 +316,10 @@ class EngineConfig:
         """Raises ValueError, naming the flag, for an invalid setting."""
         for item in fields(self):
             check_type(item, getattr(self, item.name))
-            choices = item.metadata.get("choices")
-            if choices and getattr(self, item.name) not in choices:
-                raise ValueError(f"--{item.name.replace('_', '-')}: expected one of {', '.join(choices)}, got {getattr(self, item.name)!r}")
+            try:
+                check_choice(item.metadata, getattr(self, item.name))
+            except ValueError as error:
+                raise ValueError(f"--{item.name.replace('_', '-')}: {error}") from None
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -69,9 +69,7 @@ def parse_value(metadata: Mapping[str, Any], annotation: object, text: str) -> A
         if text.lower() in ("0", "false", "no", "off"):
             return False
         raise ValueError(f"expected true or false, got {text!r}")
-    choices = metadata.get("choices")
-    if choices and text not in choices:
-        raise ValueError(f"expected one of {', '.join(choices)}, got {text!r}")
+    check_choice(metadata, text)
     parse = metadata.get("parse", str)
     try:
         return parse(text)
@@ -79,6 +77,13 @@ def parse_value(metadata: Mapping[str, Any], annotation: object, text: str) -> A
         if parse in (int, float):  # their own messages mention literals and bases
             raise ValueError(f"expected a {'whole ' * (parse is int)}number, got {text!r}") from None
         raise
+
+
+def check_choice(metadata: Mapping[str, Any], value: object) -> None:
+    """Raises ValueError unless a field may have the value: it is one of `choices`, or of those that the program has added (`more`)."""
+    choices = metadata.get("choices")
+    if choices and value not in choices and value not in metadata.get("more", tuple)():
+        raise ValueError(f"expected one of {', '.join(choices)}, got {value!r}")
 
 
 def parse_size(text: str) -> int:

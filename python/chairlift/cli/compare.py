@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.bench.traces import read
-from chairlift.cli import flags, values
+from chairlift.cli import flags, policy_files, values
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.sim import compare_report, table
@@ -101,6 +101,8 @@ def _add_variants(group: argparse._ArgumentGroup) -> None:
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
     def parse(text: str) -> str:
+        if policy_files.is_file(text) and "fcfs" in choices:
+            return policy_files.load(text)
         if text not in choices:
             raise argparse.ArgumentTypeError(f"expected some of {', '.join(choices)}, got {text!r:.50}")
         return text

@@ -39,6 +39,7 @@ COMMANDS = {
     "simulate": "simulate a trace on a modelled device",
     "calibrate": "measure this machine's step times, for simulate and plan",
     "plan": "find how many users a machine can serve, its bottleneck, and the best settings",
+    "policy": "begin a scheduling policy in Python, for simulate, compare and replay",
     "compare": "compare batching modes and scheduling policies on the same requests",
     "completion": "print a script with which bash, zsh or fish completes commands and flags",
 }

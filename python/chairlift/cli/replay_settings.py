@@ -8,6 +8,7 @@ from dataclasses import fields
 from fractions import Fraction
 from typing import Any
 
+from chairlift.cli import policy_files
 from chairlift.config import EngineConfig
 from chairlift.engine.scheduler_settings import FLAGS, HOST, of_flags, to_flags
 from chairlift.errors import InvalidSetting
@@ -39,7 +40,7 @@ def parse(text: str) -> tuple[str, list[Any]]:
 
 def parse_policy(text: str) -> tuple[str, list[Any]]:
     """Parses `--policy`: one or more policies."""
-    return parse(f"scheduling_policy={text}")
+    return parse(f"scheduling_policy={','.join(map(policy_files.named, text.split(',')))}")
 
 
 def _value(name: str, text: str) -> Any:

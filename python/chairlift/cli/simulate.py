@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from chairlift.cli import flags, shared_models, values
+from chairlift.cli import flags, policy_files, shared_models, values
 from chairlift.config import EngineConfig
 from chairlift.scheduling import ROUTINGS
 from chairlift.sim import table
@@ -23,6 +23,7 @@ EXAMPLES = """\
 examples:
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --rate-scale 4 --policy shortest
+  chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --policy mine.py:Mine
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device A100 --batching static --static-batch-size 32
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --replicas 8 --num-requests 1000000
   chairlift simulate --trace day.journal --rate-scale 4 --speculative-config '{"method": "off"}'
@@ -82,6 +83,7 @@ def add_parser(commands: Any, summary: str) -> None:
     flags.add_json(parser)
     flags.add_report(parser)
     flags.add_fields(parser, EngineConfig, [*SETTINGS, "speculative_config"])
+    policy_files.accept(parser)
 
 
 def run(args: argparse.Namespace) -> int:

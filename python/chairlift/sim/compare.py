@@ -137,7 +137,7 @@ def variants(engine: EngineConfig, batchings: Sequence[str], policies: Sequence[
         title, description = _TITLES[batching]
         description = description.format(timeout=f", or after {timeout / 1000:g} s")
         if set(policies) != {"fcfs"}:
-            title, description = f"{title}, {policy}", f"Goes first: {dict(POLICIES)[policy]}."
+            title, description = f"{title}, {policy}", f"Goes first: {dict(POLICIES).get(policy, policy)}."
         result.append(Variant(", ".join(name) or batching, title, description, config))
     if len({variant.name for variant in result}) < len(result):
         raise InvalidSetting("--batching, --policy: a name is given twice")

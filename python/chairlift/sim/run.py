@@ -18,6 +18,7 @@ from chairlift.engine import scheduler_settings
 from chairlift.errors import InvalidSetting
 from chairlift.models.shape import ModelShape
 from chairlift.sim.devices import Device, Profile, device, kv_bytes
+from chairlift.sim.policy import Policy, report_failure, use
 from chairlift.sim.replay import Recording, is_journal
 from chairlift.sim.result import Result
 from chairlift.sim.shapes import shape
@@ -65,10 +66,12 @@ def simulate(
         replicas: the number of engines behind a router.
         routing: how the router chooses: "round-robin", "least-loaded", "prefix-aware" or "predicted".
         step_time: replaces the device's step times.
-        settings: fields of `EngineConfig`, such as max_num_seqs or batching.
+        settings: fields of `EngineConfig`, such as max_num_seqs or batching; scheduling_policy may be a `Policy`.
 
     The same arguments give the same result, bit for bit. Raises InvalidTrace, InvalidSetting, ModelNotFound, or ValueError for a setting.
     """
+    if isinstance(policy := settings.get("scheduling_policy"), Policy):
+        settings["scheduling_policy"] = use(policy)
     config = EngineConfig(**settings)
     workload = trace if isinstance(trace, Workload) else requests_of(trace, config)
     workload = ready(workload, rate_scale, requests)
@@ -130,6 +133,7 @@ def run(
         )
     except (ValueError, OverflowError) as error:
         raise InvalidSetting(f"this cannot be simulated: {error}") from None
+    report_failure(settings.get("scheduling_policy"))
     return Result(reports, settings, time.perf_counter() - start)
 
 

@@ -8,6 +8,7 @@ mod encoder;
 mod errors;
 mod kv_budget;
 mod linear;
+mod policy;
 mod replay;
 mod reports;
 mod request;
@@ -37,6 +38,8 @@ mod _core {
     use crate::kv_budget::KvBudget;
     #[pymodule_export]
     use crate::linear::{Adapter, Linear, TensorFile};
+    #[pymodule_export]
+    use crate::policy::{View, add_policy, added_policies, take_policy_failure};
     #[pymodule_export]
     use crate::replay::{replay, step_times, what_if, workload};
     #[pymodule_export]

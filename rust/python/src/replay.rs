@@ -32,7 +32,7 @@ pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], changes: &Bound<'_, 
     if changes.contains("block_size")? {
         return Err(PyValueError::new_err("block_size cannot be changed: the recorded names are of whole blocks"));
     }
-    let config = settings::changed(parsed.config, changes)?;
+    let config = settings::changed_for_simulation(parsed.config, changes)?;
     let machine = sim::Machine {
         step: sim::StepTime::linear(replayed.scheduler.model().coefficients()),
         swap_ns_per_block: config.swap_ns_per_block,

@@ -1,5 +1,6 @@
 //! The scheduler's settings for Python: keyword arguments and dicts, converted by the core's table.
 
+use crate::policy::added_policy;
 use chairlift_core as core;
 use core::{SETTINGS, Setting, SettingError, SettingKind, Value};
 use pyo3::exceptions::PyValueError;
@@ -25,6 +26,16 @@ pub(crate) fn changed(config: core::Config, settings: &Bound<'_, PyDict>) -> PyR
         given.push((name, value));
     }
     config.with(&given).map_err(refused)
+}
+
+/// As [`changed`], where the policy may be one that was added for simulations.
+pub(crate) fn changed_for_simulation(config: core::Config, settings: &Bound<'_, PyDict>) -> PyResult<core::Config> {
+    const POLICY: &str = "scheduling_policy";
+    let name = settings.get_item(POLICY)?.map(|value| value.extract::<String>()).transpose()?;
+    let Some(policy) = name.as_deref().and_then(added_policy) else { return changed(config, settings) };
+    let others = settings.copy()?;
+    others.del_item(POLICY)?;
+    Ok(core::Config { scheduling_policy: policy, ..changed(config, &others)? })
 }
 
 /// The table of settings: dicts with name, doc and default, and either min, max and optional, or names.

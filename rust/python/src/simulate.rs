@@ -2,7 +2,7 @@
 
 use crate::reports;
 use crate::router;
-use crate::settings::changed;
+use crate::settings::changed_for_simulation;
 use chairlift_core as core;
 use chairlift_sim as sim;
 use pyo3::buffer::PyBuffer;
@@ -38,7 +38,7 @@ pub(crate) fn simulate<'py>(
 ) -> PyResult<Bound<'py, PyList>> {
     let drafts = drafts.map_or(Ok(Vec::new()), |drafts| recorded_drafts(&drafts.to_vec(py)?))?;
     let workload = sim::Workload { drafts, ..workload(py, &requests, &names, name_block, tenants)? };
-    let config = changed(core::Config::default(), settings)?;
+    let config = changed_for_simulation(core::Config::default(), settings)?;
     let machine = machine(&config, step_time, draft_tokens)?;
     let routing = router::named(routing)?;
     run(py, &workload, |jobs| sim::simulate_fleet(config, jobs, &machine, replicas, routing))
@@ -60,7 +60,7 @@ pub(crate) fn simulate_models<'py>(
         return Err(PyValueError::new_err("a request's model is missing"));
     }
     let models = models.into_iter().map(|(settings, step_time, weight, itl)| {
-        let config = changed(core::Config::default(), &settings)?;
+        let config = changed_for_simulation(core::Config::default(), &settings)?;
         Ok(sim::SharedModel { config, machine: machine(&config, step_time, 0)?, weight, itl })
     });
     let models = models.collect::<PyResult<Vec<_>>>()?;

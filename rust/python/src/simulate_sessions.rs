@@ -1,7 +1,7 @@
 //! Simulations of sessions in a closed loop.
 
 use crate::router;
-use crate::settings::changed;
+use crate::settings::changed_for_simulation;
 use crate::simulate::{StepTime, machine, packed, report_dict};
 use chairlift_core as core;
 use chairlift_sim as sim;
@@ -41,7 +41,7 @@ pub(crate) fn simulate_sessions<'py>(
     let tenants = tenants.into_iter().map(|(name, weight)| (name.into(), weight)).collect();
     let (users, longest_think, warm_up, until, seed) = users;
     let load = sim::ClosedLoop { users, longest_think, warm_up, until, seed, block, tenants };
-    let config = changed(core::Config::default(), settings)?;
+    let config = changed_for_simulation(core::Config::default(), settings)?;
     let machine = machine(&config, step_time, 0)?;
     let routing = router::named(routing)?;
     let mut interrupt = None;

@@ -1,0 +1,132 @@
+"""Policies in Python decide in the simulator, and a wrong one is replaced."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from chairlift import EngineConfig, Policy, _core, simulate
+from chairlift.bench.traces import TraceRequest
+from chairlift.cli.main import main
+from chairlift.errors import InvalidSetting
+from chairlift.sim.policy import load, use
+
+SIZES = {"model": "SmolLM2-135M", "max_num_seqs": 2, "num_kv_blocks": 200, "max_model_len": 1024}
+TRACE = [TraceRequest(index * 1e-4, 20 + 37 * index % 300, 1 + 13 * index % 90) for index in range(60)]
+
+
+class Lifo(Policy):
+    """the last to arrive"""
+
+    def rank(self, request):
+        return 2**62 - request.arrived
+
+
+class Least(Policy):
+    """the least remaining work"""
+
+    orders_prompts = True
+    cache = "when_queued"
+    preemption = "free"
+
+    def rank(self, request):
+        return request.work_left
+
+    def may_preempt(self, waiting, running):
+        return running.work_left > 2 * (waiting.work_left + running.preemption_cost)
+
+    def victim_rank(self, running):
+        return running.work_left
+
+
+def order(result):
+    return result.requests["tag"][np.argsort(result.requests["started"], kind="stable")]
+
+
+def test_the_rank_orders_the_queue():
+    lifo = simulate(TRACE, scheduling_policy=Lifo(), **SIZES)
+    assert order(lifo)[3] > 50
+    assert list(order(simulate(TRACE, **SIZES))) == list(range(60))
+
+
+def test_one_that_is_written_again_in_python_decides_as_it_does_in_rust():
+    assert np.array_equal(
+        simulate(TRACE, scheduling_policy=Least(), **SIZES).requests, simulate(TRACE, scheduling_policy="shortest", **SIZES).requests
+    )
+
+
+@pytest.mark.parametrize("answer", ["not a number", None, -1, 2**80])
+def test_one_that_returns_nonsense_is_reported_and_replaced(answer, caplog):
+    class Nonsense(Policy):
+        def rank(self, request):
+            return answer
+
+    result = simulate(TRACE, scheduling_policy=Nonsense(), **SIZES)
+    assert list(order(result)) == list(range(60))
+    assert (
+        f"the policy Nonsense failed, and the queue went on in the order of arrival: ValueError: rank() returned {answer!r}" in caplog.text
+    )
+
+
+def test_one_that_raises_is_reported_with_its_line_and_tried_again_in_the_next_run(caplog):
+    class Fails(Policy):
+        broken = True
+
+        def rank(self, request):
+            return 1 // (not self.broken) - request.arrived + 2**60
+
+    policy = Fails()
+    assert list(order(simulate(TRACE, scheduling_policy=policy, **SIZES))) == list(range(60))
+    assert "ZeroDivisionError" in caplog.text
+    assert "of test_policy.py)" in caplog.text
+    policy.broken = False
+    assert order(simulate(TRACE, scheduling_policy=policy, **SIZES))[3] > 50
+
+
+@pytest.mark.parametrize(
+    ("attributes", "fault"),
+    [
+        ({"name": "fcfs"}, "needs a name of its own"),
+        ({"grouping": "rows"}, "grouping must be one of single, classes, got"),
+        ({"cache": 3}, "cannot be used"),
+        ({"grouping": "tenants", "prompt_token": 0}, "cannot be used"),
+    ],
+)
+def test_wrong_attributes_are_refused(attributes, fault):
+    with pytest.raises(InvalidSetting, match=fault):
+        use(type("Wrong", (Policy,), attributes)())
+
+
+def test_a_server_runs_none():
+    use(Lifo())
+    with pytest.raises(ValueError, match="scheduling_policy"):
+        _core.Scheduler(scheduling_policy="Lifo")
+    with pytest.raises(ValueError, match="expected one of"):
+        EngineConfig(scheduling_policy="nobody.py:Nothing")
+
+
+def test_the_command_begins_one_whose_test_passes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["policy", "new", "Mine"]) == 0
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert main(["policy", "new", "Mine"]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_a_file_is_a_policy_for_the_commands_that_simulate(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("from chairlift import Policy\n\n\nclass Mine(Policy):\n    pass\n")
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{index},50,10\n" for index in range(5)))
+    file = f"{tmp_path / 'mine.py'}:Mine"
+    assert main(["simulate", "--trace", str(trace), "--model", "SmolLM2-135M", "--policy", file]) == 0
+    assert main(["compare", "--trace", str(trace), "--model", "SmolLM2-135M", "--policy", f"fcfs,{file}", "--batching", "continuous"]) == 0
+    assert "Mine" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["simulate", "--trace", str(trace), "--policy", f"{tmp_path / 'mine.py'}:Other"])
+    assert "has no policy 'Other': it has Mine" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "--policy", file])
+    with pytest.raises(InvalidSetting, match="there is no file"):
+        load("absent.py:Mine")
