@@ -70,7 +70,7 @@ def test_the_size_of_a_step_follows_what_was_said_of_it(settings, slots, tokens)
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_that_is_none(port):
-    with pytest.raises(ValueError, match=f"--port must be from 0 to 65535, got {port}"):
+    with pytest.raises(ValueError, match=f"--port must be at (least 0|most 65535), got {port}"):
         ServerConfig(port=port)
     assert ServerConfig(port=65535).port == 65535
 

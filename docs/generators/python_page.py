@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 from tables import code, paragraph, table
@@ -56,7 +57,7 @@ def _members(cls: type) -> Iterator[str]:
     for name, member in vars(cls).items():
         if name.startswith("_") or inspect.isclass(member):
             continue
-        if isinstance(member, property):
+        if isinstance(member, property | cached_property):
             yield f"\n### {cls.__name__}.{name}\n\n{_doc(member)}\n"
         elif inspect.isroutine(getattr(cls, name)):
             yield f"\n### {cls.__name__}.{name}\n\n{_function(getattr(cls, name))}"

@@ -7,7 +7,19 @@ from dataclasses import dataclass, fields, replace
 
 from chairlift._core import POLICIES, added_policies
 from chairlift.scheduling import LONGEST_MS, TIERS
-from chairlift.settings import check_choice, check_type, flag, parse_json_object, parse_ms_or_auto, parse_paths, parse_size, parse_weights
+from chairlift.settings import (
+    LARGEST_COUNT,
+    LARGEST_SIZE,
+    check_choice,
+    check_ranges,
+    check_type,
+    flag,
+    parse_json_object,
+    parse_ms_or_auto,
+    parse_paths,
+    parse_size,
+    parse_weights,
+)
 
 DEFAULT_SPECULATIVE_TOKENS, MAX_SPECULATIVE_TOKENS = 8, 16
 """Default and maximum number of tokens that speculative decoding proposes per sequence and step."""
@@ -27,18 +39,25 @@ TILES_STEP_TOKENS, TILES_WEIGHTS = 256, 300_000_000
 
 LARGEST_WEIGHT, LARGEST_TIER_WEIGHT = 10_000, 100
 
-_COUNTS = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "static_batch_size",
-    "max_num_queued_reqs",
-    "max_num_queued_tokens",
-    "block_size",
-    "num_kv_blocks",
-    "kv_cache_memory_bytes",
-    "threads",
-    "max_lora_rank",
+LARGEST_GROUP, LARGEST_THREADS = 1024, 4096
+_RANGES = {
+    **dict.fromkeys(
+        (
+            *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "static_batch_size", "max_num_queued_reqs"),
+            *("max_num_queued_tokens", "block_size", "num_kv_blocks", "max_lora_rank"),
+        ),
+        (1, LARGEST_COUNT),
+    ),
+    "tensor_parallel_size": (1, LARGEST_GROUP),
+    "threads": (1, LARGEST_THREADS),
+    "kv_cache_memory_bytes": (1, LARGEST_SIZE),
+    "prefix_cache_disk": (0, LARGEST_SIZE),
+    "swap_space": (0, LARGEST_SIZE),
+    "seed": (-(2**63), 2**63 - 1),
+}
+_IN_FILES = dict.fromkeys(
+    ("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "compressed-tensors", "bitsandbytes", "modelopt", "mxfp4"),
+    "the quantization of a checkpoint is read from its files, so leave the flag out",
 )
 _DURATIONS = ("batch_timeout_ms", "queue_ageing_ms", "target_itl_ms", "gather_ms")
 LARGEST_SLOWDOWN = 1000
@@ -70,6 +89,7 @@ class EngineConfig:
         "directory for fetched and converted models (default: ~/.cache/chairlift, and the hub's own cache for models of the hub)",
         metavar="DIR",
         group="model",
+        aliases=("--download-dir",),
     )
     generation_config: str = flag(
         "auto",
@@ -91,7 +111,9 @@ class EngineConfig:
         choices=("auto", "rust", "torch"),
         group="model",
     )
-    tensor_parallel_size: int = flag(1, "devices, or processes on a CPU, that share each layer of the model", parse_size, group="model")
+    tensor_parallel_size: int = flag(
+        1, "devices, or processes on a CPU, that share each layer of the model", parse_size, group="model", aliases=("-tp",)
+    )
     threads: int | None = flag(
         None,
         "threads that compute (default: one for each physical core that may be used, fewer by a container's quota or OMP_NUM_THREADS)",
@@ -125,7 +147,9 @@ class EngineConfig:
         "In torch: the layers' weights in 8 bits, half the memory, but slower. "
         "'fp8', on a CUDA device: weights and activations of 8 bits",
         choices=("auto", "none", "int8", "fp8"),
+        hints=_IN_FILES,
         group="model",
+        aliases=("-q",),
     )
     enforce_eager: bool = flag(
         False, "launch each step's kernels one by one, without CUDA graphs: slower, but quicker to start, and in less memory", group="model"
@@ -170,6 +194,7 @@ class EngineConfig:
         choices=tuple(name for name, _ in POLICIES),
         more=added_policies,
         group="scheduler",
+        aliases=("--policy",),
     )
     tenant_weights: Mapping[str, int] | None = flag(
         None,
@@ -260,7 +285,9 @@ class EngineConfig:
         group="scheduler",
     )
     block_size: int = flag(16, "tokens in one block of the KV cache", int, group="cache")
-    num_kv_blocks: int | None = flag(None, "blocks in the KV cache (default: fitted to memory)", parse_size, group="cache")
+    num_kv_blocks: int | None = flag(
+        None, "blocks in the KV cache (default: fitted to memory)", parse_size, group="cache", aliases=("--num-gpu-blocks-override",)
+    )
     kv_cache_memory_bytes: int | None = flag(
         None,
         "memory for the KV cache, on a CPU of all models (default: a quarter of what is available, on a CUDA device what "
@@ -291,10 +318,10 @@ class EngineConfig:
         group="cache",
     )
     prefix_cache_disk: int = flag(
-        20 << 30, "most bytes in that directory; the least recently used blocks are deleted", parse_size, group="cache"
+        20 << 30, "maximum size of that directory, like 20G; the least recently used blocks are deleted", parse_size, group="cache"
     )
     swap_space: int = flag(
-        0, "host memory that preempted requests may be moved to, in bytes; without it they are computed again", parse_size, group="cache"
+        0, "host memory that preempted requests may be moved to, like 4G; without it they are computed again", parse_size, group="cache"
     )
     watermark: float = flag(
         0.05,
@@ -320,10 +347,7 @@ class EngineConfig:
                 check_choice(item.metadata, getattr(self, item.name))
             except ValueError as error:
                 raise ValueError(f"--{item.name.replace('_', '-')}: {error}") from None
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        check_ranges(self, _RANGES)
         for name in _DURATIONS:
             value = getattr(self, name)
             if value is not None and not 0 < value <= LONGEST_MS:
@@ -348,8 +372,6 @@ class EngineConfig:
             raise ValueError("--batch-timeout-ms needs --batching dynamic")
         if self.energy_meter not in ("none", "nvml") and self.energy_meter.removeprefix("powercap:") in ("", self.energy_meter):
             raise ValueError(f"--energy-meter: expected none, nvml or powercap:DIR, got {self.energy_meter!r}")
-        if self.swap_space < 0:
-            raise ValueError(f"--swap-space must be at least 0, got {self.swap_space}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"--gpu-memory-utilization must be above 0 and at most 1, got {self.gpu_memory_utilization:g}")
         if not 0 <= self.watermark < 1:

@@ -31,6 +31,55 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 """The Python types that a setting's annotation allows, and their description."""
 
 
+LARGEST_COUNT, LARGEST_SIZE = 2**31 - 1, 2**60
+"""Limits of settings that count something, and of sizes in bytes. What is larger is a mistake."""
+
+
+def check_ranges(settings: object, ranges: Mapping[str, tuple[int, int]]) -> None:
+    """Raises ValueError if a setting that is not None lies outside its range."""
+    for name, (least, most) in ranges.items():
+        value = getattr(settings, name)
+        if value is not None and not least <= value <= most:
+            limit = f"at least {least}" if value < least else f"at most {most}"
+            raise ValueError(f"--{name.replace('_', '-')} must be {limit}, got {value!s:.50}")
+
+
+def default_in_words(item: Field[Any]) -> str:
+    """Returns a setting's default as `--help` shows it, with its unit; empty if there is none, or the help tells it."""
+    value, parse = item.default, item.metadata.get("parse")
+    match value:
+        case None:
+            return ""
+        case ():
+            return "none"
+        case bool():
+            return "on" if value else "off"
+        case int() if parse is parse_size:
+            return _size(value)
+        case float() if parse is parse_duration:
+            return _duration(value)
+        case float():
+            unit = {None: " seconds", "MS": " ms"}.get(item.metadata.get("metavar"), "")
+            return f"{value:,g}{unit}"
+    return str(value)
+
+
+def _size(value: int) -> str:
+    """Writes a size as `parse_size` reads it."""
+    for shift, suffix in ((30, "G"), (20, "M"), (10, "k")):
+        if value and value % (1 << shift) == 0:
+            return f"{value >> shift}{suffix}"
+    return str(value)
+
+
+def _duration(value: float) -> str:
+    """Writes a duration as `parse_duration` reads it."""
+    for seconds, unit in ((3600, "h"), (60, "m")):
+        if value and value % seconds == 0:
+            return f"{value / seconds:g}{unit}"
+    return f"{value:g}s"
+
+
 def check_type(item: Field[Any], value: object) -> None:
     """Raises ValueError if a value given in Python does not have the field's type."""
     annotation = str(item.type)
@@ -69,6 +118,7 @@ def parse_value(metadata: Mapping[str, Any], annotation: object, text: str) -> A
         if text.lower() in ("0", "false", "no", "off"):
             return False
         raise ValueError(f"expected true or false, got {text!r}")
+    text = metadata.get("spellings", {}).get(text, text)
     check_choice(metadata, text)
     parse = metadata.get("parse", str)
     try:
@@ -83,7 +133,8 @@ def check_choice(metadata: Mapping[str, Any], value: object) -> None:
     """Raises ValueError unless a field may have the value: it is one of `choices`, or of those that the program has added (`more`)."""
     choices = metadata.get("choices")
     if choices and value not in choices and value not in metadata.get("more", tuple)():
-        raise ValueError(f"expected one of {', '.join(choices)}, got {value!r}")
+        hint = metadata.get("hints", {}).get(value)
+        raise ValueError(f"expected one of {', '.join(choices)}, got {value!r}" + (f": {hint}" if hint else ""))
 
 
 def parse_size(text: str) -> int:
@@ -94,7 +145,9 @@ def parse_size(text: str) -> int:
         if match is None:
             raise ValueError
         number, suffix = match.groups()
-        return int(float(number) * 1024 ** " kmgt".index((suffix or " ").lower()))
+        if suffix is None:
+            return int(number)
+        return int(float(number) * 1024 ** " kmgt".index(suffix.lower()))
     except (ValueError, OverflowError):
         raise ValueError(f"not a size: {text!r} (try 4096, 32k or 2G)") from None
 
@@ -162,8 +215,9 @@ def parse_ms_or_auto(text: str) -> float:
 
 
 def parse_origins(text: str) -> tuple[str, ...]:
-    """Parses `https://a.example,http://localhost:3000` or `*`."""
-    origins = tuple(origin.strip().lower() for origin in text.split(","))
+    """Parses `https://a.example,http://localhost:3000`, `*`, or a JSON list as vLLM's `--allowed-origins`."""
+    listed = text.strip().removeprefix("[").removesuffix("]")
+    origins = tuple(origin.strip(" \"'").lower() for origin in listed.split(","))
     for origin in origins:
         scheme, separator, host = origin.partition("://")
         if origin != "*" and not (scheme and separator and host and "/" not in host):

@@ -1,5 +1,6 @@
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -242,3 +243,19 @@ def test_clients_see_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for model in ("org/name", DEFAULT_MODEL, "models/nothing"):
         assert public_name(model) == model
     assert public_name("/") == "/"
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("llama3", "meta-llama/Llama-3.2-1B-Instruct or meta-llama/Llama-3.2-3B-Instruct or meta-llama/Llama-3.1-8B-Instruct"),
+        ("qwen2.5:0.5b", "Qwen/Qwen2.5-0.5B-Instruct"),
+        ("lama3.2", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("Mistral", "mistralai/Mistral-7B-Instruct-v0.3"),
+    ],
+)
+def test_a_familiar_name_gets_suggestions(name, suggested):
+    with pytest.raises(ModelNotFound, match=re.escape(f"; did you mean {suggested}?") + "$"):
+        locate(name)
+    with pytest.raises(ModelNotFound, match=r"smollm2-135m-instruct$"):
+        locate("zzz")

@@ -16,6 +16,7 @@ from chairlift.checkpoint.file_address import find_file
 from chairlift.checkpoint.gguf_parts import is_gguf, model_files, parts_of, stem_of
 from chairlift.checkpoint.hub_model import find_hub_model
 from chairlift.checkpoint.hub_settings import is_offline
+from chairlift.checkpoint.hub_suggestions import suggestions
 from chairlift.checkpoint.model_name import FileAddress, HubName, parse_name
 from chairlift.checkpoint.ollama_store import OllamaFile, OllamaModel, find_ollama_model
 from chairlift.checkpoint.progress import Progress, announced, say
@@ -69,6 +70,7 @@ def locate(
         raise ModelNotFound(
             f"there is no model {model!r} here; name a directory with config.json and *.safetensors, a .gguf file or the address of one, "
             f"a model of the Hugging Face hub (organisation/model or organisation/model:Q4_K_M), one of Ollama's, or {DEFAULT_MODEL}"
+            + (f"; did you mean {' or '.join(similar)}?" if (similar := suggestions(model)) else "")
         )
     path = _fetched(name, found, directory, progress, download, update)
     return _directory(path, cache, progress) if path.is_dir() else _gguf(path, cache, progress)

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         engine = AsyncEngine(args.engine)
         runner.run(engine.start(args.started))
         try:
-            _converse(args.engine.model, conversation, lambda question: runner.run(_answer(engine, sampling, conversation, question)))
+            converse(args.engine.model, conversation, lambda question: runner.run(_answer(engine, sampling, conversation, question)))
         finally:
             runner.run(engine.close())
     return 0
@@ -60,16 +60,21 @@ def _run_remote(args: argparse.Namespace, conversation: Conversation, sampling: 
     """Chats with the server at `--url`."""
     key = client_key(args)
     model = args.model or get_json(args.url, "/v1/models", key)["data"][0]["id"]
+    converse(f"{model} at {args.url}", conversation, answer_from(args.url, key, model, conversation, sampling))
+    return 0
+
+
+def answer_from(url: str, key: str | None, model: str, conversation: Conversation, sampling: Mapping[str, Any]) -> Callable[[str], None]:
+    """Returns what answers a question: it streams the answer of a server's model to standard output. Raises InvalidRequest."""
 
     def answer(question: str) -> None:
         with conversation.exchange(question) as (messages, pieces), _continuable():
-            for text in stream_chat(args.url, key, {"model": model, "messages": messages, **sampling}):
+            for text in stream_chat(url, key, {"model": model, "messages": messages, **sampling}):
                 pieces.append(text)
                 print(text, end="", flush=True)
             print()
 
-    _converse(f"{model} at {args.url}", conversation, answer)
-    return 0
+    return answer
 
 
 @contextmanager
@@ -81,7 +86,7 @@ def _continuable() -> Iterator[None]:
         raise InvalidRequest(str(error)) from None
 
 
-def _converse(name: str, conversation: Conversation, answer: Callable[[str], None]) -> None:
+def converse(name: str, conversation: Conversation, answer: Callable[[str], None]) -> None:
     """Reads questions until the input ends, and calls `answer` for each."""
     if sys.stdin.isatty():
         print(f"{name}: /reset starts a new conversation, /exit exits, Ctrl-C stops an answer")

@@ -51,7 +51,7 @@ def _walk(parser: argparse.ArgumentParser, path: str = "") -> Iterator[_Command]
         if isinstance(action, argparse._SubParsersAction):
             helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
             for name, child in action.choices.items():
-                words[name] = helps[name]
+                words[name] = helps.get(name, "")  # an alias has none
                 below += _walk(child, f"{path} {name}".lstrip())
         elif not action.option_strings:
             words |= dict.fromkeys(_values(action), "")
@@ -121,7 +121,8 @@ def _fish(commands: list[_Command]) -> str:
         start = f"complete -c chairlift -n {shlex.quote(f'__chairlift_command {command.path}'.rstrip())}"
         lines += [f"{start} -f -a {name} -d {shlex.quote(help)}" for name, help in command.words.items()]
         for flag, allowed in command.flags.items():
-            name = f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}"
+            kind = "-l" if flag.startswith("--") else "-s" if len(flag) == 2 else "-o"
+            name = f"{kind} {flag.lstrip('-')}"
             value = "" if allowed is None else f" -x -a {shlex.quote(' '.join(allowed))}" if allowed else " -r"
             lines.append(f"{start} {name}{value}")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.errors import InvalidSetting, did_you_mean
 from chairlift.sampling import SamplingParams
 from chairlift.server.config import ServerConfig
-from chairlift.settings import ENV_PREFIX, from_environment, parse_value
+from chairlift.settings import ENV_PREFIX, LARGEST_COUNT, default_in_words, from_environment, parse_value
 
 C = TypeVar("C")
 
@@ -25,6 +25,7 @@ MODEL_SOURCES = (
 COMMON = {
     *("tokenizer", "chat_template", "device", "tensor_parallel_size", "threads", "dtype", "quantization", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "tenant_weights", "batching", "max_num_queued_reqs"),
+    *("cpu_math", "kv_cache_memory_bytes", "replicas", "usage_log", "models", "max_loaded_models"),
     *("target_itl_ms", "journal", "num_kv_blocks", "gpu_memory_utilization", "kv_cache_dtype", "enable_prefix_caching", "swap_space"),
     *("host", "port", "served_model_name", "api_key", "api_key_file", "operator_key", "cors_allow_origins", "ssl_certfile", "ssl_keyfile"),
     *("admin_socket", "shutdown_timeout", "log_level", "log_format", "tool_call_parser", "reasoning_parser"),
@@ -32,6 +33,16 @@ COMMON = {
 """The settings that `--help` shows; `--help-all` shows all."""
 
 SIMULATED_MODEL = f"a well-known model, or any of which the files are here (default: {DEFAULT_MODEL})"
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Writes the value of a flag with several names once, as Python 3.13 does."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if len(action.option_strings) < 2 or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {value}"
 
 
 def add_command(
@@ -43,7 +54,7 @@ def add_command(
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",
         epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,  # an abbreviation breaks when a flag with the same beginning is added
     )
     parser.set_defaults(run=run)
@@ -109,10 +120,12 @@ def add_report(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--report", type=values.output, metavar="FILE", help="write a self-contained HTML page with plots")
 
 
-def add_fields(parser: argparse.ArgumentParser, cls: type, names: Collection[str] | None = None) -> None:
+def add_fields(
+    parser: argparse.ArgumentParser, cls: type, names: Collection[str] | None = None, *, shown: Collection[str] = COMMON
+) -> None:
     """Adds a flag for each field of the config class `cls` that has help, or for those in `names`, under its group's heading.
 
-    The command also reads the fields' environment variables, and `--config`. `--help` hides fields that are not in `COMMON`.
+    The command also reads the fields' environment variables, and `--config`. `--help` hides fields that are not in `shown`.
     """
     help_all = next((action for action in parser._actions if isinstance(action, _HelpAll)), None)
     if help_all is None:
@@ -129,7 +142,7 @@ def add_fields(parser: argparse.ArgumentParser, cls: type, names: Collection[str
         action = groups[heading].add_argument(
             *_names(field), dest=field.name, default=argparse.SUPPRESS, help=_help(field), **_argument(field)
         )
-        if field.name not in COMMON:
+        if field.name not in shown:
             help_all.hide(action)
         read_variable(parser, field.name)
 
@@ -207,9 +220,8 @@ def check_variables(arguments: Mapping[str, Any], environ: Mapping[str, str] = o
 
 
 def _names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """The flags of a field. The policy has the name that all commands share, and vLLM's."""
-    flag = "--" + field.name.replace("_", "-")
-    return ("--policy", flag) if field.name == "scheduling_policy" else (flag,)
+    """The flags of a field: its own, and those that other programs have for it."""
+    return "--" + field.name.replace("_", "-"), *field.metadata.get("aliases", ())
 
 
 class _HelpAll(argparse.Action):
@@ -259,24 +271,33 @@ def _argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
-    value = field.default
-    shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
-    default = "" if value is None else f" (default: {shown})"
+    shown = default_in_words(field)
+    default = f" (default: {shown})" if shown else ""
     return f"{field.metadata['help']}{default} [{ENV_PREFIX}{field.name.upper()}]".replace("%", "%%")
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     """Adds the flags of sampling; `max_tokens` is the default of `--max-tokens`, None for the rest of the context."""
-    group = parser.add_argument_group(
-        "sampling", "The defaults of temperature, top-k, top-p, min-p and repetition penalty are the checkpoint's, if it has any."
-    )
+    group = parser.add_argument_group("sampling")
     shown = "the rest of the context" if max_tokens is None else max_tokens
-    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"most tokens to generate (default: {shown})")
-    group.add_argument("--temperature", type=float, metavar="X", help="sampling temperature; 0 is greedy (default: 1)")
-    group.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens (default: all)")
-    group.add_argument("--top-p", type=float, metavar="X", help="sample from the most likely tokens of total probability X (default: 1)")
-    group.add_argument("--min-p", type=float, metavar="X", help="drop tokens below X times the highest probability (default: 0)")
-    group.add_argument("--repetition-penalty", type=float, metavar="X", help="values above 1 penalize repeated tokens (default: 1)")
+    count, fraction, own = values.whole(1, LARGEST_COUNT), values.number(0, 1), "the checkpoint's, else"
+    group.add_argument("--max-tokens", type=count, default=max_tokens, metavar="N", help=f"most tokens to generate (default: {shown})")
+    group.add_argument(
+        "--temperature", type=values.number(0, 100), metavar="X", help=f"sampling temperature; 0 is greedy (default: {own} 1)"
+    )
+    group.add_argument(
+        "--top-k", type=values.whole(-1, LARGEST_COUNT), metavar="N", help=f"sample from the N most likely tokens (default: {own} all)"
+    )
+    group.add_argument(
+        "--top-p", type=fraction, metavar="X", help=f"sample from the most likely tokens of total probability X (default: {own} 1)"
+    )
+    group.add_argument("--min-p", type=fraction, metavar="X", help=f"drop tokens below X times the highest probability (default: {own} 0)")
+    group.add_argument(
+        "--repetition-penalty",
+        type=values.number(0.01, 100),
+        metavar="X",
+        help=f"values above 1 penalize repeated tokens (default: {own} 1)",
+    )
     group.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from chairlift.cli import flags
+from chairlift.cli import flags, values
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, pip_install
 from chairlift.server.config import ServerConfig
-from chairlift.settings import parse_size
+from chairlift.settings import LARGEST_SIZE
 
 if TYPE_CHECKING:
     from chairlift.gate.limits import Limits
@@ -71,7 +71,7 @@ def add_parser(commands: Any, summary: str) -> None:
     )
     parser.add_argument(
         "--upstream-kv-tokens",
-        type=parse_size,
+        type=values.size(1, LARGEST_SIZE),
         metavar="N",
         help="tokens that each upstream's KV cache holds (default: what the upstream tells)",
     )

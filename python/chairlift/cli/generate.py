@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from chairlift.cli import flags
+from chairlift.cli import flags, values
 from chairlift.cli.flags import add_engine, add_sampling, sampling_settings
 from chairlift.config import EngineConfig
 from chairlift.engine.client import AsyncEngine
 from chairlift.errors import InvalidRequest
-from chairlift.sampling import SamplingParams
+from chairlift.sampling import MAX_SEQUENCES, SamplingParams
 
 _EXAMPLES = """\
 examples:
@@ -29,7 +29,7 @@ def add_parser(commands: Any, summary: str) -> None:
     parser = flags.add_command(commands, "generate", summary, _EXAMPLES, run)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to complete (default: all of standard input, as one)")
     flags.add_model(parser, positional=False)
-    parser.add_argument("-n", type=int, metavar="N", help="completions of each prompt (default: 1)")
+    parser.add_argument("-n", type=values.whole(1, MAX_SEQUENCES), metavar="N", help="completions of each prompt (default: 1)")
     add_sampling(parser, max_tokens=128)
     add_engine(parser)
 

@@ -12,64 +12,70 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from chairlift.cli import flags
+from chairlift.cli.foreign_flags import HINTS
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidRequest, InvalidSetting, InvalidTrace, did_you_mean
 from chairlift.server.config import ServerConfig
 
-COMMANDS = {
-    "serve": "serve a model over HTTP with OpenAI's API",
-    "gate": "schedule requests in front of vLLM, SGLang, llama.cpp or any server with OpenAI's API",
-    "join": "run an engine of this machine for a server on another one",
-    "generate": "generate text from prompts",
-    "chat": "chat with a model in the terminal",
-    "run-batch": "answer a file of requests, without a server",
-    "pull": "download a model",
-    "list": "list the downloaded models",
-    "show": "describe a model, from its files",
-    "verify": "compare a model with transformers or llama.cpp",
-    "rm": "delete a downloaded model",
-    "ps": "list the models of a running server",
-    "stop": "unload a model of a running server",
-    "top": "show a running server in the terminal",
-    "explain": "show where a request's time went",
-    "doctor": "describe this machine, what runs on it and why other things do not",
-    "usage": "sum a usage log by day, tenant and tier",
-    "replay": "replay a recorded journal, as it was or under other settings",
-    "bench": "benchmark a server, or the engine without a server",
-    "simulate": "simulate a trace on a modelled device",
-    "calibrate": "measure this machine's step times, for simulate and plan",
-    "plan": "find how many users a machine can serve, its bottleneck, and the best settings",
-    "policy": "begin a scheduling policy in Python, for simulate, compare and replay",
-    "compare": "compare batching modes and scheduling policies on the same requests",
-    "completion": "print a script with which bash, zsh or fish completes commands and flags",
+GROUPS = {
+    "run a model here": {
+        "run": "chat with a model: download and serve it if need be",
+        "chat": "chat with a model in the terminal",
+        "generate": "generate text from prompts",
+        "run-batch": "answer a file of requests, without a server",
+    },
+    "serve models": {
+        "serve": "serve a model over HTTP with OpenAI's API",
+        "join": "run an engine of this machine for a server on another one",
+        "gate": "schedule requests in front of vLLM, SGLang, llama.cpp or any server with OpenAI's API",
+        "launch": "start Claude Code, Codex, OpenCode or aider with a model of this server",
+    },
+    "look at a running server": {
+        "ps": "list the models of a running server",
+        "stop": "unload a model of a running server",
+        "top": "show a running server in the terminal",
+        "explain": "show where a request's time went",
+        "usage": "sum a usage log by day, tenant and tier",
+    },
+    "keep models": {
+        "pull": "download a model",
+        "list": "list the downloaded models",
+        "show": "describe a model, from its files",
+        "verify": "compare a model with transformers or llama.cpp",
+        "rm": "delete a downloaded model",
+    },
+    "measure, simulate and plan": {
+        "bench": "benchmark a server, or the engine without a server",
+        "calibrate": "measure this machine's step times, for simulate and plan",
+        "simulate": "simulate a trace on a modelled device",
+        "replay": "replay a recorded journal, as it was or under other settings",
+        "plan": "find how many users a machine can serve, its bottleneck, and the best settings",
+        "policy": "begin a scheduling policy in Python, for simulate, compare and replay",
+        "compare": "compare batching modes and scheduling policies on the same requests",
+    },
+    "help": {
+        "doctor": "describe this machine, what runs on it and why other things do not",
+        "completion": "print a script with which bash, zsh or fish completes commands and flags",
+        "help": "show the help of a command",
+    },
 }
-"""The commands with their help, in the order of `--help`.
+"""The commands with their help, in the groups and the order of `--help`.
 
 The module `chairlift.cli.NAME`, with `_` for `-`, has the command's flags and its `run(args)`.
 """
+COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
+ALIASES = {"ls": "list"}
+"""Ollama's names of commands."""
 
 _EXAMPLES = """\
 examples:
-  chairlift serve                      serve the default model at http://127.0.0.1:8000/v1
-  chairlift gate --upstream URL        schedule requests in front of another server
-  chairlift join HOST:PORT             run one more engine for a server on another machine
-  chairlift chat                       chat with it in this terminal
-  chairlift generate "Once upon a"     complete a text
-  chairlift run-batch -i IN -o OUT     answer a file of requests
-  chairlift pull                       download the default model
-  chairlift list                       list the downloaded models
-  chairlift show MODEL                 describe a model: size, types of weights, context, what computes it
-  chairlift verify MODEL               compare its tokens and logits with transformers or llama.cpp
-  chairlift ps                         list the models of a running server
+  chairlift run                        chat with the default model in this terminal
+  chairlift serve                      serve it at http://127.0.0.1:8000/v1
+  chairlift serve org/name             serve a model of the Hugging Face hub
+  chairlift launch claude              let Claude Code use a model of this machine
   chairlift top                        watch a running server
   chairlift explain ID                 show where a request's time went
-  chairlift doctor                     describe this machine, for an issue report
-  chairlift usage DIR                  sum what each tenant used
-  chairlift replay day.journal         show what was scheduled, and what other settings would have done
-  chairlift bench serve                send requests to a server and report latency and throughput
-  chairlift simulate --trace FILE      simulate a trace on a modelled device
   chairlift plan                       estimate how many users fit on this machine, or another
-  chairlift compare                    compare static, dynamic and continuous batching
 
 'chairlift COMMAND --help' shows a command's flags.
 """
@@ -79,11 +85,19 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, with a suggestion for a misspelt flag or command."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses the arguments of this command; those that it does not know are an error here, where its flags are known."""
-        known, unknown = super().parse_known_args(args, namespace)
+        """Parses the arguments of this command; those that it does not know are an error here, where its flags are known.
+
+        A command with the default `passed_on` gets there what follows `--`.
+        """
+        own = list(args)
+        at = own.index("--") if "--" in own and self.get_default("passed_on") is not None else len(own)
+        known, unknown = super().parse_known_args(own[:at], namespace)
+        if at < len(own):
+            known.passed_on = own[at + 1 :]
         if unknown:
             flag = next((one for one in unknown if one.startswith("-")), "").partition("=")[0]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(flag, self._option_string_actions)}")
+            hint = f": {HINTS[flag]}" if flag in HINTS else did_you_mean(flag, self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -111,11 +125,11 @@ def build_parser(imported: str | None = None) -> argparse.ArgumentParser:
     """The parser of the command line. With `imported`, only that command has its flags; the others have their names and help."""
     parser = _Parser(
         prog="chairlift",
-        description="OpenAI-compatible LLM inference server with continuous batching.",
+        description="OpenAI-compatible LLM inference server with continuous batching.\n\n" + _commands_in_groups(),
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("-V", "--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         if imported in (None, name):
@@ -125,13 +139,30 @@ def build_parser(imported: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+def _commands_in_groups() -> str:
+    lines = []
+    for group, commands in GROUPS.items():
+        lines += [f"{group}:", *(f"  {name:12} {summary}" for name, summary in commands.items()), ""]
+    return "\n".join(lines).rstrip()
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves out the list of all commands, which the description has in groups."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if not isinstance(action, argparse._SubParsersAction):
+            super().add_argument(action)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns the exit status: 0, 1 for a failure, 2 for invalid arguments, settings or traces."""
     started = time.perf_counter()
     arguments = sys.argv[1:] if arguments is None else arguments
     # The first positional argument is the command: the flags before it take no values.
-    requested = next((argument for argument in arguments if not argument.startswith("-")), "")
-    parser = build_parser(requested)
+    at = next((at for at, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
+    if arguments[at : at + 1] in [[alias] for alias in ALIASES]:
+        arguments = [*arguments[:at], ALIASES[arguments[at]], *arguments[at + 1 :]]
+    parser = build_parser("".join(arguments[at : at + 1]))
     args = parser.parse_args(arguments)
     if args.command is None:
         parser.print_help()

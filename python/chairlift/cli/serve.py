@@ -65,6 +65,7 @@ def add_parser(commands: Any, summary: str) -> None:
     flags.add_model(parser, "the same as a flag, for one model", positional=False)
     flags.add_fields(parser, EngineConfig)
     flags.add_fields(parser, ServerConfig)
+    parser.add_argument("--enable-auto-tool-choice", action="store_true", help="vLLM's flag, without effect: tool calls are always read")
 
 
 def run(args: argparse.Namespace) -> int:

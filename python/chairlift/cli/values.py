@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
+from chairlift.settings import parse_size
+
 Value = TypeVar("Value")
 
 
@@ -36,6 +38,21 @@ def number(least: float, most: float, *, infinite: bool = False) -> Callable[[st
             number = math.nan
         if not (least <= number <= most or (infinite and number == math.inf)):
             raise argparse.ArgumentTypeError(f"expected a number from {least:,g} to {most:,.12g}{', or inf' * infinite}, got {text:.50}")
+        return number
+
+    return read
+
+
+def size(least: int, most: int) -> Callable[[str], int]:
+    """A reader of sizes such as 32k or 2G from `least` to `most`."""
+
+    def read(text: str) -> int:
+        try:
+            number = parse_size(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"expected a size from {least:,} to {most:,}, got {text:.50}")
         return number
 
     return read

@@ -24,6 +24,7 @@ from queue import SimpleQueue
 from chairlift.engine.frames import Fatal, Leaving, Phase
 from chairlift.engine.join_settings import JOINED, JoinSettings, read_join_settings
 from chairlift.engine.parent import Parent
+from chairlift.engine.parent_exit import end_with_parent
 from chairlift.engine.spawned_process import LEAVE
 from chairlift.engine.step_loop import EngineMaker, Inbox, StepLoop
 from chairlift.errors import ChairliftError
@@ -72,7 +73,7 @@ def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None
     # Ctrl-C and a service manager's SIGTERM reach the whole process group; only the parent handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _die_with_parent()
+    end_with_parent()  # a blocked process does not see the socket close
     sock = socket.socket(fileno=fd)
     parent = Parent(sock, saturation, joined)
     # The main thread, which handles signals, may just be sending: another thread waits for its turn.
@@ -98,15 +99,6 @@ def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None
         parent.send(Fatal(type(error).__name__, str(error) or repr(error)))
         return 1
     return 0
-
-
-def _die_with_parent() -> None:
-    """Lets Linux kill this process when the thread that started it ends, because a blocked process does not see the socket close."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 if __name__ == "__main__":

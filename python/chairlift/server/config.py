@@ -7,7 +7,38 @@ from dataclasses import dataclass
 from typing import Any
 
 from chairlift.scheduling import ROUTINGS
-from chairlift.settings import flag, parse_duration, parse_host_and_port, parse_json_object, parse_names, parse_origins, parse_size
+from chairlift.settings import (
+    LARGEST_COUNT,
+    LARGEST_SIZE,
+    check_ranges,
+    flag,
+    parse_duration,
+    parse_host_and_port,
+    parse_json_object,
+    parse_names,
+    parse_origins,
+    parse_size,
+)
+
+_VLLM_PARSERS = {
+    "deepseek_v3": "deepseek",
+    "glm45": "glm",
+    "llama3_json": "llama",
+    "llama4_json": "llama",
+    "llama4_pythonic": "pythonic",
+    "qwen3_xml": "qwen3_coder",
+}
+"""vLLM's names of tool-call parsers, where they differ."""
+
+_RANGES = {
+    "max_loaded_models": (1, LARGEST_COUNT),
+    "models_memory": (1, LARGEST_SIZE),
+    "replicas": (1, 1024),
+    "port": (0, 65535),
+    "max_body_size": (1, LARGEST_SIZE),
+    "max_data_size": (0, LARGEST_SIZE),
+    "shutdown_timeout": (0, 1_000_000),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +58,10 @@ class ServerConfig:
     )
     max_loaded_models: int | None = flag(None, "models that may be loaded at a time (default: any number)", parse_size, group="models")
     models_memory: int | None = flag(
-        None, "bytes that all loaded models may take, weights and KV caches; a larger one is loaded alone", parse_size, group="models"
+        None,
+        "memory that all loaded models may take, weights and KV caches, like 16G; a larger one is loaded alone",
+        parse_size,
+        group="models",
     )
     keep_alive: float = flag(
         300.0,
@@ -72,6 +106,7 @@ class ServerConfig:
         parse_origins,
         metavar="ORIGINS",
         group="server",
+        aliases=("--allowed-origins",),
     )
     ssl_certfile: str | None = flag(None, "certificate chain in PEM format: serves HTTPS", metavar="FILE", group="server")
     ssl_keyfile: str | None = flag(
@@ -90,6 +125,10 @@ class ServerConfig:
         parse_size,
         metavar="N",
         group="server",
+        aliases=(
+            "--data-parallel-size",
+            "-dp",
+        ),
     )
     routing: str = flag(
         "predicted",
@@ -106,7 +145,10 @@ class ServerConfig:
         group="server",
     )
     engine_secret_file: str | None = flag(
-        None, "what those engines must know: a file that only its owner may read, with 32 bytes or more", metavar="FILE", group="server"
+        None,
+        "file with the secret that joining engines must know: 32 bytes or more, readable only by its owner",
+        metavar="FILE",
+        group="server",
     )
     ray_address: str | None = flag(
         None,
@@ -137,7 +179,7 @@ class ServerConfig:
         choices=("exact", "any", "off"),
         group="server",
     )
-    max_body_size: int = flag(2 << 20, "longest body of a request, in bytes; longer ones are refused", parse_size, group="server")
+    max_body_size: int = flag(2 << 20, "largest body of a request, like 2M; larger ones are refused", parse_size, group="server")
     shutdown_timeout: float = flag(30.0, "seconds that requests in flight get to finish after SIGTERM", float, group="server")
     log_level: str = flag("info", "how much to log", choices=("debug", "info", "warning", "error"), group="server")
     log_format: str = flag("text", "how a line of the log is written", choices=("text", "json"), group="server")
@@ -148,6 +190,7 @@ class ServerConfig:
             *("auto", "deepseek", "gemma", "glm", "granite", "hermes", "llama", "mistral", "nemotron", "openai", "pythonic"),
             "qwen3_coder",
         ),
+        spellings=_VLLM_PARSERS,
         group="server",
     )
     reasoning_parser: str = flag(
@@ -177,22 +220,16 @@ class ServerConfig:
         metavar="DIR",
         group="server",
     )
-    max_data_size: int = flag(10 << 30, "bytes that uploads and outputs of batches may take; more are refused", parse_size, group="server")
+    max_data_size: int = flag(
+        10 << 30, "disk space that uploads and outputs of batches may take, like 10G; more are refused", parse_size, group="server"
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the flag, for an invalid setting."""
         # Rejected because an unset variable in a script would give a server that looks protected and is not.
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise ValueError("--api-key must not be empty, nor begin or end with a space")
-        if self.max_loaded_models is not None and self.max_loaded_models < 1:
-            raise ValueError(f"--max-loaded-models must be at least 1, got {self.max_loaded_models}")
-        if self.replicas < 1:
-            raise ValueError(f"--replicas must be at least 1, got {self.replicas}")
-        if self.max_body_size < 1:
-            raise ValueError(f"--max-body-size must be at least 1, got {self.max_body_size}")
-        # The system would silently take the port modulo 65536.
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"--port must be from 0 to 65535, got {self.port}")
+        check_ranges(self, _RANGES)
         if self.engine_listen is not None and self.engine_secret_file is None:
             raise ValueError("--engine-listen needs --engine-secret-file: make one with 'openssl rand -hex 32 > FILE; chmod 600 FILE'")
         if self.ray_address is not None and (self.engine_listen is None or self.engine_listen[0] in ("", "0.0.0.0", "::")):

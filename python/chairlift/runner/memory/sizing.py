@@ -199,7 +199,8 @@ def fit_host(config: EngineConfig, model: ModelShape, kv: str, available: int) -
     """KV blocks that --swap-space holds, with `available` bytes of free host memory. Raises InvalidSetting."""
     space, each = config.swap_space, block_bytes(model, config.block_size, kv)
     if 0 < space < each:
-        raise InvalidSetting(f"--swap-space {space} does not hold a block of {config.block_size} tokens, which takes {each} bytes")
+        hint = f": write {space}G for {space} GiB" if space < 1024 else ""
+        raise InvalidSetting(f"--swap-space {space} does not hold a block of {config.block_size} tokens, which takes {each} bytes{hint}")
     if space > available:
         raise InvalidSetting(f"--swap-space {space}: there are {available / 2**30:.1f} GiB of memory available")
     return space // each

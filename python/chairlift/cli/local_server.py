@@ -1,0 +1,118 @@
+"""A server for the time of a command: one that runs already, or a new one on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from chairlift.cli.remote import URL, get_json
+from chairlift.config import DEFAULT_MODEL
+from chairlift.errors import ChairliftError, ModelNotFound
+
+POLL_SECONDS = 0.1
+EXIT_SECONDS = 15.0
+"""Seconds that a server which this command started gets to end its requests and exit."""
+
+_SERVE = """\
+import signal, sys
+from chairlift.engine.parent_exit import end_with_parent
+end_with_parent(signal.SIGTERM)
+from chairlift.__main__ import main
+sys.exit(main())
+"""
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """Adds `--url`."""
+    help = f"address of the server; without one a server is looked for at {URL}, and started if none serves the model"
+    parser.add_argument("--url", metavar="URL", help=help)
+
+
+@contextmanager
+def server_for(model: str | None, url: str | None, api_key: str | None) -> Iterator[tuple[str, str]]:
+    """Yields the address of a server and the name that it has for `model`, or for its first model if that is None.
+
+    Without a `url`, it is the server at the usual address, or one that runs until the end of the block. Raises ChairliftError.
+    """
+    if (names := _names(url or URL, api_key, must_answer=url is not None)) is not None:
+        if (name := _name_in(names, model)) is not None:
+            yield url or URL, name
+            return
+        if url is not None:
+            raise ModelNotFound(f"the server at {url} does not serve {model}: it has {', '.join(names)}")
+    with _started(model or DEFAULT_MODEL) as started:
+        _wait(started, api_key)
+        yield started.url, (_names(started.url, api_key, must_answer=True) or [""])[0]
+
+
+def _names(url: str, api_key: str | None, *, must_answer: bool) -> list[str] | None:
+    """The models of the server at `url`. None if nothing listens there, unless it must answer."""
+    if not must_answer and not _listens(url):
+        return None
+    return [one["id"] for one in get_json(url, "/v1/models", api_key)["data"]]
+
+
+def _listens(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 80), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _name_in(names: list[str], model: str | None) -> str | None:
+    if model is None:
+        return names[0] if names else None
+    return next((name for name in (model, Path(model).name) if name in names), None)
+
+
+def _command(model: str, port: int) -> list[str]:
+    """The command of a server that ends with this process, however that ends."""
+    return [sys.executable, "-P", "-c", _SERVE, "serve", model, "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+
+
+class _StartedServer:
+    """`chairlift serve` in a process of its own. Ctrl-C in the terminal does not reach it."""
+
+    def __init__(self, model: str, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.process = subprocess.Popen(_command(model, port), stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def close(self) -> None:
+        """Ends the server."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGTERM)  # the second one ends it at once
+            self.process.wait()
+
+
+def _started(model: str) -> closing[_StartedServer]:
+    port = urlsplit(URL).port or 0
+    if _listens(URL):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    print(f"chairlift: starting a server for {model} at http://127.0.0.1:{port}", file=sys.stderr)
+    return closing(_StartedServer(model, port))
+
+
+def _wait(server: _StartedServer, api_key: str | None) -> None:
+    """Waits until the server is ready. Raises ChairliftError if it ends; it has told why."""
+    while server.process.poll() is None:
+        try:
+            get_json(server.url, "/ready", api_key)
+            return
+        except ChairliftError:
+            time.sleep(POLL_SECONDS)
+    raise ChairliftError(f"the server ended with status {server.process.returncode}: see its message above")

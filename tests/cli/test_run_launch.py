@@ -1,0 +1,142 @@
+"""`chairlift run` and `chairlift launch`: a running server is used, another one started, and clients get its address."""
+
+import io
+import json
+import os
+import socket
+import sys
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+from local_server import local_server
+
+from chairlift.cli import local_server as servers
+from chairlift.cli import main
+from chairlift.errors import ChairliftError, ModelNotFound
+
+CLIENT = """\
+#!{python} -S
+import json, os, sys
+json.dump([sys.argv[1:], dict(os.environ)], open({out!r}, "w"))
+sys.exit(7)
+"""
+
+
+class Answer(BaseHTTPRequestHandler):
+    """A server with the models `a` and `b`, which answers with the question in capitals."""
+
+    def do_GET(self):
+        self.reply(json.dumps({"data": [{"id": "a"}, {"id": "b"}]}))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        text = f"{body['model']}: {body['messages'][-1]['content'].upper()}"
+        self.reply(f"data: {json.dumps({'choices': [{'delta': {'content': text}}]})}\n\n")
+
+    def reply(self, text):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def url(monkeypatch):
+    with local_server(Answer) as address:
+        monkeypatch.setattr(servers, "URL", address)
+        monkeypatch.delenv("CHAIRLIFT_CLIENT_API_KEY", raising=False)
+        yield address
+
+
+@pytest.fixture
+def piped(monkeypatch):
+    def pipe(text):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+    pipe("")
+    return pipe
+
+
+def test_run_answers_one_question_with_a_running_server(url, piped, capsys):
+    assert main.main(["run", "b", "hello", "there"]) == 0
+    assert capsys.readouterr().out == "b: HELLO THERE\n"
+    piped("a letter\n")
+    assert main.main(["run", "org/a", "sum", "it", "up", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "a: SUM IT UP\n\nA LETTER\n"
+
+
+def test_a_server_without_the_model_is_refused_if_it_was_named(url, piped, capsys):
+    assert main.main(["run", "c", "hello", "--url", url]) == 1
+    assert f"the server at {url} does not serve c: it has a, b" in capsys.readouterr().err
+    with pytest.raises(ModelNotFound), servers.server_for("c", url, None):
+        pass
+
+
+def test_a_server_is_started_for_the_time_of_the_block(url, monkeypatch, capsys):
+    commands = []
+
+    def fake(model, port):
+        commands.append((model, port))
+        return [sys.executable, str(Path(__file__).parent.parent / "support" / "serve_small.py"), str(port)]
+
+    monkeypatch.setattr(servers, "_command", fake)
+    with servers.server_for("org/other", None, None) as (address, name):
+        [(model, port)] = commands
+        assert (model, address, name) == ("org/other", f"http://127.0.0.1:{port}", "small")
+        assert address != url
+        port = int(address.rpartition(":")[2])
+        socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    assert "starting a server for org/other" in capsys.readouterr().err
+
+
+def test_a_server_that_cannot_start_is_an_error(url, monkeypatch):
+    monkeypatch.setattr(servers, "_command", lambda model, port: [sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(ChairliftError, match="the server ended with status 3"), servers.server_for("other", None, None):
+        pass
+
+
+def launched(tmp_path, monkeypatch, *arguments):
+    """The exit status of `launch`, and the arguments and variables of the client that it started."""
+    client, out = tmp_path / arguments[0], tmp_path / "out.json"
+    client.write_text(CLIENT.format(python=sys.executable, out=str(out)))
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return main.main(["launch", *arguments]), *json.loads(out.read_text())
+
+
+def test_launch_claude(url, tmp_path, monkeypatch):
+    status, arguments, variables = launched(tmp_path, monkeypatch, "claude", "--model", "b", "--", "-p", "hello")
+    assert (status, arguments) == (7, ["-p", "hello"])
+    assert (variables["ANTHROPIC_BASE_URL"], variables["ANTHROPIC_MODEL"], variables["ANTHROPIC_AUTH_TOKEN"]) == (url, "b", "none")
+
+
+def test_launch_codex(url, tmp_path, monkeypatch):
+    _, arguments, variables = launched(tmp_path, monkeypatch, "codex", "--api-key", "secret", "--url", f"{url}/v1")
+    assert f'model_providers.chairlift.base_url="{url}/v1"' in arguments
+    assert arguments[-2:] == ["-m", "a"]
+    assert "secret" not in arguments
+    assert variables["CHAIRLIFT_KEY"] == "secret"
+
+
+def test_launch_opencode(url, tmp_path, monkeypatch):
+    _, _, variables = launched(tmp_path, monkeypatch, "opencode")
+    settings = json.loads(variables["OPENCODE_CONFIG_CONTENT"])
+    assert settings["model"] == "chairlift/a"
+    assert settings["provider"]["chairlift"]["options"] == {"baseURL": f"{url}/v1", "apiKey": "none"}
+
+
+def test_launch_aider(url, tmp_path, monkeypatch):
+    _, arguments, variables = launched(tmp_path, monkeypatch, "aider", "--", "--message", "hello")
+    assert arguments == ["--model", "openai/a", "--message", "hello"]
+    assert (variables["OPENAI_API_BASE"], variables["OPENAI_API_KEY"]) == (f"{url}/v1", "none")
+
+
+def test_a_client_that_is_not_installed_is_named_before_a_server_starts(url, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main.main(["launch", "claude", "--model", "other"]) == 2
+    assert "claude is not installed: npm install -g @anthropic-ai/claude-code" in capsys.readouterr().err
