@@ -117,8 +117,9 @@ files: $(VENV)/.developing ## compare published vocabularies and tiny models wit
 	$(BIN)/python tests/published/models.py $(ARGS)
 
 .PHONY: docs-reference
-docs-reference: $(VENV)/.developing ## write docs/reference and the table of docs/models.md from the code
+docs-reference: $(VENV)/.developing ## write docs/reference, the table of docs/models.md and the chart of speed from code and results
 	$(BIN)/python docs/generators/reference.py
+	$(BIN)/python docs/generators/speed_chart.py
 	$(BIN)/python docs/models_page.py
 
 .PHONY: docs

@@ -1,7 +1,7 @@
 """Runs the same requests without batching and with four kinds of it, on this engine; writes benches/results/batching.md.
 
     python benches/batching.py                                  some twenty minutes on two cores; nothing else should run
-    python benches/batching.py --requests 8 --repeats 1 --out DIR   a short look, which leaves README.md as it is
+    python benches/batching.py --requests 8 --repeats 1 --out DIR   a short look
 
 Every mode has the same KV memory. Without paging a request reserves the longest context in one piece, as in FasterTransformer: a KV
 block is as long as the context. With paging, blocks have 16 tokens, so the same memory holds more requests.
@@ -24,7 +24,6 @@ from chairlift import EngineConfig
 from chairlift.bench.traces import TraceRequest
 from chairlift.engine.engine import Engine
 from chairlift.engine.frames import StepOutputs
-from chairlift.sim import table
 from chairlift.sim.compare import Variant, VariantResult
 from chairlift.sim.compare_plot import plot
 from chairlift.sim.live import run_live
@@ -34,8 +33,6 @@ ROOT = Path(__file__).parent.parent
 SLOTS, PAGED_SLOTS, BLOCK_SIZE = 8, 32, 16
 RATE, PROMPT, TIMEOUT_MS = 12.0, 64, 500.0
 HEADER = ["", "tokens/s", "latency p50, s", "p95, s", "slot utilisation", "KV waste"]
-MARKS = "<!-- benches/batching.py -->", "<!-- end -->"
-"""What lies between them in README.md is the newest result."""
 
 
 @dataclass(frozen=True)
@@ -160,22 +157,12 @@ def report(results: dict[str, dict[str, list[Run]]], described: list[Mix], reque
     return "\n".join([*text, "", "![The skewed mix](batching.svg)", ""])
 
 
-def readme(results: dict[str, dict[str, list[Run]]]) -> str:
-    """The README's part: both mixes in one table."""
-    cells = [[*skewed, even[1], even[3]] for skewed, even in zip(lines(results["skewed"]), lines(results["even"]), strict=True)]
-    cells[0][6] = "even: tokens/s"
-    return (
-        "Measured in equal KV memory ([method](benches/results/batching.md)). One answer in ten has 300 tokens, the others 5 to 40; "
-        f"even: all have 64.\n\n```text\n{table.text(cells)}\n```"
-    )
-
-
 def main() -> None:
     """Measures both mixes; writes the tables and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="write the results there and leave README.md as it is")
+    parser.add_argument("--out", type=Path, help="write the results there")
     arguments = parser.parse_args()
     described = mixes(arguments.requests)
     results = {mix.name: measured(mix, arguments.repeats) for mix in described}
@@ -185,12 +172,7 @@ def main() -> None:
     drawn = [each[0].result for name, each in results["skewed"].items() if name != "no batching"]
     title, subtitle = f"The same {arguments.requests} requests, measured", f"{EngineConfig().model}: {described[0].description}."
     (out / "batching.svg").write_text(plot(drawn, title, subtitle))
-    part = readme(results)
-    if arguments.out is None:
-        head, rest = (ROOT / "README.md").read_text().split(MARKS[0])
-        _, tail = rest.split(MARKS[1])
-        (ROOT / "README.md").write_text(f"{head}{MARKS[0]}\n{part}\n{MARKS[1]}{tail}")
-    print(part)
+    print((out / "batching.md").read_text())
 
 
 if __name__ == "__main__":

@@ -152,5 +152,11 @@ def test_links_lead_to_files():
     assert [f"{page.name}: {target}" for page, target in targets if not target.exists()] == []
 
 
+def test_the_chart_is_drawn_from_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS / "generators")
+    drawn = importlib.import_module("speed_chart")
+    assert drawn.chart() == drawn.CHART.read_text(), "run: make docs-reference"
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 900

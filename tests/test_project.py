@@ -163,6 +163,16 @@ def test_the_url_of_the_repository_is_set_where_it_is_published(published):
         assert (ROOT / target.split("/main/", 1)[1].split("#")[0]).exists(), target
 
 
+def test_a_tag_publishes_without_stored_keys_after_all_was_tried():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    tagged = {name: job for name, job in jobs.items() if "refs/tags/v" in job.get("if", "")}
+    assert set(tagged) == {"release", "pypi", "image", "site"}
+    assert all({"sdist", "try"} <= set(job["needs"]) and job["permissions"]["id-token"] == "write" for job in tagged.values())
+    assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
+    claimed = {line.rpartition(" ")[2] for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]}
+    assert set(jobs["try"]["strategy"]["matrix"]["python"]) == {name for name in claimed if name.startswith("3.")}
+
+
 def test_the_workflows_use_targets_and_scripts_that_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for path in (ROOT / ".github/workflows").iterdir():

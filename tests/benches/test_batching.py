@@ -52,12 +52,3 @@ class Run:
 def test_a_line_holds_medians(batching):
     cells = batching.lines({"static": [Run(90.0, 1.0, 2.0, 0.4, 0.8), Run(100.0, 3.0, 5.0, 0.5, 0.7), Run(300.0, 2.0, 4.0, 0.6, 0.9)]})
     assert cells[1] == ["static", "100", "2.0", "4.0", "50%", "80%"]
-
-
-def test_the_readme_has_room_for_the_table(batching):
-    modes = {variant.name: [Run(100.0, 10.0, 20.0, 0.5, 0.5)] for variant in batching.mixes(1)[0].variants()}
-    part = batching.readme({"skewed": modes, "even": modes})
-    assert part.count("\ncontinuous, paged ") == 1
-    begin, end = batching.MARKS
-    head, rest = (BENCHES.parent / "README.md").read_text().split(begin)
-    assert len(f"{head}{begin}{part}{end}{rest.split(end)[1]}".split()) <= 700

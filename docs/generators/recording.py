@@ -1,0 +1,162 @@
+"""Records docs/images/recording.svg: a server under a burst, `explain`, and a stream whose engine is killed.
+
+`python docs/generators/recording.py` runs a real server with the default model for about a minute. Pauses of more than a second are
+shortened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from html import escape
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+from chairlift.server.http.sockets import open_port
+
+IMAGE = Path(__file__).parent.parent / "images/recording.svg"
+COLUMNS, LINE, CHARACTER = 100, 18, 7.8
+LONGEST_PAUSE, HOLD = 1.0, 6.0
+"""Seconds: the longest pause that is shown, and how long the end stays."""
+PROMPT = "The history of bridges begins with"
+_STYLE = """\
+text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #d6dae0; white-space: pre; opacity: 0 }
+.command { fill: #7fd18b } .note { fill: #f0b46a }
+@media (prefers-reduced-motion: reduce) { text { animation: none !important; opacity: 1 } }
+"""
+
+
+class Screen:
+    """What was printed, with the time of each piece."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[float, int, int, str, str]] = []
+        self._row, self._column = 0, 0
+
+    def write(self, text: str, kind: str = "") -> None:
+        """Prints text after what is there; a line that is full is broken."""
+        for part in text.splitlines(keepends=True):
+            if self._column and self._column + len(part.rstrip("\n")) > COLUMNS:
+                self._row, self._column = self._row + 1, 0
+            self._pieces.append((time.monotonic(), self._row, self._column, part.rstrip("\n"), kind))
+            self._row, self._column = (self._row + 1, 0) if part.endswith("\n") else (self._row, self._column + len(part))
+
+    def svg(self) -> str:
+        """Returns the recording as an SVG that repeats."""
+        shown, clock, before = list[float](), 0.5, self._pieces[0][0]
+        for at, *_ in self._pieces:
+            clock += min(at - before, LONGEST_PAUSE)
+            shown.append(clock)
+            before = at
+        whole, width, height = clock + HOLD, int(COLUMNS * CHARACTER) + 32, (self._row + 1) * LINE + 20
+        parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">']
+        parts += ["<style>", _STYLE]
+        for number, at in enumerate(shown):
+            start = 100 * at / whole
+            parts.append(f"@keyframes k{number} {{ 0%, {start:.2f}% {{ opacity: 0 }} {start + 0.01:.2f}%, 100% {{ opacity: 1 }} }}")
+        parts += ["</style>", f'<rect width="{width}" height="{height}" rx="6" fill="#16191d"/>']
+        for number, (_, row, column, text, kind) in enumerate(self._pieces):
+            spaces = len(text) - len(text.lstrip())  # renderers disagree about spaces at the beginning
+            x, y = 16 + (column + spaces) * CHARACTER, (row + 1) * LINE + 6
+            style = f"animation: k{number} {whole:.1f}s infinite"
+            parts.append(f'<text class="{kind}" x="{x:.1f}" y="{y}" style="{style}">{escape(text.strip())}</text>')
+        return "\n".join([*parts, "</svg>\n"])
+
+
+class Server:
+    """A server with two tenants, on a free port."""
+
+    def __init__(self, folder: str) -> None:
+        with open_port("127.0.0.1", 0) as free:
+            port = free.getsockname()[1]
+        self._log = Path(folder, "log")
+        self.url = f"http://127.0.0.1:{port}"
+        flags = ["--port", str(port), "--scheduling-policy", "fair", "--api-key", "alice=KEY1,bob=KEY2", "--max-num-seqs", "4"]
+        with self._log.open("w") as log:
+            command = [sys.executable, "-m", "chairlift", "serve", *flags]
+            self._process = subprocess.Popen(command, stderr=log, stdout=log)
+
+    def wait(self) -> None:
+        """Waits until the server listens and has its model."""
+        while "listening on" not in self.log():
+            time.sleep(0.1)
+
+    def log(self) -> str:
+        """Returns the log so far."""
+        return self._log.read_text()
+
+    def stream(self, key: str, name: str, max_tokens: int) -> Iterator[str]:
+        """Yields the pieces of a greedy completion."""
+        body = {"prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        headers = {"authorization": f"Bearer {key}", "x-request-id": name, "content-type": "application/json"}
+        with urlopen(Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])["choices"][0]["text"]
+
+    def explain(self, key: str, name: str) -> str:
+        """Returns the first paragraph of `chairlift explain`."""
+        environment = os.environ | {"CHAIRLIFT_CLIENT_API_KEY": key, "COLUMNS": str(COLUMNS)}
+        command = [sys.executable, "-m", "chairlift", "explain", name, "--url", self.url]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.partition("\n\n")[0]
+
+    def kill_engine(self) -> None:
+        """Kills the process that computes."""
+        listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(self._process.pid)], check=True, capture_output=True, text=True)
+        [engine] = [line.split()[0] for line in listed.stdout.splitlines() if "chairlift.engine.process" in line]
+        os.kill(int(engine), signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._process.terminate()
+        self._process.wait()
+
+
+def record(server: Server, screen: Screen) -> None:
+    """Runs the three scenes."""
+    screen.write("$ chairlift serve --scheduling-policy fair --api-key alice=KEY1,bob=KEY2 --max-num-seqs 4\n", "command")
+    server.wait()
+    for line in server.log().splitlines():
+        if "ready in" in line or "listening on" in line:
+            screen.write(f"{line.partition(': process')[0]}\n")
+    screen.write("\n# bob sends 12 requests at once; a second later alice sends one\n", "note")
+    with ThreadPoolExecutor(12) as pool:
+        for number in range(1, 13):
+            pool.submit(lambda name: "".join(server.stream("KEY2", name, 60)), f"bob-{number}")
+        time.sleep(1)
+        alone = "".join(server.stream("KEY1", "alice-1", 60))
+    for key, name in (("KEY1", "alice-1"), ("KEY2", "bob-12")):
+        screen.write(f"$ chairlift explain {name}\n", "command")
+        screen.write("".join(f"{line}\n" for line in textwrap.wrap(server.explain(key, name), COLUMNS)))
+    screen.write("\n# alice sends the same request again; the engine is killed while it streams\n", "note")
+    whole = ""
+    for at, piece in enumerate(server.stream("KEY1", "alice-2", 60)):
+        screen.write(piece.replace("\n", " "))
+        whole += piece
+        if at == 20:
+            screen.write("\n$ kill -9 ENGINE\n", "command")
+            server.kill_engine()
+    screen.write("\n")
+    equal = "byte for byte the first answer" if whole == alone else "not the first answer"
+    screen.write(f"# {len(whole)} characters: {equal}, which had 12 requests beside it\n", "note")
+
+
+def main() -> None:
+    """Records the image."""
+    screen = Screen()
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Server(folder)) as server:
+        record(server, screen)
+    IMAGE.write_text(screen.svg())
+
+
+if __name__ == "__main__":
+    main()
