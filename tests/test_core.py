@@ -119,6 +119,7 @@ def test_a_step_crosses_in_flat_arrays() -> None:
             "prompt_tokens": 1,
             "cached_tokens": 0,
             "own_cached_tokens": 0,
+            "lost_hit_tokens": 0,
             "output_tokens": 1,
             "computed_tokens": 1,
             "recomputed_tokens": 0,
@@ -206,7 +207,9 @@ def test_a_request_has_its_fields_in_the_core() -> None:
         },
         **{"journal": True, "tenant_weights": {"a": 3}, "tier_weights": {"flex": 5}},
     )
-    scheduling = Scheduling(priority=-2, tier="flex", tenant="a", deadline_ms=1.5, ttft_deadline_ms=0.25, predicted_tokens=4, session="s")
+    scheduling = Scheduling(
+        priority=-2, tier="flex", tenant="a", deadline_ms=1.5, ttft_deadline_ms=0.25, predicted_tokens=4, session="s", user_turn_end=2
+    )
     request = EngineRequest.of(7, ids(1, 2, 3), SamplingParams(max_tokens=None), scheduling, submitted=5000, spent={"receive": 1000})
     core.add(request, 9000)
     journal = core.journal()
@@ -224,6 +227,7 @@ def test_a_request_has_its_fields_in_the_core() -> None:
         "predicted_tokens": 4,
         "session": "s",
         "parent_session": None,
+        "user_turn_end": 2,
         "preparation": None,
     }
     assert core.explain(7)["arrived"] == 4000  # type: ignore[index]

@@ -22,6 +22,7 @@ from chairlift.scheduling import Scheduling
         ("predicted_tokens", (None, 1, 2**31 - 1), (0, -1, 2**31, 1.5)),
         ("session", (None, "a", "a" * 256), ("", "a" * 257, 5, "\ud800")),
         ("parent_session", (None, "a", "a" * 256), ("", "a" * 257, 5, "\ud800")),
+        ("user_turn_end", (None, 0, 9), (-1, 2**31, 1.5, "1", True)),
     ],
 )
 def test_scheduling(field, good, bad):

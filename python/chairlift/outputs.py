@@ -53,6 +53,9 @@ class Timeline:
     """Prompt tokens whose KV was in the prefix cache."""
     own_cached_tokens: int
     """Those of them that a request of the same tenant had computed or used before. A server tells a tenant of no others."""
+    lost_hit_tokens: int
+    """Further prompt tokens whose KV the same tenant had left in the prefix cache, but which were computed again because no recurrent state
+    was saved after them."""
     output_tokens: int
     computed_tokens: int
     """Tokens that the model computed for it, including recomputed ones."""

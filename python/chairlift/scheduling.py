@@ -30,10 +30,11 @@ class Scheduling:
     with classes. The priority `BACKGROUND` yields to all others under every policy. The request counts against the share of `tenant`.
     Deadlines are in milliseconds from the arrival at the engine, for the last and for the first token: a request that misses one is
     dropped. A request shares cached KV blocks only with requests of the same `cache_salt`; requests without one share among themselves.
-    `predicted_tokens` is the number of output tokens that the caller expects. `session` is the tenant's name for the conversation or agent
-    that the request belongs to, and `parent_session` for the one that began it: names of other tenants are other sessions. A server sets
-    the groups: only tenants of one `cache_group` share cached KV, and all tenants of one `limit_group` share the limits on grammars; None
-    for `tenant` alone.
+    `predicted_tokens` is the number of output tokens that the caller expects. `user_turn_end` is the number of prompt tokens up to the end
+    of the user's last turn: the next prompt of the conversation may differ after them. `session` is the tenant's name for the conversation
+    or agent that the request belongs to, and `parent_session` for the one that began it: names of other tenants are other sessions. A
+    server sets the groups: only tenants of one `cache_group` share cached KV, and all tenants of one `limit_group` share the limits on
+    grammars; None for `tenant` alone.
     """
 
     priority: int = 0
@@ -45,6 +46,7 @@ class Scheduling:
     predicted_tokens: int | None = None
     session: str | None = None
     parent_session: str | None = None
+    user_turn_end: int | None = None
     cache_group: str = ""
     limit_group: str | None = None
 
@@ -66,6 +68,8 @@ class Scheduling:
             text("cache_salt", self.cache_salt, 1, 256)
         if self.predicted_tokens is not None:
             integer("predicted_tokens", self.predicted_tokens, 1, 2**31 - 1)
+        if self.user_turn_end is not None:
+            integer("user_turn_end", self.user_turn_end, 0, 2**31 - 1)
         for name, session in (("session", self.session), ("parent_session", self.parent_session)):
             if session is not None:
                 text(name, session, 1, 256)

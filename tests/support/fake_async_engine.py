@@ -305,6 +305,7 @@ def timeline(**changes: object) -> Timeline:
             prompt_tokens=5,
             cached_tokens=0,
             own_cached_tokens=0,
+            lost_hit_tokens=0,
             output_tokens=3,
             computed_tokens=7,
             recomputed_tokens=0,

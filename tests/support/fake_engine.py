@@ -52,6 +52,7 @@ def timeline(tag, finish="length", **changes):
         "prompt_tokens": 1,
         "cached_tokens": 16,
         "own_cached_tokens": 8,
+        "lost_hit_tokens": 0,
         "output_tokens": 3,
         "computed_tokens": 4,
         "recomputed_tokens": 2,

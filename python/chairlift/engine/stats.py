@@ -29,6 +29,8 @@ class Stats:
     held_kv_slots: int = 0
     host_blocks: int = 0
     free_host_blocks: int = 0
+    state_slots: int = 0
+    saved_states: int = 0
     queued_prompt_tokens: int = 0
     saturation: float = 0.0
     """Work that arrived in the last ten seconds over the work that could be done: above 1 the queue grows."""
@@ -39,6 +41,9 @@ class Stats:
     waiting_by_state: Mapping[str, int] = field(default_factory=dict)
     prefix_queries: int = _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
     prefix_hits: int = _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+    lost_hit_tokens: int = _counter(
+        "prefix_cache_lost_hits", "Prompt tokens whose KV was cached, but computed again because no recurrent state was saved after them."
+    )
     disk_blocks_read: int = _counter("prefix_cache_disk_reads", "KV blocks read from --prefix-cache-dir.")
     disk_blocks_written: int = _counter("prefix_cache_disk_writes", "KV blocks written to --prefix-cache-dir.")
     disk_blocks_evicted: int = _counter("prefix_cache_disk_evictions", "KV blocks deleted from --prefix-cache-dir because of its limit.")

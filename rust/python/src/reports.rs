@@ -49,6 +49,7 @@ pub(crate) fn timeline<'py>(py: Python<'py>, timeline: &core::Timeline) -> PyRes
     dict.set_item("prompt_tokens", timeline.prompt_tokens)?;
     dict.set_item("cached_tokens", timeline.cached_tokens)?;
     dict.set_item("own_cached_tokens", timeline.own_cached_tokens)?;
+    dict.set_item("lost_hit_tokens", timeline.lost_hit_tokens)?;
     dict.set_item("output_tokens", timeline.output_tokens)?;
     dict.set_item("computed_tokens", timeline.computed_tokens)?;
     dict.set_item("recomputed_tokens", timeline.recomputed_tokens)?;
@@ -129,6 +130,8 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
         ("held_kv_slots", stats.held_slots),
         ("host_blocks", stats.host_blocks),
         ("free_host_blocks", stats.free_host_blocks),
+        ("state_slots", stats.state_slots),
+        ("saved_states", stats.saved_states),
     ];
     for (name, value) in gauges {
         dict.set_item(name, value)?;

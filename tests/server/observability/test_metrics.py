@@ -440,6 +440,7 @@ def test_the_load_line_tells_rates_and_is_silent_when_idle():
     assert load_line(quiet, replace(busy, prefix_queries=4, prefix_hits=1), 10) == (
         "running 2, waiting 1, KV cache 25.0%, prefix hits 25.0%, prompt 20.0 tokens/s, generation 5.0 tokens/s"
     )
+    assert "prefix hits 0.0%, cached without a state 48 tokens, prompt" in load_line(quiet, replace(busy, lost_hit_tokens=48), 10)
     disk = replace(busy, disk_blocks_read=3, disk_blocks_written=20, disk_blocks_evicted=1)
     assert load_line(busy, disk, 10).endswith("generation 0.0 tokens/s, KV blocks on disk: 3 read, 20 written, 1 evicted")
     assert "disk" not in load_line(disk, disk, 10)

@@ -82,7 +82,8 @@ def _tokens(timeline: Timeline, work: str) -> str:
         accepted = f", {timeline.accepted_draft_tokens} of them drafted" if timeline.accepted_draft_tokens else ""
         return f" ({_count_tokens(timeline.output_tokens)}{accepted})"
     cached = f", {timeline.cached_tokens} of them cached" if timeline.cached_tokens else ""
-    return f" ({_count_tokens(timeline.prompt_tokens)}{cached})"
+    lost = f", {timeline.lost_hit_tokens} cached without a state" if timeline.lost_hit_tokens else ""
+    return f" ({_count_tokens(timeline.prompt_tokens)}{cached}{lost})"
 
 
 def _count_tokens(tokens: int) -> str:

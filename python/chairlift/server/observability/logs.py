@@ -73,6 +73,8 @@ def load_line(before: Stats, now: Stats, seconds: float) -> str | None:
     if now.swapped:
         text += f"swapped {now.swapped}, "
     text += f"KV cache {now.kv_cache:.1%}, prefix hits {hits:.1%}, "
+    if lost := since("lost_hit_tokens"):
+        text += f"cached without a state {lost:.0f} tokens, "
     text += f"prompt {prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} tokens/s"
     read, written, evicted = (since(f"disk_blocks_{what}") for what in ("read", "written", "evicted"))
     if read or written or evicted:

@@ -306,13 +306,14 @@ impl Accounts {
     }
 
     /// Counts a request's first admission, with `computed` tokens of its prompt, which were looked for in the cache if
-    /// `looked_for`.
-    pub(crate) fn count_admission(&mut self, prompt_tokens: u32, computed: u32, looked_for: bool) {
+    /// `looked_for`. `lost` tokens more were cached without a state.
+    pub(crate) fn count_admission(&mut self, prompt_tokens: u32, computed: u32, looked_for: bool, lost: u32) {
         self.counters.prompt_tokens += u64::from(prompt_tokens);
         self.prompt_tokens_served += u64::from(prompt_tokens - computed);
         if looked_for {
             self.counters.prefix_queries += u64::from(prompt_tokens);
             self.counters.prefix_hits += u64::from(computed);
+            self.counters.lost_hit_tokens += u64::from(lost);
         }
     }
 

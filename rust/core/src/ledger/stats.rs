@@ -15,6 +15,8 @@ pub struct Counters {
     pub prefix_queries: u64,
     /// Looked-up prompt tokens that were cached.
     pub prefix_hits: u64,
+    /// Prompt tokens whose KV was cached, but which were computed again because no recurrent state was saved after them.
+    pub lost_hit_tokens: u64,
     /// Sampled tokens.
     pub generated_tokens: u64,
     /// Time of committed steps, in microseconds.
@@ -45,13 +47,14 @@ pub struct Counters {
 
 impl Counters {
     /// Most counters, by the names of reports.
-    pub fn named(&self) -> [(&'static str, u64); 15] {
+    pub fn named(&self) -> [(&'static str, u64); 16] {
         [
             ("steps", self.steps),
             ("step_us", self.step_us),
             ("prompt_tokens", self.prompt_tokens),
             ("prefix_queries", self.prefix_queries),
             ("prefix_hits", self.prefix_hits),
+            ("lost_hit_tokens", self.lost_hit_tokens),
             ("generated_tokens", self.generated_tokens),
             ("computed_tokens", self.computed_tokens),
             ("computed_prompt_tokens", self.computed_prompt_tokens),
@@ -91,6 +94,10 @@ pub struct Stats {
     pub host_blocks: usize,
     /// Free blocks of the host pool.
     pub free_host_blocks: usize,
+    /// Slots for recurrent states.
+    pub state_slots: usize,
+    /// Slots that hold a saved state, from which a sequence can resume.
+    pub saved_states: usize,
     /// Prompt tokens of requests that have not run yet.
     pub queued_prompt_tokens: u64,
     /// Why no step was planned. `None` if there was no work.

@@ -124,6 +124,9 @@ pub struct Timeline {
     /// Those of them that a request of the same tenant put into the cache or had used before. The request's tenant is told
     /// of no others, because they tell which prompts other tenants have sent.
     pub own_cached_tokens: u32,
+    /// Prompt tokens whose KV was cached then, but which were computed again because no recurrent state was saved after them. Like
+    /// `own_cached_tokens`, without those that only other tenants had used.
+    pub lost_hit_tokens: u32,
     /// Generated tokens.
     pub output_tokens: u32,
     /// Computed tokens, including recomputed ones.

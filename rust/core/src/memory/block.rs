@@ -4,7 +4,7 @@ use self::limit::Unbacked;
 use self::users::Users;
 use super::hash::{BlockHash, BlockHasher};
 use crate::request::{CacheScope, Token};
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Arc;
 
 mod changes;
@@ -101,7 +101,7 @@ impl Estimate {
 
 /// Identifies block content together with all content before it. Equal numbers mean equal content up to and including
 /// the block. A number is never reused.
-type Content = u64;
+pub(super) type Content = u64;
 
 const ROOT: Content = 0;
 const NIL: u32 = u32::MAX;
@@ -193,6 +193,8 @@ pub struct BlockPool {
     lookups: u64,
     /// Names in the order in which they were added (true) and dropped, if they are recorded.
     changes: Option<Vec<(BlockHash, bool)>>,
+    /// Contents of blocks that lost their names, if they are recorded.
+    dropped: Option<Vec<Content>>,
 }
 
 impl BlockPool {
@@ -214,6 +216,7 @@ impl BlockPool {
             next_content: ROOT + 1,
             lookups: 0,
             changes: None,
+            dropped: None,
         }
     }
 
@@ -300,6 +303,32 @@ impl BlockPool {
     pub fn is_named(&mut self, name: BlockHash) -> bool {
         self.lookups += 1;
         self.named.contains_key(&name)
+    }
+
+    /// The content number of a block. `None` without a name.
+    pub(super) fn content(&self, id: BlockId) -> Option<Content> {
+        self.blocks[id.0 as usize].name.as_ref().map(|name| name.content)
+    }
+
+    /// Whether a block with this name and content is cached.
+    pub(super) fn has(&self, name: BlockHash, content: Content) -> bool {
+        self.named.get(&name).is_some_and(|&id| self.content(id) == Some(content))
+    }
+
+    /// Records the contents of blocks that lose their names from now on, for [`take_dropped`](Self::take_dropped).
+    pub(super) fn record_dropped(&mut self) {
+        self.dropped = Some(Vec::new());
+    }
+
+    /// The contents of blocks that lost their names since the last call, if they are recorded.
+    pub(super) fn take_dropped(&mut self) -> Vec<Content> {
+        self.dropped.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// All contents of cached blocks, and those that [`take_dropped`](Self::take_dropped) has yet to give.
+    pub(super) fn known_contents(&self) -> FxHashSet<Content> {
+        let named = self.blocks.iter().filter_map(|block| block.name.as_ref()).map(|name| name.content);
+        named.chain(self.dropped.iter().flatten().copied()).collect()
     }
 
     /// Adds a cached block to `table`.
@@ -501,6 +530,9 @@ impl BlockPool {
         let free = block.holders == 0;
         self.named.remove(&name.hash);
         self.record(name.hash, false);
+        if let Some(dropped) = &mut self.dropped {
+            dropped.push(name.content);
+        }
         if free {
             self.unlink_free(id);
             self.unnamed.push(id);
@@ -556,6 +588,16 @@ impl BlockPool {
 }
 
 impl Chain {
+    /// The content of the last block.
+    pub(super) fn content(&self) -> Content {
+        self.content
+    }
+
+    /// Shortens the chain to blocks with these contents, which must be its first ones.
+    pub(super) fn truncate(&mut self, contents: &[Content]) {
+        (self.content, self.len) = (contents.last().copied().unwrap_or(ROOT), contents.len());
+    }
+
     fn advance(&mut self, content: Content) {
         (self.content, self.len) = (content, self.len + 1);
     }

@@ -1,11 +1,14 @@
 //! The KV cache: device and host blocks, their names and their holders.
 
+use self::states::SeqState;
 use super::block::{BlockId, BlockPool, BlockTable, BlockUse, CacheChanges, Chain, Estimate, StoredBlock, User};
 use super::hash::{BlockHash, BlockHasher};
-use super::state_pool::{StatePool, StateSlot};
+use super::state_pool::StatePool;
 use super::swap_pool::SwapPool;
 use crate::request::{CacheScope, Token};
 use std::sync::Arc;
+
+mod states;
 
 /// A sequence's part of the KV cache. Only [`Kv`] changes it.
 #[derive(Debug)]
@@ -29,8 +32,8 @@ pub(crate) struct SeqBlocks {
     used: u32,
     /// Host blocks that hold the sequence's KV while it is swapped out.
     host: Vec<u32>,
-    /// The slot of the recurrent state while the sequence runs, in a model that has states.
-    state: Option<StateSlot>,
+    /// The recurrent state, in a model that has states.
+    state: Option<Box<SeqState>>,
 }
 
 impl SeqBlocks {
@@ -93,10 +96,6 @@ impl SeqBlocks {
 
     pub(crate) fn host(&self) -> &[u32] {
         &self.host
-    }
-
-    pub(crate) fn state(&self) -> Option<StateSlot> {
-        self.state
     }
 
     /// Whether a block must be named once `known` tokens are known and computed.
@@ -174,7 +173,10 @@ pub(crate) struct Kv {
 impl Kv {
     pub(crate) fn new(sizes: KvSizes, sharing: bool, hasher: BlockHasher) -> Self {
         let KvSizes { blocks, host_blocks, state_slots, block_size } = sizes;
-        let pool = BlockPool::new(blocks, block_size as usize, hasher);
+        let mut pool = BlockPool::new(blocks, block_size as usize, hasher);
+        if state_slots > 0 {
+            pool.record_dropped();
+        }
         let (host, states) = (SwapPool::new(host_blocks), StatePool::new(state_slots));
         Self { pool, host, states, block_size, sharing, spare: Vec::new() }
     }
@@ -268,6 +270,7 @@ impl Kv {
     pub(crate) fn look_up(&mut self, blocks: &mut SeqBlocks, tokens: &[Token]) {
         let mut found = std::mem::take(&mut self.spare);
         blocks.chain = self.pool.find_on(blocks.chain.clone(), &blocks.names, tokens, &mut found);
+        self.note_resumable(blocks, &found);
         self.recycle(found);
     }
 
@@ -344,9 +347,7 @@ impl Kv {
         // The sequence may have gained tokens while it waited.
         self.name(blocks, tokens);
         if self.states.exists() {
-            // The state after the cached tokens is not known.
-            blocks.reset_chain();
-            return Cached::default();
+            return self.find_resumable(blocks, tokens, step);
         }
         let whole = (tokens.len() - 1) / self.block_size as usize;
         let mut found = std::mem::take(&mut self.spare);
@@ -465,6 +466,9 @@ impl Kv {
             let whole = (swapped_tokens / self.block_size) as usize;
             blocks.chain = self.pool.find(&blocks.scope, &blocks.names[..whole], tokens, &mut found);
         }
+        if self.states.exists() {
+            blocks.set_contents(self.contents(&found));
+        }
         let shared = found.len();
         self.share(blocks, found, grant, 0)?;
         self.fill_up(blocks, grant.blocks);
@@ -493,19 +497,6 @@ impl Kv {
         assert!(grown, "counted before");
     }
 
-    /// Gives a sequence that begins to run a slot for its state, in a model that has states.
-    pub(crate) fn begin_state(&mut self, blocks: &mut SeqBlocks) {
-        if self.states.exists() {
-            blocks.state = Some(self.states.begin());
-        }
-    }
-
-    fn end_state(&mut self, blocks: &mut SeqBlocks) {
-        if let Some(slot) = blocks.state.take() {
-            self.states.end(slot);
-        }
-    }
-
     /// Reserves capacity for a sequence of up to `limit` tokens, so that decoding does not allocate.
     pub(crate) fn reserve(&self, blocks: &mut SeqBlocks, limit: u32) {
         blocks.table.reserve(limit.div_ceil(self.block_size) as usize);
@@ -530,6 +521,7 @@ impl Kv {
             }
             let name = blocks.names[block];
             self.pool.seal(&blocks.table, &mut blocks.chain, name, full, step);
+            self.name_state(blocks, at);
             named(name);
             blocks.seal_at = Some(at + self.block_size);
         }
@@ -561,12 +553,15 @@ impl Kv {
             self.pool.unuse(name, blocks.user);
         }
         self.pool.forget(&blocks.table, since);
+        self.forget_states(blocks, since);
     }
 
-    /// Releases the device blocks and the state of a preempted sequence.
+    /// Releases the device blocks of a preempted sequence, and its state unless its KV is in host memory.
     pub(crate) fn release(&mut self, blocks: &mut SeqBlocks) {
         self.pool.release(&mut blocks.table);
-        self.end_state(blocks);
+        if blocks.host.is_empty() {
+            self.end_state(blocks);
+        }
         blocks.seal_at = None;
         blocks.reset_chain();
     }
@@ -578,7 +573,7 @@ impl Kv {
         self.host.release(&mut blocks.host);
     }
 
-    /// Plans copies of a sequence's computed KV to host memory. Returns the number of copied blocks. Panics if too few
+    /// Plans copies of a sequence's computed KV to host memory, and keeps its state. Returns the number of copied blocks. Panics if too few
     /// host blocks are free.
     pub(crate) fn swap_out(&mut self, blocks: &mut SeqBlocks, computed: u32, swap_out: &mut Vec<(BlockId, u32)>) -> usize {
         let used = computed.div_ceil(self.block_size) as usize;
@@ -587,6 +582,7 @@ impl Kv {
             blocks.host.push(host);
             swap_out.push((block, host));
         }
+        self.park_state(blocks);
         used
     }
 
@@ -599,7 +595,7 @@ impl Kv {
     pub(crate) fn check<'a>(&self, all: impl Iterator<Item = &'a SeqBlocks> + Clone) {
         self.pool.check(all.clone().map(|blocks| &blocks.table));
         self.host.check(all.clone().flat_map(|blocks| blocks.host.iter().copied()));
-        self.states.check(all.filter_map(SeqBlocks::state));
+        self.check_states(all);
     }
 
     fn recycle(&mut self, mut list: Vec<BlockId>) {

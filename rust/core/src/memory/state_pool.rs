@@ -1,8 +1,14 @@
-//! Slots for recurrent states: what a model with recurrent layers keeps of all tokens of a sequence before a position.
+//! Slots for recurrent states: what a model with recurrent layers keeps of all tokens before a position.
 
-/// Index of a slot that holds the recurrent state of all layers after some tokens of a sequence.
+use super::block::Content;
+use rustc_hash::FxHashMap;
+
+/// Index of a slot that holds the state of all recurrent layers after some tokens of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StateSlot(pub u32);
+
+/// Identifies a sequence from its admission to its end or its preemption. A number is never reused.
+pub(super) type Run = u64;
 
 /// How a slot is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,49 +16,230 @@ enum Use {
     Free,
     /// The state of a running sequence. Each of its chunks moves the state on.
     Live,
+    /// The state of a preempted sequence whose KV is in host memory.
+    Parked,
+    /// The state at the end of a block.
+    Saved(Saved),
 }
 
+/// A saved state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Saved {
+    /// The run that saves it.
+    run: Run,
+    /// Number of tokens before it.
+    position: u32,
+    /// The content of the block that ends there. `None` until the tokens are known.
+    content: Option<Content>,
+    /// The step that saves it.
+    step: u64,
+    kind: SaveKind,
+    /// Position in the order of use.
+    used: u64,
+}
+
+/// Why a state is saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum SaveKind {
+    /// A later prompt is likely to begin with the tokens before it.
+    Lasting,
+    /// An answer grows. Only the last two of a run are kept.
+    Rolling,
+}
+
+/// The latest rolling states of a run that are kept: the last one may be undone, with the step that saves it.
+const ROLLING: usize = 2;
+
 /// The slots of a model with recurrent layers. Empty for other models.
+///
+/// A saved state can be found under the content of its block by steps after the one that saves it. If slots are lacking, the
+/// least recently used saved state is evicted.
 #[derive(Debug)]
 pub(crate) struct StatePool {
     slots: Vec<Use>,
     free: Vec<StateSlot>,
+    by_content: FxHashMap<Content, StateSlot>,
+    parked: usize,
+    runs: Run,
+    uses: u64,
 }
 
 impl StatePool {
     pub(crate) fn new(count: u32) -> Self {
-        Self { slots: vec![Use::Free; count as usize], free: (0..count).rev().map(StateSlot).collect() }
+        Self {
+            slots: vec![Use::Free; count as usize],
+            free: (0..count).rev().map(StateSlot).collect(),
+            by_content: FxHashMap::default(),
+            parked: 0,
+            runs: 0,
+            uses: 0,
+        }
     }
 
-    /// Whether the model keeps states.
+    /// Whether the model has states.
     #[inline]
     pub(crate) fn exists(&self) -> bool {
         !self.slots.is_empty()
     }
 
-    /// Takes a slot for a sequence that begins to run. There is one, because no more sequences run than there are slots.
-    pub(crate) fn begin(&mut self) -> StateSlot {
-        let slot = self.free.pop().expect("as many slots as running sequences");
-        self.slots[slot.0 as usize] = Use::Live;
-        slot
+    /// Number of slots with a saved state.
+    pub(crate) fn saved(&self) -> usize {
+        self.slots.iter().filter(|slot| matches!(slot, Use::Saved(_))).count()
     }
 
-    /// Releases the slot of a sequence that runs no more. Only later steps may write it.
-    pub(crate) fn end(&mut self, slot: StateSlot) {
+    /// Whether a state can be parked so that `running` sequences still find slots.
+    pub(crate) fn can_park(&self, running: usize) -> bool {
+        self.parked + 1 + running <= self.slots.len()
+    }
+
+    /// Takes a slot for a sequence that begins to run. There is one, because no more sequences run than there are slots that are not
+    /// parked.
+    pub(super) fn begin(&mut self) -> (StateSlot, Run) {
+        let slot = self.free.pop().or_else(|| self.evict(u64::MAX)).expect("as many slots as running sequences");
+        self.slots[slot.0 as usize] = Use::Live;
+        self.runs += 1;
+        (slot, self.runs)
+    }
+
+    /// Ends a run, or a parked state. Only later steps may write the slot. Saved states stay if their tokens are known.
+    pub(super) fn end(&mut self, slot: StateSlot, run: Run) {
+        self.parked -= usize::from(self.slots[slot.0 as usize] == Use::Parked);
+        self.release(slot);
+        self.release_if(|saved| saved.run == run && saved.content.is_none());
+    }
+
+    /// Keeps the state of a sequence that is preempted.
+    pub(super) fn park(&mut self, slot: StateSlot) {
+        self.slots[slot.0 as usize] = Use::Parked;
+        self.parked += 1;
+    }
+
+    /// Makes a parked state live again.
+    pub(super) fn unpark(&mut self, slot: StateSlot) {
+        debug_assert_eq!(self.slots[slot.0 as usize], Use::Parked);
+        self.slots[slot.0 as usize] = Use::Live;
+        self.parked -= 1;
+    }
+
+    /// The slot with the state after the block with this content, if a step before `step` saves it.
+    pub(super) fn find(&self, content: Content, step: u64) -> Option<StateSlot> {
+        let &slot = self.by_content.get(&content)?;
+        self.saved_in(slot).filter(|saved| saved.step < step).map(|_| slot)
+    }
+
+    /// Makes a saved state the most recently used. Returns whether there is one.
+    pub(super) fn touch(&mut self, content: Content) -> bool {
+        let Some(&slot) = self.by_content.get(&content) else { return false };
+        self.uses += 1;
+        if let Use::Saved(saved) = &mut self.slots[slot.0 as usize] {
+            saved.used = self.uses;
+        }
+        true
+    }
+
+    /// Takes a slot for the state after `position` tokens, which `step` saves. `content` is that of the block that ends there, if it
+    /// is known; [`name`](Self::name) gives it otherwise. Returns `None` if each slot is live or saved by this step.
+    pub(super) fn save(&mut self, run: Run, position: u32, content: Option<Content>, step: u64, kind: SaveKind) -> Option<StateSlot> {
+        if kind == SaveKind::Rolling {
+            self.release_rolled(run);
+        }
+        let slot = self.free.pop().or_else(|| self.evict(step))?;
+        self.uses += 1;
+        self.slots[slot.0 as usize] = Use::Saved(Saved { run, position, content, step, kind, used: self.uses });
+        if let Some(content) = content {
+            self.by_content.insert(content, slot);
+        }
+        Some(slot)
+    }
+
+    /// Records the content of the block that ends after `position` tokens of a run. If the run saves the state there, it can be
+    /// found from now on.
+    pub(super) fn name(&mut self, run: Run, position: u32, content: Content) {
+        let is_it =
+            |slot: &Use| matches!(slot, Use::Saved(saved) if saved.content.is_none() && (saved.run, saved.position) == (run, position));
+        let Some(at) = self.slots.iter().position(is_it) else { return };
+        let slot = StateSlot(at as u32);
+        if self.touch(content) {
+            self.release(slot);
+        } else if let Use::Saved(saved) = &mut self.slots[at] {
+            saved.content = Some(content);
+            self.by_content.insert(content, slot);
+        }
+    }
+
+    /// Drops the state after a block that is no longer cached.
+    pub(super) fn drop_content(&mut self, content: Content) {
+        if let Some(&slot) = self.by_content.get(&content) {
+            self.release(slot);
+        }
+    }
+
+    /// Drops the states that step `since` or a later step saves for a run, because these steps may fail.
+    pub(super) fn forget(&mut self, run: Run, since: u64) {
+        self.release_if(|saved| saved.run == run && saved.step >= since);
+    }
+
+    fn saved_in(&self, slot: StateSlot) -> Option<&Saved> {
+        if let Use::Saved(saved) = &self.slots[slot.0 as usize] { Some(saved) } else { None }
+    }
+
+    fn all_saved(&self) -> impl Iterator<Item = (StateSlot, &Saved)> {
+        (0..self.slots.len() as u32).map(StateSlot).filter_map(|slot| Some((slot, self.saved_in(slot)?)))
+    }
+
+    /// Takes the least recently used of the states that a step before `step` saves.
+    fn evict(&mut self, step: u64) -> Option<StateSlot> {
+        let (slot, _) = self.all_saved().filter(|(_, saved)| saved.step < step).min_by_key(|(_, saved)| saved.used)?;
+        self.release(slot);
+        self.free.pop()
+    }
+
+    /// Releases the oldest rolling state of a run if it has as many as are kept.
+    fn release_rolled(&mut self, run: Run) {
+        let rolling = || self.all_saved().filter(|(_, saved)| saved.run == run && saved.kind == SaveKind::Rolling);
+        if rolling().count() >= ROLLING {
+            let (oldest, _) = rolling().min_by_key(|(_, saved)| saved.position).expect("it has some");
+            self.release(oldest);
+        }
+    }
+
+    fn release_if(&mut self, released: impl Fn(&Saved) -> bool) {
+        for slot in (0..self.slots.len() as u32).map(StateSlot) {
+            if self.saved_in(slot).is_some_and(&released) {
+                self.release(slot);
+            }
+        }
+    }
+
+    fn release(&mut self, slot: StateSlot) {
+        if let Use::Saved(Saved { content: Some(content), .. }) = self.slots[slot.0 as usize] {
+            self.by_content.remove(&content);
+        }
         self.slots[slot.0 as usize] = Use::Free;
         self.free.push(slot);
     }
 
-    /// Panics unless `live` are all slots of running sequences.
-    pub(crate) fn check(&self, live: impl Iterator<Item = StateSlot>) {
+    /// Panics unless `live` and `parked` are the slots of all sequences, and all contents with a saved state are `cached`.
+    pub(super) fn check(
+        &self,
+        live: impl Iterator<Item = StateSlot>,
+        parked: impl Iterator<Item = StateSlot>,
+        cached: impl Fn(Content) -> bool,
+    ) {
         let mut used = vec![Use::Free; self.slots.len()];
-        for slot in live {
-            assert_eq!(std::mem::replace(&mut used[slot.0 as usize], Use::Live), Use::Free, "slot {slot:?} has two owners");
+        let owned = live.map(|slot| (slot, Use::Live)).chain(parked.map(|slot| (slot, Use::Parked)));
+        let saved = self.all_saved().map(|(slot, &saved)| (slot, Use::Saved(saved)));
+        for (slot, owner) in owned.chain(saved) {
+            assert_eq!(std::mem::replace(&mut used[slot.0 as usize], owner), Use::Free, "{slot:?} has two owners");
         }
         assert_eq!(used, self.slots, "a state slot is lost");
         let mut free = self.free.clone();
         free.sort_unstable();
-        let unused = (0..).map(StateSlot).zip(&used).filter(|&(_, slot)| *slot == Use::Free);
-        assert!(free.into_iter().eq(unused.map(|(slot, _)| slot)), "a free state slot is lost or free twice");
+        let unused = (0..).map(StateSlot).zip(&used).filter(|&(_, slot)| *slot == Use::Free).map(|(slot, _)| slot);
+        assert!(free.into_iter().eq(unused), "a free state slot is lost or free twice");
+        assert_eq!(self.parked, used.iter().filter(|&&slot| slot == Use::Parked).count(), "parked states");
+        let named = self.all_saved().filter_map(|(slot, saved)| Some((saved.content?, slot)));
+        assert_eq!(named.collect::<FxHashMap<_, _>>(), self.by_content, "saved states by content");
+        assert!(self.by_content.keys().all(|&content| cached(content)), "a saved state whose block is not cached");
     }
 }

@@ -113,6 +113,9 @@ pub struct Request {
     pub session: Option<Arc<str>>,
     /// The tenant's name for the session that began this one, such as a main agent's for its subagent.
     pub parent_session: Option<Arc<str>>,
+    /// Tokens of the prompt up to the end of the user's last turn. Templates drop the thinking after it, so the next prompt of the
+    /// conversation is sure to begin with these only. A model with recurrent layers saves its state there.
+    pub user_turn_end: Option<u32>,
     /// The preparation that the request waits for, if it cannot run yet.
     pub preparation: Option<Preparation>,
     /// Set if another engine has begun the request.
@@ -196,6 +199,7 @@ impl Default for Request {
             predicted_tokens: None,
             session: None,
             parent_session: None,
+            user_turn_end: None,
             preparation: None,
             resumed: None,
             continues: None,

@@ -256,7 +256,8 @@ impl Scheduler {
             self.held.keep(continues.held, self.steps.plan_number());
         }
         self.kv.end_swap(&mut seq.blocks);
-        self.kv.begin_state(&mut seq.blocks);
+        let (len, turn) = (seq.len(), seq.request().user_turn_end);
+        self.kv.begin_state(&mut seq.blocks, computed.tokens, len, turn, &mut plan.states.copies);
         self.kv.reserve(&mut seq.blocks, limit);
         seq.reserve_tokens();
         let (is_first, now, member) = (!seq.has_started(), self.accounts.now(), seq.member());
@@ -266,7 +267,7 @@ impl Scheduler {
         if is_first {
             self.waiting.start_batch_member();
             let looked_for = self.config.enable_prefix_caching && seq.parent().is_none();
-            self.accounts.count_admission(prompt_len, computed.tokens, looked_for);
+            self.accounts.count_admission(prompt_len, computed.tokens, looked_for, seq.blocks.lost_hit().tokens);
             if let Some(charges) = self.rules.charges().filter(|_| !seq.is_background()) {
                 self.waiting.charge(member.tenant, charges.service(u64::from(prompt_len - computed.tokens), 0), weight);
             }

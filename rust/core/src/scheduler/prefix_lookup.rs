@@ -60,8 +60,16 @@ impl Scheduler {
             waits.then_some((other, next))
         });
         let Some((other, next)) = same else { return false };
+        if !followed && !self.kv.has_states() {
+            return true;
+        }
+        let common = next + common_len(&seq.blocks.names()[next..], &self.seqs[other].blocks.names()[next..]);
+        if self.kv.has_states() {
+            // The sequence can share the blocks that both have in common only with the state after them.
+            let whole = (seq.len() - 1) / self.config.block_size;
+            self.seqs[other].blocks.wants_state((common as u32).min(whole) * self.config.block_size);
+        }
         if followed {
-            let common = next + common_len(&seq.blocks.names()[next..], &self.seqs[other].blocks.names()[next..]);
             let seq = &mut self.seqs[id];
             self.waiting.await_nothing(seq);
             self.waiting.await_block(seq, id, common - 1, Some(other));

@@ -1,14 +1,23 @@
 //! Plans what a step does with recurrent states.
 
 use super::Scheduler;
-use crate::step::StepPlan;
+use crate::step::{StateSave, StepPlan};
 
 impl Scheduler {
-    /// Adds the slots of the chunks' states to a plan, in a model that has states.
+    /// Adds the slots of the chunks' states, and the states that the chunks save, to a plan of a model that has states. Called when the
+    /// plan is complete otherwise, so that all sequences have their slots.
     pub(super) fn plan_states(&mut self, plan: &mut StepPlan) {
         if self.config.state_slots > 0 {
-            let slots = plan.chunks.iter().map(|chunk| self.seqs[chunk.seq].blocks.state().expect("it runs"));
-            plan.states.slots.extend(slots);
+            self.kv.settle_states();
+            for (chunk, index) in plan.chunks.iter().zip(0..) {
+                let seq = &mut self.seqs[chunk.seq];
+                plan.states.slots.push(seq.blocks.state_slot().expect("it runs"));
+                let answer = seq.spec().prompt_len;
+                let saves = &mut plan.states.saves;
+                self.kv.save_states(&mut seq.blocks, (chunk.start, chunk.start + chunk.len), answer, plan.step, |position, to| {
+                    saves.push(StateSave { chunk: index, position, to });
+                });
+            }
         }
     }
 }

@@ -41,6 +41,8 @@ impl Scheduler {
             held_slots,
             host_blocks: host.0,
             free_host_blocks: host.1,
+            state_slots: self.config.state_slots as usize,
+            saved_states: self.kv.saved_states(),
             queued_prompt_tokens: self.waiting.backlog().prompt_tokens,
             stall: self.steps.stall(),
             waiting_by_state: self.waiting_by_state(),

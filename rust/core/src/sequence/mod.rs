@@ -94,6 +94,8 @@ struct Run {
     cached_tokens: u32,
     /// Those of them that requests of the same tenant had computed before, or would have computed.
     own_cached_tokens: u32,
+    /// Cached prompt tokens that the sequence could not share then for want of a state, as the tenant may be told.
+    lost_hit_tokens: u32,
     /// Computed tokens when the sequence was last admitted.
     computed_from: u32,
     /// Tokens with lost KV, which the sequence must recompute.
@@ -229,6 +231,7 @@ impl Sequence {
             prompt_tokens: self.spec.prompt_len,
             cached_tokens: self.cached_tokens(),
             own_cached_tokens: self.own_cached_tokens(),
+            lost_hit_tokens: self.run.lost_hit_tokens,
             output_tokens: self.output_tokens(),
             computed_tokens: self.computed_in_all(),
             recomputed_tokens: 0,
@@ -504,7 +507,7 @@ impl Sequence {
 
     /// Computes the number of uncached tokens from the chain of cached blocks.
     pub(crate) fn measure_uncached(&mut self, block_size: u32) {
-        let cached = self.blocks.cached_len() * block_size as usize;
+        let cached = self.blocks.usable_len() * block_size as usize;
         self.run.uncached = (self.tokens.len() - cached).max(1) as u32;
     }
 
@@ -529,6 +532,7 @@ impl Sequence {
             self.account.start(position);
             self.times.started = Some(now);
             (self.run.cached_tokens, self.run.own_cached_tokens) = (computed, own);
+            self.run.lost_hit_tokens = self.blocks.lost_hit().own;
             return 0;
         }
         let again = self.run.recompute_tokens.saturating_sub(computed);

@@ -31,6 +31,9 @@ pub(crate) struct Step {
     pub(crate) swap_out: Vec<(u32, u32)>,
     pub(crate) swap_in: Vec<(u32, u32)>,
     pub(crate) copies: Vec<(u32, u32)>,
+    pub(crate) state_copies: Vec<(u32, u32)>,
+    /// The requests whose states are saved, each with the number of tokens before the state.
+    pub(crate) saves: Vec<(u64, u32)>,
 }
 
 pub(crate) struct Lab {
@@ -45,6 +48,7 @@ pub(crate) struct Lab {
     tags: HashMap<SeqId, u64>,
     admitted: HashSet<u64>,
     stopping: HashSet<u64>,
+    failing: HashSet<u64>,
     /// Steps between two checks of all invariants.
     pub(crate) check_every: u64,
     planned: u32,
@@ -89,6 +93,7 @@ impl Lab {
             tags: HashMap::new(),
             admitted: HashSet::new(),
             stopping: HashSet::new(),
+            failing: HashSet::new(),
             check_every: 1,
             planned: 0,
             outputs: Outputs::default(),
@@ -159,6 +164,11 @@ impl Lab {
         self.stopping.insert(tag);
     }
 
+    /// Makes the next sample of a request none.
+    pub(crate) fn fail_next(&mut self, tag: u64) {
+        self.failing.insert(tag);
+    }
+
     /// Drops requests past their deadline, then plans and runs a step.
     pub(crate) fn step(&mut self) -> Step {
         self.try_step().unwrap_or_else(|| panic!("nothing to run: {:?}", self.scheduler.stats()))
@@ -175,7 +185,9 @@ impl Lab {
         self.now += self.cost.of(&plan.load);
         let chunks = plan.chunks.iter().filter(|chunk| chunk.samples);
         let sampled = chunks.flat_map(|chunk| {
-            let token = if self.stopping.contains(&self.tags[&chunk.seq]) { STOPS } else { GOES_ON };
+            let tag = &self.tags[&chunk.seq];
+            let token = if self.stopping.contains(tag) { STOPS } else { GOES_ON };
+            let token = if self.failing.contains(tag) { -1 } else { token };
             std::iter::repeat_n(token, 1 + chunk.drafted as usize)
         });
         let sampled: Vec<i32> = sampled.collect();
@@ -262,6 +274,8 @@ impl Lab {
             swap_out: plan.swap_out.iter().map(|&(block, host)| (block.0, host)).collect(),
             swap_in: plan.swap_in.iter().map(|&(host, block)| (host, block.0)).collect(),
             copies: plan.copies.iter().map(|&(from, to)| (from.0, to.0)).collect(),
+            state_copies: plan.states.copies.iter().map(|&(from, to)| (from.0, to.0)).collect(),
+            saves: plan.states.saves.iter().map(|save| (self.tags[&plan.chunks[save.chunk as usize].seq], save.position)).collect(),
         }
     }
 }

@@ -20,5 +20,6 @@ mod priority;
 mod resumed;
 mod shortest;
 mod snapshot;
+mod states;
 mod tiers;
 mod timeline;

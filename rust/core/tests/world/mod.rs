@@ -215,9 +215,10 @@ impl World {
                     deadline: patience.map(|patience| came + 2 * patience),
                     ttft_deadline: patience.map(|patience| came + patience),
                     predicted_tokens: predicted,
+                    user_turn_end: predicted, // any position will do
                     preparation,
                     resumed,
-                    continues: None,
+                    ..Request::default()
                 };
                 let tag = self.next_tag;
                 self.add(request, salt, came);

@@ -171,13 +171,15 @@ PARAGRAPHS = [
                 "preempted_by": (17,),
                 "preempted_for": {"fairness": 1},
                 "cached_tokens": 2,
+                "lost_hit_tokens": 3,
                 "accepted_draft_tokens": 1,
             }
         ],
         "Waited 412 ms: 300 ms for KV blocks, 112 ms behind tenant x; preempted once by tenant y "
         "for a tenant that has used less of its share (swapped). "
         "12 requests started before it: 11 of a more urgent tier, 1 that arrived earlier. "
-        "Computed for 350 ms: 300 ms output (3 tokens, 1 of them drafted), 50 ms prompt (5 tokens, 2 of them cached). "
+        "Computed for 350 ms: 300 ms output (3 tokens, 1 of them drafted), "
+        "50 ms prompt (5 tokens, 2 of them cached, 3 cached without a state). "
         "Ended after 762 ms (length).",
     ),
     (

@@ -1,0 +1,242 @@
+//! The recurrent states of sequences: what each sequence needs of the pool, and which prefixes a sequence can resume from.
+
+use super::super::block::Content;
+use super::super::state_pool::{Run, SaveKind, StateSlot};
+use super::{BlockId, Cached, Kv, SeqBlocks};
+use crate::request::Token;
+
+/// A sequence's recurrent state. Only [`Kv`] changes it.
+#[derive(Debug, Default)]
+pub(super) struct SeqState {
+    /// The slot of the live or the parked state.
+    slot: Option<StateSlot>,
+    run: Run,
+    /// The contents of the blocks in the sequence's chain.
+    contents: Vec<Content>,
+    /// Numbers of tokens, in ascending order, after which the state is to be saved.
+    wanted: Vec<u32>,
+    /// Tokens that were cached beyond the last block with a state at the latest admission, and those that the tenant may be told of.
+    lost: LostHit,
+    /// Leading blocks up to the last one with a state at the latest lookup.
+    resumable: usize,
+}
+
+/// Cached tokens that a sequence computes again, because no state is saved after them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct LostHit {
+    pub(crate) tokens: u32,
+    /// Those of them that requests of the same tenant have computed before.
+    pub(crate) own: u32,
+}
+
+impl SeqBlocks {
+    /// The slot of the sequence's live or parked state, in a model that has states.
+    pub(crate) fn state_slot(&self) -> Option<StateSlot> {
+        self.state.as_ref()?.slot
+    }
+
+    /// Number of leading blocks that the sequence could share at the latest lookup.
+    pub(crate) fn usable_len(&self) -> usize {
+        self.state.as_ref().map_or_else(|| self.cached_len(), |state| state.resumable)
+    }
+
+    /// What the latest admission could not share for want of a state.
+    pub(crate) fn lost_hit(&self) -> LostHit {
+        self.state.as_ref().map_or_else(LostHit::default, |state| state.lost)
+    }
+
+    /// Sets the contents of the chain's blocks, in a model that has states.
+    pub(super) fn set_contents(&mut self, contents: Vec<Content>) {
+        self.state.get_or_insert_default().contents = contents;
+    }
+
+    /// Has the sequence save its state after `position` tokens, if it has yet to compute them. Called for models that have states.
+    pub(crate) fn wants_state(&mut self, position: u32) {
+        let wanted = &mut self.state.get_or_insert_default().wanted;
+        if let Err(at) = wanted.binary_search(&position) {
+            wanted.insert(at, position);
+        }
+    }
+}
+
+impl Kv {
+    /// Whether the model has recurrent states.
+    #[inline]
+    pub(crate) fn has_states(&self) -> bool {
+        self.states.exists()
+    }
+
+    /// Number of saved states.
+    pub(crate) fn saved_states(&self) -> usize {
+        self.states.saved()
+    }
+
+    /// Finds the blocks that a sequence can share in a model that has states: those up to the last one after which a state is saved.
+    /// Where more are cached, the sequence is to save its state, because others may begin like it.
+    pub(super) fn find_resumable(&mut self, blocks: &mut SeqBlocks, tokens: &[Token], step: u64) -> Cached {
+        let whole = if self.sharing { (tokens.len() - 1) / self.block_size as usize } else { 0 };
+        let mut found = std::mem::take(&mut self.spare);
+        let names = blocks.names.get(..whole).unwrap_or_default();
+        blocks.chain = self.pool.find(&blocks.scope, names, tokens, &mut found);
+        let mut contents = self.contents(&found);
+        let usable = self.resumable(&contents, step);
+        let used = found.iter().take_while(|&&id| self.pool.is_used_by(id, blocks.user)).count();
+        let tokens_of = |blocks: usize| blocks.saturating_sub(usable) as u32 * self.block_size;
+        let lost = LostHit { tokens: tokens_of(found.len()), own: tokens_of(used) };
+        let state = blocks.state.get_or_insert_default();
+        state.lost = lost;
+        state.wanted.clear();
+        if lost.tokens > 0 {
+            state.wanted.push(found.len() as u32 * self.block_size);
+        }
+        contents.truncate(usable);
+        found.truncate(usable);
+        blocks.chain.truncate(&contents);
+        blocks.set_contents(contents);
+        Cached { blocks: found, tail: None }
+    }
+
+    /// The contents of cached blocks.
+    pub(super) fn contents(&self, found: &[BlockId]) -> Vec<Content> {
+        found.iter().map(|&id| self.pool.content(id).expect("it is cached")).collect()
+    }
+
+    /// Number of leading blocks up to the last one after which a state is saved.
+    fn resumable(&self, contents: &[Content], step: u64) -> usize {
+        contents.iter().rposition(|&content| self.states.find(content, step).is_some()).map_or(0, |last| last + 1)
+    }
+
+    /// Notes how many of the blocks that were found for a waiting sequence it could share.
+    pub(super) fn note_resumable(&mut self, blocks: &mut SeqBlocks, found: &[BlockId]) {
+        if self.states.exists() {
+            blocks.state.get_or_insert_default().resumable = self.resumable(&self.contents(found), u64::MAX);
+        }
+    }
+
+    /// Number of computed tokens of a sequence that a preemption would not lose, if it lost the blocks now.
+    pub(crate) fn kept_tokens(&self, blocks: &SeqBlocks, step: u64) -> u32 {
+        blocks.state.as_ref().map_or(0, |state| self.resumable(&state.contents, step) as u32 * self.block_size)
+    }
+
+    /// Whether a preempted sequence's state can stay in its slot beside the states of `running` sequences.
+    pub(crate) fn can_park(&self, running: u32) -> bool {
+        !self.states.exists() || self.states.can_park(running as usize)
+    }
+
+    /// Gives a sequence that begins to run, in a model that has states, a slot with the state after its `computed` tokens. It is to save
+    /// its state at the last full block before its last token, and at the last full block before the token `turn`, if there is one.
+    pub(crate) fn begin_state(
+        &mut self,
+        blocks: &mut SeqBlocks,
+        computed: u32,
+        len: u32,
+        turn: Option<u32>,
+        copies: &mut Vec<(StateSlot, StateSlot)>,
+    ) {
+        if !self.states.exists() {
+            return;
+        }
+        let whole = |tokens: u32| tokens / self.block_size * self.block_size;
+        for position in [Some(whole(len - 1)), turn.map(|turn| whole(turn.min(len - 1)))].into_iter().flatten() {
+            if position > computed {
+                blocks.wants_state(position);
+            }
+        }
+        let state = blocks.state.get_or_insert_default();
+        if let Some(slot) = state.slot {
+            self.states.unpark(slot);
+            return;
+        }
+        let from = state.contents.last().filter(|_| computed > 0).copied();
+        let source = from.map(|content| {
+            self.states.touch(content);
+            self.states.find(content, u64::MAX).expect("it was found before")
+        });
+        self.settle_states();
+        let (slot, run) = self.states.begin();
+        (state.slot, state.run) = (Some(slot), run);
+        // The only saved state may have been evicted for this sequence.
+        copies.extend(source.filter(|&source| source != slot).map(|source| (source, slot)));
+    }
+
+    /// Chooses the states that `step` saves while a sequence computes the tokens from `start` to `end`. From `answer` tokens on, its
+    /// answer grows. Calls `save` with the number of tokens before each and its slot.
+    pub(crate) fn save_states(
+        &mut self,
+        blocks: &mut SeqBlocks,
+        (start, end): (u32, u32),
+        answer: u32,
+        step: u64,
+        mut save: impl FnMut(u32, StateSlot),
+    ) {
+        let Some(state) = blocks.state.as_mut().filter(|_| self.sharing) else { return };
+        let passed = state.wanted.partition_point(|&position| position <= end);
+        let wanted = state.wanted.drain(..passed).filter(|&position| position > start).map(|position| (position, SaveKind::Lasting));
+        let last = end / self.block_size * self.block_size;
+        let rolling = (last > start && last >= answer).then_some((last, SaveKind::Rolling));
+        let mut before = start;
+        for (position, kind) in wanted.chain(rolling) {
+            let block = (position / self.block_size) as usize - 1;
+            // The content is not known yet if the last token of the block is not.
+            let content = state.contents.get(block).copied();
+            let useful = content.is_none_or(|content| self.pool.has(blocks.names[block], content) && !self.states.touch(content));
+            if position > before
+                && useful
+                && let Some(slot) = self.states.save(state.run, position, content, step, kind)
+            {
+                save(position, slot);
+            }
+            before = position;
+        }
+    }
+
+    /// Records that a block of a sequence is named, and that its chain is longer by one.
+    pub(super) fn name_state(&mut self, blocks: &mut SeqBlocks, position: u32) {
+        if let Some(state) = &mut blocks.state {
+            state.contents.push(blocks.chain.content());
+            self.states.name(state.run, position, blocks.chain.content());
+        }
+    }
+
+    /// Drops the states that step `since` or a later step saves for a sequence.
+    pub(super) fn forget_states(&mut self, blocks: &SeqBlocks, since: u64) {
+        if let Some(state) = &blocks.state {
+            self.states.forget(state.run, since);
+        }
+    }
+
+    /// Keeps the state of a sequence whose KV is copied to host memory.
+    pub(super) fn park_state(&mut self, blocks: &SeqBlocks) {
+        if let Some(slot) = blocks.state_slot() {
+            self.states.park(slot);
+        }
+    }
+
+    /// Releases a sequence's slot.
+    pub(super) fn end_state(&mut self, blocks: &mut SeqBlocks) {
+        if let Some(state) = blocks.state.take()
+            && let Some(slot) = state.slot
+        {
+            self.states.end(slot, state.run);
+        }
+    }
+
+    /// Drops the states after blocks that are no longer cached.
+    pub(crate) fn settle_states(&mut self) {
+        for content in self.pool.take_dropped() {
+            self.states.drop_content(content);
+        }
+    }
+
+    /// Panics unless the slots agree with the sequences.
+    pub(super) fn check_states<'a>(&self, all: impl Iterator<Item = &'a SeqBlocks> + Clone) {
+        let slots = |parked: bool| all.clone().filter(move |blocks| blocks.host.is_empty() != parked).filter_map(SeqBlocks::state_slot);
+        let known = self.pool.known_contents();
+        self.states.check(slots(false), slots(true), |content| known.contains(&content));
+        for blocks in all.filter(|blocks| !blocks.ids().is_empty()) {
+            if let Some(state) = &blocks.state {
+                assert_eq!(state.contents.len(), blocks.chain.len(), "contents of a chain");
+            }
+        }
+    }
+}

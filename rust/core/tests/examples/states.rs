@@ -1,0 +1,221 @@
+//! A model with recurrent layers: a sequence shares a prefix only up to a block after which a state is saved.
+
+use crate::lab::{Lab, ask, plenty, stem};
+use chairlift_core::{Config, Fcfs, Prefix, Request, Token};
+
+/// The token of every answer.
+const ANSWER: Token = 7;
+
+/// Four sequences, and slots for `saved` states beside theirs. A block has 16 tokens.
+fn with_states(saved: u32) -> Config {
+    Config { max_num_seqs: 4, state_slots: 4 + saved, ..plenty(&Fcfs) }
+}
+
+/// The turn after a request: its prompt, its answer, and `more` tokens.
+fn next_turn(request: &Request, more: u32, tag: u64) -> Request {
+    let answer = std::iter::repeat_n(ANSWER, request.max_new_tokens as usize);
+    let more = (0..more).map(|at| 3_000_000 + at);
+    Request { tag, prompt: request.prompt.iter().copied().chain(answer).chain(more).collect(), ..request.clone() }
+}
+
+#[test]
+fn the_next_turn_resumes_from_the_end_of_the_answer() {
+    let mut lab = Lab::new(with_states(8));
+    let mut turn = ask(1, 40, 30);
+    lab.add(turn.clone());
+    let first = lab.step();
+    assert_eq!((first.saves, first.state_copies), (vec![(1, 32)], vec![]));
+    for tag in 2..6 {
+        lab.finish();
+        let before = turn.prompt.len() as u32 + turn.max_new_tokens;
+        turn = next_turn(&turn, 10, tag);
+        lab.add(turn.clone());
+        let step = lab.step();
+        assert_eq!(step.state_copies.len(), 1);
+        // The last token of an answer is never computed. All full blocks before it are found.
+        assert_eq!(lab.explain(tag).cached_tokens, (before - 1) / 16 * 16);
+        assert_eq!(lab.explain(tag).lost_hit_tokens, 0);
+    }
+    lab.finish();
+    assert_eq!(lab.scheduler.stats().counters.lost_hit_tokens, 0);
+}
+
+#[test]
+fn a_growing_answer_keeps_its_last_two_states() {
+    let mut lab = Lab::new(with_states(8));
+    lab.add(ask(1, 40, 100));
+    let mut saves = Vec::new();
+    while let Some(step) = lab.try_step() {
+        saves.extend(step.saves);
+        assert!(lab.scheduler.stats().saved_states <= 3);
+    }
+    assert_eq!(saves, [32, 48, 64, 80, 96, 112, 128].map(|position| (1, position)));
+    assert_eq!(lab.scheduler.stats().saved_states, 3, "the end of the prompt, and two of the answer");
+}
+
+#[test]
+fn the_same_prompt_resumes_before_its_last_token() {
+    for (prompt, found) in [(63, 48), (64, 48), (65, 64), (16, 0), (1, 0)] {
+        let mut lab = Lab::new(with_states(8));
+        for tag in [1, 2] {
+            lab.add(Request { tag, ..ask(9, prompt, 1) });
+            lab.finish();
+        }
+        assert_eq!(lab.ended[&2].cached_tokens, found, "{prompt} tokens");
+    }
+}
+
+#[test]
+fn where_prompts_part_the_second_loses_the_hit_and_saves_the_state_for_the_third() {
+    let mut lab = Lab::new(with_states(8));
+    lab.add(stem(1, 1, 40, 100, 1));
+    lab.finish();
+    lab.add(stem(1, 2, 40, 100, 1));
+    assert_eq!(lab.step().saves, [(2, 32), (2, 96)]);
+    lab.finish();
+    lab.add(stem(1, 3, 40, 100, 1));
+    lab.finish();
+    assert_eq!([1, 2, 3].map(|tag| lab.ended[&tag].cached_tokens), [0, 0, 32]);
+    assert_eq!([1, 2, 3].map(|tag| lab.ended[&tag].lost_hit_tokens), [0, 32, 0]);
+    assert_eq!(lab.scheduler.stats().counters.lost_hit_tokens, 32);
+}
+
+#[test]
+fn a_tenant_is_not_told_of_hits_on_what_others_sent() {
+    let mut lab = Lab::new(with_states(8));
+    for (tag, tenant) in [(1, "alice"), (2, "bob")] {
+        lab.add(Request { tenant: tenant.into(), ..stem(1, tag, 40, 100, 1) });
+        lab.finish();
+    }
+    assert_eq!((lab.ended[&2].lost_hit_tokens, lab.scheduler.stats().counters.lost_hit_tokens), (0, 32));
+}
+
+#[test]
+fn a_state_is_saved_at_the_end_of_the_users_turn() {
+    let mut lab = Lab::new(with_states(8));
+    lab.add(Request { user_turn_end: Some(50), ..stem(1, 1, 50, 100, 30) });
+    assert_eq!(lab.step().saves, [(1, 48), (1, 96)]);
+    lab.finish();
+    // The template drops what followed.
+    lab.add(stem(1, 2, 50, 100, 1));
+    lab.finish();
+    assert_eq!((lab.ended[&2].cached_tokens, lab.ended[&2].lost_hit_tokens), (48, 0));
+}
+
+#[test]
+fn a_request_that_waits_for_a_running_prompt_has_the_state_saved_where_both_part() {
+    for policy in [&Fcfs as &'static dyn chairlift_core::Policy, &Prefix] {
+        let mut lab = Lab::new(Config { max_num_batched_tokens: 100, scheduling_policy: policy, ..with_states(8) });
+        lab.add(stem(1, 1, 256, 300, 9));
+        assert_eq!(lab.step().chunks, [(1, 100)]);
+        lab.add(stem(1, 2, 256, 300, 9));
+        lab.finish();
+        assert_eq!((lab.ended[&2].cached_tokens, lab.ended[&2].computed_tokens), (256, 44 + 8), "{policy:?}");
+    }
+}
+
+#[test]
+fn the_least_recently_used_state_is_evicted() {
+    // Each prompt leaves one state. Two slots are left beside the live one.
+    let mut lab = Lab::new(Config { max_num_seqs: 1, state_slots: 3, ..plenty(&Fcfs) });
+    let prompt = |of: u64, tag: u64| Request { tag, ..ask(of, 40, 1) };
+    for (of, tag) in [(1, 1), (2, 2), (1, 3), (3, 4), (1, 5), (2, 6)] {
+        lab.add(prompt(of, tag));
+        lab.finish();
+    }
+    assert_eq!([1, 2, 3, 4, 5, 6].map(|tag| lab.ended[&tag].cached_tokens), [0, 0, 32, 0, 32, 0]);
+    assert_eq!(lab.ended[&6].lost_hit_tokens, 32);
+}
+
+#[test]
+fn without_a_spare_slot_a_state_becomes_live_without_a_copy() {
+    let mut lab = Lab::new(Config { max_num_seqs: 1, state_slots: 1, ..plenty(&Fcfs) });
+    lab.add(ask(1, 40, 1));
+    assert_eq!(lab.step().saves, [], "the only slot is live");
+    lab.finish();
+    let mut lab = Lab::new(Config { max_num_seqs: 2, state_slots: 2, ..plenty(&Fcfs) });
+    lab.add(ask(1, 40, 1));
+    assert_eq!(lab.step().saves, [(1, 32)]);
+    lab.finish();
+    // Two requests take both slots: the second takes that of the saved state.
+    lab.add(ask(2, 40, 9));
+    lab.add(Request { tag: 3, ..ask(1, 40, 9) });
+    let step = lab.step();
+    assert_eq!((step.state_copies.as_slice(), lab.explain(3).cached_tokens), (&[][..], 32));
+    lab.finish();
+}
+
+#[test]
+fn states_go_with_the_blocks_that_they_follow() {
+    let mut lab = Lab::new(Config { num_kv_blocks: 11, max_model_len: 160, ..with_states(8) });
+    lab.add(ask(1, 40, 1));
+    lab.finish();
+    assert_eq!(lab.scheduler.stats().saved_states, 1);
+    lab.add(ask(2, 150, 1));
+    lab.finish();
+    assert_eq!(lab.scheduler.stats().saved_states, 1, "only that of the second is left");
+}
+
+#[test]
+fn forks_resume_from_the_last_full_block_of_their_prompt() {
+    for (prefix_caching, computed) in [(true, 8), (false, 40)] {
+        let mut lab = Lab::new(Config { enable_prefix_caching: prefix_caching, ..with_states(4) });
+        lab.add(ask(1, 40, 3));
+        lab.fork(1, 2);
+        lab.fork(1, 3);
+        assert_eq!(lab.step().chunks, [(1, 40)]);
+        let step = lab.step();
+        assert_eq!(step.chunks, [(1, 1), (2, computed), (3, computed)]);
+        assert_eq!((step.state_copies.len(), step.copies.len()), (if prefix_caching { 2 } else { 0 }, 0));
+        lab.finish();
+    }
+}
+
+/// Runs two requests of which the second loses its blocks while both grow. Returns its copies to host memory and the tokens that it
+/// computes again.
+fn preempts(blocks: u32, host_blocks: u32, saved: u32) -> (u32, u64) {
+    let config =
+        Config { num_kv_blocks: 1 + blocks, max_model_len: 128, max_num_seqs: 2, state_slots: 2 + saved, host_blocks, ..plenty(&Fcfs) };
+    let mut lab = Lab::new(config);
+    lab.add(ask(1, 40, 80));
+    lab.add(ask(2, 40, 80));
+    lab.finish();
+    let timeline = &lab.ended[&2];
+    assert_eq!((timeline.preemptions, timeline.output_tokens), (1, 80));
+    (timeline.swaps, timeline.recomputed_tokens)
+}
+
+#[test]
+fn a_preempted_sequence_resumes_from_its_parked_state_or_from_a_saved_one() {
+    assert_eq!(preempts(8, 8, 1), (1, 0), "its state is parked");
+    assert_eq!(preempts(8, 8, 0), (0, 64), "no slot is left to park it");
+    // The other sequence took its last two of six blocks, and with them the states of its answer. That at the end of its prompt, after
+    // 32 tokens, is left.
+    assert_eq!(preempts(12, 0, 8), (0, 96 - 32));
+    assert_eq!(preempts(12, 0, 0), (0, 96), "no state was saved");
+}
+
+#[test]
+fn nothing_is_drafted_and_nothing_is_stored() {
+    let mut lab = Lab::new(with_states(4));
+    let prompt = ask(1, 40, 9);
+    lab.add(prompt.clone());
+    lab.step();
+    assert_eq!(lab.scheduler.decoding().count(), 0);
+    lab.finish();
+    assert_eq!(lab.scheduler.stored_blocks(0), []);
+    assert_eq!(lab.scheduler.restore("", &[5; 32], lab.now), (0, vec![]));
+    assert_eq!(lab.scheduler.cached_blocks("", &prompt.prompt), 2);
+}
+
+#[test]
+fn a_request_that_fails_leaves_no_state() {
+    let mut lab = Lab::new(with_states(8));
+    lab.add(ask(1, 40, 30));
+    lab.steps(20);
+    assert_eq!(lab.scheduler.stats().saved_states, 2);
+    lab.fail_next(1);
+    lab.step();
+    assert_eq!(lab.scheduler.stats().saved_states, 0);
+    lab.finish();
+}
