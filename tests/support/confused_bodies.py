@@ -42,6 +42,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
     "/v1/batches": {"input_file_id": "a", "endpoint": "/v1/completions", "completion_window": "24h"},
+    "/close_session": {"session_id": "a"},
     "/v1/sequences": {"prompt": "a"},
     "/v1/sequences/{id}/fork": {},
     "/v1/sequences/{id}/append": {"text": "a"},
@@ -60,6 +61,8 @@ INNER = {
     "reasoning": ("effort", "summary"),
     "thinking": ("type", "budget_tokens"),
     "output_config": ("format", "effort"),
+    "prompt_cache_options": ("mode", "ttl", "comparison_response_id"),
+    "diagnostics": ("previous_message_id",),
 }
 """Fields of objects that are tried too, by the field that has the object, or a list of them."""
 

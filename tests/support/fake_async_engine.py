@@ -375,7 +375,7 @@ def serving_models(
     """As `serving`, with several models. Those with the state `STARTING` are ready."""
     config = ServerConfig(api_key=api_key, **settings)
     keys = read_keys(config.api_key, config.api_key_file, config.operator_key)
-    service = Service(models, policy=policy, tiers=ServiceTiers().granted(keys))
+    service = Service(models, policy=policy, tiers=ServiceTiers().granted(keys), exact_history=config.exact_history)
     for model in models:
         if model.lifecycle.state is ModelState.STARTING:
             service.loader.serve_started(model)

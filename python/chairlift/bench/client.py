@@ -57,14 +57,14 @@ class Target:
         """An HTTP client for the server."""
         return Http(Address.parse(self.url), self.headers, insecure=self.insecure)
 
-    def request(self, http: Http, job: Job) -> bytes:
-        """The bytes of a job's HTTP request."""
+    def request(self, http: Http, job: Job, headers: Mapping[str, str] | None = None) -> bytes:
+        """The bytes of a job's HTTP request, with `headers` of its own."""
         prompt = {"messages": [{"role": "user", "content": job.prompt()}]} if self.chat else {"prompt": job.prompt()}
         body: dict[str, Any] = {"model": self.model, **prompt, "max_tokens": job.output_tokens, "stream": True}
         body["stream_options"] = {"include_usage": True}
         if job.client is not None:
             body["user"] = job.client
-        return http.request("POST", self.endpoint, json.dumps(body | dict(self.fields)).encode())
+        return http.request("POST", self.endpoint, json.dumps(body | dict(self.fields)).encode(), headers)
 
 
 class StreamReader:

@@ -198,10 +198,11 @@ class Http:
         if address.tls:
             self._tls = ssl._create_unverified_context() if insecure else ssl.create_default_context()
 
-    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """The bytes of a request for `exchange`."""
+    def request(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
+        """The bytes of a request for `exchange`, with `headers` in addition to those of all requests."""
         length = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
-        return f"{method} {self._address.path}{path} HTTP/1.1\r\n{self._head}{length}\r\n".encode() + body
+        own = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        return f"{method} {self._address.path}{path} HTTP/1.1\r\n{self._head}{own}{length}\r\n".encode() + body
 
     async def exchange(self, request: bytes, on_body: Callable[[Response, bytes, float], None]) -> Response:
         """Sends a request and returns at the end of the response. `on_body` gets each part of the body and the time of its arrival.

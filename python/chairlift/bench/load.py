@@ -31,7 +31,7 @@ async def drive(
     `on_end` is called at each end, with whether the request succeeded. Cancelling this (Ctrl-C) ends the load and returns the records of
     the requests that have ended.
     """
-    _allow_sockets()
+    allow_sockets()
     http = target.http()
     requests = [target.request(http, job) for job in jobs]
     # A garbage collection during the run would look like a pause of the server.
@@ -89,7 +89,7 @@ async def warm_up(target: Target, jobs: Sequence[Job]) -> None:
             raise ChairliftError(f"the first request to {target.url}{target.endpoint} failed: {record.failure}: {record.detail}")
 
 
-def _allow_sockets() -> None:
+def allow_sockets() -> None:
     """Raises the limit of open sockets as far as the system allows."""
     try:
         import resource

@@ -14,6 +14,8 @@ from chairlift.bench import processes
 from chairlift.bench.client import Target, models
 from chairlift.bench.load import warm_up
 from chairlift.bench.record import Record, Run
+from chairlift.bench.session_load import SessionLoad, SessionRecord
+from chairlift.bench.sessions import RecordedSession
 from chairlift.bench.workload import Job, random_jobs
 from chairlift.errors import ChairliftError
 
@@ -70,14 +72,38 @@ def measure(
     if a warm-up request fails.
     """
     with _bar(progress, len(jobs)) as on_end:
-        if warmups:
-            # A different seed: prompts of the run must not be in the server's cache.
-            asyncio.run(warm_up(target, random_jobs(warmups, *WARM_UP, seed=-1)))
+        _warm_up(target, warmups)
         records, share = processes.drive(target, jobs, max_concurrency, workers, on_end)
     run = Run(records, cpu_share=share, notes=notes(records, share), interrupted=len(records) < len(jobs))
     if run.interrupted:
         run.notes.insert(0, f"Interrupted: {len(records)} of {len(jobs)} requests had ended; the figures cover these.")
     return run
+
+
+def measure_sessions(
+    target: Target,
+    sessions: Sequence[RecordedSession],
+    users: int,
+    *,
+    longest_think: float,
+    duration: float | None = None,
+    seed: int = 0,
+    warmups: int = 1,
+    progress: str | None = None,
+) -> tuple[Run, list[SessionRecord]]:
+    """Warms the server up and lets users run recorded sessions: see `SessionLoad`. Otherwise as `measure`."""
+    with _bar(progress, sum(session.num_requests for session in sessions)) as on_end:
+        _warm_up(target, warmups)
+        load = SessionLoad(target, sessions, longest_think, seed, on_end)
+        replays, share = asyncio.run(load.run(users, duration))
+    records = sorted((record for replay in replays for record in replay.records), key=lambda record: record.due)
+    return Run(records, cpu_share=share, notes=notes(records, share), interrupted=load.interrupted), replays
+
+
+def _warm_up(target: Target, count: int) -> None:
+    """Sends warm-up requests of another seed: prompts of the run must not be in the server's cache."""
+    if count:
+        asyncio.run(warm_up(target, random_jobs(count, *WARM_UP, seed=-1)))
 
 
 def notes(records: Sequence[Record], cpu_share: float | None) -> list[str]:

@@ -11,7 +11,7 @@ from chairlift.bench.arrivals import arrivals, describe_gaps, ramp
 from chairlift.bench.figures import Figures, Goodput
 from chairlift.bench.text_report import HEADERS, block
 from chairlift.bench.workload import Job
-from chairlift.cli import bench_load, flags, values
+from chairlift.cli import bench_load, bench_sessions, flags, values
 from chairlift.errors import InvalidSetting
 
 _EXAMPLES = """\
@@ -19,6 +19,7 @@ examples:
   chairlift bench serve --num-prompts 200 --request-rate 4
   chairlift bench serve --max-concurrency 16 --random-input-len 512 --random-output-len 64 --ignore-eos
   chairlift bench serve --dataset-path trace.jsonl.gz --speedup 2 --report trace.html
+  chairlift bench serve --sessions agents.jsonl.gz --users 8 --duration 600 --ignore-eos
   chairlift bench serve --base-url https://api.example.com --api-key KEY --model NAME --backend openai-chat
 
 The latency of a request counts from its due time, not from the time at which the client sent it.
@@ -32,6 +33,7 @@ def add_parser(commands: Any) -> None:
     bench_load.add_server(parser)
     bench_load.add_requests(parser)
     _add_arrivals(parser)
+    bench_sessions.add_flags(parser)
     group = bench_load.add_results(parser)
     group.add_argument(
         "--percentile-metrics",
@@ -67,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
     """Sends the requests and prints the report. Returns 1 if no request succeeded, 130 after an interrupt."""
     if unknown := [name for name in args.percentile_metrics.split(",") if name not in HEADERS]:
         raise InvalidSetting(f"--percentile-metrics {','.join(unknown)}: expected some of {','.join(HEADERS)}")
+    if args.sessions is not None:
+        return bench_sessions.run(args)
+    bench_sessions.reject(args)
     bench_load.check(args)
     target, longest = bench_load.connect(args)
     source = bench_load.RequestSource(args, longest)

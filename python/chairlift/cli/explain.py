@@ -39,6 +39,10 @@ def run(args: argparse.Namespace) -> int:
 def show(explanation: Mapping[str, Any], console: Console) -> None:
     """Prints the summary, and each sequence's states with their times. A terminal also gets a coloured bar for each sequence."""
     console.print(Text(explanation["summary"]), soft_wrap=not console.is_terminal)
+    if (miss := explanation.get("cache_miss")) is not None:
+        for title, text in (("before", miss.get("before")), ("now", miss.get("now")), ("advice", miss["advice"])):
+            if text is not None:
+                console.print(Text(f"  {title}: {text}"))
     sequences = explanation["sequences"]
     total = max((sum(sequence["states"].values()) for sequence in sequences), default=0.0) or 1.0
     for sequence in sequences:

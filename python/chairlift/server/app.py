@@ -35,6 +35,7 @@ from chairlift.server.routes.openai.responses import responses
 from chairlift.server.routes.ops.dashboard import dashboard, data
 from chairlift.server.routes.ops.explain import explain
 from chairlift.server.routes.ops.status import health, index, live, metrics, ready, version
+from chairlift.server.routes.sessions import close_session
 from chairlift.server.routes.tokenize import detokenize, tokenize, tokenizer_info
 from chairlift.server.service import Service
 
@@ -62,7 +63,7 @@ def guarded(app: Starlette, config: ServerConfig, keys: Keys) -> ASGIApp:
     if not origins:
         return middleware
     # CORS wraps the access check: browsers send preflight requests without a key.
-    exposed = ["x-request-id", "x-chairlift-ignored", "retry-after"]
+    exposed = ["x-request-id", "x-chairlift-ignored", "x-chairlift-exact-history", "retry-after"]
     # Browsers ask for more than CORS before a page of the internet reaches a server in a private network.
     return CORSMiddleware(
         middleware,
@@ -106,6 +107,7 @@ def routes() -> list[Route]:
         Route("/v1/sequences/{id}/append", sequences.append, methods=["POST"]),
         Route("/v1/sequences/{id}/rewind", sequences.rewind, methods=["POST"]),
         Route("/v1/sequences/{id}/generate", sequences.generate, methods=["POST"]),
+        Route("/close_session", close_session, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
         Route("/v1/rerank", rerank, methods=["POST"]),
         Route("/rerank", rerank, methods=["POST"]),

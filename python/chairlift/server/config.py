@@ -180,6 +180,11 @@ class ServerConfig:
         group="server",
     )
     max_body_size: int = flag(2 << 20, "largest body of a request, like 2M; larger ones are refused", parse_size, group="server")
+    exact_history: bool = flag(
+        True,
+        "give answers that clients return the tokens that were generated, where their text or their arguments would have other tokens",
+        group="server",
+    )
     shutdown_timeout: float = flag(30.0, "seconds that requests in flight get to finish after SIGTERM", float, group="server")
     log_level: str = flag("info", "how much to log", choices=("debug", "info", "warning", "error"), group="server")
     log_format: str = flag("text", "how a line of the log is written", choices=("text", "json"), group="server")

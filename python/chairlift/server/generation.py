@@ -77,10 +77,13 @@ class Generation:
         self._n = params.n
         self._sequence = sequence
         self._context = request.state.context
+        self._session = session = body.session(self._context.session)
+        if session is not None:
+            self._scheduling = replace(self._scheduling, session=session.name, parent_session=session.parent)
         self._request_id = body.request_id or self._context.request_id
         self._ticket = request.state.ticket
         self._ticket.add_prompts(len(prompts))
-        answer_id = f"{prefix}{uuid.uuid4().hex}"
+        answer_id = self.id = f"{prefix}{uuid.uuid4().hex}"
         self._service.registry.add(self._scheduling.tenant, self._request_id, answer_id, len(prompts))
         self._service.registry.remove_preparing(self._scheduling.tenant, self._context)
         self._engine_ids = engine_ids(answer_id, len(prompts))
@@ -179,6 +182,7 @@ class Generation:
             request_id=self._engine_ids[index],
             context=self._context,
             buffered=not self._stream,
+            session=self._session,
             sequence=self._sequence,
         )
         try:
@@ -269,6 +273,8 @@ class Generation:
     def _end(self, progress: _Progress) -> None:
         """Counts the answers that did not end, and records the prompt in the usage log and the traces."""
         engine, metrics = self._model.engine, self._model.metrics
+        if self._session is not None and self._session.final:
+            self._service.end_session(self._scheduling.tenant, self._session.name)
         for _, tokens in zip_longest(range(progress.unfinished), progress.lengths.values(), fillvalue=0):
             metrics.count_finished(progress.reason, time.monotonic() - self._context.arrived, progress.latencies)
             if not progress.refused:

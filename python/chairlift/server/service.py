@@ -25,6 +25,7 @@ from chairlift.server.observability.usage_log import UsageLabels
 from chairlift.server.registry import RequestRegistry
 from chairlift.server.sequences import Sequences, ServedSequence
 from chairlift.server.tiers import ServiceTiers
+from chairlift.server.turns import Turns
 
 if TYPE_CHECKING:
     from chairlift.outputs import Timeline
@@ -45,6 +46,7 @@ class Service:
         storage: Storage | None = None,
         traces: Traces | None = None,
         usage_log: UsageLog | None = None,
+        exact_history: bool = True,
     ) -> None:
         """The first of `models` serves requests that name none. `policy` says how many of them may be loaded; any number by default."""
         self.models = tuple(models)
@@ -56,6 +58,10 @@ class Service:
         """Exports OpenTelemetry traces, if configured."""
         self.usage_log = usage_log
         """Records what each request used, if configured."""
+        self.exact_history = exact_history
+        """Whether returned answers get the tokens that were generated."""
+        self.turns = Turns()
+        """The latest turns of conversations."""
         self.loop_monitor = LoopMonitor({"model_name": self.default.name, "engine": "0"})
         """Measures the event loop once it is started."""
         self.default.metrics.registry.register(self.loop_monitor)
@@ -194,6 +200,10 @@ class Service:
             yield
         finally:
             self.open -= 1
+
+    def end_session(self, tenant: str, name: str) -> None:
+        """Ends a session of a tenant; a session that is not known has no effect."""
+        self.turns.end_thread(tenant, name)
 
     def _bill(self, served: ServedSequence) -> None:
         """Records what a live sequence has held, from one token for a second on: a search drops thousands of sequences at once."""

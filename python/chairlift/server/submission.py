@@ -16,6 +16,7 @@ from chairlift.scheduling import Scheduling
 from chairlift.server.lifecycle import ModelState
 from chairlift.server.model import ServedModel
 from chairlift.server.observability.request_context import RequestContext
+from chairlift.server.session_name import SessionName
 
 if TYPE_CHECKING:
     from chairlift.engine.async_live_sequence import AsyncLiveSequence
@@ -49,6 +50,7 @@ class Submission:
         request_id: str,
         context: RequestContext,
         buffered: bool,
+        session: SessionName | None = None,
         sequence: AsyncLiveSequence | None = None,
     ) -> None:
         """Deadlines count from the request's arrival. `buffered` collects the outputs and yields them when the answer is complete.
@@ -65,6 +67,7 @@ class Submission:
         self._ready_at = time.monotonic()
         self._waited_for_engine = False
         self._buffered = buffered
+        self._session = session
         self._sequence = sequence
         self._losses = 0
         """Engines in a row that ended before the request had PROGRESS tokens from them."""
@@ -144,7 +147,7 @@ class Submission:
             request_id=self._request_id,
             on_start=on_start,
             spent=self._spent(),
-            session=self._context.session,
+            session=None if self._session is None else self._session.home,
         )
 
     def _spent(self) -> dict[str, float]:

@@ -81,6 +81,7 @@ class Supervisor:
             storage=None if config.data_dir is None else _open_storage(config.data_dir, config.max_data_size),
             traces=None if config.otlp_traces_endpoint is None else Traces(config.otlp_traces_endpoint),
             usage_log=None if config.usage_log is None else UsageLog(config.usage_log),
+            exact_history=config.exact_history,
         )
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the supervisor logs start and shutdown itself
         logging.getLogger("uvicorn.access").addFilter(_is_not_probe)

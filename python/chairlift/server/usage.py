@@ -27,6 +27,11 @@ class Usage:
     energy: dict[str, Any] | None = None
     """The field `energy`, if the request asks for it."""
 
+    @property
+    def written(self) -> int:
+        """Tokens of the prompts that these requests have put into the prefix cache."""
+        return max(0, self.cacheable - self.cached)
+
     def json(self) -> dict[str, Any]:
         """Returns OpenAI's `usage` object, and the energy."""
         details = {} if self.reasoning is None else {"reasoning_tokens": self.reasoning}
@@ -36,16 +41,16 @@ class Usage:
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": self.written},
             **({"completion_tokens_details": details} if details else {}),
             **({} if self.energy is None else {"energy": self.energy}),
         }
 
     def response(self) -> dict[str, Any]:
-        """Returns the `usage` object of OpenAI's Responses API; cache-write tokens are always 0."""
+        """Returns the `usage` object of OpenAI's Responses API."""
         return {
             "input_tokens": self.prompt,
-            "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": self.written},
             "output_tokens": self.completion,
             "output_tokens_details": {"reasoning_tokens": self.reasoning or 0},
             "total_tokens": self.prompt + self.completion,
@@ -53,10 +58,10 @@ class Usage:
 
     def message(self) -> dict[str, Any]:
         """Returns Anthropic's `usage` object, which does not count tokens as input that the prefix cache had or now has."""
-        written = max(0, self.cacheable - self.cached)
         return {
-            "input_tokens": self.prompt - self.cached - written,
-            "cache_creation_input_tokens": written,
+            "input_tokens": self.prompt - self.cached - self.written,
+            "cache_creation_input_tokens": self.written,
+            "cache_creation": {"ephemeral_5m_input_tokens": self.written, "ephemeral_1h_input_tokens": 0},
             "cache_read_input_tokens": self.cached,
             "output_tokens": self.completion,
         }

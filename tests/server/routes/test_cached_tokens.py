@@ -1,6 +1,7 @@
 """The number of cached tokens in answers: a tenant is told only of those that its own requests used before."""
 
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -61,6 +62,44 @@ def test_streams_tell_a_tenant_of_its_own(keyed, path, body):
 
 def test_several_answers_count_what_was_cached_before_the_first(keyed):
     assert [openai_usage(answer.json()["usage"]) for answer in readers(keyed, "/v1/completions", PROMPT | {"n": 3})] == [1, 1, 3, 1]
+
+
+def written(usage):
+    """The tokens that a request has put into the cache, in the words of each API."""
+    if "cache_creation_input_tokens" in usage:
+        created = usage["cache_creation"]
+        assert created["ephemeral_5m_input_tokens"] + created["ephemeral_1h_input_tokens"] == usage["cache_creation_input_tokens"]
+        return usage["cache_creation_input_tokens"]
+    return (usage.get("prompt_tokens_details") or usage["input_tokens_details"])["cache_write_tokens"]
+
+
+LONG = "a prompt of three blocks and a little more, 50 of it"
+LONG_CHAT = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 2}
+LONG_BODIES = {
+    "/v1/completions": {"prompt": LONG, "max_tokens": 2},
+    "/v1/chat/completions": LONG_CHAT,
+    "/v1/responses": {"input": LONG, "max_output_tokens": 2},
+    "/v1/messages": LONG_CHAT,
+}
+
+
+@pytest.mark.parametrize(("path", "_", "cached"), ANSWERS)
+def test_answers_tell_what_was_written(keyed, path, _, cached):
+    usages = [answer.json()["usage"] for answer in readers(keyed, path, LONG_BODIES[path])]
+    assert [cached(usage) + written(usage) for usage in usages] == [48] * 4
+    assert [written(usage) for usage in usages] == [47, 47, 45, 47]
+
+
+def test_several_answers_and_prompts_write_each_prompt_once(keyed):
+    body = {"prompt": [LONG, LONG + LONG], "n": 3, "max_tokens": 2}
+    assert [written(answer.json()["usage"]) for answer in readers(keyed, "/v1/completions", body)] == [142, 142, 138, 142]
+
+
+def test_without_a_prefix_cache_nothing_is_written():
+    engine = FakeEngine()
+    engine.config = replace(engine.config, enable_prefix_caching=False)
+    with serving(engine) as (base, _):
+        assert written(httpx.post(f"{base}/v1/completions", json=LONG_BODIES["/v1/completions"]).json()["usage"]) == 0
 
 
 def test_without_keys_the_owner_is_told_of_all():

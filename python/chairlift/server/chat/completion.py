@@ -7,20 +7,24 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 from starlette.requests import Request
 
 from chairlift.chat.answer import AnswerParser, ChatChoice, ChoiceBuilder, Delta
 from chairlift.chat.answer_format import AnswerFormat, answer_grammar
 from chairlift.chat.functions import ToolSpec
+from chairlift.chat.messages import MAX_CALLS, Message
 from chairlift.chat.model import TemplateInputs
 from chairlift.chat.reasoning import Reasoning
+from chairlift.chat.tools.argument_types import argument_types
 from chairlift.chat.tools.hermes import Hermes
-from chairlift.chat.tools.parser import ToolParser
+from chairlift.chat.tools.parser import ToolCallDelta, ToolParser
 from chairlift.engine.request import check_generates
 from chairlift.errors import InvalidRequest, brief
-from chairlift.outputs import TokenLogprobs
+from chairlift.outputs import RequestOutput, TokenLogprobs
+from chairlift.server.chat.current_turn import CurrentTurn, turn_labels
 from chairlift.server.chat.request import ChatRequest
 from chairlift.server.generation import Generation
 from chairlift.server.http.body import beside
@@ -38,9 +42,13 @@ class ChatCompletion:
     `generation` holds the response's head and its usage; `headers` belong to the HTTP response.
     """
 
-    def __init__(self, generation: Generation, form: AnswerFormat, n: int, headers: dict[str, str]) -> None:
+    def __init__(
+        self, generation: Generation, form: AnswerFormat, n: int, headers: dict[str, str], turn: CurrentTurn | None = None
+    ) -> None:
         self.generation = generation
         self.headers = headers
+        self.turn = turn
+        """The request as a turn of a conversation; None if its prompt is no conversation, or is truncated."""
         self.prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
         """Set once the first choice has begun, if the request asked for them."""
         self.reasons = form.reasoning is not None and form.shows_reasoning
@@ -63,7 +71,7 @@ class ChatCompletion:
         tool_spec = await beside(request, body.tool_spec)
         try:
             if raw_prompt is None:
-                prompt = await _render_prompt(request, model, body, tool_spec)
+                prompt = await _render_prompt(request, model, body, tool_spec, as_turn=True)
             else:
                 prompt = _RenderedPrompt(await model.encode(request, raw_prompt), Hermes, None)
             show = body.include_reasoning is not False
@@ -87,11 +95,15 @@ class ChatCompletion:
             raise
         if prompt.reasoning is not None:
             generation.usage.reasoning = 0
-        return cls(generation, form, params.n, ignored_header(ignored))
+        headers = ignored_header(ignored)
+        if prompt.turn is not None and prompt.turn.exact:
+            headers["x-chairlift-exact-history"] = str(prompt.turn.exact)
+        return cls(generation, form, params.n, headers, prompt.turn)
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """Yields increments; raises the engine's errors. Closing the generator aborts the request: use `contextlib.aclosing`."""
         parsers = [AnswerParser(index, self._format) for index in range(self._n)]
+        builders = [ChoiceBuilder() for _ in parsers]
         async with aclosing(self.generation.outputs()) as outputs:
             async for index, output in outputs:
                 if output.prompt_logprobs is not None:
@@ -99,6 +111,8 @@ class ChatCompletion:
                 deltas = parsers[index].push(output)
                 if self._format.reasoning is not None:
                     self.generation.usage.reasoning = sum(parser.num_reasoning_tokens for parser in parsers)
+                if self.turn is not None:
+                    self._take_turn(self.turn, builders[index], output, deltas)
                 for delta in deltas:
                     yield delta
 
@@ -110,6 +124,29 @@ class ChatCompletion:
                 builders[delta.index].add(delta)
         return [builder.choice() for builder in builders]
 
+    def diagnostics(self) -> dict[str, Any]:
+        """Returns OpenAI's `prompt_cache_diagnostics`, once an answer has begun, if the client asks for a comparison."""
+        turn = self.turn
+        if turn is None or turn.compared is None:
+            return {}
+        if not turn.compared:
+            return {"prompt_cache_diagnostics": {"type": "comparison_response_not_found"}}
+        return {"prompt_cache_diagnostics": {"type": "cache_hit"} if turn.miss is None else turn.miss.openai()}
+
+    def _take_turn(self, turn: CurrentTurn, builder: ChoiceBuilder, output: RequestOutput, deltas: Sequence[Delta]) -> None:
+        """Records an increment in the turn."""
+        generation = self.generation
+        if not turn.begun:
+            turn.begin(generation.id, generation.usage.cached)
+        turn.push(output)
+        for delta in deltas:
+            builder.add(delta)
+        timing = output.timing
+        if timing is not None and timing.first_token is not None:
+            turn.lose_time(timing.first_token - timing.started, generation.usage.prompt - generation.usage.cached)
+        if output.finish_reason in ("stop", "length") and (message := _as_returned(builder.choice())) is not None:
+            turn.end_answer(output.index, message)
+
 
 @dataclass(frozen=True, slots=True)
 class _RenderedPrompt:
@@ -119,6 +156,7 @@ class _RenderedPrompt:
     parser_type: type[ToolParser]
     reasoning: Reasoning | None
     """None if the model does not reason."""
+    turn: CurrentTurn | None = None
 
 
 async def prompt_of(request: Request, model: ServedModel, body: ChatRequest, *, must_fit: bool = True) -> list[int]:
@@ -128,15 +166,44 @@ async def prompt_of(request: Request, model: ServedModel, body: ChatRequest, *, 
 
 
 async def _render_prompt(
-    request: Request, model: ServedModel, body: ChatRequest, tool_spec: ToolSpec, *, must_fit: bool = True
+    request: Request, model: ServedModel, body: ChatRequest, tool_spec: ToolSpec, *, must_fit: bool = True, as_turn: bool = False
 ) -> _RenderedPrompt:
-    """Renders the prompt; raises InvalidRequest."""
+    """Renders the prompt, with `as_turn` as a turn of its conversation; raises InvalidRequest."""
     conversation, variables, parser_type = await asyncio.to_thread(_template_inputs, model, body, tool_spec)
     must_fit = must_fit and body.truncate_prompt_tokens is None
     rendered = await model.render(request, conversation, variables, must_fit=must_fit, kept=body.cache_salt is None)
+    turn = None
+    if as_turn and body.truncate_prompt_tokens is None:
+        service = service_of(request)
+        parse = partial(_parse_calls, parser_type, tool_spec) if service.exact_history else None
+        labels = turn_labels(request, model, body)
+        turn = await beside(request, CurrentTurn, service.turns, model, labels, conversation, variables, rendered, parse)
+        rendered = turn.tokens
     tokens = body.truncate(rendered, model.engine.info.max_model_len)
     continued = conversation[-1] if body.continue_final_message else None
-    return _RenderedPrompt(tokens, parser_type, model.chat_model.reasoning_after(tokens, continued))
+    return _RenderedPrompt(tokens, parser_type, model.chat_model.reasoning_after(tokens, continued), turn)
+
+
+def _parse_calls(parser_type: type[ToolParser], tool_spec: ToolSpec, text: str) -> list[str | ToolCallDelta]:
+    """Separates a whole answer's text into content and tool calls."""
+    typed = tool_spec.tools if parser_type.needs_types else ()
+    parser = parser_type([tool.name for tool in tool_spec.tools], types={tool.name: argument_types(tool.parameters) for tool in typed})
+    return parser.push(text) + parser.end()
+
+
+def _as_returned(choice: ChatChoice) -> dict[str, Any] | None:
+    """Returns a choice as the chat template gets it when the client returns it; None if the client cannot return it."""
+    calls = [
+        {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
+        if call.custom
+        else {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in choice.calls
+    ]
+    fields = {"role": "assistant", "content": choice.content, "reasoning_content": choice.reasoning, "tool_calls": calls[:MAX_CALLS]}
+    try:
+        return Message.model_validate(fields).for_template("the answer")
+    except InvalidRequest:  # arguments that are nested too deep
+        return None
 
 
 def _template_inputs(model: ServedModel, body: ChatRequest, tool_spec: ToolSpec) -> TemplateInputs:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from chairlift.chat.functions import Function, Tool, ToolSpec, choose
 from chairlift.chat.messages import Message, check_depth, checked_variables
@@ -18,6 +18,17 @@ MAX_TOOLS = 128
 MAX_MESSAGES = 4096
 MAX_DOCUMENTS = 256
 MAX_VARIABLES = 64
+MAX_ID = 256
+"""Characters of an answer's id that a client sends."""
+
+
+class PromptCacheOptions(BaseModel):
+    """What the client says about the prompt cache: hints, and the id of the answer to compare the prompt with."""
+
+    model_config = ConfigDict(strict=True)
+    mode: str | None = None
+    ttl: str | None = None
+    comparison_response_id: Annotated[str, Field(max_length=MAX_ID)] | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -40,6 +51,7 @@ class ChatRequest(GenerationRequest):
     thinking_token_budget: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     include_reasoning: bool | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
     @property
     def legacy(self) -> bool:

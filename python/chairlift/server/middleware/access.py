@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chairlift.errors import brief
-from chairlift.server.errors import ApiError, for_route
+from chairlift.errors import InvalidRequest, brief
+from chairlift.server.errors import ApiError, api_error, for_route
 from chairlift.server.http.sockets import is_loopback
 from chairlift.server.keys import RESERVED_NAMES, TENANT, Keys, Tenant
 from chairlift.server.middleware.disconnect import run_until_disconnect
 from chairlift.server.observability.request_context import CURRENT_REQUEST, FIRST_BYTE, TRACE_HEADERS, RequestContext
 from chairlift.server.service import Service
+from chairlift.server.session_name import session_name
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,9 @@ class AccessMiddleware:
 
         try:
             tenant = self._tenant(scope["path"], headers)
-        except ApiError as refusal:
+            context.session = session_name(headers)
+        except (ApiError, InvalidRequest) as error:
+            refusal = api_error(error)
             # The body stays unread, so the connection cannot be reused.
             refusal.headers["connection"] = "close"
             if refusal.rejection_reason is not None:
@@ -150,8 +153,7 @@ class AccessMiddleware:
 
 def _context(request_id: str, headers: _Headers, first_byte: float | None) -> RequestContext:
     trace = {name.decode(): value.decode("latin-1") for name, value in headers if name in TRACE_HEADERS}
-    session = next((value.decode("latin-1") for name, value in headers if name == b"x-session-id"), None)
-    return RequestContext(request_id, trace, time.monotonic() if first_byte is None else first_byte, session=session)
+    return RequestContext(request_id, trace, time.monotonic() if first_byte is None else first_byte)
 
 
 def _id_headers(path: str) -> tuple[bytes, ...]:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, gen
 from chairlift.outputs import RequestOutput, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
+from chairlift.server.cache_miss import CacheMiss
 from chairlift.server.keys import Reader
 from chairlift.server.observability import engine_stats
 from chairlift.server.observability.engine_metrics import NO_TENANT, REJECTIONS, AllEngineMetrics
@@ -109,6 +110,15 @@ class Metrics:
             registry=self.registry,
         )
         self._resumed = resumed.labels(**labels)
+        self._misses = Counter(
+            "chairlift_prompt_cache_misses",
+            "Turns that found less in the prefix cache than the turn before had left there, by reason.",
+            [*labels, "reason"],
+            registry=self.registry,
+        )
+        self._missed = Counter(
+            "chairlift_prompt_cache_missed_tokens", "Tokens that these turns computed again.", [*labels, "reason"], registry=self.registry
+        )
         self._finished = {reason: finished.labels(**labels, finished_reason=reason) for reason in _FINISHES}
 
     def observe_params(self, params: SamplingParams) -> None:
@@ -161,6 +171,12 @@ class Metrics:
     def count_resumed(self) -> None:
         """Counts a request whose answers another engine goes on with."""
         self._resumed.inc()
+
+    def count_cache_miss(self, miss: CacheMiss) -> None:
+        """Counts a turn that missed the prefix cache."""
+        labels = {**self._labels, "reason": str(miss.reason)}
+        self._misses.labels(**labels).inc()
+        self._missed.labels(**labels).inc(miss.missed_tokens)
 
     def count_rejected(self, reason: str) -> None:
         """Counts a request that the server rejected, for one of `REJECTIONS`; the engine counts its own rejections."""

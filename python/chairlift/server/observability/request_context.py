@@ -6,6 +6,8 @@ import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from chairlift.server.session_name import SessionName
+
 FIRST_BYTE = "first_byte"
 """Key in an ASGI scope's state: the monotonic time when the request's first byte was read."""
 
@@ -23,8 +25,8 @@ class RequestContext:
     """When the first byte was read, in seconds of the monotonic clock."""
     received: float | None = None
     """When the body was complete."""
-    session: str | None = None
-    """The client's name for a conversation, whose requests should go to the same engine."""
+    session: SessionName | None = None
+    """The session that the request's headers name."""
     waited_for_model: float = 0.0
     """Seconds that the request waited until its model was loaded."""
 

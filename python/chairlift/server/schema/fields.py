@@ -13,6 +13,7 @@ from chairlift.errors import InvalidRequest, brief
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import LONGEST_MS, Scheduling
 from chairlift.server.schema.response_format import StructuredOutputFields
+from chairlift.server.session_name import MAX_LENGTH, SessionName
 
 MAX_PROMPTS = 256
 MAX_ANSWERS = 1024
@@ -38,7 +39,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 _WITHOUT_EFFECT = frozenset(
     (
         *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        *("prediction", "verbosity"),
+        *("prediction", "verbosity", "cache_control", "kv_hints", "nvext"),
         *("spaces_between_special_tokens", "stream_interval"),
     )
 )
@@ -122,10 +123,15 @@ class GenerationParams(Fields, StructuredOutputFields):
     stream: bool | None = None
     metrics: bool | None = None
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
+    session_id: Annotated[str, Field(min_length=1, max_length=MAX_LENGTH)] | None = None
 
     def shared_fields(self) -> dict[str, Any]:
         """Returns those of these fields that the request sets."""
         return self.model_dump(include=set(GenerationParams.model_fields), exclude_none=True)
+
+    def session(self, named: SessionName | None) -> SessionName | None:
+        """Returns the session that the headers have `named`, else that of the body."""
+        return SessionName(self.session_id) if named is None and self.session_id is not None else named
 
 
 class GenerationRequest(GenerationParams):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest, brief
-from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed_fields
+from chairlift.server.chat.request import MAX_ID, MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed_fields
 from chairlift.server.schema.fields import GenerationParams
 
 _BLOCKS = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})]
@@ -143,14 +143,25 @@ class CountRequest(GenerationParams):
         return messages + _reminder_turn(reminders)
 
 
+class Diagnostics(BaseModel):
+    """Asks for a comparison with an earlier message; without its id only for the field in the response."""
+
+    model_config = ConfigDict(strict=True)
+    previous_message_id: Annotated[str, Field(max_length=MAX_ID)] | None = None
+
+
 class MessagesRequest(CountRequest):
     """POST /v1/messages."""
 
     max_tokens: int
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    diagnostics: Diagnostics | None = None
 
     def _body(self) -> dict[str, Any]:
-        return super()._body() | {"max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
+        body = super()._body() | {"max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
+        if self.diagnostics is not None:
+            body["prompt_cache_options"] = {"comparison_response_id": self.diagnostics.previous_message_id}
+        return body
 
 
 def _tool(tool: ClientTool, where: str) -> dict[str, Any]:

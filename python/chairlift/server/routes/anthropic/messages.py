@@ -89,7 +89,19 @@ class _MessageBuilder:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": self._completion.generation.usage.message(),
+            **self._diagnostics(),
         }
+
+    def _diagnostics(self) -> dict[str, Any]:
+        """Returns the field `diagnostics`, if the request has it; null if nothing was compared, or nothing differs."""
+        if self._body.diagnostics is None:
+            return {}
+        turn = self._completion.turn
+        if turn is None or turn.compared is None:
+            return {"diagnostics": None}
+        if not turn.compared:
+            return {"diagnostics": {"cache_miss_reason": {"type": "previous_message_not_found"}}}
+        return {"diagnostics": None if turn.miss is None else turn.miss.anthropic()}
 
     def _take(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """Adds an increment and yields its events."""

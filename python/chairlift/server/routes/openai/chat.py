@@ -61,7 +61,7 @@ class _ChatResponse:
                 }
             )
         generation, body = self._generation, self._body
-        extra = generation.metrics() if body.include_metrics else {}
+        extra = (generation.metrics() if body.include_metrics else {}) | self._completion.diagnostics()
         if body.prompt_logprobs is not None and (logprobs := self._completion.prompt_logprobs) is not None:
             extra["prompt_logprobs"] = Rows(partial(prompt_logprobs_json, self._tokenizer, logprobs, body.prompt_logprobs))
         return {**generation.head, **generation.service_tier_field(), "choices": choices, "usage": generation.usage.json(), **extra}
@@ -103,10 +103,10 @@ class _ChatResponse:
                     logprobs = self._logprobs(delta.logprobs)
                     extra["logprobs"] = logprobs | {"content": list(logprobs["content"])}
                 yield chunk(delta.index, fields | self._call_deltas(delta.calls), self._finish_reason(delta.finish_reason), **extra)
-        metrics = generation.metrics() if body.include_metrics else {}
-        if body.include_usage or metrics:
+        extra = (generation.metrics() if body.include_metrics else {}) | self._completion.diagnostics()
+        if body.include_usage or extra:
             usage = {"usage": generation.usage.json()} if body.include_usage else {}
-            yield event({**head, "choices": [], **usage, **metrics})
+            yield event({**head, "choices": [], **usage, **extra})
         yield DONE
 
     def _calls(self, calls: Sequence[ToolCall]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from chairlift.server.routes.sequences import (
     SequenceRewindRequest,
     SequenceUpdateRequest,
 )
+from chairlift.server.routes.sessions import CloseSessionRequest
 from chairlift.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
 from chairlift.server.schema.fields import REQUEST_ID, CompletionRequest
 from chairlift.server.service import service_of
@@ -56,6 +57,7 @@ REQUESTS: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
     ("/api/pull", "Always refused: only on the admin socket", None, "", False),
     ("/tokenize", "Tokens of a text or a conversation", TokenizeRequest, "Tokens", False),
     ("/detokenize", "Text of tokens", DetokenizeRequest, "Text", False),
+    ("/close_session", "End of a session", CloseSessionRequest, "ClosedSession", False),
     ("/v1/batches", "New batch", BatchCreateRequest, "Batch", False),
     ("/v1/sequences", "New live sequence", SequenceOpenRequest, "Sequence", False),
     ("/v1/sequences/{id}/fork", "Copies of a live sequence", SequenceForkRequest, "Sequences", False),
@@ -189,7 +191,7 @@ def _or_null(type: str) -> dict[str, Any]:
 _STRING, _INTEGER, _NUMBER, _OBJECT = {"type": "string"}, {"type": "integer"}, {"type": "number"}, {"type": "object"}
 _USAGE = _object(
     {"prompt_tokens": _INTEGER, "completion_tokens": _INTEGER, "total_tokens": _INTEGER},
-    prompt_tokens_details=_object({"cached_tokens": _INTEGER}),
+    prompt_tokens_details=_object({"cached_tokens": _INTEGER, "cache_write_tokens": _INTEGER}),
 )
 _DETERMINISM = {"enum": ["batch-invariant", "best-effort"]}
 _HEAD = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING, "determinism": _DETERMINISM}
@@ -267,6 +269,7 @@ _RESPONSES: dict[str, Any] = {
     "TokenCount": _object({"input_tokens": _INTEGER}),
     "Tokens": _object({"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _list(_INTEGER), "token_strs": _or_null("array")}),
     "Text": _object({"prompt": _STRING}),
+    "ClosedSession": _object({"session_id": _STRING}),
     "Model": _object(
         {"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "max_model_len": _or_null("integer"), "status": _STRING}
     ),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest, brief
-from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed_fields
+from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, PromptCacheOptions, renamed_fields
 from chairlift.server.schema.fields import GenerationParams
 
 FIELD_NAMES = {
@@ -89,6 +89,7 @@ class ResponsesRequest(GenerationParams):
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
     @property
     def logprobs(self) -> bool:
@@ -100,6 +101,8 @@ class ResponsesRequest(GenerationParams):
         body: dict[str, Any] = self.shared_fields()
         for name in ("model", "service_tier", "parallel_tool_calls", "chat_template_kwargs", "thinking_token_budget"):
             body[name] = getattr(self, name)
+        if self.prompt_cache_options is not None:
+            body["prompt_cache_options"] = self.prompt_cache_options.model_dump(exclude_none=True)
         body["messages"] = self._messages()
         body["max_completion_tokens"] = self.max_output_tokens
         if self.reasoning:

@@ -144,7 +144,7 @@ class _ResponseBuilder:
             yield from self._close("completed")
             yield from self._open(_message())
         yield from self._close("incomplete" if truncated else "completed")
-        usage: dict[str, Any] = {"usage": self._completion.generation.usage.response()}
+        usage: dict[str, Any] = {"usage": self._completion.generation.usage.response(), **self._completion.diagnostics()}
         if self._body.metrics:
             usage |= self._completion.generation.metrics()
         if truncated:

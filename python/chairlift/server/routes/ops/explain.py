@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -39,7 +40,13 @@ async def explain(request: Request) -> Response:
     others = await model.engine.explain_sequences(sorted({tag for timeline in timelines for tag in timeline.preempted_by}))
     tenants = {other.tag: visible_name(reader, other.tenant) for other in others}
     sequences = [asdict(timeline) | {"summary": summary_line(timeline, tenants)} for timeline in timelines]
-    return Json({"id": answer_id, "object": "request.explanation", "summary": summary_text(timelines, tenants), "sequences": sequences})
+    summary = summary_text(timelines, tenants)
+    missed: dict[str, Any] = {}
+    if (known := service.turns.miss(answer_id)) is not None:
+        author, miss = known
+        summary += f" {miss.summary()}"
+        missed = {"cache_miss": miss.json(with_texts=reader == author)}
+    return Json({"id": answer_id, "object": "request.explanation", "summary": summary, **missed, "sequences": sequences})
 
 
 def _visible_to(reader: Reader, timeline: Timeline) -> Timeline:

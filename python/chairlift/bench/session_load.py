@@ -1,0 +1,185 @@
+"""Closed-loop load: users run recorded sessions of agents against a server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from chairlift.bench.client import Target, send_request
+from chairlift.bench.http import Http
+from chairlift.bench.load import allow_sockets
+from chairlift.bench.record import Record
+from chairlift.bench.sessions import RecordedSession, SessionTurn
+from chairlift.bench.workload import Job, Piece
+
+
+@dataclass(slots=True)
+class SessionRecord:
+    """One replay of a recorded session. Times are seconds since the start of the run."""
+
+    session: int
+    """The number of the recorded session in its file."""
+    began: float
+    ended: float = 0.0
+    complete: bool = False
+    """Whether all its requests were answered."""
+    records: list[Record] = field(default_factory=list)
+    """Its requests, in the order in which they were sent."""
+
+    @property
+    def longest_wait(self) -> float:
+        """The longest time to a first token, in seconds."""
+        return max((record.ttft for record in self.records if record.ok), default=0.0)
+
+    @property
+    def cached_share(self) -> float | None:
+        """The part of its prompt tokens that the server's cache had; None if the server does not report it."""
+        known = [record for record in self.records if record.cached_tokens is not None]
+        tokens = sum(record.prompt_tokens for record in known)
+        return sum(record.cached_tokens or 0 for record in known) / tokens if tokens else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for the result file."""
+        return {
+            "session": self.session,
+            "began": round(self.began, 6),
+            "ended": round(self.ended, 6),
+            "complete": self.complete,
+            "requests": len(self.records),
+            "failed": sum(not record.ok for record in self.records),
+            "longest_wait": round(self.longest_wait, 6),
+            "cached_share": self.cached_share,
+        }
+
+
+class SessionLoad:
+    """Users of recorded sessions. Each user runs one session at a time, and a turn follows the answer before it."""
+
+    def __init__(
+        self,
+        target: Target,
+        sessions: Sequence[RecordedSession],
+        longest_think: float,
+        seed: int = 0,
+        on_end: Callable[[bool], None] | None = None,
+    ) -> None:
+        """`longest_think` are the most seconds between an answer and the next request. `on_end` is called at each request's end."""
+        self._target, self._sessions = target, sessions
+        self._longest_think, self._seed, self._on_end = longest_think, seed, on_end
+        self._replays: list[SessionRecord] = []
+        self._started = 0.0
+        self.interrupted = False
+        """Whether the run was cancelled (Ctrl-C)."""
+
+    async def run(self, users: int, duration: float | None = None) -> tuple[list[SessionRecord], float]:
+        """Runs every session once, or sessions again and again for `duration` seconds.
+
+        Returns the replays, and the share of a core that the client used. Requests that run at the end of the duration, or when this is
+        cancelled, are cut off and have no record.
+        """
+        allow_sockets()
+        order = random.Random(self._seed).sample(range(len(self._sessions)), len(self._sessions))
+        waiting = iter(order) if duration is None else itertools.cycle(order)
+        cpu, self._started = time.process_time(), time.perf_counter()
+        try:
+            async with asyncio.timeout(duration), asyncio.TaskGroup() as group:
+                for _ in range(users):
+                    group.create_task(self._user(waiting))
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            self.interrupted = True
+        for replay in self._replays:
+            replay.records = [record for record in replay.records if record.end]
+            replay.ended = replay.ended or self._now()
+        return self._replays, (time.process_time() - cpu) / max(self._now(), 1e-9)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._started
+
+    async def _user(self, waiting: Iterator[int]) -> None:
+        """Runs sessions until none waits."""
+        for number in waiting:
+            record = SessionRecord(number, self._now())
+            replay = _Replay(self._sessions[number], f"bench-{self._seed}-{len(self._replays)}", self._target, record)
+            self._replays.append(record)
+            await replay.thread(0, self)
+            record.ended = self._now()
+
+    async def send(self, http: Http, request: bytes, record: Record) -> None:
+        """Sends a request that is due now."""
+        record.due = record.admitted = self._now()
+        await send_request(http, self._target, request, record, self._started)
+        if self._on_end is not None:
+            self._on_end(record.ok)
+
+    async def think(self, turn: SessionTurn) -> None:
+        """Waits as long as the recorded user or tool took."""
+        await asyncio.sleep(min(turn.think, self._longest_think))
+
+
+class _Replay:
+    """One replay of a session, in which equal blocks are equal words."""
+
+    def __init__(self, session: RecordedSession, name: str, target: Target, record: SessionRecord) -> None:
+        self._session, self._name, self._target = session, name, target
+        self.record = record
+
+    async def thread(self, number: int, load: SessionLoad) -> bool:
+        """Sends a thread's requests, each after the answer before it and after its subagents.
+
+        Returns False if one failed, which ends the session.
+        """
+        http = self._target.http()
+        try:
+            for index, turn in enumerate(self._session.threads[number]):
+                if turn.subagents and not all(await asyncio.gather(*(self.thread(one, load) for one in turn.subagents))):
+                    return False
+                await load.think(turn)
+                record = Record(0.0, requested_tokens=turn.output_tokens, prompt_tokens=turn.prompt_tokens)
+                self.record.records.append(record)
+                job = Job(turn.prompt_tokens, turn.output_tokens, tuple(self._pieces(turn, f"{number} {index}")))
+                await load.send(http, self._target.request(http, job, self._headers(number)), record)
+                if not record.ok:
+                    return False
+            self.record.complete = number == 0 or self.record.complete
+            return True
+        finally:
+            http.close()
+
+    def _headers(self, number: int) -> dict[str, str]:
+        """Names the session; a subagent is a session of its own."""
+        return {"x-session-id": f"{self._name}/{number}", "x-parent-session-id": self._name} if number else {"x-session-id": self._name}
+
+    def _pieces(self, turn: SessionTurn, own: str) -> Iterator[Piece]:
+        """Yields a prompt's blocks, and a piece of its own for the rest."""
+        session, chain, block = self._session, [], turn.leaf
+        while block:
+            chain.append(block)
+            block = session.parents[block]
+        for block in reversed(chain):
+            # The first blocks, the tools', are equal in all sessions of a group.
+            owner = f"group {session.group}" if block <= session.shared else self._name
+            yield f"{owner} block {block}", session.block
+        if (rest := turn.prompt_tokens - len(chain) * session.block) > 0:
+            yield f"{self._name} rest {own}", rest
+
+
+def session_figures(replays: Sequence[SessionRecord], duration: float) -> dict[str, float | int | None]:
+    """Returns the figures of all replays: sessions an hour, seconds of complete ones, the longest wait, and the cached share."""
+    complete = sorted(replay.ended - replay.began for replay in replays if replay.complete)
+    done = [record for replay in replays for record in replay.records if record.ok]
+    tokens = sum(record.prompt_tokens for record in done)
+    return {
+        "sessions": len(replays),
+        "complete_sessions": len(complete),
+        "sessions_per_hour": 3600 * len(complete) / duration if duration else 0.0,
+        "session_seconds_p50": complete[len(complete) // 2] if complete else None,
+        "longest_wait_s": max((record.ttft for record in done), default=None),
+        "cached_share": sum(record.cached_tokens or 0 for record in done) / tokens if tokens else None,
+    }

@@ -1,0 +1,102 @@
+"""`chairlift bench serve --sessions`: users run recorded sessions of agents in a closed loop."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from chairlift.bench.figures import Figures, Goodput
+from chairlift.bench.measure import measure_sessions
+from chairlift.bench.session_load import SessionRecord, session_figures
+from chairlift.bench.sessions import read_sessions
+from chairlift.bench.text_report import WIDTH, block
+from chairlift.cli import bench_load, flags, values
+
+USERS = 8
+"""Default of the number of users."""
+THINK_TIME = 60.0
+"""Default of the longest time between an answer and the next request, in seconds."""
+
+_LABELS = {
+    "sessions": "Sessions begun:",
+    "complete_sessions": "Sessions completed:",
+    "sessions_per_hour": "Sessions an hour:",
+    "session_seconds_p50": "Median session (s):",
+    "longest_wait_s": "Longest wait of a turn (s):",
+    "cached_share": "Prompt tokens found in cache (%):",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of recorded sessions."""
+    group = parser.add_argument_group("sessions of agents")
+    group.add_argument("--sessions", metavar="FILE", help="recorded sessions (docs/capacity.md), which users run in a closed loop")
+    group.add_argument(
+        "--users", type=values.whole(1, 10**5), metavar="N", help=f"users of --sessions, one session each at a time (default: {USERS})"
+    )
+    think = f"longest time between an answer and the next request of --sessions, in seconds (default: {THINK_TIME:g})"
+    group.add_argument("--max-think-time", type=values.number(0.0, 1e9), metavar="S", help=think)
+    group.add_argument(
+        "--duration",
+        type=values.number(1.0, 1e9),
+        metavar="S",
+        help="seconds to run --sessions again and again (default: until each was run once)",
+    )
+
+
+def reject(args: argparse.Namespace) -> None:
+    """Raises InvalidSetting for flags of sessions without --sessions."""
+    flags.reject("it is for --sessions", users=args.users, max_think_time=args.max_think_time, duration=args.duration)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the sessions and prints the report. Returns 1 if no request succeeded, 130 after an interrupt."""
+    reason = "sessions have requests and times of their own"
+    flags.reject(reason, dataset_path=args.dataset_path, dataset_name=args.dataset_name, num_prompts=args.num_prompts)
+    flags.reject(reason, request_rate=args.request_rate, max_concurrency=args.max_concurrency, ramp_up_strategy=args.ramp_up_strategy)
+    flags.reject("one process runs the sessions", processes=None if args.processes == 1 else args.processes)
+    bench_load.check(args)
+    target, longest = bench_load.connect(args)
+    sessions = read_sessions(args.sessions, longest)
+    users = args.users or USERS
+    think = THINK_TIME if args.max_think_time is None else args.max_think_time
+    count = f"{len(sessions)} session{'s' * (len(sessions) > 1)}"
+    print(f"{count} for {users} users to {target.model} at {target.url}{target.endpoint}: gaps of at most {think:g} s")
+    progress = "requests" if not args.disable_tqdm and sys.stderr.isatty() else None
+    load = {"longest_think": think, "duration": args.duration, "seed": args.seed, "warmups": args.num_warmups}
+    result, replays = measure_sessions(target, sessions, users, **load, progress=progress)
+    figures = Figures(result.records, Goodput.parse(args.goodput) if args.goodput else None)
+    names = args.percentile_metrics.split(",")
+    print(block(figures, rate=None, max_concurrency=None, names=names, percentiles=args.metric_percentiles))
+    print(_block(replays, figures.duration))
+    bench_load.print_notes(result.notes)
+    if args.save_result or args.save_detailed:
+        document = {
+            "users": users,
+            "max_think_time": think,
+            **session_figures(replays, figures.duration),
+            **figures.to_json(args.metric_percentiles),
+            "replays": [replay.to_json() for replay in replays],
+            "notes": result.notes,
+        }
+        bench_load.save(args, target, f"sessions-{users}users", document, result.records)
+    if args.report:
+        from chairlift.bench.report.serving import page
+
+        arrivals = f"{users} users in a closed loop, gaps of at most {think:g} s"
+        result.settings = bench_load.settings(args, target, arrivals, result.cpu_share) | {"requests": f"sessions of {args.sessions}"}
+        page({target.model: result}, figures.goodput).write(args.report)
+        print(f"Report: {args.report}")
+    return bench_load.exit_status([figures], result.interrupted)
+
+
+def _block(replays: list[SessionRecord], duration: float) -> str:
+    """The report of the sessions."""
+    lines = ["Sessions".center(WIDTH, "-")]
+    for name, value in session_figures(replays, duration).items():
+        if isinstance(value, float):
+            shown = f"{value * 100:.1f}" if name == "cached_share" else f"{value:.2f}"
+        else:
+            shown = "-" if value is None else str(value)
+        lines.append(f"{_LABELS[name]:<40} {shown}")
+    return "\n".join([*lines, "=" * WIDTH])
