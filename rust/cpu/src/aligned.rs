@@ -16,11 +16,17 @@ struct Line([u8; 64]);
 const HUGE_PAGE: usize = 2 << 20;
 
 /// A zero-initialised vector of fixed length whose memory starts at a cache line boundary.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct AlignedVec<T> {
     memory: Box<[Line]>,
     len: usize,
     kind: PhantomData<T>,
+}
+
+impl<T> Default for AlignedVec<T> {
+    fn default() -> Self {
+        Self { memory: Box::default(), len: 0, kind: PhantomData }
+    }
 }
 
 impl<T: Pod> AlignedVec<T> {

@@ -9,6 +9,7 @@ mod pieces;
 #[cfg(test)]
 mod tests;
 
+use std::mem::discriminant;
 use std::ops::Range;
 
 use crate::aligned::AlignedVec;
@@ -61,8 +62,10 @@ pub(crate) struct Rows {
     groups: Vec<RowGroup>,
     floats: FloatRows,
     pieces: PieceRows<3>,
+    two_pieces: PieceRows<2>,
     rounded: PieceRows<1>,
-    digits: DigitRows,
+    digits: DigitRows<3>,
+    two_digits: DigitRows<2>,
     quant: QuantRows,
 }
 
@@ -72,8 +75,10 @@ pub(crate) struct Packed<'a> {
     groups: &'a [RowGroup],
     floats: SharedFloats<'a>,
     pieces: SharedPieces<'a, 3>,
+    two_pieces: SharedPieces<'a, 2>,
     rounded: SharedPieces<'a, 1>,
-    digits: SharedDigits<'a>,
+    digits: SharedDigits<'a, 3>,
+    two_digits: SharedDigits<'a, 2>,
     quant: SharedRows<'a>,
     deltas: Option<Deltas<'a>>,
 }
@@ -95,8 +100,10 @@ impl Rows {
                 match part.store {
                     Store::Float(_) => self.floats.reserve(rows, *ins),
                     Store::Pieces(_) => self.pieces.reserve(rows, *ins),
+                    Store::TwoPieces(_) => self.two_pieces.reserve(rows, *ins),
                     Store::Rounded(_) => self.rounded.reserve(rows, *ins),
                     Store::Digits(_) => self.digits.reserve(isa, rows, together, *ins),
+                    Store::TwoDigits(_) => self.two_digits.reserve(isa, rows, together, *ins),
                     Store::Int8(_) => self.quant.reserve(isa, rows, *ins),
                 }
             }
@@ -105,17 +112,17 @@ impl Rows {
 
     /// Returns a view for a call with `rows` rows, of which about `together` are multiplied by one matrix.
     pub(crate) fn packed(&mut self, isa: Isa, rows: usize, together: usize) -> Packed<'_> {
-        let Self { groups, floats, pieces, rounded, digits, quant } = self;
-        groups.clear();
-        groups.extend(RowGroup::split(0, 0..rows));
-        let (pieces, rounded) = (pieces.shared(), rounded.shared());
+        self.groups.clear();
+        self.groups.extend(RowGroup::split(0, 0..rows));
         Packed {
-            groups,
-            floats: floats.shared(),
-            pieces,
-            rounded,
-            digits: digits.shared(isa, together),
-            quant: quant.shared(),
+            groups: &self.groups,
+            floats: self.floats.shared(),
+            pieces: self.pieces.shared(),
+            two_pieces: self.two_pieces.shared(),
+            rounded: self.rounded.shared(),
+            digits: self.digits.shared(isa, together),
+            two_digits: self.two_digits.shared(isa, together),
+            quant: self.quant.shared(),
             deltas: None,
         }
     }
@@ -145,50 +152,56 @@ impl<'a> Packed<'a> {
         scratch: &mut Scratch,
         mut fill: impl FnMut(usize, &mut [f32]),
     ) {
-        let ins = layer.matrix.ins;
+        let Matrix { parts, ins, .. } = &layer.matrix;
+        let ins = *ins;
         scratch.row.resize(ins, 0.0);
         let row = &mut scratch.row;
         scratch.tiles.clear();
         scratch.tiles.extend(self.groups.iter().flat_map(|group| group.tiles(layer.matrix.tile_rows()).each()));
-        let is = |kind: fn(&Store) -> bool| layer.matrix.parts.iter().any(|part| kind(&part.store));
-        let floats = is(|store| matches!(store, Store::Float(_)));
-        let pieces = is(|store| matches!(store, Store::Pieces(_)));
-        let rounded = is(|store| matches!(store, Store::Rounded(_)));
-        let digits = is(|store| matches!(store, Store::Digits(_)));
-        let int8 = is(|store| matches!(store, Store::Int8(_)));
+        // Parts of one kind read the same rows.
+        let is_first = |part: usize| parts[..part].iter().all(|other| discriminant(&other.store) != discriminant(&parts[part].store));
+        let stores = || (0..parts.len()).filter(|&part| is_first(part)).map(|part| &parts[part].store);
         worker.parallel_for(scratch.tiles.len(), |tile| {
             let tile = scratch.tiles[tile].clone();
             for m in tile.clone() {
                 fill(m, row);
-                // SAFETY: one index of the loop writes each tile.
-                unsafe {
-                    if floats {
-                        self.floats.pack(isa, tile.clone(), m, row);
-                    }
-                    if pieces {
-                        self.pieces.pack(isa, tile.clone(), m, row);
-                    }
-                    if rounded {
-                        self.rounded.pack(isa, tile.clone(), m, row);
-                    }
-                    if digits {
-                        self.digits.pack(isa, tile.clone(), m, row);
-                    }
-                    if int8 {
-                        self.quant.pack(isa, tile.clone(), m, row);
-                    }
+                for store in stores() {
+                    // SAFETY: one index of the loop writes each tile.
+                    unsafe { self.pack_row(isa, store, tile.clone(), m, row) };
                 }
             }
-            // SAFETY: as above.
-            unsafe {
-                if pieces {
-                    self.pieces.seal(isa, &tile, ins);
-                }
-                if rounded {
-                    self.rounded.seal(isa, &tile, ins);
+            for store in stores() {
+                // SAFETY: as above.
+                unsafe {
+                    match store {
+                        Store::Pieces(_) => self.pieces.seal(isa, &tile, ins),
+                        Store::TwoPieces(_) => self.two_pieces.seal(isa, &tile, ins),
+                        Store::Rounded(_) => self.rounded.seal(isa, &tile, ins),
+                        Store::Float(_) | Store::Digits(_) | Store::TwoDigits(_) | Store::Int8(_) => {}
+                    }
                 }
             }
         });
+    }
+
+    /// Packs a row of a tile for the arithmetic of `store`.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Gemm::pack`].
+    unsafe fn pack_row(self, isa: Isa, store: &Store, tile: Range<usize>, m: usize, row: &[f32]) {
+        // SAFETY: the caller guarantees it.
+        unsafe {
+            match store {
+                Store::Float(_) => self.floats.pack(isa, tile, m, row),
+                Store::Pieces(_) => self.pieces.pack(isa, tile, m, row),
+                Store::TwoPieces(_) => self.two_pieces.pack(isa, tile, m, row),
+                Store::Rounded(_) => self.rounded.pack(isa, tile, m, row),
+                Store::Digits(_) => self.digits.pack(isa, tile, m, row),
+                Store::TwoDigits(_) => self.two_digits.pack(isa, tile, m, row),
+                Store::Int8(_) => self.quant.pack(isa, tile, m, row),
+            }
+        }
     }
 
     /// Multiplies the packed rows by the layer's weights, adds its bias, and applies `epilogue` to the results. Row m goes to
@@ -260,8 +273,10 @@ impl<'a> Packed<'a> {
             match &part.store {
                 Store::Float(weights) => self.floats.multiply(isa, weights, panels, tiles, sums, scratch),
                 Store::Pieces(weights) => self.pieces.multiply(isa, weights, panels, tiles, sums, scratch),
+                Store::TwoPieces(weights) => self.two_pieces.multiply(isa, weights, panels, tiles, sums, scratch),
                 Store::Rounded(weights) => self.rounded.multiply(isa, weights, panels, tiles, sums, scratch),
                 Store::Digits(weights) => self.digits.multiply(isa, weights, panels, tiles, sums, scratch),
+                Store::TwoDigits(weights) => self.two_digits.multiply(isa, weights, panels, tiles, sums, scratch),
                 Store::Int8(weights) => self.quant.multiply(isa, weights, panels, tiles, sums, scratch),
             }
         }

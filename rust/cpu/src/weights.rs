@@ -12,7 +12,7 @@ use crate::quant::QuantWeights;
 use crate::simd::{Isa, Simd, TILE};
 use crate::tensor::{Numbers, ReadError, RowReader, Source, Stack, Tensor};
 
-/// Storage format of a matrix's weights, and the arithmetic of their products: fp32, but for `Rounded` and `Int8`.
+/// Storage format of a matrix's weights, and the arithmetic of their products: fp32, but for `Int16`, `Rounded` and `Int8`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DType {
     /// fp32.
@@ -23,6 +23,9 @@ pub enum DType {
     Bf16,
     /// The checkpoint's format, for each tensor of a matrix separately: fp32, 16 bits, or ggml's blocks.
     Kept,
+    /// The checkpoint's format, as `Kept`. Where products are those of bytes or of matrix tiles, activations are rounded to 16 bits: with
+    /// blocks to integers times a power of two for each 32 of them, otherwise to two bfloat16 numbers.
+    Int16,
     /// The checkpoint's blocks, or bfloat16. Weights and activations are rounded to bfloat16 and multiplied by matrix tiles. Only for
     /// instruction sets that have them ([`Isa::has_tiles`]).
     Rounded,
@@ -302,10 +305,14 @@ pub(crate) enum Store {
     Float(FloatPanels),
     /// Products of fp32 rows in three pieces, by matrix tiles.
     Pieces(TilePanels),
+    /// As `Pieces`, with rows in two pieces.
+    TwoPieces(TilePanels),
     /// Products of rows rounded to bfloat16, by matrix tiles.
     Rounded(TilePanels),
-    /// The codes of blocks by the digits of fp32 rows: products of bytes, or of matrix tiles for many rows.
+    /// The codes of blocks by the three digits of fp32 rows: products of bytes, or of matrix tiles for many rows.
     Digits(BlockPanels),
+    /// As `Digits`, with rows in two digits.
+    TwoDigits(BlockPanels),
     /// Products of integers.
     Int8(QuantWeights),
 }
@@ -340,10 +347,11 @@ impl Part {
             (DType::Int8, _) => {
                 return Ok(Self { store: Store::Int8(QuantWeights::pack(pool, isa, stack)?), rows });
             }
-            (DType::F32, _) | (DType::Kept, Numbers::F32) => FloatPanels::F32(Panels::pack(pool, width, stack)?),
-            (DType::Bf16, _) | (DType::Kept, Numbers::Bf16) if isa.has_tiles() && ins.is_multiple_of(BLOCK) => {
+            (DType::F32, _) | (DType::Kept | DType::Int16, Numbers::F32) => FloatPanels::F32(Panels::pack(pool, width, stack)?),
+            (DType::Bf16, _) | (DType::Kept | DType::Int16, Numbers::Bf16) if isa.has_tiles() && ins.is_multiple_of(BLOCK) => {
                 let panels = TilePanels::Numbers(PairPanels::pack(pool, width, stack)?);
-                return Ok(Self { store: Store::Pieces(panels), rows });
+                let store = if dtype == DType::Int16 { Store::TwoPieces(panels) } else { Store::Pieces(panels) };
+                return Ok(Self { store, rows });
             }
             (DType::Rounded, numbers) if isa.has_tiles() && ins.is_multiple_of(BLOCK) => {
                 let panels = match numbers.blocks() {
@@ -352,8 +360,10 @@ impl Part {
                 };
                 return Ok(Self { store: Store::Rounded(panels), rows });
             }
-            (DType::Bf16 | DType::Rounded, _) | (DType::Kept, Numbers::Bf16) => FloatPanels::Bf16(Panels::pack(pool, width, stack)?),
-            (DType::Kept, Numbers::F16) => FloatPanels::F16(Panels::pack(pool, width, stack)?),
+            (DType::Bf16 | DType::Rounded, _) | (DType::Kept | DType::Int16, Numbers::Bf16) => {
+                FloatPanels::Bf16(Panels::pack(pool, width, stack)?)
+            }
+            (DType::Kept | DType::Int16, Numbers::F16) => FloatPanels::F16(Panels::pack(pool, width, stack)?),
             (DType::F16, _) => {
                 let panels = Panels::<F16>::pack(pool, width, stack)?;
                 if panels.numbers.iter().any(|x| x.to_f32().is_infinite()) {
@@ -364,12 +374,13 @@ impl Part {
                 }
                 FloatPanels::F16(panels)
             }
-            (DType::Kept, Numbers::Ggml(number)) => {
+            (DType::Kept | DType::Int16, Numbers::Ggml(number)) => {
                 let kind = stack.numbers().blocks().ok_or(PackError::Blocks(number))?;
                 let order = if isa.has_digits() { WordOrder::Bytes } else { WordOrder::Bits };
                 let panels = BlockPanels::pack(pool, isa, stack, kind, CodeOrder::Words(order))?;
                 if isa.has_digits() {
-                    return Ok(Self { store: Store::Digits(panels), rows });
+                    let store = if dtype == DType::Int16 { Store::TwoDigits(panels) } else { Store::Digits(panels) };
+                    return Ok(Self { store, rows });
                 }
                 FloatPanels::Blocks(panels)
             }
@@ -385,8 +396,8 @@ impl Part {
     fn read_row(&self, row: usize, to: &mut [f32]) {
         match &self.store {
             Store::Float(panels) => panels.read_column(row, to),
-            Store::Pieces(panels) | Store::Rounded(panels) => panels.read_column(row, to),
-            Store::Digits(panels) => panels.read_column(row, to),
+            Store::Pieces(panels) | Store::TwoPieces(panels) | Store::Rounded(panels) => panels.read_column(row, to),
+            Store::Digits(panels) | Store::TwoDigits(panels) => panels.read_column(row, to),
             Store::Int8(panels) => panels.read_row(row, to),
         }
     }
@@ -451,11 +462,8 @@ impl Matrix {
 
     /// Maximum rows of a tile of activations for this matrix.
     pub(crate) fn tile_rows(&self) -> usize {
-        if self.parts.iter().all(|part| matches!(part.store, Store::Pieces(_) | Store::Rounded(_) | Store::Digits(_))) {
-            TILE
-        } else {
-            self.isa.rows()
-        }
+        let in_vectors = |part: &Part| matches!(part.store, Store::Float(_) | Store::Int8(_));
+        if self.parts.iter().any(in_vectors) { self.isa.rows() } else { TILE }
     }
 
     /// Whether this is one matrix of this shape, packed for `isa`.

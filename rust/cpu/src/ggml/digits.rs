@@ -1,35 +1,35 @@
 //! Products of codes and the digits of fp32 rows, in bytes.
 //!
-//! 32 numbers of a row are integers of 24 bits times a power of two. Such an integer has three signed digits of 8 bits, and the sums of
-//! codes times digits are exact integers. They are added in fp32, the lowest digit's first, and the fp32 sums over blocks are added in
-//! ascending order. So a row's results do not depend on the other rows.
+//! 32 numbers of a row are integers of 24 or 16 bits times a power of two. Such an integer has three or two signed digits of 8 bits, and the
+//! sums of codes times digits are exact integers. They are added in fp32, the lowest digit's first, and the fp32 sums over blocks are added
+//! in ascending order. So a row's results do not depend on the other rows.
 //!
 //! Matrix tiles compute the same results to the bit. bfloat16 holds each digit times its power of two, and each code. The tiles add the
-//! products of a digit exactly, and those of the three digits in the same order.
+//! products of a digit exactly, and those of the digits in the same order.
 
 use super::BlockPanels;
 use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, THREE, TWO, Units, V, WIDTH, plane, scales_of};
 use super::panels::BYTE_ORDER;
 use crate::block_type::BLOCK;
 use crate::pod::Pod;
-use crate::simd::{DIGITS, Int8, Isa, Kernel, prefetch_twice};
+use crate::simd::{Int8, Isa, Kernel, prefetch_twice};
 
 /// Added to an integer, it makes each byte the digit plus 128.
 const OFFSET: i32 = 0x80_8080;
-/// What must be added to the bits of a number above 0x7f7f7f times a power of two, and to no smaller one's, to reach the next exponent.
-const CARRY: u32 = 0x01_0101;
+/// The largest integer of three digits. That of two digits has its upper bits.
+const LARGEST: u32 = 0x7f_7f7f;
 /// Smallest exponent of a block, as stored in fp32. Blocks of smaller numbers keep fewer of their bits, so that scales of weights times those
 /// of rows are not denormal.
 const LEAST_EXPONENT: u32 = 49;
 /// The bits of 2^112. The sums of codes times larger numbers could be infinite.
 const MOST: u32 = (127 + 112) << 23;
 
-/// 32 numbers of a row.
-#[derive(Clone, Copy, Debug, Default)]
+/// 32 numbers of a row, in `N` digits each: 3 or 2.
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub(crate) struct Digits {
+pub(crate) struct Digits<const N: usize> {
     /// The lowest digits first, in the order of the codes' bytes.
-    bytes: [[i8; BLOCK]; DIGITS],
+    bytes: [[i8; BLOCK]; N],
     /// A power of two. NaN if a number is not finite, or too large, so that all results of the block are NaN.
     scale: f32,
     /// The sum of the numbers.
@@ -38,26 +38,26 @@ pub(crate) struct Digits {
     halves: [f32; 2],
 }
 
-// SAFETY: the fields have 1 and 4 bytes, 112 bytes in total without padding, and every bit pattern is valid.
-unsafe impl Pod for Digits {}
+// SAFETY: the fields have 1 and 4 bytes, 16 more than the digits in total without padding, and every bit pattern is valid.
+unsafe impl<const N: usize> Pod for Digits<N> {}
 
-impl Digits {
-    /// Splits numbers. An error is at most 2^-23 of the largest number.
+impl<const N: usize> Digits<N> {
+    /// Splits numbers. An error is at most 2^-23 of the largest number with three digits, and 2^-15 with two.
     ///
     /// All loops are plain: closures would lack the kernel's target features, and would not become vector instructions.
     #[inline(always)]
     pub(crate) fn new<S: Int8>(s: S, numbers: &[f32; BLOCK]) -> Self {
-        let Some((scale, inverse)) = scale_of(numbers) else {
-            return Self { bytes: [[0; BLOCK]; DIGITS], scale: f32::NAN, sum: f32::NAN, halves: [f32::NAN; 2] };
+        let Some((scale, inverse)) = scale_of::<N>(numbers) else {
+            return Self { bytes: [[0; BLOCK]; N], scale: f32::NAN, sum: f32::NAN, halves: [f32::NAN; 2] };
         };
         let integers = integers(s, numbers, inverse);
         // The order keeps the first 16 numbers before the others.
-        let mut bytes = [[0; BLOCK]; DIGITS];
+        let mut bytes = [[0; BLOCK]; N];
         for at in 0..BLOCK {
             let digits = digits(integers[BYTE_ORDER[at]]);
-            bytes[0][at] = digits as i8;
-            bytes[1][at] = (digits >> 8) as i8;
-            bytes[2][at] = (digits >> 16) as i8;
+            for digit in 0..N {
+                bytes[digit][at] = (digits >> (8 * digit)) as i8;
+            }
         }
         let (sum, halves) = sums(&integers, scale);
         Self { bytes, scale, sum, halves }
@@ -65,22 +65,22 @@ impl Digits {
 }
 
 /// The digits of 32 numbers for matrix tiles.
-pub(crate) struct TileDigits {
+pub(crate) struct TileDigits<const N: usize> {
     /// Pairs of digits times their powers of two in bfloat16, those of numbers p and p + 8 in each half. The lowest digits come first.
-    pub(crate) pairs: [[u32; BLOCK / 2]; DIGITS],
+    pub(crate) pairs: [[u32; BLOCK / 2]; N],
     /// As for [`Digits`].
     pub(crate) sum: f32,
     pub(crate) halves: [f32; 2],
 }
 
-impl TileDigits {
+impl<const N: usize> TileDigits<N> {
     /// Splits numbers as [`Digits::new`] does.
     #[inline(always)]
     #[allow(clippy::needless_range_loop)]
     pub(crate) fn new<S: Int8>(s: S, numbers: &[f32; BLOCK]) -> Self {
-        let Some((scale, inverse)) = scale_of(numbers) else {
+        let Some((scale, inverse)) = scale_of::<N>(numbers) else {
             let nan = f32::NAN.to_bits();
-            return Self { pairs: [[nan >> 16 | nan; BLOCK / 2]; DIGITS], sum: f32::NAN, halves: [f32::NAN; 2] };
+            return Self { pairs: [[nan >> 16 | nan; BLOCK / 2]; N], sum: f32::NAN, halves: [f32::NAN; 2] };
         };
         let integers = integers(s, numbers, inverse);
         let (mut low, mut high) = ([0; BLOCK / 2], [0; BLOCK / 2]);
@@ -88,8 +88,8 @@ impl TileDigits {
             let first = at / 8 * 16 + at % 8;
             (low[at], high[at]) = (digits(integers[first]), digits(integers[first + 8]));
         }
-        let (mut pairs, mut power) = ([[0; BLOCK / 2]; DIGITS], scale);
-        for digit in 0..DIGITS {
+        let (mut pairs, mut power) = ([[0; BLOCK / 2]; N], scale);
+        for digit in 0..N {
             for at in 0..BLOCK / 2 {
                 let (low, high) = (f32::from((low[at] >> (8 * digit)) as i8), f32::from((high[at] >> (8 * digit)) as i8));
                 pairs[digit][at] = (low * power).to_bits() >> 16 | (high * power).to_bits();
@@ -101,9 +101,15 @@ impl TileDigits {
     }
 }
 
-/// The power of two that makes integers of 32 numbers, and its inverse. None if a number is too large, infinite or NaN.
+/// The power of two that makes integers of `N` digits of 32 numbers, and its inverse. None if a number is too large, infinite or NaN.
 #[inline(always)]
-fn scale_of(numbers: &[f32; BLOCK]) -> Option<(f32, f32)> {
+fn scale_of<const N: usize>(numbers: &[f32; BLOCK]) -> Option<(f32, f32)> {
+    const { assert!(N == 2 || N == 3) };
+    // Integers have up to `bits` bits, and a mantissa has 24.
+    let bits = 8 * N as u32 - 1;
+    let fewer = 24 - bits;
+    // Added to the bits of a number that rounds to an integer above the largest one, and to no smaller one's, it reaches the next exponent.
+    let carry = (1 << 24) - (LARGEST >> (23 - bits) << fewer) - (1 << (fewer - 1));
     // Magnitudes have the same order as their bits, and NaN is the largest.
     let mut largest = 0;
     for x in numbers {
@@ -112,8 +118,8 @@ fn scale_of(numbers: &[f32; BLOCK]) -> Option<(f32, f32)> {
     if largest >= MOST {
         return None;
     }
-    let exponent = ((largest + CARRY) >> 23).max(LEAST_EXPONENT);
-    Some((f32::from_bits((exponent - 22) << 23), f32::from_bits((276 - exponent) << 23)))
+    let exponent = ((largest + carry) >> 23).max(LEAST_EXPONENT);
+    Some((f32::from_bits((exponent + 1 - bits) << 23), f32::from_bits((253 + bits - exponent) << 23)))
 }
 
 /// Rounds numbers times `inverse` to integers, in registers: plain code would check each conversion for overflow.
@@ -149,21 +155,21 @@ fn digits(integer: i32) -> i32 {
 }
 
 /// Multiplies rows \[blocks\]\[rows\] by a panel. Writes the result to `sums` \[rows\]\[columns\].
-pub(crate) fn multiply_digits(isa: Isa, panels: &BlockPanels, panel: usize, rows: &[Digits], sums: &mut [f32]) {
+pub(crate) fn multiply_digits<const N: usize>(isa: Isa, panels: &BlockPanels, panel: usize, rows: &[Digits<N>], sums: &mut [f32]) {
     let height = sums.len() / panels.width;
     assert!(isa.has_digits() && panels.width == isa.panel());
     assert!(sums.len() == height * panels.width && rows.len() == height * panels.ins / BLOCK);
     isa.run(Multiply { from: Units::new(panels, panel), rows, height, sums });
 }
 
-struct Multiply<'a> {
+struct Multiply<'a, const N: usize> {
     from: Units<'a>,
-    rows: &'a [Digits],
+    rows: &'a [Digits<N>],
     height: usize,
     sums: &'a mut [f32],
 }
 
-impl Kernel for Multiply<'_> {
+impl<const N: usize> Kernel for Multiply<'_, N> {
     type Output = ();
 
     #[inline(always)]
@@ -185,7 +191,7 @@ impl Kernel for Multiply<'_> {
     }
 }
 
-impl Multiply<'_> {
+impl<const N: usize> Multiply<'_, N> {
     #[inline(always)]
     fn multiply<S: Int8, const D: u8>(self, s: S) {
         let Self { from, rows, height, sums } = self;
@@ -301,9 +307,9 @@ pub(super) unsafe fn codes<S: Int8, const D: u8>(s: S, p: *const u8, table: &[u8
 /// Adds the products of 32 weights in each column to each row's sums.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)]
-unsafe fn add<S: Int8>(s: S, codes: [[S::I; V]; 8], scales: [(S::F, S::F); V], rows: &[Digits], to: *mut f32) {
+unsafe fn add<S: Int8, const N: usize>(s: S, codes: [[S::I; V]; 8], scales: [(S::F, S::F); V], rows: &[Digits<N>], to: *mut f32) {
     for (r, row) in rows.iter().enumerate() {
-        let products = products::<S, 8>(s, codes, row, 0);
+        let products = products::<S, 8, N>(s, codes, row, 0);
         for v in 0..V {
             let (factor, shift) = scales[v];
             // SAFETY: the caller guarantees that there are sums of each row.
@@ -319,10 +325,16 @@ unsafe fn add<S: Int8>(s: S, codes: [[S::I; V]; 8], scales: [(S::F, S::F); V], r
 /// Like [`add`], for weights with a scale for each 16.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)]
-unsafe fn add_halves<S: Int8>(s: S, codes: [[S::I; V]; 8], scales: [[(S::F, S::F); V]; 2], rows: &[Digits], to: *mut f32) {
+unsafe fn add_halves<S: Int8, const N: usize>(
+    s: S,
+    codes: [[S::I; V]; 8],
+    scales: [[(S::F, S::F); V]; 2],
+    rows: &[Digits<N>],
+    to: *mut f32,
+) {
     let [a, b, c, d, e, f, g, h] = codes;
     for (r, row) in rows.iter().enumerate() {
-        let products = [products::<S, 4>(s, [a, b, c, d], row, 0), products::<S, 4>(s, [e, f, g, h], row, BLOCK / 2)];
+        let products = [products::<S, 4, N>(s, [a, b, c, d], row, 0), products::<S, 4, N>(s, [e, f, g, h], row, BLOCK / 2)];
         for v in 0..V {
             // SAFETY: the caller guarantees that there are sums of each row.
             unsafe {
@@ -342,15 +354,18 @@ unsafe fn add_halves<S: Int8>(s: S, codes: [[S::I; V]; 8], scales: [[(S::F, S::F
 /// The sums of codes times a row's integers, of which the first is that at `start`, in each column.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)]
-fn products<S: Int8, const G: usize>(s: S, codes: [[S::I; V]; G], row: &Digits, start: usize) -> [S::F; V] {
+fn products<S: Int8, const G: usize, const N: usize>(s: S, codes: [[S::I; V]; G], row: &Digits<N>, start: usize) -> [S::F; V] {
     let none = [s.splat_i32(0); V];
-    let low = dot(s, none, codes, &row.bytes[0], start);
-    let middle = dot(s, none, codes, &row.bytes[1], start);
-    let high = dot(s, none, codes, &row.bytes[2], start);
+    let mut sums = [none; N];
+    for digit in 0..N {
+        sums[digit] = dot(s, none, codes, &row.bytes[digit], start);
+    }
     let mut products = [s.splat(0.0); V];
     for v in 0..V {
-        let lower = s.fma(s.to_f32(middle[v]), s.splat(256.0), s.to_f32(low[v]));
-        products[v] = s.fma(s.to_f32(high[v]), s.splat(65536.0), lower);
+        products[v] = s.to_f32(sums[0][v]);
+        for digit in 1..N {
+            products[v] = s.fma(s.to_f32(sums[digit][v]), s.splat((1 << (8 * digit)) as f32), products[v]);
+        }
     }
     products
 }

@@ -6,7 +6,7 @@ use crate::aligned::AlignedVec;
 use crate::block_type::BLOCK;
 use crate::gemm::{Gemm, Scratch, Tiles, slices};
 use crate::ggml::{BlockPanels, Digits, TileDigits, expand_codes, multiply_digits};
-use crate::simd::{DIGITS, Int8, Isa, Kernel, ScaledProducts};
+use crate::simd::{Int8, Isa, Kernel, ScaledProducts};
 use crate::unsafe_slice::UnsafeSlice;
 
 /// Rows from which matrix tiles are faster than products of bytes.
@@ -19,11 +19,11 @@ const DEPTH: usize = 256;
 /// Pairs of a block.
 const PAIRS: usize = BLOCK / 2;
 
-/// Rows in digits.
+/// Rows in `N` digits: 3, or 2 for activations of 16 bits.
 #[derive(Debug, Default)]
-pub(crate) struct DigitRows {
+pub(crate) struct DigitRows<const N: usize> {
     /// \[blocks of 32 inputs\]\[rows of the tile\] for each tile.
-    digits: AlignedVec<Digits>,
+    digits: AlignedVec<Digits<N>>,
     /// For matrix tiles, instead of `digits`: \[blocks\]\[digits\]\[rows of the tile\]\[16 pairs\] for each tile.
     pairs: AlignedVec<u32>,
     /// The sum of each block, \[blocks\]\[rows of the tile\] for each tile, and those of its halves, \[blocks\]\[2\]\[rows\].
@@ -33,8 +33,8 @@ pub(crate) struct DigitRows {
 
 /// A view of the rows. The threads pack them in one phase and multiply them in a later one.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct SharedDigits<'a> {
-    digits: UnsafeSlice<'a, Digits>,
+pub(crate) struct SharedDigits<'a, const N: usize> {
+    digits: UnsafeSlice<'a, Digits<N>>,
     pairs: UnsafeSlice<'a, u32>,
     sums: UnsafeSlice<'a, f32>,
     halves: UnsafeSlice<'a, f32>,
@@ -42,12 +42,12 @@ pub(crate) struct SharedDigits<'a> {
     in_tiles: bool,
 }
 
-impl DigitRows {
+impl<const N: usize> DigitRows<N> {
     /// Allocates room for `rows` rows of `ins` numbers, of which about `together` are multiplied by one matrix.
     pub(crate) fn reserve(&mut self, isa: Isa, rows: usize, together: usize, ins: usize) {
         let blocks = rows * ins.div_ceil(BLOCK);
         if in_tiles(isa, together) {
-            self.pairs.reserve(blocks * DIGITS * PAIRS);
+            self.pairs.reserve(blocks * N * PAIRS);
             self.sums.reserve(blocks);
             self.halves.reserve(2 * blocks);
         } else {
@@ -56,7 +56,7 @@ impl DigitRows {
     }
 
     /// Returns a view for the thread pool, for a call in which about `together` rows are multiplied by one matrix.
-    pub(crate) fn shared(&mut self, isa: Isa, together: usize) -> SharedDigits<'_> {
+    pub(crate) fn shared(&mut self, isa: Isa, together: usize) -> SharedDigits<'_, N> {
         let Self { digits, pairs, sums, halves } = self;
         let in_tiles = in_tiles(isa, together);
         SharedDigits { digits: digits.shared(), pairs: pairs.shared(), sums: sums.shared(), halves: halves.shared(), in_tiles }
@@ -67,7 +67,7 @@ fn in_tiles(isa: Isa, together: usize) -> bool {
     isa.has_tiles() && together >= LEAST_ROWS
 }
 
-impl SharedDigits<'_> {
+impl<const N: usize> SharedDigits<'_, N> {
     /// Multiplies tiles by panels of weights whose codes are expanded, with matrix tiles.
     ///
     /// # Safety
@@ -104,19 +104,20 @@ impl SharedDigits<'_> {
                     let groups = |blocks: usize| blocks * BLOCK / group;
                     // SAFETY: the caller guarantees it.
                     let (rows_of_tiles, shifted) = unsafe {
-                        let size = DIGITS * PAIRS;
+                        let size = N * PAIRS;
                         (self.pairs.read(first * size, blocks * size), row_sums.read(groups(first), groups(blocks)))
                     };
                     let sums = &mut sums[(part.start - rows.start) * width..(part.end - rows.start) * width];
                     let (weights, ahead) = (&*pairs, ahead.clone());
-                    ScaledProducts { height, stride, group, rows: rows_of_tiles, weights, scales, shifted, sums, ahead }.run(isa);
+                    ScaledProducts { height, digits: N, stride, group, rows: rows_of_tiles, weights, scales, shifted, sums, ahead }
+                        .run(isa);
                 }
             }
         }
     }
 }
 
-impl Gemm for SharedDigits<'_> {
+impl<const N: usize> Gemm for SharedDigits<'_, N> {
     type Weights = BlockPanels;
 
     unsafe fn pack(self, isa: Isa, tile: Range<usize>, row: usize, numbers: &[f32]) {
@@ -126,10 +127,10 @@ impl Gemm for SharedDigits<'_> {
         // SAFETY: the caller guarantees it.
         unsafe {
             if self.in_tiles {
-                let size = DIGITS * PAIRS;
+                let size = N * PAIRS;
                 let pairs = self.pairs.write(start * size, height * blocks * size);
                 let (sums, halves) = (self.sums.write(start, height * blocks), self.halves.write(2 * start, 2 * height * blocks));
-                isa.run(PackTiles { numbers, pairs, sums, halves, row, height });
+                isa.run(PackTiles::<N> { numbers, pairs, sums, halves, row, height });
             } else {
                 isa.run(Pack { numbers, to: self.digits.write(start, height * blocks), row, height });
             }
@@ -162,14 +163,14 @@ impl Gemm for SharedDigits<'_> {
 }
 
 /// Packs one of a tile's rows.
-struct Pack<'a> {
+struct Pack<'a, const N: usize> {
     numbers: &'a [f32],
-    to: &'a mut [Digits],
+    to: &'a mut [Digits<N>],
     row: usize,
     height: usize,
 }
 
-impl Kernel for Pack<'_> {
+impl<const N: usize> Kernel for Pack<'_, N> {
     type Output = ();
 
     #[inline(always)]
@@ -182,7 +183,7 @@ impl Kernel for Pack<'_> {
 }
 
 /// Packs one of a tile's rows for matrix tiles.
-struct PackTiles<'a> {
+struct PackTiles<'a, const N: usize> {
     numbers: &'a [f32],
     pairs: &'a mut [u32],
     sums: &'a mut [f32],
@@ -191,20 +192,20 @@ struct PackTiles<'a> {
     height: usize,
 }
 
-impl Kernel for PackTiles<'_> {
+impl<const N: usize> Kernel for PackTiles<'_, N> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Int8>(self, s: S) {
         let Self { numbers, pairs, sums, halves, row, height } = self;
         for (b, numbers) in numbers.as_chunks::<BLOCK>().0.iter().enumerate() {
-            let digits = TileDigits::new(s, numbers);
+            let digits = TileDigits::<N>::new(s, numbers);
             sums[b * height + row] = digits.sum;
             for half in 0..2 {
                 halves[(2 * b + half) * height + row] = digits.halves[half];
             }
             for (digit, from) in digits.pairs.iter().enumerate() {
-                let start = ((b * DIGITS + digit) * height + row) * PAIRS;
+                let start = ((b * N + digit) * height + row) * PAIRS;
                 pairs[start..start + PAIRS].copy_from_slice(from);
             }
         }

@@ -1,8 +1,8 @@
 //! Rows in bfloat16 pieces for matrix tiles, and their products with weights in bfloat16.
 //!
 //! An fp32 number is the sum of three bfloat16 numbers, its pieces. Their products with weights in bfloat16 are exact, and the sums of the
-//! smaller pieces lose little, so the results are closer to the exact ones than those of fp32 vectors. A single piece is the number rounded
-//! to bfloat16.
+//! smaller pieces lose little, so the results are closer to the exact ones than those of fp32 vectors. The sum of two pieces is the number
+//! rounded to 16 bits, and a single piece the number rounded to bfloat16.
 
 use std::ops::Range;
 
@@ -108,7 +108,7 @@ impl<const P: usize> Gemm for SharedPieces<'_, P> {
         scratch.sums.reserve(panels.len() * panel_sums);
         let (depth, prefetch) = match weights {
             TilePanels::Numbers(_) if few => (ins, true),
-            TilePanels::Numbers(_) => (if P == 1 { DEPTH } else { DEPTH / 2 }, true),
+            TilePanels::Numbers(_) => (if P == 3 { DEPTH / 2 } else { DEPTH }, true),
             TilePanels::Blocks(_) => (DEPTH, false),
         };
         // All panels use a slice of the rows while it is in the second-level cache.
@@ -171,32 +171,30 @@ struct Pack<'a, const P: usize> {
 impl<const P: usize> Kernel for Pack<'_, P> {
     type Output = ();
 
-    /// A number is split by cutting off the upper half of what remains, so that nothing rounds to infinity. Infinite numbers become NaN. All
-    /// loops are plain: closures would lack the kernel's target features, and would not become vector instructions.
+    /// A number is split by cutting off the upper half of what remains, and the rest is rounded to the smallest piece. So no number of
+    /// several pieces rounds to infinity, and infinite ones become NaN. All loops are plain: closures would lack the kernel's target
+    /// features, and would not become vector instructions.
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Self { numbers, row, height, to } = self;
         assert!(row < height && to.len() == numbers.len() / 2 * P * height);
         for (b, numbers) in numbers.as_chunks::<BLOCK>().0.iter().enumerate() {
             let place = |piece: usize| ((b * P + piece) * height + row) * PAIRS;
-            if P == 1 {
-                let to = &mut to[place(0)..place(0) + PAIRS];
-                for (numbers, pairs) in numbers.chunks_exact(2 * S::LANES).zip(to.chunks_exact_mut(S::LANES)) {
-                    // SAFETY: the slices have two registers' numbers, and one.
-                    unsafe {
-                        let (low, high) = (s.load(numbers.as_ptr()), s.load(numbers.as_ptr().add(S::LANES)));
-                        s.store(pairs.as_mut_ptr().cast(), s.round_bf16_pairs(low, high));
-                    }
+            let mut rest = *numbers;
+            for piece in (1..P).rev() {
+                let pairs = &mut to[place(piece)..place(piece) + PAIRS];
+                for (pair, rest) in pairs.iter_mut().zip(rest.as_chunks_mut::<2>().0) {
+                    let bits = rest.map(|x| x.to_bits() & 0xffff_0000);
+                    *rest = [rest[0] - f32::from_bits(bits[0]), rest[1] - f32::from_bits(bits[1])];
+                    *pair = bits[0] >> 16 | bits[1];
                 }
-            } else {
-                let mut rest = *numbers;
-                for piece in (0..P).rev() {
-                    let pairs = &mut to[place(piece)..place(piece) + PAIRS];
-                    for (pair, rest) in pairs.iter_mut().zip(rest.as_chunks_mut::<2>().0) {
-                        let bits = rest.map(|x| x.to_bits() & 0xffff_0000);
-                        *rest = [rest[0] - f32::from_bits(bits[0]), rest[1] - f32::from_bits(bits[1])];
-                        *pair = bits[0] >> 16 | bits[1];
-                    }
+            }
+            let to = &mut to[place(0)..place(0) + PAIRS];
+            for (rest, pairs) in rest.chunks_exact(2 * S::LANES).zip(to.chunks_exact_mut(S::LANES)) {
+                // SAFETY: the slices have two registers' numbers, and one.
+                unsafe {
+                    let (low, high) = (s.load(rest.as_ptr()), s.load(rest.as_ptr().add(S::LANES)));
+                    s.store(pairs.as_mut_ptr().cast(), s.round_bf16_pairs(low, high));
                 }
             }
         }

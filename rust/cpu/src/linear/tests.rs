@@ -165,7 +165,7 @@ fn experts_multiply_their_rows_as_matrices_of_their_own_would() {
         start += count;
     }
     for isa in Isa::tested() {
-        for dtype in [DType::F32, DType::Bf16, DType::Kept, DType::Rounded, DType::Int8] {
+        for dtype in [DType::F32, DType::Bf16, DType::Kept, DType::Int16, DType::Rounded, DType::Int8] {
             let tensors: Vec<_> = blocks.iter().map(|bytes| tensor(Numbers::Ggml(12), outs, ins, bytes)).collect();
             let matrix = Matrix::pack(&mut ThreadPool::new(2).expect("threads"), isa, &[&tensors], Merge::Stacked, dtype).expect("it fits");
             let experts = Linear::new(matrix, Some(&bias));
@@ -209,7 +209,7 @@ fn a_clamped_gate_follows_its_formula() {
 }
 
 /// A matrix of every format that tiles multiply, and of one that they do not.
-fn mixed(isa: Isa, ins: usize) -> (Linear, Vec<f32>, Vec<f32>) {
+fn mixed(isa: Isa, dtype: DType, ins: usize) -> (Linear, Vec<f32>, Vec<f32>) {
     let (mut sources, mut weights) = (Vec::new(), Vec::new());
     for kind in BlockType::ALL {
         let bytes = random_blocks(kind, 40, ins, 9);
@@ -225,14 +225,14 @@ fn mixed(isa: Isa, ins: usize) -> (Linear, Vec<f32>, Vec<f32>) {
     }
     let tensors: Vec<_> = sources.iter().map(|(kind, bytes)| tensor(*kind, 40, ins, bytes)).collect();
     let bias = numbers(2, 40 * tensors.len());
-    let matrix = pack(isa, &tensors, Merge::Stacked, DType::Kept);
+    let matrix = pack(isa, &tensors, Merge::Stacked, dtype);
     (Linear::new(matrix, Some(&bias)), weights, bias)
 }
 
 #[test]
 fn one_matrix_may_have_parts_for_tiles_and_parts_for_vectors() {
     for isa in [Isa::best().with_oracle(), Isa::PORTABLE.with_oracle()] {
-        let (layer, weights, bias) = mixed(isa, 256);
+        let (layer, weights, bias) = mixed(isa, DType::Kept, 256);
         let (x, outs) = (numbers(3, 2 * 256), layer.matrix.outs);
         for (m, row) in multiply(isa, 2, &layer, &x, 0.0, Epilogue::Store).chunks_exact(outs).enumerate() {
             for (n, &found) in row.iter().enumerate() {
@@ -248,20 +248,41 @@ fn one_matrix_may_have_parts_for_tiles_and_parts_for_vectors() {
 fn tiles_compute_what_their_oracle_computes_and_each_row_alone_what_it_gives_among_others() {
     let ins = 512;
     let x: Vec<f32> = numbers(3, 130 * ins).iter().zip(numbers(4, 130 * ins)).map(|(x, y)| x * y * 1.000_001 + x).collect();
-    let mut last: Option<Vec<f32>> = None;
-    for isa in Isa::available().into_iter().filter(|isa| isa.has_tiles()).chain([Isa::best().with_oracle()]) {
-        let (layer, ..) = mixed(isa, ins);
-        let outs = layer.matrix.outs;
-        let all = multiply(isa, 2, &layer, &x, 0.0, Epilogue::Store);
-        for m in 0..130 {
-            let alone = multiply(isa, 1, &layer, &x[m * ins..(m + 1) * ins], 0.0, Epilogue::Store);
-            assert!(alone == all[m * outs..(m + 1) * outs], "{isa:?} row {m}");
+    for dtype in [DType::Kept, DType::Int16] {
+        let mut last: Option<Vec<f32>> = None;
+        for isa in Isa::available().into_iter().filter(|isa| isa.has_tiles()).chain([Isa::best().with_oracle()]) {
+            let (layer, ..) = mixed(isa, dtype, ins);
+            let outs = layer.matrix.outs;
+            let all = multiply(isa, 2, &layer, &x, 0.0, Epilogue::Store);
+            for m in 0..130 {
+                let alone = multiply(isa, 1, &layer, &x[m * ins..(m + 1) * ins], 0.0, Epilogue::Store);
+                assert!(alone == all[m * outs..(m + 1) * outs], "{isa:?} {dtype:?} row {m}");
+            }
+            // Some heights of tiles for each number of tiles.
+            for count in (1..33).chain((33..130).step_by(5)) {
+                let some = multiply(isa, 1, &layer, &x[..count * ins], 0.0, Epilogue::Store);
+                assert!(some == all[..count * outs], "{isa:?} {dtype:?} {count} rows");
+            }
+            assert!(last.is_none_or(|last| last == all), "{isa:?} {dtype:?} and its oracle");
+            last = Some(all);
         }
-        for count in 1..130 {
-            assert!(multiply(isa, 1, &layer, &x[..count * ins], 0.0, Epilogue::Store) == all[..count * outs], "{isa:?} {count} rows");
+    }
+}
+
+#[test]
+fn two_pieces_are_a_number_rounded_to_16_bits() {
+    let ins = 64;
+    // The identity, so that each output is a number of the row.
+    let weights: Vec<u8> = (0..ins * ins).flat_map(|at| Bf16::from_f32(f32::from(u8::from(at % (ins + 1) == 0))).0.to_le_bytes()).collect();
+    let x: Vec<f32> = numbers(3, 20 * ins).iter().map(|x| (x * 1.3).powi(3)).collect();
+    for isa in [Isa::best().with_oracle(), Isa::PORTABLE.with_oracle()] {
+        let layer = Linear::new(pack(isa, &[tensor(Numbers::Bf16, ins, ins, &weights)], Merge::Stacked, DType::Int16), None);
+        for (found, x) in multiply(isa, 1, &layer, &x, 0.0, Epilogue::Store).into_iter().zip(&x) {
+            let high = f32::from_bits(x.to_bits() & 0xffff_0000);
+            let low = Bf16::from_f32(x - high).to_f32();
+            assert_eq!(found.to_bits(), (high + low).to_bits(), "{isa:?} {x}");
+            assert!((found - x).abs() <= x.abs() * 2.0_f32.powi(-16), "{isa:?} {x} {found}");
         }
-        assert!(last.is_none_or(|last| last == all), "{isa:?} and its oracle");
-        last = Some(all);
     }
 }
 

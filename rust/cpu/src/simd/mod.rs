@@ -10,7 +10,7 @@ mod tiles;
 
 pub(crate) use int8::Int8;
 pub(crate) use piece_tiles::{PieceProducts, RegisterProducts};
-pub(crate) use scaled_tiles::{DIGITS, ScaledProducts, pair_place};
+pub(crate) use scaled_tiles::{ScaledProducts, pair_place};
 pub use tiles::TileSupport;
 pub(crate) use tiles::{PairProducts, PairTiles, TILE};
 
@@ -361,7 +361,7 @@ impl Isa {
     }
 
     /// Whether products of bytes multiply weights of integer codes.
-    pub(crate) fn has_digits(self) -> bool {
+    pub fn has_digits(self) -> bool {
         self.matrices != Matrices::Vectors
     }
 

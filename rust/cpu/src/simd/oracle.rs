@@ -3,7 +3,7 @@
 use std::slice;
 
 use super::portable::flushed;
-use super::{DIGITS, Kernel, PairProducts, PieceProducts, ScaledProducts, Simd, TILE};
+use super::{Kernel, PairProducts, PieceProducts, ScaledProducts, Simd, TILE};
 use crate::block_type::BLOCK;
 
 /// Computes [`ScaledProducts`] as AMX does, to the bit.
@@ -18,7 +18,7 @@ impl Kernel for Oracle<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let ScaledProducts { height, stride, group, rows, weights, scales, shifted, sums, .. } = self.products;
+        let ScaledProducts { height, digits, stride, group, rows, weights, scales, shifted, sums, .. } = self.products;
         let width = self.width;
         for (at, sums) in sums.as_chunks_mut::<TILE>().0.iter_mut().enumerate() {
             let (row, column) = (at * TILE / width, at * TILE % width);
@@ -27,8 +27,8 @@ impl Kernel for Oracle<'_> {
                 let mut product = [0.0; TILE];
                 let first = g * group;
                 let weights = &weights[first * width / 2 + column * group / 2..][..group / 2 * TILE];
-                for digit in 0..DIGITS {
-                    let at = (((tile + first / BLOCK) * DIGITS + digit) * height + row) * BLOCK / 2 + first % BLOCK / 2;
+                for digit in 0..digits {
+                    let at = (((tile + first / BLOCK) * digits + digit) * height + row) * BLOCK / 2 + first % BLOCK / 2;
                     add(&mut product, &rows[at..at + group / 2], weights);
                 }
                 for lane in (0..TILE).step_by(S::LANES) {

@@ -5,13 +5,12 @@ use std::ops::Range;
 use super::{Isa, Matrices, TILE};
 use crate::block_type::BLOCK;
 
-/// Digits of a number of a row, in bfloat16.
-pub(crate) const DIGITS: usize = 3;
-
 /// Multiplies tiles of rows by a panel's weights, and adds the products times their scales to the rows' sums.
 pub(crate) struct ScaledProducts<'a> {
     /// Number of rows in each tile, at most [`TILE`].
     pub(crate) height: usize,
+    /// Digits of a number of a row: 2 or 3.
+    pub(crate) digits: usize,
     /// Blocks from a tile's first block to that of the next tile.
     pub(crate) stride: usize,
     /// Inputs that share a scale: 16 or 32.
@@ -38,11 +37,17 @@ impl ScaledProducts<'_> {
         let groups = self.scales.len() / (2 * width);
         let (blocks, tiles) = (groups * self.group / BLOCK, self.sums.len() / (height * width));
         let all = (tiles - 1) * self.stride + blocks;
-        assert!((1..=TILE).contains(&height) && groups > 0 && self.stride >= blocks && width.is_multiple_of(TILE));
+        assert!(
+            (1..=TILE).contains(&height)
+                && matches!(self.digits, 2 | 3)
+                && groups > 0
+                && self.stride >= blocks
+                && width.is_multiple_of(TILE)
+        );
         assert!(self.ahead.start <= self.ahead.end);
         assert!(matches!(self.group, 16 | BLOCK) && groups * self.group == blocks * BLOCK);
         assert!(self.scales.len() == 2 * groups * width && self.sums.len() == tiles * height * width);
-        assert!(self.rows.len() == all * height * DIGITS * BLOCK / 2 && self.weights.len() == blocks * BLOCK / 2 * width);
+        assert!(self.rows.len() == all * height * self.digits * BLOCK / 2 && self.weights.len() == blocks * BLOCK / 2 * width);
         assert!(self.shifted.len() == all * BLOCK / self.group * height);
         match isa.matrices {
             Matrices::Vectors | Matrices::Digits => unreachable!("this instruction set has no tiles"),
@@ -70,7 +75,7 @@ mod amx {
     use std::mem::{MaybeUninit, offset_of};
 
     use super::super::tiles::amx::{Config, LINE};
-    use super::{BLOCK, DIGITS, ScaledProducts, TILE};
+    use super::{BLOCK, ScaledProducts, TILE};
 
     /// What the assembly reads from memory, because there are not enough registers.
     #[repr(C, align(64))]
@@ -82,6 +87,8 @@ mod amx {
         until: [usize; 3],
         steps: Steps,
         turns: Turns,
+        /// Whether rows have a third digit.
+        third: usize,
         /// The next cache line to prefetch, and the number of lines for each turn.
         ahead: *const u8,
         lines: usize,
@@ -201,16 +208,16 @@ mod amx {
         #[inline(always)]
         fn new(of: &ScaledProducts<'_>, tiles: usize, groups: usize) -> Self {
             const { assert!(TILE * size_of::<f32>() == LINE && BLOCK / 2 * size_of::<u32>() == LINE) }
-            let (height, group) = (of.height, of.group);
+            let (height, group, digits) = (of.height, of.group, of.digits);
             let all = height * LINE;
             // Groups of 16 inputs are the first and the second half of each line.
-            let (half, back) = ((LINE / 2) as isize, (DIGITS * all) as isize);
+            let (half, back) = ((LINE / 2) as isize, (digits * all) as isize);
             // The rows are spread over the digits, so that neither the tiles nor the vectors wait.
-            let third = |n: usize| (height * n).div_ceil(3) * LINE;
+            let share = |n: usize| (height * n.min(digits)).div_ceil(digits) * LINE;
             let more_blocks = of.stride - groups * group / BLOCK;
             let steps = Steps {
                 next_rows: if group < BLOCK { [half - back, -half] } else { [0; 2] },
-                next_tile: more_blocks * DIGITS * all,
+                next_tile: more_blocks * digits * all,
                 next_row_sums: more_blocks * BLOCK / group * height * size_of::<f32>(),
                 digit: all,
                 tile: group / 2 * LINE,
@@ -225,9 +232,10 @@ mod amx {
             let mut job = Self {
                 config: Config::new(),
                 products: MaybeUninit::uninit(),
-                until: [third(1), third(2), all],
+                until: [share(1), share(2), share(3)],
                 steps,
                 turns,
+                third: usize::from(digits == 3),
                 ahead: of.ahead.start,
                 lines: bytes_ahead.div_ceil(left * LINE).max(1),
             };
@@ -273,8 +281,11 @@ mod amx {
                 add!(1, 0),
                 digit!("tmm5"),
                 add!(2, 8),
+                "cmp qword ptr [{job} + {third}], 0",
+                "je 7f",
                 digit!("tmm4"),
                 add!(3, 16),
+                "7:",
                 "add {rows}, [{job} + {odd} + {next_rows}]",
                 "tilestored [{job} + {line} + {products}], tmm0",
                 "tilestored [{job} + {line} + {products} + 1024], tmm1",
@@ -319,6 +330,7 @@ mod amx {
                 row_sums = inout(reg) of.shifted.as_ptr() => _,
                 first_row = const offset_of!(Job, turns.first_row),
                 groups = const offset_of!(Job, turns.groups),
+                third = const offset_of!(Job, third),
                 ahead = const offset_of!(Job, ahead),
                 lines = const offset_of!(Job, lines),
                 tile = const offset_of!(Job, steps.tile),
