@@ -48,7 +48,8 @@ LAYERS = {
     ],
     "gpu": [],
     "python": [
-        {"arbiter", "buffers", "errors", "kv_budget", "reports", "request", "router", "settings", "threads", "work"},
+        {"arbiter", "buffers", "errors", "kv_budget", "policy", "reports", "request", "router", "threads", "work"},
+        {"settings"},
         {"linear", "scheduler", "simulate"},
         {"decoder", "encoder", "replay", "simulate_sessions"},
     ],
