@@ -11,7 +11,7 @@ const FAR: u64 = 1 << 50;
 
 struct World {
     scheduler: Scheduler,
-    arrays: [Vec<i32>; 10],
+    arrays: [Vec<i32>; 13],
     sampled: Vec<i32>,
     outputs: Outputs,
     now: u64,
@@ -21,7 +21,8 @@ impl World {
     fn new(config: Config) -> Self {
         let (tokens, seqs) = (config.max_num_batched_tokens as usize, config.max_num_seqs as usize);
         let tables = seqs * config.max_blocks_per_seq() as usize;
-        let lens = [tokens, tokens, tokens, seqs + 1, seqs, seqs, tokens, tokens, 2 * seqs, tables];
+        let states = config.state_slots as usize;
+        let lens = [tokens, tokens, tokens, seqs + 1, seqs, seqs, tokens, tokens, 2 * seqs, tables, seqs, 2 * seqs, 3 * states];
         Self {
             scheduler: Scheduler::new(config).expect("a sound config"),
             arrays: lens.map(|len| vec![0; len]),
@@ -62,8 +63,21 @@ impl World {
 
     fn fill(&mut self, plan: &StepPlan) {
         let max_blocks = self.scheduler.config().max_blocks_per_seq() as usize;
-        let [input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots, sample_at, sample_slots, copies, block_tables] =
-            self.arrays.each_mut().map(|array| Cell::from_mut(array.as_mut_slice()).as_slice_of_cells());
+        let [
+            input_ids,
+            positions,
+            slot_mapping,
+            query_starts,
+            context_lens,
+            batch_slots,
+            sample_at,
+            sample_slots,
+            copies,
+            block_tables,
+            state_slots,
+            state_copies,
+            state_saves,
+        ] = self.arrays.each_mut().map(|array| Cell::from_mut(array.as_mut_slice()).as_slice_of_cells());
         let buffers = StepBuffers {
             input_ids,
             positions,
@@ -76,9 +90,9 @@ impl World {
             copies,
             block_tables,
             table_writes: &[],
-            state_slots: &[],
-            state_copies: &[],
-            state_saves: &[],
+            state_slots,
+            state_copies,
+            state_saves,
             max_blocks,
         };
         assert_eq!(plan.fill(&self.scheduler, &buffers).seqs, plan.chunks.len());
@@ -87,8 +101,10 @@ impl World {
 
 #[test]
 fn a_steady_decode_step_does_not_allocate_under_any_policy() {
-    for policy in POLICIES {
-        let name = policy.name();
+    // A model with recurrent layers also saves states while answers grow.
+    let with_states = [(POLICIES[0], 3 * ROWS)];
+    for (policy, state_slots) in POLICIES.map(|policy| (policy, 0)).into_iter().chain(with_states) {
+        let name = format!("{} with {state_slots} state slots", policy.name());
         let mut world = World::new(Config {
             num_kv_blocks: ROWS * 64,
             max_num_batched_tokens: 2048,
@@ -100,6 +116,7 @@ fn a_steady_decode_step_does_not_allocate_under_any_policy() {
             target_itl: 50_000,
             host_blocks: 256,
             swap_ns_per_block: 1000,
+            state_slots,
             ..Config::default()
         });
         (0..ROWS).for_each(|tag| world.add(tag, 900));
@@ -120,6 +137,7 @@ fn a_steady_decode_step_does_not_allocate_under_any_policy() {
         assert_eq!(counted.count_total, 0, "under {name}");
         let stats = world.scheduler.stats();
         assert_eq!((stats.running, stats.waiting), (ROWS as usize, WAITING as usize));
+        assert_eq!(stats.saved_states, 2 * state_slots as usize / 3);
         assert!(blocks - stats.free_blocks >= (ROWS * STEPS / 16 - ROWS) as usize, "blocks were taken on the way");
     }
 }

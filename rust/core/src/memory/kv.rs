@@ -347,7 +347,7 @@ impl Kv {
         // The sequence may have gained tokens while it waited.
         self.name(blocks, tokens);
         if self.states.exists() {
-            return self.find_resumable(blocks, tokens, step);
+            return self.find_resumable(blocks, tokens);
         }
         let whole = (tokens.len() - 1) / self.block_size as usize;
         let mut found = std::mem::take(&mut self.spare);
@@ -501,7 +501,9 @@ impl Kv {
     pub(crate) fn reserve(&self, blocks: &mut SeqBlocks, limit: u32) {
         blocks.table.reserve(limit.div_ceil(self.block_size) as usize);
         if self.sharing {
-            blocks.names.reserve_exact((limit / self.block_size) as usize - blocks.names.len());
+            let full = (limit / self.block_size) as usize;
+            blocks.names.reserve_exact(full - blocks.names.len());
+            self.reserve_contents(blocks, full);
         }
     }
 

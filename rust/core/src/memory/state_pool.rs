@@ -52,8 +52,8 @@ const ROLLING: usize = 2;
 
 /// The slots of a model with recurrent layers. Empty for other models.
 ///
-/// A saved state can be found under the content of its block by steps after the one that saves it. If slots are lacking, the
-/// least recently used saved state is evicted.
+/// A saved state is found under the content of its block. Only later steps may use it: [`save`](Self::save) is called when all states
+/// that a step uses are found. If slots are lacking, the least recently used saved state is evicted.
 #[derive(Debug)]
 pub(crate) struct StatePool {
     slots: Vec<Use>,
@@ -121,10 +121,9 @@ impl StatePool {
         self.parked -= 1;
     }
 
-    /// The slot with the state after the block with this content, if a step before `step` saves it.
-    pub(super) fn find(&self, content: Content, step: u64) -> Option<StateSlot> {
-        let &slot = self.by_content.get(&content)?;
-        self.saved_in(slot).filter(|saved| saved.step < step).map(|_| slot)
+    /// The slot with the state after the block with this content.
+    pub(super) fn find(&self, content: Content) -> Option<StateSlot> {
+        self.by_content.get(&content).copied()
     }
 
     /// Makes a saved state the most recently used. Returns whether there is one.
@@ -219,15 +218,10 @@ impl StatePool {
         self.free.push(slot);
     }
 
-    /// Panics unless `live` and `parked` are the slots of all sequences, and all contents with a saved state are `cached`.
-    pub(super) fn check(
-        &self,
-        live: impl Iterator<Item = StateSlot>,
-        parked: impl Iterator<Item = StateSlot>,
-        cached: impl Fn(Content) -> bool,
-    ) {
+    /// Panics unless `live` and `parked` are the slots and runs of all sequences, and all contents with a saved state are `cached`.
+    pub(super) fn check(&self, live: &[(StateSlot, Run)], parked: &[(StateSlot, Run)], cached: impl Fn(Content) -> bool) {
         let mut used = vec![Use::Free; self.slots.len()];
-        let owned = live.map(|slot| (slot, Use::Live)).chain(parked.map(|slot| (slot, Use::Parked)));
+        let owned = live.iter().map(|&(slot, _)| (slot, Use::Live)).chain(parked.iter().map(|&(slot, _)| (slot, Use::Parked)));
         let saved = self.all_saved().map(|(slot, &saved)| (slot, Use::Saved(saved)));
         for (slot, owner) in owned.chain(saved) {
             assert_eq!(std::mem::replace(&mut used[slot.0 as usize], owner), Use::Free, "{slot:?} has two owners");
@@ -237,7 +231,10 @@ impl StatePool {
         free.sort_unstable();
         let unused = (0..).map(StateSlot).zip(&used).filter(|&(_, slot)| *slot == Use::Free).map(|(slot, _)| slot);
         assert!(free.into_iter().eq(unused), "a free state slot is lost or free twice");
-        assert_eq!(self.parked, used.iter().filter(|&&slot| slot == Use::Parked).count(), "parked states");
+        assert_eq!(self.parked, parked.len(), "parked states");
+        for (_, saved) in self.all_saved().filter(|(_, saved)| saved.content.is_none()) {
+            assert!(live.iter().any(|&(_, run)| run == saved.run), "a saved state that nobody will name");
+        }
         let named = self.all_saved().filter_map(|(slot, saved)| Some((saved.content?, slot)));
         assert_eq!(named.collect::<FxHashMap<_, _>>(), self.by_content, "saved states by content");
         assert!(self.by_content.keys().all(|&content| cached(content)), "a saved state whose block is not cached");

@@ -276,7 +276,7 @@ impl Scheduler {
     }
 
     fn recompute_time(&self, seq: &Sequence) -> f64 {
-        let kept = self.kv.kept_tokens(&seq.blocks, self.steps.committed());
+        let kept = self.kv.kept_tokens(&seq.blocks);
         self.model.prefill(kept.into(), (seq.computed() - kept).into())
     }
 }

@@ -218,31 +218,30 @@ impl FakeModel {
         }
     }
 
-    /// Moves the state of a step's sequence on over its chunk. A state is the cell of the last token before it: what a model without a
-    /// cache would have there.
-    fn advance_state(&mut self, arrays: &Arrays, i: usize) {
-        let Some(&live) = arrays.state_slots.get(i) else { return };
-        let (from, to) = (arrays.starts[i] as usize, arrays.starts[i + 1] as usize);
-        let start = arrays.positions[from] as usize;
-        let mut state = self.states[live as usize];
+    /// The state before a chunk, if the model has states: the cell of the last token before it, as in the cache, and the number of tokens.
+    fn state_before(&self, arrays: &Arrays, i: usize, before: u32) -> Option<(u32, usize)> {
+        let start = arrays.positions[arrays.starts[i] as usize] as usize;
+        let (state, position) = self.states[*arrays.state_slots.get(i)? as usize];
         if start == 0 {
-            state = (origin(self.row_salt[arrays.rows[i] as usize]), 0);
+            return Some((before, 0));
         }
-        assert_eq!(state.1, start, "the state is that after the computed tokens");
-        let saves: Vec<_> = arrays.state_saves.chunks(3).take(arrays.lens.state_saves).filter(|save| save[0] == i as i32).collect();
-        assert!(saves.iter().all(|save| (start + 1..=start + to - from).contains(&(save[1] as usize))), "a save outside of its chunk");
-        for at in from..to {
-            let id = arrays.ids[at];
-            let token = if id < 0 { self.last_token[(-id - 1) as usize] } else { id };
-            let computed = self.cache[arrays.slots[at] as usize];
-            let after = if computed == POISON || token < 0 { POISON } else { cell(state.0, token as Token) };
-            assert_eq!(after, computed, "the state and the cache follow from other tokens");
-            state = (after, state.1 + 1);
-            for save in saves.iter().filter(|save| save[1] as usize == state.1) {
-                self.states[save[2] as usize] = state;
-            }
+        assert_eq!(position, start, "the state is that after the computed tokens");
+        assert!(state == before || state == POISON || before == POISON, "the state and the cache follow from other tokens");
+        Some((state, position))
+    }
+
+    /// Moves the state of a chunk on over its cells, and saves it where the step says so.
+    fn advance_state(&mut self, arrays: &Arrays, i: usize, (_, start): (u32, usize)) {
+        let chunk = arrays.starts[i] as usize..arrays.starts[i + 1] as usize;
+        let saves = arrays.state_saves.chunks(3).take(arrays.lens.state_saves).filter(|save| save[0] == i as i32);
+        for save in saves {
+            let position = save[1] as usize;
+            assert!((start + 1..=start + chunk.len()).contains(&position), "a save outside of its chunk");
+            let last = arrays.slots[chunk.start + position - start - 1] as usize;
+            self.states[save[2] as usize] = (self.cache[last], position);
         }
-        self.states[live as usize] = state;
+        let last = arrays.slots[chunk.end - 1] as usize;
+        self.states[arrays.state_slots[i] as usize] = (self.cache[last], start + chunk.len());
     }
 
     /// Every slot that a step writes is written for one purpose.
@@ -282,6 +281,10 @@ impl FakeModel {
                 let context = arrays.context_lens[i] as usize;
                 assert!(context < limit + usize::from(limit == 1), "planned past the last token that can matter");
             }
+            let first = arrays.positions[from] as usize;
+            let before = if first == 0 { origin(self.row_salt[row]) } else { self.cache[slot(first - 1)] };
+            let state = self.state_before(arrays, i, before);
+            let spoiled = state.is_some_and(|(state, _)| state == POISON);
             for at in from..to {
                 let (id, position) = (arrays.ids[at], arrays.positions[at] as usize);
                 assert_eq!(arrays.slots[at] as usize, slot(position));
@@ -289,10 +292,12 @@ impl FakeModel {
                 let before = if position == 0 { origin(self.row_salt[row]) } else { self.cache[slot(position - 1)] };
                 let token = if id < 0 { self.last_token[(-id - 1) as usize] } else { id };
                 // A slot whose request failed in the previous step has no token. The commit drops it.
-                let broken = (poison == Some(self.row_tag[row]) && plan.chunks[i].samples) || token < 0;
+                let broken = (poison == Some(self.row_tag[row]) && plan.chunks[i].samples) || token < 0 || spoiled;
                 self.cache[arrays.slots[at] as usize] = if broken { POISON } else { cell(before, token as Token) };
             }
-            self.advance_state(arrays, i);
+            if let Some(state) = state {
+                self.advance_state(arrays, i, state);
+            }
         }
         missing
     }

@@ -73,13 +73,13 @@ impl Kv {
 
     /// Finds the blocks that a sequence can share in a model that has states: those up to the last one after which a state is saved.
     /// Where more are cached, the sequence is to save its state, because others may begin like it.
-    pub(super) fn find_resumable(&mut self, blocks: &mut SeqBlocks, tokens: &[Token], step: u64) -> Cached {
+    pub(super) fn find_resumable(&mut self, blocks: &mut SeqBlocks, tokens: &[Token]) -> Cached {
         let whole = if self.sharing { (tokens.len() - 1) / self.block_size as usize } else { 0 };
         let mut found = std::mem::take(&mut self.spare);
         let names = blocks.names.get(..whole).unwrap_or_default();
         blocks.chain = self.pool.find(&blocks.scope, names, tokens, &mut found);
         let mut contents = self.contents(&found);
-        let usable = self.resumable(&contents, step);
+        let usable = self.resumable(&contents);
         let used = found.iter().take_while(|&&id| self.pool.is_used_by(id, blocks.user)).count();
         let tokens_of = |blocks: usize| blocks.saturating_sub(usable) as u32 * self.block_size;
         let lost = LostHit { tokens: tokens_of(found.len()), own: tokens_of(used) };
@@ -102,20 +102,20 @@ impl Kv {
     }
 
     /// Number of leading blocks up to the last one after which a state is saved.
-    fn resumable(&self, contents: &[Content], step: u64) -> usize {
-        contents.iter().rposition(|&content| self.states.find(content, step).is_some()).map_or(0, |last| last + 1)
+    fn resumable(&self, contents: &[Content]) -> usize {
+        contents.iter().rposition(|&content| self.states.find(content).is_some()).map_or(0, |last| last + 1)
     }
 
     /// Notes how many of the blocks that were found for a waiting sequence it could share.
     pub(super) fn note_resumable(&mut self, blocks: &mut SeqBlocks, found: &[BlockId]) {
         if self.states.exists() {
-            blocks.state.get_or_insert_default().resumable = self.resumable(&self.contents(found), u64::MAX);
+            blocks.state.get_or_insert_default().resumable = self.resumable(&self.contents(found));
         }
     }
 
     /// Number of computed tokens of a sequence that a preemption would not lose, if it lost the blocks now.
-    pub(crate) fn kept_tokens(&self, blocks: &SeqBlocks, step: u64) -> u32 {
-        blocks.state.as_ref().map_or(0, |state| self.resumable(&state.contents, step) as u32 * self.block_size)
+    pub(crate) fn kept_tokens(&self, blocks: &SeqBlocks) -> u32 {
+        blocks.state.as_ref().map_or(0, |state| self.resumable(&state.contents) as u32 * self.block_size)
     }
 
     /// Whether a preempted sequence's state can stay in its slot beside the states of `running` sequences.
@@ -150,7 +150,7 @@ impl Kv {
         let from = state.contents.last().filter(|_| computed > 0).copied();
         let source = from.map(|content| {
             self.states.touch(content);
-            self.states.find(content, u64::MAX).expect("it was found before")
+            self.states.find(content).expect("it was found before")
         });
         self.settle_states();
         let (slot, run) = self.states.begin();
@@ -187,6 +187,13 @@ impl Kv {
                 save(position, slot);
             }
             before = position;
+        }
+    }
+
+    /// Reserves capacity for the contents of `blocks` blocks.
+    pub(super) fn reserve_contents(&self, blocks: &mut SeqBlocks, len: usize) {
+        if let Some(state) = &mut blocks.state {
+            state.contents.reserve_exact(len - state.contents.len());
         }
     }
 
@@ -230,9 +237,10 @@ impl Kv {
 
     /// Panics unless the slots agree with the sequences.
     pub(super) fn check_states<'a>(&self, all: impl Iterator<Item = &'a SeqBlocks> + Clone) {
-        let slots = |parked: bool| all.clone().filter(move |blocks| blocks.host.is_empty() != parked).filter_map(SeqBlocks::state_slot);
+        let of = |blocks: &SeqBlocks| blocks.state.as_ref().and_then(|state| Some((state.slot?, state.run)));
+        let slots = |parked: bool| all.clone().filter(move |blocks| blocks.host.is_empty() != parked).filter_map(of).collect::<Vec<_>>();
         let known = self.pool.known_contents();
-        self.states.check(slots(false), slots(true), |content| known.contains(&content));
+        self.states.check(&slots(false), &slots(true), |content| known.contains(&content));
         for blocks in all.filter(|blocks| !blocks.ids().is_empty()) {
             if let Some(state) = &blocks.state {
                 assert_eq!(state.contents.len(), blocks.chain.len(), "contents of a chain");
