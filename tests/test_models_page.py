@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+import gguf_recurrent
 from gguf_files import TINY, gguf_name
 from tiny_models import FAMILIES, class_name
 
@@ -23,4 +24,6 @@ def test_the_page_has_the_architectures_of_the_registry() -> None:
 def test_every_architecture_has_a_tiny_model_that_is_compared_with_transformers() -> None:
     names = {wrapper for known in ARCHITECTURES.values() for wrapper in known.wrappers}
     assert {class_name(family) for family, _ in FAMILIES.values()} == ARCHITECTURES.keys() | names
-    assert {gguf_name(kind) for kind, _ in TINY} == GGUF.keys() - {"qwen3vl", "olmo2"}, "which are qwen3 with keys for images, and not ours"
+    assert {gguf_name(kind) for kind, _ in TINY} | set(gguf_recurrent.NAMES.values()) == GGUF.keys() - {"qwen3vl", "olmo2"}, (
+        "which are qwen3 with keys for images, and not ours"
+    )

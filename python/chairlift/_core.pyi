@@ -33,9 +33,11 @@ __all__ = [
     "NotHeld",
     "Outputs",
     "QueueFull",
+    "RecurrentHeads",
     "Rejected",
     "Router",
     "Scheduler",
+    "StateCache",
     "StepBuffers",
     "StepPlan",
     "TensorFile",
@@ -671,6 +673,7 @@ class DecoderBlock:
         kv: tuple[int, int, bool],
         o_proj: Linear,
         scale: float,
+        gated: bool = False,
         temperature: tuple[float, int] | None = None,
         qk_norm: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
         value_norm: NDArray[np.float32] | None = None,
@@ -684,11 +687,30 @@ class DecoderBlock:
         """Creates a block of causal attention with scores multiplied by `scale`. Takes ownership of the linear layers.
 
         `kv` is the part of the KV cache, the layer in that part, and whether an earlier block writes the layer: then there are only
-        queries. `qk_norm` and `value_norm` are norms of each head's queries and keys, and of its values. `rope` is the index of the
-        decoder's rotary embedding (None: no positions). A `softcap` c maps scores x to c * tanh(x / c). A token sees `window` tokens,
-        itself included. `sinks` are, for each head, the score of a token without a value that all tokens see. `temperature` (b, n)
-        multiplies the query at position p by 1 + b * ln(1 + floor(p / n)). `post_norm` is applied to the output, which is then multiplied
-        by `residual_scale`. Raises ValueError for a layer that another block owns.
+        queries. With `gated` the last rows of `qkv_proj` are gates, whose sigmoids multiply the outputs. `qk_norm` and `value_norm` are
+        norms of each head's queries and keys, and of its values. `rope` is the index of the decoder's rotary embedding (None: no
+        positions). A `softcap` c maps scores x to c * tanh(x / c). A token sees `window` tokens, itself included. `sinks` are, for each
+        head, the score of a token without a value that all tokens see. `temperature` (b, n) multiplies the query at position p by 1 + b *
+        ln(1 + floor(p / n)). `post_norm` is applied to the output, which is then multiplied by `residual_scale`. Raises ValueError for a
+        layer that another block owns.
+        """
+
+    @staticmethod
+    def recurrent(
+        *,
+        norm: NDArray[np.float32],
+        in_proj: Linear,
+        taps: NDArray[np.float32],
+        out_proj: Linear,
+        layer: int,
+        bias: NDArray[np.float32] | None = None,
+        heads: RecurrentHeads | None = None,
+        residual_scale: float = 1.0,
+    ) -> DecoderBlock:
+        """Creates a block with a state: number `layer` of those that have one.
+
+        `taps` [taps, channels] and `bias` [channels] are those of a convolution of each channel over the last tokens. Without `heads` the
+        rows of `in_proj` are B, C and x, and the output is out_proj(C * convolution(B * x)). The rest is as in `attention`.
         """
 
     @staticmethod
@@ -729,7 +751,7 @@ class DecoderBlock:
         clamp: tuple[float, float] | None = None,
         bias: NDArray[np.float32] | None = None,
         groups: tuple[int, int] | None = None,
-        normalised: bool = False,
+        normalised: float | None = None,
         scale: float = 1.0,
         shared: tuple[Linear, Linear] | None = None,
         shared_gate: bool = False,
@@ -740,10 +762,38 @@ class DecoderBlock:
 
         `gate_up_proj` and `down_proj` are made by `Linear.experts`. Scores are the 'softmax' of the router's logits, their 'sigmoid', or
         the 'logits', whose weights are the softmax of those that are chosen. `bias` is added to the scores for the choice alone. `groups`
-        are a number of groups of experts, and how many of them may be chosen from. Weights that are `normalised` are divided by their sum,
-        and all are multiplied by `scale`. `clamp` (slope s, limit l) replaces the activation by (up + 1) * gate * sigmoid(s * gate), with
-        the gate at most l and up from -l to l. `shared` are the gated and the second layer of an expert that all tokens use; with
-        `shared_gate` its output is multiplied by the sigmoid of the router's last logit. The rest is as in `attention`.
+        are a number of groups of experts, and how many of them may be chosen from. Weights are divided by their sum and `normalised`, which
+        is a small number, unless it is None, and multiplied by `scale`. `clamp` (slope s, limit l) replaces the activation by (up + 1) *
+        gate * sigmoid(s * gate), with the gate at most l and up from -l to l. `shared` are the gated and the second layer of an expert that
+        all tokens use; with `shared_gate` its output is multiplied by the sigmoid of the router's last logit. The rest is as in
+        `attention`.
+        """
+
+@final
+class RecurrentHeads:
+    """The heads of a recurrent block, each of which has a matrix [key size, value size] as state."""
+
+    def __new__(
+        cls,
+        *,
+        count: int,
+        groups: int,
+        key_size: int,
+        value_size: int,
+        rates: NDArray[np.float32],
+        step_bias: NDArray[np.float32],
+        norm: NDArray[np.float32],
+        norm_group: int,
+        tiled: bool = False,
+        skip: NDArray[np.float32] | None = None,
+        steps: tuple[float, float] | None = None,
+    ) -> RecurrentHeads:
+        """Describes heads, whose state is multiplied by exp(rate * softplus(step + bias)) at each token.
+
+        Head h uses key and query h modulo `groups` if they are `tiled`, else consecutive heads share them. Without `skip` the gated delta
+        rule changes the state, and the rows of the block's `in_proj` are queries, keys, values, gates, betas and steps. With `skip`, which
+        is a factor for each head, it is a state space (Mamba 2), whose steps are within `steps`, and the rows are gates, values, keys,
+        queries and steps. `norm` is the weight of the outputs' norm, of `norm_group` numbers at a time.
         """
 
 @final
@@ -823,6 +873,9 @@ class Decoder:
         blocks that do not fit the configuration.
         """
 
+    def allocate_states(self, slots: int) -> StateCache | None:
+        """Creates slots for recurrent states. None if no layer is recurrent. Raises MemoryError if the system refuses the memory."""
+
     def forward(
         self,
         cache: KvCache,
@@ -835,13 +888,20 @@ class Decoder:
         batch_slots: NDArray[np.int32],
         block_tables: NDArray[np.int32],
         adapters: NDArray[np.int32] | None = None,
+        states: StateCache | None = None,
+        state_slots: NDArray[np.int32] | None = None,
+        state_saves: NDArray[np.int32] | None = None,
     ) -> None:
         """Runs a step over the cache, without the GIL, and keeps the hidden states of its tokens.
 
+        With `states` it goes on from the states in `state_slots` and writes the new ones there; a sequence whose first token is at position
+        0 begins without a state. `state_saves` are triples of a sequence, a number of its tokens, and the slot that gets the state after
+        them.
+
         The arrays are those of `chairlift.runner.buffers.StepBuffers`. `block_tables` is read in place and must not change until the call
         returns. `adapters` has the number of the adapter of each batch slot, 0 for none. Raises ValueError
-        for a step that is not safe to run in parallel (two tokens with one KV slot, overlapping sequences), or has unknown tokens or
-        adapters.
+        for a step that is not safe to run in parallel (two tokens with one KV slot, two states with one slot, overlapping sequences), that
+        has unknown tokens or adapters, or whose states have not seen the tokens before it.
         """
 
     @property
@@ -934,6 +994,17 @@ class Encoder:
         Text i has the ids from `starts[i]` to `starts[i + 1]`. `types` has the type of each token, or is empty if all are 0. Raises
         ValueError for empty or too long texts and for unknown ids or types.
         """
+
+@final
+class StateCache:
+    """The states of all recurrent layers, in slots. `Decoder.allocate_states` makes it. Memory is only resident once it is used."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies states, one pair of slots (from, to) after another."""
 
 @final
 class KvCache:

@@ -1,6 +1,7 @@
 import contextlib
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -115,14 +116,43 @@ def granite4(**changes: object) -> ModelConfig:
     return parse(architectures=["GraniteMoeHybridForCausalLM"], **dense | changes)
 
 
-def test_granite_4_is_read_where_it_is_dense_and_has_attention_alone():
+def test_granite_4_is_read_with_and_without_state_spaces():
     config = granite4(position_embedding_type="rope", logits_scaling=8, residual_multiplier=0.22, embedding_multiplier=12)
     assert (config.intermediate_size, config.uses_rope, config.attention_scale) == (72, (True,) * 3, 1.0)
     assert (config.logits_scale, config.residual_scale, config.embedding_scale) == (0.125, 0.22, 12.0)
     assert granite4().uses_rope == (False,) * 3
-    for changes, message in (({"num_local_experts": 4}, "experts"), ({"layer_types": ["mamba", "attention", "mamba"]}, "mamba")):
-        with pytest.raises(NoNativeModel, match=message):
-            granite4(**changes)
+    assert granite4().recurrence is None
+    space = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_n_groups": 2, "layer_types": ["mamba", "attention", "linear_attention"]}
+    layers = granite4(**space, hidden_size=64, time_step_limit=[0.001, {"__float__": "Infinity"}]).recurrence
+    assert layers is not None
+    assert (layers.layers, layers.value_size, layers.taps, layers.steps) == ((True, False, True), 32, 4, (0.001, math.inf))
+    assert layers.state_bytes == 4 * 2 * (3 * (128 + 2 * 2 * 16) + 4 * 16 * 32)
+
+
+HYBRID = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention"] * 2 + ["full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention", "retention"]}, NoNativeModel, "layers of retention have no code of ours"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, UnsupportedModel, "layer_types has 2 entries for 3 layers"),
+        ({"layer_types": ["linear_attention"] * 3}, UnsupportedModel, "all 3 layers are recurrent"),
+        ({"linear_conv_kernel_dim": 5}, NoNativeModel, "convolutions over 5 tokens have no code of ours"),
+        ({"linear_key_head_dim": 24}, NoNativeModel, "a key size of 24 have no code of ours"),
+        ({"linear_num_value_heads": 24}, UnsupportedModel, "24 recurrent heads cannot share 16 keys equally"),
+        ({"linear_num_key_heads": 0}, UnsupportedModel, "linear_num_key_heads must be a positive integer"),
+    ],
+)
+def test_recurrent_layers_that_cannot_be_computed_are_refused_by_name(changes: dict[str, object], error: type, message: str):
+    assert parse(**HYBRID).state_bytes == 4 * 2 * (3 * 8192 + 32 * 128 * 128)
+    with pytest.raises(error, match=message):
+        parse(**HYBRID | changes)
+    # Every fourth layer has attention where config.json does not say more.
+    silent = {name: value for name, value in HYBRID.items() if name != "layer_types"}
+    recurrence = parse(**silent, num_hidden_layers=8).recurrence
+    assert recurrence is not None
+    assert recurrence.layers == (True, True, True, False) * 2
 
 
 def test_phi_4_mini_is_read_as_it_was_published():

@@ -24,6 +24,7 @@ def logits(directory: Path, precision: Precision = EXACT, config: EngineConfig |
     model.allocate(2, 16, 0)
     ids = np.arange(11, dtype=np.int32) * 7 % 300
     at = np.arange(11, dtype=np.int32)
+    states = model.decoder.allocate_states(1)
     model.decoder.forward(
         model.cache,
         input_ids=ids,
@@ -33,5 +34,7 @@ def logits(directory: Path, precision: Precision = EXACT, config: EngineConfig |
         context_lens=np.array([11], np.int32),
         batch_slots=np.zeros(1, np.int32),
         block_tables=np.array([[1]], np.int32),
+        states=states,
+        state_slots=None if states is None else np.zeros(1, np.int32),
     )
     return model.logits(at).copy()

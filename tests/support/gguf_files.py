@@ -212,7 +212,7 @@ def gguf_of(
     if rope["rope_type"] == "longrope":
         for length in ("short", "long"):
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
-    _write(writer)
+    finish(writer)
 
 
 def split_gguf_of(model: PreTrainedModel, path: Path, tensors: int, **options: Any) -> list[Path]:
@@ -296,7 +296,7 @@ def sentencepiece_metadata() -> dict[str, Any]:
 def write_vocabulary(directory: Path, metadata: dict[str, Any]) -> Path:
     """Writes a GGUF file of these metadata without tensors, and its tokenizer, to the directory, which it returns."""
     directory.mkdir(exist_ok=True)
-    _write(writer_of(directory / "tiny.gguf", {"general.architecture": "llama", "llama.context_length": 128} | metadata))
+    finish(writer_of(directory / "tiny.gguf", {"general.architecture": "llama", "llama.context_length": 128} | metadata))
     write_tokenizer(open_gguf(directory / "tiny.gguf"), directory)
     return directory
 
@@ -332,7 +332,8 @@ def writer_of(path: Path, values: dict[str, Any], split: int = 0) -> gguf.GGUFWr
     return writer
 
 
-def _write(writer: gguf.GGUFWriter) -> None:
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Writes the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -59,6 +59,8 @@ class Driver:
             buffers.query_starts[i + 1] = at
             buffers.context_lens[i] = riding.computed
             buffers.batch_slots[i] = riding.row
+            if self.runner.state_slots:
+                buffers.state_slots[i] = riding.row
             buffers.block_tables[riding.row, : len(blocks)] = blocks
             if riding.computed == len(riding.tokens):
                 buffers.sample_at[len(samples)] = at - 1

@@ -43,6 +43,14 @@ GEMMA4 |= {"vocab_size_per_layer_input": 199, "pad_token_id": 0}
 GEMMA4_TEXT = {**GEMMA4, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 16}
 VISION4 = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16, "patch_size": 8}
 TEMPERATURE = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "truncate": True}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "block_multiple_of": 16, "pad_token_id": 0}
+DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16, "linear_num_value_heads": 4}
+DELTA |= {"initializer_range": 0.15, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 32}
+DELTA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
+DELTA_EXPERTS = {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 72}
+SPACE = {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 6, "mamba_d_state": 16, "mamba_n_groups": 2}
+SPACE |= {"mamba_chunk_size": 8, "mamba_proj_bias": True, "shared_intermediate_size": 72}
+VISION35 = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 8, "depth": 1, "out_hidden_size": 48}
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 8}
 VISION |= {"depth": 1, "out_hidden_size": 48, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 SIGLIP = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
@@ -88,6 +96,15 @@ FAMILIES = {
     "ministral3-images": ("Mistral3ForConditionalGeneration", {"text_config": MINISTRAL, "vision_config": PIXTRAL}),
     "gemma4-images": ("Gemma4ForConditionalGeneration", {"text_config": GEMMA4_TEXT, "vision_config": VISION4}),
     "qwen3-vl": ("Qwen3VLForConditionalGeneration", {"text_config": {"head_dim": 16, "rope_parameters": MROPE}, "vision_config": VISION}),
+    "lfm2": ("Lfm2", CONVOLUTIONS),
+    "lfm2-moe": ("Lfm2Moe", {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1}),
+    "qwen3-next": ("Qwen3Next", {**DELTA_EXPERTS, "mlp_only_layers": [1]}),
+    "qwen3.5": ("Qwen3_5", DELTA),
+    "qwen3.5-moe": ("Qwen3_5Moe", DELTA_EXPERTS),
+    "qwen3.5-images": ("Qwen3_5ForConditionalGeneration", {"text_config": DELTA, "vision_config": VISION35}),
+    "qwen3.5-moe-images": ("Qwen3_5MoeForConditionalGeneration", {"text_config": DELTA_EXPERTS, "vision_config": VISION35}),
+    "granite4-hybrid": ("GraniteMoeHybrid", {**MULTIPLIERS, **SPACE, "num_local_experts": 0}),
+    "granite4-moe": ("GraniteMoeHybrid", {**MULTIPLIERS, **SPACE, **LOCAL_EXPERTS}),
     "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": 13}),
     "phi4-mini": ("Phi3", {**PHI, **LONG}),
     "phi4-mini-short": ("Phi3", {**PHI, "original_max_position_embeddings": 256, "rope_parameters": SHORT}),
@@ -117,14 +134,17 @@ def write(name: str, directory: Path, dtype: torch.dtype = torch.float32, **save
     torch.manual_seed(0)
     model = model_class(config).eval()
     for parameter_name, parameter in model.named_parameters():
-        # Biases start at zero and norms at one: a mistake with them would go unseen.
+        # Biases start at zero and norms at one, or at zero if one is added: a mistake with them would go unseen.
         if parameter_name.endswith("bias") or "norm" in parameter_name:
-            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.2)
+            centred = "norm" in parameter_name and not (family.startswith(("Qwen3Next", "Qwen3_5")) and "linear_attn" not in parameter_name)
+            torch.nn.init.normal_(parameter, mean=1.0 if centred else 0.0, std=0.2)
         if "q_norm" in parameter_name and family.startswith("Gemma4"):
             # Scores are not divided by the size of a head: they would be so large that rounding shows.
             parameter.data /= 4
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("layer_scalar"):
             buffer.fill_(0.75)
+        if buffer_name.endswith("expert_bias"):
+            buffer.normal_(std=0.2)
     model.to(dtype).save_pretrained(directory, **save)
     return type(model).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()

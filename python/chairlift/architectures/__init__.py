@@ -1,15 +1,28 @@
 """The architectures that Chairlift's own code computes, as values. A new one is a value in a file here; docs/models.md lists them all."""
 
-from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Mixture, Projections, Scores, Windows
+from chairlift.architectures.architecture import (
+    Architecture,
+    Code,
+    GGUFFormat,
+    Key,
+    Mixture,
+    Norms,
+    Projections,
+    Recurrence,
+    RecurrentKind,
+    Scores,
+    Windows,
+)
 from chairlift.architectures.encoders import ENCODER_GGUF, ENCODERS, EncoderArchitecture
 from chairlift.architectures.gemma import GEMMA2, GEMMA3, GEMMA4
 from chairlift.architectures.gpt_oss import GPT_OSS
 from chairlift.architectures.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
+from chairlift.architectures.lfm2 import LFM2, LFM2_MOE
 from chairlift.architectures.llama import LLAMA, MINISTRAL3, MISTRAL
 from chairlift.architectures.mixtral import MIXTRAL
 from chairlift.architectures.olmo import OLMO2, OLMOE
 from chairlift.architectures.phi import PHI3
-from chairlift.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from chairlift.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 from chairlift.architectures.smollm import SMOLLM3
 
 __all__ = [
@@ -26,20 +39,23 @@ __all__ = [
     "GGUFFormat",
     "Key",
     "Mixture",
+    "Norms",
     "Projections",
+    "Recurrence",
+    "RecurrentKind",
     "Scores",
     "Windows",
 ]
 
-DENSE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, SMOLLM3, GRANITE, GRANITE4, PHI3)
-MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED)
+DENSE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, SMOLLM3, GRANITE, GRANITE4, PHI3, LFM2, QWEN3_5)
+MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, LFM2_MOE, QWEN3_NEXT, QWEN3_5_MOE)
 ARCHITECTURES = {known.name: known for known in DENSE + MIXTURES}
 """The architectures by their names in config.json."""
 
 OTHERS = (OLMO2,)
 """Architectures that transformers' code alone computes, and whose GGUF files can be read."""
 
-GGUF_MIXTURES = {name: known for known in MIXTURES if known.gguf for name in known.gguf.names}
+GGUF_MIXTURES = {name: known for known in ARCHITECTURES.values() if known.gguf and known.mixture for name in known.gguf.names}
 """The architectures with experts by their names in GGUF files, which some share with dense models."""
 
 GGUF = {name: known for known in DENSE + OTHERS if known.gguf for name in known.gguf.names}

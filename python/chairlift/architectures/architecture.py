@@ -29,12 +29,63 @@ class Windows(Enum):
 class Projections:
     """Names of a layer's linear layers in a checkpoint, below `model.layers.N.`.
 
-    A single name for several projections means one fused tensor.
+    A single name for several projections means one fused tensor. A checkpoint without the tensor `gate_up` has those of `apart`.
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    apart: tuple[str, ...] = ()
     down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Names of norms in a checkpoint: the last one, and those of a layer, below `model.layers.N.`, of models without norms after blocks."""
+
+    attention: str = "input_layernorm"
+    query: str = "self_attn.q_norm"
+    key: str = "self_attn.k_norm"
+    mlp: str = "post_attention_layernorm"
+    last: str = "model.norm"
+
+
+class RecurrentKind(Enum):
+    """What a recurrent layer computes."""
+
+    CONVOLUTION = "short convolutions"
+    DELTA = "gated delta rules"
+    SPACE = "state spaces"
+
+
+Entry = tuple[str, int | None]
+"""A key of config.json and its default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """The recurrent layers of an architecture: those that `layer_types` calls by one of `types`.
+
+    `projections` are the first linear layers, `output` the last one, and `convolution` the weights [channels, 1, taps], all below `prefix`.
+    The keys of config.json are those of the number of `taps`, of heads (`count`), of their `groups`, which share keys and queries, of the
+    sizes of keys and values, and of whether the convolution and the linear layers have a bias. Every n-th layer is not recurrent if
+    config.json does not list kinds of layers and n is the `interval`.
+    """
+
+    kind: RecurrentKind
+    types: tuple[str, ...]
+    prefix: str
+    projections: tuple[str, ...] = ("in_proj",)
+    convolution: str = "conv1d"
+    output: str = "out_proj"
+    taps: Entry = ("conv_kernel", 4)
+    count: Entry | None = None
+    groups: Entry | None = None
+    key_size: Entry | None = None
+    value_size: Entry | None = None
+    conv_bias: tuple[str, bool] | None = None
+    bias: tuple[str, bool] | None = None
+    interval: Entry | None = None
 
 
 class Scores(Enum):
@@ -55,8 +106,9 @@ class Mixture:
     [experts, inputs, outputs], the first with gate and up in turn. With `biases` the router and all experts have them. `shared` are the
     layers of an expert that all tokens use; its output is multiplied by a gate if `shared_gate` names one. `count`, `inner` and
     `shared_inner` are the keys of the number of experts and of inner sizes in config.json. Weights are divided by their sum if
-    `normalised`; None means that `norm_topk_prob` of config.json decides. The gate and what it is multiplied by are `clamped` as in
-    gpt-oss.
+    `normalised`; None means that `norm_topk_prob` of config.json decides. `epsilon` is added to the sum. `choice_bias` is a tensor that is
+    added to the scores when experts are chosen, `scale` the key of the weights' factor, and `dense` that of the number of first layers
+    without experts. Models have 0 experts if they are `optional`. The gate and what it is multiplied by are `clamped` as in gpt-oss.
     """
 
     router: str = "mlp.gate"
@@ -69,6 +121,11 @@ class Mixture:
     biases: bool = False
     shared: Projections | None = None
     shared_gate: str | None = None
+    choice_bias: str | None = None
+    epsilon: float = 1e-20
+    scale: str | None = None
+    dense: str | None = None
+    optional: bool = False
     count: str = "num_experts"
     inner: str = "moe_intermediate_size"
     shared_inner: str = "shared_expert_intermediate_size"
@@ -126,13 +183,15 @@ class Architecture:
     `name` is the class name in `architectures` of config.json, and `models` names published models. `text_types` are the values of
     `model_type` in the `text_config` of the classes `wrappers`, which also read images, and `model_type` is that of a model of text alone.
     The default of `query_scalar` is the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults
-    of the caps of attention scores and logits; None means that config.json's are not read. Layers with a window have rotary positions of
-    the base `local_theta` if it is set. `position_type` is the default of `position_embedding_type`; None means that config.json's is not
-    read. With a `temperature` queries grow with their position. Every n-th layer has no rotary positions if `no_rope_interval` is n, and
-    every n-th has full attention if `window_interval` is n and windows are listed. `inner` is the key of the MLP's inner size. With
-    `whole_norms` the norms of queries and keys are those of all heads together. With `sinks` each head has a score beside those of the
-    keys. `global_head_dim` is the default size of heads of layers with full attention, and means that layers differ as in Gemma 4. With a
-    `mixture` layers have experts instead of an MLP, except those that config.json names.
+    of the caps of attention scores and logits; None means that config.json's are not read. `rotary` is the default part of each head that
+    is rotated. Layers with a window have rotary positions of the base `local_theta` if it is set. `position_type` is the default of
+    `position_embedding_type`; None means that config.json's is not read. With a `temperature` queries grow with their position. Every n-th
+    layer has no rotary positions if `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n and windows are
+    listed. `inner` is the key of the MLP's inner size, and `norm_eps` that of the number that norms add to squares. With `whole_norms` the
+    norms of queries and keys are those of all heads together. With `sinks` each head has a score beside those of the keys.
+    `global_head_dim` is the default size of heads of layers with full attention, and means that layers differ as in Gemma 4. With
+    `gated_attention` the query projection has gates too, head by head, whose sigmoids multiply the outputs. With a `recurrence` some layers
+    keep a state instead of keys and values. With a `mixture` layers have experts instead of an MLP, except those that config.json names.
     """
 
     name: str
@@ -148,11 +207,13 @@ class Architecture:
     kv_heads: int | None = None
     head_dim: int | None = None
     max_positions: int = 32768
+    norm_eps: str = "rms_norm_eps"
     rms_norm_eps: float = 1e-6
     tied: bool = False
     inner: str = "intermediate_size"
 
     projections: Projections = Projections()
+    norms: Norms = Norms()
     qkv_bias: bool = False
     output_bias: bool = True
     mlp_bias: bool = False
@@ -160,6 +221,7 @@ class Architecture:
     theta: float = 10000.0
     local_theta: float | None = None
     partial_rotary: bool = False
+    rotary: float = 1.0
     no_rope_interval: int | None = None
     position_type: str | None = None
     temperature: bool = False
@@ -179,6 +241,8 @@ class Architecture:
     scaled_embeddings: bool = False
     multipliers: bool = False
     global_head_dim: int | None = None
+    gated_attention: bool = False
+    recurrence: Recurrence | None = None
     mixture: Mixture | None = None
 
     @property
@@ -202,6 +266,8 @@ class Architecture:
             "multipliers of embeddings, attention, residuals and logits": self.multipliers,
             "attention sinks": self.sinks,
             "heads by kind of layer, shared keys and values, embeddings for each layer": self.global_head_dim is not None,
+            "gated outputs of attention": self.gated_attention,
+            f"layers with {self.recurrence.kind.value}" if self.recurrence else "": self.recurrence is not None,
             "experts": self.mixture is not None,
             "a shared expert": self.mixture is not None and self.mixture.shared is not None,
         }

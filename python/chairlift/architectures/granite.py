@@ -1,8 +1,18 @@
-"""Granite 3 with and without experts, and Granite 4 without experts and state-space layers."""
+"""Granite 3 with and without experts, and Granite 4 with and without experts and state spaces."""
 
 from dataclasses import replace
 
-from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Mixture, Projections, Scores
+from chairlift.architectures.architecture import (
+    Architecture,
+    Code,
+    GGUFFormat,
+    Key,
+    Mixture,
+    Projections,
+    Recurrence,
+    RecurrentKind,
+    Scores,
+)
 
 KEYS = {
     "attention_multiplier": Key("attention.scale", float, 1.0),
@@ -26,17 +36,6 @@ GRANITE = Architecture(
     position_type="rope",
     multipliers=True,
 )
-GRANITE4 = Architecture(
-    name="GraniteMoeHybridForCausalLM",
-    model_type="granitemoehybrid",
-    models="Granite 4 without experts and state-space layers",
-    code=Code.RUST,
-    max_positions=2048,
-    inner="shared_intermediate_size",
-    projections=Projections(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
-    position_type="nope",
-    multipliers=True,
-)
 EXPERTS = Mixture(
     router="block_sparse_moe.router.layer",
     gate_up="block_sparse_moe.{}.input_linear",
@@ -45,6 +44,58 @@ EXPERTS = Mixture(
     inner="intermediate_size",
     shared_inner="shared_intermediate_size",
     scores=Scores.LOGITS,
+)
+SHARED = Projections(
+    gate_up=("shared_mlp.input_linear",), apart=("shared_mlp.gate_proj", "shared_mlp.up_proj"), down="shared_mlp.output_linear"
+)
+GRANITE4 = Architecture(
+    name="GraniteMoeHybridForCausalLM",
+    model_type="granitemoehybrid",
+    models="Granite 4",
+    code=Code.RUST,
+    gguf=GGUFFormat(
+        names=("granitehybrid",),
+        keys={
+            **KEYS,
+            "mamba_n_heads": Key("ssm.time_step_rank", int),
+            "mamba_n_groups": Key("ssm.group_count", int),
+            "mamba_d_state": Key("ssm.state_size", int),
+            "mamba_d_conv": Key("ssm.conv_kernel", int),
+        },
+        tensors={
+            "ffn_gate_inp": EXPERTS.router,
+            "ffn_down_exps": "block_sparse_moe.output_linear",
+            **dict.fromkeys(("ffn_gate", "ffn_gate_shexp"), SHARED.apart[0]),
+            **dict.fromkeys(("ffn_up", "ffn_up_shexp"), SHARED.apart[1]),
+            **dict.fromkeys(("ffn_down", "ffn_down_shexp"), SHARED.down),
+            "ssm_in": "mamba.in_proj",
+            "ssm_conv1d": "mamba.conv1d",
+            "ssm_dt.bias": "mamba.dt_bias",
+            ".ssm_a": "mamba.A",
+            ".ssm_d": "mamba.D",
+            "ssm_norm": "mamba.norm",
+            "ssm_out": "mamba.out_proj",
+        },
+        adjacent_pairs=True,
+    ),
+    max_positions=2048,
+    inner="shared_intermediate_size",
+    projections=SHARED,
+    position_type="nope",
+    multipliers=True,
+    recurrence=Recurrence(
+        kind=RecurrentKind.SPACE,
+        types=("mamba", "linear_attention"),
+        prefix="mamba.",
+        taps=("mamba_d_conv", 4),
+        count=("mamba_n_heads", 128),
+        groups=("mamba_n_groups", 1),
+        key_size=("mamba_d_state", 256),
+        value_size=("mamba_d_head", None),
+        conv_bias=("mamba_conv_bias", True),
+        bias=("mamba_proj_bias", False),
+    ),
+    mixture=replace(EXPERTS, shared=SHARED, optional=True),
 )
 GRANITE_MOE = Architecture(
     name="GraniteMoeForCausalLM",
@@ -68,5 +119,5 @@ GRANITE_MOE_SHARED = Architecture(
     code=Code.RUST,
     max_positions=2048,
     multipliers=True,
-    mixture=replace(EXPERTS, shared=GRANITE4.projections),
+    mixture=replace(EXPERTS, shared=SHARED),
 )

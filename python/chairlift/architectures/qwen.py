@@ -1,6 +1,20 @@
-"""Qwen 2 and 3, and their mixtures of experts."""
+"""Qwen 2 and 3, their mixtures of experts, and the hybrid models Qwen3-Next, 3.5 and 3.6."""
 
-from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Mixture, Projections, Windows
+from dataclasses import replace
+
+from chairlift.architectures.architecture import (
+    Architecture,
+    Code,
+    GGUFFormat,
+    Key,
+    Mixture,
+    Projections,
+    Recurrence,
+    RecurrentKind,
+    Windows,
+)
+
+SHARED = Projections(gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), down="mlp.shared_expert.down_proj")
 
 QWEN2 = Architecture(
     name="Qwen2ForCausalLM",
@@ -34,10 +48,7 @@ QWEN2_MOE = Architecture(
     qkv_bias=True,
     output_bias=False,
     mixture=Mixture(
-        shared=Projections(
-            gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-            down="mlp.shared_expert.down_proj",
-        ),
+        shared=SHARED,
         shared_gate="mlp.shared_expert_gate",
     ),
 )
@@ -51,4 +62,87 @@ QWEN3_MOE = Architecture(
     head_dim=128,
     qk_norm=True,
     mixture=Mixture(),
+)
+HYBRID_KEYS = {
+    "linear_conv_kernel_dim": Key("ssm.conv_kernel", int),
+    "linear_key_head_dim": Key("ssm.state_size", int),
+    "linear_num_key_heads": Key("ssm.group_count", int),
+    "linear_num_value_heads": Key("ssm.time_step_rank", int),
+}
+HYBRID_TENSORS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    ".ssm_a": "linear_attn.A",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+DELTA = Recurrence(
+    kind=RecurrentKind.DELTA,
+    types=("linear_attention",),
+    prefix="linear_attn.",
+    taps=("linear_conv_kernel_dim", 4),
+    count=("linear_num_value_heads", 32),
+    groups=("linear_num_key_heads", 16),
+    key_size=("linear_key_head_dim", 128),
+    value_size=("linear_value_head_dim", 128),
+    interval=("full_attention_interval", 4),
+)
+QWEN3_NEXT = Architecture(
+    name="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    models="Qwen3-Next, Qwen3-Coder-Next",
+    code=Code.RUST,
+    gguf=GGUFFormat(names=("qwen3next",), constants={"norm_topk_prob": True}, keys=HYBRID_KEYS, tensors=HYBRID_TENSORS, stored_offset=1.0),
+    kv_heads=2,
+    head_dim=256,
+    rotary=0.25,
+    partial_rotary=True,
+    qk_norm=True,
+    norm_offset=1.0,
+    gated_attention=True,
+    recurrence=DELTA,
+    mixture=Mixture(shared=SHARED, shared_gate="mlp.shared_expert_gate"),
+)
+QWEN3_5 = replace(
+    QWEN3_NEXT,
+    name="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    models="Qwen3.5, Qwen3.6",
+    wrappers=("Qwen3_5ForConditionalGeneration",),
+    text_types=("qwen3_5_text",),
+    gguf=GGUFFormat(
+        names=("qwen35",),
+        constants={"linear_heads_tiled": True},
+        keys=HYBRID_KEYS,
+        image_keys=("rope.dimension_sections", "n_deepstack_layers"),
+        tensors=HYBRID_TENSORS,
+        stored_offset=1.0,
+    ),
+    kv_heads=4,
+    mixture=None,
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    models="Qwen3.5 and Qwen3.6 with experts",
+    wrappers=("Qwen3_5MoeForConditionalGeneration",),
+    text_types=("qwen3_5_moe_text",),
+    gguf=GGUFFormat(
+        names=("qwen35moe",),
+        constants={"linear_heads_tiled": True},
+        keys=HYBRID_KEYS,
+        image_keys=("rope.dimension_sections", "n_deepstack_layers"),
+        tensors=HYBRID_TENSORS,
+        stored_offset=1.0,
+    ),
+    kv_heads=2,
+    mixture=Mixture(shared=SHARED, shared_gate="mlp.shared_expert_gate", normalised=True),
 )

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from chairlift.architectures import GGUFFormat
+from chairlift.architectures import Architecture, GGUFFormat
 from chairlift.checkpoint.cache import LINK, writing_to
-from chairlift.checkpoint.gguf_config import architecture_of, model_config
+from chairlift.checkpoint.gguf_config import architecture_of, model_config, num_layers
 from chairlift.checkpoint.gguf_encoder import Modules, encoder_modules
 from chairlift.checkpoint.gguf_file import GGUFFile, TensorEntry
 from chairlift.checkpoint.gguf_keys import check_keys
@@ -138,7 +138,9 @@ class GGUFTensors:
         """Reads the header. Raises UnsupportedModel if the file is damaged or its model is not supported."""
         self.path = path
         self.file = open_gguf(path, vocabulary=False)
-        _, self._layout = architecture_of(self.file)
+        architecture, self._layout = architecture_of(self.file)
+        recurrence = architecture.recurrence if isinstance(architecture, Architecture) else None
+        self._recurrent = f".{recurrence.prefix}" if recurrence else None
         self._head_dim = model_config(self.file)["head_dim"]
         self.entries = _named(self.file, self._layout)
 
@@ -149,7 +151,7 @@ class GGUFTensors:
     def values(self, name: str) -> Array:
         """Returns the tensor's values in fp32, as dequantised by the gguf package."""
         rows = read_float32(self.file, self.entries[name])
-        if self._layout.stored_offset and name.endswith("norm.weight"):
+        if self._layout.stored_offset and name.endswith("norm.weight") and not (self._recurrent and self._recurrent in name):
             rows = rows - np.float32(self._layout.stored_offset)
         return _halves(rows, rows.shape[0] // self._head_dim) if self._is_rotary(name) else rows
 
@@ -219,9 +221,11 @@ def _named(file: GGUFFile, layout: GGUFFormat) -> dict[str, TensorEntry]:
 
     Whether each layer has the right tensors is checked when they are taken.
     """
-    layers, found, seen = file.size(f"{file.get('general.architecture', str)}.block_count"), {}, set()
+    kind = file.get("general.architecture", str) or ""
+    layers, found, seen = num_layers(file, kind), {}, set()
+    beyond = tuple(f"blk.{layer}." for layer in range(layers, file.size(f"{kind}.block_count")))
     for entry in file.tensors.values():
-        if entry.name.endswith(_IGNORED):
+        if entry.name.endswith(_IGNORED) or entry.name.startswith(beyond):
             continue
         name = _hf_name(entry.name, layout)
         if name is None:

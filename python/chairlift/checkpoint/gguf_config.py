@@ -7,13 +7,27 @@ from typing import Any
 
 import numpy as np
 
-from chairlift.architectures import ENCODER_GGUF, GGUF, GGUF_MIXTURES, Architecture, EncoderArchitecture, GGUFFormat, Key, Mixture, Windows
+from chairlift.architectures import (
+    ENCODER_GGUF,
+    GGUF,
+    GGUF_MIXTURES,
+    Architecture,
+    EncoderArchitecture,
+    GGUFFormat,
+    Key,
+    Mixture,
+    Recurrence,
+    Scores,
+    Windows,
+)
 from chairlift.checkpoint.gguf_encoder import encoder_config
 from chairlift.checkpoint.gguf_file import GGUFFile
 from chairlift.errors import UnsupportedModel
 
 _UNROTATED = 1e29
 """Divisors of frequencies from here on leave a pair where it is."""
+GATING = {Scores.SOFTMAX: 1, Scores.SIGMOID: 2, Scores.LOGITS: 3}
+"""llama.cpp's numbers of what makes scores of a router's logits."""
 _F32 = 0
 """ggml's number of the type."""
 
@@ -38,7 +52,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     kind = file.get("general.architecture", str)
     assert kind is not None
     experts = file.get(f"{kind}.expert_count", int)
-    if bool(experts) != (architecture.mixture is not None):
+    if bool(experts) != (architecture.mixture is not None) and not (architecture.mixture and architecture.mixture.optional):
         found = f"is a mixture of {experts} experts" if experts else f"has no {kind}.expert_count"
         raise UnsupportedModel(f"{file.path} {found}, which cannot be read for the architecture {kind!r}")
     hidden, heads = file.size(f"{kind}.embedding_length"), file.size(f"{kind}.attention.head_count")
@@ -47,12 +61,12 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     if file.size(f"{kind}.attention.value_length", head_dim) != head_dim or (rotary != head_dim and not architecture.partial_rotary):
         raise UnsupportedModel(f"{file.path}: rotary or value dimensions that differ from the head's {head_dim} cannot be read")
     vocab_size = file.vocab_size
-    layers = file.size(f"{kind}.block_count")
+    layers = num_layers(file, kind)
     if layers > len(file.tensors):
         raise UnsupportedModel(f"{file.path} says it has {layers} layers, and holds {len(file.tensors)} tensors")
     inner = _by_layer(file, f"{kind}.feed_forward_length", layers)
-    kv_heads = _by_layer(file, f"{kind}.attention.head_count_kv", layers, heads)
-    for name, values in (("feed_forward_length", inner), ("attention.head_count_kv", kv_heads)):
+    kv_heads = _by_layer(file, f"{kind}.attention.head_count_kv", layers, heads, least=0 if architecture.recurrence else 1)
+    for name, values in (("feed_forward_length", inner), ("attention.head_count_kv", [count for count in kv_heads if count])):
         if architecture.global_head_dim is None and len(set(values)) != 1:
             raise UnsupportedModel(f"{file.path}: {kind}.{name} differs by layer, which cannot be read for the architecture {kind!r}")
     config = {
@@ -62,7 +76,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "intermediate_size": inner[0],
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads[0],
+        "num_key_value_heads": max(kv_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": file.size(f"{kind}.context_length"),
@@ -76,6 +90,8 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "dtype": "float32",
         **layout.constants,
     }
+    if architecture.recurrence:
+        config |= _recurrence(file, kind, architecture.recurrence, kv_heads)
     if architecture.mixture:
         config |= _experts(file, kind, architecture.mixture, layers)
     for name, key in layout.keys.items():
@@ -128,6 +144,9 @@ def _experts(file: GGUFFile, kind: str, mixture: Mixture, layers: int) -> dict[s
             raise UnsupportedModel(f"{file.path}: {kind}.{key} must be one positive number for all {layers} layers, got {found!r:.200}")
         return found[0]
 
+    gating = file.get(f"{kind}.expert_gating_func", int) or GATING[mixture.scores]
+    if gating != GATING[mixture.scores]:
+        raise UnsupportedModel(f"{file.path}: {kind}.expert_gating_func is {gating}, which cannot be read for the architecture {kind!r}")
     found = {mixture.count: size("expert_count"), "num_experts_per_tok": size("expert_used_count")}
     inner = None if mixture.inner == "moe_intermediate_size" else size("feed_forward_length")
     found[mixture.inner] = size("expert_feed_forward_length", inner)
@@ -142,14 +161,44 @@ def _entry(file: GGUFFile, name: str, key: Key) -> float:
     return file.size(name, None if key.default is None else int(key.default))
 
 
-def _by_layer(file: GGUFFile, key: str, layers: int, default: int | None = None) -> list[int]:
-    """Returns a number for each layer. Raises UnsupportedModel for a list of another length."""
+def num_layers(file: GGUFFile, kind: str) -> int:
+    """Returns the number of layers, without those that predict tokens beyond the next one."""
+    return file.size(f"{kind}.block_count") - (file.get(f"{kind}.nextn_predict_layers", int) or 0)
+
+
+def _by_layer(file: GGUFFile, key: str, layers: int, default: int | None = None, least: int = 1) -> list[int]:
+    """Returns a number of at least `least` for each layer. Raises UnsupportedModel for a list of another length."""
     values = file.value(key)
     if not isinstance(values, list):
         return [file.size(key, default)] * layers
-    if len(values) != layers or not all(type(value) is int and 0 < value < 2**31 for value in values):
+    if len(values) < layers or not all(type(value) is int and least <= value < 2**31 for value in values[:layers]):
         raise UnsupportedModel(f"{file.path}: {key} must be one positive number, or one for each of {layers} layers, got {values!r:.200}")
-    return values
+    return values[:layers]
+
+
+def _recurrence(file: GGUFFile, kind: str, names: Recurrence, kv_heads: list[int]) -> dict[str, Any]:
+    """Returns the entries of config.json that describe recurrent layers: those without KV heads, those of a list, or all but every n-th."""
+    listed, interval = file.value(f"{kind}.attention.recurrent_layers"), file.size(f"{kind}.full_attention_interval", 4)
+    if 0 in kv_heads or names.interval is None:
+        recurrent = [count == 0 for count in kv_heads]
+    elif isinstance(listed, list):
+        recurrent = [bool(entry) for entry in listed[: len(kv_heads)]]
+    else:
+        recurrent = [(layer + 1) % interval != 0 for layer in range(len(kv_heads))]
+    found: dict[str, Any] = {"layer_types": [names.types[0] if entry else "full_attention" for entry in recurrent]}
+    if names.value_size and names.count:
+        inner, heads = file.size(f"{kind}.ssm.inner_size"), file.size(f"{kind}.ssm.time_step_rank")
+        if inner % heads:
+            raise UnsupportedModel(f"{file.path}: {kind}.ssm.inner_size is {inner}, which is no multiple of {heads} heads")
+        found[names.value_size[0]] = inner // heads
+    tensors = [name.removeprefix("blk.").partition(".")[2] for name in file.tensors]
+    for entry, name in (
+        (names.conv_bias, ("ssm_conv1d.bias", "shortconv.conv.bias")),
+        (names.bias, ("ssm_in.bias", "shortconv.in_proj.bias")),
+    ):
+        if entry:
+            found[entry[0]] = any(tensor in tensors for tensor in name)
+    return found
 
 
 def _variants(file: GGUFFile, kind: str, config: dict[str, Any], inner: list[int], kv_heads: list[int]) -> dict[str, Any]:

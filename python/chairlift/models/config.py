@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chairlift.architectures import ARCHITECTURES, WRAPPED, Architecture, Code, Projections, Windows
+from chairlift.architectures import ARCHITECTURES, WRAPPED, Architecture, Code, Norms, Projections, Windows
 from chairlift.errors import UnsupportedModel
 from chairlift.models.experts import Experts, parse_experts
 from chairlift.models.fields import NoNativeModel, parse_dtype, parse_layers, parse_names, parse_number, parse_size, read_json
 from chairlift.models.layer_variants import LayerVariants, parse_variants
 from chairlift.models.quantization import MODELOPT_FILE, QuantizationScheme, UnsupportedScheme, parse_quantization
+from chairlift.models.recurrence import RecurrentLayers, parse_recurrence
 from chairlift.models.rope_config import longest_context, parse_ropes, parse_temperature
 from chairlift.models.rotary import Dynamic, RopeConfig
 from chairlift.models.shape import KvSpec, ModelShape
@@ -27,9 +28,11 @@ class ModelConfig(ModelShape):
     query at position p is multiplied by 1 + b * ln(1 + floor(p / n)). A softcap c maps scores or logits to c * tanh(x / c). Embeddings are
     multiplied by `embedding_scale`, `norm_offset` is added to the weights of all norms, and `post_norms` adds a norm after attention and
     after the MLP. Heads are rotated in the layers selected by `uses_rope`. With `whole_norms` the norms of queries and keys are those of
-    all heads together. With `variants` layers have different heads (see `LayerVariants`). With `experts` some layers have a mixture of
-    experts, and the others an MLP of `intermediate_size`. The output of attention and of the MLP is multiplied by `residual_scale` before
-    it is added to the residual stream, and logits are multiplied by `logits_scale`. `scheme` is that of quantised layers.
+    all heads together. With `variants` layers have different heads (see `LayerVariants`). With `gated_attention` outputs are multiplied by
+    the sigmoids of gates. With a `recurrence` some layers have a state instead of keys and values. With `experts` some layers have a
+    mixture of experts, and the others an MLP of `intermediate_size`. The output of attention and of the MLP is multiplied by
+    `residual_scale` before it is added to the residual stream, and logits are multiplied by `logits_scale`. `scheme` is that of quantised
+    layers.
     """
 
     num_kv_heads: int
@@ -57,6 +60,9 @@ class ModelConfig(ModelShape):
     residual_scale: float
     logits_scale: float
     projections: Projections
+    norms: Norms
+    gated_attention: bool
+    recurrence: RecurrentLayers | None
     experts: Experts | None
     variants: LayerVariants | None
     only_in_rust: bool
@@ -65,13 +71,22 @@ class ModelConfig(ModelShape):
     @property
     def kv_specs(self) -> tuple[KvSpec, ...]:
         """The shape of the KV cache of each layer that has one."""
-        own = [layer for layer in range(self.num_layers) if self.source_of(layer) == layer]
+        own = [layer for layer in range(self.num_layers) if self.source_of(layer) == layer and not self.is_recurrent(layer)]
         return tuple(KvSpec(heads, size, size, self.windows[layer]) for layer in own for heads, size in [self.heads_of(layer)])
 
     @property
     def kv_parts(self) -> dict[tuple[int, int], int]:
         """The number of layers with each number and size of KV heads, without those that use the keys and values of others."""
         return Counter((spec.kv_heads, spec.head_dim) for spec in self.kv_specs)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of a sequence."""
+        return self.recurrence.state_bytes if self.recurrence else 0
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer has a state instead of keys and values."""
+        return self.recurrence is not None and self.recurrence.layers[layer]
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """The number and the size of a layer's KV heads."""
@@ -91,12 +106,15 @@ class ModelConfig(ModelShape):
     def matrices_of(self, layer: int) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of a layer's matrices: merged query, key and value; attention output; merged gate and up; down.
 
-        Experts are not among them.
+        The first two of a recurrent layer are its projections. Experts are not among them.
         """
         heads, size = self.heads_of(layer)
         queries, kv = self.num_heads * size, heads * size if self.source_of(layer) == layer else 0
         hidden, inner = self.hidden_size, self.inner_of(layer)
-        return (queries + 2 * kv, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)
+        mlp = (2 * inner, hidden), (hidden, inner)
+        if self.recurrence and self.recurrence.layers[layer]:
+            return (self.recurrence.projected, hidden), (hidden, self.recurrence.width), *mlp
+        return (queries * (2 if self.gated_attention else 1) + 2 * kv, hidden), (hidden, queries), *mlp
 
     @property
     def longest_context(self) -> int:
@@ -126,7 +144,8 @@ class ModelConfig(ModelShape):
         """The numbers of a token's widest activation in a layer."""
         inputs = self.num_layers * self.variants.input_size if self.variants else 0
         inner = max(map(self.inner_of, range(self.num_layers)))
-        return inputs + max(inner, self.experts.widest(self.hidden_size) if self.experts else 0)
+        projected = self.recurrence.projected if self.recurrence else 0
+        return inputs + max(inner, projected, self.experts.widest(self.hidden_size) if self.experts else 0)
 
     @property
     def layer_matrices(self) -> tuple[tuple[int, int], ...]:
@@ -178,15 +197,15 @@ class ModelConfig(ModelShape):
             architecture=family.name,
             vocab_size=parse_size(raw, "vocab_size", family.vocab_size),
             hidden_size=hidden,
-            intermediate_size=parse_size(raw, family.inner),
+            intermediate_size=_inner(raw, family),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=parse_number(raw, "rms_norm_eps", family.rms_norm_eps),
+            rms_norm_eps=parse_number(raw, family.norm_eps, family.rms_norm_eps),
             rope=rope,
             local_rope=local_rope,
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", family.tied)),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", raw.get("tie_embedding", family.tied))),
             qkv_bias=family.qkv_bias or bias,
             output_bias=bias and family.output_bias,
             mlp_bias=bool(raw.get("mlp_bias", False)) and family.mlp_bias,
@@ -208,6 +227,9 @@ class ModelConfig(ModelShape):
             residual_scale=1.0 if multiplier is None else multiplier["residual_multiplier"],
             logits_scale=1.0 if multiplier is None else 1.0 / multiplier["logits_scaling"],
             projections=family.projections,
+            norms=family.norms,
+            gated_attention=family.gated_attention,
+            recurrence=parse_recurrence(raw, family, layers),
             experts=parse_experts(raw, family.mixture, layers) if family.mixture else None,
             variants=variants,
             only_in_rust=family.code is Code.RUST,
@@ -268,8 +290,6 @@ def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationS
     # Qwen's mixtures can have windows. Which layers have one follows another rule than in Qwen2.
     if family.mixture and family.windows is Windows.NONE and raw.get("use_sliding_window") and raw.get("sliding_window", 1):
         raise NoNativeModel(f"sliding windows in {family.name} have no code of ours")
-    if family.name == "GraniteMoeHybridForCausalLM":
-        _check_dense(raw)
     quantization = raw.get("quantization_config")
     if family.sinks and isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
         return None  # the experts of gpt-oss alone, whose tensors have names of their own
@@ -277,6 +297,19 @@ def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationS
         return parse_quantization(quantization)
     except UnsupportedScheme as reason:
         raise NoNativeModel(str(reason)) from None
+
+
+def _inner(raw: dict[str, Any], family: Architecture) -> int:
+    """Returns the inner size of an MLP. LFM2's config.json has one of which a part is rounded up. A model may have experts alone."""
+    if family.model_type != "lfm2":
+        only_experts = family.mixture is not None and family.recurrence is not None and family.inner not in raw
+        return parse_size(raw, family.mixture.inner if family.mixture and only_experts else family.inner)
+    inner = parse_size(raw, "block_ff_dim" if raw.get("block_ff_dim") is not None else family.inner)
+    if not raw.get("block_auto_adjust_ff_dim", True):
+        return inner
+    multiple = parse_size(raw, "block_multiple_of", 256)
+    inner = int(parse_number(raw, "block_ffn_dim_multiplier", 1.0) * int(2 * inner / 3))
+    return -(-inner // multiple) * multiple
 
 
 def _softcaps(raw: dict[str, Any], family: Architecture) -> tuple[float | None, float | None]:
@@ -299,15 +332,6 @@ def _multipliers(raw: dict[str, Any]) -> dict[str, float]:
     """Returns Granite's multipliers, which are 1 where config.json is silent."""
     names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
     return {name: _number(raw, name, 1.0) or 1.0 for name in names}
-
-
-def _check_dense(raw: dict[str, Any]) -> None:
-    """Raises NoNativeModel for a Granite 4 with experts or state-space layers."""
-    if raw.get("num_local_experts", 8):
-        raise NoNativeModel("experts have no code of ours")
-    kinds = parse_names(raw, "layer_types") or parse_names(raw, "layers_block_type") or ["mamba"]
-    if set(kinds) - {"attention", "full_attention"}:
-        raise NoNativeModel(f"layers of {', '.join(sorted(set(kinds)))} have no code of ours (there is for attention)")
 
 
 def _uses_rope(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[bool, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from chairlift.architectures import Mixture
 from chairlift.errors import UnsupportedModel
-from chairlift.models.fields import parse_number, parse_size
+from chairlift.models.fields import parse_count, parse_number, parse_size
 
 OTHER_COUNT = "num_local_experts"
 """The name of the number of experts in each config.json that transformers 5 writes."""
@@ -19,8 +19,8 @@ class Experts:
 
     Each of `layers` is whether the layer has experts; the others have an MLP. A token uses `used` of `count` experts with the inner size
     `inner`, and a shared one if `shared_inner` is not 0. `normalised` means that a token's weights are divided by their sum.
-    `clamp` are the slope and the limit of gpt-oss's activation. `names` are
-    those of the tensors.
+    `clamp` are the slope and the limit of gpt-oss's activation. With `biased` a bias is added to the scores when experts are chosen, and
+    `scale` multiplies the weights. `names` are those of the tensors.
     """
 
     names: Mixture
@@ -31,6 +31,8 @@ class Experts:
     shared_inner: int
     normalised: bool
     clamp: tuple[float, float] | None
+    biased: bool
+    scale: float
 
     def weights(self, hidden: int) -> int:
         """The number of parameters of a layer's experts and router."""
@@ -41,8 +43,13 @@ class Experts:
         return max(self.used * max(self.inner, hidden), self.shared_inner)
 
 
-def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts:
-    """Parses the experts of a model with `layers` layers. Raises UnsupportedModel for values that do not fit each other."""
+def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts | None:
+    """Parses the experts of a model with `layers` layers; None if it has none.
+
+    Raises UnsupportedModel for values that do not fit each other.
+    """
+    if names.optional and raw.get(names.count) == 0:
+        return None
     count = parse_size(raw, OTHER_COUNT if raw.get(names.count) is None and OTHER_COUNT in raw else names.count)
     used = parse_size(raw, "num_experts_per_tok")
     if used > count:
@@ -50,18 +57,23 @@ def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts:
     normalised = bool(raw.get("norm_topk_prob", False)) if names.normalised is None else names.normalised
     return Experts(
         names=names,
-        layers=_layers(raw, layers),
+        layers=_layers(raw, names, layers),
         count=count,
         used=used,
         inner=parse_size(raw, names.inner),
         shared_inner=parse_size(raw, names.shared_inner) if names.shared else 0,
         normalised=normalised,
         clamp=(parse_number(raw, "swiglu_alpha", 1.702), parse_number(raw, "swiglu_limit", 7.0)) if names.clamped else None,
+        biased=names.choice_bias is not None and bool(raw.get("use_expert_bias", True)),
+        scale=parse_number(raw, names.scale, 1.0) if names.scale else 1.0,
     )
 
 
-def _layers(raw: dict[str, Any], layers: int) -> tuple[bool, ...]:
+def _layers(raw: dict[str, Any], names: Mixture, layers: int) -> tuple[bool, ...]:
     """Returns for each layer whether it has experts."""
+    if names.dense is not None:
+        first = parse_count({"num_dense_layers": raw.get(names.dense, 2)}, "num_dense_layers")
+        return tuple(layer >= first for layer in range(layers))
     step, dense = parse_size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) and 0 <= layer < layers for layer in dense):
         raise UnsupportedModel(f"config.json: mlp_only_layers must be numbers of the {layers} layers, got {dense!r:.200}")

@@ -66,7 +66,7 @@ def _parse(raw: dict[str, Any], family: Architecture, theta: float, head_dim: in
     base = parse_number(table, "rope_theta", raw.get("rope_theta") or theta)
     if kind == "yarn" and base <= 1:
         raise UnsupportedModel(f"config.json: rope_theta must be more than 1 with YaRN, got {base}")
-    partial = table.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    partial = table.get("partial_rotary_factor", raw.get("partial_rotary_factor", family.rotary))
     dim = head_dim if kind == "proportional" else _rotary_dim(partial, family, head_dim)
     if kind == "proportional":
         pairs = int((1.0 if partial is None else parse_number({"partial_rotary_factor": partial}, "partial_rotary_factor")) * head_dim // 2)

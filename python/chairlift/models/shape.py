@@ -47,6 +47,11 @@ class ModelShape(ABC):
         """The shape of each layer's KV cache."""
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of a sequence. 0 if no layer is recurrent."""
+        return 0
+
+    @property
     def longest_context(self) -> int:
         """The largest context that can be asked for. The default is `max_position_embeddings`."""
         return self.max_position_embeddings

@@ -107,12 +107,14 @@ def build_runner(
     size = backend.budget.fit(config, backend.model, precision, run_largest_step)
     host_blocks = fit_host(config, backend.model, precision.kv, available_memory() // processes)
     model.allocate(size.num_blocks, config.block_size, host_blocks)
+    if size.state_slots:
+        model.allocate_states(size.state_slots)
     swap_ns_per_block = time_swap(model, min(host_blocks, size.num_blocks)) if host_blocks else 0
     runner = backend.make_runner(model, size)
     phase.end("kv cache")
     graphs = backend.warm_up(runner)
     runner.kv_cache_bytes = size.num_blocks * block_bytes(backend.model, config.block_size, precision.kv)
-    runner.host_blocks, runner.swap_ns_per_block = host_blocks, swap_ns_per_block
+    runner.host_blocks, runner.swap_ns_per_block, runner.state_slots = host_blocks, swap_ns_per_block, size.state_slots
     runner.decisions = (backend.code, device, threads, *precision.decisions, *size.decisions, *graphs)
     phase.end("warm-up")
     return runner

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from chairlift import _core
+from chairlift.architectures import Projections
 from chairlift.checkpoint.safetensors_file import as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.models.experts import Experts
-from chairlift.runner import expert_weights
+from chairlift.models.recurrence import RecurrentLayers
+from chairlift.runner import expert_weights, recurrent_weights
 from chairlift.runner.weights import Part, Weights, in_memory, split_rows
 
 
@@ -43,7 +45,7 @@ class _Builder:
             return _core.Decoder(
                 blocks,
                 # The head is linear, so the norm's weight can include the factor of the logits.
-                norm=self.norm("model.norm") * np.float32(model.logits_scale),
+                norm=self.norm(model.norms.last) * np.float32(model.logits_scale),
                 head=head,
                 embedding=None if tied else embedding,
                 layer_embeddings=layer_embeddings,
@@ -65,8 +67,28 @@ class _Builder:
         scale = float(self.vector(f"model.layers.{index}.layer_scalar", 1)[0]) if variants else 1.0
         if variants and variants.input_size:
             return [self.attention(index), self.mlp(index), self.layer_input(index, variants.input_size, scale)]
-        experts = model.experts
-        return [self.attention(index), self.mixture(index, experts) if experts and experts.layers[index] else self.mlp(index, scale)]
+        experts, recurrence = model.experts, model.recurrence
+        mixer = self.recurrent(index, recurrence) if recurrence and recurrence.layers[index] else self.attention(index)
+        return [mixer, self.mixture(index, experts) if experts and experts.layers[index] else self.mlp(index, scale)]
+
+    def recurrent(self, index: int, layers: RecurrentLayers) -> _core.DecoderBlock:
+        """A layer's recurrent block."""
+        model, prefix = self.model, f"model.layers.{index}."
+        own = prefix + layers.names.prefix
+        matrices = recurrent_weights.projections(self.weights, layers, prefix)
+        names = ", ".join(own + name for name in layers.names.projections)
+        biases = [self.vector(f"{own}{name}.bias", layers.projected) for name in layers.names.projections] if layers.bias else []
+        taps, bias = recurrent_weights.convolution(self.weights, layers, prefix)
+        return _core.DecoderBlock.recurrent(
+            norm=self.norm(prefix + model.norms.attention),
+            in_proj=self.pack([[part] for part in matrices], names, model.hidden_size, biases[0] if biases else None),
+            taps=taps,
+            bias=bias,
+            heads=recurrent_weights.heads(self.weights, layers, prefix),
+            out_proj=self.linear({own + layers.names.output: model.hidden_size}, layers.width, layers.bias),
+            layer=sum(layers.layers[:index]),
+            residual_scale=model.residual_scale,
+        )
 
     def attention(self, index: int) -> _core.DecoderBlock:
         """A layer's attention block."""
@@ -76,17 +98,20 @@ class _Builder:
         outs = _named(prefix, model.projections.qkv, (queries, kv, kv))
         shared = kv_place[2]
         rope = self.ropes.index(model.rope if model.windows[index] is None else model.local_rope)
-        names = (f"{prefix}self_attn.q_norm", f"{prefix}self_attn.k_norm")
+        names = (prefix + model.norms.query, prefix + model.norms.key)
         if shared:
             # There are no keys for the second norm.
             outs, names = _named(prefix, model.projections.qkv[:1], (queries,)), names[:1] * 2
         keys_as_values = model.variants is not None and model.variants.keys_as_values and model.windows[index] is None and not shared
         norms = (queries, kv) if model.whole_norms else (head_dim, head_dim)
         return _core.DecoderBlock.attention(
-            norm=self.norm(prefix + "input_layernorm"),
-            qkv_proj=self.linear(outs, model.hidden_size, model.qkv_bias, keys_as_values=keys_as_values),
+            norm=self.norm(prefix + model.norms.attention),
+            qkv_proj=self.gated_qkv(outs, head_dim)
+            if model.gated_attention
+            else self.linear(outs, model.hidden_size, model.qkv_bias, keys_as_values=keys_as_values),
+            gated=model.gated_attention,
             kv=kv_place,
-            o_proj=self.linear({f"{prefix}self_attn.o_proj": model.hidden_size}, queries, model.output_bias),
+            o_proj=self.linear({prefix + model.projections.output: model.hidden_size}, queries, model.output_bias),
             scale=model.attention_scale,
             temperature=model.temperature,
             qk_norm=(self.norm(names[0], norms[0]), self.norm(names[1], norms[1])) if model.qk_norm else None,
@@ -99,12 +124,21 @@ class _Builder:
             residual_scale=model.residual_scale,
         )
 
+    def gated_qkv(self, outs: dict[str, int], head_dim: int) -> _core.Linear:
+        """Packs queries, keys, values and gates. The first projection has the query and the gate of one head after another."""
+        hidden, (queries, *others) = self.model.hidden_size, outs
+        heads = outs[queries] // head_dim
+        both = split_rows(self.weights.part(f"{queries}.weight", 2 * outs[queries], hidden), 2 * heads, hidden)
+        parts = [*both[::2], *(self.weights.part(f"{name}.weight", outs[name], hidden) for name in others), *both[1::2]]
+        return self.pack([[part] for part in parts], ", ".join(outs), hidden)
+
     def kv_place(self, index: int) -> tuple[int, int, bool]:
         """The part of the KV cache that a layer uses, the layer in that part, and whether it is that of another layer."""
         model = self.model
         source = model.source_of(index)
         heads = model.heads_of(source)
-        before = sum(model.source_of(layer) == layer and model.heads_of(layer) == heads for layer in range(source))
+        own = (layer for layer in range(source) if model.source_of(layer) == layer and not model.is_recurrent(layer))
+        before = sum(model.heads_of(layer) == heads for layer in own)
         return list(model.kv_parts).index(heads), before, source != index
 
     def layer_embeddings(self, size: int) -> tuple[_core.Linear, _core.Linear, np.ndarray]:
@@ -133,21 +167,24 @@ class _Builder:
         hidden, shared = model.hidden_size, None
         if names.shared:
             inner = experts.shared_inner
-            outs = _named(prefix, names.shared.gate_up, (inner, inner))
+            outs = self.gate_up(prefix, names.shared, inner)
             shared = self.linear(outs, hidden, gated=True), self.linear({prefix + names.shared.down: hidden}, inner)
         gates, ups = expert_weights.gate_and_up(self.weights, experts, prefix, hidden)
         downs = expert_weights.down(self.weights, experts, prefix, hidden)
         router = in_memory(expert_weights.router(self.weights, experts, prefix, hidden))
         bias = self.vector(f"{prefix}{names.router}.bias", experts.count) if names.biases else None
+        choice_bias = self.vector(prefix + names.choice_bias, experts.count) if names.choice_bias and experts.biased else None
         biases = expert_weights.biases(self.weights, experts, prefix, hidden) if names.biases else (None, None)
         return _core.DecoderBlock.mixture(
-            norm=self.norm(prefix + "post_attention_layernorm"),
+            norm=self.norm(prefix + model.norms.mlp),
             router=_core.Linear([router], hidden, "float32", threads=self.threads, bias=bias, isa=self.isa),
             gate_up_proj=self.pack([gates, ups], f"{prefix}experts", hidden, biases[0], gated=True),
             down_proj=self.pack([downs], f"{prefix}experts", experts.inner, biases[1]),
             scores=names.scores.value,
             used=experts.used,
-            normalised=experts.normalised,
+            bias=choice_bias,
+            normalised=names.epsilon if experts.normalised else None,
+            scale=experts.scale,
             clamp=experts.clamp,
             shared=shared,
             shared_gate=names.shared_gate is not None,
@@ -159,10 +196,10 @@ class _Builder:
         """A layer's gated MLP block, after which the residual stream is multiplied by `scale`."""
         model, prefix = self.model, f"model.layers.{index}."
         hidden, inner = model.hidden_size, model.inner_of(index)
-        outs = _named(prefix, model.projections.gate_up, (inner, inner))
+        outs = self.gate_up(prefix, model.projections, inner)
         return _core.DecoderBlock.gated_mlp(
             # With post-norms, "post_attention_layernorm" is the norm after attention; without them it is the norm before the MLP.
-            norm=self.norm(prefix + ("pre_feedforward_layernorm" if model.post_norms else "post_attention_layernorm")),
+            norm=self.norm(prefix + ("pre_feedforward_layernorm" if model.post_norms else model.norms.mlp)),
             gate_up_proj=self.linear(outs, hidden, model.mlp_bias, gated=True),
             down_proj=self.linear({prefix + model.projections.down: hidden}, inner, model.mlp_bias),
             activation=model.activation,
@@ -170,6 +207,11 @@ class _Builder:
             residual_scale=model.residual_scale,
             stream_scale=scale,
         )
+
+    def gate_up(self, prefix: str, names: Projections, inner: int) -> dict[str, int]:
+        """The tensors of gate and up, and the number of rows of each."""
+        fused = not names.apart or self.weights.has(f"{prefix}{names.gate_up[0]}.weight")
+        return _named(prefix, names.gate_up if fused else names.apart, (inner, inner))
 
     def vector(self, name: str, size: int) -> np.ndarray:
         """A one-dimensional tensor."""

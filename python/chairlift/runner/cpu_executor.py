@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from chairlift import _core
@@ -24,6 +26,8 @@ class CpuExecutor(ModelExecutor):
     adapters: CpuAdapters
     cache: _core.KvCache
     """Set by `allocate`."""
+    recurrent_states: _core.StateCache | None = None
+    """The recurrent states. Set by `allocate_states`."""
 
     def __init__(self, config: ModelConfig, decoder: _core.Decoder, kv: str, isa: str) -> None:
         self.config, self.decoder, self.kv = config, decoder, kv
@@ -60,6 +64,18 @@ class CpuExecutor(ModelExecutor):
         """Copies blocks within the cache."""
         self.cache.copy([(source, target) for source, target in pairs.tolist()])
 
+    def allocate_states(self, slots: int) -> None:
+        """Allocates slots for recurrent states."""
+        try:
+            self.recurrent_states = self.decoder.allocate_states(slots)
+        except MemoryError as error:
+            raise InvalidSetting(f"{error}: lower --max-num-seqs or --kv-cache-memory-bytes") from None
+
+    def copy_states(self, pairs: np.ndarray) -> None:
+        """Copies recurrent states between slots."""
+        assert self.recurrent_states is not None
+        self.recurrent_states.copy([(source, target) for source, target in pairs.tolist()])
+
     def swap(self, outs: Pairs, ins: Pairs) -> None:
         """Copies blocks to the host, then back."""
         self.cache.swap(list(outs), list(ins))
@@ -71,6 +87,10 @@ class CpuExecutor(ModelExecutor):
 
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
         """Runs the step in the buffers."""
+        recurrent: dict[str, Any] = {}
+        if self.recurrent_states is not None:
+            saves = buffers.state_saves[: 3 * buffers.num_state_saves]
+            recurrent = {"states": self.recurrent_states, "state_slots": buffers.state_slots[:num_seqs], "state_saves": saves}
         self.decoder.forward(
             self.cache,
             input_ids=buffers.input_ids[:num_tokens],
@@ -81,6 +101,7 @@ class CpuExecutor(ModelExecutor):
             batch_slots=buffers.batch_slots[:num_seqs],
             block_tables=buffers.block_tables,
             adapters=self.adapters.by_slot(len(buffers.block_tables)),
+            **recurrent,
         )
 
     def logits(self, at: np.ndarray) -> np.ndarray:

@@ -46,6 +46,13 @@ class ModelExecutor(ABC):
     def copy(self, pairs: np.ndarray) -> None:
         """Copies blocks within the cache, in order: pairs [n, 2], from and to."""
 
+    def allocate_states(self, slots: int) -> None:
+        """Allocates slots for recurrent states. Called before any step, and only for models with recurrent layers.
+
+        Raises InvalidSetting if there is not enough memory.
+        """
+        raise NotImplementedError
+
     def copy_states(self, pairs: np.ndarray) -> None:
         """Copies recurrent states between slots, in order: pairs [n, 2], from and to.
 

@@ -48,7 +48,8 @@ class RustBackend:
     def make_runner(self, executor: ModelExecutor, size: Size) -> ModelRunner:
         """Makes a runner."""
         seqs, block_size = size.max_num_seqs, self._config.block_size
-        buffers = StepBuffers(Layout(size.max_num_batched_tokens, seqs, -(-size.max_model_len // block_size)))
+        layout = Layout(size.max_num_batched_tokens, seqs, -(-size.max_model_len // block_size), state_slots=size.state_slots)
+        buffers = StepBuffers(layout)
         assert isinstance(executor, CpuExecutor)
         sampler = HostSampler(seqs, executor.decoder.pool)
         return ModelRunner(executor, self.model, size, block_size, [buffers], sampler, self._pooling)

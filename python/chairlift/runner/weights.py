@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -28,6 +29,8 @@ from chairlift.runner.quantised_matrix import TENSORS, QuantisedMatrix, multiply
 
 log = logging.getLogger("chairlift")
 
+DRAFTING = "mtp."
+"""What the names of tensors begin with that predict tokens beyond the next one."""
 NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 """Suffixes of tensors that a model may ignore: old tables of rotary angles, and scales of a KV cache that is not in 8 bits."""
 
@@ -179,6 +182,7 @@ class SafetensorWeights:
         # With a prefix there are other parts beside the decoder, such as an image encoder.
         own = self._prefix if self._prefix in WRAPPED_PREFIXES else ""
         unused = (name for name in self._unused - ignored if name.startswith(own) and not _is_shared(name, model))
+        unused = (name for name in unused if not name.startswith(DRAFTING))
         extra = sorted(name for name in unused if not name.endswith(NEEDLESS) and not self._is_empty_bias(name))
         if extra:
             raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {_some(extra)}")
@@ -207,13 +211,18 @@ def in_memory(array: Array) -> Part:
 
 def split_rows(part: Part, count: int, ins: int) -> list[Part]:
     """Splits a matrix of `ins` columns into `count` matrices with equal numbers of rows."""
-    kind, rows, data, interleaved = part
-    rows //= count
-    if isinstance(data, np.ndarray):
-        return [(kind, rows, piece, interleaved) for piece in np.split(data, count)]
+    return slices(part, [part[1] // count] * count, ins)
+
+
+def slices(part: Part, rows: list[int], ins: int) -> list[Part]:
+    """Splits a matrix of `ins` columns into matrices with these numbers of rows."""
+    kind, _, data, interleaved = part
     elements, size = (1, BYTES[kind]) if kind in BYTES else BLOCK_TYPES[int(kind)][1:]
-    (file, start), each = data, rows * ins // elements * size
-    return [(kind, rows, (file, start + index * each), interleaved) for index in range(count)]
+    starts = [0, *itertools.accumulate(count * ins // elements * size for count in rows)]
+    if isinstance(data, np.ndarray):
+        return [(kind, count, data[start:end], interleaved) for count, (start, end) in zip(rows, itertools.pairwise(starts), strict=True)]
+    file, first = data
+    return [(kind, count, (file, first + start), interleaved) for count, start in zip(rows, starts[:-1], strict=True)]
 
 
 def open_weights(
@@ -312,8 +321,9 @@ class GGUFWeights:
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         entry = self.tensors.entries.get(name)
-        # GGUF files leave out a first dimension of 1.
-        if entry is None or shape not in (entry.shape, (1, *entry.shape)):
+        # GGUF files leave out dimensions of 1, and may have a vector in rows.
+        same = entry is not None and [size for size in shape if size > 1] == [size for size in entry.shape if size > 1]
+        if entry is None or not (same or shape == (math.prod(entry.shape),)):
             found = "missing" if entry is None else list(entry.shape)
             raise UnsupportedModel(f"{self.tensors.path}: tensor {name} is {found} where the configuration asks for {list(shape)}")
         self._unused.discard(name)

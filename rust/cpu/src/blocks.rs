@@ -4,6 +4,7 @@ use crate::experts::Mixture;
 use crate::layer_input::LayerInput;
 use crate::linear::Linear;
 use crate::mlp::{GatedMlp, ShapeError, check};
+use crate::recurrent::Recurrent;
 use crate::rope::Rope;
 use crate::simd::Isa;
 use crate::weights::Merge;
@@ -36,12 +37,12 @@ pub struct KvHeads {
     pub head_dim: usize,
 }
 
-/// A block: an input norm, attention, an MLP or a mixture of experts, and how the output is added to the residual stream.
+/// A block: an input norm, attention, a recurrent layer, an MLP or a mixture of experts, and how the output is added to the residual stream.
 #[derive(Debug)]
 pub struct Block {
     /// Weight of the input norm. `None`: the input is the residual stream itself.
     pub norm: Option<Vec<f32>>,
-    /// Attention, MLP or mixture.
+    /// What is computed.
     pub kind: BlockKind,
     /// Weight of the output norm (Gemma).
     pub post_norm: Option<Vec<f32>>,
@@ -56,6 +57,8 @@ pub struct Block {
 pub enum BlockKind {
     /// Attention, with one layer of the KV cache.
     Attention(SelfAttention),
+    /// A layer with a state.
+    Recurrent(Recurrent),
     /// A gated MLP.
     Mlp(GatedMlp),
     /// A mixture of experts.
@@ -67,8 +70,10 @@ pub enum BlockKind {
 /// Causal attention with grouped queries.
 #[derive(Debug)]
 pub struct SelfAttention {
-    /// `q_proj`, `k_proj` and `v_proj`, stacked. Only `q_proj` if the keys and values are shared.
+    /// `q_proj`, `k_proj` and `v_proj`, stacked. Only `q_proj` if the keys and values are shared. Last the gates if the output is gated.
     pub qkv_proj: Linear,
+    /// Whether each number of the output is multiplied by the sigmoid of a gate (Qwen3-Next).
+    pub gated: bool,
     /// Where the keys and values are.
     pub kv: KvPlace,
     /// `o_proj`.
@@ -131,6 +136,7 @@ impl Block {
         check(self.stream_scale.is_finite() && scalable, "scales of the residual stream")?;
         match &self.kind {
             BlockKind::Attention(attention) => attention.check(isa, config),
+            BlockKind::Recurrent(recurrent) => recurrent.check(isa, hidden),
             BlockKind::Mlp(mlp) => mlp.check(isa, hidden),
             BlockKind::Mixture(mixture) => mixture.check(isa, hidden),
             BlockKind::LayerInput(input) => input.check(isa, hidden),
@@ -142,7 +148,7 @@ impl Block {
         match &self.kind {
             BlockKind::Attention(attention) => Some([&attention.qkv_proj, &attention.o_proj]),
             BlockKind::Mlp(mlp) => Some([&mlp.gate_up_proj, &mlp.down_proj]),
-            BlockKind::Mixture(_) | BlockKind::LayerInput(_) => None,
+            BlockKind::Recurrent(_) | BlockKind::Mixture(_) | BlockKind::LayerInput(_) => None,
         }
     }
 
@@ -151,9 +157,18 @@ impl Block {
         if let BlockKind::Mixture(mixture) = &self.kind { Some(mixture) } else { None }
     }
 
+    /// The recurrent layer, if that is the block's kind.
+    pub(crate) fn recurrent(&self) -> Option<&Recurrent> {
+        if let BlockKind::Recurrent(recurrent) = &self.kind { Some(recurrent) } else { None }
+    }
+
     /// The linear layers that all tokens use.
     pub(crate) fn common(&self) -> impl Iterator<Item = &Linear> {
-        let input = if let BlockKind::LayerInput(input) = &self.kind { Some([&input.gate, &input.projection]) } else { None };
+        let input = match &self.kind {
+            BlockKind::LayerInput(input) => Some([&input.gate, &input.projection]),
+            BlockKind::Recurrent(recurrent) => Some([&recurrent.in_proj, &recurrent.out_proj]),
+            _ => None,
+        };
         let linears = self.adaptable().or(input);
         linears.into_iter().flatten().chain(self.mixture().into_iter().flat_map(Mixture::common))
     }
@@ -163,10 +178,10 @@ impl Block {
         if let BlockKind::Attention(attention) = &self.kind { Some(attention) } else { None }
     }
 
-    /// Width of the inner layers that a token uses at once. 0 for attention.
+    /// Width of the inner layers that a token uses at once. 0 for attention and recurrent layers.
     pub(crate) fn inner(&self) -> usize {
         match &self.kind {
-            BlockKind::Attention(_) => 0,
+            BlockKind::Attention(_) | BlockKind::Recurrent(_) => 0,
             BlockKind::Mlp(mlp) => mlp.inner(),
             BlockKind::Mixture(mixture) => mixture.inner(),
             BlockKind::LayerInput(input) => input.gate.matrix.outs,
@@ -181,10 +196,10 @@ impl SelfAttention {
         (config.num_heads * heads.head_dim, if self.kv.shared { 0 } else { heads.count * heads.head_dim })
     }
 
-    /// The width of a token's queries, new keys and new values together.
+    /// The width of a token's queries, new keys, new values and gates together.
     pub(crate) fn qkv_width(&self, config: &DecoderConfig) -> usize {
         let (queries, kv) = self.widths(config);
-        queries + 2 * kv
+        queries + 2 * kv + if self.gated { queries } else { 0 }
     }
 
     fn check(&self, isa: Isa, config: &DecoderConfig) -> Result<(), ShapeError> {
@@ -193,6 +208,7 @@ impl SelfAttention {
         let (queries, kv) = self.widths(config);
         let fits = |[query, key]: &[Vec<f32>; 2]| [(head_dim, head_dim), (queries, kv)].contains(&(query.len(), key.len()));
         check(self.qk_norm.as_ref().is_none_or(fits), "norms of queries and keys")?;
+        check(!self.gated || queries.is_multiple_of(16), "gates of attention")?;
         check(self.value_norm.as_ref().is_none_or(|norm| norm.len() == head_dim), "norms of values")?;
         check(self.qkv_proj.matrix.is(isa, self.qkv_width(config), hidden, Merge::Stacked), "q_proj, k_proj and v_proj")?;
         check(self.o_proj.matrix.is(isa, hidden, queries, Merge::Stacked), "weights of o_proj")?;

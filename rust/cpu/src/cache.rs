@@ -6,10 +6,7 @@ use crate::half;
 use crate::pod::Pod;
 use crate::simd::Simd;
 use crate::unsafe_slice::UnsafeSlice;
-
-use self::zeroed::Zeroed;
-
-mod zeroed;
+use crate::zeroed::Zeroed;
 
 #[cfg(test)]
 mod tests;
@@ -79,8 +76,11 @@ impl KvCache {
     pub fn new(shape: KvShape, dtype: KvDType, host_blocks: usize) -> Result<Self, OutOfMemory> {
         let even = shape.head_dim.is_multiple_of(2) && shape.block_size.is_multiple_of(2);
         assert!(even || dtype != KvDType::Bf16, "bfloat16 needs an even head size and an even block size");
-        let bytes = |blocks: usize| blocks.checked_mul(Self::bytes_per_block(shape, dtype)).ok_or(OutOfMemory { bytes: usize::MAX });
-        Ok(Self { shape, dtype, device: Zeroed::new(bytes(shape.blocks)?)?, host: Zeroed::new(bytes(host_blocks)?)? })
+        let zeroed = |blocks: usize| {
+            let bytes = blocks.checked_mul(Self::bytes_per_block(shape, dtype)).ok_or(OutOfMemory { bytes: usize::MAX })?;
+            Zeroed::new(bytes).ok_or(OutOfMemory { bytes })
+        };
+        Ok(Self { shape, dtype, device: zeroed(shape.blocks)?, host: zeroed(host_blocks)? })
     }
 
     /// Bytes of a block, over all layers.

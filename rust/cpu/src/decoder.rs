@@ -10,9 +10,12 @@ use crate::linear::{Epilogue, Linear, Rows};
 use crate::lora::{self, AdaptedRows, Adapter};
 use crate::mlp::{ShapeError, check};
 use crate::norm::{RmsNorm, scale_to_one};
+use crate::pass::recurrent::Recurrence;
 use crate::pass::{Buffers, Pass, Spare};
 use crate::pool::ThreadPool;
+use crate::recurrent::Recurrent;
 use crate::simd::Isa;
+use crate::state::{Chunks, StateShape, StateStep};
 use crate::step::{SlotSet, Step, StepError};
 use crate::unsafe_slice::UnsafeSlice;
 use crate::weights::{Matrix, Merge};
@@ -61,6 +64,7 @@ impl Decoder {
             check(matrix.is(isa, vocabulary, hidden, Merge::Stacked), "embeddings")?;
         }
         check_places(&config, &blocks)?;
+        check_states(&blocks, hidden)?;
         layer_embeddings.iter().try_for_each(|own| own.check(isa, vocabulary, hidden))?;
         let served = |block: &Block| match (&block.kind, &layer_embeddings) {
             (BlockKind::LayerInput(input), own) => own.as_ref().is_some_and(|own| own.serve(input)),
@@ -107,13 +111,24 @@ impl Decoder {
         assert!(self.adapters[number - 1].take().is_some(), "the number of an adapter");
     }
 
-    /// Runs a step with the caches of [`DecoderConfig::kv_heads`] and keeps the hidden states of its tokens.
+    /// The dimensions of a sequence's state. `None` if no layer is recurrent.
+    pub fn state_shape(&self) -> Option<StateShape> {
+        state_shape(&self.blocks, self.config.hidden_size)
+    }
+
+    /// Runs a step with the caches of [`DecoderConfig::kv_heads`], and with the states of its sequences if the model has recurrent layers.
+    /// Keeps the hidden states of the step's tokens.
     ///
-    /// Returns an error, and changes nothing, if the step's arrays do not fit each other, the model or the cache. The threads rely on this
-    /// check: no two tokens have the same slot or the same position in the step. Panics if a block table names a block that the cache does
-    /// not have.
-    pub fn forward(&mut self, step: &Step<'_>, caches: &mut [KvCache]) -> Result<(), StepError> {
+    /// Returns an error, and changes nothing, if the step's arrays do not fit each other, the model or the caches. The threads rely on this
+    /// check: no two tokens have the same slot or the same position in the step, and no two states the same slot. Panics if a block table
+    /// names a block that the cache does not have.
+    pub fn forward(&mut self, step: &Step<'_>, caches: &mut [KvCache], mut state: Option<StateStep<'_>>) -> Result<(), StepError> {
         self.check(step, caches)?;
+        let chunks = match (&state, self.state_shape()) {
+            (Some(state), Some(shape)) if state.cache.shape() == shape => Chunks::new(step, state)?,
+            (None, None) => Chunks::default(),
+            _ => return Err(StepError::States),
+        };
         let Self { isa, pool, config, blocks, embedding, layer_embeddings, head, adapters, rows, buffers, lora, scratch, .. } = self;
         let numbers = step.adapters_by_token(|number| matches!(adapters.get(number - 1), Some(Some(_))))?;
         let mut pool = pool.lock().unwrap_or_else(PoisonError::into_inner);
@@ -129,11 +144,15 @@ impl Decoder {
         let pages: Vec<_> = caches.iter_mut().map(KvCache::pages).collect();
         let adapted = AdaptedRows::new(&numbers, adapters, pool.size(), widest(blocks), lora);
         let (packed, own) = (rows.packed(isa, tokens, tokens), layer_embeddings.as_ref());
-        let pass = Pass::new(isa, config, step, &plans, &pages, packed, adapted.as_ref(), own, blocks, buffers);
+        let recurrence = state.as_mut().map(|state| Recurrence { states: state.cache.view(), chunks: &chunks });
+        let pass = Pass::new(isa, config, step, &plans, &pages, packed, adapted.as_ref(), own, recurrence, blocks, buffers);
         pool.run(|worker| {
             let mut spare = scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner);
             pass.run(worker, &mut spare, table, blocks);
         });
+        if let Some(state) = state {
+            state.cache.advance(&chunks);
+        }
         Ok(())
     }
 
@@ -207,6 +226,21 @@ fn check_places(config: &DecoderConfig, blocks: &[Block]) -> Result<(), ShapeErr
         *written += usize::from(!shared);
         Ok(())
     })
+}
+
+/// The dimensions of a state, those of the first recurrent layer. `None` if there is none.
+fn state_shape(blocks: &[Block], hidden: usize) -> Option<StateShape> {
+    let layers = blocks.iter().filter_map(Block::recurrent).count();
+    blocks.iter().find_map(Block::recurrent).map(|recurrent| recurrent.state_shape(hidden, layers))
+}
+
+/// Checks that recurrent layers are numbered in ascending order, and have states of the same dimensions.
+fn check_states(blocks: &[Block], hidden: usize) -> Result<(), ShapeError> {
+    let shape = state_shape(blocks, hidden);
+    let fits = |(index, recurrent): (usize, &Recurrent)| {
+        recurrent.layer == index && shape.is_some_and(|shape| recurrent.state_shape(hidden, shape.layers) == shape)
+    };
+    check(blocks.iter().filter_map(Block::recurrent).enumerate().all(fits), "states of recurrent layers")
 }
 
 /// The largest numbers of inputs and of outputs of the linear layers that adapters can update, with whole panels for each tensor.

@@ -1,6 +1,7 @@
 //! Runs a step through the blocks of a decoder, in phases on the thread pool.
 
 pub(crate) mod mixture;
+pub(crate) mod recurrent;
 
 use crate::aligned::AlignedVec;
 use crate::attention::{self, Attention, Plan};
@@ -14,17 +15,19 @@ use crate::mlp::GatedMlp;
 use crate::norm::RmsNorm;
 use crate::pool::Worker;
 use crate::rope::{Rope, Rotate};
-use crate::simd::Isa;
+use crate::simd::{Isa, Kernel, Simd, swish};
 use crate::step::Step;
 use crate::unsafe_slice::UnsafeSlice;
 use crate::weights::Matrix;
+use recurrent::Recurrence;
 
 /// Buffers that are reused from step to step.
 #[derive(Debug, Default)]
 pub(crate) struct Buffers {
     /// The residual stream, \[tokens\]\[hidden size\].
     pub(crate) hidden: AlignedVec<f32>,
-    /// Queries, new keys and new values, \[tokens\]\[query heads and twice the KV heads\]\[head dim\].
+    /// Queries, new keys and new values, \[tokens\]\[query heads and twice the KV heads\]\[head dim\], and gates of the outputs if there are
+    /// any; or what a recurrent layer makes of its input.
     qkv: AlignedVec<f32>,
     /// Outputs of attention, \[tokens\]\[heads\]\[head dim\].
     attended: AlignedVec<f32>,
@@ -45,6 +48,7 @@ pub(crate) struct Spare {
     pub(crate) linear: Scratch,
     lora: lora::Scratch,
     attention: attention::Scratch,
+    recurrence: crate::recurrent::Scratch,
     sorted: mixture::Sorted,
     row: Vec<f32>,
     normed: Vec<f32>,
@@ -75,6 +79,7 @@ pub(crate) struct Pass<'a> {
     own: Option<&'a LayerEmbeddings>,
     layer_embeddings: UnsafeSlice<'a, f32>,
     mixture: mixture::Shared<'a>,
+    recurrence: Option<Recurrence<'a>>,
 }
 
 impl<'a> Pass<'a> {
@@ -89,6 +94,7 @@ impl<'a> Pass<'a> {
         packed: Packed<'a>,
         adapted: Option<&'a AdaptedRows<'a>>,
         own: Option<&'a LayerEmbeddings>,
+        recurrence: Option<Recurrence<'a>>,
         blocks: &[Block],
         buffers: &'a mut Buffers,
     ) -> Self {
@@ -98,6 +104,7 @@ impl<'a> Pass<'a> {
         let mixture = buffers.mixture.shared(isa, tokens, config.hidden_size, mixtures);
         let widest = |width: &dyn Fn(&SelfAttention) -> usize| blocks.iter().filter_map(Block::attention).map(width).max().unwrap_or(0);
         let (qkv_width, queries) = (widest(&|attention| attention.qkv_width(config)), widest(&|attention| attention.widths(config).0));
+        let projected = blocks.iter().filter_map(Block::recurrent).map(|recurrent| recurrent.in_proj.matrix.outs).max().unwrap_or(0);
         let cos_sin_width = config.ropes.iter().map(Rope::width).sum();
         let room = |buffer: &'a mut AlignedVec<f32>, width: usize| {
             buffer.reserve(tokens * width);
@@ -113,7 +120,7 @@ impl<'a> Pass<'a> {
             adapted,
             cos_sin_width,
             hidden: room(&mut buffers.hidden, config.hidden_size),
-            qkv: room(&mut buffers.qkv, qkv_width),
+            qkv: room(&mut buffers.qkv, qkv_width.max(projected)),
             attended: room(&mut buffers.attended, queries),
             inner: room(&mut buffers.inner, inner),
             output: room(&mut buffers.output, config.hidden_size),
@@ -121,6 +128,7 @@ impl<'a> Pass<'a> {
             own,
             layer_embeddings: room(&mut buffers.layer_embeddings, own.map_or(0, |own| own.table.ins)),
             mixture,
+            recurrence,
         }
     }
 
@@ -136,6 +144,7 @@ impl<'a> Pass<'a> {
             let deltas = [deltas(0), deltas(1)];
             match &block.kind {
                 BlockKind::Attention(attention) => self.attend(worker, spare, block, attention, deltas),
+                BlockKind::Recurrent(recurrent) => self.recur(worker, spare, block, recurrent),
                 BlockKind::Mlp(mlp) => self.gate(worker, spare, block, mlp, deltas),
                 BlockKind::Mixture(mixture) => self.mix(worker, spare, block, mixture),
                 BlockKind::LayerInput(input) => self.add_layer_input(worker, spare, block, input),
@@ -220,6 +229,11 @@ impl<'a> Pass<'a> {
             // SAFETY: an earlier phase wrote this row (see `Pass`).
             out.copy_from_slice(unsafe { self.attended.read(t * queries, queries) });
             self.rotate_for_int8(pages, out);
+            if attention.gated {
+                // SAFETY: as above.
+                let gates = unsafe { self.qkv.read((t + 1) * width - queries, queries) };
+                self.isa.run(Gate { x: out, gates });
+            }
         });
     }
 
@@ -235,7 +249,7 @@ impl<'a> Pass<'a> {
         let &DecoderConfig { rms_norm_eps: eps, ref ropes, .. } = self.config;
         let (width, (queries, kv)) = (attention.qkv_width(self.config), attention.widths(self.config));
         // SAFETY: only index t writes this row in this phase (see `Pass`).
-        let row = unsafe { self.qkv.write(t * width, width) };
+        let row = unsafe { self.qkv.write(t * width, queries + 2 * kv) };
         let (heads, values) = row.split_at_mut(queries + kv);
         let (query_heads, keys) = heads.split_at_mut(queries);
         let [query_norm, key_norm] = attention.qk_norm.as_ref().map_or([None; 2], |norms| norms.each_ref().map(Some));
@@ -366,6 +380,26 @@ impl<'a> Pass<'a> {
             None => output,
         };
         state.iter_mut().zip(output).for_each(|(state, x)| *state = (*state + x * block.residual_scale) * block.stream_scale);
+    }
+}
+
+/// Multiplies numbers by the sigmoids of `gates`.
+struct Gate<'a> {
+    x: &'a mut [f32],
+    gates: &'a [f32],
+}
+
+impl Kernel for Gate<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Self { x, gates } = self;
+        assert!(x.len() == gates.len() && x.len().is_multiple_of(S::LANES));
+        for at in (0..x.len()).step_by(S::LANES) {
+            // SAFETY: both slices have at least `S::LANES` numbers from `at` on.
+            unsafe { s.store(x.as_mut_ptr().add(at), swish(s, s.load(x.as_ptr().add(at)), s.load(gates.as_ptr().add(at)))) };
+        }
     }
 }
 

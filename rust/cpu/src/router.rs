@@ -31,8 +31,8 @@ pub struct Choice {
     pub bias: Option<Vec<f32>>,
     /// Groups of experts. `None`: all experts can be chosen.
     pub groups: Option<ExpertGroups>,
-    /// Whether the weights of a token are divided by their sum.
-    pub normalised: bool,
+    /// What is added to the sum of a token's weights, by which they are divided then. `None`: they are not.
+    pub normalised: Option<f32>,
     /// Factor of the weights.
     pub scale: f32,
 }
@@ -70,8 +70,7 @@ impl Choice {
         if self.scores == Scores::Logits {
             softmax(weights);
         }
-        // The small number is that of DeepSeek's code, for scores that are all 0.
-        let sum = if self.normalised { weights.iter().sum::<f32>() + 1e-20 } else { 1.0 };
+        let sum = self.normalised.map_or(1.0, |epsilon| weights.iter().sum::<f32>() + epsilon);
         for weight in weights {
             *weight = *weight / sum * self.scale;
         }
@@ -127,7 +126,7 @@ fn hide_groups(ranks: &mut [f32], groups: ExpertGroups) {
 mod tests {
     use super::*;
 
-    const PLAIN: Choice = Choice { scores: Scores::Softmax, used: 2, bias: None, groups: None, normalised: false, scale: 1.0 };
+    const PLAIN: Choice = Choice { scores: Scores::Softmax, used: 2, bias: None, groups: None, normalised: None, scale: 1.0 };
 
     fn choose(choice: &Choice, logits: &[f32]) -> (Vec<u32>, Vec<f32>) {
         let (mut experts, mut weights) = (vec![9; choice.used], vec![9.0; choice.used]);
@@ -156,7 +155,7 @@ mod tests {
         let (all, two) = (exponentials.iter().sum::<f32>(), exponentials[1] + exponentials[3]);
         let [first, second] = [exponentials[1], exponentials[3]];
         close(&choose(&PLAIN, &logits).1, &[first / all, second / all]);
-        close(&choose(&Choice { normalised: true, scale: 2.0, ..PLAIN }, &logits).1, &[2.0 * first / two, 2.0 * second / two]);
+        close(&choose(&Choice { normalised: Some(1e-20), scale: 2.0, ..PLAIN }, &logits).1, &[2.0 * first / two, 2.0 * second / two]);
         close(&choose(&Choice { scores: Scores::Logits, ..PLAIN }, &logits).1, &[first / two, second / two]);
         let sigmoid = |x: f32| 1.0 / (1.0 + (-x).exp());
         close(&choose(&Choice { scores: Scores::Sigmoid, ..PLAIN }, &logits).1, &[sigmoid(2.0), sigmoid(1.0)]);

@@ -96,6 +96,44 @@ pub enum StepError {
         /// The adapter's number.
         number: i32,
     },
+    /// A state's slot does not exist.
+    #[error("a state of the step has slot {slot}, and there are {slots} slots")]
+    StateSlot {
+        /// The slot.
+        slot: i32,
+        /// Number of slots.
+        slots: usize,
+    },
+    /// Two states of the step would be written to one slot.
+    #[error("two states of the step have slot {0}")]
+    DuplicateState(usize),
+    /// A sequence's slot does not hold the state before its first token in the step.
+    #[error("sequence {sequence} goes on after {expected} tokens, and the state in slot {slot} has seen {found}")]
+    StatePosition {
+        /// The sequence's index.
+        sequence: usize,
+        /// Its slot.
+        slot: usize,
+        /// The tokens that the state has seen.
+        found: usize,
+        /// The sequence's tokens before the step.
+        expected: usize,
+    },
+    /// A state is to be saved at a position that the step does not compute.
+    #[error("the state of sequence {sequence} cannot be saved after {position} tokens: the step computes those from {start} to {end}")]
+    StateSave {
+        /// The sequence's index.
+        sequence: usize,
+        /// The position.
+        position: i32,
+        /// The sequence's tokens before the step.
+        start: usize,
+        /// Its tokens after the step.
+        end: usize,
+    },
+    /// The model has recurrent layers and the step no states, or the states have other dimensions.
+    #[error("the step's states are not those of the model")]
+    States,
     /// The dimensions of the cache do not match the model.
     #[error("the KV cache has {found} {what}, and the model has {expected}")]
     Cache {

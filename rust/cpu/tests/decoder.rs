@@ -87,6 +87,7 @@ impl Weights {
                 qkv_proj: linear(&[q, kv], HIDDEN, Merge::Stacked, Some(&self.qkv_bias[i])),
                 o_proj: linear(&[&self.output[i]], QUERIES, Merge::Stacked, None),
                 kv: KvPlace { cache: 0, layer: i, shared: false },
+                gated: false,
                 qk_norm: None,
                 value_norm: None,
                 rope: Some(0),
@@ -203,7 +204,7 @@ fn run_adapted(decoder: &mut Decoder, dtype: KvDType, sequences: &[&[i32]], cuts
             max_blocks: MAX_BLOCKS,
             adapters,
         };
-        decoder.forward(&step, std::slice::from_mut(&mut cache)).expect("a sound step");
+        decoder.forward(&step, std::slice::from_mut(&mut cache), None).expect("a sound step");
         let at: Vec<i32> = (0..input_ids.len() as i32).collect();
         let mut out = vec![0.0; at.len() * VOCABULARY];
         decoder.logits(&at, &mut out);
@@ -422,7 +423,7 @@ fn adapters_that_do_not_fit_or_are_not_loaded_are_refused() {
             max_blocks: 1,
             adapters: &[number],
         };
-        assert_eq!(decoder.forward(&step, std::slice::from_mut(&mut cache)), Err(StepError::Adapter { sequence: 0, number }));
+        assert_eq!(decoder.forward(&step, std::slice::from_mut(&mut cache), None), Err(StepError::Adapter { sequence: 0, number }));
     }
     assert_eq!(decoder.add_adapter(adapter(isa, &deltas(300, 4, ALL))), Ok(1));
     assert!(run_adapted(&mut decoder, KvDType::F32, &[&sequence], &[64], &[1]) == second);
@@ -447,21 +448,24 @@ fn a_step_that_threads_could_not_share_is_refused_and_the_next_one_runs() {
         max_blocks: 2,
         adapters: &[],
     };
-    assert_eq!(decoder.forward(&step, std::slice::from_mut(&mut cache)), Ok(()));
+    assert_eq!(decoder.forward(&step, std::slice::from_mut(&mut cache), None), Ok(()));
     let twice = Step { slots: &[4, 5, 4], ..step };
-    assert_eq!(decoder.forward(&twice, std::slice::from_mut(&mut cache)), Err(StepError::DuplicateSlot(4)));
+    assert_eq!(decoder.forward(&twice, std::slice::from_mut(&mut cache), None), Err(StepError::DuplicateSlot(4)));
     let overlapping = Step { query_starts: &[0, 3, 2], context_lens: &[3, 2], ..step };
-    assert_eq!(decoder.forward(&overlapping, std::slice::from_mut(&mut cache)), Err(StepError::QueryStart { at: 2, start: 2, tokens: 3 }));
+    assert_eq!(
+        decoder.forward(&overlapping, std::slice::from_mut(&mut cache), None),
+        Err(StepError::QueryStart { at: 2, start: 2, tokens: 3 })
+    );
     for wrong in [-1, VOCABULARY as i32, i32::MAX] {
         let unknown = Step { input_ids: &[1, wrong, 3], ..step };
         assert_eq!(
-            decoder.forward(&unknown, std::slice::from_mut(&mut cache)),
+            decoder.forward(&unknown, std::slice::from_mut(&mut cache), None),
             Err(StepError::Token { at: 1, id: wrong, vocabulary: VOCABULARY })
         );
     }
     let mut other = KvCache::new(KvShape { head_dim: HEAD / 2, ..shape }, KvDType::F32, 0).expect("there is memory");
     let error = StepError::Cache { what: "numbers a head", found: HEAD / 2, expected: HEAD };
-    assert_eq!(decoder.forward(&step, std::slice::from_mut(&mut other)), Err(error));
+    assert_eq!(decoder.forward(&step, std::slice::from_mut(&mut other), None), Err(error));
     assert!(run(&mut decoder, KvDType::F32, &[&sequence], &[64]) == expected);
 }
 
@@ -484,7 +488,9 @@ fn a_block_table_without_such_blocks_panics_and_the_next_step_runs() {
         max_blocks: 1,
         adapters: &[],
     };
-    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| decoder.forward(&step, std::slice::from_mut(&mut cache)))).is_err());
+    assert!(
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| decoder.forward(&step, std::slice::from_mut(&mut cache), None))).is_err()
+    );
     assert!(run(&mut decoder, KvDType::F32, &[&sequence], &[64]) == expected);
 }
 

@@ -10,8 +10,8 @@ use numpy::{PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
 
+use crate::caches::{KvCache, StateCache};
 use crate::linear::{Adapter, Linear, isa_of};
 use crate::threads::{ThreadPool, lock, started};
 
@@ -71,8 +71,8 @@ impl DecoderBlock {
 impl DecoderBlock {
     #[staticmethod]
     #[pyo3(signature = (
-        *, norm, qkv_proj, kv, o_proj, scale, temperature=None, qk_norm=None, value_norm=None, rope=None, softcap=None, window=None,
-        sinks=None, post_norm=None, residual_scale=1.0
+        *, norm, qkv_proj, kv, o_proj, scale, gated=false, temperature=None, qk_norm=None, value_norm=None, rope=None, softcap=None,
+        window=None, sinks=None, post_norm=None, residual_scale=1.0
     ))]
     #[allow(clippy::too_many_arguments)]
     fn attention(
@@ -82,6 +82,7 @@ impl DecoderBlock {
         kv: (usize, usize, bool),
         o_proj: &Linear,
         scale: f32,
+        gated: bool,
         temperature: Option<(f32, i32)>,
         qk_norm: Option<(PyBuffer<f32>, PyBuffer<f32>)>,
         value_norm: Option<PyBuffer<f32>>,
@@ -98,8 +99,33 @@ impl DecoderBlock {
         let sinks = sinks.map(|sinks| sinks.to_vec(py)).transpose()?;
         let value_norm = value_norm.map(|norm| norm.to_vec(py)).transpose()?;
         let temperature = temperature.map(|(beta, span)| cpu::Temperature { beta, span });
-        let attention = cpu::SelfAttention { qkv_proj, kv, o_proj, qk_norm, value_norm, rope, scale, temperature, softcap, window, sinks };
+        let attention =
+            cpu::SelfAttention { qkv_proj, gated, kv, o_proj, qk_norm, value_norm, rope, scale, temperature, softcap, window, sinks };
         Self::of(py, Some(norm), cpu::BlockKind::Attention(attention), post_norm, residual_scale, 1.0)
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (*, norm, in_proj, taps, out_proj, layer, bias=None, heads=None, residual_scale=1.0))]
+    #[allow(clippy::too_many_arguments)]
+    fn recurrent(
+        py: Python<'_>,
+        norm: PyBuffer<f32>,
+        in_proj: &Linear,
+        taps: PyBuffer<f32>,
+        out_proj: &Linear,
+        layer: usize,
+        bias: Option<PyBuffer<f32>>,
+        heads: Option<&RecurrentHeads>,
+        residual_scale: f32,
+    ) -> PyResult<Self> {
+        let kind = match heads {
+            None => cpu::RecurrentKind::Convolution,
+            Some(heads) => cpu::RecurrentKind::Heads(Box::new(lock(&heads.0).take().ok_or_else(taken)?)),
+        };
+        let bias = bias.map(|bias| bias.to_vec(py)).transpose()?;
+        let (in_proj, out_proj, taps) = (in_proj.take()?, out_proj.take()?, taps.to_vec(py)?);
+        let recurrent = cpu::Recurrent { in_proj, taps, bias, kind, out_proj, layer };
+        Self::of(py, Some(norm), cpu::BlockKind::Recurrent(recurrent), None, residual_scale, 1.0)
     }
 
     #[staticmethod]
@@ -137,7 +163,7 @@ impl DecoderBlock {
 
     #[staticmethod]
     #[pyo3(signature = (
-        *, norm, router, gate_up_proj, down_proj, scores, used, activation="silu", clamp=None, bias=None, groups=None, normalised=false,
+        *, norm, router, gate_up_proj, down_proj, scores, used, activation="silu", clamp=None, bias=None, groups=None, normalised=None,
         scale=1.0, shared=None, shared_gate=false, post_norm=None, residual_scale=1.0
     ))]
     #[allow(clippy::too_many_arguments)]
@@ -153,7 +179,7 @@ impl DecoderBlock {
         clamp: Option<(f32, f32)>,
         bias: Option<PyBuffer<f32>>,
         groups: Option<(usize, usize)>,
-        normalised: bool,
+        normalised: Option<f32>,
         scale: f32,
         shared: Option<(PyRef<'_, Linear>, PyRef<'_, Linear>)>,
         shared_gate: bool,
@@ -184,6 +210,43 @@ impl DecoderBlock {
         };
         Self::of(py, Some(norm), cpu::BlockKind::Mixture(Box::new(mixture)), post_norm, residual_scale, 1.0)
     }
+}
+
+/// The heads of a recurrent block, which takes ownership of them.
+#[pyclass(frozen, module = "chairlift._core")]
+pub(crate) struct RecurrentHeads(Mutex<Option<cpu::Heads>>);
+
+#[pymethods]
+impl RecurrentHeads {
+    #[new]
+    #[pyo3(signature = (*, count, groups, key_size, value_size, rates, step_bias, norm, norm_group, tiled=false, skip=None, steps=None))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        count: usize,
+        groups: usize,
+        key_size: usize,
+        value_size: usize,
+        rates: PyBuffer<f32>,
+        step_bias: PyBuffer<f32>,
+        norm: PyBuffer<f32>,
+        norm_group: usize,
+        tiled: bool,
+        skip: Option<PyBuffer<f32>>,
+        steps: Option<(f32, f32)>,
+    ) -> PyResult<Self> {
+        let rule = match skip {
+            None => cpu::Rule::Delta,
+            Some(skip) => cpu::Rule::Space { skip: skip.to_vec(py)?, steps: steps.unwrap_or((0.0, f32::INFINITY)) },
+        };
+        let (rates, step_bias, norm) = (rates.to_vec(py)?, step_bias.to_vec(py)?, norm.to_vec(py)?);
+        let heads = cpu::Heads { count, groups, key_size, value_size, tiled, rates, step_bias, rule, norm, norm_group };
+        Ok(Self(Mutex::new(Some(heads))))
+    }
+}
+
+fn taken() -> PyErr {
+    PyValueError::new_err("these blocks belong to a model already")
 }
 
 fn gated_mlp(gate_up_proj: &Linear, down_proj: &Linear, activation: cpu::Activation) -> PyResult<cpu::GatedMlp> {
@@ -237,7 +300,7 @@ impl Decoder {
             final_softcap,
         };
         let blocks = blocks.iter().map(|block| lock(&block.0).take()).collect::<Option<_>>();
-        let blocks = blocks.ok_or_else(|| PyValueError::new_err("these blocks belong to a model already"))?;
+        let blocks = blocks.ok_or_else(taken)?;
         let embedding = embedding.map(Linear::take).transpose()?.map(cpu::Linear::into_matrix);
         let layer_embeddings = layer_embeddings.map(|(table, projection, norm)| {
             let (table, projection) = (table.take()?.into_matrix(), projection.take()?);
@@ -248,8 +311,18 @@ impl Decoder {
         decoder.map(|decoder| Self(Mutex::new(decoder))).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
-    /// Runs a step with the KV cache and keeps the hidden states of its tokens.
-    #[pyo3(signature = (cache, *, input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots, block_tables, adapters=None))]
+    /// Creates slots for states, on which nothing else depends. `None` if no layer is recurrent.
+    fn allocate_states(&self, slots: usize) -> PyResult<Option<StateCache>> {
+        let cache = lock(&self.0).state_shape().map(|shape| cpu::state::StateCache::new(shape, slots)).transpose();
+        let cache = cache.map_err(|error| PyMemoryError::new_err(error.to_string()))?;
+        Ok(cache.map(|cache| StateCache(Mutex::new(cache))))
+    }
+
+    /// Runs a step with the KV cache, and with the states of its sequences. Keeps the hidden states of its tokens.
+    #[pyo3(signature = (
+        cache, *, input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots, block_tables, adapters=None, states=None,
+        state_slots=None, state_saves=None
+    ))]
     #[allow(clippy::too_many_arguments)]
     fn forward(
         &self,
@@ -263,13 +336,17 @@ impl Decoder {
         batch_slots: PyBuffer<i32>,
         block_tables: &Bound<'_, PyArray2<i32>>,
         adapters: Option<PyBuffer<i32>>,
+        states: Option<&StateCache>,
+        state_slots: Option<PyBuffer<i32>>,
+        state_saves: Option<PyBuffer<i32>>,
     ) -> PyResult<()> {
         let max_blocks = block_tables.shape()[1];
         let all = [input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots].map(|array| array.to_vec(py));
         let [input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots] = all;
         let (input_ids, positions, slot_mapping) = (input_ids?, positions?, slot_mapping?);
         let (query_starts, context_lens, batch_slots) = (query_starts?, context_lens?, batch_slots?);
-        let adapters = adapters.map_or(Ok(Vec::new()), |array| array.to_vec(py))?;
+        let optional = |array: Option<PyBuffer<i32>>| array.map_or(Ok(Vec::new()), |array| array.to_vec(py));
+        let (adapters, slots, saves) = (optional(adapters)?, optional(state_slots)?, optional(state_saves)?);
         // This is the largest array and most of it is unread, so it is not copied.
         let tables = block_tables.try_readonly().map_err(|error| PyValueError::new_err(format!("block_tables cannot be read: {error}")))?;
         let tables = tables.as_slice().map_err(|_| PyValueError::new_err("block_tables need a C-contiguous int32 array"))?;
@@ -285,7 +362,9 @@ impl Decoder {
                 max_blocks,
                 adapters: &adapters,
             };
-            lock(&self.0).forward(&step, &mut lock(&cache.0)).map_err(|error| PyValueError::new_err(error.to_string()))
+            let mut states = states.map(|states| lock(&states.0));
+            let state = states.as_mut().map(|cache| cpu::state::StateStep { cache, slots: &slots, saves: saves.as_chunks().0 });
+            lock(&self.0).forward(&step, &mut lock(&cache.0), state).map_err(|error| PyValueError::new_err(error.to_string()))
         })
     }
 
@@ -323,72 +402,5 @@ impl Decoder {
         let out = out.as_slice_mut().map_err(|_| PyValueError::new_err("states need a C-contiguous float32 array"))?;
         py.detach(|| lock(&self.0).states(&at, out));
         Ok(())
-    }
-}
-
-/// The keys and values of all layers, in blocks. Each part has the layers with the same heads.
-#[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct KvCache(Mutex<Vec<cpu::cache::KvCache>>);
-
-#[pymethods]
-impl KvCache {
-    #[new]
-    #[pyo3(signature = (*, parts, blocks, block_size, dtype, host_blocks=0))]
-    fn new(parts: Vec<(usize, usize, usize)>, blocks: usize, block_size: usize, dtype: &str, host_blocks: usize) -> PyResult<Self> {
-        let made = parts.into_iter().map(|(layers, kv_heads, head_dim)| {
-            if [layers, blocks, kv_heads, block_size, head_dim].contains(&0) {
-                return Err(PyValueError::new_err("a cache has at least one of everything"));
-            }
-            if dtype == "bfloat16" && (block_size % 2 == 1 || head_dim % 2 == 1) {
-                return Err(PyValueError::new_err("a cache in bfloat16 has an even block size and an even head size"));
-            }
-            let shape = cpu::cache::KvShape { layers, blocks, kv_heads, block_size, head_dim };
-            let cache = cpu::cache::KvCache::new(shape, kv_dtype_of(dtype)?, host_blocks);
-            cache.map_err(|error| PyMemoryError::new_err(error.to_string()))
-        });
-        Ok(Self(Mutex::new(made.collect::<PyResult<_>>()?)))
-    }
-
-    /// Copies whole blocks, pair (from, to) by pair.
-    fn copy(&self, py: Python<'_>, pairs: Vec<(u32, u32)>) {
-        py.detach(|| lock(&self.0).iter_mut().for_each(|part| part.copy(&pairs)));
-    }
-
-    /// Copies blocks to the host pool (block, host block), then blocks from it (host block, block).
-    fn swap(&self, py: Python<'_>, outs: Vec<(u32, u32)>, ins: Vec<(u32, u32)>) {
-        py.detach(|| lock(&self.0).iter_mut().for_each(|part| part.swap(&outs, &ins)));
-    }
-
-    /// Returns the bytes of a block.
-    fn read<'py>(&self, py: Python<'py>, block: u32) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &lock(&self.0).iter().flat_map(|part| part.read(block)).collect::<Vec<_>>())
-    }
-
-    /// Returns the memory of blocks to the system.
-    fn discard(&self, py: Python<'_>, blocks: Vec<u32>) {
-        py.detach(|| lock(&self.0).iter_mut().for_each(|part| part.discard(&blocks)));
-    }
-
-    /// Overwrites a block with bytes of `read`.
-    #[allow(clippy::needless_pass_by_value)] // a type that Python passes
-    fn write(&self, py: Python<'_>, block: u32, bytes: PyBuffer<u8>) -> PyResult<()> {
-        let bytes = bytes.to_vec(py)?;
-        let mut rest = bytes.as_slice();
-        for part in lock(&self.0).iter_mut() {
-            let (own, others) = rest.split_at(part.block_bytes());
-            part.write(block, own);
-            rest = others;
-        }
-        Ok(())
-    }
-}
-
-fn kv_dtype_of(name: &str) -> PyResult<cpu::cache::KvDType> {
-    match name {
-        "float32" => Ok(cpu::cache::KvDType::F32),
-        "float16" => Ok(cpu::cache::KvDType::F16),
-        "bfloat16" => Ok(cpu::cache::KvDType::Bf16),
-        "int8" => Ok(cpu::cache::KvDType::Int8),
-        _ => Err(PyValueError::new_err(format!("KV cannot be kept as {name:?}"))),
     }
 }

@@ -3,6 +3,7 @@
 
 mod arbiter;
 mod buffers;
+mod caches;
 mod decoder;
 mod encoder;
 mod errors;
@@ -29,7 +30,9 @@ mod _core {
     #[pymodule_export]
     use crate::buffers::StepBuffers;
     #[pymodule_export]
-    use crate::decoder::{Decoder, DecoderBlock, KvCache, bf16_products, block_types, instruction_sets, matrix_tiles};
+    use crate::caches::{KvCache, StateCache};
+    #[pymodule_export]
+    use crate::decoder::{Decoder, DecoderBlock, RecurrentHeads, bf16_products, block_types, instruction_sets, matrix_tiles};
     #[pymodule_export]
     use crate::encoder::{Encoder, EncoderBlock};
     #[pymodule_export]

@@ -17,6 +17,10 @@ DEFAULT_SHARE = 0.25
 """Share of free memory that the KV cache takes by default."""
 LARGEST_SHARE = 0.9
 """Share of free memory that everything may take together if one sequence of full length needs it."""
+STATE_SHARE = 0.5
+"""Share of the memory for keys, values and recurrent states that the states may take."""
+STATES_EACH = 6
+"""Recurrent states for each sequence of a step: its own, and those that were saved for later requests."""
 STEP_SHARE = 0.25
 """Share of free memory above which the largest step is made smaller."""
 
@@ -30,13 +34,23 @@ LOGIT_BYTES = 24
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Numbers of KV blocks (including scratch block 0), tokens per sequence, and sequences and tokens per step."""
+    """Numbers of KV blocks (with scratch block 0), tokens per sequence, sequences and tokens per step, and slots of recurrent states."""
 
     num_blocks: int
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     decisions: tuple[Decision, ...] = field(default=(), compare=False)
+    state_slots: int = 0
+
+
+class StateSize(NamedTuple):
+    """Slots of recurrent states, their bytes, and the sequences in a step that they suffice for."""
+
+    slots: int
+    bytes: int
+    seqs: int
+    decisions: tuple[Decision, ...]
 
 
 class StepSize(NamedTuple):
@@ -109,8 +123,9 @@ def fit(config: EngineConfig, model: ModelShape, kv: str, available: int, *, ste
 
 
 def fit_cache(config: EngineConfig, model: ModelShape, kv: str, step: StepSize, room: Room) -> Size:
-    """Sizes the KV cache and the context, given the size of a step."""
-    seqs = step.seqs
+    """Sizes the KV cache, the recurrent states and the context, given the size of a step."""
+    states = fit_states(config, model, kv, step, room)
+    seqs = states.seqs
     longest = config.max_model_len or model.max_position_embeddings
     if longest > model.longest_context:
         raise InvalidSetting(f"--max-model-len {longest}: the model was made for {model.longest_context} positions")
@@ -120,13 +135,17 @@ def fit_cache(config: EngineConfig, model: ModelShape, kv: str, step: StepSize, 
         blocks, source = config.num_kv_blocks - 1, f"--num-kv-blocks {config.num_kv_blocks} (one of them is scratch)"
         why = asked("--num-kv-blocks")
     elif config.kv_cache_memory_bytes is not None:
-        blocks, source = config.kv_cache_memory_bytes // each - 1, f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
+        blocks, source = (
+            max(config.kv_cache_memory_bytes - states.bytes, 0) // each - 1,
+            f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}",
+        )
         why = asked("--kv-cache-memory-bytes")
     else:
         source = room.source
-        shares = {seqs * one: f"enough for {seqs} sequences of full length", room.share // each: room.why}
+        share, most = (max(size - states.bytes, 0) for size in (room.share, room.most))
+        shares = {seqs * one: f"enough for {seqs} sequences of full length", share // each: room.why}
         wanted = max(min(shares), one)
-        blocks = min(wanted, room.most // each - 1)
+        blocks = min(wanted, most // each - 1)
         why = f"what is left of {source}" if blocks < wanted else shares.get(wanted, "one sequence of full length")
     if blocks < 1:
         raise InvalidSetting(f"{source} does not hold two blocks of {size} tokens, one of them scratch: a block takes {each} bytes")
@@ -142,9 +161,40 @@ def fit_cache(config: EngineConfig, model: ModelShape, kv: str, step: StepSize, 
     decisions = (
         Decision("context length", f"{longest} tokens", why_longest),
         Decision("KV cache", f"{blocks * size} tokens, {gib((blocks + 1) * each)}", why),
+        *states.decisions,
         *step.decisions,
     )
-    return Size(blocks + 1, longest, seqs, step.tokens, decisions)
+    return Size(blocks + 1, longest, seqs, step.tokens, decisions, states.slots)
+
+
+def fit_states(config: EngineConfig, model: ModelShape, kv: str, step: StepSize, room: Room) -> StateSize:
+    """Sizes the slots of recurrent states, which share their memory with the KV cache. Fewer sequences run at once if not all fit.
+
+    Raises InvalidSetting if no state fits, or fewer than --max-num-seqs.
+    """
+    each = model.state_bytes
+    if not each:
+        return StateSize(0, 0, step.seqs, ())
+    source = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}" if config.kv_cache_memory_bytes else room.source
+    # One sequence that needs more than the usual share may have it, as with the KV cache.
+    budget = config.kv_cache_memory_bytes or (room.share if each <= room.share * STATE_SHARE else room.most)
+    if config.num_kv_blocks is not None:
+        budget = min(2 * budget, 2 * (room.most - config.num_kv_blocks * block_bytes(model, config.block_size, kv)))
+    fitting = max(int(budget * STATE_SHARE) // each, min(budget // each, 1))
+    if fitting < 1:
+        raise InvalidSetting(
+            f"{source} does not hold the recurrent state of one sequence, which takes {each / 2**20:.0f} MiB, and its KV blocks"
+        )
+    if config.max_num_seqs is not None and fitting < config.max_num_seqs:
+        raise InvalidSetting(
+            f"--max-num-seqs {config.max_num_seqs} needs as many recurrent states of {each / 2**20:.0f} MiB: {source} holds {fitting}"
+        )
+    seqs = min(step.seqs, fitting)
+    slots = min(fitting, seqs * STATES_EACH)
+    why = (
+        f"{STATES_EACH} for each of {seqs} sequences" if slots == seqs * STATES_EACH else f"half of the memory of {source} that caches have"
+    )
+    return StateSize(slots, slots * each, seqs, (Decision("recurrent states", f"{slots} of {each / 2**20:.1f} MiB", why),))
 
 
 def headroom(available: int) -> int:

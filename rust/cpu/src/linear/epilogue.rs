@@ -1,6 +1,6 @@
 //! Epilogues: operations on a linear layer's sums while they are in the cache.
 
-use crate::simd::{Kernel, Simd, tanh};
+use crate::simd::{Kernel, Simd, swish, tanh};
 use crate::unsafe_slice::UnsafeSlice;
 
 /// Activation of the gate in a gated MLP.
@@ -181,8 +181,7 @@ fn gate<S: Simd>(s: S, gates: &mut [f32], ups: &[f32], argument: impl Fn(S::F) -
         unsafe {
             let gate = s.load(gates.as_ptr().add(at));
             let up = s.load(ups.as_ptr().add(at));
-            let activated = s.div(gate, s.add(s.splat(1.0), s.exp(s.sub(s.splat(0.0), argument(gate)))));
-            s.store(gates.as_mut_ptr().add(at), s.mul(activated, up));
+            s.store(gates.as_mut_ptr().add(at), s.mul(swish(s, gate, argument(gate)), up));
         }
     }
 }

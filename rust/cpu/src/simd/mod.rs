@@ -165,6 +165,12 @@ pub(crate) fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
     s.div(m, s.add(m, s.splat(2.0)))
 }
 
+/// `x * sigmoid(argument)`.
+#[inline(always)]
+pub(crate) fn swish<S: Simd>(s: S, x: S::F, argument: S::F) -> S::F {
+    s.div(x, s.add(s.splat(1.0), s.exp(s.sub(s.splat(0.0), argument))))
+}
+
 /// Prefetches what a kernel will read that reads `bytes` bytes at `p` now. For kernels that are bound by arithmetic: the fewest instructions
 /// that cover the memory latency. The kernel must call it for all that it reads, or some lines are missed. No address needs to be valid.
 #[inline(always)]

@@ -4,13 +4,11 @@ use std::ops::{Deref, DerefMut, Range};
 use std::ptr::{NonNull, null_mut};
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 
-use super::OutOfMemory;
-
 /// Zeroed memory that starts at a memory page.
 ///
 /// It is a mapping of its own, because an allocator keeps memory that was freed, and zeroes it when it gives it out again: all of it would
 /// then be resident from the start.
-pub(super) struct Zeroed {
+pub(crate) struct Zeroed {
     start: NonNull<u8>,
     len: usize,
 }
@@ -21,21 +19,22 @@ unsafe impl Send for Zeroed {}
 unsafe impl Sync for Zeroed {}
 
 impl Zeroed {
-    pub(super) fn new(len: usize) -> Result<Self, OutOfMemory> {
+    /// `None` if the system refuses the memory.
+    pub(crate) fn new(len: usize) -> Option<Self> {
         if len == 0 {
-            return Ok(Self { start: NonNull::dangling(), len });
+            return Some(Self { start: NonNull::dangling(), len });
         }
         let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: a new mapping at an address that the system chooses changes no other memory.
         let start = unsafe { libc::mmap(null_mut(), len, access, kind, -1, 0) };
         let start = if start == libc::MAP_FAILED { None } else { NonNull::new(start.cast()) };
         // A slice has at most `isize::MAX` bytes, and no mapping is larger.
-        start.map(|start| Self { start, len }).ok_or(OutOfMemory { bytes: len })
+        start.map(|start| Self { start, len })
     }
 
     /// Returns the memory pages that are wholly in a range of bytes to the system. On Linux they are zeros afterwards. Other systems have no
     /// such call, and there it does nothing.
-    pub(super) fn discard(&mut self, range: Range<usize>) {
+    pub(crate) fn discard(&mut self, range: Range<usize>) {
         if !cfg!(target_os = "linux") {
             return;
         }
