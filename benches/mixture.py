@@ -75,9 +75,10 @@ def write(path: Path, layers: int) -> None:
     writer.add_expert_feed_forward_length(INNER)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([f"t{index}" for index in range(VOCABULARY)])
+    writer.add_token_list(["t", "0", *(f"t{index}" for index in range(VOCABULARY - 2))])
     writer.add_token_types([1] * VOCABULARY)
-    writer.add_token_merges([])
+    # llama.cpp refuses a vocabulary without merges.
+    writer.add_token_merges(["t 0"])
     found = tensors(layers)
     for name, (shape, kind) in found.items():
         if kind is None:

@@ -255,8 +255,9 @@ impl BlockType {
             Self::Q4_K | Self::Q5_K => {
                 let (high, low) = bytes[16..].split_at(if self == Self::Q5_K { BLOCK } else { 0 });
                 for (codes, low) in codes.chunks_exact_mut(2 * BLOCK).zip(low.chunks_exact(BLOCK)) {
-                    for (i, &byte) in low.iter().enumerate() {
-                        (codes[i], codes[i + BLOCK]) = (byte & 15, byte >> 4);
+                    let (first, second) = codes.split_at_mut(BLOCK);
+                    for ((first, second), byte) in first.iter_mut().zip(second).zip(low) {
+                        (*first, *second) = (byte & 15, byte >> 4);
                     }
                 }
                 for (i, codes) in codes.chunks_exact_mut(BLOCK).enumerate() {
@@ -271,10 +272,11 @@ impl BlockType {
                 }
             }
             Self::Q6_K => {
-                for (h, codes) in codes.chunks_exact_mut(128).enumerate() {
-                    let (low, high) = (&bytes[64 * h..64 * h + 64], &bytes[128 + BLOCK * h..128 + BLOCK * h + BLOCK]);
-                    for (i, code) in codes.iter_mut().enumerate() {
-                        *code = (low[i % 64] >> (i / 64 * 4) & 15) | (high[i % BLOCK] >> (i / BLOCK * 2) & 3) << 4;
+                for (i, codes) in codes.chunks_exact_mut(BLOCK).enumerate() {
+                    let (half, quarter) = (i / 4, i % 4);
+                    let (low, high) = (&bytes[64 * half + quarter % 2 * BLOCK..][..BLOCK], &bytes[128 + BLOCK * half..][..BLOCK]);
+                    for ((code, low), high) in codes.iter_mut().zip(low).zip(high) {
+                        *code = (low >> (quarter / 2 * 4) & 15) | (high >> (quarter * 2) & 3) << 4;
                     }
                 }
                 block.scales.copy_from_slice(&bytes[192..208]);
@@ -327,15 +329,16 @@ impl Unpacked {
 /// Unpacks 256 codes from 64 bytes: each half has the lowest bits of 32 bytes first.
 fn pairs_of_bits(bytes: &[u8], codes: &mut [u8]) {
     for (codes, bytes) in codes.chunks_exact_mut(4 * BLOCK).zip(bytes.chunks_exact(BLOCK)) {
-        for (i, code) in codes.iter_mut().enumerate() {
-            *code = bytes[i % BLOCK] >> (i / BLOCK * 2) & 3;
+        for (i, codes) in codes.chunks_exact_mut(BLOCK).enumerate() {
+            codes.iter_mut().zip(bytes).for_each(|(code, byte)| *code = byte >> (2 * i) & 3);
         }
     }
 }
 
 /// Unpacks 32 codes from 16 bytes: the low halves first, then the high halves.
 fn nibbles(bytes: &[u8], codes: &mut [u8]) {
-    for (i, &byte) in bytes.iter().enumerate() {
-        (codes[i], codes[i + BLOCK / 2]) = (byte & 15, byte >> 4);
+    let (low, high) = codes.split_at_mut(BLOCK / 2);
+    for ((low, high), byte) in low.iter_mut().zip(high).zip(bytes) {
+        (*low, *high) = (byte & 15, byte >> 4);
     }
 }

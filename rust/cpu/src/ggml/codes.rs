@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::BlockPanels;
-use super::decode::{ByCodeBits, EIGHT, FOUR, GROUPS, SIX, Scales, Units, V, WIDTH, by_code_bits, plane, scales_of};
+use super::decode::{ByCodeBits, EIGHT, FOUR, SIX, Scales, Units, V, by_code_bits, plane, scales_of};
 use super::digits::codes;
 use crate::block_type::BLOCK;
 use crate::simd::{Int8, Isa, Kernel, pair_place, prefetch_ahead};
@@ -38,7 +38,7 @@ impl ByCodeBits for ExpandCodes<'_> {
         let Self { from, values, pairs, scales: scales_to } = self;
         let (width, blocks) = (V * S::LANES, from.kind.block() / BLOCK);
         let groups = scales_of(D);
-        let mut scales = Scales { factors: [0.0; GROUPS * WIDTH], shifts: [0.0; GROUPS * WIDTH] };
+        let mut scales = Scales::new();
         for (u, unit) in from.bytes.chunks_exact(from.unit.bytes).enumerate() {
             // SAFETY: `expand_codes` has checked that there is room for the codes and scales of all units. A unit has all parts of its
             // layout.
@@ -49,8 +49,8 @@ impl ByCodeBits for ExpandCodes<'_> {
                 let scales_to = scales_to.as_mut_ptr().add(u * blocks * groups * 2 * width);
                 for at in (0..blocks * groups * width).step_by(S::LANES) {
                     let to = scales_to.add(at / width * 2 * width + at % width);
-                    s.store(to, s.load(scales.factors.as_ptr().add(at)));
-                    s.store(to.add(width), s.load(scales.shifts.as_ptr().add(at)));
+                    s.store(to, s.load(scales.factors().add(at)));
+                    s.store(to.add(width), s.load(scales.shifts().add(at)));
                 }
                 for b in 0..blocks {
                     let p = unit.as_ptr().add(from.unit.codes + b * from.unit.block);

@@ -198,7 +198,7 @@ impl<const N: usize> Multiply<'_, N> {
         let (width, blocks) = (V * S::LANES, from.kind.block() / BLOCK);
         let groups = scales_of(D);
         let table = from.kind.table().map_or([0; 16], |values| values.map(|value| (value + from.kind.byte_offset()) as u8));
-        let mut scales = Scales { factors: [0.0; GROUPS * WIDTH], shifts: [0.0; GROUPS * WIDTH] };
+        let mut scales = Scales::new();
         let sums = sums.as_mut_ptr();
         // SAFETY: `multiply_digits` has checked the lengths. A unit has all parts of its layout.
         unsafe {
@@ -228,30 +228,30 @@ impl<const N: usize> Multiply<'_, N> {
 }
 
 impl Scales {
-    /// Loads the scales and shifts of a panel's columns.
+    /// Loads the scales and shifts of a panel's columns, which are filled.
     #[inline(always)]
     #[allow(clippy::needless_range_loop)]
-    fn load<S: Int8>(&self, s: S, at: usize) -> [(S::F, S::F); V] {
+    unsafe fn load<S: Int8>(&self, s: S, at: usize) -> [(S::F, S::F); V] {
         assert!(at + V * S::LANES <= GROUPS * WIDTH);
         let mut scales = [(s.splat(0.0), s.splat(0.0)); V];
         for v in 0..V {
             let at = at + v * S::LANES;
-            // SAFETY: asserted above.
-            scales[v] = unsafe { (s.load(self.factors.as_ptr().add(at)), s.load(self.shifts.as_ptr().add(at))) };
+            // SAFETY: asserted above, and the caller guarantees that they are filled.
+            scales[v] = unsafe { (s.load(self.factors().add(at)), s.load(self.shifts().add(at))) };
         }
         scales
     }
 
-    /// Subtracts `offset` times its scale from each of the first `count` shifts.
+    /// Subtracts `offset` times its scale from each of the first `count` shifts, which are filled.
     #[inline(always)]
-    pub(super) fn subtract<S: Int8>(&mut self, s: S, offset: f32, count: usize) {
+    pub(super) unsafe fn subtract<S: Int8>(&mut self, s: S, offset: f32, count: usize) {
         assert!(count <= GROUPS * WIDTH && count.is_multiple_of(S::LANES));
         if offset == 0.0 {
             return;
         }
         for at in (0..count).step_by(S::LANES) {
-            let (factors, shifts) = (self.factors.as_ptr(), self.shifts.as_mut_ptr());
-            // SAFETY: asserted above.
+            let (factors, shifts) = (self.factors(), self.shifts_mut());
+            // SAFETY: asserted above, and the caller guarantees that they are filled.
             unsafe { s.store(shifts.add(at), s.fma(s.load(factors.add(at)), s.splat(-offset), s.load(shifts.add(at)))) }
         }
     }

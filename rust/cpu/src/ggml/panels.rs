@@ -132,8 +132,10 @@ impl BlockPanels {
         stack.for_each_panel(pool, width, |panel, rows: &RowReader<'_>| {
             // SAFETY: each panel is written by one call.
             let out = unsafe { shared.write(panel * size, size) };
-            for column in 0..rows.count() {
-                for (block, to) in rows.row(column).chunks_exact(kind.bytes()).zip(out.chunks_exact_mut(unit.bytes)) {
+            // Unit by unit: one stays in the first-level cache until its columns are written.
+            for (index, to) in out.chunks_exact_mut(unit.bytes).enumerate() {
+                for column in 0..rows.count() {
+                    let block = &rows.row(column)[index * kind.bytes()..][..kind.bytes()];
                     write(&kind.unpack(block), kind, order, unit, to, width, column);
                 }
             }
@@ -282,50 +284,79 @@ fn write(block: &Unpacked, kind: BlockType, order: CodeOrder, unit: Unit, to: &m
 
 /// Packs 32 codes into a column's words. [`places`] gives the location of the bits.
 fn words_of(bits: CodeBits, order: WordOrder, codes: &[u8; BLOCK]) -> [u32; 8] {
-    let gather = |codes: &[u8], from: u32, each: u32| {
-        let field = |(i, &code): (usize, &u8)| (u32::from(code) >> from & ((1 << each) - 1)) << (i as u32 * each);
-        codes.iter().enumerate().map(field).fold(0, |word, field| word | field)
-    };
-    let mut ordered = *codes;
-    if order == WordOrder::Bytes {
-        codes.iter().enumerate().for_each(|(i, &code)| ordered[place_in_bytes(i).2] = code);
+    let eights = std::array::from_fn(|i| u64::from_le_bytes(codes.as_chunks::<8>().0[i]));
+    match order {
+        WordOrder::Bits => words_of_bits(bits, eights),
+        WordOrder::Bytes => words_of_bytes(bits, in_byte_order(eights)),
     }
-    let bytes = match order {
-        WordOrder::Bits => *codes,
-        WordOrder::Bytes => BYTE_ORDER.map(|i| codes[i]),
-    };
-    let bytes = bytes.as_chunks::<4>().0;
+}
+
+/// The words of 32 codes in [`WordOrder::Bits`].
+fn words_of_bits(bits: CodeBits, eights: [u64; 4]) -> [u32; 8] {
+    let [a, b, c, d] = eights;
+    let pairs = |from: u32| [[a, b], [c, d]].map(|[low, high]| adjacent(low, from, 2) | adjacent(high, from, 2) << 16);
+    let ones = |from: u32| (0..).zip(eights).fold(0, |word, (i, codes)| word | adjacent(codes, from, 1) << (8 * i));
     let mut words = [0; 8];
-    if bits == CodeBits::Eight {
-        words.iter_mut().zip(bytes).for_each(|(word, &codes)| *word = u32::from_le_bytes(codes));
-        return words;
+    match bits {
+        CodeBits::Two | CodeBits::Three => words[..2].copy_from_slice(&pairs(0)),
+        CodeBits::Eight => words = std::array::from_fn(|i| (eights[i / 2] >> (i % 2 * 32)) as u32),
+        CodeBits::Four | CodeBits::Five | CodeBits::Six => words[..4].copy_from_slice(&eights.map(|codes| adjacent(codes, 0, 4))),
     }
+    match bits {
+        CodeBits::Three => words[2] = ones(2),
+        CodeBits::Five => words[4] = ones(4).rotate_left(4),
+        CodeBits::Six => words[4..6].copy_from_slice(&pairs(4).map(|word| word.rotate_left(4))),
+        CodeBits::Two | CodeBits::Four | CodeBits::Eight => {}
+    }
+    words
+}
+
+/// The words of 32 codes in [`WordOrder::Bytes`]. `codes` are in [`BYTE_ORDER`].
+fn words_of_bytes(bits: CodeBits, codes: [u32; 8]) -> [u32; 8] {
     // Some bits of four codes at a time, side by side in each byte.
-    let beside = |words: &[[u8; 4]], from: u32, each: u32| {
-        let field =
-            |(i, &codes): (usize, &[u8; 4])| ((u32::from_le_bytes(codes) >> from) & (0x0101_0101 * ((1 << each) - 1))) << (i as u32 * each);
-        words.iter().enumerate().map(field).fold(0, |word, field| word | field)
+    let beside = |codes: &[u32], from: u32, each: u32| {
+        let mask = 0x0101_0101 * ((1 << each) - 1);
+        (0..).zip(codes).fold(0, |word, (i, four)| word | (four >> from & mask) << (each * i))
     };
-    if matches!(bits, CodeBits::Two | CodeBits::Three) {
-        let [low, high] = match order {
-            WordOrder::Bits => [gather(&codes[..16], 0, 2), gather(&codes[16..], 0, 2)],
-            WordOrder::Bytes => [beside(&bytes[..4], 0, 2), beside(&bytes[4..], 0, 2)],
-        };
-        let third = if order == WordOrder::Bits { gather(codes, 2, 1) } else { beside(bytes, 2, 1) };
-        (words[0], words[1], words[2]) = (low, high, third);
-        return words;
-    }
-    let high = |words: &[[u8; 4]], each: u32| beside(words, 4, each);
-    words.iter_mut().zip(ordered.chunks_exact(8)).for_each(|(word, codes)| *word = gather(codes, 0, 4));
-    match (bits, order) {
-        (CodeBits::Five, WordOrder::Bits) => words[4] = gather(codes, 4, 1).rotate_left(4),
-        (CodeBits::Five, WordOrder::Bytes) => words[4] = high(bytes, 1),
-        (CodeBits::Six, WordOrder::Bits) => {
-            words[4] = gather(&codes[..16], 4, 2).rotate_left(4);
-            words[5] = gather(&codes[16..], 4, 2).rotate_left(4);
+    let mut words = [0; 8];
+    match bits {
+        CodeBits::Two | CodeBits::Three => (words[0], words[1]) = (beside(&codes[..4], 0, 2), beside(&codes[4..], 0, 2)),
+        CodeBits::Eight => words = codes,
+        CodeBits::Four | CodeBits::Five | CodeBits::Six => {
+            words.iter_mut().zip(codes.as_chunks::<2>().0).for_each(|(word, codes)| *word = beside(codes, 0, 4));
         }
-        (CodeBits::Six, WordOrder::Bytes) => (words[4], words[5]) = (high(&bytes[..4], 2), high(&bytes[4..], 2)),
-        (CodeBits::Two | CodeBits::Three | CodeBits::Four | CodeBits::Eight, _) => {}
+    }
+    match bits {
+        CodeBits::Three => words[2] = beside(&codes, 2, 1),
+        CodeBits::Five => words[4] = beside(&codes, 4, 1),
+        CodeBits::Six => (words[4], words[5]) = (beside(&codes[..4], 4, 2), beside(&codes[4..], 4, 2)),
+        CodeBits::Two | CodeBits::Four | CodeBits::Eight => {}
+    }
+    words
+}
+
+/// Bits `from..from + each` of eight bytes, next to each other. `each` is 1, 2 or 4.
+fn adjacent(bytes: u64, from: u32, each: u32) -> u32 {
+    let mut fields = bytes >> from & (0x0101_0101_0101_0101 * ((1 << each) - 1));
+    fields = (fields | fields >> (8 - each)) & (0x0001_0001_0001_0001 * ((1 << (2 * each)) - 1));
+    fields = (fields | fields >> (2 * (8 - each))) & (0x0000_0001_0000_0001 * ((1 << (4 * each)) - 1));
+    (fields | fields >> (4 * (8 - each))) as u32 & (((1_u64 << (8 * each)) - 1) as u32)
+}
+
+/// Codes in [`BYTE_ORDER`], four to a word.
+fn in_byte_order(eights: [u64; 4]) -> [u32; 8] {
+    let mut words = [0; 8];
+    for (words, [first, second]) in words.as_chunks_mut::<4>().0.iter_mut().zip(eights.as_chunks::<2>().0) {
+        for odd in 0..2 {
+            // Two codes are in the low 16 bits of each 32.
+            let twos = |codes: u64| {
+                let apart = codes >> (8 * odd) & 0x00ff_00ff_00ff_00ff;
+                apart | apart >> 8
+            };
+            let (low, high) = (twos(*first), twos(*second));
+            words[odd] = (low & 0xffff) as u32 | (high as u32) << 16;
+            words[2 + odd] = (low >> 32 & 0xffff) as u32 | ((high >> 32) as u32) << 16;
+        }
     }
     words
 }

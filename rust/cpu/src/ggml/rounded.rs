@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::BlockPanels;
-use super::decode::{ByCodeBits, EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, THREE, TWO, Units, V, WIDTH, by_code_bits};
+use super::decode::{ByCodeBits, EIGHT, FIVE, FOUR, SIX, Scales, THREE, TWO, Units, V, by_code_bits};
 use super::panels::CodeOrder;
 use crate::block_type::BLOCK;
 use crate::simd::{Int8, Isa, Kernel, prefetch_twice};
@@ -75,7 +75,7 @@ impl<K: RoundedSink> ByCodeBits for ExpandRounded<'_, K> {
         let mut last = None;
         let groups = if D == SIX { 2 } else { 1 };
         let values = from.kind.table().unwrap_or_else(|| std::array::from_fn(|code| code as f32 - from.kind.offset()));
-        let mut scales = Scales { factors: [0.0; GROUPS * WIDTH], shifts: [0.0; GROUPS * WIDTH] };
+        let mut scales = Scales::new();
         for unit in from.bytes.chunks_exact(from.unit.bytes) {
             // SAFETY: a unit has all parts of its layout, and a panel is at most as wide as the arrays.
             unsafe {
@@ -90,7 +90,7 @@ impl<K: RoundedSink> ByCodeBits for ExpandRounded<'_, K> {
                     let turn = turns.next().expect("it has no end");
                     let block = to[turn..turn + HALF * width].as_mut_ptr().cast();
                     let at = b * groups * width;
-                    let (factors, shifts) = (scales.factors.as_ptr().add(at), scales.shifts.as_ptr().add(at));
+                    let (factors, shifts) = (scales.factors().add(at), scales.shifts().add(at));
                     if D == FOUR {
                         columns_of_four(s, width, p, &values, factors, shifts, block);
                     } else if D == EIGHT {
