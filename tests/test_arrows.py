@@ -7,7 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "python" / "chairlift"
 
-LEAVES = {"config", "errors", "sampling", "scheduling", "settings", "outputs", "timeline"}
+LEAVES = {"config", "errors", "sampling", "scheduling", "settings", "outputs", "svg", "timeline", "timeline_plot"}
 MAY_IMPORT = {
     "": {"engine", "sim", "tokenizer", "_core", *LEAVES},
     "__main__": {"cli"},
@@ -40,7 +40,9 @@ MAY_IMPORT = {
     "checks": {"errors"},
     "sampling": {"checks", "errors"},
     "scheduling": {"checks"},
-    "outputs": set(),
+    "outputs": {"timeline_plot"},
+    "timeline_plot": {"svg", "timeline"},
+    "svg": set(),
     "timeline": set(),
 }
 """Module or package → those it may import; "" is the package's own `__init__`."""

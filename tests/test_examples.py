@@ -1,6 +1,8 @@
 """Runs the examples: against one server with the default model, or in their own process."""
 
+import ast
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from fastapi.testclient import TestClient
@@ -85,3 +88,23 @@ def test_the_fastapi_application_streams_a_summary(environ, monkeypatch):
         assert (answer.status_code, answer.headers["content-type"]) == (200, "text/plain; charset=utf-8")
         assert len(answer.text) > 10
         assert client.post("/summary", json={"text": "a" * 5000}).status_code == 422
+
+
+def test_the_notebook_runs_and_shows_pictures():
+    cells = json.loads((EXAMPLES / "policies.ipynb").read_text())["cells"]
+    namespace, shown = {}, []
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "clear the outputs before a commit"
+            tree = ast.parse("".join(cell["source"]))
+            last = ast.Expression(tree.body.pop().value)
+            exec(compile(tree, "policies.ipynb", "exec"), namespace)
+            shown.append(eval(compile(last, "policies.ipynb", "eval"), namespace))
+    timeline, states, figures, picture, waits = shown
+    for drawn, text in ((timeline, "waits for a batch slot"), (picture, "■ shortest")):
+        svg = drawn._repr_svg_()
+        ElementTree.fromstring(svg)
+        assert text in svg
+    assert states["wait_slots"] > 0
+    assert figures["requests"] == 300
+    assert waits["shortest"] < waits["fcfs"]

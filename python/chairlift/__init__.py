@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from chairlift.scheduling import BACKGROUND as BACKGROUND
     from chairlift.scheduling import Scheduling as Scheduling
     from chairlift.sim.policy import Policy as Policy
+    from chairlift.sim.report import plot as plot
+    from chairlift.sim.result import Result as Result
     from chairlift.sim.run import simulate as simulate
     from chairlift.tokenizer import Tokenizer as Tokenizer
 
@@ -67,6 +69,8 @@ _HOMES = {
     "simulate": "sim.run",
     "Policy": "sim.policy",
     "Candidate": "_core",
+    "plot": "sim.report",
+    "Result": "sim.result",
     "RequestOutput": "outputs",
     "ToolCall": "outputs",
     "TokenLogprobs": "outputs",

@@ -44,12 +44,13 @@ _RANGES = {
     **dict.fromkeys(
         (
             *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "static_batch_size", "max_num_queued_reqs"),
-            *("max_num_queued_tokens", "block_size", "num_kv_blocks", "max_lora_rank"),
+            *("max_num_queued_tokens", "block_size", "max_lora_rank"),
         ),
         (1, LARGEST_COUNT),
     ),
     "tensor_parallel_size": (1, LARGEST_GROUP),
     "threads": (1, LARGEST_THREADS),
+    "num_kv_blocks": (1, LARGEST_SIZE),
     "kv_cache_memory_bytes": (1, LARGEST_SIZE),
     "prefix_cache_disk": (0, LARGEST_SIZE),
     "swap_space": (0, LARGEST_SIZE),

@@ -6,7 +6,10 @@ import struct
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from chairlift.svg import Svg
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,16 @@ class Timeline:
     """Number of requests that started while this one waited for its first step, by rule of `SERVING_RULES`; set only by `explain`."""
     served_first: tuple[tuple[int, str, str], ...] = ()
     """Tag, tenant and rule of the first 16 of them, in the order of their start."""
+
+    def plot(self) -> Svg:
+        """Draws the time in each state, as SVG."""
+        from chairlift.timeline_plot import plot
+
+        return plot([self.states])
+
+    def _repr_svg_(self) -> str:
+        """How a notebook shows it."""
+        return self.plot()
 
     @classmethod
     def read(cls, core: Mapping[str, Any]) -> Self:

@@ -1,3 +1,4 @@
+import itertools
 import re
 from xml.etree import ElementTree
 
@@ -21,6 +22,23 @@ def run(scale=1.0, count=50, failures=1):
 
 def drawings(html):
     return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html, re.S)]
+
+
+def test_plots_alone_are_one_svg(tmp_path):
+    page = serving.page({"a & b": run(), "other": run(2.0)})
+    page.write(tmp_path / "plots.svg")
+    text = (tmp_path / "plots.svg").read_text()
+    root = ElementTree.fromstring(text)
+    inner = [one for one in root if one.tag.endswith("svg")]
+    assert len(inner) == len(drawings(page.html()))
+    width, height = map(float, root.attrib["viewBox"].split()[2:])
+    boxes = [[float(one.attrib[name]) for name in ("x", "y", "width", "height")] for one in inner]
+    assert all(x + across < width and y + down < height for x, y, across, down in boxes)
+    for (x, y, across, down), (other_x, other_y, _, _) in itertools.combinations(boxes, 2):
+        assert other_x >= x + across or other_y >= y + down or other_x < x, "drawings overlap"
+    assert "a &amp; b" in text
+    assert not re.search(r"var\(|src=|url\(", text)
+    assert len({box[1] for box in boxes}) == len(boxes) // 2, "two of them side by side"
 
 
 def test_a_page_needs_nothing_but_itself_and_says_what_happened():

@@ -8,6 +8,7 @@ import struct
 import urllib.error
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
+from xml.etree import ElementTree
 
 import pytest
 from local_server import local_server
@@ -155,6 +156,17 @@ def test_explain_is_plain_text_in_a_pipe(capsys):
         "250.0 ms decode generates its output",
     ]
     assert "█" not in shown
+
+
+def test_explain_draws_the_time_in_each_state(tmp_path, capsys):
+    file = tmp_path / "time.svg"
+    other = {"tag": 130, "states": {"wait_blocks": 0.5, "decode": 1.0, "of another version": 0.5}}
+    with answering({"/v1/requests/x/explain": (200, {**EXPLANATION, "sequences": [SEQUENCE, other]})}) as (url, _):
+        assert main.main(["explain", "x", "--url", url, "--output", str(file)]) == 0
+    bars = [one.attrib for one in ElementTree.parse(file).getroot() if len(one)]
+    assert [(bar["y"], round(float(bar["width"]))) for bar in bars[:3]] == [(bars[0]["y"], 615), (bars[0]["y"], 102), (bars[0]["y"], 102)]
+    assert sum(float(bar["width"]) for bar in bars[3:]) == pytest.approx(820)
+    assert "wait_blocks: 1.50 s · 500.0 ms — waits for free KV blocks" in file.read_text()
 
 
 def test_explain_lists_who_started_before_the_request(capsys):

@@ -55,7 +55,7 @@ def add_parser(commands: Any, summary: str) -> None:
     _add_variants(parser.add_argument_group("variants"))
     group = parser.add_argument_group("results")
     flags.add_json(group)
-    group.add_argument("-o", "--output", type=_svg, metavar="FILE", help="write a plot, as .svg")
+    group.add_argument("-o", "--output", type=values.svg, metavar="FILE", help="write a plot, as .svg")
     flags.add_report(group)
     flags.add_fields(parser, EngineConfig, [*(name for name in SETTINGS if name not in _VARIED), "load_format", "threads"])
 
@@ -108,12 +108,6 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
         return text
 
     return parse
-
-
-def _svg(text: str) -> str:
-    if not text.endswith(".svg"):
-        raise argparse.ArgumentTypeError(f"{text:.200}: expected a name that ends in .svg; --report writes an HTML page")
-    return values.output(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -11,14 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chairlift.cli import flags
+from chairlift.cli import flags, values
 from chairlift.cli.remote import add_server, client_key, get_json
 from chairlift.timeline import SERVING_RULES, STATES, describe_state
+from chairlift.timeline_plot import plot
 
 _EXAMPLES = """\
 examples:
   chairlift explain cmpl-2d383f795c3348aab84c36a20f5df739
   chairlift explain my-own-request-id                as sent in X-Request-Id
+  chairlift explain my-own-request-id --output time.svg
 """
 
 
@@ -27,12 +30,15 @@ def add_parser(commands: Any, summary: str) -> None:
     parser = flags.add_command(commands, "explain", summary, _EXAMPLES, run)
     parser.add_argument("id", metavar="ID", help="id of a response, or the X-Request-Id of its request")
     add_server(parser)
+    parser.add_argument("--output", type=values.svg, metavar="FILE.svg", help="draw the time in each state")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a request's explanation: with colours in a terminal, as plain text elsewhere."""
     explanation = get_json(args.url, f"/v1/requests/{quote(args.id)}/explain", client_key(args))
     show(explanation, Console(highlight=False))
+    if args.output is not None:
+        Path(args.output).write_text(plot([one["states"] for one in explanation["sequences"]], explanation["id"]), encoding="utf-8")
     return 0
 
 

@@ -117,7 +117,8 @@ def add_json(parser: argparse._ActionsContainer) -> None:
 
 def add_report(parser: argparse._ActionsContainer) -> None:
     """Adds `--report`."""
-    parser.add_argument("--report", type=values.output, metavar="FILE", help="write a self-contained HTML page with plots")
+    help = "write a self-contained HTML page with plots; of a FILE.svg the plots alone"
+    parser.add_argument("--report", type=values.output, metavar="FILE", help=help)
 
 
 def add_fields(

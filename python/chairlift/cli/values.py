@@ -78,6 +78,13 @@ def output(text: str) -> str:
     return text
 
 
+def svg(text: str) -> str:
+    """Reads the path of an SVG file to be written."""
+    if not text.endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"{text:.200}: expected a name that ends in .svg")
+    return output(text)
+
+
 def output_directory(text: str) -> str:
     """Reads the path of a directory to write in, which is made if need be."""
     there = os.path.abspath(text)

@@ -10,6 +10,7 @@ from chairlift.bench.report.page import Page
 from chairlift.bench.report.plot import Axis, Curve, Plot, cdf, duration
 from chairlift.sim import table
 from chairlift.sim.result import Result
+from chairlift.svg import Svg
 
 _POINTS = 400
 """The most points of a curve."""
@@ -49,6 +50,11 @@ def page(results: Mapping[str, Result], title: str, notes: Sequence[str], base: 
     keys = dict.fromkeys(key for config in settings.values() for key in config)
     made.table(["", *settings], [[key, *(_setting(config.get(key)) for config in settings.values())] for key in keys])
     return made
+
+
+def plot(results: Mapping[str, Result], title: str = "Simulation") -> Svg:
+    """Draws the latencies of named results, and their load over time, as one SVG."""
+    return Svg(page(results, title, []).svg())
 
 
 def _setting(value: object) -> str:

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from chairlift.bench.report.plot import Plot
+from chairlift.bench.report.sheet import Drawing, sheet
 from chairlift.errors import InvalidSetting
 
 _STYLE = """\
@@ -51,6 +52,7 @@ class Page:
 
     def __init__(self, title: str, subtitle: str = "") -> None:
         self._title = title
+        self._drawings: list[Drawing] = []
         self._parts = [f"<h1>{escape(title)}</h1>", f'<p class="dim">{escape(subtitle)}</p>' if subtitle else ""]
 
     def heading(self, text: str) -> None:
@@ -91,11 +93,14 @@ class Page:
                 if curve.name
             )
             caption = f"<b>{escape(plot.title)}{key if len(curves) > 1 else ''}</b><span>{escape(plot.caption)}</span>"
+            names = [(curve.name, curve.colour % 7) for curve in curves if curve.name] if len(curves) > 1 else []
+            self._drawings.append(Drawing(plot.svg(), plot.title, plot.caption, names))
             drawn.append(f"<figure><figcaption>{caption}</figcaption>{plot.svg()}</figure>")
         self._parts.append(f'<div class="plots">{"".join(drawn)}</div>')
 
     def drawing(self, svg: str) -> None:
         """Appends an SVG over the whole width, without escaping."""
+        self._drawings.append(Drawing(svg))
         self._parts.append(f'<div class="wide">{svg}</div>')
 
     def words(self, words: Mapping[str, object]) -> None:
@@ -110,9 +115,14 @@ class Page:
             f'<!doctype html>\n<html lang="en"><head>{head}<style>\n{_STYLE}{_COLOURS}\n</style></head>\n<body>\n{body}\n</body></html>\n'
         )
 
+    def svg(self) -> str:
+        """The plots alone, as one SVG."""
+        return sheet(self._title, self._drawings)
+
     def write(self, path: str | Path) -> None:
-        """Writes the page; raises InvalidSetting if it cannot."""
+        """Writes the page, or its plots alone if the name ends in .svg; raises InvalidSetting if it cannot."""
+        text = self.svg() if str(path).endswith(".svg") else self.html()
         try:
-            Path(path).write_text(self.html(), encoding="utf-8")
+            Path(path).write_text(text, encoding="utf-8")
         except OSError as error:
             raise InvalidSetting(f"{path}: cannot be written ({error.strerror})") from None
