@@ -121,7 +121,9 @@ def test_a_stream_that_breaks_off_ends_with_an_error(base):
 
 
 def test_explain_and_the_usage_log_know_the_request(upstream, base, tmp_path_factory):
-    response = httpx.post(base + "/v1/chat/completions", json=chat("hello"), headers={"x-request-id": "mine", "x-tenant-id": "me"})
+    response = httpx.post(
+        base + "/v1/chat/completions", json=chat("hello"), headers={"x-request-id": "mine", "x-tenant-id": "me", "x-session-id": "s"}
+    )
     assert response.headers["x-request-id"] == "mine"
     explained = httpx.get(base + "/v1/requests/mine/explain", headers={"x-tenant-id": "me"}).json()
     assert explained["sequences"][0]["finish"] == "stop"

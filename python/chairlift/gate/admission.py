@@ -91,8 +91,11 @@ class _Admission:
             fields = GenerationRequest.model_validate(dict(self._prompt.scheduling))
         except ValidationError:
             fields = GenerationRequest()
+        self._session = fields.session(self._context.session)
         tier = service.tiers.choose(fields.service_tier, request.state.tenant)
         scheduling = fields.scheduling(self._ticket.tenant.scheduling(tier), request.headers)
+        if self._session is not None:
+            scheduling = replace(scheduling, session=self._session.name, parent_session=self._session.parent)
         if self._prompt.max_tokens is not None:
             scheduling = replace(scheduling, predicted_tokens=min(self._prompt.max_tokens, self._model.engine.info.max_model_len))
         return service.tiers.bound(scheduling, self._model.engine.config.scheduling_policy)
@@ -110,7 +113,7 @@ class _Admission:
 
     async def run(self, stream: Stream, started: asyncio.Event) -> None:
         """Runs the request in the engine until it is cancelled. It yields nothing, because its tokens are at the upstream."""
-        spent, session = self._context.elapsed(), self._context.session
+        spent, session = self._context.elapsed(), None if self._session is None else self._session.home
         async with aclosing(
             self._model.engine.run(stream, request_id=self._id, on_start=started.set, spent=spent, session=session)
         ) as outputs:

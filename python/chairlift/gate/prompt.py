@@ -27,7 +27,7 @@ LONGEST_TEXT = 1 << 16
 DATA_TOKENS = 256
 """Tokens that stand for such data."""
 
-SCHEDULING = ("priority", "deadline_ms", "ttft_deadline_ms", "service_tier")
+SCHEDULING = ("priority", "deadline_ms", "ttft_deadline_ms", "service_tier", "session_id")
 """Fields that the gate reads too: see docs/scheduling.md."""
 
 _BEFORE = ("model", "system", "instructions", "tools", "functions", "response_format")
