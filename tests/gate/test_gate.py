@@ -121,9 +121,8 @@ def test_a_stream_that_breaks_off_ends_with_an_error(base):
 
 
 def test_explain_and_the_usage_log_know_the_request(upstream, base, tmp_path_factory):
-    response = httpx.post(
-        base + "/v1/chat/completions", json=chat("hello"), headers={"x-request-id": "mine", "x-tenant-id": "me", "x-session-id": "s"}
-    )
+    headers = {"x-request-id": "mine", "x-tenant-id": "me", "x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}
+    response = httpx.post(base + "/v1/chat/completions", json=chat("hello"), headers=headers)
     assert response.headers["x-request-id"] == "mine"
     explained = httpx.get(base + "/v1/requests/mine/explain", headers={"x-tenant-id": "me"}).json()
     assert explained["sequences"][0]["finish"] == "stop"
@@ -131,6 +130,7 @@ def test_explain_and_the_usage_log_know_the_request(upstream, base, tmp_path_fac
     lines = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
     record = next(line for line in lines if line["request_id"] == "mine")
     assert (record["tenant"], record["prompt_tokens"], record["cached_tokens"], record["output_tokens"]) == ("me", 7, 2, 3)
+    assert record["session"] == "s/a"
 
 
 def test_metrics_are_those_of_the_gate(base):

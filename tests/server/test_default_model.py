@@ -86,6 +86,20 @@ def test_a_conversation_streams_the_same_text_as_it_gives_whole(real):
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens >= 16  # the second time the prompt's blocks are there
 
 
+@pytest.mark.slow
+def test_a_hot_answer_that_is_returned_is_found_in_the_cache(real):
+    """Its text almost surely has other tokens when it is tokenized again; the next prompt has the generated ones."""
+    url, messages = f"{real}/v1/chat/completions", [{"role": "user", "content": "Odd words, please."}]
+    fields = {"model": "smol", "temperature": 1.8, "top_p": 1}
+    first = httpx.post(url, json={"messages": messages, "max_tokens": 30, "seed": 5, **fields}, timeout=60).json()
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "And more."}]
+    second = httpx.post(url, json={"messages": messages, "max_tokens": 1, **fields}, timeout=60)
+    computed = first["usage"]["total_tokens"] - 1
+    assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == computed // 16 * 16
+    explanation = httpx.get(f"{real}/v1/requests/{second.json()['id']}/explain").json()
+    assert "cache_miss" not in explanation
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.slow
 def test_blocks_are_free_again_when_clients_have_gone(real, stream):

@@ -77,6 +77,8 @@ class CachingEngine(FakeEngine):
         self.answers = list(answers)
         self.cached: dict[bytes, list[list[int]]] = {}
         """The computed prompts and answers, by salt."""
+        self.lost_hits = 0
+        """Tokens of each prompt whose KV is there, without a recurrent state after them."""
         self.prompts: list[list[int]] = []
         self.hits: list[int] = []
 
@@ -86,6 +88,7 @@ class CachingEngine(FakeEngine):
         kept = self.cached.setdefault(shared_salt(stream.scheduling.cache_salt, adapter), [])
         block = self.config.block_size
         hit = max((min(_shared(prompt, one), len(prompt) - 1) // block * block for one in kept), default=0)
+        hit = max(0, hit - self.lost_hits)
         self.prompts.append(prompt)
         self.hits.append(hit)
         on_start()
@@ -102,6 +105,7 @@ class CachingEngine(FakeEngine):
                 computed = tokens[:index]
                 if final:
                     output.timing = Timing(0.001, 0.001, 0.101, 0.2)
+                    output.timeline = timeline(lost_hit_tokens=self.lost_hits)
                 yield output
         finally:
             kept.append([*prompt, *computed])

@@ -18,13 +18,14 @@ _EXAMPLES = """\
 examples:
   chairlift usage /var/log/chairlift                     by day, tenant and tier
   chairlift usage /var/log/chairlift --by tenant         by tenant
+  chairlift usage /var/log/chairlift --by tenant,session by session
   chairlift usage /var/log/chairlift --since 2026-11-01 --json
                                                          from the 1st of November, for programs
 
 'chairlift serve --usage-log DIR' writes the log.
 """
 
-_GROUPS = ("day", "tenant", "tier", "model")
+_GROUPS = ("day", "tenant", "tier", "model", "session")
 _SUMS = {
     "requests": "requests",
     "prompt_tokens": "prompt tokens",
@@ -41,14 +42,14 @@ _SUMS = {
 """What is summed, with its heading."""
 _OPTIONAL = ("energy_joules", "held_token_seconds")
 """What not every record has: the energy is there if there is a meter, and only live sequences are held."""
-_REQUIRED = (*_GROUPS[1:], *(name for name in list(_SUMS)[1:] if name not in _OPTIONAL))
+_REQUIRED = ("tenant", "tier", "model", *(name for name in list(_SUMS)[1:] if name not in _OPTIONAL))
 
 
 def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "usage", summary, _EXAMPLES, run)
     parser.add_argument("directory", metavar="DIR", type=Path, help="directory of the usage log")
-    parser.add_argument("--by", type=_groups, default=_GROUPS[:3], metavar="LIST", help="group by these: day, tenant, tier, model")
+    parser.add_argument("--by", type=_groups, default=_GROUPS[:3], metavar="LIST", help=f"group by these: {', '.join(_GROUPS)}")
     parser.add_argument("--since", metavar="DAY", default="", help="first day, as in 2026-11-01 (UTC)")
     parser.add_argument("--until", metavar="DAY", default="9999", help="last day")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             if record is None:
                 invalid += 1
                 continue
-            key = tuple(file.stem if name == "day" else str(record[name]) for name in args.by)
+            key = tuple(file.stem if name == "day" else str(record.get(name) or "") for name in args.by)
             group = sums.setdefault(key, dict.fromkeys(_SUMS, 0))
             group["requests"] += "held_token_seconds" not in record
             for name in list(_SUMS)[1:]:

@@ -27,6 +27,7 @@ from chairlift.server.service import Service, service_of
 if TYPE_CHECKING:
     from chairlift.engine.stream import Stream
     from chairlift.server.model import ServedModel
+    from chairlift.server.session_name import SessionName
 
 log = logging.getLogger("chairlift")
 
@@ -79,6 +80,7 @@ class _Admission:
         self._model: ServedModel = service.default
         self._request, self._prompt = request, prompt
         self._context, self._ticket = request.state.context, request.state.ticket
+        self._session: SessionName | None = None
         self._scheduling = self._urgency()
         self._id = f"gate-{uuid.uuid4().hex}"
         self._admitted_at = time.monotonic()
@@ -91,11 +93,9 @@ class _Admission:
             fields = GenerationRequest.model_validate(dict(self._prompt.scheduling))
         except ValidationError:
             fields = GenerationRequest()
-        self._session = fields.session(self._context.session)
         tier = service.tiers.choose(fields.service_tier, request.state.tenant)
-        scheduling = fields.scheduling(self._ticket.tenant.scheduling(tier), request.headers)
-        if self._session is not None:
-            scheduling = replace(scheduling, session=self._session.name, parent_session=self._session.parent)
+        self._session = fields.session(self._context.session)
+        scheduling = fields.scheduling(self._ticket.tenant.scheduling(tier), request.headers, self._session)
         if self._prompt.max_tokens is not None:
             scheduling = replace(scheduling, predicted_tokens=min(self._prompt.max_tokens, self._model.engine.info.max_model_len))
         return service.tiers.bound(scheduling, self._model.engine.config.scheduling_policy)
@@ -142,9 +142,8 @@ class _Admission:
         metrics.count_finished("abort" if answer is None else "stop", now - self._context.arrived, self._latencies)
         if (usage_log := self._service.usage_log) is not None:
             scheduling = self._scheduling
-            labels = UsageLabels(
-                self._id, self._context.request_id, self._model.name, scheduling.tenant, scheduling.served_tier, scheduling.priority, prompt
-            )
+            names = self._id, self._context.request_id, self._model.name, scheduling.tenant, scheduling.served_tier
+            labels = UsageLabels(*names, scheduling.priority, prompt, scheduling.session)
             cached = 0 if usage is None or usage.cached is None else usage.cached
             states = {"queued": self._admitted_at - self._context.arrived, "upstream": now - self._admitted_at}
             usage_log.write_upstream(labels, cached, tokens, "abort" if answer is None else "stop", states)

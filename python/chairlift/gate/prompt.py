@@ -44,7 +44,7 @@ class Prompt:
     max_tokens: int | None
     """The longest answer that the client allows."""
     scheduling: Mapping[str, Any]
-    """The fields of the body that say how urgent the request is, as the client sent them."""
+    """The fields of the body that say how urgent the request is and which session it belongs to, as the client sent them."""
 
 
 def read_prompt(raw: bytes | bytearray) -> Prompt:

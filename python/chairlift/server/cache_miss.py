@@ -23,6 +23,7 @@ class MissReason(StrEnum):
     TEMPLATE = "template_rewrote_history"
     TOKENS = "answer_retokenized"
     RESTARTED = "engine_restarted"
+    STATE = "no_recurrent_state"
     EVICTED = "evicted"
 
 
@@ -78,6 +79,12 @@ _MEANINGS = {
     ),
     MissReason.RESTARTED: _Meaning(
         "an engine was restarted and its cache is empty", "keep KV on disk with --prefix-cache-dir", "unavailable", None
+    ),
+    MissReason.STATE: _Meaning(
+        "the KV was there, but no recurrent state after it",
+        "nothing within one conversation; a state is saved where a prompt or an answer ended",
+        "unavailable",
+        None,
     ),
     MissReason.EVICTED: _Meaning(
         "the blocks were evicted, or are in another engine's cache",

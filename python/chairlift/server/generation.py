@@ -61,7 +61,9 @@ class Generation:
         """
         self._service, self._model = service_of(request), model_of(request)
         tier = self._service.tiers.choose(body.service_tier, request.state.tenant)
-        scheduling = body.scheduling(request.state.ticket.tenant.scheduling(tier), request.headers)
+        self._context = request.state.context
+        self._session = body.session(self._context.session)
+        scheduling = body.scheduling(request.state.ticket.tenant.scheduling(tier), request.headers, self._session)
         self._scheduling = self._service.tiers.bound(scheduling, self._model.engine.config.scheduling_policy)
         self._reader: Reader = request.state.reader
         self._asks_for_tier = body.service_tier is not None
@@ -76,10 +78,6 @@ class Generation:
         self._prompts = [(prompt, self._resolve_max_tokens(prompt, params, default_max_tokens, most, hint)) for prompt in prompts]
         self._n = params.n
         self._sequence = sequence
-        self._context = request.state.context
-        self._session = session = body.session(self._context.session)
-        if session is not None:
-            self._scheduling = replace(self._scheduling, session=session.name, parent_session=session.parent)
         self._request_id = body.request_id or self._context.request_id
         self._ticket = request.state.ticket
         self._ticket.add_prompts(len(prompts))
@@ -133,7 +131,7 @@ class Generation:
         tokens = len(self._prompts[index][0])
         tier = scheduling.served_tier
         names = self._engine_ids[index], self._request_id, self._model.name, scheduling.tenant, tier
-        return UsageLabels(*names, scheduling.priority, tokens)
+        return UsageLabels(*names, scheduling.priority, tokens, scheduling.session)
 
     def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yields (choice index, increment); raises the engine's errors. Without `stream` a prompt yields only when it is complete."""

@@ -2,7 +2,7 @@
 
 import json
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 import pytest
@@ -232,6 +232,22 @@ def test_what_broke_the_prefix_is_named(session, breaks, reason, field, _):
     assert miss["missed_tokens"] > 0
     assert miss["seconds"] > 0
     assert miss["advice"]
+
+
+def test_a_state_that_is_not_there_is_named(session):
+    session.engine.lost_hits = 64
+    miss = session.third()["cache_miss"]
+    session.engine.lost_hits = 0
+    assert (miss["reason"], miss["missed_tokens"]) == ("no_recurrent_state", 64)
+
+
+def test_without_a_prefix_cache_nothing_is_missed(session):
+    plain, engine = session.engine.config, session.engine
+    engine.config = replace(plain, enable_prefix_caching=False)
+    engine.cached.clear()
+    explanation = session.third()
+    engine.config = plain
+    assert "cache_miss" not in explanation
 
 
 def test_without_a_session_name_the_returned_answers_tell_the_turn(session):

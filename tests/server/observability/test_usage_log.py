@@ -45,6 +45,7 @@ def test_a_record_sums_the_answers_of_a_prompt(tmp_path):
         "tenant": "alice",
         "tier": "flex",
         "priority": 3,
+        "session": None,
         "finish": ["length", "stop"],
         "prompt_tokens": 5,
         "cached_tokens": 4,
@@ -143,8 +144,8 @@ def test_a_request_that_the_client_leaves_has_a_record_and_a_refused_one_has_non
             next(reply.iter_lines())
         wait_until(lambda: len(records(tmp_path)) == 1)
         assert http.post("/v1/completions", json={"prompt": "full"}).status_code == 503
-        assert http.post("/v1/completions", json={"prompt": "ok", "max_tokens": 2, "service_tier": "flex"}).status_code == 200
-        assert [record["tier"] for record in records(tmp_path)] == ["default", "flex"]
+        assert http.post("/v1/completions", json={"prompt": "ok", "max_tokens": 2, "service_tier": "flex", "session_id": "s"}).is_success
+        assert [(record["tier"], record["session"]) for record in records(tmp_path)] == [("default", None), ("flex", "s")]
 
 
 def test_a_generation_has_a_record_although_its_sequence_was_dropped_meanwhile(tmp_path):
@@ -186,6 +187,16 @@ def test_the_command_sums_by_day_tenant_and_tier(tmp_path, capsys):
     }
     assert main(["usage", str(tmp_path), "--by", "tenant", "--until", "2001-01-01"]) == 0
     assert capsys.readouterr().out == "no records\n"
+
+
+def test_the_command_sums_by_session_also_older_records_without_one(tmp_path, capsys):
+    write(tmp_path, [timeline()])
+    file = next(tmp_path.iterdir())
+    line = json.loads(file.read_text())
+    older = {name: value for name, value in line.items() if name != "session"}
+    file.write_text("".join(json.dumps(one) + "\n" for one in (older, line, line | {"session": "s"})))
+    assert main(["usage", str(tmp_path), "--by", "session", "--json"]) == 0
+    assert [(row["session"], row["requests"]) for row in json.loads(capsys.readouterr().out)] == [("", 2), ("s", 1)]
 
 
 @pytest.mark.parametrize("columns", [20, 60, 80, 120, 200])

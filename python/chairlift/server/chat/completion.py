@@ -141,9 +141,8 @@ class ChatCompletion:
         turn.push(output)
         for delta in deltas:
             builder.add(delta)
-        timing = output.timing
-        if timing is not None and timing.first_token is not None:
-            turn.lose_time(timing.first_token - timing.started, generation.usage.prompt - generation.usage.cached)
+        if output.finish_reason:
+            turn.settle(output, generation.usage.prompt - generation.usage.cached)
         if output.finish_reason in ("stop", "length") and (message := _as_returned(builder.choice())) is not None:
             turn.end_answer(output.index, message)
 

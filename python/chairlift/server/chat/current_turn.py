@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from chairlift.server.cache_miss import CacheMiss
+from chairlift.server.cache_miss import CacheMiss, MissReason
 from chairlift.server.chat.exact_history import Parse, anchor_of, exact_tokens
 from chairlift.server.chat.prompt_parts import answer_keys, message_parts, parts_of, returned_answers
 from chairlift.server.chat.request import ChatRequest
@@ -89,6 +89,7 @@ class CurrentTurn:
         self._answers: dict[int, array[int]] = {}
         self.miss: CacheMiss | None = None
         """Why the cache was not used as far as it could be; known from the first output on."""
+        self._settled = False
 
     @property
     def begun(self) -> bool:
@@ -99,14 +100,13 @@ class CurrentTurn:
         """Called when the prompt has been computed, of which `cached` tokens were in the cache."""
         engine = self._model.engine
         tenant, prompt = self._labels.tenant, self._prompt
-        if self._earlier is not None:
+        if self._earlier is not None and engine.config.enable_prefix_caching:
             self.miss = cache_miss(self._earlier, prompt, cached, engine.config.block_size, engine.tokenizer)
         labels = tenant.name, tenant.group, answer_id, self._labels.thread, prompt.scope
         self._turn = Turn(*labels, prompt.parts, prompt.tokens, prompt.anchor, prompt.restarts)
         self._turns.add(self._turn)
         if self.miss is not None:
             self._turns.add_miss(answer_id, tenant.reader, self.miss)
-            self._model.metrics.count_cache_miss(self.miss)
 
     def push(self, output: RequestOutput) -> None:
         """Takes the next tokens of an answer."""
@@ -121,11 +121,19 @@ class CurrentTurn:
         if self._earlier is not None:
             self._turns.supersede(self._earlier.turn, self._turn)
 
-    def lose_time(self, seconds: float, computed: int) -> None:
-        """Estimates the time lost by a miss from the `seconds` in which the prompt's `computed` tokens were computed."""
-        if self.miss is not None and self._turn is not None and computed > 0:
-            self.miss = replace(self.miss, seconds=round(seconds / computed * self.miss.missed_tokens, 6))
-            self._turns.add_miss(self._turn.answer_id, self._labels.tenant.reader, self.miss)
+    def settle(self, output: RequestOutput, computed: int) -> None:
+        """Completes and counts a miss at the end of the first answer, before which `computed` tokens of the prompt were computed."""
+        if self.miss is None or self._turn is None or self._settled:
+            return
+        self._settled = True
+        timing, timeline = output.timing, output.timeline
+        if timing is not None and timing.first_token is not None and computed > 0:
+            seconds = (timing.first_token - timing.started) / computed * self.miss.missed_tokens
+            self.miss = replace(self.miss, seconds=round(seconds, 6))
+        if self.miss.reason is MissReason.EVICTED and timeline is not None and 2 * timeline.lost_hit_tokens >= self.miss.missed_tokens:
+            self.miss = replace(self.miss, reason=MissReason.STATE)
+        self._turns.add_miss(self._turn.answer_id, self._labels.tenant.reader, self.miss)
+        self._model.metrics.count_cache_miss(self.miss)
 
     def _answered(self, conversation: list[dict[str, Any]]) -> Iterator[tuple[int, Found]]:
         """Yields the turns whose answers the conversation has, the last first, with the number of assistant's messages after each."""

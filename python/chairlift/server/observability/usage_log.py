@@ -42,6 +42,8 @@ class UsageLabels:
     tier: str
     priority: int
     prompt_tokens: int
+    session: str | None = None
+    """The client's name for the conversation or agent."""
 
 
 class UsageLog:

@@ -197,9 +197,9 @@ class GenerationRequest(GenerationParams):
         fields["structured_output"] = self.structured_output()
         return SamplingParams(**fields)
 
-    def scheduling(self, usual: Scheduling, headers: Mapping[str, str]) -> Scheduling:
-        """Returns the tenant's `usual` scheduling parameters with those of `headers`, and of the body. Raises InvalidRequest."""
-        fields: dict[str, Any] = {}
+    def scheduling(self, usual: Scheduling, headers: Mapping[str, str], session: SessionName | None = None) -> Scheduling:
+        """Returns the tenant's `usual` scheduling parameters with those of `headers`, the body and `session`; raises InvalidRequest."""
+        fields: dict[str, Any] = {} if session is None else {"session": session.name, "parent_session": session.parent}
         for name, header in (("deadline_ms", "x-request-deadline-ms"), ("ttft_deadline_ms", "x-request-ttft-deadline-ms")):
             if getattr(self, name) is None and header in headers:
                 fields[name] = _milliseconds(header, headers[header])
