@@ -753,20 +753,24 @@ class DecoderBlock:
         groups: tuple[int, int] | None = None,
         normalised: float | None = None,
         scale: float = 1.0,
+        expert_scales: NDArray[np.float32] | None = None,
         shared: tuple[Linear, Linear] | None = None,
         shared_gate: bool = False,
+        norms: Sequence[NDArray[np.float32]] | None = None,
         post_norm: NDArray[np.float32] | None = None,
         residual_scale: float = 1.0,
+        stream_scale: float = 1.0,
     ) -> DecoderBlock:
         """Creates a mixture of experts, of which `router` chooses `used` for each token by their scores.
 
         `gate_up_proj` and `down_proj` are made by `Linear.experts`. Scores are the 'softmax' of the router's logits, their 'sigmoid', or
         the 'logits', whose weights are the softmax of those that are chosen. `bias` is added to the scores for the choice alone. `groups`
         are a number of groups of experts, and how many of them may be chosen from. Weights are divided by their sum and `normalised`, which
-        is a small number, unless it is None, and multiplied by `scale`. `clamp` (slope s, limit l) replaces the activation by (up + 1) *
-        gate * sigmoid(s * gate), with the gate at most l and up from -l to l. `shared` are the gated and the second layer of an expert that
-        all tokens use; with `shared_gate` its output is multiplied by the sigmoid of the router's last logit. The rest is as in
-        `attention`.
+        is a small number, unless it is None, and multiplied by `scale` and by the `expert_scales` of their experts. `clamp` (slope s, limit
+        l) replaces the activation by (up + 1) * gate * sigmoid(s * gate), with the gate at most l and up from -l to l. `shared` are the
+        gated and the second layer of an expert that all tokens use; with `shared_gate` its output is multiplied by the sigmoid of the
+        router's last logit. With `norms`, `norm` is that of the shared expert's input, and these four are those of the router's input, the
+        experts' input, the sum of their outputs and the shared expert's output. The rest is as in `gated_mlp`.
         """
 
 @final

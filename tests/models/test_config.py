@@ -167,6 +167,7 @@ def test_phi_4_mini_is_read_as_it_was_published():
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
+EXPERTS_BESIDE = {"enable_moe_block": True, "num_experts": 11, "moe_intermediate_size": 40}
 GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 LISTS = {"short_factor": [1.0, 1.5, 3.0, 4.0], "long_factor": [1.0, 3.0, 8.0, 9.0]}
 SCALINGS: list[tuple[dict[str, object], int]] = [
@@ -266,7 +267,8 @@ def test_a_checkpoint_says_its_dtype_in_one_of_two_words(tmp_path):
         ),
         ({**GEMMA4, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2: no earlier layer has full attention"),
         ({**GEMMA4, "num_kv_shared_layers": -1}, "num_kv_shared_layers must be a number that is not negative, got -1"),
-        ({**GEMMA4, "enable_moe_block": True}, "experts beside an MLP have no code of ours"),
+        ({**GEMMA4, "enable_moe_block": True}, "num_experts must be a positive integer, got None"),
+        ({**GEMMA4, **EXPERTS_BESIDE, "top_k_experts": 12}, "top_k_experts is 12, and there are 11 experts"),
         ({**GEMMA4, "per_layer_config": {"2": {"head_dim": 7}}}, "head_dim must be even for rotary positions, got 7"),
         ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be at most 10000, got 2147483647"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}}, "rope_theta must be more than 1 with YaRN, got 1"),
@@ -285,6 +287,7 @@ def test_what_cannot_be_run_is_refused_by_name(changes, message):
 WRONG = ("x", -1, 0, True, 2**70, 1e400, [1], [[1]], [{}], {"a": 1}, {"full_attention": 3})
 SIZES = BASE | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 SIZES |= {"shared_expert_intermediate_size": 32, "shared_intermediate_size": 32, "max_position_embeddings": 64, "type_vocab_size": 2}
+SIZES |= {"enable_moe_block": True, "top_k_experts": 2}
 NAMES = [*SIZES, "layer_types", "rms_norm_eps", "layer_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "text_config"]
 NAMES += ["pad_token_id", "query_pre_attn_scalar", "id2label", "sentence_transformers", "sliding_window"]
 

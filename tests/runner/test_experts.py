@@ -89,12 +89,22 @@ def test_memory_is_planned_for_a_shared_expert_that_is_wider_than_the_others(tmp
     assert ModelConfig.parse(read_json(tmp_path) | {"shared_intermediate_size": 1024}).widest == 1024
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "granite-moe-shared", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "granite-moe-shared", "gpt-oss", "gemma4-moe"])
 def test_memory_is_planned_for_all_experts_and_for_those_of_a_token(tmp_path: Path, name: str) -> None:
     parameters = sum(parameter.numel() for parameter in write(name, tmp_path).parameters())
     model = ModelConfig.load(tmp_path)
     assert model.num_weights == pytest.approx(parameters, rel=0.02), "biases and norms of heads are not counted"
     assert model.widest == max(model.intermediate_size, 3 * 48)
+
+
+@pytest.mark.parametrize("name", ["router.scale", "router.per_expert_scale", "post_feedforward_layernorm_1.weight", "router.proj.weight"])
+def test_a_layer_without_what_gemma_4_has_for_its_experts_is_refused(tmp_path: Path, name: str) -> None:
+    write("gemma4-moe", tmp_path)
+    path, missing = tmp_path / "model.safetensors", f"model.layers.1.{name}"
+    whole = load_file(path)
+    save_file({name: tensor for name, tensor in whole.items() if name != missing}, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=f"has no tensor {missing}"):
+        load(tmp_path)
 
 
 def test_experts_that_are_missing_or_of_another_shape_or_never_chosen_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ def metadata(config: Any, kind: str) -> dict[str, Any]:
     experts = getattr(config, "num_experts", getattr(config, "num_local_experts", 0))
     if not experts:
         return {}
-    values = {f"{kind}.expert_count": experts, f"{kind}.expert_used_count": config.num_experts_per_tok}
+    used = config.top_k_experts if kind == "gemma4" else config.num_experts_per_tok
+    values = {f"{kind}.expert_count": experts, f"{kind}.expert_used_count": used}
     keys = {"expert_feed_forward_length": "moe_intermediate_size", "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
     values |= {f"{kind}.{key}": getattr(config, name) for key, name in keys.items() if hasattr(config, name)}
     return values | ({f"{kind}.attention.sliding_window": config.sliding_window} if kind == "gpt-oss" else {})
@@ -20,6 +21,8 @@ def split(kind: str, name: str, weights: np.ndarray) -> dict[str, np.ndarray]:
     """The file's tensors of one of transformers', if it belongs to experts or to gpt-oss alone."""
     stem, last = name.rsplit(".", 1)
     block, suffix = f"blk.{stem.split('.')[2]}" if "layers" in stem else "", "bias" if last.endswith("_bias") else "weight"
+    if last in ("scale", "per_expert_scale"):
+        return {f"{block}.{'ffn_gate_inp' if last == 'scale' else 'ffn_down_exps'}.scale": weights}
     if last == "sinks":
         return {f"{block}.attn_sinks.weight": weights}
     if "experts" not in stem and weights.ndim < 3:
@@ -29,7 +32,7 @@ def split(kind: str, name: str, weights: np.ndarray) -> dict[str, np.ndarray]:
         if suffix == "weight":
             weights = weights.transpose(0, 2, 1)
         parts = [weights] if down else [weights[:, ::2], weights[:, 1::2]]
-    elif kind == "qwen2moe" and not down:
+    elif kind in ("qwen2moe", "gemma4") and not down:
         return {f"{block}.ffn_gate_up_exps.weight": weights}
     else:
         parts = [weights] if down else np.split(weights, 2, 1)
@@ -43,7 +46,9 @@ def join(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     for name in sorted(names):
         prefix, suffix = name.split("mlp.")[0], name.rsplit(".", 1)[1]
         up = name.replace("gate_proj", "up_proj")
-        if f"{prefix}self_attn.sinks" in weights:
+        if name.split(".")[3] == "experts":  # Gemma 4
+            joined[name.removesuffix(".weight")] = weights[name]
+        elif f"{prefix}self_attn.sinks" in weights:
             ending = "_bias" if suffix == "bias" else ""
             both = np.stack([weights[name], weights[up]], 2).reshape(len(weights[name]), -1, *weights[name].shape[2:])
             fused = {"gate_proj": ("gate_up_proj", both), "down_proj": ("down_proj", weights[name])}.get(name.split(".")[-2])

@@ -31,6 +31,7 @@ EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size":
 GEMMA4 = {"global_head_dim": 32, "sliding_window": 5, "tie_word_embeddings": True, "num_hidden_layers": 5, "final_logit_softcapping": 4.0}
 GEMMA4 |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]}
 GEMMA4 |= {"vocab_size_per_layer_input": 320}
+EXPERTS_BESIDE = {"enable_moe_block": True, "num_experts": 11, "top_k_experts": 3, "moe_intermediate_size": 32}
 TEMPERATURE = {"original_max_position_embeddings": 4, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "beta_fast": 8.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 8}
 LONGROPE |= {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 4.0]}
@@ -52,6 +53,7 @@ TINY: list[tuple[str, dict[str, Any]]] = [
     ("granitemoe", {**MULTIPLIERS, "num_local_experts": 11, "num_experts_per_tok": 3}),
     ("gemma4_text", {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32}),
     ("gemma4_text", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}),
+    ("gemma4_text", {**GEMMA4, **EXPERTS_BESIDE, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}),
     ("phi3", {"pad_token_id": 0, "sliding_window": 5, "original_max_position_embeddings": 8, "rope_parameters": LONGROPE}),
     ("ministral3", {"rope_parameters": {"rope_theta": 500.0, **YARN, **TEMPERATURE}}),
 ]

@@ -40,6 +40,7 @@ SHORT = {**LONGROPE, "original_max_position_embeddings": 256, "attention_factor"
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "num_hidden_layers": 5, "final_logit_softcapping": 3.0}
 GEMMA4 |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]}
 GEMMA4 |= {"vocab_size_per_layer_input": 199, "pad_token_id": 0}
+EXPERTS_BESIDE = {"enable_moe_block": True, "num_experts": 11, "top_k_experts": 3, "moe_intermediate_size": 40}
 GEMMA4_TEXT = {**GEMMA4, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 16}
 VISION4 = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16, "patch_size": 8}
 TEMPERATURE = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "truncate": True}
@@ -87,6 +88,7 @@ FAMILIES = {
     "granite-moe-shared": ("GraniteMoeShared", {**MULTIPLIERS, **LOCAL_EXPERTS, "shared_intermediate_size": 72}),
     "gemma4": ("Gemma4", {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16}),
     "gemma4-large": ("Gemma4", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 3, "hidden_size_per_layer_input": 0}),
+    "gemma4-moe": ("Gemma4", {**GEMMA4, **EXPERTS_BESIDE, "hidden_size_per_layer_input": 0}),
     "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": YARN | TEMPERATURE}),
     "gemma3-images": ("Gemma3ForConditionalGeneration", {"text_config": {**GEMMA, "rope_parameters": ROPES}, "vision_config": SIGLIP}),
     "mistral3-images": (
@@ -135,9 +137,9 @@ def write(name: str, directory: Path, dtype: torch.dtype = torch.float32, **save
     model = model_class(config).eval()
     for parameter_name, parameter in model.named_parameters():
         # Biases start at zero and norms at one, or at zero if one is added: a mistake with them would go unseen.
-        if parameter_name.endswith("bias") or "norm" in parameter_name:
-            centred = "norm" in parameter_name and not (family.startswith(("Qwen3Next", "Qwen3_5")) and "linear_attn" not in parameter_name)
-            torch.nn.init.normal_(parameter, mean=1.0 if centred else 0.0, std=0.2)
+        if parameter_name.endswith(("bias", "router.scale", "per_expert_scale")) or "norm" in parameter_name:
+            around_zero = family.startswith(("Qwen3Next", "Qwen3_5")) and "linear_attn" not in parameter_name
+            torch.nn.init.normal_(parameter, mean=0.0 if around_zero or parameter_name.endswith("bias") else 1.0, std=0.2)
         if "q_norm" in parameter_name and family.startswith("Gemma4"):
             # Scores are not divided by the size of a head: they would be so large that rounding shows.
             parameter.data /= 4

@@ -104,11 +104,13 @@ class Mixture:
     Names are those below `model.layers.N.`, with `{}` for the number of an expert. A tensor whose name lacks `.{}` has the matrices of all
     experts. A checkpoint has either `gate` and `up`, or `gate_up` with the rows of both, or `interleaved` and `transposed`: tensors
     [experts, inputs, outputs], the first with gate and up in turn. With `biases` the router and all experts have them. `shared` are the
-    layers of an expert that all tokens use; its output is multiplied by a gate if `shared_gate` names one. `count`, `inner` and
-    `shared_inner` are the keys of the number of experts and of inner sizes in config.json. Weights are divided by their sum if
-    `normalised`; None means that `norm_topk_prob` of config.json decides. `epsilon` is added to the sum. `choice_bias` is a tensor that is
-    added to the scores when experts are chosen, `scale` the key of the weights' factor, and `dense` that of the number of first layers
-    without experts. Models have 0 experts if they are `optional`. The gate and what it is multiplied by are `clamped` as in gpt-oss.
+    layers of an expert that all tokens use; its output is multiplied by a gate if `shared_gate` names one. `count`, `used`, `inner` and
+    `shared_inner` are the keys of the number of experts, of those of a token, and of inner sizes in config.json. Weights are divided by
+    their sum if `normalised`; None means that `norm_topk_prob` of config.json decides. `epsilon` is added to the sum. `choice_bias` is a
+    tensor that is added to the scores when experts are chosen, `scale` the key of the weights' factor, and `dense` that of the number of
+    first layers without experts. Models have 0 experts if they are `optional`, and none where the key `switch` is not set. The gate and
+    what it is multiplied by are `clamped` as in gpt-oss. With `own_norms`, as in Gemma 4, the router, the experts and the MLP beside them
+    have norms of their own, and each expert has a scale.
     """
 
     router: str = "mlp.gate"
@@ -127,11 +129,14 @@ class Mixture:
     dense: str | None = None
     optional: bool = False
     count: str = "num_experts"
+    used: str = "num_experts_per_tok"
     inner: str = "moe_intermediate_size"
     shared_inner: str = "shared_expert_intermediate_size"
     scores: Scores = Scores.SOFTMAX
     normalised: bool | None = None
     clamped: bool = False
+    switch: str | None = None
+    own_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +196,8 @@ class Architecture:
     norms of queries and keys are those of all heads together. With `sinks` each head has a score beside those of the keys.
     `global_head_dim` is the default size of heads of layers with full attention, and means that layers differ as in Gemma 4. With
     `gated_attention` the query projection has gates too, head by head, whose sigmoids multiply the outputs. With a `recurrence` some layers
-    keep a state instead of keys and values. With a `mixture` layers have experts instead of an MLP, except those that config.json names.
+    keep a state instead of keys and values. With a `mixture` layers have experts, instead of an MLP or beside it, except those that
+    config.json names.
     """
 
     name: str
@@ -268,7 +274,8 @@ class Architecture:
             "heads by kind of layer, shared keys and values, embeddings for each layer": self.global_head_dim is not None,
             "gated outputs of attention": self.gated_attention,
             f"layers with {self.recurrence.kind.value}" if self.recurrence else "": self.recurrence is not None,
-            "experts": self.mixture is not None,
-            "a shared expert": self.mixture is not None and self.mixture.shared is not None,
+            "experts": self.mixture is not None and not self.mixture.switch,
+            "a shared expert": self.mixture is not None and self.mixture.shared is not None and not self.mixture.switch,
+            "in some models experts beside the MLP": self.mixture is not None and self.mixture.switch is not None,
         }
         return tuple(name for name, present in named.items() if present)

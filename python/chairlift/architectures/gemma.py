@@ -1,6 +1,6 @@
 """Gemma 2, 3 and 4."""
 
-from chairlift.architectures.architecture import TOP, Architecture, Code, GGUFFormat, Key, Windows
+from chairlift.architectures.architecture import TOP, Architecture, Code, GGUFFormat, Key, Mixture, Projections, Windows
 
 TENSORS = {
     "ffn_norm": "pre_feedforward_layernorm",
@@ -81,7 +81,7 @@ GEMMA3 = Architecture(
 GEMMA4 = Architecture(
     name="Gemma4ForCausalLM",
     model_type="gemma4_text",
-    models="Gemma 4 without experts",
+    models="Gemma 4",
     wrappers=("Gemma4ForConditionalGeneration",),
     text_types=("gemma4_text",),
     code=Code.RUST,
@@ -98,6 +98,16 @@ GEMMA4 = Architecture(
             "proj": "per_layer_projection",
             "post_norm": "post_per_layer_input_norm",
             "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_gate_up_exps": "experts.gate_up_proj",
+            "ffn_gate_exps": "experts.gate_proj",
+            "ffn_up_exps": "experts.up_proj",
+            "ffn_down_exps": "experts.down_proj",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
         },
         top={
             **TOP,
@@ -124,4 +134,17 @@ GEMMA4 = Architecture(
     softcaps=(None, None),
     scaled_embeddings=True,
     global_head_dim=512,
+    mixture=Mixture(
+        router="router.proj",
+        gate="experts.{}.gate_proj",
+        up="experts.{}.up_proj",
+        gate_up="experts.{}.gate_up_proj",
+        down="experts.{}.down_proj",
+        shared=Projections(),
+        used="top_k_experts",
+        shared_inner="intermediate_size",
+        normalised=True,
+        switch="enable_moe_block",
+        own_norms=True,
+    ),
 )

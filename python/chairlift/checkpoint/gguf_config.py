@@ -52,7 +52,8 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     kind = file.get("general.architecture", str)
     assert kind is not None
     experts = file.get(f"{kind}.expert_count", int)
-    if bool(experts) != (architecture.mixture is not None) and not (architecture.mixture and architecture.mixture.optional):
+    mixture = architecture.mixture
+    if bool(experts) != (mixture is not None) and not (mixture and (mixture.optional or mixture.switch)):
         found = f"is a mixture of {experts} experts" if experts else f"has no {kind}.expert_count"
         raise UnsupportedModel(f"{file.path} {found}, which cannot be read for the architecture {kind!r}")
     hidden, heads = file.size(f"{kind}.embedding_length"), file.size(f"{kind}.attention.head_count")
@@ -92,8 +93,8 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     }
     if architecture.recurrence:
         config |= _recurrence(file, kind, architecture.recurrence, kv_heads)
-    if architecture.mixture:
-        config |= _experts(file, kind, architecture.mixture, layers)
+    if mixture and (experts or not mixture.switch):
+        config |= _experts(file, kind, mixture, layers)
     for name, key in layout.keys.items():
         if not key.optional or file.value(f"{kind}.{key.name}") not in (None, 0):
             config[name] = _entry(file, f"{kind}.{key.name}", key)
@@ -147,10 +148,12 @@ def _experts(file: GGUFFile, kind: str, mixture: Mixture, layers: int) -> dict[s
     gating = file.get(f"{kind}.expert_gating_func", int) or GATING[mixture.scores]
     if gating != GATING[mixture.scores]:
         raise UnsupportedModel(f"{file.path}: {kind}.expert_gating_func is {gating}, which cannot be read for the architecture {kind!r}")
-    found = {mixture.count: size("expert_count"), "num_experts_per_tok": size("expert_used_count")}
+    found: dict[str, Any] = {mixture.count: size("expert_count"), mixture.used: size("expert_used_count")}
     inner = None if mixture.inner == "moe_intermediate_size" else size("feed_forward_length")
     found[mixture.inner] = size("expert_feed_forward_length", inner)
-    if mixture.shared:
+    if mixture.switch:
+        found[mixture.switch] = True
+    if mixture.shared and mixture.shared_inner != "intermediate_size":
         found[mixture.shared_inner] = size("expert_shared_feed_forward_length")
     return found
 

@@ -48,12 +48,12 @@ def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts |
 
     Raises UnsupportedModel for values that do not fit each other.
     """
-    if names.optional and raw.get(names.count) == 0:
+    if (names.switch and not raw.get(names.switch)) or (names.optional and raw.get(names.count) == 0):
         return None
     count = parse_size(raw, OTHER_COUNT if raw.get(names.count) is None and OTHER_COUNT in raw else names.count)
-    used = parse_size(raw, "num_experts_per_tok")
+    used = parse_size(raw, names.used)
     if used > count:
-        raise UnsupportedModel(f"config.json: num_experts_per_tok is {used}, and there are {count} experts")
+        raise UnsupportedModel(f"config.json: {names.used} is {used}, and there are {count} experts")
     normalised = bool(raw.get("norm_topk_prob", False)) if names.normalised is None else names.normalised
     return Experts(
         names=names,

@@ -32,10 +32,8 @@ def parse_variants(
     """Returns the variants, and the number and size of the KV heads of layers with full attention.
 
     `local_heads` are those of layers with a window, and `head_dim` is the default size. Raises UnsupportedModel for invalid values and
-    NoNativeModel for experts.
+    NoNativeModel for embeddings of layers with another vocabulary.
     """
-    if raw.get("enable_moe_block"):
-        raise NoNativeModel("experts beside an MLP have no code of ours")
     layers, vocabulary = len(windows), raw.get("vocab_size")
     # transformers 5.24 writes the differences of each layer, and earlier versions those of all layers with full attention.
     own = raw.get("per_layer_config") or {}

@@ -63,13 +63,13 @@ class _Builder:
 
     def layer(self, index: int) -> list[_core.DecoderBlock]:
         """A layer's blocks."""
-        model, variants = self.model, self.model.variants
+        variants = self.model.variants
         scale = float(self.vector(f"model.layers.{index}.layer_scalar", 1)[0]) if variants else 1.0
         if variants and variants.input_size:
-            return [self.attention(index), self.mlp(index), self.layer_input(index, variants.input_size, scale)]
-        experts, recurrence = model.experts, model.recurrence
+            return [self.attention(index), self.feed_forward(index), self.layer_input(index, variants.input_size, scale)]
+        recurrence = self.model.recurrence
         mixer = self.recurrent(index, recurrence) if recurrence and recurrence.layers[index] else self.attention(index)
-        return [mixer, self.mixture(index, experts) if experts and experts.layers[index] else self.mlp(index, scale)]
+        return [mixer, self.feed_forward(index, scale)]
 
     def recurrent(self, index: int, layers: RecurrentLayers) -> _core.DecoderBlock:
         """A layer's recurrent block."""
@@ -161,7 +161,12 @@ class _Builder:
             stream_scale=scale,
         )
 
-    def mixture(self, index: int, experts: Experts) -> _core.DecoderBlock:
+    def feed_forward(self, index: int, scale: float = 1.0) -> _core.DecoderBlock:
+        """A layer's mixture of experts or its MLP, after which the residual stream is multiplied by `scale`."""
+        experts = self.model.experts
+        return self.mixture(index, experts, scale) if experts and experts.layers[index] else self.mlp(index, scale)
+
+    def mixture(self, index: int, experts: Experts, scale: float) -> _core.DecoderBlock:
         """A layer's mixture of experts."""
         model, prefix, names = self.model, f"model.layers.{index}.", experts.names
         hidden, shared = model.hidden_size, None
@@ -186,11 +191,22 @@ class _Builder:
             normalised=names.epsilon if experts.normalised else None,
             scale=experts.scale,
             clamp=experts.clamp,
+            expert_scales=self.vector(f"{prefix}router.per_expert_scale", experts.count) if names.own_norms else None,
             shared=shared,
             shared_gate=names.shared_gate is not None,
+            norms=self.mixture_norms(prefix) if names.own_norms else None,
             activation=model.activation,
+            post_norm=self.norm(prefix + "post_feedforward_layernorm") if model.post_norms else None,
             residual_scale=model.residual_scale,
+            stream_scale=scale,
         )
+
+    def mixture_norms(self, prefix: str) -> list[np.ndarray]:
+        """The norms of Gemma 4's router, of its experts' input and output, and of the output of the MLP beside them."""
+        hidden = self.model.hidden_size
+        router = self.vector(f"{prefix}router.scale", hidden) * np.float32(hidden**-0.5)
+        names = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1")
+        return [router, *(self.norm(prefix + name) for name in names)]
 
     def mlp(self, index: int, scale: float = 1.0) -> _core.DecoderBlock:
         """A layer's gated MLP block, after which the residual stream is multiplied by `scale`."""

@@ -93,13 +93,18 @@ def _transposed(weights: Weights, name: str, count: int, ins: int, outs: int) ->
     return as_float32(weights.take(name, count, ins, outs)).transpose(0, 2, 1)
 
 
+def _whole(weights: Weights, name: str) -> str | None:
+    """Returns the name of the tensor of all experts, if there is one."""
+    name = name.replace(".{}", "")
+    return next((whole for whole in (f"{name}.weight", name) if weights.has(whole)), None)
+
+
 def _has(weights: Weights, name: str) -> bool:
-    return weights.has(f"{name.replace('.{}', '')}.weight") or weights.has(f"{name.format(0)}.weight")
+    return _whole(weights, name) is not None or weights.has(f"{name.format(0)}.weight")
 
 
 def _matrices(weights: Weights, name: str, count: int, rows: int, ins: int) -> list[Part]:
     """Returns the matrices [rows, ins] of all experts, from one tensor or from one for each expert."""
-    whole = f"{name.replace('.{}', '')}.weight"
-    if weights.has(whole):
+    if whole := _whole(weights, name):
         return split_rows(weights.part(whole, count, rows, ins), count, ins)
     return [weights.part(f"{name.format(expert)}.weight", rows, ins) for expert in range(count)]

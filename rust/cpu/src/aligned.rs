@@ -1,54 +1,34 @@
 //! A vector whose memory starts at a cache line boundary.
 
-use std::alloc::{self, Layout};
+use std::alloc::Layout;
 use std::marker::PhantomData;
 
 use crate::pod::Pod;
 use crate::unsafe_slice::UnsafeSlice;
 
-/// 64 bytes, aligned to 64 bytes.
-#[derive(Clone, Copy, Debug)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 /// Bytes of a huge page on most processors.
 #[cfg(target_os = "linux")]
 const HUGE_PAGE: usize = 2 << 20;
 
 /// A zero-initialised vector of fixed length whose memory starts at a cache line boundary.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct AlignedVec<T> {
-    memory: Box<[Line]>,
+    /// The numbers begin at the first cache line boundary.
+    memory: Box<[u8]>,
     len: usize,
     kind: PhantomData<T>,
 }
 
-impl<T> Default for AlignedVec<T> {
-    fn default() -> Self {
-        Self { memory: Box::default(), len: 0, kind: PhantomData }
-    }
-}
-
 impl<T: Pod> AlignedVec<T> {
-    /// A vector of `len` zeros.
+    /// A vector of `len` zeros. The system provides the pages of a large one as threads write them.
     pub(crate) fn zeros(len: usize) -> Self {
         let bytes = Layout::array::<T>(len).expect("less than all memory").size();
-        let count = bytes.div_ceil(size_of::<Line>());
-        let layout = Layout::array::<Line>(count).expect("less than all memory");
-        let memory = if count == 0 {
-            Box::default()
-        } else {
-            // SAFETY: the layout is that of `count` lines, `count` is not 0, and zero bytes are a valid line.
-            unsafe {
-                let start = alloc::alloc(layout);
-                if start.is_null() {
-                    alloc::handle_alloc_error(layout);
-                }
-                use_huge_pages(start, layout.size());
-                start.write_bytes(0, layout.size());
-                Box::from_raw(std::ptr::slice_from_raw_parts_mut(start.cast::<Line>(), count))
-            }
-        };
+        // The allocator provides zeros, which it need not write if they come from the system.
+        let mut memory = vec![0; bytes + LINE - 1].into_boxed_slice();
+        use_huge_pages(memory.as_mut_ptr(), memory.len());
         Self { memory, len, kind: PhantomData }
     }
 
@@ -81,19 +61,35 @@ fn use_huge_pages(start: *mut u8, len: usize) {
 #[cfg(not(target_os = "linux"))]
 fn use_huge_pages(_: *mut u8, _: usize) {}
 
+impl<T: Pod> Default for AlignedVec<T> {
+    fn default() -> Self {
+        Self::zeros(0)
+    }
+}
+
+impl<T: Pod> Clone for AlignedVec<T> {
+    fn clone(&self) -> Self {
+        let mut copy = Self::zeros(self.len);
+        copy.copy_from_slice(self);
+        copy
+    }
+}
+
 impl<T: Pod> std::ops::Deref for AlignedVec<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: the lines hold `len` numbers, every bit pattern is valid, and a line is aligned more strictly than `T`.
-        unsafe { std::slice::from_raw_parts(self.memory.as_ptr().cast(), self.len) }
+        let start = self.memory.as_ptr();
+        // SAFETY: there are `len` numbers from the boundary on, every bit pattern is valid, and a line is aligned more strictly than `T`.
+        unsafe { std::slice::from_raw_parts(start.add(start.align_offset(LINE)).cast(), self.len) }
     }
 }
 
 impl<T: Pod> std::ops::DerefMut for AlignedVec<T> {
     fn deref_mut(&mut self) -> &mut [T] {
+        let start = self.memory.as_mut_ptr();
         // SAFETY: as above, and `self` is borrowed mutably.
-        unsafe { std::slice::from_raw_parts_mut(self.memory.as_mut_ptr().cast(), self.len) }
+        unsafe { std::slice::from_raw_parts_mut(start.add(start.align_offset(LINE)).cast(), self.len) }
     }
 }
 

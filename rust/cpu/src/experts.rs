@@ -22,6 +22,21 @@ pub struct Mixture {
     pub activation: Activation,
     /// The expert that all tokens use.
     pub shared: Option<SharedExpert>,
+    /// The norms of a mixture whose block's norm is that of the shared expert alone.
+    pub norms: Option<MixtureNorms>,
+}
+
+/// The weights of norms inside a mixture (Gemma 4). The router and the experts read the residual stream, each through a norm of its own.
+#[derive(Debug)]
+pub struct MixtureNorms {
+    /// Of the router's input.
+    pub router: Vec<f32>,
+    /// Of the experts' input.
+    pub input: Vec<f32>,
+    /// Of the sum of the experts' outputs.
+    pub output: Vec<f32>,
+    /// Of the shared expert's output.
+    pub shared_output: Vec<f32>,
 }
 
 /// The expert that all tokens use.
@@ -68,6 +83,8 @@ impl Mixture {
         check(self.router.matrix.is(isa, experts + gates, hidden, Merge::Stacked), "weights of the router")?;
         check(self.gate_up_proj.matrix.is_of(experts, isa, inner, hidden, Merge::Gated), "gate_proj and up_proj of the experts")?;
         check(self.down_proj.matrix.is_of(experts, isa, hidden, inner, Merge::Stacked), "down_proj of the experts")?;
+        let norms = self.norms.iter().flat_map(|norms| [&norms.router, &norms.input, &norms.output, &norms.shared_output]);
+        check(norms.into_iter().all(|norm| norm.len() == hidden), "norms inside of the experts")?;
         self.shared.as_ref().map_or(Ok(()), |shared| shared.mlp.check(isa, hidden))
     }
 }

@@ -43,7 +43,7 @@ pub use encoder::{
     Dense, DenseActivation, Embeddings, Encoder, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Head, Norm, Pooling,
     TextAttention, TextError,
 };
-pub use experts::{Mixture, SharedExpert};
+pub use experts::{Mixture, MixtureNorms, SharedExpert};
 pub use layer_input::{LayerEmbeddings, LayerInput};
 pub use linear::{Activation, Linear};
 pub use lora::{Adapter, LowRank, Update};

@@ -35,6 +35,8 @@ pub struct Choice {
     pub normalised: Option<f32>,
     /// Factor of the weights.
     pub scale: f32,
+    /// For each expert, another factor of its weights (Gemma 4).
+    pub expert_scales: Option<Vec<f32>>,
 }
 
 impl Choice {
@@ -42,8 +44,8 @@ impl Choice {
     pub(crate) fn fits(&self, experts: usize) -> bool {
         let groups = self.groups.unwrap_or(ExpertGroups { count: 1, used: 1 });
         let whole = groups.count > 0 && experts.is_multiple_of(groups.count) && (1..=groups.count).contains(&groups.used);
-        let bias = self.bias.as_ref().is_none_or(|bias| bias.len() == experts);
-        whole && bias && self.scale.is_finite() && (1..=experts / groups.count.max(1) * groups.used).contains(&self.used)
+        let listed = [&self.bias, &self.expert_scales].into_iter().flatten().all(|list| list.len() == experts);
+        whole && listed && self.scale.is_finite() && (1..=experts / groups.count.max(1) * groups.used).contains(&self.used)
     }
 
     /// Chooses experts for a token, in ascending order, and their weights. `logits` become scores. Of equal experts, the first is chosen.
@@ -71,8 +73,9 @@ impl Choice {
             softmax(weights);
         }
         let sum = self.normalised.map_or(1.0, |epsilon| weights.iter().sum::<f32>() + epsilon);
-        for weight in weights {
-            *weight = *weight / sum * self.scale;
+        for (weight, &expert) in weights.iter_mut().zip(&*experts) {
+            let scale = self.expert_scales.as_ref().map_or(self.scale, |scales| scales[expert as usize] * self.scale);
+            *weight = *weight / sum * scale;
         }
     }
 }
@@ -126,7 +129,8 @@ fn hide_groups(ranks: &mut [f32], groups: ExpertGroups) {
 mod tests {
     use super::*;
 
-    const PLAIN: Choice = Choice { scores: Scores::Softmax, used: 2, bias: None, groups: None, normalised: None, scale: 1.0 };
+    const PLAIN: Choice =
+        Choice { scores: Scores::Softmax, used: 2, bias: None, groups: None, normalised: None, scale: 1.0, expert_scales: None };
 
     fn choose(choice: &Choice, logits: &[f32]) -> (Vec<u32>, Vec<f32>) {
         let (mut experts, mut weights) = (vec![9; choice.used], vec![9.0; choice.used]);
@@ -162,6 +166,13 @@ mod tests {
     }
 
     #[test]
+    fn an_experts_scale_changes_its_weight_after_the_division_by_the_sum() {
+        let choice = Choice { normalised: Some(0.0), expert_scales: Some(vec![9.0, 2.0, 9.0, 0.5]), ..PLAIN };
+        let share = 1.0 / (1.0 + (-1.0_f32).exp());
+        close(&choose(&choice, &[0.5, 2.0, -1.0, 1.0]).1, &[2.0 * share, 0.5 * (1.0 - share)]);
+    }
+
+    #[test]
     fn a_bias_changes_the_choice_and_not_the_weights() {
         let choice = Choice { scores: Scores::Sigmoid, bias: Some(vec![0.0, -9.0, 0.0, 9.0]), ..PLAIN };
         let (experts, weights) = choose(&choice, &[0.0, 4.0, 1.0, -1.0]);
@@ -193,5 +204,6 @@ mod tests {
             grouped(4, 2).fits(4) && !grouped(4, 1).fits(4) && !grouped(3, 2).fits(4) && !grouped(4, 5).fits(8) && !grouped(0, 1).fits(8)
         );
         assert!(!Choice { bias: Some(vec![0.0; 3]), ..PLAIN }.fits(4));
+        assert!(!Choice { expert_scales: Some(vec![1.0; 5]), ..PLAIN }.fits(4));
     }
 }

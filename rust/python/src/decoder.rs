@@ -164,7 +164,7 @@ impl DecoderBlock {
     #[staticmethod]
     #[pyo3(signature = (
         *, norm, router, gate_up_proj, down_proj, scores, used, activation="silu", clamp=None, bias=None, groups=None, normalised=None,
-        scale=1.0, shared=None, shared_gate=false, post_norm=None, residual_scale=1.0
+        scale=1.0, expert_scales=None, shared=None, shared_gate=false, norms=None, post_norm=None, residual_scale=1.0, stream_scale=1.0
     ))]
     #[allow(clippy::too_many_arguments)]
     fn mixture(
@@ -181,10 +181,13 @@ impl DecoderBlock {
         groups: Option<(usize, usize)>,
         normalised: Option<f32>,
         scale: f32,
+        expert_scales: Option<PyBuffer<f32>>,
         shared: Option<(PyRef<'_, Linear>, PyRef<'_, Linear>)>,
         shared_gate: bool,
+        norms: Option<[PyBuffer<f32>; 4]>,
         post_norm: Option<PyBuffer<f32>>,
         residual_scale: f32,
+        stream_scale: f32,
     ) -> PyResult<Self> {
         let scores = match scores {
             "softmax" => cpu::Scores::Softmax,
@@ -196,19 +199,25 @@ impl DecoderBlock {
             Some((slope, limit)) => cpu::Activation::Clamped { slope, limit },
             None => activation_of(activation)?,
         };
-        let bias = bias.map(|bias| bias.to_vec(py)).transpose()?;
+        let [bias, expert_scales] = [bias, expert_scales].map(|numbers| numbers.map(|numbers| numbers.to_vec(py)).transpose());
+        let (bias, expert_scales) = (bias?, expert_scales?);
+        let norms = norms.map(|norms| {
+            let [router, input, output, shared_output] = norms.map(|norm| norm.to_vec(py));
+            Ok::<_, PyErr>(cpu::MixtureNorms { router: router?, input: input?, output: output?, shared_output: shared_output? })
+        });
         let groups = groups.map(|(count, used)| cpu::ExpertGroups { count, used });
         let shared = shared
             .map(|(gate_up, down)| Ok::<_, PyErr>(cpu::SharedExpert { mlp: gated_mlp(&gate_up, &down, activation)?, gated: shared_gate }));
         let mixture = cpu::Mixture {
             router: router.take()?,
-            choice: cpu::Choice { scores, used, bias, groups, normalised, scale },
+            choice: cpu::Choice { scores, used, bias, groups, normalised, scale, expert_scales },
             gate_up_proj: gate_up_proj.take()?,
             down_proj: down_proj.take()?,
             activation,
             shared: shared.transpose()?,
+            norms: norms.transpose()?,
         };
-        Self::of(py, Some(norm), cpu::BlockKind::Mixture(Box::new(mixture)), post_norm, residual_scale, 1.0)
+        Self::of(py, Some(norm), cpu::BlockKind::Mixture(Box::new(mixture)), post_norm, residual_scale, stream_scale)
     }
 }
 

@@ -36,7 +36,7 @@ impl Widths {
 #[derive(Debug, Default)]
 pub(crate) struct Buffers {
     rows: Rows,
-    /// Normalised states, \[tokens\]\[hidden size\].
+    /// Inputs of the experts, \[tokens\]\[hidden size\].
     normed: AlignedVec<f32>,
     /// The router's logits, which become scores, \[tokens\]\[logits\].
     logits: AlignedVec<f32>,
@@ -147,7 +147,11 @@ impl Pass<'_> {
         if let Some(shared) = &mixture.shared {
             let (mlp, inner) = (&shared.mlp, shared.mlp.inner());
             let packed = self.packed;
-            packed.pack(worker, self.isa, &mlp.gate_up_proj, linear, |t, out| self.copy_normed(t, out));
+            packed.pack(worker, self.isa, &mlp.gate_up_proj, linear, |t, out| match &mixture.norms {
+                // SAFETY: an earlier phase wrote this row (see `Pass`).
+                Some(_) => self.normalise(block.norm.as_deref(), unsafe { self.hidden.read(t * hidden, hidden) }, out),
+                None => self.copy_normed(t, out),
+            });
             packed.multiply(worker, self.isa, &mlp.gate_up_proj, self.inner, inner, Epilogue::Gate(mlp.activation), linear);
             packed.pack(worker, self.isa, &mlp.down_proj, linear, |t, out| {
                 // SAFETY: an earlier phase wrote this row (see `Pass`).
@@ -166,8 +170,16 @@ impl Pass<'_> {
         self.packed.pack(worker, self.isa, &mixture.router, &mut spare.linear, |t, out| {
             // SAFETY: an earlier phase wrote this state, and only the index that packs the row writes its copy (see `Pass`).
             let (x, copy) = unsafe { (self.hidden.read(t * hidden, hidden), normed.write(t * hidden, hidden)) };
-            self.normalise(block.norm.as_deref(), x, out);
-            copy.copy_from_slice(out);
+            match &mixture.norms {
+                Some(norms) => {
+                    self.normalise(Some(&norms.router), x, out);
+                    self.normalise(Some(&norms.input), x, copy);
+                }
+                None => {
+                    self.normalise(block.norm.as_deref(), x, out);
+                    copy.copy_from_slice(out);
+                }
+            }
         });
         self.packed.multiply(worker, self.isa, &mixture.router, logits, width, Epilogue::Store, &mut spare.linear);
         worker.parallel_for(tokens, |t| {
@@ -180,7 +192,7 @@ impl Pass<'_> {
         spare.sorted.sort(unsafe { chosen.read(0, tokens * used) }, used, experts);
     }
 
-    /// Copies the normalised state of token `t`.
+    /// Copies the experts' input of token `t`.
     fn copy_normed(&self, t: usize, out: &mut [f32]) {
         let hidden = self.config.hidden_size;
         // SAFETY: an earlier phase wrote this row (see `Pass`).
@@ -194,6 +206,7 @@ impl Pass<'_> {
         let (width, used, experts) = (mixture.logits(), mixture.choice.used, mixture.experts());
         let Spare { row: sum, sorted, normed, .. } = spare;
         sum.resize(hidden, 0.0);
+        normed.resize(hidden, 0.0);
         worker.parallel_for(self.step.input_ids.len(), |t| {
             sum.fill(0.0);
             // SAFETY: earlier phases wrote all of these rows, and only index t writes this row of the residual stream (see `Pass`).
@@ -202,9 +215,18 @@ impl Pass<'_> {
                 for (&row, &weight) in sorted.rows[t * used..].iter().zip(weights) {
                     self.isa.run(AddScaled { x: outputs.read(row as usize * hidden, hidden), factor: weight, sum });
                 }
+                if let Some(norms) = &mixture.norms {
+                    self.normalise(Some(&norms.output), sum, normed);
+                    sum.copy_from_slice(normed);
+                }
                 if let Some(shared) = &mixture.shared {
                     let gate = if shared.gated { 1.0 / (1.0 + (-logits.read(t * width + experts, 1)[0]).exp()) } else { 1.0 };
-                    self.isa.run(AddScaled { x: self.output.read(t * hidden, hidden), factor: gate, sum });
+                    let mut output = self.output.read(t * hidden, hidden);
+                    if let Some(norms) = &mixture.norms {
+                        self.normalise(Some(&norms.shared_output), output, normed);
+                        output = normed;
+                    }
+                    self.isa.run(AddScaled { x: output, factor: gate, sum });
                 }
                 let state = self.hidden.write(t * hidden, hidden);
                 self.add_output(block, sum, normed, state);
