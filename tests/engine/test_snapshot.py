@@ -50,6 +50,26 @@ def test_a_look_has_rows_the_queue_the_blocks_and_the_steps_since_the_last_one(e
     assert frames.decode(frames.encode(frames.Snapshot(1, seen))[8:])[1].snapshot["kv_map"] == seen["kv_map"]
 
 
+def test_a_look_and_an_explanation_agree(engine):
+    for tag in (1, 2, 3):
+        engine.add(EngineRequest.of(tag, [tag] * 12, SamplingParams(max_tokens=9), Scheduling(tenant=f"t{tag}", priority=tag)))
+    for _ in range(3):
+        engine.step()
+    seen = engine.snapshot()
+    for row in (*seen["running"], *seen["waiting"]):
+        told = engine.explain(row["tag"])
+        for name in ("tenant", "priority", "tier", "prompt_tokens", "output_tokens"):
+            assert told[name] == row[name]
+        assert told["states"][row["state"]] > 0
+        lifetime = sum(told["states"].values())
+        if row in seen["waiting"]:
+            assert lifetime == told["states"]["wait_slots"] + told["states"].get("wait_step", 0)
+            assert abs(lifetime - row["waited_us"]) <= 3000, "the clock goes on by a millisecond for each look at it"
+        else:
+            assert told["computed_tokens"] == row["computed_tokens"]
+            assert abs(lifetime - row["age_us"]) <= 3000
+
+
 def test_an_account_says_who_ran_meanwhile(engine):
     for tag, tenant in ((1, "a"), (2, "a"), (3, "c")):
         engine.add(EngineRequest.of(tag, [tag] * 12, SamplingParams(max_tokens=9), Scheduling(tenant=tenant)))

@@ -1,5 +1,7 @@
 import base64
+import dataclasses
 import hashlib
+import io
 import re
 import struct
 import time
@@ -8,7 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_async_engine import FakeEngine, serving, wait_until
+from rich.console import Console
 
+from chairlift.cli import top
+from chairlift.engine.stats import COUNTERS, Stats
 from chairlift.server.lifecycle import ModelState
 from chairlift.server.observability import poller
 
@@ -65,6 +70,45 @@ def test_what_there_is_is_told_with_the_names_of_requests(quick):
         assert (state["latency"]["ttft"]["count"], state["latency"]["itl"]["count"]) == (1, 2)
         assert state["latency"]["window"] is None
         assert "secret" not in answer.text
+
+
+def test_every_number_is_that_of_metrics_and_of_top(quick):
+    engine = busy()
+    numbers = {field.name: 1000 + at for at, field in enumerate(dataclasses.fields(Stats)) if field.type == "int"}
+    sizes = {
+        "running": 1,
+        "slots": 4,
+        "waiting": 1,
+        "swapped": 0,
+        "total_blocks": 8,
+        "free_blocks": 5,
+        "used_tokens": 30,
+        "held_kv_slots": 48,
+    }
+    engine.counters = (
+        numbers | sizes | {"host_blocks": 10, "free_host_blocks": 4, "saturation": 0.5, "waiting_by_state": {"wait_blocks": 1}}
+    )
+    with serving(engine) as (base, _), httpx.Client(base_url=base) as http:
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+        wait_until(lambda: http.get("/dashboard/data").json()["samples"])
+        state, metrics = http.get("/dashboard/data").json(), http.get("/metrics").text
+    found = dict(re.findall(r"^chairlift_(\w+){[^}]*model_name[^}]*} (\S+)$", metrics, re.MULTILINE))
+    for metric, name, _ in COUNTERS:
+        assert float(found[f"{metric}_total"]) == state["stats"][name] >= 1000, name
+    shares = {"slots": "batch_slots", "kv_cache": "kv_cache", "swap": "swap", "fragmentation": "kv_cache_fragmentation"}
+    for name, metric in shares.items():
+        assert float(found[f"{metric}_usage_perc" if name != "fragmentation" else f"{metric}_perc"]) == state["load"][name] > 0
+    assert float(found["saturation"]) == state["load"]["saturation"] == 0.5
+    assert float(found["num_requests_running"]) == state["stats"]["running"] == len(state["running"])
+    assert float(found["num_requests_waiting"]) == state["stats"]["waiting"] == len(state["waiting"])
+    assert float(found["time_to_first_token_seconds_count"]) == state["latency"]["ttft"]["count"] == 1
+    console = Console(file=io.StringIO(), width=160)
+    console.print(top.frame(state, console))
+    text = console.file.getvalue()
+    assert "1 of 4 running, 1 waiting" in text
+    for name, share in (("slots", 25), ("KV", 38), ("load", 50)):
+        assert re.search(rf"^{name} .* {share}%  ", text, re.MULTILINE), text
+    assert re.search(r"^wait_blocks +1 |  wait_blocks +1 ", text, re.MULTILINE)
 
 
 def test_only_news_is_told_of_steps_and_samples(quick):
@@ -236,6 +280,7 @@ def test_a_browser_draws_the_page(browser, quick, scheme):
         page.goto(f"{base}/dashboard")
         page.get_by_text("live", exact=True).wait_for()
         page.get_by_text("for KV blocks").first.wait_for()
+        page.get_by_text("1 request; the longest has waited for 250 ms").wait_for()
         wait_until(lambda: page.evaluate("known.samples.length > 2 && known.steps.length > 20"))
         page.get_by_role("cell", name="def", exact=True).wait_for()
         page.get_by_role("cell", name="abc", exact=True).wait_for()
