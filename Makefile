@@ -148,8 +148,15 @@ $(VENV)/.documenting: $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.6,<10'
 	touch $@
 
+# An old version is refused by cargo itself, with the version that it needs.
+define NEEDS_RUST
+	@command -v cargo >/dev/null || { \
+	  echo "Rust is not installed: curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh, then open a new shell" >&2; exit 1; }
+endef
+
 # A plain install for users, without torch where there is no CUDA device; an editable one, with the tools, for those who change things.
 $(VENV)/.installed: $(BIN)/python $(SOURCES) packaging/cpu_wheel.py
+	$(NEEDS_RUST)
 	rm -rf $(VENV)/wheels
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(VENV)/wheels .
 	$(if $(CUDA),,$(BIN)/python packaging/cpu_wheel.py $(VENV)/wheels/chairlift-*.whl)
@@ -158,6 +165,7 @@ $(VENV)/.installed: $(BIN)/python $(SOURCES) packaging/cpu_wheel.py
 	touch $@
 
 $(VENV)/.developing: $(BIN)/python $(RUST)
+	$(NEEDS_RUST)
 	$(BIN)/pip uninstall --quiet --quiet --disable-pip-version-check --yes chairlift-cpu
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@

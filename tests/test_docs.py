@@ -128,6 +128,24 @@ def test_the_codes_of_errors_are_those_of_the_code():
     assert codes <= set(known)
 
 
+FOREIGN = {
+    *("--append", "--apply_chat_template", "--cpus", "--gpus", "--groups", "--head", "--home-dir", "--ipc", "--log_samples", "--memory"),
+    *("--model_args", "--nocapture", "--now", "--oss", "--output_path", "--peers", "--proto", "--read-only", "--repo", "--rm", "--shell"),
+    *("--shm-size", "--tag", "--target", "--tasks", "--time", "--tlsv1", "--unix-socket", "--upgrade"),
+}
+"""Flags of other programs that pages name."""
+
+
+def test_the_flags_that_pages_name_exist():
+    known = set(re.findall(r"`(--[a-z][\w-]*)`", (DOCS / "reference/cli.md").read_text())) | {"--help", "--help-all", "--version"}
+    named = {}
+    for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]:
+        code = "".join(re.findall(r"```.*?```|`[^`\n]+`", page.read_text(), re.DOTALL))
+        named |= dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][\w-]*", code), page.name)
+    assert len(named) > 100
+    assert {flag: page for flag, page in named.items() if flag not in known | FOREIGN} == {}
+
+
 def linked(page: Path) -> set[Path]:
     """The pages that a page links to."""
     targets = {(page.parent / path).resolve() for path in LINK.findall(page.read_text()) if "://" not in path}

@@ -7,11 +7,6 @@ shortened.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -19,15 +14,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from pathlib import Path
-from urllib.request import Request, urlopen
 
-from chairlift.server.http.sockets import open_port
+from running_server import Server
 
 IMAGE = Path(__file__).parent.parent / "images/recording.svg"
 COLUMNS, LINE, CHARACTER = 100, 18, 7.8
 LONGEST_PAUSE, HOLD = 1.0, 6.0
 """Seconds: the longest pause that is shown, and how long the end stays."""
 PROMPT = "The history of bridges begins with"
+FLAGS = ("--scheduling-policy", "fair", "--api-key", "alice=KEY1,bob=KEY2", "--max-num-seqs", "4")
 _STYLE = """\
 text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #d6dae0; white-space: pre; opacity: 0 }
 .command { fill: #7fd18b } .note { fill: #f0b46a }
@@ -72,58 +67,9 @@ class Screen:
         return "\n".join([*parts, "</svg>\n"])
 
 
-class Server:
-    """A server with two tenants, on a free port."""
-
-    def __init__(self, folder: str) -> None:
-        with open_port("127.0.0.1", 0) as free:
-            port = free.getsockname()[1]
-        self._log = Path(folder, "log")
-        self.url = f"http://127.0.0.1:{port}"
-        flags = ["--port", str(port), "--scheduling-policy", "fair", "--api-key", "alice=KEY1,bob=KEY2", "--max-num-seqs", "4"]
-        with self._log.open("w") as log:
-            command = [sys.executable, "-m", "chairlift", "serve", *flags]
-            self._process = subprocess.Popen(command, stderr=log, stdout=log)
-
-    def wait(self) -> None:
-        """Waits until the server listens and has its model."""
-        while "listening on" not in self.log():
-            time.sleep(0.1)
-
-    def log(self) -> str:
-        """Returns the log so far."""
-        return self._log.read_text()
-
-    def stream(self, key: str, name: str, max_tokens: int) -> Iterator[str]:
-        """Yields the pieces of a greedy completion."""
-        body = {"prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "stream": True}
-        headers = {"authorization": f"Bearer {key}", "x-request-id": name, "content-type": "application/json"}
-        with urlopen(Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)) as response:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    yield json.loads(line[6:])["choices"][0]["text"]
-
-    def explain(self, key: str, name: str) -> str:
-        """Returns the first paragraph of `chairlift explain`."""
-        environment = os.environ | {"CHAIRLIFT_CLIENT_API_KEY": key, "COLUMNS": str(COLUMNS)}
-        command = [sys.executable, "-m", "chairlift", "explain", name, "--url", self.url]
-        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.partition("\n\n")[0]
-
-    def kill_engine(self) -> None:
-        """Kills the process that computes."""
-        listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(self._process.pid)], check=True, capture_output=True, text=True)
-        [engine] = [line.split()[0] for line in listed.stdout.splitlines() if "chairlift.engine.process" in line]
-        os.kill(int(engine), signal.SIGKILL)
-
-    def close(self) -> None:
-        """Ends the server."""
-        self._process.terminate()
-        self._process.wait()
-
-
 def record(server: Server, screen: Screen) -> None:
     """Runs the three scenes."""
-    screen.write("$ chairlift serve --scheduling-policy fair --api-key alice=KEY1,bob=KEY2 --max-num-seqs 4\n", "command")
+    screen.write(f"$ chairlift serve {' '.join(FLAGS)}\n", "command")
     server.wait()
     for line in server.log().splitlines():
         if "ready in" in line or "listening on" in line:
@@ -131,15 +77,15 @@ def record(server: Server, screen: Screen) -> None:
     screen.write("\n# bob sends 12 requests at once; a second later alice sends one\n", "note")
     with ThreadPoolExecutor(12) as pool:
         for number in range(1, 13):
-            pool.submit(lambda name: "".join(server.stream("KEY2", name, 60)), f"bob-{number}")
+            pool.submit(lambda name: "".join(_answer(server, "KEY2", name)), f"bob-{number}")
         time.sleep(1)
-        alone = "".join(server.stream("KEY1", "alice-1", 60))
+        alone = "".join(_answer(server, "KEY1", "alice-1"))
     for key, name in (("KEY1", "alice-1"), ("KEY2", "bob-12")):
         screen.write(f"$ chairlift explain {name}\n", "command")
         screen.write("".join(f"{line}\n" for line in textwrap.wrap(server.explain(key, name), COLUMNS)))
     screen.write("\n# alice sends the same request again; the engine is killed while it streams\n", "note")
     whole = ""
-    for at, piece in enumerate(server.stream("KEY1", "alice-2", 60)):
+    for at, piece in enumerate(_answer(server, "KEY1", "alice-2")):
         screen.write(piece.replace("\n", " "))
         whole += piece
         if at == 20:
@@ -150,10 +96,14 @@ def record(server: Server, screen: Screen) -> None:
     screen.write(f"# {len(whole)} characters: {equal}, which had 12 requests beside it\n", "note")
 
 
+def _answer(server: Server, key: str, name: str) -> Iterator[str]:
+    return server.stream({"authorization": f"Bearer {key}", "x-request-id": name}, prompt=PROMPT, max_tokens=60, temperature=0)
+
+
 def main() -> None:
     """Records the image."""
     screen = Screen()
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Server(folder)) as server:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Server(folder, *FLAGS)) as server:
         record(server, screen)
     IMAGE.write_text(screen.svg())
 

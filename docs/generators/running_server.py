@@ -1,0 +1,65 @@
+"""A server that the recording and the picture of the dashboard are made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+from chairlift.server.http.sockets import open_port
+
+
+class Server:
+    """A server with the default model on a free port; its log is in `folder`."""
+
+    def __init__(self, folder: str, *flags: str) -> None:
+        with open_port("127.0.0.1", 0) as free:
+            port = free.getsockname()[1]
+        self._log = Path(folder, "log")
+        self.url = f"http://127.0.0.1:{port}"
+        with self._log.open("w") as log:
+            command = [sys.executable, "-m", "chairlift", "serve", "--port", str(port), *flags]
+            self._process = subprocess.Popen(command, stderr=log, stdout=log)
+
+    def wait(self) -> None:
+        """Waits until the server listens and has its model."""
+        while "listening on" not in self.log():
+            if self._process.poll() is not None:
+                raise SystemExit(self.log())
+            time.sleep(0.1)
+
+    def log(self) -> str:
+        """Returns the log so far."""
+        return self._log.read_text()
+
+    def stream(self, headers: Mapping[str, str], **body: Any) -> Iterator[str]:
+        """Yields the pieces of a completion."""
+        data = json.dumps({**body, "stream": True}).encode()
+        with urlopen(Request(f"{self.url}/v1/completions", data, {**headers, "content-type": "application/json"})) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])["choices"][0]["text"]
+
+    def explain(self, key: str, name: str) -> str:
+        """Returns the first paragraph of `chairlift explain`."""
+        environment = os.environ | {"CHAIRLIFT_CLIENT_API_KEY": key, "COLUMNS": "1000"}
+        command = [sys.executable, "-m", "chairlift", "explain", name, "--url", self.url]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.partition("\n\n")[0]
+
+    def kill_engine(self) -> None:
+        """Kills the process that computes."""
+        listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(self._process.pid)], check=True, capture_output=True, text=True)
+        [engine] = [line.split()[0] for line in listed.stdout.splitlines() if "chairlift.engine.process" in line]
+        os.kill(int(engine), signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._process.terminate()
+        self._process.wait()
