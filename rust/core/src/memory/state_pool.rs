@@ -240,3 +240,74 @@ impl StatePool {
         assert!(self.by_content.keys().all(|&content| cached(content)), "a saved state whose block is not cached");
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Saves a lasting state of a run in a step.
+    fn save(pool: &mut StatePool, run: Run, content: Content, step: u64) -> Option<StateSlot> {
+        pool.save(run, 16, Some(content), step, SaveKind::Lasting)
+    }
+
+    #[test]
+    fn the_state_that_was_used_last_stays_longest() {
+        let mut pool = StatePool::new(3);
+        let [first, second, third] = [1, 2, 3].map(|content| save(&mut pool, 1, content, content).expect("a free slot"));
+        assert!(pool.touch(1));
+        assert_eq!(save(&mut pool, 1, 4, 4), Some(second));
+        assert_eq!([1, 2, 3, 4].map(|content| pool.find(content)), [Some(first), None, Some(third), Some(second)]);
+        // A sequence that begins takes the next one.
+        assert_eq!(pool.begin().0, third);
+    }
+
+    #[test]
+    fn a_step_evicts_no_state_that_it_saves_itself() {
+        let mut pool = StatePool::new(2);
+        let (live, run) = pool.begin();
+        let slot = save(&mut pool, run, 1, 5).expect("a free slot");
+        assert_eq!(save(&mut pool, run, 2, 5), None);
+        assert_eq!(save(&mut pool, run, 2, 6), Some(slot));
+        pool.check(&[(live, run)], &[], |content| content == 2);
+    }
+
+    #[test]
+    fn a_state_is_found_once_its_block_is_named_and_never_if_its_run_ends_before() {
+        let mut pool = StatePool::new(4);
+        let (live, run) = pool.begin();
+        let slot = pool.save(run, 16, None, 5, SaveKind::Rolling);
+        assert_eq!(pool.find(9), None);
+        pool.name(run, 32, 8);
+        pool.name(run + 1, 16, 8);
+        assert_eq!((pool.find(8), pool.saved()), (None, 1));
+        pool.name(run, 16, 9);
+        assert_eq!(pool.find(9), slot);
+        pool.save(run, 32, None, 6, SaveKind::Rolling);
+        pool.end(live, run);
+        assert_eq!((pool.find(9), pool.saved()), (slot, 1));
+        pool.check(&[], &[], |content| content == 9);
+    }
+
+    #[test]
+    fn what_a_failed_run_saved_since_a_step_is_dropped() {
+        let mut pool = StatePool::new(4);
+        for (run, content, step) in [(1, 1, 4), (1, 2, 5), (2, 3, 5)] {
+            save(&mut pool, run, content, step);
+        }
+        pool.forget(1, 5);
+        assert_eq!([1, 2, 3].map(|content| pool.find(content).is_some()), [true, false, true]);
+    }
+
+    #[test]
+    fn a_parked_state_leaves_slots_for_all_that_may_run() {
+        let mut pool = StatePool::new(3);
+        let (slot, run) = pool.begin();
+        assert!(pool.can_park(2) && !pool.can_park(3));
+        pool.park(slot);
+        assert!(pool.can_park(1) && !pool.can_park(2));
+        pool.check(&[], &[(slot, run)], |_| false);
+        pool.unpark(slot);
+        pool.end(slot, run);
+        assert!(pool.can_park(2));
+    }
+}

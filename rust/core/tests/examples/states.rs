@@ -1,7 +1,7 @@
 //! A model with recurrent layers: a sequence shares a prefix only up to a block after which a state is saved.
 
 use crate::lab::{Lab, ask, plenty, stem};
-use chairlift_core::{Config, Fcfs, Prefix, Request, Token};
+use chairlift_core::{Config, Continues, Fcfs, Policy, Prefix, Request, Token};
 
 /// The token of every answer.
 const ANSWER: Token = 7;
@@ -104,7 +104,7 @@ fn a_state_is_saved_at_the_end_of_the_users_turn() {
 
 #[test]
 fn a_request_that_waits_for_a_running_prompt_has_the_state_saved_where_both_part() {
-    for policy in [&Fcfs as &'static dyn chairlift_core::Policy, &Prefix] {
+    for policy in [&Fcfs as &'static dyn Policy, &Prefix] {
         let mut lab = Lab::new(Config { max_num_batched_tokens: 100, scheduling_policy: policy, ..with_states(8) });
         lab.add(stem(1, 1, 256, 300, 9));
         assert_eq!(lab.step().chunks, [(1, 100)]);
@@ -193,6 +193,23 @@ fn a_preempted_sequence_resumes_from_its_parked_state_or_from_a_saved_one() {
     // 32 tokens, is left.
     assert_eq!(preempts(12, 0, 8), (0, 96 - 32));
     assert_eq!(preempts(12, 0, 0), (0, 96), "no state was saved");
+}
+
+#[test]
+fn a_request_that_continues_a_held_sequence_resumes_from_the_last_state_that_it_keeps() {
+    // After 130 tokens, states are saved after 96 tokens, for the prompt, and after 112 and 128.
+    for (kept, resumed) in [(130, 128), (129, 128), (128, 112), (120, 112), (112, 96), (97, 96), (96, 0)] {
+        let mut lab = Lab::new(with_states(8));
+        let held = lab.scheduler.open(&"".into(), &std::sync::Arc::default(), lab.now);
+        let first = Request { continues: Some(Continues { held, tokens: 0 }), ..ask(1, 100, 30) };
+        lab.add(first.clone());
+        lab.finish_requests();
+        let mut prompt = next_turn(&first, 0, 2).prompt;
+        prompt.truncate(kept);
+        lab.add(Request { tag: 2, prompt, continues: Some(Continues { held, tokens: kept as u32 }), ..first });
+        lab.finish_requests();
+        assert_eq!(lab.ended[&2].cached_tokens, resumed, "{kept} tokens");
+    }
 }
 
 #[test]
