@@ -31,10 +31,10 @@ class Scheduling:
     Deadlines are in milliseconds from the arrival at the engine, for the last and for the first token: a request that misses one is
     dropped. A request shares cached KV blocks only with requests of the same `cache_salt`; requests without one share among themselves.
     `predicted_tokens` is the number of output tokens that the caller expects. `user_turn_end` is the number of prompt tokens up to the end
-    of the user's last turn: the next prompt of the conversation may differ after them. `session` is the tenant's name for the conversation
-    or agent that the request belongs to, and `parent_session` for the one that began it: names of other tenants are other sessions. A
-    server sets the groups: only tenants of one `cache_group` share cached KV, and all tenants of one `limit_group` share the limits on
-    grammars; None for `tenant` alone.
+    of the user's last turn, by default up to the last end token: the next prompt of the conversation may differ after them. `session` is
+    the tenant's name for the conversation or agent that the request belongs to, and `parent_session` for the one that began it: names of
+    other tenants are other sessions. A server sets the groups: only tenants of one `cache_group` share cached KV, and all tenants of one
+    `limit_group` share the limits on grammars; None for `tenant` alone.
     """
 
     priority: int = 0

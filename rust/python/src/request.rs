@@ -105,6 +105,9 @@ impl EngineRequest {
         let (scheduling, SchedulingParts { deadline_ms, ttft_deadline_ms, cache_group }) = &self.scheduling;
         let deadline = |after: Option<f64>| after.map(|ms| self.arrived(now) + (ms * 1000.0) as Time);
         let prompt = tokens(&self.prompt)?;
+        // In a chat, each turn ends with an end token, the user's last one too.
+        let last_end = || prompt.iter().rposition(|token| completion.end_tokens.contains(token)).map(|at| at as u32 + 1);
+        let user_turn_end = scheduling.user_turn_end.or_else(|| if config.state_slots > 0 { last_end() } else { None });
         let end_tokens: &[u32] = if self.sampling.ignore_eos { &[] } else { &completion.end_tokens };
         let tenant_weight = completion.tenant_weights.get(&*scheduling.tenant).unwrap_or(&1);
         let tier_weight = completion.tier_weights.get(scheduling.tier.name()).unwrap_or(&1);
@@ -117,6 +120,7 @@ impl EngineRequest {
             weight: tenant_weight * tier_weight,
             deadline: deadline(*deadline_ms),
             ttft_deadline: deadline(*ttft_deadline_ms),
+            user_turn_end,
             ..scheduling.clone()
         })
     }

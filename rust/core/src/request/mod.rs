@@ -113,8 +113,8 @@ pub struct Request {
     pub session: Option<Arc<str>>,
     /// The tenant's name for the session that began this one, such as a main agent's for its subagent.
     pub parent_session: Option<Arc<str>>,
-    /// Tokens of the prompt up to the end of the user's last turn. Templates drop the thinking after it, so the next prompt of the
-    /// conversation is sure to begin with these only. A model with recurrent layers saves its state there.
+    /// Tokens of the prompt up to the end of the user's last turn. A template may drop the thinking after it and even its own prompt for it,
+    /// so the next prompt of the conversation is sure to begin with these only. A model with recurrent layers saves its state there.
     pub user_turn_end: Option<u32>,
     /// The preparation that the request waits for, if it cannot run yet.
     pub preparation: Option<Preparation>,
