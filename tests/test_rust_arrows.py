@@ -50,7 +50,7 @@ LAYERS = {
     "python": [
         {"arbiter", "buffers", "errors", "kv_budget", "policy", "reports", "request", "router", "threads", "work"},
         {"settings"},
-        {"linear", "scheduler", "simulate"},
+        {"caches", "linear", "scheduler", "simulate"},
         {"decoder", "encoder", "replay", "simulate_sessions"},
     ],
 }

@@ -1,15 +1,25 @@
-"""Hybrid models: their GGUF files, their states, and what is refused."""
+"""Hybrid models: their GGUF files, their states in steps and in an engine, and what is refused."""
 
 from pathlib import Path
 
 import gguf_recurrent
 import numpy as np
 import pytest
+import tiny_models
 import torch
-from cpu_logits import logits
+from cpu_logits import EXACT, logits
 from gguf_recurrent import NAMES
 
+from chairlift import LLM, SamplingParams
 from chairlift.checkpoint.gguf import convert
+from chairlift.config import EngineConfig
+from chairlift.errors import UnsupportedModel
+from chairlift.models.config import ModelConfig, load_shape
+from chairlift.runner.cpu_executor import CpuExecutor
+from chairlift.runner.weights import open_weights
+
+TABLE = [1, 2, 3, 4, 5]
+"""The blocks of all sequences: their keys and values are equal, or behind those of the sequence that is tested."""
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -21,3 +31,91 @@ def test_a_file_gives_the_logits_of_transformers(tmp_path: Path, kind: str) -> N
     with torch.inference_mode():
         expected = model(torch.arange(11)[None] * 7 % 300).logits[0].numpy()
     assert np.abs(logits(tmp_path / "converted") - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def load(directory: Path) -> CpuExecutor:
+    """A model with 12 blocks of 16 tokens and 8 slots."""
+    config, shape = EngineConfig(device="cpu", threads=2), ModelConfig.load(directory)
+    executor = CpuExecutor.load(config, open_weights(config, directory), shape, EXACT)
+    executor.allocate(12, 16, 0)
+    executor.allocate_states(8)
+    assert executor.recurrent_states is not None
+    assert executor.recurrent_states.slot_bytes == shape.state_bytes
+    return executor
+
+
+def step(
+    executor: CpuExecutor, chunks: list[tuple[list[int], int, int, list[int]]], saves: list[tuple[int, int, int]] = ()
+) -> list[np.ndarray]:
+    """Computes chunks (tokens, first position, slot, blocks) and returns the logits of each."""
+    positions = [np.arange(start, start + len(tokens)) for tokens, start, _, _ in chunks]
+    places = [np.array(table)[at // 16] * 16 + at % 16 for at, (_, _, _, table) in zip(positions, chunks, strict=True)]
+    starts = np.cumsum([0, *map(len, positions)])
+    arrays = {
+        "input_ids": np.concatenate([tokens for tokens, *_ in chunks]),
+        "positions": np.concatenate(positions),
+        "slot_mapping": np.concatenate(places),
+        "query_starts": starts,
+        "context_lens": np.array([at[-1] + 1 for at in positions]),
+        "batch_slots": np.arange(len(chunks)),
+        "block_tables": np.array([table for *_, table in chunks]),
+        "state_slots": np.array([slot for _, _, slot, _ in chunks]),
+        "state_saves": np.array(saves).reshape(-1),
+    }
+    executor.decoder.forward(
+        executor.cache, states=executor.recurrent_states, **{name: array.astype(np.int32) for name, array in arrays.items()}
+    )
+    return np.split(executor.logits(np.arange(starts[-1])).copy(), starts[1:-1])
+
+
+@pytest.mark.parametrize("name", ["lfm2-moe", "qwen3-next", "granite4-hybrid"])
+@pytest.mark.slow
+def test_chunks_company_saves_and_copies_change_no_bit(tmp_path: Path, name: str) -> None:
+    tiny_models.write(name, tmp_path)
+    executor = load(tmp_path)
+    tokens, others = (np.random.default_rng(seed).integers(0, 199, 70).tolist() for seed in (1, 2))
+    (whole,) = step(executor, [(tokens, 0, 0, TABLE)])
+    for size in (1, 7):
+        parts = [step(executor, [(tokens[at : at + size], at, 1, TABLE)])[0] for at in range(0, 70, size)]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+    company = [(others[:33], 0, 2, [6, 7, 8, 8, 8]), (tokens[:33], 0, 3, TABLE), (others[:5], 0, 4, [9] * 5)]
+    found = step(executor, company, saves=[(1, 33, 7), (1, 16, 5), (0, 20, 6), (1, 20, 1)])
+    np.testing.assert_array_equal(found[1], whole[:33])
+    # From each of the states that were saved, and from copies of them.
+    np.testing.assert_array_equal(step(executor, [(tokens[16:], 16, 5, TABLE)])[0], whole[16:])
+    executor.copy_states(np.array([[7, 0], [1, 5]]))
+    for slot, start in ((0, 33), (5, 20), (1, 20)):
+        np.testing.assert_array_equal(step(executor, [(tokens[start:], start, slot, TABLE)])[0], whole[start:])
+    with pytest.raises(ValueError, match="sequence 0 goes on after 20 tokens, and the state in slot 7 has seen 33"):
+        step(executor, [(tokens[20:], 20, 7, TABLE)])
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.slow
+def test_an_engine_gives_the_same_tokens_with_caches_forks_and_little_memory(tmp_path: Path, kind: str) -> None:
+    gguf_recurrent.write(gguf_recurrent.rounded_model(kind), tmp_path / "tiny.gguf")
+    prompts = [np.random.default_rng(seed).integers(0, 256, 40 + seed).tolist() for seed in range(4)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    small = {"device": "cpu", "threads": 1, "block_size": 8, "cache_dir": str(tmp_path / "cache")}
+    with LLM(str(tmp_path / "tiny.gguf"), **small, max_num_seqs=1, num_kv_blocks=40, enable_prefix_caching=False) as llm:
+        expected = [llm.generate([prompt], greedy)[0].outputs[0].token_ids for prompt in prompts]
+    turns = [prompt + answer[:12] for prompt, answer in zip(prompts, expected, strict=True)]
+    # Room for the blocks of little more than two of the four sequences.
+    with LLM(str(tmp_path / "tiny.gguf"), **small, max_num_seqs=4, num_kv_blocks=20, max_num_batched_tokens=24) as llm:
+        for _ in range(2):
+            assert [output.outputs[0].token_ids for output in llm.generate(prompts, greedy)] == expected
+        assert [output.outputs[0].token_ids[:8] for output in llm.generate(turns, greedy)] == [answer[12:] for answer in expected]
+        several = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, n=2)
+        assert [one.token_ids for one in llm.generate([prompts[0]], several)[0].outputs] == [expected[0]] * 2
+
+
+def test_a_model_without_a_tensor_of_its_states_is_refused_by_name(tmp_path: Path) -> None:
+    model = tiny_models.write("qwen3.5", tmp_path)
+    config = EngineConfig(device="cpu", threads=1)
+    for missing in ("linear_attn.conv1d.weight", "linear_attn.dt_bias", "linear_attn.in_proj_a.weight"):
+        state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(f"2.{missing}")}
+        model.save_pretrained(tmp_path, state_dict=state)
+        with pytest.raises(UnsupportedModel, match=f"no tensor model.layers.2.{missing}"):
+            CpuExecutor.load(config, open_weights(config, tmp_path), ModelConfig.load(tmp_path), EXACT)
+    with pytest.raises(UnsupportedModel, match=r"Qwen3_5ForCausalLM has recurrent layers, .* use --device cpu"):
+        load_shape(tmp_path, in_torch=True)

@@ -248,6 +248,10 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
     """
     try:
         model = ModelConfig.load(directory)
+        if in_torch and model.recurrence:
+            raise UnsupportedModel(
+                f"{model.architecture} has recurrent layers, which one process on a CPU alone computes: use --device cpu"
+            )
         if in_torch and model.only_in_rust:
             if model.architecture == "GraniteForCausalLM" and not any(model.uses_rope):
                 raise UnsupportedModel("Granite without rotary positions has code of ours for one process on a CPU alone, and no other")

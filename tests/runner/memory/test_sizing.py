@@ -11,6 +11,11 @@ from chairlift.runner.memory.sizing import Size, block_bytes, fit, fit_host, ste
 EACH = block_bytes(MODEL, 16, "float32")
 ONE = 63
 """Blocks of 16 tokens that 1000 tokens of MODEL need."""
+HYBRID = ModelConfig.parse(
+    SMALL
+    | {"architectures": ["Qwen3_5ForCausalLM"], "head_dim": 16, "num_hidden_layers": 4, "linear_num_key_heads": 2}
+    | {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+)
 LARGE_TOKEN = 2 * 32 * 8 * 128 * 4
 
 
@@ -183,3 +188,28 @@ def test_the_host_has_as_many_blocks_as_fit():
         fitted_host(EACH - 1)
     with pytest.raises(InvalidSetting, match=f"--swap-space {11 * EACH}: there are 0.0 GiB"):
         fitted_host(11 * EACH)
+
+
+def test_recurrent_states_share_the_memory_of_the_kv_cache():
+    state, block = HYBRID.state_bytes, block_bytes(HYBRID, 16, "float32")
+    assert (state, block) == (4 * 3 * (3 * 128 + 4 * 16 * 16), 2 * 2 * 16 * 16 * 4)  # three layers of four are recurrent
+    ample = fitted(model=HYBRID, max_num_seqs=4)
+    assert (ample.max_num_seqs, ample.state_slots, ample.num_blocks) == (4, 24, 4 * ONE + 1)
+    few = fitted(model=HYBRID, kv_cache_memory_bytes=20 * state)
+    assert (few.max_num_seqs, few.state_slots, few.num_blocks) == (3, 10, 10 * state // block)
+    asked_for = fitted(model=HYBRID, kv_cache_memory_bytes=20 * state, max_num_seqs=10)
+    assert (asked_for.max_num_seqs, asked_for.state_slots) == (10, 10)
+    assert fitted(model=HYBRID, num_kv_blocks=100).state_slots == 6 * 64
+    one = fitted(model=HYBRID, kv_cache_memory_bytes=state + 2 * block)
+    assert (one.max_num_seqs, one.state_slots, one.num_blocks) == (1, 1, 2)
+    assert fitted(max_num_seqs=4).state_slots == 0
+
+
+def test_memory_that_does_not_hold_the_states_is_refused_with_what_would_fit():
+    state = HYBRID.state_bytes
+    with pytest.raises(
+        InvalidSetting, match=rf"does not hold one sequence: its recurrent state and two KV blocks take {state + 8192} bytes"
+    ):
+        fitted(model=HYBRID, kv_cache_memory_bytes=state - 1)
+    with pytest.raises(InvalidSetting, match=rf"--max-num-seqs 16 needs as many recurrent states, each of {state} bytes, but .* gives 10"):
+        fitted(model=HYBRID, kv_cache_memory_bytes=20 * state, max_num_seqs=16)

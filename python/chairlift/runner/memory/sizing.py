@@ -19,8 +19,9 @@ LARGEST_SHARE = 0.9
 """Share of free memory that everything may take together if one sequence of full length needs it."""
 STATE_SHARE = 0.5
 """Share of the memory for keys, values and recurrent states that the states may take."""
-STATES_EACH = 6
-"""Recurrent states for each sequence of a step: its own, and those that were saved for later requests."""
+STATES_EACH, STATES_LEAST = 6, 3
+"""Recurrent states for each sequence of a step, its own and those that are saved for later requests; and for how many there is room before
+the default number of sequences is lowered."""
 STEP_SHARE = 0.25
 """Share of free memory above which the largest step is made smaller."""
 
@@ -182,19 +183,16 @@ def fit_states(config: EngineConfig, model: ModelShape, kv: str, step: StepSize,
         budget = min(2 * budget, 2 * (room.most - config.num_kv_blocks * block_bytes(model, config.block_size, kv)))
     fitting = max(int(budget * STATE_SHARE) // each, min(budget // each, 1))
     if fitting < 1:
-        raise InvalidSetting(
-            f"{source} does not hold the recurrent state of one sequence, which takes {each / 2**20:.0f} MiB, and its KV blocks"
-        )
+        least = each + 2 * block_bytes(model, config.block_size, kv)
+        raise InvalidSetting(f"{source} does not hold one sequence: its recurrent state and two KV blocks take {least} bytes")
     if config.max_num_seqs is not None and fitting < config.max_num_seqs:
         raise InvalidSetting(
-            f"--max-num-seqs {config.max_num_seqs} needs as many recurrent states of {each / 2**20:.0f} MiB: {source} holds {fitting}"
+            f"--max-num-seqs {config.max_num_seqs} needs as many recurrent states, each of {each} bytes, but {source} gives {fitting}"
         )
-    seqs = min(step.seqs, fitting)
+    seqs = config.max_num_seqs or min(step.seqs, max(1, fitting // STATES_LEAST))
     slots = min(fitting, seqs * STATES_EACH)
-    why = (
-        f"{STATES_EACH} for each of {seqs} sequences" if slots == seqs * STATES_EACH else f"half of the memory of {source} that caches have"
-    )
-    return StateSize(slots, slots * each, seqs, (Decision("recurrent states", f"{slots} of {each / 2**20:.1f} MiB", why),))
+    why = f"{STATES_EACH} for each of {seqs} sequences" if slots == seqs * STATES_EACH else f"half of the caches' part of {source}"
+    return StateSize(slots, slots * each, seqs, (Decision("recurrent states", f"{slots}, {gib(slots * each)}", why),))
 
 
 def headroom(available: int) -> int:
