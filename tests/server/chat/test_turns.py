@@ -9,6 +9,7 @@ import pytest
 from caching_engine import CachingEngine
 from fake_async_engine import MODEL, serving
 
+from chairlift.scheduling import BACKGROUND
 from chairlift.server.model import ServedModel
 
 LONG = "The answers of the other engineers were in another letter. "
@@ -248,6 +249,13 @@ def test_without_a_prefix_cache_nothing_is_missed(session):
     explanation = session.third()
     engine.config = plain
     assert "cache_miss" not in explanation
+
+
+@pytest.mark.parametrize("fields", [{"priority": BACKGROUND}, {"truncate_prompt_tokens": -1}])
+def test_what_is_no_turn(session, fields):
+    session.body |= fields
+    session.engine.cached.clear()
+    assert "cache_miss" not in session.third(**{"x-session-id": "s"})
 
 
 def test_without_a_session_name_the_returned_answers_tell_the_turn(session):

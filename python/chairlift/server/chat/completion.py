@@ -24,6 +24,7 @@ from chairlift.chat.tools.parser import ToolCallDelta, ToolParser
 from chairlift.engine.request import check_generates
 from chairlift.errors import InvalidRequest, brief
 from chairlift.outputs import RequestOutput, TokenLogprobs
+from chairlift.scheduling import BACKGROUND
 from chairlift.server.chat.current_turn import CurrentTurn, turn_labels
 from chairlift.server.chat.request import ChatRequest
 from chairlift.server.generation import Generation
@@ -172,7 +173,8 @@ async def _render_prompt(
     must_fit = must_fit and body.truncate_prompt_tokens is None
     rendered = await model.render(request, conversation, variables, must_fit=must_fit, kept=body.cache_salt is None)
     turn = None
-    if as_turn and body.truncate_prompt_tokens is None:
+    # The requests of a batch are no conversations, and so many that they would displace those that are.
+    if as_turn and body.truncate_prompt_tokens is None and body.priority != BACKGROUND:
         service = service_of(request)
         parse = partial(_parse_calls, parser_type, tool_spec) if service.exact_history else None
         labels = turn_labels(request, model, body)

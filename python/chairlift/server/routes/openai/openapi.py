@@ -290,7 +290,7 @@ _RESPONSES: dict[str, Any] = {
     "Sequence": _object(_SEQUENCE, text=_STRING),
     "Sequences": _object({"object": {"const": "list"}, "data": _list(_ref("Sequence"))}),
     "SequenceCompletion": {"allOf": [_ref("Completion"), _object({"sequence": _ref("Sequence")})]},
-    "Explanation": _object({"id": _STRING, "object": {"const": "request.explanation"}, "sequences": _list(_OBJECT)}),
+    "Explanation": _object({"id": _STRING, "object": {"const": "request.explanation"}, "sequences": _list(_OBJECT)}, cache_miss=_OBJECT),
     "TokenizerInfo": _object({"vocab_size": _INTEGER, "chat_template": _or_null("string")}),
     "Index": _object({"name": _STRING, "version": _STRING, "model": _STRING, "links": _OBJECT}),
     "Version": _object({"version": _STRING}),
