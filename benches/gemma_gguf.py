@@ -95,7 +95,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         path = joined(args.source, Path(temporary) / "gemma-3-270m-q4_k_m.gguf")
         directory = locate(str(path), None)
-        llm = LLM(str(path), enable_prefix_caching=False, max_model_len=4096)
+        llm = LLM(str(path), cpu_math="exact", enable_prefix_caching=False, max_model_len=4096)
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True))
         theirs = reference(directory)
         machine, lines = describe(), []

@@ -48,6 +48,7 @@ __all__ = [
     "added_policies",
     "bf16_products",
     "block_types",
+    "byte_products",
     "decode_work",
     "instruction_sets",
     "matrix_tiles",
@@ -605,6 +606,12 @@ def bf16_products(isa: str) -> Literal["none", "vectors", "tiles"]:
     Raises ValueError for one that this machine does not have.
     """
 
+def byte_products(isa: str) -> bool:
+    """Returns whether an instruction set multiplies the codes of GGUF blocks as bytes.
+
+    Raises ValueError for one that this machine does not have.
+    """
+
 def matrix_tiles() -> Literal["absent", "refused", "usable"]:
     """Returns whether this process can use the processor's matrix tiles (AMX). The operating system can refuse them to it."""
 
@@ -640,7 +647,8 @@ class Linear:
 
         Each tensor is its dtype (float32, float16, bfloat16, or a ggml type's number), its rows, its bytes (or a file and the byte offset
         in it), and the rows of a head whose rotary halves alternate in the source, else 0. `dtype` is that of the packed weights:
-        float32, float16, bfloat16, kept (each as it is), or int8. Products are in fp32, except for int8. `isa` is one of
+        float32, float16, bfloat16, kept (each as it is), int16 (each as it is, activations rounded to 16 bits), rounded (to bfloat16,
+        activations too), or int8. Products are in fp32, except for the last three. `isa` is one of
         `instruction_sets()`, or 'auto' for the first. Raises ValueError if the tensors cannot be packed or the file ends too early.
         """
 

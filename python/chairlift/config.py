@@ -128,11 +128,12 @@ class EngineConfig:
         group="model",
     )
     cpu_math: str = flag(
-        "exact",
-        "'fast', on a CPU: products in bfloat16 where the processor has AMX, otherwise weights and activations of 8 bits as with "
-        "--quantization int8; KV and attention of 16 bits; other answers. "
-        "Flags that set a dtype prevail",
-        choices=("exact", "fast"),
+        "auto",
+        "arithmetic of the CPU kernels. 'exact': as in float32. 'int16': activations of 16 bits where they multiply a GGUF file's blocks, "
+        "and KV in float16; few answers differ. 'fast': products in bfloat16 where the processor has AMX, otherwise weights and "
+        "activations of 8 bits as with --quantization int8; KV and attention of 16 bits; other answers. 'auto' is int16 for GGUF files on "
+        "processors with AVX-512 VNNI and no AMX, and otherwise exact. Flags that set a dtype prevail",
+        choices=("auto", "exact", "int16", "fast"),
         group="model",
     )
     dtype: str = flag(

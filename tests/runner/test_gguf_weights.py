@@ -261,3 +261,11 @@ def test_pages_of_a_file_that_does_not_fit_twice_are_dropped_once_they_are_packe
     assert sorted(calls) == (sorted(matrices) if dropped else [])
     weights.part("lm_head.weight", 320, 64)
     assert sorted(calls) == (sorted(matrices) if dropped else []), "a matrix that is not packed yet"
+
+
+def test_activations_of_16_bits_change_logits_a_little_where_bytes_are_multiplied(tmp_path):
+    directory = converted(tmp_path / "model.gguf", tiny_model("llama"), Kind.Q8_0)
+    exact, short = (logits(directory, Precision("blocks", "none", "float32", compute)) for compute in ("float32", "int16"))
+    difference = float(np.abs(exact - short).max())
+    assert (difference > 0) == _core.byte_products("auto")
+    assert difference < 1e-3 * np.abs(exact).max()

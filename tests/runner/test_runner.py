@@ -437,6 +437,7 @@ def test_what_was_chosen_is_told_with_reasons(tmp_path, runner_for):
         "device",
         "threads",
         "weights",
+        "arithmetic",
         "KV dtype",
         "context length",
         "KV cache",

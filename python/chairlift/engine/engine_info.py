@@ -36,6 +36,8 @@ class EngineInfo:
     """The hash of what answers depend on; None if they also depend on the batch."""
     determinism: str = "best-effort"
     """"batch-invariant" or "best-effort"."""
+    arithmetic: str = ""
+    """The format of activations in products: float32, int16, int8, bfloat16, float16 or fp8."""
     generates: bool = True
     max_model_len: int = 0
     max_text_len: int | None = None
@@ -103,6 +105,7 @@ def engine_info(
         checkpoint=checkpoint,
         fingerprint=fingerprint(config, directory, runner, digest) if runner.batch_invariant else None,
         determinism="batch-invariant" if runner.batch_invariant else "best-effort",
+        arithmetic=next((value for what, value, _ in runner.decisions if what == "arithmetic"), ""),
         generates=runner.generates,
         # An encoder's sequences have one token more than their texts, which is not computed.
         max_model_len=runner.max_model_len if runner.generates else runner.max_model_len - 1,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """Pieces of each file of weights that are hashed, at equal distances: hashing whole files would double the time of a start."""
-NUMERICS = ("code", "device", "weights", "KV dtype")
+NUMERICS = ("code", "device", "weights", "arithmetic", "KV dtype")
 """The decisions that change a bit of the logits. Threads, batches and memory change none in the CPU kernels."""
 
 

@@ -158,7 +158,7 @@ def choose_backend(config: EngineConfig, model: ModelShape) -> BackendMaker:
         )
     if config.cpu_isa != "auto":
         raise InvalidSetting(f"--cpu-isa {config.cpu_isa}: torch computes this model here, not the CPU kernels")
-    if config.cpu_math != "exact":
+    if config.cpu_math not in ("auto", "exact"):
         raise InvalidSetting(f"--cpu-math {config.cpu_math}: torch computes this model here, not the CPU kernels")
     if config.runner == "rust":
         raise InvalidSetting(

@@ -37,12 +37,8 @@ class CpuExecutor(ModelExecutor):
     @classmethod
     def load(cls, config: EngineConfig, weights: Weights, model: ModelConfig, precision: Precision) -> CpuExecutor:
         """Packs the weights. The settings are complete. Raises UnsupportedModel."""
-        if precision.quantization == "int8":
-            dtype = "int8"
-        else:
-            dtype = "rounded" if precision.compute == "bfloat16" else precision.weights.replace("blocks", "kept")
         longest = config.max_model_len or model.max_position_embeddings
-        decoder = build_decoder(model, weights, dtype, config.threads or 1, config.cpu_isa, longest)
+        decoder = build_decoder(model, weights, precision.packed, config.threads or 1, config.cpu_isa, longest)
         weights.finish(model)
         return cls(model, decoder, precision.kv, config.cpu_isa)
 

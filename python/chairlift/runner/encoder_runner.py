@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,19 +56,20 @@ class EncoderRunner:
         threads = choose_threads(config.threads, 1)
         weights = open_weights(config, directory, norm=0.0 if model.layout.rms else 1.0)
         sizes = weights.sizes() if isinstance(weights, GGUFWeights) else (0, 0)
-        precision = decide(config, model, available_memory(), sizes)
+        # The quality of other arithmetic was measured for decoders.
+        exact = replace(config, cpu_math="exact") if config.cpu_math == "auto" else config
+        precision = decide(exact, model, available_memory(), sizes, byte_products=_core.byte_products(config.cpu_isa))
         device = "encoders are computed by the CPU kernels" if config.device == "auto" else asked("--device")
         self.decisions: tuple[Decision, ...] = (
             Decision("code", f"{model.architecture}, in Rust", "the CPU kernels support it"),
             Decision("device", "cpu", device),
             threads,
-            precision.decisions[0],
+            *precision.decisions[:2],
             Decision("text length", f"{self.longest} tokens", asked("--max-model-len") if config.max_model_len else CHECKPOINT),
             Decision("pooling", model.pooling, CHECKPOINT),
         )
-        dtype = "int8" if precision.quantization == "int8" else {"blocks": "kept"}.get(precision.weights, precision.weights)
         modules = None if gguf_link(directory) else directory
-        self._encoder = build_encoder(model, weights, dtype, int(threads.value), config.cpu_isa, self.longest, modules)
+        self._encoder = build_encoder(model, weights, precision.packed, int(threads.value), config.cpu_isa, self.longest, modules)
         on_phase("weights", time.perf_counter() - began)
         # A sequence has one token more than its text.
         self.max_model_len = self.longest + 1

@@ -32,14 +32,14 @@ class RustBackend:
         self._config, self.model = config, whole
         self._weights = open_weights(config, directory, 1 - whole.norm_offset, whole.scheme)
         self._pooling = decoder_pooling(directory)
-        self._bf16 = _core.bf16_products(config.cpu_isa)
+        self._bf16, self._bytes = _core.bf16_products(config.cpu_isa), _core.byte_products(config.cpu_isa)
         self.budget = HostBudget(sharing, tiles=self._bf16 == "tiles")
         why = asked("--runner") if config.runner == "rust" else "the CPU kernels support it"
         self.code = Decision("code", f"{whole.architecture}, in Rust", why)
 
     def decide(self, available: int) -> Precision:
         """Chooses the dtypes."""
-        return decide(self._config, self.model, available, self._weights.sizes(), bf16=self._bf16)
+        return decide(self._config, self.model, available, self._weights.sizes(), bf16=self._bf16, byte_products=self._bytes)
 
     def load(self, precision: Precision) -> ModelExecutor:
         """Packs the weights."""

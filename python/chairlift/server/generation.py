@@ -39,7 +39,7 @@ _MAX_BUFFERED_OUTPUTS = 64
 class Generation:
     """The generation that one API request asks for. `outputs` runs it; closing `outputs` early aborts it in the engine.
 
-    `head` holds the fields that every response begins with: id, object, created, model and determinism.
+    `head` holds the fields that every response begins with: id, object, created, model, determinism and arithmetic.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class Generation:
             "object": kind,
             "created": int(time.time()),
             "model": lora or self._model.name,
-            "determinism": str(self._model.engine.info.determinism),
+            "determinism": self._model.engine.info.determinism,
+            "arithmetic": self._model.engine.info.arithmetic,
         }
         config = self._model.engine.config
         cacheable = sum(len(prompt) // config.block_size * config.block_size for prompt in prompts) if config.enable_prefix_caching else 0

@@ -70,7 +70,7 @@ def verify(config: EngineConfig, *, python: Path | None = None, llama_cpp: Path 
         # Opened before the model is loaded, which may take minutes.
         reference = _open(directory, file, encoder, python, llama_cpp)
         try:
-            with LLM(directory, device="cpu", max_num_seqs=COMPANY, max_num_batched_tokens=CHUNK, **context) as llm:
+            with LLM(directory, device="cpu", cpu_math="exact", max_num_seqs=COMPANY, max_num_batched_tokens=CHUNK, **context) as llm:
                 _describe(llm, config.model, directory, file, reference, findings)
                 compare_texts(llm, reference, findings)
                 if encoder is None:

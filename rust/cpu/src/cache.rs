@@ -37,7 +37,7 @@ pub struct KvShape {
 pub enum KvDType {
     /// fp32.
     F32,
-    /// IEEE half precision.
+    /// IEEE half precision. Finite numbers beyond 65504 become 65504.
     F16,
     /// bfloat16, in which queries and weights are multiplied too. Needs an even head size and an even block size.
     Bf16,
@@ -348,7 +348,8 @@ impl Cell for u16 {
 
     #[inline(always)]
     fn store(x: f32, _: f32) -> Self {
-        half::from_f32(x)
+        // An infinite key or value would make every later answer of its sequence NaN.
+        half::from_f32(if x.is_finite() { x.clamp(-65504.0, 65504.0) } else { x })
     }
 
     #[inline(always)]

@@ -33,6 +33,12 @@ pub(crate) fn bf16_products(isa: &str) -> PyResult<&'static str> {
     })
 }
 
+/// Whether an instruction set multiplies the codes of blocks as bytes. Raises `ValueError` for one that this machine does not have.
+#[pyfunction]
+pub(crate) fn byte_products(isa: &str) -> PyResult<bool> {
+    Ok(isa_of(isa)?.has_digits())
+}
+
 /// Whether this process can use the processor's matrix tiles (AMX): 'absent', 'refused' by the operating system, or 'usable'.
 #[pyfunction]
 pub(crate) fn matrix_tiles() -> &'static str {

@@ -32,7 +32,9 @@ mod _core {
     #[pymodule_export]
     use crate::caches::{KvCache, StateCache};
     #[pymodule_export]
-    use crate::decoder::{Decoder, DecoderBlock, RecurrentHeads, bf16_products, block_types, instruction_sets, matrix_tiles};
+    use crate::decoder::{
+        Decoder, DecoderBlock, RecurrentHeads, bf16_products, block_types, byte_products, instruction_sets, matrix_tiles,
+    };
     #[pymodule_export]
     use crate::encoder::{Encoder, EncoderBlock};
     #[pymodule_export]

@@ -168,6 +168,7 @@ fn dtype_of(name: &str) -> PyResult<DType> {
         "float16" => Ok(DType::F16),
         "bfloat16" => Ok(DType::Bf16),
         "kept" => Ok(DType::Kept),
+        "int16" => Ok(DType::Int16),
         "rounded" => Ok(DType::Rounded),
         "int8" => Ok(DType::Int8),
         _ => Err(PyValueError::new_err(format!("weights cannot be kept as {name:?}"))),

@@ -7,7 +7,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.quantization import QuantizationScheme
 from chairlift.models.shape import ModelShape
-from chairlift.runner.memory.precision import ROOM, Precision, decide, torch_weight_bytes, weight_bytes
+from chairlift.runner.memory.precision import ROOM, Bf16Products, Precision, decide, torch_weight_bytes, weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,11 @@ def test_what_was_asked_for_wins():
 def test_fast_math_has_8_bits_and_kv_in_16_bits():
     fast = decided(dtype="bfloat16", cpu_math="fast")
     assert fast == Precision("bfloat16", "int8", "float16")
-    assert reasons(fast) == {"weights": "int8: --cpu-math says so", "KV dtype": "float16: --cpu-math says so"}
+    assert reasons(fast) == {
+        "weights": "int8: --cpu-math says so",
+        "arithmetic": "int8: activations of 8 bits, as the weights",
+        "KV dtype": "float16: --cpu-math says so",
+    }
     assert decided(dtype="bfloat16", cpu_math="fast", quantization="none", kv_cache_dtype="int8") == Precision("bfloat16", "none", "int8")
 
 
@@ -82,6 +86,40 @@ def test_fast_math_multiplies_in_bfloat16_where_the_processor_has_matrix_tiles()
     assert fast(quantization="int8") == Precision("float16", "int8", "bfloat16")
     assert fast(available=ROOM) == Precision("float16", "int8", "bfloat16")
     assert fast(dtype="float32") == Precision("float32", "none", "bfloat16")
+
+
+def with_byte_products(*, bf16: Bf16Products = "vectors", checkpoint: str = "float32", blocks=(100 * MIB, MIB), **settings) -> Precision:
+    model = replace(MODEL, dtype=checkpoint)
+    return decide(EngineConfig(device="cpu", **settings), model, 10**12, blocks, bf16=bf16, byte_products=True)
+
+
+def test_blocks_are_multiplied_by_activations_of_16_bits_where_bytes_are_and_tiles_are_not():
+    short = with_byte_products()
+    assert short == Precision("blocks", "none", "float16", "int16")
+    assert short.packed == "int16"
+    assert reasons(short)["arithmetic"] == "int16: 16 bits of each activation, faster than 24 (--cpu-math exact)"
+    assert with_byte_products(bf16="tiles") == Precision("blocks", "none", "float32")
+    assert with_byte_products(blocks=(0, 0)) == Precision("float32", "none", "float32")
+    assert with_byte_products(quantization="int8").packed == "int8"
+
+
+def test_exact_math_rounds_nothing_and_a_dtype_prevails():
+    exact = with_byte_products(cpu_math="exact")
+    assert exact == Precision("blocks", "none", "float32")
+    assert exact.packed == "kept"
+    assert with_byte_products(dtype="float16") == Precision("float16", "none", "float32")
+    assert with_byte_products(kv_cache_dtype="float32") == Precision("blocks", "none", "float32", "int16")
+
+
+def test_16_bits_by_name_are_for_tiles_too():
+    assert with_byte_products(bf16="tiles", cpu_math="int16") == Precision("blocks", "none", "float16", "int16")
+    bf16 = with_byte_products(bf16="tiles", cpu_math="int16", checkpoint="bfloat16", blocks=(0, 0))
+    assert bf16 == Precision("bfloat16", "none", "float16", "int16")
+    vectors = with_byte_products(cpu_math="int16", checkpoint="bfloat16", blocks=(0, 0))
+    assert vectors == Precision("bfloat16", "none", "float32")
+    assert reasons(vectors)["arithmetic"] == "float32: no activation is rounded"
+    with pytest.raises(InvalidSetting, match="--cpu-math int16: this instruction set does not multiply bytes"):
+        decided(cpu_math="int16")
 
 
 @pytest.mark.parametrize("form", ["float32", "float16", "bfloat16"])
@@ -127,10 +165,15 @@ def test_reasons_say_what_it_costs():
     assert reasons(decided(3 * GIB)) == {
         "weights": "float32: as in the checkpoint; float16 takes half the memory and traffic (--dtype); "
         "0 MiB of the 3.0 GiB of free memory",
+        "arithmetic": "float32: no activation is rounded",
         "KV dtype": "float32: exact; float16 takes half as much memory, int8 a bit more than a quarter (--kv-cache-dtype)",
     }
     requested = reasons(decided(dtype="bfloat16", quantization="int8", kv_cache_dtype="int8"))
-    assert requested == {"weights": "int8: --quantization says so", "KV dtype": "int8: --kv-cache-dtype says so"}
+    assert requested == {
+        "weights": "int8: --quantization says so",
+        "arithmetic": "int8: activations of 8 bits, as the weights",
+        "KV dtype": "int8: --kv-cache-dtype says so",
+    }
     large = decide(EngineConfig(device="cpu", dtype="float32"), LARGE, 700 * MIB)
     assert reasons(large)["weights"] == "float32: --dtype says so; 29.9 GiB, though 0.7 GiB of memory are free"
 
@@ -178,7 +221,11 @@ def test_torch_keeps_the_weights_of_layers_in_8_bits():
     half = replace(MODEL, dtype="float16")
     there = decided(dtype="float16", device="cuda", quantization="int8")
     assert there == Precision("float16", "int8", "float16", "float16")
-    assert reasons(there) == {"weights": "int8, in float16: --quantization says so", "KV dtype": "float16: the compute dtype"}
+    assert reasons(there) == {
+        "weights": "int8, in float16: --quantization says so",
+        "arithmetic": "float16: the dtype of activations",
+        "KV dtype": "float16: the compute dtype",
+    }
     assert in_torch(model=half, quantization="int8") == Precision("float32", "int8", "float32", "float32")
     # Products of fp8 are in bfloat16, whatever the checkpoint is in.
     both = decided(dtype="float16", device="cuda", quantization="fp8", kv_cache_dtype="fp8", model=LARGE)
@@ -253,6 +300,10 @@ def test_a_quantised_checkpoint_is_computed_with_in_its_own_dtype():
     for device in ("cpu", "cuda"):
         kept = in_torch(0, model, device=device)
         assert kept == Precision("float16", "gptq", "float16", "float16")
-        assert reasons(kept) == {"weights": "gptq, in float16: as in the checkpoint", "KV dtype": "float16: the compute dtype"}
+        assert reasons(kept) == {
+            "weights": "gptq, in float16: as in the checkpoint",
+            "arithmetic": "float16: the dtype of activations",
+            "KV dtype": "float16: the compute dtype",
+        }
     # Random weights are not quantised.
     assert in_torch(10**12, model, load_format="dummy") == Precision("float32", "none", "float32")

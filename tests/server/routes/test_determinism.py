@@ -1,4 +1,4 @@
-"""Every answer says whether it depends on what else the engine had to do."""
+"""Every answer says whether it depends on what else the engine had to do, and in what format activations are multiplied."""
 
 import json
 
@@ -14,13 +14,17 @@ ASKED = {
 
 @pytest.fixture(params=["batch-invariant", "best-effort"])
 def said(request, engine):
-    engine.describe(determinism=request.param)
-    return request.param
+    engine.describe(determinism=request.param, arithmetic="int16")
+    return request.param, "int16"
+
+
+def computed(head):
+    return head["determinism"], head["arithmetic"]
 
 
 @pytest.mark.parametrize("route", ASKED)
 def test_a_whole_answer_says_what_the_engine_does(http, said, route):
-    assert http.post(route, json=ASKED[route]).json()["determinism"] == said
+    assert computed(http.post(route, json=ASKED[route]).json()) == said
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
@@ -28,7 +32,7 @@ def test_so_does_every_chunk_of_openai_s_streams(http, said, route):
     lines = http.post(route, json={**ASKED[route], "stream": True}).text.split("\n\n")
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert len(chunks) >= 2
-    assert {chunk["determinism"] for chunk in chunks} == {said}
+    assert set(map(computed, chunks)) == {said}
 
 
 @pytest.mark.parametrize(
@@ -40,4 +44,8 @@ def test_so_do_the_events_that_carry_an_answer_s_head(http, said, route, types, 
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     heads = {event["type"]: event[inside] for event in events if event["type"] in types}
     assert heads.keys() == types
-    assert {head["determinism"] for head in heads.values()} == {said}
+    assert set(map(computed, heads.values())) == {said}
+
+
+def test_so_does_the_list_of_models(http, said):
+    assert [model["arithmetic"] for model in http.get("/v1/models").json()["data"]] == [said[1]]

@@ -39,8 +39,9 @@ class Precision:
     """Dtypes of weights and KV cache: float32, float16 or bfloat16; weights also blocks, KV also int8 or fp8.
 
     "blocks" are a GGUF file's quantised blocks. `quantization` is none, int8, fp8 or the method of a quantised checkpoint. int8 computes
-    with integers in Rust; for torch see `Linear`. `compute` is the dtype of activations, in Rust of products. With
-    `rounds_activations`, products with the checkpoint's weights of fp8 round them to fp8 too.
+    with integers in Rust; for torch see `Linear`. `compute` is the dtype of activations, in Rust of those that are multiplied: float32,
+    bfloat16, or int16, which is 16 bits of them (see `_core.Linear`). With `rounds_activations`, products with the checkpoint's weights
+    of fp8 round them to fp8 too.
     """
 
     weights: str
@@ -49,7 +50,14 @@ class Precision:
     compute: str = "float32"
     rounds_activations: bool = False
     decisions: tuple[Decision, ...] = field(default=(), compare=False)
-    """The choices and their reasons."""
+    """The choices and their reasons: weights, arithmetic, and KV dtype."""
+
+    @property
+    def packed(self) -> str:
+        """The dtype of `_core.Linear`."""
+        if self.quantization == "int8":
+            return "int8"
+        return {"int16": "int16", "bfloat16": "rounded"}.get(self.compute, self.weights.replace("blocks", "kept"))
 
 
 def decide(
@@ -61,12 +69,13 @@ def decide(
     in_torch: bool = False,
     capability: tuple[int, int] = FP8_CAPABILITY,
     bf16: Bf16Products = "none",
+    byte_products: bool = False,
 ) -> Precision:
     """Chooses the dtypes that the settings leave open, for `available` bytes of free memory. The settings' device is cpu or cuda.
 
     `blocks` are the bytes of a GGUF file's blocks and of its tensors that become fp32; 0 for other checkpoints. `in_torch` is whether
     torch computes the model on a CPU. `capability` is the CUDA device's compute capability. `bf16` is the unit that multiplies bfloat16
-    in the CPU kernels' instruction set.
+    in the CPU kernels' instruction set, and `byte_products` whether it multiplies the codes of blocks as bytes.
 
     Raises InvalidSetting if the device does not support a setting or the weights do not fit.
     """
@@ -79,16 +88,21 @@ def decide(
     weights, why = _weights(config, model, blocks, available)
     size = sum(blocks) if weights == "blocks" else weight_bytes(model, weights)
     quantization, why_quantized = _quantization(config, model, weights, size, available, bf16)
-    compute = "bfloat16" if quantization == "none" and _rounds(config, bf16) else "float32"
+    short = quantization == "none" and _rounds_to_int16(config, model, weights, bf16, byte_products)
     if quantization == "int8":
-        decision = Decision("weights", "int8", why_quantized)
-    elif compute == "bfloat16":
-        weights = "blocks" if weights == "blocks" else "bfloat16"
-        decision = Decision("weights", weights, f"{asked('--cpu-math')}: products in bfloat16")
+        compute, weights_decision = "float32", Decision("weights", "int8", why_quantized)
+        arithmetic = Decision("arithmetic", "int8", "activations of 8 bits, as the weights")
+    elif _rounds(config, bf16):
+        compute, weights = "bfloat16", "blocks" if weights == "blocks" else "bfloat16"
+        weights_decision = Decision("weights", weights, f"{asked('--cpu-math')}: products in bfloat16")
+        arithmetic = Decision("arithmetic", compute, asked("--cpu-math"))
     else:
-        decision = Decision("weights", weights, f"{why}; {why_quantized}")
-    kv, why_kv = _kv(config, bf16 != "none")
-    return Precision(weights, quantization, kv, compute, decisions=(decision, Decision("KV dtype", kv, why_kv)))
+        compute = "int16" if short else "float32"
+        weights_decision = Decision("weights", weights, f"{why}; {why_quantized}")
+        arithmetic = Decision("arithmetic", compute, _why_arithmetic(config, short))
+    kv, why_kv = _kv(config, bf16 != "none", short)
+    decisions = (weights_decision, arithmetic, Decision("KV dtype", kv, why_kv))
+    return Precision(weights, quantization, kv, compute, decisions=decisions)
 
 
 def _rounds(config: EngineConfig, bf16: Bf16Products) -> bool:
@@ -96,8 +110,28 @@ def _rounds(config: EngineConfig, bf16: Bf16Products) -> bool:
     return config.cpu_math == "fast" and bf16 == "tiles" and config.dtype == "auto"
 
 
-def _kv(config: EngineConfig, bf16: bool) -> tuple[str, str]:
-    """The CPU kernels' dtype of the KV cache and the reason."""
+def _rounds_to_int16(config: EngineConfig, model: ModelShape, weights: str, bf16: Bf16Products, byte_products: bool) -> bool:
+    """Whether activations are rounded to 16 bits for each product. Raises InvalidSetting if that was asked for and the processor cannot."""
+    if config.cpu_math == "int16" and not byte_products:
+        raise InvalidSetting("--cpu-math int16: this instruction set does not multiply bytes (those with AVX-512 VNNI do); leave it out")
+    if config.cpu_math not in ("auto", "int16") or not byte_products or config.dtype != "auto":
+        return False
+    if config.cpu_math == "auto":
+        return weights == "blocks" and bf16 != "tiles"
+    return weights == "blocks" or (weights == "bfloat16" and bf16 == "tiles" and model.quantization is None)
+
+
+def _why_arithmetic(config: EngineConfig, short: bool) -> str:
+    """The reason for products with activations of 16 bits, or with all of their bits."""
+    if config.cpu_math == "exact" or (config.cpu_math == "int16" and short):
+        return asked("--cpu-math")
+    if short:
+        return "16 bits of each activation, faster than 24 (--cpu-math exact)"
+    return "no activation is rounded"
+
+
+def _kv(config: EngineConfig, bf16: bool, short: bool) -> tuple[str, str]:
+    """The CPU kernels' dtype of the KV cache and the reason. `short` is whether activations are rounded to 16 bits."""
     even = config.block_size % 2 == 0
     if config.kv_cache_dtype == "bfloat16" and not (bf16 and even):
         reason = "blocks must have an even size (--block-size)" if bf16 else "this instruction set does not multiply bfloat16"
@@ -106,6 +140,8 @@ def _kv(config: EngineConfig, bf16: bool) -> tuple[str, str]:
         return config.kv_cache_dtype, asked("--kv-cache-dtype")
     if config.cpu_math == "fast":
         return ("bfloat16" if bf16 and even else "float16"), asked("--cpu-math")
+    if short:
+        return "float16", "as close as activations of 16 bits; half the memory of float32 (--kv-cache-dtype)"
     return "float32", "exact; float16 takes half as much memory, int8 a bit more than a quarter (--kv-cache-dtype)"
 
 
@@ -198,7 +234,8 @@ def _in_torch(config: EngineConfig, model: ModelShape, available: int, capabilit
             f"--kv-cache-dtype {config.kv_cache_dtype}: torch stores KV in the weights' dtype, {compute}, or on a CUDA device in fp8; "
             "leave it out"
         )
-    decisions = (Decision("weights", weights, why), Decision("KV dtype", kv, why_kv))
+    arithmetic = Decision("arithmetic", "fp8" if per_token or quantization == "fp8" else compute, "the dtype of activations")
+    decisions = (Decision("weights", weights, why), arithmetic, Decision("KV dtype", kv, why_kv))
     return Precision(compute, quantised or quantization or "none", kv, compute, per_token, decisions)
 
 

@@ -113,6 +113,21 @@ fn integers_keep_zeros_and_what_is_not_a_number() {
 }
 
 #[test]
+fn halves_are_finite_where_numbers_are() {
+    let mut cache = KvCache::new(SHAPE, KvDType::F16, 0).expect("memory");
+    let mut keys = vec![1e5; 18];
+    keys[1] = -1e30;
+    keys[7] = f32::INFINITY;
+    keys[8] = f32::NAN;
+    // SAFETY: no other thread uses the cache.
+    unsafe { cache.pages().write(0, 3, &keys, &[0.0; 18]) };
+    let [keys, _] = read(&mut cache, 0, 3);
+    assert_eq!(keys[..3], [65504.0, -65504.0, 65504.0]);
+    assert_eq!(keys[7], f32::INFINITY);
+    assert!(keys[8].is_nan());
+}
+
+#[test]
 fn blocks_are_copied_and_swapped_in_all_layers() {
     for dtype in DTYPES {
         let mut cache = KvCache::new(SHAPE, dtype, 2).expect("memory");

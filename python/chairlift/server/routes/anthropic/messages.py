@@ -85,6 +85,7 @@ class _MessageBuilder:
             "role": "assistant",
             "model": head["model"],
             "determinism": head["determinism"],
+            "arithmetic": head["arithmetic"],
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

@@ -32,6 +32,13 @@ async def model(request: Request) -> Response:
     return Json(_entry(service_of(request).find(name), name))
 
 
+def _computed(model: ServedModel, adapter: str | None) -> dict[str, Any]:
+    """What a model that is loaded is asked for, and its arithmetic."""
+    if not model.engine.ready:
+        return {}
+    return {"tasks": ["generate"] if adapter else model.tasks(), "arithmetic": model.engine.info.arithmetic}
+
+
 def _entry(model: ServedModel, name: str) -> dict[str, Any]:
     """The model under one of its names, or its adapter of that name."""
     adapter = model.adapter(name)
@@ -45,7 +52,7 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
         "parent": model.name if adapter else None,
         "max_model_len": context,
         "status": model.status,
-        **({"tasks": ["generate"] if adapter else model.tasks()} if model.engine.ready else {}),
+        **_computed(model, adapter),
         "type": "model",
         "display_name": name,
         "lifecycle": "active",

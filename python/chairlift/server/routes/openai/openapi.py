@@ -193,8 +193,8 @@ _USAGE = _object(
     {"prompt_tokens": _INTEGER, "completion_tokens": _INTEGER, "total_tokens": _INTEGER},
     prompt_tokens_details=_object({"cached_tokens": _INTEGER, "cache_write_tokens": _INTEGER}),
 )
-_DETERMINISM = {"enum": ["batch-invariant", "best-effort"]}
-_HEAD = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING, "determinism": _DETERMINISM}
+_COMPUTED = {"determinism": {"enum": ["batch-invariant", "best-effort"]}, "arithmetic": _STRING}
+_HEAD = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING, **_COMPUTED}
 _ENDED = {"index": _INTEGER, "finish_reason": _or_null("string")}
 _SEQUENCE = {
     **{"id": _STRING, "object": {"const": "sequence"}, "created": _INTEGER, "expires_at": _or_null("integer")},
@@ -246,7 +246,7 @@ _RESPONSES: dict[str, Any] = {
             "created_at": _INTEGER,
             "status": {"enum": ["completed", "incomplete"]},
             "model": _STRING,
-            "determinism": _DETERMINISM,
+            **_COMPUTED,
             "output": _list(_object({"type": {"enum": ["message", "function_call"]}, "id": _STRING, "status": _STRING})),
             "usage": _object({"input_tokens": _INTEGER, "output_tokens": _INTEGER, "total_tokens": _INTEGER}),
         },
@@ -258,7 +258,7 @@ _RESPONSES: dict[str, Any] = {
             "type": {"const": "message"},
             "role": {"const": "assistant"},
             "model": _STRING,
-            "determinism": _DETERMINISM,
+            **_COMPUTED,
             "content": _list(_object({"type": {"enum": ["text", "tool_use"]}})),
             "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
             "stop_sequence": _or_null("string"),

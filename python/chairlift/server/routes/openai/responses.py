@@ -209,12 +209,14 @@ class _ResponseBuilder:
 
 
 def _response_object(body: ResponsesRequest, head: Mapping[str, Any], status: str, **fields: Any) -> dict[str, Any]:
-    """Returns a response object with the request's parameters. `head` has its id, when it was created, its model and determinism."""
+    """Returns a response object with the request's parameters. `head` has its id, when it was created, its model,
+    determinism and arithmetic."""
     return {
         "id": head["id"],
         "object": "response",
         "created_at": head["created"],
         "determinism": head["determinism"],
+        "arithmetic": head["arithmetic"],
         "status": status,
         "background": False,
         "error": None,
@@ -243,7 +245,9 @@ def _response_object(body: ResponsesRequest, head: Mapping[str, Any], status: st
 
 async def _refusal(body: ResponsesRequest, model: ServedModel, error: ContextExceeded) -> AsyncGenerator[bytes]:
     """Yields the events of a response that fails because its input is too long."""
-    head = {"id": _id("resp"), "created": int(time.time()), "model": model.name, "determinism": str(model.engine.info.determinism)}
+    info = model.engine.info
+    made = {"id": _id("resp"), "created": int(time.time()), "model": model.name}
+    head = {**made, "determinism": info.determinism, "arithmetic": info.arithmetic}
     reason = {"code": error.code, "message": for_route(api_error(error), "/v1/responses").envelope["error"]["message"]}
     events = ("created", _response_object(body, head, "in_progress")), ("failed", _response_object(body, head, "failed", error=reason))
     for number, (name, response) in enumerate(events):
