@@ -174,16 +174,19 @@ class _Builder:
             inner = experts.shared_inner
             outs = self.gate_up(prefix, names.shared, inner)
             shared = self.linear(outs, hidden, gated=True), self.linear({prefix + names.shared.down: hidden}, inner)
-        gates, ups = expert_weights.gate_and_up(self.weights, experts, prefix, hidden)
+        biases = expert_weights.biases(self.weights, experts, prefix, hidden) if names.biases else (None, None)
+        # The first matrices are packed before the second are read: those of quantized checkpoints are in memory meanwhile, in fp32.
+        gate_up_proj = self.pack(
+            list(expert_weights.gate_and_up(self.weights, experts, prefix, hidden)), f"{prefix}experts", hidden, biases[0], gated=True
+        )
         downs = expert_weights.down(self.weights, experts, prefix, hidden)
         router = in_memory(expert_weights.router(self.weights, experts, prefix, hidden))
         bias = self.vector(f"{prefix}{names.router}.bias", experts.count) if names.biases else None
         choice_bias = self.vector(prefix + names.choice_bias, experts.count) if names.choice_bias and experts.biased else None
-        biases = expert_weights.biases(self.weights, experts, prefix, hidden) if names.biases else (None, None)
         return _core.DecoderBlock.mixture(
             norm=self.norm(prefix + model.norms.mlp),
             router=_core.Linear([router], hidden, "float32", threads=self.threads, bias=bias, isa=self.isa),
-            gate_up_proj=self.pack([gates, ups], f"{prefix}experts", hidden, biases[0], gated=True),
+            gate_up_proj=gate_up_proj,
             down_proj=self.pack([downs], f"{prefix}experts", experts.inner, biases[1]),
             scores=names.scores.value,
             used=experts.used,
