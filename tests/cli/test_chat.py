@@ -17,7 +17,6 @@ class EchoEngine:
 
     def __init__(self, config):
         self.config = config
-        self.tokenizer = self
 
     async def start(self, since):
         assert since > 0
@@ -28,8 +27,13 @@ class EchoEngine:
     def default_params(self, **settings):
         return SamplingParams(**settings)
 
-    def chat(self, messages):
-        return " | ".join(f"{message['role']}: {message['content']}" for message in messages)
+    async def chat(self, messages, params):
+        if messages[-1]["content"] == "think":
+            yield RequestOutput("", [1], [1], reasoning="Hm,")
+            yield RequestOutput("so.", [1], [1], "stop", reasoning=" well.")
+            return
+        async for output in self.generate(" | ".join(f"{message['role']}: {message['content']}" for message in messages), params):
+            yield output
 
     async def generate(self, prompt, params):
         if "too long" in prompt:
@@ -89,6 +93,14 @@ def test_chat_remembers_until_reset_and_leaves_at_exit(monkeypatch, capsys):
         "SYSTEM: BE BRIEF | USER: ONE | ASSISTANT: SYSTEM: BE BRIEF | USER: ONE (NONE) | USER: TWO (None)",
         "SYSTEM: BE BRIEF | USER: THREE (None)",
     ]
+
+
+@pytest.mark.parametrize(("terminal", "shown"), [(False, "so."), (True, "\x1b[2mHm,\x1b[0m\x1b[2m well.\x1b[0m\n\nso.")])
+def test_a_terminal_shows_the_reasoning_and_the_conversation_is_without(terminal, shown, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    say(monkeypatch, "think\ngo on\n")
+    assert main.main(["chat"]) == 0
+    assert capsys.readouterr().out == f"{shown}\nUSER: THINK | ASSISTANT: SO. | USER: GO ON (None)\n"
 
 
 def test_chat_ends_with_its_input(monkeypatch, capsys):

@@ -68,6 +68,22 @@ def test_run_answers_one_question_with_a_running_server(url, piped, capsys):
     assert capsys.readouterr().out == "a: SUM IT UP\n\nA LETTER\n"
 
 
+def test_run_without_a_question_in_a_pipe_is_wrong_usage(url, piped, capsys):
+    assert main.main(["run", "b"]) == 2
+    assert "no question" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", ["{}", "[]", "<html>"])
+def test_another_program_at_the_usual_address_is_no_server(url, answer, monkeypatch, capsys):
+    monkeypatch.setattr(Answer, "do_GET", lambda self: self.reply(answer))
+    monkeypatch.setattr(servers, "_command", lambda model, port: [sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(ChairliftError, match="the server ended with status 3"), servers.server_for("b", None, None):
+        pass
+    assert f"chairlift: {'no chairlift server' if answer == '<html>' else 'what listens'} at {url}" in capsys.readouterr().err
+    with pytest.raises(ChairliftError, match=f"at {url}"), servers.server_for("b", url, None):
+        pass
+
+
 def test_a_server_without_the_model_is_refused_if_it_was_named(url, piped, capsys):
     assert main.main(["run", "c", "hello", "--url", url]) == 1
     assert f"the server at {url} does not serve c: it has a, b" in capsys.readouterr().err

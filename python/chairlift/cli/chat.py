@@ -15,6 +15,9 @@ from chairlift.cli.remote import add_api_key, client_key, get_json, stream_chat
 from chairlift.engine.client import AsyncEngine
 from chairlift.errors import ChairliftError, InvalidRequest
 
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+"""What makes a terminal print dimmed text, and plain text again."""
+
 _EXAMPLES = """\
 examples:
   chairlift chat
@@ -69,9 +72,9 @@ def answer_from(url: str, key: str | None, model: str, conversation: Conversatio
 
     def answer(question: str) -> None:
         with conversation.exchange(question) as (messages, pieces), _continuable():
-            for text in stream_chat(url, key, {"model": model, "messages": messages, **sampling}):
-                pieces.append(text)
-                print(text, end="", flush=True)
+            shown = _Shown(pieces)
+            for reasoning, text in stream_chat(url, key, {"model": model, "messages": messages, **sampling}):
+                shown.add(reasoning, text)
             print()
 
     return answer
@@ -138,8 +141,28 @@ class Conversation:
 async def _answer(engine: AsyncEngine, sampling: Mapping[str, Any], conversation: Conversation, question: str) -> None:
     """Streams the answer of the engine to standard output."""
     with conversation.exchange(question) as (messages, pieces):
-        async with aclosing(engine.generate(engine.tokenizer.chat(messages), engine.default_params(**sampling))) as outputs:
+        shown = _Shown(pieces)
+        async with aclosing(engine.chat(messages, engine.default_params(**sampling))) as outputs:
             async for output in outputs:
-                pieces.append(output.text)
-                print(output.text, end="", flush=True)
+                shown.add(output.reasoning or "", output.text)
         print()
+
+
+class _Shown:
+    """Prints an answer as it comes. A terminal also gets the model's reasoning, dimmed; the conversation keeps the answer alone."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+        self._reasoning = False
+
+    def add(self, reasoning: str, text: str) -> None:
+        """Prints the next part of the reasoning and of the answer."""
+        if reasoning and sys.stdout.isatty():
+            print(f"{_DIM}{reasoning}{_PLAIN}", end="", flush=True)
+            self._reasoning = True
+        if text:
+            if self._reasoning:
+                print("\n")
+                self._reasoning = False
+            self._pieces.append(text)
+            print(text, end="", flush=True)

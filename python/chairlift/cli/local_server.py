@@ -42,22 +42,32 @@ def server_for(model: str | None, url: str | None, api_key: str | None) -> Itera
 
     Without a `url`, it is the server at the usual address, or one that runs until the end of the block. Raises ChairliftError.
     """
-    if (names := _names(url or URL, api_key, must_answer=url is not None)) is not None:
-        if (name := _name_in(names, model)) is not None:
-            yield url or URL, name
-            return
-        if url is not None:
-            raise ModelNotFound(f"the server at {url} does not serve {model}: it has {', '.join(names)}")
+    names = _names_at_usual_address(api_key) if url is None else _names(url, api_key)
+    if (name := _name_in(names, model)) is not None:
+        yield url or URL, name
+        return
+    if url is not None:
+        raise ModelNotFound(f"the server at {url} does not serve {model}: it has {', '.join(names)}")
     with _started(model or DEFAULT_MODEL) as started:
         _wait(started, api_key)
-        yield started.url, (_names(started.url, api_key, must_answer=True) or [""])[0]
+        yield started.url, _names(started.url, api_key)[0]
 
 
-def _names(url: str, api_key: str | None, *, must_answer: bool) -> list[str] | None:
-    """The models of the server at `url`. None if nothing listens there, unless it must answer."""
-    if not must_answer and not _listens(url):
-        return None
-    return [one["id"] for one in get_json(url, "/v1/models", api_key)["data"]]
+def _names(url: str, api_key: str | None) -> list[str]:
+    """The models of the server at `url`. Raises ChairliftError."""
+    try:
+        return [one["id"] for one in get_json(url, "/v1/models", api_key)["data"]]
+    except (KeyError, TypeError):
+        raise ChairliftError(f"what listens at {url} is no server with OpenAI's API") from None
+
+
+def _names_at_usual_address(api_key: str | None) -> list[str]:
+    """The models of the server at the usual address; none if nothing listens there, or something that cannot be used."""
+    try:
+        return _names(URL, api_key) if _listens(URL) else []
+    except ChairliftError as error:
+        print(f"chairlift: {error}", file=sys.stderr)
+        return []
 
 
 def _listens(url: str) -> bool:

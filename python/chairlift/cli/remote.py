@@ -59,8 +59,8 @@ def post_json(url: str, path: str, api_key: str | None, body: Mapping[str, Any])
         return json.load(response)
 
 
-def stream_chat(url: str, api_key: str | None, body: Mapping[str, Any]) -> Iterator[str]:
-    """Posts a chat completion and yields the text of its events. Raises ChairliftError."""
+def stream_chat(url: str, api_key: str | None, body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Posts a chat completion and yields the reasoning and the text of its events. Raises ChairliftError."""
     with _errors(url, api_key), _open(url, "/v1/chat/completions", api_key, {**body, "stream": True}, STREAM_TIMEOUT) as response:
         for line in response:
             data = line.removeprefix(b"data:").strip()
@@ -70,8 +70,8 @@ def stream_chat(url: str, api_key: str | None, body: Mapping[str, Any]) -> Itera
             if "error" in event:
                 raise ChairliftError(event["error"]["message"])
             for choice in event["choices"]:
-                if text := choice["delta"].get("content"):
-                    yield text
+                delta = choice["delta"]
+                yield delta.get("reasoning_content") or "", delta.get("content") or ""
 
 
 def _open(url: str, path: str, api_key: str | None, body: Mapping[str, Any] | None = None, timeout: float = TIMEOUT) -> Any:

@@ -12,6 +12,7 @@ from chairlift.cli.flags import add_sampling, sampling_settings
 from chairlift.cli.local_server import add_url, server_for
 from chairlift.cli.remote import add_api_key, client_key
 from chairlift.config import DEFAULT_MODEL
+from chairlift.errors import InvalidRequest
 
 _EXAMPLES = """\
 examples:
@@ -41,12 +42,14 @@ def run(args: argparse.Namespace) -> int:
     sampling = {name: value for name, value in sampling_settings(args).items() if value is not None}
     piped = "" if sys.stdin.isatty() else sys.stdin.read()
     question = "\n\n".join(part for part in (" ".join(args.prompt), piped.strip()) if part)
+    if not question and not sys.stdin.isatty():
+        raise InvalidRequest("no question: give one after the model, or on standard input")
     key = client_key(args)
     with server_for(args.model, args.url, key) as (url, model):
         conversation = Conversation(args.system)
         answer = answer_from(url, key, model, conversation, sampling)
         if question:
             answer(question)
-        elif sys.stdin.isatty():
+        else:
             converse(f"{model} at {url}", conversation, answer)
     return 0
