@@ -1,4 +1,4 @@
-"""MkDocs hook: checks links from the documentation to other files of the repository.
+"""MkDocs hook: checks links from the documentation to other files of the repository, such as the generators of pages.
 
 The site does not contain these files, so their links become plain text, or links to `repo_url` if mkdocs.yml sets it.
 """
@@ -23,7 +23,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     def replace(link: re.Match[str]) -> str:
         text, path, fragment = link[1], link[2], link[3] or ""
         target = (folder / path).resolve()
-        if "://" in path or target.is_relative_to(docs):
+        published = target.is_relative_to(docs) and target.suffix != ".py" and not target.is_dir()
+        if "://" in path or published:
             return link[0]
         if not target.exists():
             log.warning("%s links to %s, which does not exist", page.file.src_path, path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chairlift import sampling, template_process, template_renderer
+from chairlift import config, sampling, template_process, template_renderer
 from chairlift.config import EngineConfig
 from chairlift.engine import handshake, heartbeat, held_sequences, watchdog
 from chairlift.server import embedding, engine_keeper, engine_listener, lifecycle, registry, supervisor, tokenizing
@@ -30,6 +30,8 @@ RUST = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"][
 PYTHON = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
 [JOURNAL] = re.findall(r'VERSION: &\[u8\] = b"(\d+)', (ROOT / "rust/core/src/journal/format.rs").read_text())
 CORE, SERVER = EngineConfig(), ServerConfig()
+STEPS = dict(re.findall(r"^\| (decode/\d+) \| ([\d.]+) ", (ROOT / "benches/results/scheduler.md").read_text(), re.MULTILINE))
+"""Microseconds of steps in Rust, as measured."""
 
 STATED = {
     "README.md": (f"Rust {RUST}", f"Python {PYTHON}"),
@@ -80,6 +82,7 @@ STATED = {
         f"After {batches.WINDOW_SECONDS // 3600} hours",
         f"forgotten {batches.KEPT_SECONDS // 86400} days after their end",
         f"if there are more than {batches.MAX_BATCHES:,}",
+        f"`--max-data-size` ({SERVER.max_data_size >> 30} GiB)",
     ),
     "docs/api/embeddings.md": (f"at most {embedding.MAX_INPUTS:,}",),
     "docs/api/explain.md": (f"The server knows the last {registry.MAX_REQUESTS:,} requests",),
@@ -92,7 +95,14 @@ STATED = {
         f"At most {engine_listener.MAX_HANDSHAKES} connections that have not proved the secret are open, "
         f"for at most {handshake.PROOF_SECONDS:.0f} seconds",
     ),
-    "docs/tuning.md": (f"`--gpu-memory-utilization` ({CORE.gpu_memory_utilization:g})",),
+    "docs/tuning.md": (
+        f"`--gpu-memory-utilization` ({CORE.gpu_memory_utilization:g})",
+        f"On a CPU it is {config.DEFAULT_STEP_TOKENS} by default. For models of up to {config.TILES_WEIGHTS // 10**6} million weights on\n"
+        f"processors with AMX it is {config.TILES_STEP_TOKENS}, and {2 * config.TILES_STEP_TOKENS} with `--cpu-math fast`",
+    ),
+    "docs/scheduling/policies.md": (f"`--background-slowdown` ({CORE.background_slowdown:g})",),
+    "docs/scheduling/admission.md": (f"`--watermark` ({CORE.watermark:g})", f"`--queue-ageing-ms` ({CORE.queue_ageing_ms:,.0f})"),
+    "docs/scheduling/reference.md": (f"| {STEPS['decode/256']} µs |", f"| {STEPS['decode/1024']} µs; "),
     "docs/scheduling/journal.md": (f"The first line names the version, {JOURNAL}.",),
 }
 """What pages say of limits, times and defaults, with the code's numbers."""

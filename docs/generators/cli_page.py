@@ -8,7 +8,7 @@ import dataclasses
 import io
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from tables import code, paragraph, table
 
@@ -29,24 +29,28 @@ A setting is a flag, an environment variable and a line of the YAML file `--conf
 file. In Python, the settings of engines are keyword arguments with `_` for `-`.
 """
 
+_ENGINE, _SERVER = (
+    {field.name: field.metadata["group"] for field in dataclasses.fields(cls) if field.metadata and field.name != "model"}
+    for cls in (EngineConfig, ServerConfig)
+)
+_GROUPS = _ENGINE | _SERVER
+"""The headings of the settings. The model has no flag of its own: commands take it in different ways."""
+
 
 def page() -> str:
     """Returns the page."""
     commands = {name: parser for name, parser in _subparsers(build_parser()) if name in COMMANDS}
-    settings = {
-        field.name: field.metadata["group"] for cls in (EngineConfig, ServerConfig) for field in dataclasses.fields(cls) if field.metadata
-    }
     text = _HEAD + table(("command", "purpose"), ((f"[`{name}`](#{name})", COMMANDS[name]) for name in commands)) + _SETTINGS
     groups: dict[str, list[argparse.Action]] = defaultdict(list)
     for action in _arguments(commands["serve"]):
-        if action.dest in settings and action.option_strings and action.dest != "model":
-            groups[settings[action.dest]].append(action)
+        if action.dest in _GROUPS:
+            groups[_GROUPS[action.dest]].append(action)
     for group, actions in groups.items():
         text += f"\n### {group[0].upper()}{group[1:]}\n\n" + table(("flag", "variable", "meaning"), map(_setting, actions))
     for name, command in commands.items():
-        text += f"\n## {name}\n\n{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.\n{_command(command, settings.keys() - {'model'})}"
+        text += f"\n## {name}\n\n{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.\n{_command(command)}"
         for kind, parser in _subparsers(command):
-            text += f"\n### {name} {kind}\n{_command(parser, settings.keys() - {'model'})}"
+            text += f"\n### {name} {kind}\n{_command(parser)}"
     return text
 
 
@@ -64,20 +68,21 @@ def _arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return [action for action in parser._actions if action.dest not in ("help", "help_all") and not isinstance(action, skipped)]
 
 
-def _command(parser: argparse.ArgumentParser, settings: Collection[str]) -> str:
+def _command(parser: argparse.ArgumentParser) -> str:
     """Returns a command's own arguments, and the names of the settings that it takes."""
     arguments = _arguments(parser)
     # A setting's flag has no default of its own; `bench` has another --host.
-    shared = [action for action in arguments if action.dest in settings and action.default == argparse.SUPPRESS]
-    own = [action for action in arguments if action not in shared]
-    taken = {action.dest: code(action.option_strings[0]) for action in shared}
+    taken = {action.dest: action for action in arguments if action.dest in _GROUPS and action.default == argparse.SUPPRESS}
+    own = [action for action in arguments if action not in taken.values()]
     text = f"\n{table(('argument', 'meaning'), map(_argument, own))}" if own else ""
-    listed = [text for name, text in sorted(taken.items())]
-    if taken.keys() >= (engine := {field.name for field in dataclasses.fields(EngineConfig)} & set(settings)):
-        listed = ["all of the model, the scheduler and the cache", *(text for name, text in sorted(taken.items()) if name not in engine)]
-    if len(taken) == len(settings):
-        listed = ["all"]
-    return text + (f"\n[Settings](#settings): {', '.join(listed)}.\n" if taken else "")
+    listed = []
+    if taken.keys() >= _ENGINE.keys():
+        listed.append("all of the model, the scheduler and the cache")
+        taken = {name: action for name, action in taken.items() if name in _SERVER}
+    if taken.keys() >= _SERVER.keys():
+        listed, taken = ["all"], {}
+    listed += [code(action.option_strings[0]) for _, action in sorted(taken.items())]
+    return text + (f"\n[Settings](#settings): {', '.join(listed)}.\n" if listed else "")
 
 
 def _argument(action: argparse.Action) -> tuple[str, str]:
