@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import Any
 
 from tables import code, table
 
@@ -40,10 +41,11 @@ def page() -> str:
 
 def _server() -> Metrics:
     """Returns metrics that have at least one sample each."""
-    nothing = {"": defaultdict(float)}, {0: defaultdict(float)}
-    stats = Stats(slots=1, energy_uj=0, idle_energy_uj=0, accepted_draft_tokens_by_position=(0,), tenants=nothing[0], classes=nothing[1])
+    used = defaultdict[str, float](float)
+    usage: dict[str, Any] = {"tenants": {"": used}, "classes": {0: used}}
+    stats = Stats(slots=1, energy_uj=0, idle_energy_uj=0, accepted_draft_tokens_by_position=(0,), **usage)
     info = SimpleNamespace(**{field.name: "known" for field in dataclasses.fields(EngineInfo)})
-    replica = SimpleNamespace(number=0, restarts=0, engine=SimpleNamespace(stats=lambda: stats, info=info))
+    replica: Any = SimpleNamespace(number=0, restarts=0, engine=SimpleNamespace(stats=lambda: stats, info=info))
     metrics = Metrics("MODEL", lambda: [replica], alias=True)
     metrics.registry.register(LoopMonitor({"model_name": "MODEL", "engine": "0"}))
     metrics.observe_targets("default", Tier(weight=1, ttft_ms=1), Timing(0, 0, 0, 0), 1)

@@ -48,7 +48,7 @@ def _class(cls: type) -> str:
         rows = ((code(name), code(str(types.get(name, ""))), meanings.get(name, "")) for name in names)
         text = f"{_doc(cls)}\n\n{table(('field', 'type', 'meaning'), rows)}"
     else:
-        text = f"{_signature(cls.__init__, cls.__name__)}\n\n{_doc(cls)}\n" if "__init__" in vars(cls) else f"{_doc(cls)}\n"
+        text = f"{_signature(vars(cls)['__init__'], cls.__name__)}\n\n{_doc(cls)}\n" if "__init__" in vars(cls) else f"{_doc(cls)}\n"
     return text + "".join(_members(cls))
 
 
