@@ -89,6 +89,7 @@ FREE = {
     *(("GET", path) for path in ("/v1/models", "/v1/models/{name:path}", "/api/tags", "/api/ps", "/api/version")),
     *(("GET", path) for path in ("/dashboard", "/dashboard/data", "/v1/requests/{name:path}/explain")),
     *(("POST", "/api/pull"), ("DELETE", "/api/delete")),  # refused at once
+    ("POST", "/close_session"),
     *(("GET", "/v1/sequences"), ("PATCH", "/v1/sequences/{id}"), ("DELETE", "/v1/sequences/{id}")),
     *(("GET", "/v1/files"), ("GET", "/v1/files/{id}"), ("DELETE", "/v1/files/{id}")),
     *(("GET", "/v1/batches"), ("GET", "/v1/batches/{id}"), ("POST", "/v1/batches/{id}/cancel")),
