@@ -1,7 +1,8 @@
 //! A model with recurrent layers: a sequence shares a prefix only up to a block after which a state is saved.
 
 use crate::lab::{Lab, ask, plenty, stem};
-use chairlift_core::{Config, Continues, Fcfs, Policy, Prefix, Request, Token};
+use chairlift_core::{Config, Continues, Fcfs, Outputs, Policy, Prefix, Request, Scheduler, Token};
+use std::collections::VecDeque;
 
 /// The token of every answer.
 const ANSWER: Token = 7;
@@ -38,6 +39,38 @@ fn the_next_turn_resumes_from_the_end_of_the_answer() {
     }
     lab.finish();
     assert_eq!(lab.scheduler.stats().counters.lost_hit_tokens, 0);
+}
+
+/// The text of a request that stops after `len` tokens, while as many steps as `lag` are planned ahead.
+fn overlapped(scheduler: &mut Scheduler, request: Request, len: usize, lag: usize) -> Vec<Token> {
+    let (mut text, mut planned, mut outputs) = (request.prompt.clone(), VecDeque::new(), Outputs::default());
+    scheduler.add(request, 0).expect("it fits");
+    loop {
+        while planned.len() <= lag
+            && let Some(plan) = scheduler.plan(0)
+        {
+            planned.push_back(plan);
+        }
+        let Some(plan) = planned.pop_front() else { return text };
+        let token = if text.len() + 1 == len { 0 } else { ANSWER };
+        scheduler.commit(plan, &[token as i32], 0, &mut outputs);
+        text.extend(outputs.tokens.iter().map(|output| output.token));
+        scheduler.check();
+    }
+}
+
+#[test]
+fn the_end_of_an_answer_is_found_though_steps_were_planned_beyond_it() {
+    for (len, lag) in (41..82).flat_map(|len| [(len, 0), (len, 1), (len, 2)]) {
+        let mut scheduler = Scheduler::new(with_states(8)).expect("a sound config");
+        let mut prompt = overlapped(&mut scheduler, ask(1, 40, 100), len, lag);
+        assert_eq!(prompt.len(), len);
+        prompt.extend(3_000_000..3_000_010);
+        scheduler.add(Request { tag: 2, prompt, ..ask(1, 1, 1) }, 0).expect("it fits");
+        let plan = scheduler.plan(0).expect("it can run");
+        assert_eq!(plan.admitted[0].cached_tokens as usize, (len - 1) / 16 * 16, "{len} tokens, {lag} steps ahead");
+        scheduler.commit(plan, &[0], 0, &mut Outputs::default());
+    }
 }
 
 #[test]
