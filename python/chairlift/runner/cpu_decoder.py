@@ -184,7 +184,7 @@ class _Builder:
         bias = self.vector(f"{prefix}{names.router}.bias", experts.count) if names.biases else None
         choice_bias = self.vector(prefix + names.choice_bias, experts.count) if names.choice_bias and experts.biased else None
         return _core.DecoderBlock.mixture(
-            norm=self.norm(prefix + model.norms.mlp),
+            norm=self.mlp_norm(prefix),
             router=_core.Linear([router], hidden, "float32", threads=self.threads, bias=bias, isa=self.isa),
             gate_up_proj=gate_up_proj,
             down_proj=self.pack([downs], f"{prefix}experts", experts.inner, biases[1]),
@@ -217,8 +217,7 @@ class _Builder:
         hidden, inner = model.hidden_size, model.inner_of(index)
         outs = self.gate_up(prefix, model.projections, inner)
         return _core.DecoderBlock.gated_mlp(
-            # With post-norms, "post_attention_layernorm" is the norm after attention; without them it is the norm before the MLP.
-            norm=self.norm(prefix + ("pre_feedforward_layernorm" if model.post_norms else model.norms.mlp)),
+            norm=self.mlp_norm(prefix),
             gate_up_proj=self.linear(outs, hidden, model.mlp_bias, gated=True),
             down_proj=self.linear({prefix + model.projections.down: hidden}, inner, model.mlp_bias),
             activation=model.activation,
@@ -231,6 +230,11 @@ class _Builder:
         """The tensors of gate and up, and the number of rows of each."""
         fused = not names.apart or self.weights.has(f"{prefix}{names.gate_up[0]}.weight")
         return _named(prefix, names.gate_up if fused else names.apart, (inner, inner))
+
+    def mlp_norm(self, prefix: str) -> np.ndarray:
+        """The norm before a layer's MLP or experts."""
+        # With post-norms, "post_attention_layernorm" is the norm after attention; without them it is the norm before the MLP.
+        return self.norm(prefix + ("pre_feedforward_layernorm" if self.model.post_norms else self.model.norms.mlp))
 
     def vector(self, name: str, size: int) -> np.ndarray:
         """A one-dimensional tensor."""
