@@ -100,6 +100,9 @@ def test_chats_of_the_asynchronous_engine(fakes):
             check("".join(output.text for output in outputs), reasoning, outputs[-1].tool_calls)
             with pytest.raises(InvalidRequest, match="tool_choice names 'clock'"):
                 await anext(engine.chat(HELLO, tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "clock"}}))
+            for messages, params, says in ((None, None, "messages is invalid"), (HELLO, {"seed": 1}, "params must be SamplingParams")):
+                with pytest.raises(InvalidRequest, match=says):
+                    await anext(engine.chat(messages, params))
 
     asyncio.run(main())
 
@@ -139,6 +142,8 @@ def test_the_calls_of_earlier_answers_are_read_as_over_http(fakes):
         (HELLO, {"tools": [WEATHER, WEATHER]}, "tools has two functions of one name"),
         (HELLO, {"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice must be none, auto, required"),
         (HELLO, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs may not set 'tokenize'"),
+        (HELLO, {"chat_template_kwargs": {5: True}}, "chat_template_kwargs may not set 5"),
+        (HELLO, {"chat_template_kwargs": "enable_thinking"}, "chat_template_kwargs must be a dict"),
     ],
 )
 def test_wrong_chats_are_invalid_requests(fakes, messages, options, says):

@@ -130,8 +130,10 @@ def _call_for_template(call: _MessageToolCall, where: str) -> dict[str, Any]:
 
 def checked_variables(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a caller's `chat_template_kwargs`; raises InvalidRequest for names that the renderer sets itself."""
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"chat_template_kwargs must be a dict, got {brief(given)}", param="chat_template_kwargs")
     for name in given:
-        if name in _RESERVED or not _VARIABLE.fullmatch(name):
+        if not isinstance(name, str) or name in _RESERVED or not _VARIABLE.fullmatch(name):
             raise InvalidRequest(f"chat_template_kwargs may not set {brief(name)}", param="chat_template_kwargs")
     check_depth("chat_template_kwargs", dict(given))
     return dict(given)

@@ -33,6 +33,8 @@ class Chat:
         self, tokenizer: Tokenizer, info: EngineInfo, messages: Sequence[Message], params: SamplingParams, options: ChatOptions
     ) -> None:
         """Renders the conversation, which blocks. Raises InvalidRequest."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"params must be SamplingParams, got {params!r:.50}", param="params")
         model = ChatModel(tokenizer, info.vocab_size)
         tools = _validated(_TOOLS, options.tools or (), "tools")
         functions = [tool.as_function(f"tools[{index}]") for index, tool in enumerate(tools)]
