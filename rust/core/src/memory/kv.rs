@@ -503,7 +503,7 @@ impl Kv {
         if self.sharing {
             let full = (limit / self.block_size) as usize;
             blocks.names.reserve_exact(full - blocks.names.len());
-            self.reserve_contents(blocks, full);
+            blocks.reserve_contents(full);
         }
     }
 

@@ -50,6 +50,13 @@ impl SeqBlocks {
         self.state.get_or_insert_default().contents = contents;
     }
 
+    /// Reserves capacity for the contents of `len` blocks, in a model that has states.
+    pub(super) fn reserve_contents(&mut self, len: usize) {
+        if let Some(state) = &mut self.state {
+            state.contents.reserve_exact(len - state.contents.len());
+        }
+    }
+
     /// Has the sequence save its state after `position` tokens, if it has yet to compute them. Called for models that have states.
     pub(crate) fn wants_state(&mut self, position: u32) {
         let wanted = &mut self.state.get_or_insert_default().wanted;
@@ -187,13 +194,6 @@ impl Kv {
                 save(position, slot);
             }
             before = position;
-        }
-    }
-
-    /// Reserves capacity for the contents of `blocks` blocks.
-    pub(super) fn reserve_contents(&self, blocks: &mut SeqBlocks, len: usize) {
-        if let Some(state) = &mut blocks.state {
-            state.contents.reserve_exact(len - state.contents.len());
         }
     }
 
