@@ -101,6 +101,7 @@ def test_an_engine_gives_the_same_tokens_with_caches_forks_and_little_memory(tmp
         expected = [llm.generate([prompt], greedy)[0].outputs[0].token_ids for prompt in prompts]
     turns = [prompt + answer[:12] for prompt, answer in zip(prompts, expected, strict=True)]
     with LLM(str(tmp_path / "tiny.gguf"), **small, max_num_seqs=4, num_kv_blocks=60, max_num_batched_tokens=24) as llm:
+        assert ("speculative decoding", "none") in [tuple(decision[:2]) for decision in llm.info.decisions]
         for found in (0, 32):
             outputs = llm.generate(prompts, greedy)
             assert [output.outputs[0].token_ids for output in outputs] == expected

@@ -1,4 +1,4 @@
-//! RMSNorm of the outputs of heads, with a gate before or after it.
+//! Root-mean-square norms of the outputs of heads, with a gate before or after it.
 
 use crate::simd::{Kernel, Simd, swish};
 
