@@ -1,4 +1,4 @@
-"""Greedy token ids equal transformers' own, however the requests are batched, chunked, cached or preempted."""
+"""Greedy token ids of exact products equal transformers' own, however the requests are batched, chunked, cached or preempted."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def reference(hf_model_dir: Path) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def alone(prompts: list[list[int]]) -> list[list[int]]:
     """What we give for each prompt by itself."""
-    return run(LLM(max_model_len=1024, max_num_seqs=1, num_kv_blocks=512, enable_prefix_caching=False), prompts)
+    return run(LLM(cpu_math="exact", max_model_len=1024, max_num_seqs=1, num_kv_blocks=512, enable_prefix_caching=False), prompts)
 
 
 @torch.inference_mode()
@@ -55,7 +55,7 @@ def test_alone(prompts: list[list[int]], alone: list[list[int]], reference: PreT
 
 
 def test_all_together_and_again_from_the_prefix_cache(prompts: list[list[int]], alone: list[list[int]]) -> None:
-    llm = LLM(max_model_len=1024, max_num_seqs=32, num_kv_blocks=512)
+    llm = LLM(cpu_math="exact", max_model_len=1024, max_num_seqs=32, num_kv_blocks=512)
     assert run(llm, prompts) == alone
     again = llm.generate(prompts, GREEDY)
     assert [output.token_ids for output in again] == alone
@@ -65,13 +65,15 @@ def test_all_together_and_again_from_the_prefix_cache(prompts: list[list[int]], 
 
 
 def test_small_chunks(prompts: list[list[int]], alone: list[list[int]]) -> None:
-    llm = LLM(max_model_len=1024, max_num_seqs=24, max_num_batched_tokens=48, num_kv_blocks=512, enable_prefix_caching=False)
+    llm = LLM(
+        cpu_math="exact", max_model_len=1024, max_num_seqs=24, max_num_batched_tokens=48, num_kv_blocks=512, enable_prefix_caching=False
+    )
     assert run(llm, prompts) == alone
 
 
 def test_preempted_for_want_of_blocks(prompts: list[list[int]], alone: list[list[int]]) -> None:
     # Large steps, or so few are admitted at a time that all find blocks.
-    llm = LLM(max_model_len=528, max_num_seqs=32, num_kv_blocks=40, max_num_batched_tokens=256)
+    llm = LLM(cpu_math="exact", max_model_len=528, max_num_seqs=32, num_kv_blocks=40, max_num_batched_tokens=256)
     outputs = llm.generate(prompts, GREEDY)
     assert [output.token_ids for output in outputs] == alone
     assert sum(output.preemptions for output in outputs) > 0

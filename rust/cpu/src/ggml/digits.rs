@@ -46,6 +46,7 @@ impl<const N: usize> Digits<N> {
     ///
     /// All loops are plain: closures would lack the kernel's target features, and would not become vector instructions.
     #[inline(always)]
+    #[allow(clippy::needless_range_loop)]
     pub(crate) fn new<S: Int8>(s: S, numbers: &[f32; BLOCK]) -> Self {
         let Some((scale, inverse)) = scale_of::<N>(numbers) else {
             return Self { bytes: [[0; BLOCK]; N], scale: f32::NAN, sum: f32::NAN, halves: [f32::NAN; 2] };
