@@ -170,15 +170,12 @@ impl Pass<'_> {
         self.packed.pack(worker, self.isa, &mixture.router, &mut spare.linear, |t, out| {
             // SAFETY: an earlier phase wrote this state, and only the index that packs the row writes its copy (see `Pass`).
             let (x, copy) = unsafe { (self.hidden.read(t * hidden, hidden), normed.write(t * hidden, hidden)) };
-            match &mixture.norms {
-                Some(norms) => {
-                    self.normalise(Some(&norms.router), x, out);
-                    self.normalise(Some(&norms.input), x, copy);
-                }
-                None => {
-                    self.normalise(block.norm.as_deref(), x, out);
-                    copy.copy_from_slice(out);
-                }
+            if let Some(norms) = &mixture.norms {
+                self.normalise(Some(&norms.router), x, out);
+                self.normalise(Some(&norms.input), x, copy);
+            } else {
+                self.normalise(block.norm.as_deref(), x, out);
+                copy.copy_from_slice(out);
             }
         });
         self.packed.multiply(worker, self.isa, &mixture.router, logits, width, Epilogue::Store, &mut spare.linear);
