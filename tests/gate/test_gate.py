@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import socket
 import time
 
 import httpx
@@ -64,6 +65,7 @@ def answer_of(response):
             {"content": bytes(range(256)), "headers": {"content-type": "multipart/form-data; boundary=x"}},
         ),
         ("GET", "/v1/unknown%2Fpath/?a=1&a=%20b", {}),
+        ("GET", "/v1/other", {"headers": [(b"x-name", "caf\u00e9".encode())]}),
         ("PATCH", "/v1/other", {"json": {"a": 1}}),
         ("GET", "/gzip", {"headers": {"accept-encoding": "gzip"}}),
         ("GET", "/redirect", {}),
@@ -84,6 +86,45 @@ def test_the_answer_is_the_one_without_the_gate(upstream, base, method, path, ar
         changed = {"x-request-id", "x-chairlift-gate", "host", "connection"}
         headers = [{name: value for name, value in one[2].items() if name not in changed} for one in (first, second)]
         assert headers[0] == headers[1]
+
+
+def status_of(base, target, body=b"", *headers):
+    """Sends a target as it is, which clients would normalize."""
+    host, port = base.removeprefix("http://").split(":")
+    head = [f"POST {target} HTTP/1.1", f"Host: {host}", "Connection: close", f"Content-Length: {len(body)}", *headers]
+    with socket.create_connection((host, int(port)), 30) as connection:
+        connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
+        return int(connection.makefile("rb").readline().split()[1])
+
+
+def test_no_path_names_another_server(upstream, base):
+    other = Upstream()
+    other.start()
+    assert status_of(base, f"%2F@{other.url.removeprefix('http://')}/secret") == 400
+    assert not other.requests
+    other.stop()
+    assert not upstream.requests
+
+
+@pytest.mark.parametrize("up", ["..", "%2e%2e"])
+def test_a_path_stays_as_it_is(upstream, base, up):
+    # Shortened, it would be that of a chat which has not waited for its turn.
+    assert status_of(base, f"/v1/x/{up}/chat/completions", json.dumps(chat("hello")).encode()) == 207
+    assert not upstream.started
+
+
+def test_the_upstream_is_not_asked_whether_it_expects_the_body(upstream, base):
+    assert status_of(base, "/v1/other", b"body", "Expect: 100-continue") in (100, 207)
+    wait_until(lambda: upstream.requests)
+    assert "expect" not in upstream.requests[0][2]
+
+
+def test_an_answer_after_the_deadline_still_passes(upstream, base):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, base + "/v1/chat/completions", json=chat("wait", deadline_ms=200), timeout=60)
+        time.sleep(0.5)
+        upstream.go.release()
+        assert answer.result().status_code == 200  # `base` looks for errors in the log
 
 
 def test_no_more_run_at_a_time_than_there_are_slots_and_tenants_share_them(upstream, base):

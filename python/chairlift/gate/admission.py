@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from chairlift.errors import EngineDead
+from chairlift.errors import ChairliftError, EngineDead
 from chairlift.gate.answer import Answer
 from chairlift.gate.prompt import Prompt
 from chairlift.sampling import SamplingParams
@@ -67,7 +67,8 @@ async def admitted(request: Request, prompt: Prompt) -> AsyncGenerator[Admitted]
     finally:
         for task in (waiting, running):
             task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, EngineDead):
+        # The answer goes on at the upstream, also if the scheduler has ended the request there: at its deadline, for example.
+        with contextlib.suppress(asyncio.CancelledError, ChairliftError):
             await running
 
 

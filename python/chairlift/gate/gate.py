@@ -47,6 +47,8 @@ class Gate:
         request = Request(scope, receive)
         if (VIA, self._name) in scope["headers"]:
             raise ApiError(508, "this gate is its own upstream: check --upstream", code="loop")
+        if not scope["raw_path"].startswith(b"/"):  # after the upstream's address, %2F@host would name another server
+            raise ApiError(400, "the path must begin with a slash that is not encoded", code="invalid_http")
         raw = await read_raw(request, request.app.state.max_body_size)
         request.state.context.body_received()
         generates = request.method == "POST" and scope["path"] in GENERATES

@@ -17,7 +17,8 @@ BYTES_PER_TOKEN = 4
 GENERATES = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-        *("/chat/completions", "/completions", "/completion", "/generate", "/api/chat", "/api/generate"),
+        *("/chat/completions", "/completions", "/completion", "/infill", "/generate", "/api/chat", "/api/generate"),
+        *("/invocations", "/vertex_generate", "/inference/v1/generate"),
     }
 )
 """Paths whose requests generate text. All others are passed on at once."""

@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 from chairlift.errors import ChairliftError
 from chairlift.gate.limits import Limits, merged, of_llama_cpp, of_metrics, of_models, of_sglang
@@ -17,6 +18,8 @@ log = logging.getLogger("chairlift")
 CONNECT_SECONDS = 10.0
 SILENT_SECONDS = 900.0
 """Seconds without a byte after which an answer is given up. A long queue and a long prompt take minutes."""
+IDLE_SECONDS = 4.0
+"""Seconds that an idle connection is kept: fewer than the 5 after which vLLM and llama.cpp close it, perhaps under a new request."""
 PROBE_SECONDS = 2.0
 """Interval at which an upstream that could not be reached is tried again."""
 DISCOVERY_SECONDS = 10.0
@@ -26,10 +29,10 @@ LONGEST_PAGE = 8 << 20
 _HOP_BY_HOP = frozenset(
     {
         *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"),
-        *("transfer-encoding", "upgrade", "host", "content-length"),
+        *("transfer-encoding", "upgrade", "host", "content-length", "expect"),
     }
 )
-"""Headers that belong to one connection (RFC 9110, section 7.6.1), and those that the client library sets."""
+"""Headers that belong to one connection (RFC 9110, section 7.6.1), those that the client library sets, and `expect`: the body is here."""
 
 RawHeaders = list[tuple[bytes, bytes]]
 
@@ -59,12 +62,16 @@ class Upstream:
         return found
 
     def request(self, method: str, target: str, headers: RawHeaders, body: bytes | bytearray) -> Any:
-        """Sends a request on; a context manager of aiohttp's response, whose bytes are as the upstream sent them."""
-        sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in passed_on(headers)]
+        """Sends a request on; a context manager of aiohttp's response, whose bytes are as the upstream sent them.
+
+        `target` begins with a slash.
+        """
+        sent = [(name.decode("latin-1"), _text(value)) for name, value in passed_on(headers)]
         if self._api_key is not None:
             sent = [(name, value) for name, value in sent if name not in ("authorization", "x-api-key")]
             sent.append(("authorization", f"Bearer {self._api_key}"))
-        return self._client().request(method, self.url + target, headers=sent, data=bytes(body) or None, allow_redirects=False)
+        url = URL(self.url + target, encoded=True)  # otherwise a/../b would become b, which the gate may treat in another way
+        return self._client().request(method, url, headers=sent, data=bytes(body) or None, allow_redirects=False)
 
     async def wait_until_reachable(self) -> None:
         """Returns when the upstream answers anything over HTTP."""
@@ -84,7 +91,7 @@ class Upstream:
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
                 auto_decompress=False,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS),
                 skip_auto_headers=("user-agent", "accept", "accept-encoding", "content-type"),
@@ -117,6 +124,14 @@ def passed_on(headers: RawHeaders) -> RawHeaders:
     named = {token.strip().lower() for name, value in headers if name.lower() == b"connection" for token in value.split(b",")}
     dropped = {*(name.encode() for name in _HOP_BY_HOP), *named}
     return [(name, value) for name, value in headers if name.lower() not in dropped]
+
+
+def _text(value: bytes) -> str:
+    """A header's value for the client library, which encodes it as UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def failure(url: str, error: Exception) -> UpstreamFailed:
