@@ -13,7 +13,7 @@ LAYERS = {
         {"error", "request"},
         {"memory", "policy", "step_time"},
         {"config", "step"},
-        {"ledger"},
+        {"ledger", "sessions"},
         {"sequence"},
         {"batch", "queue"},
         {"scheduler"},

@@ -315,6 +315,8 @@ class Scheduler:
         """Opens held sequences with the handles `forks` and the blocks of `handle`. Does nothing if that is unknown."""
     def drop_held(self, handle: int, now: int) -> None:
         """Drops a held sequence, if it is known. Its blocks are free for the next step."""
+    def note_session(self, tenant: str, session: str, event: Literal["awaits_user", "ended"], now: int) -> bool:
+        """Records what a tenant says of one of its sessions between two requests. Returns False if the session is unknown."""
     def cached_blocks(self, tokens: NDArray[np.int32], group: str = "") -> int:
         """Number of full blocks at the start of `tokens` (int32) that a request of `group`, without a salt, would find in the cache."""
     def restore(self, tokens: NDArray[np.int32], now: int, group: str = "") -> tuple[int, list[int]]:
@@ -516,7 +518,7 @@ def simulate(
     output before the draft, tokens, accepted tokens, and source as in a journal. They are proposed again, `draft_tokens` for a sequence and
     step at most. `routing` is a name of --routing.
 
-    A report has ended (int64 [N, 37]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended; tokens
+    A report has ended (int64 [N, 38]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended; tokens
     of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, drafted
     tokens and accepted ones, and the time in each of `states`), refused (tags), steps, chunks (of sequences in steps), ended_at, stats,
     gaps and step_times (int64 [n, 2]: microseconds and count), timeline (int64 [n, 7]: time, sequences in the step and its tokens, running,

@@ -60,7 +60,7 @@ _IN_FILES = dict.fromkeys(
     ("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "compressed-tensors", "bitsandbytes", "modelopt", "mxfp4"),
     "the quantization of a checkpoint is read from its files, so leave the flag out",
 )
-_DURATIONS = ("batch_timeout_ms", "queue_ageing_ms", "target_itl_ms", "gather_ms")
+_DURATIONS = ("batch_timeout_ms", "queue_ageing_ms", "target_itl_ms", "gather_ms", "max_session_wait_ms")
 LARGEST_SLOWDOWN = 1000
 
 
@@ -275,6 +275,16 @@ class EngineConfig:
         parse_ms_or_auto,
         metavar="MS",
         group="scheduler",
+    )
+    session_turns: str = flag(
+        "named",
+        "requests of which sessions take turns when their contexts do not fit into the KV cache together: 'named' for those that name a "
+        "session, 'all' also for those whose prompt continues an earlier answer, 'off' for none",
+        choices=("off", "named", "all"),
+        group="scheduler",
+    )
+    max_session_wait_ms: float = flag(
+        510_000.0, "how long a request waits for its session's turn at most", float, metavar="MS", group="scheduler"
     )
     journal: str | None = flag(
         None, "record what the scheduler is given in this file, without any text, for 'chairlift replay'", metavar="FILE", group="scheduler"

@@ -30,6 +30,9 @@ STATES = {
     "wait_policy": TimelineState("waits: the policy puts other requests first", "#c8428f", "requests that the policy puts first"),
     "wait_fairness": TimelineState("waits: its tenant has used its share", "#e08aa9", "its tenant's share"),
     "wait_fork": TimelineState("waits for the shared prompt of its fork group", "#5f93b3", "its shared prompt"),
+    "wait_session": TimelineState(
+        "waits for the turn of its session: its context does not fit beside others", "#7a8f3a", "its session's turn"
+    ),
     "prefill": TimelineState("computes its prompt, alone in the step", "#08519c"),
     "prefill_shared": TimelineState("computes its prompt, in steps with other requests", "#6baed6"),
     "stalled": TimelineState("started, but the step has no token budget for it", "#fed976", "token budget after it started"),

@@ -235,6 +235,8 @@ def test_json_has_all_numbers(replay, file):
         ("queue_ageing_ms=1.5", "queue_ageing", 1500),
         ("target_itl_ms=20", "target_itl", 20_000),
         ("gather_ms=auto", "gather", 10_000_000_000_000),
+        ("session_turns=all", "session_turns", "all"),
+        ("max_session_wait_ms=2.5", "max_session_wait", 2500),
         ("target_itl_ms=none", "target_itl", None),
         ("background_slowdown=1.25", "background_slowdown", 125),
         ("host_blocks=8", "host_blocks", 8),

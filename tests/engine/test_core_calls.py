@@ -220,6 +220,8 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
         "target_itl": 500,
         "background_slowdown": 300,
         "gather": None,
+        "session_turns": "named",
+        "max_session_wait": 510_000_000,
         "host_blocks": 7,
         "swap_ns_per_block": 900,
         "state_slots": 0,

@@ -63,6 +63,8 @@ _CONVERSIONS = (
         decode=lambda hundredths, blocks: Fraction(hundredths, 100),
     ),
     _Conversion("gather_ms", _microseconds, _milliseconds),
+    _Conversion("session_turns"),
+    _Conversion("max_session_wait_ms", _microseconds, _milliseconds),
 )
 
 FLAGS = tuple(one.flag for one in _CONVERSIONS)

@@ -148,6 +148,7 @@ def _arrays(sessions: Sequence[RecordedSession], tenants: Sequence[str]) -> tupl
             round(turn.think * 1e6),
             turn.prompt_tokens,
             turn.output_tokens,
+            turn.calls_tool,
             turn.leaf,
             turn.subagents.start,
             len(turn.subagents),

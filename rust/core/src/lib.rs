@@ -18,11 +18,12 @@ mod queue;
 mod request;
 mod scheduler;
 mod sequence;
+mod sessions;
 mod step;
 mod step_time;
 
 pub use batch::{NO_TOKEN, Output, Outputs};
-pub use config::{Batching, Config, Reservation, SETTINGS, Setting, SettingError, SettingKind, Value};
+pub use config::{Batching, Config, Reservation, SETTINGS, SessionTurns, Setting, SettingError, SettingKind, Value};
 pub use drafts::{CORPUS_BYTES_PER_TOKEN, DraftLengths, DraftStats, Drafter};
 pub use error::{ConfigError, Rejected};
 pub use journal::{Arrival, Call, Event, JournalError, ParsedJournal, Recorder, Replayed, STOP, Sampled, Timing};
@@ -36,7 +37,9 @@ pub use policy::{
     CacheUse, Candidate, Charges, Deadline, Estimate, Fair, Fcfs, Grouping, POLICIES, Policy, Preemption, PreemptionReason, Prefix,
     Priority, Rules, Shortest, Vtc,
 };
-pub use request::{BACKGROUND, CacheScope, Continues, FinishReason, HeldId, Preparation, Request, Resumed, SeqId, Tier, Time, Token};
+pub use request::{
+    BACKGROUND, CacheScope, Continues, FinishReason, HeldId, Preparation, Request, Resumed, SeqId, SessionEvent, Tier, Time, Token,
+};
 pub use scheduler::Scheduler;
 pub use step::{Admitted, Chunk, DraftSource, Lens, MAX_DRAFT, Stall, StateMoves, StateSave, StepBuffers, StepPlan, VerifiedDraft};
 pub use step_time::{Load, StepModel};

@@ -5,7 +5,7 @@ mod world;
 
 use chairlift_core::{
     BACKGROUND, Batching, CacheUse, Candidate, Charges, Config, Grouping, POLICIES, Policy, Preemption, PreemptionReason, Preparation,
-    Reservation, Rules, Tier, Time,
+    Reservation, Rules, SessionTurns, Tier, Time,
 };
 use proptest::prelude::*;
 use std::num::NonZeroU8;
@@ -25,8 +25,9 @@ fn op() -> impl Strategy<Value = Op> {
     let tier = prop::sample::select(vec![Tier::Priority, Tier::Default, Tier::Default, Tier::Flex]);
     let (patience, predicted) = (prop::option::weighted(0.3, 0..60u64), prop::option::weighted(0.5, 1..12u32));
     let preparation = || prop::option::weighted(0.2, prop::sample::select(Preparation::NAMES.map(|(preparation, _)| preparation).to_vec()));
+    let session = prop::option::weighted(0.6, (0..6u8, prop::option::weighted(0.3, 0..3u8)));
     let whose = (
-        (priority, tier, preparation()),
+        (priority, tier, preparation(), session),
         0..3u8,
         patience,
         predicted,
@@ -35,8 +36,8 @@ fn op() -> impl Strategy<Value = Op> {
     );
     let what = (prompt, 1..12u32, any::<bool>(), 0..=GROUP, prop_oneof![3 => Just(0), 1 => 1..3usize]);
     prop_oneof![
-        4 => (what, whose).prop_map(|((prompt, new, stop, salt, forks), ((priority, tier, preparation), tenant, patience, predicted, ago, resumed))| {
-            Op::Add { prompt, new, stop, salt, forks, priority, tier, tenant, patience, predicted, ago, resumed, preparation }
+        4 => (what, whose).prop_map(|((prompt, new, stop, salt, forks), ((priority, tier, preparation, session), tenant, patience, predicted, ago, resumed))| {
+            Op::Add { prompt, new, stop, salt, forks, priority, tier, tenant, patience, predicted, ago, resumed, preparation, session }
         }),
         2 => (0..30usize, preparation()).prop_map(|(which, next)| Op::Prepare { which, next }),
         1 => (0..30usize).prop_map(Op::Fork),
@@ -154,6 +155,7 @@ proptest! {
         ageing in 0..60u64, target_itl in prop_oneof![2 => Just(0u64), 1 => 1..5u64], gather in prop_oneof![2 => Just(0u64), 1 => 1..60u64],
         background_slowdown in prop::sample::select(vec![0, 100, 120, 300]),
         host in prop_oneof![1 => Just((0, 0)), 2 => (1..40u32, prop::sample::select(vec![0, 500, 1_000_000u32]))],
+        sessions in (prop::sample::select(SessionTurns::NAMES.map(|(_, turns)| turns).to_vec()), prop_oneof![0..100u64, Just(1u64 << 40)]),
         max_queued_reqs in prop_oneof![3 => Just(u32::MAX), 1 => 0..10u32],
         drafts in prop_oneof![1 => Just((0, 0)), 1 => (1..8usize, prop::sample::select(vec![0, 50, 5000usize]))],
         spare_slots in prop::option::weighted(0.5, 0..12u32),
@@ -165,6 +167,7 @@ proptest! {
             num_kv_blocks: num_blocks, block_size, max_num_batched_tokens: max_tokens, max_num_seqs: max_seqs, max_model_len: 44, enable_prefix_caching: prefix_caching, watermark, kv_reservation: reservation, scheduling_policy: policy, batching,
             max_num_queued_reqs: max_queued_reqs, max_num_queued_tokens: u64::MAX, queue_ageing: ageing, target_itl, background_slowdown, gather, host_blocks, swap_ns_per_block,
             state_slots: spare_slots.map_or(0, |spare| max_seqs + spare),
+            session_turns: sessions.0, max_session_wait: sessions.1,
         };
         let journal = journal && replays(policy);
         let mut world = World::new(config, journal).drafting(drafts.0, drafts.1);
@@ -193,7 +196,7 @@ proptest! {
         let mut world = World::new(config, replays(policy)).drafting(ageing as usize % 5, 1000);
         for (at, (prompt, new, priority, tier)) in requests.into_iter().enumerate() {
             let prompt = (0..prompt as u32).map(|i| (i + at as u32) % VOCABULARY).collect();
-            world.apply(Op::Add { prompt, new, stop: false, salt: at as u8, forks: 0, priority, tier: Tier::NAMES[tier].0, tenant: at as u8 % 3, patience: None, predicted: None, ago: 0, resumed: None, preparation: None });
+            world.apply(Op::Add { prompt, new, stop: false, salt: at as u8, forks: 0, priority, tier: Tier::NAMES[tier].0, tenant: at as u8 % 3, patience: None, predicted: None, ago: 0, resumed: None, preparation: None, session: (at % 2 == 0).then_some((at as u8 % 5, None)) });
             world.apply(Op::Step { lag, poison: None, lost: None });
             if at as u32 % 3 == spare % 3 {
                 world.apply(Op::SetBlockLimit(limits));

@@ -175,6 +175,12 @@ impl Scheduler {
         Ok(())
     }
 
+    #[allow(clippy::needless_pass_by_value)] // a type that Python passes
+    fn note_session(&self, tenant: &str, session: String, event: &str, now: core::Time) -> PyResult<bool> {
+        let event = core::SessionEvent::from_name(event).ok_or_else(|| PyValueError::new_err("expected awaits_user or ended"))?;
+        Ok(self.lock()?.core.note_session(tenant, &session.into(), event, now))
+    }
+
     fn drop_held(&self, handle: u64, now: core::Time) -> PyResult<()> {
         let mut inner = self.lock()?;
         if let Some(id) = inner.held.remove(&handle) {

@@ -12,7 +12,7 @@ use pyo3::types::PyDict;
 
 /// Numbers of a session, and of a request of one.
 const SESSION: usize = 6;
-const TURN: usize = 7;
+const TURN: usize = 8;
 
 /// The users of a simulation: their number, longest time between an answer and the next request, warm-up and end, and the seed.
 type Users = (u32, core::Time, core::Time, core::Time, u64);
@@ -83,11 +83,12 @@ fn read(sessions: &[i64], parents: &[i64], turns: &[i64], tenants: usize) -> Opt
             tenant: tenant.try_into().ok()?,
         };
         for row in turns.by_ref().take(requests.try_into().ok()?) {
-            let [thread, think, prompt, output, leaf, first, subagents] = <[i64; TURN]>::try_from(row).ok()?;
+            let [thread, think, prompt, output, calls_tool, leaf, first, subagents] = <[i64; TURN]>::try_from(row).ok()?;
             session.threads.get_mut(usize::try_from(thread).ok()?)?.push(sim::Turn {
                 think: think.try_into().ok()?,
                 prompt: u32::try_from(prompt).ok().filter(|&prompt| prompt > 0)?,
                 output: u32::try_from(output).ok().filter(|&output| output > 0)?,
+                calls_tool: calls_tool != 0,
                 leaf: u32::try_from(leaf).ok().filter(|&leaf| (leaf as usize) < blocks)?,
                 subagents: (first.try_into().ok()?, subagents.try_into().ok()?),
             });

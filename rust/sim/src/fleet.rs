@@ -4,7 +4,7 @@ use crate::job::Job;
 use crate::machine::Machine;
 use crate::replica::{Numbered, Replica};
 use crate::report::Report;
-use chairlift_core::{BlockHasher, Config, ConfigError, Request, Router, RouterRequest, Routing, Time};
+use chairlift_core::{BlockHasher, Config, ConfigError, Request, Router, RouterRequest, Routing, SessionEvent, Time};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -66,6 +66,13 @@ impl<'a> Fleet<'a> {
         let chosen = self.router.choose(&views, &request);
         self.coming.insert(*tag, chosen.number);
         self.arrive(chosen.index, job);
+    }
+
+    /// Tells all engines what a tenant says of one of its sessions.
+    pub(crate) fn note_session(&mut self, tenant: &str, session: &Arc<str>, event: SessionEvent, now: Time) {
+        for engine in &mut self.engines {
+            engine.scheduler().note_session(tenant, session, event, now);
+        }
     }
 
     /// Adds a request to an engine. Call `advance` to its arrival time first.

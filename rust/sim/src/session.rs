@@ -12,6 +12,8 @@ pub struct Turn {
     pub prompt: u32,
     /// Output tokens.
     pub output: u32,
+    /// Whether the output calls a tool, so that the next request comes without the user.
+    pub calls_tool: bool,
     /// The last full block of the prompt, 0 for none. The blocks before it are its parents.
     pub leaf: u32,
     /// The threads that run side by side before this request of the main thread, which waits for all: the first, and their number.
@@ -90,7 +92,7 @@ mod tests {
 
     /// Two turns of a main thread, the second after a subagent. Blocks have 4 tokens; the first two are shared.
     pub(crate) fn small() -> Session {
-        let turn = |prompt, leaf, subagents| Turn { think: 1_000_000, prompt, output: 2, leaf, subagents };
+        let turn = |prompt, leaf, subagents| Turn { think: 1_000_000, prompt, output: 2, calls_tool: true, leaf, subagents };
         Session {
             threads: vec![vec![turn(13, 3, (0, 0)), turn(18, 4, (1, 1))], vec![turn(9, 6, (0, 0))]],
             parents: vec![0, 0, 1, 2, 3, 0, 5],

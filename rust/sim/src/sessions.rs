@@ -7,7 +7,7 @@ use crate::machine::Machine;
 use crate::random::Random;
 use crate::report::Report;
 use crate::session::{Session, Turn};
-use chairlift_core::{Config, ConfigError, Load, Request, Routing, STOP, Time, Timeline};
+use chairlift_core::{Config, ConfigError, Load, Request, Routing, STOP, SessionEvent, Time, Timeline};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::sync::Arc;
@@ -213,6 +213,7 @@ impl<'a> Users<'a> {
         self.tags += 1;
         let tag = self.tags;
         let (tenant, weight) = &self.load.tenants[session.tenant as usize];
+        let main: Arc<str> = number.to_string().into();
         let request = Request {
             tag,
             prompt: session.prompt(turn, number as u64 + 1, tag, self.load.block),
@@ -220,6 +221,8 @@ impl<'a> Users<'a> {
             stop: vec![STOP],
             tenant: Arc::clone(tenant),
             weight: *weight,
+            session: Some(if thread == 0 { main.clone() } else { format!("{number}.{thread}").into() }),
+            parent_session: (thread > 0).then_some(main),
             ..Request::default()
         };
         self.sent.insert(tag, (number, thread));
@@ -267,6 +270,14 @@ impl<'a> Users<'a> {
         let before = std::mem::replace(&mut state.context, turn.prompt + turn.output);
         state.sent = None;
         state.next += 1;
+        if thread == 0 && !turn.calls_tool {
+            self.fleet.note_session(
+                &self.load.tenants[session.tenant as usize].0,
+                &number.to_string().into(),
+                SessionEvent::AwaitsUser,
+                now,
+            );
+        }
         self.contexts.change(now, before, turn.prompt + turn.output);
         self.go_on(now, number, thread);
     }

@@ -2,7 +2,7 @@
 #![no_main]
 
 use arbitrary::{Result, Unstructured};
-use chairlift_core::{Batching, Config, POLICIES, Preparation, Reservation, Tier};
+use chairlift_core::{Batching, Config, POLICIES, Preparation, Reservation, SessionTurns, Tier};
 use libfuzzer_sys::fuzz_target;
 use world::{GROUP, Op, VOCABULARY, World};
 
@@ -48,6 +48,8 @@ fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
         background_slowdown: *bytes.choose(&[0, 100, 300])?,
         target_itl: *bytes.choose(&[0, 0, 1, 4])?,
         gather: *bytes.choose(&[0, 0, 20])?,
+        session_turns: bytes.choose(&SessionTurns::NAMES)?.1,
+        max_session_wait: *bytes.choose(&[0, 30, 1 << 40])?,
         host_blocks: *bytes.choose(&[0, 3, 10, 40])?,
         swap_ns_per_block: *bytes.choose(&[0, 500, 1_000_000])?,
         state_slots: *bytes.choose(&[0, 0, max_num_seqs, max_num_seqs + 4])?,
@@ -71,6 +73,7 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
             ago: *bytes.choose(&[0, 0, 2, 8])?,
             resumed: if bytes.ratio(1, 5)? { Some(bytes.int_in_range(0..=12)?) } else { None },
             preparation: preparation(bytes)?,
+            session: if bytes.arbitrary()? { Some((bytes.int_in_range(0..=5)?, *bytes.choose(&[None, None, Some(0), Some(1)])?)) } else { None },
         },
         4 => Op::Fork(bytes.int_in_range(0..=30)?),
         5 => Op::Wait(bytes.int_in_range(0..=40)?),

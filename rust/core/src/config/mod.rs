@@ -60,6 +60,33 @@ impl Reservation {
     }
 }
 
+/// Which requests belong to sessions, which take turns when their contexts do not fit into the cache together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SessionTurns {
+    /// None.
+    Off,
+    /// Those that name a session.
+    #[default]
+    Named,
+    /// Those that name a session, and those whose prompt continues an earlier answer.
+    All,
+}
+
+impl SessionTurns {
+    /// Every choice, with the name used in flags and journals.
+    pub const NAMES: [(&'static str, Self); 3] = [("off", Self::Off), ("named", Self::Named), ("all", Self::All)];
+
+    /// The name of the choice.
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize].0
+    }
+
+    /// The choice with this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, turns)| turns)
+    }
+}
+
 /// Limits, fixed for a scheduler's lifetime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -99,6 +126,10 @@ pub struct Config {
     /// Microseconds that requests with a deadline for their first token wait for others at most, while nothing runs. Continuous
     /// batching only.
     pub gather: Time,
+    /// Which requests belong to sessions.
+    pub session_turns: SessionTurns,
+    /// Microseconds that a request waits for its session's turn at most. Then it is served although its session's context does not fit.
+    pub max_session_wait: Time,
     /// Blocks of the host pool. 0 if preempted sequences are always recomputed.
     pub host_blocks: u32,
     /// Nanoseconds to copy one block in one direction.
@@ -127,6 +158,8 @@ impl Default for Config {
             target_itl: 0,
             background_slowdown: 300,
             gather: 0,
+            session_turns: SessionTurns::Named,
+            max_session_wait: 510_000_000,
             host_blocks: 0,
             swap_ns_per_block: 0,
             state_slots: 0,

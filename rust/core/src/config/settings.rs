@@ -1,6 +1,6 @@
 //! The scheduler's settings as one table. Journals, what-if and the Python binding read and write a [`Config`] through it.
 
-use super::{Batching, Config, Reservation};
+use super::{Batching, Config, Reservation, SessionTurns};
 use crate::error::ConfigError;
 use crate::policy::{POLICIES, Policy};
 use thiserror::Error;
@@ -152,7 +152,7 @@ macro_rules! optional {
 }
 
 /// Every setting, in the order in which settings are applied. A later setting may depend on earlier ones.
-pub const SETTINGS: [Setting; 21] = [
+pub const SETTINGS: [Setting; 23] = [
     number!(num_kv_blocks, 2, U32, "Blocks in the KV cache, scratch block 0 included."),
     number!(block_size, 1, INT, "Tokens in a block."),
     number!(max_num_batched_tokens, 1, INT, "Tokens in a step."),
@@ -233,6 +233,14 @@ pub const SETTINGS: [Setting; 21] = [
         u64::MAX,
         "Microseconds that requests with a deadline for their first token wait for others at most, while nothing runs; unset for none."
     ),
+    Setting {
+        name: "session_turns",
+        doc: "Which requests belong to sessions, which take turns when their contexts do not fit into the cache together.",
+        kind: SettingKind::Name(|| SessionTurns::NAMES.map(|(name, _)| name).to_vec()),
+        get: |config| Value::Name(config.session_turns.name().into()),
+        set: |config, value| config.session_turns = SessionTurns::from_name(value.name()).unwrap_or(config.session_turns),
+    },
+    number!(max_session_wait, 0, u64::MAX, "Microseconds that a request waits for its session's turn at most."),
     number!(host_blocks, 0, U32, "Blocks of the host pool."),
     number!(swap_ns_per_block, 0, U32, "Nanoseconds that the copy of a block to the host takes, one way."),
     number!(state_slots, 0, INT, "Slots for the recurrent states of sequences; 0 for a model without recurrent layers."),

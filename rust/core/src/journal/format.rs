@@ -5,7 +5,7 @@
 //! the other frames and [`ParsedJournal`](crate::ParsedJournal) reads them. The scheduler only depends on which full
 //! blocks have equal tokens, so a journal has the blocks' names instead of tokens.
 
-use crate::config::{Config, SETTINGS, SettingError, Value};
+use crate::config::{Config, SETTINGS, SessionTurns, SettingError, Value};
 use crate::error::ConfigError;
 use crate::memory::BlockHash;
 use crate::request::{FinishReason, Time};
@@ -62,10 +62,12 @@ pub(crate) enum Kind {
     Request = 19,
     /// Time, request, number of its next preparation; 0 for none.
     Prepare = 20,
+    /// Time, tenant, session, number of the event.
+    Session = 21,
 }
 
 impl Kind {
-    const ALL: [Self; 20] = [
+    const ALL: [Self; 21] = [
         Self::Add,
         Self::Fork,
         Self::End,
@@ -86,6 +88,7 @@ impl Kind {
         Self::Tier,
         Self::Request,
         Self::Prepare,
+        Self::Session,
     ];
 
     pub(crate) fn of(byte: u8) -> Option<Self> {
@@ -337,8 +340,8 @@ impl<'a> Frames<'a> {
         let mut frames = Self { reader: Reader { bytes, at: MAGIC.len() + VERSION.len() }, sum: SEED };
         let Frame::Records(mut reader, at) = frames.next()? else { return Err(JournalError::NoSettings) };
         let given = read_settings(&mut reader).ok_or(JournalError::Damaged(at))?;
-        // A journal without this setting is of a scheduler without that limit.
-        let config = Config { background_slowdown: 0, ..Config::default() }.with(&given)?;
+        // A journal without one of these settings is of a scheduler without that limit, or without sessions.
+        let config = Config { background_slowdown: 0, session_turns: SessionTurns::Off, ..Config::default() }.with(&given)?;
         config.check()?;
         Ok((frames, config))
     }

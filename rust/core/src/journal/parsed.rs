@@ -4,7 +4,7 @@
 
 use super::format::{Frame, Frames, JournalError, Kind, REASONS, Reader, SEED, fold};
 use crate::config::Config;
-use crate::request::{ArrivalNumber, FinishReason, Preparation, Request, Resumed, Tier, Time, Token};
+use crate::request::{ArrivalNumber, FinishReason, Preparation, Request, Resumed, SessionEvent, Tier, Time, Token};
 use crate::step::DraftSource;
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
@@ -61,6 +61,15 @@ pub enum Call {
         tenant: Arc<str>,
         /// Microseconds of engine time.
         us: Time,
+    },
+    /// A tenant said something of one of its sessions.
+    NoteSession {
+        /// The tenant.
+        tenant: Arc<str>,
+        /// The session.
+        session: Arc<str>,
+        /// What it said.
+        event: SessionEvent,
     },
     /// The limit of blocks with memory was set.
     SetBlockLimit(u32),
@@ -232,6 +241,11 @@ impl ParsedJournal {
                 Call::Restore((0..count).map(|_| reader.word()).collect::<Option<_>>()?)
             }
             Kind::Elsewhere => Call::ChargeElsewhere { tenant: reader.text()?.into(), us: reader.number()? },
+            Kind::Session => {
+                let (tenant, session) = (reader.text()?.into(), reader.text()?.into());
+                let event = SessionEvent::NAMES.get(usize::try_from(reader.number()?).ok()?)?.0;
+                Call::NoteSession { tenant, session, event }
+            }
             Kind::BlockLimit => Call::SetBlockLimit(reader.small()?),
             Kind::Expire => Call::Expire,
             Kind::Draft => {

@@ -5,7 +5,7 @@ use crate::batch::Outputs;
 use crate::error::Rejected;
 use crate::ledger::{Snapshot, Timeline, TimelineState};
 use crate::memory::{BlockId, CacheChanges};
-use crate::request::{ArrivalNumber, CacheScope, FinishReason, HeldId, Preparation, Request, SeqId, Time, Token};
+use crate::request::{ArrivalNumber, CacheScope, FinishReason, HeldId, Preparation, Request, SeqId, SessionEvent, Time, Token};
 use crate::scheduler::Scheduler;
 use crate::sequence::Spec;
 use crate::step::{Chunk, DraftSource, StepPlan};
@@ -162,6 +162,14 @@ impl Recorder {
             journal.note(Kind::Elsewhere).text(tenant).number(us);
         }
         self.scheduler.charge_elsewhere(tenant, us);
+    }
+
+    /// See [`Scheduler::note_session`].
+    pub fn note_session(&mut self, tenant: &str, session: &Arc<str>, event: SessionEvent, now: Time) -> bool {
+        if let Some(journal) = &mut self.journal {
+            journal.call(Kind::Session, now).text(tenant).text(session).number(event as u64);
+        }
+        self.scheduler.note_session(tenant, session, event, now)
     }
 
     /// See [`Scheduler::set_block_limit`].

@@ -205,6 +205,9 @@ impl Replay {
                 self.scheduler.set_priority(self.live.ids[*arrival_number as usize], *priority, now);
             }
             Call::ChargeElsewhere { tenant, us } => self.scheduler.charge_elsewhere(tenant, *us),
+            Call::NoteSession { tenant, session, event } => {
+                self.scheduler.note_session(tenant, session, *event, now);
+            }
             Call::SetBlockLimit(blocks) => {
                 self.scheduler.set_block_limit(*blocks, now);
             }

@@ -284,6 +284,11 @@ impl Accounts {
         User::new(self.tenants.serial(tenant))
     }
 
+    /// The tenant with this name, if it has or had requests.
+    pub(crate) fn user_named(&self, tenant: &str) -> Option<User> {
+        self.tenants.number(tenant).map(|number| self.user(number))
+    }
+
     pub(crate) fn tenant_name(&self, tenant: u32) -> &Arc<str> {
         self.tenants.name(tenant)
     }

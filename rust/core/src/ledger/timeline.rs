@@ -29,6 +29,8 @@ pub enum TimelineState {
     WaitStep,
     /// Waited for its parent's prompt to be computed, because it is a fork.
     WaitFork,
+    /// Waited for the turn of its session.
+    WaitSession,
     /// Computed its prompt in steps without other sequences.
     Prefill,
     /// Computed its prompt in steps shared with other sequences.
@@ -60,7 +62,7 @@ pub enum TimelineState {
 }
 
 /// Number of states.
-pub(crate) const STATES: usize = 22;
+pub(crate) const STATES: usize = 23;
 /// Number of states that can block a whole group of waiting sequences. They come first.
 const LIMITS: usize = 4;
 
@@ -75,6 +77,7 @@ impl TimelineState {
         (Self::WaitFairness, "wait_fairness"),
         (Self::WaitStep, "wait_step"),
         (Self::WaitFork, "wait_fork"),
+        (Self::WaitSession, "wait_session"),
         (Self::Prefill, "prefill"),
         (Self::PrefillShared, "prefill_shared"),
         (Self::Decode, "decode"),
@@ -185,6 +188,7 @@ pub(crate) enum AccountState {
     Grammar,
     ReadCache,
     Fork,
+    Session,
     Prefill,
     Decode,
     Stalled,
@@ -356,6 +360,7 @@ impl Account {
             AccountState::Grammar => add(TimelineState::Grammar, passed),
             AccountState::ReadCache => add(TimelineState::ReadCache, passed),
             AccountState::Fork => add(TimelineState::WaitFork, passed),
+            AccountState::Session => add(TimelineState::WaitSession, passed),
             AccountState::Prefill => {
                 let shared = clocks.several - self.base[0];
                 add(TimelineState::PrefillShared, shared);

@@ -1,6 +1,8 @@
 //! Physical KV blocks: the holders, the name and the free state of each.
 
+use self::free_lists::FreeLists;
 use self::limit::Unbacked;
+use self::owners::{Owner, Owners};
 use self::users::Users;
 use super::hash::{BlockHash, BlockHasher};
 use crate::request::{CacheScope, Token};
@@ -8,10 +10,14 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Arc;
 
 mod changes;
+mod free_lists;
 mod limit;
+mod owners;
 mod users;
 
 pub use changes::CacheChanges;
+pub(crate) use free_lists::EvictionClass;
+pub(crate) use owners::CacheOwner;
 pub(crate) use users::User;
 
 /// Index of a physical block. Block 0 is scratch and is never allocated.
@@ -35,23 +41,32 @@ pub(crate) enum BlockUse {
 ///
 /// The type is not `Clone`, and only [`BlockPool::release`] empties a table. A block is therefore released exactly once.
 #[derive(Debug, Default)]
-pub struct BlockTable(Vec<BlockId>);
+pub struct BlockTable {
+    ids: Vec<BlockId>,
+    /// The session whose request the sequence computes.
+    owner: Option<CacheOwner>,
+}
 
 impl BlockTable {
     /// The physical blocks, in logical order.
     pub fn ids(&self) -> &[BlockId] {
-        &self.0
+        &self.ids
+    }
+
+    /// Sets the session whose request the sequence computes.
+    pub(crate) fn set_owner(&mut self, owner: Option<CacheOwner>) {
+        self.owner = owner;
     }
 
     /// Reserves capacity for `len` blocks in total, so that growing to that length does not allocate.
     pub fn reserve(&mut self, len: usize) {
-        self.0.reserve_exact(len.saturating_sub(self.0.len()));
+        self.ids.reserve_exact(len.saturating_sub(self.ids.len()));
     }
 }
 
 impl Drop for BlockTable {
     fn drop(&mut self) {
-        debug_assert!(self.0.is_empty() || std::thread::panicking(), "leaked {:?}", self.0);
+        debug_assert!(self.ids.is_empty() || std::thread::panicking(), "leaked {:?}", self.ids);
     }
 }
 
@@ -60,13 +75,15 @@ impl Drop for BlockTable {
 pub struct Chain {
     scope: Arc<CacheScope>,
     content: Content,
+    /// The block with this content.
+    block: BlockId,
     len: usize,
 }
 
 impl Chain {
     /// The chain of a sequence without named blocks.
     pub fn root(scope: &Arc<CacheScope>) -> Self {
-        Self { scope: Arc::clone(scope), content: ROOT, len: 0 }
+        Self { scope: Arc::clone(scope), content: ROOT, block: BlockId(0), len: 0 }
     }
 
     /// Number of blocks in the chain.
@@ -83,6 +100,7 @@ pub(crate) struct Estimate {
     /// The furthest name that was looked up and is not cached.
     missing: Option<(usize, BlockHash)>,
     content: Content,
+    block: BlockId,
     len: usize,
 }
 
@@ -95,7 +113,7 @@ impl Estimate {
 
     /// The chain of a sequence with `names`.
     pub(crate) fn chain(&self, scope: &Arc<CacheScope>) -> Chain {
-        Chain { scope: Arc::clone(scope), content: self.content, len: self.len }
+        Chain { scope: Arc::clone(scope), content: self.content, block: self.block, len: self.len }
     }
 }
 
@@ -104,7 +122,6 @@ impl Estimate {
 pub(super) type Content = u64;
 
 const ROOT: Content = 0;
-const NIL: u32 = u32::MAX;
 
 /// Content of a named block, apart from its tokens.
 #[derive(Debug)]
@@ -112,19 +129,28 @@ struct Name {
     hash: BlockHash,
     content: Content,
     parent: Content,
+    /// The block with that content.
+    parent_block: BlockId,
     /// Scope of a chain's first block. Later blocks get the scope from their parent.
     scope: Option<Arc<CacheScope>>,
     /// The step that completes the block.
     step: u64,
     users: Users,
+    owner: Owner,
+    /// Cached blocks that continue this one and belong to an owner, or on which such blocks depend.
+    dependents: u32,
+}
+
+impl Name {
+    /// Whether the block before this one is evicted after it.
+    fn is_kept(&self) -> bool {
+        self.dependents > 0 || matches!(self.owner, Owner::Owned(_))
+    }
 }
 
 #[derive(Debug)]
 struct Block {
     holders: u32,
-    /// Neighbours in the list of free named blocks.
-    prev: u32,
-    next: u32,
     name: Option<Name>,
 }
 
@@ -185,9 +211,9 @@ pub struct BlockPool {
     unbacked: Unbacked,
     /// Most blocks that may have memory: those that are held, cached or unnamed.
     limit: usize,
-    oldest: u32,
-    newest: u32,
-    free_named: usize,
+    /// Free blocks that have a name.
+    free: FreeLists,
+    owners: Owners,
     next_content: Content,
     /// Number of names computed and looked up.
     lookups: u64,
@@ -200,7 +226,7 @@ pub struct BlockPool {
 impl BlockPool {
     /// Creates a pool of `count` blocks of `block_size` tokens. Block 0 is reserved. `hasher` computes the names.
     pub fn new(count: u32, block_size: usize, hasher: BlockHasher) -> Self {
-        let block = |_| Block { holders: 0, prev: NIL, next: NIL, name: None };
+        let block = |_| Block { holders: 0, name: None };
         Self {
             block_size,
             blocks: (0..count).map(block).collect(),
@@ -210,9 +236,8 @@ impl BlockPool {
             unnamed: Vec::new(),
             unbacked: Unbacked::new(count),
             limit: count as usize - 1,
-            oldest: NIL,
-            newest: NIL,
-            free_named: 0,
+            free: FreeLists::new(count),
+            owners: Owners::default(),
             next_content: ROOT + 1,
             lookups: 0,
             changes: None,
@@ -275,7 +300,7 @@ impl BlockPool {
             let Some(&id) = self.named.get(name) else { break };
             let Some(content) = self.content_if(id, &chain, tokens) else { break };
             found.push(id);
-            chain.advance(content);
+            chain.advance(content, id);
         }
         chain
     }
@@ -295,8 +320,9 @@ impl BlockPool {
             (low, high) = if self.is_named(names[middle]) { (middle + 1, high) } else { (low, middle) };
         }
         let last = low.checked_sub(1).and_then(|last| self.named.get(&names[last]));
-        let content = last.and_then(|id| self.blocks[id.0 as usize].name.as_ref()).map_or(ROOT, |name| name.content);
-        Estimate { from, missing, content, len: low }
+        let end = last.and_then(|&id| Some((self.blocks[id.0 as usize].name.as_ref()?.content, id)));
+        let (content, block) = end.unwrap_or((ROOT, BlockId(0)));
+        Estimate { from, missing, content, block, len: low }
     }
 
     /// Whether a block with this name is cached.
@@ -334,22 +360,22 @@ impl BlockPool {
     /// Adds a cached block to `table`.
     pub fn share(&mut self, table: &mut BlockTable, id: BlockId) {
         if self.blocks[id.0 as usize].holders == 0 {
-            self.unlink_free(id);
+            self.free.unlink(self.list_of(id), id);
         }
         self.blocks[id.0 as usize].holders += 1;
-        table.0.push(id);
+        table.ids.push(id);
     }
 
     /// Grows `table` to `len` blocks. Returns false and changes nothing if too few blocks are free.
     #[must_use]
     pub fn grow(&mut self, table: &mut BlockTable, len: usize) -> bool {
-        let wanted = len.saturating_sub(table.0.len());
+        let wanted = len.saturating_sub(table.ids.len());
         if wanted > self.free() {
             return false;
         }
         for _ in 0..wanted {
             let id = self.take_free();
-            table.0.push(id);
+            table.ids.push(id);
         }
         true
     }
@@ -357,10 +383,10 @@ impl BlockPool {
     /// Replaces the last block of `table` with a new block that only this table holds. Returns (shared, new). The
     /// caller must copy the first to the second before it writes. Panics if no block is free.
     pub fn unshare_last(&mut self, table: &mut BlockTable) -> (BlockId, BlockId) {
-        let shared = table.0.pop().expect("a table with a block");
+        let shared = table.ids.pop().expect("a table with a block");
         let fresh = self.take_free();
-        table.0.push(fresh);
-        self.decref(shared);
+        table.ids.push(fresh);
+        self.decref(shared, table.owner);
         (shared, fresh)
     }
 
@@ -411,28 +437,38 @@ impl BlockPool {
     /// or the names collide), that block loses the name.
     pub fn seal(&mut self, table: &BlockTable, chain: &mut Chain, hash: BlockHash, tokens: &[Token], step: u64) {
         debug_assert_eq!(tokens.len(), self.block_size);
-        let id = table.0[chain.len];
+        let id = table.ids[chain.len];
         let other = self.named.get(&hash).copied();
-        let cached = other.and_then(|other| self.content_if(other, chain, tokens));
-        let content = cached.unwrap_or_else(|| {
+        let cached = other.and_then(|other| Some((self.content_if(other, chain, tokens)?, other)));
+        let (content, block) = cached.unwrap_or_else(|| {
             if let Some(other) = other {
                 self.take_name(other);
             }
             let content = self.new_content();
             debug_assert!(self.blocks[id.0 as usize].holders > 0 && self.blocks[id.0 as usize].name.is_none());
             let scope = (chain.content == ROOT).then(|| Arc::clone(&chain.scope));
-            self.blocks[id.0 as usize].name = Some(Name { hash, content, parent: chain.content, scope, step, users: Users::default() });
+            self.blocks[id.0 as usize].name = Some(Name {
+                hash,
+                content,
+                parent: chain.content,
+                parent_block: chain.block,
+                scope,
+                step,
+                users: Users::default(),
+                owner: Owner::default(),
+                dependents: 0,
+            });
             self.tokens[id.0 as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
             self.named.insert(hash, id);
             self.record(hash, true);
-            content
+            (content, id)
         });
-        chain.advance(content);
+        chain.advance(content, block);
     }
 
     /// Removes the names of blocks in `table` that step `since` or a later step completes, because their content may be invalid.
     pub fn forget(&mut self, table: &BlockTable, since: u64) {
-        for &id in &table.0 {
+        for &id in &table.ids {
             if !self.complete_before(id, since) {
                 self.take_name(id);
             }
@@ -466,9 +502,9 @@ impl BlockPool {
 
     /// Releases the blocks of `table` after the first `len`, last first.
     pub fn truncate(&mut self, table: &mut BlockTable, len: usize) {
-        while table.0.len() > len {
-            let id = table.0.pop().expect("a longer table");
-            self.decref(id);
+        while table.ids.len() > len {
+            let id = table.ids.pop().expect("a longer table");
+            self.decref(id, table.owner);
         }
     }
 
@@ -482,12 +518,9 @@ impl BlockPool {
             assert_eq!(self.blocks[id as usize].name.is_some(), named, "block {id} is on the wrong free list");
         };
         self.unnamed.iter().chain(self.unbacked.iter()).for_each(|id| mark(id.0, false));
-        let (mut at, mut listed) = (self.oldest, 0);
-        while at != NIL {
-            mark(at, true);
-            (at, listed) = (self.blocks[at as usize].next, listed + 1);
-        }
-        assert_eq!(listed, self.free_named, "length of the free list");
+        let listed = self.free.all().inspect(|id| mark(id.0, true)).count();
+        assert_eq!(listed, self.free.len(), "length of the free lists");
+        self.check_owners();
         assert!(self.backed() <= self.limit.max(self.held()), "more blocks have memory than may");
         assert!(!free[0] && held[0] == 0, "the scratch block is in use");
         for (id, block) in self.blocks.iter().enumerate().skip(1) {
@@ -517,29 +550,36 @@ impl BlockPool {
 
     fn take_free(&mut self) -> BlockId {
         let unused = self.unnamed.pop().or_else(|| self.back_one());
-        let id = unused.unwrap_or_else(|| self.unlink_oldest());
+        let id = unused.unwrap_or_else(|| self.evict());
         self.blocks[id.0 as usize].holders = 1;
-        self.take_name(id);
         id
     }
 
     /// Removes the block's name, if any.
     fn take_name(&mut self, id: BlockId) {
-        let block = &mut self.blocks[id.0 as usize];
-        let Some(name) = block.name.take() else { return };
-        let free = block.holders == 0;
-        self.named.remove(&name.hash);
-        self.record(name.hash, false);
-        if let Some(dropped) = &mut self.dropped {
-            dropped.push(name.content);
-        }
-        if free {
-            self.unlink_free(id);
+        let block = &self.blocks[id.0 as usize];
+        let Some((hash, content)) = block.name.as_ref().map(|name| (name.hash, name.content)) else { return };
+        if block.holders == 0 {
+            self.free.unlink(self.list_of(id), id);
             self.unnamed.push(id);
+        }
+        self.disown(id);
+        self.blocks[id.0 as usize].name = None;
+        self.named.remove(&hash);
+        self.record(hash, false);
+        if let Some(dropped) = &mut self.dropped {
+            dropped.push(content);
         }
     }
 
-    fn decref(&mut self, id: BlockId) {
+    /// Removes the name of the free cached block that is evicted next, and takes the block.
+    fn evict(&mut self) -> BlockId {
+        self.take_name(self.next_evicted());
+        self.unnamed.pop().expect("it was just freed")
+    }
+
+    fn decref(&mut self, id: BlockId, user: Option<CacheOwner>) {
+        self.note_use(id, user);
         let block = &mut self.blocks[id.0 as usize];
         block.holders -= 1;
         if block.holders > 0 {
@@ -548,42 +588,10 @@ impl BlockPool {
         if block.name.is_none() {
             self.unnamed.push(id);
         } else {
-            self.append_free(id);
+            self.free.release(id);
+            self.free.push_back(self.list_of(id), id);
         }
         self.give_back();
-    }
-
-    /// Adds a named block to the free list.
-    fn append_free(&mut self, id: BlockId) {
-        let block = &mut self.blocks[id.0 as usize];
-        (block.prev, block.next) = (self.newest, NIL);
-        match self.newest {
-            NIL => self.oldest = id.0,
-            last => self.blocks[last as usize].next = id.0,
-        }
-        self.newest = id.0;
-        self.free_named += 1;
-    }
-
-    /// Removes the named block that was freed first from the free list.
-    fn unlink_oldest(&mut self) -> BlockId {
-        let oldest = BlockId(self.oldest);
-        self.unlink_free(oldest);
-        oldest
-    }
-
-    /// Removes a named block from the free list.
-    fn unlink_free(&mut self, id: BlockId) {
-        let Block { prev, next, .. } = self.blocks[id.0 as usize];
-        match prev {
-            NIL => self.oldest = next,
-            at => self.blocks[at as usize].next = next,
-        }
-        match next {
-            NIL => self.newest = prev,
-            at => self.blocks[at as usize].prev = prev,
-        }
-        self.free_named -= 1;
     }
 }
 
@@ -593,13 +601,14 @@ impl Chain {
         self.content
     }
 
-    /// Shortens the chain to blocks with these contents, which must be its first ones.
-    pub(super) fn truncate(&mut self, contents: &[Content]) {
+    /// Shortens the chain to these blocks with these contents, which must be its first ones.
+    pub(super) fn truncate(&mut self, blocks: &[BlockId], contents: &[Content]) {
+        self.block = blocks.last().copied().unwrap_or(BlockId(0));
         (self.content, self.len) = (contents.last().copied().unwrap_or(ROOT), contents.len());
     }
 
-    fn advance(&mut self, content: Content) {
-        (self.content, self.len) = (content, self.len + 1);
+    fn advance(&mut self, content: Content, block: BlockId) {
+        (self.content, self.block, self.len) = (content, block, self.len + 1);
     }
 }
 

@@ -1,7 +1,7 @@
 //! The KV cache: device and host blocks, their names and their holders.
 
 use self::states::SeqState;
-use super::block::{BlockId, BlockPool, BlockTable, BlockUse, CacheChanges, Chain, Estimate, StoredBlock, User};
+use super::block::{BlockId, BlockPool, BlockTable, BlockUse, CacheChanges, CacheOwner, Chain, Estimate, EvictionClass, StoredBlock, User};
 use super::hash::{BlockHash, BlockHasher};
 use super::state_pool::StatePool;
 use super::swap_pool::SwapPool;
@@ -81,6 +81,11 @@ impl SeqBlocks {
     /// Sets the tenant of the sequence.
     pub(crate) fn set_user(&mut self, user: User) {
         self.user = user;
+    }
+
+    /// Sets the session whose request the sequence computes.
+    pub(crate) fn set_owner(&mut self, owner: CacheOwner) {
+        self.table.set_owner(Some(owner));
     }
 
     /// Records that a step has room for `tokens` more tokens of the prompt. Without the blocks of others it would compute as many.
@@ -332,6 +337,21 @@ impl Kv {
         self.pool.unused()
     }
 
+    /// Adds a session as an owner of blocks.
+    pub(crate) fn open_owner(&mut self) -> CacheOwner {
+        self.pool.open_owner()
+    }
+
+    /// See [`BlockPool::end_owner`].
+    pub(crate) fn end_owner(&mut self, owner: CacheOwner) {
+        self.pool.end_owner(owner);
+    }
+
+    /// See [`BlockPool::rank_owner`].
+    pub(crate) fn rank_owner(&mut self, owner: CacheOwner, class: EvictionClass) {
+        self.pool.rank_owner(owner, class);
+    }
+
     /// Estimates how many blocks of a waiting sequence are cached beyond its first `from`: see [`BlockPool::estimate`].
     /// `last` is the previous estimate. It is reused for equal names, so the cache must not change between the calls.
     pub(crate) fn estimate(&mut self, blocks: &SeqBlocks, from: usize, last: &mut Option<Estimate>) -> Chain {
@@ -389,6 +409,7 @@ impl Kv {
         let computed = computed.min(named);
         let mut held = SeqBlocks::new(Arc::clone(&blocks.scope));
         std::mem::swap(&mut held.table, &mut blocks.table);
+        held.table.set_owner(None);
         std::mem::swap(&mut held.chain, &mut blocks.chain);
         self.pool.truncate(&mut held.table, computed.div_ceil(self.block_size) as usize);
         (held, computed)

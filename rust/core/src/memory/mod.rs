@@ -15,7 +15,7 @@ mod state_pool;
 mod swap_pool;
 
 pub use block::{BlockId, BlockPool, BlockTable, CacheChanges, Chain, StoredBlock};
-pub(crate) use block::{BlockUse, User};
+pub(crate) use block::{BlockUse, CacheOwner, EvictionClass, User};
 pub use blocks_used::BlocksUsed;
 pub use hash::{BlockHash, BlockHasher};
 pub(crate) use kv::{Cached, Computed, Grant, Kv, KvSizes, SeqBlocks};

@@ -44,6 +44,8 @@ pub(crate) struct Kinds {
     pub(crate) swapped: usize,
     /// Forks that wait for their parent's prompt. They are not in the queue.
     pub(crate) on_parent: usize,
+    /// Sequences that wait for their session's turn. They are not in the queue.
+    pub(crate) on_session: usize,
     /// Sequences that wait for each preparation. They are not in the queue.
     pub(crate) preparing: [usize; Preparation::NAMES.len()],
     /// Queued sequences of each tier.
@@ -53,7 +55,7 @@ pub(crate) struct Kinds {
 impl Kinds {
     /// Sequences that wait and are not in the queue.
     pub(crate) fn outside_queue(&self) -> usize {
-        self.on_parent + self.preparing.iter().sum::<usize>()
+        self.on_parent + self.on_session + self.preparing.iter().sum::<usize>()
     }
 }
 
@@ -155,6 +157,18 @@ impl Waiting {
     /// Removes a sequence that its caller has prepared, or that ends before.
     pub(crate) fn end_preparation(&mut self, seq: &Sequence, preparation: Preparation) {
         self.kinds.preparing[preparation as usize] -= 1;
+        self.backlog.remove(seq);
+    }
+
+    /// Counts a sequence that waits for its session's turn.
+    pub(crate) fn begin_session_wait(&mut self, seq: &Sequence) {
+        self.kinds.on_session += 1;
+        self.backlog.add(seq);
+    }
+
+    /// Removes a sequence whose session's turn begins, or that ends before.
+    pub(crate) fn end_session_wait(&mut self, seq: &Sequence) {
+        self.kinds.on_session -= 1;
         self.backlog.remove(seq);
     }
 
@@ -362,6 +376,7 @@ impl Waiting {
                     continue;
                 }
                 Phase::Preparing(preparation) => kinds.preparing[preparation as usize] += 1,
+                Phase::WaitSession => kinds.on_session += 1,
                 _ => {
                     kinds.returning += usize::from(seq.has_started());
                     kinds.swapped += usize::from(seq.phase().swapped_tokens() > 0);

@@ -145,6 +145,25 @@ impl Request {
     }
 }
 
+/// What a tenant says of one of its sessions between two requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SessionEvent {
+    /// The latest answer called no tool: the session goes on when its user does.
+    AwaitsUser,
+    /// The session has ended. If another request of it comes, it begins anew.
+    Ended,
+}
+
+impl SessionEvent {
+    /// Every event, with its name.
+    pub const NAMES: [(Self, &'static str); 2] = [(Self::AwaitsUser, "awaits_user"), (Self::Ended, "ended")];
+
+    /// The event with this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::NAMES.iter().find(|(_, known)| *known == name).map(|&(event, _)| event)
+    }
+}
+
 /// What the caller does for a request, beside the steps of others, before it can run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

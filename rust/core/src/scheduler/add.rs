@@ -53,8 +53,13 @@ impl Scheduler {
         true
     }
 
-    /// Adds a sequence to the queue that no plan has seen.
+    /// Adds a sequence to the queue that no plan has seen, unless it waits for its session's turn.
     fn enqueue_new(&mut self, id: SeqId) {
+        if self.join_session(id) {
+            self.enter(id, Phase::WaitSession);
+            self.waiting.begin_session_wait(&self.seqs[id]);
+            return;
+        }
         self.enqueue(id, false);
         self.waiting.add_new(id);
     }
@@ -71,6 +76,7 @@ impl Scheduler {
         let mut seq = Sequence::new(request, arrival_number, self.config.max_model_len, now).expect("its parent was sound");
         seq.make_fork(parent, waits);
         let id = self.insert(seq);
+        self.join_parents_session(id, parent);
         if waits {
             self.waiting.wait_on_parent();
             self.seqs[parent].add_waiting_fork(id);

@@ -17,6 +17,7 @@ impl Scheduler {
         let outside_queue = self.waiting.kinds().outside_queue();
         assert_eq!(self.seqs.len(), running + self.waiting.len() + outside_queue, "a sequence that neither waits nor runs");
         self.kv.check(all().map(|seq| &seq.blocks).chain(self.held.iter().map(|seq| &seq.blocks)));
+        self.sessions.check(self.waiting.kinds().on_session);
         self.held.check(self.config.block_size);
         self.waiting.check(|id| self.seqs.get(id), all().filter(|seq| !seq.is_running()));
         self.running.check(self.seqs.iter().filter(|(_, seq)| seq.is_running()));

@@ -110,11 +110,13 @@ impl Scheduler {
     /// Frees everything a sequence holds, removes the sequence and closes its timeline.
     fn remove(&mut self, id: SeqId, reason: FinishReason) -> Timeline {
         self.release_forks(id);
+        self.leave_session(id, reason);
         let seq = &self.seqs[id];
         let timeline = seq.timeline(Some(reason), &self.accounts);
         match seq.phase() {
             Phase::Running { .. } => self.release_slot(id),
             Phase::Preparing(preparation) => self.waiting.end_preparation(seq, preparation),
+            Phase::WaitSession => self.waiting.end_session_wait(seq),
             Phase::WaitingOnParent => self.waiting.leave_parent(),
             Phase::New | Phase::Queued | Phase::Preempted | Phase::Swapped { .. } => self.dequeue(id),
         }

@@ -23,6 +23,7 @@ mod snapshot;
 mod states;
 mod stats;
 mod stored;
+mod turns;
 
 use crate::batch::{Outputs, Running};
 use crate::config::Config;
@@ -33,6 +34,7 @@ use crate::policy::{CacheUse, Rules};
 use crate::queue::{Deadlines, Waiting};
 use crate::request::{FinishReason, SeqId, Time, Token};
 use crate::sequence::{Held, Phase, Sequence};
+use crate::sessions::Sessions;
 use crate::step::{StepPlan, Steps};
 use crate::step_time::{BackgroundCost, StepModel};
 use slotmap::SlotMap;
@@ -70,6 +72,7 @@ pub struct Scheduler {
     waiting: Waiting,
     running: Running,
     held: Held,
+    sessions: Sessions,
     kv: Kv,
     accounts: Accounts,
     deadlines: Deadlines,
@@ -100,6 +103,7 @@ impl Scheduler {
             waiting: Waiting::new(rules),
             running: Running::new(config.max_num_seqs),
             held: Held::default(),
+            sessions: Sessions::new(rules.takes_turns()),
             kv: Kv::new(sizes, config.enable_prefix_caching, hasher),
             accounts: Accounts::new(config.max_num_seqs, &rules),
             deadlines: Deadlines::default(),
@@ -185,6 +189,7 @@ impl Scheduler {
         self.steps.begin();
         let backlog = self.waiting.foreground() > self.waiting.new_len();
         self.queue_new();
+        self.take_turns();
         self.running.begin_plan();
         if self.rules.cache == CacheUse::Followed {
             self.reorder_ready();
@@ -210,9 +215,9 @@ impl Scheduler {
     }
 
     /// After [`plan`](Self::plan) returned `None`, the time at which it may return a step without another call: a batch
-    /// timeout or a deadline.
+    /// timeout, a deadline or a session's turn.
     pub fn wake_at(&self) -> Option<Time> {
-        self.waiting.batch_opens_at().into_iter().chain(self.deadlines.next_at()).min()
+        self.waiting.batch_opens_at().into_iter().chain(self.deadlines.next_at()).chain(self.next_turn_at()).min()
     }
 
     /// Takes in the sampled tokens of the oldest uncommitted plan.

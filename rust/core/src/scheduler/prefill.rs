@@ -164,6 +164,7 @@ impl Scheduler {
             () if self.seqs.is_empty() => None,
             () if self.steps.in_flight() => Some(Stall::InFlight),
             () if self.waiting.batch_opens_at().is_some() => Some(Stall::Batch),
+            () if self.running.is_empty() && self.waiting.len() == 0 && self.waiting.kinds().on_session > 0 => Some(Stall::Session),
             () if self.running.is_empty() && self.waiting.len() == 0 && self.waiting.kinds().outside_queue() > 0 => None,
             () => panic!("runnable work and an empty plan: {:?}", self.stats()),
         }

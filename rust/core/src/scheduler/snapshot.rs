@@ -14,10 +14,10 @@ impl Scheduler {
     pub fn snapshot(&mut self, now: Time, max_waiting: usize, max_cells: usize) -> Snapshot {
         let (cells, blocks_per_cell) = self.cells(max_cells);
         let queued = self.waiting.iter().map(|(_, id)| &self.seqs[id]);
-        let preparing = self.seqs.values().filter(|seq| seq.preparation().is_some());
+        let outside = self.seqs.values().filter(|seq| seq.preparation().is_some() || seq.phase() == Phase::WaitSession);
         Snapshot {
             slots: self.running_seqs().map(|seq| self.slot_seen(seq, now)).collect(),
-            waiting: queued.chain(preparing).take(max_waiting).map(|seq| self.wait_seen(seq, now)).collect(),
+            waiting: queued.chain(outside).take(max_waiting).map(|seq| self.wait_seen(seq, now)).collect(),
             cells,
             blocks_per_cell,
             steps: self.accounts.recent().take(now),
@@ -80,6 +80,7 @@ impl Scheduler {
             (Phase::Preempted, _) => TimelineState::Preempted,
             (Phase::Preparing(Preparation::Grammar), _) => TimelineState::Grammar,
             (Phase::Preparing(Preparation::ReadCache), _) => TimelineState::ReadCache,
+            (Phase::WaitSession, _) => TimelineState::WaitSession,
             (Phase::New, _) => TimelineState::WaitStep,
             (_, Some((group, cause))) if group == seq.member().group => cause,
             _ => self.accounts.others(),

@@ -66,8 +66,9 @@ impl Scheduler {
 
     fn waiting_by_state(&self) -> [usize; STATES] {
         let mut by_state = [0; STATES];
-        let Kinds { returning, swapped, on_parent, preparing, .. } = self.waiting.kinds();
+        let Kinds { returning, swapped, on_parent, on_session, preparing, .. } = self.waiting.kinds();
         by_state[TimelineState::WaitFork as usize] = on_parent;
+        by_state[TimelineState::WaitSession as usize] = on_session;
         by_state[TimelineState::Grammar as usize] = preparing[Preparation::Grammar as usize];
         by_state[TimelineState::ReadCache as usize] = preparing[Preparation::ReadCache as usize];
         by_state[TimelineState::Swapped as usize] = swapped;

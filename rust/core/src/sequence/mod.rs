@@ -17,9 +17,10 @@ pub(crate) use queue_entry::AwaitedBlock;
 
 use crate::error::Rejected;
 use crate::ledger::{Account, Accounts, LiveAccounts, Member, QueuePosition, Timeline};
-use crate::memory::{Computed, SeqBlocks, User};
+use crate::memory::{CacheOwner, Computed, SeqBlocks, User};
 use crate::policy::Class;
 use crate::request::{ArrivalNumber, FinishReason, Preparation, Request, Resumed, SeqId, Tier, Time, Token, served_tier};
+use crate::sessions::SessionRef;
 use queue_entry::QueueEntry;
 use slotmap::SlotMap;
 use std::sync::Arc;
@@ -51,6 +52,7 @@ pub(crate) struct Sequence {
     times: Times,
     pub(crate) queue_entry: QueueEntry,
     family: Family,
+    session: Option<SessionRef>,
     /// Boxed because it is large and read only when the state changes.
     pub(crate) account: Box<Account>,
 }
@@ -170,6 +172,7 @@ impl Sequence {
             times,
             queue_entry: QueueEntry::default(),
             family: Family::default(),
+            session: None,
             account: Box::new(Account::open(now, submitted)),
         })
     }
@@ -436,6 +439,17 @@ impl Sequence {
     /// Whether the sequence counts against the queue's limits. Forks and sequences that already ran do not.
     pub(crate) fn counts_as_queued(&self) -> bool {
         self.times.started.is_none() && self.family.parent.is_none() && !self.is_background()
+    }
+
+    /// The session that the request belongs to.
+    pub(crate) fn session(&self) -> Option<SessionRef> {
+        self.session
+    }
+
+    /// Sets the session that the request belongs to, and the owner of its blocks.
+    pub(crate) fn set_session(&mut self, session: SessionRef, owner: CacheOwner) {
+        self.session = Some(session);
+        self.blocks.set_owner(owner);
     }
 
     pub(crate) fn parent(&self) -> Option<SeqId> {

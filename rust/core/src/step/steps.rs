@@ -12,6 +12,8 @@ pub enum Stall {
     InFlight,
     /// A static or dynamic batch waits for more requests.
     Batch,
+    /// Only requests wait whose sessions are parked.
+    Session,
 }
 
 impl Stall {
@@ -20,6 +22,7 @@ impl Stall {
         match self {
             Self::InFlight => "in_flight",
             Self::Batch => "batch",
+            Self::Session => "session",
         }
     }
 }

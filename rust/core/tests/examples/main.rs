@@ -18,6 +18,7 @@ mod prefix;
 mod preparation;
 mod priority;
 mod resumed;
+mod sessions;
 mod shortest;
 mod snapshot;
 mod states;

@@ -225,6 +225,7 @@ fn keep_books(config: Config, requests: u64, dice: &mut Dice) -> HashMap<u64, Ti
                 deadline: within(dice, 60_000),
                 ttft_deadline: within(dice, 30_000),
                 predicted_tokens: (dice.below(2) == 0).then_some(new),
+                session: (dice.below(2) == 0).then(|| dice.below(8).to_string().into()),
                 ..ask(next, prompt, new)
             };
             // Some requests arrived during a step.
@@ -273,7 +274,7 @@ fn keep_books(config: Config, requests: u64, dice: &mut Dice) -> HashMap<u64, Ti
 
 fn compare(timeline: &Timeline, seen: &Seen) {
     let waits: Vec<TimelineState> =
-        TimelineState::NAMES.iter().map(|&(cause, _)| cause).filter(|&cause| cause <= TimelineState::WaitFork).collect();
+        TimelineState::NAMES.iter().map(|&(cause, _)| cause).filter(|&cause| cause <= TimelineState::WaitSession).collect();
     assert_eq!(timeline.states.iter().sum::<Time>(), timeline.ended - timeline.arrived, "{timeline:?}");
     assert_eq!(timeline.arrived, seen.arrived);
     assert_eq!(timeline.started.is_some(), seen.started);

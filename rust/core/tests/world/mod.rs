@@ -40,6 +40,8 @@ pub(crate) enum Op {
         /// If another engine has begun the request: the most tokens that it gave.
         resumed: Option<u32>,
         preparation: Option<Preparation>,
+        /// The number of the session, and of a subagent of it.
+        session: Option<(u8, Option<u8>)>,
     },
     /// Ends a request's preparation, if there is one. Another may follow.
     Prepare {
@@ -198,7 +200,22 @@ impl World {
         self.now += 1;
         let held = self.scheduler.occupancy().blocks;
         match op {
-            Op::Add { mut prompt, new, stop, salt, forks, priority, tier, tenant, patience, predicted, ago, resumed, preparation } => {
+            Op::Add {
+                mut prompt,
+                new,
+                stop,
+                salt,
+                forks,
+                priority,
+                tier,
+                tenant,
+                patience,
+                predicted,
+                ago,
+                resumed,
+                preparation,
+                session,
+            } => {
                 let came = self.now.saturating_sub(ago);
                 let stop: Vec<Token> = stop.then_some(VOCABULARY - 1).into_iter().collect();
                 let resumed = resumed.map(|most| answer(&mut prompt, salt, most.min(new - 1), &stop, came));
@@ -216,6 +233,9 @@ impl World {
                     ttft_deadline: patience.map(|patience| came + patience),
                     predicted_tokens: predicted,
                     user_turn_end: predicted, // any position will do
+                    session: session
+                        .map(|(main, subagent)| subagent.map_or_else(|| format!("{main}"), |number| format!("{main}.{number}")).into()),
+                    parent_session: session.and_then(|(main, subagent)| subagent.map(|_| format!("{main}").into())),
                     preparation,
                     resumed,
                     ..Request::default()

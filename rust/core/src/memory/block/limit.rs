@@ -48,7 +48,7 @@ impl BlockPool {
 
     /// Number of blocks that sequences hold.
     pub fn held(&self) -> usize {
-        self.kept() - self.free_named
+        self.kept() - self.free.len()
     }
 
     /// Number of blocks that are held or cached.
@@ -85,7 +85,7 @@ impl BlockPool {
     /// Gives free blocks back while more blocks have memory than may.
     pub(super) fn give_back(&mut self) {
         while self.backed() > self.limit {
-            let Some(id) = self.unnamed.pop().or_else(|| self.evict_oldest()) else { return };
+            let Some(id) = self.unnamed.pop().or_else(|| self.evict_cached()) else { return };
             self.unbacked.ids.push(id);
         }
     }
@@ -95,12 +95,8 @@ impl BlockPool {
         if self.backed() < self.limit { self.unbacked.pop() } else { None }
     }
 
-    /// Evicts the cached block that was freed first.
-    fn evict_oldest(&mut self) -> Option<BlockId> {
-        if self.free_named == 0 {
-            return None;
-        }
-        self.take_name(BlockId(self.oldest));
-        self.unnamed.pop()
+    /// Evicts a free cached block.
+    fn evict_cached(&mut self) -> Option<BlockId> {
+        (self.free.len() > 0).then(|| self.evict())
     }
 }

@@ -106,7 +106,7 @@ fn the_second_of_two_equal_blocks_stays_unnamed_and_chains_to_the_first() {
 fn a_name_whose_parent_is_forgotten_passes_to_the_next_block_of_that_content() {
     let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
     let mut first = cache(&mut pool, "", &[1, 2, 3, 4]); // blocks 1, 2
-    let head = BlockTable(vec![first.0[0]]);
+    let head = BlockTable { ids: vec![first.ids[0]], owner: None };
     pool.forget(&head, 0);
     std::mem::forget(head);
     pool.release(&mut first);
@@ -219,4 +219,83 @@ fn the_recorded_changes_give_the_names_that_are_cached() {
         assert_eq!(reported, pool.named.keys().copied().collect());
     }
     assert!(!reported.is_empty());
+}
+
+/// A table of a session, whose `tokens` are cached after those of `shares`.
+fn cache_of(pool: &mut BlockPool, owner: Option<CacheOwner>, tokens: &[Token]) -> BlockTable {
+    let (mut found, mut names, scope) = (Vec::new(), Vec::new(), salt(""));
+    pool.name_blocks(&scope, tokens, &mut names);
+    let mut chain = pool.find(&scope, &names, tokens, &mut found);
+    let mut table = BlockTable::default();
+    table.set_owner(owner);
+    found.iter().for_each(|&id| pool.share(&mut table, id));
+    assert!(pool.grow(&mut table, names.len()));
+    for (name, block) in names.iter().zip(tokens.chunks_exact(pool.block_size)).skip(found.len()) {
+        pool.seal(&table, &mut chain, *name, block, 0);
+    }
+    table
+}
+
+/// Caches the tokens of a request that ends.
+fn serve(pool: &mut BlockPool, owner: Option<CacheOwner>, tokens: &[Token]) {
+    let mut table = cache_of(pool, owner, tokens);
+    pool.release(&mut table);
+    pool.check(std::iter::empty());
+}
+
+/// Number of leading blocks of `tokens` that are cached once `count` more blocks are evicted, for each count.
+fn evictions(pool: &mut BlockPool, prompts: &[&[Token]]) -> Vec<Vec<usize>> {
+    let mut table = BlockTable::default();
+    let unused = pool.unused();
+    assert!(pool.grow(&mut table, unused));
+    let mut left = Vec::new();
+    while pool.free() > 0 {
+        let len = table.ids().len() + 1;
+        assert!(pool.grow(&mut table, len));
+        pool.check(std::iter::once(&table));
+        left.push(prompts.iter().map(|tokens| hits(pool, "", tokens).len()).collect());
+    }
+    pool.release(&mut table);
+    left
+}
+
+#[test]
+fn blocks_of_a_parked_session_go_first_and_hot_ones_are_as_old_as_their_use() {
+    let mut pool = BlockPool::new(20, 1, BlockHasher::new(0));
+    let [parked, idle] = [pool.open_owner(), pool.open_owner()];
+    serve(&mut pool, Some(idle), &[1, 2]);
+    serve(&mut pool, None, &[5]);
+    serve(&mut pool, None, &[5]);
+    serve(&mut pool, None, &[6]);
+    serve(&mut pool, Some(parked), &[3, 4]);
+    pool.rank_owner(parked, EvictionClass::Parked);
+    let left = evictions(&mut pool, &[&[3, 4], &[6], &[1, 2], &[5]]);
+    // The parked session, what one request used, the idle session, and what two requests used after it.
+    let expected = [[1, 1, 2, 1], [0, 1, 2, 1], [0, 1, 1, 1], [0, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0]];
+    assert_eq!(left, expected);
+}
+
+#[test]
+fn a_beginning_goes_after_the_sessions_that_need_it() {
+    let mut pool = BlockPool::new(20, 1, BlockHasher::new(0));
+    let [first, second] = [pool.open_owner(), pool.open_owner()];
+    serve(&mut pool, Some(first), &[1, 2, 3]);
+    serve(&mut pool, Some(second), &[1, 2, 4]);
+    pool.rank_owner(second, EvictionClass::Parked);
+    serve(&mut pool, None, &[9]);
+    let left = evictions(&mut pool, &[&[1, 2, 4], &[9], &[1, 2, 3]]);
+    assert_eq!(left, [[2, 1, 3], [2, 0, 3], [2, 0, 2], [1, 0, 1], [0, 0, 0]]);
+}
+
+#[test]
+fn blocks_of_an_ended_owner_pass_to_the_next_one_and_its_number_is_reused() {
+    let mut pool = BlockPool::new(20, 1, BlockHasher::new(0));
+    let [first, second] = [pool.open_owner(), pool.open_owner()];
+    serve(&mut pool, Some(first), &[1, 2]);
+    pool.end_owner(first);
+    assert_ne!(pool.open_owner(), first, "it has blocks");
+    serve(&mut pool, Some(second), &[1, 2]);
+    assert_eq!(pool.open_owner(), first);
+    serve(&mut pool, None, &[8]);
+    assert_eq!(evictions(&mut pool, &[&[8], &[1, 2]]), [[0, 2], [0, 1], [0, 0]]);
 }

@@ -7,7 +7,7 @@
 const MAX_USERS: usize = 64;
 
 /// Identifies a tenant. The number is never reused, so that a new tenant does not get what another one used.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct User(u64);
 
 impl User {

@@ -98,7 +98,7 @@ impl Kv {
         }
         contents.truncate(usable);
         found.truncate(usable);
-        blocks.chain.truncate(&contents);
+        blocks.chain.truncate(&found, &contents);
         blocks.set_contents(contents);
         Cached { blocks: found, tail: None }
     }

@@ -1,0 +1,140 @@
+//! Sessions: which request joins which session, and when the requests of parked sessions join the queue.
+
+use super::Scheduler;
+use crate::config::SessionTurns;
+use crate::request::{FinishReason, SeqId, SessionEvent, Time};
+use crate::sequence::Phase;
+use crate::sessions::{Joins, Machine, SessionId, Turn, Wait};
+use std::sync::Arc;
+
+/// Hundredths of the blocks that contexts of active sessions may take when one more becomes active, and as they grow.
+const FILL: (usize, usize) = (95, 99);
+/// Microseconds after which a plan without a step looks at parked sessions again.
+const LOOKS_AGAIN: Time = 100_000;
+
+impl Scheduler {
+    /// Adds a new request to its session, if it has one. Returns whether it waits for the session's turn.
+    pub(super) fn join_session(&mut self, id: SeqId) -> bool {
+        let seq = &mut self.seqs[id];
+        if self.config.session_turns == SessionTurns::Off
+            || !self.config.enable_prefix_caching
+            || seq.is_background()
+            || seq.parent().is_some()
+        {
+            return false;
+        }
+        let by_prompt = self.config.session_turns == SessionTurns::All;
+        if seq.request().session.is_none() && !by_prompt {
+            return false;
+        }
+        let (blocks, tokens) = seq.blocks_and_tokens();
+        self.kv.name(blocks, tokens);
+        let seq = &self.seqs[id];
+        let (arrived, longest) = (seq.times().arrived, self.config.max_session_wait);
+        let half = seq.times().check_at.map_or(Time::MAX, |due| due.saturating_sub(arrived) / 2);
+        let joins = Joins {
+            seq: id,
+            user: self.accounts.user(seq.member().tenant),
+            tenant: seq.member().tenant,
+            tier: seq.request().tier,
+            session: seq.request().session.as_ref(),
+            parent: seq.request().parent_session.as_ref(),
+            by_prompt,
+            names: seq.blocks.names(),
+            tokens: seq.len(),
+            started: seq.has_started(),
+            arrived,
+            due: arrived.saturating_add(longest.min(half)),
+        };
+        let (now, room, short) = (self.accounts.now(), self.session_blocks(FILL.0), self.kv.limit() * (100 - FILL.0) / 100);
+        let Some(joined) = self.sessions.join(&joins, room as u32, short as u32, now, &mut self.kv) else { return false };
+        let owner = self.sessions.owner(joined.of);
+        self.seqs[id].set_session(joined.of, owner);
+        joined.turn == Turn::Waits
+    }
+
+    /// Adds a fork to the session of its parent.
+    pub(super) fn join_parents_session(&mut self, id: SeqId, parent: SeqId) {
+        if let Some(of) = self.seqs[parent].session() {
+            self.sessions.fork(of);
+            let owner = self.sessions.owner(of);
+            self.seqs[id].set_session(of, owner);
+        }
+    }
+
+    /// Records what a tenant says of one of its sessions. Returns false, and does nothing, if the session is unknown.
+    pub fn note_session(&mut self, tenant: &str, session: &Arc<str>, event: SessionEvent, now: Time) -> bool {
+        self.accounts.tick(now);
+        self.accounts.user_named(tenant).is_some_and(|user| self.sessions.note(user, session, event, &mut self.kv))
+    }
+
+    /// Lets parked sessions come in as far as they fit, and queues their requests.
+    pub(super) fn take_turns(&mut self) {
+        if self.sessions.len() == 0 {
+            return;
+        }
+        let now = self.accounts.now();
+        self.sessions.park_excess(self.session_blocks(FILL.1) as u32, now, &mut self.kv);
+        let room = self.session_blocks(FILL.0) as u32;
+        while let Some((session, is_due)) = self.sessions.next(now, |tenant| self.waiting.service(tenant)) {
+            let reload = self.session_reload(session);
+            let spare = self.waiting.foreground() == 0 && self.running.prompts().is_empty();
+            let machine = Machine { now, blocks: room, spare, model: &self.model };
+            if !self.sessions.make_room(session, reload, is_due, &machine, &mut self.kv) {
+                break;
+            }
+            for Wait { seq, .. } in self.sessions.activate(session, reload, now, &mut self.kv) {
+                self.waiting.end_session_wait(&self.seqs[seq]);
+                self.enter(seq, Phase::Queued);
+                self.enqueue(seq, false);
+            }
+        }
+    }
+
+    /// Removes a sequence that ends from its session. Remembers the end of its answer.
+    pub(super) fn leave_session(&mut self, id: SeqId, reason: FinishReason) {
+        let (seq, now) = (&self.seqs[id], self.accounts.now());
+        let size = self.config.block_size;
+        let answered = matches!(reason, FinishReason::Stop | FinishReason::Length);
+        let Some(of) = seq.session() else {
+            if answered
+                && self.config.session_turns == SessionTurns::All
+                && let Some(&end) = seq.blocks.names().last()
+                && seq.blocks.names().len() as u32 * size > seq.spec().prompt_len
+            {
+                self.sessions.remember_answer(self.accounts.user(seq.member().tenant), end);
+            }
+            return;
+        };
+        if seq.phase() == Phase::WaitSession {
+            self.sessions.leave_line(of, id, now, &mut self.kv);
+            return;
+        }
+        let names = seq.blocks.names();
+        let answered = answered && names.len() as u32 * size > seq.spec().prompt_len;
+        self.sessions.leave(of, names, seq.len(), answered, now, &mut self.kv);
+    }
+
+    /// When a plan without a step may let a parked session come in.
+    pub(super) fn next_turn_at(&self) -> Option<Time> {
+        let looks_again = self.accounts.now() + LOOKS_AGAIN;
+        self.sessions.next_due().map(|due| due.clamp(self.accounts.now() + 1, looks_again))
+    }
+
+    /// Blocks that contexts of active sessions may take: a part of all blocks but those of running sequences without a session.
+    fn session_blocks(&self, hundredths: usize) -> usize {
+        let others = self.running_seqs().filter(|seq| seq.session().is_none()).map(|seq| seq.blocks.held()).sum::<usize>();
+        (self.kv.limit() * hundredths / 100).saturating_sub(others)
+    }
+
+    /// Microseconds to compute what the waiting requests of a session had computed before and is not cached.
+    fn session_reload(&mut self, session: SessionId) -> f64 {
+        let waiting = self.sessions.waiting(session).iter().map(|wait| (wait.seq, wait.known));
+        let mut reload = 0.0;
+        for (seq, known) in waiting {
+            let cached = self.kv.estimate(&self.seqs[seq].blocks, 0, &mut None).len() as f64 * f64::from(self.config.block_size);
+            reload += self.model.prefill(cached, (f64::from(known) - cached).max(0.0));
+        }
+        reload
+    }
+}

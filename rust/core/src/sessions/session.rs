@@ -1,0 +1,259 @@
+//! One session: its threads, its requests and whether it takes part in the turns.
+
+use super::marks::Marks;
+use crate::memory::{BlockHash, CacheOwner, User};
+use crate::request::{SeqId, Tier, Time};
+use slotmap::new_key_type;
+use std::sync::Arc;
+
+new_key_type! {
+    /// Handle of a session.
+    pub(crate) struct SessionId;
+}
+
+/// Maximum number of a session's threads. Another one takes the place of the one that has been quiet for the longest time.
+const MAX_THREADS: usize = 16;
+/// Microseconds after which a thread that has been quiet is over, if another one of its session goes on.
+const GIVEN_UP: Time = 600_000_000;
+
+/// A session and a thread of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SessionRef {
+    pub(crate) session: SessionId,
+    pub(super) thread: u32,
+}
+
+/// Whether a session takes part in the turns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    /// Its context counts against the cache, and its requests are served.
+    Active {
+        /// When its turn began.
+        since: Time,
+    },
+    /// Its requests wait, and its blocks are evicted before others.
+    Parked,
+}
+
+/// A request that waits for its session's turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Wait {
+    pub(crate) seq: SeqId,
+    /// Leading tokens of the prompt that the session had computed before.
+    pub(crate) known: u32,
+    /// When the request arrived.
+    pub(super) arrived: Time,
+    /// When it no longer waits for the turn.
+    pub(super) due: Time,
+}
+
+/// A chain of requests of which each continues the one before. A subagent is a thread of the session that began it.
+#[derive(Debug, Default)]
+pub(super) struct Thread {
+    /// The subagent's name.
+    pub(super) name: Option<Arc<str>>,
+    /// Its latest context.
+    marks: Marks,
+    tokens: u32,
+    /// Requests that wait or run.
+    requests: u32,
+    quiet_since: Time,
+}
+
+impl Thread {
+    fn is_vacant(&self) -> bool {
+        self.requests == 0 && self.tokens == 0
+    }
+}
+
+/// A session.
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub(super) user: User,
+    /// Number of the tenant among those that have requests.
+    pub(super) tenant: u32,
+    /// The tier of its latest request.
+    pub(super) tier: Tier,
+    pub(super) name: Option<Arc<str>>,
+    pub(super) owner: CacheOwner,
+    threads: Vec<Thread>,
+    /// Blocks of the contexts of all threads. Those in common beginnings count once.
+    blocks: u32,
+    pub(super) state: State,
+    /// Requests that wait for the session's turn, in the order of arrival.
+    pub(super) waiting: Vec<Wait>,
+    /// Requests in the queue or running.
+    requests: u32,
+    quiet_since: Time,
+    /// Whether the latest answer called no tool, so that the user goes on.
+    pub(super) awaits_user: bool,
+    /// Whether the tenant has said that it sends no more requests of the session.
+    pub(super) ended: bool,
+    /// Position in the order of use.
+    pub(super) used: u64,
+}
+
+impl Session {
+    pub(super) fn new(user: User, tenant: u32, name: Option<Arc<str>>, owner: CacheOwner) -> Self {
+        Self {
+            user,
+            tenant,
+            tier: Tier::default(),
+            name,
+            owner,
+            threads: Vec::new(),
+            blocks: 0,
+            state: State::Parked,
+            waiting: Vec::new(),
+            requests: 0,
+            quiet_since: 0,
+            awaits_user: false,
+            ended: false,
+            used: 0,
+        }
+    }
+
+    /// Blocks of the contexts of all threads.
+    pub(crate) fn blocks(&self) -> u32 {
+        self.blocks
+    }
+
+    /// Whether no request waits or runs.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.requests == 0 && self.waiting.is_empty()
+    }
+
+    /// Whether the session has had no request.
+    pub(super) fn is_new(&self) -> bool {
+        self.threads.iter().all(Thread::is_vacant)
+    }
+
+    pub(super) fn is_active(&self) -> bool {
+        matches!(self.state, State::Active { .. })
+    }
+
+    /// When the latest request ended.
+    pub(super) fn quiet_since(&self) -> Time {
+        self.quiet_since
+    }
+
+    /// Tokens of each thread's context.
+    pub(super) fn contexts(&self) -> impl Iterator<Item = u32> + '_ {
+        self.threads.iter().map(|thread| thread.tokens)
+    }
+
+    /// Names of its subagents.
+    pub(super) fn subagents(&self) -> impl Iterator<Item = &Arc<str>> + '_ {
+        self.threads.iter().filter_map(|thread| thread.name.as_ref())
+    }
+
+    /// The thread of a request with a context of `tokens` tokens, whose full blocks have these names. Returns its number and
+    /// the leading blocks that the thread has computed before. Adds names that no longer belong to a thread to `forgotten`.
+    pub(super) fn begin_request(
+        &mut self,
+        subagent: Option<&Arc<str>>,
+        names: &[BlockHash],
+        tokens: u32,
+        now: Time,
+        forgotten: &mut Vec<Arc<str>>,
+    ) -> (u32, u32) {
+        // A main agent goes on when its subagents have ended. A context that nobody goes on with for long was given up.
+        let is_over = |thread: &Thread| {
+            thread.requests == 0
+                && (subagent.is_none() && thread.name.is_some() || now.saturating_sub(thread.quiet_since) > GIVEN_UP)
+                && !thread.marks.begins(names)
+        };
+        for thread in self.threads.iter_mut().filter(|thread| is_over(thread)) {
+            forgotten.extend(std::mem::take(thread).name);
+        }
+        let known = self.threads.iter().map(|thread| thread.marks.common(names)).max().unwrap_or(0);
+        let own = self.threads.iter().enumerate().filter(|(_, thread)| thread.name.as_ref() == subagent && !thread.is_vacant());
+        let continued = own.clone().find(|(_, thread)| thread.requests == 0 && thread.marks.begins(names));
+        // A client that changes the end of the history goes on with the rest of it.
+        let goes_on = |thread: &Thread| thread.requests == 0 && 2 * thread.marks.common(names) >= thread.marks.depth().max(1);
+        let changed = || own.filter(|(_, thread)| goes_on(thread)).max_by_key(|(_, thread)| thread.marks.common(names));
+        let at = continued.or_else(changed).map(|(at, _)| at);
+        let at = at.unwrap_or_else(|| self.free_thread());
+        let thread = &mut self.threads[at];
+        if thread.name.as_ref() != subagent {
+            forgotten.extend(thread.name.take());
+            thread.name = subagent.cloned();
+        }
+        (thread.marks, thread.tokens) = (Marks::of(names), tokens);
+        thread.requests += 1;
+        self.count_blocks();
+        (self.awaits_user, self.ended) = (false, false);
+        (at as u32, known)
+    }
+
+    /// Counts a request that joins the queue.
+    pub(super) fn enter_queue(&mut self) {
+        self.requests += 1;
+    }
+
+    /// Records another answer to a request of a thread.
+    pub(super) fn fork_request(&mut self, thread: u32) {
+        self.threads[thread as usize].requests += 1;
+        self.requests += 1;
+    }
+
+    /// Ends a request of a thread in the queue, with the names of the context's full blocks.
+    pub(super) fn end_request(&mut self, thread: u32, names: &[BlockHash], tokens: u32, now: Time) {
+        self.requests -= 1;
+        self.quiet_since = now;
+        let thread = &mut self.threads[thread as usize];
+        thread.requests -= 1;
+        thread.quiet_since = now;
+        (thread.marks, thread.tokens) = (Marks::of(names), tokens);
+        self.count_blocks();
+    }
+
+    /// Ends a request that waited for the session's turn.
+    pub(super) fn cancel_wait(&mut self, thread: u32, seq: SeqId, now: Time) {
+        self.waiting.retain(|wait| wait.seq != seq);
+        self.quiet_since = now;
+        let thread = &mut self.threads[thread as usize];
+        thread.requests -= 1;
+        thread.quiet_since = now;
+    }
+
+    /// Ends the thread of a subagent, unless it has requests. Returns whether it ended.
+    pub(super) fn end_subagent(&mut self, name: &Arc<str>) -> bool {
+        let thread = self.threads.iter_mut().find(|thread| thread.name.as_ref() == Some(name) && thread.requests == 0);
+        let ended = thread.map(|thread| *thread = Thread::default()).is_some();
+        self.count_blocks();
+        ended
+    }
+
+    /// A thread for a new context: one without a context, a new one, or the one that has been quiet for the longest time.
+    fn free_thread(&mut self) -> usize {
+        if let Some(vacant) = self.threads.iter().position(Thread::is_vacant) {
+            return vacant;
+        }
+        let quiet = self.threads.iter().enumerate().filter(|(_, thread)| thread.requests == 0);
+        match quiet.min_by_key(|(_, thread)| thread.quiet_since) {
+            Some((at, _)) if self.threads.len() >= MAX_THREADS => at,
+            _ => {
+                self.threads.push(Thread::default());
+                self.threads.len() - 1
+            }
+        }
+    }
+
+    fn count_blocks(&mut self) {
+        let mut blocks = 0;
+        for (at, thread) in self.threads.iter().enumerate() {
+            let common = self.threads[..at].iter().map(|other| thread.marks.common_with(&other.marks)).max().unwrap_or(0);
+            // The last block may be partly filled.
+            blocks += thread.marks.depth() - common + u32::from(thread.tokens > 0);
+        }
+        self.blocks = blocks;
+    }
+
+    /// Panics unless the counts agree with the threads.
+    pub(super) fn check(&self) {
+        let requests: u32 = self.threads.iter().map(|thread| thread.requests).sum();
+        assert_eq!(requests, self.requests + self.waiting.len() as u32, "requests of a session");
+        assert!(self.waiting.is_empty() || !self.is_active(), "a request waits for the turn of an active session");
+    }
+}

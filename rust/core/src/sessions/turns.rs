@@ -1,0 +1,472 @@
+//! Which sessions are active, and which one makes room for another.
+//!
+//! The contexts of active sessions fit into the cache together. The others are parked: their requests wait in line, and their blocks are
+//! evicted first. A parked session comes in when there is room, or when an active one that is quiet makes room: because
+//! it has been active for [`LEAST_TURN`] times the time to compute its context again, and the bucket for such reloads is not
+//! empty; because the machine has nothing else to do and it should stay quiet for [`SPARE`] times both reloads; or
+//! because it has been quiet for [`LONG_QUIET`]. A request that is due is served in any case. A session that has been quiet for [`QUIET`] is
+//! parked even if no other waits.
+
+use super::answers::{Answer, Answers};
+use super::directory::Directory;
+use super::session::{Session, SessionId, SessionRef, State, Wait};
+use crate::memory::{BlockHash, CacheOwner, EvictionClass, Kv, User};
+use crate::request::{SeqId, SessionEvent, Tier, Time};
+use crate::step_time::StepModel;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+/// A session's turn lasts for at least so many times the time to compute its context again.
+const LEAST_TURN: f64 = 5.0;
+/// The part of the time that reloads may take. With a larger one, sessions take shorter turns and lose more time to reloads.
+const RELOAD_SHARE: f64 = 0.15;
+/// Microseconds of reloads that may be saved up.
+const BUCKET: f64 = 60e6;
+/// An idle machine parks a session that should stay quiet for so many times the time of both reloads.
+const SPARE: f64 = 10.0;
+/// A session makes room for others in any case if it has been quiet for so many microseconds, and for so many times the time of both reloads.
+const LONG_QUIET: (Time, f64) = (60_000_000, 3.0);
+/// Microseconds for which a session should stay quiet at least: after a tool call, and if its user goes on.
+const SHORTEST_QUIET: (Time, Time) = (5_000_000, 60_000_000);
+/// Microseconds after which a quiet session is parked.
+const QUIET: Time = 600_000_000;
+/// Number of sessions that are considered to make room, the one whose turn began first at the front.
+const CONSIDERED: usize = 64;
+
+/// A new request, for the session that it belongs to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Joins<'a> {
+    pub(crate) seq: SeqId,
+    pub(crate) user: User,
+    pub(crate) tenant: u32,
+    pub(crate) tier: Tier,
+    /// The tenant's names for the session, and for the one that began it.
+    pub(crate) session: Option<&'a Arc<str>>,
+    pub(crate) parent: Option<&'a Arc<str>>,
+    /// Whether a prompt without a name may continue a session.
+    pub(crate) by_prompt: bool,
+    /// Names of the prompt's full blocks.
+    pub(crate) names: &'a [BlockHash],
+    pub(crate) tokens: u32,
+    /// Whether the request has run before.
+    pub(crate) started: bool,
+    /// When the request arrived, and when it no longer waits for its session's turn.
+    pub(crate) arrived: Time,
+    pub(crate) due: Time,
+}
+
+/// Whether a request waits for its session's turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Turn {
+    /// It joins the queue.
+    Now,
+    /// It waits.
+    Waits,
+}
+
+/// The session that a request has joined.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Joined {
+    pub(crate) of: SessionRef,
+    pub(crate) turn: Turn,
+}
+
+/// The machine's state at the time of a decision.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Machine<'a> {
+    pub(crate) now: Time,
+    /// Blocks that contexts of active sessions may take.
+    pub(crate) blocks: u32,
+    /// Whether nothing waits but requests of parked sessions, and no prompt is computed.
+    pub(crate) spare: bool,
+    pub(crate) model: &'a StepModel,
+}
+
+/// All sessions.
+#[derive(Debug)]
+pub(crate) struct Sessions {
+    directory: Directory,
+    answers: Answers,
+    /// Whether the line goes by tenant.
+    by_tenant: bool,
+    /// Blocks of the contexts of active sessions.
+    load: u32,
+    /// Active sessions without requests, by whether their users go on and the end of the latest request.
+    quiet: BTreeSet<(bool, Time, SessionId)>,
+    /// Active sessions without requests by the beginning of their turn.
+    turns: BTreeSet<(Time, SessionId)>,
+    /// Parked sessions with requests, by tenant if that counts, tier and first arrival.
+    line: BTreeSet<(u32, Tier, Time, SessionId)>,
+    /// Parked sessions with requests by the time at which they come in whatever happens.
+    due: BTreeSet<(Time, SessionId)>,
+    /// Microseconds of reloads that are saved up. Below 0 after one that was longer.
+    bucket: f64,
+    bucket_at: Time,
+}
+
+impl Sessions {
+    /// No sessions. `by_tenant` is set if tenants take turns.
+    pub(crate) fn new(by_tenant: bool) -> Self {
+        Self {
+            directory: Directory::default(),
+            answers: Answers::default(),
+            by_tenant,
+            load: 0,
+            quiet: BTreeSet::new(),
+            turns: BTreeSet::new(),
+            line: BTreeSet::new(),
+            due: BTreeSet::new(),
+            bucket: BUCKET,
+            bucket_at: 0,
+        }
+    }
+
+    /// Number of sessions.
+    pub(crate) fn len(&self) -> usize {
+        self.directory.len()
+    }
+
+    /// Adds a request to its session. `free` is the number of blocks that contexts of active sessions may take, and a context of at most
+    /// `short` blocks is short: the first request of a session with a short one never waits. `None` if the request belongs to no session.
+    pub(crate) fn join(&mut self, joins: &Joins<'_>, free: u32, short: u32, now: Time, kv: &mut Kv) -> Option<Joined> {
+        let (id, subagent) = self.find(joins, kv)?;
+        self.directory.touch(id);
+        let mut forgotten = Vec::new();
+        let (user, no_line) = (joins.user, self.line.is_empty());
+        let (thread, known, is_new) = self.change(id, |session| {
+            let is_new = session.is_new();
+            session.tier = joins.tier;
+            let (thread, known) = session.begin_request(subagent, joins.names, joins.tokens, now, &mut forgotten);
+            (thread, known, is_new)
+        });
+        forgotten.iter().for_each(|name| self.directory.forget_name(user, name));
+        if let Some(name) = subagent {
+            self.directory.name(id, name);
+        }
+        let session = &self.directory[id];
+        let fits = no_line && self.load + session.blocks() <= free;
+        let first = is_new && session.blocks() <= short;
+        let turn = if session.is_active() || fits || joins.started || first { Turn::Now } else { Turn::Waits };
+        if !session.is_active() && fits {
+            self.activate(id, 0.0, now, kv);
+        }
+        self.change(id, |session| match turn {
+            Turn::Now => session.enter_queue(),
+            Turn::Waits => {
+                let tokens_known = (u64::from(known) * u64::from(joins.tokens) / joins.names.len().max(1) as u64) as u32;
+                session.waiting.push(Wait { seq: joins.seq, known: tokens_known, arrived: joins.arrived, due: joins.due });
+            }
+        });
+        let session = &self.directory[id];
+        if turn == Turn::Waits && session.waiting.len() == 1 {
+            kv.rank_owner(session.owner, EvictionClass::ParkedWaiting);
+        }
+        Some(Joined { of: SessionRef { session: id, thread }, turn })
+    }
+
+    /// Records another answer to a request of a session.
+    pub(crate) fn fork(&mut self, of: SessionRef) {
+        self.change(of.session, |session| session.fork_request(of.thread));
+    }
+
+    /// Ends a request in the queue. `names` are those of the full blocks of its context; `answered` is set if the last one has a token
+    /// of the answer.
+    pub(crate) fn leave(&mut self, of: SessionRef, names: &[BlockHash], tokens: u32, answered: bool, now: Time, kv: &mut Kv) {
+        self.change(of.session, |session| session.end_request(of.thread, names, tokens, now));
+        let session = &self.directory[of.session];
+        let class = match session.state {
+            State::Active { .. } => EvictionClass::Active,
+            State::Parked if session.waiting.is_empty() => EvictionClass::Parked,
+            State::Parked => EvictionClass::ParkedWaiting,
+        };
+        kv.rank_owner(session.owner, class);
+        if let Some(&end) = names.last().filter(|_| answered) {
+            self.answers.add(end, Answer { user: session.user, session: Some(of.session) });
+        }
+        self.forget_if_ended(of.session, kv);
+    }
+
+    /// Ends a request that waited for its session's turn.
+    pub(crate) fn leave_line(&mut self, of: SessionRef, seq: SeqId, now: Time, kv: &mut Kv) {
+        self.change(of.session, |session| session.cancel_wait(of.thread, seq, now));
+        let session = &self.directory[of.session];
+        if session.waiting.is_empty() {
+            kv.rank_owner(session.owner, EvictionClass::Parked);
+        }
+        self.forget_if_ended(of.session, kv);
+    }
+
+    /// Records what a tenant says of a session. Returns whether the session is known.
+    pub(crate) fn note(&mut self, user: User, name: &Arc<str>, event: SessionEvent, kv: &mut Kv) -> bool {
+        let Some(id) = self.directory.named(user, name) else { return false };
+        let is_main = self.directory[id].name.as_ref() == Some(name);
+        match event {
+            SessionEvent::AwaitsUser if is_main => self.change(id, |session| session.awaits_user = true),
+            SessionEvent::AwaitsUser => {}
+            SessionEvent::Ended if is_main => {
+                self.change(id, |session| session.ended = true);
+                self.forget_if_ended(id, kv);
+            }
+            SessionEvent::Ended => {
+                if self.change(id, |session| session.end_subagent(name)) {
+                    self.directory.forget_name(user, name);
+                }
+            }
+        }
+        true
+    }
+
+    /// Remembers an answer of a request without a session.
+    pub(crate) fn remember_answer(&mut self, user: User, end: BlockHash) {
+        self.answers.add(end, Answer { user, session: None });
+    }
+
+    /// Parks sessions that were quiet for long, and the ones whose turn began last while contexts take more than `most` blocks.
+    pub(crate) fn park_excess(&mut self, most: u32, now: Time, kv: &mut Kv) {
+        for awaits_user in [false, true] {
+            while let Some(&(kind, since, id)) = self.quiet.range((awaits_user, 0, SessionId::default())..).next()
+                && kind == awaits_user
+                && now.saturating_sub(since) > QUIET
+            {
+                self.park(id, kv);
+            }
+        }
+        while self.load > most
+            && let Some(&(_, id)) = self.turns.last()
+        {
+            self.park(id, kv);
+        }
+    }
+
+    /// The parked session that comes in next, and whether it comes in whatever happens. `service` is that of a tenant.
+    pub(crate) fn next(&self, now: Time, service: impl Fn(u32) -> u64) -> Option<(SessionId, bool)> {
+        if let Some(&(due, id)) = self.due.first()
+            && due <= now
+        {
+            return Some((id, true));
+        }
+        if !self.by_tenant {
+            return self.line.first().map(|&(.., id)| (id, false));
+        }
+        let mut tenants = std::iter::successors(self.line.first(), |&&(tenant, ..)| {
+            self.line.range((tenant + 1, Tier::Priority, 0, SessionId::default())..).next()
+        });
+        let mut best = tenants.next()?;
+        for one in tenants {
+            if service(one.0) < service(best.0) {
+                best = one;
+            }
+        }
+        Some((best.3, false))
+    }
+
+    /// The requests of a session that wait for its turn.
+    pub(crate) fn waiting(&self, id: SessionId) -> &[Wait] {
+        &self.directory[id].waiting
+    }
+
+    /// Parks active sessions until a parked one fits that computes for `reload` microseconds what it had computed before. Returns whether
+    /// it comes in.
+    pub(crate) fn make_room(&mut self, id: SessionId, reload: f64, is_due: bool, machine: &Machine<'_>, kv: &mut Kv) -> bool {
+        self.fill_bucket(machine.now);
+        let wanted = self.directory[id].blocks();
+        while self.load + wanted > machine.blocks {
+            let victim = self.victim(id, reload, machine);
+            let Some(victim) = victim.or_else(|| self.turns.first().filter(|_| is_due).map(|&(_, victim)| victim)) else {
+                return is_due || self.load == 0;
+            };
+            self.park(victim, kv);
+        }
+        true
+    }
+
+    /// Begins the turn of a parked session, and returns its requests. Reloads take `reload` microseconds.
+    pub(crate) fn activate(&mut self, id: SessionId, reload: f64, now: Time, kv: &mut Kv) -> Vec<Wait> {
+        self.bucket -= reload;
+        kv.rank_owner(self.directory[id].owner, EvictionClass::Active);
+        self.change(id, |session| {
+            session.state = State::Active { since: now };
+            let waiting = std::mem::take(&mut session.waiting);
+            waiting.iter().for_each(|_| session.enter_queue());
+            waiting
+        })
+    }
+
+    /// When the first session comes in whatever happens.
+    pub(crate) fn next_due(&self) -> Option<Time> {
+        self.due.first().map(|&(due, _)| due)
+    }
+
+    /// The owner of the blocks of a session's requests.
+    pub(crate) fn owner(&self, of: SessionRef) -> CacheOwner {
+        self.directory[of.session].owner
+    }
+
+    /// The session of a request and its subagent's name, which are added if they are new.
+    fn find<'a>(&mut self, joins: &Joins<'a>, kv: &mut Kv) -> Option<(SessionId, Option<&'a Arc<str>>)> {
+        let Joins { user, tenant, session, parent, .. } = *joins;
+        let Some(name) = session else {
+            let (answer, _) = joins.by_prompt.then(|| self.answers.continued(user, joins.names))??;
+            let known = answer.session.filter(|&id| self.directory.contains(id));
+            return Some((known.unwrap_or_else(|| self.open(user, tenant, None, kv)), None));
+        };
+        if let Some(id) = self.directory.named(user, name) {
+            let is_subagent = self.directory[id].name.as_ref() != Some(name);
+            return Some((id, is_subagent.then_some(name)));
+        }
+        let Some(parent) = parent.filter(|&parent| parent != name) else {
+            return Some((self.open(user, tenant, Some(Arc::clone(name)), kv), None));
+        };
+        let main = self.directory.named(user, parent).unwrap_or_else(|| self.open(user, tenant, Some(Arc::clone(parent)), kv));
+        Some((main, Some(name)))
+    }
+
+    fn open(&mut self, user: User, tenant: u32, name: Option<Arc<str>>, kv: &mut Kv) -> SessionId {
+        let owner = kv.open_owner();
+        let id = self.directory.add(Session::new(user, tenant, name, owner));
+        while let Some(excess) = self.directory.excess().filter(|&excess| excess != id) {
+            self.forget(excess, kv);
+        }
+        id
+    }
+
+    /// Forgets a session without requests.
+    fn forget(&mut self, id: SessionId, kv: &mut Kv) {
+        self.remove_from_orders(id);
+        let session = self.directory.remove(id);
+        kv.end_owner(session.owner);
+    }
+
+    fn forget_if_ended(&mut self, id: SessionId, kv: &mut Kv) {
+        if self.directory[id].ended && self.directory[id].is_quiet() {
+            self.forget(id, kv);
+        }
+    }
+
+    fn park(&mut self, id: SessionId, kv: &mut Kv) {
+        self.change(id, |session| session.state = State::Parked);
+        kv.rank_owner(self.directory[id].owner, EvictionClass::Parked);
+    }
+
+    /// An active session that makes room for a parked one.
+    fn victim(&self, id: SessionId, reload: f64, machine: &Machine<'_>) -> Option<SessionId> {
+        let tier = self.directory[id].tier;
+        let (now, yields) = (machine.now, |victim: SessionId| self.directory[victim].tier >= tier);
+        // Those that wait for their users come first: they stay quiet for longer.
+        let quiet = [true, false].into_iter().filter_map(|awaits_user| {
+            let of_kind = self.quiet.range((awaits_user, 0, SessionId::default())..).take(CONSIDERED);
+            let &(_, since, victim) = of_kind.take_while(|&&(kind, ..)| kind == awaits_user).find(|&&(.., victim)| yields(victim))?;
+            let shortest = if awaits_user { SHORTEST_QUIET.1 } else { SHORTEST_QUIET.0 };
+            Some((now.saturating_sub(since).max(shortest), victim))
+        });
+        if let Some((rest, victim)) = quiet.max_by_key(|&(rest, _)| rest) {
+            let both = reload + self.reload(victim, machine.model);
+            let is_long = rest > LONG_QUIET.0 && rest as f64 > LONG_QUIET.1 * both;
+            if is_long || machine.spare && rest as f64 > SPARE * both {
+                return Some(victim);
+            }
+        }
+        let has_time = self.bucket >= reload.min(BUCKET);
+        let mut turns = self.turns.iter().take(CONSIDERED);
+        let served = turns.find(|&&(since, victim)| {
+            let less_urgent = self.directory[victim].tier > tier;
+            let served = || now.saturating_sub(since) as f64 > LEAST_TURN * self.reload(victim, machine.model);
+            less_urgent || has_time && yields(victim) && served()
+        });
+        served.map(|&(_, victim)| victim)
+    }
+
+    /// Microseconds to compute a session's contexts again.
+    fn reload(&self, id: SessionId, model: &StepModel) -> f64 {
+        self.directory[id].contexts().map(|tokens| model.prefill(0.0, tokens.into())).sum()
+    }
+
+    fn fill_bucket(&mut self, now: Time) {
+        self.bucket = (self.bucket + RELOAD_SHARE * now.saturating_sub(self.bucket_at) as f64).min(BUCKET);
+        self.bucket_at = self.bucket_at.max(now);
+    }
+
+    /// Changes a session and its places in the orders.
+    fn change<R>(&mut self, id: SessionId, change: impl FnOnce(&mut Session) -> R) -> R {
+        self.remove_from_orders(id);
+        let result = change(&mut self.directory[id]);
+        let session = &self.directory[id];
+        match session.state {
+            State::Active { since } => {
+                self.load += session.blocks();
+                if session.is_quiet() {
+                    self.quiet.insert(quiet_place(id, session));
+                    self.turns.insert((since, id));
+                }
+            }
+            State::Parked => {
+                if let Some(place) = self.place(id) {
+                    self.line.insert(place);
+                    self.due.insert((due(session), id));
+                }
+            }
+        }
+        result
+    }
+
+    fn remove_from_orders(&mut self, id: SessionId) {
+        let session = &self.directory[id];
+        match session.state {
+            State::Active { since } => {
+                self.load -= session.blocks();
+                self.quiet.remove(&quiet_place(id, session));
+                self.turns.remove(&(since, id));
+            }
+            State::Parked => {
+                let due = due(session);
+                if let Some(place) = self.place(id) {
+                    self.line.remove(&place);
+                    self.due.remove(&(due, id));
+                }
+            }
+        }
+    }
+
+    /// A parked session's place in the line, if requests wait.
+    fn place(&self, id: SessionId) -> Option<(u32, Tier, Time, SessionId)> {
+        let session = &self.directory[id];
+        let first = session.waiting.first()?;
+        Some((if self.by_tenant { session.tenant } else { 0 }, session.tier, first.arrived, id))
+    }
+
+    /// Panics unless the orders agree with the sessions. `requests` is the number of requests that wait for turns.
+    pub(crate) fn check(&self, requests: usize) {
+        let (mut load, mut quiet, mut line, mut waiting) = (0, 0, 0, 0);
+        for (id, session) in self.directory.iter() {
+            session.check();
+            waiting += session.waiting.len();
+            match session.state {
+                State::Active { since } => {
+                    load += session.blocks();
+                    if session.is_quiet() {
+                        quiet += 1;
+                        assert!(self.turns.contains(&(since, id)) && self.quiet.contains(&quiet_place(id, session)), "orders of turns");
+                    }
+                }
+                State::Parked => {
+                    if let Some(place) = self.place(id) {
+                        line += 1;
+                        assert!(self.line.contains(&place) && self.due.contains(&(due(session), id)), "the line");
+                    }
+                }
+            }
+        }
+        assert_eq!((load, waiting), (self.load, requests), "blocks of active sessions, and requests that wait for turns");
+        assert_eq!((quiet, quiet, line, line), (self.quiet.len(), self.turns.len(), self.line.len(), self.due.len()), "lengths of orders");
+    }
+}
+
+/// The place of an active session without requests among such sessions.
+fn quiet_place(id: SessionId, session: &Session) -> (bool, Time, SessionId) {
+    (session.awaits_user, session.quiet_since(), id)
+}
+
+/// When a session comes in whatever happens.
+fn due(session: &Session) -> Time {
+    session.waiting.iter().map(|wait| wait.due).min().unwrap_or(Time::MAX)
+}

@@ -1,0 +1,230 @@
+//! Sessions take turns when their contexts do not fit into the cache together.
+
+use crate::lab::{Cost, Lab, ask, plenty};
+use chairlift_core::{Config, Fair, Fcfs, Policy, Request, SessionEvent, SessionTurns, Tier, Time, TimelineState, Token};
+
+const SECOND: Time = 1_000_000;
+/// Prompt tokens of a turn: 75 blocks with its output. Two contexts fit into the cache, and three do not.
+const PROMPT: u32 = 1190;
+const FOREVER: Time = 1 << 50;
+
+fn config(policy: &'static dyn Policy) -> Config {
+    Config { num_kv_blocks: 201, max_num_seqs: 8, max_session_wait: FOREVER, ..plenty(policy) }
+}
+
+/// A step takes a millisecond, and as much more for each prompt token: a context takes 1.2 s.
+fn lab(config: Config) -> Lab {
+    Lab::taught(config, Cost(1000, 1000, 10))
+}
+
+/// A turn of the session with this number, whose prompt is the same in each turn.
+fn turn(tag: u64, session: u64) -> Request {
+    let prompt = (0..PROMPT).map(|at| if at == 0 { 3_000_000 + session as Token } else { 10 }).collect();
+    Request { prompt, session: Some(session.to_string().into()), ..ask(tag, 1, 10) }
+}
+
+fn waited(lab: &Lab, tag: u64) -> Time {
+    lab.explain(tag).states[TimelineState::WaitSession as usize]
+}
+
+/// Runs until all requests but those of parked sessions have ended.
+fn run(lab: &mut Lab) {
+    while lab.try_step().is_some() {}
+}
+
+/// Sessions 1 and 2 are active and quiet, and session 3 was not served. The next tag is 4.
+fn two_of_three(config: Config) -> Lab {
+    let mut lab = lab(config);
+    for session in 1..4 {
+        lab.add(turn(session, session));
+        run(&mut lab);
+    }
+    assert_eq!([1, 2, 3].map(|tag| lab.ended.contains_key(&tag)), [true, true, false]);
+    lab
+}
+
+#[test]
+fn active_sessions_find_their_contexts_while_a_parked_one_waits() {
+    let mut lab = two_of_three(config(&Fcfs));
+    for tag in 4..14 {
+        lab.add(turn(tag, 1 + tag % 2));
+        run(&mut lab);
+        assert!(lab.ended[&tag].cached_tokens >= PROMPT - 16, "{:?}", lab.ended[&tag]);
+    }
+    assert_eq!(lab.scheduler.stats().waiting_by_state[TimelineState::WaitSession as usize], 1);
+    lab.finish();
+    assert!(waited(&lab, 3) > 0);
+    // Without turns, each prompt evicts what the next one needs.
+    let mut lab = two_of_three_without_turns();
+    for tag in 4..14 {
+        lab.add(turn(tag, 1 + (tag - 4) % 3));
+        run(&mut lab);
+        assert!(lab.ended[&tag].cached_tokens < PROMPT - 300, "{:?}", lab.ended[&tag]);
+    }
+}
+
+fn two_of_three_without_turns() -> Lab {
+    let mut lab = lab(Config { session_turns: SessionTurns::Off, ..config(&Fcfs) });
+    for session in 1..4 {
+        lab.add(turn(session, session));
+        run(&mut lab);
+    }
+    lab
+}
+
+#[test]
+fn a_session_that_was_active_for_five_reloads_makes_room() {
+    let mut lab = two_of_three(config(&Fcfs));
+    let (began, reload) = (lab.ended[&1].arrived, 1_200_000);
+    lab.finish();
+    let came_in = lab.ended[&3].started.expect("it was served");
+    assert!((5 * reload..7 * reload).contains(&(came_in - began)), "{}", came_in - began);
+    // Session 1 made room. Its next turn computes its context again, once session 2 has made room for it.
+    lab.add(turn(4, 2));
+    lab.step();
+    lab.add(turn(5, 1));
+    lab.finish();
+    assert!(lab.ended[&4].cached_tokens > 0 && waited(&lab, 4) == 0);
+    assert!(lab.ended[&5].cached_tokens < lab.ended[&4].cached_tokens && waited(&lab, 5) > 0);
+}
+
+#[test]
+fn a_reload_longer_than_the_saved_time_gets_in() {
+    // A context takes 120 s, and at most 60 s may be saved up.
+    let mut lab = Lab::taught(config(&Fcfs), Cost(1000, 100_000, 10));
+    for round in 0..3 {
+        for session in 1..4 {
+            lab.add(turn(10 * round + session, session));
+        }
+        lab.finish();
+    }
+    assert_eq!(lab.ended.len(), 9);
+    assert!((21..24).any(|tag| lab.ended[&tag].cached_tokens < PROMPT - 300 && waited(&lab, tag) > 0), "one was parked");
+}
+
+#[test]
+fn a_request_waits_for_its_turn_no_longer_than_the_limit_and_half_of_its_deadline() {
+    for (limit, deadline, longest) in [(30 * SECOND, None, 30 * SECOND), (FOREVER, Some(20 * SECOND), 10 * SECOND)] {
+        // Reloads take so long that no session makes room before.
+        let mut lab = Lab::taught(Config { max_session_wait: limit, ..config(&Fcfs) }, Cost(1000, 10_000, 10));
+        for session in 1..3 {
+            lab.add(turn(session, session));
+            run(&mut lab);
+        }
+        let came = lab.now;
+        lab.add(Request { ttft_deadline: deadline.map(|within| came + within), ..turn(3, 3) });
+        while !lab.started.contains(&3) {
+            // The active sessions go on.
+            let tag = 4 + lab.started.len() as u64;
+            if lab.scheduler.stats().running == 0 {
+                lab.add(turn(tag, 1 + tag % 2));
+            }
+            if lab.try_step().is_none() {
+                lab.now = lab.scheduler.wake_at().expect("a time");
+            }
+        }
+        let waited = waited(&lab, 3);
+        assert!((longest..longest + SECOND).contains(&waited), "{waited} of {longest}");
+    }
+}
+
+#[test]
+fn a_more_urgent_tier_takes_the_place_of_a_less_urgent_one() {
+    let mut lab = two_of_three(config(&Fcfs));
+    lab.add(Request { tier: Tier::Priority, ..turn(4, 4) });
+    lab.step();
+    assert!(lab.started.contains(&4) && !lab.started.contains(&3));
+}
+
+#[test]
+fn tenants_with_less_service_come_in_first_where_tenants_take_turns() {
+    let of = |tag, session, tenant: &str| Request { tenant: tenant.into(), ..turn(tag, session) };
+    for (policy, first) in [(&Fcfs as &dyn Policy, 3), (&Fair, 4)] {
+        let mut lab = lab(config(policy));
+        for session in 1..4 {
+            lab.add(of(session, session, "a"));
+            run(&mut lab);
+        }
+        lab.add(of(4, 4, "b"));
+        lab.finish();
+        let started: Vec<_> = lab.started.iter().copied().filter(|&tag| tag > 2).collect();
+        assert_eq!(started[0], first, "{policy:?}");
+    }
+}
+
+#[test]
+fn equal_names_of_two_tenants_are_two_sessions() {
+    let mut lab = two_of_three(config(&Fcfs));
+    lab.add(Request { tenant: "stranger".into(), ..turn(4, 1) });
+    assert!(lab.try_step().is_none(), "another tenant's session of that name is active");
+    lab.add(turn(5, 1));
+    lab.step();
+    assert!(lab.started.contains(&5));
+    assert!(!lab.scheduler.note_session("stranger", &"2".into(), SessionEvent::Ended, lab.now), "it is unknown to this tenant");
+    run(&mut lab);
+    assert!(!lab.started.contains(&3));
+}
+
+#[test]
+fn a_session_that_has_ended_makes_room() {
+    let mut lab = two_of_three(config(&Fcfs));
+    assert!(lab.scheduler.note_session("", &"2".into(), SessionEvent::Ended, lab.now));
+    lab.step();
+    assert!(lab.started.contains(&3));
+    assert!(!lab.scheduler.note_session("", &"2".into(), SessionEvent::AwaitsUser, lab.now), "it was forgotten");
+}
+
+#[test]
+fn subagents_share_the_turn_of_the_session_that_began_them() {
+    let mut lab = two_of_three(config(&Fcfs));
+    for tag in 4..12 {
+        // They begin as the main agent's prompt does, so eight of them need few blocks more.
+        let subagent = Some(format!("1.{tag}").into());
+        let mut request = Request { session: subagent, parent_session: Some("1".into()), ..turn(tag, 1) };
+        request.prompt.truncate(800);
+        request.prompt.push(tag as Token);
+        lab.add(request);
+    }
+    run(&mut lab);
+    assert!((4..12).all(|tag| lab.ended[&tag].cached_tokens == 800));
+    lab.add(turn(12, 2));
+    run(&mut lab);
+    assert!(lab.ended[&12].cached_tokens > 0, "session 2 kept its turn");
+}
+
+#[test]
+fn a_prompt_that_continues_an_answer_belongs_to_its_session() {
+    for (turns, waits) in [(SessionTurns::All, true), (SessionTurns::Named, false)] {
+        let mut lab = lab(Config { session_turns: turns, ..config(&Fcfs) });
+        // The answer of 30 tokens fills a block of its own.
+        let first = Request { session: None, max_new_tokens: 30, ..turn(7, 7) };
+        let continued = [first.prompt.clone(), vec![7; 30], vec![9; 5]].concat();
+        lab.add(first);
+        run(&mut lab);
+        for session in 1..3 {
+            lab.add(turn(session, session));
+            run(&mut lab);
+        }
+        lab.add(Request { prompt: continued, session: None, ..turn(8, 7) });
+        run(&mut lab);
+        assert_eq!(lab.started.contains(&8), !waits);
+        lab.finish();
+    }
+}
+
+#[test]
+fn loads_without_sessions_decide_as_without_turns() {
+    let decisions = |turns| {
+        let mut lab = lab(Config { num_kv_blocks: 60, session_turns: turns, ..config(&Fcfs) });
+        let mut steps = Vec::new();
+        for tag in 0..200 {
+            let prompt = 20 + tag as u32 * 37 % 400;
+            lab.add(Request { prompt: turn(tag, tag % 5).prompt[..prompt as usize].to_vec(), ..ask(tag, 1, 1 + tag as u32 % 9) });
+            steps.extend((0..tag % 3).filter_map(|_| lab.try_step()).map(|step| (step.chunks, step.preempted)));
+        }
+        lab.finish();
+        (steps, lab.scheduler.stats().counters)
+    };
+    let off = decisions(SessionTurns::Off);
+    assert!(decisions(SessionTurns::Named) == off);
+}
