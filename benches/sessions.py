@@ -1,6 +1,8 @@
-"""Users that run recorded sessions of agents, with a KV cache for a part of their contexts, simulated. Writes benches/results/sessions.md.
+"""Users that run recorded sessions of agents without turns, with a KV cache for a part of their contexts, simulated.
 
-    python benches/sessions.py agents.jsonl.gz        a few minutes
+Writes benches/results/sessions.md.
+
+    python benches/sessions.py agents.jsonl.gz        a minute
 
 The file is `agents.jsonl.gz` of callanjfox/kv-cache-tester (Apache-2.0) as described in docs/capacity.md. The working set is the mean of
 the tokens of all live contexts with a cache that loses nothing. The modelled machine is an 8B model on an H100: 12 ms a step, 0.4 ms for
@@ -20,8 +22,7 @@ from chairlift.sim.steps import StepTime
 RESULT = Path(__file__).parent / "results" / "sessions.md"
 STEP = StepTime(((0.0, 12_000.0), (1.0, 12_040.0)), decode_seq=360.0, prefill_pair=1e-3)
 LONGEST, BLOCK = 200_000, 64
-USERS, PARTS, SEEDS = 32, (0.5, 0.75, 1.0), (1, 2, 3)
-TURNS = (("LRU", "off"), ("turns", "named"))
+USERS, PARTS, SEEDS = (16, 32, 64), (0.5, 0.75, 1.0), (1, 2, 3)
 COLUMNS = (
     ("requests/s", "requests_per_s", "{:.3f}"),
     ("cached", "cached_share", "{:.0%}"),
@@ -33,13 +34,18 @@ COLUMNS = (
 )
 
 
-def figures(sessions: list[RecordedSession], blocks: int, turns: str) -> dict[str, float]:
+def figures(sessions: list[RecordedSession], users: int, blocks: int) -> dict[str, float]:
     """The means of the figures over the seeds."""
-    sizes = {"num_kv_blocks": blocks, "block_size": BLOCK, "max_num_batched_tokens": 2048, "max_num_seqs": 256, "max_model_len": LONGEST}
+    sizes = {
+        "num_kv_blocks": blocks,
+        "block_size": BLOCK,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 256,
+        "max_model_len": LONGEST,
+        "session_turns": "off",
+    }
     runs = [
-        simulate_sessions(
-            sessions, USERS, model="Llama-3.1-8B", device="H100", step_time=STEP, seed=seed, session_turns=turns, **sizes
-        ).figures()
+        simulate_sessions(sessions, users, model="Llama-3.1-8B", device="H100", step_time=STEP, seed=seed, **sizes).figures()
         for seed in SEEDS
     ]
     return {name: mean(run[name] or 0.0 for run in runs) for name in runs[0]}
@@ -53,19 +59,18 @@ def main() -> None:
         "# Sessions of agents in a closed loop, simulated",
         "",
         f"Written by `benches/sessions.py` from {len(sessions)} sessions with {requests:,} requests; means",
-        f"of {len(SEEDS)} seeds, three hours each, {USERS} users. KV is the part of the working set that the cache holds.",
-        "No client says when its session ends.",
+        f"of {len(SEEDS)} seeds, three hours each. KV is the part of the working set that the cache holds.",
         "",
-        f"| KV | eviction | {' | '.join(label for label, _, _ in COLUMNS)} |",
+        f"| users | KV | {' | '.join(label for label, _, _ in COLUMNS)} |",
         f"|---|---|{'---|' * len(COLUMNS)}",
     ]
-    free = figures(sessions, 10**6, "off")
-    cells = [("all", "none", free)]
-    for part in PARTS:
-        blocks = int(free["context_tokens"] * part / BLOCK)
-        cells += [(f"{part:g}", label, figures(sessions, blocks, turns)) for label, turns in TURNS]
-    for part, label, one in cells:
-        lines.append(f"| {part} | {label} | {' | '.join(form.format(one[key]) for _, key, form in COLUMNS)} |")
+    for users in USERS:
+        free = figures(sessions, users, 10**6)
+        cells = [("all", free)]
+        cells += [(f"{part:g}", figures(sessions, users, int(free["context_tokens"] * part / BLOCK))) for part in PARTS]
+        for name, one in cells:
+            lines.append(f"| {users} | {name} | {' | '.join(form.format(one[key]) for _, key, form in COLUMNS)} |")
+            print(lines[-1], flush=True)
     RESULT.write_text("\n".join(lines) + "\n")
 
 
