@@ -173,6 +173,11 @@ def _altered(tmp_path: Path, **metadata: Any) -> Path:
         ({"llama__block_count": None}, "llama.block_count is None"),
         ({"llama__block_count": 2**31 - 1}, "says it has 2147483647 layers, and holds 21 tensors"),
         ({"llama__block_count": 3}, "says it has 3 layers, and holds tensors of 2"),
+        ({"llama__nextn_predict_layers": 2}, "llama.nextn_predict_layers is 2, and there are 2 layers in all"),
+        (
+            {"llama__block_count": 2**31 - 1, "llama__nextn_predict_layers": 2**31 - 3},
+            "says it has 2147483647 layers, and holds 21 tensors",
+        ),
         ({"llama__block_count": "two"}, "llama.block_count is 'two' and not of type int"),
         ({"llama__block_count": 1}, "says it has 1 layers, and holds tensors of 2"),
         ({"llama__attention__head_count": 0}, "llama.attention.head_count is 0, not a positive integer"),

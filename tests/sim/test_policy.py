@@ -84,6 +84,24 @@ def test_one_that_raises_is_reported_with_its_line_and_tried_again_in_the_next_r
     assert order(simulate(TRACE, scheduling_policy=policy, **SIZES))[3] > 50
 
 
+def test_an_interrupt_during_a_decision_ends_the_simulation():
+    class Interrupted(Policy):
+        def rank(self, request):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(TRACE, scheduling_policy=Interrupted(), **SIZES)
+
+
+def test_a_file_may_have_dataclasses_and_any_name(tmp_path):
+    lines = ["from __future__ import annotations", "from dataclasses import dataclass", "from chairlift import Policy"]
+    lines += ["@dataclass", "class Mine(Policy):", "    weight: int = 3"]
+    (tmp_path / "random.py").write_text("\n".join(lines))
+    modules = {**sys.modules}
+    assert load(f"{tmp_path / 'random.py'}:Mine") == "Mine"
+    assert all(sys.modules[name] is module for name, module in modules.items())
+
+
 @pytest.mark.parametrize(
     ("attributes", "fault"),
     [

@@ -63,8 +63,6 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         raise UnsupportedModel(f"{file.path}: rotary or value dimensions that differ from the head's {head_dim} cannot be read")
     vocab_size = file.vocab_size
     layers = num_layers(file, kind)
-    if layers > len(file.tensors):
-        raise UnsupportedModel(f"{file.path} says it has {layers} layers, and holds {len(file.tensors)} tensors")
     inner = _by_layer(file, f"{kind}.feed_forward_length", layers)
     kv_heads = _by_layer(file, f"{kind}.attention.head_count_kv", layers, heads, least=0 if architecture.recurrence else 1)
     for name, values in (("feed_forward_length", inner), ("attention.head_count_kv", [count for count in kv_heads if count])):
@@ -165,8 +163,13 @@ def _entry(file: GGUFFile, name: str, key: Key) -> float:
 
 
 def num_layers(file: GGUFFile, kind: str) -> int:
-    """Returns the number of layers, without those that predict tokens beyond the next one."""
-    return file.size(f"{kind}.block_count") - (file.get(f"{kind}.nextn_predict_layers", int) or 0)
+    """Returns the number of layers, without those that predict tokens beyond the next one. Raises UnsupportedModel for wrong numbers."""
+    layers, beyond = file.size(f"{kind}.block_count"), file.get(f"{kind}.nextn_predict_layers", int) or 0
+    if layers > len(file.tensors):
+        raise UnsupportedModel(f"{file.path} says it has {layers} layers, and holds {len(file.tensors)} tensors")
+    if not 0 <= beyond < layers:
+        raise UnsupportedModel(f"{file.path}: {kind}.nextn_predict_layers is {beyond}, and there are {layers} layers in all")
+    return layers - beyond
 
 
 def _by_layer(file: GGUFFile, key: str, layers: int, default: int | None = None, least: int = 1) -> list[int]:

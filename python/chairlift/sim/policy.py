@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -82,13 +83,17 @@ def load(text: str) -> str:
     path = Path(file).expanduser()
     if not path.is_file():
         raise InvalidSetting(f"there is no file {file}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # The name is no other module's: a file may be called random.py.
+    spec = importlib.util.spec_from_file_location(f"policy in {path.resolve()}", path)
     if spec is None or spec.loader is None:
         raise InvalidSetting(f"{file} is no Python file")
     module = importlib.util.module_from_spec(spec)
+    # Some decorators, such as that of dataclasses, look for the module of a class here.
+    sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[spec.name]
         raise InvalidSetting(f"{file} cannot be imported: {_last_line(error)}") from None
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, Policy)):
@@ -103,8 +108,10 @@ def load(text: str) -> str:
 
 
 def report_failure(name: str | None) -> None:
-    """Logs what a policy of this name raised in the last simulation, if it did."""
+    """Logs what a policy of this name raised in the last simulation, if it did. Raises what is no error, such as KeyboardInterrupt."""
     if name is not None and name in _core.added_policies() and (failure := _core.take_policy_failure(name)) is not None:
+        if not isinstance(failure, Exception):
+            raise failure
         log.warning("the policy %s failed, and the queue went on in the order of arrival: %s", name, _last_line(failure))
 
 
