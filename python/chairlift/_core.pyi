@@ -315,8 +315,8 @@ class Scheduler:
         """Opens held sequences with the handles `forks` and the blocks of `handle`. Does nothing if that is unknown."""
     def drop_held(self, handle: int, now: int) -> None:
         """Drops a held sequence, if it is known. Its blocks are free for the next step."""
-    def note_session(self, tenant: str, session: str, event: Literal["awaits_user", "ended"], now: int) -> bool:
-        """Records what a tenant says of one of its sessions between two requests. Returns False if the session is unknown."""
+    def note_session(self, tenant: str, session: str, event: str, now: int) -> bool:
+        """Records that a session `awaits_user` or has `ended`. Returns False if it is unknown. Raises ValueError for another event."""
     def cached_blocks(self, tokens: NDArray[np.int32], group: str = "") -> int:
         """Number of full blocks at the start of `tokens` (int32) that a request of `group`, without a salt, would find in the cache."""
     def restore(self, tokens: NDArray[np.int32], now: int, group: str = "") -> tuple[int, list[int]]:

@@ -4,6 +4,7 @@ import httpx
 import pytest
 from fake_async_engine import FakeEngine, serving
 
+from chairlift.engine.frames import NoteSession
 from chairlift.errors import InvalidRequest
 from chairlift.server.session_name import SessionName, session_name
 
@@ -135,6 +136,17 @@ def test_a_session_is_ended_by_its_tenant_alone(keyed):
     assert known()
     post(http, "/v1/chat/completions", CHAT, **{"x-session-id": "mine", "x-dynamo-session-final": "true"})
     assert not known()
+
+
+def test_the_engine_is_told_when_a_session_waits_for_its_user_and_when_it_ends(keyed):
+    engine, http, _ = keyed
+    engine.frames.clear()
+    post(http, "/v1/chat/completions", CHAT)
+    assert engine.frames == []
+    post(http, "/v1/chat/completions", CHAT, **{"x-session-id": "mine"})
+    assert engine.frames == [NoteSession("alice", "mine", "awaits_user")]
+    post(http, "/close_session", {"session_id": "mine"})
+    assert engine.frames[1:] == [NoteSession("alice", "mine", "ended")]
 
 
 @pytest.mark.parametrize("body", [{}, {"session_id": ""}, {"session_id": "s" * 257}, {"session_id": 1}])

@@ -250,6 +250,10 @@ class Engine:
         """Drops a held sequence, if it is known. Its blocks are free in the next step."""
         self._scheduler.drop_held(handle, _now())
 
+    def note_session(self, tenant: str, session: str, event: str) -> None:
+        """Records that a session `awaits_user` or has `ended`. Does nothing if it is unknown. Raises ValueError for another event."""
+        self._scheduler.note_session(tenant, session, event, _now())
+
     def read_adapter(self, path: str) -> PackedAdapter:
         """Reads a LoRA adapter for `load_adapter`. May be called on any thread, also during a step.
 

@@ -111,6 +111,15 @@ class DropSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class NoteSession:
+    """To the engine: a tenant's session `awaits_user` or has `ended`. An unknown session is ignored."""
+
+    tenant: str
+    session: str
+    event: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoadAdapter:
     """To the engine: load the LoRA adapter in the directory `path` under a name. `ask` identifies the reply."""
 
@@ -306,6 +315,7 @@ ToEngine = (
     | Estimate
     | ForkSequence
     | DropSequence
+    | NoteSession
     | LoadAdapter
     | UnloadAdapter
     | Explain

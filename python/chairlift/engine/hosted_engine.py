@@ -23,6 +23,7 @@ from chairlift.engine.frames import (
     ForkSequence,
     Frame,
     LoadAdapter,
+    NoteSession,
     Rejected,
     SetPriority,
     Snapshot,
@@ -127,6 +128,8 @@ class HostedEngine:
                 self.engine.fork_sequence(handle, forks)
             case DropSequence(handle):
                 self.engine.drop_sequence(handle)
+            case NoteSession(tenant, session, event):
+                self.engine.note_session(tenant, session, event)
             case Explain(ask, tags):
                 self._send(Explained(ask, [timeline for tag in tags if (timeline := self.engine.explain(tag)) is not None]))
             case SnapshotRequest(ask):

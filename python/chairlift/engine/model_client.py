@@ -73,7 +73,7 @@ class ModelClient(ABC):
 
     @abstractmethod
     def tell(self, frame: Frame) -> None:
-        """Sends a frame about live sequences, which the next engine does not need, to the engines that are ready."""
+        """Sends a frame that the next engine does not need, about live sequences or sessions, to the engines that are ready."""
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenizes a prompt without blocking the event loop."""

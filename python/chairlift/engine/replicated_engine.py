@@ -223,7 +223,7 @@ class ReplicatedEngine(ModelClient):
         return shared_salt(stream.scheduling.cache_salt, None if name is None else self._known().engine.digests.get(name, name.encode()))
 
     def tell(self, frame: Frame) -> None:
-        """Sends a frame about live sequences to all engines. Those that do not have the sequence ignore it."""
+        """Sends a frame about live sequences or sessions to all engines. Those that do not have the sequence or session ignore it."""
         if isinstance(frame, ForkSequence) and (home := self._homes.get(frame.handle)) is not None:
             self._homes.update(dict.fromkeys(frame.forks, home))
         elif isinstance(frame, DropSequence):

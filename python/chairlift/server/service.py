@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from chairlift.engine.frames import NoteSession
 from chairlift.engine.stats import Stats
 from chairlift.errors import brief
 from chairlift.server.admission import Admission
@@ -204,6 +205,8 @@ class Service:
     def end_session(self, tenant: str, name: str) -> None:
         """Ends a session of a tenant; a session that is not known has no effect."""
         self.turns.end_thread(tenant, name)
+        for model in self.models:
+            model.engine.tell(NoteSession(tenant, name, "ended"))
 
     def _bill(self, served: ServedSequence) -> None:
         """Records what a live sequence has held, from one token for a second on: a search drops thousands of sequences at once."""

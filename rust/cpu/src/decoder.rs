@@ -145,7 +145,7 @@ impl Decoder {
         let adapted = AdaptedRows::new(&numbers, adapters, pool.size(), widest(blocks), lora);
         let (packed, own) = (rows.packed(isa, tokens, tokens), layer_embeddings.as_ref());
         let recurrence = state.as_mut().map(|state| Recurrence { states: state.cache.view(), chunks: &chunks });
-        let pass = Pass::new(isa, config, step, &plans, &pages, packed, adapted.as_ref(), own, recurrence, blocks, buffers);
+        let pass = Pass::new(isa, config, step, &plans, &pages, &packed, adapted.as_ref(), own, recurrence, blocks, buffers);
         pool.run(|worker| {
             let mut spare = scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner);
             pass.run(worker, &mut spare, table, blocks);

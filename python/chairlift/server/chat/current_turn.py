@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from chairlift.engine.frames import NoteSession
 from chairlift.server.cache_miss import CacheMiss, MissReason
 from chairlift.server.chat.exact_history import Parse, anchor_of, exact_tokens
 from chairlift.server.chat.prompt_parts import answer_keys, message_parts, parts_of, returned_answers
@@ -114,6 +115,9 @@ class CurrentTurn:
 
     def end_answer(self, index: int, message: dict[str, Any]) -> None:
         """Called with a complete answer as the chat template gets it when the client returns it."""
+        labels = self._labels
+        if labels.thread is not None and not message.get("tool_calls"):
+            self._model.engine.tell(NoteSession(labels.tenant.name, labels.thread, "awaits_user"))
         if self._turn is None or self._continues_last:  # the client will return the last message and the answer as one
             return
         keys = answer_keys(message, self._prompt.conversation[-1])

@@ -139,7 +139,9 @@ impl Sessions {
             let (thread, known) = session.begin_request(subagent, joins.names, joins.tokens, now, &mut forgotten);
             (thread, known, is_new)
         });
-        forgotten.iter().for_each(|name| self.directory.forget_name(user, name));
+        for name in &forgotten {
+            self.directory.forget_name(user, name);
+        }
         if let Some(name) = subagent {
             self.directory.name(id, name);
         }
@@ -287,7 +289,9 @@ impl Sessions {
         self.change(id, |session| {
             session.state = State::Active { since: now };
             let waiting = std::mem::take(&mut session.waiting);
-            waiting.iter().for_each(|_| session.enter_queue());
+            for _ in &waiting {
+                session.enter_queue();
+            }
             waiting
         })
     }

@@ -233,9 +233,8 @@ impl World {
                     ttft_deadline: patience.map(|patience| came + patience),
                     predicted_tokens: predicted,
                     user_turn_end: predicted, // any position will do
-                    session: session
-                        .map(|(main, subagent)| subagent.map_or_else(|| format!("{main}"), |number| format!("{main}.{number}")).into()),
-                    parent_session: session.and_then(|(main, subagent)| subagent.map(|_| format!("{main}").into())),
+                    session: session.map(session_name),
+                    parent_session: session.and_then(|(main, subagent)| subagent.map(|_| session_name((main, None)))),
                     preparation,
                     resumed,
                     ..Request::default()
@@ -252,47 +251,31 @@ impl World {
                     self.fork(tag);
                 }
             }
-            Op::Open { salt, tenant } => {
-                let id = self.scheduler.open(&tenant_name(tenant), &scope_of(salt), self.now);
-                self.held.push(Held { id, salt, tenant, tokens: Vec::new() });
-            }
+            Op::Open { salt, tenant } => self.open(salt, tenant),
             Op::ForkHeld(which) => {
                 if let Some(held) = self.pick_held(which) {
-                    let mut fork = self.held[held].clone();
-                    let free = self.scheduler.stats().free_blocks;
-                    fork.id = self.scheduler.fork_held(fork.id, self.now).expect("it was not dropped");
-                    assert_eq!(self.scheduler.stats().free_blocks, free, "a fork takes no block");
-                    self.held.push(fork);
+                    self.fork_held(held);
                 }
             }
             Op::DropHeld(which) => {
                 if let Some(held) = self.pick_held(which) {
-                    let held = self.held.swap_remove(held);
-                    assert!(self.scheduler.drop_held(held.id, self.now));
-                    assert!(!self.scheduler.drop_held(held.id, self.now), "dropped twice");
-                    assert_eq!(self.scheduler.fork_held(held.id, self.now), None);
+                    self.drop_held(held);
                 }
             }
             Op::Continue { which, less, more, new, stop } => self.continue_held(which, less, &more, new, stop),
             Op::Restore { grouped, tokens } => self.restore(if grouped { GROUP } else { 0 }, &tokens),
             Op::SetPriority(which, priority) => {
                 if let Some(tag) = self.pick(which) {
-                    let live = self.live.get_mut(&tag).expect("picked");
-                    let moves = live.priority != BACKGROUND;
-                    assert_eq!(self.scheduler.set_priority(live.seq, priority, self.now), moves);
-                    live.priority = if moves { priority } else { BACKGROUND };
+                    self.set_priority(tag, priority);
                 }
             }
             Op::ShareService { tenant, us } => self.share_service(tenant, us),
             Op::SetBlockLimit(blocks) => self.set_block_limit(blocks),
             Op::Wait(time) => self.now += time,
             Op::Abort(which) => {
-                let Some(tag) = self.pick(which) else { return };
-                let seq = self.live[&tag].seq;
-                assert!(self.scheduler.abort(seq, self.now));
-                assert!(!self.scheduler.abort(seq, self.now), "aborted twice");
-                let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
-                self.settle(&timeline);
+                if let Some(tag) = self.pick(which) {
+                    self.abort(tag);
+                }
             }
             Op::Draft { which, right, wrong } => {
                 if let Some(tag) = self.pick(which) {
@@ -312,6 +295,41 @@ impl World {
         self.check_reported();
         let now_held = self.scheduler.occupancy().blocks;
         assert!(now_held <= held.max(self.scheduler.stats().total_blocks), "blocks were given beyond the limit");
+    }
+
+    fn open(&mut self, salt: u8, tenant: u8) {
+        let id = self.scheduler.open(&tenant_name(tenant), &scope_of(salt), self.now);
+        self.held.push(Held { id, salt, tenant, tokens: Vec::new() });
+    }
+
+    fn fork_held(&mut self, held: usize) {
+        let mut fork = self.held[held].clone();
+        let free = self.scheduler.stats().free_blocks;
+        fork.id = self.scheduler.fork_held(fork.id, self.now).expect("it was not dropped");
+        assert_eq!(self.scheduler.stats().free_blocks, free, "a fork takes no block");
+        self.held.push(fork);
+    }
+
+    fn drop_held(&mut self, held: usize) {
+        let held = self.held.swap_remove(held);
+        assert!(self.scheduler.drop_held(held.id, self.now));
+        assert!(!self.scheduler.drop_held(held.id, self.now), "dropped twice");
+        assert_eq!(self.scheduler.fork_held(held.id, self.now), None);
+    }
+
+    fn set_priority(&mut self, tag: u64, priority: i32) {
+        let live = self.live.get_mut(&tag).expect("picked");
+        let moves = live.priority != BACKGROUND;
+        assert_eq!(self.scheduler.set_priority(live.seq, priority, self.now), moves);
+        live.priority = if moves { priority } else { BACKGROUND };
+    }
+
+    fn abort(&mut self, tag: u64) {
+        let seq = self.live[&tag].seq;
+        assert!(self.scheduler.abort(seq, self.now));
+        assert!(!self.scheduler.abort(seq, self.now), "aborted twice");
+        let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
+        self.settle(&timeline);
     }
 
     /// Charges a tenant for service elsewhere, and takes the service here.
@@ -724,6 +742,11 @@ impl World {
         assert_eq!(replayed.steps, self.scheduler.stats().counters.steps);
         assert_eq!(replayed.ended.iter().map(|timeline| (timeline.tag, timeline.finish)).collect::<Vec<_>>(), self.ended);
     }
+}
+
+/// The name of a session, or of one of its subagents.
+fn session_name((main, subagent): (u8, Option<u8>)) -> std::sync::Arc<str> {
+    subagent.map_or_else(|| format!("{main}"), |number| format!("{main}.{number}")).into()
 }
 
 fn tenant_name(tenant: u8) -> std::sync::Arc<str> {

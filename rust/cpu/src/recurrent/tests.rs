@@ -140,7 +140,9 @@ fn outputs(heads: &Heads, head: usize, rows: &[f32]) -> Vec<Vec<f64>> {
             (key, query) = (unit(key), unit(query).iter().map(|x| x / (heads.key_size as f64).sqrt()).collect());
         }
         let decay = (f64::from(heads.rates[head]) * size).exp();
-        state.iter_mut().for_each(|x| *x *= decay);
+        for x in &mut *state {
+            *x *= decay;
+        }
         let of_state = |state: &[f64], x: &[f64], column: usize| -> f64 {
             x.iter().enumerate().map(|(row, x)| x * state[row * heads.value_size + column]).sum()
         };

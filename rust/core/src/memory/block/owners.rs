@@ -145,8 +145,8 @@ impl BlockPool {
     }
 
     fn reuse_owner(&mut self, owner: CacheOwner) {
-        let owned = &self.owners.list[owner.0 as usize];
-        if owned.ended && owned.blocks == 0 {
+        let Owned { ended, blocks, .. } = self.owners.list[owner.0 as usize];
+        if ended && blocks == 0 {
             self.owners.vacant.push(owner.0);
         }
     }

@@ -228,7 +228,9 @@ fn cache_of(pool: &mut BlockPool, owner: Option<CacheOwner>, tokens: &[Token]) -
     let mut chain = pool.find(&scope, &names, tokens, &mut found);
     let mut table = BlockTable::default();
     table.set_owner(owner);
-    found.iter().for_each(|&id| pool.share(&mut table, id));
+    for &id in &found {
+        pool.share(&mut table, id);
+    }
     assert!(pool.grow(&mut table, names.len()));
     for (name, block) in names.iter().zip(tokens.chunks_exact(pool.block_size)).skip(found.len()) {
         pool.seal(&table, &mut chain, *name, block, 0);
