@@ -71,6 +71,12 @@ def test_usage_of_each_api():
     assert answer_with(b'data: {"usage":{"prompt_tokens":"x"}}\n\n' * 2).num_tokens == 2
 
 
+def test_an_answer_that_calls_tools_is_known():
+    assert answer_with(b'data: {"choices":[{"finish_reason":"tool_calls"}]}\n\ndata: [DONE]\n\n').calls_tools
+    assert answer_with(b'data: {"delta":{"stop_reason":"tool_use"}}\n\n').calls_tools
+    assert not answer_with(b'{"choices":[{"finish_reason":"stop","message":{"tool_calls":[]}}]}', streamed=False).calls_tools
+
+
 def test_an_upstream_that_finds_less_than_expected_counts_for_less():
     estimates = Estimates(16_000, 16, 4_000)
     assert estimates.frame().blocks == 1000

@@ -42,7 +42,7 @@ HEADROOM = 4
 
 _ENGINE_FLAGS = (
     *("max_num_seqs", "max_model_len", "max_num_batched_tokens", "scheduling_policy", "tenant_weights", "tier_weights"),
-    *("max_num_queued_reqs", "max_num_queued_tokens", "queue_ageing_ms", "journal"),
+    *("max_num_queued_reqs", "max_num_queued_tokens", "queue_ageing_ms", "session_turns", "max_session_wait_ms", "journal"),
 )
 _SERVER_FLAGS = (
     *("host", "port", "uds", "served_model_name", "api_key", "operator_key", "public_metrics", "api_key_file", "cors_allow_origins"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 from starlette.requests import Request
 
+from chairlift.engine.frames import NoteSession
 from chairlift.errors import ChairliftError, EngineDead
 from chairlift.gate.answer import Answer
 from chairlift.gate.prompt import Prompt
@@ -141,6 +142,10 @@ class _Admission:
         prompt = held.prompt_tokens if usage is None or usage.prompt is None else usage.prompt
         metrics.observe_lengths(prompt, tokens)
         metrics.count_finished("abort" if answer is None else "stop", now - self._context.arrived, self._latencies)
+        if self._session is not None and self._session.final:
+            self._service.end_session(self._scheduling.tenant, self._session.name)
+        elif self._session is not None and answer is not None and not answer.calls_tools:
+            self._model.engine.tell(NoteSession(self._scheduling.tenant, self._session.name, "awaits_user"))
         if (usage_log := self._service.usage_log) is not None:
             scheduling = self._scheduling
             names = self._id, self._context.request_id, self._model.name, scheduling.tenant, scheduling.served_tier

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import dataclass
 from typing import Any
 
 KEPT = 1 << 14
 """Bytes of an answer's beginning and of its end in which usage is looked for."""
+
+_CALLS_TOOLS = re.compile(rb'"(?:finish|stop)_reason": ?"(?:tool_calls|tool_use|function_call)"')
 
 _decode = json.JSONDecoder().raw_decode
 
@@ -58,6 +61,11 @@ class Answer:
         if self._first is None or self._events < 3:
             return None
         return (self._last - self._first) / (self._events - 1)
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether it ends with calls of tools, so that the client goes on by itself."""
+        return _CALLS_TOOLS.search(self._tail) is not None
 
     @property
     def num_tokens(self) -> int:
