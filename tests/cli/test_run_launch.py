@@ -116,6 +116,15 @@ def test_a_server_that_cannot_start_is_an_error(url, monkeypatch):
         pass
 
 
+def test_a_started_server_is_at_its_address_whatever_variables_say(url, monkeypatch):
+    monkeypatch.setenv("CHAIRLIFT_UDS", "/run/chairlift.sock")
+    monkeypatch.setenv("CHAIRLIFT_SSL_CERTFILE", "cert.pem")
+    ends = "import os; raise SystemExit(3 if any(name in os.environ for name in ('CHAIRLIFT_UDS', 'CHAIRLIFT_SSL_CERTFILE')) else 4)"
+    monkeypatch.setattr(servers, "_command", lambda model, port: [sys.executable, "-c", ends])
+    with pytest.raises(ChairliftError, match="status 4"), servers.server_for("other", None, None):
+        pass
+
+
 def launched(tmp_path, monkeypatch, *arguments):
     """The exit status of `launch`, and the arguments and variables of the client that it started."""
     client, out = tmp_path / arguments[0], tmp_path / "out.json"

@@ -1,6 +1,8 @@
 """What the gate makes of bodies, of answers and of an upstream's own pages."""
 
+import asyncio
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from chairlift.gate import limits
 from chairlift.gate.answer import Answer, UpstreamUsage
 from chairlift.gate.estimates import LEAST_SHARE, Estimates
+from chairlift.gate.gate import Gate
 from chairlift.gate.limits import Limits
 from chairlift.gate.model_files import VOCABULARY
 from chairlift.gate.prompt import DATA_TOKENS, read_prompt
@@ -125,3 +128,23 @@ def test_limits_are_read_from_the_pages_of_llama_cpp_and_sglang():
 def test_headers_of_the_connection_stay_behind():
     headers = [(b"Connection", b"close, X-Mine"), (b"x-mine", b"1"), (b"te", b"trailers"), (b"accept", b"*/*"), (b"host", b"h")]
     assert passed_on(headers) == [(b"accept", b"*/*")]
+
+
+def test_a_new_engine_is_told_what_was_learned(monkeypatch):
+    told = []
+    replica = SimpleNamespace(number=0, restarts=0, engine=SimpleNamespace(ready=True, tell=told.append))
+    gate = Gate(SimpleNamespace(engine=SimpleNamespace(replicas=[replica])), [], [Estimates(1000, 16, 100)], keyed=False)
+    monkeypatch.setattr("chairlift.gate.gate.TELL_SECONDS", 0)
+
+    async def restart():
+        telling = asyncio.create_task(gate.tell())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(told) == 1
+        replica.restarts += 1
+        for _ in range(5):
+            await asyncio.sleep(0)
+        telling.cancel()
+
+    asyncio.run(restart())
+    assert len(told) == 2

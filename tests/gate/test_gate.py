@@ -206,3 +206,19 @@ def test_an_upstream_that_is_gone_is_left_out_until_it_is_back(tmp_path):
         gone = httpx.post(address + "/v1/chat/completions", json=chat("hello"))
         assert gone.status_code == 502
         assert gone.json()["error"]["code"] == "upstream_failed"
+
+
+def test_prompts_wait_for_room_in_the_upstreams_kv(tmp_path):
+    upstream = Upstream()  # it has KV for 8192 tokens
+    upstream.start()
+    with gate(upstream, log=tmp_path / "log") as address, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        time.sleep(2)  # the engine is told of the KV once a second
+        contents = [f"wait {word} " + word * 5000 for word in ("this", "that")]
+        answers = [pool.submit(httpx.post, address + "/v1/chat/completions", json=chat(content), timeout=60) for content in contents]
+        wait_until(lambda: upstream.started)
+        time.sleep(2)  # several steps, by the first estimate
+        assert len(upstream.started) == 1
+        for _ in contents:
+            upstream.go.release()
+        assert [one.result().status_code for one in answers] == [200, 200]
+    upstream.stop()

@@ -133,6 +133,13 @@ def test_the_command_begins_one_whose_test_passes(tmp_path, monkeypatch, capsys)
     assert "exists already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["a b", "class", "Class", "Policy", "Candidate", "Random", "Chairlift", "pytest"])
+def test_a_name_that_breaks_the_files_is_refused(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["policy", "new", name]) == 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_is_a_policy_for_the_commands_that_simulate(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("from chairlift import Policy\n\n\nclass Mine(Policy):\n    pass\n")
     trace = tmp_path / "trace.csv"

@@ -189,8 +189,9 @@ def _engine_config(config: EngineConfig, keys: Keys, tiers: ServiceTiers, limits
         block_size=BLOCK_SIZE,
         num_kv_blocks=HEADROOM * max(1, kv_tokens // BLOCK_SIZE),
         max_num_seqs=seqs,
-        # Bytes stand for tokens: a prompt may have more of them here than at the upstream.
-        max_model_len=min(HEADROOM * context, HEADROOM * kv_tokens),
+        # Bytes stand for tokens: a prompt may have more of them here than at the upstream. The engine never counts on fewer blocks than
+        # those of the longest sequence, so that must not be longer than the upstream's whole KV.
+        max_model_len=min(HEADROOM * context, max(BLOCK_SIZE, kv_tokens)),
         max_num_batched_tokens=config.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, seqs),
         tenant_weights={**weights, **(config.tenant_weights or {})} or None,
         tier_weights={**tiers.weights, **(config.tier_weights or {})},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import socket
 import subprocess
@@ -16,10 +17,14 @@ from urllib.parse import urlsplit
 from chairlift.cli.remote import URL, get_json
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ChairliftError, ModelNotFound
+from chairlift.settings import ENV_PREFIX
 
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 15.0
 """Seconds that a server which this command started gets to end its requests and exit."""
+
+_OTHER_ADDRESS = {f"{ENV_PREFIX}{name}" for name in ("UDS", "SSL_CERTFILE", "SSL_KEYFILE")}
+"""Variables of 'chairlift serve' with which a server would not be at the address that this command expects."""
 
 _SERVE = """\
 import signal, sys
@@ -95,7 +100,8 @@ class _StartedServer:
 
     def __init__(self, model: str, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        self.process = subprocess.Popen(_command(model, port), stdin=subprocess.DEVNULL, start_new_session=True)
+        environment = {name: value for name, value in os.environ.items() if name not in _OTHER_ADDRESS}
+        self.process = subprocess.Popen(_command(model, port), stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
 
     def close(self) -> None:
         """Ends the server."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import keyword
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +66,11 @@ def add_parser(commands: Any, summary: str) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes both files here. Raises InvalidSetting for a name that is no class's, and for files that exist."""
     name = args.name
-    if not name.isidentifier() or name == "Policy":
-        raise InvalidSetting(f"{name!r:.100} cannot be a class's name: try Mine")
     module = name.lower()
+    if not name.isidentifier() or keyword.iskeyword(name) or keyword.iskeyword(module) or name in ("Candidate", "Policy"):
+        raise InvalidSetting(f"{name!r:.100} cannot be a class's name: try Mine")
+    if module in sys.stdlib_module_names or module in ("chairlift", "pytest"):
+        raise InvalidSetting(f"{module}.py would hide Python's module {module} from programs that run here: try another name")
     files = {Path(f"{module}.py"): _POLICY, Path(f"test_{module}.py"): _TEST}
     for path in files:
         if path.exists():

@@ -39,7 +39,7 @@ class Gate:
         """With keys of its own (`keyed`) the gate passes none of its clients' on."""
         self._model, self._upstreams, self._estimates, self._keyed = model, upstreams, estimates, keyed
         self._name = secrets.token_hex(8).encode()
-        self._told: dict[int, Estimate] = {}
+        self._told: dict[int, tuple[int, Estimate]] = {}
         self._probes: dict[int, asyncio.Task[None]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,8 +66,9 @@ class Gate:
         while True:
             for replica in self._model.engine.replicas:
                 estimate = self._estimates[replica.number].frame()
-                if replica.engine.ready and self._told.get(replica.number) != estimate:
-                    self._told[replica.number] = estimate
+                news = replica.restarts, estimate  # a new engine knows nothing
+                if replica.engine.ready and self._told.get(replica.number) != news:
+                    self._told[replica.number] = news
                     replica.engine.tell(estimate)
             await asyncio.sleep(TELL_SECONDS)
 

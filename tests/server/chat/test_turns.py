@@ -1,16 +1,19 @@
 """Why a turn of a conversation misses the prefix cache: each way to break a prefix is named."""
 
 import json
+from array import array
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import httpx
 import pytest
-from caching_engine import CachingEngine
+from caching_engine import CachingEngine, PairTokenizer
 from fake_async_engine import MODEL, serving
 
 from chairlift.scheduling import BACKGROUND
+from chairlift.server.chat.turn_difference import PromptOfTurn, cache_miss
 from chairlift.server.model import ServedModel
+from chairlift.server.turns import Anchor, Answer, Found, Scope, Turn
 
 LONG = "The answers of the other engineers were in another letter. "
 TOOLS = [
@@ -240,6 +243,15 @@ def test_a_state_that_is_not_there_is_named(session):
     miss = session.third()["cache_miss"]
     session.engine.lost_hits = 0
     assert (miss["reason"], miss["missed_tokens"]) == ("no_recurrent_state", 64)
+
+
+def test_a_prompt_that_is_sent_again_misses_no_block_of_its_last_token():
+    # The template ends with a control token, so that no token of the answer's message follows it.
+    tokens, anchor, scope = array("I", range(32)), Anchor(32, b"", 0), Scope(MODEL, None, None, "", None)
+    turn = Turn("", "", "id", None, scope, [], tokens, anchor, 0, answers={0: Answer(array("I", [1, 2, 3]), [])})
+    now = PromptOfTurn([], [], tokens, anchor, scope, 0)
+    assert cache_miss(Found(turn), now, 16, 16, PairTokenizer()) is None
+    assert cache_miss(Found(turn), now, 0, 16, PairTokenizer()).missed_tokens == 16
 
 
 def test_without_a_prefix_cache_nothing_is_missed(session):

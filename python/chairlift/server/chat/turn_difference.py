@@ -36,11 +36,12 @@ class PromptOfTurn:
 def cache_miss(earlier: Found, now: PromptOfTurn, cached: int, block_size: int, tokenizer: Tokenizer) -> CacheMiss | None:
     """Returns why less than the turn before had left in the cache was found there; None if that was found.
 
-    `cached` are the prompt's cached tokens. The last token of an answer is never computed, so its block cannot be cached.
+    `cached` are the prompt's cached tokens. The last token of an answer is never computed, so its block cannot be cached; that of a prompt
+    always is.
     """
     turn = earlier.turn
     before = turn.tokens(earlier.choice)
-    reusable = min(len(before) - 1, len(now.tokens) - now.anchor.tail) // block_size * block_size
+    reusable = min(len(before) - 1, len(now.tokens) - max(1, now.anchor.tail)) // block_size * block_size
     if cached >= reusable:
         return None
     shared = shared_prefix(before, now.tokens)
