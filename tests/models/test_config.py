@@ -129,6 +129,7 @@ def test_granite_4_is_read_with_and_without_state_spaces():
     assert layers.state_bytes == 4 * 2 * (3 * (128 + 2 * 2 * 16) + 4 * 16 * 32)
 
 
+CONVOLUTIONS = {"architectures": ["Lfm2ForCausalLM"], "num_attention_heads": 8, "layer_types": ["conv", "full_attention", "conv"]}
 HYBRID = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention"] * 2 + ["full_attention"]}
 
 
@@ -273,6 +274,14 @@ def test_a_checkpoint_says_its_dtype_in_one_of_two_words(tmp_path):
         ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be at most 10000, got 2147483647"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}}, "rope_theta must be more than 1 with YaRN, got 1"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps must be a positive number, got 'x'"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number, got 1000"),
+        (
+            {"architectures": ["GraniteForCausalLM"], "logits_scaling": 10**400},
+            "logits_scaling must be a positive number or null, got 1000",
+        ),
+        (CONVOLUTIONS | {"block_ffn_dim_multiplier": 1e308}, "block_ff_dim and block_ffn_dim_multiplier make inf of the inner size"),
+        (CONVOLUTIONS | {"block_ffn_dim_multiplier": 1e-9}, "block_ff_dim and block_ffn_dim_multiplier make 6.4e-08 of the inner size"),
+        (HYBRID | {"time_step_limit": [0.1, 10**400]}, "time_step_limit must be two ascending numbers"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 2**31}, "sliding_window must be a positive integer, got 2147483648"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),

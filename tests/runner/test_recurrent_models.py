@@ -99,6 +99,7 @@ def test_an_engine_gives_the_same_tokens_with_caches_forks_and_little_memory(tmp
     small = {"device": "cpu", "threads": 1, "block_size": 8, "cache_dir": str(tmp_path / "cache")}
     with LLM(str(tmp_path / "tiny.gguf"), **small, max_num_seqs=1, num_kv_blocks=40, enable_prefix_caching=False) as llm:
         expected = [llm.generate([prompt], greedy)[0].outputs[0].token_ids for prompt in prompts]
+        alone = llm.info.num_bytes
     turns = [prompt + answer[:12] for prompt, answer in zip(prompts, expected, strict=True)]
     with LLM(str(tmp_path / "tiny.gguf"), **small, max_num_seqs=4, num_kv_blocks=60, max_num_batched_tokens=24) as llm:
         assert ("speculative decoding", "none") in [tuple(decision[:2]) for decision in llm.info.decisions]
@@ -109,12 +110,15 @@ def test_an_engine_gives_the_same_tokens_with_caches_forks_and_little_memory(tmp
         outputs = llm.generate(turns, greedy)
         assert [output.outputs[0].token_ids[:8] for output in outputs] == [answer[12:] for answer in expected]
         assert [output.cached_tokens for output in outputs] == [48] * 4
+        large = llm.info.num_bytes
         several = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, n=2)
         assert [one.token_ids for one in llm.generate([prompts[0]], several)[0].outputs] == [expected[0]] * 2
     # Room for the blocks of little more than two of the four sequences.
     with LLM(str(tmp_path / "tiny.gguf"), **small, max_num_seqs=4, num_kv_blocks=20, max_num_batched_tokens=24) as llm:
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, greedy)] == expected
         assert llm.engine.stats().preemptions > 0
+        # The two have 24 slots instead of 6, and 40 blocks on average, as the first one.
+        assert (llm.info.num_bytes + large) / 2 - alone == 18 * llm.engine.runner.model_config.state_bytes
 
 
 def test_a_model_without_a_tensor_of_its_states_is_refused_by_name(tmp_path: Path) -> None:

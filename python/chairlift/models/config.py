@@ -10,7 +10,7 @@ from typing import Any
 from chairlift.architectures import ARCHITECTURES, WRAPPED, Architecture, Code, Norms, Projections, Windows
 from chairlift.errors import UnsupportedModel
 from chairlift.models.experts import Experts, parse_experts
-from chairlift.models.fields import NoNativeModel, parse_dtype, parse_layers, parse_names, parse_number, parse_size, read_json
+from chairlift.models.fields import NoNativeModel, is_positive, parse_dtype, parse_layers, parse_names, parse_number, parse_size, read_json
 from chairlift.models.layer_variants import LayerVariants, parse_variants
 from chairlift.models.quantization import MODELOPT_FILE, QuantizationScheme, UnsupportedScheme, parse_quantization
 from chairlift.models.recurrence import RecurrentLayers, parse_recurrence
@@ -312,8 +312,10 @@ def _inner(raw: dict[str, Any], family: Architecture) -> int:
     if not raw.get("block_auto_adjust_ff_dim", True):
         return inner
     multiple = parse_size(raw, "block_multiple_of", 256)
-    inner = int(parse_number(raw, "block_ffn_dim_multiplier", 1.0) * int(2 * inner / 3))
-    return -(-inner // multiple) * multiple
+    part = parse_number(raw, "block_ffn_dim_multiplier", 1.0) * int(2 * inner / 3)
+    if not 1 <= part < 2**31:
+        raise UnsupportedModel(f"config.json: block_ff_dim and block_ffn_dim_multiplier make {part:g} of the inner size")
+    return -(-int(part) // multiple) * multiple
 
 
 def _softcaps(raw: dict[str, Any], family: Architecture) -> tuple[float | None, float | None]:
@@ -327,9 +329,11 @@ def _softcaps(raw: dict[str, Any], family: Architecture) -> tuple[float | None, 
 def _number(raw: dict[str, Any], name: str, default: float | None) -> float | None:
     """Returns a positive number of the config, or None for null. Absence means the default."""
     value = raw.get(name, default)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
-        raise UnsupportedModel(f"config.json: {name} must be a positive number or null, got {value!r}")
-    return None if value is None else float(value)
+    if value is None:
+        return None
+    if not is_positive(value):
+        raise UnsupportedModel(f"config.json: {name} must be a positive number or null, got {value!r:.100}")
+    return float(value)
 
 
 def _multipliers(raw: dict[str, Any]) -> dict[str, float]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from chairlift.errors import ModelNotFound, UnsupportedModel
 
@@ -78,9 +78,14 @@ def parse_number(raw: dict[str, Any], name: str, default: float | None = None) -
     """Returns a positive finite number of the config. None and absence mean the default."""
     value = raw.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if not is_positive(value):
         raise UnsupportedModel(f"config.json: {name} must be a positive number, got {value!r:.100}")
     return float(value)
+
+
+def is_positive(value: Any) -> TypeGuard[int | float]:
+    """Whether it is a positive number that a float can hold. JSON has integers of any size."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def parse_dtype(raw: dict[str, Any]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from chairlift.architectures import Architecture, Recurrence, RecurrentKind
 from chairlift.architectures.architecture import Entry
 from chairlift.errors import UnsupportedModel
-from chairlift.models.fields import NoNativeModel, parse_names, parse_size
+from chairlift.models.fields import NoNativeModel, is_positive, parse_names, parse_size
 
 ATTENTION = ("full_attention", "attention")
 """The names of layers with attention among recurrent ones."""
@@ -128,9 +128,9 @@ def _steps(raw: dict[str, Any]) -> tuple[float, float]:
     """Returns the limits of the steps of state spaces."""
     listed = raw.get("time_step_limit") or [0.0, math.inf]
     # transformers writes infinity as an object.
-    infinite = {"__float__": "Infinity"}
-    limits = [math.inf if limit == infinite else limit for limit in listed] if isinstance(listed, list) else []
-    if len(limits) != 2 or not all(isinstance(limit, int | float) for limit in limits) or not 0 <= limits[0] < limits[1]:
+    infinite = ({"__float__": "Infinity"}, math.inf)
+    limits = [math.inf if limit in infinite else limit for limit in listed] if isinstance(listed, list) else []
+    if len(limits) != 2 or not all(limit in (0, math.inf) or is_positive(limit) for limit in limits) or not limits[0] < limits[1]:
         raise UnsupportedModel(f"config.json: time_step_limit must be two ascending numbers, got {listed!r:.100}")
     return float(limits[0]), float(limits[1])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from chairlift.architectures import Architecture
 from chairlift.errors import UnsupportedModel
-from chairlift.models.fields import NoNativeModel, parse_number, parse_size, parse_table
+from chairlift.models.fields import NoNativeModel, is_positive, parse_number, parse_size, parse_table
 from chairlift.models.rotary import Dynamic, Linear, Llama3, LongRope, Proportional, RopeConfig, Scaling, Yarn
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
@@ -110,7 +110,7 @@ def _scaling(kind: str, table: dict[str, Any], dim: int) -> Scaling | None:
 
 def _divisors(table: dict[str, Any], name: str, dim: int) -> tuple[float, ...]:
     listed = table.get(name)
-    sound = isinstance(listed, list) and all(isinstance(x, int | float) and 0 < x < math.inf for x in listed)
+    sound = isinstance(listed, list) and all(map(is_positive, listed))
     if not isinstance(listed, list) or not sound or len(listed) != dim // 2:
         raise UnsupportedModel(f"config.json: {name} must be {dim // 2} positive numbers, got {listed!r:.200}")
     return tuple(map(float, listed))

@@ -148,8 +148,8 @@ class Service:
     def describe(self, model: ServedModel, reader: Reader = None) -> dict[str, Any]:
         """Describes a model for the operator and the dashboard.
 
-        `num_bytes` are those of weights and KV cache, 0 if they are not known. `unload_in_seconds` is None for a model that is in use,
-        stays loaded, or is not loaded. A tenant sees only its own requests among those that run and wait.
+        `num_bytes` are those of weights, KV cache and recurrent states, 0 if they are not known. `unload_in_seconds` is None for a model
+        that is in use, stays loaded, or is not loaded. A tenant sees only its own requests among those that run and wait.
         """
         uses, ready = self.loader.uses(model), model.engine.ready
         stats = model.engine.stats() if ready else Stats()
