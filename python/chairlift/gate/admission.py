@@ -103,9 +103,12 @@ class _Admission:
         return service.tiers.bound(scheduling, self._model.engine.config.scheduling_policy)
 
     async def prepare(self) -> Stream:
-        """Makes the request for the engine. The upstream refuses a prompt that is too long: here it is cut."""
+        """Makes the request for the engine. The upstream refuses a prompt that is too long: here it is cut.
+
+        A quarter is left for the answer: a sequence that reached the limit would end in the engine before it ends at the upstream.
+        """
         limit = self._model.engine.info.max_model_len
-        tokens = self._prompt.tokens[: limit - 1].tolist() or [0]
+        tokens = self._prompt.tokens[: limit - limit // 4].tolist() or [0]
         params = SamplingParams(max_tokens=limit - len(tokens), temperature=0.0)
         self._ticket.add_prompts(1)
         registry = self._service.registry
