@@ -138,6 +138,7 @@ def test_the_calls_of_earlier_answers_are_read_as_over_http(fakes):
         ([{"content": "a"}], {}, r"messages\[0\].role is missing"),
         ([{"role": "user", "content": 5}], {}, r"messages\[0\].content must be a string"),
         (HELLO, {"tools": [{"name": "weather"}]}, r"tools\[0\].type is missing"),
+        (HELLO, {"tools": [{"type": "web_search"}]}, r"tools\[0\].type must be function or custom, got 'web_search'"),
         (HELLO, {"tools": "weather"}, "tools is invalid"),
         (HELLO, {"tools": [WEATHER, WEATHER]}, "tools has two functions of one name"),
         (HELLO, {"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice must be none, auto, required"),

@@ -88,6 +88,8 @@ class Tool(BaseModel):
             return self.function
         if self.type == "custom" and self.custom is not None:
             return self.custom.as_function()
+        if self.left_out:
+            raise InvalidRequest(f"{where}.type must be function or custom, got {brief(self.type)}", param=f"{where}.type")
         raise InvalidRequest(f"{where}.{self.type} is missing", param=f"{where}.{self.type}")
 
 
