@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -55,7 +56,7 @@ def test_any_body_has_a_prompt(raw):
 
 
 def answer_with(*chunks, streamed=True):
-    answer = Answer(streamed=streamed)
+    answer = Answer(streamed=streamed, sent=time.monotonic())
     for chunk in chunks:
         answer.feed(chunk)
     return answer

@@ -174,9 +174,14 @@ def test_explain_and_the_usage_log_know_the_request(upstream, base, tmp_path_fac
     assert record["session"] == "s/a"
 
 
-def test_metrics_are_those_of_the_gate(base):
-    httpx.post(base + "/v1/chat/completions", json=chat("hello"))
-    assert "chairlift_time_to_first_token_seconds" in httpx.get(base + "/metrics").text
+def test_the_time_to_the_first_token_begins_before_the_head_of_the_answer(base):
+    def total():
+        lines = httpx.get(base + "/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("chairlift_time_to_first_token_seconds_sum"))
+
+    before = total()
+    httpx.post(base + "/v1/chat/completions", json=chat("late", stream=True))
+    assert total() - before >= 0.3
 
 
 def test_keys_stay_where_they_belong_and_a_gate_may_stand_before_another(upstream, tmp_path):

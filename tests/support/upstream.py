@@ -77,6 +77,8 @@ class Upstream:
         if content == "refuse":
             return Response('{"error":{"message":"no","type":"bad"}}', 418, {"x-reason": "tea"}, "application/json")
         self.started.append(content)
+        if content == "late":
+            await asyncio.sleep(0.3)
         usage = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
         if not body.get("stream"):
             await self._run(content, request)

@@ -28,9 +28,10 @@ class UpstreamUsage:
 class Answer:
     """Looks at the bytes of one answer. It changes nothing and keeps only its beginning and its end."""
 
-    def __init__(self, *, streamed: bool) -> None:
+    def __init__(self, *, streamed: bool, sent: float) -> None:
+        """`sent` is when the request was sent, on the monotonic clock: many servers send the head of an answer with its first token."""
         self._streamed = streamed
-        self._sent = time.monotonic()
+        self._sent = sent
         self._first: float | None = None
         self._last = 0.0
         self._events = 0

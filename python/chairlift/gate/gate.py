@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,10 +104,11 @@ class Gate:
         """Sends a request to an upstream and its answer to the client. Raises UpstreamFailed as long as the client has got nothing."""
         upstream, scope, begun = self._upstreams[number], request.scope, False
         target = scope["raw_path"].decode("latin-1") + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
+        sent = time.monotonic()
         try:
             async with upstream.request(request.method, target, self._headers(scope["headers"], request), raw) as response:
                 streamed = response.content_type == "text/event-stream"
-                answer = Answer(streamed=streamed)
+                answer = Answer(streamed=streamed, sent=sent)
                 if held is not None and response.status == 200:
                     held.answer = answer
                 begun = True
