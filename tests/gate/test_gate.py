@@ -161,6 +161,11 @@ def test_a_stream_that_breaks_off_ends_with_an_error(base):
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "upstream_failed"
 
 
+def test_an_answer_that_breaks_off_breaks_off(base):
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.post(base + "/v1/chat/completions", json=chat("cut"))  # `base` looks for errors in the log
+
+
 def test_explain_and_the_usage_log_know_the_request(upstream, base, tmp_path_factory):
     headers = {"x-request-id": "mine", "x-tenant-id": "me", "x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}
     response = httpx.post(base + "/v1/chat/completions", json=chat("hello"), headers=headers)

@@ -76,6 +76,8 @@ class Upstream:
         content = body["messages"][-1]["content"]
         if content == "refuse":
             return Response('{"error":{"message":"no","type":"bad"}}', 418, {"x-reason": "tea"}, "application/json")
+        if content == "cut":
+            return Response(b"{", headers={"content-length": "100"}, media_type="application/json")
         self.started.append(content)
         if content == "late":
             await asyncio.sleep(0.3)

@@ -126,9 +126,10 @@ class Gate:
                     await raw_send({"type": "http.response.body", "body": event(envelope), "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            if begun:
-                raise  # the connection is closed in the middle of the answer, as the upstream's was
-            raise failure(upstream.url, error) from None
+            if not begun:
+                raise failure(upstream.url, error) from None
+            # The connection is closed in the middle of the answer, as the upstream's was.
+            log.warning("%s in the middle of an answer", failure(upstream.url, error))
 
     def _headers(self, headers: RawHeaders, request: Request) -> RawHeaders:
         """The headers for the upstream: the client's, without its key if that is the gate's, and the id under which the gate knows it."""
