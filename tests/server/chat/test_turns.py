@@ -263,7 +263,7 @@ def test_without_a_prefix_cache_nothing_is_missed(session):
     assert "cache_miss" not in explanation
 
 
-@pytest.mark.parametrize("fields", [{"priority": BACKGROUND}, {"truncate_prompt_tokens": -1}])
+@pytest.mark.parametrize("fields", [{"priority": BACKGROUND}, {"truncate_prompt_tokens": -1}, {"prompt_logprobs": 1}])
 def test_what_is_no_turn(session, fields):
     session.body |= fields
     session.engine.cached.clear()

@@ -49,7 +49,7 @@ class ChatCompletion:
         self.generation = generation
         self.headers = headers
         self.turn = turn
-        """The request as a turn of a conversation; None if its prompt is no conversation, or is truncated."""
+        """The request as a turn of a conversation; None if its prompt is no conversation, is truncated, or takes nothing from the cache."""
         self.prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
         """Set once the first choice has begun, if the request asked for them."""
         self.reasons = form.reasoning is not None and form.shows_reasoning
@@ -72,7 +72,8 @@ class ChatCompletion:
         tool_spec = await beside(request, body.tool_spec)
         try:
             if raw_prompt is None:
-                prompt = await _render_prompt(request, model, body, tool_spec, as_turn=True)
+                # With the prompt's log-probabilities all of it is computed, whatever is cached.
+                prompt = await _render_prompt(request, model, body, tool_spec, as_turn=body.prompt_logprobs is None)
             else:
                 prompt = _RenderedPrompt(await model.encode(request, raw_prompt), Hermes, None)
             show = body.include_reasoning is not False
