@@ -257,5 +257,6 @@ def test_clients_see_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_familiar_name_gets_suggestions(name, suggested):
     with pytest.raises(ModelNotFound, match=re.escape(f"; did you mean {suggested}?") + "$"):
         locate(name)
-    with pytest.raises(ModelNotFound, match=r"smollm2-135m-instruct$"):
-        locate("zzz")
+    for strange in ("zzz", "模型"):
+        with pytest.raises(ModelNotFound, match=r"smollm2-135m-instruct$"):
+            locate(strange)

@@ -106,7 +106,7 @@ class FakeRunner:
     overlaps = False
     buffers = (SimpleNamespace(arrays=dict, sample_slots=np.zeros(1, dtype=np.int32)),)
     model_config = SimpleNamespace(
-        vocab_size=1000, embedding_size=None, score=None, hidden_size=64, max_position_embeddings=2048, longest_context=2048
+        vocab_size=1000, embedding_size=None, score=None, hidden_size=64, state_bytes=0, max_position_embeddings=2048, longest_context=2048
     )
 
     def __init__(self, config, directory, eos, on_phase):

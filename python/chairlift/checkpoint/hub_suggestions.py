@@ -43,7 +43,9 @@ def suggestions(name: str) -> list[str]:
     """Returns at most three of the models for a name without an organisation, the most similar first."""
     short = {_letters(model.rpartition("/")[2]): model for model in MODELS}
     asked = _letters(name)
-    beginning = [key for key in short if asked and key.startswith(asked)]
+    if not asked:
+        return []
+    beginning = [key for key in short if key.startswith(asked)]
     return [short[key] for key in (beginning or _close(asked, short))[:MOST]]
 
 

@@ -49,6 +49,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (0..30usize, -1..2i32).prop_map(|(which, priority)| Op::SetPriority(which, priority)),
         1 => stored,
         1 => (0..4u8, prop_oneof![0..50u64, Just(u64::MAX)]).prop_map(|(tenant, us)| Op::ShareService { tenant, us }),
+        1 => (0..4u8, (0..6u8, prop::option::weighted(0.3, 0..3u8)), any::<bool>())
+            .prop_map(|(tenant, session, ended)| Op::NoteSession { tenant, session, ended }),
         1 => (0..40u32).prop_map(Op::SetBlockLimit),
         1 => (0..40u64).prop_map(Op::Wait),
         1 => (0..30usize).prop_map(Op::Abort),

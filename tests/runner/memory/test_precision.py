@@ -38,7 +38,7 @@ def test_a_cpu_loses_nothing_of_weights_and_kv(checkpoint, kept):
 def test_blocks_of_a_gguf_file_are_kept_as_they_are():
     kept = decided(blocks=(101 * MIB, 0))
     assert kept == Precision("blocks", "none", "float32")
-    assert reasons(kept)["weights"] == "blocks: the checkpoint's own, computed with in float32; 101 MiB of the 931.3 GiB of free memory"
+    assert reasons(kept)["weights"] == "blocks: the checkpoint's own; 101 MiB of the 931.3 GiB of free memory"
     assert decided(blocks=(100 * MIB, MIB), quantization="int8") == Precision("blocks", "int8", "float32")
     assert decide(EngineConfig(device="cpu", dtype="float16"), MODEL, 10**12, (100 * MIB, MIB)) == Precision("float16", "none", "float32")
 

@@ -172,17 +172,15 @@ def _weights(config: EngineConfig, model: ModelShape, blocks: tuple[int, int], a
         return config.dtype, asked("--dtype")
     kept, rest = blocks
     if kept:
-        return "blocks", "the checkpoint's own, computed with in float32" + (
-            f"; float32 where it has other types, {gib(rest)} of it" if rest else ""
-        )
+        return "blocks", "the checkpoint's own" + (f"; float32 where it has other types, {gib(rest)} of it" if rest else "")
     if model.dtype in ("bfloat16", "float16"):
         packed = model.quantization if config.load_format != "dummy" else None
         origin = f"the checkpoint's {packed} multiplied out" if packed else "as in the checkpoint"
-        return model.dtype, f"{origin}, computed with in float32"
+        return model.dtype, origin
     size = weight_bytes(model, "float32")
     if size + ROOM <= available:
         return "float32", "as in the checkpoint; float16 takes half the memory and traffic (--dtype)"
-    return "float16", f"computed with in float32; in float32 they would take {gib(size)}"
+    return "float16", f"in float32 they would take {gib(size)}"
 
 
 def _quantization(config: EngineConfig, model: ModelShape, weights: str, size: int, available: int, bf16: Bf16Products) -> tuple[str, str]:

@@ -96,6 +96,11 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
         17 => Op::ShareService { tenant: bytes.int_in_range(0..=3)?, us: *bytes.choose(&[1, 20, 300, u64::MAX])? },
         18 => Op::SetBlockLimit(bytes.int_in_range(0..=40)?),
         19..=20 => Op::Prepare { which: bytes.int_in_range(0..=30)?, next: preparation(bytes)? },
+        21 => Op::NoteSession {
+            tenant: bytes.int_in_range(0..=3)?,
+            session: (bytes.int_in_range(0..=5)?, *bytes.choose(&[None, None, Some(0), Some(1)])?),
+            ended: bytes.arbitrary()?,
+        },
         _ => Op::Step { lag: *bytes.choose(&[0, 0, 1, 2])?, poison: None, lost: None },
     })
 }

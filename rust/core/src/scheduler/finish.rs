@@ -110,7 +110,6 @@ impl Scheduler {
     /// Frees everything a sequence holds, removes the sequence and closes its timeline.
     fn remove(&mut self, id: SeqId, reason: FinishReason) -> Timeline {
         self.release_forks(id);
-        self.leave_session(id, reason);
         let seq = &self.seqs[id];
         let timeline = seq.timeline(Some(reason), &self.accounts);
         match seq.phase() {
@@ -123,6 +122,7 @@ impl Scheduler {
         let mut seq = self.seqs.remove(id).expect("the caller looked");
         self.leave_blocks(&mut seq, reason);
         self.kv.free_all(&mut seq.blocks);
+        self.leave_session(id, &seq, reason);
         self.deadlines.forget(&seq);
         self.accounts.close(seq.member(), &timeline);
         if let Some(finished) = &mut self.finished

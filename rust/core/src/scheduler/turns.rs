@@ -3,7 +3,7 @@
 use super::Scheduler;
 use crate::config::SessionTurns;
 use crate::request::{FinishReason, SeqId, SessionEvent, Time};
-use crate::sequence::Phase;
+use crate::sequence::{Phase, Sequence};
 use crate::sessions::{Joins, Machine, SessionId, Turn, Wait};
 use std::sync::Arc;
 
@@ -91,9 +91,10 @@ impl Scheduler {
         }
     }
 
-    /// Removes a sequence that ends from its session. Remembers the end of its answer.
-    pub(super) fn leave_session(&mut self, id: SeqId, reason: FinishReason) {
-        let (seq, now) = (&self.seqs[id], self.accounts.now());
+    /// Removes a sequence that has ended from its session. Remembers the end of its answer. Call it when the blocks are released: a session
+    /// that ends no longer owns any.
+    pub(super) fn leave_session(&mut self, id: SeqId, seq: &Sequence, reason: FinishReason) {
+        let now = self.accounts.now();
         let size = self.config.block_size;
         let answered = matches!(reason, FinishReason::Stop | FinishReason::Length);
         let Some(of) = seq.session() else {

@@ -13,6 +13,8 @@ new_key_type! {
 
 /// Maximum number of a session's threads. Another one takes the place of the one that has been quiet for the longest time.
 const MAX_THREADS: usize = 16;
+/// Maximum number of threads with requests. Further requests share them: the work of a request grows with the square of this number.
+const MAX_BUSY: usize = 64;
 /// Microseconds after which a thread that has been quiet is over, if another one of its session goes on.
 const GIVEN_UP: Time = 600_000_000;
 
@@ -225,7 +227,8 @@ impl Session {
         ended
     }
 
-    /// A thread for a new context: one without a context, a new one, or the one that has been quiet for the longest time.
+    /// A thread for a new context: one without a context, a new one, or the one that has been quiet for the longest time. If too many have
+    /// requests, the one with the fewest.
     fn free_thread(&mut self) -> usize {
         if let Some(vacant) = self.threads.iter().position(Thread::is_vacant) {
             return vacant;
@@ -233,6 +236,10 @@ impl Session {
         let quiet = self.threads.iter().enumerate().filter(|(_, thread)| thread.requests == 0);
         match quiet.min_by_key(|(_, thread)| thread.quiet_since) {
             Some((at, _)) if self.threads.len() >= MAX_THREADS => at,
+            None if self.threads.len() >= MAX_BUSY => {
+                let fewest = self.threads.iter().enumerate().min_by_key(|(_, thread)| thread.requests);
+                fewest.expect("there are many").0
+            }
             _ => {
                 self.threads.push(Thread::default());
                 self.threads.len() - 1
@@ -255,5 +262,37 @@ impl Session {
         let requests: u32 = self.threads.iter().map(|thread| thread.requests).sum();
         assert_eq!(requests, self.requests + self.waiting.len() as u32, "requests of a session");
         assert!(self.waiting.is_empty() || !self.is_active(), "a request waits for the turn of an active session");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{BlockHasher, Kv, KvSizes};
+    use crate::request::CacheScope;
+
+    #[test]
+    fn many_requests_at_once_share_threads() {
+        let hasher = BlockHasher::new(0);
+        let mut kv = Kv::new(KvSizes { blocks: 2, host_blocks: 0, state_slots: 0, block_size: 1 }, true, hasher);
+        let mut session = Session::new(User::new(1), 0, None, kv.open_owner());
+        let begin = |session: &mut Session, number: u32| {
+            let names = hasher.names(&CacheScope::default(), &[number, 0, 0], 1);
+            let (thread, _) = session.begin_request(None, &names, 3, 0, &mut Vec::new());
+            session.enter_queue();
+            (thread, names)
+        };
+        let requests: Vec<_> = (0..200).map(|number| begin(&mut session, number)).collect();
+        assert_eq!(session.threads.len(), MAX_BUSY);
+        assert!(session.threads.iter().all(|thread| (3..=4).contains(&thread.requests)));
+        session.check();
+        for (thread, names) in requests {
+            session.end_request(thread, &names, 3, 1);
+        }
+        session.check();
+        assert!(session.is_quiet());
+        // A quiet thread is free for a new context again.
+        begin(&mut session, 999);
+        assert_eq!(session.threads.len(), MAX_BUSY);
     }
 }

@@ -175,6 +175,19 @@ fn a_session_that_has_ended_makes_room() {
 }
 
 #[test]
+fn a_session_that_ended_before_its_last_request_leaves_its_blocks_to_nobody() {
+    let mut lab = lab(config(&Fcfs));
+    lab.add(turn(1, 1));
+    lab.step();
+    assert!(lab.scheduler.note_session("", &"1".into(), SessionEvent::Ended, lab.now));
+    lab.step_until_ended(1);
+    // The new session may get the number of the old one as an owner of blocks.
+    lab.add(turn(2, 2));
+    lab.step_until_ended(2);
+    lab.finish();
+}
+
+#[test]
 fn subagents_share_the_turn_of_the_session_that_began_them() {
     let mut lab = two_of_three(config(&Fcfs));
     for tag in 4..12 {

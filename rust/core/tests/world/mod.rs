@@ -7,8 +7,8 @@ mod used_prefixes;
 
 use chairlift_core::{
     BACKGROUND, BlockHash, BlockHasher, CacheScope, Config, Continues, DraftSource, Drafter, FinishReason, Grouping, HeldId, Outputs,
-    ParsedJournal, Preemption, Preparation, Recorder, Rejected, Request, Reservation, Resumed, Scheduler, SeqId, StepPlan, Tier, Timeline,
-    Token,
+    ParsedJournal, Preemption, Preparation, Recorder, Rejected, Request, Reservation, Resumed, Scheduler, SeqId, SessionEvent, StepPlan,
+    Tier, Timeline, Token,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -71,6 +71,12 @@ pub(crate) enum Op {
         tokens: Vec<Token>,
     },
     SetPriority(usize, i32),
+    /// A tenant says that a session waits for its user, or has ended.
+    NoteSession {
+        tenant: u8,
+        session: (u8, Option<u8>),
+        ended: bool,
+    },
     /// A tenant had service elsewhere, and others are told of the service here.
     ShareService {
         tenant: u8,
@@ -269,6 +275,7 @@ impl World {
                     self.set_priority(tag, priority);
                 }
             }
+            Op::NoteSession { tenant, session, ended } => self.note_session(tenant, session, ended),
             Op::ShareService { tenant, us } => self.share_service(tenant, us),
             Op::SetBlockLimit(blocks) => self.set_block_limit(blocks),
             Op::Wait(time) => self.now += time,
@@ -330,6 +337,12 @@ impl World {
         assert!(!self.scheduler.abort(seq, self.now), "aborted twice");
         let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
         self.settle(&timeline);
+    }
+
+    /// Says that a session waits for its user, or has ended.
+    fn note_session(&mut self, tenant: u8, session: (u8, Option<u8>), ended: bool) {
+        let event = if ended { SessionEvent::Ended } else { SessionEvent::AwaitsUser };
+        self.scheduler.note_session(&tenant_name(tenant), &session_name(session), event, self.now);
     }
 
     /// Charges a tenant for service elsewhere, and takes the service here.
