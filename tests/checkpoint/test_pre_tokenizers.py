@@ -85,7 +85,7 @@ def test_long_numbers_take_linear_time(name: str) -> None:
         return time.process_time() - start
 
     seconds(1000)
-    assert seconds(160_000) < 40 * max(seconds(16_000), 0.001)  # in quadratic time 100 times as much
+    assert seconds(160_000) < 70 * max(seconds(16_000), 0.001)  # in quadratic time 100 times as much
 
 
 @settings(max_examples=100, deadline=None)

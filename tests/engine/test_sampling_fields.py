@@ -373,7 +373,8 @@ def test_an_engine_in_its_own_process_says_the_same(directory, llm):
                 await ask(engine, [1], SamplingParams(bad_words=((64,),)))
             return await asyncio.gather(*(ask(engine, prompt, params) for prompt, params in pairs))
 
-    expected = llm.generate([prompt for prompt, _ in pairs], [params for _, params in pairs])
+    whole = llm.generate([prompt for prompt, _ in pairs], [params for _, params in pairs])
+    expected = [choice for output in whole for choice in output.outputs]
     found = [answer for answers in asyncio.run(run()) for answer in answers]
     for output, (text, tokens, logprobs, offsets, prompt) in zip(expected, found, strict=True):
         assert (text, tokens, offsets) == (output.text, output.token_ids, output.text_offsets or [])

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fake_async_engine import FakeEngine, FakeTokenizer, serving
 
+import chairlift.chat
 import chairlift.server
 from chairlift.errors import InvalidRequest
 from chairlift.server.tokenizing import LONG, MAX_CHARACTERS, Tokenizing
@@ -116,7 +117,8 @@ def test_no_module_of_the_server_tokenizes_by_itself():
     own = {"tokenizing.py"}
     found = [
         f"{path.name}: {line.strip()}"
-        for path in Path(chairlift.server.__file__).parent.rglob("*.py")
+        for package in (chairlift.server, chairlift.chat)
+        for path in Path(package.__file__).parent.rglob("*.py")
         if path.name not in own
         for line in path.read_text().splitlines()
         if re.search(r"(tokenizer|engine)\.(encode|encode_pieces|render|chat|prepare)\(", line)

@@ -46,6 +46,8 @@ class Settings(TypedDict, total=False):
     target_itl_ms: float | None
     background_slowdown: float
     gather_ms: float | None
+    session_turns: str
+    max_session_wait_ms: float
     journal: str | None
     energy_meter: str
     block_size: int

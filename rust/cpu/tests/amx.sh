@@ -45,6 +45,8 @@ if [ ! -x bochs-3.0/bochs ]; then
   # The second half of vcvtne2ps2bf16, and the address of vdpbf16ps.
   sed -i '/VCVTNE2PS2BF16/,/^}/s/op1.vmm32u(n)/op1.vmm32u(n - DWORD_ELEMENTS(len))/' avx/avx512_bf16.cc
   sed -i '/VDPBF16PS/s/OP_mVdq32/OP_mVdq/' decoder/ia_opcodes_evex.def
+  # Gathers whose index is one of the upper sixteen registers count as invalid.
+  sed -i 's/i->setSibIndex(i->sibIndex() | (vvv & 0x10));/& vvv \&= 0xf;/' decoder/fetchdecode32.cc
   cd ..
   ./configure --enable-x86-64 --enable-avx --enable-evex --enable-amx --enable-vmx=2 --enable-all-optimizations --enable-monitor-mwait \
     --enable-perfmon --enable-memtype --enable-protection-keys --enable-cet --enable-uintr --enable-long-phy-address --with-nogui \

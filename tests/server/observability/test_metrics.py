@@ -134,6 +134,7 @@ def test_what_the_scheduler_counts_is_shown(http, engine):
         "batch": 0,
         "step": 0,
         "fork": 0,
+        "session": 0,
         "swapped": 0,
         "grammar": 0,
         "read_cache": 0,
