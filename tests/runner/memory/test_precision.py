@@ -120,6 +120,9 @@ def test_16_bits_by_name_are_for_tiles_too():
     assert reasons(vectors)["arithmetic"] == "float32: no activation is rounded"
     with pytest.raises(InvalidSetting, match="--cpu-math int16: this instruction set does not multiply bytes"):
         decided(cpu_math="int16")
+    for other in ({"quantization": "int8"}, {"dtype": "float32"}):
+        with pytest.raises(InvalidSetting, match="leave out --quantization and --dtype"):
+            with_byte_products(cpu_math="int16", **other)
 
 
 @pytest.mark.parametrize("form", ["float32", "float16", "bfloat16"])

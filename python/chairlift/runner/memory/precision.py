@@ -85,6 +85,8 @@ def decide(
         raise InvalidSetting("--kv-cache-dtype fp8 is for CUDA devices: int8 takes as little on a CPU")
     if config.quantization == "fp8":
         raise InvalidSetting(NO_FP8)
+    if config.cpu_math == "int16" and (config.quantization == "int8" or config.dtype != "auto"):
+        raise InvalidSetting("--cpu-math int16 multiplies weights as they are in the file: leave out --quantization and --dtype")
     weights, why = _weights(config, model, blocks, available)
     size = sum(blocks) if weights == "blocks" else weight_bytes(model, weights)
     quantization, why_quantized = _quantization(config, model, weights, size, available, bf16)
