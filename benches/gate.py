@@ -137,6 +137,8 @@ client share the machine. Milliseconds at p50 and p99: to the first event, and b
 | streams | CPU us an event | first event, direct | through the gate | lateness, direct | through the gate |
 |---|---|---|---|---|---|
 {chr(10).join(rows)}
+
+The CPU time is that of the gate's server process, requests and its idle work included: a short run of one stream pays for all of it.
 """
     (ROOT / "benches/results/gate.md").write_text(text)
 
