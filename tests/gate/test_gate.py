@@ -89,12 +89,14 @@ def test_the_answer_is_the_one_without_the_gate(upstream, base, method, path, ar
 
 
 def status_of(base, target, body=b"", *headers):
-    """Sends a target as it is, which clients would normalize."""
+    """Sends a target as it is, which clients would normalize. Returns the final status: leaving after 100 would cancel the request."""
     host, port = base.removeprefix("http://").split(":")
     head = [f"POST {target} HTTP/1.1", f"Host: {host}", "Connection: close", f"Content-Length: {len(body)}", *headers]
     with socket.create_connection((host, int(port)), 30) as connection:
         connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
-        return int(connection.makefile("rb").readline().split()[1])
+        lines = connection.makefile("rb")
+        statuses = (int(line.split()[1]) for line in lines if line.startswith(b"HTTP/1.1 "))
+        return next(status for status in statuses if status != 100)
 
 
 def test_no_path_names_another_server(upstream, base):
@@ -114,7 +116,7 @@ def test_a_path_stays_as_it_is(upstream, base, up):
 
 
 def test_the_upstream_is_not_asked_whether_it_expects_the_body(upstream, base):
-    assert status_of(base, "/v1/other", b"body", "Expect: 100-continue") in (100, 207)
+    assert status_of(base, "/v1/other", b"body", "Expect: 100-continue") == 207
     wait_until(lambda: upstream.requests)
     assert "expect" not in upstream.requests[0][2]
 
