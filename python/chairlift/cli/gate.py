@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from chairlift.cli import flags, values
+from chairlift.cli.access import Access
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, pip_install
 from chairlift.server.config import ServerConfig
@@ -25,8 +26,6 @@ from chairlift.settings import LARGEST_SIZE
 if TYPE_CHECKING:
     from chairlift.gate.limits import Limits
     from chairlift.gate.upstream import Upstream
-    from chairlift.server.keys import Keys
-    from chairlift.server.tiers import ServiceTiers
 
 log = logging.getLogger("chairlift")
 
@@ -87,29 +86,18 @@ def add_parser(commands: Any, summary: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Passes requests on until a signal."""
-    from chairlift.server.http.sockets import check_certificate, is_loopback, open_path, open_port
-    from chairlift.server.keys import read_keys
-    from chairlift.server.tiers import read_tiers
-
     if not args.upstream:
         raise InvalidSetting("name the server to pass requests on to: chairlift gate --upstream http://127.0.0.1:8001")
     try:
         import chairlift.gate.gate  # noqa: F401
     except ModuleNotFoundError:
         raise InvalidSetting(f"the gate needs an HTTP client: {pip_install('gate')}") from None
-    server = args.server
-    keys = read_keys(server.api_key, server.api_key_file, server.operator_key)
-    tiers = read_tiers(server.tiers).granted(keys)
-    if server.ssl_certfile is not None:
-        check_certificate(server.ssl_certfile, server.ssl_keyfile)
-    listener = open_port(server.host, server.port) if server.uds is None else open_path(server.uds, 0o660)
-    with listener as opened:
-        if not keys and server.uds is None and not is_loopback(server.host):
-            log.warning("no API key is set: any host that reaches %s can use the upstreams; see --api-key-file, --api-key", server.host)
-        return asyncio.run(_serve(args, keys, tiers, opened))
+    access = Access.read(args.server)
+    with access.listen(args.server, "the upstreams") as listener:
+        return asyncio.run(_serve(args, access, listener))
 
 
-async def _serve(args: argparse.Namespace, keys: Keys, tiers: ServiceTiers, listener: socket.socket) -> int:
+async def _serve(args: argparse.Namespace, access: Access, listener: socket.socket) -> int:
     from chairlift.engine.background import in_background
     from chairlift.engine.engine_process import EngineProcess
     from chairlift.engine.process import ESTIMATE
@@ -131,7 +119,7 @@ async def _serve(args: argparse.Namespace, keys: Keys, tiers: ServiceTiers, list
             stack.push_async_callback(upstream.close)
         limits = [await _limits(upstream, args.upstream_kv_tokens) for upstream in upstreams]
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chairlift-gate-")))
-        config = _engine_config(args.engine, keys, tiers, limits, directory)
+        config = _engine_config(access.weighted(args.engine), limits, directory)
         write_model_files(directory, config.max_model_len or DEFAULT_CONTEXT)
         processes = [EngineProcess(ESTIMATE, exclusive=True) for _ in upstreams]
         routing = server.routing if len(upstreams) > 1 else None
@@ -140,8 +128,8 @@ async def _serve(args: argparse.Namespace, keys: Keys, tiers: ServiceTiers, list
         model = ServedModel(name, engine, resume="any")
         blocks = config.num_kv_blocks or 0
         estimates = [Estimates(limit.kv_tokens or 0, BLOCK_SIZE, blocks) for limit in limits]
-        gate = Gate(model, upstreams, estimates, keyed=bool(keys))
-        supervisor = Supervisor([model], server, keys, tiers, processes, gate_routes(gate))
+        gate = Gate(model, upstreams, estimates, keyed=bool(access.keys))
+        supervisor = Supervisor([model], server, access.keys, access.tiers, processes, gate_routes(gate))
         for process in processes:
             await stack.enter_async_context(process)
         if server.admin_socket is not None:
@@ -175,10 +163,9 @@ async def _limits(upstream: Upstream, kv_tokens: int | None) -> Limits:
     return replace(limits, kv_tokens=kv_tokens)
 
 
-def _engine_config(config: EngineConfig, keys: Keys, tiers: ServiceTiers, limits: Sequence[Limits], directory: Path) -> EngineConfig:
+def _engine_config(config: EngineConfig, limits: Sequence[Limits], directory: Path) -> EngineConfig:
     """The settings of the engines: those of the command line, and where it has none the upstreams' own."""
     kv_tokens = max(limit.kv_tokens or 0 for limit in limits)
-    weights = {tenant.name: tenant.weight for tenant in keys if tenant.weight is not None}
     seqs = config.max_num_seqs or min((limit.max_num_seqs for limit in limits if limit.max_num_seqs), default=MAX_NUM_SEQS)
     context = config.max_model_len or min((limit.max_model_len for limit in limits if limit.max_model_len), default=DEFAULT_CONTEXT)
     return replace(
@@ -193,8 +180,6 @@ def _engine_config(config: EngineConfig, keys: Keys, tiers: ServiceTiers, limits
         # those of the longest sequence, so that must not be longer than the upstream's whole KV.
         max_model_len=min(HEADROOM * context, max(BLOCK_SIZE, kv_tokens)),
         max_num_batched_tokens=config.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, seqs),
-        tenant_weights={**weights, **(config.tenant_weights or {})} or None,
-        tier_weights={**tiers.weights, **(config.tier_weights or {})},
     )
 
 

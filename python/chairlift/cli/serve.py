@@ -10,21 +10,19 @@ import os
 import socket
 import threading
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chairlift.cli import flags
+from chairlift.cli.access import Access
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from chairlift.engine.secret import Secret
-    from chairlift.server.keys import Keys
     from chairlift.server.model_specs import ModelSpec
-    from chairlift.server.tiers import ServiceTiers
 
 log = logging.getLogger("chairlift")
 
@@ -70,29 +68,18 @@ def add_parser(commands: Any, summary: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal."""
-    from chairlift.server.http.sockets import check_certificate, is_loopback, open_path, open_port
-    from chairlift.server.keys import read_keys
-    from chairlift.server.tiers import read_tiers
+    from chairlift.server.http.sockets import open_path
 
     server = args.server
-    keys = read_keys(server.api_key, server.api_key_file, server.operator_key)
-    tiers = read_tiers(server.tiers).granted(keys)
-    weights = {tenant.name: tenant.weight for tenant in keys if tenant.weight is not None}
-    tenant_weights = {**weights, **(args.engine.tenant_weights or {})} or None
-    tier_weights = {**tiers.weights, **(args.engine.tier_weights or {})}
-    engine = replace(args.engine, tenant_weights=tenant_weights, tier_weights=tier_weights)
-    specs = _specs(args, engine)
+    access = Access.read(server)
+    specs = _specs(args, access.weighted(args.engine))
     if server.engine_listen is not None and len(specs) > 1:
         raise InvalidSetting("--engine-listen needs a server with one model: engines of other machines run one")
-    if server.ssl_certfile is not None:
-        check_certificate(server.ssl_certfile, server.ssl_keyfile)
     with ExitStack() as sockets:
-        listener = sockets.enter_context(open_port(server.host, server.port) if server.uds is None else open_path(server.uds, 0o660))
+        listener = sockets.enter_context(access.listen(server, "this server"))
         admin = None if server.admin_socket is None else sockets.enter_context(open_path(server.admin_socket, 0o600))
-        if not keys and server.uds is None and not is_loopback(server.host):
-            log.warning("no API key is set: any host that reaches %s can use this server; see --api-key-file, --api-key", server.host)
         joining = _Joining.open(server, sockets)
-        return asyncio.run(_serve(specs, server, keys, tiers, listener, admin, joining, args.started))
+        return asyncio.run(_serve(specs, server, access, listener, admin, joining, args.started))
 
 
 def _specs(args: argparse.Namespace, engine: EngineConfig) -> list[ModelSpec]:
@@ -136,8 +123,7 @@ class _Joining(NamedTuple):
 async def _serve(
     specs: list[ModelSpec],
     server: ServerConfig,
-    keys: Keys,
-    tiers: ServiceTiers,
+    access: Access,
     listener: socket.socket,
     admin: socket.socket | None,
     joining: _Joining | None,
@@ -172,7 +158,7 @@ async def _serve(
     from chairlift.server.engine_listener import accepting
 
     gc.freeze()  # what the imports made stays: the garbage collector need not look at it again
-    supervisor = module.Supervisor(module.served_models(specs, engines, server), server, keys, tiers, processes)
+    supervisor = module.Supervisor(module.served_models(specs, engines, server), server, access.keys, access.tiers, processes)
     async with AsyncExitStack() as stack:
         for process in processes:
             await stack.enter_async_context(process)
