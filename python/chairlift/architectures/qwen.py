@@ -110,6 +110,14 @@ QWEN3_NEXT = Architecture(
     recurrence=DELTA,
     mixture=Mixture(shared=SHARED, shared_gate="mlp.shared_expert_gate"),
 )
+QWEN3_5_GGUF = GGUFFormat(
+    names=("qwen35",),
+    constants={"linear_heads_tiled": True},
+    keys=HYBRID_KEYS,
+    image_keys=("rope.dimension_sections", "n_deepstack_layers"),
+    tensors=HYBRID_TENSORS,
+    stored_offset=1.0,
+)
 QWEN3_5 = replace(
     QWEN3_NEXT,
     name="Qwen3_5ForCausalLM",
@@ -117,14 +125,7 @@ QWEN3_5 = replace(
     models="Qwen3.5, Qwen3.6",
     wrappers=("Qwen3_5ForConditionalGeneration",),
     text_types=("qwen3_5_text",),
-    gguf=GGUFFormat(
-        names=("qwen35",),
-        constants={"linear_heads_tiled": True},
-        keys=HYBRID_KEYS,
-        image_keys=("rope.dimension_sections", "n_deepstack_layers"),
-        tensors=HYBRID_TENSORS,
-        stored_offset=1.0,
-    ),
+    gguf=QWEN3_5_GGUF,
     kv_heads=4,
     mixture=None,
 )
@@ -135,14 +136,7 @@ QWEN3_5_MOE = replace(
     models="Qwen3.5 and Qwen3.6 with experts",
     wrappers=("Qwen3_5MoeForConditionalGeneration",),
     text_types=("qwen3_5_moe_text",),
-    gguf=GGUFFormat(
-        names=("qwen35moe",),
-        constants={"linear_heads_tiled": True},
-        keys=HYBRID_KEYS,
-        image_keys=("rope.dimension_sections", "n_deepstack_layers"),
-        tensors=HYBRID_TENSORS,
-        stored_offset=1.0,
-    ),
+    gguf=replace(QWEN3_5_GGUF, names=("qwen35moe",)),
     kv_heads=2,
     mixture=Mixture(shared=SHARED, shared_gate="mlp.shared_expert_gate", normalised=True),
 )
