@@ -28,6 +28,8 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 _COUNTS = attrgetter("own_cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps")
 """Fields of a timeline that a record sums over the prompt's answers."""
+_COUNT_NAMES = ("cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps")
+"""The names of these sums in a record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,18 +174,7 @@ def record(now: float, labels: UsageLabels, timelines: Sequence[Timeline], preem
 
 def held_record(now: float, labels: UsageLabels, token_seconds: float, seconds: float) -> dict[str, Any]:
     """Returns the record of a live sequence: that of a prompt that used nothing, and what the sequence held between its requests."""
-    nothing = dict.fromkeys(("cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps"), 0)
-    return {
-        **_head(now, labels),
-        "finish": ["dropped"],
-        **nothing,
-        "block_seconds": 0.0,
-        "compute_seconds": 0.0,
-        "preempted_by": [],
-        "held_token_seconds": round(token_seconds, 6),
-        "seconds": round(seconds, 6),
-        "states": {},
-    }
+    return {**_without_engine(now, labels, "dropped", seconds), "held_token_seconds": round(token_seconds, 6)}
 
 
 def upstream_record(
@@ -191,19 +182,25 @@ def upstream_record(
 ) -> dict[str, Any]:
     """Returns the record of a request of the gate. What only an engine knows is 0."""
     return {
-        **_head(now, labels),
-        "finish": [finish],
+        **_without_engine(now, labels, finish, sum(states.values())),
         "cached_tokens": cached_tokens,
         "output_tokens": output_tokens,
         "computed_tokens": max(0, labels.prompt_tokens - cached_tokens) + output_tokens,
-        "recomputed_tokens": 0,
+        "states": {name: round(seconds, 6) for name, seconds in states.items()},
+    }
+
+
+def _without_engine(now: float, labels: UsageLabels, finish: str, seconds: float) -> dict[str, Any]:
+    """The record of what took `seconds` and used nothing of an engine."""
+    return {
+        **_head(now, labels),
+        "finish": [finish],
+        **dict.fromkeys(_COUNT_NAMES, 0),
         "block_seconds": 0.0,
         "compute_seconds": 0.0,
-        "preemptions": 0,
         "preempted_by": [],
-        "swaps": 0,
-        "seconds": round(sum(states.values()), 6),
-        "states": {name: round(seconds, 6) for name, seconds in states.items()},
+        "seconds": round(seconds, 6),
+        "states": {},
     }
 
 
