@@ -65,13 +65,13 @@ def answer_with(*chunks, streamed=True):
 def test_usage_of_each_api():
     usage = b'"usage":{"prompt_tokens":30,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":16}}'
     openai = answer_with(b'data: {"choices":[]}\n\n' * 5000, b'data: {"choices":[],' + usage + b"}\n\ndata: [DONE]\n\n")
-    assert openai.usage() == UpstreamUsage(30, 16, 4)
+    assert openai.usage == UpstreamUsage(30, 16, 4)
     start = b'data: {"type":"message_start","message":{"usage":{"input_tokens":5,"cache_read_input_tokens":20,"output_tokens":1}}}\n\n'
     anthropic = answer_with(start, b"data: {}\n\n" * 5000, b'data: {"type":"message_delta","usage":{"output_tokens":9}}\n\n')
-    assert anthropic.usage() == UpstreamUsage(25, 20, 9)
+    assert anthropic.usage == UpstreamUsage(25, 20, 9)
     ollama = answer_with(b'{"done":false}\n{"done":true,"prompt_eval_count":26,"eval_count":8}\n', streamed=False)
-    assert ollama.usage() == UpstreamUsage(26, None, 8)
-    assert answer_with(b'{"usage":null,"text":"\\"usage\\": {"}', streamed=False).usage() == UpstreamUsage()
+    assert ollama.usage == UpstreamUsage(26, None, 8)
+    assert answer_with(b'{"usage":null,"text":"\\"usage\\": {"}', streamed=False).usage == UpstreamUsage()
     assert answer_with(b'data: {"usage":{"prompt_tokens":"x"}}\n\n' * 2).num_tokens == 2
 
 

@@ -137,7 +137,7 @@ class _Admission:
     def ended(self, held: Admitted) -> None:
         """Counts what it used, by the upstream's own numbers where it gives them."""
         now, answer, metrics = time.monotonic(), held.answer, self._model.metrics
-        tokens, usage = (0, None) if answer is None else (answer.num_tokens, answer.usage())
+        tokens, usage = (0, None) if answer is None else (answer.num_tokens, answer.usage)
         if answer is not None and answer.ttft is not None:
             self._latencies.first_token.observe(self._admitted_at - self._context.arrived + answer.ttft)
         if answer is not None and answer.between_tokens is not None:

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 KEPT = 1 << 14
@@ -71,11 +72,12 @@ class Answer:
     @property
     def num_tokens(self) -> int:
         """Tokens of the answer: those of its usage, else its events."""
-        output = self.usage().output
+        output = self.usage.output
         return self._events if output is None else output
 
+    @cached_property
     def usage(self) -> UpstreamUsage:
-        """The usage that the upstream reported. OpenAI's and Ollama's are at the end; Anthropic's has its prompt at the beginning."""
+        """The usage that the upstream reported, read once, when no more bytes come. Only Anthropic has the prompt at the beginning."""
         found: dict[str, Any] = {}
         for text in (bytes(self._head), bytes(self._tail)):
             found |= _usage(text.decode("utf-8", "replace"))

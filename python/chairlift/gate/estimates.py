@@ -41,7 +41,7 @@ class Estimates:
         if (ttft := answer.ttft) is not None and prompt - cached > SHORT:
             each = max(0.0, ttft - self._step) / (prompt - cached)
             self._token += SMOOTHING * (each - self._token)
-        usage = answer.usage()
+        usage = answer.usage
         if usage.prompt:
             ratio = min(max(prompt / usage.prompt, 1 / MOST_PER_TOKEN), MOST_PER_TOKEN)
             self.ratio += SMOOTHING * (ratio - self.ratio)
