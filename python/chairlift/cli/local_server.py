@@ -124,7 +124,7 @@ def _started(model: str) -> closing[_StartedServer]:
 
 
 def _wait(server: _StartedServer, api_key: str | None) -> None:
-    """Waits until the server is ready. Raises ChairliftError if it ends; it has told why."""
+    """Waits until the server is ready. Raises ChairliftError if it ends: its own output has the reason."""
     while server.process.poll() is None:
         try:
             get_json(server.url, "/ready", api_key)

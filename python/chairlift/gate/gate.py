@@ -28,7 +28,7 @@ from chairlift.server.streaming import event
 log = logging.getLogger("chairlift")
 
 TELL_SECONDS = 1.0
-"""Interval at which the engines are told what was learned."""
+"""Interval at which the engines get the newest estimates."""
 VIA = b"x-chairlift-gate"
 """Header by which a gate recognizes a request that it has passed on itself."""
 

@@ -233,7 +233,7 @@ impl StatePool {
         assert!(free.into_iter().eq(unused), "a free state slot is lost or free twice");
         assert_eq!(self.parked, parked.len(), "parked states");
         for (_, saved) in self.all_saved().filter(|(_, saved)| saved.content.is_none()) {
-            assert!(live.iter().any(|&(_, run)| run == saved.run), "a saved state that nobody will name");
+            assert!(live.iter().any(|&(_, run)| run == saved.run), "a saved state without a live run to name it");
         }
         let named = self.all_saved().filter_map(|(slot, saved)| Some((saved.content?, slot)));
         assert_eq!(named.collect::<FxHashMap<_, _>>(), self.by_content, "saved states by content");

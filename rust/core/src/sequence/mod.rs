@@ -96,7 +96,7 @@ struct Run {
     cached_tokens: u32,
     /// Those of them that requests of the same tenant had computed before, or would have computed.
     own_cached_tokens: u32,
-    /// Cached prompt tokens that the sequence could not share then for want of a state, as the tenant may be told.
+    /// Cached prompt tokens that the sequence could not share then for lack of a state: those that the tenant may see.
     lost_hit_tokens: u32,
     /// Computed tokens when the sequence was last admitted.
     computed_from: u32,

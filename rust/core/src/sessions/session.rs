@@ -159,7 +159,7 @@ impl Session {
         now: Time,
         forgotten: &mut Vec<Arc<str>>,
     ) -> (u32, u32) {
-        // A main agent goes on when its subagents have ended. A context that nobody goes on with for long was given up.
+        // A main agent goes on when its subagents have ended. A context without a request for `GIVEN_UP` is over.
         let is_over = |thread: &Thread| {
             thread.requests == 0
                 && (subagent.is_none() && thread.name.is_some() || now.saturating_sub(thread.quiet_since) > GIVEN_UP)

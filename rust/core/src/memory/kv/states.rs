@@ -15,7 +15,7 @@ pub(super) struct SeqState {
     contents: Vec<Content>,
     /// Numbers of tokens, in ascending order, after which the state is to be saved.
     wanted: Vec<u32>,
-    /// Tokens that were cached beyond the last block with a state at the latest admission, and those that the tenant may be told of.
+    /// Tokens that were cached beyond the last block with a state at the latest admission, and those of them that the tenant may see.
     lost: LostHit,
     /// Leading blocks up to the last one with a state at the latest lookup.
     resumable: usize,
