@@ -129,16 +129,21 @@ def test_an_answer_after_the_deadline_still_passes(upstream, base):
         assert answer.result().status_code == 200  # `base` looks for errors in the log
 
 
+def waiting(base):
+    """Requests in the gate's queue."""
+    page = httpx.get(base + "/metrics").text
+    return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith("chairlift_num_requests_waiting{"))
+
+
 def test_no_more_run_at_a_time_than_there_are_slots_and_tenants_share_them(upstream, base):
     def send(tenant, content):
         return httpx.post(base + "/v1/chat/completions", json=chat(content), headers={"x-tenant-id": tenant}, timeout=60)
 
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         flood = [pool.submit(send, "flood", f"wait flood {index}") for index in range(8)]
-        wait_until(lambda: len(upstream.started) == 2)
-        time.sleep(0.3)  # the others are in the queue
+        wait_until(lambda: len(upstream.started) == 2 and waiting(base) == 6)
         honest = pool.submit(send, "honest", "wait honest")
-        time.sleep(0.3)
+        wait_until(lambda: waiting(base) == 7)
         for _ in range(9):
             upstream.go.release()
         assert all(one.result().status_code == 200 for one in [*flood, honest])
