@@ -151,6 +151,7 @@ def test_a_step_crosses_in_flat_arrays() -> None:
             "limit": None,
             "preempted_by": [],
             "preempted_for": {},
+            "evicted_for": {},
             "states": {"wait_step": 1000, "prefill_shared": 1000},
         }
     ]

@@ -317,6 +317,8 @@ class Scheduler:
         """Drops a held sequence, if it is known. Its blocks are free for the next step."""
     def note_session(self, tenant: str, session: str, event: str, now: int) -> bool:
         """Records that a session `awaits_user` or has `ended`. Returns False if it is unknown. Raises ValueError for another event."""
+    def session_wait(self, seq: int) -> tuple[int, int] | None:
+        """Milliseconds that a request is expected to wait for its session's turn, and the most that it waits; None unless it waits for it."""
     def cached_blocks(self, tokens: NDArray[np.int32], group: str = "") -> int:
         """Number of full blocks at the start of `tokens` (int32) that a request of `group`, without a salt, would find in the cache."""
     def restore(self, tokens: NDArray[np.int32], now: int, group: str = "") -> tuple[int, list[int]]:
@@ -392,7 +394,7 @@ class Scheduler:
 
         `served_before` counts by rule the requests that first started while this one waited, and `served_first` has (tag, tenant, rule)
         of the first 16. `queued_behind` has (tenant, microseconds): how long each tenant's requests ran while this request waited for its
-        first step, longest first.
+        first step, longest first. While the request waits for its session's turn, `expected_wait_ms` and `max_wait_ms` say for how long.
         """
     def snapshot(self, now: int, max_waiting: int, max_cells: int) -> dict[str, Any]:
         """Returns the sequence of each batch slot, the waiting requests, the state of the KV blocks, and the steps since the last snapshot.

@@ -91,6 +91,14 @@ class Timeline:
     """Number of requests that started while this one waited for its first step, by rule of `SERVING_RULES`; set only by `explain`."""
     served_first: tuple[tuple[int, str, str], ...] = ()
     """Tag, tenant and rule of the first 16 of them, in the order of their start."""
+    evicted_for: dict[str, int] = field(default_factory=dict)
+    """Tokens of KV that only the request's session had used and that were evicted before the request started, since the session's request
+    before it, by whom the blocks were for: `same_session`, `same_tenant` (another session of it), `other_tenant`, and `no_session` (a
+    request without a session, KV from storage, or another model)."""
+    expected_wait_ms: int | None = None
+    """While the request waits for its session's turn, how long it is expected to wait; set only by `explain`."""
+    max_wait_ms: int | None = None
+    """How long it waits at most: then it is served in any case; set only by `explain`."""
 
     def plot(self) -> Svg:
         """Draws the time in each state, as SVG."""

@@ -32,7 +32,7 @@ pub use ledger::{
     TimelineState, Usage, WaitSeen,
 };
 pub use machine::{Arbiter, Chosen, EngineView, KvBudget, MAX_LEAD, MAX_WAIT, Router, RouterRequest, Routing};
-pub use memory::{BlockHash, BlockHasher, BlockId, BlockPool, BlockTable, BlocksUsed, CacheChanges, Chain, StateSlot, StoredBlock};
+pub use memory::{BlockHash, BlockHasher, BlockId, BlockPool, BlockTable, BlocksUsed, CacheChanges, Chain, StateSlot, StoredBlock, Taker};
 pub use policy::{
     CacheUse, Candidate, Charges, Deadline, Estimate, Fair, Fcfs, Grouping, POLICIES, Policy, Preemption, PreemptionReason, Prefix,
     Priority, Rules, Shortest, Vtc,
@@ -41,5 +41,6 @@ pub use request::{
     BACKGROUND, CacheScope, Continues, FinishReason, HeldId, Preparation, Request, Resumed, SeqId, SessionEvent, Tier, Time, Token,
 };
 pub use scheduler::Scheduler;
+pub use sessions::SessionWait;
 pub use step::{Admitted, Chunk, DraftSource, Lens, MAX_DRAFT, Stall, StateMoves, StateSave, StepBuffers, StepPlan, VerifiedDraft};
 pub use step_time::{Load, StepModel};

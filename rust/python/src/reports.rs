@@ -73,6 +73,14 @@ pub(crate) fn timeline<'py>(py: Python<'py>, timeline: &core::Timeline) -> PyRes
         }
     }
     dict.set_item("preempted_for", reasons)?;
+    let evicted = PyDict::new(py);
+    for (taker, name) in core::Taker::NAMES {
+        let tokens = timeline.evicted_for[taker as usize];
+        if tokens > 0 {
+            evicted.set_item(name, tokens)?;
+        }
+    }
+    dict.set_item("evicted_for", evicted)?;
     let states = PyDict::new(py);
     for (cause, name) in core::TimelineState::NAMES {
         let time = timeline.states[cause as usize];

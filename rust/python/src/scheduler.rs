@@ -181,6 +181,12 @@ impl Scheduler {
         Ok(self.lock()?.core.note_session(tenant, &session.into(), event, now))
     }
 
+    /// (expected, longest) in milliseconds: see `core::SessionWait`.
+    fn session_wait(&self, seq: u64) -> PyResult<Option<(core::Time, core::Time)>> {
+        let wait = self.lock()?.core.session_wait(core::SeqId::from_bits(seq));
+        Ok(wait.map(|wait| (wait.expected.div_ceil(1000), wait.longest.div_ceil(1000))))
+    }
+
     fn drop_held(&self, handle: u64, now: core::Time) -> PyResult<()> {
         let mut inner = self.lock()?;
         if let Some(id) = inner.held.remove(&handle) {
@@ -367,6 +373,10 @@ impl Scheduler {
         let dict = reports::timeline(py, &timeline)?;
         dict.set_item("queued_behind", inner.core.ahead(&timeline).iter().map(|(tenant, time)| (&**tenant, *time)).collect::<Vec<_>>())?;
         reports::served_before(&dict, &inner.core.served_before(&timeline))?;
+        if let Some(wait) = inner.core.live(tag).and_then(|id| inner.core.session_wait(id)) {
+            dict.set_item("expected_wait_ms", wait.expected.div_ceil(1000))?;
+            dict.set_item("max_wait_ms", wait.longest.div_ceil(1000))?;
+        }
         Ok(Some(dict))
     }
 

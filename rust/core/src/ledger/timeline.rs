@@ -5,6 +5,7 @@
 
 use super::audit::QueuePosition;
 use super::energy::Window;
+use crate::memory::TAKERS;
 use crate::policy::{PREEMPTION_REASONS, PreemptionReason};
 use crate::request::{FinishReason, Tier, Time};
 use std::sync::Arc;
@@ -130,6 +131,9 @@ pub struct Timeline {
     /// Prompt tokens whose KV was cached then, but which were computed again because no recurrent state was saved after them. Like
     /// `own_cached_tokens`, without those that only other tenants had used.
     pub lost_hit_tokens: u32,
+    /// Tokens of blocks that only the request's session had used and that were evicted since its request before this one started, by
+    /// [`Taker`](crate::Taker).
+    pub evicted_for: [u32; TAKERS],
     /// Generated tokens.
     pub output_tokens: u32,
     /// Computed tokens, including recomputed ones.

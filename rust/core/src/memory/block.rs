@@ -18,6 +18,8 @@ mod users;
 pub use changes::CacheChanges;
 pub(crate) use free_lists::EvictionClass;
 pub(crate) use owners::CacheOwner;
+pub(crate) use owners::TAKERS;
+pub use owners::Taker;
 pub(crate) use users::User;
 
 /// Index of a physical block. Block 0 is scratch and is never allocated.
@@ -374,7 +376,7 @@ impl BlockPool {
             return false;
         }
         for _ in 0..wanted {
-            let id = self.take_free();
+            let id = self.take_free(table.owner);
             table.ids.push(id);
         }
         true
@@ -384,7 +386,7 @@ impl BlockPool {
     /// caller must copy the first to the second before it writes. Panics if no block is free.
     pub fn unshare_last(&mut self, table: &mut BlockTable) -> (BlockId, BlockId) {
         let shared = table.ids.pop().expect("a table with a block");
-        let fresh = self.take_free();
+        let fresh = self.take_free(table.owner);
         table.ids.push(fresh);
         self.decref(shared, table.owner);
         (shared, fresh)
@@ -548,9 +550,9 @@ impl BlockPool {
         self.next_content - 1
     }
 
-    fn take_free(&mut self) -> BlockId {
+    fn take_free(&mut self, taker: Option<CacheOwner>) -> BlockId {
         let unused = self.unnamed.pop().or_else(|| self.back_one());
-        let id = unused.unwrap_or_else(|| self.evict());
+        let id = unused.unwrap_or_else(|| self.evict(taker));
         self.blocks[id.0 as usize].holders = 1;
         id
     }
@@ -572,9 +574,11 @@ impl BlockPool {
         }
     }
 
-    /// Removes the name of the free cached block that is evicted next, and takes the block.
-    fn evict(&mut self) -> BlockId {
-        self.take_name(self.next_evicted());
+    /// Removes the name of the free cached block that is evicted next, and takes the block for a session or for another use.
+    fn evict(&mut self, taker: Option<CacheOwner>) -> BlockId {
+        let id = self.next_evicted();
+        self.note_evicted(id, taker);
+        self.take_name(id);
         self.unnamed.pop().expect("it was just freed")
     }
 

@@ -1,7 +1,9 @@
 //! The KV cache: device and host blocks, their names and their holders.
 
 use self::states::SeqState;
-use super::block::{BlockId, BlockPool, BlockTable, BlockUse, CacheChanges, CacheOwner, Chain, Estimate, EvictionClass, StoredBlock, User};
+use super::block::{
+    BlockId, BlockPool, BlockTable, BlockUse, CacheChanges, CacheOwner, Chain, Estimate, EvictionClass, StoredBlock, TAKERS, User,
+};
 use super::hash::{BlockHash, BlockHasher};
 use super::state_pool::StatePool;
 use super::swap_pool::SwapPool;
@@ -337,9 +339,14 @@ impl Kv {
         self.pool.unused()
     }
 
-    /// Adds a session as an owner of blocks.
-    pub(crate) fn open_owner(&mut self) -> CacheOwner {
-        self.pool.open_owner()
+    /// Adds a session of `user` as an owner of blocks.
+    pub(crate) fn open_owner(&mut self, user: User) -> CacheOwner {
+        self.pool.open_owner(user)
+    }
+
+    /// See [`BlockPool::take_evicted`].
+    pub(crate) fn take_evicted(&mut self, owner: CacheOwner) -> [u32; TAKERS] {
+        self.pool.take_evicted(owner)
     }
 
     /// See [`BlockPool::end_owner`].

@@ -14,8 +14,8 @@ mod kv;
 mod state_pool;
 mod swap_pool;
 
-pub use block::{BlockId, BlockPool, BlockTable, CacheChanges, Chain, StoredBlock};
-pub(crate) use block::{BlockUse, CacheOwner, EvictionClass, User};
+pub use block::{BlockId, BlockPool, BlockTable, CacheChanges, Chain, StoredBlock, Taker};
+pub(crate) use block::{BlockUse, CacheOwner, EvictionClass, TAKERS, User};
 pub use blocks_used::BlocksUsed;
 pub use hash::{BlockHash, BlockHasher};
 pub(crate) use kv::{Cached, Computed, Grant, Kv, KvSizes, SeqBlocks};

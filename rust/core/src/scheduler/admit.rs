@@ -266,6 +266,9 @@ impl Scheduler {
         let (prompt_len, weight) = (seq.spec().prompt_len, seq.request().weight);
         if is_first {
             self.waiting.start_batch_member();
+            if let Some(of) = seq.session() {
+                seq.note_evicted(self.kv.take_evicted(self.sessions.owner(of)), self.config.block_size);
+            }
             let looked_for = self.config.enable_prefix_caching && seq.parent().is_none();
             self.accounts.count_admission(prompt_len, computed.tokens, looked_for, seq.blocks.lost_hit().tokens);
             if let Some(charges) = self.rules.charges().filter(|_| !seq.is_background()) {

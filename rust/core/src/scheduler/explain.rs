@@ -14,7 +14,12 @@ impl Scheduler {
     /// The timeline of a live request, up to the last call, or of one of the last 10,000 requests that ended.
     pub fn explain(&self, tag: u64) -> Option<Timeline> {
         let ended = self.accounts.ended().rev().find(|timeline| timeline.tag == tag).cloned();
-        ended.or_else(|| self.seqs.values().find(|seq| seq.spec().tag == tag).map(|seq| seq.timeline(None, &self.accounts)))
+        ended.or_else(|| Some(self.seqs[self.live(tag)?].timeline(None, &self.accounts)))
+    }
+
+    /// The live request with this tag. O(requests).
+    pub fn live(&self, tag: u64) -> Option<SeqId> {
+        self.seqs.iter().find(|(_, seq)| seq.spec().tag == tag).map(|(id, _)| id)
     }
 
     /// Adds microseconds that a request spent in each state before it was added. Its timeline begins that much earlier.

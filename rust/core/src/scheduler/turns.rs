@@ -4,7 +4,7 @@ use super::Scheduler;
 use crate::config::SessionTurns;
 use crate::request::{FinishReason, SeqId, SessionEvent, Time};
 use crate::sequence::{Phase, Sequence};
-use crate::sessions::{Joins, Machine, SessionId, Turn, Wait};
+use crate::sessions::{Joins, Machine, SessionId, SessionWait, Turn, Wait};
 use std::sync::Arc;
 
 /// Hundredths of the blocks that contexts of active sessions may take when one more becomes active, and as they grow.
@@ -66,6 +66,12 @@ impl Scheduler {
     pub fn note_session(&mut self, tenant: &str, session: &Arc<str>, event: SessionEvent, now: Time) -> bool {
         self.accounts.tick(now);
         self.accounts.user_named(tenant).is_some_and(|user| self.sessions.note(user, session, event, &mut self.kv))
+    }
+
+    /// How long a request still waits for its session's turn. None unless it waits for it.
+    pub fn session_wait(&self, id: SeqId) -> Option<SessionWait> {
+        let of = self.seqs.get(id).filter(|seq| seq.phase() == Phase::WaitSession)?.session()?;
+        self.sessions.wait(of, id, &self.model, self.accounts.now())
     }
 
     /// Lets parked sessions come in as far as they fit, and queues their requests.

@@ -17,7 +17,7 @@ pub(crate) use queue_entry::AwaitedBlock;
 
 use crate::error::Rejected;
 use crate::ledger::{Account, Accounts, LiveAccounts, Member, QueuePosition, Timeline};
-use crate::memory::{CacheOwner, Computed, SeqBlocks, User};
+use crate::memory::{CacheOwner, Computed, SeqBlocks, TAKERS, User};
 use crate::policy::Class;
 use crate::request::{ArrivalNumber, FinishReason, Preparation, Request, Resumed, SeqId, Tier, Time, Token, served_tier};
 use crate::sessions::SessionRef;
@@ -98,6 +98,8 @@ struct Run {
     own_cached_tokens: u32,
     /// Cached prompt tokens that the sequence could not share then for lack of a state: those that the tenant may see.
     lost_hit_tokens: u32,
+    /// Tokens of the session's blocks that were evicted before the sequence was first admitted, by [`Taker`](crate::Taker).
+    evicted_for: [u32; TAKERS],
     /// Computed tokens when the sequence was last admitted.
     computed_from: u32,
     /// Tokens with lost KV, which the sequence must recompute.
@@ -235,6 +237,7 @@ impl Sequence {
             cached_tokens: self.cached_tokens(),
             own_cached_tokens: self.own_cached_tokens(),
             lost_hit_tokens: self.run.lost_hit_tokens,
+            evicted_for: self.run.evicted_for,
             output_tokens: self.output_tokens(),
             computed_tokens: self.computed_in_all(),
             recomputed_tokens: 0,
@@ -450,6 +453,11 @@ impl Sequence {
     pub(crate) fn set_session(&mut self, session: SessionRef, owner: CacheOwner) {
         self.session = Some(session);
         self.blocks.set_owner(owner);
+    }
+
+    /// Records how many of the session's blocks, of `size` tokens, were evicted before the sequence was first admitted.
+    pub(crate) fn note_evicted(&mut self, blocks: [u32; TAKERS], size: u32) {
+        self.run.evicted_for = blocks.map(|blocks| blocks.saturating_mul(size));
     }
 
     pub(crate) fn parent(&self) -> Option<SeqId> {

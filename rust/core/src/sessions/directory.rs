@@ -130,7 +130,7 @@ mod tests {
         let mut directory = Directory::default();
         let [few, many] = [1, 2].map(User::new);
         let mut add = |directory: &mut Directory, user, number: usize| {
-            directory.add(Session::new(user, 0, Some(number.to_string().into()), kv.open_owner()))
+            directory.add(Session::new(user, 0, Some(number.to_string().into()), kv.open_owner(user)))
         };
         let kept = add(&mut directory, few, 0);
         for number in 0..2 * MAX_SESSIONS {

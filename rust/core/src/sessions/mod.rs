@@ -9,9 +9,11 @@
 
 mod answers;
 mod directory;
+mod line;
 mod marks;
 mod session;
 mod turns;
 
+pub use line::SessionWait;
 pub(crate) use session::{SessionId, SessionRef, Wait};
 pub(crate) use turns::{Joins, Machine, Sessions, Turn};

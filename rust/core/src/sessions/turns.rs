@@ -9,6 +9,7 @@
 
 use super::answers::{Answer, Answers};
 use super::directory::Directory;
+use super::line::{Line, Place, SessionWait};
 use super::session::{Session, SessionId, SessionRef, State, Wait};
 use crate::memory::{BlockHash, CacheOwner, EvictionClass, Kv, User};
 use crate::request::{SeqId, SessionEvent, Tier, Time};
@@ -95,10 +96,7 @@ pub(crate) struct Sessions {
     quiet: BTreeSet<(bool, Time, SessionId)>,
     /// Active sessions without requests by the beginning of their turn.
     turns: BTreeSet<(Time, SessionId)>,
-    /// Parked sessions with requests, by tenant if that counts, tier and first arrival.
-    line: BTreeSet<(u32, Tier, Time, SessionId)>,
-    /// Parked sessions with requests by the time at which they come in whatever happens.
-    due: BTreeSet<(Time, SessionId)>,
+    line: Line,
     /// Microseconds of reloads that are saved up. Below 0 after one that was longer.
     bucket: f64,
     bucket_at: Time,
@@ -114,8 +112,7 @@ impl Sessions {
             load: 0,
             quiet: BTreeSet::new(),
             turns: BTreeSet::new(),
-            line: BTreeSet::new(),
-            due: BTreeSet::new(),
+            line: Line::default(),
             bucket: BUCKET,
             bucket_at: 0,
         }
@@ -162,6 +159,9 @@ impl Sessions {
         let session = &self.directory[id];
         if turn == Turn::Waits && session.waiting.len() == 1 {
             kv.rank_owner(session.owner, EvictionClass::ParkedWaiting);
+            if no_line {
+                self.line.begin(now);
+            }
         }
         Some(Joined { of: SessionRef { session: id, thread }, turn })
     }
@@ -242,24 +242,23 @@ impl Sessions {
 
     /// The parked session that comes in next, and whether it comes in whatever happens. `service` is that of a tenant.
     pub(crate) fn next(&self, now: Time, service: impl Fn(u32) -> u64) -> Option<(SessionId, bool)> {
-        if let Some(&(due, id)) = self.due.first()
+        if let Some((due, id)) = self.line.next_due()
             && due <= now
         {
             return Some((id, true));
         }
-        if !self.by_tenant {
-            return self.line.first().map(|&(.., id)| (id, false));
-        }
-        let mut tenants = std::iter::successors(self.line.first(), |&&(tenant, ..)| {
-            self.line.range((tenant + 1, Tier::Priority, 0, SessionId::default())..).next()
-        });
-        let mut best = tenants.next()?;
-        for one in tenants {
-            if service(one.0) < service(best.0) {
-                best = one;
-            }
-        }
-        Some((best.3, false))
+        self.line.next(service).map(|id| (id, false))
+    }
+
+    /// How long a request of a parked session still waits for its turn. None unless it waits.
+    pub(crate) fn wait(&self, of: SessionRef, seq: SeqId, model: &StepModel, now: Time) -> Option<SessionWait> {
+        let place = self.place(of.session)?;
+        let session = &self.directory[of.session];
+        // Another request of the session may be due before, but it may also end before.
+        let own = session.waiting.iter().find(|wait| wait.seq == seq)?.due;
+        let expected = self.line.expected(place, self.reload(of.session, model) / RELOAD_SHARE, now);
+        let [expected, longest] = [(expected as Time).min(due(session).saturating_sub(now)), own.saturating_sub(now)];
+        Some(SessionWait { expected, longest })
     }
 
     /// The requests of a session that wait for its turn.
@@ -285,6 +284,9 @@ impl Sessions {
     /// Begins the turn of a parked session, and returns its requests. Reloads take `reload` microseconds.
     pub(crate) fn activate(&mut self, id: SessionId, reload: f64, now: Time, kv: &mut Kv) -> Vec<Wait> {
         self.bucket -= reload;
+        if !self.directory[id].waiting.is_empty() {
+            self.line.advance(now);
+        }
         kv.rank_owner(self.directory[id].owner, EvictionClass::Active);
         self.change(id, |session| {
             session.state = State::Active { since: now };
@@ -298,7 +300,7 @@ impl Sessions {
 
     /// When the first session comes in whatever happens.
     pub(crate) fn next_due(&self) -> Option<Time> {
-        self.due.first().map(|&(due, _)| due)
+        self.line.next_due().map(|(due, _)| due)
     }
 
     /// The owner of the blocks of a session's requests.
@@ -326,7 +328,7 @@ impl Sessions {
     }
 
     fn open(&mut self, user: User, tenant: u32, name: Option<Arc<str>>, kv: &mut Kv) -> SessionId {
-        let owner = kv.open_owner();
+        let owner = kv.open_owner(user);
         let id = self.directory.add(Session::new(user, tenant, name, owner));
         while let Some(excess) = self.directory.excess().filter(|&excess| excess != id) {
             self.forget(excess, kv);
@@ -405,8 +407,7 @@ impl Sessions {
             }
             State::Parked => {
                 if let Some(place) = self.place(id) {
-                    self.line.insert(place);
-                    self.due.insert((due(session), id));
+                    self.line.add(place, due(session));
                 }
             }
         }
@@ -424,15 +425,14 @@ impl Sessions {
             State::Parked => {
                 let due = due(session);
                 if let Some(place) = self.place(id) {
-                    self.line.remove(&place);
-                    self.due.remove(&(due, id));
+                    self.line.remove(place, due);
                 }
             }
         }
     }
 
     /// A parked session's place in the line, if requests wait.
-    fn place(&self, id: SessionId) -> Option<(u32, Tier, Time, SessionId)> {
+    fn place(&self, id: SessionId) -> Option<Place> {
         let session = &self.directory[id];
         let first = session.waiting.first()?;
         Some((if self.by_tenant { session.tenant } else { 0 }, session.tier, first.arrived, id))
@@ -455,13 +455,14 @@ impl Sessions {
                 State::Parked => {
                     if let Some(place) = self.place(id) {
                         line += 1;
-                        assert!(self.line.contains(&place) && self.due.contains(&(due(session), id)), "the line");
+                        assert!(self.line.has(place, due(session)), "the line");
                     }
                 }
             }
         }
         assert_eq!((load, waiting), (self.load, requests), "blocks of active sessions, and requests that wait for turns");
-        assert_eq!((quiet, quiet, line, line), (self.quiet.len(), self.turns.len(), self.line.len(), self.due.len()), "lengths of orders");
+        assert_eq!((quiet, quiet), (self.quiet.len(), self.turns.len()), "lengths of orders");
+        self.line.check(line);
     }
 }
 

@@ -1,7 +1,7 @@
 //! Sessions take turns when their contexts do not fit into the cache together.
 
 use crate::lab::{Cost, Lab, ask, plenty};
-use chairlift_core::{Config, Fair, Fcfs, Policy, Request, SessionEvent, SessionTurns, Tier, Time, TimelineState, Token};
+use chairlift_core::{Config, Fair, Fcfs, Policy, Request, SessionEvent, SessionTurns, Taker, Tier, Time, TimelineState, Token};
 
 const SECOND: Time = 1_000_000;
 /// Prompt tokens of a turn: 75 blocks with its output. Two contexts fit into the cache, and three do not.
@@ -240,4 +240,54 @@ fn loads_without_sessions_decide_as_without_turns() {
     };
     let off = decisions(SessionTurns::Off);
     assert!(decisions(SessionTurns::Named) == off);
+}
+
+#[test]
+fn the_expected_wait_is_what_those_before_took_and_never_more_than_the_limit() {
+    let mut lab = two_of_three(Config { max_session_wait: 30 * SECOND, ..config(&Fcfs) });
+    lab.add(turn(4, 4));
+    let waits = |lab: &Lab| [3, 4].map(|tag| lab.scheduler.session_wait(lab.scheduler.live(tag).expect("it lives")));
+    let [first, second] = waits(&lab).map(|wait| wait.expect("it waits"));
+    // A reload of 1.2 s may take 15 % of the time: one session in 8 s.
+    assert!((7 * SECOND..9 * SECOND).contains(&first.expected), "{first:?}");
+    assert!((15 * SECOND..18 * SECOND).contains(&second.expected), "{second:?}");
+    assert_eq!(second.longest, lab.explain(4).arrived + 30 * SECOND - lab.now);
+    while !lab.ended.contains_key(&3) {
+        if lab.try_step().is_none() {
+            lab.now = lab.scheduler.wake_at().expect("a time");
+        }
+    }
+    // Session 3 waited for less than that, and the next one is expected to take as long.
+    lab.add(turn(5, 5));
+    let wait = lab.scheduler.session_wait(lab.scheduler.live(5).expect("it lives")).expect("it waits");
+    assert_eq!(lab.scheduler.session_wait(lab.scheduler.live(1).unwrap_or_default()), None, "it has ended");
+    let took = waited(&lab, 3);
+    assert!(took < first.expected && (took / 2..2 * took).contains(&wait.expected), "{} after {took}", wait.expected);
+}
+
+#[test]
+fn evicted_blocks_are_counted_by_whom_they_were_evicted_for() {
+    let stranger = |tag, session| Request { tenant: "stranger".into(), ..turn(tag, session) };
+    let without = |tag| Request { session: None, ..turn(tag, 90 + tag) };
+    for (taker, other) in [(Taker::SameTenant, turn(2, 2)), (Taker::OtherTenant, stranger(2, 2)), (Taker::NoSession, without(2))] {
+        // A context takes 75 of 100 blocks, so that one evicts the other.
+        let mut lab = lab(Config { num_kv_blocks: 101, max_session_wait: 0, ..config(&Fcfs) });
+        for request in [turn(1, 1), other, turn(3, 1)] {
+            lab.add(request);
+            lab.finish();
+        }
+        assert_eq!(lab.ended[&1].evicted_for, [0; 4]);
+        let mut expected = [0; 4];
+        expected[taker as usize] = PROMPT / 16 * 16 - lab.ended[&3].cached_tokens / 16 * 16;
+        assert_eq!(lab.ended[&3].evicted_for, expected, "{taker:?}");
+    }
+    // A subagent of the session.
+    let mut lab = lab(Config { num_kv_blocks: 101, max_session_wait: 0, ..config(&Fcfs) });
+    let subagent = Request { session: Some("1.1".into()), parent_session: Some("1".into()), ..turn(2, 92) };
+    for request in [turn(1, 1), subagent, turn(3, 1)] {
+        lab.add(request);
+        lab.finish();
+    }
+    let evicted = lab.ended[&3].evicted_for;
+    assert!(evicted[Taker::SameSession as usize] >= PROMPT - 16 - lab.ended[&3].cached_tokens, "{evicted:?}");
 }

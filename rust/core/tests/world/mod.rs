@@ -600,7 +600,11 @@ impl World {
         self.expire();
         self.propose();
         let poison = poison.filter(|tag| self.live.contains_key(tag));
-        let plan = self.scheduler.plan(self.now)?;
+        let plan = self.scheduler.plan(self.now);
+        for wait in self.live.values().filter_map(|live| self.scheduler.session_wait(live.seq)) {
+            assert!(wait.expected <= wait.longest && wait.longest > 0, "{wait:?}: a plan queues a request whose wait is over");
+        }
+        let plan = plan?;
         for admitted in &plan.admitted {
             let live = &self.live[&admitted.tag];
             assert!(!self.unprepared.contains(&live.family), "request {} runs before it is prepared", admitted.tag);

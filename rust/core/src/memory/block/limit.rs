@@ -97,6 +97,6 @@ impl BlockPool {
 
     /// Evicts a free cached block.
     fn evict_cached(&mut self) -> Option<BlockId> {
-        (self.free.len() > 0).then(|| self.evict())
+        (self.free.len() > 0).then(|| self.evict(None))
     }
 }

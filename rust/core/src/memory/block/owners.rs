@@ -4,11 +4,38 @@
 //! cached block depends on the block before it: while an owner's block is cached, the blocks before it are evicted after it.
 
 use super::free_lists::{EvictionClass, FreeList};
-use super::{BlockId, BlockPool, ROOT};
+use super::{BlockId, BlockPool, ROOT, User};
 
 /// A session as the cache sees it. The number is reused once no cached block belongs to an owner that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CacheOwner(u32);
+
+/// For whom a cached block of a session was evicted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Taker {
+    /// Another request of the session.
+    SameSession,
+    /// Another session of the same tenant.
+    SameTenant,
+    /// A session of another tenant.
+    OtherTenant,
+    /// A request without a session, KV from storage, or another model.
+    NoSession,
+}
+
+/// Number of takers.
+pub(crate) const TAKERS: usize = 4;
+
+impl Taker {
+    /// Every taker in order, with the name used in reports.
+    pub const NAMES: [(Self, &'static str); TAKERS] = [
+        (Self::SameSession, "same_session"),
+        (Self::SameTenant, "same_tenant"),
+        (Self::OtherTenant, "other_tenant"),
+        (Self::NoSession, "no_session"),
+    ];
+}
 
 /// To whom a named block belongs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,24 +61,47 @@ pub(super) struct Owners {
 
 #[derive(Debug, Default)]
 struct Owned {
+    /// The session's tenant.
+    user: User,
     /// Cached blocks that belong to the owner.
     blocks: u32,
+    /// Blocks that were evicted, by [`Taker`].
+    evicted: [u32; TAKERS],
     ended: bool,
 }
 
 impl BlockPool {
-    /// Adds an owner of blocks.
-    pub(crate) fn open_owner(&mut self) -> CacheOwner {
-        if let Some(number) = self.owners.vacant.pop() {
-            self.owners.list[number as usize] = Owned::default();
-            self.rank_owner(CacheOwner(number), EvictionClass::Active);
-            return CacheOwner(number);
-        }
-        self.owners.list.push(Owned::default());
-        self.free.add_owner();
-        let owner = CacheOwner(self.owners.list.len() as u32 - 1);
+    /// Adds an owner of blocks: a session of `user`.
+    pub(crate) fn open_owner(&mut self, user: User) -> CacheOwner {
+        let opened = Owned { user, ..Owned::default() };
+        let owner = if let Some(number) = self.owners.vacant.pop() {
+            self.owners.list[number as usize] = opened;
+            CacheOwner(number)
+        } else {
+            self.owners.list.push(opened);
+            self.free.add_owner();
+            CacheOwner(self.owners.list.len() as u32 - 1)
+        };
         self.rank_owner(owner, EvictionClass::Active);
         owner
+    }
+
+    /// The owner's blocks that were evicted since the last call, by [`Taker`].
+    pub(crate) fn take_evicted(&mut self, owner: CacheOwner) -> [u32; TAKERS] {
+        std::mem::take(&mut self.owners.list[owner.0 as usize].evicted)
+    }
+
+    /// Records that a cached block is evicted for a session, or for another use.
+    pub(super) fn note_evicted(&mut self, id: BlockId, taker: Option<CacheOwner>) {
+        let Some(Owner::Owned(owner)) = self.blocks[id.0 as usize].name.as_ref().map(|name| name.owner) else { return };
+        let user = self.owners.list[owner.0 as usize].user;
+        let taker = match taker {
+            None => Taker::NoSession,
+            Some(taker) if taker == owner => Taker::SameSession,
+            Some(taker) if self.owners.list[taker.0 as usize].user == user => Taker::SameTenant,
+            Some(_) => Taker::OtherTenant,
+        };
+        self.owners.list[owner.0 as usize].evicted[taker as usize] += 1;
     }
 
     /// Ends an owner. Its blocks are evicted before others, and belong to the next owner whose request uses them. No table may have it.

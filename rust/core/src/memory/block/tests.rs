@@ -264,7 +264,7 @@ fn evictions(pool: &mut BlockPool, prompts: &[&[Token]]) -> Vec<Vec<usize>> {
 #[test]
 fn blocks_of_a_parked_session_go_first_and_hot_ones_are_as_old_as_their_use() {
     let mut pool = BlockPool::new(20, 1, BlockHasher::new(0));
-    let [parked, idle] = [pool.open_owner(), pool.open_owner()];
+    let [parked, idle] = [pool.open_owner(User::new(1)), pool.open_owner(User::new(1))];
     serve(&mut pool, Some(idle), &[1, 2]);
     serve(&mut pool, None, &[5]);
     serve(&mut pool, None, &[5]);
@@ -280,7 +280,7 @@ fn blocks_of_a_parked_session_go_first_and_hot_ones_are_as_old_as_their_use() {
 #[test]
 fn a_beginning_goes_after_the_sessions_that_need_it() {
     let mut pool = BlockPool::new(20, 1, BlockHasher::new(0));
-    let [first, second] = [pool.open_owner(), pool.open_owner()];
+    let [first, second] = [pool.open_owner(User::new(1)), pool.open_owner(User::new(1))];
     serve(&mut pool, Some(first), &[1, 2, 3]);
     serve(&mut pool, Some(second), &[1, 2, 4]);
     pool.rank_owner(second, EvictionClass::Parked);
@@ -292,12 +292,12 @@ fn a_beginning_goes_after_the_sessions_that_need_it() {
 #[test]
 fn blocks_of_an_ended_owner_pass_to_the_next_one_and_its_number_is_reused() {
     let mut pool = BlockPool::new(20, 1, BlockHasher::new(0));
-    let [first, second] = [pool.open_owner(), pool.open_owner()];
+    let [first, second] = [pool.open_owner(User::new(1)), pool.open_owner(User::new(1))];
     serve(&mut pool, Some(first), &[1, 2]);
     pool.end_owner(first);
-    assert_ne!(pool.open_owner(), first, "it has blocks");
+    assert_ne!(pool.open_owner(User::new(1)), first, "it has blocks");
     serve(&mut pool, Some(second), &[1, 2]);
-    assert_eq!(pool.open_owner(), first);
+    assert_eq!(pool.open_owner(User::new(1)), first);
     serve(&mut pool, None, &[8]);
     assert_eq!(evictions(&mut pool, &[&[8], &[1, 2]]), [[0, 2], [0, 1], [0, 0]]);
 }
