@@ -1,4 +1,4 @@
-"""OpenAI's Codex CLI, over the Responses API and as a client of Ollama: an answer, a tool's loop, a prompt that is too long."""
+"""OpenAI's Codex CLI, over the Responses API and as a client of Ollama: answers, a tool's loop, too long a prompt, a conversation."""
 
 import json
 import subprocess
@@ -64,3 +64,17 @@ def test_a_command_and_its_output(ask):
 
 def test_it_knows_that_a_prompt_is_too_long(ask):
     assert "ran out of room in the model's context window" in ask("word " * 90_000)[-1]["error"]["message"]
+
+
+def test_a_conversation_stays_in_the_cache(ask, notes, cache_use):
+    first = notes(lambda name: f'<tool_call>{{"name": "exec_command", "arguments": {{"cmd": "cat {name}"}}}}</tool_call>')
+    rest = ("resume", "--last", "--skip-git-repo-check", "--json")
+    for prompt, commands, answer, flags in (
+        (f"SAY:{first}|", 4, "All read.", ()),
+        ("SAY:Well done.|", 0, "Well done.", rest),
+        (f"Once more. SAY:I look. {first}|", 4, "All read.", rest),
+    ):
+        events = ask(prompt, *flags)
+        assert [item["exit_code"] for item in items(events, "command_execution")] == [0] * commands
+        assert items(events, "agent_message")[-1]["text"] == answer
+    assert min(cache_use()) >= 0.95

@@ -1,6 +1,9 @@
 """Where the servers are, as the runner says in the environment."""
 
+import json
 import os
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +34,41 @@ def real():
 def scripted():
     """Address of the server that answers with the text between the prompt's last `SAY:` and the `|` after it."""
     return os.environ["CHAIRLIFT_SCRIPTED"]
+
+
+@pytest.fixture
+def cache_use(record_testsuite_property):
+    """Returns two shares for the prompts of the test so far, except the first.
+
+    The first is how much of the text that prompts repeat from earlier ones the prefix cache had. The second is how much of the last prompt
+    and its answer the next prompt repeats, which is all of it if the client only appends.
+    """
+    file = Path(os.environ["CHAIRLIFT_TURNS"])
+    before = len(file.read_text().splitlines())
+
+    def shares():
+        turns = [json.loads(line) for line in file.read_text().splitlines()[before:]]
+        found, repeated = (sum(turn[name] for turn in turns[1:]) for name in ("found", "repeated"))
+        most = sum(min(last["prompt"] + last["answer"], turn["prompt"]) for last, turn in pairwise(turns))
+        told = f"{len(turns)} prompts repeat {repeated / most:.1%} of what they could, {found / repeated:.1%} of it was found"
+        record_testsuite_property("found", told)
+        return found / repeated, repeated / most
+
+    return shares
+
+
+@pytest.fixture
+def notes(project):
+    """Files `note0.txt` to `note3.txt` of the project. Each tells the model to read the next one, and the last one to say "All read."."""
+
+    def write(call):
+        """`call` returns the text by which the model reads a file."""
+        for number in range(4):
+            said = f"Now the next one. {call(f'note{number + 1}.txt')}" if number < 3 else "All read."
+            (project / f"note{number}.txt").write_text(f"This is note {number}, about the weather in Zürich.\nSAY:{said}|\n")
+        return call("note0.txt")
+
+    return write
 
 
 @pytest.fixture

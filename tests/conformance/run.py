@@ -37,7 +37,7 @@ REAL = ["--max-model-len", "2048", "--max-num-seqs", "16"]
 """The server with the default model."""
 SERVE = [sys.executable, "-m", "chairlift.cli.main", "serve", "--port", "0"]
 SCRIPTED = [sys.executable, str(HERE / "scripted_server.py")]
-"""The server around a fake engine that says what it is told to."""
+"""The server around a fake engine that says what it is told to. Its argument is the file for its turns."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,8 @@ def run(client: Client, venvs: Path, environ: dict[str, str]) -> Outcome:
     outcome.passed = count["tests"] - outcome.failed - outcome.skipped
     if (reported := suite.find("properties/property[@name='version']")) is not None:
         outcome.version = reported.get("value", "")
+    if (reported := suite.find("properties/property[@name='found']")) is not None:
+        outcome.note = reported.get("value", "")
     if reasons := {skip.get("message", "") for skip in suite.iter("skipped")}:
         outcome.note = "; ".join(sorted(reasons))
     return outcome
@@ -214,7 +216,8 @@ def main() -> int:
         if any(client.needs_model for client in chosen):
             environ["CHAIRLIFT_REAL"] = servers.enter_context(serving([*SERVE, *REAL], venvs / "real.log"))
         if any(client.scripted for client in chosen):
-            environ["CHAIRLIFT_SCRIPTED"] = servers.enter_context(serving(SCRIPTED, venvs / "scripted.log"))
+            environ["CHAIRLIFT_TURNS"] = turns = str(venvs / "scripted.turns")
+            environ["CHAIRLIFT_SCRIPTED"] = servers.enter_context(serving([*SCRIPTED, turns], venvs / "scripted.log"))
         for client in chosen:
             outcomes.append(run(client, venvs, environ))
     print(f"\n{'client':14}{'version':12}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}  note")

@@ -87,7 +87,7 @@ class CachingEngine(FakeEngine):
         adapter = None if params.lora is None else params.lora.encode()
         kept = self.cached.setdefault(shared_salt(stream.scheduling.cache_salt, adapter), [])
         block = self.config.block_size
-        hit = max((min(_shared(prompt, one), len(prompt) - 1) // block * block for one in kept), default=0)
+        hit = max((min(shared(prompt, one), len(prompt) - 1) // block * block for one in kept), default=0)
         hit = max(0, hit - self.lost_hits)
         self.prompts.append(prompt)
         self.hits.append(hit)
@@ -112,5 +112,6 @@ class CachingEngine(FakeEngine):
             self.timelines[request_id] = [timeline(tenant=stream.scheduling.tenant)]
 
 
-def _shared(one, other):
+def shared(one, other):
+    """The length of the common beginning."""
     return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
