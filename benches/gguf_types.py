@@ -75,7 +75,7 @@ def decoder(kind: str, form: str, threads: int, isa: str) -> _core.Decoder:
             scale=HEAD_DIM**-0.5,
             rope=0,
         )
-        mlp = _core.DecoderBlock.gated_mlp(
+        mlp = _core.DecoderBlock.mlp(
             norm=ones,
             gate_up_proj=linear([INNER, INNER], HIDDEN, [usual, usual], gated=True),
             down_proj=linear([HIDDEN], INNER, [second]),

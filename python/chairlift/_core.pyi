@@ -726,7 +726,7 @@ class DecoderBlock:
         """
 
     @staticmethod
-    def gated_mlp(
+    def mlp(
         *,
         norm: NDArray[np.float32],
         gate_up_proj: Linear,
@@ -738,6 +738,8 @@ class DecoderBlock:
     ) -> DecoderBlock:
         """Creates down_proj(activation(gate) * up); the activation is silu or gelu_tanh, `gate_up_proj` is gated.
 
+        With the activation relu2 there is no gate: down_proj(max(up, 0) ** 2), and `gate_up_proj` is up_proj.
+
         The sum of output and residual stream is multiplied by `stream_scale`. The rest is as in `attention`.
         """
 
@@ -747,7 +749,7 @@ class DecoderBlock:
     ) -> DecoderBlock:
         """Creates projection(activation(gate) * e), where e is the token's embedding for a layer (see `Decoder`); without an input norm.
 
-        The rest is as in `gated_mlp`.
+        The rest is as in `mlp`.
         """
 
     @staticmethod
@@ -782,7 +784,7 @@ class DecoderBlock:
         l) replaces the activation by (up + 1) * gate * sigmoid(s * gate), with the gate at most l and up from -l to l. `shared` are the
         gated and the second layer of an expert that all tokens use; with `shared_gate` its output is multiplied by the sigmoid of the
         router's last logit. With `norms`, `norm` is that of the shared expert's input, and these four are those of the router's input, the
-        experts' input, the sum of their outputs and the shared expert's output. The rest is as in `gated_mlp`.
+        experts' input, the sum of their outputs and the shared expert's output. The rest is as in `mlp`.
         """
 
 @final

@@ -14,6 +14,7 @@ from chairlift.models.config import ModelConfig, load_shape
 from chairlift.models.encoder import EncoderConfig
 from chairlift.models.fields import NoNativeModel
 from chairlift.models.rotary import Dynamic, Linear, Llama3, LongRope, RopeConfig
+from chairlift.models.shape import KvSpec
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -138,7 +139,7 @@ HYBRID = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_atten
     [
         ({"layer_types": ["linear_attention", "full_attention", "retention"]}, NoNativeModel, "layers of retention have no code of ours"),
         ({"layer_types": ["linear_attention", "full_attention"]}, UnsupportedModel, "layer_types has 2 entries for 3 layers"),
-        ({"layer_types": ["linear_attention"] * 3}, UnsupportedModel, "all 3 layers are recurrent"),
+        ({"layer_types": ["linear_attention"] * 3}, UnsupportedModel, "none of 3 layers has attention"),
         ({"linear_conv_kernel_dim": 5}, NoNativeModel, "convolutions over 5 tokens have no code of ours"),
         ({"linear_key_head_dim": 24}, NoNativeModel, "a key size of 24 have no code of ours"),
         ({"linear_num_value_heads": 24}, UnsupportedModel, "24 recurrent heads cannot share 16 keys equally"),
@@ -154,6 +155,42 @@ def test_recurrent_layers_that_cannot_be_computed_are_refused_by_name(changes: d
     recurrence = parse(**silent, num_hidden_layers=8).recurrence
     assert recurrence is not None
     assert recurrence.layers == (True, True, True, False) * 2
+
+
+NEMOTRON = {"architectures": ["NemotronHForCausalLM"], "num_attention_heads": 8, "hybrid_override_pattern": "M-*ME", "head_dim": None}
+NEMOTRON |= {"mamba_num_heads": 4, "mamba_head_dim": 32, "attention_head_dim": 16, "moe_intermediate_size": 48, "num_experts_per_tok": 2}
+NEMOTRON |= {"n_routed_experts": 8, "moe_shared_expert_intermediate_size": 32, "n_groups": 2}
+
+
+def test_layers_with_one_part_are_read_from_a_pattern_or_a_list():
+    config = parse(**NEMOTRON)
+    assert (config.num_layers, config.head_dim, config.gated) == (5, 16, False)
+    assert (config.attention, config.feeds) == ((False, False, True, False, False), (False, True, False, False, True))
+    assert config.recurrence is not None
+    assert config.experts is not None
+    assert (config.recurrence.layers, config.experts.layers) == ((True, False, False, True, False), (False,) * 4 + (True,))
+    assert [len(config.matrices_of(layer)) for layer in range(5)] == [2, 2, 2, 2, 2]
+    assert config.kv_specs == (KvSpec(config.num_kv_heads, 16, 16),)
+    listed = ["mamba", "mlp", "attention", "linear_attention", "moe"]
+    assert parse(**NEMOTRON | {"hybrid_override_pattern": None, "layers_block_type": listed}) == config
+    assert parse(**NEMOTRON | {"hybrid_override_pattern": "M-*"}).experts is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"hybrid_override_pattern": "M-X"}, UnsupportedModel, r"for each layer one of M \(linear_attention\), .* got 'M-X'"),
+        ({"hybrid_override_pattern": None}, UnsupportedModel, "hybrid_override_pattern must have"),
+        ({"hybrid_override_pattern": "MM-E"}, UnsupportedModel, "none of 4 layers has attention"),
+        ({"layers_block_type": ["mamba", "attention", "xlstm"]}, NoNativeModel, "layers of xlstm have no code of ours"),
+        ({"mlp_hidden_act": "silu"}, NoNativeModel, "mlp_hidden_act 'silu' has no code of ours"),
+        ({"moe_latent_size": 32}, NoNativeModel, r"a width of their own \(moe_latent_size\)"),
+        ({"n_group": 2}, NoNativeModel, r"experts in 2 groups \(n_group\)"),
+    ],
+)
+def test_layers_with_one_part_that_cannot_be_computed_are_refused_by_name(changes: dict[str, object], error: type, message: str):
+    with pytest.raises(error, match=message):
+        parse(**NEMOTRON | changes)
 
 
 def test_phi_4_mini_is_read_as_it_was_published():

@@ -60,7 +60,7 @@ def as_computed(kind: Kind, blocks: np.ndarray, size: int, together: int) -> np.
         o_proj=linear(zeros(size, 2), ins=2),
         scale=1.0,
     )
-    mlp = _core.DecoderBlock.gated_mlp(
+    mlp = _core.DecoderBlock.mlp(
         norm=ones,
         gate_up_proj=linear(zeros(4, size), zeros(4, size), ins=size, gated=True),
         down_proj=linear(zeros(size, 4), ins=4),

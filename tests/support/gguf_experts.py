@@ -25,7 +25,7 @@ def split(kind: str, name: str, weights: np.ndarray) -> dict[str, np.ndarray]:
         return {f"{block}.{'ffn_gate_inp' if last == 'scale' else 'ffn_down_exps'}.scale": weights}
     if last == "sinks":
         return {f"{block}.attn_sinks.weight": weights}
-    if "experts" not in stem and weights.ndim < 3:
+    if ("experts" not in stem or "shared_experts" in stem) and weights.ndim < 3:
         return {}
     down = last.startswith("down_proj") or "output_linear" in stem
     if kind == "gpt-oss":
@@ -34,6 +34,8 @@ def split(kind: str, name: str, weights: np.ndarray) -> dict[str, np.ndarray]:
         parts = [weights] if down else [weights[:, ::2], weights[:, 1::2]]
     elif kind in ("qwen2moe", "gemma4") and not down:
         return {f"{block}.ffn_gate_up_exps.weight": weights}
+    elif kind == "nemotron_h_moe" and not down:
+        return {f"{block}.ffn_up_exps.weight": weights}
     else:
         parts = [weights] if down else np.split(weights, 2, 1)
     return dict(zip([f"{block}.ffn_{part}.{suffix}" for part in (["down_exps"] if down else ["gate_exps", "up_exps"])], parts, strict=True))

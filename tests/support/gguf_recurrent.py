@@ -17,8 +17,10 @@ NAMES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "granitemoehybrid": "granitehybrid",
+    "nemotron_h": "nemotron_h",
+    "nemotron_h_moe": "nemotron_h_moe",
 }
-"""The names of model types in GGUF files."""
+"""The names of model types in GGUF files. transformers has one name for both kinds of Nemotron H."""
 EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}
 DELTA = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_conv_kernel_dim": 3}
@@ -33,6 +35,9 @@ SPACE = {
 }
 SPACE |= {"mamba_n_groups": 2, "mamba_chunk_size": 8, "shared_intermediate_size": 64, "embedding_multiplier": 12.0}
 SPACE |= {"attention_multiplier": 0.2, "residual_multiplier": 0.25, "logits_scaling": 8.0}
+MIXERS = {"layers_block_type": ["mamba", "attention", "moe", "mamba"], "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16}
+MIXERS |= {"n_groups": 2, "chunk_size": 8, "n_routed_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+MIXERS |= {"moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5}
 SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1, "tie_word_embeddings": True},
@@ -40,13 +45,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**DELTA, "rope_parameters": ROPE},
     "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64, "rope_parameters": ROPE},
     "granitemoehybrid": {**SPACE, "num_local_experts": 11, "num_experts_per_tok": 3, "intermediate_size": 32},
+    "nemotron_h": {**MIXERS, "layers_block_type": ["mamba", "mlp", "attention", "mamba"], "mlp_bias": True},
+    "nemotron_h_moe": MIXERS,
 }
 """Settings of a tiny model of each type."""
 
 
 def rounded_model(kind: str) -> PreTrainedModel:
     """A random model whose matrices have the numbers of Q8_0, so that its file loses nothing."""
-    model = tiny_model(kind, **SETTINGS[kind])
+    model = tiny_model("nemotron_h" if kind == "nemotron_h_moe" else kind, **SETTINGS[kind])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if is_quantized(name, parameter.numpy()):
@@ -54,7 +61,7 @@ def rounded_model(kind: str) -> PreTrainedModel:
                 numbers = gguf.dequantize(gguf.quantize(rows, gguf.GGMLQuantizationType.Q8_0), gguf.GGMLQuantizationType.Q8_0)
                 parameter.copy_(torch.from_numpy(numbers).reshape(parameter.shape))
         for name, buffer in model.named_buffers():
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "e_score_correction_bias")):
                 buffer.normal_(std=0.1)
     return model
 
@@ -68,6 +75,8 @@ def is_quantized(name: str, weights: np.ndarray) -> bool:
 def write(model: PreTrainedModel, path: Path) -> None:
     """Writes the file of a model."""
     config, kind = model.config, NAMES[model.config.model_type]
+    if kind == "nemotron_h" and "moe" in config.layer_types:
+        kind = "nemotron_h_moe"
     writer = writer_of(path, _metadata(config, kind))
     (number,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -85,6 +94,7 @@ def write(model: PreTrainedModel, path: Path) -> None:
         pieces = _own(name, weights, config) or gguf_experts.split(kind, name, weights)
         if not pieces:
             stem, suffix = name.rsplit(".", 1)
+            stem = stem.replace("model.", "backbone.", 1) if kind.startswith("nemotron") else stem
             known = names.get_name(stem) or names.get_name(f"{stem}.layer")
             pieces = {f"{known}.{suffix}": weights.reshape(weights.shape[weights.shape[0] == 1 :])}
         for own, piece in pieces.items():
@@ -94,7 +104,8 @@ def write(model: PreTrainedModel, path: Path) -> None:
 
 
 def _metadata(config: Any, kind: str) -> dict[str, Any]:
-    rope, recurrent = config.rope_parameters, [name not in ("full_attention", "attention") for name in config.layer_types]
+    rope = getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0}
+    recurrent = [name not in ("full_attention", "attention") for name in config.layer_types]
     values = {
         "general.architecture": kind,
         f"{kind}.context_length": config.max_position_embeddings,
@@ -105,10 +116,12 @@ def _metadata(config: Any, kind: str) -> dict[str, Any]:
         f"{kind}.attention.head_count_kv": config.num_key_value_heads,
         f"{kind}.attention.key_length": 16,
         f"{kind}.attention.value_length": 16,
-        f"{kind}.attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None) or config.norm_eps,
+        f"{kind}.attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None)
+        or getattr(config, "norm_eps", None)
+        or config.layer_norm_epsilon,
         f"{kind}.rope.freq_base": rope["rope_theta"],
         **byte_level_metadata("gpt-2"),
-        **gguf_experts.metadata(config, kind),
+        **({} if kind == "nemotron_h" else gguf_experts.metadata(config, kind)),
     }
     if not kind.startswith("qwen"):
         values[f"{kind}.attention.head_count_kv"] = [0 if entry else config.num_key_value_heads for entry in recurrent]
@@ -129,6 +142,16 @@ def _metadata(config: Any, kind: str) -> dict[str, Any]:
         names |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
         values |= {f"{kind}.{key}": float(getattr(config, name)) for key, name in names.items()}
         values |= {f"{kind}.rope.scaling.finetuned": False, f"{kind}.expert_shared_feed_forward_length": config.shared_intermediate_size}
+    if kind.startswith("nemotron"):
+        sizes = config.conv_kernel, config.ssm_state_size, config.n_groups, config.mamba_num_heads, 32 * config.mamba_num_heads
+        inner = config.moe_intermediate_size if kind.endswith("moe") else config.intermediate_size
+        values[f"{kind}.feed_forward_length"] = [inner if entry in ("moe", "mlp") else 0 for entry in config.layer_types]
+        values |= {f"{kind}.rope.scaling.finetuned": False, f"{kind}.rope.dimension_count": 16}
+        del values[f"{kind}.rope.freq_base"]
+    if kind == "nemotron_h_moe":
+        values |= {f"{kind}.expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size}
+        values |= {f"{kind}.expert_weights_norm": True, f"{kind}.expert_weights_scale": config.routed_scaling_factor}
+        values |= {f"{kind}.expert_shared_count": 1, f"{kind}.expert_group_count": 1}
     if not kind.startswith("lfm2"):
         keys = ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
         values |= {f"{kind}.ssm.{key}": size for key, size in zip(keys, sizes, strict=True)}
@@ -139,17 +162,17 @@ def _own(name: str, weights: np.ndarray, config: Any) -> dict[str, np.ndarray]:
     """The file's tensors of one that only hybrid models have, or that they store in another way; none for others."""
     block, last = f"blk.{name.split('.')[2]}" if "layers" in name else "", name.rsplit(".", 2)[-2:]
     if name.endswith(".A_log"):
-        return {f"{block}.ssm_a": -np.exp(weights).reshape((-1, 1) if "mamba" in name else -1)}
+        return {f"{block}.ssm_a": -np.exp(weights).reshape(-1 if "linear_attn" in name else (-1, 1))}
     if name.endswith(".D"):
         return {f"{block}.ssm_d": weights.reshape(-1, 1)}
     if name.endswith("dt_bias"):
         return {f"{block}.ssm_dt.bias": weights}
-    if name.endswith("expert_bias"):
+    if name.endswith(("expert_bias", "e_score_correction_bias")):
         return {f"{block}.exp_probs_b.bias": weights}
     if last[0] in ("conv1d", "conv"):
         return {f"{block}.{'ssm_conv1d' if last[0] == 'conv1d' else 'shortconv.conv'}.{last[1]}": weights.squeeze()}
-    if name.endswith("mamba.norm.weight"):
-        return {f"{block}.ssm_norm.weight": weights.reshape(config.mamba_n_groups, -1)}
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        return {f"{block}.ssm_norm.weight": weights.reshape(getattr(config, "mamba_n_groups", None) or config.n_groups, -1)}
     if name.endswith("in_proj_qkvz.weight"):
         keys, size = config.linear_num_key_heads, config.linear_key_head_dim
         parts = np.split(weights.reshape(keys, -1, weights.shape[-1]), [size, 2 * size, 2 * size + 2 * config.linear_value_head_dim], 1)

@@ -51,6 +51,9 @@ DELTA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "part
 DELTA_EXPERTS = {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 72}
 SPACE = {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 6, "mamba_d_state": 16, "mamba_n_groups": 2}
 SPACE |= {"mamba_chunk_size": 8, "mamba_proj_bias": True, "shared_intermediate_size": 72}
+MIXERS = {"layers_block_type": ["mamba", "attention", "moe", "mlp", "mamba"], "head_dim": 16, "mlp_bias": False, "mamba_num_heads": 6}
+MIXERS |= {"mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 11, "num_experts_per_tok": 3}
+MIXERS |= {"moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 72, "routed_scaling_factor": 2.5, "chunk_size": 8}
 VISION35 = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 8, "depth": 1, "out_hidden_size": 48}
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 8}
 VISION |= {"depth": 1, "out_hidden_size": 48, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
@@ -107,6 +110,8 @@ FAMILIES = {
     "qwen3.5-moe-images": ("Qwen3_5MoeForConditionalGeneration", {"text_config": DELTA_EXPERTS, "vision_config": VISION35}),
     "granite4-hybrid": ("GraniteMoeHybrid", {**MULTIPLIERS, **SPACE, "num_local_experts": 0}),
     "granite4-moe": ("GraniteMoeHybrid", {**MULTIPLIERS, **SPACE, **LOCAL_EXPERTS}),
+    "nemotron-h": ("NemotronH", {**MIXERS, "layers_block_type": ["mamba", "mlp", "attention", "mamba"], "mlp_bias": True}),
+    "nemotron-h-moe": ("NemotronH", MIXERS),
     "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": 13}),
     "phi4-mini": ("Phi3", {**PHI, **LONG}),
     "phi4-mini-short": ("Phi3", {**PHI, "original_max_position_embeddings": 256, "rope_parameters": SHORT}),
@@ -146,7 +151,7 @@ def write(name: str, directory: Path, dtype: torch.dtype = torch.float32, **save
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("layer_scalar"):
             buffer.fill_(0.75)
-        if buffer_name.endswith("expert_bias"):
+        if buffer_name.endswith(("expert_bias", "e_score_correction_bias")):
             buffer.normal_(std=0.2)
     model.to(dtype).save_pretrained(directory, **save)
     return type(model).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()

@@ -20,6 +20,7 @@ from chairlift.architectures.granite import GRANITE, GRANITE4, GRANITE_MOE, GRAN
 from chairlift.architectures.lfm2 import LFM2, LFM2_MOE
 from chairlift.architectures.llama import LLAMA, MINISTRAL3, MISTRAL
 from chairlift.architectures.mixtral import MIXTRAL
+from chairlift.architectures.nemotron import NEMOTRON_H
 from chairlift.architectures.olmo import OLMO2, OLMOE
 from chairlift.architectures.phi import PHI3
 from chairlift.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
@@ -47,7 +48,7 @@ __all__ = [
     "Windows",
 ]
 
-DENSE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, SMOLLM3, GRANITE, GRANITE4, PHI3, LFM2, QWEN3_5)
+DENSE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, SMOLLM3, GRANITE, GRANITE4, PHI3, LFM2, QWEN3_5, NEMOTRON_H)
 MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, LFM2_MOE, QWEN3_NEXT, QWEN3_5_MOE)
 ARCHITECTURES = {known.name: known for known in DENSE + MIXTURES}
 """The architectures by their names in config.json."""

@@ -102,19 +102,19 @@ class Mixture:
     """How the experts of an architecture are chosen and named.
 
     Names are those below `model.layers.N.`, with `{}` for the number of an expert. A tensor whose name lacks `.{}` has the matrices of all
-    experts. A checkpoint has either `gate` and `up`, or `gate_up` with the rows of both, or `interleaved` and `transposed`: tensors
-    [experts, inputs, outputs], the first with gate and up in turn. With `biases` the router and all experts have them. `shared` are the
-    layers of an expert that all tokens use; its output is multiplied by a gate if `shared_gate` names one. `count`, `used`, `inner` and
-    `shared_inner` are the keys of the number of experts, of those of a token, and of inner sizes in config.json. Weights are divided by
-    their sum if `normalised`; None means that `norm_topk_prob` of config.json decides. `epsilon` is added to the sum. `choice_bias` is a
-    tensor that is added to the scores when experts are chosen, `scale` the key of the weights' factor, and `dense` that of the number of
-    first layers without experts. Models have 0 experts if they are `optional`, and none where the key `switch` is not set. The gate and
-    what it is multiplied by are `clamped` as in gpt-oss. With `own_norms`, as in Gemma 4, the router, the experts and the MLP beside them
-    have norms of their own, and each expert has a scale.
+    experts. A checkpoint has either `gate` and `up` (`gate` is None for experts without one), or `gate_up` with the rows of both, or
+    `interleaved` and `transposed`: tensors [experts, inputs, outputs], the first with gate and up in turn. With `biases` the router and all
+    experts have them. `shared` are the layers of an expert that all tokens use; its output is multiplied by a gate if `shared_gate` names
+    one. `count`, `used`, `inner` and `shared_inner` are the keys of the number of experts, of those of a token, and of inner sizes in
+    config.json. Weights are divided by their sum if `normalised`; None means that `norm_topk_prob` of config.json decides. `epsilon` is
+    added to the sum. `choice_bias` is a tensor that is added to the scores when experts are chosen, `scale` the key of the weights' factor,
+    and `dense` that of the number of first layers without experts. Models have 0 experts if they are `optional`, and none where the key
+    `switch` is not set. The gate and what it is multiplied by are `clamped` as in gpt-oss. With `own_norms`, as in Gemma 4, the router, the
+    experts and the MLP beside them have norms of their own, and each expert has a scale.
     """
 
     router: str = "mlp.gate"
-    gate: str = "mlp.experts.{}.gate_proj"
+    gate: str | None = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     gate_up: str = "mlp.experts.{}.gate_up_proj"
     down: str = "mlp.experts.{}.down_proj"
@@ -196,8 +196,9 @@ class Architecture:
     norms of queries and keys are those of all heads together. With `sinks` each head has a score beside those of the keys.
     `global_head_dim` is the default size of heads of layers with full attention, and means that layers differ as in Gemma 4. With
     `gated_attention` the query projection has gates too, head by head, whose sigmoids multiply the outputs. With a `recurrence` some layers
-    keep a state instead of keys and values. With a `mixture` layers have experts, instead of an MLP or beside it, except those that
-    config.json names.
+    keep a state instead of keys and values. A layer of a `single` model is one of attention, a recurrent layer, an MLP and experts, as
+    `layers_block_type` or `hybrid_override_pattern` says. MLPs with the activation relu2 have no gate. With a `mixture` layers have
+    experts, instead of an MLP or beside it, except those that config.json names.
     """
 
     name: str
@@ -248,6 +249,7 @@ class Architecture:
     multipliers: bool = False
     global_head_dim: int | None = None
     gated_attention: bool = False
+    single: bool = False
     recurrence: Recurrence | None = None
     mixture: Mixture | None = None
 
@@ -255,12 +257,13 @@ class Architecture:
     def features(self) -> tuple[str, ...]:
         """The differences from Llama, in words."""
         named = {
-            "fused projections": len(self.projections.qkv) == 1 or len(self.projections.gate_up) == 1,
+            "fused projections": len(self.projections.qkv) == 1 or (len(self.projections.gate_up) == 1 and self.activation != "relu2"),
             "biases": self.qkv_bias,
             "norms of queries and keys": self.qk_norm,
             "norms after blocks": self.post_norms,
             "norms that multiply by 1 + weight": self.norm_offset != 0,
-            "GELU": self.activation != "silu",
+            "GELU": self.activation == "gelu_tanh",
+            "squares of positive numbers instead of gates": self.activation == "relu2",
             "sliding windows": self.windows is not Windows.NONE,
             "rotary base by kind of layer": self.local_theta is not None,
             "rotation of a part of each head": self.partial_rotary,
@@ -274,6 +277,7 @@ class Architecture:
             "heads by kind of layer, shared keys and values, embeddings for each layer": self.global_head_dim is not None,
             "gated outputs of attention": self.gated_attention,
             f"layers with {self.recurrence.kind.value}" if self.recurrence else "": self.recurrence is not None,
+            "one part a layer": self.single,
             "experts": self.mixture is not None and not self.mixture.switch,
             "a shared expert": self.mixture is not None and self.mixture.shared is not None and not self.mixture.switch,
             "in some models experts beside the MLP": self.mixture is not None and self.mixture.switch is not None,

@@ -59,40 +59,49 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     hidden, heads = file.size(f"{kind}.embedding_length"), file.size(f"{kind}.attention.head_count")
     head_dim = file.size(f"{kind}.attention.key_length", hidden // heads)
     rotary = file.size(f"{kind}.rope.dimension_count", head_dim)
-    if file.size(f"{kind}.attention.value_length", head_dim) != head_dim or (rotary != head_dim and not architecture.partial_rotary):
+    if file.size(f"{kind}.attention.value_length", head_dim) != head_dim or (
+        rotary != head_dim and not architecture.partial_rotary and not architecture.single
+    ):
         raise UnsupportedModel(f"{file.path}: rotary or value dimensions that differ from the head's {head_dim} cannot be read")
     vocab_size = file.vocab_size
+    epsilon = file.get(f"{kind}.attention.layer_norm_epsilon", float) if architecture.single else None
     layers = num_layers(file, kind)
-    inner = _by_layer(file, f"{kind}.feed_forward_length", layers)
+    inner = _by_layer(file, f"{kind}.feed_forward_length", layers, least=0 if architecture.single else 1)
     kv_heads = _by_layer(file, f"{kind}.attention.head_count_kv", layers, heads, least=0 if architecture.recurrence else 1)
-    for name, values in (("feed_forward_length", inner), ("attention.head_count_kv", [count for count in kv_heads if count])):
-        if architecture.global_head_dim is None and len(set(values)) != 1:
+    for name, values in (("feed_forward_length", inner), ("attention.head_count_kv", kv_heads)):
+        if architecture.global_head_dim is None and len(set(values) - {0}) != 1:
             raise UnsupportedModel(f"{file.path}: {kind}.{name} differs by layer, which cannot be read for the architecture {kind!r}")
     config = {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
         "hidden_size": hidden,
-        "intermediate_size": inner[0],
+        "intermediate_size": max(inner),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": max(kv_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": file.size(f"{kind}.context_length"),
-        "rms_norm_eps": file.number(f"{kind}.attention.layer_norm_rms_epsilon"),
+        architecture.norm_eps: file.number(f"{kind}.attention.layer_norm_rms_epsilon", epsilon),
         "rope_theta": file.number(f"{kind}.rope.freq_base", 10000.0),
         "partial_rotary_factor": rotary / head_dim,
         "vocab_size": vocab_size,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "mlp_bias": any(name.endswith(".ffn_up.bias") for name in file.tensors),
         "dtype": "float32",
         **layout.constants,
     }
     if architecture.recurrence:
         config |= _recurrence(file, kind, architecture.recurrence, kv_heads)
-    if mixture and (experts or not mixture.switch):
+    if architecture.single:
+        parts = zip(kv_heads, inner, strict=True)
+        feed = "moe" if experts else "mlp"
+        config["layers_block_type"] = ["full_attention" if heads else feed if size else "linear_attention" for heads, size in parts]
+    if mixture and (experts or not (mixture.switch or mixture.optional)):
         config |= _experts(file, kind, mixture, layers)
+    elif mixture and mixture.optional:
+        config |= {mixture.count: 0, mixture.shared_inner: file.size(f"{kind}.expert_shared_feed_forward_length", max(inner))}
     for name, key in layout.keys.items():
         if not key.optional or file.value(f"{kind}.{key.name}") not in (None, 0):
             config[name] = _entry(file, f"{kind}.{key.name}", key)
@@ -149,6 +158,8 @@ def _experts(file: GGUFFile, kind: str, mixture: Mixture, layers: int) -> dict[s
     found: dict[str, Any] = {mixture.count: size("expert_count"), mixture.used: size("expert_used_count")}
     inner = None if mixture.inner == "moe_intermediate_size" else size("feed_forward_length")
     found[mixture.inner] = size("expert_feed_forward_length", inner)
+    if (normalised := file.get(f"{kind}.expert_weights_norm", bool)) is not None:
+        found["norm_topk_prob"] = normalised
     if mixture.switch:
         found[mixture.switch] = True
     if mixture.shared and mixture.shared_inner != "intermediate_size":

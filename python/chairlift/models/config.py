@@ -9,11 +9,11 @@ from typing import Any
 
 from chairlift.architectures import ARCHITECTURES, WRAPPED, Architecture, Code, Norms, Projections, Windows
 from chairlift.errors import UnsupportedModel
-from chairlift.models.experts import Experts, parse_experts
+from chairlift.models.experts import EXPERTS, Experts, parse_experts
 from chairlift.models.fields import NoNativeModel, is_positive, parse_dtype, parse_layers, parse_names, parse_number, parse_size, read_json
 from chairlift.models.layer_variants import LayerVariants, parse_variants
 from chairlift.models.quantization import MODELOPT_FILE, QuantizationScheme, UnsupportedScheme, parse_quantization
-from chairlift.models.recurrence import RecurrentLayers, parse_recurrence
+from chairlift.models.recurrence import ATTENTION, FEEDS, RecurrentLayers, list_layers, parse_recurrence
 from chairlift.models.rope_config import longest_context, parse_ropes, parse_temperature
 from chairlift.models.rotary import Dynamic, RopeConfig
 from chairlift.models.shape import KvSpec, ModelShape
@@ -24,15 +24,15 @@ class ModelConfig(ModelShape):
     """The configuration of a model of the Llama family.
 
     `windows` has one entry per layer: the number of tokens that a token sees, itself included; None means all. Layers with a window use
-    `local_rope`. `activation` is silu or gelu_tanh. Attention scores are products times `attention_scale`. With a temperature (b, n) the
-    query at position p is multiplied by 1 + b * ln(1 + floor(p / n)). A softcap c maps scores or logits to c * tanh(x / c). Embeddings are
-    multiplied by `embedding_scale`, `norm_offset` is added to the weights of all norms, and `post_norms` adds a norm after attention and
-    after the MLP. Heads are rotated in the layers selected by `uses_rope`. With `whole_norms` the norms of queries and keys are those of
-    all heads together. With `variants` layers have different heads (see `LayerVariants`). With `gated_attention` outputs are multiplied by
-    the sigmoids of gates. With a `recurrence` some layers have a state instead of keys and values. With `experts` some layers have a
-    mixture of experts, and the others an MLP of `intermediate_size`. The output of attention and of the MLP is multiplied by
-    `residual_scale` before it is added to the residual stream, and logits are multiplied by `logits_scale`. `scheme` is that of quantised
-    layers.
+    `local_rope`. `activation` is silu or gelu_tanh, or relu2 for MLPs without a gate. Attention scores are products times
+    `attention_scale`. With a temperature (b, n) the query at position p is multiplied by 1 + b * ln(1 + floor(p / n)). A softcap c maps
+    scores or logits to c * tanh(x / c). Embeddings are multiplied by `embedding_scale`, `norm_offset` is added to the weights of all norms,
+    and `post_norms` adds a norm after attention and after the MLP. Heads are rotated in the layers selected by `uses_rope`. With
+    `whole_norms` the norms of queries and keys are those of all heads together. With `variants` layers have different heads (see
+    `LayerVariants`). With `gated_attention` outputs are multiplied by the sigmoids of gates. `attention` says which layers have attention,
+    and `feeds` which have an MLP of `intermediate_size` or experts. With a `recurrence` some layers have a state instead of keys and
+    values, and with `experts` some have a mixture of experts. The output of attention and of the MLP is multiplied by `residual_scale`
+    before it is added to the residual stream, and logits are multiplied by `logits_scale`. `scheme` is that of quantised layers.
     """
 
     num_kv_heads: int
@@ -62,6 +62,8 @@ class ModelConfig(ModelShape):
     projections: Projections
     norms: Norms
     gated_attention: bool
+    attention: tuple[bool, ...]
+    feeds: tuple[bool, ...]
     recurrence: RecurrentLayers | None
     experts: Experts | None
     variants: LayerVariants | None
@@ -71,7 +73,7 @@ class ModelConfig(ModelShape):
     @property
     def kv_specs(self) -> tuple[KvSpec, ...]:
         """The shape of the KV cache of each layer that has one."""
-        own = [layer for layer in range(self.num_layers) if self.source_of(layer) == layer and not self.is_recurrent(layer)]
+        own = [layer for layer in range(self.num_layers) if self.source_of(layer) == layer and self.attention[layer]]
         return tuple(KvSpec(heads, size, size, self.windows[layer]) for layer in own for heads, size in [self.heads_of(layer)])
 
     @property
@@ -84,9 +86,10 @@ class ModelConfig(ModelShape):
         """Bytes of the recurrent state of a sequence."""
         return self.recurrence.state_bytes if self.recurrence else 0
 
-    def is_recurrent(self, layer: int) -> bool:
-        """Whether a layer has a state instead of keys and values."""
-        return self.recurrence is not None and self.recurrence.layers[layer]
+    @property
+    def gated(self) -> bool:
+        """Whether MLPs and experts have a gate."""
+        return self.activation != "relu2"
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """The number and the size of a layer's KV heads."""
@@ -106,15 +109,17 @@ class ModelConfig(ModelShape):
     def matrices_of(self, layer: int) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of a layer's matrices: merged query, key and value; attention output; merged gate and up; down.
 
-        The first two of a recurrent layer are its projections. Experts are not among them.
+        The first two of a recurrent layer are its projections. Experts are not among them, nor matrices of parts that a layer lacks.
         """
         heads, size = self.heads_of(layer)
         queries, kv = self.num_heads * size, heads * size if self.source_of(layer) == layer else 0
         hidden, inner = self.hidden_size, self.inner_of(layer)
-        mlp = (2 * inner, hidden), (hidden, inner)
+        mlp = ((inner * (2 if self.gated else 1), hidden), (hidden, inner)) if self.feeds[layer] else ()
+        if self.attention[layer]:
+            return (queries * (2 if self.gated_attention else 1) + 2 * kv, hidden), (hidden, queries), *mlp
         if self.recurrence and self.recurrence.layers[layer]:
             return (self.recurrence.projected, hidden), (hidden, self.recurrence.width), *mlp
-        return (queries * (2 if self.gated_attention else 1) + 2 * kv, hidden), (hidden, queries), *mlp
+        return mlp
 
     @property
     def longest_context(self) -> int:
@@ -135,7 +140,7 @@ class ModelConfig(ModelShape):
         if self.variants:
             matrices += self.num_layers * self.variants.input_size * (self.vocab_size + 3 * self.hidden_size)
         if self.experts:
-            mlp = 3 * self.intermediate_size * self.hidden_size
+            mlp = (3 if self.gated else 2) * self.intermediate_size * self.hidden_size
             matrices += sum(self.experts.layers) * (self.experts.weights(self.hidden_size) - mlp)
         return matrices + 2 * self.num_layers * self.hidden_size + self.hidden_size * (tables * self.vocab_size + 1)
 
@@ -173,6 +178,8 @@ class ModelConfig(ModelShape):
         Raises UnsupportedModel for invalid values, NoNativeModel for a model without native code.
         """
         raw, family = _architecture(raw)
+        if family.single:
+            raw = list_layers(raw)
         scheme = _check_supported(raw, family)
         heads = parse_size(raw, "num_attention_heads", family.heads)
         hidden = parse_size(raw, "hidden_size")
@@ -187,6 +194,9 @@ class ModelConfig(ModelShape):
                 raise UnsupportedModel(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({count})")
             if size % 2:
                 raise UnsupportedModel(f"head_dim must be even for rotary positions, got {size}")
+        recurrence = parse_recurrence(raw, family, layers)
+        kinds = (parse_names(raw, "layers_block_type") or []) if family.single else []
+        attention, feeds = _parts(kinds, recurrence, layers)
         bias = bool(raw.get("attention_bias", False)) and (family.output_bias or family.qkv_bias)
         raw = {**raw, "max_position_embeddings": parse_size(raw, "max_position_embeddings", family.max_positions)}
         rope, local_rope = parse_ropes(raw, family, (head_dim, local[1]))
@@ -229,8 +239,10 @@ class ModelConfig(ModelShape):
             projections=family.projections,
             norms=family.norms,
             gated_attention=family.gated_attention,
-            recurrence=parse_recurrence(raw, family, layers),
-            experts=parse_experts(raw, family.mixture, layers) if family.mixture else None,
+            attention=attention,
+            feeds=feeds,
+            recurrence=recurrence,
+            experts=parse_experts(raw, family.mixture, layers) if family.mixture and (not family.single or EXPERTS in kinds) else None,
             variants=variants,
             only_in_rust=family.code is Code.RUST,
             scheme=scheme,
@@ -282,10 +294,14 @@ def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
 
 def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationScheme | None:
     """Returns how layers are quantised. Raises NoNativeModel for features that the architecture allows but the native code lacks."""
-    known = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}[family.activation]
-    activation = (raw.get("hidden_act") if family.activation == "silu" else raw.get("hidden_activation")) or known[0]
+    name, *known = {
+        "silu": ("hidden_act", "silu", "swish"),
+        "gelu_tanh": ("hidden_activation", "gelu_pytorch_tanh"),
+        "relu2": ("mlp_hidden_act", "relu2"),
+    }[family.activation]
+    activation = raw.get(name) or known[0]
     if activation not in known:
-        raise NoNativeModel(f"hidden_act {activation!r} has no code of ours (there is for {known[0]})")
+        raise NoNativeModel(f"{name} {activation!r} has no code of ours (there is for {known[0]})")
     # "vision" is about tokens of images alone.
     if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise NoNativeModel("attention to later tokens has no code of ours")
@@ -301,6 +317,17 @@ def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationS
         return parse_quantization(quantization)
     except UnsupportedScheme as reason:
         raise NoNativeModel(str(reason)) from None
+
+
+def _parts(kinds: list[str], recurrence: RecurrentLayers | None, layers: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Returns for each layer whether it has attention, and whether it has an MLP or experts. `kinds` are those of layers with one part."""
+    feeds = tuple(kind in FEEDS for kind in kinds) or (True,) * layers
+    attention = tuple(kind in ATTENTION for kind in kinds)
+    if not kinds:
+        attention = tuple(not entry for entry in recurrence.layers) if recurrence else (True,) * layers
+    if not any(attention):
+        raise UnsupportedModel(f"config.json: none of {layers} layers has attention, and one with it is needed")
+    return attention, feeds
 
 
 def _inner(raw: dict[str, Any], family: Architecture) -> int:

@@ -7,10 +7,13 @@ from typing import Any
 
 from chairlift.architectures import Mixture
 from chairlift.errors import UnsupportedModel
-from chairlift.models.fields import parse_count, parse_number, parse_size
+from chairlift.models.fields import NoNativeModel, parse_count, parse_names, parse_number, parse_size
 
 OTHER_COUNT = "num_local_experts"
 """The name of the number of experts in each config.json that transformers 5 writes."""
+
+EXPERTS = "moe"
+"""The name of layers with experts in `layers_block_type`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,7 @@ class Experts:
 
     def weights(self, hidden: int) -> int:
         """The number of parameters of a layer's experts and router."""
-        return hidden * (3 * (self.count * self.inner + self.shared_inner) + self.count)
+        return hidden * ((3 if self.names.gate else 2) * (self.count * self.inner + self.shared_inner) + self.count)
 
     def widest(self, hidden: int) -> int:
         """The numbers of a token's widest activation in a layer: its experts' inner layers or their outputs, or the shared inner layer."""
@@ -50,6 +53,9 @@ def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts |
     """
     if (names.switch and not raw.get(names.switch)) or (names.optional and raw.get(names.count) == 0):
         return None
+    if (groups := raw.get("n_group") or 1) != 1 or raw.get("moe_latent_size"):
+        reason = "of a width of their own (moe_latent_size)" if groups == 1 else f"in {groups!r:.20} groups (n_group)"
+        raise NoNativeModel(f"experts {reason} have no code of ours")
     count = parse_size(raw, OTHER_COUNT if raw.get(names.count) is None and OTHER_COUNT in raw else names.count)
     used = parse_size(raw, names.used)
     if used > count:
@@ -71,6 +77,8 @@ def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts |
 
 def _layers(raw: dict[str, Any], names: Mixture, layers: int) -> tuple[bool, ...]:
     """Returns for each layer whether it has experts."""
+    if (kinds := parse_names(raw, "layers_block_type")) and EXPERTS in kinds:
+        return tuple(kind == EXPERTS for kind in kinds)
     if names.dense is not None:
         first = parse_count({"num_dense_layers": raw.get(names.dense, 2)}, "num_dense_layers")
         return tuple(layer >= first for layer in range(layers))

@@ -9,10 +9,15 @@ from typing import Any
 from chairlift.architectures import Architecture, Recurrence, RecurrentKind
 from chairlift.architectures.architecture import Entry
 from chairlift.errors import UnsupportedModel
+from chairlift.models.experts import EXPERTS
 from chairlift.models.fields import NoNativeModel, is_positive, parse_names, parse_size
 
 ATTENTION = ("full_attention", "attention")
 """The names of layers with attention among recurrent ones."""
+FEEDS = ("mlp", EXPERTS)
+"""The names of layers with an MLP or experts alone."""
+LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": EXPERTS}
+"""The letters of `hybrid_override_pattern`."""
 LANES = 16
 """What sizes are multiples of, as in `rust/cpu/src/recurrent.rs`."""
 MOST_TAPS = 4
@@ -63,13 +68,28 @@ class RecurrentLayers:
         return 4 * sum(self.layers) * ((self.taps - 1) * self.channels + self.count * self.key_size * self.value_size)
 
 
+def list_layers(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of a model whose layers have one part each, with a list of them: `layers_block_type`.
+
+    Raises UnsupportedModel if config.json does not say what the layers are.
+    """
+    kinds, pattern = parse_names(raw, "layers_block_type"), raw.get("hybrid_override_pattern")
+    if not kinds:
+        if not isinstance(pattern, str) or not pattern or set(pattern) - LETTERS.keys():
+            letters = ", ".join(f"{letter} ({kind})" for letter, kind in LETTERS.items())
+            raise UnsupportedModel(f"config.json: hybrid_override_pattern must have for each layer one of {letters}, got {pattern!r:.100}")
+        kinds = [LETTERS[letter] for letter in pattern]
+    head_dim = raw.get("head_dim") or raw.get("attention_head_dim")
+    return raw | {"layers_block_type": kinds, "layer_types": None, "num_hidden_layers": len(kinds), "head_dim": head_dim}
+
+
 def parse_recurrence(raw: dict[str, Any], family: Architecture, layers: int) -> RecurrentLayers | None:
     """Returns the recurrent layers; None if there are none.
 
     Raises UnsupportedModel for values that do not fit each other, and NoNativeModel for a kind of layer that there is no code for.
     """
     names = family.recurrence
-    if names is None or not any(kinds := _recurrent(raw, names, layers)):
+    if names is None or not any(kinds := _recurrent(raw, family, names, layers)):
         return None
 
     def size(entry: Entry | None) -> int:
@@ -78,8 +98,6 @@ def parse_recurrence(raw: dict[str, Any], family: Architecture, layers: int) -> 
     def flag(entry: tuple[str, bool] | None) -> bool:
         return bool(raw.get(*entry)) if entry else False
 
-    if all(kinds):
-        raise UnsupportedModel(f"config.json: all {layers} layers are recurrent, and one with attention is needed")
     found = RecurrentLayers(
         names=names,
         layers=kinds,
@@ -98,7 +116,7 @@ def parse_recurrence(raw: dict[str, Any], family: Architecture, layers: int) -> 
     return found
 
 
-def _recurrent(raw: dict[str, Any], names: Recurrence, layers: int) -> tuple[bool, ...]:
+def _recurrent(raw: dict[str, Any], family: Architecture, names: Recurrence, layers: int) -> tuple[bool, ...]:
     """Returns for each layer whether it is recurrent."""
     types = parse_names(raw, "layer_types") or parse_names(raw, "layers_block_type")
     if types is None and isinstance(listed := raw.get("full_attn_idxs"), list):
@@ -108,8 +126,9 @@ def _recurrent(raw: dict[str, Any], names: Recurrence, layers: int) -> tuple[boo
         return tuple((layer + 1) % interval != 0 for layer in range(layers))
     if types is None:
         raise UnsupportedModel("config.json: layer_types must say which layers are recurrent")
-    if unknown := sorted(set(types) - {*ATTENTION, *names.types}):
-        raise NoNativeModel(f"layers of {', '.join(unknown)} have no code of ours (there is for {', '.join((*ATTENTION, *names.types))})")
+    known = (*ATTENTION, *names.types, *(FEEDS if family.single else ()))
+    if unknown := sorted(set(types) - set(known)):
+        raise NoNativeModel(f"layers of {', '.join(unknown)} have no code of ours (there is for {', '.join(known)})")
     if len(types) != layers:
         raise UnsupportedModel(f"config.json: layer_types has {len(types)} entries for {layers} layers")
     return tuple(kind in names.types for kind in types)

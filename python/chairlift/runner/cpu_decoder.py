@@ -67,9 +67,12 @@ class _Builder:
         scale = float(self.vector(f"model.layers.{index}.layer_scalar", 1)[0]) if variants else 1.0
         if variants and variants.input_size:
             return [self.attention(index), self.feed_forward(index), self.layer_input(index, variants.input_size, scale)]
-        recurrence = self.model.recurrence
-        mixer = self.recurrent(index, recurrence) if recurrence and recurrence.layers[index] else self.attention(index)
-        return [mixer, self.feed_forward(index, scale)]
+        blocks, recurrence = [], self.model.recurrence
+        if recurrence and recurrence.layers[index]:
+            blocks.append(self.recurrent(index, recurrence))
+        elif self.model.attention[index]:
+            blocks.append(self.attention(index))
+        return [*blocks, self.feed_forward(index, scale)] if self.model.feeds[index] else blocks
 
     def recurrent(self, index: int, layers: RecurrentLayers) -> _core.DecoderBlock:
         """A layer's recurrent block."""
@@ -137,7 +140,7 @@ class _Builder:
         model = self.model
         source = model.source_of(index)
         heads = model.heads_of(source)
-        own = (layer for layer in range(source) if model.source_of(layer) == layer and not model.is_recurrent(layer))
+        own = (layer for layer in range(source) if model.source_of(layer) == layer and model.attention[layer])
         before = sum(model.heads_of(layer) == heads for layer in own)
         return list(model.kv_parts).index(heads), before, source != index
 
@@ -173,11 +176,11 @@ class _Builder:
         if names.shared:
             inner = experts.shared_inner
             outs = self.gate_up(prefix, names.shared, inner)
-            shared = self.linear(outs, hidden, gated=True), self.linear({prefix + names.shared.down: hidden}, inner)
+            shared = self.linear(outs, hidden, gated=model.gated), self.linear({prefix + names.shared.down: hidden}, inner)
         biases = expert_weights.biases(self.weights, experts, prefix, hidden) if names.biases else (None, None)
         # The first matrices are packed before the second are read: those of quantized checkpoints are in memory meanwhile, in fp32.
         gate_up_proj = self.pack(
-            list(expert_weights.gate_and_up(self.weights, experts, prefix, hidden)), f"{prefix}experts", hidden, biases[0], gated=True
+            expert_weights.gate_and_up(self.weights, experts, prefix, hidden), f"{prefix}experts", hidden, biases[0], gated=model.gated
         )
         downs = expert_weights.down(self.weights, experts, prefix, hidden)
         router = in_memory(expert_weights.router(self.weights, experts, prefix, hidden))
@@ -212,13 +215,13 @@ class _Builder:
         return [router, *(self.norm(prefix + name) for name in names)]
 
     def mlp(self, index: int, scale: float = 1.0) -> _core.DecoderBlock:
-        """A layer's gated MLP block, after which the residual stream is multiplied by `scale`."""
+        """A layer's MLP block, after which the residual stream is multiplied by `scale`."""
         model, prefix = self.model, f"model.layers.{index}."
         hidden, inner = model.hidden_size, model.inner_of(index)
         outs = self.gate_up(prefix, model.projections, inner)
-        return _core.DecoderBlock.gated_mlp(
+        return _core.DecoderBlock.mlp(
             norm=self.mlp_norm(prefix),
-            gate_up_proj=self.linear(outs, hidden, model.mlp_bias, gated=True),
+            gate_up_proj=self.linear(outs, hidden, model.mlp_bias, gated=model.gated),
             down_proj=self.linear({prefix + model.projections.down: hidden}, inner, model.mlp_bias),
             activation=model.activation,
             post_norm=self.norm(prefix + "post_feedforward_layernorm") if model.post_norms else None,
@@ -227,9 +230,9 @@ class _Builder:
         )
 
     def gate_up(self, prefix: str, names: Projections, inner: int) -> dict[str, int]:
-        """The tensors of gate and up, and the number of rows of each."""
+        """The tensors of gate and up, or of up alone if there is no gate, and the number of rows of each."""
         fused = not names.apart or self.weights.has(f"{prefix}{names.gate_up[0]}.weight")
-        return _named(prefix, names.gate_up if fused else names.apart, (inner, inner))
+        return _named(prefix, names.gate_up if fused else names.apart, (inner,) * (2 if self.model.gated else 1))
 
     def mlp_norm(self, prefix: str) -> np.ndarray:
         """The norm before a layer's MLP or experts."""

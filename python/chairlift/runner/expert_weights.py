@@ -14,21 +14,23 @@ MXFP4 = 39
 """ggml's number of the type."""
 
 
-def gate_and_up(weights: Weights, experts: Experts, prefix: str, hidden: int) -> tuple[list[Part], list[Part]]:
-    """Returns the gate and up projections of a layer's experts. Raises UnsupportedModel as `Weights.part` does."""
+def gate_and_up(weights: Weights, experts: Experts, prefix: str, hidden: int) -> list[list[Part]]:
+    """Returns the gate and up projections of a layer's experts, or up alone if there are no gates.
+
+    Raises UnsupportedModel as `Weights.part` does.
+    """
     names, inner = experts.names, experts.inner
     if names.interleaved and weights.has(prefix + names.interleaved + MXFP4_BLOCKS):
         blocks = _mxfp4(weights, prefix + names.interleaved, experts.count, 2 * inner, hidden)
-        return [_in_blocks(one[::2]) for one in blocks], [_in_blocks(one[1::2]) for one in blocks]
+        return [[_in_blocks(one[first::2]) for one in blocks] for first in (0, 1)]
     if names.interleaved and weights.has(prefix + names.interleaved):
         both = _transposed(weights, prefix + names.interleaved, experts.count, hidden, 2 * inner)
-        return [in_memory(one[::2]) for one in both], [in_memory(one[1::2]) for one in both]
+        return [[in_memory(one[first::2]) for one in both] for first in (0, 1)]
     if _has(weights, prefix + names.gate_up):
         fused = _matrices(weights, prefix + names.gate_up, experts.count, 2 * inner, hidden)
         halves = [split_rows(part, 2, hidden) for part in fused]
-        return [gate for gate, _ in halves], [up for _, up in halves]
-    gate, up = (_matrices(weights, prefix + name, experts.count, inner, hidden) for name in (names.gate, names.up))
-    return gate, up
+        return [[gate for gate, _ in halves], [up for _, up in halves]]
+    return [_matrices(weights, prefix + name, experts.count, inner, hidden) for name in (names.gate, names.up) if name]
 
 
 def down(weights: Weights, experts: Experts, prefix: str, hidden: int) -> list[Part]:
@@ -49,9 +51,9 @@ def biases(weights: Weights, experts: Experts, prefix: str, hidden: int) -> tupl
         both = as_float32(weights.take(fused, count, 2 * inner))
         second = as_float32(weights.take(f"{prefix}{names.transposed}_bias", count, hidden))
         return np.concatenate([both[:, ::2], both[:, 1::2]], 1).reshape(-1), second.reshape(-1)
-    sizes = {names.gate: inner, names.up: inner, names.down: hidden}
-    gate, up, second = (as_float32(weights.take(f"{prefix}{name.replace('.{}', '')}.bias", count, size)) for name, size in sizes.items())
-    return np.concatenate([gate, up], 1).reshape(-1), second.reshape(-1)
+    sizes = {name: inner for name in (names.gate, names.up) if name} | {names.down: hidden}
+    *first, second = (as_float32(weights.take(f"{prefix}{name.replace('.{}', '')}.bias", count, size)) for name, size in sizes.items())
+    return np.concatenate(first, 1).reshape(-1), second.reshape(-1)
 
 
 def router(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Array:

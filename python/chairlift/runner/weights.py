@@ -36,6 +36,8 @@ NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 
 WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.")
 """Prefixes of the decoder's tensors in a model that also reads images."""
+BACKBONE = "backbone."
+"""The prefix in Nemotron H, which also has another name for the embeddings."""
 BYTE_DTYPES = {"U8": PACKED_DTYPES["U8"]}
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 """Endings of the names of gpt-oss's experts in MXFP4: codes of 4 bits, and an exponent for each 32."""
@@ -332,11 +334,15 @@ class GGUFWeights:
 def decoder_prefix(names: Iterable[str]) -> str:
     """Returns what the names of a decoder's tensors begin with. Embedding models, such as Qwen3-Embedding, have no prefix."""
     known = set(names)
+    if f"{BACKBONE}embeddings.weight" in known:
+        return BACKBONE
     return next((prefix for prefix in ("model.", "", *WRAPPED_PREFIXES) if f"{prefix}embed_tokens.weight" in known), "model.")
 
 
 def stored_name(name: str, prefix: str) -> str:
     """Returns the name of a tensor in a checkpoint whose decoder has this prefix."""
+    if prefix == BACKBONE:
+        name = name.replace("model.embed_tokens.", "model.embeddings.")
     if name.startswith("model."):
         return prefix + name.removeprefix("model.")
     return f"language_model.{name}" if prefix == "language_model.model." else name

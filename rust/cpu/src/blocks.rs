@@ -3,7 +3,7 @@
 use crate::experts::Mixture;
 use crate::layer_input::LayerInput;
 use crate::linear::Linear;
-use crate::mlp::{GatedMlp, ShapeError, check};
+use crate::mlp::{Mlp, ShapeError, check};
 use crate::recurrent::Recurrent;
 use crate::rope::Rope;
 use crate::simd::Isa;
@@ -59,8 +59,8 @@ pub enum BlockKind {
     Attention(SelfAttention),
     /// A layer with a state.
     Recurrent(Recurrent),
-    /// A gated MLP.
-    Mlp(GatedMlp),
+    /// An MLP.
+    Mlp(Mlp),
     /// A mixture of experts.
     Mixture(Box<Mixture>),
     /// The token's own embedding for a layer.
@@ -182,8 +182,8 @@ impl Block {
     pub(crate) fn inner(&self) -> usize {
         match &self.kind {
             BlockKind::Attention(_) | BlockKind::Recurrent(_) => 0,
-            BlockKind::Mlp(mlp) => mlp.inner(),
-            BlockKind::Mixture(mixture) => mixture.inner(),
+            BlockKind::Mlp(mlp) => mlp.width(),
+            BlockKind::Mixture(mixture) => mixture.width(),
             BlockKind::LayerInput(input) => input.gate.matrix.outs,
         }
     }

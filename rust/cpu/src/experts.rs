@@ -1,12 +1,12 @@
 //! A mixture of experts, as data.
 
-use crate::linear::{Activation, Linear};
-use crate::mlp::{GatedMlp, ShapeError, check};
+use crate::linear::Linear;
+use crate::mlp::{Inner, Mlp, ShapeError, check};
 use crate::router::Choice;
 use crate::simd::Isa;
 use crate::weights::Merge;
 
-/// Gated MLPs of one shape, of which a router chooses a few for each token. The output is the weighted sum of their outputs, and that of a
+/// MLPs of one shape, of which a router chooses a few for each token. The output is the weighted sum of their outputs, and that of a
 /// shared expert, if there is one.
 #[derive(Debug)]
 pub struct Mixture {
@@ -14,12 +14,12 @@ pub struct Mixture {
     pub router: Linear,
     /// The choice of experts.
     pub choice: Choice,
-    /// `gate_proj` and `up_proj` of all experts, merged as [`Merge::Gated`].
+    /// The first layers of all experts: `gate_proj` and `up_proj`, merged as [`Merge::Gated`], or `up_proj` if there is no gate.
     pub gate_up_proj: Linear,
     /// `down_proj` of all experts.
     pub down_proj: Linear,
-    /// Activation of the gate.
-    pub activation: Activation,
+    /// The input of `down_proj`.
+    pub inner: Inner,
     /// The expert that all tokens use.
     pub shared: Option<SharedExpert>,
     /// The norms of a mixture whose block's norm is that of the shared expert alone.
@@ -43,7 +43,7 @@ pub struct MixtureNorms {
 #[derive(Debug)]
 pub struct SharedExpert {
     /// The expert.
-    pub mlp: GatedMlp,
+    pub mlp: Mlp,
     /// Whether the output is multiplied by the sigmoid of the router's last logit (Qwen).
     pub gated: bool,
 }
@@ -65,8 +65,8 @@ impl Mixture {
     }
 
     /// Width of the inner layers that a token uses at once.
-    pub(crate) fn inner(&self) -> usize {
-        let shared = self.shared.as_ref().map_or(0, |shared| shared.mlp.inner());
+    pub(crate) fn width(&self) -> usize {
+        let shared = self.shared.as_ref().map_or(0, |shared| shared.mlp.width());
         shared.max(self.choice.used * self.expert_inner())
     }
 
@@ -81,7 +81,7 @@ impl Mixture {
         let gates = usize::from(self.shared.as_ref().is_some_and(|shared| shared.gated));
         check(self.choice.fits(experts), "the number of experts of a token, their groups or their biases")?;
         check(self.router.matrix.is(isa, experts + gates, hidden, Merge::Stacked), "weights of the router")?;
-        check(self.gate_up_proj.matrix.is_of(experts, isa, inner, hidden, Merge::Gated), "gate_proj and up_proj of the experts")?;
+        check(self.gate_up_proj.matrix.is_of(experts, isa, inner, hidden, self.inner.merge()), "gate_proj and up_proj of the experts")?;
         check(self.down_proj.matrix.is_of(experts, isa, hidden, inner, Merge::Stacked), "down_proj of the experts")?;
         let norms = self.norms.iter().flat_map(|norms| [&norms.router, &norms.input, &norms.output, &norms.shared_output]);
         check(norms.into_iter().all(|norm| norm.len() == hidden), "norms inside of the experts")?;

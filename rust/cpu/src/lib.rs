@@ -47,7 +47,7 @@ pub use experts::{Mixture, MixtureNorms, SharedExpert};
 pub use layer_input::{LayerEmbeddings, LayerInput};
 pub use linear::{Activation, Linear};
 pub use lora::{Adapter, LowRank, Update};
-pub use mlp::{GatedMlp, ShapeError};
+pub use mlp::{Inner, Mlp, ShapeError};
 pub use pool::{ThreadPool, Worker};
 pub use recurrent::{Heads, Recurrent, RecurrentKind, Rule};
 pub use rope::Rope;

@@ -11,7 +11,7 @@ use crate::hadamard::Hadamard;
 use crate::layer_input::{LayerEmbeddings, LayerInput};
 use crate::linear::{Activate, Epilogue, Linear, Packed, Scratch};
 use crate::lora::{self, AdaptedRows, Deltas};
-use crate::mlp::GatedMlp;
+use crate::mlp::Mlp;
 use crate::norm::RmsNorm;
 use crate::pool::Worker;
 use crate::rope::{Rope, Rotate};
@@ -31,7 +31,7 @@ pub(crate) struct Buffers {
     qkv: AlignedVec<f32>,
     /// Outputs of attention, \[tokens\]\[heads\]\[head dim\].
     attended: AlignedVec<f32>,
-    /// Gated inputs of `down_proj`, \[tokens\]\[the largest inner width\].
+    /// Inputs of `down_proj`, \[tokens\]\[the largest inner width\].
     inner: AlignedVec<f32>,
     /// Outputs of a block before the output norm, \[tokens\]\[hidden size\].
     output: AlignedVec<f32>,
@@ -145,7 +145,7 @@ impl<'a> Pass<'a> {
             match &block.kind {
                 BlockKind::Attention(attention) => self.attend(worker, spare, block, attention, deltas),
                 BlockKind::Recurrent(recurrent) => self.recur(worker, spare, block, recurrent),
-                BlockKind::Mlp(mlp) => self.gate(worker, spare, block, mlp, deltas),
+                BlockKind::Mlp(mlp) => self.feed(worker, spare, block, mlp, deltas),
                 BlockKind::Mixture(mixture) => self.mix(worker, spare, block, mixture),
                 BlockKind::LayerInput(input) => self.add_layer_input(worker, spare, block, input),
             }
@@ -279,11 +279,11 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Runs a gated MLP.
-    fn gate(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, mlp: &GatedMlp, deltas: [Option<Deltas<'a>>; 2]) {
-        let inner = mlp.inner();
+    /// Runs an MLP.
+    fn feed(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, mlp: &Mlp, deltas: [Option<Deltas<'a>>; 2]) {
+        let inner = mlp.width();
         self.pack_normed(worker, spare, block.norm.as_deref(), &mlp.gate_up_proj, deltas[0]);
-        self.multiply(worker, spare, &mlp.gate_up_proj, deltas[0], self.inner, inner, Epilogue::Gate(mlp.activation));
+        self.multiply(worker, spare, &mlp.gate_up_proj, deltas[0], self.inner, inner, mlp.inner.epilogue());
         self.add(worker, spare, block, &mlp.down_proj, deltas[1], |t, out| {
             // SAFETY: an earlier phase wrote this row (see `Pass`).
             out.copy_from_slice(unsafe { self.inner.read(t * inner, inner) });

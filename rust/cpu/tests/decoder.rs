@@ -4,8 +4,8 @@ mod support;
 
 use chairlift_cpu::cache::{KvCache, KvDType, KvShape};
 use chairlift_cpu::{
-    Activation, Adapter, Block, BlockKind, DType, Decoder, DecoderConfig, GatedMlp, Isa, KvHeads, KvPlace, Linear, LowRank, Matrix, Merge,
-    Numbers, Rope, SelfAttention, Source, Step, StepError, Tensor, ThreadPool, Update,
+    Activation, Adapter, Block, BlockKind, DType, Decoder, DecoderConfig, Inner, Isa, KvHeads, KvPlace, Linear, LowRank, Matrix, Merge,
+    Mlp, Numbers, Rope, SelfAttention, Source, Step, StepError, Tensor, ThreadPool, Update,
 };
 use support::numbers;
 
@@ -97,10 +97,10 @@ impl Weights {
                 window,
                 sinks: None,
             };
-            let mlp = GatedMlp {
+            let mlp = Mlp {
                 gate_up_proj: linear(&[gate, up], HIDDEN, Merge::Gated, Some(&self.gate_up_bias[i])),
                 down_proj: linear(&[&self.down[i]], INNER, Merge::Stacked, None),
-                activation: Activation::Silu,
+                inner: Inner::Gated(Activation::Silu),
             };
             for (kind, norm) in [BlockKind::Attention(attention), BlockKind::Mlp(mlp)].into_iter().zip(&self.norms[2 * i..]) {
                 blocks.push(Block { norm: Some(norm.clone()), kind, post_norm: None, residual_scale: 1.0, stream_scale: 1.0 });

@@ -137,7 +137,7 @@ impl DecoderBlock {
     #[staticmethod]
     #[pyo3(signature = (*, norm, gate_up_proj, down_proj, activation="silu", post_norm=None, residual_scale=1.0, stream_scale=1.0))]
     #[allow(clippy::too_many_arguments)]
-    fn gated_mlp(
+    fn mlp(
         py: Python<'_>,
         norm: PyBuffer<f32>,
         gate_up_proj: &Linear,
@@ -147,7 +147,7 @@ impl DecoderBlock {
         residual_scale: f32,
         stream_scale: f32,
     ) -> PyResult<Self> {
-        let mlp = gated_mlp(gate_up_proj, down_proj, activation_of(activation)?)?;
+        let mlp = mlp_of(gate_up_proj, down_proj, inner_of(activation)?)?;
         Self::of(py, Some(norm), cpu::BlockKind::Mlp(mlp), post_norm, residual_scale, stream_scale)
     }
 
@@ -201,9 +201,9 @@ impl DecoderBlock {
             "logits" => cpu::Scores::Logits,
             _ => return Err(PyValueError::new_err(format!("no scores of experts are called {scores:?}"))),
         };
-        let activation = match clamp {
-            Some((slope, limit)) => cpu::Activation::Clamped { slope, limit },
-            None => activation_of(activation)?,
+        let inner = match clamp {
+            Some((slope, limit)) => cpu::Inner::Gated(cpu::Activation::Clamped { slope, limit }),
+            None => inner_of(activation)?,
         };
         let [bias, expert_scales] = [bias, expert_scales].map(|numbers| numbers.map(|numbers| numbers.to_vec(py)).transpose());
         let (bias, expert_scales) = (bias?, expert_scales?);
@@ -212,14 +212,14 @@ impl DecoderBlock {
             Ok::<_, PyErr>(cpu::MixtureNorms { router: router?, input: input?, output: output?, shared_output: shared_output? })
         });
         let groups = groups.map(|(count, used)| cpu::ExpertGroups { count, used });
-        let shared = shared
-            .map(|(gate_up, down)| Ok::<_, PyErr>(cpu::SharedExpert { mlp: gated_mlp(&gate_up, &down, activation)?, gated: shared_gate }));
+        let shared =
+            shared.map(|(gate_up, down)| Ok::<_, PyErr>(cpu::SharedExpert { mlp: mlp_of(&gate_up, &down, inner)?, gated: shared_gate }));
         let mixture = cpu::Mixture {
             router: router.take()?,
             choice: cpu::Choice { scores, used, bias, groups, normalised, scale, expert_scales },
             gate_up_proj: gate_up_proj.take()?,
             down_proj: down_proj.take()?,
-            activation,
+            inner,
             shared: shared.transpose()?,
             norms: norms.transpose()?,
         };
@@ -264,8 +264,12 @@ fn taken() -> PyErr {
     PyValueError::new_err("these blocks belong to a model already")
 }
 
-fn gated_mlp(gate_up_proj: &Linear, down_proj: &Linear, activation: cpu::Activation) -> PyResult<cpu::GatedMlp> {
-    Ok(cpu::GatedMlp { gate_up_proj: gate_up_proj.take()?, down_proj: down_proj.take()?, activation })
+fn mlp_of(gate_up_proj: &Linear, down_proj: &Linear, inner: cpu::Inner) -> PyResult<cpu::Mlp> {
+    Ok(cpu::Mlp { gate_up_proj: gate_up_proj.take()?, down_proj: down_proj.take()?, inner })
+}
+
+fn inner_of(activation: &str) -> PyResult<cpu::Inner> {
+    if activation == "relu2" { Ok(cpu::Inner::ReluSquared) } else { activation_of(activation).map(cpu::Inner::Gated) }
 }
 
 fn activation_of(name: &str) -> PyResult<cpu::Activation> {

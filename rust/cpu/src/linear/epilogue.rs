@@ -35,6 +35,8 @@ pub(crate) enum Epilogue {
     Softcap(f32),
     /// Store GELU of the sums.
     Gelu,
+    /// Store the squares of positive sums, and 0 for the others.
+    ReluSquared,
 }
 
 /// Adds the biases to a panel's sums, applies an epilogue, and writes the results.
@@ -71,6 +73,11 @@ impl Kernel for Finish<'_> {
                 }
                 Epilogue::Softcap(cap) => map(s, sums, |x| softcap(s, x, cap)),
                 Epilogue::Gelu => map(s, sums, |x| gelu(s, x)),
+                Epilogue::ReluSquared => map(s, sums, |x| {
+                    // NaN is the result if it is the second argument.
+                    let positive = s.max(s.splat(0.0), x);
+                    s.mul(positive, positive)
+                }),
                 Epilogue::Store | Epilogue::Add(_) => {}
             }
             // SAFETY: `Packed::multiply` gives the columns of a panel in each row to one thread.

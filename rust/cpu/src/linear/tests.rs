@@ -343,7 +343,7 @@ fn a_gate_and_what_it_gates_may_differ_in_type() {
 }
 
 #[test]
-fn sums_are_scaled_before_they_are_added_and_capped_after_their_bias() {
+fn sums_are_scaled_before_they_are_added_and_capped_or_squared_after_their_bias() {
     let (ins, outs) = (64, 70);
     let (weights, bias, x) = (numbers(1, outs * ins), numbers(2, outs), numbers(3, 5 * ins));
     let bytes = bytes_of(&weights);
@@ -352,6 +352,8 @@ fn sums_are_scaled_before_they_are_added_and_capped_after_their_bias() {
         let sums = multiply(isa, 1, &layer, &x, 0.0, Epilogue::Store);
         let added = multiply(isa, 1, &layer, &x, 2.0, Epilogue::Add(0.25));
         let capped = multiply(isa, 1, &layer, &x, 0.0, Epilogue::Softcap(3.0));
+        let squared = multiply(isa, 1, &layer, &x, 0.0, Epilogue::ReluSquared);
+        assert!(squared.iter().zip(&sums).all(|(squared, sum)| *squared == sum.max(0.0) * sum.max(0.0)), "{isa:?}");
         for ((sum, added), capped) in sums.iter().zip(added).zip(capped) {
             assert!((added - 2.0 - sum * 0.25).abs() < 1e-6, "{isa:?}: {added} of {sum}");
             assert!((capped - 3.0 * (sum / 3.0).tanh()).abs() < 2e-6, "{isa:?}: {capped} of {sum}");

@@ -138,21 +138,21 @@ impl Pass<'_> {
         let Spare { linear, sorted, .. } = &mut *spare;
         let packed = packed.grouped(&sorted.groups);
         packed.pack(worker, self.isa, &mixture.gate_up_proj, linear, |row, out| self.copy_normed(sorted.tokens[row] as usize, out));
-        packed.multiply(worker, self.isa, &mixture.gate_up_proj, self.inner, inner, Epilogue::Gate(mixture.activation), linear);
+        packed.multiply(worker, self.isa, &mixture.gate_up_proj, self.inner, inner, mixture.inner.epilogue(), linear);
         packed.pack(worker, self.isa, &mixture.down_proj, linear, |row, out| {
             // SAFETY: an earlier phase wrote this row (see `Pass`).
             out.copy_from_slice(unsafe { self.inner.read(row * inner, inner) });
         });
         packed.multiply(worker, self.isa, &mixture.down_proj, outputs, hidden, Epilogue::Store, linear);
         if let Some(shared) = &mixture.shared {
-            let (mlp, inner) = (&shared.mlp, shared.mlp.inner());
+            let (mlp, inner) = (&shared.mlp, shared.mlp.width());
             let packed = self.packed;
             packed.pack(worker, self.isa, &mlp.gate_up_proj, linear, |t, out| match &mixture.norms {
                 // SAFETY: an earlier phase wrote this row (see `Pass`).
                 Some(_) => self.normalise(block.norm.as_deref(), unsafe { self.hidden.read(t * hidden, hidden) }, out),
                 None => self.copy_normed(t, out),
             });
-            packed.multiply(worker, self.isa, &mlp.gate_up_proj, self.inner, inner, Epilogue::Gate(mlp.activation), linear);
+            packed.multiply(worker, self.isa, &mlp.gate_up_proj, self.inner, inner, mlp.inner.epilogue(), linear);
             packed.pack(worker, self.isa, &mlp.down_proj, linear, |t, out| {
                 // SAFETY: an earlier phase wrote this row (see `Pass`).
                 out.copy_from_slice(unsafe { self.inner.read(t * inner, inner) });
