@@ -211,7 +211,9 @@ class Supervisor:
 
 
 def served_models(specs: Sequence[ModelSpec], engines: Sequence[ReplicatedEngine], config: ServerConfig) -> list[ServedModel]:
-    """Returns the models of `specs`, each with its engine. Those that are not preloaded are loaded on demand."""
+    """Returns the models of `specs`, each with its engine. An only model starts with the server; of several, those that are not preloaded
+    are loaded on demand.
+    """
     tokenizing = Tokenizing()
     return [
         ServedModel(
@@ -226,7 +228,7 @@ def served_models(specs: Sequence[ModelSpec], engines: Sequence[ReplicatedEngine
             weight_bytes(Path(spec.config.model).expanduser()),
             config.metrics_alias == "vllm",
             tokenizing,
-            Lifecycle(ModelState.STARTING if spec.preload else ModelState.UNLOADED),
+            Lifecycle(ModelState.STARTING if spec.preload or len(specs) == 1 else ModelState.UNLOADED),
         )
         for spec, engine in zip(specs, engines, strict=True)
     ]
