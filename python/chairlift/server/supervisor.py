@@ -78,7 +78,7 @@ class Supervisor:
             models,
             tiers,
             policy=LoadPolicy(config.max_loaded_models, config.models_memory),
-            storage=None if config.data_dir is None else _open_storage(config.data_dir, config.max_data_size),
+            storage=None if config.data_dir is None else _open_storage(config.data_dir, config.max_data_size, keys),
             traces=None if config.otlp_traces_endpoint is None else Traces(config.otlp_traces_endpoint),
             usage_log=None if config.usage_log is None else UsageLog(config.usage_log),
             exact_history=config.exact_history,
@@ -234,10 +234,10 @@ def served_models(specs: Sequence[ModelSpec], engines: Sequence[ReplicatedEngine
     ]
 
 
-def _open_storage(directory: str, max_bytes: int) -> Storage:
+def _open_storage(directory: str, max_bytes: int, keys: Keys) -> Storage:
     from chairlift.server.storage.storage import Storage  # imports sqlite3
 
-    return Storage(directory, max_bytes)
+    return Storage(directory, max_bytes, keys.groups if len(keys.groups) > 1 else ())
 
 
 async def _wait_first(*awaitables: Awaitable[object]) -> None:
