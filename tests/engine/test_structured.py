@@ -208,7 +208,7 @@ def test_a_grammar_that_fails_on_the_way_fails_alone(llm, monkeypatch):
     free = SamplingParams(max_tokens=12, seed=9)
     alone = llm.generate(PROMPT, free)[0].token_ids
     with monkeypatch.context() as broken:
-        broken.setattr(Grammar, "matcher", lambda self, budget: Failing(self._template.deep_copy(), self.usage))
+        broken.setattr(Grammar, "matcher", lambda self, budget, charge: Failing(self._template.deep_copy(), self.usage))
         failed, other = llm.generate([PROMPT] * 2, [bounded("json_object"), free])
     assert (failed.finish_reason, failed.token_ids) == ("error", [])
     assert other.token_ids == alone
@@ -254,6 +254,25 @@ def test_a_grammar_that_takes_too_much_time_ends_its_sequences_alone(llm, monkey
     reported = api_error(refused)
     assert (reported.status, reported.envelope["error"]["code"]) == (400, "grammar_timeout")
     assert "make it simpler" in reported.envelope["error"]["message"]
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(0.0, ["eve", "alice", "eve", "alice"]), (1.0, ["eve", "alice", "alice", "eve"])])
+def test_the_time_of_a_tenants_masks_counts_as_service(make, monkeypatch, seconds, turns):
+    """eve's requests have fewer tokens than alice's. Both wait until the end, so that nobody's count is lifted."""
+    monkeypatch.setattr(usage, "GRAMMAR_SECONDS", 1e6)
+    monkeypatch.setattr(grammars, "TENANT_SECONDS", 1e6)
+    monkeypatch.setattr(grammars, "GrammarUsage", partial(GrammarUsage, processor_clock=itertools.count(0, seconds).__next__))
+    llm = make(scheduling_policy="vtc", max_num_seqs=1, enable_prefix_caching=False)
+    form, free = bounded("regex", "[a-z]{30}", max_tokens=10), SamplingParams(max_tokens=12, ignore_eos=True)
+    llm.engine.compile(request("eve", form)).result(60)
+    tenants = ["eve", "eve", "alice", "alice"]
+    for tag, tenant in enumerate(tenants):
+        llm.engine.add(request(tenant, form if tenant == "eve" else free, tag))
+    started = []
+    while llm.engine.has_work:
+        if (step := llm.engine.step()) is not None:
+            started += [tenants[tag] for tag, *_ in step.started]
+    assert started == turns
 
 
 def test_a_lexer_that_one_tenant_has_used_up_is_not_that_of_another(make, monkeypatch):

@@ -157,3 +157,9 @@ def test_short_keys_are_warned_of_and_not_shown(caplog):
     [record] = caplog.records
     assert record.getMessage().startswith("1 API key(s) of fewer than 16 characters")
     assert "aaa" not in record.getMessage()
+
+
+def test_the_groups_are_the_tenants_with_keys_and_all_others_together():
+    assert read_keys("alice=k1,bob=k2,k3", None, "k4").groups == {"alice", "bob", ""}
+    assert read_keys("alice=k1").groups == {"alice"}
+    assert read_keys(None).groups == frozenset()

@@ -3,9 +3,13 @@
 import pytest
 
 from chairlift.config import EngineConfig
+from chairlift.engine.engine_process import EngineProcess
+from chairlift.engine.replicated_engine import ReplicatedEngine
 from chairlift.errors import InvalidSetting
 from chairlift.server.config import ServerConfig
+from chairlift.server.lifecycle import ModelState
 from chairlift.server.model_specs import named_models, read_models, single_model
+from chairlift.server.supervisor import served_models
 
 GOOD = """
 [chat]
@@ -130,3 +134,13 @@ def test_one_model_stays_loaded():
     assert single_model("org/a", EngineConfig(), ServerConfig(served_model_name="other")).name == "other"
     with pytest.raises(InvalidSetting, match="--max-loaded-models is for several models"):
         single_model("org/a", EngineConfig(), ServerConfig(max_loaded_models=1))
+
+
+def test_an_only_model_starts_with_the_server_also_under_several_names():
+    """Requests before it is ready are refused then, and start no second engine."""
+    states = []
+    for texts in (["a=org/one", "b=org/one"], ["a=org/one", "b=org/two"]):
+        specs = named_models(texts, EngineConfig(), ServerConfig())
+        models = served_models(specs, [ReplicatedEngine(spec.config, [EngineProcess()]) for spec in specs], ServerConfig())
+        states.append([model.lifecycle.state for model in models])
+    assert states == [[ModelState.STARTING], [ModelState.UNLOADED, ModelState.UNLOADED]]

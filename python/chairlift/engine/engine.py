@@ -30,6 +30,7 @@ from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import StepOutputs
 from chairlift.engine.journal import Journal
 from chairlift.engine.kv_sharing import SharedBlocks
+from chairlift.engine.mask_time import MaskTime
 from chairlift.engine.prefix_store import PrefixStore
 from chairlift.engine.sequences import Sequences, check_grammar
 from chairlift.engine.split_step import SplitStep
@@ -107,7 +108,8 @@ class Engine:
         self._in_flight: _InFlightStep | None = None  # launched, but not sampled
         self._split_step = SplitStep(runner, config.block_size)
         self._adapters = Adapters(config, runner)
-        self._sequences = Sequences(config.seed, self._scheduler, runner, self._eos, self._adapters)
+        self._mask_time = MaskTime(**_weights(config))
+        self._sequences = Sequences(config.seed, self._scheduler, runner, self._eos, self._adapters, self._mask_time)
         self._slot_tags = np.zeros(runner.max_num_seqs, dtype=np.uint64)  # the last sequence of each batch slot
         self._failed_slots: dict[int, bytes | None] = {}  # their sequences cannot be sampled and end with an error, for this reason
         self.stage = "idle", time.monotonic()
@@ -282,7 +284,7 @@ class Engine:
         return self._scheduler.take_service()
 
     def charge_elsewhere(self, service: Mapping[str, int]) -> None:
-        """Charges tenants for their service at other engines: see `Scheduler.charge_elsewhere`."""
+        """Charges tenants for service other than tokens of this engine: see `Scheduler.charge_elsewhere`."""
         for tenant, us in service.items():
             self._scheduler.charge_elsewhere(tenant, us)
 
@@ -482,6 +484,7 @@ class Engine:
         if self._meter is not None and (now >= self._meter_due or self._scheduler.may_end(plan, sampled.tokens)):
             self._read_meter(now)
         outputs = self._scheduler.commit(plan, sampled.tokens, now)
+        self.charge_elsewhere(self._mask_time.take())
         for timeline in outputs.ended:
             self._remove(timeline["tag"])
         return outputs
@@ -597,10 +600,13 @@ def _build_scheduler(config: EngineConfig, runner: Runner, eos: list[int], hash_
         log.info("no tokens are drafted: the model keeps recurrent states")
     elif not runner.overlaps:
         drafts = {"draft_tokens": config.num_speculative_tokens, "draft_corpus_tokens": config.draft_corpus_tokens}
-    tier_weights = {**TIER_WEIGHTS, **(config.tier_weights or {})}
-    weights: dict[str, Any] = {"tenant_weights": config.tenant_weights or {}, "tier_weights": tier_weights}
     key = int.from_bytes(hash_key)
-    return _core.Scheduler(**settings, **drafts, **weights, end_tokens=eos, journal=config.journal is not None, hash_key=key)
+    return _core.Scheduler(**settings, **drafts, **_weights(config), end_tokens=eos, journal=config.journal is not None, hash_key=key)
+
+
+def _weights(config: EngineConfig) -> dict[str, Any]:
+    """The factors of tenants' shares, by tenant and by tier."""
+    return {"tenant_weights": config.tenant_weights or {}, "tier_weights": {**TIER_WEIGHTS, **(config.tier_weights or {})}}
 
 
 def _logprobs_of(sampled: Sampled, sample_tags: np.ndarray, output_tags: bytes) -> tuple[bytes, dict[int, bytes]]:

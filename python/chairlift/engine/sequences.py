@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -13,6 +13,7 @@ import numpy as np
 from chairlift import _core
 from chairlift.engine.adapters import Adapter, Adapters
 from chairlift.engine.engine_request import EngineRequest
+from chairlift.engine.mask_time import MaskTime
 from chairlift.engine.request import shared_salt
 from chairlift.errors import InvalidRequest, QueueFull
 from chairlift.grammar.grammar import Grammar
@@ -41,20 +42,24 @@ class SequenceState:
     grammar: Future[Grammar] | None = None
     """Done when the sequence runs; None without a grammar."""
     adapter: Adapter | None = None
+    charge: Callable[[float], None] | None = None
+    """Charges the tenant for the processor time of the grammar's masks, in seconds."""
     slot: int | None = None
     """Its current or last batch slot."""
 
     def new_matcher(self) -> Matcher | None:
         """Returns a grammar matcher at the start of the output; None without a grammar."""
         structure = self.params.structured_output
-        return None if self.grammar is None or structure is None else self.grammar.result().matcher(structure.budget)
+        return None if self.grammar is None or structure is None else self.grammar.result().matcher(structure.budget, self.charge)
 
 
 class Sequences:
     """Adds requests to the scheduler and keeps the state of each of their sequences, by tag. Times are microseconds."""
 
-    def __init__(self, seed: int, scheduler: _core.Scheduler, runner: Runner, eos: Sequence[int], adapters: Adapters) -> None:
-        self._scheduler, self._eos, self._adapters = scheduler, eos, adapters
+    def __init__(
+        self, seed: int, scheduler: _core.Scheduler, runner: Runner, eos: Sequence[int], adapters: Adapters, mask_time: MaskTime
+    ) -> None:
+        self._scheduler, self._eos, self._adapters, self._mask_time = scheduler, eos, adapters, mask_time
         self._engine_seed = seed
         self._vocab_size = runner.model_config.vocab_size
         self._unique_salts = itertools.count()
@@ -82,8 +87,9 @@ class Sequences:
             added = self._scheduler.add(request, now, self._salt(request, adapter), preparation)
         except BaseException as error:
             raise _public_error(error) from None
+        charge = None if grammar is None else self._mask_time.meter(request.scheduling)
         for index, seq in added:
-            self._states[tag + index] = SequenceState(seq, params, self._seed(tag + index, index, params), scores, grammar, adapter)
+            self._states[tag + index] = SequenceState(seq, params, self._seed(tag + index, index, params), scores, grammar, adapter, charge)
 
     def live(self, request: EngineRequest) -> list[int]:
         """The tags of a request's sequences that have not ended."""

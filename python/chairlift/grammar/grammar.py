@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from chairlift.errors import InvalidRequest
 from chairlift.grammar.budget import BudgetMatcher
@@ -14,6 +14,8 @@ from chairlift.sampling import ReasoningBudget
 if TYPE_CHECKING:
     import numpy as np
     from llguidance import LLMatcher, LLTokenizer
+
+Charge: TypeAlias = Callable[[float], None]
 
 LIMIT_REACHED = re.compile(r"(lexer|parser) error: (too many|current row has)", re.IGNORECASE)
 """The beginning of llguidance's messages about its limits."""
@@ -34,9 +36,12 @@ class Grammar:
         """Bytes, with the lexer's states that were added since."""
         return self._size + self.usage.growth
 
-    def matcher(self, budget: ReasoningBudget | None = None) -> Matcher | BudgetMatcher:
-        """Returns a matcher at the start of the output. All matchers of a grammar share its lexer."""
-        matcher = Matcher(self._template.deep_copy(), self.usage)
+    def matcher(self, budget: ReasoningBudget | None = None, charge: Charge | None = None) -> Matcher | BudgetMatcher:
+        """Returns a matcher at the start of the output. All matchers of a grammar share its lexer.
+
+        `charge` is told the processor time of each token's mask, in seconds.
+        """
+        matcher = Matcher(self._template.deep_copy(), self.usage, charge)
         return matcher if budget is None else BudgetMatcher(matcher, budget, self._piece)
 
     def _piece(self, token: int) -> bytes:
@@ -50,8 +55,8 @@ class Matcher:
     `mask` and `accept` raise InvalidRequest if the grammar has become too complex or has taken too much time.
     """
 
-    def __init__(self, place: LLMatcher, usage: GrammarUsage) -> None:
-        self._place, self._usage = place, usage
+    def __init__(self, place: LLMatcher, usage: GrammarUsage, charge: Charge | None = None) -> None:
+        self._place, self._usage, self._charge = place, usage, charge
 
     def mask(self, bitmask: np.ndarray, index: int) -> None:
         """Sets the bits of the tokens that the grammar allows next. After the grammar's end only end-of-sequence tokens are allowed.
@@ -59,8 +64,10 @@ class Matcher:
         `bitmask` is int32 [rows, ceil(vocabulary / 32)].
         """
         self._usage.check()
-        row = bitmask[index]
+        row, before = bitmask[index], self._usage.spent
         self._usage.grow(self._place.unsafe_compute_mask_ptr, row.ctypes.data, row.nbytes)
+        if self._charge is not None:
+            self._charge(self._usage.spent - before)
         check(self._place, self._usage)
 
     def accept(self, token: int) -> None:
@@ -80,7 +87,7 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """Another matcher at the same position."""
-        return Matcher(self._place.deep_copy(), self._usage)
+        return Matcher(self._place.deep_copy(), self._usage, self._charge)
 
 
 def check(place: LLMatcher, usage: GrammarUsage) -> None:

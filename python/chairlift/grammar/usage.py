@@ -60,6 +60,8 @@ class GrammarUsage:
         self._own, self._tenant = Allowance(GRAMMAR_SECONDS, clock), tenant
         self._processor_clock, self._resident = processor_clock, resident
         self._growth, self._watched = 0, WATCHED_CALLS
+        self.spent = 0.0
+        """Processor time of all calls, in seconds."""
         self.broken = False
         """Whether the lexer, which all matchers share, has failed."""
 
@@ -105,6 +107,7 @@ class GrammarUsage:
 
     def spend(self, seconds: float) -> None:
         """Charges the processor time of one call."""
+        self.spent += seconds
         self._own.spend(seconds - CALL_SECONDS)
         self._tenant.spend(seconds - CALL_SECONDS)
 

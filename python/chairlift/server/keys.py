@@ -111,6 +111,11 @@ class Keys:
         """Whether all keys are the operator's and none has a name: those of a server's owner, who names tenants as they like."""
         return all(tenant.operator and not tenant.name for _, tenant in self._digests)
 
+    @property
+    def groups(self) -> frozenset[str]:
+        """The tenants' `group`s: the names of those with a key of their own, and "" if there is a key without a name."""
+        return frozenset(tenant.group for _, tenant in self._digests)
+
     def named(self, name: str) -> Tenant:
         """Returns the tenant of this name, which may have no key."""
         return self._by_name.get(name) or self._grouped(Tenant(name))

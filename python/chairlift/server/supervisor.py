@@ -78,7 +78,7 @@ class Supervisor:
             models,
             tiers,
             policy=LoadPolicy(config.max_loaded_models, config.models_memory),
-            storage=None if config.data_dir is None else _open_storage(config.data_dir, config.max_data_size),
+            storage=None if config.data_dir is None else _open_storage(config.data_dir, config.max_data_size, keys),
             traces=None if config.otlp_traces_endpoint is None else Traces(config.otlp_traces_endpoint),
             usage_log=None if config.usage_log is None else UsageLog(config.usage_log),
             exact_history=config.exact_history,
@@ -211,7 +211,9 @@ class Supervisor:
 
 
 def served_models(specs: Sequence[ModelSpec], engines: Sequence[ReplicatedEngine], config: ServerConfig) -> list[ServedModel]:
-    """Returns the models of `specs`, each with its engine. Those that are not preloaded are loaded on demand."""
+    """Returns the models of `specs`, each with its engine. An only model starts with the server; of several, those that are not preloaded
+    are loaded on demand.
+    """
     tokenizing = Tokenizing()
     return [
         ServedModel(
@@ -226,16 +228,16 @@ def served_models(specs: Sequence[ModelSpec], engines: Sequence[ReplicatedEngine
             weight_bytes(Path(spec.config.model).expanduser()),
             config.metrics_alias == "vllm",
             tokenizing,
-            Lifecycle(ModelState.STARTING if spec.preload else ModelState.UNLOADED),
+            Lifecycle(ModelState.STARTING if spec.preload or len(specs) == 1 else ModelState.UNLOADED),
         )
         for spec, engine in zip(specs, engines, strict=True)
     ]
 
 
-def _open_storage(directory: str, max_bytes: int) -> Storage:
+def _open_storage(directory: str, max_bytes: int, keys: Keys) -> Storage:
     from chairlift.server.storage.storage import Storage  # imports sqlite3
 
-    return Storage(directory, max_bytes)
+    return Storage(directory, max_bytes, keys.groups if len(keys.groups) > 1 else ())
 
 
 async def _wait_first(*awaitables: Awaitable[object]) -> None:

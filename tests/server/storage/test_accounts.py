@@ -33,10 +33,10 @@ CALL = st.tuples(
 class Storage:
     """A data directory whose database the tests may ask."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, sharing=()):
         self.directory = Path(directory)
         self.database = Database(self.directory)
-        self.files = Files(self.directory / "files", self.database, LIMIT)
+        self.files = Files(self.directory / "files", self.database, LIMIT, sharing)
         self.batches = Batches(self.database, self.files)
 
     @property
@@ -185,6 +185,55 @@ def test_concurrent_uploads_keep_the_limit(storage):
 
     asyncio.run(work())
     storage.check()
+
+
+def test_a_tenant_takes_no_more_space_than_it_leaves(tmp_path):
+    """Uploads get 36,000 bytes. Tenants without a key, who may be invented, count as one."""
+    storage = Storage(tmp_path, ("alice", "bob", ""))
+
+    async def stored(tenant):
+        count = 0
+        with contextlib.suppress(ApiError):
+            while True:
+                await store(storage, tenant, 1000)
+                count += 1
+        return count
+
+    async def work():
+        counts = [await stored(tenant) for tenant in ("alice", "eve1", "eve2", "bob")]
+        assert counts == [18, 9, 0, 4]
+        for file in (await storage.files.page("alice", None, None, 100, True))[0]:
+            await storage.files.delete("alice", file.id)
+        assert await stored("bob") == 9  # 13 of its own, of the 27 that eve leaves
+
+    try:
+        asyncio.run(work())
+        storage.check()
+    finally:
+        storage.database.close()
+
+
+def test_the_answers_of_a_tenant_take_no_more_space_than_they_leave(tmp_path):
+    storage = Storage(tmp_path, ("alice", "bob"))
+
+    async def answered(tenant):
+        batch = await started(storage, tenant, await store(storage, tenant, 100), 8)
+        for line in range(1, 9):
+            text = output_line(f"request-{line}", json.dumps("y" * 3_000))
+            await storage.batches.add_answers([Answer(batch.id, line, True, text)])
+        return (await storage.batches.get(tenant, batch.id)).completed
+
+    async def work():
+        first = await answered("alice")
+        assert storage.used <= LIMIT // 2
+        assert first > await answered("bob") > 0
+        assert storage.used <= LIMIT * 3 // 4
+
+    try:
+        asyncio.run(work())
+        storage.check()
+    finally:
+        storage.database.close()
 
 
 def test_a_batch_whose_answers_take_all_the_space_fails_its_other_requests(storage):

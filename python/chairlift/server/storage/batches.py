@@ -54,7 +54,7 @@ _ENDED = (Status.FAILED, Status.COMPLETED, Status.EXPIRED, Status.CANCELLED)
 
 NO_ROOM = {
     "code": "file_quota_exceeded",
-    "message": "The answers of this batch take all the space that is left (--max-data-size): delete files and send this request again.",
+    "message": "The answers of this batch take all the space you may have (--max-data-size): delete files and send this request again.",
 }
 """The error of requests whose answers cannot be stored."""
 
@@ -209,7 +209,7 @@ class Batches:
                 return
             connection.executemany("INSERT INTO requests VALUES (?, ?, ?, ?, ?)", rows)
             [held] = connection.execute(f"SELECT sum({REQUEST_BYTES}) FROM requests WHERE batch = ?", (batch.id,)).fetchone()
-            self._files.check_space(connection, held)
+            self._files.check_space(connection, batch.tenant, held)
             connection.execute("UPDATE batches SET total = ?, held_bytes = ? WHERE id = ?", (len(requests), held, batch.id))
 
         try:
@@ -231,23 +231,29 @@ class Batches:
     async def add_answers(self, answers: Iterable[Answer]) -> None:
         """Stores answers, in one transaction. A request that has one already keeps it.
 
-        If an answer takes more space than is left, its request and all other requests of its batch without an answer fail.
+        If an answer takes more space than its tenant may have, its request and all other requests of its batch without an answer fail.
         """
 
         def work(connection: Connection) -> None:
             free = self._files.free_bytes(connection)
+            rooms: dict[str, int] = {}
             for answer in answers:
-                query = f"SELECT {REQUEST_BYTES} AS held FROM requests WHERE batch = ? AND line = ?"
+                owned = "requests JOIN batches ON batch = batches.id"
+                query = f"SELECT {REQUEST_BYTES} AS held, tenant FROM {owned} WHERE batch = ? AND line = ?"
                 row = connection.execute(query, (answer.batch, answer.line)).fetchone()
                 if row is None:
                     continue
-                if (more := answer.size - row["held"]) > max(free, 0):
+                tenant = row["tenant"]
+                if tenant not in rooms:
+                    rooms[tenant] = self._files.room(connection, tenant)
+                if (more := answer.size - row["held"]) > max(min(free, rooms[tenant]), 0):
                     rest = connection.execute("SELECT line, custom_id FROM requests WHERE batch = ?", (answer.batch,)).fetchall()
                     for line, custom_id in rest:
                         _add_answer(connection, Answer(answer.batch, line, False, output_line(custom_id, "null", json.dumps(NO_ROOM))))
                 else:
                     _add_answer(connection, answer)
                     free -= more
+                    rooms[tenant] -= more
 
         await self._database.run(work)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,11 +61,15 @@ _COLUMNS = "id, filename, purpose, bytes, created_at, expires_at"
 class Files:
     """The files of all tenants. A tenant's ids mean nothing to another tenant."""
 
-    def __init__(self, directory: Path, database: Database, max_bytes: int) -> None:
-        """`max_bytes` limits the bytes of all files, uploads and answers. Removes what an interrupted process left; raises OSError."""
+    def __init__(self, directory: Path, database: Database, max_bytes: int, sharing: Collection[str] = ()) -> None:
+        """`max_bytes` limits the bytes of all files, uploads and answers. None of the tenants in `sharing`, nor all others together, may
+        take more of them than it leaves. Removes what an interrupted process left; raises OSError.
+        """
         self._directory = directory
         self._database = database
         self._max_bytes = max_bytes
+        self._sharing = sharing
+        self._names = json.dumps([*sharing])
         directory.mkdir(mode=0o700, exist_ok=True)
         known = database.run_now(lambda connection: {row["id"] for row in connection.execute("SELECT id FROM files")})
         for path in directory.iterdir():
@@ -159,7 +164,13 @@ class Files:
 
     def free_bytes(self, connection: Connection) -> int:
         """Bytes that answers may still take; negative if outputs took more than is allowed."""
-        return self._max_bytes - _used_bytes(connection)
+        return self._max_bytes - self._used_bytes(connection, "")[0]
+
+    def room(self, connection: Connection, tenant: str) -> int:
+        """Bytes that the answers of `tenant` may still take beside what others need; not positive if there is no room."""
+        used, own = self._used_bytes(connection, tenant)
+        free = self._max_bytes - used
+        return (free - own) // 2 if self._sharing else free
 
     def check_room(self, connection: Connection, tenant: str) -> None:
         """Raises ApiError unless `tenant` may have another file and there is space."""
@@ -169,14 +180,31 @@ class Files:
             raise _quota(f"you have {own} files, and {MAX_FILES} are allowed: delete some")
         if files >= MAX_ALL_FILES:
             raise _quota(f"the server has {files} files, the limit")
-        self.check_space(connection, 1)
+        self.check_space(connection, tenant, 1)
 
-    def check_space(self, connection: Connection, size: int) -> None:
-        """Raises ApiError unless an upload or a new batch may store `size` more bytes. A part is left for answers."""
-        used, allowed = _used_bytes(connection), self._max_bytes - self._max_bytes // ANSWERS_SHARE
+    def check_space(self, connection: Connection, tenant: str, size: int) -> None:
+        """Raises ApiError unless an upload or a new batch of `tenant` may store `size` more bytes. A part is left for answers."""
+        used, own = self._used_bytes(connection, tenant)
+        allowed = self._max_bytes - self._max_bytes // ANSWERS_SHARE
         if used + size > allowed:
             message = f"the server's files take {used} bytes, and {allowed} of the {self._max_bytes} of --max-data-size are for uploads"
             raise _quota(f"{message}: delete some")
+        if self._sharing and own + size > allowed - used - size:
+            raise _quota(f"your files take {own} bytes, and may take no more than they leave for others, now {allowed - used}: delete some")
+
+    def _used_bytes(self, connection: Connection, tenant: str) -> tuple[int, int]:
+        """Bytes of all files and uploads, and those that open batches hold; and how many of them are those of `tenant`.
+
+        Tenants that share the space with it count as one unless they have a share of their own.
+        """
+        tables = (
+            "SELECT tenant, bytes FROM files UNION ALL SELECT tenant, bytes FROM uploads"
+            " UNION ALL SELECT tenant, held_bytes FROM batches WHERE ended_at IS NULL"
+        )
+        own, value = ("tenant = ?", tenant) if tenant in self._sharing else ("tenant NOT IN (SELECT value FROM json_each(?))", self._names)
+        query = f"SELECT coalesce(sum(bytes), 0), coalesce(sum(bytes) FILTER (WHERE {own}), 0) FROM ({tables})"
+        used, used_by_tenant = connection.execute(query, (value,)).fetchone()
+        return int(used), int(used_by_tenant)
 
 
 class Upload:
@@ -250,7 +278,7 @@ class Upload:
 
     def _flush(self, connection: Connection) -> None:
         """Takes the space of what is in the buffer and writes it; raises ApiError and OSError."""
-        self._files.check_space(connection, len(self._buffer))
+        self._files.check_space(connection, self._tenant, len(self._buffer))
         connection.execute("UPDATE uploads SET bytes = bytes + ? WHERE id = ?", (len(self._buffer), self._id))
         if self._stream is None:
             self._stream = self._part.open("xb")
@@ -262,13 +290,6 @@ def insert_file(connection: Connection, tenant: str, file: StoredFile) -> None:
     """Inserts a file's row."""
     values = (tenant, file.id, file.filename, file.purpose, file.bytes, file.created_at, file.expires_at)
     connection.execute(f"INSERT INTO files (tenant, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)
-
-
-def _used_bytes(connection: Connection) -> int:
-    """Bytes of all files and uploads, and those that open batches hold."""
-    tables = "SELECT bytes FROM files UNION ALL SELECT bytes FROM uploads UNION ALL SELECT held_bytes FROM batches WHERE ended_at IS NULL"
-    [used] = connection.execute(f"SELECT coalesce(sum(bytes), 0) FROM ({tables})").fetchone()
-    return int(used)
 
 
 def _complete(stream: BinaryIO, part: Path, path: Path) -> None:

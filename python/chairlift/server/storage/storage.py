@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from chairlift.errors import InvalidSetting
@@ -13,13 +14,13 @@ from chairlift.server.storage.files import Files
 class Storage:
     """Files and batches in a directory that one process uses at a time."""
 
-    def __init__(self, directory: str, max_bytes: int) -> None:
-        """Creates the directory for this user alone; raises InvalidSetting. `max_bytes` limits the files."""
+    def __init__(self, directory: str, max_bytes: int, sharing: Collection[str] = ()) -> None:
+        """Creates the directory for this user alone; raises InvalidSetting. `max_bytes` limits the files; `sharing` is that of `Files`."""
         path = Path(directory)
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._database = Database(path)
-            self.files = Files(path / "files", self._database, max_bytes)
+            self.files = Files(path / "files", self._database, max_bytes, sharing)
         except OSError as error:
             raise InvalidSetting(f"--data-dir {directory}: {error.strerror}") from None
         self.batches = Batches(self._database, self.files)
