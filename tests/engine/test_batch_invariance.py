@@ -10,9 +10,9 @@ import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
-from chairlift.engine import engine as engine_module
 from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
+from chairlift.engine.steps import Step
 from chairlift.outputs import RequestOutput
 
 pytestmark = pytest.mark.slow
@@ -69,11 +69,17 @@ class Leaving(Engine):
     may_leave: frozenset[int] = frozenset()
     left = 0
 
-    def _sample(self, step: Any, *rest: Any) -> None:
-        # A tag has several samples in a row where tokens were drafted.
-        drafted = [tag for tag, samples in Counter(step.tags.tolist()).items() if samples > 1 and tag in self.may_leave]
-        self.left += sum(self.abort(tag) for tag in drafted[:1])
-        super()._sample(step, *rest)
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        sample = self._steps.sample
+
+        def leave_and_sample(step: Step, *rest: Any) -> None:
+            # A tag has several samples in a row where tokens were drafted.
+            drafted = [tag for tag, samples in Counter(step.tags.tolist()).items() if samples > 1 and tag in self.may_leave]
+            self.left += sum(self.abort(tag) for tag in drafted[:1])
+            sample(step, *rest)
+
+        self._steps.sample = leave_and_sample  # type: ignore[method-assign]
 
 
 Asked = tuple[int, list[int], SamplingParams]
@@ -99,7 +105,7 @@ def test_a_drafted_prompt_in_company_is_answered_as_alone_without_drafts(
     byte_model: Path, monkeypatch: pytest.MonkeyPatch, company: dict[str, Any]
 ) -> None:
     # Every step takes as long, so that drafts pay on any machine.
-    monkeypatch.setattr(engine_module, "_now", count(1_000_000, 100).__next__)
+    monkeypatch.setattr("chairlift.engine.clock.now", count(1_000_000, 100).__next__)
     rng = np.random.default_rng(5)
     prompt = rng.integers(0, 256, 30).tolist() * 3
     asked = [(10 * i, prompt, params) for i, params in enumerate(ASKED)]

@@ -11,7 +11,7 @@ from chairlift import SamplingParams, Scheduling, _core
 from chairlift.checkpoint.info import CheckpointInfo
 from chairlift.config import EngineConfig
 from chairlift.engine import engine as engine_module
-from chairlift.engine import engine_info, scheduler_settings, sequences
+from chairlift.engine import engine_info, scheduler_settings, sequences, steps
 from chairlift.engine.engine_request import EngineRequest, ResumedChoice, pack_tokens
 from chairlift.errors import InvalidRequest, InvalidSetting, QueueFull
 from chairlift.runner.buffers import Sampled
@@ -153,7 +153,7 @@ def make(monkeypatch):
         cores.append(FakeCore(**settings))
         return cores[-1]
 
-    for module in (engine_module, sequences):
+    for module in (engine_module, sequences, steps):
         monkeypatch.setattr(module, "_core", SimpleNamespace(Scheduler=core, StepBuffers=lambda **arrays: None, **names))
     monkeypatch.setattr(engine_module, "_build_runner", FakeRunner)
     monkeypatch.setattr(engine_module, "eos_token_ids", lambda directory, tokenizer: frozenset({2}))
@@ -162,7 +162,7 @@ def make(monkeypatch):
     monkeypatch.setattr(engine_info, "fingerprint", lambda config, directory, runner, digest: "")
     monkeypatch.setattr(engine_info, "checkpoint_digest", lambda directory: "")
     monkeypatch.setattr(engine_module, "checkpoint_info", lambda *_: CheckpointInfo())
-    monkeypatch.setattr(engine_module, "_now", lambda: NOW)
+    monkeypatch.setattr("chairlift.engine.clock.now", lambda: NOW)
 
     def engine(**settings):
         made = engine_module.Engine(EngineConfig(**{"speculative_config": {"method": "off"}} | settings))

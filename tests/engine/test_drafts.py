@@ -8,7 +8,7 @@ from core_requests import add
 
 from chairlift import LLM, SamplingParams, _core
 from chairlift.config import EngineConfig
-from chairlift.engine.engine import accepted_samples
+from chairlift.engine.steps import accepted_samples
 from chairlift.runner.buffers import Layout, StepBuffers
 from chairlift.sampling import StructuredOutput
 

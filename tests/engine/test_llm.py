@@ -19,9 +19,9 @@ import chairlift
 from chairlift import errors
 from chairlift.config import EngineConfig
 from chairlift.engine import local_engine
+from chairlift.engine.choice import Choice
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.llm import LLM
-from chairlift.engine.request import Choice
 from chairlift.engine.stream import Stream
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
 from chairlift.outputs import RequestOutput

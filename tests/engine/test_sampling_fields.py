@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from chairlift import LLM, AsyncEngine, SamplingParams
+from chairlift.engine.choice import ERROR, STOP, Choice
 from chairlift.engine.frames import StepOutputs
-from chairlift.engine.request import ERROR, STOP, Choice, Request, deliver, encode_bad_words
+from chairlift.engine.request import Request, deliver
+from chairlift.engine.validation import encode_bad_words
 from chairlift.errors import InvalidRequest, RequestFailed
 from chairlift.outputs import RequestOutput, TokenLogprobs
 from chairlift.sampling import StructuredOutput

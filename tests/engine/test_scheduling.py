@@ -8,10 +8,9 @@ import pytest
 
 from chairlift import SamplingParams, Scheduling, Timeline
 from chairlift.config import EngineConfig
-from chairlift.engine import engine as engine_module
+from chairlift.engine.choice import FINISH_REASONS
 from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
-from chairlift.engine.request import FINISH_REASONS
 from chairlift.errors import QueueFull
 
 SHAPE = {
@@ -185,7 +184,7 @@ def test_a_request_waits_as_one_and_is_refused_as_one(make):
 
 def test_what_is_late_ends_without_a_token(make, monkeypatch):
     clock = [1_000_000]
-    monkeypatch.setattr(engine_module, "_now", lambda: clock[0])
+    monkeypatch.setattr("chairlift.engine.clock.now", lambda: clock[0])
     engine = make()
     run = Run(engine)
     engine.add(EngineRequest.of(1, PROMPTS[0], GREEDY, Scheduling(deadline_ms=5)))
@@ -201,7 +200,7 @@ def test_what_is_late_ends_without_a_token(make, monkeypatch):
 
 def test_a_batch_waits_for_its_time_and_says_how_long(make, monkeypatch):
     clock = [1_000_000]
-    monkeypatch.setattr(engine_module, "_now", lambda: clock[0])
+    monkeypatch.setattr("chairlift.engine.clock.now", lambda: clock[0])
     engine = make(batching="dynamic", static_batch_size=4, batch_timeout_ms=20.0)
     assert engine.wakes_in() is None
     engine.add(EngineRequest.of(1, PROMPTS[0], GREEDY))

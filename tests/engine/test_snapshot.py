@@ -7,7 +7,6 @@ import pytest
 
 from chairlift import SamplingParams, Scheduling
 from chairlift.config import EngineConfig
-from chairlift.engine import engine as engine_module
 from chairlift.engine import frames
 from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
@@ -20,7 +19,7 @@ SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embe
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
     clock = iter(range(1_000_000, 10**9, 1000))  # a millisecond from one look at it to the next
-    monkeypatch.setattr(engine_module, "_now", lambda: next(clock))
+    monkeypatch.setattr("chairlift.engine.clock.now", lambda: next(clock))
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     settings = {"num_kv_blocks": 20, "block_size": 8, "max_num_seqs": 2, "max_num_batched_tokens": 16}
     return Engine(EngineConfig(model=str(tmp_path), load_format="none", **settings))

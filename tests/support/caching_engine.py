@@ -6,7 +6,7 @@ import json
 from fake_async_engine import FakeEngine, FakeTokenizer, timeline
 
 from chairlift.chat_template import ChatTemplate
-from chairlift.engine.request import shared_salt
+from chairlift.engine.engine_request import shared_salt
 from chairlift.outputs import RequestOutput, Timing
 
 END = 0

@@ -17,9 +17,9 @@ from lazy_device import BROKEN, CellModel, LazyCopyStream, LazyDevice
 from chairlift import SamplingParams, Scheduling, _core
 from chairlift.config import EngineConfig
 from chairlift.engine import engine as engine_module
+from chairlift.engine.choice import FINISH_REASONS
 from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
-from chairlift.engine.request import FINISH_REASONS
 from chairlift.kernels.sampling import reference
 from chairlift.runner.build import build_runner
 from chairlift.runner.torch_backend import TorchBackend
@@ -58,7 +58,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         now[0] += 100
         return now[0]
 
-    monkeypatch.setattr(engine_module, "_now", look)
+    monkeypatch.setattr("chairlift.engine.clock.now", look)
     return now
 
 

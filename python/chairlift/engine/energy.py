@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from chairlift.errors import InvalidSetting
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from chairlift import _core
+
 POLL_SECONDS = 60.0
 """Longest time between two readings of powercap counters. They start over after minutes at full load, and an idle engine does not read."""
+METER_SECONDS = 1.0
+"""Interval at which an engine reads its meter while no request ends."""
 
 
 class EnergyMeter(Protocol):
@@ -33,6 +40,34 @@ def open_meter(setting: str, devices: int) -> EnergyMeter | None:
     if kind == "nvml":
         return NvmlMeter(devices)
     return None
+
+
+class EnergyAccount:
+    """Gives a scheduler the energy since the last reading of its engine's meter, before a sequence ends, so that its timeline has it.
+
+    Does nothing without a meter. Times are microseconds.
+    """
+
+    def __init__(self, meter: EnergyMeter | None, scheduler: _core.Scheduler) -> None:
+        self._meter, self._scheduler = meter, scheduler
+        self._last, self._due = 0, 0
+
+    def read(self, now: int) -> None:
+        """Reads the meter."""
+        if self._meter is not None:
+            energy = self._meter.read()
+            self._scheduler.read_meter(energy - self._last, now)
+            self._last, self._due = energy, now + int(METER_SECONDS * 1e6)
+
+    def read_before_commit(self, plan: _core.StepPlan, tokens: np.ndarray, now: int) -> None:
+        """Reads the meter if the commit of these tokens may end a sequence, and at intervals."""
+        if self._meter is not None and (now >= self._due or self._scheduler.may_end(plan, tokens)):
+            self.read(now)
+
+    def close(self) -> None:
+        """Closes the meter."""
+        if self._meter is not None:
+            self._meter.close()
 
 
 class PowercapMeter:

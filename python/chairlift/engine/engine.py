@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +19,10 @@ from chairlift.checkpoint.generation_config import recommended_sampling
 from chairlift.checkpoint.locate import locate
 from chairlift.checkpoint.tokenizer_files import tokenizer_file
 from chairlift.config import EngineConfig
-from chairlift.engine import scheduler_settings
+from chairlift.engine import clock, scheduler_settings
 from chairlift.engine.adapters import Adapters, PackedAdapter
 from chairlift.engine.disk_cache import DiskCache, StoredPrefix
-from chairlift.engine.energy import open_meter
+from chairlift.engine.energy import EnergyAccount, open_meter
 from chairlift.engine.engine_info import engine_info
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import StepOutputs
@@ -33,22 +31,18 @@ from chairlift.engine.kv_sharing import SharedBlocks
 from chairlift.engine.mask_time import MaskTime
 from chairlift.engine.prefix_store import PrefixStore
 from chairlift.engine.sequences import Sequences, check_grammar
-from chairlift.engine.split_step import SplitStep
 from chairlift.engine.stats import Stats
-from chairlift.errors import InvalidRequest, InvalidSetting, OutOfMemory
+from chairlift.engine.steps import Step, Steps, logprobs_of
+from chairlift.errors import InvalidRequest, InvalidSetting
 from chairlift.grammar.grammar import Grammar
 from chairlift.grammar.grammars import Grammars
 from chairlift.grammar.trial import Vocabulary
-from chairlift.runner.buffers import StepSizes
 from chairlift.runner.description import checkpoint_info
 from chairlift.runner.null_runner import NullRunner
-from chairlift.runner.sampling.sampler import entries_of
-from chairlift.sampling import SamplingParams
 from chairlift.scheduling import TIER_WEIGHTS
 from chairlift.tokenizer import eos_token_ids
 
 if TYPE_CHECKING:
-    from chairlift.runner.buffers import Sampled
     from chairlift.runner.interface import Runner
 
 
@@ -57,26 +51,8 @@ log = logging.getLogger("chairlift")
 
 OnPrepared = Callable[[Callable[[], None]], None]
 """See `Engine.add`."""
-METER_SECONDS = 1.0
-"""Interval at which the energy meter is read while no request ends."""
 SNAPSHOT_WAITING, SNAPSHOT_CELLS = 64, 4096
 """Most waiting requests and most cells of the KV map in a snapshot."""
-
-
-@dataclass(slots=True)
-class _InFlightStep:
-    """A step from its plan to its commit."""
-
-    buffer_index: int
-    sizes: StepSizes
-    tags: np.ndarray
-    """Tags of the samples, u64. Slots may have new owners at the commit."""
-    failed: Mapping[int, bytes | None]
-    """The samples of sequences that cannot be sampled, each with its reason if that is an InvalidRequest."""
-    launched: Any = None
-    """The runner's handle; None if the device lacks memory for the whole step."""
-    sampled: Sampled | None = None
-    """The result of a split step."""
 
 
 class Engine:
@@ -91,7 +67,6 @@ class Engine:
     ) -> None:
         """With a `hash_key` of 16 bytes, steps report what the prefix cache gains and loses, by names under this key."""
         self.config = config
-        self._meter = open_meter(config.energy_meter, config.tensor_parallel_size)
         self._journal = None if config.journal is None else Journal(config.journal)
         directory = locate(config.model, config.revision, config.cache_dir)
         eos = eos_token_ids(directory, config.tokenizer)
@@ -100,25 +75,17 @@ class Engine:
         self._scheduler = _build_scheduler(config, runner, sorted(eos), hash_key or secrets.token_bytes(16))
         if hash_key:
             self._scheduler.record_cache_changes()
-        self._drafts_forced_tokens = config.speculative_method == "auto" and not runner.overlaps
         self._eos = sorted(eos)
-        self._buffers = [_core.StepBuffers(**buffers.arrays()) for buffers in runner.buffers]
-        self._next_buffer = 0
-        self._plans: deque[_core.StepPlan] = deque()  # not yet committed, oldest first
-        self._in_flight: _InFlightStep | None = None  # launched, but not sampled
-        self._split_step = SplitStep(runner, config.block_size)
         self._adapters = Adapters(config, runner)
         self._mask_time = MaskTime(**_weights(config))
         self._sequences = Sequences(config.seed, self._scheduler, runner, self._eos, self._adapters, self._mask_time)
-        self._slot_tags = np.zeros(runner.max_num_seqs, dtype=np.uint64)  # the last sequence of each batch slot
-        self._failed_slots: dict[int, bytes | None] = {}  # their sequences cannot be sampled and end with an error, for this reason
-        self.stage = "idle", time.monotonic()
-        """The current part of a step (`plan`, `run` or `commit`) and its start. Not reset after a step."""
+        self._energy = EnergyAccount(open_meter(config.energy_meter, config.tensor_parallel_size), self._scheduler)
+        self._steps = Steps(config, self._scheduler, runner, self._sequences, self._energy)
+        self._in_flight: Step | None = None  # launched, but not sampled
         vocab_size = runner.model_config.vocab_size
         ends = tuple(token for token in self._eos if token < vocab_size)
         self._grammars = Grammars(Vocabulary(tokenizer_file(directory, config.tokenizer), vocab_size, ends))
-        self._energy_read, self._meter_due = 0, 0
-        self._read_meter(_now())
+        self._energy.read(clock.now())
         info = engine_info(config, directory, runner, checkpoint_info(directory, runner.model_config), self._eos, sampling)
         self._disk_cache = _open_disk_cache(config, self._scheduler, runner, info.fingerprint)
         contents = None if self._disk_cache is None else self._disk_cache.contents
@@ -128,7 +95,16 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request or step is unfinished."""
-        return bool(self._sequences or self._plans)
+        return bool(self._sequences or self._steps)
+
+    @property
+    def stage(self) -> tuple[str, float]:
+        """What the engine does, and since when, on the monotonic clock: a part of a step, or what its process says."""
+        return self._steps.stage
+
+    @stage.setter
+    def stage(self, stage: tuple[str, float]) -> None:
+        self._steps.stage = stage
 
     @property
     def overlaps(self) -> bool:
@@ -155,7 +131,7 @@ class Engine:
 
         Blocks beyond it give their memory back to the system: free and cached ones at once, others when their sequences end.
         """
-        limit = self._scheduler.set_block_limit(blocks, _now())
+        limit = self._scheduler.set_block_limit(blocks, clock.now())
         self._discard_blocks()
         return limit
 
@@ -187,7 +163,7 @@ class Engine:
         grammar = self.compile(request)
         if grammar is not None and not grammar.done() and on_prepared is not None:
             try:
-                self._sequences.add(request, _now(), grammar, "grammar")
+                self._sequences.add(request, clock.now(), grammar, "grammar")
             except BaseException:
                 self._sequences.release(grammar)
                 raise
@@ -197,7 +173,7 @@ class Engine:
         if grammar is not None:
             check_grammar(request, grammar)
         stored = self.read_prefix(request)
-        self._sequences.add(request, _now(), grammar, None if stored is None else "read_cache")
+        self._sequences.add(request, clock.now(), grammar, None if stored is None else "read_cache")
         if stored is not None:
             self._use_stored(request, stored, on_prepared)
 
@@ -208,7 +184,7 @@ class Engine:
         with self._aborted_on_error(request):
             check_grammar(request, grammar)
             stored = self.read_prefix(request)
-            self._sequences.prepare(request, None if stored is None else "read_cache", _now())
+            self._sequences.prepare(request, None if stored is None else "read_cache", clock.now())
             if stored is not None:
                 self._use_stored(request, stored, on_prepared)
 
@@ -220,8 +196,8 @@ class Engine:
             return
         if self._disk_cache is not None and self._sequences.live(request):
             with self._aborted_on_error(request):
-                self._disk_cache.put(stored.result(), _now())
-                self._sequences.prepare(request, None, _now())
+                self._disk_cache.put(stored.result(), clock.now())
+                self._sequences.prepare(request, None, clock.now())
 
     @contextmanager
     def _aborted_on_error(self, request: EngineRequest) -> Iterator[None]:
@@ -237,8 +213,8 @@ class Engine:
 
         `stopped` counts it as finished by a stop string instead of aborted.
         """
-        now = _now()
-        self._read_meter(now)
+        now = clock.now()
+        self._energy.read(now)
         found = self._sequences.abort(tag, now, stopped=stopped)
         if found:
             self._write_journal()
@@ -246,15 +222,15 @@ class Engine:
 
     def fork_sequence(self, handle: int, forks: Sequence[int]) -> None:
         """Opens held sequences with these handles, which share the blocks of `handle`. Does nothing if that is unknown."""
-        self._scheduler.fork_held(handle, forks, _now())
+        self._scheduler.fork_held(handle, forks, clock.now())
 
     def drop_sequence(self, handle: int) -> None:
         """Drops a held sequence, if it is known. Its blocks are free in the next step."""
-        self._scheduler.drop_held(handle, _now())
+        self._scheduler.drop_held(handle, clock.now())
 
     def note_session(self, tenant: str, session: str, event: str) -> None:
         """Records that a session `awaits_user` or has `ended`. Does nothing if it is unknown. Raises ValueError for another event."""
-        self._scheduler.note_session(tenant, session, event, _now())
+        self._scheduler.note_session(tenant, session, event, clock.now())
 
     def read_adapter(self, path: str) -> PackedAdapter:
         """Reads a LoRA adapter for `load_adapter`. May be called on any thread, also during a step.
@@ -291,7 +267,7 @@ class Engine:
     def set_priority(self, tag: int, priority: int) -> None:
         """Moves a sequence that has not ended to another class."""
         if (request := self._sequences.get(tag)) is not None:
-            self._scheduler.set_priority(request.seq, priority, _now())
+            self._scheduler.set_priority(request.seq, priority, clock.now())
 
     def step(self) -> StepOutputs | None:
         """Expires missed deadlines and runs one step of the model; None if there was neither.
@@ -301,40 +277,40 @@ class Engine:
         the runner ends every request and is raised; the engine remains usable.
         """
         # Choose: the step in flight, or a new one.
-        self.stage = "plan", time.monotonic()
-        now = _now()
+        self._steps.enter("plan")
+        now = clock.now()
         expired = self._expire(now)
         started: list[tuple[int, int, int, int]] = []
         starved: list[Mapping[str, Any]] = []
         try:
             step, self._in_flight = self._in_flight, None
             if step is None:
-                step = self._plan_and_launch(now, started)
+                step = self._steps.launch(now, started)
                 if step is None:
                     self._write_journal()
                     return StepOutputs(ended=expired) if expired else None
-                self._sample(step, starved)
+                self._steps.sample(step, starved)
             # Plan and run the next step while the device runs this one.
             if self.runner.overlaps:
-                self._in_flight = self._plan_and_launch(now, started)
-            sampled = self._collect(step)
+                self._in_flight = self._steps.launch(now, started)
+            sampled = self._steps.collect(step)
         except BaseException:
             self._abandon()
             raise
         # Commit.
-        outputs = self._commit(sampled)
+        outputs = self._steps.commit(sampled)
+        self.charge_elsewhere(self._mask_time.take())
         self._discard_blocks()
         if self._disk_cache is not None:
             self._disk_cache.write_some()
         if self._in_flight is not None:
-            self.stage = "run", time.monotonic()
             try:
-                self._sample(self._in_flight, starved)
+                self._steps.sample(self._in_flight, starved)
             except BaseException:
                 self._abandon()
                 raise
         self._write_journal()
-        logprobs, details = _logprobs_of(sampled, step.tags, outputs.tags)
+        logprobs, details = logprobs_of(sampled, step.tags, outputs.tags)
         cached, dropped = self._scheduler.take_cache_changes()
         ended, starved_tags = [*expired, *outputs.ended, *starved], [timeline["tag"] for timeline in starved]
         return StepOutputs(
@@ -355,7 +331,7 @@ class Engine:
     def wakes_in(self) -> float | None:
         """After a step that returned None: seconds until a step may have work without another `add`; None for never."""
         at = self._scheduler.wake_at()
-        return None if at is None else max(0, at - _now()) / 1e6
+        return None if at is None else max(0, at - clock.now()) / 1e6
 
     def explain(self, tag: int) -> dict[str, Any] | None:
         """The timeline of a sequence; None if it is unknown or ended too long ago."""
@@ -363,12 +339,12 @@ class Engine:
 
     def snapshot(self) -> dict[str, Any]:
         """The running and waiting requests, the KV map and the steps since the last snapshot (see `Scheduler.snapshot`)."""
-        return self._scheduler.snapshot(_now(), SNAPSHOT_WAITING, SNAPSHOT_CELLS) | {"now_us": _now()}
+        return self._scheduler.snapshot(clock.now(), SNAPSHOT_WAITING, SNAPSHOT_CELLS) | {"now_us": clock.now()}
 
     def stats(self) -> Stats:
         """The counters and gauges, without those of tenants and classes (see `usage`)."""
         disk = self._disk_cache.stats() if self._disk_cache else {}
-        return Stats(**{**self._scheduler.stats(), **disk}, steps_short_of_memory=self._split_step.steps)
+        return Stats(**{**self._scheduler.stats(), **disk}, steps_short_of_memory=self._steps.short_of_memory)
 
     def usage(self) -> dict[str, Any]:
         """The usage of each tenant and class: the fields `tenants` and `classes` of `Stats`."""
@@ -386,8 +362,7 @@ class Engine:
         if self._disk_cache is not None:
             self._disk_cache.close()
         self.runner.close()
-        if self._meter is not None:
-            self._meter.close()
+        self._energy.close()
         if self._journal is not None:
             self._write_journal()
             self._journal.close()
@@ -404,157 +379,18 @@ class Engine:
             self._sequences.forget(timeline["tag"])
         return expired
 
-    def _plan_and_launch(self, now: int, started: list[tuple[int, int, int, int]]) -> _InFlightStep | None:
-        """Plans a step and launches it; None if there is nothing to run. Adds admitted sequences to `started`."""
-        self.stage = "plan", time.monotonic()
-        plan = self._scheduler.plan(self._buffers[self._next_buffer], now, self._forced_tokens())
-        if plan is None:
-            return None
-        self._plans.append(plan)
-        self.stage = "run", time.monotonic()
-        for slot, seq, tag, cached_tokens, own_cached_tokens, queued in plan.admitted:
-            self._assign_slot(slot, seq, tag)
-            started.append((tag, cached_tokens, own_cached_tokens, queued))
-        self.runner.swap(plan.swap_out, plan.swap_in)
-        sizes = StepSizes(
-            plan.num_tokens,
-            plan.num_seqs,
-            plan.num_samples,
-            plan.num_copies,
-            plan.num_table_writes,
-            plan.num_state_copies,
-            plan.num_state_saves,
-        )
-        slots = self.runner.buffers[self._next_buffer].sample_slots[: sizes.samples]
-        failed = dict(entries_of(self._failed_slots, slots))
-        step = _InFlightStep(self._next_buffer, sizes, self._slot_tags[slots], failed)
-        self._next_buffer = (self._next_buffer + 1) % len(self._buffers)
-        if self._split_step.fits(sizes.tokens, now):
-            try:
-                step.launched = self.runner.launch(step.buffer_index, sizes)
-            except OutOfMemory as error:
-                self._split_step.out_of_memory(sizes.tokens, error, now)
-                step.sizes = sizes._replace(copies=0)  # the copies are done
-        return step
-
-    def _forced_tokens(self) -> list[tuple[int, Sequence[int]]]:
-        """The running sequences whose grammar leaves no choice, each with its next tokens; none if they are not drafted."""
-        if not self._drafts_forced_tokens:
-            return []
-        owners = [(self._sequences.get(int(self._slot_tags[slot])), tokens) for slot, tokens in self.runner.forced_tokens()]
-        return [(request.seq, tokens) for request, tokens in owners if request is not None]
-
-    def _sample(self, step: _InFlightStep, starved: list[Mapping[str, Any]]) -> None:
-        """Starts sampling a step, or splits it if the device lacks memory. All earlier steps must be committed.
-
-        Adds the timelines of sequences that fail for lack of memory to `starved`.
-        """
-        if step.launched is not None:
-            try:
-                return self.runner.sample(step.launched)
-            except OutOfMemory as error:
-                self._split_step.out_of_memory(step.sizes.tokens, error, _now())
-            step.launched, step.sizes = None, step.sizes._replace(copies=0)
-            self._re_add(self.runner.buffers[step.buffer_index].batch_slots[: step.sizes.seqs].tolist())
-        step.sampled, failed_slots = self._split_step.run(step.buffer_index, step.sizes, self._last_token, self._re_add, _now())
-        for slot in failed_slots:
-            tag = int(self._slot_tags[slot])
-            if (request := self._sequences.get(tag)) is not None and request.slot == slot:
-                # Before the commit, so that the prefix cache does not keep blocks that were not computed.
-                self._scheduler.fail(request.seq, _now())
-                self._remove(tag)
-                timeline = self._scheduler.explain(tag)
-                assert timeline is not None  # it has just ended
-                starved.append(timeline)
-
-    def _collect(self, step: _InFlightStep) -> Sampled:
-        """Waits for a step's tokens."""
-        self.stage = "run", time.monotonic()
-        sampled: Sampled = step.sampled or self.runner.collect(step.launched)
-        for at, reason in step.failed.items():
-            sampled.tokens[at] = -1
-            if reason is not None:
-                sampled.refusals[at] = reason
-        return sampled
-
-    def _commit(self, sampled: Sampled) -> _core.Outputs:
-        """Gives the tokens of the oldest step to the scheduler and removes the sequences that ended."""
-        self.stage = "commit", time.monotonic()
-        plan, now = self._plans.popleft(), _now()
-        if self._meter is not None and (now >= self._meter_due or self._scheduler.may_end(plan, sampled.tokens)):
-            self._read_meter(now)
-        outputs = self._scheduler.commit(plan, sampled.tokens, now)
-        self.charge_elsewhere(self._mask_time.take())
-        for timeline in outputs.ended:
-            self._remove(timeline["tag"])
-        return outputs
-
     def _discard_blocks(self) -> None:
         """Returns the memory of blocks that the scheduler has given back. All planned steps must have run."""
         if self._kv_blocks is not None and (blocks := self._scheduler.take_given_back()):
             self._kv_blocks.discard(blocks)
 
-    def _read_meter(self, now: int) -> None:
-        """Gives the scheduler the energy since the last reading. The meter is read before a sequence ends, so that its timeline has it."""
-        if self._meter is not None:
-            energy = self._meter.read()
-            self._scheduler.read_meter(energy - self._energy_read, now)
-            self._energy_read, self._meter_due = energy, now + int(METER_SECONDS * 1e6)
-
-    def _last_token(self, slot: int) -> int:
-        """The token that a slot sampled last; 0 if its sequence has ended."""
-        request = self._sequences.get(int(self._slot_tags[slot]))
-        return 0 if request is None else int(np.frombuffer(self._scheduler.tokens(request.seq)[0], dtype=np.int32)[-1])
-
-    def _re_add(self, slots: Iterable[int]) -> None:
-        """Adds the live sequences of these slots to the runner again, which resets their sampling state."""
-        for slot in slots:
-            tag = int(self._slot_tags[slot])
-            if (request := self._sequences.get(tag)) is not None and request.slot == slot:
-                self._assign_slot(slot, request.seq, tag)
-
-    def _remove(self, tag: int) -> None:
-        """Forgets a sequence that has ended and frees its slot, unless another sequence has it."""
-        slot = self._sequences.forget(tag).slot
-        if slot is not None and self._slot_tags[slot] == tag:
-            self.runner.remove_request(slot)
-
     def _abandon(self) -> None:
         """Ends every request and discards every step."""
         # Requests end before the commit, so that the prefix cache keeps no block of a step that never ran.
-        self._sequences.abort_all(_now())
+        self._sequences.abort_all(clock.now())
         self._write_journal()
         self._in_flight = None
-        while self._plans:
-            plan = self._plans.popleft()
-            self._scheduler.commit(plan, np.full(plan.num_samples, -1, dtype=np.int32), _now())
-        self.runner.wait()
-
-    def _assign_slot(self, slot: int, seq: int, tag: int) -> None:
-        """Adds a sequence to the runner. If its sampling parameters fail there, only this sequence ends."""
-        tokens, prompt_len = self._scheduler.tokens(seq)
-        request, ids = self._sequences.get(tag), np.frombuffer(tokens, dtype=np.int32)
-        assert request is not None  # the step has its tokens
-        request.slot, self._slot_tags[slot] = slot, tag
-        self._failed_slots.pop(slot, None)
-        try:
-            matcher = request.new_matcher()
-            ends = self._sequences.end_tokens(request.params)
-            adapter = 0 if request.adapter is None else request.adapter.number
-            self.runner.add_request(
-                *(slot, request.params, ids, prompt_len, request.seed),
-                ends=ends,
-                matcher=matcher,
-                prompt=request.prompt,
-                adapter=adapter,
-            )
-        except Exception as error:
-            if isinstance(error, InvalidRequest):
-                self._failed_slots[slot] = error.packed()
-            else:
-                log.exception("sequence %d cannot be sampled and ends with an error", tag)
-                self._failed_slots[slot] = None
-            self.runner.add_request(slot, SamplingParams(temperature=0.0), ids, prompt_len, 0)  # replaces a half-assigned slot
+        self._steps.discard()
 
     def _write_journal(self) -> None:
         """Appends the scheduler's new records to the journal."""
@@ -607,32 +443,3 @@ def _build_scheduler(config: EngineConfig, runner: Runner, eos: list[int], hash_
 def _weights(config: EngineConfig) -> dict[str, Any]:
     """The factors of tenants' shares, by tenant and by tier."""
     return {"tenant_weights": config.tenant_weights or {}, "tier_weights": {**TIER_WEIGHTS, **(config.tier_weights or {})}}
-
-
-def _logprobs_of(sampled: Sampled, sample_tags: np.ndarray, output_tags: bytes) -> tuple[bytes, dict[int, bytes]]:
-    """The log-probabilities and details of the output tokens, in order, selected from those of all samples.
-
-    A tag has one sample, or several in a row where tokens were drafted. Sequences that ended since the plan have no output.
-    """
-    if not sampled.logprobs.size and not sampled.details:
-        return b"", {}  # no request needs any
-    if len(output_tags) == sample_tags.nbytes:
-        return sampled.logprobs.tobytes(), {int(sample_tags[at]): line for at, line in sampled.details.items()}
-    has_output = accepted_samples(sample_tags, np.frombuffer(output_tags, dtype=np.uint64))
-    details = {int(sample_tags[at]): line for at, line in sampled.details.items() if has_output[at]}
-    return (sampled.logprobs[has_output].tobytes() if sampled.logprobs.size else b""), details
-
-
-def accepted_samples(sample_tags: np.ndarray, output_tags: np.ndarray) -> np.ndarray:
-    """Marks the samples that became output tokens, bool [samples]: the first samples of each tag, one per output token."""
-    at = np.arange(len(sample_tags))
-    begins = np.append(True, sample_tags[1:] != sample_tags[:-1])
-    tags, counts = np.unique(output_tags, return_counts=True)
-    place = np.minimum(np.searchsorted(tags, sample_tags), max(0, len(tags) - 1))
-    count = np.where(tags[place] == sample_tags, counts[place], 0) if len(tags) else np.zeros(len(sample_tags), dtype=np.int64)
-    accepted: np.ndarray = at - np.maximum.accumulate(np.where(begins, at, 0)) < count
-    return accepted
-
-
-def _now() -> int:
-    return time.monotonic_ns() // 1000

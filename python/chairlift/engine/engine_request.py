@@ -86,3 +86,12 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
 
 def _fields(item: EngineRequest | SamplingParams | Scheduling) -> dict[str, Any]:
     return {one.name: getattr(item, one.name) for one in fields(item)}
+
+
+def shared_salt(cache_salt: str | None, adapter: bytes | None) -> bytes:
+    """The salt of prefix cache entries and held sequences under a caller's `cache_salt` and the hash of an adapter's files.
+
+    Keys and values depend on the adapter. Byte 254 is not valid UTF-8, so no caller's salt can be equal to that of an adapter.
+    """
+    salt = (cache_salt or "").encode()
+    return salt if adapter is None else b"\xfe" + adapter + salt

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from chairlift.engine import clock
 from chairlift.engine.engine import Engine
 from chairlift.engine.frames import Estimate, StepOutputs
 
@@ -41,7 +42,7 @@ class EstimatedEngine(Engine):
         if time.monotonic() < self._ends:
             return None
         step, self._in_flight = self._in_flight, None
-        outputs = self._commit(self._collect(step))
+        outputs = self._steps.commit(self._steps.collect(step))
         self._discard_blocks()
         self._write_journal()
         cached, dropped = self._scheduler.take_cache_changes()
@@ -52,9 +53,9 @@ class EstimatedEngine(Engine):
         return super().wakes_in() if self._in_flight is None else max(0.0, self._ends - time.monotonic())
 
     def _begin(self) -> StepOutputs | None:
-        now, started = time.monotonic_ns() // 1000, []  # type: ignore[var-annotated]
+        now, started = clock.now(), []  # type: ignore[var-annotated]
         expired = self._expire(now)
-        step = self._plan_and_launch(now, started)
+        step = self._steps.launch(now, started)
         if step is None:
             self._write_journal()
             return StepOutputs(ended=expired) if expired else None

@@ -24,7 +24,7 @@ from chairlift.engine.engine_settings import Settings
 from chairlift.engine.held_sequences import LEASE
 from chairlift.engine.live_sequence import LiveSequence
 from chairlift.engine.local_engine import LocalEngine
-from chairlift.engine.request import check_dimensions, check_scores, relevance
+from chairlift.engine.validation import check_dimensions, check_scores, relevance
 from chairlift.errors import InvalidRequest, RequestFailed
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import EMBED, SamplingParams

@@ -18,8 +18,8 @@ from chairlift.engine.frames import Abort, Frame, Rejected, StepOutputs
 from chairlift.engine.held_sequences import COMPUTE, LEASE, HeldSequences
 from chairlift.engine.hosted_engine import HostedEngine
 from chairlift.engine.live_sequence import LiveSequence
-from chairlift.engine.request import encode_bad_words
 from chairlift.engine.stream import Stream
+from chairlift.engine.validation import encode_bad_words
 from chairlift.errors import EngineClosed, EngineDead
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
 from chairlift.scheduling import Scheduling

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from chairlift.engine.arguments import Prompt, sampling, text_or_ids
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
 from chairlift.engine.held_sequences import COMPUTE, LEASE
-from chairlift.engine.request import default_params, encode_bad_words, joined, validate
+from chairlift.engine.request import joined
 from chairlift.engine.stream import Stream
+from chairlift.engine.validation import default_params, encode_bad_words, validate
 from chairlift.errors import InvalidRequest
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.engine_info import EngineInfo
+from chairlift.engine.engine_request import shared_salt
 from chairlift.engine.frames import DropSequence, ForkSequence, Frame
 from chairlift.engine.model_client import ModelClient
 from chairlift.engine.questions import Remembered
 from chairlift.engine.replica import Replica
 from chairlift.engine.replica_router import ReplicaRouter
-from chairlift.engine.request import shared_salt
 from chairlift.engine.stats import Stats
 from chairlift.engine.trim import trim
 from chairlift.errors import ChairliftError, EngineDead

@@ -12,9 +12,8 @@ import numpy as np
 
 from chairlift import _core
 from chairlift.engine.adapters import Adapter, Adapters
-from chairlift.engine.engine_request import EngineRequest
+from chairlift.engine.engine_request import EngineRequest, shared_salt
 from chairlift.engine.mask_time import MaskTime
-from chairlift.engine.request import shared_salt
 from chairlift.errors import InvalidRequest, QueueFull
 from chairlift.grammar.grammar import Grammar
 from chairlift.runner.sampling.logprobs import PromptLogprobs

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from chairlift import _core
 from chairlift.config import EngineConfig
+from chairlift.engine import clock
 from chairlift.engine.exit_watch import start_sentinels
 from chairlift.engine.frames import Alive, BadFrame, Failed, Frame, Load, Phase, Ready, ServiceShared, ShareService, Stop, Unload, Unloaded
 from chairlift.engine.hosted_engine import AdapterRead, HostedEngine, Prepared
@@ -169,11 +170,11 @@ class StepLoop:
 
     def _ready(self, number: int, hosted: HostedEngine) -> None:
         hosted.busy = True
-        self._arbiter.ready(number, _now())
+        self._arbiter.ready(number, clock.now())
 
     def _step(self) -> None:
         """Runs the next step, if an engine is busy. If it fails, only its engine ends."""
-        began = _now()
+        began = clock.now()
         self._predict()
         number = self._arbiter.choose(began)
         if number is None:
@@ -195,7 +196,7 @@ class StepLoop:
             self._send(failure, number)
             self._retire(number, reply=False)
             return
-        ended = _now()
+        ended = clock.now()
         self._arbiter.charge(number, ended - began, ended)
         if not hosted.busy:
             self._arbiter.idle(number)
@@ -290,7 +291,3 @@ def _failed(error: BaseException) -> Failed:
     if not isinstance(error, ChairliftError):
         traceback.print_exception(error)
     return Failed(type(error).__name__, str(error) or repr(error))
-
-
-def _now() -> int:
-    return time.monotonic_ns() // 1000

@@ -14,11 +14,10 @@ from chairlift.checkpoint.weight_files import gguf_link
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.encoder import EncoderConfig, longest_text
-from chairlift.models.shape import ModelShape
-from chairlift.runner.buffers import Layout, Pairs, Sampled, StepBuffers, StepSizes
+from chairlift.runner.buffers import Layout, Sampled, StepBuffers, StepSizes
 from chairlift.runner.build import choose_threads
 from chairlift.runner.cpu_encoder import build_encoder
-from chairlift.runner.interface import AdapterStore, BlockStorage
+from chairlift.runner.interface import Runner
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.machine import available_memory
 from chairlift.runner.memory.precision import decide
@@ -28,28 +27,20 @@ from chairlift.sampling import SamplingParams
 CHECKPOINT = "the checkpoint's configuration for sentence-transformers, or the usual value"
 
 
-class EncoderRunner:
-    """A `Runner` that computes embeddings of texts instead of tokens.
+class EncoderRunner(Runner):
+    """A runner that computes embeddings of texts instead of tokens.
 
     A text is computed whole in the step that has its last token, so keys and values are not kept: the KV blocks exist only as numbers.
     """
 
     batch_invariant = True
-    overlaps = False
-    has_logprobs = False
     generates = False
-    adapters: AdapterStore | None = None
-    kv_blocks: BlockStorage | None = None
-    host_blocks = 0
-    kv_cache_bytes = 0
-    swap_ns_per_block = 0
-    state_slots = 0
 
     def __init__(self, config: EngineConfig, directory: Path, model: EncoderConfig, on_phase: Callable[[str, float], None]) -> None:
         """Loads the model. Raises ModelNotFound, UnsupportedModel, or InvalidSetting for settings that do not suit an encoder."""
         began = time.perf_counter()
-        self.model_config: ModelShape = model
-        self.pooling: str | None = model.pooling
+        self.model_config = model
+        self.pooling = model.pooling
         self._one_type = model.num_token_types < 2
         config = config.for_positions(model.max_position_embeddings)
         self.longest = _longest(config, directory, model)
@@ -60,7 +51,7 @@ class EncoderRunner:
         exact = replace(config, cpu_math="exact") if config.cpu_math == "auto" else config
         precision = decide(exact, model, available_memory(), sizes, byte_products=_core.byte_products(config.cpu_isa))
         device = "encoders are computed by the CPU kernels" if config.device == "auto" else asked("--device")
-        self.decisions: tuple[Decision, ...] = (
+        self.decisions = (
             Decision("code", f"{model.architecture}, in Rust", "the CPU kernels support it"),
             Decision("device", "cpu", device),
             threads,
@@ -91,16 +82,6 @@ class EncoderRunner:
         """Assigns a batch slot to a text."""
         self._texts[slot] = tokens[:prompt_len], prompt_len if params.second_text is None else params.second_text
 
-    def remove_request(self, slot: int) -> None:
-        """Does nothing: the slot's next text replaces this one."""
-
-    def forced_tokens(self) -> list[tuple[int, list[int]]]:
-        """None: there are no grammars."""
-        return []
-
-    def swap(self, outs: Pairs, ins: Pairs) -> None:
-        """Does nothing: there are no host blocks."""
-
     def launch(self, buffer_index: int, sizes: StepSizes) -> np.ndarray:
         """Computes the embeddings of the texts that end in this step: float32 [texts, numbers], NaN where a weight overflows."""
         slots = self.buffers[buffer_index].sample_slots[: sizes.samples].tolist()
@@ -117,19 +98,10 @@ class EncoderRunner:
             return np.zeros(0, dtype=np.int32)
         return np.concatenate([(np.arange(len(tokens)) >= second).astype(np.int32) for tokens, second in texts])
 
-    def sample(self, step: np.ndarray) -> None:
-        """Does nothing: `launch` has computed the embeddings."""
-
     def collect(self, step: np.ndarray) -> Sampled:
         """Returns the embeddings that `launch` computed."""
         tokens = np.where(np.isfinite(step).all(axis=1), _core.NO_TOKEN, -1).astype(np.int32)
         return Sampled(tokens, np.zeros(0, dtype=np.float32), {at: row.tobytes() for at, row in enumerate(step)}, [], {})
-
-    def wait(self) -> None:
-        """Does nothing: no work is queued."""
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 def _longest(config: EngineConfig, directory: Path, model: EncoderConfig) -> int:

@@ -1,7 +1,10 @@
 """The interface of a runner, which runs the steps that the engine plans."""
 
+# ruff: noqa: B027 - these methods do nothing by default
+
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,11 +49,12 @@ class BlockStorage(Protocol):
         """Overwrites a block with KV that `read` gave."""
 
 
-class Runner(Protocol):
+class Runner(ABC):
     """Runs the steps that the scheduler plans: `launch`, then `sample`, then `collect`.
 
     If `overlaps`, the device works asynchronously and `launch` and `sample` do not wait for it. The engine may then launch one step
     while the previous one runs, and samples it after it has collected the previous one, because grammars need the sampled tokens.
+    The defaults are those of a runner that computes in `launch`, on the host, and keeps no KV.
     """
 
     model_config: ModelShape
@@ -58,27 +62,27 @@ class Runner(Protocol):
     """Most tokens of one sequence."""
     num_kv_blocks: int
     """KV blocks, including scratch block 0."""
-    host_blocks: int
+    host_blocks: int = 0
     """KV blocks in host memory, for swapped-out sequences."""
-    kv_cache_bytes: int
+    kv_cache_bytes: int = 0
     """Bytes of all KV blocks on the device."""
-    swap_ns_per_block: int
+    swap_ns_per_block: int = 0
     """Nanoseconds to copy one block to the host or back."""
-    state_slots: int
+    state_slots: int = 0
     """Slots for the recurrent states of sequences, at least `max_num_seqs`; 0 for a model without recurrent layers."""
     max_num_seqs: int
     max_num_batched_tokens: int
-    overlaps: bool
+    overlaps: bool = False
     batch_invariant: bool
     """Whether a sequence's logits are bitwise equal whatever else is in the batch."""
-    has_logprobs: bool
-    generates: bool
+    has_logprobs: bool = False
+    generates: bool = True
     """Whether it generates tokens."""
-    adapters: AdapterStore | None
+    adapters: AdapterStore | None = None
     """The LoRA adapters; None if sequences cannot have any."""
-    pooling: str | None
+    pooling: str | None = None
     """How it combines the states of a text to its embedding: first, last or mean; None if it computes no embeddings."""
-    decisions: tuple[Decision, ...]
+    decisions: tuple[Decision, ...] = ()
     """The decisions made at start-up and their reasons."""
     buffers: list[StepBuffers]
     """One per step that may be in flight; the scheduler fills them in turn."""
@@ -86,7 +90,9 @@ class Runner(Protocol):
     @property
     def kv_blocks(self) -> BlockStorage | None:
         """The KV cache; None if its blocks cannot be read."""
+        return None
 
+    @abstractmethod
     def add_request(
         self,
         slot: int,
@@ -111,10 +117,12 @@ class Runner(Protocol):
 
     def forced_tokens(self) -> Sequence[tuple[int, Sequence[int]]]:
         """The slots whose grammar leaves no choice, each with the tokens that must come next. No step may be in flight."""
+        return ()
 
     def swap(self, outs: Pairs, ins: Pairs) -> None:
         """Copies blocks to the host (device block, host block), then back (host block, device block)."""
 
+    @abstractmethod
     def launch(self, buffer_index: int, sizes: StepSizes) -> Any:
         """Starts the forward pass of the step in `buffers[buffer_index]` and returns a handle for `sample` and `collect`.
 
@@ -128,6 +136,7 @@ class Runner(Protocol):
         some slots may have counted a token.
         """
 
+    @abstractmethod
     def collect(self, step: Any) -> Sampled:
         """Waits for the oldest step in flight and returns its tokens. Its buffers may be refilled."""
 

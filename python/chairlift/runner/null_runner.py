@@ -8,8 +8,8 @@ import numpy as np
 
 from chairlift.config import EngineConfig
 from chairlift.models.config import load_shape
-from chairlift.runner.buffers import Layout, Pairs, Sampled, StepBuffers, StepSizes
-from chairlift.runner.interface import AdapterStore, BlockStorage
+from chairlift.runner.buffers import Layout, Sampled, StepBuffers, StepSizes
+from chairlift.runner.interface import Runner
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.sampling import SamplingParams
 
@@ -17,25 +17,15 @@ DEFAULT_BLOCKS = 1 << 20
 """Most KV blocks by default. They take no memory, but each costs the scheduler some."""
 
 
-class NullRunner:
-    """A `Runner` whose next token is a function of the previous token and its position.
+class NullRunner(Runner):
+    """A runner whose next token is a function of the previous token and its position.
 
     Output never ends by itself, sampling parameters have no effect, and there are no log-probabilities. The context length and the
     vocabulary are those of the model's config.
     """
 
     batch_invariant = True
-    overlaps = False
-    has_logprobs = False
-    generates = True
-    adapters: AdapterStore | None = None
-    pooling: str | None = None
-    decisions: tuple[Decision, ...] = (Decision("weights", "none", asked("--load-format")),)
-    kv_blocks: BlockStorage | None = None
-    host_blocks = 0
-    kv_cache_bytes = 0
-    swap_ns_per_block = 0
-    state_slots = 0
+    decisions = (Decision("weights", "none", asked("--load-format")),)
 
     def __init__(self, config: EngineConfig, directory: Path, ends: frozenset[int]) -> None:
         """Reads the model's config; `ends` are tokens that are never returned. Raises ModelNotFound or UnsupportedModel."""
@@ -53,16 +43,6 @@ class NullRunner:
     def add_request(self, slot: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int, **rest: object) -> None:
         """Does nothing."""
 
-    def remove_request(self, slot: int) -> None:
-        """Does nothing."""
-
-    def forced_tokens(self) -> list[tuple[int, list[int]]]:
-        """None: grammars have no effect."""
-        return []
-
-    def swap(self, outs: Pairs, ins: Pairs) -> None:
-        """Does nothing: there are no host blocks."""
-
     def launch(self, buffer_index: int, sizes: StepSizes) -> np.ndarray:
         """Computes the step's tokens: int32 [samples]."""
         buffers = self.buffers[buffer_index]
@@ -71,15 +51,6 @@ class NullRunner:
         chosen: np.ndarray = self._tokens[mixed % len(self._tokens)]
         return chosen
 
-    def sample(self, step: np.ndarray) -> None:
-        """Does nothing: `launch` has computed the tokens."""
-
     def collect(self, step: np.ndarray) -> Sampled:
         """Returns the tokens that `launch` computed."""
         return Sampled(step, np.zeros(0, dtype=np.float32), {}, [], {})
-
-    def wait(self) -> None:
-        """Does nothing: no work is queued."""
-
-    def close(self) -> None:
-        """Does nothing."""

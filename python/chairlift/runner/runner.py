@@ -12,8 +12,7 @@ from chairlift._core import NO_TOKEN
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Pairs, PendingResult, Sampled, StepBuffers, StepSizes
 from chairlift.runner.executor import Logits, ModelExecutor
-from chairlift.runner.interface import BlockStorage
-from chairlift.runner.memory.decision import Decision
+from chairlift.runner.interface import BlockStorage, Runner
 from chairlift.runner.memory.sizing import Size
 from chairlift.runner.sampling.logprobs import CHUNK_LOGITS, PromptLogprobs, packed
 from chairlift.runner.sampling.matcher import Matcher
@@ -44,19 +43,12 @@ class Launched:
     sample: PendingSample | None = None
 
 
-class ModelRunner:
-    """The `Runner` of a loaded model, on the host; `TorchRunner` is that of a model in torch. `build.build_runner` makes them."""
+class ModelRunner(Runner):
+    """The runner of a loaded model, on the host; `TorchRunner` is that of a model in torch. `build.build_runner` makes them."""
 
     has_logprobs = True
-    generates = True
-    overlaps = False
     compiles_kernels = False
     """Whether the first use of a sampling feature takes long."""
-    decisions: tuple[Decision, ...] = ()
-    host_blocks = 0
-    kv_cache_bytes = 0
-    swap_ns_per_block = 0
-    state_slots = 0
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from starlette.requests import Request
 
-from chairlift.engine.request import check_dimensions, check_embeds
+from chairlift.engine.validation import check_dimensions, check_embeds
 from chairlift.errors import ContextExceeded, InvalidRequest
 from chairlift.sampling import EMBED, SamplingParams
 from chairlift.server.generation import Generation

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from chairlift.engine import clock
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.errors import EngineDead, InvalidRequest, QueueFull
 from chairlift.sampling import SamplingParams
@@ -52,10 +53,10 @@ def run_live(workload: Workload, variant: Variant, on_step: OnStep = lambda engi
 def _serve(engine: Engine, workload: Workload, prompts: list[NDArray[np.int32]], on_step: OnStep) -> tuple[list[tuple[int, ...]], int]:
     """The spans of the requests that finished, and the number of the others."""
     due, outputs, tenants = (workload.column(name).tolist() for name in ("arrival_us", "output", "tenant"))
-    start, sent = _now(), 0
+    start, sent = clock.now(), 0
     spans: list[tuple[int, ...]] = []
     while sent < len(prompts) or engine.has_work:
-        while sent < len(prompts) and due[sent] <= _now() - start:
+        while sent < len(prompts) and due[sent] <= clock.now() - start:
             params = SamplingParams(max_tokens=outputs[sent], ignore_eos=True)
             scheduling = Scheduling(tenant=workload.tenants[tenants[sent]][0])
             with suppress(InvalidRequest, QueueFull):  # counted at the end
@@ -66,7 +67,7 @@ def _serve(engine: Engine, workload: Workload, prompts: list[NDArray[np.int32]],
             on_step(engine, report)
             spans += [request_span(timeline) for timeline in report.ended if timeline["finish"] == "length"]
             continue
-        until_due = [(due[sent] - (_now() - start)) / 1e6] if sent < len(prompts) else []
+        until_due = [(due[sent] - (clock.now() - start)) / 1e6] if sent < len(prompts) else []
         _sleep([*until_due, *([engine.wakes_in()] if engine.has_work else [])])
     return spans, len(prompts) - len(spans)
 
@@ -90,7 +91,3 @@ def _prompts(workload: Workload, vocabulary: int) -> list[NDArray[np.int32]]:
         prompts.append(np.concatenate(pieces)[:length].astype(np.int32))
         at += count
     return prompts
-
-
-def _now() -> int:
-    return time.monotonic_ns() // 1000

@@ -21,7 +21,7 @@ from chairlift.chat.reasoning import Reasoning
 from chairlift.chat.tools.argument_types import argument_types
 from chairlift.chat.tools.hermes import Hermes
 from chairlift.chat.tools.parser import ToolCallDelta, ToolParser
-from chairlift.engine.request import check_generates
+from chairlift.engine.validation import check_generates
 from chairlift.errors import InvalidRequest, brief
 from chairlift.outputs import RequestOutput, TokenLogprobs
 from chairlift.scheduling import BACKGROUND

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.engine.request import check_embeds
+from chairlift.engine.validation import check_embeds
 from chairlift.errors import InvalidRequest, brief
 from chairlift.server.batch.input import ENDPOINTS
 from chairlift.server.errors import ApiError

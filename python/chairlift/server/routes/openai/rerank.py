@@ -10,7 +10,7 @@ from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.engine.request import relevance
+from chairlift.engine.validation import relevance
 from chairlift.errors import InvalidRequest
 from chairlift.server.embedding import MAX_INPUTS, EmbeddingBatch
 from chairlift.server.http.body import read_fields
