@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from chairlift.layers.linear import Linear, Quantised, quantise, stack
+from chairlift.layers.linear import Linear, Quantised, dequantise, quantise, stack, take_rows
 
 ROWS, OUTS, INS = 5, 37, 50
 """Sides that are odd in every way."""
@@ -71,6 +71,17 @@ def test_scales_of_16_bits_are_widened_for_products_in_fp8():
     narrow = packed._replace(scale=packed.scale.bfloat16())
     expected = Linear(narrow._replace(scale=narrow.scale.float()), rounds_activations=True)(x)
     assert torch.equal(Linear(narrow, rounds_activations=True)(x), expected)
+
+
+def test_rows_are_taken_as_they_are_stored():
+    _, weight, _ = matrices(torch.float32)
+    rows = torch.arange(OUTS).flip(0)
+    assert torch.equal(take_rows(weight, rows), weight.flip(0))
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randint(0, 256, (OUTS, INS // 2), dtype=torch.uint8, generator=generator)
+    zero = torch.randint(0, 16, (OUTS, 1), dtype=torch.uint8, generator=generator)
+    for packed in (Quantised(pairs, torch.rand(OUTS, 1, generator=generator), zero), quantise(weight, "int8"), quantise(weight, "fp8")):
+        assert torch.equal(dequantise(take_rows(packed, rows), torch.float32), dequantise(packed, torch.float32).flip(0))
 
 
 def test_only_weights_that_are_quantised_alike_are_stacked():

@@ -109,7 +109,7 @@ def test_what_transformers_writes_of_others_by_default_is_read(name, tmp_path):
     assert ours.rope == RopeConfig(dim=ours.head_dim, theta=theirs.rope_parameters["rope_theta"])
     assert ours.uses_rope == tuple(map(bool, getattr(theirs, "no_rope_layers", [1] * 8)))
     assert ours.attention_scale == (1.0 if name == "Granite" else ours.head_dim**-0.5)
-    assert ours.only_in_rust
+    assert not ours.only_in_rust
 
 
 def granite4(**changes: object) -> ModelConfig:
@@ -248,12 +248,12 @@ def test_the_context_follows_the_scaling():
 
 def test_models_that_only_the_kernels_for_cpus_know_are_transformers_elsewhere(tmp_path):
     sizes = {"hidden_size": 64, "vocab_size": 300, "num_hidden_layers": 4}
-    theirs = transformers.SmolLM3Config(architectures=["SmolLM3ForCausalLM"], pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
+    theirs = transformers.OlmoeConfig(architectures=["OlmoeForCausalLM"], pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
     theirs.save_pretrained(tmp_path)
     assert isinstance(load_shape(tmp_path), ModelConfig)
     elsewhere = load_shape(tmp_path, in_torch=True)
     assert not isinstance(elsewhere, ModelConfig)
-    assert elsewhere.not_ours == "SmolLM3ForCausalLM has code of ours for one process on a CPU alone"
+    assert elsewhere.not_ours == "OlmoeForCausalLM has code of ours for one process on a CPU alone"
 
 
 def test_both_spellings_of_ropes_by_kind_of_layer_are_read():

@@ -25,7 +25,6 @@ GRANITE = Architecture(
     name="GraniteForCausalLM",
     model_type="granite",
     models="Granite 3; dense Granite 4 as GGUF",
-    code=Code.RUST,
     gguf=GGUFFormat(
         names=("granite",),
         keys=KEYS,

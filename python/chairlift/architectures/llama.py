@@ -1,6 +1,6 @@
 """Llama, Mistral and Ministral."""
 
-from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Windows
+from chairlift.architectures.architecture import Architecture, GGUFFormat, Windows
 
 LLAMA = Architecture(
     name="LlamaForCausalLM",
@@ -28,7 +28,6 @@ MINISTRAL3 = Architecture(
     models="Ministral 3; Mistral Small 3 as GGUF",
     wrappers=("Mistral3ForConditionalGeneration",),
     text_types=("ministral3",),
-    code=Code.RUST,
     gguf=GGUFFormat(names=("mistral3",), adjacent_pairs=True),
     kv_heads=8,
     head_dim=128,

@@ -1,12 +1,11 @@
 """Phi-3 and Phi-4-mini."""
 
-from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Projections, Windows
+from chairlift.architectures.architecture import Architecture, GGUFFormat, Key, Projections, Windows
 
 PHI3 = Architecture(
     name="Phi3ForCausalLM",
     model_type="phi3",
     models="Phi-3, Phi-4-mini",
-    code=Code.RUST,
     gguf=GGUFFormat(
         names=("phi3",),
         keys={"sliding_window": Key("attention.sliding_window", int, optional=True)},

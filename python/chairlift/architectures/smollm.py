@@ -1,12 +1,11 @@
 """SmolLM3."""
 
-from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Windows
+from chairlift.architectures.architecture import Architecture, GGUFFormat, Windows
 
 SMOLLM3 = Architecture(
     name="SmolLM3ForCausalLM",
     model_type="smollm3",
     models="SmolLM3",
-    code=Code.RUST,
     gguf=GGUFFormat(names=("smollm3",), adjacent_pairs=True),
     kv_heads=4,
     theta=2e6,

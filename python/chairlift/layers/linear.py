@@ -106,6 +106,15 @@ def stack(parts: Sequence[Weight]) -> Weight:
     return Quantised(numbers, scale, torch.cat(zeros) if zeros else None, packed[0].group, packed[0].order)
 
 
+def take_rows(weight: Weight, rows: torch.Tensor) -> Weight:
+    """The rows of a matrix whose numbers are `rows`, int64, in that order."""
+    if isinstance(weight, torch.Tensor):
+        return weight[rows]
+    # torch cannot index fp8.
+    numbers = weight.numbers.view(torch.uint8)[rows].view(weight.numbers.dtype)
+    return weight._replace(numbers=numbers, scale=weight.scale[rows], zero=None if weight.zero is None else weight.zero[rows])
+
+
 class Linear:
     """A linear layer: weight [out, in] and an optional bias [out].
 

@@ -8,11 +8,18 @@ from chairlift.layers.attention import AttentionPlan, Scales, write_kv
 from chairlift.layers.norm import rms_norm
 
 
-def rotations(positions: torch.Tensor, frequencies: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the rotation at integer positions [tokens], times `scale`, each fp32 [tokens, head_dim / 2]."""
+def rotations(positions: torch.Tensor, frequencies: torch.Tensor, scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the rotation at integer positions [tokens], times `scales` [head_dim / 2], each fp32 [tokens, head_dim / 2]."""
     angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
     cosines, sines = angles.cos(), angles.sin()
-    return (cosines, sines) if scale == 1 else (cosines.mul_(scale), sines.mul_(scale))
+    return (cosines, sines) if scales is None else (cosines.mul_(scales), sines.mul_(scales))
+
+
+def spread(head_dim: int, rotated: int) -> list[int]:
+    """The order of a head's numbers in which the pairs of a rotation of the first `rotated` ones are half a head apart."""
+    rest = (head_dim - rotated) // 2
+    low, high = range(rotated // 2), range(rotated // 2, rotated)
+    return [*low, *range(rotated, rotated + rest), *high, *range(rotated + rest, head_dim)]
 
 
 def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

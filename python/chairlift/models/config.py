@@ -265,8 +265,6 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
                 f"{model.architecture} has recurrent layers, which one process on a CPU alone computes: use --device cpu"
             )
         if in_torch and model.only_in_rust:
-            if model.architecture == "GraniteForCausalLM" and not any(model.uses_rope):
-                raise UnsupportedModel("Granite without rotary positions has code of ours for one process on a CPU alone, and no other")
             raise NoNativeModel(f"{model.architecture} has code of ours for one process on a CPU alone")
         return model
     except NoNativeModel as reason:

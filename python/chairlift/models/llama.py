@@ -1,4 +1,4 @@
-"""The Llama family (Llama, Mistral, Qwen2 and 3, Gemma 2 and 3) over a ragged token axis and a paged cache."""
+"""The Llama family (Llama, Mistral, Qwen2 and 3, Gemma 2 and 3, Phi-3, SmolLM3, Granite) over a ragged token axis and a paged cache."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch.nn import functional
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.activation import act_mul
 from chairlift.layers.attention import AttentionPlan, Scales, paged_attention
-from chairlift.layers.linear import Activations, Linear, Weight, quantise, stack
+from chairlift.layers.linear import Activations, Linear, Weight, quantise, stack, take_rows
 from chairlift.layers.lora import AdapterRows, adapted
 from chairlift.layers.norm import add_rms_norm, rms_norm
-from chairlift.layers.rope import rope_write, rotations
+from chairlift.layers.rope import rope_write, rotations, spread
 from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
 from chairlift.models.config import ModelConfig
+from chairlift.models.rotary import RopeConfig
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
 """One layer's keys [blocks, kv_heads, block_size, head_dim] and values [blocks, kv_heads, block_size, value_dim]."""
@@ -86,20 +87,20 @@ class Llama:
             layer.next_rounds = following.qkv.rounds_activations
         self.head = Linear(group.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape))
         device = self.embedding.device
-        self.frequencies = {
-            rope: torch.from_numpy(rope.frequencies(longest or config.max_position_embeddings)).to(device)
-            for rope in (config.rope, config.local_rope)
-        }
+        longest = longest or config.max_position_embeddings
+        self.rotations = {layer.rope: _rotation(layer.rope, config.head_dim, longest, device) for layer in self.layers}
+        self.temperature, self.logits_scale = config.temperature, config.logits_scale
 
     def forward(self, batch: ForwardBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
         """Runs a batch over each layer's cache; returns hidden states [T, hidden]."""
         residual = functional.embedding(batch.input_ids, self.embedding)
         if self.scale != 1:
             residual.mul_(self.scale)
-        rotation = {rope: rotations(batch.positions, frequencies, rope.scale) for rope, frequencies in self.frequencies.items()}
+        rotation = {rope: rotations(batch.positions, *of) for rope, of in self.rotations.items()}
+        query_scale = None if self.temperature is None else _query_scale(batch.positions, *self.temperature).to(residual.dtype)
         x: Activations = rms_norm(residual, self.norm, self.eps, rounds=self.layers[0].qkv.rounds_activations)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x = layer.forward(x, residual, rotation[layer.rope], layer_cache, batch.attention, batch.adapters)
+            x = layer.forward(x, residual, rotation[layer.rope], query_scale, layer_cache, batch.attention, batch.adapters)
         # No `next_rounds` is set in the last layer.
         assert isinstance(x, torch.Tensor)
         return x
@@ -111,6 +112,8 @@ class Llama:
     def logits(self, hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Logits at token positions `at` [N] of a batch's hidden states; returns [N, vocabulary]."""
         logits = self.group.all_gather(self.head(hidden[at]), len(self.embedding))
+        if self.logits_scale != 1:
+            logits.mul_(self.logits_scale)
         return logits if self.softcap is None else logits.float().div_(self.softcap).tanh_().mul_(self.softcap)
 
 
@@ -131,19 +134,25 @@ class _Layer:
         self.group = group
         self.head_dim, self.eps, self.activation = config.head_dim, config.rms_norm_eps, config.activation
         self.window, self.scale, self.softcap = config.windows[index], config.attention_scale, config.attention_softcap
-        self.rope = config.rope if self.window is None else config.local_rope
+        self.residual_scale = config.residual_scale
+        self.rope = None if not config.uses_rope[index] else config.rope if self.window is None else config.local_rope
+        """None in a layer without rotary positions."""
         hidden, inner = config.hidden_size, config.intermediate_size
         queries, kv = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         prefix = f"model.layers.{index}."
         self._merged: dict[Linear, dict[str, int]] = {}
 
-        def merged(outs: dict[str, int], width: int, bias: bool) -> Linear:
-            """One Linear for several projections of the same input."""
+        def merged(names: Sequence[str], sizes: Sequence[int], width: int, bias: bool, order: list[int] | None = None) -> Linear:
+            """One Linear for several projections of the same input, which the checkpoint may have fused. `order` is that of its rows."""
+            outs = dict(zip(names, sizes, strict=True)) if len(names) == len(sizes) else {names[0]: sum(sizes)}
             biases = [weights.take(f"{prefix}{name}.bias", size) for name, size in outs.items()] if bias else []
             try:
                 weight = stack([weights.matrix(f"{prefix}{name}", size, width) for name, size in outs.items()])
             except ValueError as error:
                 raise UnsupportedModel(f"{', '.join(f'{prefix}{name}' for name in outs)}: {error}") from None
+            if order is not None:
+                weight = take_rows(weight, torch.tensor(order, device=next_norm.device))
+                biases = [torch.cat(biases)[order]] if biases else []
             if quantization and isinstance(weight, torch.Tensor):
                 weight = quantise(weight, quantization)
             rounds = rounds_activations or quantization == "fp8"
@@ -154,11 +163,11 @@ class _Layer:
         def norm(name: str) -> torch.Tensor:
             return _norm(config, weights, f"{prefix}{name}.weight")
 
-        outs = {"self_attn.q_proj": queries, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-        self.qkv = merged(outs, hidden, config.qkv_bias)
-        self.output = merged({"self_attn.o_proj": hidden}, queries, config.output_bias)
-        self.gate_up = merged({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, config.mlp_bias)
-        self.down = merged({"mlp.down_proj": hidden}, inner, config.mlp_bias)
+        names = config.projections
+        self.qkv = merged(names.qkv, (queries, kv, kv), hidden, config.qkv_bias, _spread_rows(config))
+        self.output = merged((names.output,), (hidden,), queries, config.output_bias)
+        self.gate_up = merged(names.gate_up, (inner, inner), hidden, config.mlp_bias)
+        self.down = merged((names.down,), (hidden,), inner, config.mlp_bias)
         self.scales = kv_scales(weights, index, config.num_kv_heads)
         self.qk_norms = (norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None
         # With post-norms, "post_attention_layernorm" is the norm after attention; without them it is the norm before the MLP.
@@ -184,6 +193,7 @@ class _Layer:
         x: Activations,
         residual: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
+        query_scale: torch.Tensor | None,
         cache: LayerCache,
         plan: AttentionPlan,
         adapters: AdapterRows | None,
@@ -194,6 +204,8 @@ class _Layer:
         # Keys and values are written before attention, which reads this step's keys from the cache.
         scales = self.scales if keys.dtype == torch.float8_e4m3fn else None
         query = rope_write(qkv, rotation, keys, values, plan, norms=self.qk_norms, eps=self.eps, scales=scales)
+        if query_scale is not None:
+            query.mul_(query_scale)
         mixed = paged_attention(query, keys, values, plan, window=self.window, scale=self.scale, softcap=self.softcap, scales=scales)
         mixed = self._summed(self.output, mixed.flatten(1), adapters)
         # A kernel whose result only a product in fp8 reads rounds it.
@@ -203,10 +215,41 @@ class _Layer:
         return add_rms_norm(summed, residual, self.next_norm, self.eps, inner=self.mlp_norm, rounds=self.next_rounds)
 
     def _summed(self, linear: Linear, x: Activations, adapters: AdapterRows | None) -> torch.Tensor:
-        """The output of a projection of which each process has some columns."""
+        """The output of a projection of which each process has some columns, as it is added to the residual stream."""
         if linear.gathers and isinstance(x, torch.Tensor):
             x = self.group.all_gather(x, self.group.size * x.shape[1])
-        return self.group.all_reduce(adapted(linear, x, adapters))
+        summed = self.group.all_reduce(adapted(linear, x, adapters))
+        return summed if self.residual_scale == 1 else summed.mul_(self.residual_scale)
+
+
+def _rotation(rope: RopeConfig | None, head_dim: int, longest: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Frequencies of a head's pairs and factors of their cosines and sines, fp32 [head_dim / 2]; 0 and 1 for pairs without rotation."""
+    frequencies = torch.zeros(head_dim // 2)
+    if rope is None:
+        return frequencies.to(device), None
+    frequencies[: rope.dim // 2] = torch.from_numpy(rope.frequencies(longest))
+    if rope.scale == 1:
+        return frequencies.to(device), None
+    scales = torch.ones(head_dim // 2)
+    scales[: rope.dim // 2] = rope.scale
+    return frequencies.to(device), scales.to(device)
+
+
+def _query_scale(positions: torch.Tensor, growth: float, span: int) -> torch.Tensor:
+    """The factors [tokens, 1, 1] of queries that grow with their position: 1 + growth * ln(1 + position // span)."""
+    return (positions // span).float().log1p_().mul_(growth).add_(1).view(-1, 1, 1)
+
+
+def _spread_rows(config: ModelConfig) -> list[int] | None:
+    """The order of the rows of queries, keys and values in which the pairs of a partial rotation are half a head apart; None: as they are.
+
+    Queries and keys have equal orders, which change no product.
+    """
+    if config.rope.dim == config.head_dim:
+        return None
+    rotated, values = (config.num_heads + config.num_kv_heads) * config.head_dim, config.num_kv_heads * config.head_dim
+    head = spread(config.head_dim, config.rope.dim)
+    return [*(start + i for start in range(0, rotated, config.head_dim) for i in head), *range(rotated, rotated + values)]
 
 
 def _norm(config: ModelConfig, weights: WeightSource, name: str) -> torch.Tensor:

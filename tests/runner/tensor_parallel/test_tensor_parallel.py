@@ -56,6 +56,7 @@ def test_two_processes_answer_as_one_does(
     [
         ("qwen3", 2, "the model has 1 KV heads, which cannot be split into 2 equal parts"),
         ("llama", 3, "2 KV heads, which cannot be split into 3"),
+        ("phi3", 2, "the fused projections of Phi3ForCausalLM, self_attn.qkv_proj, cannot be split"),
         ("llama", 4, "6 attention heads, which cannot be split into 4"),
     ],
 )
