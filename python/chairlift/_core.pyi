@@ -318,7 +318,7 @@ class Scheduler:
     def note_session(self, tenant: str, session: str, event: str, now: int) -> bool:
         """Records that a session `awaits_user` or has `ended`. Returns False if it is unknown. Raises ValueError for another event."""
     def session_wait(self, seq: int) -> tuple[int, int] | None:
-        """Milliseconds that a request is expected to wait for its session's turn, and the most that it waits; None unless it waits for it."""
+        """Milliseconds that a request is expected to wait for its session's turn, and at most; None unless it waits for it."""
     def cached_blocks(self, tokens: NDArray[np.int32], group: str = "") -> int:
         """Number of full blocks at the start of `tokens` (int32) that a request of `group`, without a salt, would find in the cache."""
     def restore(self, tokens: NDArray[np.int32], now: int, group: str = "") -> tuple[int, list[int]]:
