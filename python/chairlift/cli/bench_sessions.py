@@ -34,8 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--users", type=values.whole(1, 10**5), metavar="N", help=f"users of --sessions, one session each at a time (default: {USERS})"
     )
-    think = f"longest time between an answer and the next request of --sessions, in seconds (default: {THINK_TIME:g})"
-    group.add_argument("--max-think-time", type=values.number(0.0, 1e9), metavar="S", help=think)
+    flags.add_max_think_time(group, THINK_TIME)
     group.add_argument(
         "--duration",
         type=values.number(1.0, 1e9),

@@ -110,6 +110,12 @@ def add_burstiness(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_max_think_time(parser: argparse._ActionsContainer, default: float) -> None:
+    """Adds `--max-think-time` for recorded sessions, None by default."""
+    think = f"longest time between an answer and the next request of --sessions, in seconds (default: {default:g})"
+    parser.add_argument("--max-think-time", type=values.number(0.0, 1e9), metavar="S", help=think)
+
+
 def add_json(parser: argparse._ActionsContainer) -> None:
     """Adds `--json`."""
     parser.add_argument("--json", action="store_true", help="print all figures as JSON, times in seconds")

@@ -16,17 +16,21 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.sim import plan_report
 from chairlift.sim.calibrate import SECONDS, calibrate
-from chairlift.sim.devices import Profile
+from chairlift.sim.devices import Device, Profile
 from chairlift.sim.devices import device as known_device
 from chairlift.sim.models import devices_of
 from chairlift.sim.models_plan import plan_models
 from chairlift.sim.plan import Targets, plan
 from chairlift.sim.run import SETTINGS, basis, check_sizes, ready
+from chairlift.sim.sessions import DURATION, THINK_TIME
+from chairlift.sim.sessions_plan import SessionsTarget, plan_sessions
 from chairlift.sim.workload import Workload
 from chairlift.sim.workload_spec import MIN_REQUESTS, WorkloadSpec
 
 REQUESTS, INPUT_LEN, OUTPUT_LEN = 2000, 256, 128
 """Defaults: requests of a trace, and lengths without one."""
+_TARGETS, _SESSIONS_TARGET = Targets(), SessionsTarget()
+"""The default targets."""
 
 _EXAMPLES = """\
 examples:
@@ -34,11 +38,14 @@ examples:
   chairlift plan --input-len 1000 --output-len 200 --range-ratio 0.5 --ttft-ms 1000 --itl-ms 50
   chairlift plan --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --report plan.html
   chairlift plan --trace mixed.csv --models models.toml --modelled-device H100
+  chairlift plan --sessions agents.jsonl.gz --model Llama-3.1-8B --modelled-device H100
   chairlift calibrate -o here.json && chairlift plan --modelled-device here.json
 
 Finds the largest request rate at which TTFT and ITL meet their targets, by simulation as in 'chairlift simulate --help', which
 lists the known devices and models. Requests arrive as 'chairlift bench sweep' sends them, or at the trace's times. The same
 command gives the same numbers for the same machine. docs/capacity.md has the accuracy of a plan.
+
+With --sessions, the plan is the largest number of agents whose sessions take at most --slowdown times as long as alone on the machine.
 """
 
 _tokens = values.whole(1, 10**7)
@@ -57,6 +64,7 @@ def add_parser(commands: Any, summary: str) -> None:
     )
     _add_targets(parser.add_argument_group("targets"))
     _add_traffic(parser.add_argument_group("traffic"))
+    _add_sessions(parser.add_argument_group("sessions of agents"))
     group = parser.add_argument_group("results")
     flags.add_json(group)
     flags.add_report(group)
@@ -64,8 +72,8 @@ def add_parser(commands: Any, summary: str) -> None:
 
 
 def _add_targets(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--ttft-ms", type=_milliseconds, default=2000.0, metavar="MS", help="time to the first token (default: 2000)")
-    group.add_argument("--itl-ms", type=_milliseconds, default=100.0, metavar="MS", help="time between two tokens (default: 100)")
+    group.add_argument("--ttft-ms", type=_milliseconds, metavar="MS", help=f"time to the first token (default: {1e3 * _TARGETS.ttft:g})")
+    group.add_argument("--itl-ms", type=_milliseconds, metavar="MS", help=f"time between two tokens (default: {1e3 * _TARGETS.itl:g})")
     group.add_argument(
         "--percentile", type=values.number(1, 100), default=95.0, metavar="X", help="percentile that must meet the target (default: 95)"
     )
@@ -97,13 +105,25 @@ def _add_traffic(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_sessions(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--sessions", metavar="FILE", help="recorded sessions of agents (docs/capacity.md), in place of requests")
+    slowdown = f"longest time of a session, as a multiple of its time alone (default: {_SESSIONS_TARGET.slowdown:g})"
+    group.add_argument("--slowdown", type=values.number(1.0, 1e6), metavar="X", help=slowdown)
+    flags.add_max_think_time(group, THINK_TIME)
+    group.add_argument("--duration", type=values.number(1.0, 1e9), metavar="S", help=f"seconds to simulate (default: {DURATION:g})")
+
+
 def run(args: argparse.Namespace) -> int:
     """Plans the capacity and reports it."""
+    if args.sessions is not None:
+        return _run_sessions(args)
+    flags.reject("it is for --sessions", slowdown=args.slowdown, max_think_time=args.max_think_time, duration=args.duration)
     spec, traffic = _workload_spec(args)
-    targets = Targets(ttft=args.ttft_ms / 1e3, itl=args.itl_ms / 1e3, percentile=args.percentile)
+    limits = {"ttft": args.ttft_ms, "itl": args.itl_ms}
+    targets = Targets(**{name: ms / 1e3 for name, ms in limits.items() if ms is not None}, percentile=args.percentile)
     if args.models is not None:
         return _run_models(args, spec, targets, traffic)
-    on = known_device(args.modelled_device) if args.modelled_device else _measure(args.engine)
+    on = _device(args)
     with progress_bar("planning") as on_progress:
         result = plan(spec, targets, device=on, model=args.model, config=args.engine, on_progress=on_progress)
     model = on.model if isinstance(on, Profile) else args.engine.model
@@ -117,6 +137,39 @@ def run(args: argparse.Namespace) -> int:
     if args.report:
         plan_report.page(result, summary).write(args.report)
     return 0
+
+
+def _run_sessions(args: argparse.Namespace) -> int:
+    """Plans the number of agents and reports it."""
+    reason = "sessions have requests and times of their own"
+    flags.reject(reason, trace=args.trace, models=args.models, num_requests=args.num_requests, self_timed=args.self_timed)
+    flags.reject(reason, input_len=args.input_len, output_len=args.output_len, range_ratio=args.range_ratio)
+    flags.reject("the target of --sessions is --slowdown", ttft_ms=args.ttft_ms, itl_ms=args.itl_ms)
+    flags.reject("a plan for sessions has no page", report=args.report)
+    target = SessionsTarget(slowdown=args.slowdown or _SESSIONS_TARGET.slowdown, percentile=args.percentile)
+    on = _device(args)
+    with progress_bar("planning") as on_progress:
+        result = plan_sessions(
+            args.sessions,
+            target,
+            device=on,
+            model=args.model,
+            config=args.engine,
+            longest_think=THINK_TIME if args.max_think_time is None else args.max_think_time,
+            duration=args.duration or DURATION,
+            on_progress=on_progress,
+        )
+    model = on.model if isinstance(on, Profile) else args.engine.model
+    if args.json:
+        print(json.dumps(result.document() | {"machine": on.name, "model": model}, indent=1))
+    else:
+        print("\n".join(plan_report.sessions_text(result, on, model, Path(args.sessions).name, basis(args.model, on, args.engine))))
+    return 0
+
+
+def _device(args: argparse.Namespace) -> Device | Profile:
+    """The device to plan for, which is measured if none is named."""
+    return known_device(args.modelled_device) if args.modelled_device else _measure(args.engine)
 
 
 def _run_models(args: argparse.Namespace, spec: WorkloadSpec, targets: Targets, traffic: str) -> int:

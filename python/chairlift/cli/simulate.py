@@ -60,8 +60,7 @@ def add_parser(commands: Any, summary: str) -> None:
     source.add_argument("--trace", metavar="FILE", help=trace)
     source.add_argument("--sessions", metavar="FILE", help="recorded sessions of agents, which users run in a closed loop")
     parser.add_argument("--users", type=values.whole(1, 10**6), metavar="N", help=f"users of --sessions (default: {USERS})")
-    think = f"longest time between an answer and the next request of --sessions, in seconds (default: {THINK_TIME:g})"
-    parser.add_argument("--max-think-time", type=values.number(0.0, 1e9), metavar="S", help=think)
+    flags.add_max_think_time(parser, THINK_TIME)
     parser.add_argument(
         "--duration", type=values.number(1.0, 1e9), metavar="S", help=f"seconds of --sessions to simulate (default: {DURATION:g})"
     )

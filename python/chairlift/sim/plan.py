@@ -320,7 +320,7 @@ def _unreachable(targets: Targets, isolated: list[Point]) -> str:
     )
 
 
-def _doubled(settings: dict[str, Any], name: str) -> dict[str, Any]:
+def doubled(settings: dict[str, Any], name: str) -> dict[str, Any]:
     """`settings` with twice as much of one. A step has a token for each slot."""
     more = settings | {name: 2 * settings[name]}
     return more | {"max_num_batched_tokens": max(more["max_num_batched_tokens"], more["max_num_seqs"])}
@@ -328,8 +328,8 @@ def _doubled(settings: dict[str, Any], name: str) -> dict[str, Any]:
 
 _DOUBLED: dict[str, Callable[[_Trial], _Trial]] = {
     "compute": lambda of: replace(of, step=of.step.times(0.5)),
-    "slots": lambda of: replace(of, settings=_doubled(of.settings, "max_num_seqs")),
-    "kv": lambda of: replace(of, settings=_doubled(of.settings, "num_kv_blocks")),
+    "slots": lambda of: replace(of, settings=doubled(of.settings, "max_num_seqs")),
+    "kv": lambda of: replace(of, settings=doubled(of.settings, "num_kv_blocks")),
     "ttft": lambda of: replace(of, targets=replace(of.targets, ttft=2 * of.targets.ttft)),
     "itl": lambda of: replace(of, targets=replace(of.targets, itl=2 * of.targets.itl)),
 }

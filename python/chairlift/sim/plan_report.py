@@ -13,6 +13,7 @@ from chairlift.sim import table
 from chairlift.sim.devices import Device, Profile
 from chairlift.sim.models_plan import ModelsPlan
 from chairlift.sim.plan import Band, Plan
+from chairlift.sim.sessions_plan import SessionsPlan
 
 BOTTLENECKS = {
     "compute": "compute: steps run back to back, and more batch slots, more KV cache or laxer targets add little",
@@ -107,6 +108,35 @@ def models_text(plan: ModelsPlan, on: str, traffic: str, seconds: float) -> Iter
         for name, one in plan.points.items()
     ]
     yield table.text([["model", "requests/s", f"TTFT {percent}", f"ITL {percent}", "of the time"], *rows])
+
+
+def sessions_text(plan: SessionsPlan, on: Device | Profile, model: str, trace: str, basis: str) -> Iterator[str]:
+    """The lines of a plan for sessions of agents."""
+    target = plan.target
+    yield f"{f'{model} on ' if model else ''}{on.name}: {plan.agents} agents ({plan.low} to {plan.high}), each with one session at a time."
+    yield ""
+    yield f"traffic  the sessions of {trace}"
+    yield f"target   {target.percentile:g} % of the sessions take at most {target.slowdown:g} times as long as alone"
+    yield f"range    with steps {plan.error:.1%} slower and faster"
+    yield ""
+    rows = [
+        [
+            f"{one['users']:,}",
+            *(f"{one[name] or 0:.3g}" for name in ("requests_per_s", "sessions_per_hour")),
+            f"{one['cached_share'] or 0:.0%}",
+            *(duration(one[name] or 0.0) for name in ("ttft_p50_s", "ttft_p99_s", "longest_wait_s")),
+            *("-" if one[name] is None else f"{one[name]:.2f}" for name in ("slowdown", "slowdown_worst")),
+        ]
+        for one in plan.points
+    ]
+    heads = ["agents", "requests/s", "sessions/h", "cached", "TTFT p50", "p99", "longest wait", f"slowdown p{target.percentile:g}", "worst"]
+    yield table.text([heads, *rows])
+    yield ""
+    yield "Agents with twice as much of one resource:"
+    for name, agents in plan.sensitivity.items():
+        yield f"  {DOUBLED[name].ljust(max(map(len, DOUBLED.values())))}  {agents:>5,}"
+    yield ""
+    yield table.wrapped([basis])
 
 
 def page(plan: Plan, summary: Mapping[str, str]) -> Page:

@@ -118,10 +118,34 @@ def simulate_sessions(
     sessions = read_sessions(trace, longest) if isinstance(trace, str | Path) else trace
     if not sessions:
         raise InvalidTrace("there is no session to simulate")
+    weights = config.tenant_weights or {}
+    return run_sessions(
+        *(sessions, users, numbers, steps, weights),
+        longest_think=longest_think,
+        duration=duration,
+        seed=seed,
+        replicas=replicas,
+        routing=routing,
+    )
+
+
+def run_sessions(
+    sessions: Sequence[RecordedSession],
+    users: int,
+    numbers: dict[str, Any],
+    steps: StepTime,
+    weights: Mapping[str, int],
+    *,
+    longest_think: float,
+    duration: float,
+    seed: int = 0,
+    replicas: int = 1,
+    routing: str = "predicted",
+) -> SessionsResult:
+    """Simulates users of sessions with the scheduler's settings `numbers`; see `simulate_sessions`."""
     if users < 1:
         raise InvalidSetting(f"--users must be at least 1, got {users}")
     tenants = sorted({session.tenant for session in sessions})
-    weights = config.tenant_weights or {}
     start = time.perf_counter()
     try:
         report = _core.simulate_sessions(

@@ -1,0 +1,128 @@
+"""`plan --sessions`: the number of agents that a machine serves, each a user of recorded sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chairlift.bench.sessions import read_sessions
+from chairlift.bench.sweep import search
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
+from chairlift.sim.devices import Device, Profile
+from chairlift.sim.plan import BISECTIONS, ROOFLINE_ERROR, doubled
+from chairlift.sim.run import longest_request, machine
+from chairlift.sim.sessions import DURATION, THINK_TIME, SessionsResult, run_sessions
+
+_SHARES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+"""The numbers of agents whose figures are reported, as multiples of the planned one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionsTarget:
+    """The most that a session's time may be of its time alone on the machine, for `percentile` percent of the sessions."""
+
+    slowdown: float = 2.0
+    percentile: float = 95.0
+
+    def __post_init__(self) -> None:
+        if not (self.slowdown > 1 and 0 < self.percentile <= 100):
+            raise InvalidSetting("the target is a slowdown above 1, and a percentile above 0 and at most 100")
+
+    def slowdown_of(self, result: SessionsResult) -> float | None:
+        """The percentile of the sessions' slowdowns; None without a session that is long enough to have one."""
+        slowdowns = result.slowdowns
+        return float(np.percentile(slowdowns, self.percentile, method="inverted_cdf")) if len(slowdowns) else None
+
+    def met(self, result: SessionsResult) -> bool:
+        """Whether the sessions are within the target."""
+        slowdown = self.slowdown_of(result)
+        return slowdown is not None and slowdown <= self.slowdown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionsPlan:
+    """The number of agents within `target`; see `plan_sessions`."""
+
+    target: SessionsTarget
+    agents: int
+    low: int
+    """With steps slower by `error`."""
+    high: int
+    """With steps faster by it."""
+    sensitivity: dict[str, int]
+    """The number of agents with twice the KV blocks, twice the slots, and (`compute`) with steps that take half as long."""
+    points: list[dict[str, float | None]]
+    """`SessionsResult.figures` and the percentile of the slowdowns (`slowdown`) for numbers around `agents`."""
+    error: float
+    """The relative error of the step times."""
+
+    def document(self) -> dict[str, Any]:
+        """The plan as plain data."""
+        return asdict(self)
+
+
+def plan_sessions(
+    trace: str | Path,
+    target: SessionsTarget | None = None,
+    *,
+    device: Device | Profile,
+    model: str | None = None,
+    config: EngineConfig | None = None,
+    longest_think: float = THINK_TIME,
+    duration: float = DURATION,
+    on_progress: Callable[[float], None] = lambda done: None,
+) -> SessionsPlan:
+    """Finds the largest number of agents whose sessions meet the target, by simulations as in `simulate_sessions`.
+
+    Each agent has one session at a time. The same arguments give the same plan, bit for bit. `on_progress` gets the completed share, from 0
+    to 1. Raises InvalidSetting if one agent alone misses the target or has no session that is long enough, or whatever `simulate_sessions`
+    raises.
+    """
+    target, config = target or SessionsTarget(), config or EngineConfig()
+    settings, steps = machine(model, device, config)
+    sessions = read_sessions(trace, longest_request(settings))
+    error = float(device.errors.get("p50", 0.0)) if isinstance(device, Profile) else ROOFLINE_ERROR
+    searches = 5 if error else 3
+    done = 0
+
+    def result(users: int, numbers: dict[str, Any], factor: float = 1.0) -> SessionsResult:
+        weights = config.tenant_weights or {}
+        return run_sessions(sessions, users, numbers, steps.times(factor), weights, longest_think=longest_think, duration=duration)
+
+    def most(start: int, numbers: dict[str, Any], factor: float = 1.0) -> int:
+        nonlocal done
+        meets = cache(lambda users: users > 0 and target.met(result(users, numbers, factor)))
+        found = search(lambda users: meets(int(users)), start, BISECTIONS, least=1.0)
+        done += 1
+        on_progress(done / (searches + 2))
+        return int(found or 0)
+
+    agents = most(1, settings)
+    if not agents:
+        slowdown = target.slowdown_of(result(1, settings))
+        if slowdown is None:
+            raise InvalidSetting(f"no session is long enough to be judged in {duration:g} s: simulate a longer --duration")
+        raise InvalidSetting(f"this target cannot be met: sessions of a single agent take {slowdown:.2f} times as long as alone")
+    return SessionsPlan(
+        target=target,
+        agents=agents,
+        low=min(agents, most(agents, settings, 1 + error)) if error else agents,
+        high=max(agents, most(agents, settings, 1 / (1 + error))) if error else agents,
+        sensitivity={
+            "compute": most(agents, settings, 0.5),
+            "kv": most(agents, doubled(settings, "num_kv_blocks")),
+            "slots": most(agents, doubled(settings, "max_num_seqs")),
+        },
+        points=[
+            one.figures() | {"slowdown": target.slowdown_of(one)}
+            for users in dict.fromkeys(max(1, round(share * agents)) for share in _SHARES)
+            for one in (result(users, settings),)
+        ],
+        error=error,
+    )
