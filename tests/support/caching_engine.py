@@ -69,7 +69,10 @@ def _json(value):
 
 
 class CachingEngine(FakeEngine):
-    """Says `answers` one after the other, each a text of which every character is a token; then END. Keeps what it computed."""
+    """Says `answers` one after the other, each a text of which every character is a token; then END. Keeps what it computed.
+
+    The first stop string of a request ends an answer that has it.
+    """
 
     def __init__(self, *answers):
         super().__init__()
@@ -93,17 +96,20 @@ class CachingEngine(FakeEngine):
         self.hits.append(hit)
         on_start()
         said = self.answers.pop(0) if self.answers else "ok"
-        tokens = [*said.encode(), END]
+        stop = next((stop for stop in params.stop if stop in said), None)
+        shown = len(said) if stop is None else said.index(stop)
+        tokens = [*said.encode(), END] if stop is None else list(said[:shown].encode() + stop.encode())
         computed = []
         try:
             for index, token in enumerate(tokens[: params.max_tokens]):
                 await asyncio.sleep(0)
                 final = index + 1 == min(len(tokens), params.max_tokens)
-                reason = None if not final else "stop" if token == END else "length"
-                text = "" if token == END else chr(token)
+                reason = None if not final else "stop" if index + 1 == len(tokens) else "length"
+                text = chr(token) if index < shown else ""
                 output = RequestOutput(text, [token], prompt, reason, queued=0.001, cached_tokens=hit, own_cached_tokens=hit)
                 computed = tokens[:index]
                 if final:
+                    output.stop_reason = stop if reason == "stop" else None
                     output.timing = Timing(0.001, 0.001, 0.101, 0.2)
                     output.timeline = timeline(lost_hit_tokens=self.lost_hits)
                 yield output

@@ -316,6 +316,27 @@ def test_an_answer_that_tokenizes_differently_is_named_without_exact_history(ser
     assert (miss["reason"], miss["field"]) == ("answer_retokenized", "messages[4].tool_calls")
 
 
+def test_the_tokens_of_a_stop_string_are_not_missed(served):
+    engine, http, service = served
+    service.exact_history = True
+    said = "Thought: rather this, then."
+    engine.answers, engine.cached = [f"{said}\nObservation: the other thing"], {}
+    body = conversation() | {"stop": ["\nObservation"]}
+    # Blocks end at the stop string, which has a block of its own.
+    body["messages"][1]["content"] += "." * (-(_length(http, body) + len(said)) % 16)
+    first = say(http, body)
+    assert first["choices"][0]["message"]["content"] == said
+    body["messages"] += [returned(first), {"role": "user", "content": "Observation: a line. And then, rather?"}]
+    second = say(http, body)
+    assert "cache_miss" not in explained(http, second)
+    # The answer has the tokens that were generated, which are those that the text alone would not have.
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == first["usage"]["prompt_tokens"] + len(said)
+
+
+def _length(http, body):
+    return http.post("/v1/messages/count_tokens", json=anthropic(body)).json()["input_tokens"]
+
+
 def anthropic(body, **fields):
     tools = [
         {"name": tool["function"]["name"], "description": tool["function"]["description"], "input_schema": {"type": "object"}}

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from chairlift.engine.frames import NoteSession
 from chairlift.server.cache_miss import CacheMiss, MissReason
-from chairlift.server.chat.exact_history import Parse, anchor_of, exact_tokens
+from chairlift.server.chat.exact_history import Parse, anchor_of, before_stop, exact_tokens
 from chairlift.server.chat.prompt_parts import answer_keys, message_parts, parts_of, returned_answers
 from chairlift.server.chat.request import ChatRequest
 from chairlift.server.chat.turn_difference import PromptOfTurn, cache_miss
@@ -111,7 +111,11 @@ class CurrentTurn:
 
     def push(self, output: RequestOutput) -> None:
         """Takes the next tokens of an answer."""
-        self._answers.setdefault(output.index, array("I")).extend(output.token_ids)
+        tokens = self._answers.setdefault(output.index, array("I"))
+        tokens.extend(output.token_ids)
+        stop = output.stop_reason
+        if isinstance(stop, str) and not output.text.endswith(stop):
+            self._answers[output.index] = before_stop(tokens, stop, self._model.engine.tokenizer)
 
     def end_answer(self, index: int, message: dict[str, Any]) -> None:
         """Called with a complete answer as the chat template gets it when the client returns it."""

@@ -53,6 +53,14 @@ def exact_tokens(found: Found, rendered: array[int], tokenizer: Tokenizer, parse
     return exact + rendered[end:], len(exact)
 
 
+def before_stop(tokens: array[int], stop: str, tokenizer: Tokenizer) -> array[int]:
+    """Returns an answer's tokens before the stop string at its end, which the client does not get and cannot return."""
+    length = len(tokens) - 1
+    while length > 0 and stop not in _text(tokens[length:], tokenizer):
+        length -= 1
+    return tokens[: max(0, length)]
+
+
 def _digest(tokens: array[int]) -> bytes:
     return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
 
