@@ -17,6 +17,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 from peers.machine import describe, peaks
+from random_gguf import Q4, Q6, Tensors, write
 
 from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
@@ -27,21 +28,18 @@ from chairlift.runner.weights import open_weights
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, USED, INNER, VOCABULARY = 2048, 32, 4, 128, 128, 8, 768, 151936
 LAYERS = 48
-Q4, Q6 = gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q6_K
-SCALES = {Q4: (0, 2), Q6: (208,)}
-"""Where the scales of a block are."""
 STREAMS = (1, 2, 4, 8, 16)
 BLOCK, CONTEXT = 16, 128
 STEPS, ROUNDS = 10, 3
 
 
-def tensors(layers: int) -> dict[str, tuple[tuple[int, ...], gguf.GGMLQuantizationType | None]]:
-    """The shape and the type of each tensor; None is float32."""
+def tensors(layers: int) -> Tensors:
+    """The tensors of the file."""
     queries, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    found: dict[str, tuple[tuple[int, ...], gguf.GGMLQuantizationType | None]] = {
-        "token_embd": ((VOCABULARY, HIDDEN), Q4),
-        "output": ((VOCABULARY, HIDDEN), Q6),
-        "output_norm": ((HIDDEN,), None),
+    found: Tensors = {
+        "token_embd.weight": ((VOCABULARY, HIDDEN), Q4),
+        "output.weight": ((VOCABULARY, HIDDEN), Q6),
+        "output_norm.weight": ((HIDDEN,), None),
     }
     for layer in range(layers):
         # Half of the layers have more bits for these.
@@ -51,56 +49,18 @@ def tensors(layers: int) -> dict[str, tuple[tuple[int, ...], gguf.GGMLQuantizati
         matrices |= {"ffn_up_exps": ((EXPERTS, INNER, HIDDEN), Q4), "ffn_down_exps": ((EXPERTS, HIDDEN, INNER), more)}
         plain = {"attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,), "attn_q_norm": (HEAD_DIM,), "attn_k_norm": (HEAD_DIM,)}
         plain |= {"ffn_gate_inp": (EXPERTS, HIDDEN)}
-        found |= {f"blk.{layer}.{name}": tensor for name, tensor in matrices.items()}
-        found |= {f"blk.{layer}.{name}": (shape, None) for name, shape in plain.items()}
+        found |= {f"blk.{layer}.{name}.weight": tensor for name, tensor in matrices.items()}
+        found |= {f"blk.{layer}.{name}.weight": (shape, None) for name, shape in plain.items()}
     return found
 
 
-def write(path: Path, layers: int) -> None:
-    """Writes the file."""
-    random = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "qwen3moe")
-    writer.add_context_length(40960)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(6144)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HEAD_DIM)
-    writer.add_value_length(HEAD_DIM)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e6)
-    writer.add_expert_count(EXPERTS)
-    writer.add_expert_used_count(USED)
-    writer.add_expert_feed_forward_length(INNER)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(["t", "0", *(f"t{index}" for index in range(VOCABULARY - 2))])
-    writer.add_token_types([1] * VOCABULARY)
-    # llama.cpp refuses a vocabulary without merges.
-    writer.add_token_merges(["t 0"])
-    found = tensors(layers)
-    for name, (shape, kind) in found.items():
-        if kind is None:
-            writer.add_tensor_info(f"{name}.weight", shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
-        else:
-            elements, size = gguf.GGML_QUANT_SIZES[kind]
-            packed = (*shape[:-1], shape[-1] // elements * size)
-            writer.add_tensor_info(f"{name}.weight", packed, np.dtype(np.uint8), int(np.prod(packed)), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for shape, kind in found.values():
-        if kind is None:
-            values = np.ones(shape, np.float32) if len(shape) == 1 else random.standard_normal(shape, np.float32) * np.float32(0.02)
-            writer.write_tensor_data(values)
-            continue
-        elements, size = gguf.GGML_QUANT_SIZES[kind]
-        blocks = np.frombuffer(random.bytes(int(np.prod(shape)) // elements * size), np.uint8).reshape(-1, size).copy()
-        for at in SCALES[kind]:
-            blocks[:, at : at + 2] = np.float16(2e-5 if kind is Q6 else 1e-4).reshape(1).view(np.uint8)
-        writer.write_tensor_data(blocks)
-    writer.close()
+def metadata(layers: int) -> dict[str, int | float]:
+    """The metadata of the file."""
+    sizes = {"context_length": 40960, "embedding_length": HIDDEN, "block_count": layers, "feed_forward_length": 6144}
+    heads = {"head_count": HEADS, "head_count_kv": KV_HEADS, "key_length": HEAD_DIM, "value_length": HEAD_DIM}
+    experts = {"expert_count": EXPERTS, "expert_used_count": USED, "expert_feed_forward_length": INNER}
+    attention = {f"attention.{name}": value for name, value in {**heads, "layer_norm_rms_epsilon": 1e-6}.items()}
+    return {**sizes, **attention, "rope.freq_base": 1e6, **experts}
 
 
 def active_bytes(layers: int, streams: int) -> int:
@@ -109,7 +69,7 @@ def active_bytes(layers: int, streams: int) -> int:
     total = 0.0
     for name, (shape, kind) in tensors(layers).items():
         elements, size = (1, 4) if kind is None else gguf.GGML_QUANT_SIZES[kind]
-        share = touched if "_exps" in name else 0 if name == "token_embd" else 1
+        share = touched if "_exps" in name else 0 if name.startswith("token_embd") else 1
         total += share * int(np.prod(shape)) / elements * size
     return int(total)
 
@@ -149,7 +109,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         path = args.keep or Path(temporary) / "mixture.gguf"
         if not path.exists():
-            write(path, args.layers)
+            write(path, "qwen3moe", metadata(args.layers), tensors(args.layers))
         convert(path, Path(temporary) / "model")
         config = EngineConfig(device="cpu", threads=args.threads)
         directory = Path(temporary) / "model"

@@ -429,12 +429,9 @@ def _build_scheduler(config: EngineConfig, runner: Runner, eos: list[int], hash_
         state_slots=runner.state_slots,
         **({} if runner.generates else {"enable_prefix_caching": False}),
     )
-    # Where a device overlaps steps, the last token is not known yet when the next step is planned. A recurrent state cannot take back a
-    # rejected token.
+    # Where a device overlaps steps, the last token is not known yet when the next step is planned.
     drafts: dict[str, Any] = {}
-    if runner.state_slots and config.num_speculative_tokens:
-        log.info("no tokens are drafted: the model keeps recurrent states")
-    elif not runner.overlaps:
+    if not runner.overlaps:
         drafts = {"draft_tokens": config.num_speculative_tokens, "draft_corpus_tokens": config.draft_corpus_tokens}
     key = int.from_bytes(hash_key)
     return _core.Scheduler(**settings, **drafts, **_weights(config), end_tokens=eos, journal=config.journal is not None, hash_key=key)

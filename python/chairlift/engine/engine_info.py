@@ -170,8 +170,8 @@ def _speculation_decision(config: EngineConfig, runner: Runner) -> list[tuple[st
         return []
     if runner.overlaps:
         return [("speculative decoding", "none", "steps overlap: the next one is planned before the last token is known")]
-    if runner.state_slots:
-        return [("speculative decoding", "none", "a recurrent state cannot take back a token that is rejected")]
+    if 0 < runner.state_slots <= runner.max_num_seqs:
+        return [("speculative decoding", "none", "no memory is left for the states before rejected tokens")]
     sources = ["the request's text"]
     if corpus := config.draft_corpus_tokens:
         mebibytes = corpus * _core.CORPUS_BYTES_PER_TOKEN / 2**20

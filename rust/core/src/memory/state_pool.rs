@@ -18,6 +18,8 @@ enum Use {
     Live,
     /// The state of a preempted sequence whose KV is in host memory.
     Parked,
+    /// The state of a running sequence before its drafted tokens.
+    Undo,
     /// The state at the end of a block.
     Saved(Saved),
 }
@@ -59,7 +61,8 @@ pub(crate) struct StatePool {
     slots: Vec<Use>,
     free: Vec<StateSlot>,
     by_content: FxHashMap<Content, StateSlot>,
-    parked: usize,
+    /// Number of slots that are parked or hold a state before drafted tokens.
+    reserved: usize,
     runs: Run,
     uses: u64,
 }
@@ -70,7 +73,7 @@ impl StatePool {
             slots: vec![Use::Free; count as usize],
             free: (0..count).rev().map(StateSlot).collect(),
             by_content: FxHashMap::default(),
-            parked: 0,
+            reserved: 0,
             runs: 0,
             uses: 0,
         }
@@ -87,23 +90,22 @@ impl StatePool {
         self.slots.iter().filter(|slot| matches!(slot, Use::Saved(_))).count()
     }
 
-    /// Whether a state can be parked so that `running` sequences still find slots.
-    pub(crate) fn can_park(&self, running: usize) -> bool {
-        self.parked + 1 + running <= self.slots.len()
+    /// Whether a slot can be reserved so that `running` sequences still find slots: for a parked state, or for one before drafted tokens.
+    pub(crate) fn can_reserve(&self, running: usize) -> bool {
+        self.reserved + 1 + running <= self.slots.len()
     }
 
     /// Takes a slot for a sequence that begins to run. There is one, because no more sequences run than there are slots that are not
-    /// parked.
+    /// reserved.
     pub(super) fn begin(&mut self) -> (StateSlot, Run) {
-        let slot = self.free.pop().or_else(|| self.evict(u64::MAX)).expect("as many slots as running sequences");
-        self.slots[slot.0 as usize] = Use::Live;
+        let slot = self.take(Use::Live);
         self.runs += 1;
         (slot, self.runs)
     }
 
     /// Ends a run, or a parked state. Only later steps may write the slot. Saved states stay if their tokens are known.
     pub(super) fn end(&mut self, slot: StateSlot, run: Run) {
-        self.parked -= usize::from(self.slots[slot.0 as usize] == Use::Parked);
+        self.reserved -= usize::from(self.slots[slot.0 as usize] == Use::Parked);
         self.release(slot);
         self.release_if(|saved| saved.run == run && saved.content.is_none());
     }
@@ -111,14 +113,36 @@ impl StatePool {
     /// Keeps the state of a sequence that is preempted.
     pub(super) fn park(&mut self, slot: StateSlot) {
         self.slots[slot.0 as usize] = Use::Parked;
-        self.parked += 1;
+        self.reserved += 1;
     }
 
     /// Makes a parked state live again.
     pub(super) fn unpark(&mut self, slot: StateSlot) {
         debug_assert_eq!(self.slots[slot.0 as usize], Use::Parked);
         self.slots[slot.0 as usize] = Use::Live;
-        self.parked -= 1;
+        self.reserved -= 1;
+    }
+
+    /// Takes a slot for the state before drafted tokens. There is one if it [can be reserved](Self::can_reserve).
+    pub(super) fn begin_draft(&mut self) -> StateSlot {
+        self.reserved += 1;
+        self.take(Use::Undo)
+    }
+
+    /// Releases the slot of the state before drafted tokens, which are accepted.
+    pub(super) fn accept_draft(&mut self, undo: StateSlot) {
+        debug_assert_eq!(self.slots[undo.0 as usize], Use::Undo);
+        self.reserved -= 1;
+        self.release(undo);
+    }
+
+    /// Makes the state before drafted tokens, that after `position` tokens of a run, its live state, because a drafted token is rejected.
+    /// What was saved after drafted tokens is dropped.
+    pub(super) fn reject_draft(&mut self, undo: StateSlot, live: StateSlot, run: Run, position: u32) {
+        debug_assert_eq!((self.slots[undo.0 as usize], self.slots[live.0 as usize]), (Use::Undo, Use::Live));
+        self.slots.swap(undo.0 as usize, live.0 as usize);
+        self.accept_draft(live);
+        self.release_if(|saved| saved.run == run && saved.content.is_none() && saved.position > position);
     }
 
     /// The slot with the state after the block with this content.
@@ -178,6 +202,12 @@ impl StatePool {
         self.release_if(|saved| saved.run == run && saved.step >= since);
     }
 
+    fn take(&mut self, owner: Use) -> StateSlot {
+        let slot = self.free.pop().or_else(|| self.evict(u64::MAX)).expect("no more slots are in use than there are");
+        self.slots[slot.0 as usize] = owner;
+        slot
+    }
+
     fn saved_in(&self, slot: StateSlot) -> Option<&Saved> {
         if let Use::Saved(saved) = &self.slots[slot.0 as usize] { Some(saved) } else { None }
     }
@@ -218,10 +248,18 @@ impl StatePool {
         self.free.push(slot);
     }
 
-    /// Panics unless `live` and `parked` are the slots and runs of all sequences, and all contents with a saved state are `cached`.
-    pub(super) fn check(&self, live: &[(StateSlot, Run)], parked: &[(StateSlot, Run)], cached: impl Fn(Content) -> bool) {
+    /// Panics unless `live` and `parked` are the slots and runs of all sequences, `undo` those before drafted tokens, and all contents with
+    /// a saved state are `cached`.
+    pub(super) fn check(
+        &self,
+        live: &[(StateSlot, Run)],
+        parked: &[(StateSlot, Run)],
+        undo: &[StateSlot],
+        cached: impl Fn(Content) -> bool,
+    ) {
         let mut used = vec![Use::Free; self.slots.len()];
         let owned = live.iter().map(|&(slot, _)| (slot, Use::Live)).chain(parked.iter().map(|&(slot, _)| (slot, Use::Parked)));
+        let owned = owned.chain(undo.iter().map(|&slot| (slot, Use::Undo)));
         let saved = self.all_saved().map(|(slot, &saved)| (slot, Use::Saved(saved)));
         for (slot, owner) in owned.chain(saved) {
             assert_eq!(std::mem::replace(&mut used[slot.0 as usize], owner), Use::Free, "{slot:?} has two owners");
@@ -231,7 +269,7 @@ impl StatePool {
         free.sort_unstable();
         let unused = (0..).map(StateSlot).zip(&used).filter(|&(_, slot)| *slot == Use::Free).map(|(slot, _)| slot);
         assert!(free.into_iter().eq(unused), "a free state slot is lost or free twice");
-        assert_eq!(self.parked, parked.len(), "parked states");
+        assert_eq!(self.reserved, parked.len() + undo.len(), "reserved slots");
         for (_, saved) in self.all_saved().filter(|(_, saved)| saved.content.is_none()) {
             assert!(live.iter().any(|&(_, run)| run == saved.run), "a saved state without a live run to name it");
         }
@@ -268,7 +306,7 @@ mod tests {
         let slot = save(&mut pool, run, 1, 5).expect("a free slot");
         assert_eq!(save(&mut pool, run, 2, 5), None);
         assert_eq!(save(&mut pool, run, 2, 6), Some(slot));
-        pool.check(&[(live, run)], &[], |content| content == 2);
+        pool.check(&[(live, run)], &[], &[], |content| content == 2);
     }
 
     #[test]
@@ -285,7 +323,7 @@ mod tests {
         pool.save(run, 32, None, 6, SaveKind::Rolling);
         pool.end(live, run);
         assert_eq!((pool.find(9), pool.saved()), (slot, 1));
-        pool.check(&[], &[], |content| content == 9);
+        pool.check(&[], &[], &[], |content| content == 9);
     }
 
     #[test]
@@ -302,12 +340,30 @@ mod tests {
     fn a_parked_state_leaves_slots_for_all_that_may_run() {
         let mut pool = StatePool::new(3);
         let (slot, run) = pool.begin();
-        assert!(pool.can_park(2) && !pool.can_park(3));
+        assert!(pool.can_reserve(2) && !pool.can_reserve(3));
         pool.park(slot);
-        assert!(pool.can_park(1) && !pool.can_park(2));
-        pool.check(&[], &[(slot, run)], |_| false);
+        assert!(pool.can_reserve(1) && !pool.can_reserve(2));
+        pool.check(&[], &[(slot, run)], &[], |_| false);
         pool.unpark(slot);
         pool.end(slot, run);
-        assert!(pool.can_park(2));
+        assert!(pool.can_reserve(2));
+    }
+
+    #[test]
+    fn a_rejected_draft_leaves_the_state_before_it_and_nothing_that_was_saved_after_it() {
+        let mut pool = StatePool::new(4);
+        let (live, run) = pool.begin();
+        let undo = pool.begin_draft();
+        assert!(pool.can_reserve(2) && !pool.can_reserve(3));
+        for position in [16, 32] {
+            pool.save(run, position, None, 5, SaveKind::Rolling);
+        }
+        pool.check(&[(live, run)], &[], &[undo], |_| false);
+        pool.reject_draft(undo, live, run, 20);
+        assert_eq!(pool.saved(), 1);
+        pool.check(&[(undo, run)], &[], &[], |_| false);
+        let other = pool.begin_draft();
+        pool.accept_draft(other);
+        pool.check(&[(undo, run)], &[], &[], |_| false);
     }
 }

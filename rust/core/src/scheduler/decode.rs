@@ -21,7 +21,7 @@ impl Scheduler {
             if seq.has_nothing_to_plan() {
                 continue;
             }
-            if plan.background.is_some() && seq.is_background() && seq.uncomputed() <= 1 {
+            if plan.background.is_some() && seq.is_background() && seq.decodes_next() {
                 limited.push(id);
                 continue;
             }
@@ -30,7 +30,7 @@ impl Scheduler {
                 fast += 1;
                 context += u64::from(seq.computed()) + 1;
                 plan.chunks.push(seq.fast_chunk(id, slot));
-            } else if seq.uncomputed() > 1 {
+            } else if !seq.decodes_next() {
                 self.running.add_prompt(id);
             } else {
                 let later = self.running.len() - at - 1 + limited.len();
@@ -52,7 +52,7 @@ impl Scheduler {
         limited.sort_by_key(|&id| self.seqs[id].decoded_in());
         for (at, &id) in limited.iter().enumerate() {
             let seq = &mut self.seqs[id];
-            let rows = 1 + seq.draft().len() as u32;
+            let rows = seq.uncomputed() + seq.draft().len() as u32;
             if plan.background.as_mut().is_some_and(|room| room.take_decode(rows, seq.computed())) {
                 seq.note_decode(self.steps.plan_number(), at);
                 self.plan_decode(id, plan, budget, spare, (limited.len() - at - 1) as u32);
@@ -63,31 +63,34 @@ impl Scheduler {
         }
     }
 
-    /// Plans a sequence's last token, which may need or complete a block, and its drafted tokens. Drafted tokens only
-    /// use spare tokens and blocks. They never preempt a sequence or take the tokens of the `later` sequences that are
-    /// still to be planned.
+    /// Plans a sequence's last token, which may need or complete a block, and its drafted tokens. Before them come the accepted tokens of
+    /// a draft after which the sequence got back an earlier state. Drafted and accepted tokens only use spare tokens and blocks. They never
+    /// preempt a sequence or take the tokens of the `later` sequences that are still to be planned.
     fn plan_decode(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32, spare: &mut usize, later: u32) {
         self.resume(id);
         let seq = &mut self.seqs[id];
         let block_size = self.config.block_size;
         let table_from = seq.blocks.held();
         let blocks = |tokens: u32| (tokens.div_ceil(block_size) as usize).max(table_from);
-        let last = seq.computed() + 1;
-        let wanted = (seq.draft().len() as u32).min((*budget - 1).saturating_sub(later));
+        let room = (*budget - 1).saturating_sub(later);
+        let again = (seq.uncomputed() - 1).min(room);
+        let last = seq.computed() + 1 + again;
+        let wanted = (seq.draft().len() as u32).min(room - again);
         let extra = blocks(last + wanted) - blocks(last);
-        let drafted = if extra <= *spare { wanted } else { 0 };
+        let drafted = if extra <= *spare && self.kv.can_keep_state(self.config.max_num_seqs) { wanted } else { 0 };
         if drafted > 0 {
             *spare -= extra;
+            self.kv.begin_draft(&mut seq.blocks);
         }
         seq.use_draft(drafted);
-        let len = 1 + drafted;
+        let len = 1 + again + drafted;
         seq.blocks.pay(len);
         self.kv.grow(&mut seq.blocks, blocks(last + drafted));
         *budget -= len;
         plan.load.decode_seqs += 1;
-        plan.load.drafted_tokens += drafted;
+        plan.load.drafted_tokens += again + drafted;
         plan.load.context_tokens += u64::from(last + drafted);
-        self.accounts.count_computed(drafted);
+        self.accounts.count_computed(again + drafted);
         self.accounts.count_prompt(u32::from(last <= seq.spec().prompt_len));
         let grew = seq.blocks.held() > table_from;
         let from = if grew || len > 1 { table_from as u32 } else { WHOLE_TABLE };

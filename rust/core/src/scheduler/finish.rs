@@ -30,7 +30,9 @@ impl Scheduler {
         }
         if chunk.drafted > 0 {
             seq.account.draft(chunk.drafted, (given as u32).saturating_sub(1));
-            seq.settle_draft(chunk);
+            let (end, len) = (chunk.start + chunk.len, seq.len());
+            let goes_back = self.kv.end_draft(&mut seq.blocks, len <= end, end - chunk.drafted);
+            seq.settle_draft(chunk, if goes_back { end - chunk.drafted } else { len - 1 });
         }
         match finish {
             None => {

@@ -168,14 +168,14 @@ impl Scheduler {
 
     /// Drafts the tokens after a sequence's last token. The next step verifies them, and the commit keeps those that
     /// the model would have sampled. Returns false and does nothing unless the sequence is decoding with no step in
-    /// flight, or if the model keeps states: a state cannot take back a rejected token.
+    /// flight.
     pub fn draft(&mut self, id: SeqId, tokens: &[Token]) -> bool {
-        self.config.state_slots == 0 && self.seqs.get_mut(id).is_some_and(|seq| seq.propose(tokens))
+        self.seqs.get_mut(id).is_some_and(|seq| seq.propose(tokens))
     }
 
     /// Sequences that accept a [`draft`](Self::draft), with their tokens and the maximum number of drafted tokens.
     pub fn decoding(&self) -> impl Iterator<Item = (SeqId, &[Token], usize)> {
-        let running = self.running.iter().filter(|_| self.config.state_slots == 0).filter_map(|id| Some((id, self.seqs.get(id)?)));
+        let running = self.running.iter().filter_map(|id| Some((id, self.seqs.get(id)?)));
         running.filter_map(|(id, seq)| Some((id, seq.tokens(), seq.draft_room()?)))
     }
 

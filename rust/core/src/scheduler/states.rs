@@ -14,6 +14,9 @@ impl Scheduler {
                 plan.states.slots.push(seq.blocks.state_slot().expect("it runs"));
                 let answer = seq.spec().prompt_len;
                 let saves = &mut plan.states.saves;
+                if let Some(to) = seq.blocks.undo_slot().filter(|_| chunk.drafted > 0) {
+                    saves.push(StateSave { chunk: index, position: chunk.start + chunk.len - chunk.drafted, to });
+                }
                 self.kv.save_states(&mut seq.blocks, (chunk.start, chunk.start + chunk.len), answer, plan.step, |position, to| {
                     saves.push(StateSave { chunk: index, position, to });
                 });

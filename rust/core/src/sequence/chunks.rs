@@ -98,13 +98,13 @@ impl Sequence {
         self.progress.pending -= 1;
     }
 
-    /// Drops the draft of a committed chunk. The sequence's length was provisional with the draft. If the sequence was
-    /// preempted after planning, it has no computed tokens.
-    pub(crate) fn settle_draft(&mut self, chunk: &Chunk) {
+    /// Drops the draft of a committed chunk, after which `computed` tokens are computed. The sequence's length was provisional with the
+    /// draft. If the sequence was preempted after planning, its computed tokens are others.
+    pub(crate) fn settle_draft(&mut self, chunk: &Chunk, computed: u32) {
         self.progress.drafting = false;
         self.draft.clear();
         if self.progress.preemptions == chunk.preemptions {
-            self.progress.computed = self.len() - 1;
+            self.progress.computed = computed;
         }
     }
 }

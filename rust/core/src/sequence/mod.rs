@@ -407,6 +407,12 @@ impl Sequence {
         self.expected_len() - self.progress.computed
     }
 
+    /// Whether the next tokens to compute are the last token, or accepted tokens of a draft and the last token.
+    #[inline]
+    pub(crate) fn decodes_next(&self) -> bool {
+        self.uncomputed() <= 1 || self.is_decoding()
+    }
+
     /// Whether the sequence was preempted so often that only a lack of blocks can preempt it again.
     pub(crate) fn is_protected(&self) -> bool {
         self.progress.preemptions >= PROTECTED_AFTER && !self.is_background()

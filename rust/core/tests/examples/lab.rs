@@ -156,7 +156,12 @@ impl Lab {
 
     /// Drafts tokens of a request that will be accepted.
     pub(crate) fn draft(&mut self, tag: u64, count: usize) {
-        assert!(self.scheduler.draft(self.ids[&tag], &vec![GOES_ON as Token; count]));
+        self.draft_tokens(tag, &vec![GOES_ON as Token; count]);
+    }
+
+    /// Drafts tokens of a request.
+    pub(crate) fn draft_tokens(&mut self, tag: u64, tokens: &[Token]) {
+        assert!(self.scheduler.draft(self.ids[&tag], tokens));
     }
 
     /// Makes the next sampled token of a request its last.

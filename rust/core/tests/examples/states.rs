@@ -245,13 +245,63 @@ fn a_request_that_continues_a_held_sequence_resumes_from_the_last_state_that_it_
     }
 }
 
+/// Drafts tokens, of which those other than the answer's are rejected. Returns the tokens that the steps compute until the last token alone
+/// is left, and the saves of the first one.
+fn verifies(lab: &mut Lab, draft: &[Token]) -> (Vec<u32>, Vec<u32>) {
+    lab.draft_tokens(1, draft);
+    let first = lab.step();
+    let mut computed = vec![first.chunks[0].1];
+    while computed.last() != Some(&1) {
+        computed.push(lab.step().chunks[0].1);
+    }
+    (computed, first.saves.iter().map(|save| save.1).collect())
+}
+
 #[test]
-fn nothing_is_drafted_and_nothing_is_stored() {
+fn a_sequence_goes_back_to_the_state_before_a_rejected_draft() {
+    const OTHER: Token = ANSWER + 1;
+    let mut lab = Lab::new(with_states(8));
+    lab.add(ask(1, 40, 60));
+    lab.step();
+    // The state is saved before the draft. The accepted tokens are computed again, with the one after them.
+    for (draft, computed) in [
+        (&[ANSWER, ANSWER, OTHER][..], vec![4, 3, 1]),
+        (&[OTHER, ANSWER], vec![3, 1]),
+        (&[ANSWER, ANSWER], vec![3, 1]),
+        (&[ANSWER], vec![2, 1]),
+    ] {
+        let known = lab.explain(1).output_tokens + 40;
+        let (found, saves) = verifies(&mut lab, draft);
+        assert_eq!((found, saves[0]), (computed, known), "{draft:?}");
+    }
+    assert_eq!(lab.explain(1).accepted_draft_tokens, 5);
+    // 42 + 16 tokens: a draft that is rejected before the end of a block, and one that is rejected after it.
+    let at = |lab: &Lab| lab.explain(1).output_tokens + 40;
+    assert_eq!(at(&lab), 55);
+    assert_eq!(verifies(&mut lab, &[OTHER; 12]), (vec![13, 1], vec![55, 64]));
+    assert_eq!(lab.scheduler.stats().saved_states, 2, "the prompt's end and 48 tokens, and no state after tokens that were rejected");
+    lab.finish();
+    let next = next_turn(&ask(1, 40, 60), 10, 2);
+    lab.add(next);
+    lab.finish();
+    assert_eq!(lab.ended[&2].cached_tokens, 96);
+}
+
+#[test]
+fn nothing_is_drafted_where_no_slot_is_left_for_the_state_before_it() {
+    for (spare, computed) in [(0, vec![1]), (1, vec![3, 1])] {
+        let mut lab = Lab::new(with_states(spare));
+        lab.add(ask(1, 40, 60));
+        lab.step();
+        assert_eq!(verifies(&mut lab, &[ANSWER, ANSWER]).0, computed);
+    }
+}
+
+#[test]
+fn nothing_is_stored() {
     let mut lab = Lab::new(with_states(4));
     let prompt = ask(1, 40, 9);
     lab.add(prompt.clone());
-    lab.step();
-    assert_eq!(lab.scheduler.decoding().count(), 0);
     lab.finish();
     assert_eq!(lab.scheduler.stored_blocks(0), []);
     assert_eq!(lab.scheduler.restore("", &[5; 32], lab.now), (0, vec![]));

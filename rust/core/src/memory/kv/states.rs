@@ -11,6 +11,8 @@ pub(super) struct SeqState {
     /// The slot of the live or the parked state.
     slot: Option<StateSlot>,
     run: Run,
+    /// The slot of the state before the drafted tokens of a step in flight.
+    undo: Option<StateSlot>,
     /// The contents of the blocks in the sequence's chain.
     contents: Vec<Content>,
     /// Numbers of tokens, in ascending order, after which the state is to be saved.
@@ -33,6 +35,11 @@ impl SeqBlocks {
     /// The slot of the sequence's live or parked state, in a model that has states.
     pub(crate) fn state_slot(&self) -> Option<StateSlot> {
         self.state.as_ref()?.slot
+    }
+
+    /// The slot of the state before the drafted tokens of a step in flight.
+    pub(crate) fn undo_slot(&self) -> Option<StateSlot> {
+        self.state.as_ref()?.undo
     }
 
     /// Number of leading blocks that the sequence could share at the latest lookup.
@@ -125,9 +132,32 @@ impl Kv {
         blocks.state.as_ref().map_or(0, |state| self.resumable(&state.contents) as u32 * self.block_size)
     }
 
-    /// Whether a preempted sequence's state can stay in its slot beside the states of `running` sequences.
-    pub(crate) fn can_park(&self, running: u32) -> bool {
-        !self.states.exists() || self.states.can_park(running as usize)
+    /// Whether a preempted sequence's state can stay in its slot, or another state of a running one be kept, beside the states of `running`
+    /// sequences.
+    pub(crate) fn can_keep_state(&self, running: u32) -> bool {
+        !self.states.exists() || self.states.can_reserve(running as usize)
+    }
+
+    /// Gives a sequence whose next tokens are drafted a slot for the state before them, which the step is to save. Call it if a state
+    /// [can be kept](Self::can_keep_state).
+    pub(crate) fn begin_draft(&mut self, blocks: &mut SeqBlocks) {
+        if let Some(state) = &mut blocks.state {
+            state.undo = Some(self.states.begin_draft());
+        }
+    }
+
+    /// Ends a draft. If a token of it was `rejected`, the sequence gets back its state after the `known` tokens before the draft. Returns
+    /// whether it did.
+    pub(crate) fn end_draft(&mut self, blocks: &mut SeqBlocks, rejected: bool, known: u32) -> bool {
+        let Some(state) = &mut blocks.state else { return false };
+        let Some(undo) = state.undo.take() else { return false };
+        if rejected {
+            let live = state.slot.replace(undo).expect("it runs");
+            self.states.reject_draft(undo, live, state.run, known);
+        } else {
+            self.states.accept_draft(undo);
+        }
+        rejected
     }
 
     /// Gives a sequence that begins to run, in a model that has states, a slot with the state after its `computed` tokens. It is to save
@@ -224,6 +254,9 @@ impl Kv {
         if let Some(state) = blocks.state.take()
             && let Some(slot) = state.slot
         {
+            if let Some(undo) = state.undo {
+                self.states.accept_draft(undo);
+            }
             self.states.end(slot, state.run);
         }
     }
@@ -240,7 +273,8 @@ impl Kv {
         let of = |blocks: &SeqBlocks| blocks.state.as_ref().and_then(|state| Some((state.slot?, state.run)));
         let slots = |parked: bool| all.clone().filter(move |blocks| blocks.host.is_empty() != parked).filter_map(of).collect::<Vec<_>>();
         let known = self.pool.known_contents();
-        self.states.check(&slots(false), &slots(true), |content| known.contains(&content));
+        let undo: Vec<_> = all.clone().filter_map(SeqBlocks::undo_slot).collect();
+        self.states.check(&slots(false), &slots(true), &undo, |content| known.contains(&content));
         for blocks in all.filter(|blocks| !blocks.ids().is_empty()) {
             if let Some(state) = &blocks.state {
                 assert_eq!(state.contents.len(), blocks.chain.len(), "contents of a chain");

@@ -1,0 +1,306 @@
+"""Hybrid models with random weights in real shapes, served beside llama.cpp; CPU seconds of one thread each.
+
+    python benches/hybrid.py --llama-server PATH [--only NAME] [--keep FOLDER]
+
+Each model has some of its layers, in Q4_K. Both servers read the same file and run one thread each, one after the other in turns: CPU
+seconds say what they compute even if the machine is busy. Prints a table of a prompt of 4,000 tokens, one stream, 16 streams, and eight
+turns of a conversation that begins with 4,000 tokens, with caches on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from peers.machine import TICK, describe
+from random_gguf import Q4, Tensors, write
+
+PROMPT, TURN, ANSWER, TURNS, STREAMS, ROUNDS = 4000, 200, 32, 8, 16, 3
+
+
+class Shape(NamedTuple):
+    """A model: its architecture, metadata and tensors, and how many of its layers the file has."""
+
+    kind: str
+    metadata: dict[str, Any]
+    tensors: Tensors
+    layers: str
+
+
+def _common(hidden: int, layers: int, vocabulary: int, heads: tuple[int, int, int]) -> dict[str, Any]:
+    queries, _, size = heads
+    return {
+        "context_length": 32768,
+        "embedding_length": hidden,
+        "block_count": layers,
+        "vocab_size": vocabulary,
+        "attention.head_count": queries,
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1e6,
+    }
+
+
+def _top(hidden: int, vocabulary: int, norm: str = "output_norm") -> Tensors:
+    return {"token_embd.weight": ((vocabulary, hidden), Q4), f"{norm}.weight": ((hidden,), None)}
+
+
+def _attention(hidden: int, heads: tuple[int, int, int], *, gated: bool = False, norms: bool = True) -> Tensors:
+    queries, kv, size = heads
+    found: Tensors = {
+        "attn_q.weight": ((queries * size * (2 if gated else 1), hidden), Q4),
+        "attn_k.weight": ((kv * size, hidden), Q4),
+        "attn_v.weight": ((kv * size, hidden), Q4),
+        "attn_output.weight": ((hidden, queries * size), Q4),
+    }
+    return found | ({"attn_q_norm.weight": ((size,), None), "attn_k_norm.weight": ((size,), None)} if norms else {})
+
+
+def _mlp(hidden: int, inner: int, suffix: str = "") -> Tensors:
+    outs = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    return {f"ffn_{name}{suffix}.weight": (shape, Q4) for name, shape in outs.items()}
+
+
+def _experts(hidden: int, count: int, inner: int) -> Tensors:
+    outs = {"gate": (count, inner, hidden), "up": (count, inner, hidden), "down": (count, hidden, inner)}
+    found: Tensors = {f"ffn_{name}_exps.weight": (shape, Q4) for name, shape in outs.items()}
+    return found | {"ffn_gate_inp.weight": ((count, hidden), None)}
+
+
+def lfm2() -> Shape:
+    """LFM2-8B-A1B."""
+    hidden, layers, vocabulary, heads = 2048, 12, 65536, (32, 8, 64)
+    attention = [layer % 4 == 2 for layer in range(layers)]
+    tensors = _top(hidden, vocabulary, "token_embd_norm")
+    for layer in range(layers):
+        parts: Tensors = {"attn_norm.weight": ((hidden,), None), "ffn_norm.weight": ((hidden,), None)}
+        if attention[layer]:
+            parts |= _attention(hidden, heads)
+        else:
+            parts |= {"shortconv.in_proj.weight": ((3 * hidden, hidden), Q4), "shortconv.out_proj.weight": ((hidden, hidden), Q4)}
+            parts |= {"shortconv.conv.weight": ((hidden, 3), None)}
+        parts |= _mlp(hidden, 7168) if layer < 2 else _experts(hidden, 32, 1792) | {"exp_probs_b.bias": ((32,), None)}
+        tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in parts.items()}
+    metadata = _common(hidden, layers, vocabulary, heads) | {"feed_forward_length": 7168, "shortconv.l_cache": 3}
+    metadata |= {"attention.head_count_kv": [heads[1] if entry else 0 for entry in attention], "leading_dense_block_count": 2}
+    metadata |= {"expert_count": 32, "expert_used_count": 4, "expert_feed_forward_length": 1792, "expert_gating_func": 2}
+    return Shape("lfm2moe", metadata, tensors, f"{layers} of 24")
+
+
+def qwen() -> Shape:
+    """Qwen3.5-4B."""
+    hidden, layers, vocabulary, heads = 2560, 8, 248320, (16, 4, 256)
+    keys, values = 16 * 128, 32 * 128
+    tensors = _top(hidden, vocabulary)
+    for layer in range(layers):
+        parts: Tensors = {"attn_norm.weight": ((hidden,), None), "post_attention_norm.weight": ((hidden,), None)}
+        if layer % 4 == 3:
+            parts |= _attention(hidden, heads, gated=True)
+        else:
+            parts |= {"attn_qkv.weight": ((2 * keys + values, hidden), Q4), "attn_gate.weight": ((values, hidden), Q4)}
+            parts |= {"ssm_beta.weight": ((32, hidden), None), "ssm_alpha.weight": ((32, hidden), None), "ssm_norm.weight": ((128,), None)}
+            parts |= {"ssm_conv1d.weight": ((2 * keys + values, 4), None), "ssm_dt.bias": ((32,), None), "ssm_a": ((32,), None)}
+            parts |= {"ssm_out.weight": ((hidden, values), Q4)}
+        tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in (parts | _mlp(hidden, 9216)).items()}
+    metadata = _common(hidden, layers, vocabulary, heads) | {"feed_forward_length": 9216, "attention.head_count_kv": heads[1]}
+    metadata |= {"rope.dimension_count": 64, "rope.dimension_sections": [11, 11, 10, 0], "full_attention_interval": 4}
+    metadata |= {"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16, "ssm.time_step_rank": 32, "ssm.inner_size": values}
+    return Shape("qwen35", metadata, tensors, f"{layers} of 32")
+
+
+def granite() -> Shape:
+    """Granite-4-H-tiny."""
+    hidden, layers, vocabulary, heads = 1536, 10, 100352, (12, 4, 128)
+    inner, channels = 48 * 64, 48 * 64 + 2 * 128
+    tensors = _top(hidden, vocabulary)
+    for layer in range(layers):
+        parts: Tensors = {"attn_norm.weight": ((hidden,), None), "ffn_norm.weight": ((hidden,), None)}
+        if layer == 5:
+            parts |= _attention(hidden, heads, norms=False)
+        else:
+            parts |= {"ssm_in.weight": ((inner + channels + 48, hidden), Q4), "ssm_out.weight": ((hidden, inner), Q4)}
+            parts |= {"ssm_conv1d.weight": ((channels, 4), None), "ssm_conv1d.bias": ((channels,), None), "ssm_dt.bias": ((48,), None)}
+            parts |= {"ssm_a": ((48, 1), None), "ssm_d": ((48, 1), None), "ssm_norm.weight": ((1, inner), None)}
+        parts |= _experts(hidden, 64, 512) | _mlp(hidden, 1024, "_shexp")
+        tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in parts.items()}
+    metadata = _common(hidden, layers, vocabulary, heads) | {"feed_forward_length": 512, "expert_count": 64, "expert_used_count": 6}
+    metadata |= {"attention.head_count_kv": [heads[1] if layer == 5 else 0 for layer in range(layers)]}
+    metadata |= {"expert_feed_forward_length": 512, "expert_shared_feed_forward_length": 1024, "rope.scaling.finetuned": False}
+    metadata |= {"attention.scale": 0.0078125, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 6.0}
+    metadata |= {"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 1, "ssm.time_step_rank": 48, "ssm.inner_size": inner}
+    return Shape("granitehybrid", metadata, tensors, f"{layers} of 40")
+
+
+MODELS = {"LFM2-8B-A1B": lfm2, "Qwen3.5-4B": qwen, "Granite-4-H-tiny": granite}
+
+
+class Server:
+    """A server's process and its address."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, path: str) -> None:
+        self.process, self.port, self.path = process, port, path
+
+    def cpu(self) -> float:
+        """CPU seconds of the process and its children."""
+        parents, times = {}, {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                try:
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                except OSError:
+                    continue
+                parents[int(entry.name)], times[int(entry.name)] = int(fields[1]), (int(fields[11]) + int(fields[12])) / TICK
+        ours = {self.process.pid}
+        while more := {pid for pid, parent in parents.items() if parent in ours and pid not in ours}:
+            ours |= more
+        return sum(times[pid] for pid in ours)
+
+    def ask(self, prompt: list[int], count: int) -> tuple[float, int]:
+        """CPU seconds until the first of `count` tokens, and the tokens of the prompt that were cached."""
+        body = {"model": "model", "prompt": prompt, "max_tokens": count, "n_predict": count, "temperature": 0, "stream": True}
+        body |= {"ignore_eos": True, "cache_prompt": True, "stream_options": {"include_usage": True}}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=1200)
+        connection.request("POST", self.path, json.dumps(body), {"Content-Type": "application/json"})
+        response, first, cached = connection.getresponse(), 0.0, 0
+        if response.status != 200:
+            raise SystemExit(f"{self.path}: {response.status} {response.read().decode()}")
+        for line in response:
+            if line.startswith(b"data: {"):
+                first = first or self.cpu()
+                usage = (json.loads(line[6:]).get("usage") or {}).get("prompt_tokens_details") or {}
+                cached = usage.get("cached_tokens", cached)
+        connection.close()
+        return first, cached
+
+
+@contextmanager
+def served(command: list[str], port: int, path: str) -> Iterator[Server]:
+    """A server that is ready."""
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "python")}
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    break
+            except OSError:
+                pass
+            if process.poll() is not None:
+                raise SystemExit(f"{command[0]} ended with {process.returncode}")
+            time.sleep(0.5)
+        yield Server(process, port, path)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def measure(server: Server, seed: int) -> dict[str, float]:
+    """CPU seconds of each case."""
+    numbers = random.Random(seed)
+    draw = lambda count: [numbers.randrange(1000, 60000) for _ in range(count)]  # noqa: E731
+    found: dict[str, float] = {}
+
+    def timed(name: str, prompts: list[list[int]], count: int) -> None:
+        before = server.cpu()
+        threads = [threading.Thread(target=server.ask, args=(prompt, count)) for prompt in prompts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found[name] = server.cpu() - before
+
+    timed("warm", [draw(64)], 8)
+    timed("prompt", [draw(PROMPT)], 1)
+    timed("one", [draw(8)], 64)
+    timed("streams", [draw(8) for _ in range(STREAMS)], 32)
+    prompt, firsts, cached, findable = draw(PROMPT), [], 0, 0
+    for turn in range(TURNS):
+        before = server.cpu()
+        first, hit = server.ask(prompt, ANSWER)
+        firsts.append(first - before)
+        if turn:
+            cached, findable = cached + hit, findable + len(prompt) - TURN - 1
+        # The next turn lacks the answer, as where a template drops what an assistant thought.
+        prompt = prompt + draw(TURN)
+    before = server.cpu()
+    again, _ = server.ask(draw(len(prompt)), 1)
+    found |= {"turn": statistics.median(firsts[1:]), "fresh": again - before, "found": cached / findable}
+    return found
+
+
+def main() -> None:
+    """Prints a table for each model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--llama-server", type=Path, required=True)
+    parser.add_argument("--only", choices=MODELS)
+    parser.add_argument("--keep", type=Path, help="a folder where files are made, and used again")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    args = parser.parse_args()
+    print(f"{describe()['cpu']}, one thread, CPU seconds, median of {args.rounds}\n")
+    columns = (
+        "model",
+        "server",
+        "prompt of 4,000",
+        "one stream, tokens/s",
+        "16 streams, tokens/s",
+        "first token of a turn",
+        "without caches",
+    )
+    print("| " + " | ".join((*columns, "found")) + " |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in [args.only] if args.only else MODELS:
+            shape, path = MODELS[name](), (args.keep or Path(temporary)) / f"{name}.gguf"
+            if not path.exists():
+                write(path, shape.kind, shape.metadata, shape.tensors)
+            ours = [
+                sys.executable,
+                "-c",
+                "import sys; from chairlift.cli.main import main; sys.exit(main(sys.argv[1:]))",
+                "serve",
+                str(path),
+            ]
+            ours += ["--served-model-name", "model", "--threads", "1", "--port"]
+            theirs = [str(args.llama_server), "--model", str(path), "--no-ui", "--log-disable", "--threads", "1", "--threads-batch", "1"]
+            theirs += ["--parallel", str(STREAMS), "--ctx-size", str(STREAMS * 6144), "--port"]
+            results: dict[str, list[dict[str, float]]] = {"chairlift": [], "llama.cpp": []}
+            for seed in range(args.rounds):
+                for which, command, url in (("chairlift", ours, "/v1/completions"), ("llama.cpp", theirs, "/v1/completions")):
+                    port = free_port()
+                    with served([*command, str(port)], port, url) as server:
+                        results[which].append(measure(server, seed))
+            for which, rounds in results.items():
+                at = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+                print(
+                    f"| {name}, {shape.layers} layers | {which} | {at['prompt']:.1f} | {64 / at['one']:.1f} |"
+                    f" {STREAMS * 32 / at['streams']:.1f} | {at['turn']:.2f} | {at['fresh']:.1f} | {at['found']:.0%} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

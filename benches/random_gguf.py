@@ -1,0 +1,61 @@
+"""GGUF files with random weights: blocks of a type with fixed scales, and numbers in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+Q4, Q6 = gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q6_K
+SCALES = {Q4: (0, 2), Q6: (208,)}
+"""Where the scales of a block are."""
+Tensors = dict[str, tuple[tuple[int, ...], gguf.GGMLQuantizationType | None]]
+"""The shape and the type of each tensor, by its whole name; None is float32."""
+
+
+def write(path: Path, kind: str, metadata: Mapping[str, Any], tensors: Tensors) -> None:
+    """Writes a file of the architecture `kind` with metadata below that name. Names of the vocabulary are numbers."""
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, kind)
+    types = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    for name, value in metadata.items():
+        types[type(value)](f"{kind}.{name}", value)
+    vocabulary = tensors["token_embd.weight"][0][0]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(["t", "0", *(f"t{index}" for index in range(vocabulary - 2))])
+    writer.add_token_types([1] * vocabulary)
+    # llama.cpp refuses a vocabulary without merges.
+    writer.add_token_merges(["t 0"])
+    for name, (shape, block) in tensors.items():
+        if block is None:
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
+        else:
+            packed = (*shape[:-1], shape[-1] // gguf.GGML_QUANT_SIZES[block][0] * gguf.GGML_QUANT_SIZES[block][1])
+            writer.add_tensor_info(name, packed, np.dtype(np.uint8), int(np.prod(packed)), raw_dtype=block)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, (shape, block) in tensors.items():
+        writer.write_tensor_data(_blocks(random, shape, block) if block else _numbers(random, name, shape))
+    writer.close()
+
+
+def _numbers(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Weights in float32: 1 for norms, and negative rates of decay."""
+    if name.endswith("ssm_a"):
+        return -random.uniform(0.5, 2.0, shape).astype(np.float32)
+    if len(shape) == 1 or "ssm_norm" in name:
+        return np.ones(shape, np.float32)
+    return random.standard_normal(shape, np.float32) * np.float32(0.02)
+
+
+def _blocks(random: np.random.Generator, shape: tuple[int, ...], block: gguf.GGMLQuantizationType) -> np.ndarray:
+    elements, size = gguf.GGML_QUANT_SIZES[block]
+    blocks = np.frombuffer(random.bytes(int(np.prod(shape)) // elements * size), np.uint8).reshape(-1, size).copy()
+    for at in SCALES[block]:
+        blocks[:, at : at + 2] = np.float16(2e-5 if block is Q6 else 1e-4).reshape(1).view(np.uint8)
+    return blocks
