@@ -104,6 +104,18 @@ class ModelConfig(ModelShape):
         """Whether MLPs and experts have a gate."""
         return self.activation != "relu2"
 
+    @property
+    def expert_counts(self) -> tuple[int, int]:
+        """The number of experts of a layer, and of those that a token uses."""
+        return (self.experts.count, self.experts.used) if self.experts else (0, 0)
+
+    @property
+    def expert_weights(self) -> int:
+        """The number of parameters of all experts that tokens choose."""
+        experts = self.experts
+        each = (3 if self.gated else 2) * experts.inner * self.hidden_size if experts else 0
+        return sum(experts.layers) * experts.count * each if experts else 0
+
     def heads_of(self, layer: int) -> tuple[int, int]:
         """The number and the size of a layer's KV heads."""
         return self.variants.local_heads if self.variants and self.windows[layer] is not None else (self.num_kv_heads, self.head_dim)
