@@ -29,7 +29,7 @@ LAYERS = {
         {"run", "sessions"},
     ],
     "cpu": [
-        {"half", "pod", "pool", "zeroed"},
+        {"grids", "half", "pod", "pool", "zeroed"},
         {"block_type", "unsafe_slice"},
         {"simd"},
         {"aligned", "hadamard", "norm", "rope", "sample"},

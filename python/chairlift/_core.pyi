@@ -54,6 +54,7 @@ __all__ = [
     "matrix_tiles",
     "max_splits",
     "prefill_work",
+    "provide_grid",
     "replay",
     "request_fields",
     "settings",
@@ -620,7 +621,16 @@ def matrix_tiles() -> Literal["absent", "refused", "usable"]:
     """Returns whether this process can use the processor's matrix tiles (AMX). The operating system can refuse them to it."""
 
 def block_types() -> list[int]:
-    """Returns ggml's numbers of the block types that `Linear` stores unchanged."""
+    """Returns ggml's numbers of the block types that `Linear` stores unchanged.
+
+    Those with a grid are among them once `provide_grid` has set it.
+    """
+
+def provide_grid(kind: int, values: NDArray[np.int8]) -> None:
+    """Sets the grid of a ggml type, [entries times the weights of each], for all models of the process.
+
+    Raises ValueError if the type has no grid, or another one.
+    """
 
 @final
 class TensorFile:

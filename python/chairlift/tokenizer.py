@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from chairlift.checkpoint.byte_alphabet import BYTES
 from chairlift.checkpoint.end_tokens import end_tokens
 from chairlift.checkpoint.plain_text import plain
+from chairlift.checkpoint.reranker import fill_template, pair_template
 from chairlift.checkpoint.tokenizer_files import listed_tokens, load_backend, read_json, token_with_role, tokenizer_config, tokenizer_file
 from chairlift.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from chairlift.sampling import MAX_BAD_WORDS
@@ -135,6 +136,8 @@ class Tokenizer:
         """
         for text in (first, second):
             _check_unicode(text, "input")
+        if self._pair_template is not None:
+            return self.encode_pieces(fill_template(self._pair_template, first, second, self.control_texts)), None
         encoding = self._backend.encode_batch_fast([(first, second)])[0]
         return encoding.ids, next((at for at, kind in enumerate(encoding.type_ids) if kind == 1), None)
 
@@ -204,6 +207,12 @@ class Tokenizer:
     def _plain_backend(self) -> Backend:
         """A second tokenizer that treats control tokens as plain text."""
         return plain(self._backend)
+
+    @cached_property
+    def _pair_template(self) -> str | None:
+        """The prompt for a query and a document, if the model is a reranker."""
+        names = read_json(self._model / "config.json").get("architectures")
+        return pair_template(self._model, names if isinstance(names, list) else (), self._config)
 
     @cached_property
     def _parts(self) -> TextParts:

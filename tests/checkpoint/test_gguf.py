@@ -27,6 +27,7 @@ from chairlift.errors import ChairliftError, UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.models.encoder import decoder_pooling
 from chairlift.models.rotary import RopeConfig, Yarn
+from chairlift.runner.gguf_grids import GRID_TYPES
 from chairlift.tokenizer import Tokenizer
 
 BLOCKS = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
@@ -474,14 +475,14 @@ def test_flipped_bytes_do_no_harm(tmp_path: Path) -> None:
 
 def test_the_table_of_types_is_that_of_the_gguf_package_and_of_the_kernels() -> None:
     assert {kind: (gguf.GGMLQuantizationType(kind).name, *BLOCKS[kind]) for kind in BLOCK_TYPES} == BLOCK_TYPES
-    assert {0, 1, 30, *_core.block_types()} == BLOCK_TYPES.keys()
+    assert {0, 1, 30, *_core.block_types(), *GRID_TYPES} == BLOCK_TYPES.keys()
 
 
 def test_other_types_need_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", hidden_size=256, intermediate_size=512, head_dim=64)
-    for kind in (gguf.GGMLQuantizationType.IQ2_S, gguf.GGMLQuantizationType.F16):
+    for kind in (gguf.GGMLQuantizationType.TQ2_0, gguf.GGMLQuantizationType.F16):
         gguf_of(model, tmp_path / f"{kind.name}.gguf", kind)
     monkeypatch.setitem(sys.modules, "gguf", None)
     GGUFTensors(tmp_path / "F16.gguf")
     with pytest.raises(UnsupportedModel, match="needs one more package: pip install gguf"):
-        GGUFTensors(tmp_path / "IQ2_S.gguf")
+        GGUFTensors(tmp_path / "TQ2_0.gguf")

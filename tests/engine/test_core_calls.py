@@ -106,7 +106,14 @@ class FakeRunner:
     overlaps = False
     buffers = (SimpleNamespace(arrays=dict, sample_slots=np.zeros(1, dtype=np.int32)),)
     model_config = SimpleNamespace(
-        vocab_size=1000, embedding_size=None, score=None, hidden_size=64, state_bytes=0, max_position_embeddings=2048, longest_context=2048
+        vocab_size=1000,
+        embedding_size=None,
+        score=None,
+        hidden_size=64,
+        state_bytes=0,
+        expert_counts=(0, 0),
+        max_position_embeddings=2048,
+        longest_context=2048,
     )
 
     def __init__(self, config, directory, eos, on_phase):
@@ -225,6 +232,8 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
         "host_blocks": 7,
         "swap_ns_per_block": 900,
         "state_slots": 0,
+        "experts": 0,
+        "experts_used": 0,
         "journal": False,
         "hash_key": 16,
         "draft_tokens": 0,
@@ -488,7 +497,7 @@ def test_every_setting_of_the_core_comes_from_a_flag_and_goes_back_to_it():
         batching="dynamic", static_batch_size=3, batch_timeout_ms=1.5, target_itl_ms=0.25, kv_reservation="peak", watermark=0.1
     )
     sizes = {"num_kv_blocks": 101, "max_num_batched_tokens": 20, "max_num_seqs": 8, "max_model_len": 50, "block_size": 16}
-    settings = scheduler_settings.of_config(config, **sizes, host_blocks=5, swap_ns_per_block=6, state_slots=7)
+    settings = scheduler_settings.of_config(config, **sizes, host_blocks=5, swap_ns_per_block=6, state_slots=7, experts=128, experts_used=8)
     assert settings.keys() == table.keys()
     again = scheduler_settings.to_flags(settings)
     assert scheduler_settings.of_flags(again) | {"block_size": 16} == settings
@@ -497,6 +506,8 @@ def test_every_setting_of_the_core_comes_from_a_flag_and_goes_back_to_it():
     for name in ("scheduling_policy", "batching", "kv_reservation"):
         assert list(flags[name]["choices"]) == table[name]["names"]
     # So are defaults, unless they depend on the machine or the pool.
-    defaults = scheduler_settings.of_config(EngineConfig(), **sizes, host_blocks=0, swap_ns_per_block=0, state_slots=0)
+    defaults = scheduler_settings.of_config(
+        EngineConfig(), **sizes, host_blocks=0, swap_ns_per_block=0, state_slots=0, experts=0, experts_used=0
+    )
     for name in table.keys() - {"num_kv_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "watermark"}:
         assert defaults[name] == table[name]["default"], name

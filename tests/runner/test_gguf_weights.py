@@ -3,7 +3,9 @@
 import logging
 import os
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -22,12 +24,14 @@ from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
+from chairlift.runner import gguf_grids
 from chairlift.runner.build import build_runner
+from chairlift.runner.gguf_grids import GRID_TYPES, provide_grids
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.weights import GGUFWeights
 
 Kind = gguf.GGMLQuantizationType
-TYPES = [Kind(number) for number in _core.block_types()]
+TYPES = sorted({*map(Kind, _core.block_types()), *map(Kind, GRID_TYPES)})
 
 
 def converted(path: Path, model: Any, *args: Any, **kwargs: Any) -> Path:
@@ -95,6 +99,7 @@ def as_computed(kind: Kind, blocks: np.ndarray, size: int, together: int) -> np.
 @pytest.mark.parametrize("together", [1, 4, 256])
 @pytest.mark.slow
 def test_the_kernels_compute_with_the_weights_of_the_gguf_package(kind: Kind, together: int) -> None:
+    provide_grids([kind], Path("blocks"))
     blocks = random_blocks(kind, 256, 256)
     expected = gguf.dequantize(blocks, kind)
     assert np.isfinite(expected).all()
@@ -102,7 +107,7 @@ def test_the_kernels_compute_with_the_weights_of_the_gguf_package(kind: Kind, to
     np.testing.assert_array_equal(as_computed(kind, blocks, 256, together), expected)
 
 
-@pytest.mark.parametrize("kind", [*TYPES, Kind.F16, Kind.BF16, Kind.F32, Kind.IQ2_S, Kind.IQ3_S], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*TYPES, Kind.F16, Kind.BF16, Kind.F32, Kind.TQ2_0], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3_text"])
 @pytest.mark.slow
 def test_a_file_gives_the_logits_of_its_weights_in_fp32(tmp_path: Path, kind: Kind, architecture: str) -> None:
@@ -150,9 +155,27 @@ def test_matrices_of_one_layer_may_differ_in_type(tmp_path: Path) -> None:
     assert np.corrcoef(near.ravel(), logits(directory).ravel())[0, 1] > 0.99
 
 
+def test_types_with_grids_need_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    directory = converted(tmp_path / "tiny.gguf", model, Kind.IQ3_XXS)
+    assert GGUFWeights(directory / LINK).sizes()[1] == 0
+    monkeypatch.setattr(gguf_grids, "_core", SimpleNamespace(block_types=list))  # other tests may have provided the grid
+    monkeypatch.setitem(sys.modules, "gguf.quants", None)
+    with pytest.raises(UnsupportedModel, match="has tensors of type IQ3_XXS, which need one more package: pip install gguf"):
+        GGUFWeights(directory / LINK)
+
+
+def test_a_grid_must_be_that_of_its_type() -> None:
+    for kind, size in ((12, 2048), (16, 2047)):
+        with pytest.raises(ValueError, match=f"ggml type {kind}"):
+            _core.provide_grid(kind, np.ones(size, np.int8))
+    with pytest.raises(ValueError, match="not the grid of ggml type 16"):
+        _core.provide_grid(16, np.zeros(2048, np.int8))
+
+
 def test_types_that_become_fp32_are_named_with_their_size_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("llama", hidden_size=256, intermediate_size=512, head_dim=64)
-    kinds = {"model.embed_tokens": Kind.IQ2_S, "lm_head": Kind.IQ3_S}
+    kinds = {"model.embed_tokens": Kind.TQ1_0, "lm_head": Kind.TQ2_0}
     directory = converted(tmp_path / "mixed.gguf", model, Kind.Q4_K, kinds=kinds)
     with caplog.at_level(logging.WARNING, logger="chairlift"):
         kept, expanded = GGUFWeights(directory / LINK).sizes()
@@ -160,7 +183,7 @@ def test_types_that_become_fp32_are_named_with_their_size_first(tmp_path: Path, 
     assert 0 < kept < (tmp_path / "mixed.gguf").stat().st_size
     # Other loggers may report what earlier tests left to the garbage collector.
     (record,) = (record for record in caplog.records if record.name.startswith("chairlift"))
-    assert "tensors of type IQ2_S, IQ3_S are not computed with as they are, and take 1 MiB as float32" in record.getMessage()
+    assert "tensors of type TQ1_0, TQ2_0 are not computed with as they are, and take 1 MiB as float32" in record.getMessage()
     caplog.clear()
     assert GGUFWeights(converted(tmp_path / "plain.gguf", model, Kind.Q4_K) / LINK).sizes()[1] == 0
     assert not [record for record in caplog.records if record.name.startswith("chairlift")]

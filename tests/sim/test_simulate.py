@@ -18,6 +18,7 @@ from chairlift.cli import main
 from chairlift.cli.simulate import EXAMPLES
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, InvalidTrace, ModelNotFound
+from chairlift.models.config import ModelConfig
 from chairlift.sim import table
 from chairlift.sim.devices import DEVICES, Profile, device, kv_bytes
 from chairlift.sim.result import DEADLINE
@@ -150,6 +151,21 @@ def test_a_roofline_is_what_bandwidth_and_peak_allow() -> None:
     assert step(Load(0, 64, 64 * 4096, 0)) - step(Load(0, 64, 0, 0)) == pytest.approx(64 * 4096 * 131072 / (0.8 * 4.8e12) * 1e6)
     computing = 2 * (8.03e9 - 2 * 128256 * 4096) * 8192 / (0.6 * 989e12) * 1e6
     assert step(Load(8192, 0, 0, 0)) == pytest.approx(500 + computing, rel=0.001)
+
+
+def test_a_roofline_reads_the_experts_that_tokens_use() -> None:
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "intermediate_size": 6144, "vocab_size": 151936}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    model = ModelConfig.parse({"architectures": ["Qwen3MoeForCausalLM"], **sizes, **experts})
+    h200, expert = DEVICES["h200"], 48 * 3 * 768 * 2048
+    step = h200.step_time(model, dtype="bfloat16", kv="bfloat16")
+    read = {rows: (step(Load(0, rows, 0, 0)) - rows * step.decode_seq - 500) * 0.8 * 4.8e12 / 2e6 for rows in (1, 16, 256)}
+    assert read[1] == pytest.approx(model.num_weights - 151936 * 2048 - 120 * expert, rel=0.001)
+    assert read[16] - read[1] == pytest.approx(expert * 128 * (120 / 128 - (120 / 128) ** 16), rel=0.001)
+    assert read[256] == pytest.approx(model.num_weights - 151936 * 2048, rel=0.001)
+    # A token computes with its own experts alone.
+    computing = 2 * (model.num_weights - 2 * 151936 * 2048 - 120 * expert) * 65536 / (0.6 * 989e12) * 1e6
+    assert step(Load(65536, 0, 0, 0)) == pytest.approx(500 + computing, rel=0.001)
 
 
 @pytest.mark.parametrize(("rows", "measured"), [(1, 96), (64, 792)])

@@ -203,7 +203,7 @@ def gguf_of(
             weights = weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
         pieces = gguf_experts.split(kind, name, weights)
         if not pieces:
-            known = names.get_name(stem) or names.get_name(f"{stem}.layer")
+            known = names.get_name(stem) or names.get_name(f"{stem}.layer") or {"score": "cls.output"}[stem]
             pieces = {f"{known}.{suffix}": weights.reshape(weights.shape[weights.shape[0] == 1 :])}  # a dimension of 1 is left out
         for name, piece in pieces.items():
             plain = piece.ndim == 1 or name.endswith("bias") or "ffn_gate_inp" in name
@@ -237,11 +237,16 @@ def random_blocks(kind: gguf.GGMLQuantizationType, *shape: int, seed: int = 0) -
     random = np.random.default_rng(seed)
     elements, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = random.integers(0, 256, (math.prod(shape) // elements, size), dtype=np.uint8)
-    scales = {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82], "MXFP4": []}.get(kind.name, [0])
+    scales = {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82], "MXFP4": [], "IQ1_M": [], "TQ1_0": [52], "TQ2_0": [64]}.get(kind.name, [0])
+    usual = 0.0002 if kind.name == "IQ3_S" else 0.001  # codes of IQ3_S are up to 15 times 31
     for at in scales + ([2] if kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else []):
-        blocks[:, at : at + 2] = (random.standard_normal((len(blocks), 1)) * 0.001).astype(np.float16).view(np.uint8)
+        blocks[:, at : at + 2] = (random.standard_normal((len(blocks), 1)) * usual).astype(np.float16).view(np.uint8)
     if kind.name == "MXFP4":
         blocks[:, 0] = random.integers(110, 124, len(blocks))
+    if kind.name == "IQ1_M":
+        words = blocks[:, 48:].view(np.uint16)  # the digits of the scale are in the highest bits of four words
+        scale = (random.standard_normal((len(blocks), 1)) * 0.001).astype(np.float16).view(np.uint16)
+        words[:] = words & 0xFFF | (scale >> np.array([0, 4, 8, 12], np.uint16) & 15) << 12
     return blocks.reshape(*shape[:-1], -1)
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "GGUF",
     "GGUF_MIXTURES",
     "OTHERS",
+    "QWEN3",
     "WRAPPED",
     "Architecture",
     "Code",

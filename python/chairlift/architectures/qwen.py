@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from chairlift.architectures.architecture import (
+    TOP,
     Architecture,
     Code,
     GGUFFormat,
@@ -29,10 +30,12 @@ QWEN2 = Architecture(
 QWEN3 = Architecture(
     name="Qwen3ForCausalLM",
     model_type="qwen3",
-    models="Qwen3, Qwen3-Embedding, text of Qwen3-VL",
+    models="Qwen3, Qwen3-Embedding, Qwen3-Reranker, text of Qwen3-VL",
     wrappers=("Qwen3VLForConditionalGeneration",),
     text_types=("qwen3_vl_text",),
-    gguf=GGUFFormat(names=("qwen3", "qwen3vl"), image_keys=("rope.dimension_sections", "n_deepstack_layers")),
+    gguf=GGUFFormat(
+        names=("qwen3", "qwen3vl"), image_keys=("rope.dimension_sections", "n_deepstack_layers"), top={**TOP, "cls.output": "score"}
+    ),
     kv_heads=32,
     head_dim=128,
     windows=Windows.SWITCHED,

@@ -11,6 +11,7 @@ from chairlift.architectures import (
     ENCODER_GGUF,
     GGUF,
     GGUF_MIXTURES,
+    QWEN3,
     Architecture,
     EncoderArchitecture,
     GGUFFormat,
@@ -22,6 +23,7 @@ from chairlift.architectures import (
 )
 from chairlift.checkpoint.gguf_encoder import encoder_config
 from chairlift.checkpoint.gguf_file import GGUFFile
+from chairlift.checkpoint.reranker import CLASSIFIER
 from chairlift.errors import UnsupportedModel
 
 _UNROTATED = 1e29
@@ -111,6 +113,10 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         config["query_pre_attn_scalar"] = hidden // heads if layers == layout.largest_layers else head_dim
     if architecture.global_head_dim is not None:
         config |= _variants(file, kind, config, inner, kv_heads)
+    if architecture is QWEN3 and (answers := file.tensors.get("cls.output.weight")) is not None:
+        config |= {"architectures": [CLASSIFIER], "num_labels": answers.shape[0] if len(answers.shape) > 1 else 1}
+        if (labels := file.value(f"{kind}.classifier.output_labels")) not in (None, ["yes", "no"]):
+            raise UnsupportedModel(f"{file.path}: a reranker's labels must be yes and no, got {labels!r:.200}")
     for key_name in layout.image_keys:
         file.value(f"{kind}.{key_name}")
     return config | _positions(file, kind, architecture, layout) | _token_ids(file, vocab_size)

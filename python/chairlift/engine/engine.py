@@ -417,6 +417,7 @@ def _build_runner(config: EngineConfig, directory: Path, eos: frozenset[int], on
 
 
 def _build_scheduler(config: EngineConfig, runner: Runner, eos: list[int], hash_key: bytes) -> _core.Scheduler:
+    experts, experts_used = runner.model_config.expert_counts
     settings = scheduler_settings.of_config(
         config,
         num_kv_blocks=runner.num_kv_blocks,
@@ -427,6 +428,8 @@ def _build_scheduler(config: EngineConfig, runner: Runner, eos: list[int], hash_
         host_blocks=runner.host_blocks,
         swap_ns_per_block=runner.swap_ns_per_block,
         state_slots=runner.state_slots,
+        experts=experts,
+        experts_used=experts_used,
         **({} if runner.generates else {"enable_prefix_caching": False}),
     )
     # Where a device overlaps steps, the last token is not known yet when the next step is planned.

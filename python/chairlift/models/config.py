@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from chairlift.architectures import ARCHITECTURES, WRAPPED, Architecture, Code, Norms, Projections, Windows
 from chairlift.errors import UnsupportedModel
+from chairlift.models.classifier import Classifier
 from chairlift.models.experts import EXPERTS, Experts, parse_experts
 from chairlift.models.fields import NoNativeModel, is_positive, parse_dtype, parse_layers, parse_names, parse_number, parse_size, read_json
 from chairlift.models.layer_variants import LayerVariants, parse_variants
@@ -33,6 +34,7 @@ class ModelConfig(ModelShape):
     and `feeds` which have an MLP of `intermediate_size` or experts. With a `recurrence` some layers have a state instead of keys and
     values, and with `experts` some have a mixture of experts. The output of attention and of the MLP is multiplied by `residual_scale`
     before it is added to the residual stream, and logits are multiplied by `logits_scale`. `scheme` is that of quantised layers.
+    With a `classifier` the model scores pairs of texts and generates none.
     """
 
     num_kv_heads: int
@@ -69,6 +71,17 @@ class ModelConfig(ModelShape):
     variants: LayerVariants | None
     only_in_rust: bool
     scheme: QuantizationScheme | None = None
+    classifier: Classifier | None = None
+
+    @property
+    def head_size(self) -> int:
+        """The number of logits: that of tokens, or of a classifier's rows."""
+        return self.classifier.rows if self.classifier else self.vocab_size
+
+    @property
+    def embedding_size(self) -> int:
+        """The numbers of a text's result."""
+        return 1 if self.classifier else self.hidden_size
 
     @property
     def kv_specs(self) -> tuple[KvSpec, ...]:
@@ -90,6 +103,18 @@ class ModelConfig(ModelShape):
     def gated(self) -> bool:
         """Whether MLPs and experts have a gate."""
         return self.activation != "relu2"
+
+    @property
+    def expert_counts(self) -> tuple[int, int]:
+        """The number of experts of a layer, and of those that a token uses."""
+        return (self.experts.count, self.experts.used) if self.experts else (0, 0)
+
+    @property
+    def expert_weights(self) -> int:
+        """The number of parameters of all experts that tokens choose."""
+        experts = self.experts
+        each = (3 if self.gated else 2) * experts.inner * self.hidden_size if experts else 0
+        return sum(experts.layers) * experts.count * each if experts else 0
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """The number and the size of a layer's KV heads."""
@@ -169,7 +194,10 @@ class ModelConfig(ModelShape):
             found = read_json(directory, MODELOPT_FILE)
             quantization = found.get("quantization") if isinstance(found, dict) else None
             raw["quantization_config"] = {**(quantization if isinstance(quantization, dict) else {}), "quant_method": "modelopt"}
-        return cls.parse(raw)
+        classifier = Classifier.find(raw, directory)
+        if classifier is None:
+            return cls.parse(raw)
+        return replace(cls.parse(raw | {"architectures": ["Qwen3ForCausalLM"]}), classifier=classifier, score="sigmoid")
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> ModelConfig:
@@ -264,6 +292,8 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
             raise UnsupportedModel(
                 f"{model.architecture} has recurrent layers, which one process on a CPU alone computes: use --device cpu"
             )
+        if in_torch and model.classifier:
+            raise UnsupportedModel("rerankers that are decoders run in one process on a CPU alone: use --device cpu")
         if in_torch and model.only_in_rust:
             raise NoNativeModel(f"{model.architecture} has code of ours for one process on a CPU alone")
         return model

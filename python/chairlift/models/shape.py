@@ -52,6 +52,16 @@ class ModelShape(ABC):
         return 0
 
     @property
+    def expert_counts(self) -> tuple[int, int]:
+        """The number of experts of a layer, and of those that a token uses. Zeros for a model without experts."""
+        return 0, 0
+
+    @property
+    def expert_weights(self) -> int:
+        """The number of parameters of all experts that tokens choose."""
+        return 0
+
+    @property
     def longest_context(self) -> int:
         """The largest context that can be asked for. The default is `max_position_embeddings`."""
         return self.max_position_embeddings

@@ -12,7 +12,7 @@ from chairlift.models.config import ModelConfig
 from chairlift.models.experts import Experts
 from chairlift.models.recurrence import RecurrentLayers
 from chairlift.runner import expert_weights, recurrent_weights
-from chairlift.runner.weights import Part, Weights, in_memory, split_rows
+from chairlift.runner.weights import Part, Weights, in_memory, slices, split_rows
 
 
 def build_decoder(model: ModelConfig, weights: Weights, dtype: str, threads: int, isa: str, longest: int) -> _core.Decoder:
@@ -37,8 +37,8 @@ class _Builder:
         # The largest matrix first: while a matrix is packed, it is in memory twice.
         embedding = self.linear({"model.embed_tokens": model.vocab_size}, model.hidden_size)
         # With tied embeddings, embeddings are read from the head's matrix.
-        tied = model.tie_word_embeddings
-        head = embedding if tied else self.linear({"lm_head": model.vocab_size}, model.hidden_size)
+        tied = model.tie_word_embeddings and model.classifier is None
+        head = embedding if tied else self.head()
         layer_embeddings = self.layer_embeddings(model.variants.input_size) if model.variants and model.variants.input_size else None
         blocks = [block for index in range(model.num_layers) for block in self.layer(index)]
         try:
@@ -60,6 +60,20 @@ class _Builder:
             )
         except ValueError as error:
             raise UnsupportedModel(f"{model.architecture}: {error}") from None
+
+    def head(self) -> _core.Linear:
+        """The matrix of the logits: that of all tokens, or of a classifier."""
+        model, name = self.model, "model.embed_tokens" if self.model.tie_word_embeddings else "lm_head"
+        if model.classifier is None:
+            return self.linear({name: model.vocab_size}, model.hidden_size)
+        if not model.classifier.tokens:
+            if self.weights.has("lm_head.weight"):
+                self.weights.part("lm_head.weight", model.vocab_size, model.hidden_size)  # not used, and known
+            return self.linear({"score": model.classifier.rows}, model.hidden_size)
+        yes, no = model.classifier.tokens
+        part = self.weights.part(f"{name}.weight", model.vocab_size, model.hidden_size)
+        rows = [slices(part, [token, 1], model.hidden_size)[1] for token in (yes, no)]
+        return self.pack([[row] for row in rows], name, model.hidden_size)
 
     def layer(self, index: int) -> list[_core.DecoderBlock]:
         """A layer's blocks."""

@@ -32,7 +32,7 @@ class CpuExecutor(ModelExecutor):
     def __init__(self, config: ModelConfig, decoder: _core.Decoder, kv: str, isa: str) -> None:
         self.config, self.decoder, self.kv = config, decoder, kv
         self.adapters = CpuAdapters(decoder, config, isa)
-        self._logits = np.empty((1, config.vocab_size), dtype=np.float32)
+        self._logits = np.empty((1, config.head_size), dtype=np.float32)
 
     @classmethod
     def load(cls, config: EngineConfig, weights: Weights, model: ModelConfig, precision: Precision) -> CpuExecutor:
@@ -103,12 +103,16 @@ class CpuExecutor(ModelExecutor):
     def logits(self, at: np.ndarray) -> np.ndarray:
         """Logits of the last step at token positions `at`."""
         if len(self._logits) < len(at):
-            self._logits = np.empty((len(at), self.config.vocab_size), dtype=np.float32)
+            self._logits = np.empty((len(at), self.config.head_size), dtype=np.float32)
         self.decoder.logits(at.astype(np.int32, copy=False), self._logits)
         return self._logits[: len(at)]
 
     def states(self, at: np.ndarray) -> np.ndarray:
-        """Hidden states of the last step at token positions `at` (see `ModelExecutor.states`)."""
+        """Hidden states of the last step at token positions `at` (see `ModelExecutor.states`); a classifier's numbers."""
+        if self.config.classifier:
+            numbers = np.empty((len(at), self.config.head_size), dtype=np.float32)
+            self.decoder.logits(at.astype(np.int32, copy=False), numbers)
+            return numbers[:, :1] - numbers[:, 1:] if numbers.shape[1] == 2 else numbers
         out = np.empty((len(at), self.config.hidden_size), dtype=np.float32)
         self.decoder.states(at.astype(np.int32, copy=False), out)
         return out

@@ -23,6 +23,7 @@ from chairlift.models.config import ModelConfig
 from chairlift.models.quantization import QuantizationScheme
 from chairlift.models.shape import ModelShape
 from chairlift.runner.file_pages import FilePages
+from chairlift.runner.gguf_grids import provide_grids
 from chairlift.runner.memory.decision import gib
 from chairlift.runner.memory.precision import BYTES
 from chairlift.runner.quantised_matrix import TENSORS, QuantisedMatrix, multiply_out, read_quantised
@@ -248,11 +249,13 @@ class GGUFWeights:
     """ggml's numbers of the unquantised types."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file and its parts. Raises ModelNotFound if it is missing, UnsupportedModel if it cannot be read."""
+        """Opens the file and its parts. Raises ModelNotFound if it is missing, UnsupportedModel if it cannot be read
+        or has types of tensors whose grids are missing."""
         if not path.is_file():
             raise ModelNotFound(f"{path} is gone: name the model's file again")
         self.tensors = GGUFTensors(path)
         self._files = {file: _core.TensorFile(file) for file in {entry.file for entry in self.tensors.entries.values()}}
+        provide_grids((entry.kind for entry in self.tensors.entries.values()), path)
         self._block_types = set(_core.block_types())
         self._pages = FilePages(self._files)
         self._unused = set(self.tensors.entries)

@@ -94,7 +94,8 @@ class Roof:
 def roofline(model: ModelShape, roof: Roof, *, weights: str, weight_bytes: float, kv_bytes: float) -> StepTime:
     """A model's step time by the roofline of a device (Williams et al., 2009).
 
-    Linear layers read all weights once or compute 2 FLOP for each weight and token, whichever takes longer. Attention reads `kv_bytes` for
+    Linear layers read all weights once or compute 2 FLOP for each weight and token, whichever takes longer. Of experts, only those are read
+    that the tokens are expected to use together, and a token computes with its own. Attention reads `kv_bytes` for
     each context token and computes 4 FLOP for each pair of tokens, head and head dimension. Sliding windows are ignored. `weights` is the
     data type of the computation, `weight_bytes` the size of one weight.
     """
@@ -103,8 +104,13 @@ def roofline(model: ModelShape, roof: Roof, *, weights: str, weight_bytes: float
     layers = model.num_weights - table * (1 if tied else 2)
     bandwidth, flops = roof.bandwidth * roof.bandwidth_share / 1e6, roof.flops[weights] * roof.flops_share / 1e6
     reading = (layers + table) * weight_bytes / bandwidth
-    token = 2 * layers / flops
+    (count, used), experts = model.expert_counts, model.expert_weights
+    unused = 1 - used / max(count, 1)
+    token = 2 * (layers - experts * unused) / flops
     knee = reading / token
     spec_flops = sum(2 * (spec.head_dim + spec.value_dim) for spec in model.kv_specs) * model.num_heads
-    curve = ((0.0, roof.overhead_us + reading), (knee, roof.overhead_us + reading), (2 * knee, roof.overhead_us + 2 * reading))
+    few = [0.0, *(2.0**power for power in range(math.ceil(math.log2(max(knee, 1))) if experts else 0))]
+    reads = [(tokens, reading - experts * unused**tokens * weight_bytes / bandwidth) for tokens in few]
+    points = [*((tokens, max(read, tokens * token)) for tokens, read in reads), (knee, reading), (2 * knee, 2 * reading)]
+    curve = tuple((tokens, roof.overhead_us + time) for tokens, time in points)
     return StepTime(curve, 2 * table / flops, kv_bytes / bandwidth, spec_flops / flops)

@@ -43,4 +43,4 @@ pub use request::{
 pub use scheduler::Scheduler;
 pub use sessions::SessionWait;
 pub use step::{Admitted, Chunk, DraftSource, Lens, MAX_DRAFT, Stall, StateMoves, StateSave, StepBuffers, StepPlan, VerifiedDraft};
-pub use step_time::{Load, StepModel};
+pub use step_time::{ExpertCount, Load, StepModel};

@@ -1,12 +1,10 @@
 //! ggml's block types, and how to unpack their bytes.
 
+use crate::grids::{CODE_OFFSET, GridBlock, GridType, SUPER};
 use crate::half;
 
 /// Number of weights in the smallest block.
 pub(crate) const BLOCK: usize = 32;
-
-/// Number of weights in a block of a K type. They share a scale in half precision.
-const SUPER: usize = 256;
 
 /// Values of the codes of `IQ4_NL` and `IQ4_XS`.
 const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
@@ -30,6 +28,8 @@ pub(crate) enum BlockType {
     IQ4_NL,
     IQ4_XS,
     MXFP4,
+    /// Types whose codes are looked up in a table.
+    Grid(GridType),
 }
 
 /// Number of bits in a code.
@@ -58,6 +58,9 @@ pub(crate) enum ScaleKind {
     Nibbles,
     /// A scale in half precision for 256 weights, multiplied by a signed byte for each group ([`BlockType::group`]).
     Signed,
+    /// A scale in half precision for 256 weights, multiplied by an odd number for each group ([`BlockType::group`]): twice a number of 4 bits
+    /// plus 1.
+    Odd,
 }
 
 /// An unpacked block. Unused parts are zero.
@@ -75,7 +78,7 @@ pub(crate) struct Unpacked {
 }
 
 impl BlockType {
-    pub(crate) const ALL: [Self; 13] = [
+    pub(crate) const ALL: [Self; 20] = [
         Self::Q4_0,
         Self::Q4_1,
         Self::Q5_0,
@@ -89,6 +92,13 @@ impl BlockType {
         Self::IQ4_NL,
         Self::IQ4_XS,
         Self::MXFP4,
+        Self::Grid(GridType::IQ2_XXS),
+        Self::Grid(GridType::IQ2_XS),
+        Self::Grid(GridType::IQ3_XXS),
+        Self::Grid(GridType::IQ1_S),
+        Self::Grid(GridType::IQ3_S),
+        Self::Grid(GridType::IQ2_S),
+        Self::Grid(GridType::IQ1_M),
     ];
 
     /// ggml's type number.
@@ -107,31 +117,37 @@ impl BlockType {
             Self::IQ4_NL => 20,
             Self::IQ4_XS => 23,
             Self::MXFP4 => 39,
+            Self::Grid(kind) => kind.number(),
         }
     }
 
-    /// The type with this ggml number. `None` if the type is not supported without conversion.
+    /// The type with this ggml number. `None` if the type is not supported without conversion, or if its grid is not known.
     pub(crate) fn from_ggml(number: u32) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.number() == number)
+        Self::ALL.into_iter().find(|kind| kind.number() == number).filter(|kind| kind.is_known())
+    }
+
+    /// Whether the type's blocks can be unpacked: not without its grid, if it has one.
+    pub(crate) fn is_known(self) -> bool {
+        if let Self::Grid(kind) = self { kind.grid().is_some() } else { true }
     }
 
     /// Number of weights in a block.
     pub(crate) fn block(self) -> usize {
         match self.scale_kind() {
             ScaleKind::Half | ScaleKind::HalfShift | ScaleKind::Bf16 => BLOCK,
-            ScaleKind::ScaleMin | ScaleKind::Nibbles | ScaleKind::Signed => SUPER,
+            ScaleKind::ScaleMin | ScaleKind::Nibbles | ScaleKind::Signed | ScaleKind::Odd => SUPER,
         }
     }
 
-    /// Whether codes have less than 4 bits.
+    /// Whether a weight takes less than 4 bits.
     pub(crate) fn is_small(self) -> bool {
-        matches!(self.code_bits(), CodeBits::Two | CodeBits::Three)
+        matches!(self, Self::Q2_K | Self::Q3_K | Self::Grid(_))
     }
 
-    /// Number of weights that share a scale.
+    /// Number of weights that share a scale. Kernels read one for each 16 weights of types with a grid, of which some have one for 32.
     pub(crate) fn group(self) -> usize {
         match self {
-            Self::Q2_K | Self::Q3_K | Self::Q6_K => BLOCK / 2,
+            Self::Q2_K | Self::Q3_K | Self::Q6_K | Self::Grid(_) => BLOCK / 2,
             _ => BLOCK,
         }
     }
@@ -151,6 +167,7 @@ impl BlockType {
             Self::Q6_K => 210,
             Self::IQ4_XS => 136,
             Self::MXFP4 => 17,
+            Self::Grid(kind) => kind.bytes(),
         }
     }
 
@@ -166,7 +183,7 @@ impl BlockType {
             Self::Q4_0 | Self::Q4_1 | Self::Q4_K | Self::IQ4_NL | Self::IQ4_XS | Self::MXFP4 => CodeBits::Four,
             Self::Q5_0 | Self::Q5_1 | Self::Q5_K => CodeBits::Five,
             Self::Q6_K => CodeBits::Six,
-            Self::Q8_0 => CodeBits::Eight,
+            Self::Q8_0 | Self::Grid(_) => CodeBits::Eight,
         }
     }
 
@@ -178,7 +195,13 @@ impl BlockType {
             Self::Q2_K => ScaleKind::Nibbles,
             Self::Q3_K | Self::Q6_K | Self::IQ4_XS => ScaleKind::Signed,
             Self::MXFP4 => ScaleKind::Bf16,
+            Self::Grid(_) => ScaleKind::Odd,
         }
+    }
+
+    /// What scales are multiplied by: less than 1 if the type's values are not whole.
+    pub(crate) fn scale_unit(self) -> f32 {
+        if let Self::Grid(kind) = self { kind.unit() } else { 1.0 }
     }
 
     /// The offset that is subtracted from a code. Non-linear codes of 4 bits have a table instead.
@@ -188,7 +211,7 @@ impl BlockType {
             Self::Q4_0 => 8.0,
             Self::Q5_0 => 16.0,
             Self::Q6_K => 32.0,
-            Self::Q8_0 => 128.0,
+            Self::Q8_0 | Self::Grid(_) => f32::from(CODE_OFFSET),
             _ => 0.0,
         }
     }
@@ -290,6 +313,7 @@ impl BlockType {
                     block.scales[i] = scale.wrapping_sub(32);
                 }
             }
+            Self::Grid(kind) => return Unpacked::of_grid(kind, &kind.read(bytes)),
         }
         block
     }
@@ -307,6 +331,11 @@ impl BlockType {
 }
 
 impl Unpacked {
+    /// A block whose codes are looked up in the grid of its type.
+    pub(crate) fn of_grid(kind: GridType, block: &GridBlock) -> Self {
+        Self { codes: kind.codes(block), scale: block.scale, second: 0, scales: block.scales, mins: [0; 16] }
+    }
+
     /// The scale and the shift of weight `i`. A shift of -0.0 leaves every product unchanged.
     pub(crate) fn scale_and_shift(&self, kind: BlockType, i: usize) -> (f32, f32) {
         let scale = half::to_f32(self.scale);
@@ -322,6 +351,7 @@ impl Unpacked {
                 (scale * f32::from(self.scales[group]), -(half::to_f32(self.second) * f32::from(self.mins[group])))
             }
             ScaleKind::Signed => (scale * f32::from(self.scales[i / kind.group()] as i8), -0.0),
+            ScaleKind::Odd => (scale * kind.scale_unit() * f32::from(2 * self.scales[i / kind.group()] + 1), -0.0),
         }
     }
 }

@@ -59,9 +59,9 @@ impl Decoder {
         config.check()?;
         blocks.iter().try_for_each(|block| block.check(isa, &config))?;
         check(norm.len() == hidden, "norms")?;
-        let vocabulary = head.matrix.outs;
+        let vocabulary = embedding.as_ref().unwrap_or(&head.matrix).outs;
         for matrix in embedding.iter().chain([&head.matrix]) {
-            check(matrix.is(isa, vocabulary, hidden, Merge::Stacked), "embeddings")?;
+            check(matrix.is(isa, matrix.outs, hidden, Merge::Stacked), "embeddings")?;
         }
         check_places(&config, &blocks)?;
         check_states(&blocks, hidden)?;
@@ -174,17 +174,18 @@ impl Decoder {
                 return Err(StepError::Cache { what, found, expected });
             }
         }
-        step.check(self.head.matrix.outs, caches[0].shape(), &mut self.slots)
+        let vocabulary = self.embedding.as_ref().unwrap_or(&self.head.matrix).outs;
+        step.check(vocabulary, caches[0].shape(), &mut self.slots)
     }
 
-    /// Computes the logits after the tokens at indices `at` of the last step. Writes one row of the vocabulary's size to `out` for each
+    /// Computes the logits after the tokens at indices `at` of the last step. Writes one row of the head's outputs to `out` for each
     /// index.
     pub fn logits(&mut self, at: &[i32], out: &mut [f32]) {
         let Self { isa, pool, config, norm, head, rows, scratch, .. } = self;
         let mut pool = pool.lock().unwrap_or_else(PoisonError::into_inner);
         let (isa, hidden, eps) = (*isa, config.hidden_size, config.rms_norm_eps);
-        let vocabulary = head.matrix.outs;
-        assert!(out.len() >= at.len() * vocabulary && at.iter().all(|&t| (t as usize) < self.tokens), "places of the last step");
+        let outs = head.matrix.outs;
+        assert!(out.len() >= at.len() * outs && at.iter().all(|&t| (t as usize) < self.tokens), "places of the last step");
         rows.reserve(isa, at.len(), at.len(), [&*head]);
         let (states, packed, out) = (&self.buffers.hidden, rows.packed(isa, at.len(), at.len()), UnsafeSlice::new(out));
         let epilogue = config.final_softcap.map_or(Epilogue::Store, Epilogue::Softcap);
@@ -194,7 +195,7 @@ impl Decoder {
                 let x = &states[at[i] as usize * hidden..][..hidden];
                 isa.run(RmsNorm { x, weight: norm, eps, out: row });
             });
-            packed.multiply(worker, isa, head, out, vocabulary, epilogue, linear);
+            packed.multiply(worker, isa, head, out, outs, epilogue, linear);
         });
     }
 

@@ -14,6 +14,7 @@ mod encoder;
 mod experts;
 mod gemm;
 mod ggml;
+mod grids;
 mod hadamard;
 pub mod half;
 mod layer_input;
@@ -44,6 +45,7 @@ pub use encoder::{
     TextAttention, TextError,
 };
 pub use experts::{Mixture, MixtureNorms, SharedExpert};
+pub use grids::{GridError, provide_grid};
 pub use layer_input::{LayerEmbeddings, LayerInput};
 pub use linear::{Activation, Linear};
 pub use lora::{Adapter, LowRank, Update};
@@ -57,7 +59,7 @@ pub use step::{Step, StepError};
 pub use tensor::{Numbers, ReadError, Source, Tensor};
 pub use weights::{DType, Matrix, Merge, PackError};
 
-/// ggml's type numbers of the block types that [`DType::Kept`] supports.
+/// ggml's type numbers of the block types that [`DType::Kept`] supports. Types with a grid are among them once [`provide_grid`] has set it.
 pub fn block_types() -> Vec<u32> {
-    block_type::BlockType::ALL.into_iter().map(block_type::BlockType::number).collect()
+    block_type::BlockType::ALL.into_iter().filter(|kind| kind.is_known()).map(block_type::BlockType::number).collect()
 }

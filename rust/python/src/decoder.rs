@@ -6,7 +6,7 @@ use std::sync::Mutex;
 
 use chairlift_cpu as cpu;
 use cpu::{Isa, TileSupport};
-use numpy::{PyArray2, PyArrayMethods, PyUntypedArrayMethods};
+use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
@@ -49,10 +49,17 @@ pub(crate) fn matrix_tiles() -> &'static str {
     }
 }
 
-/// ggml's numbers of the block types that the kernels use without conversion.
+/// ggml's numbers of the block types that the kernels use without conversion. Those with a grid are among them once it was provided.
 #[pyfunction]
 pub(crate) fn block_types() -> Vec<u32> {
     cpu::block_types()
+}
+
+/// Sets the grid of a ggml type, \[entries\]\[weights of an entry\], for all models of the process. Raises `ValueError` if it is not the type's.
+#[pyfunction]
+pub(crate) fn provide_grid(kind: u32, values: PyReadonlyArray1<'_, i8>) -> PyResult<()> {
+    let values = values.as_slice().map_err(|_| PyValueError::new_err("a grid must be a contiguous array"))?;
+    cpu::provide_grid(kind, values).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
 /// One block of a decoder. The decoder takes ownership of it.

@@ -33,7 +33,7 @@ mod _core {
     use crate::caches::{KvCache, StateCache};
     #[pymodule_export]
     use crate::decoder::{
-        Decoder, DecoderBlock, RecurrentHeads, bf16_products, block_types, byte_products, instruction_sets, matrix_tiles,
+        Decoder, DecoderBlock, RecurrentHeads, bf16_products, block_types, byte_products, instruction_sets, matrix_tiles, provide_grid,
     };
     #[pymodule_export]
     use crate::encoder::{Encoder, EncoderBlock};

@@ -34,7 +34,7 @@ pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], changes: &Bound<'_, 
     }
     let config = settings::changed_for_simulation(parsed.config, changes)?;
     let machine = sim::Machine {
-        step: sim::StepTime::linear(replayed.scheduler.model().coefficients()),
+        step: sim::StepTime::learned(replayed.scheduler.model()),
         swap_ns_per_block: config.swap_ns_per_block,
         draft_tokens: core::MAX_DRAFT,
     };

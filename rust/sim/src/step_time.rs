@@ -1,6 +1,6 @@
 //! Step durations of a simulated device.
 
-use chairlift_core::Load;
+use chairlift_core::{Load, StepModel};
 
 /// The duration of a step in microseconds, computed from its load.
 ///
@@ -27,7 +27,18 @@ impl StepTime {
         (rises && finite).then_some(Self { curve, decode_seq, context_token, prefill_pair })
     }
 
-    /// The line with the coefficients of a learned [`StepModel`](chairlift_core::StepModel).
+    /// The times that a scheduler has learned: a line, or a curve if the model has experts.
+    pub fn learned(model: &StepModel) -> Self {
+        let mut time = Self::linear(model.coefficients());
+        if model.expert_time(1) > 0.0 {
+            let ((_, fixed), (_, one)) = (time.curve[0], time.curve[1]);
+            let point = |tokens: u32| (f64::from(tokens), fixed + f64::from(tokens) * (one - fixed) + model.expert_time(tokens));
+            time.curve = std::iter::once(0).chain((0..12).map(|power| 1 << power)).map(point).collect();
+        }
+        time
+    }
+
+    /// The line of these coefficients, in the order of [`StepModel::new`].
     pub fn linear([fixed, prefill_token, decode_seq, context_token, prefill_pair]: [f64; 5]) -> Self {
         let curve = vec![(0.0, fixed), (1.0, fixed + prefill_token)];
         Self { curve, decode_seq: decode_seq - prefill_token, context_token, prefill_pair }
@@ -47,7 +58,6 @@ impl StepTime {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use chairlift_core::StepModel;
 
     #[test]
     fn the_curve_is_linear_between_its_points_and_beyond_them() {
@@ -59,7 +69,7 @@ mod tests {
     #[test]
     fn a_line_says_the_same_as_its_model() {
         let model = StepModel::new(900.0, 30.0, 90.0, 0.5, 0.125);
-        let time = StepTime::linear(model.coefficients());
+        let time = StepTime::learned(&model);
         for (prefill_tokens, decode_seqs, drafted_tokens) in [(0, 1, 0), (64, 0, 0), (100, 7, 0), (0, 3, 20)] {
             let load = Load { prefill_tokens, decode_seqs, context_tokens: 1000, prefill_pairs: 4096, drafted_tokens };
             assert_eq!(time.step(&load), model.step(&load) as u64);

@@ -9,6 +9,7 @@ pub use settings::{SETTINGS, Setting, SettingError, SettingKind, Value};
 
 use crate::policy::{Fcfs, Policy};
 use crate::request::Time;
+use crate::step_time::ExpertCount;
 
 /// When waiting sequences may join the running ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -137,6 +138,8 @@ pub struct Config {
     /// Slots for recurrent states. 0 for a model without recurrent layers, otherwise at least `max_num_seqs`, because each
     /// running sequence has one.
     pub state_slots: u32,
+    /// Experts of a layer, and those that a token uses. The step-time model knows them.
+    pub experts: ExpertCount,
 }
 
 impl Default for Config {
@@ -163,6 +166,7 @@ impl Default for Config {
             host_blocks: 0,
             swap_ns_per_block: 0,
             state_slots: 0,
+            experts: ExpertCount::default(),
         }
     }
 }

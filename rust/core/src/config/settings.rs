@@ -152,7 +152,7 @@ macro_rules! optional {
 }
 
 /// Every setting, in the order in which settings are applied. A later setting may depend on earlier ones.
-pub const SETTINGS: [Setting; 23] = [
+pub const SETTINGS: [Setting; 25] = [
     number!(num_kv_blocks, 2, U32, "Blocks in the KV cache, scratch block 0 included."),
     number!(block_size, 1, INT, "Tokens in a block."),
     number!(max_num_batched_tokens, 1, INT, "Tokens in a step."),
@@ -244,6 +244,20 @@ pub const SETTINGS: [Setting; 23] = [
     number!(host_blocks, 0, U32, "Blocks of the host pool."),
     number!(swap_ns_per_block, 0, U32, "Nanoseconds that the copy of a block to the host takes, one way."),
     number!(state_slots, 0, INT, "Slots for the recurrent states of sequences; 0 for a model without recurrent layers."),
+    Setting {
+        name: "experts",
+        doc: "Experts of a layer; 0 for a model without experts.",
+        kind: SettingKind::Int { least: 0, most: INT, optional: false },
+        get: |config| Value::Int(config.experts.count.into()),
+        set: |config, value| config.experts.count = value.int(config.experts.count),
+    },
+    Setting {
+        name: "experts_used",
+        doc: "Experts of a layer that a token uses.",
+        kind: SettingKind::Int { least: 0, most: INT, optional: false },
+        get: |config| Value::Int(config.experts.used.into()),
+        set: |config, value| config.experts.used = value.int(config.experts.used),
+    },
 ];
 
 /// Names in journals of earlier versions, each with the name now, which is that of the flag.

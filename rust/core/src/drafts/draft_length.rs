@@ -36,8 +36,7 @@ impl<'a> DraftGain<'a> {
     /// Takes a step's decoding sequences, before tokens are drafted. `None` if too few such steps were observed lately.
     pub(crate) fn new(load: &Load, model: &'a StepModel) -> Option<Self> {
         let (time, predicted) = (model.decode_rows(load.decode_seqs)?, model.step(load));
-        let [_, _, row, ..] = model.coefficients();
-        let row = if predicted > 0.0 { row * time / predicted } else { 0.0 };
+        let row = if predicted > 0.0 { model.row(load) * time / predicted } else { 0.0 };
         Some(Self { model, decodes: load.decode_seqs, time, row })
     }
 

@@ -25,7 +25,7 @@ impl StepParts {
     /// Divides a step that took `took` microseconds.
     pub(crate) fn new(model: &StepModel, plan: &StepPlan, took: Time) -> Self {
         let (predicted, whole) = (model.step(&plan.load), took as f64 * 1000.0 * Self::UNIT);
-        let parts = model.coefficients().map(|part| part * whole / predicted);
+        let parts = model.coefficients_of(&plan.load).map(|part| part * whole / predicted);
         if predicted > 0.0 {
             let fixed = (parts[0] / plan.chunks.len() as f64) as u64;
             let [_, prefill_token, decode_row, context_token, prefill_pair] = parts.map(|part| part as u64);

@@ -107,7 +107,7 @@ impl Scheduler {
             kv: Kv::new(sizes, config.enable_prefix_caching, hasher),
             accounts: Accounts::new(config.max_num_seqs, &rules),
             deadlines: Deadlines::default(),
-            model: StepModel::default(),
+            model: StepModel::of_experts(config.experts),
             background: BackgroundCost::default(),
             steps: Steps::default(),
             finished: None,

@@ -67,7 +67,7 @@ impl BackgroundCost {
     /// do alone. `prompts` is set if other requests' prompts are in progress or wait. `plan` is the number of the plan.
     pub(crate) fn room(&self, model: &StepModel, slowdown: f64, foreground: &Load, prompts: bool, plan: u64, now: Time) -> BackgroundRoom {
         let (time, owed) = self.time(model, slowdown, foreground, prompts, plan, now);
-        BackgroundRoom::new(model, time, owed)
+        BackgroundRoom::new(model, foreground, time, owed)
     }
 
     /// Predicted microseconds that the background may add, and whether it gets a token whatever it costs.
@@ -120,10 +120,10 @@ pub(crate) struct BackgroundRoom {
 }
 
 impl BackgroundRoom {
-    /// Room for `time` microseconds by the prediction of `model`.
-    fn new(model: &StepModel, time: f64, owed: bool) -> Self {
-        let [_, _, row, context_token, _] = model.coefficients();
-        Self { time, owed, row, context_token }
+    /// Room for `time` microseconds beside `foreground` by the prediction of `model`.
+    fn new(model: &StepModel, foreground: &Load, time: f64, owed: bool) -> Self {
+        let [_, _, _, context_token, _] = model.coefficients();
+        Self { time, owed, row: model.row(foreground), context_token }
     }
 
     pub(crate) fn time(&self) -> f64 {

@@ -11,4 +11,4 @@ mod row_times;
 
 pub(crate) use background::{BackgroundCost, BackgroundRoom};
 pub(crate) use model::{AIM, FIRST_PREFILL};
-pub use model::{Load, StepModel};
+pub use model::{ExpertCount, Load, StepModel};

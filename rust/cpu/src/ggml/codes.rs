@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use super::BlockPanels;
-use super::decode::{ByCodeBits, EIGHT, FOUR, SIX, Scales, Units, V, by_code_bits, plane, scales_of};
+use super::decode::{ByCodeBits, EIGHT, FOUR, GRID, SIX, Scales, Units, V, by_code_bits, plane, scales_of};
 use super::digits::codes;
+use super::grid::GridCodes;
 use crate::block_type::BLOCK;
 use crate::simd::{Int8, Isa, Kernel, pair_place, prefetch_ahead};
 
@@ -38,7 +39,7 @@ impl ByCodeBits for ExpandCodes<'_> {
         let Self { from, values, pairs, scales: scales_to } = self;
         let (width, blocks) = (V * S::LANES, from.kind.block() / BLOCK);
         let groups = scales_of(D);
-        let mut scales = Scales::new();
+        let (mut scales, mut grid) = (Scales::new(), GridCodes::new());
         for (u, unit) in from.bytes.chunks_exact(from.unit.bytes).enumerate() {
             // SAFETY: `expand_codes` has checked that there is room for the codes and scales of all units. A unit has all parts of its
             // layout.
@@ -52,9 +53,10 @@ impl ByCodeBits for ExpandCodes<'_> {
                     s.store(to, s.load(scales.factors().add(at)));
                     s.store(to.add(width), s.load(scales.shifts().add(at)));
                 }
+                let (first, block) = from.codes::<S, V>(s, unit, &mut grid);
                 for b in 0..blocks {
-                    let p = unit.as_ptr().add(from.unit.codes + b * from.unit.block);
-                    prefetch_ahead(p, from.unit.block);
+                    prefetch_ahead(unit.as_ptr().add(from.unit.codes + b * from.unit.block), from.unit.block);
+                    let p = first.add(b * block);
                     let to = pairs.as_mut_ptr().add((u * blocks + b) * BLOCK / 2 * width);
                     if D == FOUR {
                         expand_words::<S>(s, p, values, to);
@@ -103,7 +105,7 @@ unsafe fn expand_bytes<S: Int8, const D: u8>(s: S, p: *const u8, values: &[u16; 
                 for second in 0..2 {
                     let shift = 8 * second as i32;
                     let to = to.add(place::<S, D>(g / 2 * 4 + 2 * second + g % 2, v * S::LANES));
-                    if D == EIGHT {
+                    if D == EIGHT || D == GRID {
                         let (low, high) = (s.field(codes[g][v], shift, 255), s.field(codes[g][v], 16 + shift, 255));
                         s.store_bf16_pairs(to, s.to_f32(low), s.to_f32(high));
                     } else {

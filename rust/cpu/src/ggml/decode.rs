@@ -6,8 +6,10 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::BlockPanels;
-use super::panels::Unit;
+use super::grid::GridCodes;
+use super::panels::{CodeOrder, Unit};
 use crate::block_type::{BLOCK, BlockType, CodeBits, ScaleKind};
+use crate::grids::SUPER;
 use crate::simd::{Int8, Isa, Kernel, prefetch_ahead};
 
 /// Registers of a panel's columns, in all instruction sets with products of bytes or with tiles.
@@ -36,10 +38,12 @@ pub(super) const SIX: u8 = 3;
 pub(super) const EIGHT: u8 = 4;
 pub(super) const TWO: u8 = 5;
 pub(super) const THREE: u8 = 6;
+/// Looked up in a grid. The codes have 8 bits.
+pub(super) const GRID: u8 = 7;
 
 /// The number of scales of 32 weights.
 pub(super) const fn scales_of(decoding: u8) -> usize {
-    if matches!(decoding, SIX | TWO | THREE) { 2 } else { 1 }
+    if matches!(decoding, SIX | TWO | THREE | GRID) { 2 } else { 1 }
 }
 
 /// Whether [`multiply`] should compute a tile with this number of rows. Portable code always expands first: its many unrolled variants
@@ -68,11 +72,12 @@ pub(super) struct Units<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) kind: BlockType,
     pub(super) unit: Unit,
+    pub(super) order: CodeOrder,
 }
 
 impl<'a> Units<'a> {
     pub(super) fn new(panels: &'a BlockPanels, panel: usize) -> Self {
-        Self { bytes: panels.panel(panel), kind: panels.kind, unit: Unit::new(panels.kind, panels.width) }
+        Self { bytes: panels.panel(panel), kind: panels.kind, unit: Unit::new(panels.kind, panels.width), order: panels.order }
     }
 
     /// The units of `inputs`, which must start and end at unit boundaries.
@@ -92,7 +97,24 @@ impl<'a> Units<'a> {
             CodeBits::Four => FOUR,
             CodeBits::Five => FIVE,
             CodeBits::Six => SIX,
+            CodeBits::Eight if matches!(self.kind, BlockType::Grid(_)) => GRID,
             CodeBits::Eight => EIGHT,
+        }
+    }
+
+    /// Where the codes of a unit are, and the bytes of those of 32 weights: `grid`, if they are looked up there.
+    ///
+    /// # Safety
+    ///
+    /// `V` registers are as wide as the panel.
+    #[inline(always)]
+    pub(super) unsafe fn codes<S: Int8, const V: usize>(&self, s: S, unit: &[u8], grid: &mut GridCodes) -> (*const u8, usize) {
+        // SAFETY: a unit has all parts of its layout, and the caller guarantees the rest.
+        unsafe {
+            match self.kind {
+                BlockType::Grid(kind) => (grid.fill::<S, V>(s, self, kind, unit), GridCodes::block(V * S::LANES)),
+                _ => (unit.as_ptr().add(self.unit.codes), self.unit.block),
+            }
         }
     }
 
@@ -105,16 +127,16 @@ impl<'a> Units<'a> {
     pub(super) unsafe fn each<S: Int8, const D: u8, const V: usize, K: Sink<S, V>>(&self, s: S, sink: &mut K) {
         let (width, blocks) = (V * S::LANES, self.kind.block() / BLOCK);
         // Not a constant: the compiler would unroll the loops over blocks and run out of registers.
-        let (size, block_bytes) = (self.unit.bytes, self.unit.block);
+        let size = self.unit.bytes;
         let per_block = scales_of(D) * width;
         let constants = Constants::new(s, self.kind);
-        let mut scales = Scales::new();
+        let (mut scales, mut grid) = (Scales::new(), GridCodes::new());
         for (u, unit) in self.bytes.chunks_exact(size).enumerate() {
             // SAFETY: a unit has all parts of its layout, and a panel is at most as wide as the arrays.
             unsafe {
                 scales.fill::<S, V>(s, self.kind, self.unit, unit, blocks * per_block / width);
                 prefetch_ahead(unit.as_ptr(), self.unit.codes);
-                let mut p = unit.as_ptr().add(self.unit.codes);
+                let (mut p, block_bytes) = self.codes::<S, V>(s, unit, &mut grid);
                 for b in 0..blocks {
                     prefetch_ahead(p, block_bytes);
                     let k = (u * blocks + b) * BLOCK;
@@ -146,7 +168,8 @@ pub(super) fn by_code_bits<S: Int8>(s: S, decoding: u8, kernel: impl ByCodeBits)
         EIGHT => kernel.expand::<S, EIGHT>(s),
         TWO => kernel.expand::<S, TWO>(s),
         THREE => kernel.expand::<S, THREE>(s),
-        _ => unreachable!("there are seven ways"),
+        GRID => kernel.expand::<S, GRID>(s),
+        _ => unreachable!("there are eight ways"),
     }
 }
 
@@ -193,6 +216,7 @@ impl Scales {
         assert!(from.len() >= unit.bytes && groups <= GROUPS && width <= WIDTH);
         let from = from.as_ptr();
         let (factors, shifts) = (self.factors.as_mut_ptr().cast::<f32>(), self.shifts_mut());
+        let stored_groups = if let BlockType::Grid(kind) = kind { SUPER / kind.group() } else { groups };
         for column in (0..width).step_by(S::LANES) {
             // SAFETY: as asserted. The unit's layout has room for all numbers of each kind.
             unsafe {
@@ -238,6 +262,17 @@ impl Scales {
                         for g in 0..groups {
                             let at = g * width + column;
                             s.store(factors.add(at), s.mul(scale, s.load_i8(from.add(unit.scales + at).cast())));
+                            s.store(shifts.add(at), none);
+                        }
+                    }
+                    ScaleKind::Odd => {
+                        let scale = s.mul(s.load_f16(scale), s.splat(kind.scale_unit()));
+                        let each = groups / stored_groups;
+                        for g in 0..groups {
+                            let (at, stored) = (g * width + column, g / each);
+                            let word = s.words(from.add(unit.scales + 4 * (stored / 8 * width + column)));
+                            let number = s.to_f32(s.or(s.field(word, 4 * (stored % 8) as i32 - 1, 30), s.splat_i32(1)));
+                            s.store(factors.add(at), s.mul(scale, number));
                             s.store(shifts.add(at), none);
                         }
                     }
@@ -326,9 +361,10 @@ unsafe fn half<S: Int8, const D: u8, const V: usize, const H: usize>(
             factor[v] = s.load(factors.add(group + v * S::LANES));
             shift[v] = s.load(shifts.add(group + v * S::LANES));
         }
-        if D == EIGHT {
+        if D == EIGHT || D == GRID {
             // `(code - 128) * scale` is `(2^n + code) * scale - (2^n + 128) * scale`. For these n, 19 and 11, both products and the
-            // difference have at most 24 bits where they are rounded, so one fused operation computes the exact weight.
+            // difference have at most 24 bits where they are rounded, so one fused operation computes the exact weight. Scales of grids have
+            // more bits than those in half precision.
             let biases = [524_288.0 + 128.0, 2_048.0 + 128.0];
             let mut fused = [[s.splat(0.0); V]; 2];
             for v in 0..V {
@@ -342,7 +378,7 @@ unsafe fn half<S: Int8, const D: u8, const V: usize, const H: usize>(
                     const PLACE: i32 = 4 + 8 * HIGH as i32;
                     for v in 0..V {
                         let code = s.with_bits(s.field(codes[v], if I < 2 { -4 } else { 12 }, 255 << PLACE), exponent(PLACE));
-                        weights[v] = if S::FUSED {
+                        weights[v] = if S::FUSED && D == EIGHT {
                             s.fma(code, factor[v], fused[HIGH][v])
                         } else {
                             s.fma(s.sub(code, s.splat(biases[HIGH])), factor[v], shift[v])
@@ -399,7 +435,7 @@ impl Kernel for Expand<'_> {
                 }
             };
         }
-        by_decoding!(TABLE FOUR FIVE SIX EIGHT TWO THREE);
+        by_decoding!(TABLE FOUR FIVE SIX EIGHT TWO THREE GRID);
     }
 }
 
@@ -454,10 +490,10 @@ impl Kernel for Multiply<'_> {
             };
         }
         match self.rows {
-            1 => by_decoding!(1 TABLE FOUR FIVE SIX EIGHT TWO THREE),
-            2 => by_decoding!(2 TABLE FOUR FIVE SIX EIGHT TWO THREE),
-            3 => by_decoding!(3 TABLE FOUR FIVE SIX EIGHT TWO THREE),
-            4 => by_decoding!(4 TABLE FOUR FIVE SIX EIGHT TWO THREE),
+            1 => by_decoding!(1 TABLE FOUR FIVE SIX EIGHT TWO THREE GRID),
+            2 => by_decoding!(2 TABLE FOUR FIVE SIX EIGHT TWO THREE GRID),
+            3 => by_decoding!(3 TABLE FOUR FIVE SIX EIGHT TWO THREE GRID),
+            4 => by_decoding!(4 TABLE FOUR FIVE SIX EIGHT TWO THREE GRID),
             rows => unreachable!("a tile of {rows} rows is not fused"),
         }
     }

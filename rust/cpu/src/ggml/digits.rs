@@ -8,7 +8,8 @@
 //! products of a digit exactly, and those of the digits in the same order.
 
 use super::BlockPanels;
-use super::decode::{EIGHT, FIVE, FOUR, GROUPS, SIX, Scales, TABLE, THREE, TWO, Units, V, WIDTH, plane, scales_of};
+use super::decode::{EIGHT, FIVE, FOUR, GRID, GROUPS, SIX, Scales, TABLE, THREE, TWO, Units, V, WIDTH, plane, scales_of};
+use super::grid::GridCodes;
 use super::panels::BYTE_ORDER;
 use crate::block_type::BLOCK;
 use crate::pod::Pod;
@@ -187,7 +188,8 @@ impl<const N: usize> Kernel for Multiply<'_, N> {
             EIGHT => self.multiply::<S, EIGHT>(s),
             TWO => self.multiply::<S, TWO>(s),
             THREE => self.multiply::<S, THREE>(s),
-            _ => unreachable!("there are seven ways"),
+            GRID => self.multiply::<S, GRID>(s),
+            _ => unreachable!("there are eight ways"),
         }
     }
 }
@@ -199,7 +201,7 @@ impl<const N: usize> Multiply<'_, N> {
         let (width, blocks) = (V * S::LANES, from.kind.block() / BLOCK);
         let groups = scales_of(D);
         let table = from.kind.table().map_or([0; 16], |values| values.map(|value| (value + from.kind.byte_offset()) as u8));
-        let mut scales = Scales::new();
+        let (mut scales, mut grid) = (Scales::new(), GridCodes::new());
         let sums = sums.as_mut_ptr();
         // SAFETY: `multiply_digits` has checked the lengths. A unit has all parts of its layout.
         unsafe {
@@ -210,9 +212,10 @@ impl<const N: usize> Multiply<'_, N> {
                 scales.fill::<S, V>(s, from.kind, from.unit, unit, blocks * groups);
                 scales.subtract(s, from.kind.byte_offset(), blocks * groups * width);
                 prefetch_twice::<8192>(unit.as_ptr(), from.unit.codes);
+                let (first, block) = from.codes::<S, V>(s, unit, &mut grid);
                 for b in 0..blocks {
-                    let p = unit.as_ptr().add(from.unit.codes + b * from.unit.block);
-                    prefetch_twice::<8192>(p, from.unit.block);
+                    prefetch_twice::<8192>(unit.as_ptr().add(from.unit.codes + b * from.unit.block), from.unit.block);
+                    let p = first.add(b * block);
                     let rows = &rows[(u * blocks + b) * height..][..height];
                     let codes = codes::<S, D>(s, p, &table);
                     let first = scales.load(s, b * groups * width);
@@ -270,13 +273,13 @@ pub(super) unsafe fn codes<S: Int8, const D: u8>(s: S, p: *const u8, table: &[u8
                 s,
                 p,
                 match D {
-                    EIGHT => g,
+                    EIGHT | GRID => g,
                     TWO | THREE => g / 4,
                     _ => g / 2,
                 },
             )
         };
-        if D == EIGHT {
+        if D == EIGHT || D == GRID {
             continue;
         }
         let high_word = match D {

@@ -8,6 +8,7 @@
 mod codes;
 mod decode;
 mod digits;
+mod grid;
 mod panels;
 mod rounded;
 

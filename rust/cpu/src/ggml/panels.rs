@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::grid;
 use crate::aligned::AlignedVec;
 use crate::block_type::{BLOCK, BlockType, CodeBits, ScaleKind, Unpacked};
 use crate::pool::ThreadPool;
@@ -84,6 +85,8 @@ pub(super) struct Unit {
     pub(super) second: usize,
     pub(super) scales: usize,
     pub(super) mins: usize,
+    /// Offset of the high bits of indexes of a grid.
+    pub(super) high: usize,
     pub(super) codes: usize,
     /// Bytes of the codes of 32 weights, in all columns.
     pub(super) block: usize,
@@ -99,13 +102,20 @@ impl Unit {
             ScaleKind::ScaleMin => (1, groups, groups),
             ScaleKind::Nibbles => (1, groups, 0),
             ScaleKind::Signed => (0, groups, 0),
+            ScaleKind::Odd => (0, 0, 0),
         };
         let second = 2 * width;
         let scales_at = second + 2 * width * seconds;
         let mins_at = scales_at + width * scales;
-        let codes = mins_at + width * mins;
-        let block = width * words(kind.code_bits()) * size_of::<u32>();
-        Self { second, scales: scales_at, mins: mins_at, codes, block, bytes: codes + kind.block() / BLOCK * block }
+        let end = mins_at + width * mins;
+        let (in_scales, in_high, in_codes) = match kind {
+            BlockType::Grid(kind) => (grid::scale_words(kind), grid::high_words(kind), grid::code_words(kind)),
+            _ => (0, 0, words(kind.code_bits())),
+        };
+        let word = width * size_of::<u32>();
+        let high = end + in_scales * word;
+        let (codes, block) = (high + in_high * word, in_codes * word);
+        Self { second, scales: scales_at, mins: mins_at, high, codes, block, bytes: codes + kind.block() / BLOCK * block }
     }
 }
 
@@ -136,7 +146,10 @@ impl BlockPanels {
             for (index, to) in out.chunks_exact_mut(unit.bytes).enumerate() {
                 for column in 0..rows.count() {
                     let block = &rows.row(column)[index * kind.bytes()..][..kind.bytes()];
-                    write(&kind.unpack(block), kind, order, unit, to, width, column);
+                    match kind {
+                        BlockType::Grid(kind) => grid::write(&kind.read(block), kind, order, unit, to, width, column),
+                        _ => write(&kind.unpack(block), kind, order, unit, to, width, column),
+                    }
                 }
             }
         })?;
@@ -186,7 +199,11 @@ impl BlockPanels {
         let unit = Unit::new(self.kind, self.width);
         let panel = self.panel(column / self.width);
         for (from, out) in panel.chunks_exact(unit.bytes).zip(out.chunks_exact_mut(self.kind.block())) {
-            let block = read(self.kind, self.order, unit, from, self.width, column % self.width);
+            let (order, width, column) = (self.order, self.width, column % self.width);
+            let block = match self.kind {
+                BlockType::Grid(kind) => Unpacked::of_grid(kind, &grid::read(kind, order, unit, from, width, column)),
+                kind => read(kind, order, unit, from, width, column),
+            };
             for (i, out) in out.iter_mut().enumerate() {
                 let (scale, shift) = block.scale_and_shift(self.kind, i);
                 *out = self.kind.value(block.codes[i]) * scale + shift;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::BlockPanels;
-use super::decode::{ByCodeBits, EIGHT, FIVE, FOUR, SIX, Scales, THREE, TWO, Units, V, by_code_bits};
+use super::decode::{ByCodeBits, EIGHT, FIVE, FOUR, GRID, SIX, Scales, THREE, TWO, Units, V, by_code_bits};
 use super::panels::CodeOrder;
 use crate::block_type::BLOCK;
 use crate::simd::{Int8, Isa, Kernel, prefetch_twice};
@@ -66,7 +66,7 @@ impl<K: RoundedSink> Kernel for ExpandRounded<'_, K> {
 impl<K: RoundedSink> ByCodeBits for ExpandRounded<'_, K> {
     #[inline(always)]
     fn expand<S: Int8, const D: u8>(self, s: S) {
-        if D == TWO || D == THREE {
+        if D == TWO || D == THREE || D == GRID {
             unreachable!("tiles multiply these codes as words");
         }
         let Self { from, to, sink } = self;
