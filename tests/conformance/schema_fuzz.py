@@ -37,7 +37,7 @@ def longest_until_end(process: subprocess.Popen[bytes], monitor: LoopMonitor) ->
 def main(schemathesis: str, examples: str = "100") -> int:
     """Runs the program; returns the exit status."""
     engine = FakeEngine()
-    engine.describe(max_text_len=64, hidden_size=4)
+    engine.describe(max_text_len=64, embedding_size=4)
     gc.freeze()
     with tempfile.TemporaryDirectory() as data, serving(engine, data_dir=data) as (base, service):
         service.loop_monitor.reset()

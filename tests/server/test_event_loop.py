@@ -17,6 +17,7 @@ from hostile_bodies import hostile_bodies
 from chairlift.server.errors import ApiError
 from chairlift.server.http.body import parse
 from chairlift.server.observability import metrics_page
+from chairlift.server.routes.openai.openapi import encoded
 
 LIMIT = 0.02
 ATTEMPTS = 4
@@ -55,6 +56,16 @@ def test_a_hostile_body_takes_no_callback_long(served, body):
     client, service = served
     response = check(service, lambda: client.post(body.path, content=body.body, headers={"content-type": "application/json"}))
     assert response.status_code < 500
+
+
+def test_the_first_openapi_document_takes_no_callback_long(served):
+    client, service = served
+
+    def send():
+        encoded.cache_clear()
+        return client.get("/openapi.json")
+
+    assert check(service, send).json()["openapi"] == "3.1.0"
 
 
 def longest_call(function):

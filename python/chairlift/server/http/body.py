@@ -27,6 +27,9 @@ _VALUE_MARKS = b"[{:"
 """Each object, array and field of a JSON text has one of these outside of strings."""
 _OTHER_BYTES = bytes(set(range(256)).difference(_VALUE_MARKS, b'"'))
 
+_ADDED_TYPES = ("", "application/x-www-form-urlencoded", "text/plain")
+"""The types of bodies whose client names none: no type, that of `curl -d`, and that of `fetch` outside browsers."""
+
 F = TypeVar("F", bound=Fields)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,14 +93,14 @@ def _num_values(raw: bytearray) -> int:
 
 
 def _check_media_type(request: Request) -> None:
-    """Raises ApiError 415 unless the body may be JSON. A body without a Content-Type, as some clients send it, is taken as JSON.
+    """Raises ApiError 415 unless the body may be JSON. A body without a Content-Type, or with one that a client adds to any text, is JSON.
 
-    A web page may send a form, plain text, or a Blob without a type to any site without a preflight request. Forms and text name their
-    type, so they are refused. The Blob has no Content-Type, but browsers send an Origin header with every POST (`null` if they hide it),
-    which other clients do not send. So no page of another site reaches the server in this way, whether or not it has keys.
+    A web page may send a form, plain text, or a Blob without a type to any site without a preflight request. But browsers send an Origin
+    header with every POST (`null` if they hide it), which other clients do not send. So no page of another site reaches the server in this
+    way, whether or not it has keys.
     """
-    content_type = request.headers.get("content-type", "")
-    if content_type.split(";")[0].strip().lower() == "application/json" or not (content_type or "origin" in request.headers):
+    content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if content_type == "application/json" or (content_type in _ADDED_TYPES and "origin" not in request.headers):
         return
     raise ApiError(415, "send the body with Content-Type: application/json", code="unsupported_media_type")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.responses import Response
 
 import chairlift
 from chairlift.server.chat.request import ChatRequest
-from chairlift.server.http.responses import Json
+from chairlift.server.http.responses import to_json_bytes
 from chairlift.server.routes.anthropic.message_request import CountRequest, MessagesRequest
 from chairlift.server.routes.ollama.chat_request import GenerateRequest, OllamaChatRequest
 from chairlift.server.routes.ollama.embed import EmbedRequest, OldEmbedRequest
@@ -37,7 +38,14 @@ from chairlift.server.service import service_of
 
 async def openapi(request: Request) -> Response:
     """Returns the document."""
-    return Json(document(tuple(name for model in service_of(request).models for name in model.names)))
+    names = tuple(name for model in service_of(request).models for name in model.names)
+    return Response(await asyncio.to_thread(encoded, names), media_type="application/json")
+
+
+@cache
+def encoded(served: tuple[str, ...]) -> bytes:
+    """Returns the document as JSON. The first call takes too long for the event loop."""
+    return to_json_bytes(document(served))
 
 
 REQUESTS: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
@@ -95,7 +103,6 @@ _REJECTED = {401: "No valid API key", 403: "Foreign web page", 404: "Not found",
 _LIMITED = {429: "Tenant's limit reached", 500: "Request failed", 503: "Unavailable: see Retry-After", 504: "Deadline missed"}
 
 
-@cache
 def document(served: tuple[str, ...]) -> dict[str, Any]:
     """Returns the OpenAPI document of a server with models of the names `served`."""
     requests: list[type[BaseModel]] = [*(model for _, _, model, _, _ in REQUESTS if model is not None), SequenceUpdateRequest]
