@@ -14,6 +14,7 @@ from chairlift.engine.stats import Stats
 from chairlift.outputs import Timing
 from chairlift.server.observability.loop_monitor import LoopMonitor
 from chairlift.server.observability.metrics import Metrics
+from chairlift.server.observability.shadow import Shadow
 from chairlift.server.tiers import Tier
 
 _HEAD = """\
@@ -48,5 +49,8 @@ def _server() -> Metrics:
     replica: Any = SimpleNamespace(number=0, restarts=0, engine=SimpleNamespace(stats=lambda: stats, info=info))
     metrics = Metrics("MODEL", lambda: [replica], alias=True)
     metrics.registry.register(LoopMonitor({"model_name": "MODEL", "engine": "0"}))
+    shadow = Shadow((), {"model_name": "MODEL", "engine": "0"})
+    shadow.report = {"covered": 1.0, "tenants": {"": {"shadow": defaultdict(float)}}}
+    metrics.registry.register(shadow)
     metrics.observe_targets("default", Tier(weight=1, ttft_ms=1), Timing(0, 0, 0, 0), 1)
     return metrics

@@ -37,6 +37,7 @@ __all__ = [
     "Rejected",
     "Router",
     "Scheduler",
+    "Shadow",
     "StateCache",
     "StepBuffers",
     "StepPlan",
@@ -51,6 +52,7 @@ __all__ = [
     "byte_products",
     "decode_work",
     "instruction_sets",
+    "journal_settings",
     "matrix_tiles",
     "max_splits",
     "prefill_work",
@@ -473,8 +475,11 @@ def add_policy(policy: Any) -> None:
 def added_policies() -> list[str]:
     """Returns the names of the policies that were added."""
 
-def take_policy_failure(name: str) -> BaseException | None:
-    """Returns what a method of the policy of this name raised first since the last call, and lets it decide again. Raises RuntimeError."""
+def take_policy_failure(name: str, for_good: bool = False) -> BaseException | None:
+    """Returns what a method of the policy of this name raised first since the last call. Raises RuntimeError.
+
+    The policy then decides again, unless it is replaced `for_good`.
+    """
 
 def settings() -> list[dict[str, Any]]:
     """Returns the table of a scheduler's settings: dicts with name, doc and default, and with min, max and optional, or with names."""
@@ -493,6 +498,39 @@ def what_if(journal: bytes, changes: dict[str, Any]) -> dict[str, Any]:
     `changes` are arguments of `Scheduler` except block_size and journal. Steps take the times of the journal's steps. Times count from the
     first call. Recorded drafts are proposed again. Returns config and report, as in `simulate`. Raises ValueError.
     """
+
+def journal_settings(journal: bytes) -> dict[str, Any] | None:
+    """Returns the settings of a journal by its first bytes; None if they end within the settings. Raises ValueError for another file."""
+
+@final
+class Shadow:
+    """A journal's requests under the recorded settings and under others, in virtual time, while the journal is written."""
+
+    def __init__(self, journal: bytes, changes: dict[str, Any]) -> None:
+        """Takes the journal's first bytes, as far as they are read, and changed settings as `what_if`. Raises ValueError."""
+
+    def feed(self, journal: bytes) -> None:
+        """Reads the bytes that follow. Raises ValueError if they are damaged."""
+
+    def advance(self, requests: int) -> bool:
+        """Simulates at most so many requests whose outputs are known. Returns whether more are."""
+
+    def skip(self) -> None:
+        """Leaves out the requests whose outputs are known."""
+
+    def take(self) -> dict[str, Any]:
+        """Returns what ended since the last call: `runs`, a report for the recorded settings and one for the others, as in `simulate`.
+
+        `recorded` has, as such a report, ended, states, and the tenants, sessions and tiers. Columns that a journal does not record are 0.
+        """
+
+    @property
+    def now(self) -> int:
+        """Microseconds from the first call to the last record."""
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Requests that were simulated, and that were left out."""
 
 def workload(journal: bytes) -> dict[str, Any]:
     """Returns the recorded requests as the arguments requests, names, name_block, tenants and drafts of `simulate`. Raises ValueError."""
@@ -523,12 +561,12 @@ def simulate(
 
     A report has ended (int64 [N, 38]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended; tokens
     of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, drafted
-    tokens and accepted ones, and the time in each of `states`), refused (tags), steps, chunks (of sequences in steps), ended_at, stats,
-    gaps and step_times (int64 [n, 2]: microseconds and count), timeline (int64 [n, 7]: time, sequences in the step and its tokens, running,
-    waiting, blocks held, saturation in thousandths), tenant (int64 [N]: the index of each request's tenant in `tenants`), service (by
-    tenant, the service in each window of `service_window` microseconds: 1 per prompt token computed, 2 per output token; empty in a
-    replay), and sums (microseconds with a step; the same times its sequences; the same times the blocks held; the most sequences in a step;
-    the most blocks held). Raises ValueError.
+    tokens and accepted ones, and the time in each of `states`), refused (tags, and why: a key of `sim.table.REFUSALS`), steps, chunks (of
+    sequences in steps), ended_at, stats, gaps and step_times (int64 [n, 2]: microseconds and count), timeline (int64 [n, 7]: time,
+    sequences in the step and its tokens, running, waiting, blocks held, saturation in thousandths), tenant, session and tier (int64 [N]:
+    indices in `tenants`, `sessions` and `tiers`, -1 for none), service (by tenant, the service in each window of `service_window`
+    microseconds: 1 per prompt token computed, 2 per output token; empty in a replay), and sums (microseconds with a step; the same times
+    its sequences; the same times the blocks held; the most sequences in a step; the most blocks held). Raises ValueError.
     """
 
 def simulate_models(

@@ -65,14 +65,12 @@ def test_every_request_ends_and_its_account_adds_up() -> None:
 def test_what_each_tenant_was_given_adds_up_and_is_told_over_time(capsys: pytest.CaptureFixture[str]) -> None:
     trace = workload(ARENA).first(400)
     result = simulate(trace, model="Llama-3.1-8B", device="L4", replicas=2, max_num_seqs=8, scheduling_policy="fair")
-    reported, (window, service) = result.tenant_figures(), result.service()
+    reported, (window, service) = result.grouped("tenant"), result.service()
     names = [name for name, _ in trace.tenants]
     for number, name in enumerate(names):
         own = trace.column("tenant") == number
         if own.any():
-            given = int(
-                trace.column("prompt")[own].sum() - result.requests["cached_tokens"][result.tenant == result.tenants.index(name)].sum()
-            )
+            given = int(trace.column("prompt")[own].sum() - result.requests["cached_tokens"][result.labels("tenant") == name].sum())
             given += 2 * int(trace.column("output")[own].sum())
             assert (reported[name]["requests"], reported[name]["service"]) == (own.sum(), given)
             assert service[name].sum() == given, "every window together"
@@ -86,7 +84,7 @@ def test_what_each_tenant_was_given_adds_up_and_is_told_over_time(capsys: pytest
     assert document["tenants"].keys() == document["service"]["tenants"].keys() == reported.keys()
     assert main.main(["simulate", "--trace", str(ARENA), "--model", "Llama-3.1-8B", "--modelled-device", "L4", "--num-requests", "50"]) == 0
     assert "tenant" in capsys.readouterr().out
-    assert table.tenants(simulate(workload(CONV).first(20), model="Llama-3.1-8B", device="L4")) == [], "there is only one"
+    assert table.group(simulate(workload(CONV).first(20), model="Llama-3.1-8B", device="L4"), "tenant") == [], "there is only one"
 
 
 def test_a_reservation_for_max_tokens_preempts_nobody() -> None:

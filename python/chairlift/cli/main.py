@@ -49,6 +49,7 @@ GROUPS = {
         "calibrate": "measure this machine's step times, for simulate and plan",
         "simulate": "simulate a trace on a modelled device",
         "replay": "replay a recorded journal, as it was or under other settings",
+        "shadow": "show what a running server would do under other settings, from its journal",
         "plan": "find how many users a machine can serve, its bottleneck, and the best settings",
         "policy": "begin a scheduling policy in Python, for simulate, compare and replay",
         "compare": "compare batching modes and scheduling policies on the same requests",

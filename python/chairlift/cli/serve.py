@@ -8,10 +8,12 @@ import gc
 import logging
 import os
 import socket
+import sys
 import threading
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chairlift.cli import flags
@@ -75,11 +77,12 @@ def run(args: argparse.Namespace) -> int:
     specs = _specs(args, access.weighted(args.engine))
     if server.engine_listen is not None and len(specs) > 1:
         raise InvalidSetting("--engine-listen needs a server with one model: engines of other machines run one")
+    shadow = _shadow_command(specs, server)
     with ExitStack() as sockets:
         listener = sockets.enter_context(access.listen(server, "this server"))
         admin = None if server.admin_socket is None else sockets.enter_context(open_path(server.admin_socket, 0o600))
         joining = _Joining.open(server, sockets)
-        return asyncio.run(_serve(specs, server, access, listener, admin, joining, args.started))
+        return asyncio.run(_serve(specs, server, access, listener, admin, joining, shadow, args.started))
 
 
 def _specs(args: argparse.Namespace, engine: EngineConfig) -> list[ModelSpec]:
@@ -100,6 +103,32 @@ def _specs(args: argparse.Namespace, engine: EngineConfig) -> list[ModelSpec]:
     if server.served_model_name is not None:
         raise InvalidSetting("--served-model-name names one model: write NAME=MODEL, or name it in the file of --models")
     return specs
+
+
+def _shadow_command(specs: list[ModelSpec], server: ServerConfig) -> list[str]:
+    """The command that simulates other settings beside the server; empty without them. Raises InvalidSetting.
+
+    A policy in a file is loaded by that process only.
+    """
+    policy, settings = server.shadow_policy, server.shadow_set
+    if policy is None and not settings:
+        return []
+    from chairlift.cli import policy_files, replay_settings
+
+    if (journal := specs[0].config.journal) is None:
+        raise InvalidSetting("--shadow-policy and --shadow-set need --journal FILE: they simulate the requests that it records")
+    if policy is not None and policy_files.is_file(policy):
+        if not Path(policy.rpartition(":")[0]).expanduser().is_file():
+            raise InvalidSetting(f"--shadow-policy {policy}: there is no such file")
+    elif policy is not None:
+        settings = (f"scheduling_policy={policy}", *settings)
+    for setting in settings:
+        try:
+            replay_settings.parse(setting)
+        except argparse.ArgumentTypeError as error:
+            raise InvalidSetting(f"--shadow-set {setting}: {error}") from None
+    sets = [part for setting in server.shadow_set for part in ("--set", setting)]
+    return [sys.executable, "-m", "chairlift", "shadow", journal, "--json", *sets, *(["--policy", policy] if policy else [])]
 
 
 class _Joining(NamedTuple):
@@ -127,6 +156,7 @@ async def _serve(
     listener: socket.socket,
     admin: socket.socket | None,
     joining: _Joining | None,
+    shadow: list[str],
     started: float,
 ) -> int:
     from chairlift.engine.engine_process import EngineProcess
@@ -158,7 +188,7 @@ async def _serve(
     from chairlift.server.engine_listener import accepting
 
     gc.freeze()  # what the imports made stays: the garbage collector need not look at it again
-    supervisor = module.Supervisor(module.served_models(specs, engines, server), server, access.keys, access.tiers, processes)
+    supervisor = module.Supervisor(module.served_models(specs, engines, server), server, access.keys, access.tiers, processes, None, shadow)
     async with AsyncExitStack() as stack:
         for process in processes:
             await stack.enter_async_context(process)

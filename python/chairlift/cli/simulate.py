@@ -12,6 +12,7 @@ from chairlift.config import EngineConfig
 from chairlift.scheduling import ROUTINGS
 from chairlift.sim import table
 from chairlift.sim.devices import Profile, device
+from chairlift.sim.groups import GROUPS
 from chairlift.sim.models import ModelsResult, devices_of, simulate_models
 from chairlift.sim.report import SIMULATED, page
 from chairlift.sim.result import Result
@@ -180,7 +181,8 @@ def _summary(result: Result, basis: str) -> str:
         [
             table.text(table.cells({"": result})[1:]),
             "",
-            *([table.text(tenants), ""] if (tenants := table.tenants(result)) else []),
+            *(line for group in GROUPS if (lines := table.group(result, group)) for line in (table.text(lines), "")),
+            *([table.wrapped(notes), ""] if (notes := table.notes(result)) else []),
             f"Mean time in each state: {table.states(result)}",
             f"{result.span:,.0f} s simulated in {result.wall:.2f} s ({result.span / result.wall:,.0f} times real time), "
             f"{result.decisions / result.wall / 1e6:.1f} million decisions a second.",

@@ -105,9 +105,11 @@ def frame(state: Mapping[str, Any], console: Console) -> RenderableType:
         _meter("load", load["saturation"], "work that arrived in 10 s, as a share of the capacity", console),
         Text(),
         _beside(_latency(state["latency"]), _waiting(stats), console),
+        *_shadow(state.get("shadow")),
         Text(),
     ]
-    limit = max(5, console.height - 17 - _num_model_lines(state)) if console.is_terminal else len(state["running"])
+    others = _num_model_lines(state) + (6 if state.get("shadow") else 0)
+    limit = max(5, console.height - 17 - others) if console.is_terminal else len(state["running"])
     parts.append(_running(state["running"], limit, console))
     return Group(*parts)
 
@@ -199,6 +201,20 @@ def _waiting(stats: Mapping[str, Any]) -> Table:
     if not states:
         table.add_row("none", "", "")
     return table
+
+
+def _shadow(report: Mapping[str, Any] | None) -> list[RenderableType]:
+    """What the server would do under other settings, if it simulates that."""
+    if report is None:
+        return []
+    covered = "" if report["covered"] is None else f", {report['covered']:.0%} covered"
+    table = _table(f"shadow: {report['settings']}{covered}", "requests ", "TTFT p50 ", "p99 ", "ITL p50 ", "cached ", "preemptions ")
+    for run, one in report["runs"].items():
+        times = (_rounded(one[key]) for key in ("ttft_p50_s", "ttft_p99_s", "itl_p50_s"))
+        cached = "-" if one["cached_share"] is None else f"{one['cached_share']:.0%}"
+        table.add_row(run, f"{one['requests']:,}", *times, cached, f"{one['preemptions']:,}")
+    failed = [Text(f"the policy failed: {report['failure']}", style="red")] if report["failure"] else []
+    return [Text(), table, *failed]
 
 
 def _running(rows: Sequence[Mapping[str, Any]], limit: int, console: Console) -> Table:

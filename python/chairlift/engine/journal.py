@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import BinaryIO
 
 from chairlift.errors import InvalidSetting
@@ -12,6 +13,8 @@ log = logging.getLogger("chairlift")
 
 BUFFER = 2**20
 """Bytes buffered before a write while there is work."""
+FLUSH_SECONDS = 5.0
+"""Seconds after which records are written although there is work, for those who follow the journal."""
 
 
 class Journal:
@@ -24,6 +27,7 @@ class Journal:
             self._file: BinaryIO | None = open(path, "wb", BUFFER, opener=_private)  # noqa: SIM115 (open for as long as the engine is)
         except OSError as error:
             raise _unwritable(path, error) from None
+        self._flush_due = time.monotonic() + FLUSH_SECONDS
 
     def append(self, record: bytes, *, flush: bool) -> None:
         """Appends records; `flush` writes the buffer to the file."""
@@ -31,8 +35,9 @@ class Journal:
             return
         try:
             self._file.write(record)
-            if flush:
+            if flush or time.monotonic() >= self._flush_due:
                 self._file.flush()
+                self._flush_due = time.monotonic() + FLUSH_SECONDS
         except OSError as error:
             log.warning("cannot write the journal, which ends here: %s", error)
             self._file = None

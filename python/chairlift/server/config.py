@@ -216,6 +216,20 @@ class ServerConfig:
         metavar="FILE",
         group="server",
     )
+    shadow_policy: str | None = flag(
+        None,
+        "simulate what another policy would do to the requests of --journal, a name or FILE.py:NAME, in a process of its own at 2 % of a "
+        "core, for the metrics, the dashboard and 'chairlift top'",
+        metavar="POLICY",
+        group="server",
+    )
+    shadow_set: tuple[str, ...] = flag(
+        (),
+        "other settings for such a simulation, as 'chairlift replay --set' takes them: NAME=VALUE,NAME=VALUE",
+        parse_names,
+        metavar="SETTINGS",
+        group="server",
+    )
     usage_log: str | None = flag(
         None, "directory for the usage log: a JSON line for each request, for 'chairlift usage'", metavar="DIR", group="server"
     )

@@ -22,6 +22,7 @@ from chairlift.server.model import ServedModel
 from chairlift.server.model_loader import ModelLoader
 from chairlift.server.observability.loop_monitor import LoopMonitor
 from chairlift.server.observability.metrics_page import MetricsPage
+from chairlift.server.observability.shadow import Shadow
 from chairlift.server.observability.usage_log import UsageLabels
 from chairlift.server.registry import RequestRegistry
 from chairlift.server.sequences import Sequences, ServedSequence
@@ -48,6 +49,7 @@ class Service:
         traces: Traces | None = None,
         usage_log: UsageLog | None = None,
         exact_history: bool = True,
+        shadow_command: Sequence[str] = (),
     ) -> None:
         """The first of `models` serves requests that name none. `policy` says how many of them may be loaded; any number by default."""
         self.models = tuple(models)
@@ -66,6 +68,10 @@ class Service:
         self.loop_monitor = LoopMonitor({"model_name": self.default.name, "engine": "0"})
         """Measures the event loop once it is started."""
         self.default.metrics.registry.register(self.loop_monitor)
+        self.shadow = Shadow(shadow_command, {"model_name": self.default.name, "engine": "0"}) if shadow_command else None
+        """Simulates other settings, if configured."""
+        if self.shadow is not None:
+            self.default.metrics.registry.register(self.shadow)
         self.metrics_page = MetricsPage([model.metrics for model in self.models])
         self.loader = ModelLoader(self.models, policy)
         self.open = 0

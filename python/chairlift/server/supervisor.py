@@ -71,8 +71,12 @@ class Supervisor:
         tiers: ServiceTiers,
         processes: Sequence[EngineProcess] = (),
         routes: Sequence[BaseRoute] | None = None,
+        shadow_command: Sequence[str] = (),
     ) -> None:
-        """`processes` are those of the models' engines, which end with the server. `routes` replace those of `app.routes`."""
+        """`processes` are those of the models' engines, which end with the server. `routes` replace those of `app.routes`.
+
+        `shadow_command` is run beside the server, for `observability.shadow`.
+        """
         self._config, self._keys, self._processes = config, keys, processes
         self._service = Service(
             models,
@@ -82,6 +86,7 @@ class Supervisor:
             traces=None if config.otlp_traces_endpoint is None else Traces(config.otlp_traces_endpoint),
             usage_log=None if config.usage_log is None else UsageLog(config.usage_log),
             exact_history=config.exact_history,
+            shadow_command=shadow_command,
         )
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the supervisor logs start and shutdown itself
         logging.getLogger("uvicorn.access").addFilter(_is_not_probe)
@@ -143,7 +148,7 @@ class Supervisor:
                     if model.lifecycle.state is ModelState.STARTING:
                         self._service.loader.load(model)
                 crashed = asyncio.create_task(self._service.loader.crashed())
-                background = [crashed, *self._start_batches()]
+                background = [crashed, *self._start_batches(), *self._start_shadow()]
                 await _wait_first(http, crashed, self._stop_requested.wait())
                 self._service.drain()
                 if broken := not self._stop_requested.is_set():
@@ -186,6 +191,9 @@ class Supervisor:
         from chairlift.server.batch.runner import BatchRunner
 
         return [asyncio.create_task(BatchRunner(self._app, self._service, storage, self._config.max_body_size, self._keys).run())]
+
+    def _start_shadow(self) -> list[asyncio.Task[None]]:
+        return [] if self._service.shadow is None else [asyncio.create_task(self._service.shadow.run())]
 
     def _stop(self, reason: str) -> None:
         """Begins the shutdown; a second call ends it immediately."""

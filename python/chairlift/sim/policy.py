@@ -109,10 +109,20 @@ def load(text: str) -> str:
 
 def report_failure(name: str | None) -> None:
     """Logs what a policy of this name raised in the last simulation, if it did. Raises what is no error, such as KeyboardInterrupt."""
-    if name is not None and name in _core.added_policies() and (failure := _core.take_policy_failure(name)) is not None:
-        if not isinstance(failure, Exception):
-            raise failure
-        log.warning("the policy %s failed, and the queue went on in the order of arrival: %s", name, _last_line(failure))
+    if (failure := failure_of(name)) is not None:
+        log.warning("the policy %s failed, and the queue went on in the order of arrival: %s", name, failure)
+
+
+def failure_of(name: str | None, *, for_good: bool = False) -> str | None:
+    """What a policy of this name raised since the last call, with its line; None if it works. Raises what is no error.
+
+    The policy then decides again, unless it is replaced `for_good`.
+    """
+    if name is None or name not in _core.added_policies() or (failure := _core.take_policy_failure(name, for_good)) is None:
+        return None
+    if not isinstance(failure, Exception):
+        raise failure
+    return _last_line(failure)
 
 
 def _last_line(error: BaseException) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from chairlift.bench.report.page import Page
 from chairlift.bench.report.plot import Axis, Curve, Plot, cdf, duration
 from chairlift.sim import table
+from chairlift.sim.groups import GROUPS
 from chairlift.sim.result import Result
 from chairlift.svg import Svg
 
@@ -42,6 +43,12 @@ def page(results: Mapping[str, Result], title: str, notes: Sequence[str], base: 
     made.heading("All figures")
     header, *rows = table.cells(results, base)
     made.table(header, rows)
+    for name, result in results.items():
+        for group in GROUPS:
+            if lines := table.group(result, group):
+                made.heading(f"By {group}" + (f": {name}" if len(results) > 1 else ""))
+                made.table(lines[0], lines[1:])
+        made.notes(table.notes(result))
     made.heading("Mean time in each state")
     states = sorted({state for result in results.values() for state in result.states()})
     made.table(["state", *results], [[state, *(duration(one.states().get(state, 0.0)) for one in results.values())] for state in states])

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from chairlift.errors import InvalidSetting
+from chairlift.sim import groups
+from chairlift.sim.groups import ABORT, DEADLINE, ERROR, GROUPS, LENGTH, STOP, percentiles
 
 _NUMBERS = (
     "tag",
@@ -30,9 +36,6 @@ _NUMBERS = (
 """The columns of a request in the reports of `_core.simulate`. The time in each state follows them."""
 
 _SAMPLE = ("time", "batch", "tokens", "running", "waiting", "blocks", "saturation")
-STOP, LENGTH, ERROR, DEADLINE, ABORT = 1, 2, 3, 4, 5
-"""Values of the column `finish`."""
-
 _BUCKET = np.dtype([("time", "<i8"), ("count", "<i8")])
 
 
@@ -45,16 +48,21 @@ class Result:
     block_us, longest_gap, draft_tokens, accepted_draft_tokens, and the time in each state of docs/scheduling.md. `timeline` is a structured
     array of samples for plots: time, batch (sequences in the step), tokens, running, waiting, blocks in use, and saturation in thousandths.
     Figures cover all steps. With several replicas, `replicas` has a result for each, `requests` covers all, and `timeline` is that of the
-    first. `recorded` is set for a recorded run, whose refused requests are unknown.
+    first. `recorded` is set for a recorded run, whose refused requests are unknown. `weights` are those of tenants, 1 by default.
     """
 
-    def __init__(self, reports: Sequence[Mapping[str, Any]], config: Mapping[str, Any], wall: float, *, recorded: bool = False) -> None:
+    def __init__(
+        self,
+        reports: Sequence[Mapping[str, Any]],
+        config: Mapping[str, Any],
+        wall: float,
+        *,
+        recorded: bool = False,
+        weights: Mapping[str, int] | None = None,
+    ) -> None:
         first = reports[0]
-        row = np.dtype([(name, "<i8") for name in (*_NUMBERS, *first["states"])])
-        self.tenants: tuple[str, ...] = tuple(sorted({name for report in reports for name in report["tenants"]}))
-        """The sorted names of the tenants whose requests ended."""
-        self.tenant: NDArray[np.int64] = np.concatenate([_tenant_numbers(report, self.tenants) for report in reports])
-        """The tenant of each of `requests`, as an index into `tenants`."""
+        self._labels = {group: np.concatenate([labels(report, group) for report in reports]) for group in GROUPS}
+        self._weights = weights or {}
         self._service = [(report["service_window"], report["service"]) for report in reports]
         self.config = dict(config)
         """The scheduler's settings, named as in `_core.Scheduler`."""
@@ -62,8 +70,10 @@ class Result:
         """Seconds that the simulation took to run."""
         self.recorded = recorded
         self.state_names: tuple[str, ...] = tuple(first["states"])
-        self.requests: NDArray[Any] = np.concatenate([np.frombuffer(report["ended"], row) for report in reports])
-        self.refused: list[int] = [tag for report in reports for tag in report["refused"]]
+        self.requests: NDArray[Any] = np.concatenate([ended(report) for report in reports])
+        self.refused: list[int] = [tag for report in reports for tag, _ in report["refused"]]
+        self.refused_for: Mapping[str, int] = Counter(reason for report in reports for _, reason in report["refused"])
+        """The number of refused requests by reason, a key of `table.REFUSALS`."""
         self.steps = sum(report["steps"] for report in reports)
         self.decisions = sum(report["chunks"] for report in reports)
         self.timeline: NDArray[Any] = np.frombuffer(first["timeline"], np.dtype([(name, "<i8") for name in _SAMPLE]))
@@ -124,23 +134,37 @@ class Result:
         means = {name: float(self.requests[name].mean()) / 1e6 for name in self.state_names}
         return {name: mean for name, mean in means.items() if mean > 0}
 
-    def tenant_figures(self) -> dict[str, dict[str, float | None]]:
-        """The figures of each tenant. `service` is 1 for each computed prompt token and 2 for each output token."""
-        figures = {}
-        for number, name in enumerate(self.tenants):
-            one = self.requests[self.tenant == number]
-            started = one[one["first_token"] >= 0]
-            done = one[np.isin(one["finish"], (STOP, LENGTH))]
-            figures[name] = {
-                "requests": len(one),
-                "finished": len(done),
-                **_percentiles("ttft", (started["first_token"] - started["arrived"]) / 1e6, 50, 99),
-                **_percentiles("end_to_end", (done["ended"] - done["arrived"]) / 1e6, 50, 99),
-                "output_tokens": int(one["output_tokens"].sum()),
-                "service": int((one["prompt_tokens"] - one["cached_tokens"])[one["started"] >= 0].sum() + 2 * one["output_tokens"].sum()),
-                "preemptions": int(one["preemptions"].sum()),
-            }
-        return figures
+    def labels(self, group: str) -> NDArray[Any]:
+        """The tenant, session or tier of each of `requests`; "" for none. A session's name begins with its tenant's, if that has one."""
+        return self._labels[group]
+
+    def grouped(self, group: str) -> dict[str, dict[str, float | None]]:
+        """The figures of each tenant, session or tier: see `groups.figures`. Requests without a session are not in any."""
+        labels = self.labels(group)
+        named = labels != "" if group == "session" else np.ones(len(labels), bool)
+        return groups.grouped(self.requests[named], labels[named])
+
+    def fairness(self) -> dict[str, float | None]:
+        """Jain's index of the tenants' service by weight, and the largest gap in service between two tenants that both wait (VTC's).
+
+        The gap is unknown in a replay, and with several replicas.
+        """
+        service = {name: figures["service"] or 0 for name, figures in self.grouped("tenant").items()}
+        window, over_time = self.service()
+        gap = groups.service_gap(over_time, window, self.labels("tenant"), self.requests, self._weights)
+        return {
+            "jain_index": groups.jain([amount / self._weights.get(name, 1) for name, amount in service.items()]),
+            "service_gap": gap if over_time and len(self.replicas) == 1 else None,
+        }
+
+    def to_pandas(self) -> Any:
+        """The requests as a pandas data frame: the columns of `requests`, tenant, session and tier. Raises InvalidSetting without it."""
+        try:
+            pandas = import_module("pandas")  # not a dependency
+        except ImportError:
+            raise InvalidSetting("to_pandas needs pandas: pip install pandas") from None
+        names = self.requests.dtype.names or ()
+        return pandas.DataFrame({name: self.requests[name] for name in names} | self._labels)
 
     def service(self) -> tuple[float, dict[str, NDArray[np.int64]]]:
         """The width of a window in seconds, and each tenant's service in each window. A replay has none."""
@@ -174,11 +198,11 @@ class Result:
             "aborted": int((one["finish"] == ABORT).sum()),
             "failed": int((one["finish"] == ERROR).sum()),
             "unfinished": unfinished,
-            **_percentiles("ttft", self.ttft(), 50, 90, 99),
+            **percentiles("ttft", self.ttft(), 50, 90, 99),
             **{f"itl_p{percent}_s": self.itl(percent) for percent in (50, 90, 99)},
-            **_percentiles("time_per_output_token", self.tpot(), 50, 90, 99),
-            **_percentiles("queue", (started - one["arrived"]) / 1e6, 50, 99),
-            **_percentiles("end_to_end", self.e2e(), 50, 90, 99),
+            **percentiles("time_per_output_token", self.tpot(), 50, 90, 99),
+            **percentiles("queue", (started - one["arrived"]) / 1e6, 50, 99),
+            **percentiles("end_to_end", self.e2e(), 50, 90, 99),
             "requests_per_s": _ratio(len(done), span),
             "prompt_tokens_per_s": _ratio(int(one["prompt_tokens"].sum()), span),
             "tokens_per_s": _ratio(self.stats["generated_tokens"], span),
@@ -207,16 +231,27 @@ class Result:
             "states_mean_s": self.states(),
             "stats": self.stats,
             "timeline": {name: self.timeline[name].tolist() for name in _SAMPLE},
-            "tenants": self.tenant_figures(),
+            "refused_for": dict(self.refused_for),
+            **{f"{group}s": self.grouped(group) for group in GROUPS},
+            "fairness": self.fairness(),
             "service": {"window_s": window, "tenants": {name: values.tolist() for name, values in service.items()}},
         }
 
 
-def _tenant_numbers(report: Mapping[str, Any], tenants: Sequence[str]) -> NDArray[np.int64]:
-    """The tenant of each request of a report, as an index into `tenants`."""
-    indices = np.array([tenants.index(name) for name in report["tenants"]] or [0], np.int64)
-    numbers: NDArray[np.int64] = indices[np.frombuffer(report["tenant"], np.int64)]
-    return numbers
+def ended(report: Mapping[str, Any]) -> NDArray[Any]:
+    """The requests of a report: see `Result.requests`."""
+    return np.frombuffer(report["ended"], np.dtype([(name, "<i8") for name in (*_NUMBERS, *report["states"])]))
+
+
+def labels(report: Mapping[str, Any], group: str) -> NDArray[Any]:
+    """The tenant, session or tier of a report's requests: see `Result.labels`."""
+    # The last name is that of number -1.
+    names = np.array([*report[f"{group}s"], ""], object)[np.frombuffer(report[group], np.int64)]
+    if group == "session":
+        tenants = labels(report, "tenant")
+        both = (names != "") & (tenants != "")
+        names[both] = tenants[both] + "/" + names[both]
+    return names
 
 
 def _sum(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -236,12 +271,6 @@ def _weighted(buckets: NDArray[Any], percent: float) -> float | None:
     below = np.cumsum(ordered["count"])
     rank = int(np.searchsorted(below, np.ceil(below[-1] * percent / 100)))
     return float(ordered["time"][min(rank, len(ordered) - 1)]) / 1e6
-
-
-def _percentiles(name: str, values: NDArray[Any], *percents: int) -> dict[str, float | None]:
-    if not len(values):
-        return {f"{name}_p{percent}_s": None for percent in percents}
-    return {f"{name}_p{percent}_s": float(np.percentile(values, percent, method="inverted_cdf")) for percent in percents}
 
 
 def _ratio(part: float, whole: float) -> float | None:

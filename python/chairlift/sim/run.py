@@ -134,7 +134,7 @@ def run(
     except (ValueError, OverflowError) as error:
         raise InvalidSetting(f"this cannot be simulated: {error}") from None
     report_failure(settings.get("scheduling_policy"))
-    return Result(reports, settings, time.perf_counter() - start)
+    return Result(reports, settings, time.perf_counter() - start, weights=dict(tenants))
 
 
 def longest_request(settings: Mapping[str, Any]) -> int:

@@ -61,6 +61,41 @@ _SESSION_ROWS = (
     ("refused", "refused", "rare"),
 )
 
+_GROUP_COLUMNS = (
+    ("requests", "requests", "count"),
+    ("finished", "finished", "count"),
+    ("service", "service", "count"),
+    ("cached", "cached_share", "share"),
+    ("TTFT p50", "ttft_p50_s", "time"),
+    ("p99", "ttft_p99_s", "time"),
+    ("ITL p50", "itl_p50_s", "time"),
+    ("E2EL p50", "end_to_end_p50_s", "time"),
+    ("completed in", "completion_s", "time"),
+    ("preempted", "preemptions", "count"),
+)
+
+_RUN_COLUMNS = (
+    ("requests", "requests", "count"),
+    ("TTFT p50", "ttft_p50_s", "time"),
+    ("p99", "ttft_p99_s", "time"),
+    ("ITL p50", "itl_p50_s", "time"),
+    ("p99", "itl_p99_s", "time"),
+    ("cached", "cached_share", "share"),
+    ("preempted", "preemptions", "count"),
+)
+
+REFUSALS = {
+    "empty_prompt": "their prompts have no tokens",
+    "no_new_tokens": "they ask for no new token",
+    "too_long": "longer than the context (max_model_len)",
+    "never_fits": "larger than the KV cache (num_kv_blocks)",
+    "queue_full": "the queue was full (max_num_queued_reqs, max_num_queued_tokens)",
+    "not_held": "the sequence to continue was dropped",
+    "held_busy": "another request continued the same sequence",
+    "no_parent": "the request to fork had ended",
+}
+"""Why requests are refused."""
+
 _MODEL_COLUMNS = (
     ("requests", "requests", "count"),
     ("finished", "finished", "count"),
@@ -94,21 +129,39 @@ def cells(results: Mapping[str, Result], base: str | None = None) -> list[list[s
     return lines
 
 
-def tenants(result: Result, limit: int = 20) -> list[list[str]]:
-    """A header and a line for each tenant, ordered by service; empty for a single tenant."""
-    figures = result.tenant_figures()
+def group(result: Result, by: str, limit: int = 20) -> list[list[str]]:
+    """A header and a line for each tenant, session or tier, ordered by service; empty for a single one."""
+    figures = result.grouped(by)
     if len(figures) < 2:
         return []
-    columns = (("requests", "requests", "count"), ("finished", "finished", "count"), ("service", "service", "count"))
-    times = (("TTFT p50", "ttft_p50_s", "time"), ("p99", "ttft_p99_s", "time"), ("E2EL p50", "end_to_end_p50_s", "time"))
     shown = sorted(figures, key=lambda name: (-(figures[name]["service"] or 0), name))[:limit]
-    lines = [["tenant", *(label for label, _, _ in (*columns, *times))]]
+    lines = [[by, *(label for label, _, _ in _GROUP_COLUMNS)]]
     for name in shown:
         one = figures[name]
-        lines.append([name or "(none)", *(_cell(one[key], kind, one[key] or 0) for _, key, kind in (*columns, *times))])
+        lines.append([name or "(none)", *(_cell(one[key], kind, one[key] or 0) for _, key, kind in _GROUP_COLUMNS)])
     if len(figures) > limit:
-        lines.append([f"and {len(figures) - limit:,} more", *[""] * 6])
+        lines.append([f"and {len(figures) - limit:,} more", *[""] * len(_GROUP_COLUMNS)])
     return lines
+
+
+def runs(figures: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
+    """A header and a line for each run, from `groups.figures`."""
+    lines = [["", *(label for label, _, _ in _RUN_COLUMNS)]]
+    return lines + [[name, *(_cell(one[key], kind, one[key] or 0) for _, key, kind in _RUN_COLUMNS)] for name, one in figures.items()]
+
+
+def notes(result: Result) -> list[str]:
+    """Sentences on how equally tenants were served, and on why requests were refused."""
+    sentences = [f"Refused: {count:,} requests, {REFUSALS[reason]}." for reason, count in sorted(result.refused_for.items())]
+    fairness = result.fairness()
+    if len(result.grouped("tenant")) > 1 and (index := fairness["jain_index"]) is not None:
+        gap = (
+            ""
+            if fairness["service_gap"] is None
+            else f" Between two tenants that both waited it differed by at most {fairness['service_gap']:,.0f}."
+        )
+        sentences.append(f"Jain's index of the tenants' service by weight: {index:.3f}.{gap}")
+    return sentences
 
 
 def models(figures: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:

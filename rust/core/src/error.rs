@@ -51,6 +51,21 @@ pub enum Rejected {
     },
 }
 
+impl Rejected {
+    /// The reason's name in reports.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::EmptyPrompt => "empty_prompt",
+            Self::NoNewTokens => "no_new_tokens",
+            Self::NotHeld => "not_held",
+            Self::HeldBusy => "held_busy",
+            Self::TooLong { .. } => "too_long",
+            Self::NeverFits { .. } => "never_fits",
+            Self::QueueFull { .. } => "queue_full",
+        }
+    }
+}
+
 /// Why a [`Config`](crate::Config) is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ConfigError {

@@ -26,7 +26,7 @@ pub use batch::{NO_TOKEN, Output, Outputs};
 pub use config::{Batching, Config, Reservation, SETTINGS, SessionTurns, Setting, SettingError, SettingKind, Value};
 pub use drafts::{CORPUS_BYTES_PER_TOKEN, DraftLengths, DraftStats, Drafter};
 pub use error::{ConfigError, Rejected};
-pub use journal::{Arrival, Call, Event, JournalError, ParsedJournal, Recorder, Replayed, STOP, Sampled, Timing};
+pub use journal::{Arrival, Call, EndedRequest, Event, Follower, JournalError, ParsedJournal, Recorder, Replayed, STOP, Sampled, Timing};
 pub use ledger::{
     Counters, MAX_CHARGED_ELSEWHERE, Occupancy, QueuePosition, Rule, ServedBefore, SlotSeen, Snapshot, Stats, StepSeen, Timeline,
     TimelineState, Usage, WaitSeen,

@@ -16,6 +16,7 @@ mod request;
 mod router;
 mod scheduler;
 mod settings;
+mod shadow;
 mod simulate;
 mod simulate_sessions;
 mod threads;
@@ -55,6 +56,8 @@ mod _core {
     use crate::scheduler::{Outputs, Scheduler, StepPlan};
     #[pymodule_export]
     use crate::settings::settings;
+    #[pymodule_export]
+    use crate::shadow::{Shadow, journal_settings};
     #[pymodule_export]
     use crate::simulate::{simulate, simulate_models};
     #[pymodule_export]

@@ -169,12 +169,14 @@ pub(crate) fn added_policies() -> Vec<&'static str> {
     added().iter().map(|policy| policy.name).collect()
 }
 
-/// What a method of the policy of this name raised first, since the last call; `None` if it works.
+/// What a method of the policy of this name raised first, since the last call; `None` if it works. It decides again then, unless it is
+/// replaced for good.
 #[pyfunction]
-pub(crate) fn take_policy_failure(name: &str) -> PyResult<Option<PyErr>> {
+#[pyo3(signature = (name, for_good = false))]
+pub(crate) fn take_policy_failure(name: &str, for_good: bool) -> PyResult<Option<PyErr>> {
     let found = added().iter().rev().find(|policy| policy.name == name).copied();
     let policy = found.ok_or_else(|| PyRuntimeError::new_err(format!("there is no policy {name:?}")))?;
-    policy.has_failed.store(false, Ordering::Relaxed);
+    policy.has_failed.fetch_and(for_good, Ordering::Relaxed);
     Ok(policy.failure.lock().unwrap_or_else(PoisonError::into_inner).take())
 }
 

@@ -209,12 +209,9 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResul
         [time as i64, batch as i64, tokens as i64, running as i64, waiting as i64, blocks as i64, saturation.into()]
     });
     dict.set_item("timeline", packed(py, samples))?;
-    let mut tenants: Vec<&str> = report.ended.iter().map(|timeline| &*timeline.tenant).collect();
-    tenants.sort_unstable();
-    tenants.dedup();
-    let number = |tenant: &str| tenants.binary_search(&tenant).map_or(-1, |number| number as i64);
-    dict.set_item("tenant", packed(py, report.ended.iter().map(|timeline| [number(&timeline.tenant)])))?;
-    dict.set_item("tenants", &tenants)?;
+    put_names(&dict, "tenant", report.ended.iter().map(|timeline| Some(&*timeline.tenant)))?;
+    put_names(&dict, "session", report.ended.iter().map(|timeline| timeline.session.as_deref()))?;
+    put_names(&dict, "tier", report.ended.iter().map(|timeline| Some(timeline.tier.name())))?;
     dict.set_item("service_window", report.service.window())?;
     let service = PyDict::new(py);
     for (tenant, windows) in report.service.tenants() {
@@ -222,4 +219,14 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResul
     }
     dict.set_item("service", service)?;
     Ok(dict)
+}
+
+/// Sets the sorted names, and one of them for each request as an index; -1 for none.
+pub(crate) fn put_names<'a>(dict: &Bound<'_, PyDict>, what: &str, names: impl Iterator<Item = Option<&'a str>> + Clone) -> PyResult<()> {
+    let mut known: Vec<&str> = names.clone().flatten().collect();
+    known.sort_unstable();
+    known.dedup();
+    let number = |name: Option<&str>| name.and_then(|name| known.binary_search(&name).ok()).map_or(-1, |number| number as i64);
+    dict.set_item(what, packed(dict.py(), names.map(|name| [number(name)])))?;
+    dict.set_item(format!("{what}s"), &known)
 }

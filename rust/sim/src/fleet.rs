@@ -11,8 +11,8 @@ use std::sync::Arc;
 /// Interval in microseconds at which each engine learns of tenants' service at the others. The server's is the same.
 const EXCHANGE_INTERVAL: Time = 250_000;
 
-pub(crate) struct Fleet<'a> {
-    engines: Vec<Replica<'a>>,
+pub(crate) struct Fleet {
+    engines: Vec<Replica>,
     router: Router,
     /// The router's numbers of the requests whose prompts are not computed, by tag.
     coming: HashMap<u64, u64>,
@@ -25,8 +25,8 @@ pub(crate) struct Fleet<'a> {
     exchange_at: Option<Time>,
 }
 
-impl<'a> Fleet<'a> {
-    pub(crate) fn new(config: Config, machine: &'a Machine, engines: usize, routing: Routing) -> Result<Self, ConfigError> {
+impl Fleet {
+    pub(crate) fn new(config: Config, machine: &Machine, engines: usize, routing: Routing) -> Result<Self, ConfigError> {
         let mut engines = (0..engines).map(|_| Replica::new(config, machine)).collect::<Result<Vec<_>, _>>()?;
         let exchanges = engines.len() > 1 && config.scheduling_policy.rules().takes_turns();
         let shares_prefixes = engines.len() > 1 && config.enable_prefix_caching;
@@ -196,8 +196,8 @@ mod tests {
         jobs
     }
 
-    fn given(fleet: &Fleet<'_>, tenant: &Tenant) -> f64 {
-        let of = |engine: &Replica<'_>| {
+    fn given(fleet: &Fleet, tenant: &Tenant) -> f64 {
+        let of = |engine: &Replica| {
             let tenants = engine.service().tenants();
             let found = tenants.iter().find(|(name, _)| **name == *tenant.name);
             found.map_or(0, |(_, windows)| windows.iter().sum::<u64>())

@@ -38,8 +38,8 @@ pub fn simulate_models(models: &[SharedModel], jobs: impl IntoIterator<Item = Jo
 }
 
 /// The engines, and the arbiter that chooses whose step is next.
-struct Turns<'a> {
-    engines: Vec<Replica<'a>>,
+struct Turns {
+    engines: Vec<Replica>,
     /// When each engine may have a step without a new request, if it has none now.
     wakes_at: Vec<Option<Time>>,
     arbiter: Arbiter,
@@ -48,8 +48,8 @@ struct Turns<'a> {
     share_at: Time,
 }
 
-impl<'a> Turns<'a> {
-    fn new(models: &'a [SharedModel]) -> Result<Self, ConfigError> {
+impl Turns {
+    fn new(models: &[SharedModel]) -> Result<Self, ConfigError> {
         let mut arbiter = Arbiter::default();
         for (number, model) in (0..).zip(models) {
             arbiter.add(number, model.weight, 0, model.itl);

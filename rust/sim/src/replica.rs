@@ -5,14 +5,15 @@ use crate::job::Job;
 use crate::live::Live;
 use crate::machine::Machine;
 use crate::report::Report;
+use crate::step_time::StepTime;
 use crate::utilization::Sample;
 use chairlift_core::{Config, ConfigError, EngineView, Outputs, Scheduler, StepPlan, Time, Timeline};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-pub(crate) struct Replica<'a> {
+pub(crate) struct Replica {
     scheduler: Scheduler,
-    machine: &'a Machine,
+    machine: Machine,
     now: Time,
     live: Vec<Option<Live>>,
     vacant: Vec<usize>,
@@ -30,11 +31,11 @@ pub(crate) struct Replica<'a> {
     outputs: Outputs,
 }
 
-impl<'a> Replica<'a> {
-    pub(crate) fn new(config: Config, machine: &'a Machine) -> Result<Self, ConfigError> {
+impl Replica {
+    pub(crate) fn new(config: Config, machine: &Machine) -> Result<Self, ConfigError> {
         Ok(Self {
             scheduler: Scheduler::new(Config { swap_ns_per_block: machine.swap_ns_per_block, ..config })?,
-            machine,
+            machine: machine.clone(),
             now: 0,
             live: Vec::new(),
             vacant: Vec::new(),
@@ -122,13 +123,19 @@ impl<'a> Replica<'a> {
         let (tag, most) = (request.tag, request.max_new_tokens);
         let (tenant, prompt) = (Arc::clone(&request.tenant), request.prompt.len() as u32);
         let id = match fork_of {
-            Some(parent) => self.by_tag.get(&parent).and_then(|&at| self.scheduler.fork(self.live[at].as_ref()?.id, tag, time)),
-            None => self.scheduler.add(request, time).ok(),
+            Some(parent) => {
+                let id = self.by_tag.get(&parent).and_then(|&at| self.scheduler.fork(self.live[at].as_ref()?.id, tag, time));
+                id.ok_or("no_parent")
+            }
+            None => self.scheduler.add(request, time).map_err(|rejected| rejected.name()),
         };
-        let Some(id) = id else {
-            self.report.refused.push(tag);
-            self.computed.push(tag);
-            return;
+        let id = match id {
+            Ok(id) => id,
+            Err(reason) => {
+                self.report.refused.push((tag, reason));
+                self.computed.push(tag);
+                return;
+            }
         };
         let live = Live { id, len, most, output, drafts, tag, made: 0, tenant, prompt, started: false, last: 0, longest: 0 };
         let at = self.vacant.pop().unwrap_or(self.live.len());
@@ -152,6 +159,16 @@ impl<'a> Replica<'a> {
     /// The results so far, without the scheduler's counters.
     pub(crate) fn report(&self) -> &Report {
         &self.report
+    }
+
+    /// The results since the last call.
+    pub(crate) fn take_report(&mut self) -> Report {
+        Report { stats: Some(self.scheduler.stats()), ..std::mem::take(&mut self.report) }
+    }
+
+    /// Sets the duration of the next steps.
+    pub(crate) fn set_step_time(&mut self, step: StepTime) {
+        self.machine.step = step;
     }
 
     /// The results so far.
@@ -240,7 +257,7 @@ impl<'a> Replica<'a> {
 }
 
 /// An engine as the router sees it: its number among the engines, and its state.
-pub(crate) struct Numbered<'a>(pub(crate) u32, pub(crate) &'a Replica<'a>);
+pub(crate) struct Numbered<'a>(pub(crate) u32, pub(crate) &'a Replica);
 
 impl EngineView for Numbered<'_> {
     fn number(&self) -> u32 {

@@ -12,8 +12,8 @@ pub struct Report {
     pub ended: Vec<Timeline>,
     /// For each ended request, the longest gap between two tokens.
     pub longest_gaps: Vec<Time>,
-    /// Tags of rejected requests.
-    pub refused: Vec<u64>,
+    /// Tags of rejected requests, with the reasons' names.
+    pub refused: Vec<(u64, &'static str)>,
     /// Number of steps.
     pub steps: u64,
     /// Number of chunks planned. A chunk is one sequence's tokens in one step.

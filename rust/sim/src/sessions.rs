@@ -112,7 +112,7 @@ struct Users<'a> {
     fresh: Vec<Vec<Vec<u32>>>,
     load: &'a ClosedLoop,
     machine: &'a Machine,
-    fleet: Fleet<'a>,
+    fleet: Fleet,
     step_tokens: u32,
     draw: Draw,
     replays: Vec<Replay>,
@@ -127,7 +127,7 @@ struct Users<'a> {
 }
 
 impl<'a> Users<'a> {
-    fn new(recorded: &'a [Session], load: &'a ClosedLoop, machine: &'a Machine, fleet: Fleet<'a>, step_tokens: u32) -> Self {
+    fn new(recorded: &'a [Session], load: &'a ClosedLoop, machine: &'a Machine, fleet: Fleet, step_tokens: u32) -> Self {
         let mut users = Self {
             recorded,
             fresh: recorded.iter().map(|session| session.fresh_tokens(load.block)).collect(),
@@ -236,7 +236,7 @@ impl<'a> Users<'a> {
         let mut refused = Vec::new();
         for ((done, declined), report) in self.looked_at.iter_mut().zip(self.fleet.reports()) {
             ended.extend(report.ended[*done..].iter().map(|timeline| (timeline.tag, Answer::of(timeline))));
-            refused.extend_from_slice(&report.refused[*declined..]);
+            refused.extend(report.refused[*declined..].iter().map(|&(tag, _)| tag));
             (*done, *declined) = (report.ended.len(), report.refused.len());
         }
         for (tag, answer) in ended {

@@ -1,7 +1,7 @@
 //! Jobs from a recorded journal, for simulation under other settings.
 
 use crate::job::{Job, RequestSpec, Workload};
-use chairlift_core::{Call, FinishReason, ParsedJournal, Replayed, Request, Resumed, Time, Timeline, VerifiedDraft};
+use chairlift_core::{Arrival, Call, FinishReason, ParsedJournal, Replayed, Request, Resumed, Time, Timeline, VerifiedDraft};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -17,60 +17,66 @@ pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
     let mut jobs: Vec<Job> = Vec::new();
     let begins = journal.begins();
     for (time, call) in &journal.calls {
-        let (request, names, fork_of) = match call {
-            Call::Add(arrival) => (journal.request(arrival), journal.block_names(arrival), None),
+        let job = match call {
+            Call::Add(arrival) => arrived(journal, arrival, begins),
             Call::Prepare { arrival_number, next: None } => {
                 begin_later(&mut jobs, *arrival_number as usize, time - begins);
                 continue;
             }
             Call::Fork { parent, tag } => {
                 // Requests and forks are numbered in order of arrival.
-                let Job { request, names, .. } = &jobs[*parent as usize];
-                (Request { tag: *tag, ..request.clone() }, names.clone(), Some(request.tag))
+                forked(&jobs[*parent as usize], *tag, time - begins)
             }
             _ => continue,
         };
-        let (arrival_number, tag) = (jobs.len() as u64, request.tag);
-        // Times and deadlines count from the first call. A deadline may have passed before it.
-        let shift = |at: Option<Time>| at.map(|at| at.saturating_sub(begins));
-        let request = match fork_of {
-            None => {
-                let resumed = request.resumed.map(|resumed| Resumed {
-                    submitted: resumed.submitted - begins,
-                    started: resumed.started - begins,
-                    first_token: shift(resumed.first_token),
-                    ..resumed
-                });
-                let (deadline, ttft_deadline) = (shift(request.deadline), shift(request.ttft_deadline));
-                Request { deadline, ttft_deadline, preparation: None, resumed, ..request }
-            }
-            Some(_) => request,
-        };
-        let timeline = by_tag.get(&tag);
-        let (made, finish) = timeline.map_or((request.max_new_tokens, None), |timeline| (timeline.output_tokens, timeline.finish));
-        let whole = match finish {
-            Some(FinishReason::Stop | FinishReason::Length | FinishReason::Error) => made,
-            _ => request.predicted_tokens.unwrap_or(request.max_new_tokens).min(request.max_new_tokens),
-        };
-        // A resumed request has a part of its output before it begins.
-        let len = whole.saturating_sub(request.resumed.map_or(0, |resumed| resumed.answered)).max(1);
-        let prompt = request.prompt.len() as u32;
-        let left = finish == Some(FinishReason::Abort);
-        jobs.push(Job {
-            time: time - begins,
-            len,
-            output: (0..len).map(|i| journal.token(arrival_number, prompt + i)).collect(),
-            drafts: drafts.remove(&arrival_number).unwrap_or_default(),
-            cancelled_at: timeline.filter(|_| left).map(|timeline| timeline.ended - begins),
-            names,
-            request,
-            fork_of,
-            ..Job::default()
-        });
+        let arrival_number = jobs.len() as u64;
+        let end = by_tag.get(&job.request.tag).map(|timeline| (timeline.output_tokens, timeline.finish, timeline.ended - begins));
+        let job = with_output(job, journal, arrival_number, end);
+        jobs.push(Job { drafts: drafts.remove(&arrival_number).unwrap_or_default(), ..job });
     }
     // The scheduler may receive a request after one that arrived later.
     jobs.sort_by_key(|job| job.time);
     jobs
+}
+
+/// A recorded request without its output. Times and deadlines count from `begins`, which a deadline may precede.
+pub(crate) fn arrived(journal: &ParsedJournal, arrival: &Arrival, begins: Time) -> Job {
+    let shift = |at: Option<Time>| at.map(|at| at.saturating_sub(begins));
+    let request = journal.request(arrival);
+    let resumed = request.resumed.map(|resumed| Resumed {
+        submitted: resumed.submitted - begins,
+        started: resumed.started - begins,
+        first_token: shift(resumed.first_token),
+        ..resumed
+    });
+    let (deadline, ttft_deadline) = (shift(request.deadline), shift(request.ttft_deadline));
+    let request = Request { deadline, ttft_deadline, preparation: None, resumed, ..request };
+    Job { time: arrival.time - begins, names: journal.block_names(arrival), request, ..Job::default() }
+}
+
+/// A fork of a recorded request, without its output.
+pub(crate) fn forked(parent: &Job, tag: u64, time: Time) -> Job {
+    let request = Request { tag, ..parent.request.clone() };
+    Job { time, names: parent.names.clone(), fork_of: Some(parent.request.tag), request, ..Job::default() }
+}
+
+/// A recorded request with the output that it had: its tokens, and why and when it ended, if it has.
+pub(crate) fn with_output(job: Job, journal: &ParsedJournal, number: u64, end: Option<(u32, Option<FinishReason>, Time)>) -> Job {
+    let request = &job.request;
+    let (made, finish, ended) = end.unwrap_or((request.max_new_tokens, None, 0));
+    let whole = match finish {
+        Some(FinishReason::Stop | FinishReason::Length | FinishReason::Error) => made,
+        _ => request.predicted_tokens.unwrap_or(request.max_new_tokens).min(request.max_new_tokens),
+    };
+    // A resumed request has a part of its output before it begins.
+    let len = whole.saturating_sub(request.resumed.map_or(0, |resumed| resumed.answered)).max(1);
+    let prompt = request.prompt.len() as u32;
+    Job {
+        len,
+        output: (0..len).map(|i| journal.token(number, prompt + i)).collect(),
+        cancelled_at: (finish == Some(FinishReason::Abort)).then_some(ended),
+        ..job
+    }
 }
 
 /// Lets a request, and the forks that were added with it, arrive when the request was prepared.

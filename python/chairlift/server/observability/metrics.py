@@ -15,6 +15,7 @@ from chairlift.server.keys import Reader
 from chairlift.server.observability import engine_stats
 from chairlift.server.observability.engine_metrics import NO_TENANT, REJECTIONS, AllEngineMetrics
 from chairlift.server.observability.latencies import LATENCY, AllLatencies, Latencies
+from chairlift.server.observability.shadow import SHADOW_METRICS
 
 if TYPE_CHECKING:
     from chairlift.engine.replica import Replica
@@ -52,7 +53,7 @@ _VLLM = frozenset(
 
 _SHARED = frozenset({"cache_config_info", "engine_restarts", "saturation"})
 """Metrics without a tenant that a tenant may see."""
-_HIDDEN = frozenset({"computed_tokens_by_tenant"})
+_HIDDEN = frozenset({"computed_tokens_by_tenant", *SHADOW_METRICS})
 """Metrics by tenant that only the operator may see: beside the prompt tokens, they tell which prompts others sent before."""
 
 

@@ -64,10 +64,15 @@ pub(crate) enum Kind {
     Prepare = 20,
     /// Time, tenant, session, number of the event.
     Session = 21,
+    /// Time, tag of a request that ended, reason, output tokens, cached tokens, preemptions, microseconds from its first token plus 1; 0
+    /// if it had none. A replay ignores it: it is for readers that do not make the calls again.
+    Ended = 22,
+    /// The coefficients of the step-time model. A replay ignores it too.
+    StepModel = 23,
 }
 
 impl Kind {
-    const ALL: [Self; 21] = [
+    const ALL: [Self; 23] = [
         Self::Add,
         Self::Fork,
         Self::End,
@@ -89,6 +94,8 @@ impl Kind {
         Self::Request,
         Self::Prepare,
         Self::Session,
+        Self::Ended,
+        Self::StepModel,
     ];
 
     pub(crate) fn of(byte: u8) -> Option<Self> {
@@ -98,6 +105,10 @@ impl Kind {
 
 /// The reasons for which callers end requests. A record stores an index into this list.
 pub(crate) const REASONS: [FinishReason; 3] = [FinishReason::Abort, FinishReason::Stop, FinishReason::Error];
+
+/// The reasons for which requests end. A record of an ended request stores an index into this list.
+pub(crate) const ENDS: [FinishReason; 5] =
+    [FinishReason::Stop, FinishReason::Length, FinishReason::Error, FinishReason::Deadline, FinishReason::Abort];
 
 /// Why a journal cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -243,6 +254,12 @@ impl Writer {
         self
     }
 
+    /// Records the coefficients of the step-time model.
+    pub(crate) fn step_model(&mut self, coefficients: [f64; 5]) {
+        let records = &mut self.note(Kind::StepModel).records;
+        coefficients.iter().for_each(|number| records.extend_from_slice(&number.to_le_bytes()));
+    }
+
     /// Records a plan, or that no step was planned.
     pub(crate) fn plan(&mut self, now: Time, plan: Option<&StepPlan>) {
         self.hash = digest(self.hash, plan);
@@ -344,6 +361,22 @@ impl<'a> Frames<'a> {
         let config = Config { background_slowdown: 0, session_turns: SessionTurns::Off, ..Config::default() }.with(&given)?;
         config.check()?;
         Ok((frames, config))
+    }
+
+    /// Whether `bytes` are the beginning of the first line.
+    pub(crate) fn begin_with(bytes: &[u8]) -> bool {
+        let line = [MAGIC, VERSION].concat();
+        bytes.len() < line.len() && line.starts_with(bytes)
+    }
+
+    /// Goes on after [`position`](Self::position), with the bytes from there.
+    pub(crate) fn resume(bytes: &'a [u8], sum: u64) -> Self {
+        Self { reader: Reader { bytes, at: 0 }, sum }
+    }
+
+    /// Where the next frame begins, and the checksum of all before it.
+    pub(crate) fn position(&self) -> (usize, u64) {
+        (self.reader.at, self.sum)
     }
 
     /// Returns the next frame. Fails if its checksum does not match.

@@ -5,12 +5,14 @@
 //! It makes no decision. It knows the scheduler only by its calls, and no other room may know it, except the drafter,
 //! whose drafts are recorded.
 
+mod follower;
 mod format;
 mod parsed;
 mod recorder;
 mod replay;
 
+pub use follower::Follower;
 pub use format::JournalError;
-pub use parsed::{Arrival, Call, ParsedJournal, STOP, Sampled};
+pub use parsed::{Arrival, Call, EndedRequest, ParsedJournal, STOP, Sampled};
 pub use recorder::Recorder;
 pub use replay::{Event, Replayed, Timing};

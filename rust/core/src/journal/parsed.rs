@@ -2,7 +2,7 @@
 //!
 //! A journal has no tokens. The parser generates tokens that are equal exactly where the names of full blocks are equal.
 
-use super::format::{Frame, Frames, JournalError, Kind, REASONS, Reader, SEED, fold};
+use super::format::{ENDS, Frame, Frames, JournalError, Kind, REASONS, Reader, SEED, fold};
 use crate::config::Config;
 use crate::request::{ArrivalNumber, FinishReason, Preparation, Request, Resumed, SessionEvent, Tier, Time, Token};
 use crate::step::DraftSource;
@@ -116,6 +116,25 @@ pub struct Arrival {
     pub continues: Option<(u64, u32)>,
 }
 
+/// What a request had when it ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EndedRequest {
+    /// The request's tag.
+    pub tag: u64,
+    /// When it ended.
+    pub time: Time,
+    /// Why it ended.
+    pub finish: FinishReason,
+    /// Generated tokens.
+    pub output_tokens: u32,
+    /// Prompt tokens that were cached when the request was first admitted.
+    pub cached_tokens: u32,
+    /// Number of preemptions.
+    pub preemptions: u32,
+    /// When its first token was committed.
+    pub first_token: Option<Time>,
+}
+
 /// A parsed journal.
 #[derive(Clone, Debug)]
 pub struct ParsedJournal {
@@ -123,6 +142,10 @@ pub struct ParsedJournal {
     pub config: Config,
     /// The calls with their times, in order.
     pub calls: Vec<(Time, Call)>,
+    /// Requests that ended, in that order. Older versions did not record them.
+    pub ended: Vec<EndedRequest>,
+    /// The last recorded coefficients of the step-time model. Older versions did not record them.
+    pub step_model: Option<[f64; 5]>,
     /// Names of full blocks, by request and block number.
     names: FxHashMap<(ArrivalNumber, u32), u64>,
     /// For each fork, the first request of its family, which has the same prompt.
@@ -132,9 +155,9 @@ pub struct ParsedJournal {
 }
 
 /// State of the parser.
-#[derive(Default)]
-struct Progress {
-    now: Time,
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    pub(super) now: Time,
     arrivals: ArrivalNumber,
     /// Held sequences opened so far.
     opened: u64,
@@ -148,28 +171,54 @@ struct Progress {
     tier: Tier,
 }
 
+impl Progress {
+    /// Forgets which calls have drafts that are not committed, because the calls are taken.
+    pub(super) fn forget_drafts(&mut self) {
+        self.drafts.clear();
+    }
+}
+
 impl ParsedJournal {
     /// Parses the output of [`Recorder::take_journal`](crate::Recorder::take_journal). The end may be missing.
     pub fn read(bytes: &[u8]) -> Result<Self, JournalError> {
         let (mut frames, config) = Frames::open(bytes)?;
-        let names = FxHashMap::default();
-        let mut journal = Self { config, calls: Vec::new(), names, parents: FxHashMap::default(), truncated: false };
-        let mut progress = Progress::default();
+        let mut journal = Self::empty(config);
+        journal.read_frames(&mut frames, &mut Progress::default())?;
+        Ok(journal)
+    }
+
+    /// A journal without calls.
+    pub(super) fn empty(config: Config) -> Self {
+        let (names, parents) = (FxHashMap::default(), FxHashMap::default());
+        Self { config, calls: Vec::new(), ended: Vec::new(), step_model: None, names, parents, truncated: false }
+    }
+
+    /// Adds the records of all complete frames. Returns where the next one begins, and the checksum of those before it.
+    pub(super) fn read_frames(&mut self, frames: &mut Frames<'_>, progress: &mut Progress) -> Result<(usize, u64), JournalError> {
         loop {
+            let position = frames.position();
             match frames.next()? {
-                Frame::End => return Ok(journal),
+                Frame::End => return Ok(position),
                 Frame::CutOff => {
-                    journal.truncated = true;
-                    return Ok(journal);
+                    self.truncated = true;
+                    return Ok(position);
                 }
                 Frame::Records(mut reader, at) => {
                     while reader.has_more() {
                         let from = at + reader.at();
                         let kind = reader.byte().and_then(Kind::of).ok_or(JournalError::Damaged(from))?;
-                        journal.read_record(kind, &mut reader, &mut progress).ok_or(JournalError::Damaged(from))?;
+                        self.read_record(kind, &mut reader, progress).ok_or(JournalError::Damaged(from))?;
                     }
                 }
             }
+        }
+    }
+
+    /// Forgets the names of a request's first blocks, and its parent. The request's tokens are no longer known then.
+    pub(super) fn forget(&mut self, arrival_number: ArrivalNumber, blocks: u32) {
+        self.parents.remove(&arrival_number);
+        for block in 0..blocks {
+            self.names.remove(&(arrival_number, block));
         }
     }
 
@@ -192,8 +241,20 @@ impl ParsedJournal {
             progress.continues = Some((number, reader.small()?));
             return Some(());
         }
+        if kind == Kind::StepModel {
+            let mut coefficients = [0.0; 5];
+            for coefficient in &mut coefficients {
+                *coefficient = Some(f64::from_bits(reader.word()?)).filter(|number| number.is_finite())?;
+            }
+            self.step_model = Some(coefficients);
+            return Some(());
+        }
         if !matches!(kind, Kind::Draft | Kind::Elsewhere) {
             progress.now = progress.now.wrapping_add(reader.number()?);
+        }
+        if kind == Kind::Ended {
+            self.ended.push(read_ended(reader, progress.now)?);
+            return Some(());
         }
         let (arrivals, opened) = (progress.arrivals, progress.opened);
         let known = |arrival_number: &ArrivalNumber| *arrival_number < arrivals;
@@ -347,6 +408,14 @@ impl ParsedJournal {
     pub(crate) fn draft(&self, arrival_number: ArrivalNumber, position: u32, tokens: u32, accepted: u32) -> Vec<Token> {
         (0..tokens).map(|at| if at < accepted { self.token(arrival_number, position + at) } else { REJECTED }).collect()
     }
+}
+
+/// The rest of a [`Kind::Ended`].
+fn read_ended(reader: &mut Reader<'_>, time: Time) -> Option<EndedRequest> {
+    let (tag, finish) = (reader.number()?, *ENDS.get(usize::try_from(reader.number()?).ok()?)?);
+    let (output_tokens, cached_tokens, preemptions) = (reader.small()?, reader.small()?, reader.small()?);
+    let first_token = reader.number()?.checked_sub(1).map(|since| time.saturating_sub(since));
+    Some(EndedRequest { tag, time, finish, output_tokens, cached_tokens, preemptions, first_token })
 }
 
 /// The prompt tokens and the fields of a [`Kind::Add`].

@@ -1,6 +1,6 @@
 //! Records the calls of a scheduler.
 
-use super::format::{Kind, REASONS, Writer, zigzag};
+use super::format::{ENDS, Kind, REASONS, Writer, zigzag};
 use crate::batch::Outputs;
 use crate::error::Rejected;
 use crate::ledger::{Snapshot, Timeline, TimelineState};
@@ -19,6 +19,8 @@ use std::sync::Arc;
 pub struct Recorder {
     scheduler: Scheduler,
     journal: Option<Writer>,
+    /// Steps committed so far.
+    steps: u64,
     /// Sequences that may fill a block in a step, in batch order. Kept to reuse its memory.
     filling: Vec<Filling>,
 }
@@ -46,14 +48,14 @@ impl Deref for Recorder {
 impl Recorder {
     /// Wraps a scheduler without recording.
     pub fn off(scheduler: Scheduler) -> Self {
-        Self { scheduler, journal: None, filling: Vec::new() }
+        Self { scheduler, journal: None, steps: 0, filling: Vec::new() }
     }
 
     /// Records every call. Panics if the scheduler already received a request, because a journal must contain all requests.
     pub fn on(scheduler: Scheduler) -> Self {
         assert_eq!((scheduler.arrived(), scheduler.opened()), (0, 0), "a journal has all from the first request on");
         let journal = Some(Writer::new(scheduler.config()));
-        Self { scheduler, journal, filling: Vec::new() }
+        Self { scheduler, journal, steps: 0, filling: Vec::new() }
     }
 
     /// Appends everything recorded since the previous call to `bytes`.
@@ -221,7 +223,23 @@ impl Recorder {
             let code = REASONS.iter().position(|&known| known == reason).expect("a caller's reason");
             journal.call(Kind::End, now).number(seq.spec().arrival_number).number(code as u64);
         }
-        self.scheduler.end(id, reason, now)
+        let tag = seq.spec().tag;
+        let ended = self.scheduler.end(id, reason, now);
+        if let Some(timeline) = self.journal.is_some().then(|| self.scheduler.explain(tag)).flatten() {
+            self.record_ended(now, &[timeline]);
+        }
+        ended
+    }
+
+    /// Records what requests that ended had, for readers that do not replay.
+    fn record_ended(&mut self, now: Time, ended: &[Timeline]) {
+        let Some(journal) = &mut self.journal else { return };
+        for timeline in ended {
+            let code = ENDS.iter().position(|&known| Some(known) == timeline.finish).expect("it has ended");
+            let since_first = timeline.first_token.map_or(0, |first| 1 + timeline.ended - first);
+            journal.call(Kind::Ended, now).number(timeline.tag).number(code as u64).number(timeline.output_tokens.into());
+            journal.number(timeline.cached_tokens.into()).number(timeline.preemptions.into()).number(since_first);
+        }
     }
 
     /// See [`Scheduler::expire`].
@@ -229,7 +247,9 @@ impl Recorder {
         if let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.has_due(now)) {
             journal.call(Kind::Expire, now);
         }
+        let before = ended.len();
         self.scheduler.expire(now, ended);
+        self.record_ended(now, &ended[before..]);
     }
 
     /// See [`Scheduler::draft`]. The source is recorded for simulations.
@@ -269,7 +289,9 @@ impl Recorder {
         self.scheduler.commit(plan, sampled, now, outputs);
         self.count_given(outputs);
         self.record_commit(now, outputs);
+        self.record_ended(now, &outputs.ended);
         self.record_names();
+        self.record_step_model();
     }
 
     /// Notes the sequences that may fill a block in this step. A sequence that ends in the commit is removed by it.
@@ -312,6 +334,14 @@ impl Recorder {
         journal.number(drafted().count() as u64);
         for filling in drafted() {
             journal.number(filling.arrival_number).number(filling.given as u64);
+        }
+    }
+
+    /// Records the step-time model, often while it learns most and rarely later.
+    fn record_step_model(&mut self) {
+        self.steps += 1;
+        if let Some(journal) = self.journal.as_mut().filter(|_| self.steps.is_power_of_two() || self.steps.is_multiple_of(1024)) {
+            journal.step_model(self.scheduler.model().coefficients());
         }
     }
 

@@ -160,6 +160,8 @@ pub struct Timeline {
     pub block_us: u64,
     /// The request's tenant.
     pub tenant: Arc<str>,
+    /// The tenant's name for the request's session.
+    pub session: Option<Arc<str>>,
     /// The request's class.
     pub priority: i32,
     /// The request's tier.

@@ -251,6 +251,7 @@ impl Sequence {
             preempted_for: Default::default(),
             block_us: 0,
             tenant: Arc::clone(accounts.tenant(self.member)),
+            session: self.spec.request.session.clone(),
             priority: self.spec.request.priority,
             tier: self.spec.request.tier,
             queue_position: self.queue_position(),

@@ -45,7 +45,9 @@ async def data(request: Request) -> Response:
     reader = request.state.reader
     state = await poller.state(step, sample, reader)
     models = [service.describe(model, reader) for model in service.models]
-    return Json({**state, "models": models}, headers={"cache-control": "no-store"})
+    # It tells what all tenants do.
+    shadow = service.shadow.report if service.shadow is not None and reader is None else None
+    return Json({**state, "models": models, "shadow": shadow}, headers={"cache-control": "no-store"})
 
 
 def _poller(request: Request, model: ServedModel) -> SnapshotPoller:

@@ -1,0 +1,75 @@
+"""Runs `chairlift shadow` beside the server, and shows what it reports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from chairlift.server.observability.engine_metrics import NO_TENANT
+
+log = logging.getLogger(__name__)
+
+LONGEST_REPORT = 16 << 20
+"""Bytes of a report. It has 100 tenants and 100 sessions at most."""
+
+_FAMILIES = (
+    ("time_to_first_token_seconds", "TTFT", {"0.5": "ttft_p50_s", "0.99": "ttft_p99_s"}),
+    ("inter_token_latency_seconds", "Mean time between two tokens of a request", {"0.5": "itl_p50_s", "0.99": "itl_p99_s"}),
+    ("preemptions", "Preemptions", {"": "preemptions"}),
+    ("cached_prompt_share", "Share of prompt tokens found in the prefix cache", {"": "cached_share"}),
+)
+SHADOW_METRICS = tuple(f"shadow_{name}" for name, _, _ in _FAMILIES)
+
+
+class Shadow(Collector):
+    """The process that simulates what the server would do under other settings, and its last report (`sim.shadow.Shadow.document`)."""
+
+    def __init__(self, command: Sequence[str], labels: Mapping[str, str]) -> None:
+        """`labels` are those that all metrics have."""
+        self._command, self._labels = command, labels
+        self.report: Mapping[str, Any] | None = None
+
+    async def run(self) -> None:
+        """Runs the process until it ends or this is cancelled. The server goes on without it."""
+        process = await asyncio.create_subprocess_exec(*self._command, stdout=asyncio.subprocess.PIPE, limit=LONGEST_REPORT)
+        try:
+            assert process.stdout is not None
+            async for line in process.stdout:
+                self.report = json.loads(line)
+            self.report = None
+            log.warning("the shadow ended with status %d: there are no figures of it any more", await process.wait())
+        finally:
+            with suppress(ProcessLookupError):
+                process.terminate()
+            await process.wait()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics."""
+        report = self.report or {"tenants": {}, "covered": None}
+        for name, help, quantiles in _FAMILIES:
+            by = [*self._labels, "tenant", "run", *(["quantile"] if len(quantiles) > 1 else [])]
+            text = f"{help} of the last ten minutes, by tenant: recorded, simulated, and simulated with the settings of the shadow."
+            family = GaugeMetricFamily(f"chairlift_shadow_{name}", text, labels=by)
+            for tenant, runs in report["tenants"].items():
+                for run, figures in runs.items():
+                    for quantile, key in quantiles.items():
+                        labels = [*self._labels.values(), tenant or NO_TENANT, run, *([quantile] if quantile else [])]
+                        if figures[key] is not None:
+                            family.add_metric(labels, figures[key])
+            yield family
+        covered = GaugeMetricFamily(
+            "chairlift_shadow_covered_share",
+            "Share of the requests that the shadow simulated; others were more than its 2 % of a core allow.",
+            labels=list(self._labels),
+        )
+        if report["covered"] is not None:
+            covered.add_metric(list(self._labels.values()), report["covered"])
+        yield covered

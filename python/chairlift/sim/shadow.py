@@ -1,0 +1,208 @@
+"""A shadow: what a running server would have done under other settings, from its journal."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chairlift import _core
+from chairlift.errors import InvalidSetting
+from chairlift.sim import groups
+from chairlift.sim.policy import failure_of
+from chairlift.sim.result import ended, labels
+
+CPU_SHARE = 0.02
+"""The part of one core that a shadow may take."""
+SLICE_BYTES, SLICE_REQUESTS = 1 << 16, 32
+"""What is read and simulated between two looks at the clock."""
+SLICE_CPU_SECONDS = 5.0
+"""CPU time after which a policy's method is interrupted, because it may never return."""
+CATCH_UP_SECONDS = 60.0
+"""A shadow that is behind for longer leaves out requests until it has caught up."""
+WINDOW_SECONDS, WINDOW_REQUESTS = 600.0, 20_000
+"""The figures cover the requests that ended in so many seconds, and at most so many."""
+POLL_SECONDS, REPORT_SECONDS = 2.0, 10.0
+"""Intervals of looks at the journal, and of reports."""
+MOST_GROUPS = 100
+"""Most tenants and sessions that are reported: those with the most requests."""
+
+RUNS = ("simulated", "shadow", "recorded")
+"""The recorded settings in virtual time, the others in virtual time, and what was recorded."""
+
+_COLUMNS = ("tag", "finish", "arrived", "first_token", "ended", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
+_ROW = np.dtype([(name, "<i8") for name in _COLUMNS] + [("tenant", "O"), ("session", "O")])
+
+
+class Shadow:
+    """Follows a journal and simulates its requests under the recorded settings and under others.
+
+    Call `work` now and then. It takes at most `CPU_SHARE` of a core over time: when that does not suffice, requests are left out, and
+    `document` says which share was covered. `apply` makes the settings of `_core.what_if` from the recorded ones. `now` and `cpu` are the
+    clocks in seconds; the second counts from the start of the process.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        apply: Callable[[Mapping[str, Any]], dict[str, Any]],
+        *,
+        now: Callable[[], float] = time.monotonic,
+        cpu: Callable[[], float] = time.process_time,
+    ) -> None:
+        """Raises InvalidSetting if the file is no journal or the settings are impossible."""
+        self._path, self._apply, self._now, self._cpu = Path(path), apply, now, cpu
+        self._began = self._in_time = now()
+        self._began_at = time.time()
+        self._number = 0
+        self._core: _core.Shadow | None = None
+        self._policy: str | None = None
+        self._failure: str | None = None
+        self._open()
+
+    def work(self) -> None:
+        """Reads and simulates what has been recorded, as far as the CPU time allows."""
+        while self._cpu() <= CPU_SHARE * (self._now() - self._began):
+            data = self._file.read(SLICE_BYTES)
+            more = self._advance(data)
+            if not data and not more:
+                self._in_time = self._now()
+                if not self._open_next():
+                    return
+
+    def document(self) -> dict[str, Any]:
+        """The figures of the last `WINDOW_SECONDS` of the newest engine as plain data, by run, tenant and session.
+
+        `covered` is the share of requests that were simulated, `behind_s` how long ago everything recorded was read, and `failure` what
+        the policy raised, if it did: since then the order of arrival holds in its place.
+        """
+        self._take()
+        rows = {run: np.concatenate([np.empty(0, _ROW), *parts]) for run, parts in self._rows.items()}
+        _, simulated, skipped = self._counts[-1]
+        _, simulated_before, skipped_before = self._counts[0]
+        seen = simulated - simulated_before + skipped - skipped_before
+        elapsed = self._now() - self._began
+        return {
+            "window_s": min(WINDOW_SECONDS, elapsed),
+            "covered": (simulated - simulated_before) / seen if seen else None,
+            "behind_s": self._now() - self._in_time,
+            "cpu_share": self._cpu() / elapsed if elapsed else 0.0,
+            "failure": self._failure,
+            "runs": {run: groups.figures(rows[run]) for run in RUNS},
+            "tenants": _by("tenant", rows),
+            "sessions": _by("session", rows),
+        }
+
+    def _open(self) -> None:
+        """Opens the journal of the newest engine. Its time begins anew, so the figures do too."""
+        path = self._path.with_name(f"{self._path.name}.{self._number}") if self._number else self._path
+        try:
+            self._file: BinaryIO = path.open("rb")
+        except OSError as error:
+            raise InvalidSetting(f"{path}: cannot be read ({error.strerror}); name a file that --journal writes") from None
+        self._head = b""
+        self._core = None
+        self._rows: dict[str, deque[NDArray[Any]]] = {run: deque() for run in RUNS}
+        self._counts: deque[tuple[float, int, int]] = deque([(self._now(), 0, 0)])
+
+    def _open_next(self) -> bool:
+        """Goes on with the journal of a restarted engine, if there is one. One of an earlier server is older than this process."""
+        following = self._path.with_name(f"{self._path.name}.{self._number + 1}")
+        if not following.exists() or following.stat().st_mtime < self._began_at:
+            return False
+        self._number += 1
+        self._open()
+        return True
+
+    def _advance(self, data: bytes) -> bool:
+        """Simulates a slice. Returns whether there is more to simulate."""
+        try:
+            if self._core is None:
+                self._head += data
+                if (recorded := _core.journal_settings(self._head)) is None:
+                    return False
+                changes = self._apply(recorded)
+                self._policy = changes.get("scheduling_policy")
+                self._core = _core.Shadow(self._head, changes)
+            elif data:
+                self._core.feed(data)
+        except ValueError as error:
+            raise InvalidSetting(f"{self._path} cannot be followed: {error}") from None
+        if self._now() - self._in_time > CATCH_UP_SECONDS:
+            self._core.skip()
+            return False
+        with _Interrupting(SLICE_CPU_SECONDS):
+            more = self._core.advance(SLICE_REQUESTS)
+        self._failure = failure_of(self._policy, for_good=True) or self._failure
+        return more
+
+    def _take(self) -> None:
+        """Adds what ended to the window."""
+        if self._core is None:
+            return
+        taken = self._core.take()
+        for run, report in zip(RUNS, (*taken["runs"], taken["recorded"]), strict=True):
+            self._rows[run].append(_rows(report))
+        self._counts.append((self._now(), *self._core.counts))
+        while len(self._counts) > 2 and self._counts[1][0] < self._now() - WINDOW_SECONDS:
+            self._counts.popleft()
+        since = self._core.now - WINDOW_SECONDS * 1e6
+        for parts in self._rows.values():
+            while parts and (not len(parts[0]) or parts[0]["ended"][-1] < since or sum(map(len, parts)) > WINDOW_REQUESTS + len(parts[0])):
+                parts.popleft()
+
+
+def follow(shadow: Shadow, report: Callable[[Mapping[str, Any]], None], goes_on: Callable[[], bool]) -> None:
+    """Works every `POLL_SECONDS`, and reports a document every `REPORT_SECONDS`, as long as `goes_on`."""
+    due = time.monotonic() + REPORT_SECONDS
+    while goes_on():
+        shadow.work()
+        if time.monotonic() >= due:
+            report(shadow.document())
+            due = time.monotonic() + REPORT_SECONDS
+        time.sleep(POLL_SECONDS)
+
+
+class _Interrupting:
+    """Raises TimeoutError in the block, where it runs Python code, when it has taken more than `seconds` of CPU time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGPROF, self._interrupt)
+        signal.setitimer(signal.ITIMER_PROF, self._seconds)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, self._before)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"the policy took more than {self._seconds:g} s of CPU time for {SLICE_REQUESTS} requests")
+
+
+def _rows(report: Mapping[str, Any]) -> NDArray[Any]:
+    """The requests of a report."""
+    requests = ended(report)
+    rows = np.empty(len(requests), _ROW)
+    for column in _COLUMNS:
+        rows[column] = requests[column]
+    for group in ("tenant", "session"):
+        rows[group] = labels(report, group)
+    return rows
+
+
+def _by(group: str, rows: Mapping[str, NDArray[Any]]) -> dict[str, dict[str, dict[str, float | None]]]:
+    """The figures by tenant or session and run, of those with the most requests."""
+    names, counts = np.unique(np.concatenate([one[group] for one in rows.values()]), return_counts=True)
+    shown = [str(name) for name in names[np.argsort(-counts, kind="stable")] if name or group == "tenant"][:MOST_GROUPS]
+    kept = {run: one[np.isin(one[group], shown)] for run, one in rows.items()}
+    by_run = {run: groups.grouped(one, one[group]) for run, one in kept.items()}
+    return {name: {run: by_run[run].get(name) or groups.figures(np.empty(0, _ROW)) for run in RUNS} for name in shown}

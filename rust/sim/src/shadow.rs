@@ -1,0 +1,264 @@
+//! A recorded engine in virtual time while it runs, beside one with other settings.
+
+use crate::job::Job;
+use crate::machine::Machine;
+use crate::replica::Replica;
+use crate::report::Report;
+use crate::step_time::StepTime;
+use crate::what_if::{arrived, forked, with_output};
+use chairlift_core::{Call, Config, ConfigError, EndedRequest, Follower, JournalError, Request, SessionEvent, Tier, Time};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+/// Microseconds that a request may run before it enters the simulation. Its output then has the predicted length, or the maximum.
+const LONGEST_WAIT: Time = 120_000_000;
+
+/// A journal's requests, as they end, through two simulated engines: one with the recorded settings and one with others.
+///
+/// The simulated time follows the recorded time at a distance, because a request can enter only when the length of its output is known.
+/// Step durations are those that the recorded engine has learned. Drafts are left out, and so is KV read from storage.
+pub struct Shadow {
+    follower: Follower,
+    /// The engine with the recorded settings, and the one with the others.
+    engines: [Replica; 2],
+    /// The time of the first call, from which the simulated time counts.
+    begins: Option<Time>,
+    /// What has not entered the simulation, by time and number.
+    inputs: BTreeMap<(Time, u64), Input>,
+    /// Numbers of `inputs`, and of requests and forks.
+    numbers: u64,
+    arrivals: u64,
+    /// Requests that have not ended, by tag.
+    open: HashMap<u64, Open>,
+    /// Tags by arrival number, of those.
+    tags: HashMap<u64, u64>,
+    recorded: Vec<Recorded>,
+    counts: Counts,
+}
+
+/// How many requests took part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Requests that entered the simulation.
+    pub simulated: u64,
+    /// Requests that were left out.
+    pub skipped: u64,
+}
+
+/// A request as it was recorded. Times count from the first call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Recorded {
+    /// When it could run first.
+    pub arrived: Time,
+    /// Tokens of its prompt.
+    pub prompt_tokens: u32,
+    /// Its tenant.
+    pub tenant: Arc<str>,
+    /// The tenant's name for its session.
+    pub session: Option<Arc<str>>,
+    /// Its tier.
+    pub tier: Tier,
+    /// What it had when it ended.
+    pub ended: EndedRequest,
+}
+
+enum Input {
+    Request(Box<Job>),
+    Session(Arc<str>, Arc<str>, SessionEvent),
+}
+
+/// A request that has not ended.
+struct Open {
+    arrival_number: u64,
+    /// Its place in `inputs`, where it is until it enters.
+    key: (Time, u64),
+    prompt_tokens: u32,
+    tenant: Arc<str>,
+    session: Option<Arc<str>>,
+    tier: Tier,
+}
+
+impl Shadow {
+    /// Follows a journal, beside an engine with the settings `changed`.
+    pub fn new(follower: Follower, changed: Config) -> Result<Self, ConfigError> {
+        let engine = |config: Config| {
+            let step = StepTime::linear([0.0; 5]);
+            Replica::new(config, &Machine { step, swap_ns_per_block: config.swap_ns_per_block, draft_tokens: 0 })
+        };
+        let mut shadow = Self {
+            engines: [engine(follower.journal().config)?, engine(changed)?],
+            follower,
+            begins: None,
+            inputs: BTreeMap::new(),
+            numbers: 0,
+            arrivals: 0,
+            open: HashMap::new(),
+            tags: HashMap::new(),
+            recorded: Vec::new(),
+            counts: Counts::default(),
+        };
+        shadow.absorb();
+        Ok(shadow)
+    }
+
+    /// Reads what was recorded since the last time.
+    pub fn feed(&mut self, bytes: &[u8]) -> Result<(), JournalError> {
+        self.follower.feed(bytes)?;
+        self.absorb();
+        Ok(())
+    }
+
+    /// Takes what the journal says anew.
+    fn absorb(&mut self) {
+        if let Some(step_model) = self.follower.journal().step_model {
+            self.engines.iter_mut().for_each(|engine| engine.set_step_time(StepTime::linear(step_model)));
+        }
+        let (calls, ended) = self.follower.take();
+        for (time, call) in calls {
+            let begins = *self.begins.get_or_insert(time);
+            self.call(time.saturating_sub(begins), begins, call);
+        }
+        for ended in ended {
+            self.end(ended);
+        }
+    }
+
+    /// Lets at most `requests` whose outputs are known enter, and runs the engines up to the next one. Returns whether more can enter.
+    pub fn advance(&mut self, requests: usize) -> bool {
+        if self.follower.journal().step_model.is_none() {
+            return false;
+        }
+        for _ in 0..requests {
+            let Some((key, input)) = self.next() else {
+                let until = self.inputs.first_key_value().map_or(self.now(), |(&(time, _), _)| time);
+                self.engines.iter_mut().for_each(|engine| _ = engine.advance(until));
+                return false;
+            };
+            for engine in &mut self.engines {
+                engine.advance(key.0);
+                match &input {
+                    Input::Request(job) => engine.arrive((**job).clone()),
+                    Input::Session(tenant, session, event) => _ = engine.scheduler().note_session(tenant, session, *event, key.0),
+                }
+            }
+            self.counts.simulated += u64::from(matches!(input, Input::Request(_)));
+        }
+        true
+    }
+
+    /// Leaves out the requests that could enter now.
+    pub fn skip(&mut self) {
+        while let Some((_, input)) = self.next() {
+            self.counts.skipped += u64::from(matches!(input, Input::Request(_)));
+        }
+    }
+
+    /// The time of the last record in microseconds since the first call.
+    pub fn now(&self) -> Time {
+        self.follower.now().saturating_sub(self.begins.unwrap_or_default())
+    }
+
+    /// How many requests took part so far.
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// The results since the last call: those with the recorded settings, those with the others, and the recorded ones.
+    pub fn take(&mut self) -> ([Report; 2], Vec<Recorded>) {
+        (self.engines.each_mut().map(Replica::take_report), std::mem::take(&mut self.recorded))
+    }
+
+    fn call(&mut self, time: Time, begins: Time, call: Call) {
+        match call {
+            Call::Add(arrival) => {
+                let job = arrived(self.follower.journal(), &arrival, begins);
+                self.enter(job);
+            }
+            Call::Fork { parent, tag } => {
+                let parent = self.tags.get(&parent).and_then(|tag| self.inputs.get(&self.open[tag].key));
+                match parent {
+                    Some(Input::Request(job)) => {
+                        let fork = forked(job, tag, time);
+                        self.enter(fork);
+                    }
+                    // Its parent entered long ago.
+                    _ => {
+                        self.arrivals += 1;
+                        self.counts.skipped += 1;
+                    }
+                }
+            }
+            Call::Prepare { arrival_number, next: None } => {
+                let tag = self.tags.get(&arrival_number).copied();
+                let family = tag.into_iter().flat_map(|tag| self.family(tag)).collect::<Vec<_>>();
+                family.into_iter().for_each(|tag| self.prepared(tag, time));
+            }
+            Call::NoteSession { tenant, session, event } => {
+                self.numbers += 1;
+                self.inputs.insert((time, self.numbers), Input::Session(tenant, session, event));
+            }
+            _ => {}
+        }
+    }
+
+    fn enter(&mut self, job: Job) {
+        let (tag, arrival_number) = (job.request.tag, self.arrivals);
+        self.numbers += 1;
+        self.arrivals += 1;
+        let key = (job.time, self.numbers);
+        let Request { prompt, tenant, session, tier, .. } = &job.request;
+        let (tenant, session) = (Arc::clone(tenant), session.clone());
+        self.open.insert(tag, Open { arrival_number, key, prompt_tokens: prompt.len() as u32, tenant, session, tier: *tier });
+        self.tags.insert(arrival_number, tag);
+        self.inputs.insert(key, Input::Request(Box::new(job)));
+    }
+
+    /// A request that waits to enter, and its forks.
+    fn family(&self, parent: u64) -> impl Iterator<Item = u64> {
+        let waiting = self.inputs.values().filter_map(|input| if let Input::Request(job) = input { Some(&**job) } else { None });
+        waiting.filter(move |job| job.request.tag == parent || job.fork_of == Some(parent)).map(|job| job.request.tag)
+    }
+
+    /// Lets a request arrive when it was prepared.
+    fn prepared(&mut self, tag: u64, time: Time) {
+        let Some(open) = self.open.get_mut(&tag) else { return };
+        let Some(Input::Request(mut job)) = self.inputs.remove(&open.key) else { return };
+        (job.time, open.key.0) = (time, time);
+        self.inputs.insert(open.key, Input::Request(job));
+    }
+
+    /// Notes that a request has ended. If it waits to enter, its output is known now.
+    fn end(&mut self, ended: EndedRequest) {
+        let Some(open) = self.open.remove(&ended.tag) else { return };
+        self.tags.remove(&open.arrival_number);
+        let begins = self.begins.unwrap_or_default();
+        if let Some(Input::Request(job)) = self.inputs.get_mut(&open.key) {
+            let end = (ended.output_tokens, Some(ended.finish), ended.time.saturating_sub(begins));
+            **job = with_output(std::mem::take(&mut **job), self.follower.journal(), open.arrival_number, Some(end));
+        }
+        self.follower.forget(open.arrival_number, open.prompt_tokens + ended.output_tokens);
+        let first_token = ended.first_token.map(|first| first.saturating_sub(begins));
+        let ended = EndedRequest { time: ended.time.saturating_sub(begins), first_token, ..ended };
+        let Open { key: (arrived, _), prompt_tokens, tenant, session, tier, .. } = open;
+        self.recorded.push(Recorded { arrived, prompt_tokens, tenant, session, tier, ended });
+    }
+
+    /// Takes the first input if its output is known, or if it has run for too long.
+    fn next(&mut self) -> Option<((Time, u64), Input)> {
+        let now = self.now();
+        let entry = self.inputs.first_entry()?;
+        let key = *entry.key();
+        let open = if let Input::Request(job) = entry.get() { self.open.get(&job.request.tag) } else { None };
+        if open.is_some() && now < key.0 + LONGEST_WAIT {
+            return None;
+        }
+        let (input, open) = (entry.remove(), open.map(|open| open.arrival_number));
+        Some((
+            key,
+            match (input, open) {
+                (Input::Request(job), Some(number)) => Input::Request(Box::new(with_output(*job, self.follower.journal(), number, None))),
+                (input, _) => input,
+            },
+        ))
+    }
+}

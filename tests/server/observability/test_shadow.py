@@ -1,0 +1,91 @@
+"""The server shows what its shadow reports, to the operator only."""
+
+import asyncio
+import json
+import sys
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+from chairlift.cli.main import main
+from chairlift.cli.top import frame
+from chairlift.server.observability.metrics import Metrics, collect, render
+from chairlift.server.observability.shadow import Shadow
+
+LABELS = {"model_name": "m", "engine": "0"}
+
+
+def figures(ttft):
+    numbers = {"requests": 3, "preemptions": 1, "cached_share": 0.5, "itl_p50_s": None, "itl_p99_s": None}
+    return {**numbers, "ttft_p50_s": ttft, "ttft_p99_s": 2 * ttft}
+
+
+def report():
+    runs = {"simulated": figures(0.5), "shadow": figures(0.25), "recorded": figures(0.51)}
+    shown = {"settings": "scheduling_policy=fair", "window_s": 60, "covered": 0.75, "failure": None}
+    return {**shown, "runs": runs, "tenants": {"few": runs}, "sessions": {}}
+
+
+def reporting(*lines):
+    """A shadow whose process prints these lines and then waits."""
+    program = f"import time\nfor line in {lines!r}:\n    print(line, flush=True)\ntime.sleep(600)"
+    return Shadow([sys.executable, "-c", program], LABELS)
+
+
+def reported(shadow):
+    """Runs the shadow until its first report, and ends it."""
+
+    async def run():
+        task = asyncio.create_task(shadow.run())
+        while shadow.report is None:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_the_last_report_is_in_the_metrics_of_the_operator_alone():
+    shadow = reporting(json.dumps(report()))
+    reported(shadow)
+    metrics = Metrics("m", list)
+    metrics.registry.register(shadow)
+    families = collect([metrics])
+    text = render(families).decode()
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples if "shadow" in one.name]
+    ttft = {(one.labels["run"], one.labels["quantile"]): one.value for one in samples if one.name.endswith("first_token_seconds")}
+    assert ttft["simulated", "0.5"] == 0.5
+    assert ttft["shadow", "0.99"] == 0.5
+    assert {one.labels.get("tenant") for one in samples} == {"few", None}
+    assert [one.value for one in samples if one.name == "chairlift_shadow_covered_share"] == [0.75]
+    assert not [one for one in samples if "inter_token" in one.name], "they are unknown"
+    assert b"shadow" not in render(families, "few")
+
+
+def test_one_that_ends_is_reported_and_leaves_no_figures(caplog):
+    shadow = Shadow([sys.executable, "-c", "print('{}'); raise SystemExit(3)"], LABELS)
+    asyncio.run(shadow.run())
+    assert "ended with status 3" in caplog.text
+    assert shadow.report is None
+
+
+def test_it_needs_a_journal_and_settings_that_exist(capsys, tmp_path):
+    def refused(*flags):
+        assert main(["serve", "--load-format", "none", *flags]) == 2
+        return capsys.readouterr().err
+
+    journal = ("--journal", str(tmp_path / "day.journal"))
+    assert "need --journal FILE" in refused("--shadow-policy", "fair")
+    assert "scheduling_policy" in refused(*journal, "--shadow-policy", "fairest")
+    assert "there is no such file" in refused(*journal, "--shadow-policy", "none.py:Mine")
+    assert "no_such" in refused(*journal, "--shadow-set", "no_such=1")
+
+
+def test_top_shows_the_runs_side_by_side():
+    load = {"slots": 0, "kv_cache": 0, "saturation": 0}
+    state = {"stats": {}, "load": load, "samples": [], "stuck": False, "state": "ready", "model": "m", "kv_map": "", "running": []}
+    console = Console(width=120, file=open("/dev/null", "w"), record=True)  # noqa: SIM115 (as long as the console)
+    console.print(frame({**state, "latency": {"window": None}, "shadow": report()}, console))
+    lines = console.export_text().splitlines()
+    assert any("shadow: scheduling_policy=fair, 75% covered" in line for line in lines)
+    assert any(line.split()[:4] == ["shadow", "3", "250", "ms"] for line in lines)
