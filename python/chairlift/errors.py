@@ -133,6 +133,14 @@ class QueueFull(ChairliftError):
         self.retry_after = retry_after
 
 
+class WaitTooLong(ChairliftError):
+    """A request would wait for its session's turn for longer than its client wants; `retry_after` is the expected wait in seconds."""
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class DeadlineMissed(ChairliftError):
     """A request was dropped because it missed, or would certainly miss, its deadline; the token counts are what it used."""
 

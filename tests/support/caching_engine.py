@@ -82,6 +82,8 @@ class CachingEngine(FakeEngine):
         """The computed prompts and answers, by salt."""
         self.lost_hits = 0
         """Tokens of each prompt whose KV is there, without a recurrent state after them."""
+        self.evicted_for: dict[str, int] = {}
+        """Tokens in each timeline, by whom their blocks were for."""
         self.prompts: list[list[int]] = []
         self.hits: list[int] = []
 
@@ -111,7 +113,7 @@ class CachingEngine(FakeEngine):
                 if final:
                     output.stop_reason = stop if reason == "stop" else None
                     output.timing = Timing(0.001, 0.001, 0.101, 0.2)
-                    output.timeline = timeline(lost_hit_tokens=self.lost_hits)
+                    output.timeline = timeline(lost_hit_tokens=self.lost_hits, evicted_for=self.evicted_for)
                 yield output
         finally:
             kept.append([*prompt, *computed])

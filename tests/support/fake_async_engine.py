@@ -23,7 +23,7 @@ from chairlift.engine.held_sequences import HeldSequence
 from chairlift.engine.model_client import ModelClient
 from chairlift.engine.replica import Replica
 from chairlift.engine.stats import Stats
-from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
+from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
 from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
@@ -87,6 +87,11 @@ class FakeStream:
     sequence: HeldSequence | None = None
     num_received: int = 0
     """Tokens of the answers that are kept; those of discarded answers are added at the end."""
+    error: ChairliftError | None = None
+    """Why a held request ends."""
+
+    def fail(self, error: ChairliftError) -> None:
+        self.error = error
 
     def timelines(self) -> list[Timeline]:
         return []
@@ -135,6 +140,8 @@ class FakeEngine(ModelClient):
         self.spent: list[dict[str, float]] = []
         self.timelines: dict[str, list[Timeline]] = {}
         self.released = False
+        self.expected_wait_ms: int | None = None
+        """How long requests wait for their session's turn before they end."""
         self.counters: dict[str, Any] = {}
         self.others: list[Timeline] = []
         self.energy_joules: float | None = None
@@ -165,7 +172,8 @@ class FakeEngine(ModelClient):
         return Stats(**self.counters)
 
     async def explain(self, request_id: str) -> list[Timeline]:
-        return self.timelines.get(request_id, [])
+        waits = [] if self.expected_wait_ms is None else [timeline(finish=None, expected_wait_ms=self.expected_wait_ms)]
+        return self.timelines.get(request_id, waits)
 
     async def explain_sequences(self, tags: list[int]) -> list[Timeline]:
         return [timeline for timeline in self.others if timeline.tag in tags]
@@ -224,6 +232,8 @@ class FakeEngine(ModelClient):
                 raise QueueFull("4 requests are waiting, as many as may", retry_after=2.3)
             while "held" in text and not self.released:
                 await asyncio.sleep(0.01)
+                if stream.error is not None:
+                    raise stream.error
             on_start()
             if params.embed:
                 yield RequestOutput("", [], prompt, "stop", embedding=array("f", [1.0, 0.0, 0.0, 0.0]), queued=0.001)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -95,6 +96,15 @@ _MEANINGS = {
 }
 
 
+_TAKERS = {
+    "same_session": "this session itself",
+    "same_tenant": "another session of this tenant",
+    "other_tenant": "sessions of other tenants",
+    "no_session": "requests without a session",
+}
+"""Whom blocks were evicted for, in words."""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Where a prompt first differs from the one before it."""
@@ -116,6 +126,8 @@ class CacheMiss:
     reusable_tokens: int
     """Tokens in whole blocks of the prompt and the answer of the turn before, as far as this prompt is long."""
     difference: Difference = Difference()
+    evicted_for: Mapping[str, int] = field(default_factory=dict)
+    """Evicted tokens of the session by whom their blocks were for, as in `Timeline.evicted_for`."""
     seconds: float | None = None
     """Estimate of the time lost, by this request's own prefill speed; None before its first answer has ended."""
 
@@ -124,6 +136,8 @@ class CacheMiss:
         meaning, field = _MEANINGS[self.reason], self.difference.field
         where = f" ({field})" if field else ""
         seconds = "" if self.seconds is None else f", about {self.seconds:.2g} s"
+        if whom := [_TAKERS.get(name, name) for name, _ in sorted(self.evicted_for.items(), key=lambda one: -one[1])]:
+            where = f" (for {' and '.join(whom)})"
         lost = f"{self.missed_tokens} of {self.reusable_tokens} tokens were computed again{seconds}"
         return f"Cache miss: {meaning.what}{where}. {lost}."
 
@@ -134,6 +148,7 @@ class CacheMiss:
             "reason": str(self.reason),
             "field": self.difference.field,
             **texts,
+            "evicted_for": dict(self.evicted_for),
             "missed_tokens": self.missed_tokens,
             "reusable_tokens": self.reusable_tokens,
             "seconds": self.seconds,

@@ -24,6 +24,7 @@ from chairlift.errors import (
     SequenceBusy,
     SequenceDropped,
     TooManySequences,
+    WaitTooLong,
     brief,
 )
 from chairlift.server.registry import Refusal
@@ -160,6 +161,9 @@ def api_error(error: Exception, route: str = "the request") -> ApiError:
             return unavailable("the engine has stopped; the server's log has the reason", "engine_dead", 5)
         case QueueFull():
             return unavailable(str(error), "queue_full", max(1, math.ceil(error.retry_after)))
+        case WaitTooLong():
+            headers = {"retry-after": str(max(1, math.ceil(error.retry_after)))}
+            return ApiError(429, str(error), type="rate_limit_error", code="session_wait", headers=headers, admitted=True)
         case DeadlineMissed():
             usage = Usage(error.prompt_tokens, error.completion_tokens)
             # OpenAI's clients would retry by themselves, although the deadline has passed.
@@ -201,5 +205,6 @@ async def handle_error(request: Request, error: Exception) -> Response:
 
 
 HANDLERS: dict[Any, Any] = dict.fromkeys(
-    (ApiError, InvalidRequest, QueueFull, DeadlineMissed, EngineDead, OutOfMemory, RequestFailed, HTTPException, Exception), handle_error
+    (ApiError, InvalidRequest, QueueFull, WaitTooLong, DeadlineMissed, EngineDead, OutOfMemory, RequestFailed, HTTPException, Exception),
+    handle_error,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 import uuid
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from chairlift.errors import DeadlineMissed, InvalidRequest, QueueFull, SequenceDropped
+from chairlift.errors import DeadlineMissed, InvalidRequest, QueueFull, SequenceDropped, WaitTooLong
 from chairlift.outputs import RequestOutput, Timeline, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.server.errors import api_error
@@ -26,6 +27,7 @@ from chairlift.server.registry import Refusal, engine_ids
 from chairlift.server.schema.fields import GenerationRequest
 from chairlift.server.schema.logprobs import MAX_LOGPROBS, max_tokens_with_logprobs
 from chairlift.server.service import service_of
+from chairlift.server.session_wait import HEADER, end_long_wait, expected_wait, preferred_wait
 from chairlift.server.submission import Submission
 from chairlift.server.usage import Usage, timing_metrics
 
@@ -65,6 +67,8 @@ class Generation:
         self._session = body.session(self._context.session)
         scheduling = body.scheduling(request.state.ticket.tenant.scheduling(tier), request.headers, self._session)
         self._scheduling = self._service.tiers.bound(scheduling, self._model.engine.config.scheduling_policy)
+        self._patience = None if self._session is None else preferred_wait(request.headers)
+        """The seconds that the client wants to wait for its session's turn at most; None for no limit."""
         self._reader: Reader = request.state.reader
         self._asks_for_tier = body.service_tier is not None
         self._stream = bool(body.stream)
@@ -122,6 +126,13 @@ class Generation:
     def service_tier_field(self) -> dict[str, Any]:
         """Returns the `service_tier` field of the response, if the request has one."""
         return {"service_tier": self.service_tier} if self._asks_for_tier and self.service_tier else {}
+
+    async def wait_headers(self) -> dict[str, str]:
+        """Returns the headers of a stream without a first event: how long it is expected to wait for its session's turn, if it does."""
+        if self._session is None:
+            return {}
+        seconds = await expected_wait(self._model.engine, self._engine_ids[0])
+        return {} if seconds is None else {HEADER: str(max(1, math.ceil(seconds)))}
 
     def metrics(self) -> dict[str, Any]:
         """Returns the `metrics` field of the response, once an answer has ended; several answers are timed from first start to last end."""
@@ -184,6 +195,10 @@ class Generation:
             session=self._session,
             sequence=self._sequence,
         )
+        impatience = None
+        if self._patience is not None:
+            wait = end_long_wait(self._model.engine, self._engine_ids[index], self._patience, submission.fail)
+            impatience = asyncio.create_task(wait)
         try:
             times = progress.times
             async with aclosing(submission.outputs(self._ticket.started, times.observe, times.reset)) as outputs:
@@ -210,10 +225,12 @@ class Generation:
             # A dropped sequence ends a request that has run.
             dropped = isinstance(error, SequenceDropped)
             progress.reason = "abort" if dropped else "error"
-            if isinstance(error, QueueFull | InvalidRequest) and not dropped:
+            if isinstance(error, QueueFull | InvalidRequest | WaitTooLong) and not dropped:
                 self._count_refusal(progress, error)
             raise
         finally:
+            if impatience is not None:
+                impatience.cancel()
             self._end(progress)
 
     def _begin(self, index: int, params: SamplingParams) -> _Progress:
@@ -259,12 +276,15 @@ class Generation:
         joules = sum(timeline.energy_joules or 0.0 for timeline in timelines)
         energy["joules"] = round((energy["joules"] or 0.0) + joules, 6)
 
-    def _count_refusal(self, progress: _Progress, error: QueueFull | InvalidRequest) -> None:
-        """Records a prompt that the engine rejected, which has used nothing."""
+    def _count_refusal(self, progress: _Progress, error: QueueFull | InvalidRequest | WaitTooLong) -> None:
+        """Records a prompt that was rejected and has used nothing."""
         progress.usage_log = None
         progress.refused = True
         if isinstance(error, QueueFull):
             progress.unfinished = 0  # the engine counts the requests that it rejects
+        if isinstance(error, WaitTooLong):
+            progress.unfinished = 0
+            self._service.count_rejected("session_wait", self._model)
         refused = api_error(error)
         refusal = Refusal.of(refused.status, refused.envelope["error"])
         self._service.registry.add_refusal(self._scheduling.tenant, self._request_id, refusal)

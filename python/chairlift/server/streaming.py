@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -69,11 +69,18 @@ class EventStream(Response):
         """Returns the event that ends the stream with an error."""
         return (typed_event if "type" in envelope else event)(envelope)
 
-    def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        headers: Mapping[str, str],
+        late_headers: Callable[[], Awaitable[Mapping[str, str]]] | None = None,
+    ) -> None:
+        """`late_headers` returns further headers if no event has come when the headers are sent."""
         # x-accel-buffering tells reverse proxies not to buffer events.
         super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._late_headers = late_headers
         self._sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,6 +91,8 @@ class EventStream(Response):
                 await asyncio.wait((first,), timeout=FIRST_EVENT_TIMEOUT)
                 if first.done():
                     first.result()
+                elif self._late_headers is not None:
+                    self.headers.update(await self._late_headers())
             except Exception as error:
                 await for_route(client_error(error), scope["path"]).response()(scope, receive, send)
             else:

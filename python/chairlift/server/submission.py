@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING
 
-from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, RequestMoved
+from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead, RequestMoved
 from chairlift.outputs import RequestOutput, Timeline
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
@@ -157,6 +157,11 @@ class Submission:
         lost = {"lost_engine": self._in_lost_engines} if self._in_lost_engines else {}
         waited = self._context.waited_for_model + time.monotonic() - self._ready_at - self._in_lost_engines
         return self._spent_before_ready | lost | {"restart": waited}
+
+    def fail(self, error: ChairliftError) -> None:
+        """Ends the request with an error."""
+        if self._stream is not None:
+            self._stream.fail(error)
 
     @property
     def num_received(self) -> int:

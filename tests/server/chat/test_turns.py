@@ -238,6 +238,18 @@ def test_what_broke_the_prefix_is_named(session, breaks, reason, field, _):
     assert miss["advice"]
 
 
+def test_whom_blocks_were_evicted_for_is_told(served, session):
+    _, http, _ = served
+    session.engine.evicted_for = {"same_tenant": 16, "other_tenant": 48}
+    evict(session)
+    explanation = session.third(**{"x-session-id": "s"})
+    session.engine.evicted_for = {}
+    assert explanation["cache_miss"]["evicted_for"] == {"same_tenant": 16, "other_tenant": 48}
+    assert "engine's cache (for sessions of other tenants and another session of this tenant)." in explanation["summary"]
+    metrics = http.get("/metrics").text
+    assert 'chairlift_prompt_cache_evicted_tokens_total{engine="0",model_name="org/fake-model",taker="other_tenant"} 48' in metrics
+
+
 def test_a_state_that_is_not_there_is_named(session):
     session.engine.lost_hits = 64
     miss = session.third()["cache_miss"]

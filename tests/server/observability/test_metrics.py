@@ -368,7 +368,16 @@ def test_rejections_are_counted_by_reason_and_failures_are_none(engine):
         assert http.get("/ready", headers={"authorization": "Bearer sk-1"}).status_code == 503
         seen = by(service.default.metrics.render().decode(), "admission_rejections_total", "reason")
         # The full queue was the engine's: it counts that itself, as this one does not.
-        assert seen == {"unauthorized": 2, "invalid": 1, "too_large": 1, "draining": 1, "not_ready": 1, "queue_full": 0, "tenant_limit": 0}
+        assert seen == {
+            "unauthorized": 2,
+            "invalid": 1,
+            "too_large": 1,
+            "draining": 1,
+            "not_ready": 1,
+            "queue_full": 0,
+            "tenant_limit": 0,
+            "session_wait": 0,
+        }
         with pytest.raises(KeyError):
             service.default.metrics.count_rejected("a reason that somebody made up")
 

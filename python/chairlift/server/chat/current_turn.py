@@ -140,6 +140,8 @@ class CurrentTurn:
             self.miss = replace(self.miss, seconds=round(seconds, 6))
         if self.miss.reason is MissReason.EVICTED and timeline is not None and 2 * timeline.lost_hit_tokens >= self.miss.missed_tokens:
             self.miss = replace(self.miss, reason=MissReason.STATE)
+        elif self.miss.reason is MissReason.EVICTED and timeline is not None:
+            self.miss = replace(self.miss, evicted_for=timeline.evicted_for)
         self._turns.add_miss(self._turn.answer_id, self._labels.tenant.reader, self.miss)
         self._model.metrics.count_cache_miss(self.miss)
 

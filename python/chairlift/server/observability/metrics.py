@@ -120,6 +120,12 @@ class Metrics:
         self._missed = Counter(
             "chairlift_prompt_cache_missed_tokens", "Tokens that these turns computed again.", [*labels, "reason"], registry=self.registry
         )
+        self._evicted = Counter(
+            "chairlift_prompt_cache_evicted_tokens",
+            "Tokens of sessions that were evicted between their requests, by whom the blocks were for.",
+            [*labels, "taker"],
+            registry=self.registry,
+        )
         self._finished = {reason: finished.labels(**labels, finished_reason=reason) for reason in _FINISHES}
 
     def observe_params(self, params: SamplingParams) -> None:
@@ -136,6 +142,9 @@ class Metrics:
     def observe_answer(self, output: RequestOutput, tokens: int, latencies: Latencies) -> None:
         """Records an answer of `tokens` tokens by its last increment."""
         timing = output.timing
+        if output.timeline is not None:
+            for taker, evicted in output.timeline.evicted_for.items():
+                self._evicted.labels(**self._labels, taker=taker).inc(evicted)
         if timing is None:
             return
         self._inference.observe(timing.total - timing.started)

@@ -28,7 +28,7 @@ async def messages(request: Request) -> Response:
         completion = await ChatCompletion.begin(request, chat, ignored, kind="message", prefix="msg_")
     builder = _MessageBuilder(body, completion)
     if body.stream:
-        return EventStream(builder.events(), completion.headers)
+        return EventStream(builder.events(), completion.headers, completion.generation.wait_headers)
     return Json(await builder.whole(), headers=completion.headers)
 
 

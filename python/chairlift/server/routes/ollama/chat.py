@@ -60,7 +60,7 @@ async def _answer(request: Request, body: OllamaRequest, empty: bool, ignored: l
     loading = request.state.context.waited_for_model
     answer = _Answer(completion, converted.top_logprobs or 0, model.engine.tokenizer, loading, as_message=as_message)
     if converted.stream:
-        return JsonLines(answer.lines(), completion.headers)
+        return JsonLines(answer.lines(), completion.headers, completion.generation.wait_headers)
     whole = await answer.whole()
     return await large_json(whole, completion.headers) if converted.logprobs else Json(whole, headers=completion.headers)
 

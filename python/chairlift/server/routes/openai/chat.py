@@ -28,7 +28,7 @@ async def chat_completions(request: Request) -> Response:
     completion = await ChatCompletion.begin(request, body, ignored, kind=kind, prefix="chatcmpl-")
     response = _ChatResponse(body, completion, model_of(request).engine.tokenizer)
     if body.stream:
-        return EventStream(response.events(), completion.headers)
+        return EventStream(response.events(), completion.headers, completion.generation.wait_headers)
     whole = await response.whole()
     if body.logprobs or body.prompt_logprobs is not None:
         return await large_json(whole, completion.headers)

@@ -38,7 +38,7 @@ async def completions(request: Request) -> Response:
     choices = Choices(model, generation, body, params, raw_prompts, prompts)
     headers = ignored_header([*ignored, *body.relaxed])
     if body.stream:
-        return EventStream(events(generation, body, choices), headers)
+        return EventStream(events(generation, body, choices), headers, generation.wait_headers)
     answer = await whole(generation, body, choices)
     return await completed(answer, params, headers)
 

@@ -42,7 +42,7 @@ async def responses(request: Request) -> Response:
         return EventStream(_refusal(body, model_of(request), error), {})
     builder = _ResponseBuilder(body, completion, model_of(request).engine.tokenizer)
     if body.stream:
-        return EventStream(builder.events(), completion.headers)
+        return EventStream(builder.events(), completion.headers, completion.generation.wait_headers)
     whole = await builder.whole()
     return await large_json(whole, completion.headers) if chat.logprobs else Json(whole, headers=completion.headers)
 
