@@ -139,8 +139,33 @@ def test_the_codes_of_errors_are_those_of_the_code():
 
 
 FOREIGN = {
-    *("--append", "--apply_chat_template", "--cpus", "--gpus", "--groups", "--head", "--home-dir", "--ipc", "--log_samples", "--memory"),
-    *("--model_args", "--nocapture", "--now", "--oss", "--output_path", "--peers", "--proto", "--read-only", "--repo", "--rm", "--shell"),
+    *(
+        "--append",
+        "--apply_chat_template",
+        "--cpus",
+        "--gpus",
+        "--groups",
+        "--head",
+        "--home-dir",
+        "--ipc",
+        "--kv-unified",
+        "--log_samples",
+    ),
+    *(
+        "--memory",
+        "--model_args",
+        "--nocapture",
+        "--now",
+        "--oss",
+        "--output_path",
+        "--parallel",
+        "--peers",
+        "--proto",
+        "--read-only",
+        "--repo",
+        "--rm",
+        "--shell",
+    ),
     *("--shm-size", "--tag", "--target", "--tasks", "--time", "--tlsv1", "--unix-socket", "--upgrade"),
 }
 """Flags of other programs that pages name."""

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import socket
 import time
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,7 @@ from chairlift.gate.gate import Gate
 from chairlift.gate.limits import Limits
 from chairlift.gate.model_files import VOCABULARY
 from chairlift.gate.prompt import DATA_TOKENS, read_prompt
-from chairlift.gate.upstream import passed_on
+from chairlift.gate.upstream import Upstream, _socket, passed_on
 
 TURN = [{"role": "user", "content": "Where is the café?"}]
 ANSWERED = [*TURN, {"role": "assistant", "content": "There."}, {"role": "user", "content": "Thanks"}]
@@ -101,6 +103,12 @@ def test_tokens_are_counted_as_the_upstream_counts_them():
     assert estimates.frame().blocks == pytest.approx(2000, rel=0.01)
 
 
+def test_the_first_answer_replaces_what_was_assumed():
+    estimates = Estimates(16_000, 16, 4_000)
+    estimates.observe(answer_with(b'{"usage":{"prompt_tokens":500}}', streamed=False), 1000, 0)
+    assert estimates.frame().blocks == 2000
+
+
 @pytest.mark.parametrize(
     ("page", "expected"),
     [
@@ -119,7 +127,9 @@ def test_limits_are_read_from_metrics(page, expected):
 
 
 def test_limits_are_read_from_the_pages_of_llama_cpp_and_sglang():
-    assert limits.of_llama_cpp({"default_generation_settings": {"n_ctx": 2048}, "total_slots": 4}) == Limits(8192, 2048, 4)
+    assert limits.of_llama_cpp({"default_generation_settings": {"n_ctx": 2048}, "total_slots": 8}) == Limits(16384, 2048, 8)
+    # Without --parallel there are four slots that share their KV.
+    assert limits.of_llama_cpp({"default_generation_settings": {"n_ctx": 8192}, "total_slots": 4}) == Limits(8192, 8192, 4)
     sglang = {"max_total_num_tokens": 9, "context_length": 8, "max_running_requests": 7}
     assert limits.of_sglang(sglang) == Limits(9, 8, 7)
     for odd in (None, [], {"data": [3]}, {"default_generation_settings": 3, "total_slots": "x"}, 7):
@@ -129,6 +139,51 @@ def test_limits_are_read_from_the_pages_of_llama_cpp_and_sglang():
 def test_headers_of_the_connection_stay_behind():
     headers = [(b"Connection", b"close, X-Mine"), (b"x-mine", b"1"), (b"te", b"trailers"), (b"accept", b"*/*"), (b"host", b"h")]
     assert passed_on(headers) == [(b"accept", b"*/*")]
+
+
+def test_the_gate_waits_while_an_upstream_loads_its_model(monkeypatch):
+    monkeypatch.setattr("chairlift.gate.upstream.PROBE_SECONDS", 0)
+    server = LoadingServer()
+
+    async def ask():
+        async with server.listening() as address:
+            upstream = Upstream(address)
+            try:
+                return await upstream.limits_when_ready()
+            finally:
+                await upstream.close()
+
+    assert asyncio.run(ask()) == Limits(1600)
+    assert server.asked > 2
+
+
+class LoadingServer:
+    """Answers its first two requests as llama.cpp's server does while it loads, and then as vLLM's."""
+
+    asked = 0
+
+    @asynccontextmanager
+    async def listening(self):
+        server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        async with server:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def _answer(self, reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        self.asked += 1
+        loading, metrics = (
+            b'{"error":{"message":"Loading model","code":503}}',
+            b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1\n',
+        )
+        status, body = (b"503 Service Unavailable", loading) if self.asked <= 2 else (b"200 OK", metrics)
+        writer.write(b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body))
+        writer.close()
+
+
+def test_an_upstream_may_be_silent_but_not_gone():
+    with _socket((socket.AF_INET, socket.SOCK_STREAM, 0)) as made:
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
 def test_a_new_engine_is_told_what_was_learned(monkeypatch):

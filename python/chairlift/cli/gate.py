@@ -32,12 +32,10 @@ log = logging.getLogger("chairlift")
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
 """Requests that an upstream runs at a time, if it does not say: vLLM's default."""
-MAX_NUM_BATCHED_TOKENS = 8192
-"""Tokens of a step of the upstream, as estimated: vLLM's default for its server."""
+PROMPT_TOKENS = 256
+"""Tokens of prompts in a step of the upstream, as estimated. Few, because most requests are admitted at a step's end."""
 DEFAULT_CONTEXT = 1 << 17
 """Longest sequence of an upstream that does not say it."""
-HEADROOM = 4
-"""The engine has so many times the upstream's blocks, because it counts tokens by bytes (see `gate.estimates`)."""
 
 _ENGINE_FLAGS = (
     *("max_num_seqs", "max_model_len", "max_num_batched_tokens", "scheduling_policy", "tenant_weights", "tier_weights"),
@@ -151,7 +149,7 @@ async def _limits(upstream: Upstream, kv_tokens: int | None) -> Limits:
     from chairlift.gate.upstream import UpstreamFailed
 
     try:
-        limits = await upstream.limits()
+        limits = await upstream.limits_when_ready()
     except UpstreamFailed as error:
         if kv_tokens is None:
             raise InvalidSetting(f"{error}: start it first, or say how many tokens it holds with --upstream-kv-tokens") from None
@@ -165,6 +163,8 @@ async def _limits(upstream: Upstream, kv_tokens: int | None) -> Limits:
 
 def _engine_config(config: EngineConfig, limits: Sequence[Limits], directory: Path) -> EngineConfig:
     """The settings of the engines: those of the command line, and where it has none the upstreams' own."""
+    from chairlift.engine.estimated_engine import HEADROOM
+
     kv_tokens = max(limit.kv_tokens or 0 for limit in limits)
     seqs = config.max_num_seqs or min((limit.max_num_seqs for limit in limits if limit.max_num_seqs), default=MAX_NUM_SEQS)
     context = config.max_model_len or min((limit.max_model_len for limit in limits if limit.max_model_len), default=DEFAULT_CONTEXT)
@@ -179,7 +179,7 @@ def _engine_config(config: EngineConfig, limits: Sequence[Limits], directory: Pa
         # Bytes stand for tokens: a prompt may have more of them here than at the upstream. The engine never counts on fewer blocks than
         # those of the longest sequence, so that must not be longer than the upstream's whole KV.
         max_model_len=min(HEADROOM * context, max(BLOCK_SIZE, kv_tokens)),
-        max_num_batched_tokens=config.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, seqs),
+        max_num_batched_tokens=config.max_num_batched_tokens or PROMPT_TOKENS + seqs,
     )
 
 

@@ -9,13 +9,16 @@ import numpy as np
 
 from chairlift.engine import clock
 from chairlift.engine.engine import Engine
-from chairlift.engine.frames import Estimate, StepOutputs
+from chairlift.engine.frames import Answering, Estimate, StepOutputs
 
 if TYPE_CHECKING:
-    from chairlift.runner.buffers import StepSizes
+    from chairlift.engine.engine import OnPrepared
+    from chairlift.engine.engine_request import EngineRequest
 
 STEP_SECONDS, TOKEN_SECONDS = 0.02, 1e-4
-"""The estimate before anything was measured: a step that only decodes, and what each token of a prompt adds."""
+"""The estimate before anything was measured: a step that only decodes, and what each token of a prompt takes."""
+HEADROOM = 4
+"""The engine has so many times the other server's KV blocks, because its prompts are counted by bytes (see `gate.estimates`)."""
 
 
 class EstimatedEngine(Engine):
@@ -28,20 +31,40 @@ class EstimatedEngine(Engine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._step_seconds, self._token_seconds = STEP_SECONDS, TOKEN_SECONDS
-        self._ends = 0.0  # of the step in flight
+        self._begins = self._ends = 0.0  # of the step in flight
+        self._computes = False
+        """Whether the step in flight computes prompts that the other server has not begun to answer."""
+        self._answering: set[int] = set()
+        self.set_block_limit(self.runner.num_kv_blocks // HEADROOM)
 
-    def estimate(self, estimate: Estimate) -> None:
-        """Sets how long steps take, and how many KV blocks the other server has, from the next step on."""
-        self._step_seconds, self._token_seconds = estimate.step_us / 1e6, estimate.token_ns / 1e9
-        self.set_block_limit(estimate.blocks)
+    def learn(self, news: Estimate | Answering) -> None:
+        """Takes the newest estimate, or that the other server has begun to answer a sequence: then it has computed all of its prompt."""
+        if isinstance(news, Estimate):
+            self._step_seconds, self._token_seconds = news.step_us / 1e6, news.token_ns / 1e9
+            self.set_block_limit(news.blocks)
+        else:
+            self._answering = {tag for tag in (*self._answering, news.tag) if self._sequences.get(tag) is not None}
+            self._shorten()
+
+    def add(self, request: EngineRequest, on_prepared: OnPrepared | None = None) -> None:
+        """Queues a request: see `Engine.add`. It waits for no step that only decodes."""
+        super().add(request, on_prepared)
+        if not self._computes:
+            self._ends = 0.0
+
+    def abort(self, tag: int, *, stopped: bool = False) -> bool:
+        """Ends a sequence: see `Engine.abort`."""
+        found = super().abort(tag, stopped=stopped)
+        self._shorten()
+        return found
 
     def step(self) -> StepOutputs | None:
         """Begins a step, or ends it when its time has come; None while it lasts, or if there is nothing to run."""
         if self._in_flight is None:
             return self._begin()
-        if time.monotonic() < self._ends:
+        if self._left() > 0.0:
             return None
-        step, self._in_flight = self._in_flight, None
+        step, self._in_flight, self._computes = self._in_flight, None, False
         outputs = self._steps.commit(self._steps.collect(step))
         self._discard_blocks()
         self._write_journal()
@@ -50,7 +73,7 @@ class EstimatedEngine(Engine):
 
     def wakes_in(self) -> float | None:
         """Seconds until `step` may have something to do without another `add`; None for never."""
-        return super().wakes_in() if self._in_flight is None else max(0.0, self._ends - time.monotonic())
+        return super().wakes_in() if self._in_flight is None else self._left()
 
     def _begin(self) -> StepOutputs | None:
         now, started = clock.now(), []  # type: ignore[var-annotated]
@@ -59,12 +82,30 @@ class EstimatedEngine(Engine):
         if step is None:
             self._write_journal()
             return StepOutputs(ended=expired) if expired else None
-        self._in_flight = step
-        self._ends = time.monotonic() + self._seconds(step.buffer_index, step.sizes)
+        self._in_flight, self._begins = step, time.monotonic()
+        self._set_end()
         return StepOutputs(started=started, ended=expired)
 
-    def _seconds(self, buffer_index: int, sizes: StepSizes) -> float:
-        """How long a step takes at the other server. A chunk of one token is a decode, which all steps have room for."""
-        starts = self.runner.buffers[buffer_index].query_starts[: sizes.seqs + 1]
-        lengths = np.diff(starts)
-        return self._step_seconds + self._token_seconds * int(lengths[lengths > 1].sum())
+    def _left(self) -> float:
+        """Seconds that are left of the step in flight."""
+        return max(0.0, self._ends - time.monotonic())
+
+    def _shorten(self) -> None:
+        """Called when the step in flight may have fewer prompts to compute. After the last of them it is over."""
+        if self._computes:
+            self._set_end()
+            if not self._computes:
+                self._ends = 0.0
+
+    def _set_end(self) -> None:
+        """Estimates when the step in flight ends at the other server. A chunk of one token is a decode, which all steps have room for."""
+        step = self._in_flight
+        assert step is not None  # it was planned
+        lengths = np.diff(self.runner.buffers[step.buffer_index].query_starts[: step.sizes.seqs + 1])
+        to_compute = sum(
+            length
+            for length, tag in zip(lengths.tolist(), self._steps.tags(step), strict=True)
+            if length > 1 and tag not in self._answering and self._sequences.get(tag) is not None
+        )
+        self._computes = to_compute > 0
+        self._ends = self._begins + max(self._step_seconds, self._token_seconds * to_compute)

@@ -96,6 +96,13 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
+class Answering:
+    """To an estimated engine: the other server has begun to answer this sequence. An unknown tag is ignored."""
+
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
 class ForkSequence:
     """To the engine: open held sequences with the handles `forks`, which share the KV of `handle`. An unknown handle is ignored."""
 
@@ -313,6 +320,7 @@ ToEngine = (
     | Abort
     | SetPriority
     | Estimate
+    | Answering
     | ForkSequence
     | DropSequence
     | NoteSession

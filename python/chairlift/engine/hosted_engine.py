@@ -15,6 +15,7 @@ from chairlift.engine.frames import (
     Abort,
     AdapterChanged,
     Add,
+    Answering,
     BadFrame,
     DropSequence,
     Estimate,
@@ -119,11 +120,11 @@ class HostedEngine:
                 self._send(_adapter_changed(ask, partial(_unload_adapter, self.engine, name)))
             case SetPriority(tag, priority):
                 self.engine.set_priority(tag, priority)
-            case Estimate():
+            case Estimate() | Answering():
                 from chairlift.engine.estimated_engine import EstimatedEngine  # only such an engine's process has imported it
 
                 if isinstance(self.engine, EstimatedEngine):
-                    self.engine.estimate(frame)
+                    self.engine.learn(frame)
             case ForkSequence(handle, forks):
                 self.engine.fork_sequence(handle, forks)
             case DropSequence(handle):

@@ -162,6 +162,12 @@ class Steps:
             self._remove(timeline["tag"])
         return outputs
 
+    def tags(self, step: Step) -> list[int]:
+        """The tags of a step's sequences, in the order of its rows."""
+        slots = self._runner.buffers[step.buffer_index].batch_slots[: step.sizes.seqs]
+        tags: list[int] = self._slot_tags[slots].tolist()
+        return tags
+
     def discard(self) -> None:
         """Commits all steps without tokens. Their sequences must have ended."""
         while self._plans:

@@ -7,15 +7,16 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from chairlift.engine.frames import NoteSession
+from chairlift.engine.frames import Answering, NoteSession
 from chairlift.errors import ChairliftError, EngineDead
 from chairlift.gate.answer import Answer
 from chairlift.gate.prompt import Prompt
@@ -42,6 +43,8 @@ class Admitted:
     prompt_tokens: int
     cached_tokens: int
     """Tokens of the prompt that the upstream is expected to find in its cache."""
+    begins: Callable[[], None]
+    """To be called when the first byte of a streamed answer has come: the upstream has computed the prompt."""
     answer: Answer | None = None
     """What came back; None until something did."""
 
@@ -131,8 +134,9 @@ class _Admission:
         self._admitted_at = time.monotonic()
         self._latencies.queued.observe(self._admitted_at - self._context.arrived)
         replica = self._model.engine.ran_in(self._id)
-        cached = stream.choices[0].cached_tokens
-        return Admitted(0 if replica is None else replica.number, len(stream.prompt_token_ids), cached)
+        number, cached = 0 if replica is None else replica.number, stream.choices[0].cached_tokens
+        begins = partial(self._model.engine.tell, Answering(stream.tags[0]))
+        return Admitted(number, len(stream.prompt_token_ids), cached, begins)
 
     def ended(self, held: Admitted) -> None:
         """Counts what it used, by the upstream's own numbers where it gives them."""

@@ -7,7 +7,7 @@ from chairlift.engine.frames import Estimate
 from chairlift.gate.answer import Answer
 
 SMOOTHING = 0.1
-"""Weight of the newest answer in a moving average."""
+"""Weight of the newest answer in a moving average. The first answers weigh more, so that no average keeps much of its first value."""
 SHORT = 256
 """Tokens to compute of a prompt above which the time to the first token says how fast prompts are computed."""
 MOST_PER_TOKEN = 4.0
@@ -36,15 +36,16 @@ class Estimates:
     def observe(self, answer: Answer, prompt: int, cached: int) -> None:
         """Learns from an answer whose prompt had `prompt` tokens by our count, of which `cached` were expected to be found."""
         self._answers += 1
+        weight = max(SMOOTHING, 1 / self._answers)
         if (between := answer.between_tokens) is not None:
-            self._step += SMOOTHING * (between - self._step)
+            self._step += weight * (between - self._step)
         if (ttft := answer.ttft) is not None and prompt - cached > SHORT:
             each = max(0.0, ttft - self._step) / (prompt - cached)
-            self._token += SMOOTHING * (each - self._token)
+            self._token += weight * (each - self._token)
         usage = answer.usage
         if usage.prompt:
             ratio = min(max(prompt / usage.prompt, 1 / MOST_PER_TOKEN), MOST_PER_TOKEN)
-            self.ratio += SMOOTHING * (ratio - self.ratio)
+            self.ratio += weight * (ratio - self.ratio)
         if usage.cached is not None and cached > SHORT:
             self.found += SMOOTHING * (min(1.0, usage.cached * self.ratio / cached) - self.found)
             if self._answers >= TRUSTED:

@@ -117,6 +117,8 @@ class Gate:
                 raw_send: Send = scope["state"]["raw_send"]
                 try:
                     async for data in response.content.iter_any():
+                        if held is not None and streamed and answer.ttft is None:
+                            held.begins()
                         answer.feed(data)
                         await raw_send({"type": "http.response.body", "body": data, "more_body": True})
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:

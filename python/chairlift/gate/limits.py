@@ -11,6 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 log = logging.getLogger("chairlift")
 
+LLAMA_CPP_SLOTS = 4
+"""Slots of a llama.cpp server without `--parallel`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -48,11 +51,18 @@ def of_sglang(info: Any) -> Limits:
 
 
 def of_llama_cpp(props: Any) -> Limits:
-    """From /props of llama.cpp's server."""
+    """From /props of llama.cpp's server. That does not tell whether its slots share their KV: by default they do, with `--parallel` not."""
     fields = props if isinstance(props, Mapping) else {}
     settings, slots = fields.get("default_generation_settings"), _positive(fields.get("total_slots"))
     context = _positive(settings.get("n_ctx")) if isinstance(settings, Mapping) else None
-    return Limits(context * slots if context and slots else None, context, slots)
+    if not context or not slots:
+        return Limits(None, context, slots)
+    tokens = context * (1 if slots == LLAMA_CPP_SLOTS else slots)
+    if slots > 1:
+        log.info(
+            "llama.cpp does not tell whether its %d slots share their KV: if it is not %d tokens, say --upstream-kv-tokens", slots, tokens
+        )
+    return Limits(tokens, context, slots)
 
 
 def of_models(models: Any) -> Limits:

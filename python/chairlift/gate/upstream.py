@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from typing import Any
 
 import aiohttp
@@ -16,8 +17,11 @@ from chairlift.gate.limits import Limits, merged, of_llama_cpp, of_metrics, of_m
 log = logging.getLogger("chairlift")
 
 CONNECT_SECONDS = 10.0
-SILENT_SECONDS = 900.0
-"""Seconds without a byte after which an answer is given up. A long queue and a long prompt take minutes."""
+GONE_SECONDS = 60, 15, 4
+"""Seconds of silence after which TCP asks whether the other machine is still there, seconds between such questions, and their number.
+
+An answer may be silent for longer: a long queue and a long prompt take minutes.
+"""
 IDLE_SECONDS = 4.0
 """Seconds that an idle connection is kept: fewer than the 5 after which vLLM and llama.cpp close it, perhaps under a new request."""
 PROBE_SECONDS = 2.0
@@ -41,6 +45,10 @@ class UpstreamFailed(ChairliftError):
     """The upstream could not be reached, or its answer is no HTTP."""
 
 
+class _Loading(UpstreamFailed):
+    """The upstream answers 503: it loads its model."""
+
+
 class Upstream:
     """A server with a base address. `close` it at the end."""
 
@@ -52,8 +60,22 @@ class Upstream:
         self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
 
-    async def limits(self) -> Limits:
-        """Asks for the limits, as vLLM, SGLang, llama.cpp and Chairlift tell them. Raises UpstreamFailed if the upstream is unreachable."""
+    async def limits_when_ready(self) -> Limits:
+        """Asks for the limits, as vLLM, SGLang, llama.cpp and Chairlift tell them; waits while the upstream loads its model.
+
+        Raises UpstreamFailed if the upstream is unreachable.
+        """
+        told = False
+        while True:
+            try:
+                return await self._limits()
+            except _Loading:
+                if not told:
+                    log.info("waiting for %s, which is not ready", self.url)
+                told = True
+                await asyncio.sleep(PROBE_SECONDS)
+
+    async def _limits(self) -> Limits:
         metrics = await self._page("/metrics")
         found = of_metrics(metrics or "")
         for path, read in (("/get_server_info", of_sglang), ("/props", of_llama_cpp), ("/v1/models", of_models)):
@@ -91,9 +113,9 @@ class Upstream:
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_socket),
                 auto_decompress=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
                 skip_auto_headers=("user-agent", "accept", "accept-encoding", "content-type"),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
@@ -106,6 +128,8 @@ class Upstream:
             async with self._client().get(
                 self.url + path, headers=headers, allow_redirects=False, timeout=aiohttp.ClientTimeout(total=DISCOVERY_SECONDS)
             ) as response:
+                if response.status == 503:
+                    raise _Loading(f"{self.url} is not ready")
                 data = await response.content.read(LONGEST_PAGE)
                 return data.decode("utf-8", "replace") if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -117,6 +141,16 @@ class Upstream:
             return json.loads(page or "null")
         except ValueError:
             return None
+
+
+def _socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket whose connection fails if the other machine is gone: see GONE_SECONDS."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in zip((socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT), GONE_SECONDS, strict=True):
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 def passed_on(headers: RawHeaders) -> RawHeaders:

@@ -1,0 +1,137 @@
+"""The engine of a gate: steps that last as long as at the server whose model it schedules."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from chairlift.config import EngineConfig
+from chairlift.engine import engine as engine_module
+from chairlift.engine import estimated_engine
+from chairlift.engine.engine_request import EngineRequest
+from chairlift.engine.estimated_engine import HEADROOM, EstimatedEngine
+from chairlift.engine.frames import Answering, Estimate
+from chairlift.gate.model_files import write_model_files
+from chairlift.sampling import SamplingParams
+
+BLOCKS = 64
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    seconds = 1000.0
+
+    def monotonic(self):
+        return self.seconds
+
+    def monotonic_ns(self):
+        return round(self.seconds * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    fake = SimpleNamespace(monotonic=clock.monotonic, monotonic_ns=clock.monotonic_ns)
+    monkeypatch.setattr(engine_module, "time", fake)
+    monkeypatch.setattr(estimated_engine, "time", fake)
+    return clock
+
+
+def make(directory, budget):
+    """An engine in front of a server with BLOCKS blocks, whose steps have so many tokens."""
+    write_model_files(directory, 1024)
+    sizes = {
+        "block_size": 16,
+        "num_kv_blocks": HEADROOM * BLOCKS,
+        "max_num_seqs": 8,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": budget,
+    }
+    return EstimatedEngine(EngineConfig(model=str(directory), load_format="none", speculative_config={"method": "off"}, **sizes))
+
+
+@pytest.fixture
+def engine(clock, tmp_path):
+    engine = make(tmp_path, 264)
+    engine.learn(Estimate(step_us=10_000, token_ns=1_000_000, blocks=BLOCKS))
+    yield engine
+    engine.check()
+    engine.close()
+
+
+def add(engine, tag, tokens):
+    engine.add(EngineRequest.of(tag, [tag] * tokens, SamplingParams(max_tokens=1024 - tokens, temperature=0.0)))
+
+
+def started(engine):
+    """Begins the next step; the tags that it admits."""
+    outputs = engine.step()
+    return [] if outputs is None else [tag for tag, *_ in outputs.started]
+
+
+def admitted(engine):
+    """Ends the step in flight, if its time has come, and begins the next; the tags that are admitted."""
+    return started(engine) + started(engine)
+
+
+def test_a_step_lasts_as_long_as_its_prompts_take(engine, clock):
+    add(engine, 1, 100)
+    assert started(engine) == [1]
+    assert engine.wakes_in() == pytest.approx(0.1)
+    add(engine, 2, 10)
+    assert admitted(engine) == []
+    clock.seconds += 0.11
+    assert admitted(engine) == [2]
+
+
+def test_a_request_does_not_wait_for_a_step_that_only_decodes(engine, clock):
+    add(engine, 1, 10)
+    assert started(engine) == [1]
+    clock.seconds += 0.02
+    assert admitted(engine) == []
+    assert engine.wakes_in() == pytest.approx(0.01)
+    add(engine, 2, 10)
+    assert admitted(engine) == [2]
+
+
+def test_a_step_is_over_when_the_last_of_its_prompts_is_answered(engine, clock):
+    add(engine, 1, 100)
+    add(engine, 2, 50)
+    assert sorted(started(engine)) == [1, 2]
+    add(engine, 3, 10)
+    engine.learn(Answering(1))
+    assert engine.wakes_in() == pytest.approx(0.05)
+    assert admitted(engine) == []
+    engine.learn(Answering(2))
+    assert admitted(engine) == [3]
+
+
+def test_the_rest_of_an_answered_prompt_takes_no_time(engine, clock):
+    add(engine, 1, 600)
+    assert started(engine) == [1]
+    engine.learn(Answering(1))
+    assert admitted(engine) == []
+    assert engine.wakes_in() == pytest.approx(0.01)
+
+
+def test_a_step_is_over_when_the_last_of_its_prompts_is_aborted(engine, clock):
+    add(engine, 1, 100)
+    assert started(engine) == [1]
+    add(engine, 2, 10)
+    engine.abort(1)
+    assert admitted(engine) == [2]
+
+
+def test_what_is_said_of_an_unknown_sequence_changes_nothing(engine, clock):
+    engine.learn(Answering(9))
+    add(engine, 9, 100)
+    assert started(engine) == [9]
+    assert engine.wakes_in() == pytest.approx(0.1)
+
+
+def test_before_the_first_estimate_it_counts_on_the_other_servers_blocks(clock, tmp_path):
+    engine = make(tmp_path, 2048)
+    add(engine, 1, 700)
+    add(engine, 2, 700)
+    assert started(engine) == [1]  # 64 blocks hold one of them
+    engine.close()
