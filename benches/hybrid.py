@@ -4,7 +4,7 @@
 
 Each model has some of its layers, in Q4_K. Both servers read the same file and run one thread each, one after the other in turns: CPU
 seconds say what they compute even if the machine is busy. Prints a table of a prompt of 4,000 tokens, one stream, 16 streams, and eight
-turns of a conversation that begins with 4,000 tokens, with caches on.
+turns of a conversation that begins with these 4,000 tokens and grows by 200 each, with caches on.
 """
 
 from __future__ import annotations
@@ -234,7 +234,6 @@ def measure(server: Server, seed: int) -> dict[str, float]:
         found[name] = server.cpu() - before
 
     timed("warm", [draw(64)], 8)
-    timed("prompt", [draw(PROMPT)], 1)
     timed("one", [draw(8)], 64)
     timed("streams", [draw(8) for _ in range(STREAMS)], 32)
     prompt, firsts, cached, findable = draw(PROMPT), [], 0, 0
@@ -246,9 +245,7 @@ def measure(server: Server, seed: int) -> dict[str, float]:
             cached, findable = cached + hit, findable + len(prompt) - TURN - 1
         # The next turn lacks the answer, as where a template drops what an assistant thought.
         prompt = prompt + draw(TURN)
-    before = server.cpu()
-    again, _ = server.ask(draw(len(prompt)), 1)
-    found |= {"turn": statistics.median(firsts[1:]), "fresh": again - before, "found": cached / findable}
+    found |= {"prompt": firsts[0], "turn": statistics.median(firsts[1:]), "found": cached / findable}
     return found
 
 
@@ -261,17 +258,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     args = parser.parse_args()
     print(f"{describe()['cpu']}, one thread, CPU seconds, median of {args.rounds}\n")
-    columns = (
-        "model",
-        "server",
-        "prompt of 4,000",
-        "one stream, tokens/s",
-        "16 streams, tokens/s",
-        "first token of a turn",
-        "without caches",
-    )
-    print("| " + " | ".join((*columns, "found")) + " |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    columns = ("model", "server", "prompt of 4,000", "one stream, tokens/s", "16 streams, tokens/s", "first token of a later turn", "found")
+    print("| " + " | ".join(columns) + " |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         for name in [args.only] if args.only else MODELS:
             shape, path = MODELS[name](), (args.keep or Path(temporary)) / f"{name}.gguf"
@@ -284,7 +273,8 @@ def main() -> None:
                 "serve",
                 str(path),
             ]
-            ours += ["--served-model-name", "model", "--threads", "1", "--port"]
+            # Random weights repeat themselves: drafts would gain what no text gains.
+            ours += ["--served-model-name", "model", "--threads", "1", "--speculative-config", '{"method": "off"}', "--port"]
             theirs = [str(args.llama_server), "--model", str(path), "--no-ui", "--log-disable", "--threads", "1", "--threads-batch", "1"]
             theirs += ["--parallel", str(STREAMS), "--ctx-size", str(STREAMS * 6144), "--port"]
             results: dict[str, list[dict[str, float]]] = {"chairlift": [], "llama.cpp": []}
@@ -297,7 +287,7 @@ def main() -> None:
                 at = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
                 print(
                     f"| {name}, {shape.layers} layers | {which} | {at['prompt']:.1f} | {64 / at['one']:.1f} |"
-                    f" {STREAMS * 32 / at['streams']:.1f} | {at['turn']:.2f} | {at['fresh']:.1f} | {at['found']:.0%} |",
+                    f" {STREAMS * 32 / at['streams']:.1f} | {at['turn']:.2f} | {at['found']:.0%} |",
                     flush=True,
                 )
 

@@ -393,12 +393,14 @@ impl Kv {
     /// Like [`find`](Self::find), for a sequence whose first `computed` tokens have KV in the blocks of `held`.
     pub(crate) fn find_held(&mut self, blocks: &mut SeqBlocks, tokens: &[Token], held: &SeqBlocks, computed: u32, step: u64) -> Cached {
         let mut cached = self.find(blocks, tokens, None, step);
-        if self.states.exists() {
+        let whole = (computed / self.block_size) as usize;
+        let longer = cached.blocks.len() as u32 * self.block_size < computed;
+        let known = !self.sharing || held.chain.len() == whole;
+        if self.states.exists() && !(longer && known && Self::resume_held(blocks, held, computed)) {
             return cached;
         }
-        let whole = (computed / self.block_size) as usize;
         // Without the names in the cache, the chain of the held blocks is known only at its end.
-        if cached.blocks.len() < whole && (!self.sharing || held.chain.len() == whole) {
+        if cached.blocks.len() < whole && known {
             cached.blocks.clear();
             cached.blocks.extend(&held.table.ids()[..whole]);
             blocks.chain = held.chain.clone();
@@ -409,16 +411,19 @@ impl Kv {
         cached
     }
 
-    /// Takes the blocks of a sequence that ends, for a held sequence. `computed` is the number of computed tokens.
-    /// Returns how many of these the blocks hold. Full blocks without a name are left out.
-    pub(crate) fn hold(&mut self, blocks: &mut SeqBlocks, computed: u32) -> (SeqBlocks, u32) {
+    /// Takes the blocks of a sequence of `len` tokens that ends, for a held sequence, and its state if slots are left for `running`
+    /// sequences. `position` is the number of tokens that planned steps compute. Returns the number of tokens that the blocks hold. Full
+    /// blocks without a name are left out.
+    pub(crate) fn hold(&mut self, blocks: &mut SeqBlocks, len: u32, position: u32, running: u32) -> (SeqBlocks, u32) {
         let named = if self.sharing { (blocks.chain.len() as u32 + 1) * self.block_size - 1 } else { u32::MAX };
-        let computed = computed.min(named);
+        // Only uncommitted steps compute the last token.
+        let computed = position.min(len - 1).min(named);
         let mut held = SeqBlocks::new(Arc::clone(&blocks.scope));
         std::mem::swap(&mut held.table, &mut blocks.table);
         held.table.set_owner(None);
         std::mem::swap(&mut held.chain, &mut blocks.chain);
         self.pool.truncate(&mut held.table, computed.div_ceil(self.block_size) as usize);
+        self.hold_state(blocks, &mut held, computed, position, running);
         (held, computed)
     }
 

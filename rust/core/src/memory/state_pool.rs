@@ -16,7 +16,7 @@ enum Use {
     Free,
     /// The state of a running sequence. Each of its chunks moves the state on.
     Live,
-    /// The state of a preempted sequence whose KV is in host memory.
+    /// The state of a preempted sequence whose KV is in host memory, or of a held sequence.
     Parked,
     /// The state of a running sequence before its drafted tokens.
     Undo,
@@ -107,6 +107,12 @@ impl StatePool {
     pub(super) fn end(&mut self, slot: StateSlot, run: Run) {
         self.reserved -= usize::from(self.slots[slot.0 as usize] == Use::Parked);
         self.release(slot);
+        self.release_if(|saved| saved.run == run && saved.content.is_none());
+    }
+
+    /// Ends a run and keeps its state. The slot [can be reserved](Self::can_reserve).
+    pub(super) fn hold(&mut self, slot: StateSlot, run: Run) {
+        self.park(slot);
         self.release_if(|saved| saved.run == run && saved.content.is_none());
     }
 

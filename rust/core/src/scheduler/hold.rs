@@ -93,9 +93,9 @@ impl Scheduler {
         self.release_held(continues.held);
         // A sequence that was preempted has no blocks.
         if seq.is_decoding() {
-            // Only uncommitted steps compute the last token.
-            let computed = seq.len() - 1;
-            let (blocks, computed) = self.kv.hold(&mut seq.blocks, computed);
+            let (len, position) = (seq.len(), seq.computed());
+            // As many slots again stay for saved states, and for those before drafted tokens.
+            let (blocks, computed) = self.kv.hold(&mut seq.blocks, len, position, 2 * self.config.max_num_seqs);
             self.held.fill(continues.held, blocks, computed, self.accounts.now());
         }
     }

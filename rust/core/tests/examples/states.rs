@@ -229,10 +229,11 @@ fn a_preempted_sequence_resumes_from_its_parked_state_or_from_a_saved_one() {
 }
 
 #[test]
-fn a_request_that_continues_a_held_sequence_resumes_from_the_last_state_that_it_keeps() {
-    // After 130 tokens, states are saved after 96 tokens, for the prompt, and after 112 and 128.
-    for (kept, resumed) in [(130, 128), (129, 128), (128, 112), (120, 112), (112, 96), (97, 96), (96, 0)] {
-        let mut lab = Lab::new(with_states(8));
+fn a_request_that_continues_a_held_sequence_resumes_from_its_end_or_from_the_last_state_that_it_keeps() {
+    // After 130 tokens, states are saved after 96 tokens, for the prompt, and after 112 and 128. That after 129 is held if there is room.
+    let ends = [(130, 129, 8), (130, 128, 4), (129, 128, 8), (128, 112, 8), (120, 112, 8), (112, 96, 8), (97, 96, 8), (96, 0, 8)];
+    for (kept, resumed, spare) in ends {
+        let mut lab = Lab::new(with_states(spare));
         let held = lab.scheduler.open(&"".into(), &std::sync::Arc::default(), lab.now);
         let first = Request { continues: Some(Continues { held, tokens: 0 }), ..ask(1, 100, 30) };
         lab.add(first.clone());

@@ -13,6 +13,10 @@ pub(super) struct SeqState {
     run: Run,
     /// The slot of the state before the drafted tokens of a step in flight.
     undo: Option<StateSlot>,
+    /// Number of tokens before the state of a held sequence. `None` for other sequences.
+    held_at: Option<u32>,
+    /// The slot of the held sequence whose state the sequence begins with, by the latest lookup.
+    source: Option<StateSlot>,
     /// The contents of the blocks in the sequence's chain.
     contents: Vec<Content>,
     /// Numbers of tokens, in ascending order, after which the state is to be saved.
@@ -98,7 +102,7 @@ impl Kv {
         let tokens_of = |blocks: usize| blocks.saturating_sub(usable) as u32 * self.block_size;
         let lost = LostHit { tokens: tokens_of(found.len()), own: tokens_of(used) };
         let state = blocks.state.get_or_insert_default();
-        state.lost = lost;
+        (state.lost, state.source) = (lost, None);
         state.wanted.clear();
         if lost.tokens > 0 {
             state.wanted.push(found.len() as u32 * self.block_size);
@@ -113,6 +117,32 @@ impl Kv {
     /// The contents of cached blocks.
     pub(super) fn contents(&self, found: &[BlockId]) -> Vec<Content> {
         found.iter().map(|&id| self.pool.content(id).expect("it is cached")).collect()
+    }
+
+    /// Has a sequence begin with the state of a held one, if that is the state after `computed` tokens. Returns whether it does.
+    pub(super) fn resume_held(blocks: &mut SeqBlocks, held: &SeqBlocks, computed: u32) -> bool {
+        let (Some(state), Some(of)) = (&mut blocks.state, &held.state) else { return false };
+        if of.held_at != Some(computed) {
+            return false;
+        }
+        (state.source, state.lost) = (of.slot, LostHit::default());
+        state.contents.clone_from(&of.contents);
+        true
+    }
+
+    /// Keeps the state of a sequence that ends for `held`, if it is that after `computed` tokens and slots are left for `running` sequences.
+    /// `position` is the number of tokens that the sequence has computed.
+    pub(super) fn hold_state(&mut self, blocks: &mut SeqBlocks, held: &mut SeqBlocks, computed: u32, position: u32, running: u32) {
+        if position == computed
+            && self.can_keep_state(running)
+            && let Some(mut state) = blocks.state.take()
+            && let Some(slot) = state.slot
+        {
+            self.states.hold(slot, state.run);
+            state.held_at = Some(computed);
+            state.contents.truncate(held.chain.len());
+            held.state = Some(state);
+        }
     }
 
     /// Number of leading blocks up to the last one after which a state is saved.
@@ -180,14 +210,15 @@ impl Kv {
             }
         }
         let state = blocks.state.get_or_insert_default();
+        let held = state.source.take();
         if let Some(slot) = state.slot {
             self.states.unpark(slot);
             return;
         }
         let from = state.contents.last().filter(|_| computed > 0).copied();
-        let source = from.map(|content| {
-            self.states.touch(content);
-            self.states.find(content).expect("it was found before")
+        let source = held.or_else(|| {
+            self.states.touch(from?);
+            Some(self.states.find(from?).expect("it was found before"))
         });
         self.settle_states();
         let (slot, run) = self.states.begin();
@@ -271,7 +302,9 @@ impl Kv {
     /// Panics unless the slots agree with the sequences.
     pub(super) fn check_states<'a>(&self, all: impl Iterator<Item = &'a SeqBlocks> + Clone) {
         let of = |blocks: &SeqBlocks| blocks.state.as_ref().and_then(|state| Some((state.slot?, state.run)));
-        let slots = |parked: bool| all.clone().filter(move |blocks| blocks.host.is_empty() != parked).filter_map(of).collect::<Vec<_>>();
+        let is_held = |blocks: &SeqBlocks| blocks.state.as_ref().is_some_and(|state| state.held_at.is_some());
+        let is_parked = |blocks: &SeqBlocks| !blocks.host.is_empty() || is_held(blocks);
+        let slots = |parked: bool| all.clone().filter(move |blocks| is_parked(blocks) == parked).filter_map(of).collect::<Vec<_>>();
         let known = self.pool.known_contents();
         let undo: Vec<_> = all.clone().filter_map(SeqBlocks::undo_slot).collect();
         self.states.check(&slots(false), &slots(true), &undo, |content| known.contains(&content));
