@@ -17,6 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from peers.machine import describe
 
 from chairlift import _core
+from chairlift.runner.gguf_grids import GRID_TYPES, provide_grids
 
 OUT = Path(__file__).parent / "results" / "gguf_types.md"
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2048, 8192, 32, 8, 64, 32000
@@ -41,6 +42,9 @@ def blocks(kind: str, rows: int, ins: int, random: np.random.Generator) -> np.nd
         found[:, -2:] = scale
     elif kind == "MXFP4":
         found[:, 0] = 118
+    elif kind == "IQ1_M":  # the digits of the scale are in the highest bits of four words
+        found[:, 49::2] &= 15
+        found[:, 55] |= 0x10
     else:
         found[:, :2] = scale
         if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
@@ -131,6 +135,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-isa", nargs="+", default=_core.instruction_sets()[:1], help="instruction sets (default: the fastest)")
     args = parser.parse_args()
+    provide_grids(GRID_TYPES, Path("random weights"))
     known = [GGMLQuantizationType(n).name for n in _core.block_types()]
     names = args.types or [*MIXED, *known, "F16", "BF16", "F32", "int8:Q4_0", "int8:Q8_0"]
     lines = [

@@ -1,4 +1,4 @@
-"""Qwen3's rerankers, against transformers: yes and no of a decoder are the score of a query and a document."""
+"""Qwen3's rerankers and embedders, against transformers: yes and no of a decoder are the score of a query and a document."""
 
 import json
 from pathlib import Path
@@ -109,7 +109,7 @@ def test_a_classifier_scores_in_place_of_the_decoders_head(tmp_path: Path, label
         "qwen3.classifier.output_labels": ["yes", "no"],
     }
     gguf_of(model, tmp_path / "tiny.gguf", replaced=values)
-    with LLM(tmp_path / "tiny.gguf", threads=2) as llm:
+    with LLM(tmp_path / "tiny.gguf", threads=2, cpu_math="exact") as llm:
         prompts = [llm.tokenizer.encode_pair(QUERY, document)[0] for document in DOCUMENTS]
         assert prompts[0] == llm.tokenizer.encode(SHORT.format(query=QUERY, document=DOCUMENTS[0]))
         scores = llm.score(QUERY, DOCUMENTS)
@@ -137,3 +137,18 @@ def test_rerankers_that_cannot_be_run_are_refused_by_name(tmp_path: Path) -> Non
     (directory / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 3}))
     with pytest.raises(UnsupportedModel, match="has 3 labels"):
         ModelConfig.load(directory)
+
+
+def test_an_embedder_ends_texts_with_its_end_token_and_pools_the_last_state(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", max_position_embeddings=2048, tie_word_embeddings=True)
+    values = {"qwen3.pooling_type": 3, "tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": True}
+    gguf_of(model, tmp_path / "tiny.gguf", tokenizer="qwen2", replaced=values)
+    with LLM(tmp_path / "tiny.gguf", threads=2, cpu_math="exact") as llm:
+        texts = ["hello", "hell 12"]
+        prompts = [llm.tokenizer.encode(text) for text in texts]
+        embeddings = llm.embed(texts)
+    with torch.inference_mode():
+        for ids, embedding in zip(prompts, embeddings, strict=True):
+            assert ids[-1] == 256
+            state = model.model(torch.tensor([ids])).last_hidden_state[0, -1]
+            assert np.abs(embedding - torch.nn.functional.normalize(state, dim=0).numpy()).max() < 1e-5

@@ -345,7 +345,7 @@ mod tests {
         }
     }
 
-    /// A machine that reads 128 experts, of which a token uses 8, as fast as Qwen3-30B-A3B's in two layers on two cores.
+    /// A machine whose steps read up to 128 experts, of which a token uses 8, in 45 µs each.
     #[test]
     fn experts_touched_explain_the_times_of_small_steps() {
         let experts = ExpertCount { count: 128, used: 8 };
