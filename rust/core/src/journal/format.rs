@@ -257,7 +257,9 @@ impl Writer {
     /// Records the coefficients of the step-time model.
     pub(crate) fn step_model(&mut self, coefficients: [f64; 5]) {
         let records = &mut self.note(Kind::StepModel).records;
-        coefficients.iter().for_each(|number| records.extend_from_slice(&number.to_le_bytes()));
+        for number in coefficients {
+            records.extend_from_slice(&number.to_le_bytes());
+        }
     }
 
     /// Records a plan, or that no step was planned.
