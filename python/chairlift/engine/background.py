@@ -1,9 +1,9 @@
-"""Work that goes on in a task of its own while a block runs."""
+"""Tasks that run beside other work, until they are cancelled."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,5 +15,12 @@ async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        await cancel([task])
+
+
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancels tasks and waits for their ends. Their errors are dropped."""
+    every = list(tasks)
+    for task in every:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    await asyncio.gather(*every, return_exceptions=True)

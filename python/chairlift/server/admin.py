@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import uvicorn
-from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from chairlift.server.errors import HANDLERS, ApiError
+from chairlift.server.errors import HANDLERS
+from chairlift.server.http.body import read_names
 from chairlift.server.http.protocol import HttpProtocol, HttpServer
 from chairlift.server.http.responses import Json
 from chairlift.server.model import ServedModel
@@ -62,7 +62,7 @@ class AdminApp:
     async def _restart(self, request: Request) -> Response:
         """Begins to restart a model's engines one after the other."""
         service = service_of(request)
-        model = service.find(await _named(request))
+        model = service.find((await read_names(request, "model"))["model"])
         service.loader.restart(model, self._drain_seconds)
         return Json(_described(service, model), 202)
 
@@ -88,7 +88,7 @@ async def _models(request: Request) -> Response:
 async def _load(request: Request) -> Response:
     """Begins to load a model."""
     service = service_of(request)
-    model = service.find(await _named(request))
+    model = service.find((await read_names(request, "model"))["model"])
     service.loader.load(model)
     return Json(_described(service, model), 202)
 
@@ -96,7 +96,7 @@ async def _load(request: Request) -> Response:
 async def _unload(request: Request) -> Response:
     """Unloads a model, when the requests that need it have ended."""
     service = service_of(request)
-    model = service.find(await _named(request))
+    model = service.find((await read_names(request, "model"))["model"])
     service.loader.unload(model)
     return Json(_described(service, model), 202)
 
@@ -107,18 +107,6 @@ def _described(service: Service, model: ServedModel) -> dict[str, Any]:
         for one in model.engine.replicas
     ]
     return {**service.describe(model), "restarts": model.lifecycle.restarts, "replicas": replicas}
-
-
-async def _named(request: Request) -> str:
-    """Returns the body's `model`; raises ApiError 400."""
-    try:
-        body = from_json(await request.body())
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    name = body.get("model") if isinstance(body, dict) else None
-    if not isinstance(name, str):
-        raise ApiError(400, "the body must be a JSON object with model", param="model")
-    return name
 
 
 @contextlib.asynccontextmanager

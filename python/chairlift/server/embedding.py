@@ -6,7 +6,9 @@ import math
 from array import array
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Annotated
 
+from pydantic import Field
 from starlette.requests import Request
 
 from chairlift.engine.validation import check_dimensions, check_embeds
@@ -14,11 +16,26 @@ from chairlift.errors import ContextExceeded, InvalidRequest
 from chairlift.sampling import EMBED, SamplingParams
 from chairlift.server.generation import Generation
 from chairlift.server.model import ServedModel
-from chairlift.server.schema.fields import GenerationRequest
+from chairlift.server.schema.fields import REQUEST_ID, Fields, GenerationRequest
 from chairlift.server.service import service_of
 
 MAX_INPUTS = 2048
 """OpenAI's limit of inputs in one request."""
+
+
+class EmbeddingFields(Fields):
+    """The fields for scheduling of a request whose texts are embedded."""
+
+    without_effect = frozenset(("user",))
+    priority: int | None = None
+    deadline_ms: float | None = None
+    cache_salt: str | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
+
+    def generation(self) -> GenerationRequest:
+        """Returns these fields."""
+        names = ("model", "priority", "deadline_ms", "cache_salt", "request_id")
+        return GenerationRequest(**{name: getattr(self, name) for name in names})
 
 
 class EmbeddingBatch:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from chairlift.engine.background import cancel
 from chairlift.server.model import ServedModel
 
 if TYPE_CHECKING:
@@ -72,8 +73,7 @@ class EngineKeeper:
 
     async def stop(self) -> None:
         """Closes the engines. May be called repeatedly."""
-        self.unwatch()
-        await asyncio.gather(*self._tasks(), return_exceptions=True)
+        await cancel(self._tasks())
         self._keeping.clear()
         await self._model.engine.close()
         for replica in [one for one in self._model.engine.replicas if one.joined]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from chairlift.engine.background import in_background
+from chairlift.engine.background import cancel, in_background
 from chairlift.engine.handshake import BadHandshake, JoinRefused, admit
 from chairlift.engine.joined_process import JoinedProcess, detect_silence
 from chairlift.engine.secret import Secret
@@ -74,9 +74,7 @@ class EngineListener:
 
     async def close(self) -> None:
         """Ends the handshakes that are going on."""
-        for task in self._handshakes:
-            task.cancel()
-        await asyncio.gather(*self._handshakes, return_exceptions=True)
+        await cancel(self._handshakes)
 
     def _drop_oldest(self) -> None:
         """Ends the oldest handshake of the address that has most of them."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from chairlift.engine.background import cancel
 from chairlift.errors import DeadlineMissed, InvalidRequest, QueueFull, SequenceDropped, WaitTooLong
 from chairlift.outputs import RequestOutput, Timeline, Timing
 from chairlift.sampling import SamplingParams
@@ -175,9 +176,7 @@ class Generation:
                 else:
                     yield index, item
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(tasks)
 
     async def _generate_prompt(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yields one prompt's increments and updates usage and metrics."""

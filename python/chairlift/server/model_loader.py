@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING
 
+from chairlift.engine.background import cancel
 from chairlift.server.engine_keeper import EngineKeeper
 from chairlift.server.errors import ApiError, unavailable
 from chairlift.server.lifecycle import Lifecycle, ModelState
@@ -135,9 +136,7 @@ class ModelLoader:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(self._tasks)
         await asyncio.gather(*(keeper.stop() for keeper in self._keepers.values()))
 
     def _advance(self) -> None:

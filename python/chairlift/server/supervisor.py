@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute
 
 from chairlift.checkpoint.weight_files import weight_bytes
 from chairlift.config import EngineConfig
+from chairlift.engine.background import cancel
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.server.admin import AdminApp
 from chairlift.server.app import PROBES, application, guarded
@@ -159,9 +160,7 @@ class Supervisor:
                 await self._drain()
         finally:
             # The engines close first: open requests end with an error message before their connections close.
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            await cancel(background)
             if self._service.storage is not None:
                 self._service.storage.close()
             # An engine that still loads would end only after that, its process ends at once.

@@ -9,10 +9,10 @@ import logging
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from starlette.types import ASGIApp
 
+from chairlift.engine.background import cancel
 from chairlift.engine.stats import Stats
 from chairlift.server.admission import Admission
 from chairlift.server.batch.call import Reply, call
@@ -137,7 +137,7 @@ class BatchRunner:
 
     async def _end(self, batch: Batch, status: Status, unanswered: dict[str, str] | None) -> None:
         if (current := self._open.pop(batch.id, None)) is not None:
-            await _cancel(current)
+            await cancel(current.running)
             await self._store_answers()
         await self._storage.batches.finish(batch, status, None if unanswered is None else json.dumps(unanswered))
         logger.info("%s: %s, %d of %d requests answered", batch.id, status.value, batch.completed + batch.failed, batch.total)
@@ -210,11 +210,4 @@ class BatchRunner:
         """Cancels what runs. Requests without a stored answer run again later."""
         opened, self._open = list(self._open.values()), {}
         for current in opened:
-            await _cancel(current)
-
-
-async def _cancel(current: _Open) -> None:
-    tasks: set[asyncio.Task[Any]] = set(current.running)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(current.running)

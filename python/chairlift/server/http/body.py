@@ -67,7 +67,15 @@ async def beside(request: Request, function: Callable[P, R], *args: P.args, **kw
     return await asyncio.to_thread(function, *args, **kwargs) if request.state.large else function(*args, **kwargs)
 
 
-def parse(raw: bytearray) -> dict[str, Any]:
+async def read_names(request: Request, *fields: str) -> dict[str, Any]:
+    """Reads the body of an operator's request, which has a text in each of these fields; raises ApiError 400."""
+    body = parse(await request.body())
+    if not all(isinstance(body.get(field), str) and body[field] for field in fields):
+        raise ApiError(400, f"the body must be a JSON object with {' and '.join(fields)}", param=fields[0])
+    return body
+
+
+def parse(raw: bytes | bytearray) -> dict[str, Any]:
     """Returns the body; raises ApiError 400."""
     if sum(map(raw.count, _VALUE_MARKS)) > MAX_VALUES and _num_values(raw) > MAX_VALUES:
         raise ApiError(400, f"the body has more than {MAX_VALUES} objects, arrays and fields", code="invalid_json")
@@ -80,7 +88,7 @@ def parse(raw: bytearray) -> dict[str, Any]:
     return body
 
 
-def _num_values(raw: bytearray) -> int:
+def _num_values(raw: bytes | bytearray) -> int:
     """Returns the number of objects, arrays and fields of a JSON text; of more than MAX_VALUES, any number above that.
 
     These are few short calls, because each holds the lock of the interpreter: one regular expression for strings held it for 0.1 s.

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -16,6 +15,7 @@ from chairlift.checkpoint.locate import pull_model
 from chairlift.checkpoint.model_name import HubName, parse_name
 from chairlift.errors import ChairliftError, ModelNotFound
 from chairlift.server.errors import ApiError
+from chairlift.server.http.body import parse
 from chairlift.server.http.responses import Json, to_json_bytes
 from chairlift.server.service import service_of
 
@@ -89,11 +89,8 @@ async def _call(work: Callable[[], object]) -> None:
 
 async def _body(request: Request) -> dict[str, Any]:
     """Returns the body with `model`, which older clients call `name`; raises ApiError."""
-    try:
-        body = from_json(await request.body())
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    model = body.get("model") or body.get("name") if isinstance(body, dict) else None
+    body = parse(await request.body())
+    model = body.get("model") or body.get("name")
     if not isinstance(model, str):
         raise ApiError(400, "the body must be a JSON object with model", param="model")
     return {**body, "model": model.removesuffix(":latest")}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from chairlift.errors import InvalidRequest, InvalidSetting, OutOfMemory, UnsupportedModel
 from chairlift.server.errors import ApiError
+from chairlift.server.http.body import read_names
 from chairlift.server.http.responses import Json
 from chairlift.server.service import service_of
 
@@ -17,7 +15,9 @@ from chairlift.server.service import service_of
 async def load(request: Request) -> Response:
     """Loads an adapter of a model (the body's `model`, else the first) from a directory of this machine. The model is loaded before."""
     service = service_of(request)
-    body = await _body(request, "lora_name", "lora_path")
+    body = await read_names(request, "lora_name", "lora_path")
+    if not isinstance(body.get("model"), str | None):
+        raise ApiError(400, "model must be a string", param="model")
     name, path = body["lora_name"], body["lora_path"]
     model = service.find(body.get("model"), adapters=False)
     if any(name in (*one.names, *one.engine.adapters) for one in service.models):
@@ -37,7 +37,7 @@ async def load(request: Request) -> Response:
 async def unload(request: Request) -> Response:
     """Unloads an adapter; 409 while requests use it."""
     service = service_of(request)
-    name = (await _body(request, "lora_name"))["lora_name"]
+    name = (await read_names(request, "lora_name"))["lora_name"]
     model = next((one for one in service.models if one.adapter(name)), None)
     if model is None:
         raise ApiError(404, f"no adapter is named {name!r:.100}", param="lora_name", code="model_not_found")
@@ -49,16 +49,3 @@ async def unload(request: Request) -> Response:
     finally:
         release()
     return Json({"status": "unloaded", "lora_name": name})
-
-
-async def _body(request: Request, *names: str) -> dict[str, Any]:
-    """Returns the body, which has texts of these names; raises ApiError 400."""
-    try:
-        body = from_json(await request.body())
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    if not isinstance(body, dict) or not all(isinstance(body.get(name), str) and body[name] for name in names):
-        raise ApiError(400, f"the body must be a JSON object with {' and '.join(names)}", param=names[0])
-    if not isinstance(body.get("model"), str | None):
-        raise ApiError(400, "model must be a string", param="model")
-    return body

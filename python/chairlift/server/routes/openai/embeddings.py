@@ -8,32 +8,22 @@ import sys
 from array import array
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.server.embedding import EmbeddingBatch
+from chairlift.server.embedding import EmbeddingBatch, EmbeddingFields
 from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import LargeJson, ignored_header
-from chairlift.server.schema.fields import IDS, REQUEST_ID, TEXT, Fields, GenerationRequest, texts_or_ids
+from chairlift.server.schema.fields import IDS, TEXT, texts_or_ids
 
 
-class EmbeddingRequest(Fields):
+class EmbeddingRequest(EmbeddingFields):
     """OpenAI's fields, and those for scheduling."""
 
-    without_effect = frozenset(("user",))
     input: Annotated[Any, WithJsonSchema({"anyOf": [TEXT, IDS, {"type": "array", "items": TEXT}, {"type": "array", "items": IDS}]})]
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    priority: int | None = None
-    deadline_ms: float | None = None
-    cache_salt: str | None = None
-    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
-
-    def generation(self) -> GenerationRequest:
-        """Returns the fields for scheduling."""
-        names = ("model", "priority", "deadline_ms", "cache_salt", "request_id")
-        return GenerationRequest(**{name: getattr(self, name) for name in names})
 
 
 async def embeddings(request: Request) -> Response:

@@ -12,27 +12,22 @@ from starlette.responses import Response
 
 from chairlift.engine.validation import relevance
 from chairlift.errors import InvalidRequest
-from chairlift.server.embedding import MAX_INPUTS, EmbeddingBatch
+from chairlift.server.embedding import MAX_INPUTS, EmbeddingBatch, EmbeddingFields
 from chairlift.server.http.body import read_fields
 from chairlift.server.http.responses import Json, ignored_header
-from chairlift.server.schema.fields import REQUEST_ID, TEXT, Fields, GenerationRequest
+from chairlift.server.schema.fields import TEXT
 from chairlift.server.service import service_of
 
 DOCUMENT = {"anyOf": [TEXT, {"type": "object", "properties": {"text": TEXT}, "required": ["text"]}]}
 
 
-class RerankRequest(Fields):
+class RerankRequest(EmbeddingFields):
     """Jina's and Cohere's fields, and those for scheduling."""
 
-    without_effect = frozenset(("user",))
     query: Annotated[str, Field(min_length=1)]
     documents: Annotated[Any, WithJsonSchema({"type": "array", "items": DOCUMENT, "minItems": 1, "maxItems": MAX_INPUTS - 1})]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
-    priority: int | None = None
-    deadline_ms: float | None = None
-    cache_salt: str | None = None
-    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
 
     def texts(self) -> list[str]:
         """Returns the documents' texts. Raises InvalidRequest."""
@@ -47,11 +42,6 @@ class RerankRequest(Fields):
                 raise InvalidRequest(message, param="documents")
             texts.append(text)
         return texts
-
-    def generation(self) -> GenerationRequest:
-        """Returns the fields for scheduling."""
-        names = ("model", "priority", "deadline_ms", "cache_salt", "request_id")
-        return GenerationRequest(**{name: getattr(self, name) for name in names})
 
 
 async def rerank(request: Request) -> Response:
