@@ -48,6 +48,20 @@ impl Queue {
         }
     }
 
+    /// Records a request of a tenant that waits for its session's turn.
+    pub(crate) fn begin_session_wait(&mut self, tenant: u32) {
+        if self.rules.takes_turns() {
+            self.shares.begin_session_wait(tenant);
+        }
+    }
+
+    /// Records that such a request waits no more.
+    pub(crate) fn end_session_wait(&mut self, tenant: u32) {
+        if self.rules.takes_turns() {
+            self.shares.end_session_wait(tenant);
+        }
+    }
+
     /// Moves a sequence within its group.
     pub(crate) fn reorder(&mut self, from: Key, to: Key, id: SeqId) {
         debug_assert_eq!((from.group, from.arrival_number), (to.group, to.arrival_number));

@@ -15,7 +15,9 @@ const UNIT: u64 = 1 << 24;
 #[derive(Clone, Copy, Debug, Default)]
 struct Share {
     counter: u64,
+    /// Requests in the queue, and those that wait for the turns of their sessions.
     waiting: u32,
+    parked: u32,
     /// The counter as listed in the backlog. The counter itself may have grown since.
     listed: u64,
     /// The part of the counter that is not service here: lifts and service elsewhere.
@@ -49,7 +51,23 @@ impl Shares {
 
     /// Records a new waiting request of `tenant`.
     pub(crate) fn arrive(&mut self, tenant: u32) {
-        if self.tenants[tenant as usize].waiting == 0 {
+        self.lift(tenant);
+        self.wait(tenant);
+    }
+
+    /// Records a request of `tenant` that waits for its session's turn. Until [`end_session_wait`](Self::end_session_wait) the tenant waits.
+    pub(crate) fn begin_session_wait(&mut self, tenant: u32) {
+        self.lift(tenant);
+        self.tenants[tenant as usize].parked += 1;
+    }
+
+    pub(crate) fn end_session_wait(&mut self, tenant: u32) {
+        self.tenants[tenant as usize].parked -= 1;
+    }
+
+    /// Raises the counter of a tenant that did not wait to that of the others, so that it has no credit for that time.
+    fn lift(&mut self, tenant: u32) {
+        if self.tenants[tenant as usize].waiting == 0 && self.tenants[tenant as usize].parked == 0 {
             let others = self.least().or(self.last).map_or(0, |other| self.tenants[other as usize].counter);
             let share = &mut self.tenants[tenant as usize];
             // The returning tenant goes before tenants with the same counter.
@@ -57,7 +75,6 @@ impl Shares {
             share.counter += lift;
             share.foreign += lift;
         }
-        self.wait(tenant);
     }
 
     /// Records a waiting request of `tenant`, new or preempted.

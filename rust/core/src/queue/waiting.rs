@@ -164,12 +164,14 @@ impl Waiting {
     pub(crate) fn begin_session_wait(&mut self, seq: &Sequence) {
         self.kinds.on_session += 1;
         self.backlog.add(seq);
+        self.queue.begin_session_wait(seq.member().tenant);
     }
 
     /// Removes a sequence whose session's turn begins, or that ends before.
     pub(crate) fn end_session_wait(&mut self, seq: &Sequence) {
         self.kinds.on_session -= 1;
         self.backlog.remove(seq);
+        self.queue.end_session_wait(seq.member().tenant);
     }
 
     /// Adds a sequence to the order. `returns` is set if the sequence ran before.

@@ -3,7 +3,8 @@
 use super::Scheduler;
 use crate::memory::SeqBlocks;
 use crate::request::{BACKGROUND, CacheScope, FinishReason, HeldId, SeqId, Time};
-use crate::sequence::{Phase, Sequence};
+use crate::sequence::{HeldSeq, Phase, Sequence};
+use crate::sessions::{SessionRef, is_long_quiet};
 use std::sync::Arc;
 
 impl Scheduler {
@@ -12,7 +13,7 @@ impl Scheduler {
     /// blocks are scarce. The next request then computes the tokens again.
     pub fn open(&mut self, tenant: &Arc<str>, scope: &Arc<CacheScope>, now: Time) -> HeldId {
         self.accounts.tick(now);
-        self.insert_held(tenant, SeqBlocks::new(Arc::clone(scope)), 0)
+        self.insert_held(tenant, SeqBlocks::new(Arc::clone(scope)), 0, None)
     }
 
     /// Opens a copy of a held sequence. Both share all blocks. A request that continues one of them copies the partly
@@ -20,9 +21,10 @@ impl Scheduler {
     pub fn fork_held(&mut self, id: HeldId, now: Time) -> Option<HeldId> {
         self.accounts.tick(now);
         let seq = self.held.get(id)?;
-        let (blocks, computed, tenant) = (self.kv.fork(&seq.blocks), seq.computed, Arc::clone(self.accounts.tenant_name(seq.tenant)));
+        let (blocks, computed, session) = (self.kv.fork(&seq.blocks), seq.computed, seq.session);
+        let tenant = Arc::clone(self.accounts.tenant_name(seq.tenant));
         self.held.touch(id);
-        Some(self.insert_held(&tenant, blocks, computed))
+        Some(self.insert_held(&tenant, blocks, computed, session))
     }
 
     /// Drops a held sequence. Its blocks are free for the next step. Requests that continue it go on. Returns false if
@@ -96,7 +98,7 @@ impl Scheduler {
             let (len, position) = (seq.len(), seq.computed());
             // As many slots again stay for saved states, and for those before drafted tokens.
             let (blocks, computed) = self.kv.hold(&mut seq.blocks, len, position, 2 * self.config.max_num_seqs);
-            self.held.fill(continues.held, blocks, computed, self.accounts.now());
+            self.held.fill(continues.held, blocks, computed, seq.session(), self.accounts.now());
         }
     }
 
@@ -111,23 +113,48 @@ impl Scheduler {
 
     /// Evicts the least recently used held sequence. Returns false if there is none.
     pub(super) fn evict_one_held(&mut self) -> bool {
-        let victim = self.held.victim(self.steps.plan_number());
+        let victim = self.held.victims(self.steps.plan_number()).next().map(|(id, _)| id);
         victim.map(|id| self.release_held(id)).is_some()
     }
 
-    /// Releases the blocks of a held sequence. Returns its tenant.
+    /// Releases the blocks of a held sequence without a session that has been quiet for as long as a session that makes room for one with
+    /// this reload. Returns false if there is none.
+    pub(super) fn evict_quiet_held(&mut self, reload: f64) -> bool {
+        let is_quiet = |seq: &HeldSeq| {
+            let reloads = reload + self.model.prefill(0.0, seq.computed.into());
+            !seq.session.is_some_and(|of| self.sessions.knows(of)) && is_long_quiet(self.accounts.now().saturating_sub(seq.since), reloads)
+        };
+        let quiet = self.held.victims(self.steps.plan_number()).find(|(_, seq)| is_quiet(seq)).map(|(id, _)| id);
+        quiet.map(|id| self.release_held(id)).is_some()
+    }
+
+    /// Releases the blocks of held sequences of parked sessions. O(held sequences).
+    pub(super) fn release_parked_held(&mut self) {
+        let is_parked = |seq: &HeldSeq| seq.session.is_some_and(|of| self.sessions.knows(of) && !self.sessions.is_active(of));
+        let victims = self.held.victims(self.steps.plan_number());
+        let parked: Vec<_> = victims.filter(|(_, seq)| is_parked(seq)).map(|(id, _)| id).collect();
+        for id in parked {
+            self.release_held(id);
+        }
+    }
+
+    /// Releases the blocks of a held sequence, to its session if it has one. Returns its tenant.
     fn release_held(&mut self, id: HeldId) -> u32 {
+        let owner = self.held.get(id).and_then(|seq| seq.session).and_then(|of| self.sessions.knows(of).then(|| self.sessions.owner(of)));
         let (mut blocks, tenant, time) = self.held.take(id, self.accounts.now());
+        if let Some(owner) = owner {
+            blocks.set_owner(owner);
+        }
         self.accounts.book_held(tenant, blocks.held(), time);
         self.kv.free_all(&mut blocks);
         tenant
     }
 
-    fn insert_held(&mut self, tenant: &Arc<str>, blocks: SeqBlocks, computed: u32) -> HeldId {
+    fn insert_held(&mut self, tenant: &Arc<str>, blocks: SeqBlocks, computed: u32, session: Option<SessionRef>) -> HeldId {
         let (tenant, new) = self.accounts.open_held(tenant);
         if new && self.rules.takes_turns() {
             self.waiting.introduce_tenant(tenant);
         }
-        self.held.open(tenant, blocks, computed, self.accounts.now())
+        self.held.open(tenant, blocks, computed, session, self.accounts.now())
     }
 }

@@ -44,7 +44,8 @@ impl Scheduler {
         let returning = self.waiting.kinds().returning.min(slots - prompts);
         let each = held / self.running.len().max(1);
         let coming = (tokens / u64::from(self.config.block_size)) as usize + prompts + returning * (each + 1);
-        let wanted = held + coming + growth(self.running.len() + prompts + returning);
+        // The contexts of active sessions are in use between two requests too.
+        let wanted = held.max(self.blocks_in_use()) + coming + growth(self.running.len() + prompts + returning);
         BlocksUsed { held: held as u32, kept: self.kv.kept() as u32, wanted: wanted.min(u32::MAX as usize) as u32 }
     }
 

@@ -81,20 +81,24 @@ impl Scheduler {
         }
         let now = self.accounts.now();
         self.sessions.park_excess(self.session_blocks(FILL.1) as u32, now, &mut self.kv);
-        let room = self.session_blocks(FILL.0) as u32;
         while let Some((session, is_due)) = self.sessions.next(now, |tenant| self.waiting.service(tenant)) {
             let reload = self.session_reload(session);
-            let spare = self.waiting.foreground() == 0 && self.running.prompts().is_empty();
-            let machine = Machine { now, blocks: room, spare, model: &self.model };
+            let blocks = self.session_blocks(FILL.0) as u32;
+            if !self.sessions.fits(session, blocks) && self.evict_quiet_held(reload) {
+                continue;
+            }
+            let service = |tenant| self.waiting.service(tenant);
+            let machine = Machine { now, blocks, service: &service, model: &self.model };
             if !self.sessions.make_room(session, reload, is_due, &machine, &mut self.kv) {
                 break;
             }
             for Wait { seq, .. } in self.sessions.activate(session, reload, now, &mut self.kv) {
-                self.waiting.end_session_wait(&self.seqs[seq]);
                 self.enter(seq, Phase::Queued);
                 self.enqueue(seq, false);
+                self.waiting.end_session_wait(&self.seqs[seq]);
             }
         }
+        self.release_parked_held();
     }
 
     /// Removes a sequence that has ended from its session. Remembers the end of its answer. Call it when the blocks are released: a session
@@ -128,10 +132,29 @@ impl Scheduler {
         self.sessions.next_due().map(|due| due.clamp(self.accounts.now() + 1, looks_again))
     }
 
-    /// Blocks that contexts of active sessions may take: a part of all blocks but those of running sequences without a session.
+    /// Blocks that contexts of active sessions may take: a part of all blocks but those of other sequences that run or are held.
     fn session_blocks(&self, hundredths: usize) -> usize {
-        let others = self.running_seqs().filter(|seq| seq.session().is_none()).map(|seq| seq.blocks.held()).sum::<usize>();
-        (self.kv.limit() * hundredths / 100).saturating_sub(others)
+        (self.kv.limit() * hundredths / 100).saturating_sub(self.blocks_beside_sessions())
+    }
+
+    /// Blocks of sequences that run or are held, and do not belong to active sessions. O(slots + held sequences).
+    fn blocks_beside_sessions(&self) -> usize {
+        let held = self.held.iter().filter(|seq| seq.session.is_none_or(|of| !self.sessions.is_active(of)));
+        let held = held.map(|seq| seq.blocks.held()).sum::<usize>();
+        let running = self.running_blocks(false);
+        // Forks of a held sequence share blocks.
+        running + if held == 0 { 0 } else { held.min(self.kv.held().saturating_sub(running + self.running_blocks(true))) }
+    }
+
+    /// Blocks of running sequences that belong to active sessions, or of those that do not. A shared block counts once for each.
+    fn running_blocks(&self, of_active: bool) -> usize {
+        let seqs = self.running_seqs().filter(|seq| seq.session().is_some_and(|of| self.sessions.is_active(of)) == of_active);
+        seqs.map(|seq| seq.blocks.held()).sum()
+    }
+
+    /// Blocks of running sequences and of the contexts of active sessions, as far as they are in the cache. O(slots).
+    pub(super) fn blocks_in_use(&self) -> usize {
+        (self.running_blocks(false) + self.sessions.load() as usize).min(self.kv.kept())
     }
 
     /// Microseconds to compute what the waiting requests of a session had computed before and is not cached.

@@ -3,6 +3,7 @@
 use crate::error::Rejected;
 use crate::memory::{Kv, SeqBlocks};
 use crate::request::{HeldId, Time};
+use crate::sessions::SessionRef;
 use slotmap::SlotMap;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,6 +16,8 @@ pub(crate) struct HeldSeq {
     /// The tenant that the sequence counts against.
     pub(crate) tenant: u32,
     pub(crate) blocks: SeqBlocks,
+    /// The session of the request that left the blocks.
+    pub(crate) session: Option<SessionRef>,
     /// Leading tokens with KV in the blocks.
     pub(crate) computed: u32,
     /// Whether a request continues the sequence.
@@ -41,12 +44,13 @@ pub(crate) struct Held {
 
 impl Held {
     /// Adds a sequence. Its `blocks` hold its first `computed` tokens.
-    pub(crate) fn open(&mut self, tenant: u32, blocks: SeqBlocks, computed: u32, now: Time) -> HeldId {
+    pub(crate) fn open(&mut self, tenant: u32, blocks: SeqBlocks, computed: u32, session: Option<SessionRef>, now: Time) -> HeldId {
         let empty = SeqBlocks::new(Arc::clone(blocks.scope()));
-        let seq = HeldSeq { number: self.opened, tenant, blocks: empty, computed: 0, busy: false, since: now, used: 0, planned: 0 };
+        let seq =
+            HeldSeq { number: self.opened, tenant, blocks: empty, session, computed: 0, busy: false, since: now, used: 0, planned: 0 };
         self.opened += 1;
         let id = self.seqs.insert(seq);
-        self.fill(id, blocks, computed, now);
+        self.fill(id, blocks, computed, session, now);
         id
     }
 
@@ -88,11 +92,11 @@ impl Held {
         self.seqs.get_mut(id).map(|seq| seq.busy = false).is_some()
     }
 
-    /// Gives blocks to a sequence that has none.
-    pub(crate) fn fill(&mut self, id: HeldId, blocks: SeqBlocks, computed: u32, now: Time) {
+    /// Gives blocks to a sequence that has none, from a request of a session if it had one.
+    pub(crate) fn fill(&mut self, id: HeldId, blocks: SeqBlocks, computed: u32, session: Option<SessionRef>, now: Time) {
         let seq = &mut self.seqs[id];
         self.blocks += blocks.held();
-        (seq.blocks, seq.computed, seq.since) = (blocks, computed, now);
+        (seq.blocks, seq.computed, seq.session, seq.since) = (blocks, computed, session, now);
         self.touch(id);
     }
 
@@ -125,10 +129,9 @@ impl Held {
         }
     }
 
-    /// The least recently used sequence that can lose its blocks in plan number `plan`.
-    pub(crate) fn victim(&self, plan: u64) -> Option<HeldId> {
-        let (_, &id) = self.by_use.first_key_value()?;
-        (self.seqs[id].planned != plan).then_some(id)
+    /// The sequences that can lose their blocks in plan number `plan`, least recently used first.
+    pub(crate) fn victims(&self, plan: u64) -> impl Iterator<Item = (HeldId, &HeldSeq)> {
+        self.by_use.values().map(|&id| (id, &self.seqs[id])).take_while(move |(_, seq)| seq.planned != plan)
     }
 
     /// Removes a sequence without blocks.

@@ -11,7 +11,7 @@ mod held;
 mod phase;
 mod queue_entry;
 
-pub(crate) use held::Held;
+pub(crate) use held::{Held, HeldSeq};
 pub(crate) use phase::{Need, Phase, Stage};
 pub(crate) use queue_entry::AwaitedBlock;
 

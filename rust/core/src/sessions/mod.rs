@@ -16,4 +16,4 @@ mod turns;
 
 pub use line::SessionWait;
 pub(crate) use session::{SessionId, SessionRef, Wait};
-pub(crate) use turns::{Joins, Machine, Sessions, Turn};
+pub(crate) use turns::{Joins, Machine, Sessions, Turn, is_long_quiet};

@@ -120,6 +120,11 @@ impl Session {
         self.blocks
     }
 
+    /// Blocks of the contexts of a parked session, if it has requests in the queue or running.
+    pub(super) fn leaving(&self) -> u32 {
+        if self.requests > 0 { self.blocks } else { 0 }
+    }
+
     /// Whether no request waits or runs.
     pub(super) fn is_quiet(&self) -> bool {
         self.requests == 0 && self.waiting.is_empty()

@@ -1,19 +1,21 @@
 //! Which sessions are active, and which one makes room for another.
 //!
 //! The contexts of active sessions fit into the cache together. The others are parked: their requests wait in line, and their blocks are
-//! evicted first. A parked session comes in when there is room, or when an active one that is quiet makes room: because
+//! evicted first. A parked session comes in when there is room, or when an active one makes room: because
 //! it has been active for [`LEAST_TURN`] times the time to compute its context again, and the bucket for such reloads is not
-//! empty; because the machine has nothing else to do and it should stay quiet for [`SPARE`] times both reloads; or
-//! because it has been quiet for [`LONG_QUIET`]. A request that is due is served in any case. A session that has been quiet for [`QUIET`] is
-//! parked even if no other waits.
+//! empty; or because it has been quiet for [`LONG_QUIET`]. One that is quiet goes before one with requests, whose further
+//! requests wait. A session of a less urgent tier makes room at once, and does not count while it has requests. Where tenants take turns,
+//! tiers do not count, and a turn ends only for a tenant without more service. A request that is due is served in any case. A
+//! session that has been quiet for [`QUIET`] is parked even if no other waits.
 
 use super::answers::{Answer, Answers};
 use super::directory::Directory;
 use super::line::{Line, Place, SessionWait};
 use super::session::{Session, SessionId, SessionRef, State, Wait};
 use crate::memory::{BlockHash, CacheOwner, EvictionClass, Kv, User};
-use crate::request::{SeqId, SessionEvent, Tier, Time};
+use crate::request::{SeqId, SessionEvent, TIERS, Tier, Time};
 use crate::step_time::StepModel;
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -23,12 +25,8 @@ const LEAST_TURN: f64 = 5.0;
 const RELOAD_SHARE: f64 = 0.15;
 /// Microseconds of reloads that may be saved up.
 const BUCKET: f64 = 60e6;
-/// An idle machine parks a session that should stay quiet for so many times the time of both reloads.
-const SPARE: f64 = 10.0;
 /// A session makes room for others in any case if it has been quiet for so many microseconds, and for so many times the time of both reloads.
 const LONG_QUIET: (Time, f64) = (60_000_000, 3.0);
-/// Microseconds for which a session should stay quiet at least: after a tool call, and if its user goes on.
-const SHORTEST_QUIET: (Time, Time) = (5_000_000, 60_000_000);
 /// Microseconds after which a quiet session is parked.
 const QUIET: Time = 600_000_000;
 /// Number of sessions that are considered to make room, the one whose turn began first at the front.
@@ -73,13 +71,13 @@ pub(crate) struct Joined {
 }
 
 /// The machine's state at the time of a decision.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub(crate) struct Machine<'a> {
     pub(crate) now: Time,
     /// Blocks that contexts of active sessions may take.
     pub(crate) blocks: u32,
-    /// Whether nothing waits but requests of parked sessions, and no prompt is computed.
-    pub(crate) spare: bool,
+    /// The service of a tenant, where tenants take turns.
+    pub(crate) service: &'a dyn Fn(u32) -> u64,
     pub(crate) model: &'a StepModel,
 }
 
@@ -90,12 +88,15 @@ pub(crate) struct Sessions {
     answers: Answers,
     /// Whether the line goes by tenant.
     by_tenant: bool,
-    /// Blocks of the contexts of active sessions.
-    load: u32,
+    /// Blocks of the contexts of active sessions, by tier.
+    loads: [u32; TIERS],
     /// Active sessions without requests, by whether their users go on and the end of the latest request.
     quiet: BTreeSet<(bool, Time, SessionId)>,
-    /// Active sessions without requests by the beginning of their turn.
+    /// Active sessions without requests, and those with requests, by the beginning of their turn.
     turns: BTreeSet<(Time, SessionId)>,
+    busy: BTreeSet<(Time, SessionId)>,
+    /// Blocks of the contexts of parked sessions with requests in the queue or running.
+    leaving: u32,
     line: Line,
     /// Microseconds of reloads that are saved up. Below 0 after one that was longer.
     bucket: f64,
@@ -109,9 +110,11 @@ impl Sessions {
             directory: Directory::default(),
             answers: Answers::default(),
             by_tenant,
-            load: 0,
+            loads: [0; TIERS],
             quiet: BTreeSet::new(),
             turns: BTreeSet::new(),
+            busy: BTreeSet::new(),
+            leaving: 0,
             line: Line::default(),
             bucket: BUCKET,
             bucket_at: 0,
@@ -123,6 +126,11 @@ impl Sessions {
         self.directory.len()
     }
 
+    /// Blocks of the contexts of active sessions.
+    pub(crate) fn load(&self) -> u32 {
+        self.loads.iter().sum()
+    }
+
     /// Adds a request to its session. `free` is the number of blocks that contexts of active sessions may take, and a context of at most
     /// `short` blocks is short: the first request of a session with a short one never waits. `None` if the request belongs to no session.
     pub(crate) fn join(&mut self, joins: &Joins<'_>, free: u32, short: u32, now: Time, kv: &mut Kv) -> Option<Joined> {
@@ -132,7 +140,7 @@ impl Sessions {
         let (user, no_line) = (joins.user, self.line.is_empty());
         let (thread, known, is_new) = self.change(id, |session| {
             let is_new = session.is_new();
-            session.tier = joins.tier;
+            (session.tenant, session.tier) = (joins.tenant, joins.tier);
             let (thread, known) = session.begin_request(subagent, joins.names, joins.tokens, now, &mut forgotten);
             (thread, known, is_new)
         });
@@ -143,7 +151,7 @@ impl Sessions {
             self.directory.name(id, name);
         }
         let session = &self.directory[id];
-        let fits = no_line && self.load + session.blocks() <= free;
+        let fits = no_line && self.load() + session.blocks() <= free;
         let first = is_new && session.blocks() <= short;
         let turn = if session.is_active() || fits || joins.started || first { Turn::Now } else { Turn::Waits };
         if !session.is_active() && fits {
@@ -223,7 +231,7 @@ impl Sessions {
         self.answers.add(end, Answer { user, session: None });
     }
 
-    /// Parks sessions that were quiet for long, and the ones whose turn began last while contexts take more than `most` blocks.
+    /// Parks sessions that were quiet for long, and the ones of the least urgent tier whose turn began last while contexts take more than `most` blocks.
     pub(crate) fn park_excess(&mut self, most: u32, now: Time, kv: &mut Kv) {
         for awaits_user in [false, true] {
             while let Some(&(kind, since, id)) = self.quiet.range((awaits_user, 0, SessionId::default())..).next()
@@ -233,9 +241,9 @@ impl Sessions {
                 self.park(id, kv);
             }
         }
-        while self.load > most
-            && let Some(&(_, id)) = self.turns.last()
-        {
+        while self.load() > most {
+            let latest = self.turns.iter().rev().take(CONSIDERED);
+            let Some(&(_, id)) = latest.min_by_key(|&&(_, id)| Reverse(self.tier(id))) else { break };
             self.park(id, kv);
         }
     }
@@ -266,15 +274,30 @@ impl Sessions {
         &self.directory[id].waiting
     }
 
+    /// Whether a parked session fits beside the active ones, if their contexts may take `blocks`.
+    pub(crate) fn fits(&self, id: SessionId, blocks: u32) -> bool {
+        self.load() + self.directory[id].blocks() <= blocks
+    }
+
     /// Parks active sessions until a parked one fits that computes for `reload` microseconds what it had computed before. Returns whether
     /// it comes in.
     pub(crate) fn make_room(&mut self, id: SessionId, reload: f64, is_due: bool, machine: &Machine<'_>, kv: &mut Kv) -> bool {
         self.fill_bucket(machine.now);
         let wanted = self.directory[id].blocks();
-        while self.load + wanted > machine.blocks {
+        let urgent = self.loads[..=self.tier(id) as usize].iter().sum::<u32>();
+        while self.load() + wanted > machine.blocks {
             let victim = self.victim(id, reload, machine);
             let Some(victim) = victim.or_else(|| self.turns.first().filter(|_| is_due).map(|&(_, victim)| victim)) else {
-                return is_due || self.load == 0;
+                if is_due || self.load() == 0 || urgent < self.load() && urgent + wanted <= machine.blocks {
+                    return true;
+                }
+                // Further requests of a session whose turn is over wait. It makes room when those that it has have ended.
+                if self.load() + wanted > machine.blocks + self.leaving
+                    && let Some(victim) = self.served(&self.busy, id, reload, machine)
+                {
+                    self.park(victim, kv);
+                }
+                return false;
             };
             self.park(victim, kv);
         }
@@ -301,6 +324,16 @@ impl Sessions {
     /// When the first session comes in whatever happens.
     pub(crate) fn next_due(&self) -> Option<Time> {
         self.line.next_due().map(|(due, _)| due)
+    }
+
+    /// Whether a session was not forgotten.
+    pub(crate) fn knows(&self, of: SessionRef) -> bool {
+        self.directory.contains(of.session)
+    }
+
+    /// Whether a session is active.
+    pub(crate) fn is_active(&self, of: SessionRef) -> bool {
+        self.knows(of) && self.directory[of.session].is_active()
     }
 
     /// The owner of the blocks of a session's requests.
@@ -356,30 +389,41 @@ impl Sessions {
 
     /// An active session that makes room for a parked one.
     fn victim(&self, id: SessionId, reload: f64, machine: &Machine<'_>) -> Option<SessionId> {
-        let tier = self.directory[id].tier;
-        let (now, yields) = (machine.now, |victim: SessionId| self.directory[victim].tier >= tier);
+        let tier = self.tier(id);
         // Those that wait for their users come first: they stay quiet for longer.
-        let quiet = [true, false].into_iter().filter_map(|awaits_user| {
+        let quiet = [true, false].into_iter().find_map(|awaits_user| {
             let of_kind = self.quiet.range((awaits_user, 0, SessionId::default())..).take(CONSIDERED);
-            let &(_, since, victim) = of_kind.take_while(|&&(kind, ..)| kind == awaits_user).find(|&&(.., victim)| yields(victim))?;
-            let shortest = if awaits_user { SHORTEST_QUIET.1 } else { SHORTEST_QUIET.0 };
-            Some((now.saturating_sub(since).max(shortest), victim))
+            let mut of_kind = of_kind.take_while(|&&(kind, ..)| kind == awaits_user);
+            let &(_, since, victim) = of_kind.find(|&&(.., victim)| self.tier(victim) >= tier)?;
+            let reloads = reload + self.reload(victim, machine.model);
+            is_long_quiet(machine.now.saturating_sub(since), reloads).then_some(victim)
         });
-        if let Some((rest, victim)) = quiet.max_by_key(|&(rest, _)| rest) {
-            let both = reload + self.reload(victim, machine.model);
-            let is_long = rest > LONG_QUIET.0 && rest as f64 > LONG_QUIET.1 * both;
-            if is_long || machine.spare && rest as f64 > SPARE * both {
-                return Some(victim);
-            }
+        if quiet.is_some() {
+            return quiet;
         }
-        let has_time = self.bucket >= reload.min(BUCKET);
-        let mut turns = self.turns.iter().take(CONSIDERED);
-        let served = turns.find(|&&(since, victim)| {
-            let less_urgent = self.directory[victim].tier > tier;
-            let served = || now.saturating_sub(since) as f64 > LEAST_TURN * self.reload(victim, machine.model);
-            less_urgent || has_time && yields(victim) && served()
-        });
-        served.map(|&(_, victim)| victim)
+        let less_urgent = self.turns.iter().take(CONSIDERED).find(|&&(_, victim)| self.tier(victim) > tier);
+        less_urgent.map(|&(_, victim)| victim).or_else(|| self.served(&self.turns, id, reload, machine))
+    }
+
+    /// The first of some active sessions whose turn is over, if there is time for the reload of a parked one.
+    fn served(&self, turns: &BTreeSet<(Time, SessionId)>, id: SessionId, reload: f64, machine: &Machine<'_>) -> Option<SessionId> {
+        if self.bucket < reload.min(BUCKET) {
+            return None;
+        }
+        let is_served = |since: Time, victim| machine.now.saturating_sub(since) as f64 > LEAST_TURN * self.reload(victim, machine.model);
+        let mut turns = turns.iter().take(CONSIDERED).filter(|&&(_, victim)| self.tier(victim) >= self.tier(id));
+        turns.find(|&&(since, victim)| !self.is_owed(victim, id, machine) && is_served(since, victim)).map(|&(_, victim)| victim)
+    }
+
+    /// Whether a session's tenant has had less service than that of another one, where tenants take turns.
+    fn is_owed(&self, session: SessionId, other: SessionId, machine: &Machine<'_>) -> bool {
+        let [own, others] = [session, other].map(|id| self.directory[id].tenant);
+        self.by_tenant && own != others && (machine.service)(own) < (machine.service)(others)
+    }
+
+    /// A session's tier. Where tenants take turns, tiers only order the requests of a tenant.
+    fn tier(&self, id: SessionId) -> Tier {
+        if self.by_tenant { Tier::Default } else { self.directory[id].tier }
     }
 
     /// Microseconds to compute a session's contexts again.
@@ -399,13 +443,16 @@ impl Sessions {
         let session = &self.directory[id];
         match session.state {
             State::Active { since } => {
-                self.load += session.blocks();
+                self.loads[session.tier as usize] += session.blocks();
                 if session.is_quiet() {
                     self.quiet.insert(quiet_place(id, session));
                     self.turns.insert((since, id));
+                } else {
+                    self.busy.insert((since, id));
                 }
             }
             State::Parked => {
+                self.leaving += session.leaving();
                 if let Some(place) = self.place(id) {
                     self.line.add(place, due(session));
                 }
@@ -418,11 +465,13 @@ impl Sessions {
         let session = &self.directory[id];
         match session.state {
             State::Active { since } => {
-                self.load -= session.blocks();
+                self.loads[session.tier as usize] -= session.blocks();
                 self.quiet.remove(&quiet_place(id, session));
                 self.turns.remove(&(since, id));
+                self.busy.remove(&(since, id));
             }
             State::Parked => {
+                self.leaving -= session.leaving();
                 let due = due(session);
                 if let Some(place) = self.place(id) {
                     self.line.remove(place, due);
@@ -440,19 +489,23 @@ impl Sessions {
 
     /// Panics unless the orders agree with the sessions. `requests` is the number of requests that wait for turns.
     pub(crate) fn check(&self, requests: usize) {
-        let (mut load, mut quiet, mut line, mut waiting) = (0, 0, 0, 0);
+        let (mut loads, mut quiet, mut busy, mut leaving, mut line, mut waiting) = ([0; TIERS], 0, 0, 0, 0, 0);
         for (id, session) in self.directory.iter() {
             session.check();
             waiting += session.waiting.len();
             match session.state {
                 State::Active { since } => {
-                    load += session.blocks();
+                    loads[session.tier as usize] += session.blocks();
                     if session.is_quiet() {
                         quiet += 1;
                         assert!(self.turns.contains(&(since, id)) && self.quiet.contains(&quiet_place(id, session)), "orders of turns");
+                    } else {
+                        busy += 1;
+                        assert!(self.busy.contains(&(since, id)), "order of busy sessions");
                     }
                 }
                 State::Parked => {
+                    leaving += session.leaving();
                     if let Some(place) = self.place(id) {
                         line += 1;
                         assert!(self.line.has(place, due(session)), "the line");
@@ -460,10 +513,19 @@ impl Sessions {
                 }
             }
         }
-        assert_eq!((load, waiting), (self.load, requests), "blocks of active sessions, and requests that wait for turns");
-        assert_eq!((quiet, quiet), (self.quiet.len(), self.turns.len()), "lengths of orders");
+        assert_eq!(
+            (loads, leaving, waiting),
+            (self.loads, self.leaving, requests),
+            "blocks of active sessions, and requests that wait for turns"
+        );
+        assert_eq!((quiet, quiet, busy), (self.quiet.len(), self.turns.len(), self.busy.len()), "lengths of orders");
         self.line.check(line);
     }
+}
+
+/// Whether a session that has been quiet for `rest` microseconds makes room for another one in any case. Both reloads take `reloads`.
+pub(crate) fn is_long_quiet(rest: Time, reloads: f64) -> bool {
+    rest > LONG_QUIET.0 && rest as f64 > LONG_QUIET.1 * reloads
 }
 
 /// The place of an active session without requests among such sessions.

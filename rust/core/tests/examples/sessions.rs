@@ -1,7 +1,11 @@
 //! Sessions take turns when their contexts do not fit into the cache together.
 
 use crate::lab::{Cost, Lab, ask, plenty};
-use chairlift_core::{Config, Fair, Fcfs, Policy, Request, SessionEvent, SessionTurns, Taker, Tier, Time, TimelineState, Token};
+use chairlift_core::{
+    Config, Continues, Fair, Fcfs, Policy, Request, SessionEvent, SessionTurns, Taker, Tier, Time, Timeline, TimelineState, Token, Vtc,
+};
+use std::collections::HashMap;
+use std::sync::Arc;
 
 const SECOND: Time = 1_000_000;
 /// Prompt tokens of a turn: 75 blocks with its output. Two contexts fit into the cache, and three do not.
@@ -30,6 +34,15 @@ fn waited(lab: &Lab, tag: u64) -> Time {
 /// Runs until all requests but those of parked sessions have ended.
 fn run(lab: &mut Lab) {
     while lab.try_step().is_some() {}
+}
+
+/// Runs until all requests have ended, while a held sequence keeps its blocks.
+fn finish_requests(lab: &mut Lab) {
+    while !lab.scheduler.is_idle() {
+        if lab.try_step().is_none() {
+            lab.now = lab.scheduler.wake_at().expect("a time");
+        }
+    }
 }
 
 /// Sessions 1 and 2 are active and quiet, and session 3 was not served. The next tag is 4.
@@ -290,4 +303,152 @@ fn evicted_blocks_are_counted_by_whom_they_were_evicted_for() {
     }
     let evicted = lab.ended[&3].evicted_for;
     assert!(evicted[Taker::SameSession as usize] >= PROMPT - 16 - lab.ended[&3].cached_tokens, "{evicted:?}");
+}
+
+/// The service of a request: a unit for each prompt token that was computed, and two for each token of the answer.
+fn service(timeline: &Timeline) -> u64 {
+    u64::from(timeline.prompt_tokens - timeline.cached_tokens + 2 * timeline.output_tokens)
+}
+
+#[test]
+fn a_reload_is_charged_once_to_the_tenant_whose_admission_computes_it() {
+    for policy in [&Fair as &dyn Policy, &Vtc] {
+        let mut lab = lab(config(policy));
+        let of = |tag, session, tenant: &str| Request { tenant: tenant.into(), ..turn(tag, session) };
+        // Session 1 of tenant a loses its turn to one of tenant b, and computes its context again.
+        for (tag, session, tenant) in [(1, 1, "a"), (2, 2, "a"), (3, 3, "b"), (4, 1, "a"), (5, 1, "a")] {
+            lab.add(of(tag, session, tenant));
+            lab.finish();
+        }
+        let computed = [1, 2, 3, 4, 5].map(|tag| lab.ended[&tag].computed_tokens);
+        assert!(lab.ended[&4].cached_tokens < PROMPT - 300 && lab.ended[&5].cached_tokens >= PROMPT - 16, "{computed:?}");
+        let owed = |tags: &[u64]| tags.iter().map(|tag| service(&lab.ended[tag])).sum::<u64>() as f64;
+        let (a, b) = (owed(&[1, 2, 4, 5]), owed(&[3]));
+        let charged: HashMap<_, _> = lab.scheduler.take_service().into_iter().collect();
+        let charged = charged["a"] as f64 / charged["b"] as f64;
+        assert!((charged / (a / b) - 1.0).abs() < 1e-3, "{charged} for {a} and {b}");
+    }
+}
+
+#[test]
+fn service_follows_weights_while_sessions_take_turns() {
+    for policy in [&Fair as &dyn Policy, &Vtc] {
+        let mut lab = Lab::taught(config(policy), Cost(20_000, 1000, 10));
+        lab.check_every = 100;
+        let (mut tag, mut served) = (0, HashMap::new());
+        // Tenant a has five sessions, and tenant b, of twice the weight, has three. Each always has a request.
+        let sessions: Vec<_> = (1..9).map(|session| (session, if session < 6 { ("a", 1) } else { ("b", 2) })).collect();
+        let mut busy: HashMap<u64, u64> = HashMap::new();
+        for _ in 0..20_000 {
+            for &(session, (tenant, weight)) in &sessions {
+                if busy.get(&session).is_none_or(|tag| lab.ended.contains_key(tag)) {
+                    tag += 1;
+                    busy.insert(session, tag);
+                    lab.add(Request { tenant: tenant.into(), weight, ..turn(tag, session) });
+                }
+            }
+            if lab.try_step().is_none() {
+                lab.now = lab.scheduler.wake_at().expect("a time");
+            }
+        }
+        for timeline in lab.ended.values() {
+            *served.entry(&*timeline.tenant).or_insert(0) += service(timeline);
+        }
+        let ratio = served["b"] as f64 / served["a"] as f64;
+        assert!((1.9..2.1).contains(&ratio), "{ratio} {policy:?}");
+        let cached: u64 = lab.ended.values().map(|timeline| u64::from(timeline.cached_tokens)).sum();
+        let prompt: u64 = lab.ended.values().map(|timeline| u64::from(timeline.prompt_tokens)).sum();
+        assert!(2 * cached > prompt, "sessions keep their contexts: {cached} of {prompt}");
+    }
+}
+
+#[test]
+fn a_more_urgent_tier_does_not_wait_for_the_answers_of_others() {
+    let mut lab = lab(config(&Fcfs));
+    for session in 1..3 {
+        lab.add(Request { max_new_tokens: 100, ..turn(session, session) });
+    }
+    (0..5).for_each(|_| drop(lab.step()));
+    lab.add(Request { tier: Tier::Priority, ..turn(3, 3) });
+    lab.step();
+    assert_eq!(waited(&lab, 3), 0);
+    lab.step_until_ended(3);
+    assert_eq!(lab.ended.len(), 1, "it came first");
+    lab.finish();
+}
+
+#[test]
+fn contexts_of_active_sessions_are_in_use_between_requests() {
+    let mut lab = lab(config(&Fcfs));
+    for session in 1..3 {
+        lab.add(turn(session, session));
+        lab.finish();
+    }
+    let used = lab.scheduler.blocks_used();
+    assert_eq!(used.held, 0);
+    assert!((148..=160).contains(&used.wanted), "{used:?}");
+    lab.add(Request { session: None, ..turn(3, 3) });
+    lab.finish();
+    assert!(lab.scheduler.note_session("", &"1".into(), SessionEvent::Ended, lab.now));
+    assert!(lab.scheduler.blocks_used().wanted <= 100, "a context without its session is not in use");
+}
+
+#[test]
+fn a_held_sequence_without_a_session_counts_and_makes_room_when_it_was_quiet_for_long() {
+    let mut lab = lab(config(&Fcfs));
+    let held = lab.scheduler.open(&"".into(), &Arc::default(), lab.now);
+    lab.add(Request { session: None, continues: Some(Continues { held, tokens: 0 }), ..turn(9, 9) });
+    run(&mut lab);
+    for session in 1..3 {
+        lab.add(turn(session, session));
+        finish_requests(&mut lab);
+    }
+    // Only one of the sessions fits beside the held sequence.
+    assert_eq!((waited(&lab, 1), waited(&lab, 2) > 0, lab.scheduler.held()), (0, true, (1, 75)));
+    lab.now += 61 * SECOND;
+    lab.add(Request { max_new_tokens: 100, ..turn(3, 2) });
+    lab.step();
+    lab.add(turn(4, 1));
+    lab.step();
+    assert_eq!((waited(&lab, 4), lab.scheduler.held()), (0, (1, 0)));
+    assert!(lab.scheduler.drop_held(held, lab.now));
+    lab.finish();
+}
+
+#[test]
+fn the_held_sequence_of_a_session_makes_room_with_it() {
+    let mut lab = lab(config(&Fcfs));
+    let held = lab.scheduler.open(&"".into(), &Arc::default(), lab.now);
+    lab.add(Request { continues: Some(Continues { held, tokens: 0 }), ..turn(1, 1) });
+    finish_requests(&mut lab);
+    lab.add(turn(2, 2));
+    finish_requests(&mut lab);
+    assert_eq!((waited(&lab, 2), lab.scheduler.held()), (0, (1, 75)), "its blocks are those of its session");
+    lab.add(turn(3, 3));
+    finish_requests(&mut lab);
+    assert_eq!((waited(&lab, 3) > 0, lab.scheduler.held()), (true, (1, 0)), "it was parked with its session");
+    assert!(lab.scheduler.drop_held(held, lab.now));
+    lab.finish();
+}
+
+#[test]
+fn a_session_that_always_has_requests_makes_room_when_its_turn_is_over() {
+    let mut lab = two_of_three(config(&Fcfs));
+    let mut tags = [4, 5];
+    for session in 0..2 {
+        lab.add(Request { max_new_tokens: 100, ..turn(tags[session], 1 + session as u64) });
+    }
+    let mut next = 6;
+    while !lab.ended.contains_key(&3) {
+        assert!(lab.now < 60 * SECOND, "it starves");
+        lab.step();
+        for session in 0..2 {
+            // A second request comes before the first one has ended.
+            if lab.ended.contains_key(&(tags[session])) || lab.explain(tags[session]).output_tokens == 50 {
+                tags[session] = next;
+                lab.add(Request { max_new_tokens: 100, ..turn(next, 1 + session as u64) });
+                next += 1;
+            }
+        }
+    }
 }
