@@ -15,8 +15,9 @@ const UNIT: u64 = 1 << 24;
 #[derive(Clone, Copy, Debug, Default)]
 struct Share {
     counter: u64,
-    /// Requests in the queue, and those that wait for the turns of their sessions.
+    /// Requests in the queue.
     waiting: u32,
+    /// Requests that wait for the turns of their sessions.
     parked: u32,
     /// The counter as listed in the backlog. The counter itself may have grown since.
     listed: u64,
