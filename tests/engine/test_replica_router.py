@@ -50,6 +50,26 @@ def test_a_prompt_goes_where_its_beginning_is_unless_that_engine_is_behind() -> 
     assert chosen(router, [FakeReplica(0, prompt_tokens=800), FakeReplica(1)], range(700)) == (1, 700)
 
 
+@pytest.mark.parametrize(
+    ("speeds", "share"),
+    [((0, 0), [16, 16]), ((1024_000, 0), [16, 16]), ((0, 1024_000), [16, 16]), ((1024_000, 2048_000, 0), [16, 8, 8])],
+)
+def test_engines_that_have_measured_nothing_count_as_the_slowest(speeds: tuple[int, ...], share: list[int]) -> None:
+    router = ReplicaRouter("predicted")
+    got = [0] * len(speeds)
+    for start in range(0, 32_000, 1000):
+        loads = zip(got, speeds, strict=True)
+        replicas = [FakeReplica(at, sequences=n, prompt_tokens=256 * n, prefill_us=speed) for at, (n, speed) in enumerate(loads)]
+        got[chosen(router, replicas, range(start, start + 256))[0]] += 1
+    assert got == share
+
+
+def test_a_prompt_stays_where_it_is_cached_although_another_engine_is_fresh() -> None:
+    router = ReplicaRouter("predicted")
+    assert chosen(router, [FakeReplica(0), FakeReplica(1, sequences=1)], range(320))[0] == 0
+    assert chosen(router, [FakeReplica(0, sequences=1), FakeReplica(1, prefill_us=0)], range(640))[0] == 0
+
+
 def test_an_engine_without_a_free_slot_is_as_far_behind_as_it_says() -> None:
     router = ReplicaRouter("predicted")
     full = FakeReplica(0, sequences=8, wait_us=10**6)
