@@ -103,6 +103,15 @@ def test_a_session_stays_with_its_engine(routing: str) -> None:
         assert chosen(router, loads, range(start, 200), session=b"mine")[0] == home
 
 
+def test_a_session_whose_engine_died_stays_with_the_next_one() -> None:
+    router = ReplicaRouter("predicted")
+    assert chosen(router, [FakeReplica(0), FakeReplica(1)], range(100), session=b"mine")[0] == 0
+    router.forget(cast(Replica, FakeReplica(0)))
+    assert chosen(router, [FakeReplica(1, sequences=3)], range(200), session=b"mine") == (1, 200)
+    for end in (300, 400):  # the first one is back, and idle
+        assert chosen(router, [FakeReplica(0), FakeReplica(1, sequences=4)], range(end), session=b"mine")[0] == 1
+
+
 def test_engines_report_what_they_have_cached_and_evicted(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt goes to the engine that has it, whoever sent it there, and not to the one that has evicted it."""
 
