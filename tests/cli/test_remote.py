@@ -107,6 +107,20 @@ def test_top_has_a_row_for_each_of_several_models(monkeypatch, capsys):
     ]
 
 
+def test_top_shows_sessions_by_names_that_nobody_chose_for_a_terminal():
+    one = {"tenant": "alice", "turns": 3, "prompt_tokens": 1500, "cached_tokens": 900, "output_tokens": 40}
+    one |= {"waited_s": 2.5, "turn_wait_s": 1.25, "compute_s": 0.5, "quiet_s": 12.0}
+    names = ["\x1b[31mred", "[red]x[/red]", "n" * 300, "d", "e", "f"]
+    console = Console(file=io.StringIO(), force_terminal=True, width=130, height=40, color_system=None)
+    console.print(top.frame({**STATE, "sessions": [{"session": name, **one} for name in names]}, console))
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert all(len(line) <= 130 for line in lines)
+    [first] = [line.split() for line in lines if "?[31mred" in line]
+    assert first[1:] == ["alice", "3", "1,500", "60%", "40", "2.50", "s", "1.25", "s", "500.0", "ms", "12.00", "s"]
+    assert any(line.startswith("[red]x[/red] ") for line in lines)
+    assert [line[0] for line in lines if line.endswith("12.00 s")] == ["?", "[", "n", "d", "e"]
+
+
 @pytest.mark.parametrize("name", [state.value for state in ModelState])
 def test_top_has_words_for_all_states_of_a_model(name):
     console = Console(file=io.StringIO(), width=120)

@@ -50,6 +50,26 @@ def test_a_prompt_goes_where_its_beginning_is_unless_that_engine_is_behind() -> 
     assert chosen(router, [FakeReplica(0, prompt_tokens=800), FakeReplica(1)], range(700)) == (1, 700)
 
 
+@pytest.mark.parametrize(
+    ("speeds", "share"),
+    [((0, 0), [16, 16]), ((1024_000, 0), [16, 16]), ((0, 1024_000), [16, 16]), ((1024_000, 2048_000, 0), [16, 8, 8])],
+)
+def test_engines_that_have_measured_nothing_count_as_the_slowest(speeds: tuple[int, ...], share: list[int]) -> None:
+    router = ReplicaRouter("predicted")
+    got = [0] * len(speeds)
+    for start in range(0, 32_000, 1000):
+        loads = zip(got, speeds, strict=True)
+        replicas = [FakeReplica(at, sequences=n, prompt_tokens=256 * n, prefill_us=speed) for at, (n, speed) in enumerate(loads)]
+        got[chosen(router, replicas, range(start, start + 256))[0]] += 1
+    assert got == share
+
+
+def test_a_prompt_stays_where_it_is_cached_although_another_engine_is_fresh() -> None:
+    router = ReplicaRouter("predicted")
+    assert chosen(router, [FakeReplica(0), FakeReplica(1, sequences=1)], range(320))[0] == 0
+    assert chosen(router, [FakeReplica(0, sequences=1), FakeReplica(1, prefill_us=0)], range(640))[0] == 0
+
+
 def test_an_engine_without_a_free_slot_is_as_far_behind_as_it_says() -> None:
     router = ReplicaRouter("predicted")
     full = FakeReplica(0, sequences=8, wait_us=10**6)
@@ -81,6 +101,15 @@ def test_a_session_stays_with_its_engine(routing: str) -> None:
     for start in range(10):
         loads = [FakeReplica(number, sequences=4 if number == home else 0) for number in (3, 5)]
         assert chosen(router, loads, range(start, 200), session=b"mine")[0] == home
+
+
+def test_a_session_whose_engine_died_stays_with_the_next_one() -> None:
+    router = ReplicaRouter("predicted")
+    assert chosen(router, [FakeReplica(0), FakeReplica(1)], range(100), session=b"mine")[0] == 0
+    router.forget(cast(Replica, FakeReplica(0)))
+    assert chosen(router, [FakeReplica(1, sequences=3)], range(200), session=b"mine") == (1, 200)
+    for end in (300, 400):  # the first one is back, and idle
+        assert chosen(router, [FakeReplica(0), FakeReplica(1, sequences=4)], range(end), session=b"mine")[0] == 1
 
 
 def test_engines_report_what_they_have_cached_and_evicted(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,9 @@ examples:
 http://127.0.0.1:8000/dashboard shows more in a browser.
 """
 
+_MAX_SESSIONS = 5
+"""Sessions that are shown."""
+
 _LATENCIES = {"ttft": "first token", "itl": "between tokens", "queue": "in the queue", "e2e": "whole request"}
 _STATES = {"decode": "green", "prefill": "blue", "recompute": "magenta", "stalled": "yellow"}
 
@@ -106,9 +109,10 @@ def frame(state: Mapping[str, Any], console: Console) -> RenderableType:
         Text(),
         _beside(_latency(state["latency"]), _waiting(stats), console),
         *_shadow(state.get("shadow")),
+        *_sessions(state.get("sessions", ()), console),
         Text(),
     ]
-    others = _num_model_lines(state) + (6 if state.get("shadow") else 0)
+    others = _num_model_lines(state) + (6 if state.get("shadow") else 0) + _num_session_lines(state.get("sessions", ()))
     limit = max(5, console.height - 17 - others) if console.is_terminal else len(state["running"])
     parts.append(_running(state["running"], limit, console))
     return Group(*parts)
@@ -215,6 +219,26 @@ def _shadow(report: Mapping[str, Any] | None) -> list[RenderableType]:
         table.add_row(run, f"{one['requests']:,}", *times, cached, f"{one['preemptions']:,}")
     failed = [Text(f"the policy failed: {report['failure']}", style="red")] if report["failure"] else []
     return [Text(), table, *failed]
+
+
+def _sessions(rows: Sequence[Mapping[str, Any]], console: Console) -> list[RenderableType]:
+    """The latest sessions. Their names, which clients choose, are cut to the width that is left."""
+    if not rows:
+        return []
+    longest = max(8, min(40, console.width - 78))
+    table = _table("session", "tenant", "turns ", "prompts ", "found ", "output ", "waited ", "for turns ", "compute ", "quiet ")
+    for row in rows[:_MAX_SESSIONS]:
+        name = "".join(character if character.isprintable() else "?" for character in row["session"])
+        counts = f"{row['turns']:,}", f"{row['prompt_tokens']:,}", f"{row['cached_tokens'] / max(1, row['prompt_tokens']):.0%}"
+        times = (_seconds(row[key]) for key in ("waited_s", "turn_wait_s", "compute_s", "quiet_s"))
+        name = name if len(name) <= longest else name[: longest - 1] + "…"
+        table.add_row(Text(name), Text(row["tenant"]), *counts, f"{row['output_tokens']:,}", *times)
+    return [Text(), table]
+
+
+def _num_session_lines(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Lines that `_sessions` takes."""
+    return min(len(rows), _MAX_SESSIONS) + 2 if rows else 0
 
 
 def _running(rows: Sequence[Mapping[str, Any]], limit: int, console: Console) -> Table:

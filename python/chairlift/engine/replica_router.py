@@ -11,10 +11,14 @@ from chairlift import _core
 from chairlift.engine.replica import Replica
 
 if TYPE_CHECKING:
+    from chairlift.engine.stats import Stats
     from chairlift.engine.stream import Stream
 
 PREFILL_TOKENS = 1024
 """Tokens of the prompt whose time an engine's counter `predicted_prefill_us` predicts."""
+
+UNMEASURED_TOKEN_US = 1.0
+"""The time of a prompt's token before any engine has measured one: then the engines share the tokens equally."""
 
 
 class ReplicaRouter:
@@ -31,7 +35,8 @@ class ReplicaRouter:
         """Returns one of the engines, and tells the request how much of its prompt that engine is expected to compute."""
         prompt, group = stream.prompt_token_ids, stream.scheduling.cache_group
         router = self._of(replicas[0])
-        index, cached, request = router.choose([_seen(replica) for replica in replicas], prompt, salt, session, group)
+        slowest = max((replica.engine.stats() for replica in replicas), key=lambda stats: stats.predicted_prefill_us)
+        index, cached, request = router.choose([_seen(replica, slowest) for replica in replicas], prompt, salt, session, group)
         stream.expected_tokens = len(prompt) - cached
         stream.on_computed = partial(router.computed, request)
         return replicas[index]
@@ -51,11 +56,15 @@ class ReplicaRouter:
         return self._router
 
 
-def _seen(replica: Replica) -> tuple[int, int, int, float]:
-    """An engine as the router sees it. The prompts that were sent to it are known better here than by its last report."""
+def _seen(replica: Replica, slowest: Stats) -> tuple[int, int, int, float]:
+    """An engine as the router sees it. The prompts that were sent to it are known better here than by its last report.
+
+    An engine that has measured no prompt yet counts as fast as the `slowest` that has. It would seem to take no time, and get all requests.
+    """
     engine = replica.engine
     stats = engine.stats()
-    token_us = stats.predicted_prefill_us / PREFILL_TOKENS
+    speed = stats if stats.predicted_prefill_us else slowest
+    token_us = speed.predicted_prefill_us / PREFILL_TOKENS or UNMEASURED_TOKEN_US
     wait = stats.predicted_wait_us if engine.open_sequences >= engine.info.max_num_seqs else 0
-    wait += stats.predicted_step_us if engine.open_sequences else 0  # a prompt begins after the present step
+    wait += speed.predicted_step_us if engine.open_sequences else 0  # a prompt begins after the present step
     return replica.number, engine.open_sequences, wait + round(engine.prompt_tokens * token_us), token_us

@@ -293,6 +293,10 @@ class Generation:
         engine, metrics = self._model.engine, self._model.metrics
         if self._session is not None and self._session.final:
             self._service.end_session(self._scheduling.tenant, self._session.name)
+        if self._scheduling.session is not None and not progress.refused:
+            counts = len(self._prompts[progress.index][0]), progress.cached or 0, progress.tokens
+            timelines = [timeline for timeline in progress.timelines if timeline is not None]
+            metrics.sessions.add(self._scheduling.tenant, self._scheduling.session, *counts, timelines)
         for _, tokens in zip_longest(range(progress.unfinished), progress.lengths.values(), fillvalue=0):
             metrics.count_finished(progress.reason, time.monotonic() - self._context.arrived, progress.latencies)
             if not progress.refused:

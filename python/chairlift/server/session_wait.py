@@ -50,7 +50,7 @@ async def end_long_wait(engine: ReplicatedEngine, engine_id: str, patience: floa
             return
         if waited + more > patience:
             message = (
-                f"other sessions have their turn: this request would wait for about {math.ceil(more)} s more, "
+                f"other sessions have their turn: this request would wait for about {max(1, math.ceil(more))} s more, "
                 f"and its header prefer says at most {patience:g} s in all"
             )
             fail(WaitTooLong(message, retry_after=more))

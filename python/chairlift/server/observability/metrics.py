@@ -15,6 +15,7 @@ from chairlift.server.keys import Reader
 from chairlift.server.observability import engine_stats
 from chairlift.server.observability.engine_metrics import NO_TENANT, REJECTIONS, AllEngineMetrics
 from chairlift.server.observability.latencies import LATENCY, AllLatencies, Latencies
+from chairlift.server.observability.session_totals import SessionTotals
 from chairlift.server.observability.shadow import SHADOW_METRICS
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ class Metrics:
             [*labels, "taker"],
             registry=self.registry,
         )
+        self.sessions = SessionTotals()
+        """The totals of each session, which are no metrics, because there are too many."""
         self._finished = {reason: finished.labels(**labels, finished_reason=reason) for reason in _FINISHES}
 
     def observe_params(self, params: SamplingParams) -> None:

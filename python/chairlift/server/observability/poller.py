@@ -76,6 +76,7 @@ class SnapshotPoller:
             "replicas": [{"number": one.number, "state": one.state} for one in self._model.engine.replicas],
             "stuck": engine.stuck,
             "info": {name: value for name, value in engine.info.pack().items() if isinstance(value, int)},
+            "sessions": self._model.metrics.sessions.rows(reader),
             **activity,
         }
 

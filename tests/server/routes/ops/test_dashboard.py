@@ -16,6 +16,7 @@ from chairlift.cli import top
 from chairlift.engine.stats import COUNTERS, Stats
 from chairlift.server.lifecycle import ModelState
 from chairlift.server.observability import poller
+from chairlift.server.observability.session_totals import MAX_SESSIONS, SHOWN, SessionTotals
 
 CHROMIUM = Path("/usr/bin/chromium")
 ROW = {"slot": 1, "tag": 129, "tenant": "alice", "priority": 0, "tier": "flex", "state": "decode", "prompt_tokens": 5, "computed_tokens": 7}
@@ -109,6 +110,48 @@ def test_every_number_is_that_of_metrics_and_of_top(quick):
     for name, share in (("slots", 25), ("KV", 38), ("load", 50)):
         assert re.search(rf"^{name} .* {share}%  ", text, re.MULTILINE), text
     assert re.search(r"^wait_blocks +1 |  wait_blocks +1 ", text, re.MULTILINE)
+
+
+def test_the_numbers_of_a_session_are_those_of_usage_explanations_and_metrics(quick):
+    with serving(FakeEngine(), "alice=sk-1,bob=sk-2", operator_key="sk-3") as (base, _), httpx.Client(base_url=base) as http:
+        usages, timelines = [], []
+        for key, name, n in (("sk-1", "a", 1), ("sk-1", "a", 2), ("sk-2", "a", 1), ("sk-1", None, 1)):
+            headers = {"authorization": f"Bearer {key}"} | ({} if name is None else {"x-session-id": name})
+            made = http.post("/v1/completions", json={"prompt": "drafted words", "max_tokens": 3, "n": n}, headers=headers).json()
+            if (key, name) == ("sk-1", "a"):
+                usages.append(made["usage"])
+                timelines.append(http.get(f"/v1/requests/{made['id']}/explain", headers=headers).json()["sequences"])
+        state = http.get("/dashboard/data", headers={"authorization": "Bearer sk-3"}).json()
+        own = http.get("/dashboard/data", headers={"authorization": "Bearer sk-1"}).json()
+        metrics = http.get("/metrics", headers={"authorization": "Bearer sk-3"}).text
+    bob, alice = state["sessions"]
+    assert [(one["session"], one["tenant"], one["turns"]) for one in (alice, bob)] == [("a", "alice", 2), ("a", "bob", 1)]
+    assert [one["tenant"] for one in own["sessions"]] == ["alice"]
+    assert alice["prompt_tokens"] == sum(usage["prompt_tokens"] for usage in usages)
+    assert alice["output_tokens"] == sum(usage["completion_tokens"] for usage in usages) == 9
+    assert alice["cached_tokens"] == sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages) == 2
+    assert alice["waited_s"] == sum(max(one["states"]["wait_blocks"] for one in sequences) for sequences in timelines) == 3.0
+    assert alice["compute_s"] == sum(one["compute_seconds"] for sequences in timelines for one in sequences) == 0.75
+    # The metrics have each prompt once for each answer, and the request without a session too.
+    generated = float(re.search(r"^chairlift_request_generation_tokens_sum{.*} (\S+)$", metrics, re.MULTILINE)[1])
+    assert generated == alice["output_tokens"] + bob["output_tokens"] + 3
+    console = Console(file=io.StringIO(), width=160)
+    console.print(top.frame(state, console))
+    assert re.search(r"^a +alice +2 +26 +8% +9 +3.00 s +0.0 ms +750.0 ms ", console.file.getvalue(), re.MULTILINE)
+
+
+def test_sessions_are_bounded_and_a_tenant_displaces_its_own():
+    totals = SessionTotals()
+    totals.add("bob", "b", 1, 0, 1, [])
+    for number in range(3 * MAX_SESSIONS):
+        totals.add("alice", str(number), 1, 0, 1, [])
+    assert [row["session"] for row in totals.rows("bob")] == ["b"]
+    assert [row["session"] for row in totals.rows(None)][:2] == [str(3 * MAX_SESSIONS - 1), str(3 * MAX_SESSIONS - 2)]
+    assert len(totals.rows(None)) == SHOWN
+    totals.add("alice", str(MAX_SESSIONS * 3 - MAX_SESSIONS + 1), 1, 0, 1, [])
+    assert totals.rows("alice")[0]["turns"] == 2, "the latest are kept"
+    totals.add("alice", "0", 1, 0, 1, [])
+    assert totals.rows("alice")[0]["turns"] == 1, "it was forgotten"
 
 
 def test_only_news_is_told_of_steps_and_samples(quick):
@@ -304,6 +347,25 @@ def test_a_browser_draws_the_page(browser, quick, scheme):
         assert all(url.startswith((base, "data:")) for url in requested)
         assert complaints == []
         context.close()
+
+
+@pytest.mark.parametrize("width", [400, 900, 1600])
+def test_nothing_is_cut_off_at_any_width(browser, quick, width):
+    with serving(busy()) as (base, _):
+        body = {"prompt": "drafted words", "max_tokens": 3}
+        for number in range(5):
+            httpx.post(f"{base}/v1/completions", json=body, headers={"x-session-id": f"{number}<b>{'long-' * 40}"})
+        page = browser.new_page(viewport={"width": width, "height": 800})
+        page.goto(f"{base}/dashboard")
+        page.get_by_text("live", exact=True).wait_for()
+        page.get_by_role("heading", name="Sessions").wait_for()
+        assert page.locator("#sessions tr").count() == 6
+        assert page.locator("#sessions td").first.text_content().startswith("4<b>long-long")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        # A table may be wider than its panel, which scrolls.
+        outside = "[...document.querySelectorAll('section')].filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.innerText)"
+        assert page.evaluate(outside) == []
+        page.close()
 
 
 def test_the_key_may_be_in_the_address(browser, quick):

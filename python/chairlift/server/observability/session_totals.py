@@ -1,0 +1,89 @@
+"""What each session has used and waited for, for the dashboard and `chairlift top`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from chairlift.outputs import Timeline
+from chairlift.server.keys import Reader, sees
+from chairlift.timeline import WAITING
+
+MAX_SESSIONS = 512
+"""Sessions that are known. Beyond it, that of the tenant with the most which was quiet for the longest is forgotten."""
+SHOWN = 32
+"""Sessions that are told at once: the latest."""
+
+
+@dataclass(slots=True)
+class _Totals:
+    turns: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    waited_s: float = 0.0
+    """In the engine, in all states of waiting."""
+    turn_wait_s: float = 0.0
+    """For the session's turn."""
+    compute_s: float = 0.0
+    """Its share of the steps' times, as in `Timeline.compute_seconds`."""
+    ended: float = 0.0
+    """When its last request ended, on the monotonic clock."""
+
+
+class SessionTotals:
+    """The totals of a model's sessions.
+
+    The seconds leave out answers that a stop string or the client ended, whose timelines are not at hand.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[tuple[str, str], _Totals] = OrderedDict()
+        """By tenant and name, the one with the latest request last."""
+        self._of_tenant: Counter[str] = Counter()
+
+    def add(
+        self, tenant: str, session: str, prompt_tokens: int, cached_tokens: int, output_tokens: int, timelines: Iterable[Timeline]
+    ) -> None:
+        """Adds a request, `cached_tokens` as its usage tells them. Of several answers the one that waited longest counts."""
+        key = tenant, session
+        if key not in self._sessions:
+            self._make_room()
+            self._of_tenant[tenant] += 1
+        totals = self._sessions.setdefault(key, _Totals())
+        self._sessions.move_to_end(key)
+        totals.turns += 1
+        totals.prompt_tokens += prompt_tokens
+        totals.cached_tokens += cached_tokens
+        totals.output_tokens += output_tokens
+        known = list(timelines)
+        totals.waited_s += max((_waited(timeline) for timeline in known), default=0.0)
+        totals.turn_wait_s += max((timeline.states.get("wait_session", 0.0) for timeline in known), default=0.0)
+        totals.compute_s += sum(timeline.compute_seconds for timeline in known)
+        totals.ended = time.monotonic()
+
+    def rows(self, reader: Reader) -> list[dict[str, Any]]:
+        """Returns the latest sessions that `reader` may see, the latest first, with `quiet_s`, the seconds since the last request's end."""
+        now = time.monotonic()
+        rows: list[dict[str, Any]] = []
+        for (tenant, session), totals in reversed(self._sessions.items()):
+            if sees(reader, tenant):
+                row = {"session": session, "tenant": tenant, **asdict(totals)}
+                rows.append(row | {"quiet_s": now - row.pop("ended")})
+            if len(rows) == SHOWN:
+                break
+        return rows
+
+    def _make_room(self) -> None:
+        if len(self._sessions) < MAX_SESSIONS:
+            return
+        [(most, _)] = self._of_tenant.most_common(1)
+        del self._sessions[next(key for key in self._sessions if key[0] == most)]
+        self._of_tenant -= Counter([most])
+
+
+def _waited(timeline: Timeline) -> float:
+    return sum(seconds for name, seconds in timeline.states.items() if name in WAITING)
