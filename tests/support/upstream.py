@@ -72,8 +72,11 @@ class Upstream:
 
     async def _chat(self, request: Request) -> Response:
         raw = await self._record(request)
-        body = json.loads(raw)
-        content = body["messages"][-1]["content"]
+        try:
+            body = json.loads(raw)
+            content = str(body["messages"][-1]["content"])
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            return Response(json.dumps({"error": {"code": 400, "message": repr(error)}}), 400, media_type="application/json; charset=utf-8")
         if content == "refuse":
             return Response('{"error":{"message":"no","type":"bad"}}', 418, {"x-reason": "tea"}, "application/json")
         if content == "cut":

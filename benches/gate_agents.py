@@ -1,0 +1,157 @@
+"""Agents on llama.cpp's server, vLLM and Chairlift without turns, direct and through the gate; writes benches/results/gate_agents.md.
+
+    python benches/gate_agents.py agents_small.jsonl.gz [--servers llama.cpp ...] [--seconds 90]      two minutes for each of 18 runs
+
+Users run recorded sessions in a closed loop, as `chairlift bench serve --sessions` does. The KV cache holds a part of their contexts, or
+twice as much. Each run starts its server anew. Runs that are done are kept in gate_agents.jsonl of --state, and are not run again.
+The servers are those of `benches/serving.py setup`. Wants the machine for itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from peers.engines import Peer, chairlift_server, llama_server, vllm_server
+from peers.install import HF, HOME, gguf, versions
+from scheduler import machine
+
+ROOT = Path(__file__).parent.parent
+WORKING_SET = 15_787
+"""Mean tokens of the contexts of eight users of agents_small.jsonl.gz, as `chairlift simulate` gives it."""
+USERS, LONGEST = 8, 8192
+PARTS = {"half": 0.5, "three quarters": 0.75, "all": 2.0}
+START_SECONDS = 300
+
+
+def llama_cpp(tokens: int) -> Peer:
+    """Slots for all users that share the KV."""
+    flags = ["--ctx-size", str(tokens), "--kv-unified", "--cache-ram", "0"]
+    return llama_server(gguf("Q4_1"), "Q4_1", "8 bit", flags, seqs=USERS)
+
+
+def vllm(tokens: int) -> Peer:
+    """With its prefix cache, in blocks of 128 tokens."""
+    peer = vllm_server(HF, "bfloat16", 0.0)
+    flags = ["--enable-prefix-caching", "--max-model-len", str(LONGEST), "--block-size", "128"]
+    peer.command.extend([*flags, "--num-gpu-blocks-override", str(max(tokens, LONGEST + 128) // 128)])
+    return peer
+
+
+def chairlift(tokens: int) -> Peer:
+    """Our server without turns."""
+    return chairlift_server(gguf("Q4_1"), "Q4_1", "8 bit", ["--num-kv-blocks", str(tokens // 16), "--session-turns", "off"])
+
+
+SERVERS: dict[str, Callable[[int], Peer]] = {"llama.cpp": llama_cpp, "vLLM": vllm, "Chairlift without turns": chairlift}
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], environ: dict[str, str], log: Path, ready: str) -> Iterator[str]:
+    """Runs a server until it is left; yields its address when the page `ready` is there."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    with log.open("wb") as output:
+        filled = [part.replace("{port}", str(port)) for part in command]
+        process = subprocess.Popen(filled, env={**os.environ, **environ}, stdout=output, stderr=output, start_new_session=True)
+    try:
+        until = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(address + ready, timeout=10):
+                break
+            if process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"{command[0]} has not started: see {log}")
+            time.sleep(0.5)
+        yield address
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def measure(server: str, tokens: int, *, gate: bool, trace: str, seconds: float, state: Path) -> dict[str, Any]:
+    """The figures of one run, as `bench serve` saves them."""
+    peer, run = SERVERS[server](tokens), [sys.executable, "-m", "chairlift"]
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(running(peer.command, peer.environ, state / "server.log", "/health"))
+        if gate:
+            # llama.cpp does not tell how much KV its slots share.
+            command = [*run, "gate", "--upstream", address, "--upstream-kv-tokens", str(tokens), "--port", "{port}"]
+            address = stack.enter_context(running(command, {}, state / "gate.log", "/ready"))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        load = ["--sessions", trace, "--users", str(USERS), "--duration", str(seconds), "--max-think-time", "3.75", "--ignore-eos"]
+        save = ["--disable-tqdm", "--save-result", "--result-dir", folder, "--result-filename", "result.json"]
+        subprocess.run([*run, "bench", "serve", "--base-url", address, *load, *save], check=True, stdout=subprocess.DEVNULL)
+        figures: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
+    return figures
+
+
+def row(name: str, part: str, direct: dict[str, Any], through: dict[str, Any]) -> str:
+    """A row of the table."""
+    both = [direct, through]
+    cells = [
+        name,
+        part,
+        *(f"{one['request_throughput']:.2f}" for one in both),
+        f"{through['request_throughput'] / max(direct['request_throughput'], 1e-9):.2f}x",
+        ", ".join(f"{one['cached_share'] or 0:.0%}" for one in both),
+        ", ".join(f"{one['median_ttft_ms'] / 1e3:.2f}" for one in both),
+        ", ".join(f"{one['p99_ttft_ms'] / 1e3:.1f}" for one in both),
+        ", ".join(f"{one['longest_wait_s'] or 0:.0f}" for one in both),
+        ", ".join(str(one["failed"]) for one in both),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Measures what is not measured yet and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trace")
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
+    parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--state", type=Path, default=HOME)
+    args = parser.parse_args()
+    kept = args.state / "gate_agents.jsonl"
+    done = {tuple(key): figures for key, figures in map(json.loads, kept.read_text().splitlines())} if kept.exists() else {}
+    rows = []
+    for server in args.servers:
+        for part, share in PARTS.items():
+            for gate in (False, True):
+                key = (server, part, gate, args.seconds)
+                if key not in done:
+                    tokens = int(WORKING_SET * share) // 256 * 256  # llama.cpp rounds so
+                    done[key] = measure(server, tokens, gate=gate, trace=args.trace, seconds=args.seconds, state=args.state)
+                    with kept.open("a") as file:
+                        file.write(json.dumps([key, done[key]]) + "\n")
+            rows.append(row(server, part, done[server, part, False, args.seconds], done[server, part, True, args.seconds]))
+            print(rows[-1], flush=True)
+    text = f"""# Agents, direct and through the gate
+
+Written by benches/gate_agents.py on {machine()}; {", ".join(f"{name} {version}" for name, version in versions().items())}.
+{USERS} users run recorded sessions for {args.seconds:g} s, one run each. KV is the part of their contexts ({WORKING_SET:,} tokens) that
+the server's cache holds.
+Pairs are direct and through the gate; times are seconds.
+
+| server | KV | requests/s, direct | through the gate | ratio | found in the cache | TTFT p50 | TTFT p99 | longest wait | failed requests |
+|---|---|---|---|---|---|---|---|---|---|
+{chr(10).join(rows)}
+"""
+    (ROOT / "benches/results/gate_agents.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
