@@ -17,10 +17,13 @@ NAMES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "granitemoehybrid": "granitehybrid",
+    "granitemoehybrid_dense": "granitehybrid",
     "nemotron_h": "nemotron_h",
     "nemotron_h_moe": "nemotron_h_moe",
 }
-"""The names of model types in GGUF files. transformers has one name for both kinds of Nemotron H."""
+"""The names of kinds of models in GGUF files."""
+TYPES = {"granitemoehybrid_dense": "granitemoehybrid", "nemotron_h_moe": "nemotron_h"}
+"""transformers' names of the types of kinds, where they differ."""
 EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}
 DELTA = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_conv_kernel_dim": 3}
@@ -45,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**DELTA, "rope_parameters": ROPE},
     "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64, "rope_parameters": ROPE},
     "granitemoehybrid": {**SPACE, "num_local_experts": 11, "num_experts_per_tok": 3, "intermediate_size": 32},
+    "granitemoehybrid_dense": {**SPACE, "num_local_experts": 0},
     "nemotron_h": {**MIXERS, "layers_block_type": ["mamba", "mlp", "attention", "mamba"], "mlp_bias": True},
     "nemotron_h_moe": MIXERS,
 }
@@ -53,7 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def rounded_model(kind: str) -> PreTrainedModel:
     """A random model whose matrices have the numbers of Q8_0, so that its file loses nothing."""
-    model = tiny_model("nemotron_h" if kind == "nemotron_h_moe" else kind, **SETTINGS[kind])
+    model = tiny_model(TYPES.get(kind, kind), **SETTINGS[kind])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if is_quantized(name, parameter.numpy()):
@@ -178,10 +182,11 @@ def _own(name: str, weights: np.ndarray, config: Any) -> dict[str, np.ndarray]:
         parts = np.split(weights.reshape(keys, -1, weights.shape[-1]), [size, 2 * size, 2 * size + 2 * config.linear_value_head_dim], 1)
         q, k, v, z = (part.reshape(-1, weights.shape[-1]) for part in parts)
         return {f"{block}.attn_qkv.weight": np.concatenate([q, k, v]), f"{block}.attn_gate.weight": z}
+    shared = "_shexp" if getattr(config, "num_local_experts", 0) else ""
     if "shared_mlp.input_linear" in name:
-        return dict(zip((f"{block}.ffn_gate_shexp.weight", f"{block}.ffn_up_shexp.weight"), np.split(weights, 2), strict=True))
+        return dict(zip((f"{block}.ffn_{part}{shared}.weight" for part in ("gate", "up")), np.split(weights, 2), strict=True))
     if "shared_mlp.output_linear" in name:
-        return {f"{block}.ffn_down_shexp.weight": weights}
+        return {f"{block}.ffn_down{shared}.weight": weights}
     return {}
 
 

@@ -77,7 +77,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
         "hidden_size": hidden,
-        "intermediate_size": max(inner),
+        "intermediate_size": max(inner) if architecture.single else inner[0],
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": max(kv_heads),

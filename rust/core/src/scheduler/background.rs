@@ -15,13 +15,13 @@ impl Scheduler {
         }
         let (mut foreground, mut prompts) = (Load::default(), self.waiting.foreground() > 0);
         for seq in self.running_seqs().filter(|seq| !seq.is_background() && !seq.has_nothing_to_plan()) {
-            if !seq.decodes_next() {
-                prompts = true;
-            } else {
+            if seq.decodes_next() {
                 foreground.decode_seqs += 1;
                 let rows = seq.uncomputed() + seq.draft().len() as u32;
                 foreground.drafted_tokens += rows - 1;
                 foreground.context_tokens += u64::from(seq.computed() + rows);
+            } else {
+                prompts = true;
             }
         }
         let slowdown = f64::from(self.config.background_slowdown) / 100.0;
