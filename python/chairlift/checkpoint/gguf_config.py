@@ -21,9 +21,9 @@ from chairlift.architectures import (
     Scores,
     Windows,
 )
+from chairlift.architectures.reranker import CLASSIFIER
 from chairlift.checkpoint.gguf_encoder import encoder_config
 from chairlift.checkpoint.gguf_file import GGUFFile
-from chairlift.checkpoint.reranker import CLASSIFIER
 from chairlift.errors import UnsupportedModel
 
 _UNROTATED = 1e29

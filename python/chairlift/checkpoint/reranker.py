@@ -1,4 +1,4 @@
-"""Qwen3's rerankers: decoders that answer yes or no to whether a document answers a query."""
+"""The prompt of Qwen3's rerankers, which answer yes or no to whether a document answers a query."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-CLASSIFIER = "Qwen3ForSequenceClassification"
-"""The class of a reranker whose checkpoint has the matrix of its answers instead of that of all tokens."""
-_DECODER = "Qwen3ForCausalLM"
+from chairlift.architectures.reranker import is_reranker
+
 _TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -17,15 +16,6 @@ _TEMPLATE = (
     "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 """The prompt of the models' cards."""
-
-
-def is_reranker(directory: Path, architectures: Iterable[str]) -> bool:
-    """Whether a checkpoint of these `architectures` is a reranker.
-
-    The published ones have the class of any Qwen3, so their name must be in the directory's path, as in the hub's cache.
-    """
-    names = set(architectures)
-    return CLASSIFIER in names or (_DECODER in names and "qwen3-reranker" in str(directory.absolute()).lower())
 
 
 def pair_template(directory: Path, architectures: Iterable[str], tokenizer_config: Mapping[str, Any]) -> str | None:

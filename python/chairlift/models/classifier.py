@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chairlift.checkpoint.reranker import CLASSIFIER, is_reranker
+from chairlift.architectures.reranker import CLASSIFIER, is_reranker
 from chairlift.errors import UnsupportedModel
 from chairlift.models.fields import parse_names, parse_table
 

@@ -2,7 +2,7 @@
 #![no_main]
 
 use arbitrary::{Result, Unstructured};
-use chairlift_core::{Batching, Config, POLICIES, Preparation, Reservation, SessionTurns, Tier};
+use chairlift_core::{Batching, Config, ExpertCount, POLICIES, Preparation, Reservation, SessionTurns, Tier};
 use libfuzzer_sys::fuzz_target;
 use world::{GROUP, Op, VOCABULARY, World};
 
@@ -53,6 +53,7 @@ fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
         host_blocks: *bytes.choose(&[0, 3, 10, 40])?,
         swap_ns_per_block: *bytes.choose(&[0, 500, 1_000_000])?,
         state_slots: *bytes.choose(&[0, 0, max_num_seqs, max_num_seqs + 4])?,
+        experts: ExpertCount { count: *bytes.choose(&[0, 8])?, used: 2 },
     };
     Ok((config, bytes.arbitrary()?))
 }

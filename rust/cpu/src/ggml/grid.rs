@@ -50,8 +50,8 @@ fn crossed(signs: u8) -> u8 {
 /// Writes a block to its column of a unit.
 pub(super) fn write(block: &GridBlock, kind: GridType, order: CodeOrder, unit: Unit, to: &mut [u8], width: usize, column: usize) {
     let mut set = |part: usize, word: usize, bit: usize, bits: u32| {
-        let to = &mut to[part + 4 * (word * width + column)..].first_chunk_mut::<4>().expect("a unit has all parts");
-        **to = (u32::from_le_bytes(**to) | bits << bit).to_le_bytes();
+        let to = to[part + 4 * (word * width + column)..].first_chunk_mut::<4>().expect("a unit has all parts");
+        *to = (u32::from_le_bytes(*to) | bits << bit).to_le_bytes();
     };
     for group in 0..SUPER / kind.group() {
         set(unit.scales, group / 8, 4 * (group % 8), block.scales[group * kind.group() / 16].into());

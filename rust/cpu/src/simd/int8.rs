@@ -86,7 +86,7 @@ pub(crate) trait Int8: Simd {
 fn signed_bytes(x: u32, signs: u32) -> u32 {
     // The product has bit i at bit 8 i. No byte carries: the complement of a number above 0 is below 255.
     let ones = (signs & 15).wrapping_mul(0x0020_4081) & 0x0101_0101;
-    (x ^ ones * 255).wrapping_add(ones) ^ 0x8080_8080
+    (x ^ (ones * 255)).wrapping_add(ones) ^ 0x8080_8080
 }
 
 // SAFETY of all blocks below: the caller guarantees that the pointers are valid.

@@ -1,0 +1,17 @@
+"""Which checkpoints are Qwen3's rerankers: decoders that answer yes or no to whether a document answers a query."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+CLASSIFIER = "Qwen3ForSequenceClassification"
+"""The class of a reranker whose checkpoint has the matrix of its answers instead of that of all tokens."""
+_DECODER = "Qwen3ForCausalLM"
+
+
+def is_reranker(directory: Path, architectures: Iterable[str]) -> bool:
+    """Whether a checkpoint of these `architectures` is a reranker.
+
+    The published ones have the class of any Qwen3, so their name must be in the directory's path, as in the hub's cache.
+    """
+    names = set(architectures)
+    return CLASSIFIER in names or (_DECODER in names and "qwen3-reranker" in str(directory.absolute()).lower())
