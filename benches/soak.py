@@ -5,8 +5,8 @@
 
 First each honest answer is computed alone, then the honest tenants run by themselves, then beside those of `hostile_tenants.py`. The exit
 status is 1 if an honest answer differs or fails, if a p99 of the time between two tokens is above 1.5 times that without the hostile
-tenants plus one step, if a callback of the event loop or its lag is above its bound, if the metrics do not say so, if a kind of hostile
-requests did not reach the server, or if the server ends. Everything is on this machine, over loopback, and ends with the command.
+tenants plus one step, if a callback of the event loop, its lag or the memory is above its bound, if the metrics do not say so, if a kind of
+hostile requests did not reach the server, or if the server ends. Everything is on this machine, over loopback, and ends with the command.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ LAG = 0.1
 """Seconds by which 99 % of the event loop's timers may be late, on cores that the engine and the hostile tenants use too."""
 ALONE = (10.0, 120.0)
 """Fewest and most seconds without the hostile tenants; in between, a tenth of those with them."""
+MEMORY = 2048
+"""MiB that the server and its engine may hold: 1,024 of KV, 512 of grammars, the model, and what both programs need."""
 LOOK_SECONDS = 5.0
 """Interval of looks at the server's metrics and memory."""
 TIMEOUT = 300.0
@@ -59,6 +61,8 @@ FLAGS = (
     "200",
     "--max-data-size",
     "64M",
+    "--kv-cache-memory-bytes",
+    "1G",
 )
 MAX_REQUESTS = 8
 """Each tenant's limit of open requests."""
@@ -273,6 +277,8 @@ def broken(watch: Watch, lag: float | None, hostile: dict[str, Counter[str]], al
         found.append("the longest callback")
     if lag is not None and lag > LAG:
         found.append("the lag")
+    if watch.most_memory > MEMORY:
+        found.append("the memory")
     return found + [f"{kind} did not reach the server" for kind, statuses in hostile.items() if not any(map(_reached, statuses))]
 
 
@@ -409,7 +415,7 @@ def _of_the_server(watch: Watch, memory: int, lags: float | None, log_bytes: int
         f"- the event loop's longest callback: {callback}; at most {CALLBACK * 1e3:g} ms are allowed",
         f"- its lag: {lag}; at most {LAG * 1e3:g} ms are allowed",
         f"- looks at `/metrics` without an answer in 30 s: {watch.silent}; none is allowed",
-        f"- memory of server and engine: {memory} MiB alone, at most {watch.most_memory} MiB beside them",
+        f"- memory of server and engine: {memory} MiB alone, at most {watch.most_memory} MiB beside them; at most {MEMORY} MiB are allowed",
         f"- log: {log_bytes / 1e6:.1f} MB; the server {'ran on' if alive else 'ENDED'}",
     ]
 

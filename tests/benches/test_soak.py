@@ -136,6 +136,15 @@ def test_bounds_of_the_whole_run(benches, callback, silent, lag, hostile, alive,
     assert [fault in one for one in found] == ([] if fault is None else [True])
 
 
+def test_the_memory_has_a_bound(benches):
+    soak, _ = benches
+    watch = soak.Watch(0, "key", 0)
+    watch.longest_callback = (0.0, "")
+    for memory, found in ((soak.MEMORY, []), (soak.MEMORY + 1, ["the memory"])):
+        watch.most_memory = memory
+        assert soak.broken(watch, 0.0, REACHED, True) == found
+
+
 def test_the_monitors_metrics_are_read(benches, monkeypatch):
     """A name that changes must not let the soak pass."""
     soak, _ = benches
