@@ -25,7 +25,7 @@ LAYERS = {
         {"live", "machine", "report", "session", "what_if"},
         {"drafts", "recorded"},
         {"replica"},
-        {"fleet", "models"},
+        {"fleet", "models", "shadow"},
         {"run", "sessions"},
     ],
     "cpu": [
@@ -51,7 +51,7 @@ LAYERS = {
         {"arbiter", "buffers", "errors", "kv_budget", "policy", "reports", "request", "router", "threads", "work"},
         {"settings"},
         {"caches", "linear", "scheduler", "simulate"},
-        {"decoder", "encoder", "replay", "simulate_sessions"},
+        {"decoder", "encoder", "replay", "shadow", "simulate_sessions"},
     ],
 }
 """Crate → its modules (the core's are rooms), lower layers first. A module imports from lower layers only; `lib.rs` puts them together."""

@@ -20,7 +20,7 @@ const LONGEST_WAIT: Time = 120_000_000;
 pub struct Shadow {
     follower: Follower,
     /// The engine with the recorded settings, and the one with the others.
-    engines: [Replica; 2],
+    engines: Vec<Replica>,
     /// The time of the first call, from which the simulated time counts.
     begins: Option<Time>,
     /// What has not entered the simulation, by time and number.
@@ -86,7 +86,7 @@ impl Shadow {
             Replica::new(config, &Machine { step, swap_ns_per_block: config.swap_ns_per_block, draft_tokens: 0 })
         };
         let mut shadow = Self {
-            engines: [engine(follower.journal().config)?, engine(changed)?],
+            engines: vec![engine(follower.journal().config)?, engine(changed)?],
             follower,
             begins: None,
             inputs: BTreeMap::new(),
@@ -111,7 +111,9 @@ impl Shadow {
     /// Takes what the journal says anew.
     fn absorb(&mut self) {
         if let Some(step_model) = self.follower.journal().step_model {
-            self.engines.iter_mut().for_each(|engine| engine.set_step_time(StepTime::linear(step_model)));
+            for engine in &mut self.engines {
+                engine.set_step_time(StepTime::linear(step_model));
+            }
         }
         let (calls, ended) = self.follower.take();
         for (time, call) in calls {
@@ -131,7 +133,9 @@ impl Shadow {
         for _ in 0..requests {
             let Some((key, input)) = self.next() else {
                 let until = self.inputs.first_key_value().map_or(self.now(), |(&(time, _), _)| time);
-                self.engines.iter_mut().for_each(|engine| _ = engine.advance(until));
+                for engine in &mut self.engines {
+                    engine.advance(until);
+                }
                 return false;
             };
             for engine in &mut self.engines {
@@ -164,8 +168,8 @@ impl Shadow {
     }
 
     /// The results since the last call: those with the recorded settings, those with the others, and the recorded ones.
-    pub fn take(&mut self) -> ([Report; 2], Vec<Recorded>) {
-        (self.engines.each_mut().map(Replica::take_report), std::mem::take(&mut self.recorded))
+    pub fn take(&mut self) -> (Vec<Report>, Vec<Recorded>) {
+        (self.engines.iter_mut().map(Replica::take_report).collect(), std::mem::take(&mut self.recorded))
     }
 
     fn call(&mut self, time: Time, begins: Time, call: Call) {
@@ -176,22 +180,21 @@ impl Shadow {
             }
             Call::Fork { parent, tag } => {
                 let parent = self.tags.get(&parent).and_then(|tag| self.inputs.get(&self.open[tag].key));
-                match parent {
-                    Some(Input::Request(job)) => {
-                        let fork = forked(job, tag, time);
-                        self.enter(fork);
-                    }
+                if let Some(Input::Request(job)) = parent {
+                    let fork = forked(job, tag, time);
+                    self.enter(fork);
+                } else {
                     // Its parent entered long ago.
-                    _ => {
-                        self.arrivals += 1;
-                        self.counts.skipped += 1;
-                    }
+                    self.arrivals += 1;
+                    self.counts.skipped += 1;
                 }
             }
             Call::Prepare { arrival_number, next: None } => {
                 let tag = self.tags.get(&arrival_number).copied();
                 let family = tag.into_iter().flat_map(|tag| self.family(tag)).collect::<Vec<_>>();
-                family.into_iter().for_each(|tag| self.prepared(tag, time));
+                for tag in family {
+                    self.prepared(tag, time);
+                }
             }
             Call::NoteSession { tenant, session, event } => {
                 self.numbers += 1;
