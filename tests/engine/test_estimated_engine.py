@@ -1,11 +1,9 @@
 """The engine of a gate: steps that last as long as at the server whose model it schedules."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from chairlift.config import EngineConfig
-from chairlift.engine import engine as engine_module
+from chairlift.engine import clock as engine_clock
 from chairlift.engine import estimated_engine
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.estimated_engine import HEADROOM, EstimatedEngine
@@ -31,9 +29,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    fake = SimpleNamespace(monotonic=clock.monotonic, monotonic_ns=clock.monotonic_ns)
-    monkeypatch.setattr(engine_module, "time", fake)
-    monkeypatch.setattr(estimated_engine, "time", fake)
+    for module in (engine_clock, estimated_engine):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

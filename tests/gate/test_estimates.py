@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from starlette.requests import Request
 
 from chairlift.gate import limits
+from chairlift.gate.admission import Admitted
 from chairlift.gate.answer import Answer, UpstreamUsage
 from chairlift.gate.estimates import LEAST_SHARE, Estimates
 from chairlift.gate.gate import Gate
@@ -184,6 +186,34 @@ def test_an_upstream_may_be_silent_but_not_gone():
     with _socket((socket.AF_INET, socket.SOCK_STREAM, 0)) as made:
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+
+
+def test_the_engine_is_told_once_when_a_streamed_answer_begins():
+    def told(content_type):
+        """What was told after each part of an answer."""
+        begun, counts = [], []
+
+        async def parts():
+            for part in (b"data: 1\n\n", b"data: 2\n\n"):
+                yield part
+
+        @asynccontextmanager
+        async def request(*_):
+            content = SimpleNamespace(iter_any=parts)
+            yield SimpleNamespace(content_type=content_type, status=200, raw_headers=(), headers={}, content=content)
+
+        async def send(_):
+            counts.append(len(begun))
+
+        gate = Gate(None, [SimpleNamespace(request=request)], [], keyed=False)
+        state = {"raw_send": send, "context": SimpleNamespace(request_id="r")}
+        scope = {"type": "http", "method": "POST", "raw_path": b"/v1", "query_string": b"", "headers": [], "state": state}
+        held = Admitted(0, 10, 0, begins=lambda: begun.append(1))
+        asyncio.run(gate._pass(Request(scope), bytearray(), send, 0, held))  # noqa: SLF001
+        return counts
+
+    assert told("text/event-stream") == [0, 1, 1, 1]
+    assert told("application/json") == [0, 0, 0, 0]
 
 
 def test_a_new_engine_is_told_what_was_learned(monkeypatch):
