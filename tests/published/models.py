@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,10 @@ def write(name: str, directory: Path) -> None:
     elif name.startswith("gemma4"):
         _pieces(directory)
     else:
-        _bytes(directory, PRE_TOKENIZERS[rules_of(name)], ["[gMASK]", "<|user|>", "<|observation|>"] if name.startswith("glm") else [])
+        rules = PRE_TOKENIZERS[rules_of(name)]
+        if rules_of(name) == "qwen35":  # transformers composes characters, and llama.cpp does not
+            rules = replace(rules, composes=True)
+        _bytes(directory, rules, ["[gMASK]", "<|user|>", "<|observation|>"] if name.startswith("glm") else [])
     if name == "granite-hybrid":  # the names of the published model's config.json
         config = json.loads((directory / "config.json").read_text())
         _edit(directory / "config.json", {**config, "layer_types": MAMBA["layer_types"]})

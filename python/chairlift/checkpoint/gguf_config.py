@@ -245,7 +245,6 @@ def _variants(file: GGUFFile, kind: str, config: dict[str, Any], inner: list[int
     base, local_base = config["rope_theta"], file.number(f"{kind}.rope.freq_base_swa", 10000.0)
     rope = {"rope_type": "proportional", "partial_rotary_factor": 2 * rotated / head_dim, "rope_theta": base}
     return {
-        "intermediate_size": inner[0],
         "head_dim": local,
         "global_head_dim": head_dim,
         "num_key_value_heads": max(groups[True], default=kv_heads[0]),
