@@ -354,7 +354,7 @@ class Scheduler:
         """The blocks that were given back since the last call. All planned steps must have run; discard them before the next one."""
     def next_step(self) -> tuple[int, int] | None:
         """Predicted microseconds of the next step, and the requests whose first step it is; None before enough steps were observed."""
-    def charge_elsewhere(self, tenant: str, us: int) -> None:
+    def charge_external(self, tenant: str, us: int) -> None:
         """Charges a tenant for its service at another engine or model, in microseconds of engine time at weight 1.
 
         Between two of its requests that leave the queue, at most ten seconds are charged. No effect for a tenant without requests so far,
