@@ -64,7 +64,7 @@ def decoder(kind: str, form: str, threads: int, isa: str) -> _core.Decoder:
 
     def linear(outs: list[int], ins: int, kinds: list[str], gated: bool = False) -> _core.Linear:
         tensors = [(number(k), rows, blocks(k, rows, ins, random), 0) for k, rows in zip(kinds, outs, strict=True)]
-        return _core.Linear(tensors, ins, form, threads=threads, gated=gated, isa=isa)
+        return _core.Linear([[tensor] for tensor in tensors], ins, form, threads=threads, gated=gated, isa=isa)
 
     kv, queries = KV_HEADS * HEAD_DIM, HEADS * HEAD_DIM
     ones = np.ones(HIDDEN, np.float32)

@@ -354,7 +354,7 @@ class Scheduler:
         """The blocks that were given back since the last call. All planned steps must have run; discard them before the next one."""
     def next_step(self) -> tuple[int, int] | None:
         """Predicted microseconds of the next step, and the requests whose first step it is; None before enough steps were observed."""
-    def charge_elsewhere(self, tenant: str, us: int) -> None:
+    def charge_external(self, tenant: str, us: int) -> None:
         """Charges a tenant for its service at another engine or model, in microseconds of engine time at weight 1.
 
         Between two of its requests that leave the queue, at most ten seconds are charged. No effect for a tenant without requests so far,
@@ -686,7 +686,7 @@ class Linear:
 
     def __new__(
         cls,
-        tensors: Sequence[_Tensor],
+        tensors: Sequence[Sequence[_Tensor]],
         ins: int,
         dtype: str,
         *,
@@ -697,28 +697,12 @@ class Linear:
     ) -> Linear:
         """Packs matrices [rows, ins] into one layer, stacked by rows or, if `gated`, as interleaved gate and up projections.
 
-        Each tensor is its dtype (float32, float16, bfloat16, or a ggml type's number), its rows, its bytes (or a file and the byte offset
-        in it), and the rows of a head whose rotary halves alternate in the source, else 0. `dtype` is that of the packed weights:
+        Each of `tensors` has one tensor, or that of every expert of a mixture, of one shape and dtype; `bias` has those of the first expert
+        first. A tensor is its dtype (float32, float16, bfloat16, or a ggml type's number), its rows, its bytes (or a file and the byte
+        offset in it), and the rows of a head whose rotary halves alternate in the source, else 0. `dtype` is that of the packed weights:
         float32, float16, bfloat16, kept (each as it is), int16 (each as it is, activations rounded to 16 bits), rounded (to bfloat16,
         activations too), or int8. Products are in fp32, except for the last three. `isa` is one of
         `instruction_sets()`, or 'auto' for the first. Raises ValueError if the tensors cannot be packed or the file ends too early.
-        """
-
-    @staticmethod
-    def experts(
-        tensors: Sequence[Sequence[_Tensor]],
-        ins: int,
-        dtype: str,
-        *,
-        threads: int,
-        bias: NDArray[np.float32] | None = None,
-        gated: bool = False,
-        isa: str = "auto",
-    ) -> Linear:
-        """Packs the layers of all experts of a mixture into one.
-
-        Each of `tensors` has a tensor of every expert, of one shape and dtype. `bias` has those of the first expert first. The rest is as
-        for a single layer.
         """
 
 @final
@@ -825,7 +809,7 @@ class DecoderBlock:
     ) -> DecoderBlock:
         """Creates a mixture of experts, of which `router` chooses `used` for each token by their scores.
 
-        `gate_up_proj` and `down_proj` are made by `Linear.experts`. Scores are the 'softmax' of the router's logits, their 'sigmoid', or
+        `gate_up_proj` and `down_proj` are a `Linear` of all experts. Scores are the 'softmax' of the router's logits, their 'sigmoid', or
         the 'logits', whose weights are the softmax of those that are chosen. `bias` is added to the scores for the choice alone. `groups`
         are a number of groups of experts, and how many of them may be chosen from. Weights are divided by their sum and `normalised`, which
         is a small number, unless it is None, and multiplied by `scale` and by the `expert_scales` of their experts. `clamp` (slope s, limit

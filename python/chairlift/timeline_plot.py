@@ -19,7 +19,7 @@ text { font: 12px system-ui, sans-serif; fill: #5b6168 } .title { font-size: 15p
 def plot(sequences: Sequence[Mapping[str, float]], title: str = "") -> Svg:
     """Draws the seconds in each state of one or several sequences, in the states' order and to one scale, as a self-contained SVG."""
     total = max((sum(states.values()) for states in sequences), default=0.0) or 1.0
-    order = {name: place for place, name in enumerate(STATES)}
+    order = {name: index for index, name in enumerate(STATES)}
     names = sorted({name for states in sequences for name in states if states[name]}, key=lambda name: order.get(name, len(order)))
     parts, y = list[str](), LEFT
     if title:

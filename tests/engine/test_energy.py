@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_sizes import TINY
 
 from chairlift import SamplingParams
 from chairlift.config import EngineConfig
@@ -18,18 +19,6 @@ from chairlift.engine.engine_request import EngineRequest
 from chairlift.errors import InvalidSetting
 from chairlift.outputs import Timeline
 
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 199,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": 7,
-    "tie_word_embeddings": True,
-}
 RANGE = 262_143
 
 
@@ -101,7 +90,7 @@ def test_nvml_reads_the_devices_that_cuda_sees(monkeypatch):
 
 
 def test_the_energy_of_requests_and_idle_energy_sum_to_the_counter(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
     zone, randomness, total = Zone(tmp_path / "powercap" / "intel-rapl:0"), random.Random(1), 0
     size = {"num_kv_blocks": 10, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     meter = f"powercap:{tmp_path / 'powercap'}"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from model_sizes import TINY
 
 from chairlift import SamplingParams, Scheduling, Timeline
 from chairlift.config import EngineConfig
@@ -13,18 +14,6 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.errors import QueueFull
 
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 199,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": 7,
-    "tie_word_embeddings": True,
-}
 NEW = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.5, max_tokens=NEW, ignore_eos=True, seed=5, presence_penalty=0.5)
@@ -34,7 +23,7 @@ PROMPTS = [np.random.default_rng(length).integers(0, 199, length).tolist() for l
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("tiny")
-    (path / "config.json").write_text(json.dumps(SHAPE))
+    (path / "config.json").write_text(json.dumps(TINY))
     return path
 
 

@@ -15,10 +15,10 @@ class Process:
     def __init__(self):
         self.served, self.charged, self.dead = {}, [], False
 
-    async def share_service(self, elsewhere):
+    async def share_service(self, external):
         if self.dead:
             raise EngineDead("killed")
-        self.charged.append(dict(elsewhere))
+        self.charged.append(dict(external))
         served, self.served = self.served, {}
         return served
 
@@ -82,11 +82,11 @@ def test_processes_are_asked_for_as_long_as_the_server_runs(monkeypatch, count):
         asked = asyncio.Event()
 
         class Hanging(Process):
-            async def share_service(self, elsewhere):
+            async def share_service(self, external):
                 await asyncio.Event().wait()
 
         class Asked(Process):
-            async def share_service(self, elsewhere):
+            async def share_service(self, external):
                 asked.set()
                 return {}
 

@@ -4,6 +4,7 @@ import json
 import struct
 
 import pytest
+from model_sizes import TINY
 
 from chairlift import SamplingParams, Scheduling
 from chairlift.config import EngineConfig
@@ -12,15 +13,12 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.outputs import Timeline
 
-SHAPE = {"architectures": ["LlamaForCausalLM"], "vocab_size": 199, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1}
-SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 7}
-
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
     clock = iter(range(1_000_000, 10**9, 1000))  # a millisecond from one look at it to the next
     monkeypatch.setattr("chairlift.engine.clock.now", lambda: next(clock))
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
     settings = {"num_kv_blocks": 20, "block_size": 8, "max_num_seqs": 2, "max_num_batched_tokens": 16}
     return Engine(EngineConfig(model=str(tmp_path), load_format="none", **settings))
 

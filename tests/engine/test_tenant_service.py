@@ -31,7 +31,7 @@ class Scripted:
         served, self.served = self.served, {}
         return served
 
-    def charge_elsewhere(self, service):
+    def charge_external(self, service):
         self.charged.append(dict(service))
 
 

@@ -53,7 +53,7 @@ def as_computed(kind: Kind, blocks: np.ndarray, size: int, together: int) -> np.
     """
 
     def linear(*tensors: tuple[str, int, Any, int], ins: int, gated: bool = False) -> _core.Linear:
-        return _core.Linear(list(tensors), ins, "kept", threads=2, gated=gated)
+        return _core.Linear([[tensor] for tensor in tensors], ins, "kept", threads=2, gated=gated)
 
     units = ("float32", size, np.eye(size, dtype=np.float32).reshape(-1).view(np.uint8), 0)
     ones = np.ones(size, np.float32)
@@ -264,7 +264,7 @@ def test_a_file_that_is_gone_or_too_short_is_refused_before_anything_is_served(t
         weights.take(name, *entry.shape)
     if len(entry.shape) == 2:
         with pytest.raises(ValueError, match="became shorter while it was read"):
-            _core.Linear([weights.part(name, *entry.shape)], entry.shape[1], "kept", threads=2)
+            _core.Linear([[weights.part(name, *entry.shape)]], entry.shape[1], "kept", threads=2)
     with pytest.raises(UnsupportedModel, match="damaged or incomplete"):
         logits(directory)
     path.unlink()

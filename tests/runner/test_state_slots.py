@@ -46,5 +46,5 @@ def test_states_are_copied_after_blocks_and_before_the_pass():
 
 
 def test_a_layout_without_states_has_no_arrays_for_them():
-    assert not {"state_slots", "state_copies", "state_saves"} & Layout(8, 4, 2).places.keys()
+    assert not {"state_slots", "state_copies", "state_saves"} & Layout(8, 4, 2).slices.keys()
     assert len(StepBuffers(Layout(8, 4, 2, state_slots=6)).arrays()["state_saves"]) == 18

@@ -117,7 +117,7 @@ class FakeEngine:
         self.served, served = {}, self.served
         return served
 
-    def charge_elsewhere(self, service):
+    def charge_external(self, service):
         self.charged.append(dict(service))
 
     def save_prefixes(self, seconds):

@@ -1,4 +1,4 @@
-"""The shapes of a small and of a large model, and units of memory."""
+"""The shapes of tiny, small and large models, and units of memory."""
 
 from chairlift.models.config import ModelConfig
 
@@ -12,6 +12,16 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 1000,
+}
+TINY = SMALL | {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+    "eos_token_id": 7,
+    "tie_word_embeddings": True,
 }
 MODEL = ModelConfig.parse(SMALL)
 LARGE_SHAPE = SMALL | {

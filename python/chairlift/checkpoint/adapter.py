@@ -115,10 +115,10 @@ class AdapterFiles:
             matrices.setdefault((int(match[1]), match[2]), {})[match[3]] = name
         if not matrices:
             raise self._unsupported("adapter_model.safetensors has no matrices")
-        return {place: self._update(file, place, names) for place, names in sorted(matrices.items())}
+        return {position: self._update(file, position, names) for position, names in sorted(matrices.items())}
 
-    def _update(self, file: SafetensorsFile, place: tuple[int, str], names: dict[str, str]) -> LowRank:
-        layer, module = place
+    def _update(self, file: SafetensorsFile, position: tuple[int, str], names: dict[str, str]) -> LowRank:
+        layer, module = position
         if names.keys() != {"A", "B"}:
             raise self._unsupported(f"layer {layer} has only one of the two matrices of {module}")
         a, b = (file.tensors[names[which]] for which in "AB")

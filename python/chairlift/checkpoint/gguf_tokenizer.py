@@ -240,9 +240,9 @@ def _role(file: GGUFFile, role: str) -> tuple[str, int] | None:
 
 def _adds(file: GGUFFile, role: str) -> bool:
     """Whether each prompt begins with `bos`, or ends with `eos` or `sep`."""
-    said, model, rules = file.get(f"tokenizer.ggml.add_{role}_token", bool), file.get("tokenizer.ggml.model", str), _rules(file)
-    if said is not None and (role, model) != ("bos", "gemma4"):  # published Gemma 4 files say False, and mean True
-        return said
+    stored, model, rules = file.get(f"tokenizer.ggml.add_{role}_token", bool), file.get("tokenizer.ggml.model", str), _rules(file)
+    if stored is not None and (role, model) != ("bos", "gemma4"):  # published Gemma 4 files say False, and mean True
+        return stored
     usual = {
         "eos": model == "t5",
         "bos": model in ("llama", "bert") or (rules is not None and rules.adds_bos),

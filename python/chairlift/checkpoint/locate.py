@@ -179,12 +179,12 @@ def _gguf(path: Path, cache: Path, progress: Progress, ollama: OllamaFile | None
     identity = hashlib.sha256()
     for file in (path, path.parent / "tokenizer.json"):
         if file.is_file():
-            facts = file.stat()
-            identity.update(f"\0{file}\0{facts.st_size}\0{facts.st_mtime_ns}".encode(errors="surrogateescape"))
-    place = hashlib.sha256(os.fsencode(path))
+            status = file.stat()
+            identity.update(f"\0{file}\0{status.st_size}\0{status.st_mtime_ns}".encode(errors="surrogateescape"))
+    location = hashlib.sha256(os.fsencode(path))
     advice = (ollama.sampling, ollama.stop) if ollama else ()
-    place.update(repr(advice).encode() if advice else b"")  # several models of Ollama's may have the same file
-    name = f"{stem_of(path)}-{place.hexdigest()[:8]}-{_LAYOUT}"
+    location.update(repr(advice).encode() if advice else b"")  # several models of Ollama's may have the same file
+    name = f"{stem_of(path)}-{location.hexdigest()[:8]}-{_LAYOUT}"
     out = _converted(lambda: path, cache, f"{name}-{identity.hexdigest()[:8]}", progress, *advice)
     for other in out.parent.glob(f"{glob.escape(name)}-*"):
         if other != out:

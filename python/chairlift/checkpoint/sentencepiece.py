@@ -133,7 +133,7 @@ def _check_charsmap(charsmap: bytes) -> None:
     if sys.byteorder == "big":
         units.byteswap()
     starts = {at for at, byte in enumerate(texts) if byte & 0xC0 != 0x80}  # of characters in UTF-8
-    for place, unit in enumerate(units):
-        leads_to = unit & 0x7FFFFFFF if unit >> 31 else (place ^ (unit >> 10 << ((unit & 0x200) >> 6))) | 0xFF
+    for index, unit in enumerate(units):
+        leads_to = unit & 0x7FFFFFFF if unit >> 31 else (index ^ (unit >> 10 << ((unit & 0x200) >> 6))) | 0xFF
         if leads_to not in starts if unit >> 31 else leads_to >= len(units):
             raise ValueError("its table of replacements refers to what is not in it")

@@ -18,6 +18,7 @@ from chairlift.bench.client import Target
 from chairlift.bench.figures import Figures, Goodput
 from chairlift.bench.measure import measure, wait_for, wait_until_ready
 from chairlift.bench.record import Record, Run
+from chairlift.bench.text_report import block
 from chairlift.bench.workload import Job
 from chairlift.cli import flags, values
 from chairlift.cli.remote import add_api_key, client_key
@@ -248,6 +249,27 @@ def print_notes(notes: Sequence[str]) -> None:
     """Prints the notes on a run."""
     for note in notes:
         print(f"Note: {note}")
+
+
+def print_figures(args: argparse.Namespace, records: Sequence[Record], rate: float | None = None, limit: int | None = None) -> Figures:
+    """Prints the figures of a run and returns them."""
+    figures = Figures(records, Goodput.parse(args.goodput) if args.goodput else None)
+    names = args.percentile_metrics.split(",")
+    print(block(figures, rate=rate, max_concurrency=limit, names=names, percentiles=args.metric_percentiles))
+    return figures
+
+
+def finish(args: argparse.Namespace, target: Target, run: Run, figures: Figures, load: str, fields: Mapping[str, Any]) -> int:
+    """Prints the notes, writes the files that the flags name, with further `fields`, and returns the exit status."""
+    print_notes(run.notes)
+    if args.save_result or args.save_detailed:
+        save(args, target, load, {**fields, **figures.to_json(args.metric_percentiles), "notes": run.notes}, run.records)
+    if args.report:
+        from chairlift.bench.report.serving import page
+
+        page({target.model: run}, figures.goodput).write(args.report)
+        print(f"Report: {args.report}")
+    return exit_status([figures], run.interrupted)
 
 
 def exit_status(runs: Iterable[Figures], interrupted: bool) -> int:

@@ -8,8 +8,7 @@ from typing import Any
 
 from chairlift.bench import workload
 from chairlift.bench.arrivals import arrivals, describe_gaps, ramp
-from chairlift.bench.figures import Figures, Goodput
-from chairlift.bench.text_report import HEADERS, block
+from chairlift.bench.text_report import HEADERS
 from chairlift.bench.workload import Job
 from chairlift.cli import bench_load, bench_sessions, flags, values
 from chairlift.errors import InvalidSetting
@@ -81,22 +80,11 @@ def run(args: argparse.Namespace) -> int:
     print(f"{len(jobs)} requests to {target.model} at {target.url}{target.endpoint}: {description}")
     result = bench_load.send(args, target, jobs, limit, "requests")
     result.settings = bench_load.settings(args, target, description, result.cpu_share)
-    figures = Figures(result.records, Goodput.parse(args.goodput) if args.goodput else None)
-    names = args.percentile_metrics.split(",")
     rate = None if args.request_rate is None or math.isinf(args.request_rate) else args.request_rate
-    print(block(figures, rate=rate, max_concurrency=limit, names=names, percentiles=args.metric_percentiles))
-    bench_load.print_notes(result.notes)
-    if args.save_result or args.save_detailed:
-        load = {"request_rate": "inf" if rate is None else rate, "max_concurrency": limit}
-        name = f"{load['request_rate']}qps{'' if limit is None else f'-concurrency{limit}'}"
-        document = {**load, **figures.to_json(args.metric_percentiles), "notes": result.notes}
-        bench_load.save(args, target, name, document, result.records)
-    if args.report:
-        from chairlift.bench.report.serving import page
-
-        page({target.model: result}, figures.goodput).write(args.report)
-        print(f"Report: {args.report}")
-    return bench_load.exit_status([figures], result.interrupted)
+    figures = bench_load.print_figures(args, result.records, rate, limit)
+    load = {"request_rate": "inf" if rate is None else rate, "max_concurrency": limit}
+    name = f"{load['request_rate']}qps{'' if limit is None else f'-concurrency{limit}'}"
+    return bench_load.finish(args, target, result, figures, name, load)
 
 
 def _schedule(args: argparse.Namespace, jobs: list[Job]) -> tuple[list[Job], str]:

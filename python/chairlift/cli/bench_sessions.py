@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from chairlift.bench.figures import Figures, Goodput
 from chairlift.bench.measure import measure_sessions
 from chairlift.bench.session_load import SessionRecord, session_figures
 from chairlift.bench.sessions import read_sessions
-from chairlift.bench.text_report import WIDTH, block
+from chairlift.bench.text_report import WIDTH
 from chairlift.cli import bench_load, flags, values
 
 USERS = 8
@@ -64,29 +63,17 @@ def run(args: argparse.Namespace) -> int:
     progress = "requests" if not args.disable_tqdm and sys.stderr.isatty() else None
     load = {"longest_think": think, "duration": args.duration, "seed": args.seed, "warmups": args.num_warmups}
     result, replays = measure_sessions(target, sessions, users, **load, progress=progress)
-    figures = Figures(result.records, Goodput.parse(args.goodput) if args.goodput else None)
-    names = args.percentile_metrics.split(",")
-    print(block(figures, rate=None, max_concurrency=None, names=names, percentiles=args.metric_percentiles))
+    arrivals = f"{users} users in a closed loop, gaps of at most {think:g} s"
+    result.settings = bench_load.settings(args, target, arrivals, result.cpu_share) | {"requests": f"sessions of {args.sessions}"}
+    figures = bench_load.print_figures(args, result.records)
     print(_block(replays, figures.duration))
-    bench_load.print_notes(result.notes)
-    if args.save_result or args.save_detailed:
-        document = {
-            "users": users,
-            "max_think_time": think,
-            **session_figures(replays, figures.duration),
-            **figures.to_json(args.metric_percentiles),
-            "replays": [replay.to_json() for replay in replays],
-            "notes": result.notes,
-        }
-        bench_load.save(args, target, f"sessions-{users}users", document, result.records)
-    if args.report:
-        from chairlift.bench.report.serving import page
-
-        arrivals = f"{users} users in a closed loop, gaps of at most {think:g} s"
-        result.settings = bench_load.settings(args, target, arrivals, result.cpu_share) | {"requests": f"sessions of {args.sessions}"}
-        page({target.model: result}, figures.goodput).write(args.report)
-        print(f"Report: {args.report}")
-    return bench_load.exit_status([figures], result.interrupted)
+    fields = {
+        "users": users,
+        "max_think_time": think,
+        **session_figures(replays, figures.duration),
+        "replays": [replay.to_json() for replay in replays],
+    }
+    return bench_load.finish(args, target, result, figures, f"sessions-{users}users", fields)
 
 
 def _block(replays: list[SessionRecord], duration: float) -> str:

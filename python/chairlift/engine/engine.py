@@ -259,10 +259,10 @@ class Engine:
         """See `Scheduler.take_service`."""
         return self._scheduler.take_service()
 
-    def charge_elsewhere(self, service: Mapping[str, int]) -> None:
-        """Charges tenants for service other than tokens of this engine: see `Scheduler.charge_elsewhere`."""
+    def charge_external(self, service: Mapping[str, int]) -> None:
+        """Charges tenants for service other than tokens of this engine: see `Scheduler.charge_external`."""
         for tenant, us in service.items():
-            self._scheduler.charge_elsewhere(tenant, us)
+            self._scheduler.charge_external(tenant, us)
 
     def set_priority(self, tag: int, priority: int) -> None:
         """Moves a sequence that has not ended to another class."""
@@ -299,7 +299,7 @@ class Engine:
             raise
         # Commit.
         outputs = self._steps.commit(sampled)
-        self.charge_elsewhere(self._mask_time.take())
+        self.charge_external(self._mask_time.take())
         self._discard_blocks()
         if self._disk_cache is not None:
             self._disk_cache.write_some()

@@ -159,7 +159,7 @@ class EngineProcess:
         finally:
             del self._unloading[number]
 
-    async def share_service(self, elsewhere: Mapping[str, int]) -> dict[str, int]:
+    async def share_service(self, external: Mapping[str, int]) -> dict[str, int]:
         """Charges tenants for their service in other processes. Returns their service in this one since the last call.
 
         Service is in microseconds of engine time divided by the tenant's weight. The first call returns nothing, and so does a process
@@ -169,7 +169,7 @@ class EngineProcess:
             return {}
         shared: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
         self._sharing.append(shared)
-        self.write(0, ShareService(dict(elsewhere)))
+        self.write(0, ShareService(dict(external)))
         return await shared
 
     def write(self, number: int, frame: Frame) -> None:

@@ -165,7 +165,7 @@ class ShareService:
     The reply is `ServiceShared`.
     """
 
-    elsewhere: dict[str, int]
+    external: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ LEAST_SECONDS = 1e-3
 
 
 class MaskTime:
-    """What is not charged yet, by tenant, divided by the weights as `Scheduler.charge_elsewhere` takes it."""
+    """What is not charged yet, by tenant, divided by the weights as `Scheduler.charge_external` takes it."""
 
     def __init__(self, tenant_weights: Mapping[str, int], tier_weights: Mapping[str, int]) -> None:
         self._tenant_weights, self._tier_weights = tenant_weights, tier_weights

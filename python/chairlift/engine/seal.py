@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from chairlift.engine.frames import BadFrame
 
-KEY_BYTES = 32
 TAG_BYTES = 16
 _NUMBER = struct.Struct(">Q")
 

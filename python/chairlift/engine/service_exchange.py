@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from chairlift.engine.background import in_background
+from chairlift.engine.background import cancel, in_background
 from chairlift.errors import ChairliftError
 
 INTERVAL = 0.25
@@ -18,7 +18,7 @@ INTERVAL = 0.25
 class _Process(Protocol):
     """The part of an engine process that is needed here."""
 
-    async def share_service(self, elsewhere: Mapping[str, int]) -> dict[str, int]:
+    async def share_service(self, external: Mapping[str, int]) -> dict[str, int]:
         """See `EngineProcess.share_service`."""
 
 
@@ -29,37 +29,34 @@ class ServiceExchange:
     """
 
     def __init__(self) -> None:
-        self._elsewhere: dict[_Process, Counter[str]] = {}
+        self._external: dict[_Process, Counter[str]] = {}
         self._asking: dict[_Process, asyncio.Task[None]] = {}
 
     def use(self, processes: Iterable[_Process]) -> None:
         """Exchanges service between these from now on, and forgets all others."""
-        self._elsewhere = {process: self._elsewhere.get(process, Counter()) for process in processes}
+        self._external = {process: self._external.get(process, Counter()) for process in processes}
 
     def ask_all(self) -> None:
         """Begins to ask all processes, if there are several. One that has not answered yet is not asked again, and delays no other."""
-        for process in self._elsewhere if len(self._elsewhere) > 1 else ():
+        for process in self._external if len(self._external) > 1 else ():
             if process not in self._asking:
                 self._asking[process] = task = asyncio.create_task(self.ask(process))
                 task.add_done_callback(lambda _, process=process: self._asking.pop(process))  # type: ignore[misc]
 
     async def close(self) -> None:
         """Asks no more."""
-        tasks = list(self._asking.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(self._asking.values())
 
     async def ask(self, process: _Process) -> None:
         """Tells a process the service in the others since the last call, and notes its own for them."""
-        charged, self._elsewhere[process] = self._elsewhere[process], Counter()
+        charged, self._external[process] = self._external[process], Counter()
         try:
             service = await process.share_service(charged)
         except ChairliftError:
             return
-        for other, elsewhere in self._elsewhere.items():
+        for other, external in self._external.items():
             if other is not process:
-                elsewhere.update(service)
+                external.update(service)
 
 
 @asynccontextmanager

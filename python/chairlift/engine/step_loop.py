@@ -139,8 +139,8 @@ class StepLoop:
         match frame:
             case Stop():
                 return False
-            case ShareService(elsewhere):
-                service = self._tenants.exchange(self._live_engines(), elsewhere)
+            case ShareService(external):
+                service = self._tenants.exchange(self._live_engines(), external)
                 self._send(ServiceShared(service), number)
             case Load():
                 self._loading[number] = frame

@@ -49,7 +49,7 @@ class Stream(Request):
         self.on_computed: Callable[[], None] | None = None
         """Called when an engine has computed the prompt, or the request has ended there."""
         self.answered = False
-        """Whether the answer came from elsewhere, so that closing the request is no abort."""
+        """Whether the answer came from another engine, so that closing the request is no abort."""
         self._news = False
         self._more = False
         """Whether the last increments left tokens."""

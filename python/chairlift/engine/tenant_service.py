@@ -1,6 +1,6 @@
 """Tenants' service, told between the engines of a process and to its parent, so that a tenant has one share of all engines.
 
-The schedulers charge each tenant for its service at the others: see `Scheduler.charge_elsewhere`.
+The schedulers charge each tenant for its service at the others: see `Scheduler.charge_external`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Engine(Protocol):
     def take_service(self) -> dict[str, int]:
         """The service of each tenant since the last call, in microseconds of engine time divided by the tenant's weight."""
 
-    def charge_elsewhere(self, service: Mapping[str, int]) -> None:
+    def charge_external(self, service: Mapping[str, int]) -> None:
         """Charges tenants for their service at other engines."""
 
 
@@ -36,23 +36,23 @@ class TenantService:
             self._due = now + SHARE_US
             self._share(list(engines))
 
-    def exchange(self, engines: Iterable[_Engine], elsewhere: Mapping[str, int]) -> dict[str, int]:
+    def exchange(self, engines: Iterable[_Engine], external: Mapping[str, int]) -> dict[str, int]:
         """Charges the engines for service in other processes. Returns the service here since the last call; nothing at the first."""
         engines = list(engines)
         self._share(engines)
         for engine in engines:
-            engine.charge_elsewhere(elsewhere)
+            engine.charge_external(external)
         told, self._for_parent = self._for_parent, Counter()
         return dict(told or {})
 
     def _share(self, engines: list[_Engine]) -> None:
         taken = [engine.take_service() for engine in engines]
         for at, engine in enumerate(engines):
-            elsewhere: Counter[str] = Counter()
+            external: Counter[str] = Counter()
             for other in taken[:at] + taken[at + 1 :]:
-                elsewhere.update(other)
-            if elsewhere:
-                engine.charge_elsewhere(elsewhere)
+                external.update(other)
+            if external:
+                engine.charge_external(external)
         if self._for_parent is not None:
             for service in taken:
                 self._for_parent.update(service)

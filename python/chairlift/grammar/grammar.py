@@ -55,8 +55,8 @@ class Matcher:
     `mask` and `accept` raise InvalidRequest if the grammar has become too complex or has taken too much time.
     """
 
-    def __init__(self, place: LLMatcher, usage: GrammarUsage, charge: Charge | None = None) -> None:
-        self._place, self._usage, self._charge = place, usage, charge
+    def __init__(self, matcher: LLMatcher, usage: GrammarUsage, charge: Charge | None = None) -> None:
+        self._matcher, self._usage, self._charge = matcher, usage, charge
 
     def mask(self, bitmask: np.ndarray, index: int) -> None:
         """Sets the bits of the tokens that the grammar allows next. After the grammar's end only end-of-sequence tokens are allowed.
@@ -65,36 +65,36 @@ class Matcher:
         """
         self._usage.check()
         row, before = bitmask[index], self._usage.spent
-        self._usage.grow(self._place.unsafe_compute_mask_ptr, row.ctypes.data, row.nbytes)
+        self._usage.grow(self._matcher.unsafe_compute_mask_ptr, row.ctypes.data, row.nbytes)
         if self._charge is not None:
             self._charge(self._usage.spent - before)
-        check(self._place, self._usage)
+        check(self._matcher, self._usage)
 
     def accept(self, token: int) -> None:
         """Advances by one token. Raises ValueError if the grammar does not allow it."""
         self._usage.check()
-        self._usage.call(self._place.consume_token, token)
-        check(self._place, self._usage)
+        self._usage.call(self._matcher.consume_token, token)
+        check(self._matcher, self._usage)
 
     def forced(self) -> list[int]:
         """The tokens that must come next, one after the other; none if there is a choice, or no time."""
-        tokens: list[int] = [] if self._usage.exhausted else self._usage.call(self._place.compute_ff_tokens)
+        tokens: list[int] = [] if self._usage.exhausted else self._usage.call(self._matcher.compute_ff_tokens)
         return tokens
 
     def allows(self, tokens: Sequence[int]) -> bool:
         """Whether these tokens may come next, one after the other."""
-        return bool(self._usage.call(self._place.validate_tokens, list(tokens)) == len(tokens))
+        return bool(self._usage.call(self._matcher.validate_tokens, list(tokens)) == len(tokens))
 
     def copy(self) -> Matcher:
         """Another matcher at the same position."""
-        return Matcher(self._place.deep_copy(), self._usage, self._charge)
+        return Matcher(self._matcher.deep_copy(), self._usage, self._charge)
 
 
-def check(place: LLMatcher, usage: GrammarUsage) -> None:
+def check(matcher: LLMatcher, usage: GrammarUsage) -> None:
     """Raises ValueError if a matcher has failed; InvalidRequest with the code `grammar_too_complex` if it has reached a limit."""
-    if not place.is_error():
+    if not matcher.is_error():
         return
-    message = place.get_error().removesuffix("<non-verbose/>").strip()
+    message = matcher.get_error().removesuffix("<non-verbose/>").strip()
     usage.broken = usage.broken or message.startswith("lexer error")
     if not LIMIT_REACHED.match(message):
         raise ValueError(message)

@@ -98,13 +98,13 @@ class TransformersModel:
                 scales=scales,
             ).unsqueeze(0)
 
-        self._said = self._run(step.input_ids, step.positions, **{ATTENTION: attend})
-        hidden: torch.Tensor = self._said.last_hidden_state[0]
+        self._output = self._run(step.input_ids, step.positions, **{ATTENTION: attend})
+        hidden: torch.Tensor = self._output.last_hidden_state[0]
         return hidden
 
     def logits(self, hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Returns logits [N, vocabulary] at token positions `at` [N] of a step's hidden states."""
-        self._said = type(self._said)(last_hidden_state=hidden[at].unsqueeze(0))
+        self._output = type(self._output)(last_hidden_state=hidden[at].unsqueeze(0))
         logits: torch.Tensor = self.model(input_ids=at.unsqueeze(0), use_cache=False).logits[0]
         return logits
 
@@ -112,10 +112,10 @@ class TransformersModel:
         """Returns the logits [T, vocabulary] of one whole sequence [T], computed with transformers' attention."""
         self.model.set_attn_implementation("eager")
         try:
-            self._said = self._run(ids, torch.arange(len(ids), device=ids.device))
+            self._output = self._run(ids, torch.arange(len(ids), device=ids.device))
         finally:
             self.model.set_attn_implementation(ATTENTION)
-        return self.logits(self._said.last_hidden_state[0], torch.arange(len(ids), device=ids.device))
+        return self.logits(self._output.last_hidden_state[0], torch.arange(len(ids), device=ids.device))
 
     @contextlib.contextmanager
     def narrowed(self, window: int) -> Iterator[None]:
@@ -138,7 +138,7 @@ class TransformersModel:
         return self._decode(input_ids=ids.long().unsqueeze(0), position_ids=positions.long().unsqueeze(0), use_cache=False, **more)
 
     def _repeat(self, *_: Any, **__: Any) -> Any:
-        return self._said
+        return self._output
 
 
 def _loaded(config: TransformersConfig, directory: Path, dtype: torch.dtype, device: torch.device) -> Any:

@@ -31,7 +31,7 @@ class StepSizes(NamedTuple):
 class Layout:
     """Offsets of a step's arrays in one allocation of `size` int32, for up to T tokens of S sequences with B blocks each.
 
-    `places` has a slice per array, in memory order. The list of block table writes comes last, because most steps use little of it, and
+    `slices` has a slice per array, in memory order. The list of block table writes comes last, because most steps use little of it, and
     exists only if the device has a copy of the block tables. The arrays of recurrent states exist only if there are `state_slots`.
     """
 
@@ -52,10 +52,10 @@ class Layout:
             lengths |= {"state_slots": max_seqs, "state_copies": 2 * max_seqs, "state_saves": 3 * state_slots}
         if table_writes:
             lengths["table_writes"] = 2 * max_seqs * max_blocks
-        self.places: dict[str, slice] = {}
+        self.slices: dict[str, slice] = {}
         self.size = 0
         for name, length in lengths.items():
-            self.places[name] = slice(self.size, self.size + length)
+            self.slices[name] = slice(self.size, self.size + length)
             self.size += -(-length // ALIGNMENT) * ALIGNMENT
 
 
@@ -100,15 +100,15 @@ class StepBuffers:
         """
         self.index, self.num_state_saves = index, 0
         self._packed = np.zeros(layout.size, dtype=np.int32) if packed is None else packed
-        self._places = layout.places
-        for name, place in layout.places.items():
-            setattr(self, name, self._packed[place])
+        self._slices = layout.slices
+        for name, part in layout.slices.items():
+            setattr(self, name, self._packed[part])
         shape = layout.max_seqs, layout.max_blocks
         self.block_tables = np.zeros(shape, dtype=np.int32) if block_tables is None else block_tables
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays by name, for the scheduler."""
-        return {name: self._packed[place] for name, place in self._places.items()} | {"block_tables": self.block_tables}
+        return {name: self._packed[part] for name, part in self._slices.items()} | {"block_tables": self.block_tables}
 
 
 class Sampled(NamedTuple):

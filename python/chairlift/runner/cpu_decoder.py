@@ -202,7 +202,7 @@ class _Builder:
         choice_bias = self.vector(prefix + names.choice_bias, experts.count) if names.choice_bias and experts.biased else None
         return _core.DecoderBlock.mixture(
             norm=self.mlp_norm(prefix),
-            router=_core.Linear([router], hidden, "float32", threads=self.threads, bias=bias, isa=self.isa),
+            router=_core.Linear([[router]], hidden, "float32", threads=self.threads, bias=bias, isa=self.isa),
             gate_up_proj=gate_up_proj,
             down_proj=self.pack([downs], f"{prefix}experts", experts.inner, biases[1]),
             scores=names.scores.value,
@@ -275,7 +275,7 @@ class _Builder:
     def pack(self, parts: list[list[Part]], names: str, ins: int, biases: np.ndarray | None = None, gated: bool = False) -> _core.Linear:
         """Packs matrices of the same input, each of which is one of every expert or a single one."""
         try:
-            packed = _core.Linear.experts(parts, ins, self.dtype, threads=self.threads, bias=biases, gated=gated, isa=self.isa)
+            packed = _core.Linear(parts, ins, self.dtype, threads=self.threads, bias=biases, gated=gated, isa=self.isa)
         except ValueError as error:
             raise UnsupportedModel(f"{names}: {error}") from None
         self.weights.release()

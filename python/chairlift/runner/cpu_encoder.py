@@ -112,7 +112,7 @@ class _Builder:
             name = f"dense.{number}" if directory is None else "linear"
             part = weights.part(f"{name}.weight", layer.outs, layer.ins)
             bias = as_float32(weights.take(f"{name}.bias", layer.outs)) if layer.bias else None
-            layers.append((_core.Linear([part], layer.ins, "kept", threads=1, bias=bias, isa=self.isa), layer.activation))
+            layers.append((_core.Linear([[part]], layer.ins, "kept", threads=1, bias=bias, isa=self.isa), layer.activation))
         return layers
 
     def prefix(self, index: int) -> str:
@@ -153,6 +153,6 @@ class _Builder:
         parts = [self.weights.part(f"{name}.weight", size, ins) for name, size in sizes.items()]
         biases = np.concatenate([as_float32(self.weights.take(f"{name}.bias", size)) for name, size in sizes.items()]) if bias else None
         try:
-            return _core.Linear(parts, ins, self.dtype, threads=self.threads, bias=biases, gated=gated, isa=self.isa)
+            return _core.Linear([[part] for part in parts], ins, self.dtype, threads=self.threads, bias=biases, gated=gated, isa=self.isa)
         except ValueError as error:
             raise UnsupportedModel(f"{', '.join(names)}: {error}") from None

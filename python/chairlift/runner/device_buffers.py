@@ -26,13 +26,13 @@ class DeviceBuffers:
         for buffers in self.host:
             buffers.on_device = self
         self._packed = torch.zeros(layout.size, dtype=torch.int32, device=device)
-        parts = {name: self._packed[place] for name, place in layout.places.items()}
+        parts = {name: self._packed[part] for name, part in layout.slices.items()}
         self.input_ids, self.positions, self.slot_mapping = parts["input_ids"], parts["positions"], parts["slot_mapping"]
         self.query_starts, self.context_lens, self.batch_slots = parts["query_starts"], parts["context_lens"], parts["batch_slots"]
         self.sample_at, self.sample_slots = parts["sample_at"], parts["sample_slots"]
         self.block_tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
         """By batch slot; persists from step to step."""
-        self._writes_at = layout.places["table_writes"].start
+        self._writes_at = layout.slices["table_writes"].start
         self._last_load = 0, 0
 
     def pad(self, buffer_index: int, num_seqs: int, num_samples: int, size: int) -> None:

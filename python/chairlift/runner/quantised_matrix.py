@@ -109,8 +109,8 @@ def _integers(words: Array) -> Bytes:
 def _awq_columns(integers: Bytes) -> Bytes:
     """Undoes AWQ's order of columns."""
     ordered = np.empty_like(integers)
-    for place, column in enumerate(AWQ_ORDER):
-        ordered[:, column::8] = integers[:, place::8]
+    for index, column in enumerate(AWQ_ORDER):
+        ordered[:, column::8] = integers[:, index::8]
     return ordered
 
 
@@ -120,8 +120,8 @@ def _awq_pairs(words: Array) -> Bytes:
     # The two integers of a byte are of different rows.
     rows = (first & 15) | (second << 4), (first >> 4) | (second & 240)
     pairs = np.empty((8 * words.shape[1], len(words) // 2), np.uint8)
-    for place, row in enumerate(AWQ_ORDER):
-        pairs[row::8] = rows[place % 2][:, place // 2 :: 4].T
+    for index, row in enumerate(AWQ_ORDER):
+        pairs[row::8] = rows[index % 2][:, index // 2 :: 4].T
     return pairs
 
 

@@ -193,8 +193,8 @@ def _file_keys(file: str) -> list[tuple[str, str, Tenant]]:
         tables = tomllib.loads(read_text(flag, file))
     except tomllib.TOMLDecodeError as error:
         # The parser's message may quote a key; only its position is safe to show.
-        place = re.search(r" \(at [^()]*\)$", str(error))
-        raise InvalidSetting(f'{flag}: it is not TOML{place[0] if place else ""}; write [NAME] and below it key = "..."') from None
+        position = re.search(r" \(at [^()]*\)$", str(error))
+        raise InvalidSetting(f'{flag}: it is not TOML{position[0] if position else ""}; write [NAME] and below it key = "..."') from None
     if not tables:
         raise InvalidSetting(f'{flag}: it has no keys; write [NAME] and below it key = "..."')
     return [(where, key, tenant) for name, table in tables.items() for where, key, tenant in _tenant_keys(flag, name, table)]

@@ -159,9 +159,9 @@ def _end(result: VariantResult, first: VariantResult, top: float, floor: float, 
 def _outline(heights: NDArray[np.float64], floor: float) -> str:
     """The path of an area over the whole width, with points only where the height changes."""
     path, before = f"M{LEFT} {floor:.1f}", f"{floor:.1f}"
-    for place, height in enumerate(heights.tolist()):
+    for column, height in enumerate(heights.tolist()):
         if (level := f"{floor - height:.1f}") != before:
-            path, before = f"{path}H{LEFT + place}V{level}", level
+            path, before = f"{path}H{LEFT + column}V{level}", level
     return f"{path}H{LEFT + len(heights)}V{floor:.1f}Z"
 
 

@@ -147,21 +147,21 @@ def choices_by_token(tokens: list[int], listed: list[dict[str, Any]]) -> list[Ch
     def align(tokens: list[int], numbers: list[int]) -> list[int | None]:
         left = iter(numbers)
         number = next(left, None)
-        places: list[int | None] = []
+        indices: list[int | None] = []
         for token in tokens:
             fits = number is not None and listed[number]["id"] == token
-            places.append(number if fits else None)
+            indices.append(number if fits else None)
             number = next(left, None) if fits else number
-        return places
+        return indices
 
     numbers = list(range(len(listed)))
     forward, backward = align(tokens, numbers), align(tokens[::-1], numbers[::-1])[::-1]
     found: list[Choices] = []
-    for token, place, other in zip(tokens, forward, backward, strict=True):
-        if place is None or place != other:
+    for token, index, other in zip(tokens, forward, backward, strict=True):
+        if index is None or index != other:
             found.append([(token, math.nan)])
         else:
-            found.append([(one["id"], one["logprob"]) for one in listed[place]["top_logprobs"]])
+            found.append([(one["id"], one["logprob"]) for one in listed[index]["top_logprobs"]])
     return found
 
 

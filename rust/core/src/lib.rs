@@ -28,7 +28,7 @@ pub use drafts::{CORPUS_BYTES_PER_TOKEN, DraftLengths, DraftStats, Drafter};
 pub use error::{ConfigError, Rejected};
 pub use journal::{Arrival, Call, EndedRequest, Event, Follower, JournalError, ParsedJournal, Recorder, Replayed, STOP, Sampled, Timing};
 pub use ledger::{
-    Counters, MAX_CHARGED_ELSEWHERE, Occupancy, QueuePosition, Rule, ServedBefore, SlotSeen, Snapshot, Stats, StepSeen, Timeline,
+    Counters, MAX_CHARGED_EXTERNAL, Occupancy, QueuePosition, Rule, ServedBefore, SlotSeen, Snapshot, Stats, StepSeen, Timeline,
     TimelineState, Usage, WaitSeen,
 };
 pub use machine::{Arbiter, Chosen, EngineView, KvBudget, MAX_LEAD, MAX_WAIT, Router, RouterRequest, Routing};

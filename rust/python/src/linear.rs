@@ -38,24 +38,6 @@ impl Linear {
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
-        tensors: Vec<TensorArgs<'_>>,
-        ins: usize,
-        dtype: &str,
-        threads: usize,
-        bias: Option<PyBuffer<f32>>,
-        gated: bool,
-        isa: &str,
-    ) -> PyResult<Self> {
-        let experts: Vec<_> = tensors.into_iter().map(|tensor| vec![tensor]).collect();
-        Self::experts(py, experts, ins, dtype, threads, bias, gated, isa)
-    }
-
-    /// Packs a layer of all experts of a mixture.
-    #[staticmethod]
-    #[pyo3(signature = (tensors, ins, dtype, *, threads, bias=None, gated=false, isa="auto"))]
-    #[allow(clippy::too_many_arguments)]
-    fn experts(
-        py: Python<'_>,
         tensors: Vec<Vec<TensorArgs<'_>>>,
         ins: usize,
         dtype: &str,

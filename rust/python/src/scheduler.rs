@@ -256,8 +256,8 @@ impl Scheduler {
         Ok(self.lock()?.core.next_step())
     }
 
-    fn charge_elsewhere(&self, tenant: &str, us: core::Time) -> PyResult<()> {
-        self.lock()?.core.charge_elsewhere(tenant, us);
+    fn charge_external(&self, tenant: &str, us: core::Time) -> PyResult<()> {
+        self.lock()?.core.charge_external(tenant, us);
         Ok(())
     }
 

@@ -20,7 +20,7 @@ pub(crate) struct Fleet {
     /// Whether requests share prefixes, and there is more than one engine to choose from.
     shares_prefixes: bool,
     /// The tenants' service at the other engines, which each engine gets at the next exchange.
-    elsewhere: Vec<Vec<(Arc<str>, Time)>>,
+    external: Vec<Vec<(Arc<str>, Time)>>,
     /// When engines exchange service next. `None` if they never do.
     exchange_at: Option<Time>,
 }
@@ -40,7 +40,7 @@ impl Fleet {
             coming: HashMap::new(),
             block_size: config.block_size,
             shares_prefixes,
-            elsewhere: vec![Vec::new(); engines.len()],
+            external: vec![Vec::new(); engines.len()],
             engines,
             exchange_at: exchanges.then_some(EXCHANGE_INTERVAL),
         })
@@ -132,11 +132,11 @@ impl Fleet {
     fn exchange(&mut self) {
         let taken: Vec<_> = self.engines.iter_mut().map(|engine| engine.scheduler().take_service()).collect();
         for (number, engine) in self.engines.iter_mut().enumerate() {
-            for (tenant, us) in self.elsewhere[number].drain(..) {
-                engine.scheduler().charge_elsewhere(&tenant, us);
+            for (tenant, us) in self.external[number].drain(..) {
+                engine.scheduler().charge_external(&tenant, us);
             }
             let others = taken.iter().enumerate().filter(|&(other, _)| other != number);
-            self.elsewhere[number].extend(others.flat_map(|(_, service)| service.iter().cloned()));
+            self.external[number].extend(others.flat_map(|(_, service)| service.iter().cloned()));
         }
     }
 }
@@ -232,20 +232,20 @@ mod tests {
     /// What tenants' service may differ by, divided by their weights: the bound of the engine that has both tenants, and
     /// what the other engines give in two intervals and a step, which is this part of an engine's time in all. Under
     /// `fair` also a fiftieth of the time, in which sequences are computed again: engines compare time, not tokens.
-    fn bound(elsewhere: f64, policy: &'static dyn Policy) -> f64 {
+    fn bound(external: f64, policy: &'static dyn Policy) -> f64 {
         let again = if policy.name() == "fair" { 100.0 / 50.0 } else { 0.0 };
-        ONE_ENGINE + RATE * (elsewhere * (2.0 * EXCHANGE_INTERVAL as f64 / 1e6 + STEP) + again)
+        ONE_ENGINE + RATE * (external * (2.0 * EXCHANGE_INTERVAL as f64 / 1e6 + STEP) + again)
     }
 
     #[test]
     fn tenants_of_which_one_uses_a_single_engine_get_equal_service_for_their_weights() {
-        for (weight, elsewhere) in [(1, 0.2), (3, 0.2), (3, 0.9)] {
+        for (weight, external) in [(1, 0.2), (3, 0.2), (3, 0.9)] {
             for (open_ended, policy) in [(false, &Fair as &dyn Policy), (true, &Vtc)] {
                 let x = Tenant { name: "x", weight: 1, load: [2.0, 0.0, 0.0, 0.0] };
-                let y = Tenant { name: "y", weight, load: [2.0, elsewhere, elsewhere, elsewhere] };
+                let y = Tenant { name: "y", weight, load: [2.0, external, external, external] };
                 let (least, most) = differences(&[x, y], open_ended, policy);
-                let bound = bound(3.0 * elsewhere, policy);
-                println!("weight {weight}, {elsewhere}, open {open_ended}, {policy:?}: {least:.0} to {most:.0}, bound {bound:.0}");
+                let bound = bound(3.0 * external, policy);
+                println!("weight {weight}, {external}, open {open_ended}, {policy:?}: {least:.0} to {most:.0}, bound {bound:.0}");
                 assert!(-bound <= least && most <= bound, "weight {weight}: {least:.0} to {most:.0}, bound {bound:.0}");
             }
         }

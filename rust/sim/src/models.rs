@@ -126,7 +126,7 @@ impl Turns {
         for (model, engine) in self.engines.iter_mut().enumerate() {
             for (_, service) in taken.iter().enumerate().filter(|&(other, _)| other != model) {
                 for (tenant, us) in service {
-                    engine.scheduler().charge_elsewhere(tenant, *us);
+                    engine.scheduler().charge_external(tenant, *us);
                 }
             }
         }

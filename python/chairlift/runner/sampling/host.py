@@ -142,7 +142,7 @@ class Penalties:
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         self.repetition, self.presence, self.frequency = map(np.float32, penalties)
         distinct, inverse = np.unique(tokens, return_inverse=True)
-        self.places = {token: place for place, token in enumerate(distinct.tolist())}
+        self.columns = {token: column for column, token in enumerate(distinct.tolist())}
         self.distinct = distinct.astype(np.int64)
         self.counts = np.bincount(inverse[prompt_len:], minlength=len(distinct)).astype(np.float32)
 
@@ -155,8 +155,8 @@ class Penalties:
 
     def add(self, token: int) -> None:
         """Counts the next token of the output."""
-        place = self.places.setdefault(token, len(self.places))
-        if place == len(self.distinct):
+        column = self.columns.setdefault(token, len(self.columns))
+        if column == len(self.distinct):
             self.distinct = np.append(self.distinct, token)
             self.counts = np.append(self.counts, np.float32(0))
-        self.counts[place] += 1
+        self.counts[column] += 1

@@ -83,20 +83,20 @@ def _reason(earlier: Found, now: PromptOfTurn, shared: int, before: array[int], 
     answer = turn.answers.get(earlier.choice)
     if answer is None or shared < len(turn.prompt) - turn.anchor.tail:
         return MissReason.TEMPLATE, _field_with(_text(before, shared, tokenizer), now.conversation)
-    place = f"messages[{_num_messages(turn.parts)}]."
-    returned = [(name.removeprefix(place), digest) for name, digest in now.parts if name.startswith(place)]
+    prefix = f"messages[{_num_messages(turn.parts)}]."
+    returned = [(name.removeprefix(prefix), digest) for name, digest in now.parts if name.startswith(prefix)]
     if dict(returned).get("role") != dict(answer.parts)["role"]:
-        return MissReason.HISTORY, f"{place}role"
+        return MissReason.HISTORY, f"{prefix}role"
     field = first_difference(answer.parts, returned)
     if field is not None:
         dropped = field == "reasoning" and field not in dict(returned)
-        return MissReason.REASONING if dropped else MissReason.HISTORY, place + field
+        return MissReason.REASONING if dropped else MissReason.HISTORY, prefix + field
     fields = dict(answer.parts)
     calls = "tool_calls[0].name" in fields
     # The template writes the arguments of calls in its own form.
     if (calls and "reasoning" not in fields) or _same_text(before, now.tokens, shared, tokenizer):
-        return MissReason.TOKENS, f"{place}{'tool_calls' if calls else 'content'}"
-    return MissReason.TEMPLATE, f"{place}{'reasoning' if 'reasoning' in fields else 'content'}"
+        return MissReason.TOKENS, f"{prefix}{'tool_calls' if calls else 'content'}"
+    return MissReason.TEMPLATE, f"{prefix}{'reasoning' if 'reasoning' in fields else 'content'}"
 
 
 def first_difference(before: Sequence[Part], now: Sequence[Part]) -> str | None:

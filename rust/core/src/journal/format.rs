@@ -47,7 +47,7 @@ pub(crate) enum Kind {
     /// Time, names of the full blocks of a prefix whose KV was read from storage.
     Restore = 12,
     /// Tenant, microseconds of its service at other engines.
-    Elsewhere = 13,
+    ExternalService = 13,
     /// Time, most blocks that may have memory.
     BlockLimit = 14,
     /// The next added request is resumed: tokens of its answer so far. The names of its blocks include these tokens.
@@ -85,7 +85,7 @@ impl Kind {
         Self::ForkAt,
         Self::SetPriority,
         Self::Restore,
-        Self::Elsewhere,
+        Self::ExternalService,
         Self::BlockLimit,
         Self::Resumed,
         Self::Open,

@@ -55,8 +55,8 @@ pub enum Call {
         /// The reason that the caller gave.
         reason: FinishReason,
     },
-    /// A tenant was charged for service elsewhere.
-    ChargeElsewhere {
+    /// A tenant was charged for its service at other engines.
+    ChargeExternal {
         /// The tenant.
         tenant: Arc<str>,
         /// Microseconds of engine time.
@@ -249,7 +249,7 @@ impl ParsedJournal {
             self.step_model = Some(coefficients);
             return Some(());
         }
-        if !matches!(kind, Kind::Draft | Kind::Elsewhere) {
+        if !matches!(kind, Kind::Draft | Kind::ExternalService) {
             progress.now = progress.now.wrapping_add(reader.number()?);
         }
         if kind == Kind::Ended {
@@ -301,7 +301,7 @@ impl ParsedJournal {
                 let count = reader.number()?;
                 Call::Restore((0..count).map(|_| reader.word()).collect::<Option<_>>()?)
             }
-            Kind::Elsewhere => Call::ChargeElsewhere { tenant: reader.text()?.into(), us: reader.number()? },
+            Kind::ExternalService => Call::ChargeExternal { tenant: reader.text()?.into(), us: reader.number()? },
             Kind::Session => {
                 let (tenant, session) = (reader.text()?.into(), reader.text()?.into());
                 let event = SessionEvent::NAMES.get(usize::try_from(reader.number()?).ok()?)?.0;
@@ -517,7 +517,7 @@ mod tests {
             }
             14 => {
                 let most = 1 << dice.roll(63);
-                journal.note(Kind::Elsewhere).text(["", "a", "b"][dice.roll(3) as usize]).number(dice.roll(most));
+                journal.note(Kind::ExternalService).text(["", "a", "b"][dice.roll(3) as usize]).number(dice.roll(most));
             }
             15 if dice.roll(2) == 0 => {
                 journal.call(Kind::BlockLimit, now).number(dice.roll(30));

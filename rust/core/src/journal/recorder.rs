@@ -158,12 +158,12 @@ impl Recorder {
         self.scheduler.set_priority(id, priority, now)
     }
 
-    /// See [`Scheduler::charge_elsewhere`].
-    pub fn charge_elsewhere(&mut self, tenant: &str, us: Time) {
+    /// See [`Scheduler::charge_external`].
+    pub fn charge_external(&mut self, tenant: &str, us: Time) {
         if let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.rules().takes_turns()) {
-            journal.note(Kind::Elsewhere).text(tenant).number(us);
+            journal.note(Kind::ExternalService).text(tenant).number(us);
         }
-        self.scheduler.charge_elsewhere(tenant, us);
+        self.scheduler.charge_external(tenant, us);
     }
 
     /// See [`Scheduler::note_session`].

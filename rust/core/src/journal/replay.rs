@@ -204,7 +204,7 @@ impl Replay {
             Call::SetPriority { arrival_number, priority } => {
                 self.scheduler.set_priority(self.live.ids[*arrival_number as usize], *priority, now);
             }
-            Call::ChargeElsewhere { tenant, us } => self.scheduler.charge_elsewhere(tenant, *us),
+            Call::ChargeExternal { tenant, us } => self.scheduler.charge_external(tenant, *us),
             Call::NoteSession { tenant, session, event } => {
                 self.scheduler.note_session(tenant, session, *event, now);
             }

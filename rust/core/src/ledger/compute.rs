@@ -91,9 +91,9 @@ impl Compute {
         self.slots.iter_mut().filter(|slot| slot.ns > 0).map(|slot| (slot.seq, std::mem::take(&mut slot.ns)))
     }
 
-    /// Divides a step of `ns` among its chunks. The parts sum to `ns`. `elsewhere` takes the part of a chunk whose
+    /// Divides a step of `ns` among its chunks. The parts sum to `ns`. `take` takes the part of a chunk whose
     /// sequence has lost its slot since the plan, and returns false if the sequence has ended.
-    pub(crate) fn divide(&mut self, chunks: &[Chunk], parts: &StepParts, ns: u64, mut elsewhere: impl FnMut(SeqId, u64) -> bool) {
+    pub(crate) fn divide(&mut self, chunks: &[Chunk], parts: &StepParts, ns: u64, mut take: impl FnMut(SeqId, u64) -> bool) {
         self.total += ns;
         let mut left = ns;
         for (at, chunk) in chunks.iter().enumerate() {
@@ -102,7 +102,7 @@ impl Compute {
             let slot = &mut self.slots[chunk.slot as usize];
             if slot.seq == chunk.seq {
                 slot.ns += part;
-            } else if !elsewhere(chunk.seq, part) {
+            } else if !take(chunk.seq, part) {
                 self.ended += part;
             }
         }

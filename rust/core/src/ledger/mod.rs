@@ -22,7 +22,7 @@ pub use audit::{QueuePosition, Rule, ServedBefore};
 pub(crate) use group::Member;
 pub use group::Usage;
 pub use recent_steps::StepSeen;
-pub use service::MAX_CHARGED_ELSEWHERE;
+pub use service::MAX_CHARGED_EXTERNAL;
 pub(crate) use service::ServiceCost;
 pub use snapshot::{SlotSeen, Snapshot, WaitSeen};
 pub use stats::{Counters, Occupancy, Stats};

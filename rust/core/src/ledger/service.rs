@@ -6,9 +6,9 @@
 
 use crate::request::Time;
 
-/// Most microseconds of service elsewhere that a tenant is charged between two of its requests that leave the queue. A
-/// tenant that always has more than its share elsewhere would otherwise never be served here while others wait.
-pub const MAX_CHARGED_ELSEWHERE: Time = 10_000_000;
+/// Most microseconds of external service that a tenant is charged between two of its requests that leave the queue. A
+/// tenant that always has more than its share at other engines would otherwise never be served here while others wait.
+pub const MAX_CHARGED_EXTERNAL: Time = 10_000_000;
 /// Nanoseconds of steps in a window of the measurement. Each window counts half as much as the next.
 const WINDOW: u64 = 1_000_000_000;
 

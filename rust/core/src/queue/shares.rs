@@ -4,7 +4,7 @@
 //! service divided by its weight. The waiting tenant with the lowest counter goes first. When a tenant's queue was
 //! empty, its counter is lifted to the others' level, so that idle tenants collect no credit.
 
-use crate::ledger::{MAX_CHARGED_ELSEWHERE, ServiceCost};
+use crate::ledger::{MAX_CHARGED_EXTERNAL, ServiceCost};
 use crate::request::Time;
 use std::collections::BTreeSet;
 use std::ops::Bound::{Excluded, Unbounded};
@@ -21,12 +21,12 @@ struct Share {
     parked: u32,
     /// The counter as listed in the backlog. The counter itself may have grown since.
     listed: u64,
-    /// The part of the counter that is not service here: lifts and service elsewhere.
+    /// The part of the counter that is not service here: lifts and external service.
     foreign: u64,
     /// Service here that was already told to other engines.
     told: u64,
-    /// Microseconds of service elsewhere that were charged since the last request left the queue.
-    charged_elsewhere: Time,
+    /// Microseconds of external service, at other engines and models, that were charged since the last request left the queue.
+    charged_external: Time,
 }
 
 /// The counters of all tenants, by tenant number.
@@ -92,7 +92,7 @@ impl Shares {
     pub(crate) fn leave(&mut self, tenant: u32) {
         let share = &mut self.tenants[tenant as usize];
         share.waiting -= 1;
-        share.charged_elsewhere = 0;
+        share.charged_external = 0;
         if share.waiting == 0 {
             self.backlog.remove(&(share.listed, tenant));
             self.last = Some(tenant);
@@ -104,12 +104,12 @@ impl Shares {
         self.tenants[tenant as usize].counter += service * UNIT / u64::from(weight.max(1));
     }
 
-    /// Charges `us` microseconds of service elsewhere, up to [`MAX_CHARGED_ELSEWHERE`] since the tenant's last request left
+    /// Charges `us` microseconds of external service, up to [`MAX_CHARGED_EXTERNAL`] since the tenant's last request left
     /// the queue. `cost` is that of service here.
-    pub(crate) fn charge_elsewhere(&mut self, tenant: u32, us: Time, cost: ServiceCost) {
+    pub(crate) fn charge_external(&mut self, tenant: u32, us: Time, cost: ServiceCost) {
         let share = &mut self.tenants[tenant as usize];
-        let us = us.min(MAX_CHARGED_ELSEWHERE - share.charged_elsewhere);
-        share.charged_elsewhere += us;
+        let us = us.min(MAX_CHARGED_EXTERNAL - share.charged_external);
+        share.charged_external += us;
         let charged = (u128::from(us) * 1000 * u128::from(cost.service) * u128::from(UNIT) / u128::from(cost.ns)) as u64;
         share.counter += charged;
         share.foreign += charged;

@@ -263,9 +263,9 @@ impl Waiting {
         self.queue.shares_mut().charge(tenant, service, weight);
     }
 
-    /// Charges a tenant for service elsewhere.
-    pub(crate) fn charge_elsewhere(&mut self, tenant: u32, us: Time, cost: ServiceCost) {
-        self.queue.shares_mut().charge_elsewhere(tenant, us, cost);
+    /// Charges a tenant for external service.
+    pub(crate) fn charge_external(&mut self, tenant: u32, us: Time, cost: ServiceCost) {
+        self.queue.shares_mut().charge_external(tenant, us, cost);
     }
 
     /// Service of each tenant since the last call.

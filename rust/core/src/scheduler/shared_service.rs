@@ -9,19 +9,19 @@ impl Scheduler {
     /// as [`take_service`](Self::take_service) gives it there.
     ///
     /// It counts like service here that took as long in recent steps. Between two of its requests that leave the queue, a
-    /// tenant is charged at most [`MAX_CHARGED_ELSEWHERE`](crate::MAX_CHARGED_ELSEWHERE). No effect under policies whose
+    /// tenant is charged at most [`MAX_CHARGED_EXTERNAL`](crate::MAX_CHARGED_EXTERNAL). No effect under policies whose
     /// tenants take no turns, for an unknown tenant and before the first step.
     ///
     /// Let engines with shares of the time share their tenants' service every interval I. While tenants wait at an engine,
     /// each gets its share of the tenants' time, or all that the engine has to give if that is less. Beside the local
-    /// bound of VTC, it misses at most the service that others had elsewhere within I, and what one request of each other
-    /// tenant takes per `MAX_CHARGED_ELSEWHERE`. O(1).
-    pub fn charge_elsewhere(&mut self, tenant: &str, us: Time) {
+    /// bound of VTC, it misses at most the service that others had at other engines within I, and what one request of each other
+    /// tenant takes per `MAX_CHARGED_EXTERNAL`. O(1).
+    pub fn charge_external(&mut self, tenant: &str, us: Time) {
         if !self.rules.takes_turns() {
             return;
         }
         if let (Some(tenant), Some(cost)) = (self.accounts.known_tenant(tenant), self.accounts.service_cost()) {
-            self.waiting.charge_elsewhere(tenant, us, cost);
+            self.waiting.charge_external(tenant, us, cost);
         }
     }
 

@@ -5,7 +5,7 @@ mod audit;
 mod background;
 mod batching;
 mod deadline;
-mod elsewhere;
+mod external_service;
 mod fair;
 mod fcfs;
 mod forks;

@@ -77,7 +77,7 @@ pub(crate) enum Op {
         session: (u8, Option<u8>),
         ended: bool,
     },
-    /// A tenant had service elsewhere, and others are told of the service here.
+    /// A tenant had service at another engine, and others are told of the service here.
     ShareService {
         tenant: u8,
         us: u64,
@@ -345,9 +345,9 @@ impl World {
         self.scheduler.note_session(&tenant_name(tenant), &session_name(session), event, self.now);
     }
 
-    /// Charges a tenant for service elsewhere, and takes the service here.
+    /// Charges a tenant for external service, and takes the service here.
     fn share_service(&mut self, tenant: u8, us: u64) {
-        self.scheduler.charge_elsewhere(&tenant_name(tenant), us);
+        self.scheduler.charge_external(&tenant_name(tenant), us);
         let told = self.scheduler.take_service();
         assert!(told.is_empty() || self.scheduler.rules().takes_turns());
         assert!(self.scheduler.take_service().is_empty(), "told twice");

@@ -1,7 +1,7 @@
 //! Tenants' shares of the time of two models, between which an arbiter chooses.
 
 use crate::lab::{Cost, Lab, ask, plenty};
-use chairlift_core::{Arbiter, Config, Fair, Fcfs, MAX_CHARGED_ELSEWHERE, Outputs, ParsedJournal, Recorder, Request, Scheduler, Time};
+use chairlift_core::{Arbiter, Config, Fair, Fcfs, MAX_CHARGED_EXTERNAL, Outputs, ParsedJournal, Recorder, Request, Scheduler, Time};
 use std::collections::HashMap;
 
 const PROMPT: u32 = 64;
@@ -80,7 +80,7 @@ impl Engine {
             self.shared_at = self.now;
             let told = self.labs.each_mut().map(|lab| lab.scheduler.take_service());
             for (from, lab) in self.labs.iter_mut().enumerate() {
-                told[1 - from].iter().for_each(|(tenant, us)| lab.scheduler.charge_elsewhere(tenant, *us));
+                told[1 - from].iter().for_each(|(tenant, us)| lab.scheduler.charge_external(tenant, *us));
             }
         }
     }
@@ -97,8 +97,8 @@ fn bound(time: Time) -> f64 {
     let batch = 2 * Time::from(ROWS) * request(COSTS[1]);
     // The arbiter's bound for two models with steps of at most 52 ms, and the steps of an interval.
     let arbiter = 2 * (100_000 + 52_000);
-    // One request of the other tenant per MAX_CHARGED_ELSEWHERE.
-    let rounds = (time / MAX_CHARGED_ELSEWHERE + 1) * request(COSTS[1]);
+    // One request of the other tenant per MAX_CHARGED_EXTERNAL.
+    let rounds = (time / MAX_CHARGED_EXTERNAL + 1) * request(COSTS[1]);
     (batch + arbiter + INTERVAL + 52_000 + rounds) as f64
 }
 
@@ -134,7 +134,7 @@ fn weights_count_over_both_models() {
 }
 
 #[test]
-fn little_service_elsewhere_is_charged_by_its_time() {
+fn little_external_service_is_charged_by_its_time() {
     // x sends a request to the first model every four seconds, which takes about a sixth of the time. The tenants share all
     // of it alike, although the first model's tokens take much longer than the second's.
     let mut engine = Engine::new(true);
@@ -155,19 +155,19 @@ fn little_service_elsewhere_is_charged_by_its_time() {
 }
 
 #[test]
-fn a_tenant_with_more_than_its_share_elsewhere_is_served_after_a_bounded_time() {
+fn a_tenant_with_more_than_its_share_at_other_engines_is_served_after_a_bounded_time() {
     let mut lab = Lab::new(Config { max_num_seqs: 1, enable_prefix_caching: false, ..plenty(&Fair) });
     lab.check_every = 64;
     (0..200).for_each(|tag| lab.add(Request { tenant: "y".into(), ..ask(tag, 10, 100) }));
     lab.steps(2000);
     lab.add(Request { tenant: "x".into(), ..ask(1000, 10, 100) });
     while !lab.started.contains(&1000) {
-        lab.scheduler.charge_elsewhere("x", 1_000_000);
+        lab.scheduler.charge_external("x", 1_000_000);
         lab.step();
     }
     // The model is all y's until y has had ten seconds, up to a request's tenth of a second.
     let waited = lab.now - 2_000_000;
-    assert!((MAX_CHARGED_ELSEWHERE - 200_000..MAX_CHARGED_ELSEWHERE + 200_000).contains(&waited), "{waited}");
+    assert!((MAX_CHARGED_EXTERNAL - 200_000..MAX_CHARGED_EXTERNAL + 200_000).contains(&waited), "{waited}");
 }
 
 #[test]
@@ -175,13 +175,13 @@ fn service_is_told_once_and_by_its_time() {
     let mut lab = Lab::new(Config { enable_prefix_caching: false, ..plenty(&Fair) });
     lab.add(Request { tenant: "a".into(), ..ask(1, 10, 95) });
     lab.add(Request { tenant: "b".into(), weight: 2, ..ask(2, 10, 95) });
-    lab.scheduler.charge_elsewhere("a", 7);
+    lab.scheduler.charge_external("a", 7);
     lab.finish();
     // 95 steps of a millisecond gave two tenants the same service, and b is charged half of it.
     let told: HashMap<_, _> = lab.scheduler.take_service().into_iter().collect();
     assert_eq!(told, HashMap::from([("a".into(), 47_500), ("b".into(), 23_750)]));
-    lab.scheduler.charge_elsewhere("a", 1000);
-    assert!(lab.scheduler.take_service().is_empty(), "service elsewhere is not service here");
+    lab.scheduler.charge_external("a", 1000);
+    assert!(lab.scheduler.take_service().is_empty(), "external service is not service here");
     let mut fcfs = Lab::new(plenty(&Fcfs));
     fcfs.add(ask(1, 10, 10));
     fcfs.finish();
@@ -189,7 +189,7 @@ fn service_is_told_once_and_by_its_time() {
 }
 
 #[test]
-fn a_journal_has_the_service_elsewhere() {
+fn a_journal_has_the_external_service() {
     let config = Config { max_num_seqs: 1, enable_prefix_caching: false, ..plenty(&Fair) };
     let mut recorder = Recorder::on(Scheduler::new(config).expect("a sound config"));
     let (mut outputs, mut order) = (Outputs::default(), Vec::new());
@@ -202,7 +202,7 @@ fn a_journal_has_the_service_elsewhere() {
         order.extend(plan.admitted.iter().map(|admitted| admitted.tag));
         let sampled = vec![7; plan.chunks.len()];
         recorder.commit(plan, &sampled, now * 1000 + 900, &mut outputs);
-        recorder.charge_elsewhere("x", 50_000);
+        recorder.charge_external("x", 50_000);
     }
     assert_eq!(order, [0, 1, 3, 5, 2, 4], "all of y before the next of x");
     let mut bytes = Vec::new();
