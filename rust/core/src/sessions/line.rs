@@ -28,7 +28,7 @@ pub(super) struct Line {
     /// When the latest session came in, or the first one began to wait.
     moved: Time,
     /// Mean microseconds that the first session waited to come in.
-    pace: Option<f64>,
+    mean: Option<f64>,
 }
 
 impl Line {
@@ -75,7 +75,7 @@ impl Line {
     /// Records that a session came in.
     pub(super) fn advance(&mut self, now: Time) {
         let took = now.saturating_sub(self.moved) as f64;
-        self.pace = Some(self.pace.map_or(took, |pace| pace + NEW * (took - pace)));
+        self.mean = Some(self.mean.map_or(took, |mean| mean + NEW * (took - mean)));
         self.moved = now;
     }
 
@@ -93,9 +93,9 @@ impl Line {
             }
             tenant = self.first_of(number + 1);
         }
-        let pace = self.pace.unwrap_or(first);
-        let passed = (now.saturating_sub(self.moved) as f64).min(pace);
-        pace * (own + others + 1) as f64 - passed
+        // A wait that has outlasted the mean says more than the mean does.
+        let each = self.mean.unwrap_or(first).max(now.saturating_sub(self.moved) as f64);
+        each * (own + others + 1) as f64
     }
 
     fn first_of(&self, tenant: u32) -> Option<&Place> {
