@@ -93,9 +93,9 @@ impl Line {
             }
             tenant = self.first_of(number + 1);
         }
-        let pace = self.pace.unwrap_or(first);
-        let passed = (now.saturating_sub(self.moved) as f64).min(pace);
-        pace * (own + others + 1) as f64 - passed
+        let each = self.pace.unwrap_or(first);
+        let passed = (now.saturating_sub(self.moved) as f64).min(each);
+        each * (own + others + 1) as f64 - passed
     }
 
     fn first_of(&self, tenant: u32) -> Option<&Place> {
