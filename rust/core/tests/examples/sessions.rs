@@ -434,19 +434,18 @@ fn the_held_sequence_of_a_session_makes_room_with_it() {
 #[test]
 fn a_session_that_always_has_requests_makes_room_when_its_turn_is_over() {
     let mut lab = two_of_three(config(&Fcfs));
-    let mut tags = [4, 5];
-    for session in 0..2 {
-        lab.add(Request { max_new_tokens: 100, ..turn(tags[session], 1 + session as u64) });
+    let (mut tags, mut next) = ([4, 5], 6);
+    for (tag, session) in tags.iter().zip(1..) {
+        lab.add(Request { max_new_tokens: 100, ..turn(*tag, session) });
     }
-    let mut next = 6;
     while !lab.ended.contains_key(&3) {
         assert!(lab.now < 60 * SECOND, "it starves");
         lab.step();
-        for session in 0..2 {
+        for (tag, session) in tags.iter_mut().zip(1..) {
             // A second request comes before the first one has ended.
-            if lab.ended.contains_key(&(tags[session])) || lab.explain(tags[session]).output_tokens == 50 {
-                tags[session] = next;
-                lab.add(Request { max_new_tokens: 100, ..turn(next, 1 + session as u64) });
+            if lab.ended.contains_key(tag) || lab.explain(*tag).output_tokens == 50 {
+                *tag = next;
+                lab.add(Request { max_new_tokens: 100, ..turn(next, session) });
                 next += 1;
             }
         }

@@ -353,7 +353,7 @@ fn sums_are_scaled_before_they_are_added_and_capped_or_squared_after_their_bias(
         let added = multiply(isa, 1, &layer, &x, 2.0, Epilogue::Add(0.25));
         let capped = multiply(isa, 1, &layer, &x, 0.0, Epilogue::Softcap(3.0));
         let squared = multiply(isa, 1, &layer, &x, 0.0, Epilogue::ReluSquared);
-        assert!(squared.iter().zip(&sums).all(|(squared, sum)| *squared == sum.max(0.0) * sum.max(0.0)), "{isa:?}");
+        assert!(squared.iter().zip(&sums).all(|(squared, sum)| squared.to_bits() == (sum.max(0.0) * sum.max(0.0)).to_bits()), "{isa:?}");
         for ((sum, added), capped) in sums.iter().zip(added).zip(capped) {
             assert!((added - 2.0 - sum * 0.25).abs() < 1e-6, "{isa:?}: {added} of {sum}");
             assert!((capped - 3.0 * (sum / 3.0).tanh()).abs() < 2e-6, "{isa:?}: {capped} of {sum}");
