@@ -27,8 +27,8 @@ impl Shadow {
     fn new(journal: &[u8], changes: &Bound<'_, PyDict>) -> PyResult<Self> {
         let follower = core::Follower::open(journal).map_err(damaged)?;
         let follower = follower.ok_or_else(|| PyValueError::new_err("the journal ends within its settings"))?;
-        let changed = settings::changed_for_simulation(follower.journal().config, changes)?;
-        let shadow = sim::Shadow::new(follower, changed).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let config = settings::changed_for_simulation(follower.journal().config, changes)?;
+        let shadow = sim::Shadow::new(follower, config).map_err(|error| PyValueError::new_err(error.to_string()))?;
         Ok(Self(Mutex::new(shadow)))
     }
 
