@@ -506,7 +506,7 @@ def journal_settings(journal: bytes) -> dict[str, Any] | None:
 class Shadow:
     """A journal's requests under the recorded settings and under others, in virtual time, while the journal is written."""
 
-    def __init__(self, journal: bytes, changes: dict[str, Any]) -> None:
+    def __new__(cls, journal: bytes, changes: dict[str, Any]) -> Shadow:
         """Takes the journal's first bytes, as far as they are read, and changed settings as `what_if`. Raises ValueError."""
 
     def feed(self, journal: bytes) -> None:
