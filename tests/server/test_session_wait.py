@@ -5,7 +5,7 @@ import openai
 import pytest
 from fake_async_engine import FakeEngine, wait_until
 
-from chairlift.errors import InvalidRequest
+from chairlift.errors import EngineDead, InvalidRequest
 from chairlift.server import session_wait, streaming
 from chairlift.server.session_wait import preferred_wait
 
@@ -44,6 +44,14 @@ def test_other_streams_say_nothing(engine, base):
     assert "x-chairlift-expected-wait" not in streamed(base, engine, "/v1/chat/completions", HELD, **NAMED), "it does not wait"
     engine.released, engine.expected_wait_ms = False, None
     assert "x-chairlift-expected-wait" not in streamed(base, engine, "/v1/chat/completions", HELD, **NAMED), "it waits for something else"
+
+
+def test_a_stream_outlives_the_engine_that_was_asked(engine, base, monkeypatch):
+    async def explain(request_id):
+        raise EngineDead("it died")
+
+    monkeypatch.setattr(engine, "explain", explain)
+    assert "x-chairlift-expected-wait" not in streamed(base, engine, "/v1/chat/completions", HELD, **NAMED)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,5 +1,7 @@
 """A shadow says what a running server would have done, from its journal."""
 
+import signal
+
 import numpy as np
 import pytest
 from journals import watched
@@ -119,6 +121,43 @@ def test_a_policy_that_never_returns_is_interrupted(journal, monkeypatch):
     seen = document(journal, {"scheduling_policy": use(Endless())})
     assert "took more than 0.05 s" in seen["failure"]
     assert seen["runs"]["shadow"]["requests"] == 400
+
+
+def test_a_long_simulation_is_not_interrupted(journal, monkeypatch):
+    monkeypatch.setattr(shadow, "SLICE_CPU_SECONDS", 1e-6)
+
+    class Core:
+        """Takes CPU time until the timer has run out, outside of a policy."""
+
+        def __init__(self, core):
+            self._core = core
+
+        def __getattr__(self, name):
+            return getattr(self._core, name)
+
+        def advance(self, requests):
+            more = self._core.advance(requests)
+            while more and signal.getitimer(signal.ITIMER_PROF)[0]:
+                pass
+            return more
+
+    one = begin(journal)
+    one._advance(one._file.read(shadow.SLICE_BYTES))  # noqa: SLF001
+    one._core = Core(one._core)  # noqa: SLF001
+    one.work()
+    seen = one.document()
+    assert (seen["runs"]["recorded"]["requests"], seen["covered"], seen["failure"]) == (400, 1.0, None)
+
+
+def test_it_keeps_nothing_of_the_time_in_which_nothing_ends(journal):
+    clocks = Clocks()
+    one = begin(journal, clocks=clocks)
+    one.work()
+    counts = []
+    for _ in range(3):
+        seen, clocks.time = one.document(), clocks.time + 10
+        counts.append((seen["runs"]["recorded"]["requests"], *(len(parts) for parts in one._rows.values())))  # noqa: SLF001
+    assert counts == [(400, 1, 1, 1)] * 3
 
 
 def test_it_takes_two_hundredths_of_a_core_and_says_what_it_left_out(journal, monkeypatch):

@@ -44,7 +44,7 @@ class Admitted:
     cached_tokens: int
     """Tokens of the prompt that the upstream is expected to find in its cache."""
     begins: Callable[[], None]
-    """To be called when the first byte of a streamed answer has come: the upstream has computed the prompt."""
+    """To be called when the first event of a streamed answer has come: the upstream has computed the prompt."""
     answer: Answer | None = None
     """What came back; None until something did."""
 

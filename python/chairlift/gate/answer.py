@@ -41,6 +41,8 @@ class Answer:
 
     def feed(self, data: bytes) -> None:
         """Looks at the next bytes, which have just arrived."""
+        if self._streamed and data.startswith(b":") and b"data:" not in data:
+            return  # a comment, which keeps the connection open while the request waits
         self._last = time.monotonic()
         if self._first is None:
             self._first = self._last
@@ -54,7 +56,7 @@ class Answer:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds until the first byte; None before that, and of an answer that is not streamed."""
+        """Seconds until the first byte that is no comment; None before that, and of an answer that is not streamed."""
         return None if self._first is None or not self._streamed else self._first - self._sent
 
     @property

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from chairlift.errors import InvalidRequest, WaitTooLong
+from chairlift.errors import EngineDead, InvalidRequest, WaitTooLong
 
 if TYPE_CHECKING:
     from chairlift.engine.replicated_engine import ReplicatedEngine
@@ -35,8 +35,15 @@ def preferred_wait(headers: Mapping[str, str]) -> float | None:
 
 
 async def expected_wait(engine: ReplicatedEngine, engine_id: str) -> float | None:
-    """Returns the seconds that a request is still expected to wait for its session's turn; None if it does not wait for that."""
-    waits = [one.expected_wait_ms for one in await engine.explain(engine_id) if one.expected_wait_ms is not None]
+    """Returns the seconds that a request is still expected to wait for its session's turn; None if it does not wait for that.
+
+    None also if its engine dies: another one may go on with the request.
+    """
+    try:
+        timelines = await engine.explain(engine_id)
+    except EngineDead:
+        return None
+    waits = [one.expected_wait_ms for one in timelines if one.expected_wait_ms is not None]
     return max(waits) / 1e3 if waits else None
 
 

@@ -138,6 +138,7 @@ class Shadow:
         if self._now() - self._in_time > CATCH_UP_SECONDS:
             self._core.skip()
             return False
+        more = True
         with _Interrupting(SLICE_CPU_SECONDS):
             more = self._core.advance(SLICE_REQUESTS)
         self._failure = failure_of(self._policy, for_good=True) or self._failure
@@ -149,13 +150,14 @@ class Shadow:
             return
         taken = self._core.take()
         for run, report in zip(RUNS, (*taken["runs"], taken["recorded"]), strict=True):
-            self._rows[run].append(_rows(report))
+            if len(rows := _rows(report)):
+                self._rows[run].append(rows)
         self._counts.append((self._now(), *self._core.counts))
         while len(self._counts) > 2 and self._counts[1][0] < self._now() - WINDOW_SECONDS:
             self._counts.popleft()
         since = self._core.now - WINDOW_SECONDS * 1e6
         for parts in self._rows.values():
-            while parts and (not len(parts[0]) or parts[0]["ended"][-1] < since or sum(map(len, parts)) > WINDOW_REQUESTS + len(parts[0])):
+            while parts and (parts[0]["ended"][-1] < since or sum(map(len, parts)) > WINDOW_REQUESTS + len(parts[0])):
                 parts.popleft()
 
 
@@ -171,7 +173,10 @@ def follow(shadow: Shadow, report: Callable[[Mapping[str, Any]], None], goes_on:
 
 
 class _Interrupting:
-    """Raises TimeoutError in the block, where it runs Python code, when it has taken more than `seconds` of CPU time."""
+    """Raises TimeoutError in a policy that the block calls, when the block has taken more than `seconds` of CPU time.
+
+    The block ends there if it was outside of the policy by then: the simulation itself may take long.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -180,9 +185,10 @@ class _Interrupting:
         self._before = signal.signal(signal.SIGPROF, self._interrupt)
         signal.setitimer(signal.ITIMER_PROF, self._seconds)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, self._before)
+        return kind is TimeoutError
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"the policy took more than {self._seconds:g} s of CPU time for {SLICE_REQUESTS} requests")
