@@ -1,11 +1,13 @@
 """What a client is told while its request waits for the session's turn, and when the request is refused instead."""
 
+import asyncio
+
 import httpx
 import openai
 import pytest
 from fake_async_engine import FakeEngine, wait_until
 
-from chairlift.errors import InvalidRequest
+from chairlift.errors import EngineDead, InvalidRequest
 from chairlift.server import session_wait, streaming
 from chairlift.server.session_wait import preferred_wait
 
@@ -44,6 +46,18 @@ def test_other_streams_say_nothing(engine, base):
     assert "x-chairlift-expected-wait" not in streamed(base, engine, "/v1/chat/completions", HELD, **NAMED), "it does not wait"
     engine.released, engine.expected_wait_ms = False, None
     assert "x-chairlift-expected-wait" not in streamed(base, engine, "/v1/chat/completions", HELD, **NAMED), "it waits for something else"
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_stream_goes_on_without_the_engines_answer(engine, base, monkeypatch, dies):
+    async def explain(request_id):
+        if dies:
+            raise EngineDead("the engine's process ended")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine, "explain", explain)
+    monkeypatch.setattr(session_wait, "ANSWER_SECONDS", 0.01)
+    assert "x-chairlift-expected-wait" not in streamed(base, engine, "/v1/chat/completions", HELD, **NAMED)
 
 
 @pytest.mark.parametrize("stream", [False, True])
