@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification
 
 from chairlift import LLM
+from chairlift.architectures.reranker import is_reranker
 from chairlift.errors import InvalidRequest, UnsupportedModel
 from chairlift.models.config import ModelConfig, load_shape
 
@@ -123,6 +124,20 @@ def test_a_classifier_scores_in_place_of_the_decoders_head(tmp_path: Path, label
         scores = llm.score(QUERY, DOCUMENTS)
     expected = expected_scores(decoder, prompts, vocabulary["yes"], vocabulary["no"])
     assert np.abs(np.array(scores) - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("path", "reranks"),
+    [
+        ("Qwen3-Reranker-0.6B", True),
+        ("models--Qwen--Qwen3-Reranker-0.6B/snapshots/e61197ed", True),
+        ("qwen3-reranker-trials/Qwen3-0.6B", False),
+        ("qwen3-reranker-trials/snapshots/e61197ed/Qwen3-0.6B", False),
+    ],
+)
+def test_the_models_own_name_makes_it_a_reranker(path: str, reranks: bool) -> None:
+    assert is_reranker(Path(path), ["Qwen3ForCausalLM"]) == reranks
+    assert not is_reranker(Path(path), ["Qwen2ForCausalLM"])
 
 
 def test_rerankers_that_cannot_be_run_are_refused_by_name(tmp_path: Path) -> None:
