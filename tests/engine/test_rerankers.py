@@ -149,8 +149,15 @@ def test_rerankers_that_cannot_be_run_are_refused_by_name(tmp_path: Path) -> Non
     with pytest.raises(UnsupportedModel, match="use --device cpu"):
         load_shape(directory, in_torch=True)
     config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    with pytest.raises(UnsupportedModel, match="vocabulary of 100 lacks"):
+        ModelConfig.load(directory)
     (directory / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 3}))
     with pytest.raises(UnsupportedModel, match="has 3 labels"):
+        ModelConfig.load(directory)
+    labels = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "no", "1": "yes"}}
+    (directory / "config.json").write_text(json.dumps(config | labels))
+    with pytest.raises(UnsupportedModel, match="labels no and yes"):
         ModelConfig.load(directory)
 
 
