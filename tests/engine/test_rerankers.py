@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification
 
 from chairlift import LLM
+from chairlift.architectures.reranker import is_reranker
 from chairlift.errors import InvalidRequest, UnsupportedModel
 from chairlift.models.config import ModelConfig, load_shape
 
@@ -125,6 +126,20 @@ def test_a_classifier_scores_in_place_of_the_decoders_head(tmp_path: Path, label
     assert np.abs(np.array(scores) - expected).max() < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("path", "reranks"),
+    [
+        ("Qwen3-Reranker-0.6B", True),
+        ("models--Qwen--Qwen3-Reranker-0.6B/snapshots/e61197ed", True),
+        ("qwen3-reranker-trials/Qwen3-0.6B", False),
+        ("qwen3-reranker-trials/snapshots/e61197ed/Qwen3-0.6B", False),
+    ],
+)
+def test_the_models_own_name_makes_it_a_reranker(path: str, reranks: bool) -> None:
+    assert is_reranker(Path(path), ["Qwen3ForCausalLM"]) == reranks
+    assert not is_reranker(Path(path), ["Qwen2ForCausalLM"])
+
+
 def test_rerankers_that_cannot_be_run_are_refused_by_name(tmp_path: Path) -> None:
     directory = tmp_path / "Qwen3-Reranker-tiny"
     tiny_model("qwen3").save_pretrained(directory)
@@ -134,8 +149,15 @@ def test_rerankers_that_cannot_be_run_are_refused_by_name(tmp_path: Path) -> Non
     with pytest.raises(UnsupportedModel, match="use --device cpu"):
         load_shape(directory, in_torch=True)
     config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    with pytest.raises(UnsupportedModel, match="vocabulary of 100 lacks"):
+        ModelConfig.load(directory)
     (directory / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 3}))
     with pytest.raises(UnsupportedModel, match="has 3 labels"):
+        ModelConfig.load(directory)
+    labels = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "no", "1": "yes"}}
+    (directory / "config.json").write_text(json.dumps(config | labels))
+    with pytest.raises(UnsupportedModel, match="labels no and yes"):
         ModelConfig.load(directory)
 
 

@@ -1,5 +1,7 @@
 """What a client is told while its request waits for the session's turn, and when the request is refused instead."""
 
+import asyncio
+
 import httpx
 import openai
 import pytest
@@ -46,11 +48,15 @@ def test_other_streams_say_nothing(engine, base):
     assert "x-chairlift-expected-wait" not in streamed(base, engine, "/v1/chat/completions", HELD, **NAMED), "it waits for something else"
 
 
-def test_a_stream_outlives_the_engine_that_was_asked(engine, base, monkeypatch):
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_stream_goes_on_without_the_engines_answer(engine, base, monkeypatch, dies):
     async def explain(request_id):
-        raise EngineDead("it died")
+        if dies:
+            raise EngineDead("the engine's process ended")
+        await asyncio.Event().wait()
 
     monkeypatch.setattr(engine, "explain", explain)
+    monkeypatch.setattr(session_wait, "ANSWER_SECONDS", 0.01)
     assert "x-chairlift-expected-wait" not in streamed(base, engine, "/v1/chat/completions", HELD, **NAMED)
 
 

@@ -11,7 +11,8 @@ _DECODER = "Qwen3ForCausalLM"
 def is_reranker(directory: Path, architectures: Iterable[str]) -> bool:
     """Whether a checkpoint of these `architectures` is a reranker.
 
-    The published ones have the class of any Qwen3, so their name must be in the directory's path, as in the hub's cache.
+    The published ones have the class of any Qwen3, so their name must be in that of the directory, or of the model in the hub's cache.
     """
-    names = set(architectures)
-    return CLASSIFIER in names or (_DECODER in names and "qwen3-reranker" in str(directory.absolute()).lower())
+    names, path = set(architectures), directory.absolute()
+    name = path.parent.parent.name if path.parent.name == "snapshots" else path.name
+    return CLASSIFIER in names or (_DECODER in names and "qwen3-reranker" in name.lower())

@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from chairlift.errors import EngineDead, InvalidRequest, WaitTooLong
@@ -19,6 +20,9 @@ HEADER = "x-chairlift-expected-wait"
 
 FIRST_LOOK_SECONDS = 0.5
 """Seconds after which the engine has decided whether a request waits. A stream's status is not sent before 1 s."""
+
+ANSWER_SECONDS = 1.0
+"""Seconds that the engine has to answer. The headers of a stream do not wait longer for one that hangs."""
 
 _WAIT = re.compile(r"wait\s*=\s*(.*)", re.IGNORECASE)
 
@@ -37,14 +41,13 @@ def preferred_wait(headers: Mapping[str, str]) -> float | None:
 async def expected_wait(engine: ReplicatedEngine, engine_id: str) -> float | None:
     """Returns the seconds that a request is still expected to wait for its session's turn; None if it does not wait for that.
 
-    None also if its engine dies: another one may go on with the request.
+    None too if the engine does not answer or dies: the request itself goes on in another engine.
     """
-    try:
-        timelines = await engine.explain(engine_id)
-    except EngineDead:
-        return None
-    waits = [one.expected_wait_ms for one in timelines if one.expected_wait_ms is not None]
-    return max(waits) / 1e3 if waits else None
+    with suppress(EngineDead, TimeoutError):
+        async with asyncio.timeout(ANSWER_SECONDS):
+            timelines = await engine.explain(engine_id)
+        return max((one.expected_wait_ms / 1e3 for one in timelines if one.expected_wait_ms is not None), default=None)
+    return None
 
 
 async def end_long_wait(engine: ReplicatedEngine, engine_id: str, patience: float, fail: Callable[[WaitTooLong], None]) -> None:

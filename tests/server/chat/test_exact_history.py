@@ -9,7 +9,7 @@ from caching_engine import END, CachingEngine, PairTokenizer
 from fake_async_engine import MODEL, serving
 
 from chairlift.chat.tools.hermes import Hermes
-from chairlift.server.chat.exact_history import anchor_of, exact_tokens
+from chairlift.server.chat.exact_history import anchor_of, before_stop, exact_tokens
 from chairlift.server.turns import Answer, Found, Scope, Turn
 
 TEXT = "Rather another thing: the other, then. " * 3
@@ -152,6 +152,16 @@ def test_an_answer_that_was_cut_goes_on_with_its_tokens(served, engine):
     own = generated(engine, TEXT[:20])
     assert engine.prompts[1][: len(own)] == own
     assert engine.prompts[1][len(own)] == END
+
+
+def test_the_search_for_a_stop_string_reads_each_token_once():
+    tokenizer, read = PairTokenizer(), []
+    piece = tokenizer.piece
+    tokenizer.piece = lambda token: read.append(token) or piece(token)
+    tokens = array("I", [*b"x" * 200, *b"on\0e"])
+    assert before_stop(tokens, "one", tokenizer) == array("I")  # a control token divides it
+    assert len(read) == len(tokens)
+    assert before_stop(tokens, "n\0e", tokenizer) == tokens[:-3]
 
 
 def whole(text):

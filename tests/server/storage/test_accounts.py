@@ -188,7 +188,7 @@ def test_concurrent_uploads_keep_the_limit(storage):
 
 
 def test_a_tenant_takes_no_more_space_than_it_leaves(tmp_path):
-    """Uploads get 36,000 bytes. Tenants without a key, who may be invented, count as one."""
+    """Uploads get 36,000 bytes. Tenants without a key, who may be invented, and the one without a name count as one."""
     storage = Storage(tmp_path, ("alice", "bob", ""))
 
     async def stored(tenant):
@@ -200,8 +200,8 @@ def test_a_tenant_takes_no_more_space_than_it_leaves(tmp_path):
         return count
 
     async def work():
-        counts = [await stored(tenant) for tenant in ("alice", "eve1", "eve2", "bob")]
-        assert counts == [18, 9, 0, 4]
+        counts = [await stored(tenant) for tenant in ("alice", "eve1", "", "eve2", "bob")]
+        assert counts == [18, 9, 0, 0, 4]
         for file in (await storage.files.page("alice", None, None, 100, True))[0]:
             await storage.files.delete("alice", file.id)
         assert await stored("bob") == 9  # 13 of its own, of the 27 that eve leaves

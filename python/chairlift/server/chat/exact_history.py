@@ -54,11 +54,17 @@ def exact_tokens(found: Found, rendered: array[int], tokenizer: Tokenizer, parse
 
 
 def before_stop(tokens: array[int], stop: str, tokenizer: Tokenizer) -> array[int]:
-    """Returns an answer's tokens before the stop string at its end, which the client does not get and cannot return."""
-    length = len(tokens) - 1
-    while length > 0 and stop not in _text(tokens[length:], tokenizer):
-        length -= 1
-    return tokens[: max(0, length)]
+    """Returns an answer's tokens before the stop string at its end, which the client does not get and cannot return.
+
+    None of them if the tokens do not have the string, because a control token that the client does not see divides it.
+    """
+    wanted, text = stop.encode(), b""
+    for length in reversed(range(len(tokens))):
+        # Only as much as a stop string that begins in this token needs: the time is linear, also if there is none.
+        text = tokenizer.piece(tokens[length]) + text[: len(wanted) - 1]
+        if wanted in text:
+            return tokens[:length]
+    return tokens[:0]
 
 
 def _digest(tokens: array[int]) -> bytes:

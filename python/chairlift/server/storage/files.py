@@ -62,14 +62,15 @@ class Files:
     """The files of all tenants. A tenant's ids mean nothing to another tenant."""
 
     def __init__(self, directory: Path, database: Database, max_bytes: int, sharing: Collection[str] = ()) -> None:
-        """`max_bytes` limits the bytes of all files, uploads and answers. None of the tenants in `sharing`, nor all others together, may
-        take more of them than it leaves. Removes what an interrupted process left; raises OSError.
+        """`max_bytes` limits the bytes of all files, uploads and answers. None of the named tenants in `sharing`, nor all others together,
+        may take more of them than it leaves. Removes what an interrupted process left; raises OSError.
         """
         self._directory = directory
         self._database = database
         self._max_bytes = max_bytes
-        self._sharing = sharing
-        self._names = json.dumps([*sharing])
+        # A key without a name stands for all tenants that its clients name: one share.
+        self._sharing = frozenset(filter(None, sharing))
+        self._names = json.dumps([*self._sharing])
         directory.mkdir(mode=0o700, exist_ok=True)
         known = database.run_now(lambda connection: {row["id"] for row in connection.execute("SELECT id FROM files")})
         for path in directory.iterdir():
