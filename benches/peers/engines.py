@@ -258,11 +258,16 @@ def _chairlift_environ() -> dict[str, str]:
 F32 = ["--dtype", "float32", "--quantization", "none"]
 F16 = ["--dtype", "float16", "--quantization", "none"]
 INT8 = ["--quantization", "int8"]
-FAST: Arithmetic = "16 bit" if "amx_bf16" in Path("/proc/cpuinfo").read_text() else "8 bit"
+TILES = "amx_bf16" in Path("/proc/cpuinfo").read_text()
+FAST: Arithmetic = "16 bit" if TILES else "8 bit"
+DEFAULT: Arithmetic = "fp32" if TILES else "16 bit"
+UNDRAFTED = {"method": "off"}
 """The arithmetic of `--cpu-math fast` on this machine."""
 
 PEERS: dict[str, Peer] = {
-    "chairlift": _chairlift("Q4_1", "fp32", [], speed=250),
+    "chairlift": _chairlift("Q4_1", DEFAULT, [], speed=300),
+    "chairlift_undrafted": _chairlift("Q4_1", DEFAULT, ["--speculative-config", json.dumps(UNDRAFTED)], speed=300),
+    "chairlift_exact": _chairlift("Q4_1", "fp32", ["--cpu-math", "exact"], speed=250),
     "chairlift_int8": _chairlift("Q4_1", "8 bit", INT8, speed=400),
     "chairlift_fast": _chairlift("Q4_1", FAST, ["--cpu-math", "fast"], speed=400),
     "vllm_f32": vllm_server(HF, "float32", 150),
@@ -273,7 +278,9 @@ PEERS: dict[str, Peer] = {
     "llama_f16_32": _llama("F16", "16 bit", 32, speed=120),
     "llama_bf16": _llama("BF16", "16 bit", speed=120),
     "llama_f32": _llama("F32", "fp32", speed=90),
-    "chairlift_in_process": _chairlift_in_process("Q4_1", "fp32", {}, 250),
+    "chairlift_in_process": _chairlift_in_process("Q4_1", DEFAULT, {}, 300),
+    "chairlift_undrafted_in_process": _chairlift_in_process("Q4_1", DEFAULT, {"speculative_config": UNDRAFTED}, 300),
+    "chairlift_exact_in_process": _chairlift_in_process("Q4_1", "fp32", {"cpu_math": "exact"}, 250),
     "chairlift_int8_in_process": _chairlift_in_process("Q4_1", "8 bit", {"quantization": "int8"}, 400),
     "chairlift_fast_in_process": _chairlift_in_process("Q4_1", FAST, {"cpu_math": "fast"}, 400),
     "openvino_f32": openvino_engine(openvino_model("fp16"), "fp16", "f32", "fp32", 250),
@@ -294,7 +301,7 @@ PEERS: dict[str, Peer] = {
     "chairlift_int8_static": _chairlift("Q4_1", "8 bit", INT8, "static", speed=110),
     "chairlift_int8_dynamic": _chairlift("Q4_1", "8 bit", INT8, "dynamic", speed=110),
 }
-"""Every peer by its name. `chairlift` is `chairlift serve` with nothing chosen; its answers are those of fp32."""
+"""Every peer by its name. `chairlift` is `chairlift serve` with nothing chosen."""
 
 
 def flagged(name: str, *flags: str) -> Peer:

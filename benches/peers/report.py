@@ -187,8 +187,8 @@ def _notes(slo: Slo) -> list[str]:
         "CPU is not in the others'. `in process`: a program calls the engine, token ids in and out, and is spared HTTP and streaming:",
         "compare such rows with each other. `arithmetic`: the smallest type that the linear layers multiply in; where the processor lacks",
         "bf16, it is emulated. `start s`: until the engine takes requests, from files that were read before.",
-        "transformers, one by one, gets only some of the requests. Chairlift drafts by prompt lookup, its default, and the others do not:",
-        "ends of text are ignored, so answers begin to repeat, and that gains more here than in chats.",
+        "transformers, one by one, gets only some of the requests. Chairlift drafts by prompt lookup, except in `undrafted` rows, and",
+        "the others do not: ends of text are ignored, so answers begin to repeat, and that gains more here than in chats.",
     ]
 
 

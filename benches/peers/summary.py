@@ -19,9 +19,13 @@ ENGINES = {
 
 OURS = {
     "chairlift": "through HTTP",
+    "chairlift_undrafted": "through HTTP",
+    "chairlift_exact": "through HTTP",
     "chairlift_int8": "through HTTP",
     "chairlift_fast": "through HTTP",
     "chairlift_in_process": "in process",
+    "chairlift_undrafted_in_process": "in process",
+    "chairlift_exact_in_process": "in process",
     "chairlift_int8_in_process": "in process",
     "chairlift_fast_in_process": "in process",
 }

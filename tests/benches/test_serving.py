@@ -44,9 +44,9 @@ def test_ours_is_compared_with_the_quickest_peer_asked_the_same_way_whatever_its
     from peers.summary import compare
 
     speeds = {
-        "chairlift": 250.0,
+        "chairlift_exact": 250.0,
         "chairlift_int8": 450.0,
-        "chairlift_in_process": 280.0,
+        "chairlift_exact_in_process": 280.0,
         "vllm_f32": 180.0,
         "vllm_bf16": 395.0,
         "llama_q8_0": 118.0,
@@ -54,12 +54,12 @@ def test_ours_is_compared_with_the_quickest_peer_asked_the_same_way_whatever_its
         "openvino_bf16": 513.0,
     }
     found = {line.ours: line for line in compare(speeds)}
-    assert found["chairlift"].best == ("vllm_bf16", 395.0)
-    assert found["chairlift"].alike == ("vllm_f32", 180.0)
+    assert found["chairlift_exact"].best == ("vllm_bf16", 395.0)
+    assert found["chairlift_exact"].alike == ("vllm_f32", 180.0)
     assert found["chairlift_int8"].best == ("vllm_bf16", 395.0)
     assert found["chairlift_int8"].alike == ("llama_q8_0", 118.0)
-    assert found["chairlift_in_process"].best == ("openvino_bf16", 513.0)
-    assert found["chairlift_in_process"].alike == ("openvino_f32", 256.0)
+    assert found["chairlift_exact_in_process"].best == ("openvino_bf16", 513.0)
+    assert found["chairlift_exact_in_process"].alike == ("openvino_f32", 256.0)
 
 
 def test_a_row_without_any_peer_is_not_compared() -> None:
@@ -73,7 +73,13 @@ def test_a_row_without_any_peer_is_not_compared() -> None:
 def test_the_grid_has_each_engine_in_its_best_setting() -> None:
     from peers.summary import grid
 
-    speeds = {"chairlift": 250.0, "chairlift_in_process": 280.0, "llama_q4_1": 83.0, "llama_q8_0": 118.0, "openvino_bf16": 513.0}
+    speeds = {
+        "chairlift_exact": 250.0,
+        "chairlift_exact_in_process": 280.0,
+        "llama_q4_1": 83.0,
+        "llama_q8_0": 118.0,
+        "openvino_bf16": 513.0,
+    }
     assert grid(speeds)[2:] == [
         "| Chairlift | 250 / 280 |  |  |",
         "| OpenVINO GenAI |  | - / 513 |  |",
