@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from chairlift.errors import SequenceDropped as SequenceDropped
     from chairlift.errors import TooManySequences as TooManySequences
     from chairlift.errors import UnsupportedModel as UnsupportedModel
+    from chairlift.errors import WaitTooLong as WaitTooLong
     from chairlift.outputs import RequestOutput as RequestOutput
     from chairlift.outputs import Timeline as Timeline
     from chairlift.outputs import Timing as Timing
@@ -99,6 +100,7 @@ _HOMES = {
     "SequenceDropped": "errors",
     "TooManySequences": "errors",
     "UnsupportedModel": "errors",
+    "WaitTooLong": "errors",
 }
 
 __all__ = [*_HOMES, "errors"]
