@@ -84,8 +84,11 @@ def test_long_numbers_take_linear_time(name: str) -> None:
         splitter(name).pre_tokenize_str("1" * digits + "x")
         return time.process_time() - start
 
+    def least(digits: int) -> float:
+        return min(seconds(digits) for _ in range(3))  # what other work on the machine disturbs least
+
     seconds(1000)
-    assert seconds(160_000) < 70 * max(seconds(16_000), 0.001)  # in quadratic time 100 times as much
+    assert least(160_000) < 40 * max(least(16_000), 0.001)  # in quadratic time 100 times as much
 
 
 @settings(max_examples=100, deadline=None)
