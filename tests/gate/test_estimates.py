@@ -188,6 +188,15 @@ def test_an_upstream_may_be_silent_but_not_gone():
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
+def test_keep_alive_works_with_the_names_that_macos_has(monkeypatch):
+    idle = socket.TCP_KEEPIDLE
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr(socket, "TCP_KEEPALIVE", idle, raising=False)
+    monkeypatch.delattr(socket, "TCP_KEEPIDLE")
+    with _socket((socket.AF_INET, socket.SOCK_STREAM, 0)) as made:
+        assert made.getsockopt(socket.IPPROTO_TCP, idle) == 60
+
+
 def test_the_engine_is_told_once_when_a_streamed_answer_begins():
     def told(content_type):
         """What was told after each part of an answer."""

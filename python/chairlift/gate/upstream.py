@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+import sys
 from typing import Any
 
 import aiohttp
@@ -148,7 +149,11 @@ def _socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in zip((socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT), GONE_SECONDS, strict=True):
+    if sys.platform == "darwin":
+        idle = socket.TCP_KEEPALIVE
+    else:
+        idle = socket.TCP_KEEPIDLE
+    for option, value in zip((idle, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT), GONE_SECONDS, strict=True):
         made.setsockopt(socket.IPPROTO_TCP, option, value)
     return made
 
