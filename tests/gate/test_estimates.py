@@ -198,9 +198,9 @@ def test_keep_alive_works_with_the_names_that_macos_has(monkeypatch):
 
 
 def test_the_engine_is_told_once_when_a_streamed_answer_begins():
-    def told(content_type):
-        """What was told after each part of an answer."""
-        begun, counts = [], []
+    def calls(content_type):
+        """The number of calls after each part of an answer."""
+        called, counts = [], []
 
         async def parts():
             for part in (b": keep-alive\n\n", b"data: 1\n\n", b"data: 2\n\n"):
@@ -212,17 +212,17 @@ def test_the_engine_is_told_once_when_a_streamed_answer_begins():
             yield SimpleNamespace(content_type=content_type, status=200, raw_headers=(), headers={}, content=content)
 
         async def send(_):
-            counts.append(len(begun))
+            counts.append(len(called))
 
         gate = Gate(None, [SimpleNamespace(request=request)], [], keyed=False)
         state = {"raw_send": send, "context": SimpleNamespace(request_id="r")}
         scope = {"type": "http", "method": "POST", "raw_path": b"/v1", "query_string": b"", "headers": [], "state": state}
-        held = Admitted(0, 10, 0, begins=lambda: begun.append(1))
+        held = Admitted(0, 10, 0, on_first_token=lambda: called.append(1))
         asyncio.run(gate._pass(Request(scope), bytearray(), send, 0, held))  # noqa: SLF001
         return counts
 
-    assert told("text/event-stream") == [0, 0, 1, 1, 1], "a comment comes before the prompt is computed"
-    assert told("application/json") == [0, 0, 0, 0, 0]
+    assert calls("text/event-stream") == [0, 0, 1, 1, 1], "a comment comes before the prompt is computed"
+    assert calls("application/json") == [0, 0, 0, 0, 0]
 
 
 def test_a_new_engine_is_told_what_was_learned(monkeypatch):

@@ -43,8 +43,8 @@ class Admitted:
     prompt_tokens: int
     cached_tokens: int
     """Tokens of the prompt that the upstream is expected to find in its cache."""
-    begins: Callable[[], None]
-    """To be called when the first event of a streamed answer has come: the upstream has computed the prompt."""
+    on_first_token: Callable[[], None]
+    """Called when the first event of a streamed answer has come: the upstream has computed the prompt."""
     answer: Answer | None = None
     """What came back; None until something did."""
 
@@ -135,8 +135,8 @@ class _Admission:
         self._latencies.queued.observe(self._admitted_at - self._context.arrived)
         replica = self._model.engine.ran_in(self._id)
         number, cached = 0 if replica is None else replica.number, stream.choices[0].cached_tokens
-        begins = partial(self._model.engine.tell, Answering(stream.tags[0]))
-        return Admitted(number, len(stream.prompt_token_ids), cached, begins)
+        on_first_token = partial(self._model.engine.tell, Answering(stream.tags[0]))
+        return Admitted(number, len(stream.prompt_token_ids), cached, on_first_token)
 
     def ended(self, held: Admitted) -> None:
         """Counts what it used, by the upstream's own numbers where it gives them."""

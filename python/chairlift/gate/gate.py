@@ -117,10 +117,10 @@ class Gate:
                 raw_send: Send = scope["state"]["raw_send"]
                 try:
                     async for data in response.content.iter_any():
-                        waits = answer.ttft is None
+                        before_first_token = answer.ttft is None
                         answer.feed(data)
-                        if held is not None and waits and answer.ttft is not None:
-                            held.begins()
+                        if held is not None and before_first_token and answer.ttft is not None:
+                            held.on_first_token()
                         await raw_send({"type": "http.response.body", "body": data, "more_body": True})
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
                     if not streamed:

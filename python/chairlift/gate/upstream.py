@@ -66,14 +66,14 @@ class Upstream:
 
         Raises UpstreamFailed if the upstream is unreachable.
         """
-        told = False
+        reported = False
         while True:
             try:
                 return await self._limits()
             except _Loading:
-                if not told:
+                if not reported:
                     log.info("waiting for %s, which is not ready", self.url)
-                told = True
+                reported = True
                 await asyncio.sleep(PROBE_SECONDS)
 
     async def _limits(self) -> Limits:
