@@ -39,7 +39,7 @@ class Grammar:
     def matcher(self, budget: ReasoningBudget | None = None, charge: Charge | None = None) -> Matcher | BudgetMatcher:
         """Returns a matcher at the start of the output. All matchers of a grammar share its lexer.
 
-        `charge` is told the processor time of each token's mask, in seconds.
+        `charge` gets the processor time of each token's mask, in seconds.
         """
         matcher = Matcher(self._template.deep_copy(), self.usage, charge)
         return matcher if budget is None else BudgetMatcher(matcher, budget, self._piece)
