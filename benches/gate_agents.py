@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from peers.engines import Peer, chairlift_server, llama_server, vllm_server
+from peers.engines import Peer, chairlift_server, end, llama_server, vllm_server
 from peers.install import HF, HOME, gguf, versions
 from scheduler import machine
 
@@ -76,11 +76,7 @@ def running(command: Sequence[str], environ: dict[str, str], log: Path, ready: s
             time.sleep(0.5)
         yield address
     finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        end(process)
 
 
 def measure(server: str, tokens: int, *, gate: bool, trace: str, seconds: float, state: Path) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Peer:
                 run = lambda requests, rate: _order(process, requests, rate)  # noqa: E731
             yield run, process.pid, time.perf_counter() - began
         finally:
-            _end(process)
+            end(process)
 
 
 def _await_ready(process: subprocess.Popen[bytes], port: int) -> None:
@@ -139,8 +139,8 @@ def _order(process: subprocess.Popen[bytes], requests: list[Request], rate: floa
     return answers
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the whole session that the peer began: some leave workers behind."""
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and the session that it began: some peers leave workers behind."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(15)
