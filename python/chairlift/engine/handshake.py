@@ -14,7 +14,6 @@ import hmac
 import inspect
 import secrets
 import struct
-import time
 import zlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, fields
@@ -24,6 +23,7 @@ import msgpack
 
 import chairlift
 from chairlift.config import EngineConfig
+from chairlift.engine import clock
 from chairlift.engine.engine_request import Continues, EngineRequest, ResumedChoice
 from chairlift.engine.frames import Frame
 from chairlift.engine.seal import Seal, Seals
@@ -80,7 +80,7 @@ class Hello:
 
 def own_hello(role: Role) -> Hello:
     """The hello of this process."""
-    return Hello(role, protocol(), chairlift.__version__, secrets.token_bytes(NONCE_BYTES), time.monotonic_ns() // 1000)
+    return Hello(role, protocol(), chairlift.__version__, secrets.token_bytes(NONCE_BYTES), clock.now())
 
 
 class Peer(NamedTuple):

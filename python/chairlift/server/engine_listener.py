@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from chairlift.engine import clock
 from chairlift.engine.background import cancel, in_background
 from chairlift.engine.handshake import BadHandshake, JoinRefused, admit
 from chairlift.engine.joined_process import JoinedProcess, detect_silence
@@ -97,7 +98,7 @@ class EngineListener:
             raise
         else:
             logger.info("the engine of %s joins", name)
-            self._on_join(JoinedProcess(sock, name, peer.hello.clock - time.monotonic_ns() // 1000, peer.seals()))
+            self._on_join(JoinedProcess(sock, name, peer.hello.clock - clock.now(), peer.seals()))
 
 
 @asynccontextmanager
