@@ -104,7 +104,7 @@ class EstimatedEngine(Engine):
         lengths = np.diff(self.runner.buffers[step.buffer_index].query_starts[: step.sizes.seqs + 1])
         to_compute = sum(
             length
-            for length, tag in zip(lengths.tolist(), self._steps.tags(step), strict=True)
+            for length, tag in zip(lengths.tolist(), self._steps.sequence_tags(step), strict=True)
             if length > 1 and tag not in self._answering and self._sequences.get(tag) is not None
         )
         self._computes = to_compute > 0

@@ -162,8 +162,8 @@ class Steps:
             self._remove(timeline["tag"])
         return outputs
 
-    def tags(self, step: Step) -> list[int]:
-        """The tags of a step's sequences, in the order of its rows."""
+    def sequence_tags(self, step: Step) -> list[int]:
+        """The tags of a step's sequences, in their order in the batch."""
         slots = self._runner.buffers[step.buffer_index].batch_slots[: step.sizes.seqs]
         tags: list[int] = self._slot_tags[slots].tolist()
         return tags
