@@ -99,7 +99,7 @@ class Engine:
 
     @property
     def stage(self) -> tuple[str, float]:
-        """What the engine does, and since when, on the monotonic clock: a part of a step, or what its process says."""
+        """The current stage, and its start on the monotonic clock: a part of a step, or a stage that the engine's process sets."""
         return self._steps.stage
 
     @stage.setter

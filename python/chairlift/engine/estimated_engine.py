@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 STEP_SECONDS, TOKEN_SECONDS = 0.02, 1e-4
 """The estimate before anything was measured: a step that only decodes, and what each token of a prompt takes."""
 HEADROOM = 4
-"""The engine has so many times the other server's KV blocks, because its prompts are counted by bytes (see `gate.estimates`)."""
+"""KV blocks of the engine for each block of the other server: prompts are counted by bytes here (see `gate.estimates`)."""
 
 
 class EstimatedEngine(Engine):
@@ -38,7 +38,7 @@ class EstimatedEngine(Engine):
         self.set_block_limit(self.runner.num_kv_blocks // HEADROOM)
 
     def learn(self, news: Estimate | Answering) -> None:
-        """Takes the newest estimate, or that the other server has begun to answer a sequence: then it has computed all of its prompt."""
+        """Uses the newest estimate, or records that the other server has begun to answer a sequence and thus has computed its prompt."""
         if isinstance(news, Estimate):
             self._step_seconds, self._token_seconds = news.step_us / 1e6, news.token_ns / 1e9
             self.set_block_limit(news.blocks)

@@ -59,7 +59,7 @@ class ReplicaRouter:
 def _seen(replica: Replica, slowest: Stats) -> tuple[int, int, int, float]:
     """An engine as the router sees it. The prompts that were sent to it are known better here than by its last report.
 
-    An engine that has measured no prompt yet counts as fast as the `slowest` that has. It would seem to take no time, and get all requests.
+    An engine that has measured no prompt yet counts as fast as the `slowest` that has. Otherwise it would seem free and get all requests.
     """
     engine = replica.engine
     stats = engine.stats()

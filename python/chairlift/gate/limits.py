@@ -51,7 +51,7 @@ def of_sglang(info: Any) -> Limits:
 
 
 def of_llama_cpp(props: Any) -> Limits:
-    """From /props of llama.cpp's server. That does not tell whether its slots share their KV: by default they do, with `--parallel` not."""
+    """From /props of llama.cpp's server. The page does not tell whether slots share KV: they do by default, but not with `--parallel`."""
     fields = props if isinstance(props, Mapping) else {}
     settings, slots = fields.get("default_generation_settings"), _positive(fields.get("total_slots"))
     context = _positive(settings.get("n_ctx")) if isinstance(settings, Mapping) else None
@@ -60,7 +60,7 @@ def of_llama_cpp(props: Any) -> Limits:
     tokens = context * (1 if slots == LLAMA_CPP_SLOTS else slots)
     if slots > 1:
         log.info(
-            "llama.cpp does not tell whether its %d slots share their KV: if it is not %d tokens, say --upstream-kv-tokens", slots, tokens
+            "llama.cpp does not tell whether its %d slots share KV: set --upstream-kv-tokens if they do not hold %d tokens", slots, tokens
         )
     return Limits(tokens, context, slots)
 

@@ -19,7 +19,7 @@ log = logging.getLogger("chairlift")
 
 CONNECT_SECONDS = 10.0
 GONE_SECONDS = 60, 15, 4
-"""Seconds of silence after which TCP asks whether the other machine is still there, seconds between such questions, and their number.
+"""TCP keep-alive: seconds of silence before the first probe, seconds between probes, and unanswered probes that end the connection.
 
 An answer may be silent for longer: a long queue and a long prompt take minutes.
 """
@@ -62,7 +62,7 @@ class Upstream:
         self._session: aiohttp.ClientSession | None = None
 
     async def limits_when_ready(self) -> Limits:
-        """Asks for the limits, as vLLM, SGLang, llama.cpp and Chairlift tell them; waits while the upstream loads its model.
+        """Asks for the limits, as vLLM, SGLang, llama.cpp and Chairlift report them; waits while the upstream loads its model.
 
         Raises UpstreamFailed if the upstream is unreachable.
         """
