@@ -84,7 +84,7 @@ IN_SERVER = {
     "chat": {"cache_miss", "errors", "generation", "http", "keys", "model", "schema", "service", "turns", "usage"},
     "streaming": {"errors", "http"},
     "generation": {"errors", "keys", "model", "observability", "registry", "schema", "service", "session_wait", "submission", "usage"},
-    "submission": {"lifecycle", "model", "observability", "session_name"},
+    "submission": {"lifecycle", "model", "observability", "session_name", "session_wait"},
     "http": {"errors", "observability", "schema", "service"},
     "schema": {"errors", "session_name"},
     "service": {

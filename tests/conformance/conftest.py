@@ -49,10 +49,10 @@ def cache_use(record_testsuite_property):
     def shares():
         turns = [json.loads(line) for line in file.read_text().splitlines()[before:]]
         found, repeated = (sum(turn[name] for turn in turns[1:]) for name in ("found", "repeated"))
-        most = sum(min(last["prompt"] + last["answer"], turn["prompt"]) for last, turn in pairwise(turns))
-        told = f"{len(turns)} prompts repeat {repeated / most:.1%} of what they could, {found / repeated:.1%} of it was found"
-        record_testsuite_property("found", told)
-        return found / repeated, repeated / most
+        repeatable = sum(min(last["prompt"] + last["answer"], turn["prompt"]) for last, turn in pairwise(turns))
+        summary = f"{len(turns)} prompts repeat {repeated / repeatable:.1%} of what they could, {found / repeated:.1%} of it was found"
+        record_testsuite_property("found", summary)
+        return found / repeated, repeated / repeatable
 
     return shares
 

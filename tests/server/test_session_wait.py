@@ -7,7 +7,7 @@ import openai
 import pytest
 from fake_async_engine import FakeEngine, wait_until
 
-from chairlift.errors import EngineDead, InvalidRequest
+from chairlift.errors import EngineDead, InvalidRequest, RequestMoved
 from chairlift.server import session_wait, streaming
 from chairlift.server.session_wait import preferred_wait
 
@@ -18,7 +18,7 @@ NAMED = {"x-session-id": "s"}
 @pytest.fixture
 def engine(monkeypatch):
     monkeypatch.setattr(streaming, "FIRST_EVENT_TIMEOUT", 0.05)
-    monkeypatch.setattr(session_wait, "FIRST_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(session_wait, "FIRST_CHECK_SECONDS", 0.01)
     engine = FakeEngine()
     engine.expected_wait_ms = 41_200
     return engine
@@ -76,9 +76,38 @@ def test_a_client_that_does_not_want_to_wait_is_told_when_to_return(engine, base
 
 
 def test_a_request_that_has_waited_for_as_long_as_its_client_wants_is_refused(engine, base):
-    engine.expected_wait_ms = 500  # less than a second at the first look
+    engine.expected_wait_ms = 500  # less than a second at the first check
     answer = httpx.post(f"{base}/v1/chat/completions", json=HELD, headers=NAMED | {"prefer": "wait=1"}, timeout=30)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+
+
+def test_a_request_that_reaches_the_scheduler_after_the_first_check_is_refused(engine, base, monkeypatch):
+    waits, checks = engine.explain, []
+
+    async def explain(request_id):
+        checks.append(request_id)
+        return [] if len(checks) == 1 else await waits(request_id)
+
+    monkeypatch.setattr(engine, "explain", explain)
+    answer = httpx.post(f"{base}/v1/chat/completions", json=HELD, headers=NAMED | {"prefer": "wait=0"}, timeout=10)
+    assert (answer.status_code, len(checks)) == (429, 2)
+
+
+def test_a_request_that_moves_to_another_engine_is_refused_there(engine, base, monkeypatch):
+    engine.expected_wait_ms, run, ran = None, engine.run, []
+
+    async def moving(stream, **arguments):
+        ran.append(stream)
+        if len(ran) == 1:
+            await asyncio.sleep(0.05)
+            engine.expected_wait_ms = 41_200
+            raise RequestMoved("it runs in another engine")
+        async for output in run(stream, **arguments):
+            yield output
+
+    monkeypatch.setattr(engine, "run", moving)
+    answer = httpx.post(f"{base}/v1/chat/completions", json=HELD, headers=NAMED | {"prefer": "wait=41"}, timeout=10)
+    assert (answer.status_code, len(ran)) == (429, 2)
 
 
 def test_a_request_that_would_not_wait_for_too_long_is_served(engine, base):

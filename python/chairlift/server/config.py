@@ -218,14 +218,14 @@ class ServerConfig:
     )
     shadow_policy: str | None = flag(
         None,
-        "simulate what another policy would do to the requests of --journal, a name or FILE.py:NAME, in a process of its own at 2 % of a "
-        "core, for the metrics, the dashboard and 'chairlift top'",
+        "simulate another policy, by its name or as FILE.py:NAME, for the requests of --journal: a separate process does so with 2 % of a "
+        "core, and the metrics, the dashboard and 'chairlift top' show the result",
         metavar="POLICY",
         group="server",
     )
     shadow_set: tuple[str, ...] = flag(
         (),
-        "other settings for such a simulation, as 'chairlift replay --set' takes them: NAME=VALUE,NAME=VALUE",
+        "simulate other settings in the same way, by the names of 'chairlift replay --set': NAME=VALUE,NAME=VALUE",
         parse_names,
         metavar="SETTINGS",
         group="server",

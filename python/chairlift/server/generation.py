@@ -28,7 +28,7 @@ from chairlift.server.registry import Refusal, engine_ids
 from chairlift.server.schema.fields import GenerationRequest
 from chairlift.server.schema.logprobs import MAX_LOGPROBS, max_tokens_with_logprobs
 from chairlift.server.service import service_of
-from chairlift.server.session_wait import HEADER, end_long_wait, expected_wait, preferred_wait
+from chairlift.server.session_wait import HEADER, expected_wait, preferred_wait
 from chairlift.server.submission import Submission
 from chairlift.server.usage import Usage, timing_metrics
 
@@ -68,8 +68,7 @@ class Generation:
         self._session = body.session(self._context.session)
         scheduling = body.scheduling(request.state.ticket.tenant.scheduling(tier), request.headers, self._session)
         self._scheduling = self._service.tiers.bound(scheduling, self._model.engine.config.scheduling_policy)
-        self._patience = None if self._session is None else preferred_wait(request.headers)
-        """The seconds that the client wants to wait for its session's turn at most; None for no limit."""
+        self._max_wait = None if self._session is None else preferred_wait(request.headers)
         self._reader: Reader = request.state.reader
         self._asks_for_tier = body.service_tier is not None
         self._stream = bool(body.stream)
@@ -192,12 +191,9 @@ class Generation:
             context=self._context,
             buffered=not self._stream,
             session=self._session,
+            max_wait=self._max_wait,
             sequence=self._sequence,
         )
-        impatience = None
-        if self._patience is not None:
-            wait = end_long_wait(self._model.engine, self._engine_ids[index], self._patience, submission.fail)
-            impatience = asyncio.create_task(wait)
         try:
             times = progress.times
             async with aclosing(submission.outputs(self._ticket.started, times.observe, times.reset)) as outputs:
@@ -228,8 +224,6 @@ class Generation:
                 self._count_refusal(progress, error)
             raise
         finally:
-            if impatience is not None:
-                impatience.cancel()
             self._end(progress)
 
     def _begin(self, index: int, params: SamplingParams) -> _Progress:

@@ -1,4 +1,4 @@
-"""How long a request waits for the turn of its session: what its client is told, and when that is too long for it."""
+"""The wait of a request for its session's turn: how long it is expected to be, and whether its client wants to wait for so long."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 HEADER = "x-chairlift-expected-wait"
 """The expected wait in whole seconds, in the headers of a stream that waits."""
 
-FIRST_LOOK_SECONDS = 0.5
-"""Seconds after which the engine has decided whether a request waits. A stream's status is not sent before 1 s."""
+FIRST_CHECK_SECONDS = 0.5
+"""Seconds after which an engine has usually decided whether a request waits. A stream's status is not sent before 1 s."""
 
 ANSWER_SECONDS = 1.0
 """Seconds that the engine has to answer. The headers of a stream do not wait longer for one that hangs."""
@@ -50,18 +50,21 @@ async def expected_wait(engine: ReplicatedEngine, engine_id: str) -> float | Non
     return None
 
 
-async def end_long_wait(engine: ReplicatedEngine, engine_id: str, patience: float, fail: Callable[[WaitTooLong], None]) -> None:
-    """Fails a request that is expected to wait for its session's turn for more than `patience` seconds, or that has waited for so long."""
-    began = time.monotonic()
-    for look in (FIRST_LOOK_SECONDS, patience):
-        await asyncio.sleep(max(0.0, began + look - time.monotonic()))
-        waited, more = time.monotonic() - began, await expected_wait(engine, engine_id)
-        if more is None:
-            return
-        if waited + more > patience:
+async def refuse_long_wait(
+    engine: ReplicatedEngine, engine_id: str, began: float, max_wait: float, refuse: Callable[[WaitTooLong], None]
+) -> None:
+    """Refuses a request that the engine has just got if it is expected to wait for its session's turn for more than `max_wait` seconds.
+
+    They count from `began`, on the monotonic clock. The engine is asked again when they are over, because the estimate may have been too
+    low, and at the first check the engine may still compile the request's grammar.
+    """
+    for at in (time.monotonic() + FIRST_CHECK_SECONDS, began + max_wait):
+        await asyncio.sleep(at - time.monotonic())
+        more = await expected_wait(engine, engine_id)
+        if more is not None and time.monotonic() - began + more > max_wait:
             message = (
                 f"other sessions have their turn: this request would wait for about {max(1, math.ceil(more))} s more, "
-                f"and its header prefer says at most {patience:g} s in all"
+                f"and its header prefer says at most {max_wait:g} s in all"
             )
-            fail(WaitTooLong(message, retry_after=more))
+            refuse(WaitTooLong(message, retry_after=more))
             return

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext
 from typing import TYPE_CHECKING
 
-from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead, RequestMoved
+from chairlift.engine.background import in_background
+from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, RequestMoved
 from chairlift.outputs import RequestOutput, Timeline
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
@@ -17,6 +18,7 @@ from chairlift.server.lifecycle import ModelState
 from chairlift.server.model import ServedModel
 from chairlift.server.observability.request_context import RequestContext
 from chairlift.server.session_name import SessionName
+from chairlift.server.session_wait import refuse_long_wait
 
 if TYPE_CHECKING:
     from chairlift.engine.async_live_sequence import AsyncLiveSequence
@@ -51,11 +53,12 @@ class Submission:
         context: RequestContext,
         buffered: bool,
         session: SessionName | None = None,
+        max_wait: float | None = None,
         sequence: AsyncLiveSequence | None = None,
     ) -> None:
         """Deadlines count from the request's arrival. `buffered` collects the outputs and yields them when the answer is complete.
 
-        The prompt continues `sequence`, if given.
+        The client wants to wait for its session's turn for `max_wait` seconds at most, if given. The prompt continues `sequence`, if given.
         """
         self._model = model
         self._prompt = prompt
@@ -68,6 +71,7 @@ class Submission:
         self._waited_for_engine = False
         self._buffered = buffered
         self._session = session
+        self._max_wait = max_wait
         self._sequence = sequence
         self._losses = 0
         """Engines in a row that ended before the request had PROGRESS tokens from them."""
@@ -108,7 +112,7 @@ class Submission:
                     on_loss()
                 had, began, progressed = self.num_received, time.monotonic(), False
                 try:
-                    async with aclosing(await self._run(start)) as outputs:
+                    async with aclosing(await self._run(start)) as outputs, self._limited_wait():
                         async for output in outputs:
                             on_output(output)
                             if not progressed and self.num_received - had >= PROGRESS:
@@ -150,6 +154,13 @@ class Submission:
             session=None if self._session is None else self._session.home,
         )
 
+    def _limited_wait(self) -> AbstractAsyncContextManager[None]:
+        """Refuses the request if it waits for its session's turn for too long in the engine that has it. One with tokens had its turn."""
+        if self._stream is None or self._max_wait is None or self.num_received:
+            return nullcontext()
+        engine, began = self._model.engine, self._ready_at
+        return in_background(refuse_long_wait(engine, self._request_id, began, self._max_wait, self._stream.fail))
+
     def _spent(self) -> dict[str, float]:
         """Returns the seconds that the request has spent in each state of its timeline before submission."""
         if not self._waited_for_engine and not self._in_lost_engines:
@@ -157,11 +168,6 @@ class Submission:
         lost = {"lost_engine": self._in_lost_engines} if self._in_lost_engines else {}
         waited = self._context.waited_for_model + time.monotonic() - self._ready_at - self._in_lost_engines
         return self._spent_before_ready | lost | {"restart": waited}
-
-    def fail(self, error: ChairliftError) -> None:
-        """Ends the request with an error."""
-        if self._stream is not None:
-            self._stream.fail(error)
 
     @property
     def num_received(self) -> int:

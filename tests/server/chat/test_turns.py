@@ -238,7 +238,7 @@ def test_what_broke_the_prefix_is_named(session, breaks, reason, field, _):
     assert miss["advice"]
 
 
-def test_whom_blocks_were_evicted_for_is_told(served, session):
+def test_whom_blocks_were_evicted_for_is_reported(served, session):
     _, http, _ = served
     session.engine.evicted_for = {"same_tenant": 16, "other_tenant": 48}
     evict(session)

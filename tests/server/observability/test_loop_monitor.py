@@ -82,9 +82,10 @@ def test_timers_that_run_late_are_counted():
     assert counts["0.05"] < counts["+Inf"]
 
 
-def test_the_interpreter_s_own_function_is_back_at_the_end():
-    before = vars(asyncio.Handle)["_run"]
-    measured(busy(0))
+def test_the_interpreter_s_own_function_is_back_at_the_end(monkeypatch):
+    before, now = vars(asyncio.Handle)["_run"], time.perf_counter()
+    monkeypatch.setattr(loop_monitor.time, "perf_counter", lambda: now)  # on a busy machine any callback may take 5 ms of wall time
+    assert measured(busy(0)).longest == (0.0, "")
     assert vars(asyncio.Handle)["_run"] is before
 
 

@@ -1,6 +1,7 @@
 """The server shows what its shadow reports, to the operator only."""
 
 import asyncio
+import io
 import json
 import sys
 
@@ -84,8 +85,8 @@ def test_it_needs_a_journal_and_settings_that_exist(capsys, tmp_path):
 def test_top_shows_the_runs_side_by_side():
     load = {"slots": 0, "kv_cache": 0, "saturation": 0}
     state = {"stats": {}, "load": load, "samples": [], "stuck": False, "state": "ready", "model": "m", "kv_map": "", "running": []}
-    console = Console(width=120, file=open("/dev/null", "w"), record=True)  # noqa: SIM115 (as long as the console)
+    console = Console(width=120, file=io.StringIO())
     console.print(frame({**state, "latency": {"window": None}, "shadow": report()}, console))
-    lines = console.export_text().splitlines()
+    lines = console.file.getvalue().splitlines()
     assert any("shadow: scheduling_policy=fair, 75% covered" in line for line in lines)
     assert any(line.split()[:4] == ["shadow", "3", "250", "ms"] for line in lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from chairlift.server.keys import Reader, sees
 from chairlift.timeline import WAITING
 
 MAX_SESSIONS = 512
-"""Sessions that are known. Beyond it, that of the tenant with the most which was quiet for the longest is forgotten."""
-SHOWN = 32
-"""Sessions that are told at once: the latest."""
+"""Sessions that are kept. Beyond it, the tenant with the most sessions loses the one that has been quiet for longest."""
+MAX_ROWS = 32
+"""Rows of a report: those of the latest sessions."""
 
 
 @dataclass(slots=True)
@@ -46,9 +46,9 @@ class SessionTotals:
         self._of_tenant: Counter[str] = Counter()
 
     def add(
-        self, tenant: str, session: str, prompt_tokens: int, cached_tokens: int, output_tokens: int, timelines: Iterable[Timeline]
+        self, tenant: str, session: str, prompt_tokens: int, cached_tokens: int, output_tokens: int, timelines: Sequence[Timeline]
     ) -> None:
-        """Adds a request, `cached_tokens` as its usage tells them. Of several answers the one that waited longest counts."""
+        """Adds a request, with the `cached_tokens` of its usage. Of several answers the one that waited longest counts."""
         key = tenant, session
         if key not in self._sessions:
             self._make_room()
@@ -59,10 +59,9 @@ class SessionTotals:
         totals.prompt_tokens += prompt_tokens
         totals.cached_tokens += cached_tokens
         totals.output_tokens += output_tokens
-        known = list(timelines)
-        totals.waited_s += max((_waited(timeline) for timeline in known), default=0.0)
-        totals.turn_wait_s += max((timeline.states.get("wait_session", 0.0) for timeline in known), default=0.0)
-        totals.compute_s += sum(timeline.compute_seconds for timeline in known)
+        totals.waited_s += max((_waited(timeline) for timeline in timelines), default=0.0)
+        totals.turn_wait_s += max((timeline.states.get("wait_session", 0.0) for timeline in timelines), default=0.0)
+        totals.compute_s += sum(timeline.compute_seconds for timeline in timelines)
         totals.ended = time.monotonic()
 
     def rows(self, reader: Reader) -> list[dict[str, Any]]:
@@ -73,7 +72,7 @@ class SessionTotals:
             if sees(reader, tenant):
                 row = {"session": session, "tenant": tenant, **asdict(totals)}
                 rows.append(row | {"quiet_s": now - row.pop("ended")})
-            if len(rows) == SHOWN:
+            if len(rows) == MAX_ROWS:
                 break
         return rows
 

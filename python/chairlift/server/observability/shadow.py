@@ -17,8 +17,8 @@ from chairlift.server.observability.engine_metrics import NO_TENANT
 
 log = logging.getLogger(__name__)
 
-LONGEST_REPORT = 16 << 20
-"""Bytes of a report. It has 100 tenants and 100 sessions at most."""
+MAX_REPORT_BYTES = 16 << 20
+"""A report has 100 tenants and 100 sessions at most."""
 
 _FAMILIES = (
     ("time_to_first_token_seconds", "TTFT", {"0.5": "ttft_p50_s", "0.99": "ttft_p99_s"}),
@@ -39,13 +39,13 @@ class Shadow(Collector):
 
     async def run(self) -> None:
         """Runs the process until it ends or this is cancelled. The server goes on without it."""
-        process = await asyncio.create_subprocess_exec(*self._command, stdout=asyncio.subprocess.PIPE, limit=LONGEST_REPORT)
+        process = await asyncio.create_subprocess_exec(*self._command, stdout=asyncio.subprocess.PIPE, limit=MAX_REPORT_BYTES)
         try:
             assert process.stdout is not None
             async for line in process.stdout:
                 self.report = json.loads(line)
             self.report = None
-            log.warning("the shadow ended with status %d: there are no figures of it any more", await process.wait())
+            log.warning("the shadow ended with status %d: its figures are no longer shown", await process.wait())
         finally:
             with suppress(ProcessLookupError):
                 process.terminate()

@@ -16,7 +16,7 @@ from chairlift.cli import top
 from chairlift.engine.stats import COUNTERS, Stats
 from chairlift.server.lifecycle import ModelState
 from chairlift.server.observability import poller
-from chairlift.server.observability.session_totals import MAX_SESSIONS, SHOWN, SessionTotals
+from chairlift.server.observability.session_totals import MAX_ROWS, MAX_SESSIONS, SessionTotals
 
 CHROMIUM = Path("/usr/bin/chromium")
 ROW = {"slot": 1, "tag": 129, "tenant": "alice", "priority": 0, "tier": "flex", "state": "decode", "prompt_tokens": 5, "computed_tokens": 7}
@@ -147,7 +147,7 @@ def test_sessions_are_bounded_and_a_tenant_displaces_its_own():
         totals.add("alice", str(number), 1, 0, 1, [])
     assert [row["session"] for row in totals.rows("bob")] == ["b"]
     assert [row["session"] for row in totals.rows(None)][:2] == [str(3 * MAX_SESSIONS - 1), str(3 * MAX_SESSIONS - 2)]
-    assert len(totals.rows(None)) == SHOWN
+    assert len(totals.rows(None)) == MAX_ROWS
     totals.add("alice", str(MAX_SESSIONS * 3 - MAX_SESSIONS + 1), 1, 0, 1, [])
     assert totals.rows("alice")[0]["turns"] == 2, "the latest are kept"
     totals.add("alice", "0", 1, 0, 1, [])

@@ -45,7 +45,7 @@ async def data(request: Request) -> Response:
     reader = request.state.reader
     state = await poller.state(step, sample, reader)
     models = [service.describe(model, reader) for model in service.models]
-    # It tells what all tenants do.
+    # The report has figures of all tenants.
     shadow = service.shadow.report if service.shadow is not None and reader is None else None
     return Json({**state, "models": models, "shadow": shadow}, headers={"cache-control": "no-store"})
 
