@@ -30,6 +30,7 @@ def test_the_gap_counts_only_while_both_tenants_wait():
     # Both wait in the seconds 0, 1 and 3; the 100 of second 2 do not count.
     assert groups.service_gap(service, 1.0, tenants, requests, {}) == 16
     assert groups.service_gap(service, 1.0, tenants, requests, {"a": 2}) == 6
+    assert groups.service_gap(service | {"idle": np.array([90])}, 1.0, tenants, requests, {}) == 16
     assert groups.service_gap({"a": service["a"]}, 1.0, tenants, requests, {}) == 0
 
 

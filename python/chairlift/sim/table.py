@@ -153,14 +153,13 @@ def runs(figures: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
 def notes(result: Result) -> list[str]:
     """Sentences on how equally tenants were served, and on why requests were refused."""
     sentences = [f"Refused: {count:,} requests, {REFUSALS[reason]}." for reason, count in sorted(result.refused_for.items())]
+    if len(set(result.labels("tenant"))) < 2:
+        return sentences
     fairness = result.fairness()
-    if len(result.grouped("tenant")) > 1 and (index := fairness["jain_index"]) is not None:
-        gap = (
-            ""
-            if fairness["service_gap"] is None
-            else f" Between two tenants that both waited it differed by at most {fairness['service_gap']:,.0f}."
-        )
-        sentences.append(f"Jain's index of the tenants' service by weight: {index:.3f}.{gap}")
+    if (index := fairness["jain_index"]) is not None:
+        sentences.append(f"Jain's index of the tenants' service by weight: {index:.3f}.")
+        if (gap := fairness["service_gap"]) is not None:
+            sentences[-1] += f" Between two tenants that both waited it differed by at most {gap:,.0f}."
     return sentences
 
 
