@@ -43,7 +43,6 @@ def run(args: argparse.Namespace) -> int:
     changes = changes_of([*args.set, *([args.policy] if args.policy else [])])
     os.nice(19)
     shadow, parent = Shadow(args.file, lambda recorded: apply(recorded, changes)), os.getppid()
-
     settings = ", ".join(f"{name}={format_value(value)}" for name, value in changes.items())
 
     def report(document: Mapping[str, Any]) -> None:
