@@ -115,6 +115,7 @@ def _shadow_command(specs: list[ModelSpec], server: ServerConfig) -> list[str]:
     if policy is None and not settings:
         return []
     from chairlift.cli import policy_files, replay_settings
+    from chairlift.cli.shadow import changes_of
 
     if (journal := specs[0].config.journal) is None:
         raise InvalidSetting("--shadow-policy and --shadow-set need --journal FILE: they simulate the requests that it records")
@@ -123,11 +124,14 @@ def _shadow_command(specs: list[ModelSpec], server: ServerConfig) -> list[str]:
             raise InvalidSetting(f"--shadow-policy {policy}: there is no such file")
     elif policy is not None:
         settings = (f"scheduling_policy={policy}", *settings)
+    pairs = []
     for setting in settings:
         try:
-            replay_settings.parse(setting)
+            pairs.append(replay_settings.parse(setting))
         except argparse.ArgumentTypeError as error:
             raise InvalidSetting(f"--shadow-set {setting}: {error}") from None
+    if pairs:  # there are none if only a policy in a file differs
+        changes_of(pairs)
     sets = [part for setting in server.shadow_set for part in ("--set", setting)]
     return [sys.executable, "-m", "chairlift", "shadow", journal, "--json", *sets, *(["--policy", policy] if policy else [])]
 
