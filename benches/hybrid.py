@@ -17,7 +17,6 @@ import random
 import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,7 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peers.machine import TICK, describe
+from peers.engines import chairlift_server
+from peers.machine import describe, session_seconds
 from random_gguf import Q4, Tensors, write
 
 PROMPT, TURN, ANSWER, TURNS, STREAMS, ROUNDS = 4000, 200, 32, 8, 16, 3
@@ -150,35 +150,24 @@ MODELS = {"LFM2-8B-A1B": lfm2, "Qwen3.5-4B": qwen, "Granite-4-H-tiny": granite}
 
 
 class Server:
-    """A server's process and its address."""
+    """A server's process, which leads a session of its own, and its port."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, path: str) -> None:
-        self.process, self.port, self.path = process, port, path
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.process, self.port = process, port
 
     def cpu(self) -> float:
         """CPU seconds of the process and its children."""
-        parents, times = {}, {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                try:
-                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                except OSError:
-                    continue
-                parents[int(entry.name)], times[int(entry.name)] = int(fields[1]), (int(fields[11]) + int(fields[12])) / TICK
-        ours = {self.process.pid}
-        while more := {pid for pid, parent in parents.items() if parent in ours and pid not in ours}:
-            ours |= more
-        return sum(times[pid] for pid in ours)
+        return session_seconds(self.process.pid)
 
     def ask(self, prompt: list[int], count: int) -> tuple[float, int]:
         """CPU seconds until the first of `count` tokens, and the tokens of the prompt that were cached."""
         body = {"model": "model", "prompt": prompt, "max_tokens": count, "n_predict": count, "temperature": 0, "stream": True}
         body |= {"ignore_eos": True, "cache_prompt": True, "stream_options": {"include_usage": True}}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=1200)
-        connection.request("POST", self.path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         response, first, cached = connection.getresponse(), 0.0, 0
         if response.status != 200:
-            raise SystemExit(f"{self.path}: {response.status} {response.read().decode()}")
+            raise SystemExit(f"/v1/completions: {response.status} {response.read().decode()}")
         for line in response:
             if line.startswith(b"data: {"):
                 first = first or self.cpu()
@@ -189,10 +178,13 @@ class Server:
 
 
 @contextmanager
-def served(command: list[str], port: int, path: str) -> Iterator[Server]:
-    """A server that is ready."""
+def served(command: list[str]) -> Iterator[Server]:
+    """A server that is ready. `command` has `{port}` in it where it listens."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [part.replace("{port}", str(port)) for part in command]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "python")}
-    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         for _ in range(600):
             try:
@@ -205,24 +197,19 @@ def served(command: list[str], port: int, path: str) -> Iterator[Server]:
             if process.poll() is not None:
                 raise SystemExit(f"{command[0]} ended with {process.returncode}")
             time.sleep(0.5)
-        yield Server(process, port, path)
+        yield Server(process, port)
     finally:
         process.terminate()
         process.wait()
 
 
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def measure(server: Server, seed: int) -> dict[str, float]:
     """CPU seconds of each case."""
     numbers = random.Random(seed)
-    draw = lambda count: [numbers.randrange(1000, 60000) for _ in range(count)]  # noqa: E731
     found: dict[str, float] = {}
+
+    def draw(count: int) -> list[int]:
+        return [numbers.randrange(1000, 60000) for _ in range(count)]
 
     def timed(name: str, prompts: list[list[int]], count: int) -> None:
         before = server.cpu()
@@ -266,22 +253,14 @@ def main() -> None:
             shape, path = MODELS[name](), (args.keep or Path(temporary)) / f"{name}.gguf"
             if not path.exists():
                 write(path, shape.kind, shape.metadata, shape.tensors)
-            ours = [
-                sys.executable,
-                "-c",
-                "import sys; from chairlift.cli.main import main; sys.exit(main(sys.argv[1:]))",
-                "serve",
-                str(path),
-            ]
             # Random weights repeat themselves: drafts would gain what no text gains.
-            ours += ["--served-model-name", "model", "--threads", "1", "--speculative-config", '{"method": "off"}', "--port"]
+            ours = chairlift_server(path, "Q4_K", "8 bit", ["--threads", "1", "--speculative-config", '{"method": "off"}']).command
             theirs = [str(args.llama_server), "--model", str(path), "--no-ui", "--log-disable", "--threads", "1", "--threads-batch", "1"]
-            theirs += ["--parallel", str(STREAMS), "--ctx-size", str(STREAMS * 6144), "--port"]
+            theirs += ["--parallel", str(STREAMS), "--ctx-size", str(STREAMS * 6144), "--port", "{port}"]
             results: dict[str, list[dict[str, float]]] = {"chairlift": [], "llama.cpp": []}
             for seed in range(args.rounds):
-                for which, command, url in (("chairlift", ours, "/v1/completions"), ("llama.cpp", theirs, "/v1/completions")):
-                    port = free_port()
-                    with served([*command, str(port)], port, url) as server:
+                for which, command in (("chairlift", ours), ("llama.cpp", theirs)):
+                    with served(command) as server:
                         results[which].append(measure(server, seed))
             for which, rounds in results.items():
                 at = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}

@@ -255,21 +255,31 @@ def _chairlift_environ() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH", "")]))}
 
 
+def _flags(settings: dict[str, Any]) -> list[str]:
+    words = ((f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)) for name, value in settings.items())
+    return [word for pair in words for word in pair]
+
+
 F32 = ["--dtype", "float32", "--quantization", "none"]
 F16 = ["--dtype", "float16", "--quantization", "none"]
 INT8 = ["--quantization", "int8"]
 TILES = "amx_bf16" in Path("/proc/cpuinfo").read_text()
 FAST: Arithmetic = "16 bit" if TILES else "8 bit"
-DEFAULT: Arithmetic = "fp32" if TILES else "16 bit"
-UNDRAFTED = {"method": "off"}
 """The arithmetic of `--cpu-math fast` on this machine."""
+DEFAULT: Arithmetic = "fp32" if TILES else "16 bit"
+"""The arithmetic of the default on this machine."""
+
+OURS: dict[str, tuple[Arithmetic, dict[str, Any], float]] = {
+    "chairlift": (DEFAULT, {}, 300),
+    "chairlift_undrafted": (DEFAULT, {"speculative_config": {"method": "off"}}, 300),
+    "chairlift_exact": ("fp32", {"cpu_math": "exact"}, 250),
+    "chairlift_int8": ("8 bit", {"quantization": "int8"}, 400),
+    "chairlift_fast": (FAST, {"cpu_math": "fast"}, 400),
+}
+"""Arithmetic, settings and speed of our peers, each of which there is as a server and in process."""
 
 PEERS: dict[str, Peer] = {
-    "chairlift": _chairlift("Q4_1", DEFAULT, [], speed=300),
-    "chairlift_undrafted": _chairlift("Q4_1", DEFAULT, ["--speculative-config", json.dumps(UNDRAFTED)], speed=300),
-    "chairlift_exact": _chairlift("Q4_1", "fp32", ["--cpu-math", "exact"], speed=250),
-    "chairlift_int8": _chairlift("Q4_1", "8 bit", INT8, speed=400),
-    "chairlift_fast": _chairlift("Q4_1", FAST, ["--cpu-math", "fast"], speed=400),
+    **{name: _chairlift("Q4_1", arithmetic, _flags(settings), speed=speed) for name, (arithmetic, settings, speed) in OURS.items()},
     "vllm_f32": vllm_server(HF, "float32", 150),
     "vllm_bf16": vllm_server(HF, "bfloat16", 200),
     "llama_q4_1": _llama("Q4_1", "8 bit", speed=83),
@@ -278,11 +288,7 @@ PEERS: dict[str, Peer] = {
     "llama_f16_32": _llama("F16", "16 bit", 32, speed=120),
     "llama_bf16": _llama("BF16", "16 bit", speed=120),
     "llama_f32": _llama("F32", "fp32", speed=90),
-    "chairlift_in_process": _chairlift_in_process("Q4_1", DEFAULT, {}, 300),
-    "chairlift_undrafted_in_process": _chairlift_in_process("Q4_1", DEFAULT, {"speculative_config": UNDRAFTED}, 300),
-    "chairlift_exact_in_process": _chairlift_in_process("Q4_1", "fp32", {"cpu_math": "exact"}, 250),
-    "chairlift_int8_in_process": _chairlift_in_process("Q4_1", "8 bit", {"quantization": "int8"}, 400),
-    "chairlift_fast_in_process": _chairlift_in_process("Q4_1", FAST, {"cpu_math": "fast"}, 400),
+    **{f"{name}_in_process": _chairlift_in_process("Q4_1", *settings) for name, settings in OURS.items()},
     "openvino_f32": openvino_engine(openvino_model("fp16"), "fp16", "f32", "fp32", 250),
     "openvino_bf16": openvino_engine(openvino_model("fp16"), "fp16", "bf16", "16 bit", 300),
     "openvino_int8_f32": openvino_engine(openvino_model("int8"), "int8", "f32", "8 bit", 300),

@@ -57,7 +57,7 @@ class Busy:
         """Reads the clocks. Time stolen by the host counts as the machine's, and so as others'."""
         user, nice, system, _idle, _wait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
         return cls(
-            time.perf_counter(), (user + nice + system + irq + softirq + steal) / TICK, _session_seconds(session), time.process_time()
+            time.perf_counter(), (user + nice + system + irq + softirq + steal) / TICK, session_seconds(session), time.process_time()
         )
 
     def shares(self, before: Busy) -> dict[str, float]:
@@ -68,7 +68,7 @@ class Busy:
         return {"others": round(others / whole, 4), "peer": round(peer / whole, 4), "client": round(client / whole, 4)}
 
 
-def _session_seconds(session: int) -> float:
+def session_seconds(session: int) -> float:
     """CPU of the session's processes, and of those of their children that have ended."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from peers.engines import PEERS, Arithmetic, Peer
+from peers.engines import OURS, PEERS, Arithmetic, Peer
 
 ENGINES = {
     "chairlift": "Chairlift",
@@ -16,19 +16,6 @@ ENGINES = {
     "transformers": "transformers",
 }
 """Their names by what those of their peers begin with."""
-
-OURS = {
-    "chairlift": "through HTTP",
-    "chairlift_undrafted": "through HTTP",
-    "chairlift_exact": "through HTTP",
-    "chairlift_int8": "through HTTP",
-    "chairlift_fast": "through HTTP",
-    "chairlift_in_process": "in process",
-    "chairlift_undrafted_in_process": "in process",
-    "chairlift_exact_in_process": "in process",
-    "chairlift_int8_in_process": "in process",
-    "chairlift_fast_in_process": "in process",
-}
 
 
 @dataclass(frozen=True)
@@ -49,7 +36,7 @@ def compare(speeds: Mapping[str, float], peers: Mapping[str, Peer] = PEERS) -> l
         return max(found, key=lambda item: item[1], default=None)
 
     lines = []
-    for name in OURS:
+    for name in (*OURS, *(f"{name}_in_process" for name in OURS)):
         if name in speeds:
             mine = peers[name]
             best = quickest(lambda peer, mine=mine: peer.serves == mine.serves)
@@ -68,11 +55,14 @@ def table(speeds: Mapping[str, float]) -> list[str]:
     def cells(line: Line, found: tuple[str, float] | None) -> str:
         return "none | |" if found is None else f"{found[0]}, {found[1]:.0f} | {line.speed / found[1]:.2f} |"
 
+    def asked(line: Line) -> str:
+        return "through HTTP" if PEERS[line.ours].serves else "in process"
+
     return [
         "| Chairlift | asked | arithmetic | output tokens/s | best peer of all | to it | best of the same arithmetic | to it |",
         "|---|---|---|---|---|---|---|---|",
         *(
-            f"| {line.ours} | {OURS[line.ours]} | {PEERS[line.ours].arithmetic} | **{line.speed:.0f}** | "
+            f"| {line.ours} | {asked(line)} | {PEERS[line.ours].arithmetic} | **{line.speed:.0f}** | "
             f"{cells(line, line.best)} {cells(line, line.alike)}"
             for line in lines
         ),

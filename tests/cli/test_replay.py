@@ -298,7 +298,7 @@ def test_wrong_usage_is_one_line_and_status_2(arguments, says, capsys):
         (["static_batch_size=2"], "--static-batch-size needs --batching static or --batching dynamic"),
         (["max_num_seqs=0"], "--max-num-seqs must be at least 1"),
         (["num_kv_blocks=1"], "num_kv_blocks must be a whole number from 2 to 4294967295, got 1"),
-        (["num_kv_blocks=1T"], "these settings are impossible"),
+        (["num_kv_blocks=1T"], "num_kv_blocks must be a whole number from 2 to 4294967295, got 1099511627776"),
         (["max_num_seqs=2,64"], "--max-num-batched-tokens (32) must be at least --max-num-seqs (64)"),
     ],
 )

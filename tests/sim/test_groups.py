@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 
 from chairlift import simulate
+from chairlift.bench.sessions import RecordedSession, SessionTurn
 from chairlift.bench.traces import TraceRequest
 from chairlift.cli.main import main
+from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.sim import groups, table
+from chairlift.sim.models import SharedModel, simulate_models
+from chairlift.sim.sessions import simulate_sessions
 
 SIZES = {"model": "SmolLM2-135M", "max_num_seqs": 2, "num_kv_blocks": 200, "max_model_len": 1024}
 TRACE = [TraceRequest(index * 1e-4, 40, 20, client="one" if index < 30 else "other") for index in range(60)]
@@ -30,6 +34,7 @@ def test_the_gap_counts_only_while_both_tenants_wait():
     # Both wait in the seconds 0, 1 and 3; the 100 of second 2 do not count.
     assert groups.service_gap(service, 1.0, tenants, requests, {}) == 16
     assert groups.service_gap(service, 1.0, tenants, requests, {"a": 2}) == 6
+    assert groups.service_gap(service | {"idle": np.array([90])}, 1.0, tenants, requests, {}) == 16
     assert groups.service_gap({"a": service["a"]}, 1.0, tenants, requests, {}) == 0
 
 
@@ -38,6 +43,18 @@ def test_taking_turns_makes_the_gap_small():
     # VTC's bound: twice the larger of a prompt and of a batch's outputs.
     assert gaps["vtc"] <= 2 * max(40, 2 * 2 * 20)
     assert gaps["fcfs"] > 5 * gaps["vtc"]
+
+
+def test_fairness_counts_weights_in_every_kind_of_simulation():
+    weighted = {**SIZES, "tenant_weights": {"one": 3}}
+    engine = simulate(TRACE, replicas=2, **weighted).replicas[0]
+    model = simulate_models(TRACE, [SharedModel("one", EngineConfig(**weighted))]).results["one"]
+    turns = [SessionTurn(1.0, 64, 10, 1, calls_tool=False)] * 3
+    sessions = [RecordedSession(64, [turns], [0, 0], tenant=tenant) for tenant in ("one", "other")]
+    agents = simulate_sessions(sessions, 2, duration=60.0, block_size=64, **weighted).result
+    for result in (engine, model, agents):
+        one, other = (result.grouped("tenant")[tenant]["service"] for tenant in ("one", "other"))
+        assert result.fairness()["jain_index"] == pytest.approx(groups.jain([one / 3, other]))
 
 
 def test_groups_sum_to_the_whole_and_are_in_the_document():

@@ -1,4 +1,4 @@
-"""Who may use a server, and where it listens: what `serve` and `gate` do alike before they start."""
+"""Reads the keys and tiers of a server and opens its socket, for `serve` and `gate`."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Access(NamedTuple):
         tenant_weights = {**weights, **(config.tenant_weights or {})} or None
         return replace(config, tenant_weights=tenant_weights, tier_weights={**self.tiers.weights, **(config.tier_weights or {})})
 
-    def listen(self, server: ServerConfig, reached: str) -> AbstractContextManager[socket.socket]:
-        """Opens the port or the Unix socket; warns if `reached` is open to a network without keys. Raises InvalidSetting and PortTaken."""
+    def listen(self, server: ServerConfig, served: str) -> AbstractContextManager[socket.socket]:
+        """Opens the port or the Unix socket; warns if a network can use `served` without keys. Raises InvalidSetting and PortTaken."""
         from chairlift.server.http.sockets import check_certificate, is_loopback, open_path, open_port
 
         if server.ssl_certfile is not None:
             check_certificate(server.ssl_certfile, server.ssl_keyfile)
         listener = open_port(server.host, server.port) if server.uds is None else open_path(server.uds, 0o660)
         if not self.keys and server.uds is None and not is_loopback(server.host):
-            log.warning("no API key is set: any host that reaches %s can use %s; see --api-key-file, --api-key", server.host, reached)
+            log.warning("no API key is set: any host that reaches %s can use %s; see --api-key-file, --api-key", server.host, served)
         return listener

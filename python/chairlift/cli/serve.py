@@ -25,6 +25,7 @@ from chairlift.server.config import ServerConfig
 if TYPE_CHECKING:
     from chairlift.engine.secret import Secret
     from chairlift.server.model_specs import ModelSpec
+    from chairlift.server.supervisor import Supervisor
 
 log = logging.getLogger("chairlift")
 
@@ -114,6 +115,7 @@ def _shadow_command(specs: list[ModelSpec], server: ServerConfig) -> list[str]:
     if policy is None and not settings:
         return []
     from chairlift.cli import policy_files, replay_settings
+    from chairlift.cli.shadow import changes_of
 
     if (journal := specs[0].config.journal) is None:
         raise InvalidSetting("--shadow-policy and --shadow-set need --journal FILE: they simulate the requests that it records")
@@ -122,11 +124,14 @@ def _shadow_command(specs: list[ModelSpec], server: ServerConfig) -> list[str]:
             raise InvalidSetting(f"--shadow-policy {policy}: there is no such file")
     elif policy is not None:
         settings = (f"scheduling_policy={policy}", *settings)
+    pairs = []
     for setting in settings:
         try:
-            replay_settings.parse(setting)
+            pairs.append(replay_settings.parse(setting))
         except argparse.ArgumentTypeError as error:
             raise InvalidSetting(f"--shadow-set {setting}: {error}") from None
+    if pairs:  # there are none if only a policy in a file differs
+        changes_of(pairs)
     sets = [part for setting in server.shadow_set for part in ("--set", setting)]
     return [sys.executable, "-m", "chairlift", "shadow", journal, "--json", *sets, *(["--policy", policy] if policy else [])]
 
@@ -166,8 +171,7 @@ async def _serve(
 
     # The processes import what loads models unless none of them is loaded.
     loading = next((spec.config for spec in specs if spec.config.load_format != "none"), specs[0].config)
-    on_ray = server.ray_address is not None
-    if on_ray:
+    if server.ray_address is not None:
         processes = [EngineProcess(loading.load_format, exclusive=True, awaits_join=True)]
     else:
         processes = local_processes(loading, server.replicas, exclusive=len(specs) == 1)
@@ -185,10 +189,10 @@ async def _serve(
     # The web framework is imported while the engine's process loads the model.
     module = await asyncio.to_thread(import_module, "chairlift.server.supervisor")
     from chairlift.server.admin import serve_admin  # the supervisor has imported it
-    from chairlift.server.engine_listener import accepting
 
     gc.freeze()  # what the imports made stays: the garbage collector need not look at it again
-    supervisor = module.Supervisor(module.served_models(specs, engines, server), server, access.keys, access.tiers, processes, None, shadow)
+    served = module.served_models(specs, engines, server)
+    supervisor = module.Supervisor(served, server, access.keys, access.tiers, processes, shadow_command=shadow)
     async with AsyncExitStack() as stack:
         for process in processes:
             await stack.enter_async_context(process)
@@ -196,18 +200,26 @@ async def _serve(
         if admin is not None:
             await stack.enter_async_context(serve_admin(admin, supervisor.admin()))
         if joining is not None:
-            join = partial(supervisor.join, config=specs[0].config)
-            await stack.enter_async_context(accepting(joining.listener, joining.secret, join))
-            log.info("listening for engines on %s:%d", *joining.listener.getsockname()[:2])
-            if on_ray:
-                from chairlift.engine.background import in_background
-                from chairlift.server.ray_engines import RayEngines
-
-                ray_engines = RayEngines(server, specs[0].config, joining.listener.getsockname()[1])
-                await stack.enter_async_context(in_background(ray_engines.keep()))
+            await _accept_engines(stack, joining, supervisor, server, specs[0].config)
         status: int = await supervisor.run(listener, starting)
     # asyncio and Python wait for all threads at exit, and a thread may be downloading a model for an hour.
     exit_timer = threading.Timer(THREADS_TIMEOUT, os._exit, (status,))
     exit_timer.daemon = True
     exit_timer.start()
     return status
+
+
+async def _accept_engines(
+    stack: AsyncExitStack, joining: _Joining, supervisor: Supervisor, server: ServerConfig, config: EngineConfig
+) -> None:
+    """Lets engines of other machines join, and starts those on Ray, until `stack` is closed."""
+    from chairlift.server.engine_listener import accepting
+
+    await stack.enter_async_context(accepting(joining.listener, joining.secret, partial(supervisor.join, config=config)))
+    host, port = joining.listener.getsockname()[:2]
+    log.info("listening for engines on %s:%d", host, port)
+    if server.ray_address is not None:
+        from chairlift.engine.background import in_background
+        from chairlift.server.ray_engines import RayEngines
+
+        await stack.enter_async_context(in_background(RayEngines(server, config, port).keep()))

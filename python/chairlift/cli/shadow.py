@@ -43,7 +43,6 @@ def run(args: argparse.Namespace) -> int:
     changes = changes_of([*args.set, *([args.policy] if args.policy else [])])
     os.nice(19)
     shadow, parent = Shadow(args.file, lambda recorded: apply(recorded, changes)), os.getppid()
-
     settings = ", ".join(f"{name}={format_value(value)}" for name, value in changes.items())
 
     def report(document: Mapping[str, Any]) -> None:
@@ -66,11 +65,12 @@ def _text(document: Mapping[str, Any]) -> str:
     from chairlift.sim import table
 
     covered = "no request yet" if document["covered"] is None else f"{document['covered']:.0%} of the requests"
-    lines = [table.text(table.runs(document["runs"]))]
+    runs = table.runs(document["runs"])
+    lines = [table.text(runs)]
     for group in ("tenants", "sessions"):
         if len(document[group]) > 1:
             rows = [[name or "(none)", *cells] for name, one in document[group].items() for cells in table.runs(one)[1:]]
-            lines.append(table.text([[group.removesuffix("s"), *table.runs(document["runs"])[0]], *rows]))
+            lines.append(table.text([[group.removesuffix("s"), *runs[0]], *rows]))
     lines.append(f"The last {document['window_s']:,.0f} s, {covered}, {document['cpu_share']:.1%} of a core.")
     if document["failure"]:
         lines.append(f"The policy failed, and the queue goes on in the order of arrival: {document['failure']}")

@@ -225,14 +225,13 @@ def _sessions(rows: Sequence[Mapping[str, Any]], console: Console) -> list[Rende
     """The latest sessions. Their names, which clients choose, are cut to the width that is left."""
     if not rows:
         return []
-    longest = max(8, min(40, console.width - 78))
-    table = _table("session", "tenant", "turns ", "prompts ", "found ", "output ", "waited ", "for turns ", "compute ", "quiet ")
+    longest = max(8, min(40, console.width - 79))
+    table = _table("session", "tenant", "turns ", "prompts ", "cached ", "output ", "waited ", "for turns ", "compute ", "quiet ")
     for row in rows[:_MAX_SESSIONS]:
         name = "".join(character if character.isprintable() else "?" for character in row["session"])
         counts = f"{row['turns']:,}", f"{row['prompt_tokens']:,}", f"{row['cached_tokens'] / max(1, row['prompt_tokens']):.0%}"
         times = (_seconds(row[key]) for key in ("waited_s", "turn_wait_s", "compute_s", "quiet_s"))
-        name = name if len(name) <= longest else name[: longest - 1] + "…"
-        table.add_row(Text(name), Text(row["tenant"]), *counts, f"{row['output_tokens']:,}", *times)
+        table.add_row(Text(_cut(name, longest)), Text(row["tenant"]), *counts, f"{row['output_tokens']:,}", *times)
     return [Text(), table]
 
 
@@ -249,12 +248,15 @@ def _running(rows: Sequence[Mapping[str, Any]], limit: int, console: Console) ->
         prompt = f"{min(row['computed_tokens'], row['prompt_tokens']):,}/{row['prompt_tokens']:,}"
         status = Text(row["state"], style=_STATES.get(row["state"], ""))
         numbers = (f"{row['output_tokens']:,}", f"{row['blocks']:,}", _seconds(row["age_us"] / 1e6))
-        name = row["request"] or f"#{row['tag']}"
-        name = name if len(name) <= longest else name[: longest - 1] + "…"
+        name = _cut(row["request"] or f"#{row['tag']}", longest)
         table.add_row(str(row["slot"]), name, row["tenant"], status, prompt, *numbers)
     if len(rows) > limit:
         table.add_row("", f"and {len(rows) - limit} more")
     return table
+
+
+def _cut(name: str, longest: int) -> str:
+    return name if len(name) <= longest else name[: longest - 1] + "…"
 
 
 def _rounded(seconds: float | None) -> str:

@@ -126,8 +126,8 @@ class SharedMachine:
         except (ValueError, OverflowError) as error:
             raise InvalidSetting(f"this cannot be simulated: {error}") from None
         wall = time.perf_counter() - start
-        pairs = zip(self.models, reports, strict=True)
-        return ModelsResult({name: Result([report], settings, wall) for (name, settings, *_), report in pairs}, wall)
+        pairs, weights = zip(self.models, reports, strict=True), dict(workload.tenants)
+        return ModelsResult({name: Result([report], settings, wall, weights=weights) for (name, settings, *_), report in pairs}, wall)
 
     def times(self, factor: float) -> SharedMachine:
         """The same machine with steps that take `factor` times as long."""

@@ -14,7 +14,7 @@ from chairlift.bench.sweep import search
 from chairlift.errors import InvalidSetting
 from chairlift.sim.devices import Device, Profile
 from chairlift.sim.models import Machine, SharedMachine, SharedModel, loaded, numbered
-from chairlift.sim.plan import BISECTIONS, ROOFLINE_ERROR, WARM_UP, Band, Point, Targets, point_of
+from chairlift.sim.plan import BISECTIONS, WARM_UP, Band, Point, Targets, point_of, step_error
 from chairlift.sim.workload_spec import WorkloadSpec
 
 _STEP = 2 ** (1 / 2**BISECTIONS)
@@ -150,7 +150,5 @@ class _Trial:
 
 
 def _error(on: Device | Profile | dict[str, Profile]) -> float:
-    """The relative error of the step times: the largest median error of the profiles, or that of a roofline."""
-    if isinstance(on, dict):
-        return max(float(profile.errors.get("p50", 0.0)) for profile in on.values())
-    return ROOFLINE_ERROR if isinstance(on, Device) else float(on.errors.get("p50", 0.0))
+    """The relative error of the step times: the largest one of several profiles."""
+    return max(map(step_error, on.values())) if isinstance(on, dict) else step_error(on)

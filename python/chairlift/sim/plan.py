@@ -157,9 +157,9 @@ def plan(
     fits = spec.fitting(longest_request(usual))
     seconds = targets.workload_seconds(fits.mean_output)
     # Throughput averages over many steps: their median error. The tail of ITL depends on single steps: the 90th percentile.
-    error, tail_error = (float(on.errors.get(name, 0.0)) if isinstance(on, Profile) else ROOFLINE_ERROR for name in ("p50", "p90"))
+    error, tail_error = step_error(on), step_error(on, "p90")
     changes = candidates(config, usual, on.measured.get("most_tokens") if isinstance(on, Profile) else None)
-    progress = _Progress(on_progress, len(changes) + 4 * len(fits.seeds) + len(_DOUBLED) + len(_RATES))
+    progress = Progress(on_progress, len(changes) + 4 * len(fits.seeds) + len(_DOUBLED) + len(_RATES))
 
     def trial(of: EngineConfig, slowdown: float = 1.0) -> _Trial:
         settings, step = machine(model, on, of)
@@ -255,15 +255,21 @@ def point_of(result: Result, rate: float, percent: float, since: float) -> Point
     return Point(rate, float(np.percentile(ttft, percent, method="inverted_cdf")), result.itl(percent) or 0.0)
 
 
-class _Progress:
+class Progress:
     """Reports the share of `parts` that are complete; call it at the start of each."""
 
     def __init__(self, on_progress: Callable[[float], None], parts: int) -> None:
         self._on_progress, self._parts, self._done = on_progress, parts, 0
 
     def __call__(self) -> None:
+        """Begins the next part."""
         self._on_progress(min(1.0, self._done / self._parts))
         self._done += 1
+
+
+def step_error(on: Device | Profile, percentile: str = "p50") -> float:
+    """The relative error of a device's step times: a percentile of a profile's errors, or that of a roofline."""
+    return float(on.errors.get(percentile, 0.0)) if isinstance(on, Profile) else ROOFLINE_ERROR
 
 
 def candidates(config: EngineConfig, usual: dict[str, Any], measured_tokens: int | None) -> list[dict[str, Any]]:

@@ -83,7 +83,7 @@ class Result:
         self._most_batch, self._most_blocks = max(most_batch), max(most_blocks)
         self._gaps = np.concatenate([np.frombuffer(report["gaps"], _BUCKET) for report in reports])
         self._steps = np.concatenate([np.frombuffer(report["step_times"], _BUCKET) for report in reports])
-        self.replicas = [Result([report], config, wall) for report in reports] if len(reports) > 1 else [self]
+        self.replicas = [Result([report], config, wall, weights=weights) for report in reports] if len(reports) > 1 else [self]
 
     @property
     def span(self) -> float:

@@ -42,8 +42,10 @@ class SessionsResult:
     microseconds that it would have taken alone with a cache that loses nothing), longest_wait (for a first token) and complete.
     """
 
-    def __init__(self, report: Mapping[str, Any], settings: Mapping[str, Any], users: int, span: float, wall: float) -> None:
-        self.result = Result(report["engines"], settings, wall)
+    def __init__(
+        self, report: Mapping[str, Any], settings: Mapping[str, Any], users: int, span: float, wall: float, weights: Mapping[str, int]
+    ) -> None:
+        self.result = Result(report["engines"], settings, wall, weights=weights)
         """All requests, with those of the warm-up."""
         self.users, self.span, self.wall = users, span, wall
         first = 1e6 * span * WARM_UP
@@ -160,7 +162,7 @@ def run_sessions(
         )
     except (ValueError, OverflowError) as error:
         raise InvalidSetting(f"this cannot be simulated: {error}") from None
-    return SessionsResult(report, numbers, users, duration, time.perf_counter() - start)
+    return SessionsResult(report, numbers, users, duration, time.perf_counter() - start, weights)
 
 
 def _arrays(sessions: Sequence[RecordedSession], tenants: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

@@ -15,7 +15,7 @@ from chairlift.bench.sweep import search
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.sim.devices import Device, Profile
-from chairlift.sim.plan import BISECTIONS, ROOFLINE_ERROR, doubled
+from chairlift.sim.plan import BISECTIONS, Progress, doubled, step_error
 from chairlift.sim.run import longest_request, machine
 from chairlift.sim.sessions import DURATION, THINK_TIME, SessionsResult, run_sessions
 
@@ -87,38 +87,38 @@ def plan_sessions(
     target, config = target or SessionsTarget(), config or EngineConfig()
     settings, steps = machine(model, device, config)
     sessions = read_sessions(trace, longest_request(settings))
-    error = float(device.errors.get("p50", 0.0)) if isinstance(device, Profile) else ROOFLINE_ERROR
-    searches = 5 if error else 3
-    done = 0
+    error = step_error(device)
+    progress = Progress(on_progress, 7 if error else 5)  # the searches, and the points
 
     def result(users: int, numbers: dict[str, Any], factor: float = 1.0) -> SessionsResult:
         weights = config.tenant_weights or {}
         return run_sessions(sessions, users, numbers, steps.times(factor), weights, longest_think=longest_think, duration=duration)
 
-    def most(start: int, numbers: dict[str, Any], factor: float = 1.0) -> int:
-        nonlocal done
-        meets = cache(lambda users: users > 0 and target.met(result(users, numbers, factor)))
-        found = search(lambda users: meets(int(users)), start, BISECTIONS, least=1.0)
-        done += 1
-        on_progress(done / (searches + 2))
-        return int(found or 0)
+    def largest(start: int, numbers: dict[str, Any], factor: float = 1.0) -> int:
+        progress()
+        meets = cache(lambda users: target.met(result(users, numbers, factor)))
+        return int(search(lambda users: meets(int(users)), start, BISECTIONS, least=1.0) or 0)
 
-    agents = most(1, settings)
+    agents = largest(1, settings)
     if not agents:
         slowdown = target.slowdown_of(result(1, settings))
         if slowdown is None:
             raise InvalidSetting(f"no session is long enough to be judged in {duration:g} s: simulate a longer --duration")
         raise InvalidSetting(f"this target cannot be met: sessions of a single agent take {slowdown:.2f} times as long as alone")
+    low = min(agents, largest(agents, settings, 1 + error)) if error else agents
+    high = max(agents, largest(agents, settings, 1 / (1 + error))) if error else agents
+    sensitivity = {
+        "compute": largest(agents, settings, 0.5),
+        "kv": largest(agents, doubled(settings, "num_kv_blocks")),
+        "slots": largest(agents, doubled(settings, "max_num_seqs")),
+    }
+    progress()
     return SessionsPlan(
         target=target,
         agents=agents,
-        low=min(agents, most(agents, settings, 1 + error)) if error else agents,
-        high=max(agents, most(agents, settings, 1 / (1 + error))) if error else agents,
-        sensitivity={
-            "compute": most(agents, settings, 0.5),
-            "kv": most(agents, doubled(settings, "num_kv_blocks")),
-            "slots": most(agents, doubled(settings, "max_num_seqs")),
-        },
+        low=low,
+        high=high,
+        sensitivity=sensitivity,
         points=[
             one.figures() | {"slowdown": target.slowdown_of(one)}
             for users in dict.fromkeys(max(1, round(share * agents)) for share in _SHARES)

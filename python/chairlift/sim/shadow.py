@@ -22,29 +22,29 @@ from chairlift.sim.result import ended, labels
 CPU_SHARE = 0.02
 """The part of one core that a shadow may take."""
 SLICE_BYTES, SLICE_REQUESTS = 1 << 16, 32
-"""What is read and simulated between two looks at the clock."""
+"""Bytes that are read and requests that are simulated between two checks of the CPU time."""
 SLICE_CPU_SECONDS = 5.0
 """CPU time after which a policy's method is interrupted, because it may never return."""
 CATCH_UP_SECONDS = 60.0
 """A shadow that is behind for longer leaves out requests until it has caught up."""
 WINDOW_SECONDS, WINDOW_REQUESTS = 600.0, 20_000
-"""The figures cover the requests that ended in so many seconds, and at most so many."""
+"""The figures cover the requests that ended in these seconds, at most the latest of this number."""
 POLL_SECONDS, REPORT_SECONDS = 2.0, 10.0
-"""Intervals of looks at the journal, and of reports."""
-MOST_GROUPS = 100
+"""Intervals between two reads of the journal, and between two reports."""
+MAX_GROUPS = 100
 """Most tenants and sessions that are reported: those with the most requests."""
 
 RUNS = ("simulated", "shadow", "recorded")
-"""The recorded settings in virtual time, the others in virtual time, and what was recorded."""
+"""The recorded settings and the others in virtual time, and the recorded run itself."""
 
-_COLUMNS = ("tag", "finish", "arrived", "first_token", "ended", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
+_COLUMNS = ("finish", "arrived", "first_token", "ended", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
 _ROW = np.dtype([(name, "<i8") for name in _COLUMNS] + [("tenant", "O"), ("session", "O")])
 
 
 class Shadow:
     """Follows a journal and simulates its requests under the recorded settings and under others.
 
-    Call `work` now and then. It takes at most `CPU_SHARE` of a core over time: when that does not suffice, requests are left out, and
+    Call `work` regularly. It takes at most `CPU_SHARE` of a core over time: when that does not suffice, requests are left out, and
     `document` says which share was covered. `apply` makes the settings of `_core.what_if` from the recorded ones. `now` and `cpu` are the
     clocks in seconds; the second counts from the start of the process.
     """
@@ -59,8 +59,8 @@ class Shadow:
     ) -> None:
         """Raises InvalidSetting if the file is no journal or the settings are impossible."""
         self._path, self._apply, self._now, self._cpu = Path(path), apply, now, cpu
-        self._began = self._in_time = now()
-        self._began_at = time.time()
+        self._began = self._caught_up_at = now()
+        self._created_at = time.time()
         self._number = 0
         self._core: _core.Shadow | None = None
         self._policy: str | None = None
@@ -73,7 +73,7 @@ class Shadow:
             data = self._file.read(SLICE_BYTES)
             more = self._advance(data)
             if not data and not more:
-                self._in_time = self._now()
+                self._caught_up_at = self._now()
                 if not self._open_next():
                     return
 
@@ -92,7 +92,7 @@ class Shadow:
         return {
             "window_s": min(WINDOW_SECONDS, elapsed),
             "covered": (simulated - simulated_before) / seen if seen else None,
-            "behind_s": self._now() - self._in_time,
+            "behind_s": self._now() - self._caught_up_at,
             "cpu_share": self._cpu() / elapsed if elapsed else 0.0,
             "failure": self._failure,
             "runs": {run: groups.figures(rows[run]) for run in RUNS},
@@ -101,7 +101,7 @@ class Shadow:
         }
 
     def _open(self) -> None:
-        """Opens the journal of the newest engine. Its time begins anew, so the figures do too."""
+        """Opens the journal of the newest engine. Its times start again, and so do the figures."""
         path = self._path.with_name(f"{self._path.name}.{self._number}") if self._number else self._path
         try:
             self._file: BinaryIO = path.open("rb")
@@ -113,9 +113,9 @@ class Shadow:
         self._counts: deque[tuple[float, int, int]] = deque([(self._now(), 0, 0)])
 
     def _open_next(self) -> bool:
-        """Goes on with the journal of a restarted engine, if there is one. One of an earlier server is older than this process."""
+        """Opens the journal of a restarted engine, if there is one. The journal of an earlier server is older than this process."""
         following = self._path.with_name(f"{self._path.name}.{self._number + 1}")
-        if not following.exists() or following.stat().st_mtime < self._began_at:
+        if not following.exists() or following.stat().st_mtime < self._created_at:
             return False
         self._number += 1
         self._open()
@@ -135,7 +135,7 @@ class Shadow:
                 self._core.feed(data)
         except ValueError as error:
             raise InvalidSetting(f"{self._path} cannot be followed: {error}") from None
-        if self._now() - self._in_time > CATCH_UP_SECONDS:
+        if self._now() - self._caught_up_at > CATCH_UP_SECONDS:
             self._core.skip()
             return False
         more = True
@@ -145,7 +145,7 @@ class Shadow:
         return more
 
     def _take(self) -> None:
-        """Adds what ended to the window."""
+        """Adds the requests that ended to the window, and drops those that are too old."""
         if self._core is None:
             return
         taken = self._core.take()
@@ -161,10 +161,10 @@ class Shadow:
                 parts.popleft()
 
 
-def follow(shadow: Shadow, report: Callable[[Mapping[str, Any]], None], goes_on: Callable[[], bool]) -> None:
-    """Works every `POLL_SECONDS`, and reports a document every `REPORT_SECONDS`, as long as `goes_on`."""
+def follow(shadow: Shadow, report: Callable[[Mapping[str, Any]], None], running: Callable[[], bool]) -> None:
+    """Works every `POLL_SECONDS`, and reports a document every `REPORT_SECONDS`, as long as `running`."""
     due = time.monotonic() + REPORT_SECONDS
-    while goes_on():
+    while running():
         shadow.work()
         if time.monotonic() >= due:
             report(shadow.document())
@@ -208,7 +208,7 @@ def _rows(report: Mapping[str, Any]) -> NDArray[Any]:
 def _by(group: str, rows: Mapping[str, NDArray[Any]]) -> dict[str, dict[str, dict[str, float | None]]]:
     """The figures by tenant or session and run, of those with the most requests."""
     names, counts = np.unique(np.concatenate([one[group] for one in rows.values()]), return_counts=True)
-    shown = [str(name) for name in names[np.argsort(-counts, kind="stable")] if name or group == "tenant"][:MOST_GROUPS]
+    shown = [str(name) for name in names[np.argsort(-counts, kind="stable")] if name or group == "tenant"][:MAX_GROUPS]
     kept = {run: one[np.isin(one[group], shown)] for run, one in rows.items()}
     by_run = {run: groups.grouped(one, one[group]) for run, one in kept.items()}
     return {name: {run: by_run[run].get(name) or groups.figures(np.empty(0, _ROW)) for run in RUNS} for name in shown}

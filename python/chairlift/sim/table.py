@@ -84,6 +84,16 @@ _RUN_COLUMNS = (
     ("preempted", "preemptions", "count"),
 )
 
+_MODEL_COLUMNS = (
+    ("requests", "requests", "count"),
+    ("finished", "finished", "count"),
+    ("TTFT p50", "ttft_p50_s", "time"),
+    ("p95", "ttft_p95_s", "time"),
+    ("ITL p95", "itl_p95_s", "time"),
+    ("tokens/s", "tokens_per_s", "rate"),
+    ("of the time", "time_share", "share"),
+)
+
 REFUSALS = {
     "empty_prompt": "their prompts have no tokens",
     "no_new_tokens": "they ask for no new token",
@@ -95,16 +105,6 @@ REFUSALS = {
     "no_parent": "the request to fork had ended",
 }
 """Why requests are refused."""
-
-_MODEL_COLUMNS = (
-    ("requests", "requests", "count"),
-    ("finished", "finished", "count"),
-    ("TTFT p50", "ttft_p50_s", "time"),
-    ("p95", "ttft_p95_s", "time"),
-    ("ITL p95", "itl_p95_s", "time"),
-    ("tokens/s", "tokens_per_s", "rate"),
-    ("of the time", "time_share", "share"),
-)
 
 
 def cells(results: Mapping[str, Result], base: str | None = None) -> list[list[str]]:
@@ -135,10 +135,7 @@ def group(result: Result, by: str, limit: int = 20) -> list[list[str]]:
     if len(figures) < 2:
         return []
     shown = sorted(figures, key=lambda name: (-(figures[name]["service"] or 0), name))[:limit]
-    lines = [[by, *(label for label, _, _ in _GROUP_COLUMNS)]]
-    for name in shown:
-        one = figures[name]
-        lines.append([name or "(none)", *(_cell(one[key], kind, one[key] or 0) for _, key, kind in _GROUP_COLUMNS)])
+    lines = _by_name(by, _GROUP_COLUMNS, {name: figures[name] for name in shown})
     if len(figures) > limit:
         lines.append([f"and {len(figures) - limit:,} more", *[""] * len(_GROUP_COLUMNS)])
     return lines
@@ -146,30 +143,25 @@ def group(result: Result, by: str, limit: int = 20) -> list[list[str]]:
 
 def runs(figures: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
     """A header and a line for each run, from `groups.figures`."""
-    lines = [["", *(label for label, _, _ in _RUN_COLUMNS)]]
-    return lines + [[name, *(_cell(one[key], kind, one[key] or 0) for _, key, kind in _RUN_COLUMNS)] for name, one in figures.items()]
+    return _by_name("", _RUN_COLUMNS, figures)
 
 
 def notes(result: Result) -> list[str]:
     """Sentences on how equally tenants were served, and on why requests were refused."""
     sentences = [f"Refused: {count:,} requests, {REFUSALS[reason]}." for reason, count in sorted(result.refused_for.items())]
+    if len(set(result.labels("tenant"))) < 2:
+        return sentences
     fairness = result.fairness()
-    if len(result.grouped("tenant")) > 1 and (index := fairness["jain_index"]) is not None:
-        gap = (
-            ""
-            if fairness["service_gap"] is None
-            else f" Between two tenants that both waited it differed by at most {fairness['service_gap']:,.0f}."
-        )
-        sentences.append(f"Jain's index of the tenants' service by weight: {index:.3f}.{gap}")
+    if (index := fairness["jain_index"]) is not None:
+        sentences.append(f"Jain's index of the tenants' service by weight: {index:.3f}.")
+        if (gap := fairness["service_gap"]) is not None:
+            sentences[-1] += f" Between two tenants that both waited it differed by at most {gap:,.0f}."
     return sentences
 
 
 def models(figures: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
     """A header and a line for each of several models, from `ModelsResult.figures`."""
-    lines = [["model", *(label for label, _, _ in _MODEL_COLUMNS)]]
-    for name, one in figures.items():
-        lines.append([name, *(_cell(one[key], kind, one[key] or 0) for _, key, kind in _MODEL_COLUMNS)])
-    return lines
+    return _by_name("model", _MODEL_COLUMNS, figures)
 
 
 def sessions(figures: Mapping[str, float | None]) -> list[list[str]]:
@@ -194,6 +186,12 @@ def states(result: Result) -> str:
     """The five states with the most time, with their means."""
     longest = sorted(result.states().items(), key=lambda one: -one[1])[:5]
     return ", ".join(f"{name} {_cell(mean, 'time', mean)}" for name, mean in longest) or "none"
+
+
+def _by_name(head: str, columns: Sequence[tuple[str, str, str]], figures: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
+    """A header that begins with `head`, and a line for each name with its figures."""
+    lines = ([name or "(none)", *(_cell(one[key], kind, one[key] or 0) for _, key, kind in columns)] for name, one in figures.items())
+    return [[head, *(label for label, _, _ in columns)], *lines]
 
 
 def _cell(value: float | None, kind: str, largest: float) -> str:

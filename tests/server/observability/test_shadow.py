@@ -80,6 +80,7 @@ def test_it_needs_a_journal_and_settings_that_exist(capsys, tmp_path):
     assert "scheduling_policy" in refused(*journal, "--shadow-policy", "fairest")
     assert "there is no such file" in refused(*journal, "--shadow-policy", "none.py:Mine")
     assert "no_such" in refused(*journal, "--shadow-set", "no_such=1")
+    assert "one value of each setting" in refused(*journal, "--shadow-policy", "fair,vtc")
 
 
 def test_top_shows_the_runs_side_by_side():
