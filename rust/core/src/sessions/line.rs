@@ -57,14 +57,8 @@ impl Line {
 
     /// The session that comes in next: of the tenant with the least `service`, the first one.
     pub(super) fn next(&self, service: impl Fn(u32) -> u64) -> Option<SessionId> {
-        let mut tenants = std::iter::successors(self.places.first(), |&&(tenant, ..)| self.first_of(tenant + 1));
-        let mut best = tenants.next()?;
-        for one in tenants {
-            if service(one.0) < service(best.0) {
-                best = one;
-            }
-        }
-        Some(best.3)
+        // Service is known only where tenants take turns: elsewhere there is one tenant, which is compared with no other.
+        self.first_of_each().min_by(|one, other| service(one.0).cmp(&service(other.0))).map(|&(.., id)| id)
     }
 
     /// Records that a session begins to wait in an empty line.
@@ -82,24 +76,28 @@ impl Line {
     /// Microseconds until the session at this place is expected to come in. `first` is assumed for each of those before it, and for itself,
     /// before one was measured. O(sessions in line).
     pub(super) fn expected(&self, place: Place, first: f64, now: Time) -> f64 {
-        let of_tenant = |tenant| self.places.range((tenant, Tier::Priority, 0, SessionId::default())..);
-        let own = of_tenant(place.0).take_while(|&&before| before < place).count();
+        let own = self.of_tenant(place.0).take_while(|&&before| before < place).count();
         // Tenants take turns.
-        let mut others = 0;
-        let mut tenant = self.places.first();
-        while let Some(&(number, ..)) = tenant {
-            if number != place.0 {
-                others += of_tenant(number).take_while(|&&(one, ..)| one == number).take(own + 1).count();
-            }
-            tenant = self.first_of(number + 1);
-        }
+        let others = self.first_of_each().map(|&(tenant, ..)| tenant).filter(|&tenant| tenant != place.0);
+        let others = others.map(|tenant| self.of_tenant(tenant).take(own + 1).count()).sum::<usize>();
         // A wait that has outlasted the mean says more than the mean does.
         let each = self.mean.unwrap_or(first).max(now.saturating_sub(self.moved) as f64);
         each * (own + others + 1) as f64
     }
 
-    fn first_of(&self, tenant: u32) -> Option<&Place> {
-        self.places.range((tenant, Tier::Priority, 0, SessionId::default())..).next()
+    /// The sessions of a tenant, in order.
+    fn of_tenant(&self, tenant: u32) -> impl Iterator<Item = &Place> {
+        self.starting_at(tenant).take_while(move |&&(number, ..)| number == tenant)
+    }
+
+    /// The first session of each tenant.
+    fn first_of_each(&self) -> impl Iterator<Item = &Place> {
+        std::iter::successors(self.places.first(), |&&(tenant, ..)| self.starting_at(tenant + 1).next())
+    }
+
+    /// The sessions of a tenant and those of later ones, in order.
+    fn starting_at(&self, tenant: u32) -> impl Iterator<Item = &Place> {
+        self.places.range((tenant, Tier::Priority, 0, SessionId::default())..)
     }
 
     /// Panics unless both orders have as many sessions.
