@@ -105,3 +105,24 @@ impl Line {
         assert_eq!((sessions, sessions), (self.places.len(), self.due.len()), "lengths of the line");
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_that_has_outlasted_the_mean_is_expected_of_each_session_before() {
+        let [first, second, other] =
+            [(0, 1), (0, 2), (1, 3)].map(|(tenant, arrived)| (tenant, Tier::Default, arrived, SessionId::default()));
+        let mut line = Line::default();
+        line.begin(0);
+        for place in [first, second, other] {
+            line.add(place, 9000);
+        }
+        let expected = |line: &Line, now| [first, second, other].map(|place| line.expected(place, 70.0, now) as Time);
+        // Tenants take turns: the first session and the other tenant's wait for one more each, the second one for two.
+        assert_eq!([10, 80].map(|now| expected(&line, now)), [[140, 210, 140], [160, 240, 160]], "nothing was measured");
+        line.advance(100);
+        assert_eq!([150, 200, 400].map(|now| expected(&line, now)), [[200, 300, 200], [200, 300, 200], [600, 900, 600]]);
+    }
+}
