@@ -70,7 +70,7 @@ enum Input {
 /// A request that has not ended.
 struct Open {
     arrival_number: u64,
-    /// Its place in `inputs`, where it is until it enters.
+    /// Its key in `inputs`, where it is until it enters.
     key: (Time, u64),
     prompt_tokens: u32,
     tenant: Arc<str>,
