@@ -77,7 +77,7 @@ pub(crate) enum Op {
         session: (u8, Option<u8>),
         ended: bool,
     },
-    /// A tenant had service at another engine, and others are told of the service here.
+    /// Another engine reports a tenant's service, and this engine reports that of all tenants.
     ShareService {
         tenant: u8,
         us: u64,
@@ -348,9 +348,9 @@ impl World {
     /// Charges a tenant for external service, and takes the service here.
     fn share_service(&mut self, tenant: u8, us: u64) {
         self.scheduler.charge_external(&tenant_name(tenant), us);
-        let told = self.scheduler.take_service();
-        assert!(told.is_empty() || self.scheduler.rules().takes_turns());
-        assert!(self.scheduler.take_service().is_empty(), "told twice");
+        let service = self.scheduler.take_service();
+        assert!(service.is_empty() || self.scheduler.rules().takes_turns());
+        assert!(self.scheduler.take_service().is_empty(), "reported twice");
     }
 
     /// Sets the limit of blocks. It is never below the least that can serve every request, nor above all blocks.
@@ -493,7 +493,7 @@ impl World {
         let tag = self.next_tag;
         self.next_tag += 1;
         let busy = request.continues.is_some_and(|continues| self.live.values().any(|live| live.continues == Some(continues.held)));
-        // What a request was told elsewhere is all that it reports.
+        // A resumed request reports only the cached tokens that the other engine reported.
         let paid = request.resumed.map(|_| 0);
         let answered = request.resumed.map_or(0, |resumed| resumed.answered);
         let longest = request.prompt.len() as u32 - answered + request.max_new_tokens;
