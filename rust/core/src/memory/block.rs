@@ -17,9 +17,8 @@ mod users;
 
 pub use changes::CacheChanges;
 pub(crate) use free_lists::EvictionClass;
-pub(crate) use owners::CacheOwner;
-pub(crate) use owners::TAKERS;
 pub use owners::Taker;
+pub(crate) use owners::{CacheOwner, TAKERS};
 pub(crate) use users::User;
 
 /// Index of a physical block. Block 0 is scratch and is never allocated.
