@@ -1,5 +1,6 @@
 //! A shadow: a server's journal under other settings, while it is written.
 
+use crate::errors::invalid;
 use crate::reports;
 use crate::settings;
 use crate::simulate::{or_none, packed, put_labels, report_dict};
@@ -18,7 +19,7 @@ pub(crate) struct Shadow(Mutex<sim::Shadow>);
 /// The settings of a journal by its first bytes. None if they end within the settings.
 #[pyfunction]
 pub(crate) fn journal_settings<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Option<Bound<'py, PyDict>>> {
-    let follower = core::Follower::open(journal).map_err(damaged)?;
+    let follower = core::Follower::open(journal).map_err(invalid)?;
     follower.map(|follower| settings::dict(py, &follower.journal().config)).transpose()
 }
 
@@ -26,15 +27,15 @@ pub(crate) fn journal_settings<'py>(py: Python<'py>, journal: &[u8]) -> PyResult
 impl Shadow {
     #[new]
     fn new(journal: &[u8], changes: &Bound<'_, PyDict>) -> PyResult<Self> {
-        let follower = core::Follower::open(journal).map_err(damaged)?;
+        let follower = core::Follower::open(journal).map_err(invalid)?;
         let follower = follower.ok_or_else(|| PyValueError::new_err("the journal ends within its settings"))?;
         let config = settings::changed_for_simulation(follower.journal().config, changes)?;
-        let shadow = sim::Shadow::new(follower, config).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let shadow = sim::Shadow::new(follower, config).map_err(invalid)?;
         Ok(Self(Mutex::new(shadow)))
     }
 
     fn feed(&self, py: Python<'_>, journal: &[u8]) -> PyResult<()> {
-        py.detach(|| lock(&self.0).feed(journal)).map_err(damaged)
+        py.detach(|| lock(&self.0).feed(journal)).map_err(invalid)
     }
 
     fn advance(&self, py: Python<'_>, requests: usize) -> bool {
@@ -63,11 +64,6 @@ impl Shadow {
         dict.set_item("recorded", recorded_dict(py, &recorded)?)?;
         Ok(dict)
     }
-}
-
-#[allow(clippy::needless_pass_by_value)] // the signature that `map_err` needs
-fn damaged(error: core::JournalError) -> PyErr {
-    PyValueError::new_err(error.to_string())
 }
 
 /// Recorded requests in the columns of a report.

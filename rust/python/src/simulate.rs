@@ -1,5 +1,6 @@
 //! Simulations: a workload and its results as flat arrays.
 
+use crate::errors::invalid;
 use crate::reports;
 use crate::router;
 use crate::settings::changed_for_simulation;
@@ -118,7 +119,7 @@ fn run<'py>(
         return Err(interrupt);
     }
     let list = PyList::empty(py);
-    for report in reports.map_err(|error| PyValueError::new_err(error.to_string()))? {
+    for report in reports.map_err(invalid)? {
         list.append(report_dict(py, &report)?)?;
     }
     Ok(list)
