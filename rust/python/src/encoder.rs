@@ -10,6 +10,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::errors::invalid;
 use crate::linear::Linear;
 use crate::threads::{lock, started};
 
@@ -142,7 +143,7 @@ impl Encoder {
             longest,
         };
         let encoder = cpu::Encoder::new(started(threads)?, config, embeddings, blocks, head);
-        encoder.map(|encoder| Self(Mutex::new(encoder))).map_err(|error| PyValueError::new_err(error.to_string()))
+        encoder.map(|encoder| Self(Mutex::new(encoder))).map_err(invalid)
     }
 
     /// Writes the results of texts to `out` [texts, width]. Text i has the ids from `starts[i]` to `starts[i + 1]`.

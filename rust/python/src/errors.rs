@@ -25,3 +25,9 @@ pub(crate) fn rejected(error: core::Rejected) -> PyErr {
         core::Rejected::QueueFull { retry_after, .. } => QueueFull::new_err((message, retry_after)),
     }
 }
+
+/// A `ValueError` with the message of an error.
+#[allow(clippy::needless_pass_by_value)] // the signature that `map_err` needs
+pub(crate) fn invalid(error: impl ToString) -> PyErr {
+    PyValueError::new_err(error.to_string())
+}

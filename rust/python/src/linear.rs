@@ -13,6 +13,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::errors::invalid;
 use crate::threads::{lock, started};
 
 /// An open file with weights, which are read while they are packed.
@@ -60,7 +61,7 @@ impl Linear {
         let linear = py.detach(|| {
             let mut pool = started(threads)?;
             let matrix = cpu::Matrix::pack(&mut pool, isa, &tensors, merge, dtype);
-            matrix.map(|matrix| cpu::Linear::new(matrix, bias.as_deref())).map_err(|error| PyValueError::new_err(error.to_string()))
+            matrix.map(|matrix| cpu::Linear::new(matrix, bias.as_deref())).map_err(invalid)
         });
         linear.map(|linear| Self(Mutex::new(Some(linear))))
     }
@@ -112,7 +113,7 @@ impl Adapter {
             let mut pool = started(1)?;
             let mut pack = |updates: &[_]| cpu::LowRank::pack(&mut pool, isa, updates);
             let blocks = blocks.iter().map(|[first, second]| Ok([pack(first)?, pack(second)?])).collect::<Result<_, cpu::PackError>>();
-            blocks.map(cpu::Adapter::new).map_err(|error| PyValueError::new_err(error.to_string()))
+            blocks.map(cpu::Adapter::new).map_err(invalid)
         });
         packed.map(|adapter| Self(Mutex::new(Some(adapter))))
     }

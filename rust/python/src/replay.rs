@@ -1,5 +1,6 @@
 //! Replays journals, unchanged or under other settings.
 
+use crate::errors::invalid;
 use crate::settings;
 use crate::simulate::{or_none, packed, report_dict};
 use chairlift_core as core;
@@ -12,7 +13,7 @@ use pyo3::types::{PyBytes, PyDict};
 #[pyfunction]
 pub(crate) fn replay<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound<'py, PyDict>> {
     let parsed = read(journal)?;
-    let (replayed, report) = py.detach(|| sim::recorded(&parsed)).map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let (replayed, report) = py.detach(|| sim::recorded(&parsed)).map_err(invalid)?;
     let dict = PyDict::new(py);
     dict.set_item("config", settings::dict(py, &parsed.config)?)?;
     dict.set_item("report", report_dict(py, &report)?)?;
@@ -39,7 +40,7 @@ pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], changes: &Bound<'_, 
         draft_tokens: core::MAX_DRAFT,
     };
     let report = py.detach(|| sim::simulate(config, sim::jobs(&parsed, &replayed), &machine));
-    let report = report.map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let report = report.map_err(invalid)?;
     let dict = PyDict::new(py);
     dict.set_item("config", settings::dict(py, &config)?)?;
     dict.set_item("report", report_dict(py, &report)?)?;
@@ -86,11 +87,11 @@ pub(crate) fn step_times<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound
 }
 
 fn read(journal: &[u8]) -> PyResult<core::ParsedJournal> {
-    core::ParsedJournal::read(journal).map_err(|error| PyValueError::new_err(error.to_string()))
+    core::ParsedJournal::read(journal).map_err(invalid)
 }
 
 fn replayed(py: Python<'_>, journal: &[u8]) -> PyResult<(core::ParsedJournal, core::Replayed)> {
     let parsed = read(journal)?;
-    let replayed = py.detach(|| parsed.replay()).map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let replayed = py.detach(|| parsed.replay()).map_err(invalid)?;
     Ok((parsed, replayed))
 }

@@ -65,43 +65,31 @@ pub(crate) fn timeline<'py>(py: Python<'py>, timeline: &core::Timeline) -> PyRes
     dict.set_item("tier", timeline.tier.name())?;
     dict.set_item("limit", timeline.limit().map(core::TimelineState::name))?;
     dict.set_item("preempted_by", &timeline.preempted_by)?;
-    let reasons = PyDict::new(py);
-    for (reason, name) in core::PreemptionReason::NAMES {
-        let times = timeline.preempted_for[reason as usize];
-        if times > 0 {
-            reasons.set_item(name, times)?;
+    dict.set_item("preempted_for", nonzero(py, core::PreemptionReason::NAMES, |reason| timeline.preempted_for[reason as usize].into())?)?;
+    dict.set_item("evicted_for", nonzero(py, core::Taker::NAMES, |taker| timeline.evicted_for[taker as usize].into())?)?;
+    dict.set_item("states", nonzero(py, core::TimelineState::NAMES, |state| timeline.states[state as usize])?)?;
+    Ok(dict)
+}
+
+/// The numbers that are not 0, by name.
+fn nonzero<K>(
+    py: Python<'_>,
+    names: impl IntoIterator<Item = (K, &'static str)>,
+    number: impl Fn(K) -> u64,
+) -> PyResult<Bound<'_, PyDict>> {
+    let dict = PyDict::new(py);
+    for (kind, name) in names {
+        let number = number(kind);
+        if number > 0 {
+            dict.set_item(name, number)?;
         }
     }
-    dict.set_item("preempted_for", reasons)?;
-    let evicted = PyDict::new(py);
-    for (taker, name) in core::Taker::NAMES {
-        let tokens = timeline.evicted_for[taker as usize];
-        if tokens > 0 {
-            evicted.set_item(name, tokens)?;
-        }
-    }
-    dict.set_item("evicted_for", evicted)?;
-    let states = PyDict::new(py);
-    for (cause, name) in core::TimelineState::NAMES {
-        let time = timeline.states[cause as usize];
-        if time > 0 {
-            states.set_item(name, time)?;
-        }
-    }
-    dict.set_item("states", states)?;
     Ok(dict)
 }
 
 /// Adds the requests that were served before another: counts by rule, and (tag, tenant, rule) of the first of them.
 pub(crate) fn served_before(timeline: &Bound<'_, PyDict>, served: &core::ServedBefore) -> PyResult<()> {
-    let counts = PyDict::new(timeline.py());
-    for (rule, name) in core::Rule::NAMES {
-        let count = served.counts[rule as usize];
-        if count > 0 {
-            counts.set_item(name, count)?;
-        }
-    }
-    timeline.set_item("served_before", counts)?;
+    timeline.set_item("served_before", nonzero(timeline.py(), core::Rule::NAMES, |rule| served.counts[rule as usize].into())?)?;
     let first = served.first.iter().map(|(tag, tenant, rule)| (*tag, &**tenant, rule.name()));
     timeline.set_item("served_first", first.collect::<Vec<_>>())
 }
@@ -160,14 +148,7 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
     }
     dict.set_item("saturation", f64::from(stats.saturation) / 1000.0)?;
     dict.set_item("stall", stats.stall.map(core::Stall::name))?;
-    let waiting = PyDict::new(py);
-    for (cause, name) in core::TimelineState::NAMES {
-        let count = stats.waiting_by_state[cause as usize];
-        if count > 0 {
-            waiting.set_item(name, count)?;
-        }
-    }
-    dict.set_item("waiting_by_state", waiting)?;
+    dict.set_item("waiting_by_state", nonzero(py, core::TimelineState::NAMES, |state| stats.waiting_by_state[state as usize] as u64)?)?;
     Ok(dict)
 }
 

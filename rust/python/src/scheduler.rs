@@ -1,7 +1,7 @@
 //! The scheduler's Python interface.
 
 use crate::buffers::StepBuffers;
-use crate::errors::rejected;
+use crate::errors::{invalid, rejected};
 use crate::reports;
 use crate::request::{Completion, EngineRequest};
 use crate::settings;
@@ -128,7 +128,7 @@ impl Scheduler {
     ) -> PyResult<Self> {
         let given = settings.cloned().unwrap_or_else(|| PyDict::new(py));
         let config = settings::changed(core::Config::default(), &given)?;
-        let core = core::Scheduler::keyed(config, hash_key).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let core = core::Scheduler::keyed(config, hash_key).map_err(invalid)?;
         let core = if journal { core::Recorder::on(core) } else { core::Recorder::off(core) };
         let drafter = (draft_tokens > 0).then(|| core::Drafter::new(draft_tokens, draft_corpus_tokens));
         let completion = Completion { end_tokens, tenant_weights, tier_weights };

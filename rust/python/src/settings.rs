@@ -1,9 +1,9 @@
 //! The scheduler's settings for Python: keyword arguments and dicts, converted by the core's table.
 
+use crate::errors::invalid;
 use crate::policy::added_policy;
 use chairlift_core as core;
-use core::{SETTINGS, Setting, SettingError, SettingKind, Value};
-use pyo3::exceptions::PyValueError;
+use core::{SETTINGS, Setting, SettingKind, Value};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
@@ -21,11 +21,11 @@ pub(crate) fn changed(config: core::Config, settings: &Bound<'_, PyDict>) -> PyR
     let mut given = Vec::new();
     for (name, value) in settings {
         let name: String = name.extract()?;
-        let setting = Setting::named(&name).map_err(refused)?;
-        let value = value_of(setting.kind, &value).map_err(|_| refused(setting.invalid(&value)))?;
+        let setting = Setting::named(&name).map_err(invalid)?;
+        let value = value_of(setting.kind, &value).map_err(|_| invalid(setting.invalid(&value)))?;
         given.push((name, value));
     }
-    config.with(&given).map_err(refused)
+    config.with(&given).map_err(invalid)
 }
 
 /// As [`changed`], where the policy may be one that was added for simulations.
@@ -77,9 +77,4 @@ fn put(dict: &Bound<'_, PyDict>, name: &str, value: Value) -> PyResult<()> {
         Value::Flag(flag) => dict.set_item(name, flag),
         Value::Name(value) => dict.set_item(name, value),
     }
-}
-
-#[allow(clippy::needless_pass_by_value)] // the signature that `map_err` needs
-fn refused(error: SettingError) -> PyErr {
-    PyValueError::new_err(error.to_string())
 }

@@ -1,14 +1,16 @@
 //! A shadow: a server's journal under other settings, while it is written.
 
+use crate::errors::invalid;
 use crate::reports;
 use crate::settings;
-use crate::simulate::{or_none, packed, put_names, report_dict};
+use crate::simulate::{or_none, packed, put_labels, report_dict};
+use crate::threads::lock;
 use chairlift_core as core;
 use chairlift_sim as sim;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// See `chairlift_sim::Shadow`.
 #[pyclass(frozen, module = "chairlift._core")]
@@ -17,7 +19,7 @@ pub(crate) struct Shadow(Mutex<sim::Shadow>);
 /// The settings of a journal by its first bytes. None if they end within the settings.
 #[pyfunction]
 pub(crate) fn journal_settings<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Option<Bound<'py, PyDict>>> {
-    let follower = core::Follower::open(journal).map_err(damaged)?;
+    let follower = core::Follower::open(journal).map_err(invalid)?;
     follower.map(|follower| settings::dict(py, &follower.journal().config)).transpose()
 }
 
@@ -25,38 +27,38 @@ pub(crate) fn journal_settings<'py>(py: Python<'py>, journal: &[u8]) -> PyResult
 impl Shadow {
     #[new]
     fn new(journal: &[u8], changes: &Bound<'_, PyDict>) -> PyResult<Self> {
-        let follower = core::Follower::open(journal).map_err(damaged)?;
+        let follower = core::Follower::open(journal).map_err(invalid)?;
         let follower = follower.ok_or_else(|| PyValueError::new_err("the journal ends within its settings"))?;
         let config = settings::changed_for_simulation(follower.journal().config, changes)?;
-        let shadow = sim::Shadow::new(follower, config).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let shadow = sim::Shadow::new(follower, config).map_err(invalid)?;
         Ok(Self(Mutex::new(shadow)))
     }
 
     fn feed(&self, py: Python<'_>, journal: &[u8]) -> PyResult<()> {
-        py.detach(|| self.0.lock().unwrap_or_else(PoisonError::into_inner).feed(journal)).map_err(damaged)
+        py.detach(|| lock(&self.0).feed(journal)).map_err(invalid)
     }
 
     fn advance(&self, py: Python<'_>, requests: usize) -> bool {
-        py.detach(|| self.0.lock().unwrap_or_else(PoisonError::into_inner).advance(requests))
+        py.detach(|| lock(&self.0).advance(requests))
     }
 
     fn skip(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).skip();
+        lock(&self.0).skip();
     }
 
     #[getter]
     fn now(&self) -> core::Time {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).now()
+        lock(&self.0).now()
     }
 
     #[getter]
     fn counts(&self) -> (u64, u64) {
-        let sim::Counts { simulated, skipped } = self.0.lock().unwrap_or_else(PoisonError::into_inner).counts();
+        let sim::Counts { simulated, skipped } = lock(&self.0).counts();
         (simulated, skipped)
     }
 
     fn take<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (runs, recorded) = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let (runs, recorded) = lock(&self.0).take();
         let dict = PyDict::new(py);
         dict.set_item("runs", runs.iter().map(|run| report_dict(py, run)).collect::<PyResult<Vec<_>>>()?)?;
         dict.set_item("recorded", recorded_dict(py, &recorded)?)?;
@@ -64,41 +66,18 @@ impl Shadow {
     }
 }
 
-#[allow(clippy::needless_pass_by_value)] // the signature that `map_err` needs
-fn damaged(error: core::JournalError) -> PyErr {
-    PyValueError::new_err(error.to_string())
-}
-
 /// Recorded requests in the columns of a report.
 fn recorded_dict<'py>(py: Python<'py>, recorded: &[sim::Recorded]) -> PyResult<Bound<'py, PyDict>> {
     let rows = recorded.iter().map(|sim::Recorded { arrived, prompt_tokens, ended, .. }| {
-        let (first_token, cached, output) = (or_none(ended.first_token), ended.cached_tokens.into(), ended.output_tokens.into());
-        let (tag, finish, arrived, end) = (ended.tag as i64, reports::finish_code(Some(ended.finish)), *arrived as i64, ended.time as i64);
-        [
-            tag,
-            finish,
-            arrived,
-            first_token,
-            first_token,
-            end,
-            (*prompt_tokens).into(),
-            cached,
-            output,
-            0,
-            0,
-            ended.preemptions.into(),
-            0,
-            0,
-            0,
-            0,
-            0,
-        ]
+        let (tag, finish) = (ended.tag as i64, reports::finish_code(Some(ended.finish)));
+        let (arrived, first, end) = (*arrived as i64, or_none(ended.first_token), ended.time as i64);
+        let [prompt, cached, output, preempted] =
+            [*prompt_tokens, ended.cached_tokens, ended.output_tokens, ended.preemptions].map(i64::from);
+        [tag, finish, arrived, first, first, end, prompt, cached, output, 0, 0, preempted, 0, 0, 0, 0, 0]
     });
     let dict = PyDict::new(py);
     dict.set_item("ended", packed(py, rows))?;
     dict.set_item("states", PyList::empty(py))?;
-    put_names(&dict, "tenant", recorded.iter().map(|one| Some(&*one.tenant)))?;
-    put_names(&dict, "session", recorded.iter().map(|one| one.session.as_deref()))?;
-    put_names(&dict, "tier", recorded.iter().map(|one| Some(one.tier.name())))?;
+    put_labels(&dict, recorded.iter().map(|one| (&*one.tenant, one.session.as_deref(), one.tier)))?;
     Ok(dict)
 }

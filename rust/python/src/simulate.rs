@@ -1,5 +1,6 @@
 //! Simulations: a workload and its results as flat arrays.
 
+use crate::errors::invalid;
 use crate::reports;
 use crate::router;
 use crate::settings::changed_for_simulation;
@@ -118,7 +119,7 @@ fn run<'py>(
         return Err(interrupt);
     }
     let list = PyList::empty(py);
-    for report in reports.map_err(|error| PyValueError::new_err(error.to_string()))? {
+    for report in reports.map_err(invalid)? {
         list.append(report_dict(py, &report)?)?;
     }
     Ok(list)
@@ -209,9 +210,7 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResul
         [time as i64, batch as i64, tokens as i64, running as i64, waiting as i64, blocks as i64, saturation.into()]
     });
     dict.set_item("timeline", packed(py, samples))?;
-    put_names(&dict, "tenant", report.ended.iter().map(|timeline| Some(&*timeline.tenant)))?;
-    put_names(&dict, "session", report.ended.iter().map(|timeline| timeline.session.as_deref()))?;
-    put_names(&dict, "tier", report.ended.iter().map(|timeline| Some(timeline.tier.name())))?;
+    put_labels(&dict, report.ended.iter().map(|timeline| (&*timeline.tenant, timeline.session.as_deref(), timeline.tier)))?;
     dict.set_item("service_window", report.service.window())?;
     let service = PyDict::new(py);
     for (tenant, windows) in report.service.tenants() {
@@ -221,8 +220,18 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResul
     Ok(dict)
 }
 
+/// Sets the tenants, sessions and tiers of requests.
+pub(crate) fn put_labels<'a>(
+    dict: &Bound<'_, PyDict>,
+    requests: impl Iterator<Item = (&'a str, Option<&'a str>, core::Tier)> + Clone,
+) -> PyResult<()> {
+    put_names(dict, "tenant", requests.clone().map(|(tenant, ..)| Some(tenant)))?;
+    put_names(dict, "session", requests.clone().map(|(_, session, _)| session))?;
+    put_names(dict, "tier", requests.map(|(.., tier)| Some(tier.name())))
+}
+
 /// Sets the sorted names, and one of them for each request as an index; -1 for none.
-pub(crate) fn put_names<'a>(dict: &Bound<'_, PyDict>, what: &str, names: impl Iterator<Item = Option<&'a str>> + Clone) -> PyResult<()> {
+fn put_names<'a>(dict: &Bound<'_, PyDict>, what: &str, names: impl Iterator<Item = Option<&'a str>> + Clone) -> PyResult<()> {
     let mut known: Vec<&str> = names.clone().flatten().collect();
     known.sort_unstable();
     known.dedup();

@@ -1,5 +1,6 @@
 //! Simulations of sessions in a closed loop.
 
+use crate::errors::invalid;
 use crate::router;
 use crate::settings::changed_for_simulation;
 use crate::simulate::{StepTime, machine, packed, report_dict};
@@ -54,7 +55,7 @@ pub(crate) fn simulate_sessions<'py>(
     if let Some(interrupt) = interrupt {
         return Err(interrupt);
     }
-    let report = report.map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let report = report.map_err(invalid)?;
     let dict = PyDict::new(py);
     dict.set_item("engines", report.engines.iter().map(|engine| report_dict(py, engine)).collect::<PyResult<Vec<_>>>()?)?;
     let rows = report.sessions.iter().map(|seen| {

@@ -173,8 +173,7 @@ impl Replica {
 
     /// The results so far.
     pub(crate) fn into_report(mut self) -> Report {
-        self.report.stats = Some(self.scheduler.stats());
-        self.report
+        self.take_report()
     }
 
     /// Ends the jobs that are cancelled or past their deadline.

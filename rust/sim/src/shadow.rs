@@ -5,7 +5,7 @@ use crate::machine::Machine;
 use crate::replica::Replica;
 use crate::report::Report;
 use crate::step_time::StepTime;
-use crate::what_if::{arrived, forked, with_output};
+use crate::what_if::{arrived, forked, set_output};
 use chairlift_core::{Call, Config, ConfigError, EndedRequest, Follower, JournalError, Request, SessionEvent, Tier, Time};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -70,7 +70,7 @@ enum Input {
 /// A request that has not ended.
 struct Open {
     arrival_number: u64,
-    /// Its place in `inputs`, where it is until it enters.
+    /// Its key in `inputs`, where it is until it enters.
     key: (Time, u64),
     prompt_tokens: u32,
     tenant: Arc<str>,
@@ -108,7 +108,7 @@ impl Shadow {
         Ok(())
     }
 
-    /// Takes what the journal says anew.
+    /// Takes the calls, the ends and the step-time model that the follower has read.
     fn absorb(&mut self) {
         if let Some(step_model) = self.follower.journal().step_model {
             for engine in &mut self.engines {
@@ -237,7 +237,7 @@ impl Shadow {
         let begins = self.begins.unwrap_or_default();
         if let Some(Input::Request(job)) = self.inputs.get_mut(&open.key) {
             let end = (ended.output_tokens, Some(ended.finish), ended.time.saturating_sub(begins));
-            **job = with_output(std::mem::take(&mut **job), self.follower.journal(), open.arrival_number, Some(end));
+            set_output(job, self.follower.journal(), open.arrival_number, Some(end));
         }
         self.follower.forget(open.arrival_number, open.prompt_tokens + ended.output_tokens);
         let first_token = ended.first_token.map(|first| first.saturating_sub(begins));
@@ -255,13 +255,10 @@ impl Shadow {
         if open.is_some() && now < key.0 + LONGEST_WAIT {
             return None;
         }
-        let (input, open) = (entry.remove(), open.map(|open| open.arrival_number));
-        Some((
-            key,
-            match (input, open) {
-                (Input::Request(job), Some(number)) => Input::Request(Box::new(with_output(*job, self.follower.journal(), number, None))),
-                (input, _) => input,
-            },
-        ))
+        let mut input = entry.remove();
+        if let (Input::Request(job), Some(open)) = (&mut input, open) {
+            set_output(job, self.follower.journal(), open.arrival_number, None);
+        }
+        Some((key, input))
     }
 }

@@ -17,7 +17,7 @@ pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
     let mut jobs: Vec<Job> = Vec::new();
     let begins = journal.begins();
     for (time, call) in &journal.calls {
-        let job = match call {
+        let mut job = match call {
             Call::Add(arrival) => arrived(journal, arrival, begins),
             Call::Prepare { arrival_number, next: None } => {
                 begin_later(&mut jobs, *arrival_number as usize, time - begins);
@@ -31,8 +31,9 @@ pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
         };
         let arrival_number = jobs.len() as u64;
         let end = by_tag.get(&job.request.tag).map(|timeline| (timeline.output_tokens, timeline.finish, timeline.ended - begins));
-        let job = with_output(job, journal, arrival_number, end);
-        jobs.push(Job { drafts: drafts.remove(&arrival_number).unwrap_or_default(), ..job });
+        set_output(&mut job, journal, arrival_number, end);
+        job.drafts = drafts.remove(&arrival_number).unwrap_or_default();
+        jobs.push(job);
     }
     // The scheduler may receive a request after one that arrived later.
     jobs.sort_by_key(|job| job.time);
@@ -60,8 +61,8 @@ pub(crate) fn forked(parent: &Job, tag: u64, time: Time) -> Job {
     Job { time, names: parent.names.clone(), fork_of: Some(parent.request.tag), request, ..Job::default() }
 }
 
-/// A recorded request with the output that it had: its tokens, and why and when it ended, if it has.
-pub(crate) fn with_output(job: Job, journal: &ParsedJournal, number: u64, end: Option<(u32, Option<FinishReason>, Time)>) -> Job {
+/// Gives a recorded request the output that it had. `end` has the number of its tokens, and why and when it ended, if it has.
+pub(crate) fn set_output(job: &mut Job, journal: &ParsedJournal, number: u64, end: Option<(u32, Option<FinishReason>, Time)>) {
     let request = &job.request;
     let (made, finish, ended) = end.unwrap_or((request.max_new_tokens, None, 0));
     let whole = match finish {
@@ -71,12 +72,9 @@ pub(crate) fn with_output(job: Job, journal: &ParsedJournal, number: u64, end: O
     // A resumed request has a part of its output before it begins.
     let len = whole.saturating_sub(request.resumed.map_or(0, |resumed| resumed.answered)).max(1);
     let prompt = request.prompt.len() as u32;
-    Job {
-        len,
-        output: (0..len).map(|i| journal.token(number, prompt + i)).collect(),
-        cancelled_at: (finish == Some(FinishReason::Abort)).then_some(ended),
-        ..job
-    }
+    job.len = len;
+    job.output = (0..len).map(|i| journal.token(number, prompt + i)).collect();
+    job.cancelled_at = (finish == Some(FinishReason::Abort)).then_some(ended);
 }
 
 /// Lets a request, and the forks that were added with it, arrive when the request was prepared.

@@ -125,15 +125,18 @@ impl Value {
     }
 }
 
-/// A required whole number.
+/// A required whole number. The setting has the name of its field unless another one is given.
 macro_rules! number {
     ($field:ident, $least:expr, $most:expr, $doc:literal) => {
+        number!($field = $field, $least, $most, $doc)
+    };
+    ($name:ident = $($field:ident).+, $least:expr, $most:expr, $doc:literal) => {
         Setting {
-            name: stringify!($field),
+            name: stringify!($name),
             doc: $doc,
             kind: SettingKind::Int { least: $least, most: $most, optional: false },
-            get: |config| Value::Int(config.$field.into()),
-            set: |config, value| config.$field = value.int(config.$field),
+            get: |config| Value::Int(config.$($field).+.into()),
+            set: |config, value| config.$($field).+ = value.int(config.$($field).+),
         }
     };
 }
@@ -244,20 +247,8 @@ pub const SETTINGS: [Setting; 25] = [
     number!(host_blocks, 0, U32, "Blocks of the host pool."),
     number!(swap_ns_per_block, 0, U32, "Nanoseconds that the copy of a block to the host takes, one way."),
     number!(state_slots, 0, INT, "Slots for the recurrent states of sequences; 0 for a model without recurrent layers."),
-    Setting {
-        name: "experts",
-        doc: "Experts of a layer; 0 for a model without experts.",
-        kind: SettingKind::Int { least: 0, most: INT, optional: false },
-        get: |config| Value::Int(config.experts.count.into()),
-        set: |config, value| config.experts.count = value.int(config.experts.count),
-    },
-    Setting {
-        name: "experts_used",
-        doc: "Experts of a layer that a token uses.",
-        kind: SettingKind::Int { least: 0, most: INT, optional: false },
-        get: |config| Value::Int(config.experts.used.into()),
-        set: |config, value| config.experts.used = value.int(config.experts.used),
-    },
+    number!(experts = experts.count, 0, INT, "Experts of a layer; 0 for a model without experts."),
+    number!(experts_used = experts.used, 0, INT, "Experts of a layer that a token uses."),
 ];
 
 /// Names in journals of earlier versions, each with the name now, which is that of the flag.

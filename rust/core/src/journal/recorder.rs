@@ -19,8 +19,6 @@ use std::sync::Arc;
 pub struct Recorder {
     scheduler: Scheduler,
     journal: Option<Writer>,
-    /// Steps committed so far.
-    steps: u64,
     /// Sequences that may fill a block in a step, in batch order. Kept to reuse its memory.
     filling: Vec<Filling>,
 }
@@ -48,14 +46,14 @@ impl Deref for Recorder {
 impl Recorder {
     /// Wraps a scheduler without recording.
     pub fn off(scheduler: Scheduler) -> Self {
-        Self { scheduler, journal: None, steps: 0, filling: Vec::new() }
+        Self { scheduler, journal: None, filling: Vec::new() }
     }
 
     /// Records every call. Panics if the scheduler already received a request, because a journal must contain all requests.
     pub fn on(scheduler: Scheduler) -> Self {
         assert_eq!((scheduler.arrived(), scheduler.opened()), (0, 0), "a journal has all from the first request on");
         let journal = Some(Writer::new(scheduler.config()));
-        Self { scheduler, journal, steps: 0, filling: Vec::new() }
+        Self { scheduler, journal, filling: Vec::new() }
     }
 
     /// Appends everything recorded since the previous call to `bytes`.
@@ -286,12 +284,13 @@ impl Recorder {
         if self.journal.is_some() {
             self.note_filling(&plan);
         }
+        let steps = plan.step + 1;
         self.scheduler.commit(plan, sampled, now, outputs);
         self.count_given(outputs);
         self.record_commit(now, outputs);
         self.record_ended(now, &outputs.ended);
         self.record_names();
-        self.record_step_model();
+        self.record_step_model(steps);
     }
 
     /// Notes the sequences that may fill a block in this step. A sequence that ends in the commit is removed by it.
@@ -337,10 +336,9 @@ impl Recorder {
         }
     }
 
-    /// Records the step-time model, often while it learns most and rarely later.
-    fn record_step_model(&mut self) {
-        self.steps += 1;
-        if let Some(journal) = self.journal.as_mut().filter(|_| self.steps.is_power_of_two() || self.steps.is_multiple_of(1024)) {
+    /// Records the step-time model after `steps` steps, often while it learns most and rarely later.
+    fn record_step_model(&mut self, steps: u64) {
+        if let Some(journal) = self.journal.as_mut().filter(|_| steps.is_power_of_two() || steps.is_multiple_of(1024)) {
             journal.step_model(self.scheduler.model().coefficients());
         }
     }

@@ -9,17 +9,19 @@ use crate::request::{CacheScope, Token};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Arc;
 
+mod chain;
 mod changes;
 mod free_lists;
 mod limit;
 mod owners;
 mod users;
 
+pub use chain::Chain;
+pub(crate) use chain::Estimate;
 pub use changes::CacheChanges;
 pub(crate) use free_lists::EvictionClass;
-pub(crate) use owners::CacheOwner;
-pub(crate) use owners::TAKERS;
 pub use owners::Taker;
+pub(crate) use owners::{CacheOwner, TAKERS};
 pub(crate) use users::User;
 
 /// Index of a physical block. Block 0 is scratch and is never allocated.
@@ -69,53 +71,6 @@ impl BlockTable {
 impl Drop for BlockTable {
     fn drop(&mut self) {
         debug_assert!(self.ids.is_empty() || std::thread::panicking(), "leaked {:?}", self.ids);
-    }
-}
-
-/// The end of a sequence's chain of cached full blocks.
-#[derive(Clone, Debug)]
-pub struct Chain {
-    scope: Arc<CacheScope>,
-    content: Content,
-    /// The block with this content.
-    block: BlockId,
-    len: usize,
-}
-
-impl Chain {
-    /// The chain of a sequence without named blocks.
-    pub fn root(scope: &Arc<CacheScope>) -> Self {
-        Self { scope: Arc::clone(scope), content: ROOT, block: BlockId(0), len: 0 }
-    }
-
-    /// Number of blocks in the chain.
-    #[allow(clippy::len_without_is_empty)]
-    pub fn len(&self) -> usize {
-        self.len
-    }
-}
-
-/// Estimate of how many names at the start of a list are cached.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Estimate {
-    from: usize,
-    /// The furthest name that was looked up and is not cached.
-    missing: Option<(usize, BlockHash)>,
-    content: Content,
-    block: BlockId,
-    len: usize,
-}
-
-impl Estimate {
-    /// Whether `names` give the same estimate. A name covers its block and all blocks before it. If the missing name is
-    /// equal, all names looked up before it are equal too.
-    pub(crate) fn holds_for(&self, names: &[BlockHash], from: usize) -> bool {
-        self.from == from && self.missing.is_some_and(|(at, name)| names.get(at) == Some(&name))
-    }
-
-    /// The chain of a sequence with `names`.
-    pub(crate) fn chain(&self, scope: &Arc<CacheScope>) -> Chain {
-        Chain { scope: Arc::clone(scope), content: self.content, block: self.block, len: self.len }
     }
 }
 
@@ -596,23 +551,6 @@ impl BlockPool {
             self.free.push_back(self.list_of(id), id);
         }
         self.give_back();
-    }
-}
-
-impl Chain {
-    /// The content of the last block.
-    pub(super) fn content(&self) -> Content {
-        self.content
-    }
-
-    /// Shortens the chain to these blocks with these contents, which must be its first ones.
-    pub(super) fn truncate(&mut self, blocks: &[BlockId], contents: &[Content]) {
-        self.block = blocks.last().copied().unwrap_or(BlockId(0));
-        (self.content, self.len) = (contents.last().copied().unwrap_or(ROOT), contents.len());
-    }
-
-    fn advance(&mut self, content: Content, block: BlockId) {
-        (self.content, self.block, self.len) = (content, block, self.len + 1);
     }
 }
 

@@ -23,8 +23,8 @@ struct Share {
     listed: u64,
     /// The part of the counter that is not service here: lifts and external service.
     foreign: u64,
-    /// Service here that was already told to other engines.
-    told: u64,
+    /// Service here that was already reported to other engines.
+    reported: u64,
     /// Microseconds of external service, at other engines and models, that were charged since the last request left the queue.
     charged_external: Time,
 }
@@ -119,9 +119,9 @@ impl Shares {
     pub(crate) fn take_service(&mut self, cost: ServiceCost) -> Vec<(u32, Time)> {
         let tenants = self.tenants.iter_mut().zip(0..).filter_map(|(share, tenant)| {
             let service = share.counter - share.foreign;
-            let units = u128::from(service - share.told);
+            let units = u128::from(service - share.reported);
             let us = (units * u128::from(cost.ns) / (1000 * u128::from(cost.service) * u128::from(UNIT))) as Time;
-            share.told = service;
+            share.reported = service;
             (us > 0).then_some((tenant, us))
         });
         tenants.collect()

@@ -17,7 +17,7 @@ impl Scheduler {
         for seq in self.running_seqs().filter(|seq| !seq.is_background() && !seq.has_nothing_to_plan()) {
             if seq.decodes_next() {
                 foreground.decode_seqs += 1;
-                let rows = seq.uncomputed() + seq.draft().len() as u32;
+                let rows = seq.decode_rows();
                 foreground.drafted_tokens += rows - 1;
                 foreground.context_tokens += u64::from(seq.computed() + rows);
             } else {

@@ -52,8 +52,7 @@ impl Scheduler {
         limited.sort_by_key(|&id| self.seqs[id].decoded_in());
         for (at, &id) in limited.iter().enumerate() {
             let seq = &mut self.seqs[id];
-            let rows = seq.uncomputed() + seq.draft().len() as u32;
-            if plan.background.as_mut().is_some_and(|room| room.take_decode(rows, seq.computed())) {
+            if plan.background.as_mut().is_some_and(|room| room.take_decode(seq.decode_rows(), seq.computed())) {
                 seq.note_decode(self.steps.plan_number(), at);
                 self.plan_decode(id, plan, budget, spare, (limited.len() - at - 1) as u32);
             } else {

@@ -140,10 +140,10 @@ impl Scheduler {
 
     /// Releases the blocks of a held sequence, to its session if it has one. Returns its tenant.
     fn release_held(&mut self, id: HeldId) -> u32 {
-        let owner = self.held.get(id).and_then(|seq| seq.session).and_then(|of| self.sessions.knows(of).then(|| self.sessions.owner(of)));
+        let session = self.held.get(id).and_then(|seq| seq.session);
         let (mut blocks, tenant, time) = self.held.take(id, self.accounts.now());
-        if let Some(owner) = owner {
-            blocks.set_owner(owner);
+        if let Some(of) = session.filter(|&of| self.sessions.knows(of)) {
+            blocks.set_owner(self.sessions.owner(of));
         }
         self.accounts.book_held(tenant, blocks.held(), time);
         self.kv.free_all(&mut blocks);

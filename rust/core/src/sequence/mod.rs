@@ -414,6 +414,11 @@ impl Sequence {
         self.uncomputed() <= 1 || self.is_decoding()
     }
 
+    /// Tokens that a decode of the sequence computes at most: accepted tokens of a draft, the last token and drafted ones.
+    pub(crate) fn decode_rows(&self) -> u32 {
+        self.uncomputed() + self.draft.len() as u32
+    }
+
     /// Whether the sequence was preempted so often that only a lack of blocks can preempt it again.
     pub(crate) fn is_protected(&self) -> bool {
         self.progress.preemptions >= PROTECTED_AFTER && !self.is_background()

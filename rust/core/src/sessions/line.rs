@@ -16,13 +16,13 @@ pub struct SessionWait {
     pub longest: Time,
 }
 
-/// A parked session's place: its tenant if tenants take turns, its tier, and the arrival of its first request.
-pub(super) type Place = (u32, Tier, Time, SessionId);
+/// The order of parked sessions: by tenant if tenants take turns, then by tier and by the arrival of the first request.
+pub(super) type Key = (u32, Tier, Time, SessionId);
 
 /// Parked sessions with requests.
 #[derive(Debug, Default)]
 pub(super) struct Line {
-    places: BTreeSet<Place>,
+    keys: BTreeSet<Key>,
     /// By the time at which they come in whatever happens.
     due: BTreeSet<(Time, SessionId)>,
     /// When the latest session came in, or the first one began to wait.
@@ -33,21 +33,21 @@ pub(super) struct Line {
 
 impl Line {
     pub(super) fn is_empty(&self) -> bool {
-        self.places.is_empty()
+        self.keys.is_empty()
     }
 
-    pub(super) fn has(&self, place: Place, due: Time) -> bool {
-        self.places.contains(&place) && self.due.contains(&(due, place.3))
+    pub(super) fn has(&self, key: Key, due: Time) -> bool {
+        self.keys.contains(&key) && self.due.contains(&(due, key.3))
     }
 
-    pub(super) fn add(&mut self, place: Place, due: Time) {
-        self.places.insert(place);
-        self.due.insert((due, place.3));
+    pub(super) fn add(&mut self, key: Key, due: Time) {
+        self.keys.insert(key);
+        self.due.insert((due, key.3));
     }
 
-    pub(super) fn remove(&mut self, place: Place, due: Time) {
-        self.places.remove(&place);
-        self.due.remove(&(due, place.3));
+    pub(super) fn remove(&mut self, key: Key, due: Time) {
+        self.keys.remove(&key);
+        self.due.remove(&(due, key.3));
     }
 
     /// When the first session comes in whatever happens.
@@ -57,14 +57,8 @@ impl Line {
 
     /// The session that comes in next: of the tenant with the least `service`, the first one.
     pub(super) fn next(&self, service: impl Fn(u32) -> u64) -> Option<SessionId> {
-        let mut tenants = std::iter::successors(self.places.first(), |&&(tenant, ..)| self.first_of(tenant + 1));
-        let mut best = tenants.next()?;
-        for one in tenants {
-            if service(one.0) < service(best.0) {
-                best = one;
-            }
-        }
-        Some(best.3)
+        // Service is known only where tenants take turns: elsewhere there is one tenant, which is compared with no other.
+        self.first_of_each().min_by(|one, other| service(one.0).cmp(&service(other.0))).map(|&(.., id)| id)
     }
 
     /// Records that a session begins to wait in an empty line.
@@ -79,31 +73,56 @@ impl Line {
         self.moved = now;
     }
 
-    /// Microseconds until the session at this place is expected to come in. `first` is assumed for each of those before it, and for itself,
+    /// Microseconds until the session with this key is expected to come in. `first` is assumed for each of those before it, and for itself,
     /// before one was measured. O(sessions in line).
-    pub(super) fn expected(&self, place: Place, first: f64, now: Time) -> f64 {
-        let of_tenant = |tenant| self.places.range((tenant, Tier::Priority, 0, SessionId::default())..);
-        let own = of_tenant(place.0).take_while(|&&before| before < place).count();
+    pub(super) fn expected(&self, key: Key, first: f64, now: Time) -> f64 {
+        let own = self.of_tenant(key.0).take_while(|&&before| before < key).count();
         // Tenants take turns.
-        let mut others = 0;
-        let mut tenant = self.places.first();
-        while let Some(&(number, ..)) = tenant {
-            if number != place.0 {
-                others += of_tenant(number).take_while(|&&(one, ..)| one == number).take(own + 1).count();
-            }
-            tenant = self.first_of(number + 1);
-        }
+        let others = self.first_of_each().map(|&(tenant, ..)| tenant).filter(|&tenant| tenant != key.0);
+        let others = others.map(|tenant| self.of_tenant(tenant).take(own + 1).count()).sum::<usize>();
         // A wait that has outlasted the mean says more than the mean does.
         let each = self.mean.unwrap_or(first).max(now.saturating_sub(self.moved) as f64);
         each * (own + others + 1) as f64
     }
 
-    fn first_of(&self, tenant: u32) -> Option<&Place> {
-        self.places.range((tenant, Tier::Priority, 0, SessionId::default())..).next()
+    /// The sessions of a tenant, in order.
+    fn of_tenant(&self, tenant: u32) -> impl Iterator<Item = &Key> {
+        self.starting_at(tenant).take_while(move |&&(number, ..)| number == tenant)
+    }
+
+    /// The first session of each tenant.
+    fn first_of_each(&self) -> impl Iterator<Item = &Key> {
+        std::iter::successors(self.keys.first(), |&&(tenant, ..)| self.starting_at(tenant + 1).next())
+    }
+
+    /// The sessions of a tenant and those of later ones, in order.
+    fn starting_at(&self, tenant: u32) -> impl Iterator<Item = &Key> {
+        self.keys.range((tenant, Tier::Priority, 0, SessionId::default())..)
     }
 
     /// Panics unless both orders have as many sessions.
     pub(super) fn check(&self, sessions: usize) {
-        assert_eq!((sessions, sessions), (self.places.len(), self.due.len()), "lengths of the line");
+        assert_eq!((sessions, sessions), (self.keys.len(), self.due.len()), "lengths of the line");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_that_has_outlasted_the_mean_is_expected_of_each_session_before() {
+        let [first, second, other] =
+            [(0, 1), (0, 2), (1, 3)].map(|(tenant, arrived)| (tenant, Tier::Default, arrived, SessionId::default()));
+        let mut line = Line::default();
+        line.begin(0);
+        for key in [first, second, other] {
+            line.add(key, 9000);
+        }
+        let expected = |line: &Line, now| [first, second, other].map(|key| line.expected(key, 70.0, now) as Time);
+        // Tenants take turns: the first session and the other tenant's wait for one more each, the second one for two.
+        assert_eq!([10, 80].map(|now| expected(&line, now)), [[140, 210, 140], [160, 240, 160]], "nothing was measured");
+        line.advance(100);
+        assert_eq!([150, 200, 400].map(|now| expected(&line, now)), [[200, 300, 200], [200, 300, 200], [600, 900, 600]]);
     }
 }

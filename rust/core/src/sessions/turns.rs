@@ -10,7 +10,7 @@
 
 use super::answers::{Answer, Answers};
 use super::directory::Directory;
-use super::line::{Line, Place, SessionWait};
+use super::line::{Key, Line, SessionWait};
 use super::session::{Session, SessionId, SessionRef, State, Wait};
 use crate::memory::{BlockHash, CacheOwner, EvictionClass, Kv, User};
 use crate::request::{SeqId, SessionEvent, TIERS, Tier, Time};
@@ -260,11 +260,11 @@ impl Sessions {
 
     /// How long a request of a parked session still waits for its turn. None unless it waits.
     pub(crate) fn wait(&self, of: SessionRef, seq: SeqId, model: &StepModel, now: Time) -> Option<SessionWait> {
-        let place = self.place(of.session)?;
+        let key = self.line_key(of.session)?;
         let session = &self.directory[of.session];
         // Another request of the session may be due before, but it may also end before.
         let own = session.waiting.iter().find(|wait| wait.seq == seq)?.due;
-        let expected = self.line.expected(place, self.reload(of.session, model) / RELOAD_SHARE, now);
+        let expected = self.line.expected(key, self.reload(of.session, model) / RELOAD_SHARE, now);
         let [expected, longest] = [(expected as Time).min(due(session).saturating_sub(now)), own.saturating_sub(now)];
         Some(SessionWait { expected, longest })
     }
@@ -445,7 +445,7 @@ impl Sessions {
             State::Active { since } => {
                 self.loads[session.tier as usize] += session.blocks();
                 if session.is_quiet() {
-                    self.quiet.insert(quiet_place(id, session));
+                    self.quiet.insert(quiet_key(id, session));
                     self.turns.insert((since, id));
                 } else {
                     self.busy.insert((since, id));
@@ -453,8 +453,8 @@ impl Sessions {
             }
             State::Parked => {
                 self.leaving += session.leaving();
-                if let Some(place) = self.place(id) {
-                    self.line.add(place, due(session));
+                if let Some(key) = self.line_key(id) {
+                    self.line.add(key, due(session));
                 }
             }
         }
@@ -466,22 +466,22 @@ impl Sessions {
         match session.state {
             State::Active { since } => {
                 self.loads[session.tier as usize] -= session.blocks();
-                self.quiet.remove(&quiet_place(id, session));
+                self.quiet.remove(&quiet_key(id, session));
                 self.turns.remove(&(since, id));
                 self.busy.remove(&(since, id));
             }
             State::Parked => {
                 self.leaving -= session.leaving();
                 let due = due(session);
-                if let Some(place) = self.place(id) {
-                    self.line.remove(place, due);
+                if let Some(key) = self.line_key(id) {
+                    self.line.remove(key, due);
                 }
             }
         }
     }
 
-    /// A parked session's place in the line, if requests wait.
-    fn place(&self, id: SessionId) -> Option<Place> {
+    /// A parked session's key in the line, if requests wait.
+    fn line_key(&self, id: SessionId) -> Option<Key> {
         let session = &self.directory[id];
         let first = session.waiting.first()?;
         Some((if self.by_tenant { session.tenant } else { 0 }, session.tier, first.arrived, id))
@@ -498,7 +498,7 @@ impl Sessions {
                     loads[session.tier as usize] += session.blocks();
                     if session.is_quiet() {
                         quiet += 1;
-                        assert!(self.turns.contains(&(since, id)) && self.quiet.contains(&quiet_place(id, session)), "orders of turns");
+                        assert!(self.turns.contains(&(since, id)) && self.quiet.contains(&quiet_key(id, session)), "orders of turns");
                     } else {
                         busy += 1;
                         assert!(self.busy.contains(&(since, id)), "order of busy sessions");
@@ -506,9 +506,9 @@ impl Sessions {
                 }
                 State::Parked => {
                     leaving += session.leaving();
-                    if let Some(place) = self.place(id) {
+                    if let Some(key) = self.line_key(id) {
                         line += 1;
-                        assert!(self.line.has(place, due(session)), "the line");
+                        assert!(self.line.has(key, due(session)), "the line");
                     }
                 }
             }
@@ -528,8 +528,8 @@ pub(crate) fn is_long_quiet(rest: Time, reloads: f64) -> bool {
     rest > LONG_QUIET.0 && rest as f64 > LONG_QUIET.1 * reloads
 }
 
-/// The place of an active session without requests among such sessions.
-fn quiet_place(id: SessionId, session: &Session) -> (bool, Time, SessionId) {
+/// The key of an active session without requests among such sessions.
+fn quiet_key(id: SessionId, session: &Session) -> (bool, Time, SessionId) {
     (session.awaits_user, session.quiet_since(), id)
 }
 

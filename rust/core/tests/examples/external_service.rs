@@ -78,9 +78,9 @@ impl Engine {
         }
         if self.shares && self.now - self.shared_at >= INTERVAL {
             self.shared_at = self.now;
-            let told = self.labs.each_mut().map(|lab| lab.scheduler.take_service());
+            let services = self.labs.each_mut().map(|lab| lab.scheduler.take_service());
             for (from, lab) in self.labs.iter_mut().enumerate() {
-                told[1 - from].iter().for_each(|(tenant, us)| lab.scheduler.charge_external(tenant, *us));
+                services[1 - from].iter().for_each(|(tenant, us)| lab.scheduler.charge_external(tenant, *us));
             }
         }
     }
@@ -171,15 +171,15 @@ fn a_tenant_with_more_than_its_share_at_other_engines_is_served_after_a_bounded_
 }
 
 #[test]
-fn service_is_told_once_and_by_its_time() {
+fn service_is_reported_once_and_by_its_time() {
     let mut lab = Lab::new(Config { enable_prefix_caching: false, ..plenty(&Fair) });
     lab.add(Request { tenant: "a".into(), ..ask(1, 10, 95) });
     lab.add(Request { tenant: "b".into(), weight: 2, ..ask(2, 10, 95) });
     lab.scheduler.charge_external("a", 7);
     lab.finish();
     // 95 steps of a millisecond gave two tenants the same service, and b is charged half of it.
-    let told: HashMap<_, _> = lab.scheduler.take_service().into_iter().collect();
-    assert_eq!(told, HashMap::from([("a".into(), 47_500), ("b".into(), 23_750)]));
+    let service: HashMap<_, _> = lab.scheduler.take_service().into_iter().collect();
+    assert_eq!(service, HashMap::from([("a".into(), 47_500), ("b".into(), 23_750)]));
     lab.scheduler.charge_external("a", 1000);
     assert!(lab.scheduler.take_service().is_empty(), "external service is not service here");
     let mut fcfs = Lab::new(plenty(&Fcfs));

@@ -202,6 +202,13 @@ impl Lab {
         Some(step)
     }
 
+    /// Runs a step, or waits until one may run.
+    pub(crate) fn step_or_wait(&mut self) {
+        if self.try_step().is_none() && !self.scheduler.is_idle() {
+            self.now = self.scheduler.wake_at().expect("a request waits for a time");
+        }
+    }
+
     pub(crate) fn steps(&mut self, count: u32) {
         for _ in 0..count {
             self.step();
@@ -231,9 +238,7 @@ impl Lab {
     /// Runs until all requests have ended. Then all blocks must be free.
     pub(crate) fn finish(&mut self) {
         while !self.scheduler.is_idle() {
-            if self.try_step().is_none() && !self.scheduler.is_idle() {
-                self.now = self.scheduler.wake_at().expect("somebody waits for a time");
-            }
+            self.step_or_wait();
         }
         let stats = self.scheduler.stats();
         assert_eq!((stats.free_blocks, stats.free_host_blocks), (stats.total_blocks, stats.host_blocks));

@@ -39,9 +39,7 @@ fn run(lab: &mut Lab) {
 /// Runs until all requests have ended, while a held sequence keeps its blocks.
 fn finish_requests(lab: &mut Lab) {
     while !lab.scheduler.is_idle() {
-        if lab.try_step().is_none() {
-            lab.now = lab.scheduler.wake_at().expect("a time");
-        }
+        lab.step_or_wait();
     }
 }
 
@@ -132,9 +130,7 @@ fn a_request_waits_for_its_turn_no_longer_than_the_limit_and_half_of_its_deadlin
             if lab.scheduler.stats().running == 0 {
                 lab.add(turn(tag, 1 + tag % 2));
             }
-            if lab.try_step().is_none() {
-                lab.now = lab.scheduler.wake_at().expect("a time");
-            }
+            lab.step_or_wait();
         }
         let waited = waited(&lab, 3);
         assert!((longest..longest + SECOND).contains(&waited), "{waited} of {longest}");
@@ -266,9 +262,7 @@ fn the_expected_wait_is_what_those_before_took_and_never_more_than_the_limit() {
     assert!((15 * SECOND..18 * SECOND).contains(&second.expected), "{second:?}");
     assert_eq!(second.longest, lab.explain(4).arrived + 30 * SECOND - lab.now);
     while !lab.ended.contains_key(&3) {
-        if lab.try_step().is_none() {
-            lab.now = lab.scheduler.wake_at().expect("a time");
-        }
+        lab.step_or_wait();
     }
     // Session 3 waited for less than that, and the next one is expected to take as long.
     lab.add(turn(5, 5));
@@ -347,9 +341,7 @@ fn service_follows_weights_while_sessions_take_turns() {
                     lab.add(Request { tenant: tenant.into(), weight, ..turn(tag, session) });
                 }
             }
-            if lab.try_step().is_none() {
-                lab.now = lab.scheduler.wake_at().expect("a time");
-            }
+            lab.step_or_wait();
         }
         for timeline in lab.ended.values() {
             *served.entry(&*timeline.tenant).or_insert(0) += service(timeline);

@@ -3,6 +3,7 @@
 //! The property test and the fuzz target share it. They differ in the source of the calls.
 
 mod fake_model;
+mod op;
 mod used_prefixes;
 
 use chairlift_core::{
@@ -14,91 +15,8 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 pub(crate) use self::fake_model::VOCABULARY;
 use self::fake_model::{FakeModel, POISON, cell, oracle, origin};
+pub(crate) use self::op::{GROUP, Op};
 use self::used_prefixes::UsedPrefixes;
-
-/// The number that stands for a group of tenants instead of a salt.
-pub(crate) const GROUP: u8 = 2;
-
-/// A call, or several calls that belong together.
-#[derive(Clone, Debug)]
-pub(crate) enum Op {
-    Add {
-        prompt: Vec<Token>,
-        new: u32,
-        stop: bool,
-        salt: u8,
-        /// Number of forks, and whether they are added at once or later.
-        forks: usize,
-        priority: i32,
-        tier: Tier,
-        tenant: u8,
-        /// Time until the deadlines, if the request has any.
-        patience: Option<u64>,
-        predicted: Option<u32>,
-        /// Time since the arrival, because a request may arrive during a step.
-        ago: u64,
-        /// If another engine has begun the request: the most tokens that it gave.
-        resumed: Option<u32>,
-        preparation: Option<Preparation>,
-        /// The number of the session, and of a subagent of it.
-        session: Option<(u8, Option<u8>)>,
-    },
-    /// Ends a request's preparation, if there is one. Another may follow.
-    Prepare {
-        which: usize,
-        next: Option<Preparation>,
-    },
-    Abort(usize),
-    Fork(usize),
-    /// Opens a held sequence.
-    Open {
-        salt: u8,
-        tenant: u8,
-    },
-    ForkHeld(usize),
-    DropHeld(usize),
-    /// Continues a held sequence, without its last `less` tokens, with `more`.
-    Continue {
-        which: usize,
-        less: usize,
-        more: Vec<Token>,
-        new: u32,
-        stop: bool,
-    },
-    /// Restores the KV of a prefix from storage, in a group or without one.
-    Restore {
-        grouped: bool,
-        tokens: Vec<Token>,
-    },
-    SetPriority(usize, i32),
-    /// A tenant says that a session waits for its user, or has ended.
-    NoteSession {
-        tenant: u8,
-        session: (u8, Option<u8>),
-        ended: bool,
-    },
-    /// A tenant had service at another engine, and others are told of the service here.
-    ShareService {
-        tenant: u8,
-        us: u64,
-    },
-    /// Changes the number of blocks that may have memory, and discards what is given back.
-    SetBlockLimit(u32),
-    /// Advances the clock.
-    Wait(u64),
-    Draft {
-        which: usize,
-        right: usize,
-        wrong: usize,
-    },
-    /// Plans and runs a step. Leaves up to `lag` steps uncommitted.
-    Step {
-        lag: usize,
-        poison: Option<usize>,
-        /// The request whose part of the step is not computed. It fails, and so do requests that share its blocks.
-        lost: Option<usize>,
-    },
-}
 
 /// Appends up to `most` tokens to a prompt, as an engine that ended had answered it.
 fn answer(prompt: &mut Vec<Token>, salt: u8, most: u32, stop: &[Token], came: u64) -> Resumed {
@@ -348,9 +266,9 @@ impl World {
     /// Charges a tenant for external service, and takes the service here.
     fn share_service(&mut self, tenant: u8, us: u64) {
         self.scheduler.charge_external(&tenant_name(tenant), us);
-        let told = self.scheduler.take_service();
-        assert!(told.is_empty() || self.scheduler.rules().takes_turns());
-        assert!(self.scheduler.take_service().is_empty(), "told twice");
+        let service = self.scheduler.take_service();
+        assert!(service.is_empty() || self.scheduler.rules().takes_turns());
+        assert!(self.scheduler.take_service().is_empty(), "reported twice");
     }
 
     /// Sets the limit of blocks. It is never below the least that can serve every request, nor above all blocks.
@@ -493,7 +411,7 @@ impl World {
         let tag = self.next_tag;
         self.next_tag += 1;
         let busy = request.continues.is_some_and(|continues| self.live.values().any(|live| live.continues == Some(continues.held)));
-        // What a request was told elsewhere is all that it reports.
+        // A resumed request reports only the cached tokens that the other engine reported.
         let paid = request.resumed.map(|_| 0);
         let answered = request.resumed.map_or(0, |resumed| resumed.answered);
         let longest = request.prompt.len() as u32 - answered + request.max_new_tokens;
