@@ -110,9 +110,9 @@ impl Shadow {
 
     /// Takes the calls, the ends and the step-time model that the follower has read.
     fn absorb(&mut self) {
-        if let Some(step_model) = self.follower.journal().step_model {
+        if let Some(step_model) = &self.follower.journal().step_model {
             for engine in &mut self.engines {
-                engine.set_step_time(StepTime::linear(step_model));
+                engine.set_step_time(StepTime::learned(step_model));
             }
         }
         let (calls, ended) = self.follower.take();

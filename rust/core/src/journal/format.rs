@@ -254,8 +254,8 @@ impl Writer {
         self
     }
 
-    /// Records the coefficients of the step-time model.
-    pub(crate) fn step_model(&mut self, coefficients: [f64; 5]) {
+    /// Records all coefficients of the step-time model.
+    pub(crate) fn step_model(&mut self, coefficients: &[f64]) {
         let records = &mut self.note(Kind::StepModel).records;
         for number in coefficients {
             records.extend_from_slice(&number.to_le_bytes());

@@ -6,6 +6,7 @@ use super::format::{ENDS, Frame, Frames, JournalError, Kind, REASONS, Reader, SE
 use crate::config::Config;
 use crate::request::{ArrivalNumber, FinishReason, Preparation, Request, Resumed, SessionEvent, Tier, Time, Token};
 use crate::step::DraftSource;
+use crate::step_time::{COEFFICIENTS, StepModel};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
@@ -144,8 +145,8 @@ pub struct ParsedJournal {
     pub calls: Vec<(Time, Call)>,
     /// Requests that ended, in that order. Older versions did not record them.
     pub ended: Vec<EndedRequest>,
-    /// The last recorded coefficients of the step-time model. Older versions did not record them.
-    pub step_model: Option<[f64; 5]>,
+    /// The last recorded step-time model. Older versions did not record it.
+    pub step_model: Option<StepModel>,
     /// Names of full blocks, by request and block number.
     names: FxHashMap<(ArrivalNumber, u32), u64>,
     /// For each fork, the first request of its family, which has the same prompt.
@@ -242,11 +243,11 @@ impl ParsedJournal {
             return Some(());
         }
         if kind == Kind::StepModel {
-            let mut coefficients = [0.0; 5];
+            let mut coefficients = [0.0; COEFFICIENTS];
             for coefficient in &mut coefficients {
                 *coefficient = Some(f64::from_bits(reader.word()?)).filter(|number| number.is_finite())?;
             }
-            self.step_model = Some(coefficients);
+            self.step_model = Some(StepModel::known(self.config.experts, coefficients));
             return Some(());
         }
         if !matches!(kind, Kind::Draft | Kind::ExternalService) {

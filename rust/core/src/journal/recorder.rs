@@ -339,7 +339,7 @@ impl Recorder {
     /// Records the step-time model after `steps` steps, often while it learns most and rarely later.
     fn record_step_model(&mut self, steps: u64) {
         if let Some(journal) = self.journal.as_mut().filter(|_| steps.is_power_of_two() || steps.is_multiple_of(1024)) {
-            journal.step_model(self.scheduler.model().coefficients());
+            journal.step_model(&self.scheduler.model().raw());
         }
     }
 

@@ -10,5 +10,5 @@ mod model;
 mod row_times;
 
 pub(crate) use background::{BackgroundCost, BackgroundRoom};
-pub(crate) use model::{AIM, FIRST_PREFILL};
+pub(crate) use model::{AIM, COEFFICIENTS, FIRST_PREFILL};
 pub use model::{ExpertCount, Load, StepModel};

@@ -42,7 +42,7 @@ impl Load {
     }
 }
 
-const COEFFICIENTS: usize = 6;
+pub(crate) const COEFFICIENTS: usize = 6;
 type Vector = [f64; COEFFICIENTS];
 
 /// Scales the features of a typical step to values near one.
@@ -147,12 +147,17 @@ impl StepModel {
     /// Creates a known model: microseconds per empty step, prompt token, decoding sequence or drafted token, context token and
     /// pair of a prompt's tokens.
     pub fn new(fixed: f64, prefill_token: f64, decode_row: f64, context_token: f64, prefill_pair: f64) -> Self {
-        let raw = [fixed, prefill_token, decode_row, context_token, prefill_pair, 0.0];
+        Self::known(ExpertCount::default(), [fixed, prefill_token, decode_row, context_token, prefill_pair, 0.0])
+    }
+
+    /// Creates a known model from the coefficients of [`new`](Self::new), and the microseconds of a touched expert.
+    pub(crate) fn known(experts: ExpertCount, raw: [f64; COEFFICIENTS]) -> Self {
         Self {
+            experts,
             weights: std::array::from_fn(|i| raw[i] / SCALE[i]),
             seen: ENOUGH,
             largest_prefill: u32::MAX,
-            mean: fixed,
+            mean: raw[0],
             ..Self::default()
         }
     }
@@ -164,6 +169,12 @@ impl StepModel {
 
     /// The coefficients in microseconds, in the order of [`new`](Self::new), without the time of experts.
     pub fn coefficients(&self) -> [f64; 5] {
+        let [known @ .., _] = self.raw();
+        known
+    }
+
+    /// The coefficients in microseconds, as [`known`](Self::known) takes them.
+    pub(crate) fn raw(&self) -> [f64; COEFFICIENTS] {
         std::array::from_fn(|i| self.weights[i] * SCALE[i])
     }
 

@@ -1,8 +1,8 @@
 //! A journal replays bit for bit, and reading an invalid journal names the error.
 
 use chairlift_core::{
-    Batching, Call, Config, DraftSource, FinishReason, JournalError, Outputs, POLICIES, ParsedJournal, Prefix, Recorder, Request,
-    Scheduler, SeqId, Tier, Token, VerifiedDraft,
+    Batching, Call, Config, DraftSource, ExpertCount, FinishReason, JournalError, Outputs, POLICIES, ParsedJournal, Prefix, Recorder,
+    Request, Scheduler, SeqId, Tier, Token, VerifiedDraft,
 };
 
 fn config() -> Config {
@@ -244,4 +244,17 @@ fn a_journal_of_an_older_version_replays() {
     assert!(requests().any(|request| request.tier == Tier::Flex));
     assert!(requests().any(|request| request.deadline.is_some() && request.predicted_tokens.is_some()));
     assert!(requests().any(|request| request.resumed.is_some_and(|resumed| resumed.answered > 0)));
+}
+
+#[test]
+fn the_step_time_model_is_read_as_it_was_recorded() {
+    let mut day = Day::new(Config { experts: ExpertCount { count: 8, used: 2 }, ..config() });
+    day.add(request(1, 9, 40));
+    for _ in 0..8 {
+        assert!(day.step(&[7]));
+    }
+    let parsed = ParsedJournal::read(&day.bytes).unwrap();
+    let (found, expected) = (parsed.step_model.expect("eight steps are recorded"), day.core.model());
+    assert!(expected.expert_time(1) > 0.0, "steps of one token touch experts");
+    assert_eq!((found.coefficients(), found.expert_time(3)), (expected.coefficients(), expected.expert_time(3)));
 }
