@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,6 +70,7 @@ NEMOTRON = {
     "conv_kernel": 4,
     "chunk_size": 16,
     "head_dim": 16,
+    "time_step_min": 1e-9,  # transformers limits the steps of prompts by it, and neither llama.cpp nor Chairlift does: see docs/models.md
 }
 NEMOTRON |= {"layers_block_type": ["mamba", "attention", "moe", "mamba"], "n_routed_experts": 8, "num_experts_per_tok": 2}
 NEMOTRON |= {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "n_group": 1, "topk_group": 1}
@@ -150,8 +152,10 @@ TEMPLATE = (
 WITHOUT_KEY = {"gpt-oss-untruncated"}
 """Models of which a GGUF file loses a setting, because it has no key for it."""
 
-COARSE = {"gemma4-e", "gemma4-moe"}
-"""Models in whose log-probabilities one sees that llama.cpp takes GELU from a table of 16-bit numbers: by 0.006 of 4, at most."""
+COARSE = {"gemma4-e": 0.01, "gemma4-moe": 0.25}
+"""Models in whose log-probabilities one sees that llama.cpp takes GELU from a table of 16-bit numbers: by so much at most."""
+LOGPROBS = re.compile(r"the log-probability of .* is (\S+), and (\S+) in the reference")
+"""What the report says of two log-probabilities that differ."""
 
 
 def write(name: str, directory: Path) -> None:
@@ -238,7 +242,7 @@ def check(name: str, folder: Path) -> bool:
             continue
         differences = report.findings.differences
         if name in COARSE and kind == "gguf":  # the tokens, which must be equal, are compared too
-            differences = [difference for difference in differences if "the log-probability of" not in difference]
+            differences = [difference for difference in differences if not _is_coarse(difference, COARSE[name])]
         facts = dict(report.findings.facts)
         result = facts.get("answers", facts.get("embeddings", ""))
         print(f"{name:20} {kind:10} {'DIFFERENT' if differences else 'equal'}: {facts['reference'].split('(')[0]}; {result}", flush=True)
@@ -246,6 +250,12 @@ def check(name: str, folder: Path) -> bool:
             print(f"  {difference:.300}", flush=True)
         sound = sound and not differences
     return sound
+
+
+def _is_coarse(difference: str, most: float) -> bool:
+    """Whether a difference is one of two log-probabilities that are at most so far apart."""
+    found = LOGPROBS.search(difference)
+    return found is not None and abs(float(found[1]) - float(found[2])) <= most
 
 
 def _bytes(directory: Path, rules: PreTokenizer, others: list[str]) -> None:
