@@ -1,6 +1,6 @@
 //! ggml's block types, and how to unpack their bytes.
 
-use crate::grids::{CODE_OFFSET, GridBlock, GridType, SUPER};
+use crate::grids::{GridBlock, GridType, SUPER};
 use crate::half;
 
 /// Number of weights in the smallest block.
@@ -211,7 +211,8 @@ impl BlockType {
             Self::Q4_0 => 8.0,
             Self::Q5_0 => 16.0,
             Self::Q6_K => 32.0,
-            Self::Q8_0 | Self::Grid(_) => f32::from(CODE_OFFSET),
+            Self::Q8_0 => 128.0,
+            Self::Grid(kind) => kind.offset().into(),
             _ => 0.0,
         }
     }

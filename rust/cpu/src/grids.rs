@@ -7,8 +7,6 @@ use std::sync::OnceLock;
 
 /// Number of weights in a block of a K type, or of a type with a grid.
 pub(crate) const SUPER: usize = 256;
-/// What an unpacked code is above its value.
-pub(crate) const CODE_OFFSET: u8 = 128;
 /// Number of weights of an index in a word of the table.
 pub(crate) const QUAD: usize = 4;
 
@@ -46,7 +44,7 @@ pub enum GridError {
 /// [`GridError`] if the type has no grid, or another one.
 pub fn provide_grid(number: u32, values: &[i8]) -> Result<(), GridError> {
     let kind = GridType::ALL.into_iter().find(|kind| kind.number() == number).ok_or(GridError::Type(number))?;
-    let allowed = if kind.has_signs() { 1..=i8::MAX } else { -1..=1 };
+    let allowed = if kind.has_signs() { 1..=kind.offset() as i8 } else { -1..=1 };
     if values.len() != kind.entries() * kind.weights() || !values.iter().all(|value| allowed.contains(value)) {
         return Err(GridError::Values(number));
     }
@@ -57,7 +55,7 @@ pub fn provide_grid(number: u32, values: &[i8]) -> Result<(), GridError> {
 /// A type's table of values.
 #[derive(Debug)]
 pub(crate) struct Grid {
-    /// What is added to the values: 0 if they get signs, else [`CODE_OFFSET`].
+    /// Magnitudes, or codes if they get no signs.
     words: [Vec<u32>; 2],
     indexes: usize,
 }
@@ -72,7 +70,7 @@ impl Grid {
                 return value as u8;
             }
             let delta = if index < kind.entries() { 1 } else { -1 };
-            (8 * value + delta) as u8 ^ CODE_OFFSET
+            ((8 * value + delta) as u8).wrapping_add(kind.offset())
         };
         let words = [[0, 1, 2, 3], [0, 2, 1, 3]].map(|order| {
             let word = |quad: usize, index: usize| u32::from_le_bytes(order.map(|i| value(index, quad * QUAD + i)));
@@ -156,6 +154,16 @@ impl GridType {
     /// Whether the grid has magnitudes.
     pub(crate) fn has_signs(self) -> bool {
         !matches!(self, Self::IQ1_S | Self::IQ1_M)
+    }
+
+    /// What a code is above its value: the largest magnitude. A smaller number costs sums of products fewer bits.
+    pub(crate) fn offset(self) -> u8 {
+        match self {
+            Self::IQ2_XXS | Self::IQ2_XS | Self::IQ2_S => 43,
+            Self::IQ3_XXS => 62,
+            Self::IQ3_S => 15,
+            Self::IQ1_S | Self::IQ1_M => 9,
+        }
     }
 
     /// Number of weights that share a scale.
@@ -247,7 +255,7 @@ impl GridType {
             if self.has_signs() {
                 let signs = block.signs[i / 2] >> (i % 2 * QUAD);
                 for (j, code) in codes.iter_mut().enumerate() {
-                    *code = if signs >> j & 1 == 1 { CODE_OFFSET - *code } else { CODE_OFFSET + *code };
+                    *code = if signs >> j & 1 == 1 { self.offset() - *code } else { self.offset() + *code };
                 }
             }
         }

@@ -285,6 +285,7 @@ impl Scales {
 /// Constants that convert codes to values.
 struct Constants<S: Int8> {
     table: S::Table,
+    offset: f32,
     /// For codes at bits 8, 12 and 16.
     offsets: [S::F; 3],
 }
@@ -295,7 +296,7 @@ impl<S: Int8> Constants<S> {
         let offset = kind.offset();
         let values = kind.table().unwrap_or_else(|| std::array::from_fn(|code| code as f32 - offset));
         let offsets = [8, 12, 16].map(|at| f32::from_bits(exponent(at) as u32) + offset);
-        Self { table: s.table(&values), offsets: [s.splat(offsets[0]), s.splat(offsets[1]), s.splat(offsets[2])] }
+        Self { table: s.table(&values), offset, offsets: [s.splat(offsets[0]), s.splat(offsets[1]), s.splat(offsets[2])] }
     }
 }
 
@@ -362,10 +363,10 @@ unsafe fn half<S: Int8, const D: u8, const V: usize, const H: usize>(
             shift[v] = s.load(shifts.add(group + v * S::LANES));
         }
         if D == EIGHT || D == GRID {
-            // `(code - 128) * scale` is `(2^n + code) * scale - (2^n + 128) * scale`. For these n, 19 and 11, both products and the
+            // `(code - offset) * scale` is `(2^n + code) * scale - (2^n + offset) * scale`. For these n, 19 and 11, both products and the
             // difference have at most 24 bits where they are rounded, so one fused operation computes the exact weight. Scales of grids have
             // more bits than those in half precision.
-            let biases = [524_288.0 + 128.0, 2_048.0 + 128.0];
+            let biases = [524_288.0 + constants.offset, 2_048.0 + constants.offset];
             let mut fused = [[s.splat(0.0); V]; 2];
             for v in 0..V {
                 fused[0][v] = s.mul(factor[v], s.splat(-biases[0]));

@@ -128,7 +128,7 @@ impl GridCodes {
         let grid = kind.grid().expect("types without a grid are refused");
         assert!(from.len() >= unit.bytes && width <= WIDTH);
         let (per_index, high_bits, low) = (kind.weights() / QUAD, kind.index_bits() - 8, low_words(kind));
-        let is_crossed = is_crossed(units.order);
+        let (is_crossed, offset) = (is_crossed(units.order), s.splat_i32(i32::from_ne_bytes([kind.offset(); 4])));
         let (from, to) = (from.as_ptr(), self.0.as_mut_ptr().cast::<u32>());
         // SAFETY: as asserted. A unit has all parts of its layout, and an index has `index_bits`, for each of which the grid has a word.
         unsafe {
@@ -147,7 +147,7 @@ impl GridCodes {
                         let index = s.or(s.field(indexes[v], 8 * (i % 4) as i32, 255), high);
                         quads[quad][v] = s.gather(words, index);
                         if kind.has_signs() {
-                            quads[quad][v] = s.sign_bytes(quads[quad][v], signs[v], (QUAD * quad) as i32);
+                            quads[quad][v] = s.sign_bytes(quads[quad][v], signs[v], (QUAD * quad) as i32, offset);
                         }
                     }
                 }

@@ -15,7 +15,7 @@ fn provide_grids() {
     for kind in GridType::ALL {
         let entries = 1 << (kind.index_bits() - usize::from(!kind.has_signs()));
         let number = |i: usize| ((i * 2_654_435_761) >> 7) % 1009;
-        let value = |i: usize| if kind.has_signs() { number(i) % 62 + 1 } else { number(i) % 3 };
+        let value = |i: usize| if kind.has_signs() { number(i) % usize::from(kind.offset()) + 1 } else { number(i) % 3 };
         let values: Vec<i8> = (0..entries * kind.weights()).map(|i| value(i) as i8 - i8::from(!kind.has_signs())).collect();
         provide_grid(kind.number(), &values).expect("a grid");
     }

@@ -43,9 +43,9 @@ pub(crate) trait Int8: Simd {
     unsafe fn store_words(self, p: *mut u32, x: Self::I);
     /// Reads the word of `table` with each index. The table must have them all.
     unsafe fn gather(self, table: *const u32, index: Self::I) -> Self::I;
-    /// Negates the bytes of each word, of which none is 0 or above 127, whose bit is set in the four bits of `signs` that start at bit
-    /// `shift`, and adds 128 to all.
-    fn sign_bytes(self, x: Self::I, signs: Self::I, shift: i32) -> Self::I;
+    /// Subtracts the bytes of each word from those of `offset`, none of which is smaller, if their bit is set in the four bits of `signs` that
+    /// start at bit `shift`, and adds them to it if not.
+    fn sign_bytes(self, x: Self::I, signs: Self::I, shift: i32, offset: Self::I) -> Self::I;
     /// Shifts each word right by `shift`, or left if it is negative, and masks it with `mask`.
     fn field(self, x: Self::I, shift: i32, mask: i32) -> Self::I;
     fn or(self, a: Self::I, b: Self::I) -> Self::I;
@@ -83,10 +83,10 @@ pub(crate) trait Int8: Simd {
 
 /// [`Int8::sign_bytes`] of a word, with the lowest four bits of `signs`.
 #[inline(always)]
-fn signed_bytes(x: u32, signs: u32) -> u32 {
-    // The product has bit i at bit 8 i. No byte carries: the complement of a number above 0 is below 255.
-    let ones = (signs & 15).wrapping_mul(0x0020_4081) & 0x0101_0101;
-    (x ^ (ones * 255)).wrapping_add(ones) ^ 0x8080_8080
+fn signed_bytes(x: u32, signs: u32, offset: u32) -> u32 {
+    // The product has bit i at bit 8 i. No byte carries.
+    let negative = ((signs & 15).wrapping_mul(0x0020_4081) & 0x0101_0101) * 255;
+    offset + (x & !negative) - (x & negative)
 }
 
 // SAFETY of all blocks below: the caller guarantees that the pointers are valid.
@@ -145,8 +145,8 @@ impl Int8 for Portable {
         index.map(|index| unsafe { *table.add(index as usize) } as i32)
     }
     #[inline(always)]
-    fn sign_bytes(self, x: [i32; 8], signs: [i32; 8], shift: i32) -> [i32; 8] {
-        std::array::from_fn(|i| signed_bytes(x[i] as u32, signs[i] as u32 >> shift) as i32)
+    fn sign_bytes(self, x: [i32; 8], signs: [i32; 8], shift: i32, offset: [i32; 8]) -> [i32; 8] {
+        std::array::from_fn(|i| signed_bytes(x[i] as u32, signs[i] as u32 >> shift, offset[i] as u32) as i32)
     }
     #[inline(always)]
     fn field(self, x: [i32; 8], shift: i32, mask: i32) -> [i32; 8] {
@@ -265,14 +265,13 @@ mod x86 {
             unsafe { _mm256_i32gather_epi32::<4>(table.cast(), index) }
         }
         #[inline(always)]
-        fn sign_bytes(self, x: __m256i, signs: __m256i, shift: i32) -> __m256i {
+        fn sign_bytes(self, x: __m256i, signs: __m256i, shift: i32, offset: __m256i) -> __m256i {
             // The product has bit i at bit 8 i.
             unsafe {
                 let signs = _mm256_and_si256(_mm256_srl_epi32(signs, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(15));
                 let ones = _mm256_and_si256(_mm256_mullo_epi32(signs, _mm256_set1_epi32(0x0020_4081)), _mm256_set1_epi32(0x0101_0101));
                 let negative = _mm256_sub_epi8(_mm256_setzero_si256(), ones);
-                let signed = _mm256_add_epi8(_mm256_xor_si256(x, negative), ones);
-                _mm256_xor_si256(signed, _mm256_set1_epi8(-128))
+                _mm256_add_epi8(_mm256_xor_si256(x, negative), _mm256_add_epi8(ones, offset))
             }
         }
         #[inline(always)]
@@ -372,7 +371,7 @@ mod x86 {
             unsafe { _mm512_i32gather_epi32::<4>(index, table.cast()) }
         }
         #[inline(always)]
-        fn sign_bytes(self, x: __m512i, signs: __m512i, shift: i32) -> __m512i {
+        fn sign_bytes(self, x: __m512i, signs: __m512i, shift: i32, offset: __m512i) -> __m512i {
             // All bits of the bytes of each of 16 signs. The instruction uses the lowest four bits of each word.
             const NEGATIVE: [u32; 16] = {
                 let (mut words, mut i) = ([0; 16], 0);
@@ -385,9 +384,7 @@ mod x86 {
             unsafe {
                 let signs = _mm512_srl_epi32(signs, _mm_cvtsi32_si128(shift));
                 let negative = _mm512_permutexvar_epi32(signs, _mm512_loadu_si512(NEGATIVE.as_ptr().cast()));
-                // The exclusive or of all three.
-                let flipped = _mm512_ternarylogic_epi32::<0x96>(x, negative, _mm512_set1_epi8(-128));
-                _mm512_sub_epi8(flipped, negative)
+                _mm512_add_epi8(_mm512_xor_si512(x, negative), _mm512_sub_epi8(offset, negative))
             }
         }
         #[inline(always)]
@@ -526,14 +523,14 @@ mod arm {
             }
         }
         #[inline(always)]
-        fn sign_bytes(self, x: int32x4_t, signs: int32x4_t, shift: i32) -> int32x4_t {
+        fn sign_bytes(self, x: int32x4_t, signs: int32x4_t, shift: i32, offset: int32x4_t) -> int32x4_t {
             // The product has bit i at bit 8 i.
             unsafe {
                 let signs = vandq_u32(vshlq_u32(vreinterpretq_u32_s32(signs), vdupq_n_s32(-shift)), vdupq_n_u32(15));
                 let ones = vandq_u32(vmulq_n_u32(signs, 0x0020_4081), vdupq_n_u32(0x0101_0101));
                 let negative = vmulq_n_u32(ones, 255);
                 let signed = vaddq_u8(vreinterpretq_u8_u32(veorq_u32(vreinterpretq_u32_s32(x), negative)), vreinterpretq_u8_u32(ones));
-                vreinterpretq_s32_u8(veorq_u8(signed, vdupq_n_u8(128)))
+                vreinterpretq_s32_u8(vaddq_u8(signed, vreinterpretq_u8_s32(offset)))
             }
         }
         #[inline(always)]
