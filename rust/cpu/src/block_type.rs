@@ -60,7 +60,7 @@ pub(crate) enum ScaleKind {
     Signed,
     /// A scale in half precision for 256 weights, multiplied by an odd number for each group ([`BlockType::group`]): twice a number of 4 bits
     /// plus 1.
-    Odd,
+    Odd(GridType),
 }
 
 /// An unpacked block. Unused parts are zero.
@@ -135,7 +135,7 @@ impl BlockType {
     pub(crate) fn block(self) -> usize {
         match self.scale_kind() {
             ScaleKind::Half | ScaleKind::HalfShift | ScaleKind::Bf16 => BLOCK,
-            ScaleKind::ScaleMin | ScaleKind::Nibbles | ScaleKind::Signed | ScaleKind::Odd => SUPER,
+            ScaleKind::ScaleMin | ScaleKind::Nibbles | ScaleKind::Signed | ScaleKind::Odd(_) => SUPER,
         }
     }
 
@@ -195,13 +195,8 @@ impl BlockType {
             Self::Q2_K => ScaleKind::Nibbles,
             Self::Q3_K | Self::Q6_K | Self::IQ4_XS => ScaleKind::Signed,
             Self::MXFP4 => ScaleKind::Bf16,
-            Self::Grid(_) => ScaleKind::Odd,
+            Self::Grid(kind) => ScaleKind::Odd(kind),
         }
-    }
-
-    /// What scales are multiplied by: less than 1 if the type's values are not whole.
-    pub(crate) fn scale_unit(self) -> f32 {
-        if let Self::Grid(kind) = self { kind.unit() } else { 1.0 }
     }
 
     /// The offset that is subtracted from a code. Non-linear codes of 4 bits have a table instead.
@@ -352,7 +347,7 @@ impl Unpacked {
                 (scale * f32::from(self.scales[group]), -(half::to_f32(self.second) * f32::from(self.mins[group])))
             }
             ScaleKind::Signed => (scale * f32::from(self.scales[i / kind.group()] as i8), -0.0),
-            ScaleKind::Odd => (scale * kind.scale_unit() * f32::from(2 * self.scales[i / kind.group()] + 1), -0.0),
+            ScaleKind::Odd(grid) => (scale * grid.unit() * f32::from(2 * self.scales[i / kind.group()] + 1), -0.0),
         }
     }
 }

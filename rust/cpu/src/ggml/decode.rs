@@ -9,7 +9,6 @@ use super::BlockPanels;
 use super::grid::GridCodes;
 use super::panels::{CodeOrder, Unit};
 use crate::block_type::{BLOCK, BlockType, CodeBits, ScaleKind};
-use crate::grids::SUPER;
 use crate::simd::{Int8, Isa, Kernel, prefetch_ahead};
 
 /// Registers of a panel's columns, in all instruction sets with products of bytes or with tiles.
@@ -216,7 +215,6 @@ impl Scales {
         assert!(from.len() >= unit.bytes && groups <= GROUPS && width <= WIDTH);
         let from = from.as_ptr();
         let (factors, shifts) = (self.factors.as_mut_ptr().cast::<f32>(), self.shifts_mut());
-        let stored_groups = if let BlockType::Grid(kind) = kind { SUPER / kind.group() } else { groups };
         for column in (0..width).step_by(S::LANES) {
             // SAFETY: as asserted. The unit's layout has room for all numbers of each kind.
             unsafe {
@@ -265,9 +263,9 @@ impl Scales {
                             s.store(shifts.add(at), none);
                         }
                     }
-                    ScaleKind::Odd => {
-                        let scale = s.mul(s.load_f16(scale), s.splat(kind.scale_unit()));
-                        let each = groups / stored_groups;
+                    ScaleKind::Odd(grid) => {
+                        let scale = s.mul(s.load_f16(scale), s.splat(grid.unit()));
+                        let each = grid.group() / kind.group();
                         for g in 0..groups {
                             let (at, stored) = (g * width + column, g / each);
                             let word = s.words(from.add(unit.scales + 4 * (stored / 8 * width + column)));

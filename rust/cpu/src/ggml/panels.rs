@@ -97,7 +97,7 @@ impl Unit {
     pub(super) fn new(kind: BlockType, width: usize) -> Self {
         let groups = kind.block() / kind.group();
         let (seconds, scales, mins) = match kind.scale_kind() {
-            ScaleKind::Half | ScaleKind::Bf16 | ScaleKind::Odd => (0, 0, 0),
+            ScaleKind::Half | ScaleKind::Bf16 | ScaleKind::Odd(_) => (0, 0, 0),
             ScaleKind::HalfShift => (1, 0, 0),
             ScaleKind::ScaleMin => (1, groups, groups),
             ScaleKind::Nibbles => (1, groups, 0),
