@@ -112,9 +112,7 @@ class ModelConfig(ModelShape):
     @property
     def expert_weights(self) -> int:
         """The number of parameters of all experts that tokens choose."""
-        experts = self.experts
-        each = (3 if self.gated else 2) * experts.inner * self.hidden_size if experts else 0
-        return sum(experts.layers) * experts.count * each if experts else 0
+        return sum(self.experts.layers) * self.experts.routed_weights(self.hidden_size) if self.experts else 0
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """The number and the size of a layer's KV heads."""

@@ -37,13 +37,21 @@ class Experts:
     biased: bool
     scale: float
 
+    def routed_weights(self, hidden: int) -> int:
+        """The number of parameters of a layer's experts that tokens choose from."""
+        return self._matrices * self.count * self.inner * hidden
+
     def weights(self, hidden: int) -> int:
         """The number of parameters of a layer's experts and router."""
-        return hidden * ((3 if self.names.gate else 2) * (self.count * self.inner + self.shared_inner) + self.count)
+        return self.routed_weights(hidden) + hidden * (self._matrices * self.shared_inner + self.count)
 
     def widest(self, hidden: int) -> int:
         """The numbers of a token's widest activation in a layer: its experts' inner layers or their outputs, or the shared inner layer."""
         return max(self.used * max(self.inner, hidden), self.shared_inner)
+
+    @property
+    def _matrices(self) -> int:
+        return 3 if self.names.gate else 2
 
 
 def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts | None:
