@@ -155,13 +155,17 @@ def test_matrices_of_one_layer_may_differ_in_type(tmp_path: Path) -> None:
     assert np.corrcoef(near.ravel(), logits(directory).ravel())[0, 1] > 0.99
 
 
-def test_types_with_grids_need_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("installed", "advice"),
+    [(None, "one more package: pip install gguf"), (SimpleNamespace(), "a newer gguf package: pip install -U gguf")],
+)
+def test_types_with_grids_need_the_gguf_package(installed: Any, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", hidden_size=256, intermediate_size=512, head_dim=64)
     directory = converted(tmp_path / "tiny.gguf", model, Kind.IQ3_XXS)
     assert GGUFWeights(directory / LINK).sizes()[1] == 0
     monkeypatch.setattr(gguf_grids, "_core", SimpleNamespace(block_types=list))  # other tests may have provided the grid
-    monkeypatch.setitem(sys.modules, "gguf.quants", None)
-    with pytest.raises(UnsupportedModel, match="has tensors of type IQ3_XXS, which need one more package: pip install gguf"):
+    monkeypatch.setitem(sys.modules, "gguf.quants", installed)
+    with pytest.raises(UnsupportedModel, match=f"has tensors of type IQ3_XXS, which need {advice}"):
         GGUFWeights(directory / LINK)
 
 

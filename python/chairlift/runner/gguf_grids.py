@@ -19,15 +19,16 @@ GRID_TYPES = (16, 17, 18, 19, 21, 22, 29)
 def provide_grids(kinds: Iterable[int], path: Path) -> None:
     """Gives the kernels the grids of those of the types `kinds` that have one.
 
-    Raises UnsupportedModel, with the name of the file at `path`, if the gguf package is not installed.
+    Raises UnsupportedModel, with the name of the file at `path`, if the gguf package is not installed or lacks a type.
     """
     known = set(_core.block_types())
     for kind in sorted(set(GRID_TYPES) & set(kinds) - known):
         name = BLOCK_TYPES[kind][0]
         try:
-            quants = importlib.import_module("gguf.quants")
+            quant = getattr(importlib.import_module("gguf.quants"), name)
         except ImportError:
             raise UnsupportedModel(f"{path} has tensors of type {name}, which need one more package: pip install gguf") from None
-        quant = getattr(quants, name)
+        except AttributeError:
+            raise UnsupportedModel(f"{path} has tensors of type {name}, which need a newer gguf package: pip install -U gguf") from None
         quant.init_grid()
         _core.provide_grid(kind, quant.grid.astype(np.int8).reshape(-1))
