@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from chairlift.architectures.qwen import QWEN3
+
 CLASSIFIER = "Qwen3ForSequenceClassification"
 """The class of a reranker whose checkpoint has the matrix of its answers instead of that of all tokens."""
-_DECODER = "Qwen3ForCausalLM"
 
 
 def is_reranker(directory: Path, architectures: Iterable[str]) -> bool:
@@ -15,4 +16,4 @@ def is_reranker(directory: Path, architectures: Iterable[str]) -> bool:
     """
     names, path = set(architectures), directory.absolute()
     name = path.parent.parent.name if path.parent.name == "snapshots" else path.name
-    return CLASSIFIER in names or (_DECODER in names and "qwen3-reranker" in name.lower())
+    return CLASSIFIER in names or (QWEN3.name in names and "qwen3-reranker" in name.lower())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from chairlift.architectures import ARCHITECTURES, WRAPPED, Architecture, Code, Norms, Projections, Windows
+from chairlift.architectures import ARCHITECTURES, QWEN3, WRAPPED, Architecture, Code, Norms, Projections, Windows
 from chairlift.errors import UnsupportedModel
 from chairlift.models.classifier import Classifier
 from chairlift.models.experts import EXPERTS, Experts, parse_experts
@@ -195,7 +195,7 @@ class ModelConfig(ModelShape):
         classifier = Classifier.find(raw, directory)
         if classifier is None:
             return cls.parse(raw)
-        return replace(cls.parse(raw | {"architectures": ["Qwen3ForCausalLM"]}), classifier=classifier, score="sigmoid")
+        return replace(cls.parse(raw | {"architectures": [QWEN3.name]}), classifier=classifier, score="sigmoid")
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> ModelConfig:
