@@ -88,7 +88,7 @@ class Llama:
         self.head = Linear(group.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape))
         device = self.embedding.device
         longest = longest or config.max_position_embeddings
-        self.rotations = {layer.rope: _rotation(layer.rope, config.head_dim, longest, device) for layer in self.layers}
+        self.rotations = {rope: _rotation(rope, config.head_dim, longest, device) for rope in {layer.rope for layer in self.layers}}
         self.temperature, self.logits_scale = config.temperature, config.logits_scale
 
     def forward(self, batch: ForwardBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
@@ -96,7 +96,7 @@ class Llama:
         residual = functional.embedding(batch.input_ids, self.embedding)
         if self.scale != 1:
             residual.mul_(self.scale)
-        rotation = {rope: rotations(batch.positions, *of) for rope, of in self.rotations.items()}
+        rotation = {rope: rotations(batch.positions, frequencies, scales) for rope, (frequencies, scales) in self.rotations.items()}
         query_scale = None if self.temperature is None else _query_scale(batch.positions, *self.temperature).to(residual.dtype)
         x: Activations = rms_norm(residual, self.norm, self.eps, rounds=self.layers[0].qkv.rounds_activations)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
@@ -224,15 +224,11 @@ class _Layer:
 
 def _rotation(rope: RopeConfig | None, head_dim: int, longest: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Frequencies of a head's pairs and factors of their cosines and sines, fp32 [head_dim / 2]; 0 and 1 for pairs without rotation."""
-    frequencies = torch.zeros(head_dim // 2)
-    if rope is None:
-        return frequencies.to(device), None
-    frequencies[: rope.dim // 2] = torch.from_numpy(rope.frequencies(longest))
-    if rope.scale == 1:
-        return frequencies.to(device), None
-    scales = torch.ones(head_dim // 2)
-    scales[: rope.dim // 2] = rope.scale
-    return frequencies.to(device), scales.to(device)
+    frequencies, scales = torch.zeros(head_dim // 2), torch.ones(head_dim // 2)
+    if rope is not None:
+        frequencies[: rope.dim // 2] = torch.from_numpy(rope.frequencies(longest))
+        scales[: rope.dim // 2] = rope.scale
+    return frequencies.to(device), None if rope is None or rope.scale == 1 else scales.to(device)
 
 
 def _query_scale(positions: torch.Tensor, growth: float, span: int) -> torch.Tensor:
