@@ -68,11 +68,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     vocab_size = file.vocab_size
     epsilon = file.get(f"{kind}.attention.layer_norm_epsilon", float) if architecture.single else None
     layers = num_layers(file, kind)
-    inner = _by_layer(file, f"{kind}.feed_forward_length", layers, least=0 if architecture.single else 1)
-    kv_heads = _by_layer(file, f"{kind}.attention.head_count_kv", layers, heads, least=0 if architecture.recurrence else 1)
-    for name, values in (("feed_forward_length", inner), ("attention.head_count_kv", kv_heads)):
-        if architecture.global_head_dim is None and len(set(values) - {0}) != 1:
-            raise UnsupportedModel(f"{file.path}: {kind}.{name} differs by layer, which cannot be read for the architecture {kind!r}")
+    inner, kv_heads = _sizes_by_layer(file, kind, architecture, layers, heads)
     config = {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
@@ -100,7 +96,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         parts = zip(kv_heads, inner, strict=True)
         feed = "moe" if experts else "mlp"
         config["layers_block_type"] = ["full_attention" if heads else feed if size else "linear_attention" for heads, size in parts]
-    if mixture and (experts or not (mixture.switch or mixture.optional)):
+    if mixture and experts:
         config |= _experts(file, kind, mixture, layers)
     elif mixture and mixture.optional:
         config |= {mixture.count: 0, mixture.shared_inner: file.size(f"{kind}.expert_shared_feed_forward_length", max(inner))}
@@ -113,13 +109,31 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         config["query_pre_attn_scalar"] = hidden // heads if layers == layout.largest_layers else head_dim
     if architecture.global_head_dim is not None:
         config |= _variants(file, kind, config, inner, kv_heads)
-    if architecture is QWEN3 and (answers := file.tensors.get("cls.output.weight")) is not None:
-        config |= {"architectures": [CLASSIFIER], "num_labels": answers.shape[0] if len(answers.shape) > 1 else 1}
-        if (labels := file.value(f"{kind}.classifier.output_labels")) not in (None, ["yes", "no"]):
-            raise UnsupportedModel(f"{file.path}: a reranker's labels must be yes and no, got {labels!r:.200}")
+    if architecture is QWEN3:
+        config |= _classifier(file, kind)
     for key_name in layout.image_keys:
         file.value(f"{kind}.{key_name}")
     return config | _positions(file, kind, architecture, layout) | _token_ids(file, vocab_size)
+
+
+def _sizes_by_layer(file: GGUFFile, kind: str, architecture: Architecture, layers: int, heads: int) -> tuple[list[int], list[int]]:
+    """Returns the inner size of each layer and its number of KV heads."""
+    inner = _by_layer(file, f"{kind}.feed_forward_length", layers, least=0 if architecture.single else 1)
+    kv_heads = _by_layer(file, f"{kind}.attention.head_count_kv", layers, heads, least=0 if architecture.recurrence else 1)
+    for name, values in (("feed_forward_length", inner), ("attention.head_count_kv", kv_heads)):
+        if architecture.global_head_dim is None and len(set(values) - {0}) != 1:
+            raise UnsupportedModel(f"{file.path}: {kind}.{name} differs by layer, which cannot be read for the architecture {kind!r}")
+    return inner, kv_heads
+
+
+def _classifier(file: GGUFFile, kind: str) -> dict[str, Any]:
+    """Returns the entries of config.json that describe the classifier of a reranker; none for other models."""
+    answers = file.tensors.get("cls.output.weight")
+    if answers is None:
+        return {}
+    if (labels := file.value(f"{kind}.classifier.output_labels")) not in (None, ["yes", "no"]):
+        raise UnsupportedModel(f"{file.path}: a reranker's labels must be yes and no, got {labels!r:.200}")
+    return {"architectures": [CLASSIFIER], "num_labels": answers.shape[0] if len(answers.shape) > 1 else 1}
 
 
 def _positions(file: GGUFFile, kind: str, architecture: Architecture, layout: GGUFFormat) -> dict[str, Any]:
