@@ -22,18 +22,18 @@ SHAPES = {
     "block_tables": (ROWS, CONTEXT // BLOCK),
 }
 PROMPT_TOKEN = 987_654
-"""Stands in every prompt; a journal must not have it."""
+"""A token of every prompt. No journal may contain it."""
 
 
 class Seen:
-    """What the one that recorded a journal saw itself."""
+    """A journal, and the timelines, steps and tokens that its recorder saw."""
 
     def __init__(self):
         self.journal, self.timelines, self.steps, self.tokens = b"", [], [], {}
 
 
 def watched(*, requests=24, sessions=0, **settings) -> Seen:
-    """A day of requests that come faster than they are served, some with a common beginning, some with a deadline."""
+    """Records requests that arrive faster than they are served. Some share a prefix, and some have a deadline."""
     limits = {"num_kv_blocks": BLOCKS, "max_num_batched_tokens": TOKENS, "max_num_seqs": ROWS, "max_model_len": CONTEXT, "watermark": 2}
     core = _core.Scheduler(block_size=BLOCK, journal=True, **limits | settings)
     buffers = _core.StepBuffers(**{name: np.zeros(shape, np.int32) for name, shape in SHAPES.items()})

@@ -108,7 +108,10 @@ class CpuExecutor(ModelExecutor):
         return self._logits[: len(at)]
 
     def states(self, at: np.ndarray) -> np.ndarray:
-        """Hidden states of the last step at token positions `at` (see `ModelExecutor.states`); a classifier's numbers."""
+        """Hidden states of the last step at token positions `at` (see `ModelExecutor.states`).
+
+        A classifier returns the logits of its scores instead.
+        """
         if self.config.classifier:
             numbers = np.empty((len(at), self.config.head_size), dtype=np.float32)
             self.decoder.logits(at.astype(np.int32, copy=False), numbers)

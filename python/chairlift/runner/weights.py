@@ -249,8 +249,10 @@ class GGUFWeights:
     """ggml's numbers of the unquantised types."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file and its parts. Raises ModelNotFound if it is missing, UnsupportedModel if it cannot be read
-        or has types of tensors whose grids are missing."""
+        """Opens the file and its parts.
+
+        Raises ModelNotFound if it is missing, UnsupportedModel if it cannot be read or has types of tensors whose grids are missing.
+        """
         if not path.is_file():
             raise ModelNotFound(f"{path} is gone: name the model's file again")
         self.tensors = GGUFTensors(path)

@@ -53,10 +53,10 @@ impl ByCodeBits for ExpandCodes<'_> {
                     s.store(to, s.load(scales.factors().add(at)));
                     s.store(to.add(width), s.load(scales.shifts().add(at)));
                 }
-                let (first, block) = from.codes::<S, V>(s, unit, &mut grid);
+                let (start, block) = from.codes::<S, V>(s, unit, &mut grid);
                 for b in 0..blocks {
                     prefetch_ahead(unit.as_ptr().add(from.unit.codes + b * from.unit.block), from.unit.block);
-                    let p = first.add(b * block);
+                    let p = start.add(b * block);
                     let to = pairs.as_mut_ptr().add((u * blocks + b) * BLOCK / 2 * width);
                     if D == FOUR {
                         expand_words::<S>(s, p, values, to);

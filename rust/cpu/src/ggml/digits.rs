@@ -212,10 +212,10 @@ impl<const N: usize> Multiply<'_, N> {
                 scales.fill::<S, V>(s, from.kind, from.unit, unit, blocks * groups);
                 scales.subtract(s, from.kind.byte_offset(), blocks * groups * width);
                 prefetch_twice::<8192>(unit.as_ptr(), from.unit.codes);
-                let (first, block) = from.codes::<S, V>(s, unit, &mut grid);
+                let (start, block) = from.codes::<S, V>(s, unit, &mut grid);
                 for b in 0..blocks {
                     prefetch_twice::<8192>(unit.as_ptr().add(from.unit.codes + b * from.unit.block), from.unit.block);
-                    let p = first.add(b * block);
+                    let p = start.add(b * block);
                     let rows = &rows[(u * blocks + b) * height..][..height];
                     let codes = codes::<S, D>(s, p, &table);
                     let first = scales.load(s, b * groups * width);
