@@ -111,6 +111,17 @@ def test_the_first_answer_replaces_what_was_assumed():
     assert estimates.frame().blocks == 2000
 
 
+def test_a_first_measurement_counts_fully_whatever_came_before():
+    estimates = Estimates(16_000, 16, 4_000)
+    for _ in range(50):  # answers that do not tell
+        estimates.observe(answer_with(b"{}", streamed=False), 1000, 900)
+    estimates.observe(
+        answer_with(b'{"usage":{"prompt_tokens":500,"prompt_tokens_details":{"cached_tokens":0}}}', streamed=False), 1000, 900
+    )
+    assert estimates.ratio == 2.0
+    assert estimates.share == 1.0
+
+
 @pytest.mark.parametrize(
     ("page", "expected"),
     [
@@ -143,43 +154,42 @@ def test_headers_of_the_connection_stay_behind():
     assert passed_on(headers) == [(b"accept", b"*/*")]
 
 
-def test_the_gate_waits_while_an_upstream_loads_its_model(monkeypatch):
-    monkeypatch.setattr("chairlift.gate.upstream.PROBE_SECONDS", 0)
-    server = LoadingServer()
+METRICS = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1\n'
+
+
+def limits_of(unavailable):
+    """What the gate finds out about a server that answers 503 where `unavailable(path, asked)`, and the number of requests for it."""
+    asked = 0
+
+    async def answer(reader, writer):
+        nonlocal asked
+        path = (await reader.readuntil(b"\r\n\r\n")).split()[1]
+        asked += 1
+        status, body = (b"503 Service Unavailable", b'{"error":{"code":503}}') if unavailable(path, asked) else (b"200 OK", METRICS)
+        writer.write(b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body))
+        writer.close()
 
     async def ask():
-        async with server.listening() as address:
-            upstream = Upstream(address)
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            upstream = Upstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
             try:
                 return await upstream.limits_when_ready()
             finally:
                 await upstream.close()
 
-    assert asyncio.run(ask()) == Limits(1600)
-    assert server.asked > 2
+    return asyncio.run(ask()), asked
 
 
-class LoadingServer:
-    """Answers its first two requests as llama.cpp's server does while it loads, and then as vLLM's."""
+def test_the_gate_waits_while_an_upstream_loads_its_model(monkeypatch):
+    monkeypatch.setattr("chairlift.gate.upstream.PROBE_SECONDS", 0)
+    found, asked = limits_of(lambda path, asked: asked <= 2)
+    assert found == Limits(1600)
+    assert asked > 2
 
-    asked = 0
 
-    @asynccontextmanager
-    async def listening(self):
-        server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
-        async with server:
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-    async def _answer(self, reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        self.asked += 1
-        loading, metrics = (
-            b'{"error":{"message":"Loading model","code":503}}',
-            b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1\n',
-        )
-        status, body = (b"503 Service Unavailable", loading) if self.asked <= 2 else (b"200 OK", metrics)
-        writer.write(b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body))
-        writer.close()
+@pytest.mark.parametrize(("missing", "expected"), [(b"/props", Limits(1600)), (b"/metrics", Limits())])
+def test_a_page_that_is_unavailable_for_good_is_not_waited_for(missing, expected):
+    assert limits_of(lambda path, asked: path == missing)[0] == expected
 
 
 def test_an_upstream_may_be_silent_but_not_gone():

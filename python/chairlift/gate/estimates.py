@@ -7,7 +7,7 @@ from chairlift.engine.frames import Estimate
 from chairlift.gate.answer import Answer
 
 SMOOTHING = 0.1
-"""Weight of the newest answer in a moving average. The first answers weigh more, so that no average keeps much of its first value."""
+"""Weight of the newest measurement in a moving average. The first ones weigh more, so that no average keeps much of its first value."""
 SHORT = 256
 """Tokens to compute of a prompt above which the time to the first token says how fast prompts are computed."""
 MOST_PER_TOKEN = 4.0
@@ -15,7 +15,19 @@ MOST_PER_TOKEN = 4.0
 LEAST_SHARE = 0.25
 """The smallest part of the upstream's KV on which we count, however few tokens it finds."""
 TRUSTED = 20
-"""Answers after which found tokens that are missing shrink the budget."""
+"""Answers that should find tokens after which missing ones shrink the budget."""
+
+
+class _Average:
+    """A moving average; `value` is assumed until something is measured."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.count = 0
+
+    def observe(self, measured: float) -> None:
+        self.count += 1
+        self.value += max(SMOOTHING, 1 / self.count) * (measured - self.value)
 
 
 class Estimates:
@@ -24,34 +36,33 @@ class Estimates:
     def __init__(self, kv_tokens: int, block_size: int, most_blocks: int) -> None:
         """`kv_tokens` are what the upstream's KV cache holds; the engine has at most `most_blocks` blocks of `block_size`."""
         self._kv_tokens, self._block_size, self._most = kv_tokens, block_size, most_blocks
-        self._step, self._token = STEP_SECONDS, TOKEN_SECONDS
-        self.ratio = 1.0
-        """Tokens that we count over those that the upstream counts."""
-        self.found = 1.0
+        self._step, self._token = _Average(STEP_SECONDS), _Average(TOKEN_SECONDS)
+        self._ratio = _Average(1.0)
+        self._found = _Average(1.0)
         """Tokens that the upstream found in its cache over those that we expected."""
         self.share = 1.0
         """The part of the upstream's KV on which we count: less where it finds fewer tokens than were expected."""
-        self._answers = 0
+
+    @property
+    def ratio(self) -> float:
+        """Tokens that we count over those that the upstream counts."""
+        return self._ratio.value
 
     def observe(self, answer: Answer, prompt: int, cached: int) -> None:
         """Learns from an answer whose prompt had `prompt` tokens by our count, of which `cached` were expected to be found."""
-        self._answers += 1
-        weight = max(SMOOTHING, 1 / self._answers)
         if (between := answer.between_tokens) is not None:
-            self._step += weight * (between - self._step)
+            self._step.observe(between)
         if (ttft := answer.ttft) is not None and prompt - cached > SHORT:
-            each = max(0.0, ttft - self._step) / (prompt - cached)
-            self._token += weight * (each - self._token)
+            self._token.observe(max(0.0, ttft - self._step.value) / (prompt - cached))
         usage = answer.usage
         if usage.prompt:
-            ratio = min(max(prompt / usage.prompt, 1 / MOST_PER_TOKEN), MOST_PER_TOKEN)
-            self.ratio += weight * (ratio - self.ratio)
+            self._ratio.observe(min(max(prompt / usage.prompt, 1 / MOST_PER_TOKEN), MOST_PER_TOKEN))
         if usage.cached is not None and cached > SHORT:
-            self.found += SMOOTHING * (min(1.0, usage.cached * self.ratio / cached) - self.found)
-            if self._answers >= TRUSTED:
-                self.share = max(LEAST_SHARE, self.share - 0.02) if self.found < 0.8 else min(1.0, self.share + 0.005)
+            self._found.observe(min(1.0, usage.cached * self.ratio / cached))
+            if self._found.count >= TRUSTED:
+                self.share = max(LEAST_SHARE, self.share - 0.02) if self._found.value < 0.8 else min(1.0, self.share + 0.005)
 
     def frame(self) -> Estimate:
         """The estimate for the engine."""
         blocks = int(self._kv_tokens * self.share * self.ratio) // self._block_size
-        return Estimate(round(self._step * 1e6), round(self._token * 1e9), max(1, min(self._most, blocks)))
+        return Estimate(round(self._step.value * 1e6), round(self._token.value * 1e9), max(1, min(self._most, blocks)))

@@ -46,10 +46,6 @@ class UpstreamFailed(ChairliftError):
     """The upstream could not be reached, or its answer is no HTTP."""
 
 
-class _Loading(UpstreamFailed):
-    """The upstream answers 503: it loads its model."""
-
-
 class Upstream:
     """A server with a base address. `close` it at the end."""
 
@@ -62,23 +58,20 @@ class Upstream:
         self._session: aiohttp.ClientSession | None = None
 
     async def limits_when_ready(self) -> Limits:
-        """Asks for the limits, as vLLM, SGLang, llama.cpp and Chairlift report them; waits while the upstream loads its model.
+        """Asks for the limits, as vLLM, SGLang, llama.cpp and Chairlift report them. Raises UpstreamFailed if the upstream is unreachable.
 
-        Raises UpstreamFailed if the upstream is unreachable.
+        Waits while `/health` is 503, as it is while a model is loaded.
         """
         reported = False
-        while True:
-            try:
-                return await self._limits()
-            except _Loading:
-                if not reported:
-                    log.info("waiting for %s, which is not ready", self.url)
-                reported = True
-                await asyncio.sleep(PROBE_SECONDS)
+        while (await self._get("/health"))[0] == 503:
+            if not reported:
+                log.info("waiting for %s, whose /health is 503", self.url)
+            reported = True
+            await asyncio.sleep(PROBE_SECONDS)
+        return await self._limits()
 
     async def _limits(self) -> Limits:
-        metrics = await self._page("/metrics")
-        found = of_metrics(metrics or "")
+        found = of_metrics(await self._page("/metrics"))
         for path, read in (("/get_server_info", of_sglang), ("/props", of_llama_cpp), ("/v1/models", of_models)):
             if found.kv_tokens is None or found.max_model_len is None:
                 found = merged(found, read(await self._json(path)))
@@ -122,24 +115,26 @@ class Upstream:
             )
         return self._session
 
-    async def _page(self, path: str) -> str | None:
-        """A page's text; None if the upstream has none."""
+    async def _get(self, path: str) -> tuple[int, str]:
+        """A page's status and text."""
         headers = {} if self._api_key is None else {"authorization": f"Bearer {self._api_key}"}
         try:
             async with self._client().get(
                 self.url + path, headers=headers, allow_redirects=False, timeout=aiohttp.ClientTimeout(total=DISCOVERY_SECONDS)
             ) as response:
-                if response.status == 503:
-                    raise _Loading(f"{self.url} is not ready")
                 data = await response.content.read(LONGEST_PAGE)
-                return data.decode("utf-8", "replace") if response.status == 200 else None
+                return response.status, data.decode("utf-8", "replace")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UpstreamFailed(f"{self.url} cannot be reached ({_reason(error)})") from None
 
+    async def _page(self, path: str) -> str:
+        """A page's text, empty if the upstream has none."""
+        status, text = await self._get(path)
+        return text if status == 200 else ""
+
     async def _json(self, path: str) -> Any:
-        page = await self._page(path)
         try:
-            return json.loads(page or "null")
+            return json.loads(await self._page(path))
         except ValueError:
             return None
 
