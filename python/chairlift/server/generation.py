@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from chairlift.engine.background import cancel
-from chairlift.errors import DeadlineMissed, InvalidRequest, QueueFull, SequenceDropped, WaitTooLong
+from chairlift.errors import ChairliftError, DeadlineMissed, InvalidRequest, QueueFull, SequenceDropped, WaitTooLong
 from chairlift.outputs import RequestOutput, Timeline, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.server.errors import api_error
@@ -35,6 +35,8 @@ from chairlift.server.usage import Usage, timing_metrics
 if TYPE_CHECKING:
     from chairlift.engine.async_live_sequence import AsyncLiveSequence
 
+_ENERGY_SECONDS = 5.0
+"""Seconds for which the end of an answer waits for what the engine says of its energy."""
 _MAX_BUFFERED_OUTPUTS = 64
 """Outputs of a request with several prompts that are buffered for a slow client."""
 
@@ -259,13 +261,17 @@ class Generation:
             self.usage.rejected += output.timeline.draft_tokens - output.timeline.accepted_draft_tokens
 
     async def _count_energy(self, index: int, known: Sequence[Timeline | None]) -> None:
-        """Adds a prompt's energy to the usage, if the request asks for it and there is a meter."""
+        """Adds a prompt's energy to the usage, if the request asks for it, there is a meter and the engine tells."""
         energy = self.usage.energy
         if energy is None or energy["method"] is None:
             return
         timelines = [timeline for timeline in known if timeline is not None]
         if self._prompts[index][1].ranked or len(timelines) < len(known):
-            timelines = await self._model.engine.explain(self._engine_ids[index])
+            try:
+                async with asyncio.timeout(_ENERGY_SECONDS):
+                    timelines = await self._model.engine.explain(self._engine_ids[index])
+            except (ChairliftError, TimeoutError):
+                return  # the answer is complete
         joules = sum(timeline.energy_joules or 0.0 for timeline in timelines)
         energy["joules"] = round((energy["joules"] or 0.0) + joules, 6)
 

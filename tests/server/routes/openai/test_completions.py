@@ -7,6 +7,9 @@ from fake_async_engine import MODEL, answer
 from openai.types import Completion
 from pydantic import TypeAdapter
 
+from chairlift.errors import EngineDead
+from chairlift.server import generation
+
 
 def test_a_whole_answer_has_openai_s_shape(http):
     body = http.post("/v1/completions", json={"model": MODEL, "prompt": "a b", "max_tokens": 3}).json()
@@ -188,6 +191,21 @@ def test_the_energy_comes_in_usage_if_asked_for(http, engine, stream):
     engine.describe(energy_method="powercap")
     engine.energy_joules = 0.5
     assert energy() == {"joules": 2.0, "method": "powercap"}
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_an_answer_is_complete_although_the_engine_does_not_tell_its_energy(http, engine, monkeypatch, dead):
+    async def explain(request_id):
+        if dead:
+            raise EngineDead("the engine's process ended")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(generation, "_ENERGY_SECONDS", 0.01)
+    monkeypatch.setattr(engine, "explain", explain)
+    engine.describe(energy_method="powercap")
+    response = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "best_of": 2, "energy": True})
+    assert response.status_code == 200
+    assert response.json()["usage"]["energy"] == {"joules": None, "method": "powercap"}
 
 
 def test_fields_of_every_kind_reach_the_engine(http, engine):
