@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "layers": {"kernels", "_core"},
     "kernels": set(),
     "chat": {"grammar", "errors", "outputs", "sampling"},
-    "grammar": {"checkpoint", "errors", "sampling"},
+    "grammar": {"_core", "checkpoint", "errors", "sampling"},
     "tokenizer": {"chat_template", "checkpoint", "text_parts", "token_cache", *LEAVES},
     "text_parts": {"alternatives"},
     "token_cache": set(),

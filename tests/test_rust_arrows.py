@@ -50,7 +50,7 @@ LAYERS = {
     "python": [
         {"arbiter", "buffers", "errors", "kv_budget", "policy", "reports", "request", "router", "threads", "work"},
         {"settings"},
-        {"caches", "linear", "scheduler", "simulate"},
+        {"caches", "grammar", "linear", "scheduler", "simulate"},
         {"decoder", "encoder", "replay", "shadow", "simulate_sessions"},
     ],
 }

@@ -26,7 +26,7 @@ from typing import Any
 from results import Results, cell
 
 ROOT = Path(__file__).parents[2]
-NEEDED = ("numpy", "torch", "triton", "transformers", "tokenizers", "safetensors", "jinja2", "llguidance", "msgpack", "pydantic", "rich")
+NEEDED = ("numpy", "torch", "triton", "transformers", "tokenizers", "safetensors", "jinja2", "msgpack", "pydantic", "rich")
 """What chairlift and its peers import."""
 DRY_GIB = 24
 """Memory that a dry run pretends to have."""

@@ -22,7 +22,6 @@ MOST = 64
 PACKAGES = (
     "annotated-types==0.8.0",
     "fa3-fwd==0.0.3",
-    "llguidance==1.9.1",
     "prometheus-client==0.26.0",
     "pydantic-core==2.50.5",
     "pydantic==2.14.4",

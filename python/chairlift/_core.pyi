@@ -24,6 +24,8 @@ __all__ = [
     "EmptyPrompt",
     "Encoder",
     "EncoderBlock",
+    "GrammarMatcher",
+    "GrammarVocabulary",
     "HeldBusy",
     "KvBudget",
     "KvCache",
@@ -106,6 +108,41 @@ class NeverFits(Rejected):
 
 class QueueFull(Rejected):
     """The queue is full. `args` are the message and the microseconds after which to retry."""
+
+@final
+class GrammarVocabulary:
+    """The tokens of a model, over which llguidance compiles grammars."""
+
+    def __new__(cls, file: bytes, *, size: int, ends: Sequence[int]) -> GrammarVocabulary:
+        """`file` is a tokenizer.json. Raises ValueError if it cannot be used, or if an end is not in the vocabulary."""
+    def piece(self, token: int) -> bytes:
+        """The bytes of a token."""
+
+@final
+class GrammarMatcher:
+    """The position of a sequence in a grammar. Copies share the states of the lexer."""
+
+    def __new__(cls, vocabulary: GrammarVocabulary, grammar: str, *, max_items: int, max_lexer_states: int) -> GrammarMatcher:
+        """Compiles Lark, or llguidance's list of grammars. The matcher of an invalid grammar has an `error`."""
+    @staticmethod
+    def regex(text: str) -> str:
+        """A grammar in Lark for a regular expression."""
+    def copy(self) -> GrammarMatcher:
+        """A matcher at the same position."""
+    @property
+    def error(self) -> str | None:
+        """Why the matcher failed: the grammar is invalid, a token was not allowed, or a limit was reached."""
+    def mask(self) -> bytes:
+        """Which tokens may come next: int32 [vocabulary / 32, rounded up] as bytes, a bit for each token.
+
+        After the grammar's end, and after a failure, only tokens that end an answer may.
+        """
+    def consume(self, token: int) -> None:
+        """Advances by one token. If it is not allowed, the matcher fails."""
+    def forced(self) -> list[int]:
+        """The tokens that must come next, one after the other."""
+    def allows(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens may come next, one after the other."""
 
 @final
 class Router:

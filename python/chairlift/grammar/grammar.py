@@ -13,7 +13,8 @@ from chairlift.sampling import ReasoningBudget
 
 if TYPE_CHECKING:
     import numpy as np
-    from llguidance import LLMatcher, LLTokenizer
+
+    from chairlift._core import GrammarMatcher, GrammarVocabulary
 
 Charge: TypeAlias = Callable[[float], None]
 
@@ -26,8 +27,8 @@ TOO_COMPLEX = "grammar_too_complex"
 class Grammar:
     """A compiled grammar, which took `size` bytes when it was compiled. Each sequence has its own matcher."""
 
-    def __init__(self, template: LLMatcher, size: int, tokenizer: LLTokenizer, usage: GrammarUsage) -> None:
-        self._template, self._tokenizer = template, tokenizer
+    def __init__(self, template: GrammarMatcher, size: int, vocabulary: GrammarVocabulary, usage: GrammarUsage) -> None:
+        self._template, self._vocabulary = template, vocabulary
         self._size = size
         self.usage = usage
 
@@ -41,12 +42,8 @@ class Grammar:
 
         `charge` gets the processor time of each token's mask, in seconds.
         """
-        matcher = Matcher(self._template.deep_copy(), self.usage, charge)
-        return matcher if budget is None else BudgetMatcher(matcher, budget, self._piece)
-
-    def _piece(self, token: int) -> bytes:
-        piece: bytes = self._tokenizer.decode_bytes([token])
-        return piece
+        matcher = Matcher(self._template.copy(), self.usage, charge)
+        return matcher if budget is None else BudgetMatcher(matcher, budget, self._vocabulary.piece)
 
 
 class Matcher:
@@ -55,7 +52,7 @@ class Matcher:
     `mask` and `accept` raise InvalidRequest if the grammar has become too complex or has taken too much time.
     """
 
-    def __init__(self, matcher: LLMatcher, usage: GrammarUsage, charge: Charge | None = None) -> None:
+    def __init__(self, matcher: GrammarMatcher, usage: GrammarUsage, charge: Charge | None = None) -> None:
         self._matcher, self._usage, self._charge = matcher, usage, charge
 
     def mask(self, bitmask: np.ndarray, index: int) -> None:
@@ -64,8 +61,8 @@ class Matcher:
         `bitmask` is int32 [rows, ceil(vocabulary / 32)].
         """
         self._usage.check()
-        row, before = bitmask[index], self._usage.spent
-        self._usage.grow(self._matcher.unsafe_compute_mask_ptr, row.ctypes.data, row.nbytes)
+        before = self._usage.spent
+        memoryview(bitmask[index]).cast("B")[:] = self._usage.grow(self._matcher.mask)
         if self._charge is not None:
             self._charge(self._usage.spent - before)
         check(self._matcher, self._usage)
@@ -73,28 +70,27 @@ class Matcher:
     def accept(self, token: int) -> None:
         """Advances by one token. Raises ValueError if the grammar does not allow it."""
         self._usage.check()
-        self._usage.call(self._matcher.consume_token, token)
+        self._usage.call(self._matcher.consume, token)
         check(self._matcher, self._usage)
 
     def forced(self) -> list[int]:
         """The tokens that must come next, one after the other; none if there is a choice, or no time."""
-        tokens: list[int] = [] if self._usage.exhausted else self._usage.call(self._matcher.compute_ff_tokens)
-        return tokens
+        return [] if self._usage.exhausted else self._usage.call(self._matcher.forced)
 
     def allows(self, tokens: Sequence[int]) -> bool:
         """Whether these tokens may come next, one after the other."""
-        return bool(self._usage.call(self._matcher.validate_tokens, list(tokens)) == len(tokens))
+        return self._usage.call(self._matcher.allows, tokens)
 
     def copy(self) -> Matcher:
         """Another matcher at the same position."""
-        return Matcher(self._matcher.deep_copy(), self._usage, self._charge)
+        return Matcher(self._matcher.copy(), self._usage, self._charge)
 
 
-def check(matcher: LLMatcher, usage: GrammarUsage) -> None:
+def check(matcher: GrammarMatcher, usage: GrammarUsage) -> None:
     """Raises ValueError if a matcher has failed; InvalidRequest with the code `grammar_too_complex` if it has reached a limit."""
-    if not matcher.is_error():
+    if (error := matcher.error) is None:
         return
-    message = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    message = error.removesuffix("<non-verbose/>").strip()
     usage.broken = usage.broken or message.startswith("lexer error")
     if not LIMIT_REACHED.match(message):
         raise ValueError(message)

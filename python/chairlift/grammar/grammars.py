@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ from chairlift.grammar.usage import TENANT_SECONDS, GrammarUsage
 from chairlift.sampling import StructuredOutput
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from chairlift._core import GrammarVocabulary
 
 MAX_KEPT = 256
 """Maximum number of cached grammars."""
@@ -26,6 +28,9 @@ MAX_BYTES, MAX_BYTES_OF_GROUP = 512 * 2**20, 256 * 2**20
 """Maximum bytes of the grammars that are cached or used by sequences, of all tenants and of one group."""
 STACK_BYTES = 64 * 2**20
 """Stack of the compiling thread in bytes: many times the stack of a trial. Only used pages take memory."""
+
+NICE = 5
+"""How much lower the compiling thread's priority is than that of the steps of running requests."""
 
 Key: TypeAlias = tuple[str, str, str, str, bool | None]
 """A group of tenants, and what distinguishes its grammars."""
@@ -35,13 +40,13 @@ class Grammars:
     """Compiles grammars over a model's vocabulary. Each grammar is first compiled in a trial process with limits on time and memory.
 
     Tenants share no grammar, because the sequences of one grammar share the states of its lexer and their limit. Only one thread may call
-    `compile`. The first call starts another thread, which loads the tokenizer and compiles.
+    `compile`. The first call starts another thread, which loads the vocabulary and compiles.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._trial = Trial(vocabulary)
-        self._tokenizer: LLTokenizer | None = None
+        self._tokens: GrammarVocabulary | None = None
         self._lock = threading.Lock()
         """Guards `_kept`."""
         self._kept: OrderedDict[Key, Future[Grammar]] = OrderedDict()
@@ -88,6 +93,8 @@ class Grammars:
                 threading.stack_size(before)
 
     def _compile(self) -> None:
+        if sys.platform == "linux":
+            os.nice(NICE)  # there this is the priority of a thread, and of the processes that it starts
         while (work := self._queue.get()) is not None:
             try:
                 work.future.set_result(self._compiled(work))
@@ -101,13 +108,13 @@ class Grammars:
         if allowance.left <= 0:
             message = "your grammars have taken more processor time than they may: make them simpler, or send new ones later"
             raise QueueFull(message, retry_after=allowance.refilled_in)
-        if self._tokenizer is None:
+        if self._tokens is None:
             self._trial.start()  # loads the vocabulary too, at the same time
-            self._tokenizer = self._vocabulary.load()
+            self._tokens = self._vocabulary.load()
         size = self._trial.run(work.structure)
         self._make_room(work.group, size)
         usage = GrammarUsage(allowance)
-        grammar = Grammar(compiled(self._tokenizer, work.structure), size, self._tokenizer, usage)
+        grammar = Grammar(compiled(self._tokens, work.structure), size, self._tokens, usage)
         self._living[usage] = work.group, size
         return grammar
 

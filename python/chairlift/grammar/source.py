@@ -19,32 +19,36 @@ _SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
 
 def source(structure: StructuredOutput) -> str:
-    """Returns the source of llguidance's matcher. Raises ValueError for an invalid JSON schema or list of choices."""
+    """Returns what `GrammarMatcher` compiles. Raises ValueError for an invalid JSON schema or list of choices."""
     answer = _answer_source(structure)
     if not structure.before:
         return answer
-    # llguidance returns Lark as it is and other kinds as a list of one grammar.
-    [grammar] = [{"lark_grammar": answer}] if structure.kind in ("choice", "grammar") else json.loads(answer)["grammars"]
+    [grammar] = json.loads(answer)["grammars"] if structure.kind in JSON_STRUCTURES else [{"lark_grammar": answer}]
     return json.dumps({"grammars": [{"lark_grammar": structure.before}, {**grammar, "name": "answer"}]})
 
 
 def _answer_source(structure: StructuredOutput) -> str:
-    from llguidance import LLMatcher
+    """Lark, or llguidance's list of one grammar for a JSON schema."""
+    from chairlift._core import GrammarMatcher
 
     match structure.kind:
         case "json":
-            return LLMatcher.grammar_from_json_schema(_spaced(json.loads(structure.text), structure.disable_any_whitespace))
+            return _schema_source(json.loads(structure.text), structure.disable_any_whitespace)
         case "json_object":
-            return LLMatcher.grammar_from_json_schema(_spaced({"type": "object"}, structure.disable_any_whitespace))
+            return _schema_source({"type": "object"}, structure.disable_any_whitespace)
         case "regex":
-            return LLMatcher.grammar_from_regex(structure.text)
+            return GrammarMatcher.regex(structure.text)
         case "choice":
             choices = json.loads(structure.text)
             if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
                 raise ValueError("a choice is a JSON list of strings, and not empty")
             # One terminal is one automaton, in which thousands of choices are cheap. In a rule, each choice would be an item of the parser.
-            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, choices))}")
-    return LLMatcher.grammar_from_lark(structure.text)
+            return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, choices))}"
+    return structure.text
+
+
+def _schema_source(schema: Any, compact: bool | None) -> str:
+    return json.dumps({"grammars": [{"json_schema": _spaced(schema, compact)}]})
 
 
 def _spaced(schema: Any, compact: bool | None = None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +28,7 @@ from chairlift.grammar.usage import TENANT_SECONDS, GrammarUsage, resident_bytes
 from chairlift.sampling import StructuredOutput
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from chairlift._core import GrammarMatcher, GrammarVocabulary
 
 CPU_SECONDS = 1.0
 """CPU seconds that a grammar may take to compile. Schemas in use take milliseconds; one with 1500 properties took 0.2 s when measured."""
@@ -54,45 +55,47 @@ class Vocabulary(NamedTuple):
     size: int
     ends: tuple[int, ...]
 
-    def load(self) -> LLTokenizer:
-        """Reads the file, which takes almost a second for 50,000 tokens. Raises InvalidRequest if no grammar can use it."""
-        from llguidance import LLTokenizer
+    def load(self) -> GrammarVocabulary:
+        """Reads the file, which takes a second of processor time for 250,000 tokens. Raises InvalidRequest if no grammar can use it."""
+        from chairlift._core import GrammarVocabulary
 
         # llguidance reads tokenizer.json only.
-        source = str(self.file) if self.file.name == "tokenizer.json" else load_backend(self.file, tokenizer_config(self.file)).to_str()
+        is_json = self.file.name == "tokenizer.json"
         try:
-            return LLTokenizer(source, n_vocab=self.size, eos_token=list(self.ends))
+            data = self.file.read_bytes() if is_json else load_backend(self.file, tokenizer_config(self.file)).to_str().encode()
+            return GrammarVocabulary(data, size=self.size, ends=self.ends)
+        except OSError as error:
+            raise InvalidRequest(f"this model's tokenizer can't be used with grammars: {error.strerror}") from None
         except ValueError as error:
             raise InvalidRequest(f"this model's tokenizer can't be used with grammars: {shortened(str(error))}") from None
 
 
-def compiled(tokenizer: LLTokenizer, structure: StructuredOutput) -> LLMatcher:
+def compiled(vocabulary: GrammarVocabulary, structure: StructuredOutput) -> GrammarMatcher:
     """Compiles the grammar and computes its first mask, which detects most errors. Raises InvalidRequest."""
     try:
-        return _compiled(tokenizer, structure)
+        return _compiled(vocabulary, structure)
     except InvalidRequest as error:
         if structure.param != "tools":
             raise
         for name, schema in schemas_by_tool(structure).items():
             try:
-                _compiled(tokenizer, StructuredOutput("json", json.dumps(schema)))
+                _compiled(vocabulary, StructuredOutput("json", json.dumps(schema)))
             except InvalidRequest as cause:
                 raise InvalidRequest(f"the parameters of {name}: {cause}", code=cause.code) from None
         raise error
 
 
-def _compiled(tokenizer: LLTokenizer, structure: StructuredOutput) -> LLMatcher:
-    from llguidance import LLMatcher, LLParserLimits
+def _compiled(vocabulary: GrammarVocabulary, structure: StructuredOutput) -> GrammarMatcher:
+    from chairlift._core import GrammarMatcher
 
-    limits = LLParserLimits(max_items_in_row=MAX_ITEMS, step_max_items=MAX_ITEMS, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     try:
-        matcher = LLMatcher(tokenizer, source(structure), log_level=0, limits=limits)
+        matcher = GrammarMatcher(vocabulary, source(structure), max_items=MAX_ITEMS, max_lexer_states=MAX_LEXER_STATES)
     except ValueError as error:
         raise InvalidRequest(shortened(str(error))) from None
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    if matcher.is_error():
-        message = shortened(matcher.get_error())
+    if matcher.error is None:
+        matcher.mask()
+    if matcher.error is not None:
+        message = shortened(matcher.error)
         if LIMIT_REACHED.match(message):
             raise InvalidRequest(f"it is too complex ({message}): make it simpler", code=TOO_COMPLEX)
         raise InvalidRequest("no answer can have this form" if message.startswith("NoExtension") else message)
@@ -161,24 +164,24 @@ def main() -> None:
     file, size, ends = json.loads(sys.argv[1])
     broken = None
     try:
-        tokenizer = Vocabulary(Path(file), size, tuple(ends)).load()
+        vocabulary = Vocabulary(Path(file), size, tuple(ends)).load()
     except InvalidRequest as error:
         broken = str(error)
     for line in sys.stdin:
-        verdict = {"error": broken} if broken else _fork(tokenizer, StructuredOutput(*json.loads(line)))
+        verdict = {"error": broken} if broken else _fork(vocabulary, ends, StructuredOutput(*json.loads(line)))
         try:
             print(json.dumps(verdict), flush=True)
         except BrokenPipeError:  # the parent has ended
             os._exit(1)
 
 
-def _fork(tokenizer: LLTokenizer, structure: StructuredOutput) -> dict[str, Any]:
+def _fork(vocabulary: GrammarVocabulary, ends: Sequence[int], structure: StructuredOutput) -> dict[str, Any]:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
             _bound()
-            os.write(writing, json.dumps(_verdict(tokenizer, structure)).encode())
+            os.write(writing, json.dumps(_verdict(vocabulary, ends, structure)).encode())
         finally:
             os._exit(0)
     os.close(writing)
@@ -195,7 +198,6 @@ def _fork(tokenizer: LLTokenizer, structure: StructuredOutput) -> dict[str, Any]
 
 def _bound() -> None:
     """Sets this process's resource limits. Exceeding them kills it."""
-    os.nice(5)  # lower priority than the steps of running requests
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stderr.fileno())  # Rust writes its panic messages here
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -208,15 +210,15 @@ def _bound() -> None:
     signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
 
 
-def _verdict(tokenizer: LLTokenizer, structure: StructuredOutput) -> dict[str, Any]:
+def _verdict(vocabulary: GrammarVocabulary, ends: Sequence[int], structure: StructuredOutput) -> dict[str, Any]:
     usage, before = GrammarUsage(Allowance(TENANT_SECONDS)), resident_bytes()
     try:
-        matcher = compiled(tokenizer, structure)
+        matcher = compiled(vocabulary, structure)
     except InvalidRequest as error:
         return {"error": str(error), "code": error.code}
     try:
         # Everything that runs outside the engine's thread with the large stack runs here with the small one.
-        _drive(matcher.deep_copy(), tokenizer, usage)
+        _drive(matcher.copy(), ends, usage)
     except InvalidRequest as error:
         # An arbitrary answer may take the lexer more states than one that makes sense.
         if not usage.broken:
@@ -229,22 +231,22 @@ def _verdict(tokenizer: LLTokenizer, structure: StructuredOutput) -> dict[str, A
 _ANY_BIT = re.compile(rb"[^\0]")
 
 
-def _drive(matcher: LLMatcher, tokenizer: LLTokenizer, usage: GrammarUsage) -> None:
+def _drive(matcher: GrammarMatcher, ends: Sequence[int], usage: GrammarUsage) -> None:
     """Writes an arbitrary answer, the same one each time. Raises InvalidRequest if the grammar takes too much, ValueError if it fails."""
     dice = random.Random(0)
     for _ in range(TRIED_TOKENS):
         usage.check()
-        mask: bytes = usage.call(matcher.compute_bitmask)
+        mask = usage.call(matcher.mask)
         check(matcher, usage)
         found = _ANY_BIT.search(mask, dice.randrange(len(mask))) or _ANY_BIT.search(mask)
         if found is None:
             return
         at, octet = found.start(), found[0][0]
         token = 8 * at + octet.bit_length() - 1
-        if token in tokenizer.eos_tokens:
+        if token in ends:
             return
-        usage.call(matcher.consume_token, token)
-        usage.call(matcher.compute_ff_tokens)
+        usage.call(matcher.consume, token)
+        usage.call(matcher.forced)
         check(matcher, usage)
 
 

@@ -7,6 +7,7 @@ mod caches;
 mod decoder;
 mod encoder;
 mod errors;
+mod grammar;
 mod kv_budget;
 mod linear;
 mod policy;
@@ -40,6 +41,8 @@ mod _core {
     use crate::encoder::{Encoder, EncoderBlock};
     #[pymodule_export]
     use crate::errors::{EmptyPrompt, HeldBusy, NeverFits, NoNewTokens, NotHeld, QueueFull, Rejected, TooLong};
+    #[pymodule_export]
+    use crate::grammar::{GrammarMatcher, GrammarVocabulary};
     #[pymodule_export]
     use crate::kv_budget::KvBudget;
     #[pymodule_export]

@@ -1,0 +1,120 @@
+//! Grammars over a model's vocabulary, compiled and matched by llguidance. The GIL is released for all work that can take long.
+
+use std::borrow::Cow;
+use std::sync::Mutex;
+
+use llguidance::api::{GrammarInit, ParserLimits, TopLevelGrammar};
+use llguidance::toktrie::{InferenceCapabilities, TokEnv};
+use llguidance::{Logger, Matcher, ParserFactory, regex_to_lark};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use toktrie_hf_tokenizers::ByteTokenizer;
+
+use crate::errors::invalid;
+use crate::threads::lock;
+
+/// The tokens of a model, over which grammars are compiled.
+#[pyclass(frozen, module = "chairlift._core")]
+pub(crate) struct GrammarVocabulary(ParserFactory);
+
+#[pymethods]
+impl GrammarVocabulary {
+    /// `file` is a tokenizer.json. Raises `ValueError` if it cannot be used, or if an end is not in the vocabulary.
+    #[new]
+    #[pyo3(signature = (file, *, size, ends))]
+    #[allow(clippy::needless_pass_by_value, reason = "arguments are made of Python's objects for each call")]
+    fn new(py: Python<'_>, file: PyBackedBytes, size: usize, ends: Vec<u32>) -> PyResult<Self> {
+        py.detach(|| {
+            let mut tokenizer = ByteTokenizer::from_json_bytes(&file).map_err(invalid)?;
+            let tokens = tokenizer.tokrx_info().vocab_size;
+            if ends.is_empty() || ends.iter().any(|&end| end >= tokens) {
+                return Err(PyValueError::new_err(format!("the tokens that end an answer, {ends:?}, are not all among its {tokens}")));
+            }
+            tokenizer.set_eos_tokens(&ends);
+            ParserFactory::new_simple(&tokenizer.into_tok_env(Some(size)).map_err(invalid)?).map(Self).map_err(invalid)
+        })
+    }
+
+    /// The bytes of a token.
+    fn piece(&self, token: u32) -> Vec<u8> {
+        self.0.tok_env().tok_trie().decode(&[token])
+    }
+}
+
+/// The position of a sequence in a grammar. Copies share the states of the lexer.
+#[pyclass(frozen, module = "chairlift._core")]
+pub(crate) struct GrammarMatcher {
+    matcher: Mutex<Matcher>,
+    tokens: TokEnv,
+}
+
+#[pymethods]
+impl GrammarMatcher {
+    /// Compiles Lark, or llguidance's list of grammars. The matcher of an invalid grammar has an `error`.
+    #[new]
+    #[pyo3(signature = (vocabulary, grammar, *, max_items, max_lexer_states))]
+    fn new(py: Python<'_>, vocabulary: &GrammarVocabulary, grammar: &str, max_items: usize, max_lexer_states: usize) -> Self {
+        let limits = ParserLimits {
+            max_items_in_row: max_items,
+            step_max_items: max_items,
+            max_lexer_states,
+            verbose_errors: false,
+            ..ParserLimits::default()
+        };
+        let compiled = py.detach(|| {
+            let init = GrammarInit::Serialized(TopLevelGrammar::from_lark_or_grammar_list(grammar)?);
+            vocabulary.0.create_parser_from_init_ext(init, Logger::new(0, 0), InferenceCapabilities::default(), limits)
+        });
+        Self { matcher: Mutex::new(Matcher::new(compiled)), tokens: vocabulary.0.tok_env().clone() }
+    }
+
+    /// A grammar in Lark for a regular expression.
+    #[staticmethod]
+    fn regex(text: &str) -> String {
+        format!("start: /{}/", regex_to_lark(text, ""))
+    }
+
+    /// A matcher at the same position.
+    fn copy(&self) -> Self {
+        Self { matcher: Mutex::new(lock(&self.matcher).clone()), tokens: self.tokens.clone() }
+    }
+
+    /// Why the matcher failed: the grammar is invalid, a token was not allowed, or a limit was reached.
+    #[getter]
+    fn error(&self) -> Option<String> {
+        lock(&self.matcher).get_error()
+    }
+
+    /// Which tokens may come next: int32 [vocabulary / 32, rounded up] as bytes, a bit for each token. After the grammar's end, and after a
+    /// failure, only tokens that end an answer may.
+    fn mask(&self, py: Python<'_>) -> Cow<'static, [u8]> {
+        py.detach(|| {
+            let mask = lock(&self.matcher).compute_mask_or_eos().unwrap_or_else(|_| self.tokens.tok_trie().eos_token_set());
+            let words = &mask.as_slice()[..self.tokens.tok_trie().vocab_size().div_ceil(32)];
+            Cow::Owned(words.iter().flat_map(|word| word.to_ne_bytes()).collect())
+        })
+    }
+
+    /// Advances by one token. If it is not allowed, the matcher fails.
+    fn consume(&self, py: Python<'_>, token: u32) {
+        py.detach(|| {
+            let mut matcher = lock(&self.matcher);
+            // Behind the end of the grammar an answer may end more than once.
+            if !(matcher.is_stopped() && self.tokens.tok_trie().eos_tokens().contains(&token)) {
+                let _ = matcher.consume_token(token); // the matcher keeps the error
+            }
+        });
+    }
+
+    /// The tokens that must come next, one after the other.
+    fn forced(&self, py: Python<'_>) -> Vec<u32> {
+        py.detach(|| lock(&self.matcher).compute_ff_tokens())
+    }
+
+    /// Whether these tokens may come next, one after the other.
+    #[allow(clippy::needless_pass_by_value, reason = "arguments are made of Python's objects for each call")]
+    fn allows(&self, py: Python<'_>, tokens: Vec<u32>) -> bool {
+        py.detach(|| lock(&self.matcher).validate_tokens(&tokens).is_ok_and(|allowed| allowed == tokens.len()))
+    }
+}
