@@ -91,7 +91,7 @@ def decoder(kind: str, form: str, threads: int, isa: str) -> _core.Decoder:
         head=linear([VOCABULARY], HIDDEN, [other]),
         hidden_size=HIDDEN,
         num_heads=HEADS,
-        kv_heads=[(KV_HEADS, HEAD_DIM)],
+        kv_heads=[(KV_HEADS, HEAD_DIM, None)],
         rms_norm_eps=1e-5,
         ropes=[((10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32), 1.0)],
         threads=threads,
@@ -111,7 +111,7 @@ def best(step: Callable[[], None], seconds: float) -> float:
 
 def measure(model: _core.Decoder, rows: int, seconds: float) -> float:
     """Seconds of a step of the whole model, the layers that were not made counted."""
-    cache = _core.KvCache(parts=[(MEASURED, KV_HEADS, HEAD_DIM)], blocks=rows + 1, block_size=16, dtype="float32")
+    cache = _core.KvCache(parts=[(MEASURED, KV_HEADS, HEAD_DIM, None)], blocks=rows + 1, block_size=16, dtype="float32")
     at = np.arange(rows, dtype=np.int32)
     arrays = {
         "input_ids": at,

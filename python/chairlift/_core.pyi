@@ -777,6 +777,30 @@ class DecoderBlock:
         """
 
     @staticmethod
+    def latent_attention(
+        *,
+        norm: NDArray[np.float32],
+        in_proj: Linear,
+        latent_norm: NDArray[np.float32],
+        key_up: Linear,
+        value_up: Linear,
+        kv: tuple[int, int, bool],
+        o_proj: Linear,
+        rope: int,
+        adjacent: bool,
+        scale: float,
+        eps: float,
+        query_norm: NDArray[np.float32] | None = None,
+        query_up: Linear | None = None,
+    ) -> DecoderBlock:
+        """Creates a block of attention to latents, of which the cache's part `kv` has one head.
+
+        The rows of `in_proj` are queries, or their latent, which `query_norm` and `query_up` make queries of; then the latent of keys and
+        values, and the rotated key. `key_up` and `value_up` have one matrix for each head. Neighbours are rotated together if they are
+        `adjacent`. `eps` is that of the norms of latents. The rest is as in `attention`.
+        """
+
+    @staticmethod
     def recurrent(
         *,
         norm: NDArray[np.float32],
@@ -833,7 +857,7 @@ class DecoderBlock:
         activation: str = "silu",
         clamp: tuple[float, float] | None = None,
         bias: NDArray[np.float32] | None = None,
-        groups: tuple[int, int] | None = None,
+        groups: tuple[int, int, int] | None = None,
         normalised: float | None = None,
         scale: float = 1.0,
         expert_scales: NDArray[np.float32] | None = None,
@@ -848,7 +872,8 @@ class DecoderBlock:
 
         `gate_up_proj` and `down_proj` are a `Linear` of all experts. Scores are the 'softmax' of the router's logits, their 'sigmoid', or
         the 'logits', whose weights are the softmax of those that are chosen. `bias` is added to the scores for the choice alone. `groups`
-        are a number of groups of experts, and how many of them may be chosen from. Weights are divided by their sum and `normalised`, which
+        are a number of groups of experts, how many of them may be chosen from, and how many of a group's experts are in the sums by which
+        groups are compared. Weights are divided by their sum and `normalised`, which
         is a small number, unless it is None, and multiplied by `scale` and by the `expert_scales` of their experts. `clamp` (slope s, limit
         l) replaces the activation by (up + 1) * gate * sigmoid(s * gate), with the gate at most l and up from -l to l. `shared` are the
         gated and the second layer of an expert that all tokens use; with `shared_gate` its output is multiplied by the sigmoid of the
@@ -943,7 +968,7 @@ class Decoder:
         layer_embeddings: tuple[Linear, Linear, NDArray[np.float32]] | None = None,
         hidden_size: int,
         num_heads: int,
-        kv_heads: Sequence[tuple[int, int]],
+        kv_heads: Sequence[tuple[int, int, int | None]],
         rms_norm_eps: float,
         ropes: Sequence[tuple[NDArray[np.float32], float]],
         threads: int,
@@ -952,8 +977,8 @@ class Decoder:
     ) -> Decoder:
         """Takes ownership of the blocks. Without an `embedding`, embeddings are the rows of the head.
 
-        `kv_heads` are the number and the size of the heads in each part of the KV cache. `layer_embeddings` are the table, the projection
-        and the norm of tokens' embeddings for each layer.
+        `kv_heads` are the number and the size of the heads in each part of the KV cache, and the size of values that are parts of keys.
+        `layer_embeddings` are the table, the projection and the norm of tokens' embeddings for each layer.
 
         Each rotary embedding has the radians per position of the rotated pairs, which may be fewer than half of a head's numbers, and the
         factor of cosines and sines. All weights must be packed for one instruction set, which the decoder uses. Raises ValueError for
@@ -1097,9 +1122,12 @@ class StateCache:
 class KvCache:
     """The KV cache of all layers, in blocks, with a host pool for swapped-out blocks. Memory is only resident once it is used."""
 
-    def __new__(cls, *, parts: Sequence[tuple[int, int, int]], blocks: int, block_size: int, dtype: str, host_blocks: int = 0) -> KvCache:
+    def __new__(
+        cls, *, parts: Sequence[tuple[int, int, int, int | None]], blocks: int, block_size: int, dtype: str, host_blocks: int = 0
+    ) -> KvCache:
         """Creates a cache whose parts have layers, KV heads, and numbers a head; `dtype` is float32, float16, bfloat16 or int8.
 
+        The last number of a part is that of the first numbers of a key that are its value. None: values are stored too, as wide as keys.
         Raises MemoryError if the system refuses the memory.
         """
 

@@ -77,12 +77,12 @@ def as_computed(kind: Kind, blocks: np.ndarray, size: int, together: int) -> np.
         embedding=linear(units, ins=size),
         hidden_size=size,
         num_heads=1,
-        kv_heads=[(1, 2)],
+        kv_heads=[(1, 2, None)],
         rms_norm_eps=0.0,
         ropes=[],
         threads=2,
     )
-    cache = _core.KvCache(parts=[(1, 1, 2)], blocks=1, block_size=size, dtype="float32")
+    cache = _core.KvCache(parts=[(1, 1, 2, None)], blocks=1, block_size=size, dtype="float32")
     ids = np.arange(size, dtype=np.int32)
     starts, lens, tables = np.array([0, size], np.int32), np.array([size], np.int32), np.zeros((1, 1), np.int32)
     step = {"input_ids": ids, "positions": ids, "slot_mapping": ids, "query_starts": starts, "context_lens": lens, "block_tables": tables}

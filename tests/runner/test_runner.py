@@ -64,7 +64,7 @@ def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path, runner_for
 
 @pytest.mark.parametrize("runner_for", [RustBackend], indirect=True, ids=["cpu"])
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gemma4", "granite4", "phi4-mini", "qwen2-moe", "gpt-oss"]
+    "name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gemma4", "granite4", "phi4-mini", "qwen2-moe", "gpt-oss", "deepseek-v3"]
 )
 @pytest.mark.slow
 def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path, runner_for):

@@ -7,6 +7,7 @@ from typing import Any
 
 import gguf
 import gguf_experts
+import gguf_latent
 import numpy as np
 import torch
 from safetensors.numpy import save_file
@@ -56,6 +57,7 @@ TINY: list[tuple[str, dict[str, Any]]] = [
     ("gemma4_text", {**GEMMA4, **EXPERTS_BESIDE, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}),
     ("phi3", {"pad_token_id": 0, "sliding_window": 5, "original_max_position_embeddings": 8, "rope_parameters": LONGROPE}),
     ("ministral3", {"rope_parameters": {"rope_theta": 500.0, **YARN, **TEMPERATURE}}),
+    *gguf_latent.TINY,
 ]
 """Arguments of `tiny_model` for every architecture that is read from GGUF files."""
 
@@ -67,7 +69,7 @@ def default_file() -> Path:
 def write_safetensors(directory: Path) -> None:
     """Writes the weights of a converted model as transformers reads them."""
     tensors = GGUFTensors(directory / LINK)
-    weights = gguf_experts.join({name: tensors.values(name) for name in tensors.entries})
+    weights = gguf_latent.join(gguf_experts.join({name: tensors.values(name) for name in tensors.entries}))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -94,13 +96,15 @@ def tiny_model(kind: str, **settings: Any) -> PreTrainedModel:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.fill_(0.75)
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     return model.eval()
 
 
 def gguf_name(kind: str) -> str:
     """The name of a model type of transformers in GGUF files."""
     names = {"ministral3": "mistral3", "granitemoehybrid": "granite", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
-    names |= {"gpt_oss": "gpt-oss", "mixtral": "llama"}
+    names |= {"gpt_oss": "gpt-oss", "mixtral": "llama"} | {kind: gguf_latent.KIND for kind, _ in gguf_latent.TINY}
     return names.get(kind, kind.removesuffix("_text"))
 
 
@@ -158,7 +162,7 @@ def gguf_of(
         frequencies = np.array([1.0] * rotated + [1e30] * (full.head_dim // 2 - rotated), dtype=np.float32)
     if config.pad_token_id is not None:
         values["tokenizer.ggml.padding_token_id"] = config.pad_token_id
-    values |= gguf_experts.metadata(config, kind)
+    values |= gguf_latent.metadata(config) if kind == gguf_latent.KIND else gguf_experts.metadata(config, kind)
     if config.model_type == "granitemoehybrid":
         values |= {"granite.feed_forward_length": config.shared_intermediate_size}
         values |= {"granite.rope.scaling.finetuned": config.position_embedding_type == "rope"}
@@ -201,7 +205,9 @@ def gguf_of(
         if kind in ("llama", "smollm3", "granite", "granitemoe", "mistral3") and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
             weights = weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
-        pieces = gguf_experts.split(kind, name, weights)
+        pieces = (gguf_latent.split(name, weights, config, replaced or {}) if kind == gguf_latent.KIND else {}) or gguf_experts.split(
+            kind, name, weights
+        )
         if not pieces:
             known = names.get_name(stem) or names.get_name(f"{stem}.layer") or {"score": "cls.output"}[stem]
             pieces = {f"{known}.{suffix}": weights.reshape(weights.shape[weights.shape[0] == 1 :])}  # a dimension of 1 is left out

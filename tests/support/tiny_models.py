@@ -54,6 +54,10 @@ SPACE |= {"mamba_chunk_size": 8, "mamba_proj_bias": True, "shared_intermediate_s
 MIXERS = {"layers_block_type": ["mamba", "attention", "moe", "mlp", "mamba"], "head_dim": 16, "mlp_bias": False, "mamba_num_heads": 6}
 MIXERS |= {"mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 11, "num_experts_per_tok": 3}
 MIXERS |= {"moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 72, "routed_scaling_factor": 2.5, "chunk_size": 8}
+LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+LATENT |= {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2, "first_k_dense_replace": 1}
+GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+LATENT_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707, "truncate": True}
 VISION35 = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 8, "depth": 1, "out_hidden_size": 48}
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 8}
 VISION |= {"depth": 1, "out_hidden_size": 48, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
@@ -112,6 +116,10 @@ FAMILIES = {
     "granite4-moe": ("GraniteMoeHybrid", {**MULTIPLIERS, **SPACE, **LOCAL_EXPERTS}),
     "nemotron-h": ("NemotronH", {**MIXERS, "layers_block_type": ["mamba", "mlp", "attention", "mamba"], "mlp_bias": True}),
     "nemotron-h-moe": ("NemotronH", MIXERS),
+    "deepseek-v2": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "rope_parameters": LATENT_YARN}),
+    "deepseek-v2-groups": ("DeepseekV2", {**LATENT, **GROUPS, "topk_method": "group_limited_greedy", "q_lora_rank": 24}),
+    "deepseek-v3": ("DeepseekV3", {**LATENT, **GROUPS, "q_lora_rank": 24, "rope_parameters": LATENT_YARN | {"mscale": 1.0}}),
+    "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "q_lora_rank": 24, "rope_interleave": False, "routed_scaling_factor": 1.8}),
     "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": 13}),
     "phi4-mini": ("Phi3", {**PHI, **LONG}),
     "phi4-mini-short": ("Phi3", {**PHI, "original_max_position_embeddings": 256, "rope_parameters": SHORT}),

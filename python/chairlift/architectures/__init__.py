@@ -13,6 +13,7 @@ from chairlift.architectures.architecture import (
     Scores,
     Windows,
 )
+from chairlift.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from chairlift.architectures.encoders import ENCODER_GGUF, ENCODERS, EncoderArchitecture
 from chairlift.architectures.gemma import GEMMA2, GEMMA3, GEMMA4
 from chairlift.architectures.gpt_oss import GPT_OSS
@@ -51,18 +52,22 @@ __all__ = [
 
 DENSE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, SMOLLM3, GRANITE, GRANITE4, PHI3, LFM2, QWEN3_5, NEMOTRON_H)
 MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, LFM2_MOE, QWEN3_NEXT, QWEN3_5_MOE)
-ARCHITECTURES = {known.name: known for known in DENSE + MIXTURES}
+LATENT = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE)
+ARCHITECTURES = {known.name: known for known in DENSE + MIXTURES + LATENT}
 """The architectures by their names in config.json."""
 
 OTHERS = (OLMO2,)
 """Architectures that transformers' code alone computes, and whose GGUF files can be read."""
 
-GGUF_MIXTURES = {name: known for known in ARCHITECTURES.values() if known.gguf and known.mixture for name in known.gguf.names}
-"""The architectures with experts by their names in GGUF files, which some share with dense models."""
+GGUF_MIXTURES: dict[str, tuple[Architecture, ...]] = {}
+"""The architectures with experts by their names in GGUF files, which some share with dense models, or with other scores of experts."""
+for known in ARCHITECTURES.values():
+    for name in known.gguf.names if known.gguf and known.mixture else ():
+        GGUF_MIXTURES[name] = (*GGUF_MIXTURES.get(name, ()), known)
 
 GGUF = {name: known for known in DENSE + OTHERS if known.gguf for name in known.gguf.names}
 """The architectures by their names in GGUF files; the dense one of a shared name."""
-GGUF |= {name: known for name, known in GGUF_MIXTURES.items() if name not in GGUF}
+GGUF |= {name: known[0] for name, known in GGUF_MIXTURES.items() if name not in GGUF}
 
 WRAPPED = {(wrapper, text): known for known in ARCHITECTURES.values() for wrapper in known.wrappers for text in known.text_types}
 """The architectures of models of text inside of models that also read images, by class name and the `model_type` of `text_config`."""

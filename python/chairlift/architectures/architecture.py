@@ -106,11 +106,14 @@ class Mixture:
     `interleaved` and `transposed`: tensors [experts, inputs, outputs], the first with gate and up in turn. With `biases` the router and all
     experts have them. `shared` are the layers of an expert that all tokens use; its output is multiplied by a gate if `shared_gate` names
     one. `count`, `used`, `inner` and `shared_inner` are the keys of the number of experts, of those of a token, and of inner sizes in
-    config.json. Weights are divided by their sum if `normalised`; None means that `norm_topk_prob` of config.json decides. `epsilon` is
-    added to the sum. `choice_bias` is a tensor that is added to the scores when experts are chosen, `scale` the key of the weights' factor,
-    and `dense` that of the number of first layers without experts. Models have 0 experts if they are `optional`, and none where the key
-    `switch` is not set. The gate and what it is multiplied by are `clamped` as in gpt-oss. With `own_norms`, as in Gemma 4, the router, the
-    experts and the MLP beside them have norms of their own, and each expert has a scale.
+    config.json. With a `shared_count`, the key and the default of a number of experts, the shared one is as wide as so many of the others.
+    Weights are divided by their sum if `normalised`, or if the key of config.json says so, whose default is given. `epsilon` is added to
+    the sum. `choice_bias` is a tensor that is added to the scores when experts are chosen, `scale` the key of the weights' factor, and
+    `dense` the key and the default of the number of first layers without experts. Models have 0 experts if they are `optional`, and none
+    where the key `switch` is not set. The gate and what it is multiplied by are `clamped` as in gpt-oss. With `own_norms`, as in Gemma 4,
+    the router, the experts and the MLP beside them have norms of their own, and each expert has a scale. `groups` are the defaults of the
+    number of groups of experts and of those that a token may use: those whose `best` experts have the largest sum of scores. Without `best`
+    there is one group.
     """
 
     router: str = "mlp.gate"
@@ -126,17 +129,20 @@ class Mixture:
     choice_bias: str | None = None
     epsilon: float = 1e-20
     scale: str | None = None
-    dense: str | None = None
+    dense: Entry | None = None
     optional: bool = False
     count: str = "num_experts"
     used: str = "num_experts_per_tok"
     inner: str = "moe_intermediate_size"
     shared_inner: str = "shared_expert_intermediate_size"
+    shared_count: Entry | None = None
     scores: Scores = Scores.SOFTMAX
-    normalised: bool | None = None
+    normalised: bool | tuple[str, bool] = ("norm_topk_prob", False)
     clamped: bool = False
     switch: str | None = None
     own_norms: bool = False
+    groups: tuple[int, int] = (1, 1)
+    best: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +203,9 @@ class Architecture:
     `global_head_dim` is the default size of heads of layers with full attention, and means that layers differ as in Gemma 4. With
     `gated_attention` the query projection has gates too, head by head, whose sigmoids multiply the outputs. With a `recurrence` some layers
     keep a state instead of keys and values. A layer of a `single` model is one of attention, a recurrent layer, an MLP and experts, as
-    `layers_block_type` or `hybrid_override_pattern` says. MLPs with the activation relu2 have no gate. With a `mixture` layers have
-    experts, instead of an MLP or beside it, except those that config.json names.
+    `layers_block_type` or `hybrid_override_pattern` says. In a `latent` model keys and values are made of a latent vector. MLPs with the
+    activation relu2 have no gate. With a `mixture` layers have experts, instead of an MLP or beside it, except those that config.json
+    names.
     """
 
     name: str
@@ -250,6 +257,7 @@ class Architecture:
     global_head_dim: int | None = None
     gated_attention: bool = False
     single: bool = False
+    latent: bool = False
     recurrence: Recurrence | None = None
     mixture: Mixture | None = None
 
@@ -276,9 +284,11 @@ class Architecture:
             "attention sinks": self.sinks,
             "heads by kind of layer, shared keys and values, embeddings for each layer": self.global_head_dim is not None,
             "gated outputs of attention": self.gated_attention,
+            "keys and values of a latent vector": self.latent,
             f"layers with {self.recurrence.kind.value}" if self.recurrence else "": self.recurrence is not None,
             "one part a layer": self.single,
             "experts": self.mixture is not None and not self.mixture.switch,
+            "groups of experts": self.mixture is not None and self.mixture.best is not None,
             "a shared expert": self.mixture is not None and self.mixture.shared is not None and not self.mixture.switch,
             "in some models experts beside the MLP": self.mixture is not None and self.mixture.switch is not None,
         }

@@ -90,6 +90,7 @@ LFM2_MOE = replace(
         choice_bias="feed_forward.expert_bias",
         epsilon=1e-6,
         scale="routed_scaling_factor",
-        dense="num_dense_layers",
+        dense=("num_dense_layers", 2),
+        normalised=("norm_topk_prob", True),
     ),
 )

@@ -90,5 +90,6 @@ NEMOTRON_H = Architecture(
         count="n_routed_experts",
         shared_inner="moe_shared_expert_intermediate_size",
         optional=True,
+        normalised=("norm_topk_prob", True),
     ),
 )

@@ -111,7 +111,7 @@ QWEN3_NEXT = Architecture(
     norm_offset=1.0,
     gated_attention=True,
     recurrence=DELTA,
-    mixture=Mixture(shared=SHARED, shared_gate="mlp.shared_expert_gate"),
+    mixture=Mixture(shared=SHARED, shared_gate="mlp.shared_expert_gate", normalised=("norm_topk_prob", True)),
 )
 QWEN3_5_GGUF = GGUFFormat(
     names=("qwen35",),

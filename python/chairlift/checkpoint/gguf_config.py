@@ -30,6 +30,8 @@ _UNROTATED = 1e29
 """Divisors of frequencies from here on leave a pair where it is."""
 GATING = {Scores.SOFTMAX: 1, Scores.SIGMOID: 2, Scores.LOGITS: 3}
 """llama.cpp's numbers of what makes scores of a router's logits."""
+GLM_VOCABULARY = 154_880
+"""Number of tokens of GLM-4.7-Flash."""
 _F32 = 0
 """ggml's number of the type."""
 
@@ -37,13 +39,22 @@ _F32 = 0
 def architecture_of(file: GGUFFile) -> tuple[Architecture | EncoderArchitecture, GGUFFormat]:
     """Returns the architecture of a file. Raises UnsupportedModel for one that there is no code for."""
     kind = file.get("general.architecture", str) or ""
-    mixture = GGUF_MIXTURES.get(kind) if file.get(f"{kind}.expert_count", int) else None
+    mixtures = GGUF_MIXTURES.get(kind, ()) if file.get(f"{kind}.expert_count", int) else ()
+    gating = _gating(file, kind) if len(mixtures) > 1 else None
+    mixture = next((known for known in mixtures if known.mixture and GATING[known.mixture.scores] == gating), next(iter(mixtures), None))
     architecture = mixture or GGUF.get(kind) or ENCODER_GGUF.get(kind)
     if architecture is None:
         known = ", ".join((*GGUF, *ENCODER_GGUF))
         raise UnsupportedModel(f"{file.path} holds a model of architecture {kind!r}; those that can be read: {known}")
     assert architecture.gguf is not None
     return architecture, architecture.gguf
+
+
+def _gating(file: GGUFFile, kind: str) -> int | None:
+    """Returns llama.cpp's number of what makes scores of a router's logits. None if the file does not say."""
+    # As in llama.cpp: the first files of GLM-4.7-Flash have no such key.
+    silent = file.size(f"{kind}.block_count") in (47, 48) and file.vocab_size == GLM_VOCABULARY
+    return file.get(f"{kind}.expert_gating_func", int) or (GATING[Scores.SIGMOID] if silent else None)
 
 
 def model_config(file: GGUFFile) -> dict[str, Any]:
@@ -61,9 +72,10 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     hidden, heads = file.size(f"{kind}.embedding_length"), file.size(f"{kind}.attention.head_count")
     head_dim = file.size(f"{kind}.attention.key_length", hidden // heads)
     rotary = file.size(f"{kind}.rope.dimension_count", head_dim)
-    if file.size(f"{kind}.attention.value_length", head_dim) != head_dim or (
-        rotary != head_dim and not architecture.partial_rotary and not architecture.single
-    ):
+    value = file.size(f"{kind}.attention.value_length", head_dim)
+    latent = _latent(file, kind, rotary, head_dim, value) if architecture.latent else {}
+    head_dim = rotary if latent else head_dim
+    if not latent and (value != head_dim or (rotary != head_dim and not architecture.partial_rotary and not architecture.single)):
         raise UnsupportedModel(f"{file.path}: rotary or value dimensions that differ from the head's {head_dim} cannot be read")
     vocab_size = file.vocab_size
     epsilon = file.get(f"{kind}.attention.layer_norm_epsilon", float) if architecture.single else None
@@ -76,7 +88,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "intermediate_size": max(inner) if architecture.single else inner[0],
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": max(kv_heads),
+        "num_key_value_heads": heads if latent else max(kv_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": file.size(f"{kind}.context_length"),
@@ -88,6 +100,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": any(name.endswith(".ffn_up.bias") for name in file.tensors),
         "dtype": "float32",
+        **latent,
         **layout.constants,
     }
     if architecture.recurrence:
@@ -97,7 +110,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         feed = "moe" if experts else "mlp"
         config["layers_block_type"] = ["full_attention" if heads else feed if size else "linear_attention" for heads, size in parts]
     if mixture and experts:
-        config |= _experts(file, kind, mixture, layers)
+        config = {"norm_topk_prob": False} | config | _experts(file, kind, mixture, layers)
     elif mixture and mixture.optional:
         config |= {mixture.count: 0, mixture.shared_inner: file.size(f"{kind}.expert_shared_feed_forward_length", max(inner))}
     for name, key in layout.keys.items():
@@ -114,6 +127,19 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     for key_name in layout.image_keys:
         file.value(f"{kind}.{key_name}")
     return config | _positions(file, kind, architecture, layout) | _token_ids(file, vocab_size)
+
+
+def _latent(file: GGUFFile, kind: str, rotary: int, key: int, value: int) -> dict[str, Any]:
+    """Returns the entries of config.json that describe attention to latents.
+
+    `key` and `value` are the sizes of a head's keys and values; they are those of latents in files that have keys for the heads' sizes.
+    """
+    key, value = file.size(f"{kind}.attention.key_length_mla", key), file.size(f"{kind}.attention.value_length_mla", value)
+    if key <= rotary:
+        raise UnsupportedModel(f"{file.path}: the keys of a head have {key} numbers, which must be more than the {rotary} that are rotated")
+    sizes = {"kv_lora_rank": file.size(f"{kind}.attention.kv_lora_rank"), "qk_rope_head_dim": rotary}
+    query = file.get(f"{kind}.attention.q_lora_rank", int) or None
+    return sizes | {"q_lora_rank": query, "qk_nope_head_dim": key - rotary, "v_head_dim": value}
 
 
 def _sizes_by_layer(file: GGUFFile, kind: str, architecture: Architecture, layers: int, heads: int) -> tuple[list[int], list[int]]:
@@ -140,7 +166,7 @@ def _positions(file: GGUFFile, kind: str, architecture: Architecture, layout: GG
     """Returns the entries of config.json that describe positions, but those of `_variants`."""
     found: dict[str, Any] = {}
     if architecture.global_head_dim is None:
-        scaling = _rope_scaling(file, kind)
+        scaling = _rope_scaling(file, kind, architecture)
         if scaling and not layout.truncates_yarn:
             scaling["truncate"] = False
         if architecture.temperature and (beta := file.get(f"{kind}.attention.temperature_scale", float)):
@@ -182,7 +208,9 @@ def _experts(file: GGUFFile, kind: str, mixture: Mixture, layers: int) -> dict[s
         found["norm_topk_prob"] = normalised
     if mixture.switch:
         found[mixture.switch] = True
-    if mixture.shared and mixture.shared_inner != "intermediate_size":
+    if mixture.choice_bias:
+        found["use_expert_bias"] = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
+    if mixture.shared and mixture.shared_count is None and mixture.shared_inner != "intermediate_size":
         found[mixture.shared_inner] = size("expert_shared_feed_forward_length")
     return found
 
@@ -285,7 +313,7 @@ def _layer_types(file: GGUFFile, key: str, architecture: Architecture, layers: i
     return ["sliding_attention" if window else "full_attention" for window in windows]
 
 
-def _rope_scaling(file: GGUFFile, kind: str) -> dict[str, Any] | None:
+def _rope_scaling(file: GGUFFile, kind: str, architecture: Architecture) -> dict[str, Any] | None:
     """Returns the rotary scaling. Divisors of frequencies, such as Llama 3's, become those of LongRoPE for any length."""
     prefix, context = f"{kind}.rope.scaling", file.size(f"{kind}.context_length")
     original = file.size(f"{prefix}.original_context_length", context)
@@ -303,26 +331,29 @@ def _rope_scaling(file: GGUFFile, kind: str) -> dict[str, Any] | None:
     if scaling == "linear":
         return {"rope_type": "linear", "factor": factor}
     if scaling == "yarn":
-        return _yarn(file, prefix, factor, scale)
+        return _yarn(file, prefix, factor, scale, architecture)
     raise UnsupportedModel(f"{file.path}: rope scaling of type {scaling!r} cannot be read; known are linear, yarn and longrope")
 
 
-def _yarn(file: GGUFFile, prefix: str, factor: float, scale: float) -> dict[str, Any]:
+def _yarn(file: GGUFFile, prefix: str, factor: float, scale: float, architecture: Architecture) -> dict[str, Any]:
     """Returns YaRN's parameters.
 
-    `yarn_attn_factor` replaces what transformers computes from the factor, and `attn_factor` multiplies it.
+    `yarn_attn_factor` replaces what transformers computes from the factor, and `attn_factor` multiplies it. Attention to latents has a
+    factor for its scores instead; files have a tenth of its weight.
     """
     usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     if (weight := file.get(f"{prefix}.yarn_log_multiplier", float)) and factor > 1:
         usual /= 0.1 * weight * math.log(factor) + 1.0
-    return {
+    found = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": file.size(f"{prefix}.original_context_length"),
         "beta_fast": file.number(f"{prefix}.yarn_beta_fast", 32.0),
         "beta_slow": file.number(f"{prefix}.yarn_beta_slow", 1.0),
-        "attention_factor": file.number(f"{prefix}.yarn_attn_factor", usual) * scale,
     }
+    if architecture.latent and weight:
+        return found | dict.fromkeys(("mscale", "mscale_all_dim"), 10 * weight)
+    return found | {"attention_factor": file.number(f"{prefix}.yarn_attn_factor", usual) * scale}
 
 
 def _longrope(short: list[float], long: list[float], original: int, scale: float) -> dict[str, Any]:

@@ -11,7 +11,18 @@ from chairlift.architectures import ARCHITECTURES, QWEN3, WRAPPED, Architecture,
 from chairlift.errors import UnsupportedModel
 from chairlift.models.classifier import Classifier
 from chairlift.models.experts import EXPERTS, Experts, parse_experts
-from chairlift.models.fields import NoNativeModel, is_positive, parse_dtype, parse_layers, parse_names, parse_number, parse_size, read_json
+from chairlift.models.fields import (
+    NoNativeModel,
+    is_positive,
+    parse_count,
+    parse_dtype,
+    parse_layers,
+    parse_names,
+    parse_number,
+    parse_size,
+    read_json,
+)
+from chairlift.models.latent import Latent, parse_latent
 from chairlift.models.layer_variants import LayerVariants, parse_variants
 from chairlift.models.quantization import MODELOPT_FILE, QuantizationScheme, UnsupportedScheme, parse_quantization
 from chairlift.models.recurrence import ATTENTION, FEEDS, RecurrentLayers, list_layers, parse_recurrence
@@ -32,9 +43,10 @@ class ModelConfig(ModelShape):
     `whole_norms` the norms of queries and keys are those of all heads together. With `variants` layers have different heads (see
     `LayerVariants`). With `gated_attention` outputs are multiplied by the sigmoids of gates. `attention` says which layers have attention,
     and `feeds` which have an MLP of `intermediate_size` or experts. With a `recurrence` some layers have a state instead of keys and
-    values, and with `experts` some have a mixture of experts. The output of attention and of the MLP is multiplied by `residual_scale`
-    before it is added to the residual stream, and logits are multiplied by `logits_scale`. `scheme` is that of quantised layers.
-    With a `classifier` the model scores pairs of texts and generates none.
+    values, and with `experts` some have a mixture of experts. With a `latent` keys and values are made of one vector a token. The output of
+    attention and of the MLP is multiplied by `residual_scale` before it is added to the residual stream, and logits are multiplied by
+    `logits_scale`. `scheme` is that of quantised layers. A checkpoint has `later_layers` after the last one, which predict tokens beyond
+    the next one and are not used. With a `classifier` the model scores pairs of texts and generates none.
     """
 
     num_kv_heads: int
@@ -67,9 +79,11 @@ class ModelConfig(ModelShape):
     attention: tuple[bool, ...]
     feeds: tuple[bool, ...]
     recurrence: RecurrentLayers | None
+    latent: Latent | None
     experts: Experts | None
     variants: LayerVariants | None
     only_in_rust: bool
+    later_layers: int
     scheme: QuantizationScheme | None = None
     classifier: Classifier | None = None
 
@@ -87,7 +101,8 @@ class ModelConfig(ModelShape):
     def kv_specs(self) -> tuple[KvSpec, ...]:
         """The shape of the KV cache of each layer that has one."""
         own = [layer for layer in range(self.num_layers) if self.source_of(layer) == layer and self.attention[layer]]
-        return tuple(KvSpec(heads, size, size, self.windows[layer]) for layer in own for heads, size in [self.heads_of(layer)])
+        heads = [(layer, *self.heads_of(layer)) for layer in own]
+        return tuple(KvSpec(count, size, 0 if self.latent else size, self.windows[layer]) for layer, count, size in heads)
 
     @property
     def kv_parts(self) -> dict[tuple[int, int], int]:
@@ -132,12 +147,15 @@ class ModelConfig(ModelShape):
     def matrices_of(self, layer: int) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of a layer's matrices: merged query, key and value; attention output; merged gate and up; down.
 
-        The first two of a recurrent layer are its projections. Experts are not among them, nor matrices of parts that a layer lacks.
+        The first two of a recurrent layer are its projections, and the first ones of attention to latents are its own. Experts are not
+        among them, nor matrices of parts that a layer lacks.
         """
         heads, size = self.heads_of(layer)
         queries, kv = self.num_heads * size, heads * size if self.source_of(layer) == layer else 0
         hidden, inner = self.hidden_size, self.inner_of(layer)
         mlp = ((inner * (2 if self.gated else 1), hidden), (hidden, inner)) if self.feeds[layer] else ()
+        if self.latent:
+            return (*self.latent.matrices(hidden), *mlp)
         if self.attention[layer]:
             return (queries * (2 if self.gated_attention else 1) + 2 * kv, hidden), (hidden, queries), *mlp
         if self.recurrence and self.recurrence.layers[layer]:
@@ -173,6 +191,8 @@ class ModelConfig(ModelShape):
         inputs = self.num_layers * self.variants.input_size if self.variants else 0
         inner = max(map(self.inner_of, range(self.num_layers)))
         projected = self.recurrence.projected if self.recurrence else 0
+        if self.latent:
+            projected = self.latent.projected + self.num_heads * self.latent.value
         return inputs + max(inner, projected, self.experts.widest(self.hidden_size) if self.experts else 0)
 
     @property
@@ -210,8 +230,9 @@ class ModelConfig(ModelShape):
         heads = parse_size(raw, "num_attention_heads", family.heads)
         hidden = parse_size(raw, "hidden_size")
         layers = parse_layers(raw)
-        kv_heads = parse_size(raw, "num_key_value_heads", family.kv_heads or heads)
-        head_dim = parse_size(raw, "head_dim", family.head_dim or hidden // heads)
+        latent = parse_latent(raw, heads) if family.latent else None
+        kv_heads = 1 if latent else parse_size(raw, "num_key_value_heads", family.kv_heads or heads)
+        head_dim = latent.cached if latent else parse_size(raw, "head_dim", family.head_dim or hidden // heads)
         windows, local, variants = _windows(raw, family, layers), (kv_heads, head_dim), None
         if family.global_head_dim is not None:
             variants, (kv_heads, head_dim) = parse_variants(raw, windows, local, family.global_head_dim)
@@ -225,7 +246,8 @@ class ModelConfig(ModelShape):
         attention, feeds = _parts(kinds, recurrence, layers)
         bias = bool(raw.get("attention_bias", False)) and (family.output_bias or family.qkv_bias)
         raw = {**raw, "max_position_embeddings": parse_size(raw, "max_position_embeddings", family.max_positions)}
-        rope, local_rope = parse_ropes(raw, family, (head_dim, local[1]))
+        rotated = (latent.rotated,) * 2 if latent else (head_dim, local[1])
+        rope, local_rope = parse_ropes(raw, family, rotated)
         multiplier = _multipliers(raw) if family.multipliers else None
         scalar = _number(raw, "query_pre_attn_scalar", family.query_scalar) if family.query_scalar else None
         softcaps = _softcaps(raw, family)
@@ -249,7 +271,11 @@ class ModelConfig(ModelShape):
             whole_norms=family.whole_norms,
             sinks=family.sinks,
             windows=windows,
-            attention_scale=(scalar or head_dim) ** -0.5 if multiplier is None else multiplier["attention_multiplier"],
+            attention_scale=latent.scale
+            if latent
+            else (scalar or head_dim) ** -0.5
+            if multiplier is None
+            else multiplier["attention_multiplier"],
             temperature=parse_temperature(raw) if family.temperature else None,
             attention_softcap=softcaps[0],
             final_softcap=softcaps[1],
@@ -268,9 +294,11 @@ class ModelConfig(ModelShape):
             attention=attention,
             feeds=feeds,
             recurrence=recurrence,
+            latent=latent,
             experts=parse_experts(raw, family.mixture, layers) if family.mixture and (not family.single or EXPERTS in kinds) else None,
             variants=variants,
             only_in_rust=family.code is Code.RUST,
+            later_layers=parse_count(raw, "num_nextn_predict_layers"),
             scheme=scheme,
             quantization=scheme.name if scheme else None,
             max_position_embeddings=longest_context(raw["max_position_embeddings"], rope),

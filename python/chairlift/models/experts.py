@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.architectures import Mixture
+from chairlift.architectures import Mixture, Scores
 from chairlift.errors import UnsupportedModel
 from chairlift.models.fields import NoNativeModel, parse_count, parse_names, parse_number, parse_size
 
@@ -23,7 +23,8 @@ class Experts:
     Each of `layers` is whether the layer has experts; the others have an MLP. A token uses `used` of `count` experts with the inner size
     `inner`, and a shared one if `shared_inner` is not 0. `normalised` means that a token's weights are divided by their sum.
     `clamp` are the slope and the limit of gpt-oss's activation. With `biased` a bias is added to the scores when experts are chosen, and
-    `scale` multiplies the weights. `names` are those of the tensors.
+    `scale` multiplies the weights. `groups` are the number of groups of experts, and of those that a token may use; None means that it may
+    use all. `names` are those of the tensors.
     """
 
     names: Mixture
@@ -36,6 +37,7 @@ class Experts:
     clamp: tuple[float, float] | None
     biased: bool
     scale: float
+    groups: tuple[int, int] | None
 
     def routed_weights(self, hidden: int) -> int:
         """The number of parameters of a layer's experts that tokens choose from."""
@@ -61,26 +63,50 @@ def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts |
     """
     if (names.switch and not raw.get(names.switch)) or (names.optional and raw.get(names.count) == 0):
         return None
-    if (groups := raw.get("n_group") or 1) != 1 or raw.get("moe_latent_size"):
-        reason = "of a width of their own (moe_latent_size)" if groups == 1 else f"in {groups!r:.20} groups (n_group)"
-        raise NoNativeModel(f"experts {reason} have no code of ours")
+    if raw.get("moe_latent_size"):
+        raise NoNativeModel("experts of a width of their own (moe_latent_size) have no code of ours")
     count = parse_size(raw, OTHER_COUNT if raw.get(names.count) is None and OTHER_COUNT in raw else names.count)
     used = parse_size(raw, names.used)
     if used > count:
         raise UnsupportedModel(f"config.json: {names.used} is {used}, and there are {count} experts")
-    normalised = bool(raw.get("norm_topk_prob", False)) if names.normalised is None else names.normalised
+    normalised = names.normalised if isinstance(names.normalised, bool) else bool(raw.get(*names.normalised))
+    inner = parse_size(raw, names.inner)
     return Experts(
         names=names,
         layers=_layers(raw, names, layers),
         count=count,
         used=used,
-        inner=parse_size(raw, names.inner),
-        shared_inner=parse_size(raw, names.shared_inner) if names.shared else 0,
+        inner=inner,
+        shared_inner=_shared_inner(raw, names, inner) if names.shared else 0,
         normalised=normalised,
         clamp=(parse_number(raw, "swiglu_alpha", 1.702), parse_number(raw, "swiglu_limit", 7.0)) if names.clamped else None,
         biased=names.choice_bias is not None and bool(raw.get("use_expert_bias", True)),
         scale=parse_number(raw, names.scale, 1.0) if names.scale else 1.0,
+        groups=_groups(raw, names, count, used),
     )
+
+
+def _shared_inner(raw: dict[str, Any], names: Mixture, inner: int) -> int:
+    """Returns the inner size of the shared expert; 0 if there is none."""
+    if names.shared_count is None:
+        return parse_size(raw, names.shared_inner)
+    name, default = names.shared_count
+    return inner * parse_count({name: raw.get(name, default)}, name)
+
+
+def _groups(raw: dict[str, Any], names: Mixture, count: int, used: int) -> tuple[int, int] | None:
+    """Returns the number of groups of experts, and of those that a token may use; None if it may use all."""
+    groups, allowed = parse_size(raw, "n_group", names.groups[0]), parse_size(raw, "topk_group", names.groups[1])
+    # Only DeepSeek V2 reads the method.
+    if groups == 1 or (names.scores is Scores.SOFTMAX and raw.get("topk_method", "greedy") == "greedy"):
+        return None
+    if names.best is None:
+        raise NoNativeModel(f"experts in {groups} groups (n_group) have no code of ours")
+    if count % groups or allowed > groups or used > count // groups * allowed:
+        raise UnsupportedModel(
+            f"config.json: {used} experts cannot be chosen from topk_group={allowed} of the n_group={groups} groups of {count} experts"
+        )
+    return groups, allowed
 
 
 def _layers(raw: dict[str, Any], names: Mixture, layers: int) -> tuple[bool, ...]:
@@ -88,7 +114,14 @@ def _layers(raw: dict[str, Any], names: Mixture, layers: int) -> tuple[bool, ...
     if (kinds := parse_names(raw, "layers_block_type")) and EXPERTS in kinds:
         return tuple(kind == EXPERTS for kind in kinds)
     if names.dense is not None:
-        first = parse_count({"num_dense_layers": raw.get(names.dense, 2)}, "num_dense_layers")
+        if (kinds := parse_names(raw, "mlp_layer_types")) is not None:
+            if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+                raise UnsupportedModel(
+                    f"config.json: mlp_layer_types must be dense or sparse for each of {layers} layers, got {kinds!r:.200}"
+                )
+            return tuple(kind == "sparse" for kind in kinds)
+        name, default = names.dense
+        first = parse_count({name: raw.get(name, default)}, name)
         return tuple(layer >= first for layer in range(layers))
     step, dense = parse_size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) and 0 <= layer < layers for layer in dense):

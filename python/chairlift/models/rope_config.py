@@ -127,10 +127,11 @@ def _scale(kind: str, table: dict[str, Any]) -> float:
         if (original := parse_size(table, "original_max_position_embeddings")) == 1:
             raise UnsupportedModel("config.json: original_max_position_embeddings must be more than 1")
         return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if table.get("mscale") and table.get("mscale_all_dim"):
-        return mscale(parse_number(table, "mscale")) / mscale(parse_number(table, "mscale_all_dim"))
-    return mscale(1.0)
+        return mscale(factor, parse_number(table, "mscale")) / mscale(factor, parse_number(table, "mscale_all_dim"))
+    return mscale(factor, 1.0)
+
+
+def mscale(factor: float, weight: float) -> float:
+    """Returns what YaRN multiplies queries and keys by, for positions that are stretched by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -10,6 +10,7 @@ from typing import NamedTuple
 class KvSpec(NamedTuple):
     """One layer's cache per token: keys [kv_heads, head_dim] and values [kv_heads, value_dim].
 
+    `value_dim` is 0 if values are parts of keys (attention to latents).
     `window` is the number of tokens that a token sees in this layer, itself included; None means all.
     """
 

@@ -27,6 +27,8 @@ def check_shapes(files: AdapterFiles, model: ModelConfig) -> None:
         raise UnsupportedModel(f"{model.architecture} has fused projections, for which adapters are not supported")
     if model.variants:
         raise UnsupportedModel(f"{model.architecture} has layers of several shapes, for which adapters are not supported")
+    if model.latent:
+        raise UnsupportedModel(f"{model.architecture} makes keys and values of latents, for which adapters are not supported")
     if model.recurrence:
         raise UnsupportedModel(f"{model.architecture} has recurrent layers, for which adapters are not supported")
     queries, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

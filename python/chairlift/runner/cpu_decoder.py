@@ -10,9 +10,14 @@ from chairlift.checkpoint.safetensors_file import as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.models.experts import Experts
+from chairlift.models.latent import Latent
 from chairlift.models.recurrence import RecurrentLayers
 from chairlift.runner import expert_weights, recurrent_weights
+from chairlift.runner.latent_weights import keys_and_values
 from chairlift.runner.weights import Part, Weights, in_memory, slices, split_rows
+
+LATENT_EPS = 1e-6
+"""What the norms of latents add to squares. transformers does not read it from config.json."""
 
 
 def build_decoder(model: ModelConfig, weights: Weights, dtype: str, threads: int, isa: str, longest: int) -> _core.Decoder:
@@ -51,7 +56,7 @@ class _Builder:
                 layer_embeddings=layer_embeddings,
                 hidden_size=model.hidden_size,
                 num_heads=model.num_heads,
-                kv_heads=list(model.kv_parts),
+                kv_heads=[(*heads, model.latent.rank if model.latent else None) for heads in model.kv_parts],
                 rms_norm_eps=model.rms_norm_eps,
                 ropes=[(rope.frequencies(self.longest), rope.scale) for rope in self.ropes],
                 threads=self.threads,
@@ -85,7 +90,8 @@ class _Builder:
         if recurrence and recurrence.layers[index]:
             blocks.append(self.recurrent(index, recurrence))
         elif self.model.attention[index]:
-            blocks.append(self.attention(index))
+            latent = self.model.latent
+            blocks.append(self.latent_attention(index, latent) if latent else self.attention(index))
         return [*blocks, self.feed_forward(index, scale)] if self.model.feeds[index] else blocks
 
     def recurrent(self, index: int, layers: RecurrentLayers) -> _core.DecoderBlock:
@@ -141,6 +147,29 @@ class _Builder:
             residual_scale=model.residual_scale,
         )
 
+    def latent_attention(self, index: int, latent: Latent) -> _core.DecoderBlock:
+        """A layer's block of attention to latents."""
+        model, prefix = self.model, f"model.layers.{index}."
+        own = f"{prefix}self_attn."
+        query = None if latent.query_rank is None else f"{own}q_b_proj"
+        outs = {f"{own}q_a_proj": latent.query_rank} if latent.query_rank else {f"{own}q_proj": latent.queries}
+        keys, values = keys_and_values(self.weights, latent, own)
+        return _core.DecoderBlock.latent_attention(
+            norm=self.norm(prefix + model.norms.attention),
+            in_proj=self.linear(outs | {f"{own}kv_a_proj_with_mqa": latent.cached}, model.hidden_size),
+            query_norm=self.norm(f"{own}q_a_layernorm", latent.query_rank) if query else None,
+            query_up=self.linear({query: latent.queries}, latent.query_rank or 0) if query else None,
+            latent_norm=self.norm(f"{own}kv_a_layernorm", latent.rank),
+            key_up=self.pack([keys], f"{own}k_b_proj", latent.plain),
+            value_up=self.pack([values], f"{own}v_b_proj", latent.rank),
+            kv=self.kv_place(index),
+            o_proj=self.linear({prefix + model.projections.output: model.hidden_size}, model.num_heads * latent.value),
+            rope=self.ropes.index(model.rope),
+            adjacent=latent.adjacent,
+            scale=model.attention_scale,
+            eps=LATENT_EPS,
+        )
+
     def gated_qkv(self, outs: dict[str, int], head_dim: int) -> _core.Linear:
         """Packs queries, keys, values and gates. The first projection has the query and the gate of one head after another."""
         hidden, (queries, *others) = self.model.hidden_size, outs
@@ -187,8 +216,7 @@ class _Builder:
         """A layer's mixture of experts."""
         model, prefix, names = self.model, f"model.layers.{index}.", experts.names
         hidden, shared = model.hidden_size, None
-        if names.shared:
-            inner = experts.shared_inner
+        if names.shared and (inner := experts.shared_inner):
             outs = self.gate_up(prefix, names.shared, inner)
             shared = self.linear(outs, hidden, gated=model.gated), self.linear({prefix + names.shared.down: hidden}, inner)
         biases = expert_weights.biases(self.weights, experts, prefix, hidden) if names.biases else (None, None)
@@ -208,6 +236,7 @@ class _Builder:
             scores=names.scores.value,
             used=experts.used,
             bias=choice_bias,
+            groups=(*experts.groups, names.best or 1) if experts.groups else None,
             normalised=names.epsilon if experts.normalised else None,
             scale=experts.scale,
             clamp=experts.clamp,

@@ -47,7 +47,7 @@ class CpuExecutor(ModelExecutor):
         model = self.config
         try:
             self.cache = _core.KvCache(
-                parts=[(layers, heads, head_dim) for (heads, head_dim), layers in model.kv_parts.items()],
+                parts=[(layers, *heads, model.latent.rank if model.latent else None) for heads, layers in model.kv_parts.items()],
                 blocks=num_blocks,
                 block_size=block_size,
                 dtype=self.kv,

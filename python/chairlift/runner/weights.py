@@ -185,7 +185,7 @@ class SafetensorWeights:
         # With a prefix there are other parts beside the decoder, such as an image encoder.
         own = self._prefix if self._prefix in WRAPPED_PREFIXES else ""
         unused = (name for name in self._unused - ignored if name.startswith(own) and not _is_shared(name, model))
-        unused = (name for name in unused if not name.startswith(DRAFTING))
+        unused = (name for name in unused if not name.startswith(DRAFTING) and not _is_later(name, model))
         extra = sorted(name for name in unused if not name.endswith(NEEDLESS) and not self._is_empty_bias(name))
         if extra:
             raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {_some(extra)}")
@@ -208,8 +208,13 @@ class SafetensorWeights:
 
 
 def in_memory(array: Array) -> Part:
-    """Returns an fp32 matrix for the CPU kernels."""
-    return "float32", math.prod(array.shape[:-1]), np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0
+    """Returns a matrix for the CPU kernels. As in `as_array`, bfloat16 numbers are their bits."""
+    return (
+        array.dtype.name.replace("uint16", "bfloat16"),
+        math.prod(array.shape[:-1]),
+        np.ascontiguousarray(array).reshape(-1).view(np.uint8),
+        0,
+    )
 
 
 def split_rows(part: Part, count: int, ins: int) -> list[Part]:
@@ -357,6 +362,12 @@ def _is_shared(name: str, model: ModelShape) -> bool:
     """Whether a tensor makes keys or values in a layer that uses those of another one."""
     found = re.search(r"layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)
     return isinstance(model, ModelConfig) and found is not None and model.source_of(int(found[1])) != int(found[1])
+
+
+def _is_later(name: str, model: ModelShape) -> bool:
+    """Whether a tensor is one of the layers after the last, which predict tokens beyond the next one."""
+    found = re.search(r"layers\.(\d+)\.", name)
+    return isinstance(model, ModelConfig) and found is not None and 0 <= int(found[1]) - model.num_layers < model.later_layers
 
 
 def _some(names: list[str]) -> str:

@@ -31,7 +31,7 @@ const LANES: usize = 4;
 pub(crate) struct Scratch {
     /// \[rows\]\[head dim\]: queries times the scale, as factors of the cache's cells.
     query: AlignedVec<f32>,
-    /// \[rows\]\[head dim, padded\]: sums of the values, weighted by the exponentials.
+    /// \[rows\]\[value dim, padded\]: sums of the values, weighted by the exponentials.
     sums: AlignedVec<f32>,
     /// \[rows\]\[lanes\]: sums of the exponentials, by position modulo lanes.
     weights: AlignedVec<f32>,
@@ -39,11 +39,12 @@ pub(crate) struct Scratch {
     bases: AlignedVec<f32>,
     /// \[rows\]: the positions that the row attends to.
     seen: Vec<Range<usize>>,
-    /// \[head dim\]\[TILE\]: gathered keys, in the cache's format. Used when the block size is not a multiple of the lanes.
+    /// \[head dim, padded\]\[TILE\]: gathered keys, in the cache's format, or in fp32 (see [`Attend::widens`]). Used when the block size is
+    /// not a multiple of the lanes, and for keys that are values too.
     keys: AlignedVec<i32>,
-    /// \[2\]\[head dim, padded\]: the values of the tile's first and last pair of tokens without the tokens that are not visible.
+    /// \[2\]\[value dim, padded\]: the values of the tile's first and last pair of tokens without the tokens that are not visible.
     edges: AlignedVec<u32>,
-    /// \[TILE / 2\]\[head dim, padded\]: gathered pairs of values, for matrix tiles.
+    /// \[TILE / 2\]\[value dim, padded\]: gathered pairs of values, for matrix tiles.
     values: AlignedVec<u32>,
     /// Scores of some rows, and of the next ones, for matrix tiles.
     scores: AlignedVec<f32>,
@@ -63,10 +64,11 @@ pub(crate) struct Attention<'a> {
     pub(crate) softcap: Option<f32>,
     /// For each head, the score of a token without a value that all tokens attend to.
     pub(crate) sinks: Option<&'a [f32]>,
-    /// \[tokens\]\[stride\]. Each row starts with \[heads\]\[head dim\].
+    /// The query of a token's head, \[head dim\], begins at `token * stride + head * head_stride`.
     pub(crate) query: &'a [f32],
     pub(crate) stride: usize,
-    /// \[tokens\]\[heads\]\[head dim\].
+    pub(crate) head_stride: usize,
+    /// \[tokens\]\[heads\]\[value dim\].
     pub(crate) out: UnsafeSlice<'a, f32>,
 }
 
@@ -164,9 +166,8 @@ impl<C: Cell> Attend<'_, C> {
     #[inline(always)]
     fn begin<S: Simd>(&mut self, s: S) {
         let (plan, head_dim) = (self.of.plan, self.of.pages.shape.head_dim);
-        let (group, padded) = (plan.group(), self.of.pages.padded());
+        let (group, padded) = (plan.group(), self.of.pages.padded_value());
         let rows = self.task.parts.iter().map(|part| part.queries).sum::<usize>() * group;
-        let width = group * head_dim;
         let tiled = self.tiled();
         let Scratch { query, sums, weights, bases, seen, keys, edges, values, scores } = &mut *self.scratch;
         query.reserve(rows * head_dim);
@@ -176,23 +177,23 @@ impl<C: Cell> Attend<'_, C> {
         weights[..rows * S::LANES].fill(0.0);
         bases.reserve(rows);
         bases[..rows].fill(f32::NEG_INFINITY);
-        keys.reserve(head_dim * TILE);
+        keys.reserve(self.of.pages.padded() * TILE);
         edges.reserve(2 * padded);
         if tiled {
             values.reserve(TILE / 2 * padded);
             scores.reserve(tiled::SCORES);
         }
         seen.clear();
-        let mut queries = query.chunks_exact_mut(width);
+        let mut queries = query.chunks_exact_mut(head_dim);
         for part in self.task.parts {
             let (first, position) = (plan.first_token(part), plan.position(part));
-            for (i, query) in queries.by_ref().take(part.queries).enumerate() {
-                let from = &self.of.query[(first + i) * self.of.stride + self.task.kv_head * width..][..width];
-                for (to, from) in query.iter_mut().zip(from) {
-                    *to = from * self.of.scale;
-                }
-                query.chunks_exact_mut(head_dim).for_each(|query| C::factors(s, query));
-                for _ in 0..group {
+            for i in 0..part.queries {
+                for (head, query) in (self.task.kv_head * group..).zip(queries.by_ref().take(group)) {
+                    let from = &self.of.query[(first + i) * self.of.stride + head * self.of.head_stride..][..head_dim];
+                    for (to, from) in query.iter_mut().zip(from) {
+                        *to = from * self.of.scale;
+                    }
+                    C::factors(s, query);
                     seen.push(self.of.seen(position + i));
                 }
             }
@@ -222,7 +223,7 @@ impl<C: Cell> Attend<'_, C> {
         for start in (seen.start / TILE * TILE..seen.end).step_by(TILE) {
             tile.start = start;
             tile.tokens = seen.start.max(start) - start..seen.end.min(start + TILE) - start;
-            self.fill::<S>(tile, sequence);
+            self.fill(s, tile, sequence);
             if let Some(tiles) = tiles.as_mut() {
                 self.gather_values(s, tile);
                 // SAFETY: nothing else uses tiles before `end`.
@@ -244,11 +245,12 @@ impl<C: Cell> Attend<'_, C> {
 
     /// Finds the addresses of the tile's keys and values in the blocks of `sequence`.
     #[inline(always)]
-    fn fill<S: Simd>(&mut self, tile: &mut Tile<C>, sequence: usize) {
+    fn fill<S: Simd>(&mut self, s: S, tile: &mut Tile<C>, sequence: usize) {
         let (pages, padded) = (self.of.pages, self.of.pages.padded());
         let (size, head_dim) = (pages.shape.block_size, pages.shape.head_dim);
+        let latent = pages.shape.latent.is_some();
         // Matrix tiles read 16 keys of a block at once.
-        let direct = size % if self.tiled() { tiled::COLUMNS } else { S::LANES } == 0;
+        let direct = !latent && size % if self.tiled() { tiled::COLUMNS } else { S::LANES } == 0;
         tile.step = if direct { size } else { TILE };
         let gathered = self.scratch.keys.as_mut_ptr().cast::<C>();
         let mut token = tile.tokens.start;
@@ -258,7 +260,8 @@ impl<C: Cell> Attend<'_, C> {
             let block = self.of.plan.block(sequence, tile.start + token);
             // SAFETY: all offsets are within the page, or within `gathered`, which has room for cells of 4 bytes.
             unsafe {
-                let Parts { scales, values, keys } = pages.page::<C>(self.of.layer, block, self.task.kv_head);
+                // There can be several tasks for a KV head.
+                let Parts { scales, values, keys } = pages.page::<C>(self.of.layer, block, self.task.kv_head % pages.shape.kv_heads);
                 for (i, t) in (token..end).enumerate() {
                     tile.values[t / C::NUMBERS] = values.add((offset + i) / C::NUMBERS * padded);
                 }
@@ -277,7 +280,7 @@ impl<C: Cell> Attend<'_, C> {
                     for vector in token / S::LANES..end.div_ceil(S::LANES) {
                         tile.keys[vector] = keys.add((tile.start + vector * S::LANES) % size);
                     }
-                } else {
+                } else if !latent {
                     for d in 0..head_dim / C::NUMBERS {
                         keys.add(d * size + offset).copy_to_nonoverlapping(gathered.add(d * TILE + token), end - token);
                     }
@@ -285,9 +288,16 @@ impl<C: Cell> Attend<'_, C> {
             }
             token = end;
         }
+        if latent {
+            self.gather_latents(s, tile);
+        }
         if !direct {
             for (vector, keys) in tile.keys[..TILE / S::LANES].iter_mut().enumerate() {
-                *keys = gathered.wrapping_add(vector * S::LANES);
+                *keys = if self.widens() {
+                    gathered.cast::<f32>().wrapping_add(vector * S::LANES).cast()
+                } else {
+                    gathered.wrapping_add(vector * S::LANES)
+                };
             }
         }
         if C::NUMBERS == 2 {
@@ -295,10 +305,46 @@ impl<C: Cell> Attend<'_, C> {
         }
     }
 
+    /// Whether gathered keys are in fp32: those that are values too, but for pairs of bfloat16.
+    #[inline(always)]
+    fn widens(&self) -> bool {
+        C::NUMBERS == 1 && self.of.pages.shape.latent.is_some()
+    }
+
+    /// Transposes the tile's values, which are its keys too.
+    #[inline(always)]
+    fn gather_latents<S: Simd>(&mut self, s: S, tile: &Tile<C>) {
+        let (padded, gathered) = (self.of.pages.padded(), self.scratch.keys.as_mut_ptr());
+        if C::NUMBERS == 2 {
+            let to = gathered.cast::<C::Number>();
+            for token in tile.tokens.clone() {
+                let from = tile.values[token / 2].cast::<C::Number>();
+                for d in 0..padded {
+                    // SAFETY: `fill` set the pointer for the pairs of all dimensions, and there is room for those of the whole tile.
+                    unsafe { to.add((d / 2 * TILE + token) * 2 + d % 2).write(*from.add(d * 2 + token % 2)) };
+                }
+            }
+            return;
+        }
+        let mut square = [0.0; 16 * 16];
+        for first in (tile.tokens.start / S::LANES * S::LANES..tile.tokens.end).step_by(S::LANES) {
+            let tokens = tile.tokens.start.max(first)..tile.tokens.end.min(first + S::LANES);
+            for d in (0..padded).step_by(S::LANES) {
+                // SAFETY: as above. The values are padded to whole registers, and the square has the lanes of the widest ones.
+                unsafe {
+                    for token in tokens.clone() {
+                        s.store(square.as_mut_ptr().add((token - first) * S::LANES), C::load(s, tile.values[token].add(d)));
+                    }
+                    s.transpose(square.as_ptr(), S::LANES, gathered.cast::<f32>().add(d * TILE + first), TILE, S::LANES);
+                }
+            }
+        }
+    }
+
     /// Replaces the pairs of values of which only one token is visible by copies with zeros for the other token, which may not be written.
     #[inline(always)]
     fn hide(&mut self, tile: &mut Tile<C>) {
-        let padded = self.of.pages.padded();
+        let padded = self.of.pages.padded_value();
         let edges = self.scratch.edges[..2 * padded].chunks_exact_mut(padded);
         let hidden = [(tile.tokens.start, 0xffff_0000), (tile.tokens.end, 0x0000_ffff)];
         for ((token, mask), edge) in hidden.into_iter().zip(edges).filter(|((token, _), _)| token % 2 == 1) {
@@ -321,7 +367,6 @@ impl<C: Cell> Attend<'_, C> {
     /// Processes 1, 3 or 6 rows of the tile. Returns at once if they attend to none of its tokens.
     #[inline(always)]
     fn look<S: Simd>(&mut self, s: S, tile: &Tile<C>, rows: Range<usize>) {
-        let pages = self.of.pages;
         let tokens = self.visible(tile, &rows);
         if tokens.is_empty() {
             return;
@@ -332,19 +377,20 @@ impl<C: Cell> Attend<'_, C> {
         let mut factors = [[0.0; 16]; MICRO];
         // SAFETY: `begin` sized the scratch memory for all rows, and `fill` set the tile's pointers for all of its tokens.
         unsafe {
-            let query = self.scratch.query.as_ptr().add(rows.start * pages.shape.head_dim);
             for v in (vectors.start / VECTORS * VECTORS..vectors.end).step_by(VECTORS) {
-                match rows.len() {
-                    6 if most_rows::<S>() >= 6 => products::<S, C, 6>(s, query, pages.shape.head_dim, tile, v, &mut scores),
-                    3 if most_rows::<S>() >= 3 => products::<S, C, 3>(s, query, pages.shape.head_dim, tile, v, &mut scores),
-                    _ => products::<S, C, 1>(s, query, pages.shape.head_dim, tile, v, &mut scores),
+                let keys: [_; VECTORS] = std::array::from_fn(|i| tile.keys[v + i]);
+                let scores = scores.each_mut().map(|scores| scores.as_mut_ptr().add(v * S::LANES));
+                if self.widens() {
+                    self.multiply_keys::<S, f32>(s, &rows, keys.map(<*const C>::cast), tile.step, scores);
+                } else {
+                    self.multiply_keys(s, &rows, keys, tile.step, scores);
                 }
             }
             for (r, row) in rows.clone().enumerate() {
                 let factor = self.weigh(s, tile, row, vectors.clone(), &mut scores[r]);
                 s.store(factors[r].as_mut_ptr(), factor.unwrap_or(s.splat(1.0)));
             }
-            let padded = pages.padded();
+            let padded = self.of.pages.padded_value();
             let sums = self.scratch.sums.as_mut_ptr().add(rows.start * padded);
             let cells = tokens.start / C::NUMBERS..tokens.end.div_ceil(C::NUMBERS);
             let weighted = Weighted { weights: &scores, cells, values: &tile.values, factors: &factors, sums, padded };
@@ -360,6 +406,32 @@ impl<C: Cell> Attend<'_, C> {
                     (_, false) => weighted.add::<S, 1, 1>(s, d),
                 }
                 d += if wide { VECTORS * S::LANES } else { S::LANES };
+            }
+        }
+    }
+
+    /// Computes the scores of 1, 3 or 6 rows and of the keys in [`VECTORS`] registers.
+    ///
+    /// # Safety
+    ///
+    /// The keys have the dimensions of a head, `step` cells apart, and each row has room for the scores.
+    #[inline(always)]
+    unsafe fn multiply_keys<S: Simd, K: Cell>(
+        &self,
+        s: S,
+        rows: &Range<usize>,
+        keys: [*const K; VECTORS],
+        step: usize,
+        scores: [*mut f32; MICRO],
+    ) {
+        let head_dim = self.of.pages.shape.head_dim;
+        // SAFETY: the caller guarantees it. `begin` sized the scratch memory for all rows.
+        unsafe {
+            let query = self.scratch.query.as_ptr().add(rows.start * head_dim);
+            match rows.len() {
+                6 if most_rows::<S>() >= 6 => products::<S, K, 6>(s, query, head_dim, keys, step, scores),
+                3 if most_rows::<S>() >= 3 => products::<S, K, 3>(s, query, head_dim, keys, step, scores),
+                _ => products::<S, K, 1>(s, query, head_dim, keys, step, scores),
             }
         }
     }
@@ -405,11 +477,11 @@ impl<C: Cell> Attend<'_, C> {
     #[inline(always)]
     fn end<S: Simd>(&mut self, s: S) {
         let (plan, pages) = (self.of.plan, self.of.pages);
-        let (group, head_dim, padded) = (plan.group(), pages.shape.head_dim, pages.padded());
+        let (group, width, padded) = (plan.group(), pages.shape.value_dim(), pages.padded_value());
         let mut row = 0;
         for part in self.task.parts {
             let end = row + part.queries * group;
-            let mut start = (plan.first_token(part) * pages.shape.kv_heads + self.task.kv_head) * group * head_dim;
+            let mut start = (plan.first_token(part) * plan.heads() + self.task.kv_head * group) * width;
             while row < end {
                 for head in 0..group {
                     // SAFETY: `begin` sized the scratch memory for all rows, and only this task writes this part of the output.
@@ -418,12 +490,12 @@ impl<C: Cell> Attend<'_, C> {
                         for x in &mut self.scratch.sums[row * padded..][..padded] {
                             *x /= weight;
                         }
-                        self.of.out.write(start + head * head_dim, head_dim)
+                        self.of.out.write(start + head * width, width)
                     };
-                    out.copy_from_slice(&self.scratch.sums[row * padded..][..head_dim]);
+                    out.copy_from_slice(&self.scratch.sums[row * padded..][..width]);
                     row += 1;
                 }
-                start += pages.shape.kv_heads * group * head_dim;
+                start += plan.heads() * width;
             }
         }
     }

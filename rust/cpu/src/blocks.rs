@@ -1,6 +1,7 @@
 //! The blocks of a decoder, as data. Each block reads the residual stream and adds its output to it.
 
 use crate::experts::Mixture;
+use crate::latent::LatentAttention;
 use crate::layer_input::LayerInput;
 use crate::linear::Linear;
 use crate::mlp::{Mlp, ShapeError, check};
@@ -35,6 +36,8 @@ pub struct KvHeads {
     pub count: usize,
     /// Size of a head, also of query heads.
     pub head_dim: usize,
+    /// As [`KvShape::latent`](crate::cache::KvShape::latent).
+    pub latent: Option<usize>,
 }
 
 /// A block: an input norm, attention, a recurrent layer, an MLP or a mixture of experts, and how the output is added to the residual stream.
@@ -57,6 +60,8 @@ pub struct Block {
 pub enum BlockKind {
     /// Attention, with one layer of the KV cache.
     Attention(SelfAttention),
+    /// Attention to latents, with one layer of the KV cache.
+    Latent(Box<LatentAttention>),
     /// A layer with a state.
     Recurrent(Recurrent),
     /// An MLP.
@@ -136,6 +141,7 @@ impl Block {
         check(self.stream_scale.is_finite() && scalable, "scales of the residual stream")?;
         match &self.kind {
             BlockKind::Attention(attention) => attention.check(isa, config),
+            BlockKind::Latent(latent) => latent.check(isa, config),
             BlockKind::Recurrent(recurrent) => recurrent.check(isa, hidden),
             BlockKind::Mlp(mlp) => mlp.check(isa, hidden),
             BlockKind::Mixture(mixture) => mixture.check(isa, hidden),
@@ -143,12 +149,12 @@ impl Block {
         }
     }
 
-    /// The block's first and second linear layer, which adapters can update. `None` for other blocks than attention and MLPs.
+    /// The block's first and second linear layer, which adapters can update. `None` for other blocks than ordinary attention and MLPs.
     pub(crate) fn adaptable(&self) -> Option<[&Linear; 2]> {
         match &self.kind {
             BlockKind::Attention(attention) => Some([&attention.qkv_proj, &attention.o_proj]),
             BlockKind::Mlp(mlp) => Some([&mlp.gate_up_proj, &mlp.down_proj]),
-            BlockKind::Recurrent(_) | BlockKind::Mixture(_) | BlockKind::LayerInput(_) => None,
+            BlockKind::Latent(_) | BlockKind::Recurrent(_) | BlockKind::Mixture(_) | BlockKind::LayerInput(_) => None,
         }
     }
 
@@ -162,6 +168,11 @@ impl Block {
         if let BlockKind::Recurrent(recurrent) = &self.kind { Some(recurrent) } else { None }
     }
 
+    /// The attention to latents, if that is the block's kind.
+    pub(crate) fn latent(&self) -> Option<&LatentAttention> {
+        if let BlockKind::Latent(latent) = &self.kind { Some(latent) } else { None }
+    }
+
     /// The linear layers that all tokens use.
     pub(crate) fn common(&self) -> impl Iterator<Item = &Linear> {
         let input = match &self.kind {
@@ -170,18 +181,33 @@ impl Block {
             _ => None,
         };
         let linears = self.adaptable().or(input);
-        linears.into_iter().flatten().chain(self.mixture().into_iter().flat_map(Mixture::common))
+        let latent = self.latent().into_iter().flat_map(LatentAttention::common);
+        linears.into_iter().flatten().chain(latent).chain(self.mixture().into_iter().flat_map(Mixture::common))
     }
 
-    /// The attention, if that is the block's kind.
-    pub(crate) fn attention(&self) -> Option<&SelfAttention> {
-        if let BlockKind::Attention(attention) = &self.kind { Some(attention) } else { None }
+    /// Where the block's keys and values are, if it is one of attention.
+    pub(crate) fn kv(&self) -> Option<KvPlace> {
+        match &self.kind {
+            BlockKind::Attention(attention) => Some(attention.kv),
+            BlockKind::Latent(latent) => Some(latent.kv),
+            _ => None,
+        }
+    }
+
+    /// The width of what attention or a recurrent layer makes of a token's input, and of the outputs of its heads. Zeros for other blocks.
+    pub(crate) fn projected(&self, config: &DecoderConfig) -> (usize, usize) {
+        match &self.kind {
+            BlockKind::Attention(attention) => (attention.qkv_width(config), attention.widths(config).0),
+            BlockKind::Latent(latent) => (latent.in_proj.matrix.outs, config.num_heads * latent.norm.len()),
+            BlockKind::Recurrent(recurrent) => (recurrent.in_proj.matrix.outs, 0),
+            _ => (0, 0),
+        }
     }
 
     /// Width of the inner layers that a token uses at once. 0 for attention and recurrent layers.
     pub(crate) fn inner(&self) -> usize {
         match &self.kind {
-            BlockKind::Attention(_) | BlockKind::Recurrent(_) => 0,
+            BlockKind::Attention(_) | BlockKind::Latent(_) | BlockKind::Recurrent(_) => 0,
             BlockKind::Mlp(mlp) => mlp.width(),
             BlockKind::Mixture(mixture) => mixture.width(),
             BlockKind::LayerInput(input) => input.gate.matrix.outs,

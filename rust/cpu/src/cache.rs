@@ -30,6 +30,21 @@ pub struct KvShape {
     pub block_size: usize,
     /// Size of a head.
     pub head_dim: usize,
+    /// How many numbers of a key, the first ones, are its value too (latent attention). The cache then has nothing else. `None`: values are
+    /// as wide as keys.
+    pub latent: Option<usize>,
+}
+
+impl KvShape {
+    /// Size of a head's values.
+    pub(crate) fn value_dim(&self) -> usize {
+        self.latent.unwrap_or(self.head_dim)
+    }
+
+    /// A size of which the parts of a head that are rotated together are a divisor: that of a head, or one that divides its value too.
+    pub(crate) fn rotated(&self) -> usize {
+        self.head_dim | self.value_dim()
+    }
 }
 
 /// Storage format of the KV cache.
@@ -60,7 +75,8 @@ pub struct OutOfMemory {
 /// keys and of the values, \[2\]\[block size\]. The values follow, \[block size\]\[head dim, padded\], and then the keys,
 /// \[head dim\]\[block size\]. With this layout a register holds scores of several tokens, or several dimensions of an output, and no
 /// kernel sums across the lanes of a register. For [`KvDType::Bf16`] the pairs that a kernel multiplies at once are next to each other:
-/// values are \[pairs of tokens\]\[head dim, padded\]\[2\], and keys \[pairs of dimensions\]\[block size\]\[2\].
+/// values are \[pairs of tokens\]\[head dim, padded\]\[2\], and keys \[pairs of dimensions\]\[block size\]\[2\]. With [`KvShape::latent`]
+/// keys are stored where values are otherwise, and a page has no other keys.
 pub struct KvCache {
     shape: KvShape,
     dtype: KvDType,
@@ -186,7 +202,8 @@ impl Page {
             KvDType::Int8 => (size_of::<i8>(), 2 * shape.block_size * size_of::<f32>()),
         };
         let keys = scales + shape.block_size * shape.head_dim.next_multiple_of(PADDING) * cell;
-        Self { values: scales, keys, bytes: (keys + shape.head_dim * shape.block_size * cell).next_multiple_of(LINE) }
+        let end = if shape.latent.is_some() { keys } else { keys + shape.head_dim * shape.block_size * cell };
+        Self { values: scales, keys, bytes: end.next_multiple_of(LINE) }
     }
 }
 
@@ -205,6 +222,7 @@ pub(crate) struct Parts<C> {
     /// Scales of the keys, then of the values. Meaningless unless [`Cell::SCALED`].
     pub(crate) scales: *const f32,
     pub(crate) values: *const C,
+    /// Meaningless with [`KvShape::latent`].
     pub(crate) keys: *const C,
 }
 
@@ -215,7 +233,8 @@ impl Pages<'_> {
         self.shape.head_dim.next_multiple_of(PADDING)
     }
 
-    /// Stores a token's keys and values, \[heads\]\[head dim\], in one layer. The slot is `block * block_size + offset`.
+    /// Stores a token's keys and values, \[heads\]\[head dim\], in one layer. The slot is `block * block_size + offset`. With
+    /// [`KvShape::latent`] the values are the keys.
     ///
     /// # Safety
     ///
@@ -236,7 +255,7 @@ impl Pages<'_> {
     ///
     /// As for [`Pages::write`], and `C` is the cache's element type.
     unsafe fn write_cells<C: Cell>(self, layer: usize, slot: usize, keys: &[f32], values: &[f32]) {
-        let KvShape { kv_heads, block_size, head_dim, .. } = self.shape;
+        let KvShape { kv_heads, block_size, head_dim, latent, .. } = self.shape;
         let (block, offset) = (slot / block_size, slot % block_size);
         assert!(keys.len() == kv_heads * head_dim && values.len() == keys.len());
         // The index of a number where cells are [rows / NUMBERS][columns], and its row and column.
@@ -246,9 +265,12 @@ impl Pages<'_> {
             // SAFETY: a slot has its own cells and scales, within the page. All of them are aligned, because pages and their parts are.
             unsafe {
                 let scales = page.cast::<f32>();
-                let (to, inverse) = (page.add(self.page.keys).cast::<C::Number>(), put_scale::<C>(scales.wrapping_add(offset), keys));
-                for (d, &x) in keys.iter().enumerate() {
-                    to.add(index(d, block_size, offset)).write(C::store(x, inverse));
+                let inverse = put_scale::<C>(scales.wrapping_add(offset), keys);
+                if latent.is_none() {
+                    let to = page.add(self.page.keys).cast::<C::Number>();
+                    for (d, &x) in keys.iter().enumerate() {
+                        to.add(index(d, block_size, offset)).write(C::store(x, inverse));
+                    }
                 }
                 let (to, inverse) =
                     (page.add(self.page.values).cast::<C::Number>(), put_scale::<C>(scales.wrapping_add(block_size + offset), values));
@@ -257,6 +279,12 @@ impl Pages<'_> {
                 }
             }
         }
+    }
+
+    /// Size of a head's values, padded.
+    #[inline(always)]
+    pub(crate) fn padded_value(self) -> usize {
+        self.shape.value_dim().next_multiple_of(PADDING)
     }
 
     /// Returns a page for reading.

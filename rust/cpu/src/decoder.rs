@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::attention::{Plan, Sequences};
-use crate::blocks::{Block, BlockKind, DecoderConfig, KvPlace};
+use crate::blocks::{Block, BlockKind, DecoderConfig, KvHeads, KvPlace};
 use crate::cache::KvCache;
 use crate::layer_input::LayerEmbeddings;
 use crate::linear::{Epilogue, Linear, Rows};
@@ -140,7 +140,11 @@ impl Decoder {
         let Step { query_starts, context_lens, block_tables, max_blocks, .. } = *step;
         let block_size = caches[0].shape().block_size;
         let sequences = Sequences { query_starts, context_lens, rows: step.rows, block_tables, max_blocks, block_size };
-        let plans: Vec<_> = config.kv_heads.iter().map(|heads| Plan::new(sequences, config.num_heads, heads.count, pool.size())).collect();
+        let plan = |heads: &KvHeads| {
+            let groups = heads.count * head_groups(config, heads, pool.size() / context_lens.len().max(1));
+            Plan::new(sequences, config.num_heads, groups, pool.size())
+        };
+        let plans: Vec<_> = config.kv_heads.iter().map(plan).collect();
         let pages: Vec<_> = caches.iter_mut().map(KvCache::pages).collect();
         let adapted = AdaptedRows::new(&numbers, adapters, pool.size(), widest(blocks), lora);
         let (packed, own) = (rows.packed(isa, tokens, tokens), layer_embeddings.as_ref());
@@ -165,6 +169,7 @@ impl Decoder {
                 ("layers", shape.layers, layers_of(&self.blocks, index)),
                 ("KV heads", shape.kv_heads, heads.count),
                 ("numbers a head", shape.head_dim, heads.head_dim),
+                ("numbers a value", shape.value_dim(), heads.latent.unwrap_or(heads.head_dim)),
                 ("blocks", shape.blocks, first.blocks),
                 ("tokens a block", shape.block_size, first.block_size),
             ]);
@@ -214,13 +219,23 @@ impl Decoder {
 
 /// Number of layers of a KV cache.
 fn layers_of(blocks: &[Block], cache: usize) -> usize {
-    blocks.iter().filter_map(Block::attention).filter(|attention| attention.kv.cache == cache && !attention.kv.shared).count()
+    blocks.iter().filter_map(Block::kv).filter(|kv| kv.cache == cache && !kv.shared).count()
+}
+
+/// Fewest query heads of a task, which reads its latents for all of them.
+const LEAST_HEADS: usize = 4;
+
+/// Into how many groups the query heads that attend to latents are divided: at most `most`. Tasks for parts of the heads keep all threads
+/// busy when there are few sequences. Other layers have several KV heads for that.
+fn head_groups(config: &DecoderConfig, heads: &KvHeads, most: usize) -> usize {
+    let most = if heads.latent.is_some() { most.min(config.num_heads / LEAST_HEADS) } else { 1 };
+    (1..=most).rev().find(|groups| config.num_heads.is_multiple_of(*groups)).unwrap_or(1)
 }
 
 /// Checks that each layer of each KV cache is written by one block, in ascending order, and shared only after that.
 fn check_places(config: &DecoderConfig, blocks: &[Block]) -> Result<(), ShapeError> {
     let mut written = vec![0; config.kv_heads.len()];
-    let mut places = blocks.iter().filter_map(Block::attention).map(|attention| attention.kv);
+    let mut places = blocks.iter().filter_map(Block::kv);
     places.try_for_each(|KvPlace { cache, layer, shared }| {
         let written = &mut written[cache];
         check(if shared { layer < *written } else { layer == *written }, "layers of KV caches")?;

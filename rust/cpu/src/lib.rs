@@ -17,6 +17,7 @@ mod ggml;
 mod grids;
 mod hadamard;
 pub mod half;
+mod latent;
 mod layer_input;
 mod linear;
 mod lora;
@@ -46,6 +47,7 @@ pub use encoder::{
 };
 pub use experts::{Mixture, MixtureNorms, SharedExpert};
 pub use grids::{GridError, provide_grid};
+pub use latent::{LatentAttention, QueryLatent};
 pub use layer_input::{LayerEmbeddings, LayerInput};
 pub use linear::{Activation, Linear};
 pub use lora::{Adapter, LowRank, Update};

@@ -1,5 +1,6 @@
 //! Runs a step through the blocks of a decoder, in phases on the thread pool.
 
+pub(crate) mod latent;
 pub(crate) mod mixture;
 pub(crate) mod recurrent;
 
@@ -27,7 +28,7 @@ pub(crate) struct Buffers {
     /// The residual stream, \[tokens\]\[hidden size\].
     pub(crate) hidden: AlignedVec<f32>,
     /// Queries, new keys and new values, \[tokens\]\[query heads and twice the KV heads\]\[head dim\], and gates of the outputs if there are
-    /// any; or what a recurrent layer makes of its input.
+    /// any; or what attention to latents or a recurrent layer makes of its input.
     qkv: AlignedVec<f32>,
     /// Outputs of attention, \[tokens\]\[heads\]\[head dim\].
     attended: AlignedVec<f32>,
@@ -39,6 +40,7 @@ pub(crate) struct Buffers {
     cos_sin: AlignedVec<f32>,
     /// Embeddings for each layer, \[tokens\]\[layers\]\[width\].
     layer_embeddings: AlignedVec<f32>,
+    latent: latent::Buffers,
     pub(crate) mixture: mixture::Buffers,
 }
 
@@ -78,6 +80,7 @@ pub(crate) struct Pass<'a> {
     cos_sin: UnsafeSlice<'a, f32>,
     own: Option<&'a LayerEmbeddings>,
     layer_embeddings: UnsafeSlice<'a, f32>,
+    latent: latent::Shared<'a>,
     mixture: mixture::Shared<'a>,
     recurrence: Option<Recurrence<'a>>,
 }
@@ -102,9 +105,9 @@ impl<'a> Pass<'a> {
         let inner = blocks.iter().map(Block::inner).max().unwrap_or(0);
         let mixtures = blocks.iter().filter_map(Block::mixture);
         let mixture = buffers.mixture.shared(isa, tokens, config.hidden_size, mixtures);
-        let widest = |width: &dyn Fn(&SelfAttention) -> usize| blocks.iter().filter_map(Block::attention).map(width).max().unwrap_or(0);
-        let (qkv_width, queries) = (widest(&|attention| attention.qkv_width(config)), widest(&|attention| attention.widths(config).0));
-        let projected = blocks.iter().filter_map(Block::recurrent).map(|recurrent| recurrent.in_proj.matrix.outs).max().unwrap_or(0);
+        let latent = buffers.latent.shared(isa, tokens, config, blocks.iter().filter_map(Block::latent));
+        let widths = blocks.iter().map(|block| block.projected(config));
+        let (projected, attended) = widths.fold((0, 0), |most, widths| (most.0.max(widths.0), most.1.max(widths.1)));
         let cos_sin_width = config.ropes.iter().map(Rope::width).sum();
         let room = |buffer: &'a mut AlignedVec<f32>, width: usize| {
             buffer.reserve(tokens * width);
@@ -120,13 +123,14 @@ impl<'a> Pass<'a> {
             adapted,
             cos_sin_width,
             hidden: room(&mut buffers.hidden, config.hidden_size),
-            qkv: room(&mut buffers.qkv, qkv_width.max(projected)),
-            attended: room(&mut buffers.attended, queries),
+            qkv: room(&mut buffers.qkv, projected),
+            attended: room(&mut buffers.attended, attended),
             inner: room(&mut buffers.inner, inner),
             output: room(&mut buffers.output, config.hidden_size),
             cos_sin: room(&mut buffers.cos_sin, cos_sin_width),
             own,
             layer_embeddings: room(&mut buffers.layer_embeddings, own.map_or(0, |own| own.table.ins)),
+            latent,
             mixture,
             recurrence,
         }
@@ -144,6 +148,7 @@ impl<'a> Pass<'a> {
             let deltas = [deltas(0), deltas(1)];
             match &block.kind {
                 BlockKind::Attention(attention) => self.attend(worker, spare, block, attention, deltas),
+                BlockKind::Latent(attention) => self.attend_latent(worker, spare, block, attention),
                 BlockKind::Recurrent(recurrent) => self.recur(worker, spare, block, recurrent),
                 BlockKind::Mlp(mlp) => self.feed(worker, spare, block, mlp, deltas),
                 BlockKind::Mixture(mixture) => self.mix(worker, spare, block, mixture),
@@ -221,6 +226,7 @@ impl<'a> Pass<'a> {
             // SAFETY: an earlier phase wrote these rows (see `Pass`).
             query: unsafe { self.qkv.read(0, self.step.input_ids.len() * width) },
             stride: width,
+            head_stride: pages.shape.head_dim,
             out: self.attended,
         };
         // SAFETY: one index runs each task, and earlier phases wrote all keys and values (see `Pass`).
@@ -240,7 +246,7 @@ impl<'a> Pass<'a> {
     /// Rotates heads if the cache has 8 bits for each number.
     fn rotate_for_int8(&self, pages: Pages<'_>, heads: &mut [f32]) {
         if pages.dtype == KvDType::Int8 {
-            self.isa.run(Hadamard { heads, head_dim: pages.shape.head_dim });
+            self.isa.run(Hadamard { heads, head_dim: pages.shape.rotated() });
         }
     }
 
@@ -265,7 +271,7 @@ impl<'a> Pass<'a> {
             let start: usize = ropes[..index].iter().map(Rope::width).sum();
             // SAFETY: an earlier phase wrote this row (see `Pass`).
             let cos_sin = unsafe { self.cos_sin.read(t * self.cos_sin_width + start, ropes[index].width()) };
-            self.isa.run(Rotate { heads, head_dim: pages.shape.head_dim, cos_sin });
+            self.isa.run(Rotate { heads, head_dim: pages.shape.head_dim, cos_sin, adjacent: false });
         }
         if let Some(temperature) = attention.temperature {
             let factor = temperature.factor(self.step.positions[t]);

@@ -1,5 +1,4 @@
-//! Rotary position embedding (Su and others, 2021). It rotates pairs of a head's numbers, which are half of the rotated width apart, by
-//! angles proportional to the position.
+//! Rotary position embedding (Su and others, 2021). It rotates pairs of a head's numbers by angles proportional to the position.
 
 use crate::simd::{Kernel, Simd};
 
@@ -34,6 +33,8 @@ pub(crate) struct Rotate<'a> {
     pub(crate) head_dim: usize,
     /// The cosines and sines from [`Rope::write`].
     pub(crate) cos_sin: &'a [f32],
+    /// Whether neighbours are a pair (`DeepSeek`), instead of numbers that are half of the rotated width apart.
+    pub(crate) adjacent: bool,
 }
 
 impl Kernel for Rotate<'_> {
@@ -44,6 +45,13 @@ impl Kernel for Rotate<'_> {
         let half = self.cos_sin.len() / 2;
         let (cosines, sines) = self.cos_sin.split_at(half);
         for head in self.heads.chunks_exact_mut(self.head_dim) {
+            if self.adjacent {
+                for (pair, (cosine, sine)) in head.as_chunks_mut::<2>().0.iter_mut().zip(cosines.iter().zip(sines)) {
+                    let [x, y] = *pair;
+                    *pair = [x * cosine - y * sine, y * cosine + x * sine];
+                }
+                continue;
+            }
             let (first, second) = head[..2 * half].split_at_mut(half);
             for i in 0..half {
                 let (x, y) = (first[i], second[i]);

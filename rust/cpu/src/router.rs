@@ -11,13 +11,15 @@ pub enum Scores {
     Logits,
 }
 
-/// Experts in groups of equal size, of which few are used (`DeepSeek` V3).
+/// Experts in groups of equal size, of which few are used (`DeepSeek`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertGroups {
     /// Number of groups.
     pub count: usize,
-    /// Number of groups whose experts may be chosen: those with the largest sums of their two best experts.
+    /// Number of groups whose experts may be chosen: those with the largest sums of their best experts.
     pub used: usize,
+    /// Number of a group's experts that are in the sum: one in `DeepSeek` V2, two in V3.
+    pub best: usize,
 }
 
 /// The choice of experts for a token.
@@ -42,8 +44,9 @@ pub struct Choice {
 impl Choice {
     /// Whether `experts` experts can be chosen from.
     pub(crate) fn fits(&self, experts: usize) -> bool {
-        let groups = self.groups.unwrap_or(ExpertGroups { count: 1, used: 1 });
-        let whole = groups.count > 0 && experts.is_multiple_of(groups.count) && (1..=groups.count).contains(&groups.used);
+        let groups = self.groups.unwrap_or(ExpertGroups { count: 1, used: 1, best: 1 });
+        let whole =
+            groups.count > 0 && groups.best > 0 && experts.is_multiple_of(groups.count) && (1..=groups.count).contains(&groups.used);
         let listed = [&self.bias, &self.expert_scales].into_iter().flatten().all(|list| list.len() == experts);
         whole && listed && self.scale.is_finite() && (1..=experts / groups.count.max(1) * groups.used).contains(&self.used)
     }
@@ -109,13 +112,12 @@ fn largest(numbers: &[f32], indices: &mut [u32]) {
 /// Makes the experts of the groups that are not used worse than all others.
 fn hide_groups(ranks: &mut [f32], groups: ExpertGroups) {
     let size = ranks.len() / groups.count;
-    let best_two = |group: &[f32]| {
-        let mut best = [0; 2];
-        let best = &mut best[..size.min(2)];
-        largest(group, best);
+    let mut best = vec![0; size.min(groups.best)];
+    let sum_of_best = |group: &[f32]| {
+        largest(group, &mut best);
         best.iter().map(|&expert| group[expert as usize]).sum::<f32>()
     };
-    let sums: Vec<f32> = ranks.chunks_exact(size).map(best_two).collect();
+    let sums: Vec<f32> = ranks.chunks_exact(size).map(sum_of_best).collect();
     let mut used = vec![0; groups.used];
     largest(&sums, &mut used);
     for (group, ranks) in ranks.chunks_exact_mut(size).enumerate() {
@@ -181,11 +183,14 @@ mod tests {
     }
 
     #[test]
-    fn groups_are_compared_by_their_two_best_experts() {
-        let choice = Choice { scores: Scores::Logits, groups: Some(ExpertGroups { count: 3, used: 1 }), ..PLAIN };
+    fn groups_are_compared_by_their_best_experts() {
+        let grouped = |best: usize| Choice { scores: Scores::Logits, groups: Some(ExpertGroups { count: 3, used: 1, best }), ..PLAIN };
+        let choice = grouped(2);
         // The best expert of all is in a group that is not used.
         assert_eq!(choose(&choice, &[9.0, 0.0, 5.0, 6.0, 1.0, 1.0]).0, [2, 3]);
         assert_eq!(choose(&choice, &[9.0, 3.0, 5.0, 6.0, 1.0, 1.0]).0, [0, 1]);
+        // By the best one alone, the first group is the best.
+        assert_eq!(choose(&grouped(1), &[9.0, 0.0, 5.0, 6.0, 1.0, 1.0]).0, [0, 1]);
     }
 
     #[test]
@@ -199,7 +204,7 @@ mod tests {
     #[test]
     fn choices_that_need_more_experts_than_there_are_do_not_fit() {
         assert!(PLAIN.fits(2) && !PLAIN.fits(1) && !Choice { used: 0, ..PLAIN }.fits(4));
-        let grouped = |count: usize, used: usize| Choice { groups: Some(ExpertGroups { count, used }), ..PLAIN };
+        let grouped = |count: usize, used: usize| Choice { groups: Some(ExpertGroups { count, used, best: 2 }), ..PLAIN };
         assert!(
             grouped(4, 2).fits(4) && !grouped(4, 1).fits(4) && !grouped(3, 2).fits(4) && !grouped(4, 5).fits(8) && !grouped(0, 1).fits(8)
         );

@@ -258,7 +258,7 @@ impl Step<'_> {
 mod tests {
     use super::*;
 
-    const CACHE: KvShape = KvShape { layers: 1, blocks: 40, kv_heads: 1, block_size: 4, head_dim: 2 };
+    const CACHE: KvShape = KvShape { layers: 1, blocks: 40, kv_heads: 1, block_size: 4, head_dim: 2, latent: None };
     const STEP: Step<'_> = Step {
         input_ids: &[5, 6, 7],
         positions: &[0, 1, 4],

@@ -33,7 +33,7 @@ fn tensor(bytes: &[u8], ins: usize) -> Tensor<'_> {
 
 fn config(hidden_size: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize, frequencies: Vec<f32>) -> DecoderConfig {
     let ropes = vec![Rope { frequencies, scale: 1.0 }];
-    let kv_heads = vec![KvHeads { count: num_kv_heads, head_dim }];
+    let kv_heads = vec![KvHeads { count: num_kv_heads, head_dim, latent: None }];
     DecoderConfig { hidden_size, num_heads, kv_heads, rms_norm_eps: EPS, ropes, embedding_scale: 1.0, final_softcap: None }
 }
 
@@ -166,7 +166,7 @@ fn run(decoder: &mut Decoder, dtype: KvDType, sequences: &[&[i32]], cuts: &[usiz
 /// As `run`. Sequence i has the adapter with the number `adapters[i]`.
 fn run_adapted(decoder: &mut Decoder, dtype: KvDType, sequences: &[&[i32]], cuts: &[usize], adapters: &[i32]) -> Vec<Vec<f32>> {
     let blocks = 1 + MAX_BLOCKS * sequences.len();
-    let shape = KvShape { layers: LAYERS, blocks, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD };
+    let shape = KvShape { layers: LAYERS, blocks, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD, latent: None };
     let mut cache = KvCache::new(shape, dtype, 0).expect("there is memory");
     let mut logits = vec![Vec::new(); sequences.len()];
     // Each sequence has its own blocks, in shuffled order.
@@ -409,7 +409,7 @@ fn adapters_that_do_not_fit_or_are_not_loaded_are_refused() {
     let second = run_adapted(&mut decoder, KvDType::F32, &[&sequence], &[64], &[2]);
     decoder.remove_adapter(1);
     assert!(run_adapted(&mut decoder, KvDType::F32, &[&sequence], &[64], &[2]) == second);
-    let shape = KvShape { layers: LAYERS, blocks: 4, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD };
+    let shape = KvShape { layers: LAYERS, blocks: 4, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD, latent: None };
     let mut cache = KvCache::new(shape, KvDType::F32, 0).expect("there is memory");
     for number in [1, 3, -1] {
         let step = Step {
@@ -435,7 +435,7 @@ fn a_step_that_threads_could_not_share_is_refused_and_the_next_one_runs() {
     let sequence = tokens(5, 7);
     let mut decoder = weights.decoder(Isa::best(), DType::F32, 3, None);
     let expected = run(&mut decoder, KvDType::F32, &[&sequence], &[64]);
-    let shape = KvShape { layers: LAYERS, blocks: 8, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD };
+    let shape = KvShape { layers: LAYERS, blocks: 8, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD, latent: None };
     let mut cache = KvCache::new(shape, KvDType::F32, 0).expect("there is memory");
     let step = Step {
         input_ids: &[1, 2, 3],
@@ -475,7 +475,7 @@ fn a_block_table_without_such_blocks_panics_and_the_next_step_runs() {
     let sequence = tokens(5, 7);
     let mut decoder = weights.decoder(Isa::best(), DType::F32, 3, None);
     let expected = run(&mut decoder, KvDType::F32, &[&sequence], &[64]);
-    let shape = KvShape { layers: LAYERS, blocks: 2, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD };
+    let shape = KvShape { layers: LAYERS, blocks: 2, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD, latent: None };
     let mut cache = KvCache::new(shape, KvDType::F32, 0).expect("there is memory");
     let step = Step {
         input_ids: &[1],

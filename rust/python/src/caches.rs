@@ -38,15 +38,24 @@ pub(crate) struct KvCache(pub(crate) Mutex<Vec<cpu::cache::KvCache>>);
 impl KvCache {
     #[new]
     #[pyo3(signature = (*, parts, blocks, block_size, dtype, host_blocks=0))]
-    fn new(parts: Vec<(usize, usize, usize)>, blocks: usize, block_size: usize, dtype: &str, host_blocks: usize) -> PyResult<Self> {
-        let made = parts.into_iter().map(|(layers, kv_heads, head_dim)| {
+    fn new(
+        parts: Vec<(usize, usize, usize, Option<usize>)>,
+        blocks: usize,
+        block_size: usize,
+        dtype: &str,
+        host_blocks: usize,
+    ) -> PyResult<Self> {
+        let made = parts.into_iter().map(|(layers, kv_heads, head_dim, latent)| {
             if [layers, blocks, kv_heads, block_size, head_dim].contains(&0) {
                 return Err(PyValueError::new_err("a cache has at least one of everything"));
+            }
+            if latent.is_some_and(|latent| !(1..=head_dim).contains(&latent)) {
+                return Err(PyValueError::new_err("a value that is a part of its key is no longer than it"));
             }
             if dtype == "bfloat16" && (block_size % 2 == 1 || head_dim % 2 == 1) {
                 return Err(PyValueError::new_err("a cache in bfloat16 has an even block size and an even head size"));
             }
-            let shape = cpu::cache::KvShape { layers, blocks, kv_heads, block_size, head_dim };
+            let shape = cpu::cache::KvShape { layers, blocks, kv_heads, block_size, head_dim, latent };
             let cache = cpu::cache::KvCache::new(shape, kv_dtype_of(dtype)?, host_blocks);
             cache.map_err(|error| PyMemoryError::new_err(error.to_string()))
         });

@@ -118,6 +118,44 @@ impl DecoderBlock {
     }
 
     #[staticmethod]
+    #[pyo3(signature = (
+        *, norm, in_proj, latent_norm, key_up, value_up, kv, o_proj, rope, adjacent, scale, eps, query_norm=None, query_up=None
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn latent_attention(
+        py: Python<'_>,
+        norm: PyBuffer<f32>,
+        in_proj: &Linear,
+        latent_norm: PyBuffer<f32>,
+        key_up: &Linear,
+        value_up: &Linear,
+        kv: (usize, usize, bool),
+        o_proj: &Linear,
+        rope: usize,
+        adjacent: bool,
+        scale: f32,
+        eps: f32,
+        query_norm: Option<PyBuffer<f32>>,
+        query_up: Option<&Linear>,
+    ) -> PyResult<Self> {
+        let query = query_norm.zip(query_up).map(|(norm, up)| Ok::<_, PyErr>(cpu::QueryLatent { norm: norm.to_vec(py)?, up: up.take()? }));
+        let attention = cpu::LatentAttention {
+            in_proj: in_proj.take()?,
+            query: query.transpose()?,
+            norm: latent_norm.to_vec(py)?,
+            eps,
+            key_up: key_up.take()?,
+            value_up: value_up.take()?,
+            o_proj: o_proj.take()?,
+            kv: cpu::KvPlace { cache: kv.0, layer: kv.1, shared: kv.2 },
+            rope,
+            adjacent,
+            scale,
+        };
+        Self::of(py, Some(norm), cpu::BlockKind::Latent(Box::new(attention)), None, 1.0, 1.0)
+    }
+
+    #[staticmethod]
     #[pyo3(signature = (*, norm, in_proj, taps, out_proj, layer, bias=None, heads=None, residual_scale=1.0))]
     #[allow(clippy::too_many_arguments)]
     fn recurrent(
@@ -191,7 +229,7 @@ impl DecoderBlock {
         activation: &str,
         clamp: Option<(f32, f32)>,
         bias: Option<PyBuffer<f32>>,
-        groups: Option<(usize, usize)>,
+        groups: Option<(usize, usize, usize)>,
         normalised: Option<f32>,
         scale: f32,
         expert_scales: Option<PyBuffer<f32>>,
@@ -218,7 +256,7 @@ impl DecoderBlock {
             let [router, input, output, shared_output] = norms.map(|norm| norm.to_vec(py));
             Ok::<_, PyErr>(cpu::MixtureNorms { router: router?, input: input?, output: output?, shared_output: shared_output? })
         });
-        let groups = groups.map(|(count, used)| cpu::ExpertGroups { count, used });
+        let groups = groups.map(|(count, used, best)| cpu::ExpertGroups { count, used, best });
         let shared =
             shared.map(|(gate_up, down)| Ok::<_, PyErr>(cpu::SharedExpert { mlp: mlp_of(&gate_up, &down, inner)?, gated: shared_gate }));
         let mixture = cpu::Mixture {
@@ -308,7 +346,7 @@ impl Decoder {
         layer_embeddings: Option<(PyRef<'_, Linear>, PyRef<'_, Linear>, PyBuffer<f32>)>,
         hidden_size: usize,
         num_heads: usize,
-        kv_heads: Vec<(usize, usize)>,
+        kv_heads: Vec<(usize, usize, Option<usize>)>,
         rms_norm_eps: f32,
         ropes: Vec<(PyBuffer<f32>, f32)>,
         threads: usize,
@@ -319,7 +357,7 @@ impl Decoder {
         let config = cpu::DecoderConfig {
             hidden_size,
             num_heads,
-            kv_heads: kv_heads.into_iter().map(|(count, head_dim)| cpu::KvHeads { count, head_dim }).collect(),
+            kv_heads: kv_heads.into_iter().map(|(count, head_dim, latent)| cpu::KvHeads { count, head_dim, latent }).collect(),
             rms_norm_eps,
             ropes: ropes.collect::<PyResult<_>>()?,
             embedding_scale,

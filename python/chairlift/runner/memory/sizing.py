@@ -78,11 +78,13 @@ class Room(NamedTuple):
 def block_bytes(model: ModelShape, block_size: int, kv: str) -> int:
     """Bytes of one block of all layers with dtype `kv`.
 
-    As in Rust: each head's values are padded to whole registers, int8 has a scale per key and value, and a page ends at a cache line.
+    As in Rust: each head's values, or the keys that they are parts of, are padded to whole registers, int8 has a scale per key and value,
+    and a page ends at a cache line.
     """
     total = 0
     for spec in model.kv_specs:
-        numbers = spec.head_dim + -(-spec.value_dim // REGISTER) * REGISTER
+        padded = -(-(spec.value_dim or spec.head_dim) // REGISTER) * REGISTER
+        numbers = spec.head_dim + padded if spec.value_dim else padded
         page = block_size * (numbers * BYTES[kv] + (2 * KV_SCALE_BYTES if kv == "int8" else 0))
         total += spec.kv_heads * -(-page // LINE) * LINE
     return total

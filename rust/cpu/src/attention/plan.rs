@@ -36,13 +36,14 @@ pub(super) struct Part {
     pub(super) queries: usize,
 }
 
-/// Query tokens of one or more sequences, with the query heads that share one KV head.
+/// Query tokens of one or more sequences, with some of the query heads that share one KV head, mostly all of them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Task<'a> {
     pub(super) parts: &'a [Part],
     /// The number of tokens, from the start of the context, that have the same blocks in all of these sequences. A multiple of [`TILE`]. 0
     /// if there is only one sequence.
     pub(super) shared: usize,
+    /// Index of the group of query heads: that of a KV head, or a part of it.
     pub(super) kv_head: usize,
 }
 
@@ -50,6 +51,7 @@ pub(super) struct Task<'a> {
 #[derive(Debug)]
 pub(crate) struct Plan<'a> {
     sequences: Sequences<'a>,
+    heads: usize,
     group: usize,
     parts: Vec<Part>,
     /// For each task: its parts, shared tokens and KV head.
@@ -59,14 +61,14 @@ pub(crate) struct Plan<'a> {
 impl<'a> Plan<'a> {
     /// Splits a step into tasks for `threads` threads. The longest tasks come first, so that the threads finish at nearly the same time.
     ///
-    /// `heads`, the number of query heads, must be a multiple of `kv_heads`. Only the queries are split: one task handles the whole context
-    /// of a query. Results do not depend on the split.
+    /// `heads`, the number of query heads, must be a multiple of `kv_heads`, which can be a multiple of a single KV head. Only the queries
+    /// are split: one task handles the whole context of a query. Results do not depend on the split.
     pub(crate) fn new(sequences: Sequences<'a>, heads: usize, kv_heads: usize, threads: usize) -> Self {
         let group = heads / kv_heads;
         let most = (ROWS / group).max(1);
         // More and smaller tasks than threads keep the threads busy.
         let busy = |queries: usize| most.min(queries * kv_heads / (4 * threads));
-        let mut plan = Self { sequences, group, parts: Vec::new(), tasks: Vec::new() };
+        let mut plan = Self { sequences, heads, group, parts: Vec::new(), tasks: Vec::new() };
         let (mut groups, mut short) = (Vec::new(), Vec::new());
         let each = busy(sequences.query_starts.last().map_or(0, |&end| end as usize)).max(LEAST_ROWS / group).max(1);
         for sequence in 0..sequences.context_lens.len() {
@@ -133,6 +135,12 @@ impl<'a> Plan<'a> {
     pub(super) fn task(&self, index: usize) -> Task<'_> {
         let (parts, shared, kv_head) = &self.tasks[index];
         Task { parts: &self.parts[parts.clone()], shared: *shared, kv_head: *kv_head }
+    }
+
+    /// Number of query heads.
+    #[inline(always)]
+    pub(super) fn heads(&self) -> usize {
+        self.heads
     }
 
     /// Number of query heads that share a KV head.

@@ -17,6 +17,8 @@ struct Case {
     kv_heads: usize,
     group: usize,
     head_dim: usize,
+    /// The size of the values, if they are a part of the keys.
+    latent: Option<usize>,
     block_size: usize,
     dtype: KvDType,
     window: Option<usize>,
@@ -70,21 +72,37 @@ impl Case {
     fn tokens(&self) -> Vec<Tokens> {
         let mut random = Random(self.seed);
         let (width, kv_width) = (self.kv_heads * self.group * self.head_dim, self.kv_heads * self.head_dim);
-        let one = |&count: &usize| Tokens {
-            queries: random.numbers(count * width, self.scale),
-            keys: random.numbers(count * kv_width, self.scale),
-            values: random.numbers(count * kv_width, self.scale),
+        let one = |&count: &usize| {
+            let [queries, keys, values] = [width, kv_width, kv_width].map(|width| random.numbers(count * width, self.scale));
+            let values = if self.latent.is_some() { keys.clone() } else { values };
+            Tokens { queries, keys, values }
         };
         self.contexts.iter().map(one).collect()
+    }
+
+    fn shape(&self, blocks: usize) -> KvShape {
+        let &Self { kv_heads, block_size, head_dim, latent, .. } = self;
+        KvShape { layers: 2, blocks, kv_heads, block_size, head_dim, latent }
+    }
+
+    /// The width of a token's outputs.
+    fn outputs(&self) -> usize {
+        self.kv_heads * self.group * self.latent.unwrap_or(self.head_dim)
+    }
+
+    /// Splits a step into tasks. Those of one KV head are for half of its query heads, if these are even.
+    fn plan<'a>(&self, sequences: Sequences<'a>, threads: usize) -> Plan<'a> {
+        let halves = if self.kv_heads == 1 && self.group.is_multiple_of(2) { 2 } else { 1 };
+        Plan::new(sequences, self.kv_heads * self.group, self.kv_heads * halves, threads)
     }
 
     /// Runs all sequences to their ends and returns their outputs. Each step adds `cut` tokens of a sequence.
     ///
     /// Every cell that no query attends to is NaN: cells that were never written, and cells that have left the window.
     fn serve(&self, isa: Isa, threads: usize, random: &mut Random, mut cut: impl FnMut(&mut Random) -> usize) -> Vec<Vec<f32>> {
-        let (heads, size) = (self.kv_heads * self.group, self.block_size);
-        let (width, kv_width) = (heads * self.head_dim, self.kv_heads * self.head_dim);
-        let stride = width + 5;
+        let size = self.block_size;
+        let (width, kv_width) = (self.kv_heads * self.group * self.head_dim, self.kv_heads * self.head_dim);
+        let (stride, outs) = (width + 5, self.outputs());
         let tokens = self.tokens();
         let max_blocks = self.contexts.iter().max().expect("sequences").div_ceil(size) + 1;
         let count = self.contexts.len();
@@ -92,7 +110,7 @@ impl Case {
         random.shuffle(&mut blocks);
         let mut rows: Vec<usize> = (0..count).collect();
         random.shuffle(&mut rows);
-        let shape = KvShape { layers: 2, blocks: blocks.len(), kv_heads: self.kv_heads, block_size: size, head_dim: self.head_dim };
+        let shape = self.shape(blocks.len());
         let mut cache = KvCache::new(shape, self.dtype, 0).expect("memory");
         let pages = cache.pages();
         let slot =
@@ -105,7 +123,7 @@ impl Case {
         (0..shape.blocks * size).for_each(|slot| write(slot, &nothing, &nothing));
         let mut pool = ThreadPool::new(threads).expect("threads");
         let mut done = vec![0; count];
-        let mut outputs: Vec<Vec<f32>> = self.contexts.iter().map(|tokens| vec![f32::NAN; tokens * width]).collect();
+        let mut outputs: Vec<Vec<f32>> = self.contexts.iter().map(|tokens| vec![f32::NAN; tokens * outs]).collect();
         while done != self.contexts {
             let mut members: Vec<usize> = (0..count).filter(|&i| done[i] < self.contexts[i] && random.below(4) > 0).collect();
             random.shuffle(&mut members);
@@ -125,13 +143,14 @@ impl Case {
             let block_tables = &blocks;
             let sequences =
                 Sequences { query_starts: &starts, context_lens: &lens, rows: &tables, block_tables, max_blocks, block_size: size };
-            let plan = Plan::new(sequences, heads, self.kv_heads, threads);
-            let mut out = vec![f32::NAN; query.len() / stride * width];
+            let plan = self.plan(sequences, threads);
+            let mut out = vec![f32::NAN; query.len() / stride * outs];
             let shared = UnsafeSlice::new(&mut out);
             let (&Self { window, softcap, .. }, sinks) = (self, self.sinks());
             let (scale, sinks) = (1.0 / (self.head_dim as f32).sqrt(), sinks.as_deref());
+            let (query, head_stride) = (&query, self.head_dim);
             let attention =
-                Attention { plan: &plan, pages, layer: LAYER, window, scale, softcap, sinks, query: &query, stride, out: shared };
+                Attention { plan: &plan, pages, layer: LAYER, window, scale, softcap, sinks, query, stride, head_stride, out: shared };
             pool.run(|worker| {
                 let mut scratch = Scratch::default();
                 // SAFETY: one thread runs each task, and all tokens have been written.
@@ -139,7 +158,7 @@ impl Case {
             });
             for (&i, step) in members.iter().zip(starts.windows(2)) {
                 let (end, step) = (done[i] + (step[1] - step[0]) as usize, step[0] as usize..step[1] as usize);
-                outputs[i][done[i] * width..end * width].copy_from_slice(&out[step.start * width..step.end * width]);
+                outputs[i][done[i] * outs..end * outs].copy_from_slice(&out[step.start * outs..step.end * outs]);
                 let left = self.window.map_or(0, |window| (end + 1).saturating_sub(window));
                 (0..left).for_each(|position| write(slot(i, position), &nothing, &nothing));
                 done[i] = end;
@@ -178,7 +197,7 @@ impl Case {
             let largest = scores.iter().copied().fold(sink, f64::max);
             let powers: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
             let sum = powers.iter().sum::<f64>() + (sink - largest).exp();
-            expected.extend((0..dim).map(|d| {
+            expected.extend((0..self.latent.unwrap_or(dim)).map(|d| {
                 let weighted = seen.clone().zip(&powers).map(|(token, power)| power * values[token * self.kv_heads + head][d]);
                 weighted.sum::<f64>() / sum
             }));
@@ -220,6 +239,7 @@ prop_compose! {
         kv_heads in 1..4_usize,
         group in 1..9_usize,
         head_dim in prop::sample::select(vec![2, 8, 16, 32, 64, 72, 80, 96, 128, 256]),
+        own in prop::option::of(0..4_usize),
         block_size in prop::sample::select(vec![1, 2, 3, 4, 8, 16, 24, 32, 128]),
         dtype in prop::sample::select(vec![KvDType::F32, KvDType::F16, KvDType::Bf16, KvDType::Int8]),
         window in prop::option::of(prop::sample::select(vec![1, 2, 16, 37, 64, 100])),
@@ -230,7 +250,8 @@ prop_compose! {
         seed in any::<u64>(),
     ) -> Case {
         let block_size = if dtype == KvDType::Bf16 { block_size + block_size % 2 } else { block_size };
-        Case { kv_heads, group, head_dim, block_size, dtype, window, softcap, sinks, contexts, scale, seed }
+        let latent = own.map(|own| head_dim - head_dim * own / 4);
+        Case { kv_heads, group, head_dim, latent, block_size, dtype, window, softcap, sinks, contexts, scale, seed }
     }
 }
 
@@ -245,7 +266,8 @@ proptest! {
 
 #[test]
 fn the_shapes_of_models_do() {
-    for (heads, kv_heads, head_dim) in [(9, 3, 64), (14, 2, 64), (8, 1, 128), (4, 4, 96), (4, 2, 80)] {
+    let shapes = [(9, 3, 64, None), (14, 2, 64, None), (8, 1, 128, None), (4, 4, 96, None), (4, 2, 80, None), (5, 1, 576, Some(512))];
+    for (heads, kv_heads, head_dim, latent) in shapes {
         for dtype in [KvDType::F32, KvDType::F16, KvDType::Bf16, KvDType::Int8] {
             for window in [None, Some(70)] {
                 let contexts = vec![131, 17];
@@ -254,6 +276,7 @@ fn the_shapes_of_models_do() {
                     kv_heads,
                     group,
                     head_dim,
+                    latent,
                     block_size: 16,
                     dtype,
                     window,
@@ -288,12 +311,13 @@ impl Shared {
         let rows: Vec<i32> = members.iter().map(|&i| i as i32).collect();
         let (query_starts, context_lens, block_size) = (&starts, &lens, case.block_size);
         let sequences = Sequences { query_starts, context_lens, rows: &rows, block_tables: tables, max_blocks, block_size };
-        let plan = Plan::new(sequences, case.kv_heads * case.group, case.kv_heads, 1);
-        let mut out = vec![f32::NAN; query.len()];
+        let plan = case.plan(sequences, 1);
+        let mut out = vec![f32::NAN; members.len() * queries * case.outputs()];
         let (&Case { window, softcap, .. }, sinks) = (case, case.sinks());
         let (pages, shared, sinks) = (cache.pages(), UnsafeSlice::new(&mut out), sinks.as_deref());
+        let (query, stride, head_stride, scale) = (&query, width, case.head_dim, 0.3);
         let attention =
-            Attention { plan: &plan, pages, layer: LAYER, window, scale: 0.3, softcap, sinks, query: &query, stride: width, out: shared };
+            Attention { plan: &plan, pages, layer: LAYER, window, scale, softcap, sinks, query, stride, head_stride, out: shared };
         let mut scratch = Scratch::default();
         // SAFETY: there is one thread, and all tokens have been written.
         (0..plan.len()).for_each(|task| unsafe { attention.attend(isa, task, &mut scratch) });
@@ -314,15 +338,14 @@ impl Shared {
             let blocks = tables[twin * max_blocks..][..equal / block_size].to_vec();
             tables[i * max_blocks..][..blocks.len()].copy_from_slice(&blocks);
         }
-        let shape = KvShape { layers: 2, blocks: tables.len(), kv_heads, block_size, head_dim };
-        let mut cache = KvCache::new(shape, case.dtype, 0).expect("memory");
+        let mut cache = KvCache::new(case.shape(tables.len()), case.dtype, 0).expect("memory");
         for slot in 0..tables.len() * block_size {
             let [keys, values] = [(); 2].map(|()| random.numbers(kv_heads * head_dim, case.scale));
             // SAFETY: no other thread uses the cache.
             unsafe { cache.pages().write(LAYER, slot, &keys, &values) };
         }
         let all: Vec<usize> = (0..count).collect();
-        let width = self.queries * kv_heads * case.group * head_dim;
+        let width = self.queries * case.outputs();
         let mut sharing = 0;
         for isa in case.isas() {
             let (together, tasks) = self.step(isa, &all, &mut cache, &tables, max_blocks);
@@ -364,6 +387,7 @@ fn decodes_that_share_blocks_share_tasks() {
         kv_heads: 3,
         group,
         head_dim: 16,
+        latent: None,
         block_size: 16,
         dtype: KvDType::F32,
         window: None,

@@ -29,10 +29,10 @@ impl<C: Cell> Attend<'_, C> {
         C::NUMBERS == 2 && self.isa.has_tiles()
     }
 
-    /// Copies the pairs of values, \[pairs of tokens\]\[head dim, padded\]. Tokens that are not visible become zeros.
+    /// Copies the pairs of values, \[pairs of tokens\]\[value dim, padded\]. Tokens that are not visible become zeros.
     #[inline(always)]
     pub(super) fn gather_values<S: Simd>(&mut self, s: S, tile: &Tile<C>) {
-        let padded = self.of.pages.padded();
+        let padded = self.of.pages.padded_value();
         let visible = tile.tokens.start / 2..tile.tokens.end.div_ceil(2);
         let values = &mut self.scratch.values[..TILE / 2 * padded];
         values[..visible.start * padded].fill(0);
@@ -98,7 +98,7 @@ impl<C: Cell> Attend<'_, C> {
     /// As for [`PairTiles::begin`].
     #[inline(always)]
     unsafe fn add_values<S: Simd>(&mut self, s: S, tile: &Tile<C>, rows: Range<usize>, tiles: &mut PairTiles, scores: &mut Scores) {
-        let (padded, height, first_row) = (self.of.pages.padded(), rows.len(), rows.start);
+        let (padded, height, first_row) = (self.of.pages.padded_value(), rows.len(), rows.start);
         // SAFETY: `begin` sized the scratch memory for all rows. The caller guarantees the rest.
         unsafe {
             for (row, scores) in rows.zip(scores.iter_mut()) {

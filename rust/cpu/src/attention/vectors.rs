@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{TILE, Tile};
+use super::TILE;
 use crate::cache::Cell;
 use crate::simd::Simd;
 
@@ -16,34 +16,33 @@ pub(super) const fn most_rows<S: Simd>() -> usize {
     S::VECTORS * S::ROWS / VECTORS
 }
 
-/// Dot products of `R` queries with the keys in [`VECTORS`] of the tile's registers.
+/// Dot products of `R` queries with the keys in [`VECTORS`] registers, whose cells are `step` apart. Row by row they go to `scores`.
 #[inline(always)]
 pub(super) unsafe fn products<S: Simd, C: Cell, const R: usize>(
     s: S,
     query: *const f32,
     head_dim: usize,
-    tile: &Tile<C>,
-    first: usize,
-    scores: &mut [[f32; TILE]; MICRO],
+    keys: [*const C; VECTORS],
+    step: usize,
+    scores: [*mut f32; MICRO],
 ) {
-    let keys: [*const C; VECTORS] = std::array::from_fn(|v| tile.keys[first + v]);
     let mut sums = [[s.splat(0.0); VECTORS]; R];
     for d in 0..head_dim / C::NUMBERS {
         // SAFETY: the key pointers are valid for so many steps, and there are `R` queries.
         unsafe {
             let query: [S::F; R] = std::array::from_fn(|r| s.splat(*query.add(r * head_dim + d)));
             for v in 0..VECTORS {
-                let key = C::load(s, keys[v].add(d * tile.step));
+                let key = C::load(s, keys[v].add(d * step));
                 for r in 0..R {
                     sums[r][v] = C::multiply(s, query[r], key, sums[r][v]);
                 }
             }
         }
     }
-    for (scores, sums) in scores.iter_mut().zip(sums) {
-        for (to, sum) in scores[first * S::LANES..][..VECTORS * S::LANES].chunks_exact_mut(S::LANES).zip(sums) {
-            // SAFETY: the chunk has `S::LANES` numbers.
-            unsafe { s.store(to.as_mut_ptr(), sum) };
+    for (scores, sums) in scores.into_iter().zip(sums) {
+        for (v, sum) in sums.into_iter().enumerate() {
+            // SAFETY: the caller guarantees room for the scores.
+            unsafe { s.store(scores.add(v * S::LANES), sum) };
         }
     }
 }
@@ -115,6 +114,7 @@ pub(super) struct Weighted<'a, C> {
     /// Factor that rescales each row's sums, in all lanes of a register.
     pub(super) factors: &'a [[f32; 16]; MICRO],
     pub(super) sums: *mut f32,
+    /// Size of a row's sums.
     pub(super) padded: usize,
 }
 

@@ -5,7 +5,7 @@
 use super::*;
 use crate::simd::{Isa, Kernel};
 
-const SHAPE: KvShape = KvShape { layers: 2, blocks: 5, kv_heads: 3, block_size: 4, head_dim: 6 };
+const SHAPE: KvShape = KvShape { layers: 2, blocks: 5, kv_heads: 3, block_size: 4, head_dim: 6, latent: None };
 
 const DTYPES: [KvDType; 4] = [KvDType::F32, KvDType::F16, KvDType::Bf16, KvDType::Int8];
 
@@ -178,7 +178,7 @@ fn memory_is_refused_with_an_error_and_taken_only_when_written() {
 #[test]
 fn discarded_blocks_lose_their_memory_and_others_keep_their_content() {
     // A block has 3 heads in 12,672 bytes of a layer, so that memory pages are shared by neighbours.
-    let shape = KvShape { layers: 2, blocks: 40, kv_heads: 3, block_size: 16, head_dim: 32 };
+    let shape = KvShape { layers: 2, blocks: 40, kv_heads: 3, block_size: 16, head_dim: 32, latent: None };
     let mut cache = KvCache::new(shape, KvDType::F32, 0).expect("little memory");
     let content = |block: u32| vec![block as u8 + 1; KvCache::bytes_per_block(shape, KvDType::F32)];
     (0..40).for_each(|block| cache.write(block, &content(block)));

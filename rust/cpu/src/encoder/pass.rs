@@ -234,7 +234,7 @@ impl<'a> Pass<'a> {
                 let row = (t - self.starts[text]) * self.cos_sin_width;
                 // SAFETY: an earlier phase wrote this row (see `Pass`).
                 let cos_sin = unsafe { self.cos_sin.read(row + start, ropes[index].width()) };
-                self.isa.run(Rotate { heads, head_dim, cos_sin });
+                self.isa.run(Rotate { heads, head_dim, cos_sin, adjacent: false });
             }
         }
     }
