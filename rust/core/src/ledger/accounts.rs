@@ -374,10 +374,15 @@ impl Accounts {
         match swapped_blocks {
             Some(blocks) => {
                 self.counters.preemptions_swap += 1;
-                self.counters.swapped_blocks += blocks as u64;
+                self.count_swapped(blocks);
             }
             None => self.counters.preemptions_recompute += 1,
         }
+    }
+
+    /// Counts blocks copied to host memory.
+    pub(crate) fn count_swapped(&mut self, blocks: usize) {
+        self.counters.swapped_blocks += blocks as u64;
     }
 
     /// Counts a missed deadline.

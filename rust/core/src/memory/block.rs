@@ -1,6 +1,7 @@
 //! Physical KV blocks: the holders, the name and the free state of each.
 
 use self::free_lists::FreeLists;
+use self::host_pool::HostPool;
 use self::limit::Unbacked;
 use self::owners::{Owner, Owners};
 use self::users::Users;
@@ -12,6 +13,8 @@ use std::sync::Arc;
 mod chain;
 mod changes;
 mod free_lists;
+mod host;
+mod host_pool;
 mod limit;
 mod owners;
 mod users;
@@ -55,6 +58,11 @@ impl BlockTable {
     /// The physical blocks, in logical order.
     pub fn ids(&self) -> &[BlockId] {
         &self.ids
+    }
+
+    /// The session whose request the sequence computes.
+    pub(crate) fn owner(&self) -> Option<CacheOwner> {
+        self.owner
     }
 
     /// Sets the session whose request the sequence computes.
@@ -171,6 +179,7 @@ pub struct BlockPool {
     /// Free blocks that have a name.
     free: FreeLists,
     owners: Owners,
+    host: HostPool,
     next_content: Content,
     /// Number of names computed and looked up.
     lookups: u64,
@@ -195,11 +204,17 @@ impl BlockPool {
             limit: count as usize - 1,
             free: FreeLists::new(count),
             owners: Owners::default(),
+            host: HostPool::new(0, block_size),
             next_content: ROOT + 1,
             lookups: 0,
             changes: None,
             dropped: None,
         }
+    }
+
+    /// Adds `count` blocks in host memory to a new pool.
+    pub(crate) fn with_host(self, count: u32) -> Self {
+        Self { host: HostPool::new(count, self.block_size), ..self }
     }
 
     /// The hasher that computes names.
@@ -402,25 +417,30 @@ impl BlockPool {
                 self.take_name(other);
             }
             let content = self.new_content();
-            debug_assert!(self.blocks[id.0 as usize].holders > 0 && self.blocks[id.0 as usize].name.is_none());
-            let scope = (chain.content == ROOT).then(|| Arc::clone(&chain.scope));
-            self.blocks[id.0 as usize].name = Some(Name {
-                hash,
-                content,
-                parent: chain.content,
-                parent_block: chain.block,
-                scope,
-                step,
-                users: Users::default(),
-                owner: Owner::default(),
-                dependents: 0,
-            });
-            self.tokens[id.0 as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
-            self.named.insert(hash, id);
-            self.record(hash, true);
+            self.give_name(id, chain, (hash, content), tokens, step);
             (content, id)
         });
         chain.advance(content, block);
+    }
+
+    /// Names block `id`, which continues `chain` and holds `tokens` after `step` has run.
+    fn give_name(&mut self, id: BlockId, chain: &Chain, (hash, content): (BlockHash, Content), tokens: &[Token], step: u64) {
+        debug_assert!(self.blocks[id.0 as usize].holders > 0 && self.blocks[id.0 as usize].name.is_none());
+        let scope = (chain.content == ROOT).then(|| Arc::clone(&chain.scope));
+        self.blocks[id.0 as usize].name = Some(Name {
+            hash,
+            content,
+            parent: chain.content,
+            parent_block: chain.block,
+            scope,
+            step,
+            users: Users::default(),
+            owner: Owner::default(),
+            dependents: 0,
+        });
+        self.tokens[id.0 as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
+        self.named.insert(hash, id);
+        self.record(hash, true);
     }
 
     /// Removes the names of blocks in `table` that step `since` or a later step completes, because their content may be invalid.
@@ -532,7 +552,9 @@ impl BlockPool {
     /// Removes the name of the free cached block that is evicted next, and takes the block for a session or for another use.
     fn evict(&mut self, taker: Option<CacheOwner>) -> BlockId {
         let id = self.next_evicted();
-        self.note_evicted(id, taker);
+        if !self.keep_on_host(id, taker) {
+            self.note_evicted(id, taker);
+        }
         self.take_name(id);
         self.unnamed.pop().expect("it was just freed")
     }

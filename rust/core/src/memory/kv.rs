@@ -5,7 +5,6 @@ use super::block::{
 };
 use super::hash::{BlockHash, BlockHasher};
 use super::state_pool::StatePool;
-use super::swap_pool::SwapPool;
 use crate::request::{CacheScope, Token};
 use std::sync::Arc;
 
@@ -55,7 +54,6 @@ pub(crate) struct KvSizes {
 #[derive(Debug)]
 pub(crate) struct Kv {
     pool: BlockPool,
-    host: SwapPool,
     states: StatePool,
     block_size: u32,
     /// Whether sequences share blocks of equal prefixes.
@@ -67,12 +65,11 @@ pub(crate) struct Kv {
 impl Kv {
     pub(crate) fn new(sizes: KvSizes, sharing: bool, hasher: BlockHasher) -> Self {
         let KvSizes { blocks, host_blocks, state_slots, block_size } = sizes;
-        let mut pool = BlockPool::new(blocks, block_size as usize, hasher);
+        let mut pool = BlockPool::new(blocks, block_size as usize, hasher).with_host(host_blocks);
         if state_slots > 0 {
             pool.record_dropped();
         }
-        let (host, states) = (SwapPool::new(host_blocks), StatePool::new(state_slots));
-        Self { pool, host, states, block_size, sharing, spare: Vec::new() }
+        Self { pool, states: StatePool::new(state_slots), block_size, sharing, spare: Vec::new() }
     }
 
     /// Number of blocks that can be given to sequences now.
@@ -111,9 +108,61 @@ impl Kv {
         self.pool.take_given_back()
     }
 
-    /// Number of host blocks, and the number of free host blocks.
+    /// See [`BlockPool::host`].
     pub(crate) fn host(&self) -> (usize, usize) {
-        (self.host.len(), self.host.free())
+        self.pool.host()
+    }
+
+    /// See [`BlockPool::host_room`].
+    pub(crate) fn host_room(&self) -> usize {
+        self.pool.host_room()
+    }
+
+    /// See [`BlockPool::begin_plan`]. States stay on the device, and evicted blocks of a model that has them are not kept.
+    pub(crate) fn begin_plan(&mut self, step: u64, keeps: bool, reads: bool) {
+        self.pool.begin_plan(step, keeps && !self.states.exists(), reads);
+    }
+
+    /// See [`BlockPool::end_plan`].
+    pub(crate) fn end_plan(&mut self, copies: &mut Vec<(BlockId, u32)>) -> usize {
+        self.pool.end_plan(copies)
+    }
+
+    /// Number of evicted blocks in host memory that continue the first `from` blocks of a waiting sequence, by their names.
+    pub(crate) fn kept_after(&self, blocks: &SeqBlocks, from: usize) -> usize {
+        self.pool.kept_after(from, &blocks.names)
+    }
+
+    /// Reads evicted blocks that a waiting sequence can share back from host memory into free cached blocks, at most `most` in this plan. Appends
+    /// the copies to `reads`, and calls `on_name` for each block. Returns whether none is left, or the number of free blocks required as an
+    /// error.
+    pub(crate) fn read_back(
+        &mut self,
+        blocks: &mut SeqBlocks,
+        tokens: &[Token],
+        (grant, most): (Grant, usize),
+        reads: &mut Vec<(u32, BlockId)>,
+        on_name: impl FnMut(BlockHash),
+    ) -> Result<bool, usize> {
+        if !self.pool.has_kept() {
+            return Ok(true);
+        }
+        self.name(blocks, tokens);
+        let mut found = std::mem::take(&mut self.spare);
+        let names = &blocks.names[..(tokens.len() - 1) / self.block_size as usize];
+        let chain = self.pool.find(&blocks.scope, names, tokens, &mut found);
+        let kept = self.pool.kept_after(found.len(), names);
+        let needed = grant.blocks - found.iter().filter(|&&block| self.pool.holders(block) > 0).count();
+        let mut read = 0;
+        if kept > 0 && needed <= grant.room {
+            let mut table = BlockTable::default();
+            table.set_owner(blocks.table.owner());
+            found.iter().for_each(|&block| self.pool.share(&mut table, block));
+            read = self.pool.read_back(&mut table, chain, (names, tokens), (most, grant.step), reads, on_name);
+            self.pool.release(&mut table);
+        }
+        self.recycle(found);
+        if kept > 0 && needed > grant.room { Err(needed) } else { Ok(read == kept || read < most) }
     }
 
     /// Number of names computed and looked up so far.
@@ -492,7 +541,7 @@ impl Kv {
     pub(crate) fn free_all(&mut self, blocks: &mut SeqBlocks) {
         self.pool.release(&mut blocks.table);
         self.end_state(blocks);
-        self.host.release(&mut blocks.host);
+        self.pool.release_host(&mut blocks.host);
     }
 
     /// Plans copies of a sequence's computed KV to host memory, and keeps its state. Returns the number of copied blocks. Panics if too few
@@ -500,7 +549,7 @@ impl Kv {
     pub(crate) fn swap_out(&mut self, blocks: &mut SeqBlocks, computed: u32, swap_out: &mut Vec<(BlockId, u32)>) -> usize {
         let used = computed.div_ceil(self.block_size) as usize;
         for &block in &blocks.table.ids()[..used] {
-            let host = self.host.take();
+            let host = self.pool.take_host();
             blocks.host.push(host);
             swap_out.push((block, host));
         }
@@ -510,13 +559,13 @@ impl Kv {
 
     /// Releases the host blocks of a sequence that was swapped in.
     pub(crate) fn end_swap(&mut self, blocks: &mut SeqBlocks) {
-        self.host.release(&mut blocks.host);
+        self.pool.release_host(&mut blocks.host);
     }
 
     /// Panics unless the pools agree with the blocks of `all`, which must be all sequences.
     pub(crate) fn check<'a>(&self, all: impl Iterator<Item = &'a SeqBlocks> + Clone) {
         self.pool.check(all.clone().map(|blocks| &blocks.table));
-        self.host.check(all.clone().flat_map(|blocks| blocks.host.iter().copied()));
+        self.pool.check_host(all.clone().flat_map(|blocks| blocks.host.iter().copied()));
         self.check_states(all);
     }
 

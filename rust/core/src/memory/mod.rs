@@ -1,7 +1,7 @@
-//! The KV cache: blocks on the device, their names and holders, and the blocks of the swap pool in host memory; and the slots
+//! The KV cache: blocks on the device, their names and holders, and the blocks in host memory; and the slots
 //! for recurrent states.
 //!
-//! This room owns which blocks are free, held, cached or swapped out, and how many may have memory. It finds cached
+//! This room owns which blocks are free, held, cached or in host memory, and how many may have memory. It finds cached
 //! prefixes by the names of blocks and verifies them by their tokens.
 //!
 //! It knows blocks, tokens, salts and tenants as numbers. It may not know sequences, the queue, the policy or time: the
@@ -12,7 +12,6 @@ mod blocks_used;
 mod hash;
 mod kv;
 mod state_pool;
-mod swap_pool;
 
 pub use block::{BlockId, BlockPool, BlockTable, CacheChanges, Chain, StoredBlock, Taker};
 pub(crate) use block::{BlockUse, CacheOwner, EvictionClass, TAKERS, User};

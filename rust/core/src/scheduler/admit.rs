@@ -149,7 +149,7 @@ impl Scheduler {
                 self.waiting.reject(id);
                 false
             }
-            Need::Slot | Need::Budget | Need::NextStep | Need::Commit | Need::Prefix => false,
+            Need::Slot | Need::Budget | Need::NextStep | Need::Commit | Need::Prefix | Need::Read => false,
         }
     }
 
@@ -236,6 +236,7 @@ impl Scheduler {
             let (blocks, tokens) = seq.blocks_and_tokens();
             self.kv.swap_in(blocks, tokens, swapped, grant, &mut plan.swap_in).map(|()| Computed { tokens: swapped, own: swapped })
         } else {
+            self.read_back(id, grant, plan)?;
             let cached = self.find_cached(id, plan.step)?;
             let (blocks, tokens) = self.seqs[id].blocks_and_tokens();
             self.kv.admit(blocks, tokens, cached, grant, &mut plan.copies)

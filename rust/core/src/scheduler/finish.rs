@@ -21,7 +21,10 @@ impl Scheduler {
         let was_decoding = seq.is_decoding();
         if !was_decoding {
             seq.note_first_token(self.accounts.now());
-            seq.blocks.pay_all();
+            // A request that failed has computed nothing, so its tenant is told of no block that it shared.
+            if finish != Some(FinishReason::Error) {
+                seq.blocks.pay_all();
+            }
             if let Phase::Running { slot, .. } = seq.phase()
                 && seq.preemptions() == chunk.preemptions
             {

@@ -13,6 +13,7 @@ mod fill;
 mod finish;
 mod forecast;
 mod hold;
+mod host;
 mod limit;
 mod preempt;
 mod prefill;
@@ -187,6 +188,7 @@ impl Scheduler {
     pub fn plan(&mut self, now: Time) -> Option<Box<StepPlan>> {
         self.accounts.tick(now);
         self.steps.begin();
+        self.kv.begin_plan(self.steps.planned(), self.keeps_on_host(), self.steps.owes_reads());
         let backlog = self.waiting.foreground() > self.waiting.new_len();
         self.queue_new();
         self.take_turns();
@@ -201,6 +203,8 @@ impl Scheduler {
         self.bound_prefill(&plan, &mut budget, backlog);
         self.plan_prefills(&mut plan, &mut budget, room.reserved);
         self.accounts.run_step(plan.chunks.len(), plan.load.prefill_tokens > 0);
+        let kept = self.kv.end_plan(&mut plan.swap_out);
+        self.accounts.count_swapped(kept);
         if plan.chunks.is_empty() {
             let stall = self.stall();
             self.note_backlog(stall);

@@ -259,7 +259,7 @@ impl Scheduler {
     /// Whether it is cheaper to copy a sequence's KV to host memory and back than to compute it again.
     fn is_worth_swapping(&self, seq: &Sequence) -> bool {
         let blocks = seq.computed().div_ceil(self.config.block_size) as usize;
-        let fits = blocks > 0 && blocks <= self.kv.host().1 && !seq.is_drafting() && self.kv.can_keep_state(self.config.max_num_seqs);
+        let fits = blocks > 0 && blocks <= self.kv.host_room() && !seq.is_drafting() && self.kv.can_keep_state(self.config.max_num_seqs);
         fits && (!self.model.knows() || self.swap_time(seq) < self.recompute_time(seq))
     }
 
@@ -272,7 +272,7 @@ impl Scheduler {
 
     fn swap_time(&self, seq: &Sequence) -> f64 {
         let blocks = seq.computed().div_ceil(self.config.block_size);
-        2.0 * f64::from(blocks) * f64::from(self.config.swap_ns_per_block) / 1000.0
+        self.copy_time(blocks)
     }
 
     fn recompute_time(&self, seq: &Sequence) -> f64 {

@@ -4,7 +4,7 @@ use super::Scheduler;
 use crate::config::SessionTurns;
 use crate::request::{FinishReason, SeqId, SessionEvent, Time};
 use crate::sequence::{Phase, Sequence};
-use crate::sessions::{Joins, Machine, SessionId, SessionWait, Turn, Wait};
+use crate::sessions::{Joins, Machine, Reload, SessionId, SessionWait, Turn, Wait};
 use std::sync::Arc;
 
 /// Hundredths of the blocks that contexts of active sessions may take when one more becomes active, and as they grow.
@@ -84,7 +84,7 @@ impl Scheduler {
         while let Some((session, is_due)) = self.sessions.next(now, |tenant| self.waiting.service(tenant)) {
             let reload = self.session_reload(session);
             let blocks = self.session_blocks(FILL.0) as u32;
-            if !self.sessions.fits(session, blocks) && self.evict_quiet_held(reload) {
+            if !self.sessions.fits(session, blocks) && self.evict_quiet_held(reload.takes) {
                 continue;
             }
             let service = |tenant| self.waiting.service(tenant);
@@ -157,13 +157,17 @@ impl Scheduler {
         (self.running_blocks(false) + self.sessions.load() as usize).min(self.kv.kept())
     }
 
-    /// Microseconds to compute what the waiting requests of a session had computed before and is not cached.
-    fn session_reload(&mut self, session: SessionId) -> f64 {
-        let waiting = self.sessions.waiting(session).iter().map(|wait| (wait.seq, wait.known));
-        let mut reload = 0.0;
-        for (seq, known) in waiting {
-            let cached = self.kv.estimate(&self.seqs[seq].blocks, 0, &mut None).len() as f64 * f64::from(self.config.block_size);
-            reload += self.model.prefill(cached, (f64::from(known) - cached).max(0.0));
+    /// What the waiting requests of a session had computed before and is not on the device.
+    fn session_reload(&mut self, session: SessionId) -> Reload {
+        let size = f64::from(self.config.block_size);
+        let mut reload = Reload::default();
+        for &Wait { seq, known, .. } in self.sessions.waiting(session) {
+            let blocks = &self.seqs[seq].blocks;
+            let cached = self.kv.estimate(blocks, 0, &mut None).len();
+            let kept = self.kv.kept_after(blocks, cached);
+            let computing = |from: usize| self.model.prefill(from as f64 * size, (f64::from(known) - from as f64 * size).max(0.0));
+            reload.computing += computing(cached);
+            reload.takes += self.copy_time(kept as u32) + computing(cached + kept);
         }
         reload
     }

@@ -89,6 +89,8 @@ pub(crate) enum Need {
     Batch,
     /// A prefix that a running prompt is about to cache.
     Prefix,
+    /// A prefix in host memory, which the next steps read back.
+    Read,
 }
 
 impl Need {
@@ -98,7 +100,7 @@ impl Need {
             Self::Slot => TimelineState::WaitSlots,
             // The running prompt takes the step's tokens.
             Self::Budget | Self::Prefix => TimelineState::WaitBudget,
-            Self::Blocks(_) | Self::NextStep | Self::Commit | Self::NonPreemptible => TimelineState::WaitBlocks,
+            Self::Blocks(_) | Self::NextStep | Self::Read | Self::Commit | Self::NonPreemptible => TimelineState::WaitBlocks,
             Self::Batch => TimelineState::WaitBatch,
         }
     }

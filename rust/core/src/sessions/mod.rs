@@ -11,9 +11,11 @@ mod answers;
 mod directory;
 mod line;
 mod marks;
+mod reloads;
 mod session;
 mod turns;
 
 pub use line::SessionWait;
+pub(crate) use reloads::Reload;
 pub(crate) use session::{SessionId, SessionRef, Wait};
 pub(crate) use turns::{Joins, Machine, Sessions, Turn, is_long_quiet};

@@ -2,7 +2,7 @@
 //!
 //! The contexts of active sessions fit into the cache together. The others are parked: their requests wait in line, and their blocks are
 //! evicted first. A parked session comes in when there is room, or when an active one makes room: because
-//! it has been active for [`LEAST_TURN`] times the time to compute its context again, and the bucket for such reloads is not
+//! it has been active for [`LEAST_TURN`] times the time to bring its context back, and the bucket for such reloads is not
 //! empty; or because it has been quiet for [`LONG_QUIET`]. One that is quiet goes before one with requests, whose further
 //! requests wait. A session of a less urgent tier makes room at once, and does not count while it has requests. Where tenants take turns,
 //! tiers do not count, and a turn ends only for a tenant without more service. A request that is due is served in any case. A
@@ -11,6 +11,7 @@
 use super::answers::{Answer, Answers};
 use super::directory::Directory;
 use super::line::{Key, Line, SessionWait};
+use super::reloads::{self, Reload, Reloads};
 use super::session::{Session, SessionId, SessionRef, State, Wait};
 use crate::memory::{BlockHash, CacheOwner, EvictionClass, Kv, User};
 use crate::request::{SeqId, SessionEvent, TIERS, Tier, Time};
@@ -19,12 +20,8 @@ use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// A session's turn lasts for at least so many times the time to compute its context again.
+/// A session's turn lasts for at least so many times the time to bring its context back.
 const LEAST_TURN: f64 = 5.0;
-/// The part of the time that reloads may take. With a larger one, sessions take shorter turns and lose more time to reloads.
-const RELOAD_SHARE: f64 = 0.15;
-/// Microseconds of reloads that may be saved up.
-const BUCKET: f64 = 60e6;
 /// A session makes room for others in any case if it has been quiet for so many microseconds, and for so many times the time of both reloads.
 const LONG_QUIET: (Time, f64) = (60_000_000, 3.0);
 /// Microseconds after which a quiet session is parked.
@@ -98,9 +95,7 @@ pub(crate) struct Sessions {
     /// Blocks of the contexts of parked sessions with requests in the queue or running.
     leaving: u32,
     line: Line,
-    /// Microseconds of reloads that are saved up. Below 0 after one that was longer.
-    bucket: f64,
-    bucket_at: Time,
+    reloads: Reloads,
 }
 
 impl Sessions {
@@ -116,8 +111,7 @@ impl Sessions {
             busy: BTreeSet::new(),
             leaving: 0,
             line: Line::default(),
-            bucket: BUCKET,
-            bucket_at: 0,
+            reloads: Reloads::default(),
         }
     }
 
@@ -155,7 +149,7 @@ impl Sessions {
         let first = is_new && session.blocks() <= short;
         let turn = if session.is_active() || fits || joins.started || first { Turn::Now } else { Turn::Waits };
         if !session.is_active() && fits {
-            self.activate(id, 0.0, now, kv);
+            self.activate(id, Reload::default(), now, kv);
         }
         self.change(id, |session| match turn {
             Turn::Now => session.enter_queue(),
@@ -264,7 +258,7 @@ impl Sessions {
         let session = &self.directory[of.session];
         // Another request of the session may be due before, but it may also end before.
         let own = session.waiting.iter().find(|wait| wait.seq == seq)?.due;
-        let expected = self.line.expected(key, self.reload(of.session, model) / RELOAD_SHARE, now);
+        let expected = self.line.expected(key, self.reload(of.session, model) / reloads::SHARE, now);
         let [expected, longest] = [(expected as Time).min(due(session).saturating_sub(now)), own.saturating_sub(now)];
         Some(SessionWait { expected, longest })
     }
@@ -279,10 +273,9 @@ impl Sessions {
         self.load() + self.directory[id].blocks() <= blocks
     }
 
-    /// Parks active sessions until a parked one fits that computes for `reload` microseconds what it had computed before. Returns whether
-    /// it comes in.
-    pub(crate) fn make_room(&mut self, id: SessionId, reload: f64, is_due: bool, machine: &Machine<'_>, kv: &mut Kv) -> bool {
-        self.fill_bucket(machine.now);
+    /// Parks active sessions until a parked one fits that has a `reload`. Returns whether it comes in.
+    pub(crate) fn make_room(&mut self, id: SessionId, reload: Reload, is_due: bool, machine: &Machine<'_>, kv: &mut Kv) -> bool {
+        self.reloads.fill(machine.now);
         let wanted = self.directory[id].blocks();
         let urgent = self.loads[..=self.tier(id) as usize].iter().sum::<u32>();
         while self.load() + wanted > machine.blocks {
@@ -304,9 +297,9 @@ impl Sessions {
         true
     }
 
-    /// Begins the turn of a parked session, and returns its requests. Reloads take `reload` microseconds.
-    pub(crate) fn activate(&mut self, id: SessionId, reload: f64, now: Time, kv: &mut Kv) -> Vec<Wait> {
-        self.bucket -= reload;
+    /// Begins the turn of a parked session with its `reload`, and returns its requests.
+    pub(crate) fn activate(&mut self, id: SessionId, reload: Reload, now: Time, kv: &mut Kv) -> Vec<Wait> {
+        self.reloads.begin(reload);
         if !self.directory[id].waiting.is_empty() {
             self.line.advance(now);
         }
@@ -388,14 +381,14 @@ impl Sessions {
     }
 
     /// An active session that makes room for a parked one.
-    fn victim(&self, id: SessionId, reload: f64, machine: &Machine<'_>) -> Option<SessionId> {
+    fn victim(&self, id: SessionId, reload: Reload, machine: &Machine<'_>) -> Option<SessionId> {
         let tier = self.tier(id);
         // Those that wait for their users come first: they stay quiet for longer.
         let quiet = [true, false].into_iter().find_map(|awaits_user| {
             let of_kind = self.quiet.range((awaits_user, 0, SessionId::default())..).take(CONSIDERED);
             let mut of_kind = of_kind.take_while(|&&(kind, ..)| kind == awaits_user);
             let &(_, since, victim) = of_kind.find(|&&(.., victim)| self.tier(victim) >= tier)?;
-            let reloads = reload + self.reload(victim, machine.model);
+            let reloads = reload.takes + self.reload(victim, machine.model);
             is_long_quiet(machine.now.saturating_sub(since), reloads).then_some(victim)
         });
         if quiet.is_some() {
@@ -406,8 +399,8 @@ impl Sessions {
     }
 
     /// The first of some active sessions whose turn is over, if there is time for the reload of a parked one.
-    fn served(&self, turns: &BTreeSet<(Time, SessionId)>, id: SessionId, reload: f64, machine: &Machine<'_>) -> Option<SessionId> {
-        if self.bucket < reload.min(BUCKET) {
+    fn served(&self, turns: &BTreeSet<(Time, SessionId)>, id: SessionId, reload: Reload, machine: &Machine<'_>) -> Option<SessionId> {
+        if !self.reloads.allow(reload) {
             return None;
         }
         let is_served = |since: Time, victim| machine.now.saturating_sub(since) as f64 > LEAST_TURN * self.reload(victim, machine.model);
@@ -426,14 +419,9 @@ impl Sessions {
         if self.by_tenant { Tier::Default } else { self.directory[id].tier }
     }
 
-    /// Microseconds to compute a session's contexts again.
+    /// Expected microseconds to bring a session's contexts back.
     fn reload(&self, id: SessionId, model: &StepModel) -> f64 {
-        self.directory[id].contexts().map(|tokens| model.prefill(0.0, tokens.into())).sum()
-    }
-
-    fn fill_bucket(&mut self, now: Time) {
-        self.bucket = (self.bucket + RELOAD_SHARE * now.saturating_sub(self.bucket_at) as f64).min(BUCKET);
-        self.bucket_at = self.bucket_at.max(now);
+        self.reloads.expected(self.directory[id].contexts().map(|tokens| model.prefill(0.0, tokens.into())).sum())
     }
 
     /// Changes a session and its places in the orders.

@@ -41,8 +41,9 @@ pub(crate) struct Steps {
     load: Load,
     /// Why the latest plan is empty although there was work.
     stall: Option<Stall>,
-    /// Copies to host memory that an empty plan could not carry out.
+    /// Copies to host memory, and from it, that an empty plan could not carry out.
     swaps_due: Vec<(BlockId, u32)>,
+    reads_due: Vec<(u32, BlockId)>,
     /// Used plans, kept to reuse their memory.
     #[expect(clippy::vec_box, reason = "a plan is large, and the scheduler gives and takes it in a box")]
     spare: Vec<Box<StepPlan>>,
@@ -58,9 +59,14 @@ pub(crate) struct Ran {
 }
 
 impl Steps {
-    /// Whether copies to host memory are outstanding. Their blocks are free and must keep their content until the next step.
+    /// Whether copies to host memory or from it are outstanding. Their blocks are free and must keep their content until the next step.
     pub(crate) fn owes_copies(&self) -> bool {
-        !self.swaps_due.is_empty()
+        !self.swaps_due.is_empty() || self.owes_reads()
+    }
+
+    /// Whether copies from host memory are outstanding.
+    pub(crate) fn owes_reads(&self) -> bool {
+        !self.reads_due.is_empty()
     }
 
     /// Begins a plan.
@@ -68,13 +74,12 @@ impl Steps {
         self.plans += 1;
     }
 
-    /// The current plan. It is empty except for outstanding copies to host memory.
+    /// The current plan. It is empty except for outstanding copies.
     pub(crate) fn plan(&mut self, now: Time) -> Box<StepPlan> {
         let mut plan = self.spare.pop().unwrap_or_default();
         plan.reset(self.planned, now);
-        if !self.swaps_due.is_empty() {
-            plan.swap_out.append(&mut self.swaps_due);
-        }
+        plan.swap_out.append(&mut self.swaps_due);
+        plan.swap_in.append(&mut self.reads_due);
         plan
     }
 
@@ -82,8 +87,9 @@ impl Steps {
     pub(crate) fn abandon(&mut self, mut plan: Box<StepPlan>, stall: Option<Stall>) {
         self.stall = stall;
         self.goes_on &= self.in_flight();
-        // Preempted sequences still need their copies.
+        // Preempted sequences and cached blocks still need their copies.
         self.swaps_due.append(&mut plan.swap_out);
+        self.reads_due.append(&mut plan.swap_in);
         self.spare.push(plan);
     }
 

@@ -11,6 +11,7 @@ mod fcfs;
 mod forks;
 mod gather;
 mod hold;
+mod host;
 mod journal;
 mod lab;
 mod preemption;

@@ -140,6 +140,24 @@ fn a_request_that_is_cancelled_tells_nothing_of_others_blocks() {
 }
 
 #[test]
+fn a_request_that_fails_tells_nothing_of_others_blocks() {
+    let told = [1, 2].map(|guess| {
+        let mut lab = Lab::new(plenty(&Fcfs));
+        lab.add(Request { tenant: "alice".into(), ..stem(1, 1, 160, 200, 1) });
+        lab.finish();
+        for tag in 2..4 {
+            lab.add(Request { tenant: "bob".into(), ..stem(guess, tag, 160, 200, 1) });
+            if tag == 2 {
+                lab.fail_next(tag);
+            }
+            lab.finish();
+        }
+        lab.ended[&3].own_cached_tokens
+    });
+    assert_eq!(told, [0, 0]);
+}
+
+#[test]
 fn two_equal_requests_at_once_tell_nothing_of_others_blocks() {
     let told = [1, 2].map(|guess| {
         let mut lab = Lab::new(Config { max_num_batched_tokens: 100, ..plenty(&Fcfs) });

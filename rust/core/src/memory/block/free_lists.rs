@@ -75,6 +75,11 @@ impl FreeLists {
         self.change(FreeList::Owned(owner), |lists| lists.ranks[owner as usize] = (class, number));
     }
 
+    /// When an owner's blocks are evicted: its class, and its number in it.
+    pub(super) fn rank_of(&self, owner: u32) -> (EvictionClass, u64) {
+        self.ranks[owner as usize]
+    }
+
     /// Records the release of a block that is then added to a list.
     pub(super) fn release(&mut self, id: BlockId) {
         self.freed += 1;

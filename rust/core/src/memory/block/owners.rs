@@ -70,6 +70,19 @@ struct Owned {
     ended: bool,
 }
 
+impl CacheOwner {
+    /// Its index among the owners.
+    pub(super) fn number(self) -> u32 {
+        self.0
+    }
+}
+
+impl Owners {
+    pub(super) fn has_ended(&self, owner: CacheOwner) -> bool {
+        self.list[owner.0 as usize].ended
+    }
+}
+
 impl BlockPool {
     /// Adds an owner of blocks: a session of `user`.
     pub(crate) fn open_owner(&mut self, user: User) -> CacheOwner {
@@ -93,7 +106,13 @@ impl BlockPool {
 
     /// Records that a cached block is evicted for a session, or for another use.
     pub(super) fn note_evicted(&mut self, id: BlockId, taker: Option<CacheOwner>) {
-        let Some(Owner::Owned(owner)) = self.blocks[id.0 as usize].name.as_ref().map(|name| name.owner) else { return };
+        if let Some(Owner::Owned(owner)) = self.blocks[id.0 as usize].name.as_ref().map(|name| name.owner) {
+            self.count_evicted(owner, taker, 1);
+        }
+    }
+
+    /// Records that blocks of a session are no longer cached, for a session or for another use.
+    pub(super) fn count_evicted(&mut self, owner: CacheOwner, taker: Option<CacheOwner>, blocks: u32) {
         let user = self.owners.list[owner.0 as usize].user;
         let taker = match taker {
             None => Taker::NoSession,
@@ -101,13 +120,14 @@ impl BlockPool {
             Some(taker) if self.owners.list[taker.0 as usize].user == user => Taker::SameTenant,
             Some(_) => Taker::OtherTenant,
         };
-        self.owners.list[owner.0 as usize].evicted[taker as usize] += 1;
+        self.owners.list[owner.0 as usize].evicted[taker as usize] += blocks;
     }
 
     /// Ends an owner. Its blocks are evicted before others, and belong to the next owner whose request uses them. No table may have it.
     pub(crate) fn end_owner(&mut self, owner: CacheOwner) {
         self.rank_owner(owner, EvictionClass::Ended);
         self.owners.list[owner.0 as usize].ended = true;
+        self.drop_owner_from_host(owner);
         self.reuse_owner(owner);
     }
 
@@ -155,7 +175,7 @@ impl BlockPool {
         let Some(name) = &self.blocks[id.0 as usize].name else { return };
         let owner = match (name.owner, user) {
             (Owner::Owned(owner), Some(user)) if owner == user => return,
-            (Owner::Owned(owner), _) if self.owners.list[owner.0 as usize].ended => user.map_or(Owner::OneRequest, Owner::Owned),
+            (Owner::Owned(owner), _) if self.owners.has_ended(owner) => user.map_or(Owner::OneRequest, Owner::Owned),
             (Owner::Unused | Owner::OneRequest, Some(user)) => Owner::Owned(user),
             (Owner::Unused, None) => Owner::OneRequest,
             _ => Owner::Common,

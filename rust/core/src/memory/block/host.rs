@@ -1,0 +1,168 @@
+//! Where evicted blocks of sessions go in host memory, and how they come back.
+//!
+//! A block is either on the device or in host memory. It keeps its content number, so the blocks that continue it are found after it
+//! wherever they are.
+
+use super::free_lists::EvictionClass;
+use super::host_pool::{HostBlock, HostList};
+use super::owners::{CacheOwner, Owner};
+use super::{BlockHash, BlockId, BlockPool, BlockTable, Chain};
+use crate::request::Token;
+
+impl BlockPool {
+    /// Number of host blocks, and of those that no swapped sequence holds.
+    pub(crate) fn host(&self) -> (usize, usize) {
+        (self.host.len(), self.host.free())
+    }
+
+    /// Number of host blocks that the current plan can give to swapped sequences.
+    pub(crate) fn host_room(&self) -> usize {
+        self.host.room()
+    }
+
+    /// Begins the plan of `step`. `keeps` is set if blocks of sessions that it evicts are copied to host memory, and `reads` if it makes copies from
+    /// host memory of an earlier plan.
+    pub(crate) fn begin_plan(&mut self, step: u64, keeps: bool, reads: bool) {
+        self.host.keeps_in = keeps.then_some(step);
+        if !reads {
+            self.host.settle();
+        }
+    }
+
+    /// Ends a plan. Appends the copies of evicted blocks to host memory to `copies`, and returns their number.
+    pub(crate) fn end_plan(&mut self, copies: &mut Vec<(BlockId, u32)>) -> usize {
+        self.host.keeps_in = None;
+        let kept = self.host.copies.len();
+        copies.append(&mut self.host.copies);
+        kept
+    }
+
+    /// Takes a host block for a swapped sequence. Panics if there is no [room](Self::host_room).
+    pub(crate) fn take_host(&mut self) -> u32 {
+        loop {
+            if let Some(block) = self.host.take() {
+                return block;
+            }
+            let list = self.next_dropped().expect("a host block that no sequence holds");
+            self.drop_from_host(list, None);
+        }
+    }
+
+    /// Releases the host blocks of a swapped sequence.
+    pub(crate) fn release_host(&mut self, blocks: &mut Vec<u32>) {
+        self.host.release(blocks);
+    }
+
+    /// Whether evicted blocks are in host memory.
+    pub(crate) fn has_kept(&self) -> bool {
+        self.host.cached() > 0
+    }
+
+    /// Number of blocks in host memory that continue the first `from` of these names. Only the names are compared.
+    pub(crate) fn kept_after(&self, from: usize, names: &[BlockHash]) -> usize {
+        names.get(from..).map_or(0, |names| names.partition_point(|&name| self.host.has(name)))
+    }
+
+    /// Copies blocks that continue `chain` from host memory to new blocks of `table`, which has the blocks of the chain. At most `most`, and as many as
+    /// are free. Appends the copies to `reads`, and calls `on_name` for each block. The blocks are complete after the current plan's `step`.
+    pub(crate) fn read_back(
+        &mut self,
+        table: &mut BlockTable,
+        mut chain: Chain,
+        (names, tokens): (&[BlockHash], &[Token]),
+        (most, step): (usize, u64),
+        reads: &mut Vec<(u32, BlockId)>,
+        mut on_name: impl FnMut(BlockHash),
+    ) -> usize {
+        let first = chain.len;
+        for (&name, tokens) in names.iter().zip(tokens.chunks_exact(self.block_size)).skip(first).take(most) {
+            if self.free() == 0 {
+                break;
+            }
+            let Some((host, block)) = self.host.remove(name, &chain, tokens) else { break };
+            let id = self.take_free(table.owner);
+            table.ids.push(id);
+            if let Some(&other) = self.named.get(&name) {
+                self.take_name(other);
+            }
+            self.give_name(id, &chain, (name, block.content), tokens, step);
+            self.blocks[id.0 as usize].name.as_mut().expect("it was just named").users = block.users;
+            chain.advance(block.content, id);
+            reads.push((host, id));
+            on_name(name);
+        }
+        chain.len - first
+    }
+
+    /// Copies a block that is evicted to host memory, if it belongs to a session and there is room. Returns whether it does.
+    pub(super) fn keep_on_host(&mut self, id: BlockId, taker: Option<CacheOwner>) -> bool {
+        let Some(step) = self.host.keeps_in else { return false };
+        let name = self.blocks[id.0 as usize].name.as_ref().expect("a named block");
+        let list = match name.owner {
+            Owner::Owned(owner) if !self.owners.has_ended(owner) => HostList::Owned(owner),
+            // Without the blocks that several sessions share, those after them would not be found.
+            Owner::Common if self.host.cached() > 0 => HostList::Common,
+            _ => return false,
+        };
+        // The copy runs before the step, and reads only what earlier steps have written.
+        if name.step >= step {
+            return false;
+        }
+        let hash = name.hash;
+        self.host.drop_named(hash);
+        let Some(host) = self.host_block_for(list, taker) else { return false };
+        let name = self.blocks[id.0 as usize].name.as_mut().expect("a named block");
+        let (users, scope) = (std::mem::take(&mut name.users), name.scope.clone());
+        let kept = HostBlock { hash, content: name.content, parent: name.parent, scope, users, list };
+        self.host.add(host, kept, &self.tokens[id.0 as usize * self.block_size..][..self.block_size]);
+        self.host.copies.push((id, host));
+        true
+    }
+
+    /// Drops the blocks that an owner has in host memory.
+    pub(super) fn drop_owner_from_host(&mut self, owner: CacheOwner) {
+        self.host.drop_list(HostList::Owned(owner));
+    }
+
+    /// Panics unless the host pool agrees with the blocks that swapped sequences hold.
+    pub(crate) fn check_host(&self, held: impl Iterator<Item = u32>) {
+        self.host.check(held);
+        assert!(self.host.copies.is_empty() && self.host.keeps_in.is_none(), "a plan did not end");
+    }
+
+    /// A host block for a block of a list. Others lose their blocks for it, but not for blocks that would be dropped first.
+    fn host_block_for(&mut self, list: HostList, taker: Option<CacheOwner>) -> Option<u32> {
+        loop {
+            if let Some(block) = self.host.take() {
+                return Some(block);
+            }
+            let dropped = self.next_dropped().filter(|&dropped| self.dropped_at(dropped) < self.dropped_at(list))?;
+            self.drop_from_host(dropped, taker);
+        }
+    }
+
+    /// The list that is dropped first. O(sessions), and the next blocks then have room.
+    fn next_dropped(&self) -> Option<HostList> {
+        self.host.lists().min_by_key(|&list| self.dropped_at(list))
+    }
+
+    /// The place of a list in the order in which they are dropped: sessions that were parked and have no request, the one that was parked
+    /// first at the front, because it may never go on; those that wait for their turns, the last one first; those that are coming back; common
+    /// blocks.
+    fn dropped_at(&self, list: HostList) -> (u8, u64, u32) {
+        let HostList::Owned(owner) = list else { return (3, 0, 0) };
+        let number = owner.number();
+        match self.free.rank_of(number) {
+            (EvictionClass::Ended | EvictionClass::Parked, parked) => (0, u64::MAX - parked, number),
+            (EvictionClass::ParkedWaiting, parked) => (1, parked, number),
+            (EvictionClass::Active, _) => (2, 0, number),
+        }
+    }
+
+    fn drop_from_host(&mut self, list: HostList, taker: Option<CacheOwner>) {
+        let dropped = self.host.drop_list(list) as u32;
+        if let HostList::Owned(owner) = list {
+            self.count_evicted(owner, taker, dropped);
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Blocks in host memory: those of swapped sequences, and cached blocks of sessions that were evicted from the device.
+
+use super::owners::CacheOwner;
+use super::users::Users;
+use super::{BlockId, Chain, Content};
+use crate::memory::hash::BlockHash;
+use crate::request::{CacheScope, Token};
+use rustc_hash::FxHashMap;
+use std::sync::Arc;
+
+/// To whom a cached block belongs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum HostList {
+    /// Several sessions.
+    Common,
+    /// One session.
+    Owned(CacheOwner),
+}
+
+impl HostList {
+    fn index(self) -> usize {
+        match self {
+            Self::Common => 0,
+            Self::Owned(owner) => owner.number() as usize + 1,
+        }
+    }
+}
+
+/// A cached block. It has the content that it had on the device.
+#[derive(Debug)]
+pub(super) struct HostBlock {
+    pub(super) hash: BlockHash,
+    pub(super) content: Content,
+    pub(super) parent: Content,
+    /// Scope of a chain's first block.
+    pub(super) scope: Option<Arc<CacheScope>>,
+    pub(super) users: Users,
+    pub(super) list: HostList,
+}
+
+/// The blocks of the host pool. Each swapped sequence knows those that it holds.
+#[derive(Debug)]
+pub(super) struct HostPool {
+    block_size: usize,
+    free: Vec<u32>,
+    /// Blocks that copies of the current plan may still read. They are free from the next plan on.
+    released: Vec<u32>,
+    named: FxHashMap<BlockHash, u32>,
+    /// Cached blocks, by host block.
+    cached: Vec<Option<HostBlock>>,
+    /// Tokens of cached blocks, `[blocks, block_size]`.
+    tokens: Vec<Token>,
+    /// Cached blocks by [`HostList`], the one that was evicted last at the end.
+    lists: Vec<Vec<u32>>,
+    /// Copies from the device that the current plan makes.
+    pub(super) copies: Vec<(BlockId, u32)>,
+    /// The current plan's step, if blocks that it evicts are copied.
+    pub(super) keeps_in: Option<u64>,
+}
+
+impl HostPool {
+    pub(super) fn new(count: u32, block_size: usize) -> Self {
+        Self {
+            block_size,
+            free: (0..count).rev().collect(),
+            released: Vec::new(),
+            named: FxHashMap::default(),
+            cached: (0..count).map(|_| None).collect(),
+            tokens: vec![0; count as usize * block_size],
+            lists: vec![Vec::new()],
+            copies: Vec::new(),
+            keeps_in: None,
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.cached.len()
+    }
+
+    /// Number of blocks that no swapped sequence holds.
+    pub(super) fn free(&self) -> usize {
+        self.free.len() + self.released.len() + self.named.len()
+    }
+
+    /// Number of blocks that the current plan can give to swapped sequences.
+    pub(super) fn room(&self) -> usize {
+        self.free.len() + self.named.len()
+    }
+
+    /// Number of cached blocks.
+    pub(super) fn cached(&self) -> usize {
+        self.named.len()
+    }
+
+    /// Frees the released blocks, because the copies that read them belong to earlier plans.
+    pub(super) fn settle(&mut self) {
+        self.free.append(&mut self.released);
+    }
+
+    /// Takes a block that is neither held nor cached.
+    pub(super) fn take(&mut self) -> Option<u32> {
+        self.free.pop()
+    }
+
+    /// Releases `blocks`. Only later plans may write them.
+    pub(super) fn release(&mut self, blocks: &mut Vec<u32>) {
+        self.released.append(blocks);
+    }
+
+    /// Whether a block with this name is cached.
+    pub(super) fn has(&self, name: BlockHash) -> bool {
+        self.named.contains_key(&name)
+    }
+
+    /// Caches a block that [`take`](Self::take) gave.
+    pub(super) fn add(&mut self, at: u32, block: HostBlock, tokens: &[Token]) {
+        let index = block.list.index();
+        if self.lists.len() <= index {
+            self.lists.resize_with(index + 1, Vec::new);
+        }
+        self.lists[index].push(at);
+        self.named.insert(block.hash, at);
+        self.tokens[at as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
+        self.cached[at as usize] = Some(block);
+    }
+
+    /// Removes a cached block that holds `tokens` directly after `chain`, for a copy of the current plan.
+    pub(super) fn remove(&mut self, name: BlockHash, chain: &Chain, tokens: &[Token]) -> Option<(u32, HostBlock)> {
+        let at = *self.named.get(&name)?;
+        let block = self.cached[at as usize].as_ref().expect("it is cached");
+        let same = block.parent == chain.content
+            && block.scope.as_ref().is_none_or(|scope| *scope == chain.scope)
+            && self.tokens[at as usize * self.block_size..][..self.block_size] == *tokens;
+        same.then(|| {
+            let block = self.uncache(at);
+            self.released.push(at);
+            (at, block)
+        })
+    }
+
+    /// Drops the cached block with this name, if there is one.
+    pub(super) fn drop_named(&mut self, name: BlockHash) {
+        if let Some(&at) = self.named.get(&name) {
+            self.uncache(at);
+            self.free.push(at);
+        }
+    }
+
+    /// Drops the cached blocks of a list. Returns their number.
+    pub(super) fn drop_list(&mut self, list: HostList) -> usize {
+        let dropped = self.lists.get_mut(list.index()).map(std::mem::take).unwrap_or_default();
+        for &at in &dropped {
+            let block = self.cached[at as usize].take().expect("it is cached");
+            self.named.remove(&block.hash);
+        }
+        self.free.extend(&dropped);
+        dropped.len()
+    }
+
+    /// The lists with cached blocks.
+    pub(super) fn lists(&self) -> impl Iterator<Item = HostList> + '_ {
+        self.lists.iter().filter_map(|list| Some(self.cached[*list.first()? as usize].as_ref().expect("it is cached").list))
+    }
+
+    fn uncache(&mut self, at: u32) -> HostBlock {
+        let block = self.cached[at as usize].take().expect("it is cached");
+        self.named.remove(&block.hash);
+        let list = &mut self.lists[block.list.index()];
+        // The ends of prompts are evicted first, and their beginnings come back first.
+        let place = list.iter().rposition(|&other| other == at).expect("its list has it");
+        list.remove(place);
+        block
+    }
+
+    /// Panics unless the cached, the free and the `held` blocks are all blocks, each once, and the lists have the cached ones.
+    pub(super) fn check(&self, held: impl Iterator<Item = u32>) {
+        let cached = || self.lists.iter().flatten().copied();
+        let mut all: Vec<u32> = self.free.iter().chain(&self.released).copied().chain(cached()).chain(held).collect();
+        all.sort_unstable();
+        assert!(all.into_iter().eq(0..self.len() as u32), "a host block is lost or held twice");
+        assert_eq!(cached().count(), self.named.len(), "names of cached host blocks");
+        for (list, index) in self.lists.iter().zip(0..) {
+            for &at in list {
+                let block = self.cached[at as usize].as_ref().expect("a list has a block that is not cached");
+                assert_eq!((block.list.index(), self.named.get(&block.hash)), (index, Some(&at)), "list and name of a host block");
+            }
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! The time that reloads of parked sessions take, and the part of all time that they may take.
+
+use crate::request::Time;
+
+/// The part of the time that reloads may take. With a larger one, sessions take shorter turns and lose more time to reloads.
+pub(super) const SHARE: f64 = 0.15;
+/// Microseconds of reloads that may be saved up.
+const BUCKET: f64 = 60e6;
+/// The part of a new measurement in the mean cost.
+const NEW: f64 = 0.125;
+
+/// How long it takes to bring back what a session had computed and is no longer on the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Reload {
+    /// Microseconds, by copies from host memory as far as there are any.
+    pub(crate) takes: f64,
+    /// Microseconds if all of it were computed.
+    pub(crate) computing: f64,
+}
+
+/// The bucket of time for reloads, and how much the latest ones took.
+#[derive(Debug)]
+pub(super) struct Reloads {
+    /// Microseconds that are saved up. Below 0 after a reload that was longer.
+    saved: f64,
+    filled_at: Time,
+    /// Mean time of reloads as a part of the time to compute them. `None` before the first one.
+    cost: Option<f64>,
+}
+
+impl Default for Reloads {
+    fn default() -> Self {
+        Self { saved: BUCKET, filled_at: 0, cost: None }
+    }
+}
+
+impl Reloads {
+    /// Adds the time that has passed.
+    pub(super) fn fill(&mut self, now: Time) {
+        self.saved = (self.saved + SHARE * now.saturating_sub(self.filled_at) as f64).min(BUCKET);
+        self.filled_at = self.filled_at.max(now);
+    }
+
+    /// Whether there is time for a reload. One that is longer than the bucket needs a full one.
+    pub(super) fn allow(&self, reload: Reload) -> bool {
+        self.saved >= reload.takes.min(BUCKET)
+    }
+
+    /// Records that a reload begins.
+    pub(super) fn begin(&mut self, reload: Reload) {
+        self.saved -= reload.takes;
+        if reload.computing > 0.0 {
+            let cost = reload.takes / reload.computing;
+            self.cost = Some(self.cost.map_or(cost, |mean| mean + NEW * (cost - mean)));
+        }
+    }
+
+    /// Microseconds of a reload that would take `computing` microseconds to compute.
+    pub(super) fn expected(&self, computing: f64) -> f64 {
+        self.cost.unwrap_or(1.0) * computing
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reloads_cost_what_the_latest_ones_did() {
+        let mut reloads = Reloads::default();
+        assert_eq!(reloads.expected(80.0), 80.0);
+        reloads.begin(Reload { takes: 1.0, computing: 10.0 });
+        assert_eq!(reloads.expected(80.0), 8.0);
+        for _ in 0..40 {
+            reloads.begin(Reload { takes: 5.0, computing: 10.0 });
+        }
+        assert!((39.0..=40.0).contains(&reloads.expected(80.0)), "{reloads:?}");
+        // A session that lost nothing says nothing of the cost.
+        let expected = reloads.expected(80.0);
+        reloads.begin(Reload::default());
+        assert_eq!(reloads.expected(80.0), expected);
+    }
+
+    #[test]
+    fn a_reload_longer_than_the_bucket_needs_a_full_one() {
+        let mut reloads = Reloads::default();
+        let [long, short] = [2.0 * BUCKET, 1.0].map(|takes| Reload { takes, computing: takes });
+        assert!(reloads.allow(long));
+        reloads.begin(long);
+        assert!(!reloads.allow(short));
+        // It is paid when as much time as it took has passed at the share, and the bucket is full after as much again.
+        let paid = (BUCKET / SHARE) as Time;
+        reloads.fill(paid + 100);
+        assert!(reloads.allow(short) && !reloads.allow(long));
+        reloads.fill(2 * paid + 100);
+        assert!(reloads.allow(long));
+    }
+}
