@@ -14,7 +14,7 @@ from pathlib import Path
 NAME = "chairlift-cpu"
 LEFT_OUT = {"accelerate", "torch", "transformers", "triton"}
 """The dependencies that are left out."""
-EXTRAS = {"fleet", "gate", "gguf", "otel"}
+EXTRAS = {"fleet", "gate", "gguf", "otel", "png"}
 """The extras that need none of them."""
 
 

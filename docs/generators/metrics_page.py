@@ -50,7 +50,8 @@ def _server() -> Metrics:
     metrics = Metrics("MODEL", lambda: [replica], alias=True)
     metrics.registry.register(LoopMonitor({"model_name": "MODEL", "engine": "0"}))
     shadow = Shadow((), {"model_name": "MODEL", "engine": "0"})
-    shadow.report = {"covered": 1.0, "tenants": {"": {"shadow": defaultdict(float)}}}
+    proposal = {"settings": "", "figures": {"": defaultdict[str, float](float)}}
+    shadow.report = {"covered": 1.0, "tenants": {"": {"shadow": defaultdict(float)}}, "proposal": proposal}
     metrics.registry.register(shadow)
     metrics.observe_targets("default", Tier(weight=1, ttft_ms=1), Timing(0, 0, 0, 0), 1)
     return metrics

@@ -543,8 +543,8 @@ def journal_settings(journal: bytes) -> dict[str, Any] | None:
 class Shadow:
     """A journal's requests under the recorded settings and under others, in virtual time, while the journal is written."""
 
-    def __new__(cls, journal: bytes, changes: dict[str, Any]) -> Shadow:
-        """Takes the journal's first bytes, as far as they are read, and changed settings as `what_if`. Raises ValueError."""
+    def __new__(cls, journal: bytes, changes: list[dict[str, Any]]) -> Shadow:
+        """Takes the journal's first bytes, and the changed settings of each engine, as for `what_if`. Raises ValueError."""
 
     def feed(self, journal: bytes) -> None:
         """Reads the bytes that follow. Raises ValueError if they are damaged."""
@@ -556,9 +556,10 @@ class Shadow:
         """Leaves out the requests whose outputs are known."""
 
     def take(self) -> dict[str, Any]:
-        """Returns what ended since the last call: `runs`, a report for the recorded settings and one for the others, as in `simulate`.
+        """Returns what ended since the last call: `runs`, a report for the recorded settings and one for each change, as in `simulate`.
 
         `recorded` has, as such a report, ended, states, and the tenants, sessions and tiers. Columns that a journal does not record are 0.
+        A request has the same tag in all of them.
         """
 
     @property

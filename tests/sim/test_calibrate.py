@@ -13,7 +13,8 @@ from chairlift.bench.traces import TraceRequest
 from chairlift.cli import main
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.sim.calibrate import calibrate, from_journal
+from chairlift.sim import calibrate as calibration
+from chairlift.sim.calibrate import agreement, calibrate, from_journal
 from chairlift.sim.devices import Profile
 from chairlift.sim.fit import fit
 from chairlift.sim.run import simulate
@@ -43,6 +44,53 @@ def test_a_fit_finds_what_steps_take_through_noise_and_hiccups() -> None:
     errors = np.abs(found.step(fresh) / TRUTH(fresh) / mean - 1)
     assert np.percentile(errors, 90) < 0.05
     assert [time for _, time in found.step.curve] == sorted(time for _, time in found.step.curve), "more tokens never take less"
+
+
+def measured(slowdown: float, seed: int) -> np.ndarray:
+    load, dice = loads(300), np.random.default_rng(seed)
+    took = TRUTH(load) * dice.uniform(0.95, 1.05, 300) * slowdown
+    return np.stack([*load, took, took], axis=1).astype(np.int64)
+
+
+@pytest.mark.parametrize(
+    ("slowdowns", "used"),
+    [((1.0, 1.05), [0, 1]), ((1.0, 1.4), []), ((1.4, 1.0, 1.05), [1, 2]), ((1.0, 1.4, 2.0, 1.45), [1, 3]), ((1.0, 1.3, 1.7, 2.2), [])],
+)
+def test_repeats_that_agree_are_used(slowdowns: tuple[float, ...], used: list[int]) -> None:
+    found = agreement([measured(slowdown, seed) for seed, slowdown in enumerate(slowdowns)])
+    assert found.used == used
+    among = [slowdowns[number] for number in used or range(len(slowdowns))]
+    assert found.spread == pytest.approx(max(among) / min(among) - 1, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("slowdowns", "repeats", "spread"), [((1.0, 1.0), 2, 0.0), ((1.0, 2.0, 1.0), 3, 0.0), ((1.0, 1.5, 2.5, 4.0), 4, 3.0)]
+)
+def test_a_measurement_is_repeated_until_two_repeats_agree(
+    slowdowns: tuple[float, ...],
+    repeats: int,
+    spread: float,
+    byte_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ran: list[int] = []
+    parts = [measured(slowdown, 0) for slowdown in slowdowns]
+
+    class Recorded:
+        def __init__(self, path: Path) -> None:
+            pass
+
+        def steps(self) -> tuple[dict[str, int], np.ndarray]:
+            return MEASURED.sizes, np.concatenate(parts[: len(ran)])
+
+    monkeypatch.setattr(calibration, "_run", lambda engine, number, seconds, on_progress: ran.append(number))
+    monkeypatch.setattr(calibration, "Recording", Recorded)
+    profile = calibrate(EngineConfig(model=str(byte_model), load_format="none"), 10.0)
+    assert ran == list(range(repeats))
+    assert profile.measured["repeats"] == repeats
+    assert profile.errors["spread"] == pytest.approx(spread, abs=0.05)
+    assert ("measuring for up to" in caplog.text) == (repeats > 2)
 
 
 def test_too_few_steps_say_nothing() -> None:

@@ -238,7 +238,7 @@ def status(arguments: list[str]) -> object:
     [
         (["--batching", "bus"], "expected some of continuous, static, dynamic, got 'bus'"),
         (["--policy", "fcfs,first"], "got 'first'"),
-        (["-o", "picture.png"], "expected a name that ends in .svg"),
+        (["-o", "picture.pdf"], "expected a name that ends in .svg"),
         (["--num-requests", "0"], "expected a whole number"),
         (["--batch-timeout-ms", "0"], "expected a number"),
         (["--run", "--modelled-device", "H100"], "--run uses this machine"),

@@ -80,7 +80,12 @@ def test_refused_says_why(tmp_path, capsys):
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,900,300\n0.1,40,5\n")
     assert main(["simulate", "--trace", str(trace), "--model", "SmolLM2-135M", "--max-model-len", "1024"]) == 0
-    assert "Refused: 1 requests, longer than the context (max_model_len)." in capsys.readouterr().out
+    reason = "Refused: 1 requests, longer than the context (max_model_len)."
+    assert reason in capsys.readouterr().out
+    models = tmp_path / "models.toml"
+    models.write_text('[one]\npath = "SmolLM2-135M"\nmax_model_len = 1024\n[two]\npath = "SmolLM2-1.7B"\n')
+    assert main(["simulate", "--trace", str(trace), "--models", str(models)]) == 0
+    assert f"one: {reason}" in capsys.readouterr().out
 
 
 def test_a_data_frame_has_a_row_a_request(monkeypatch):
@@ -89,6 +94,9 @@ def test_a_data_frame_has_a_row_a_request(monkeypatch):
     frame = result.to_pandas()
     assert list(frame["tenant"]) == list(result.labels("tenant"))
     assert (frame["ended"] == result.requests["ended"]).all()
+    frame = SimpleNamespace(from_dict=lambda rows, orient: (rows, orient))
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=frame))
+    assert result.to_pandas("tenant") == (result.grouped("tenant"), "index")
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(InvalidSetting, match="pip install pandas"):
         result.to_pandas()

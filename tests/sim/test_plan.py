@@ -18,7 +18,7 @@ from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.sim import plan_report
 from chairlift.sim.devices import DEVICES, Profile
-from chairlift.sim.plan import Plan, Point, Targets, candidates, plan
+from chairlift.sim.plan import Plan, Point, Targets, candidates, plan, step_error
 from chairlift.sim.run import machine
 from chairlift.sim.steps import StepTime
 from chairlift.sim.workload import Workload
@@ -126,6 +126,49 @@ def test_the_range_is_as_wide_as_steps_may_be_off() -> None:
     assert unsure.capacity.rate == sure.capacity.rate
     assert unsure.capacity.low == pytest.approx(sure.capacity.rate / 1.2, rel=0.08)
     assert unsure.capacity.high == pytest.approx(sure.capacity.rate * 1.2, rel=0.08)
+
+
+def test_measurements_that_do_not_suffice_give_no_plan() -> None:
+    mix, targets = WorkloadSpec(prompt_tokens=100, output_tokens=1), Targets(ttft=4.0, itl=1.0)
+    loaded = made_up(PER_TOKEN, 0.31)
+    with pytest.raises(InvalidSetting, match=r"do not suffice for a plan: half of its step times are off by more than 31%\. End other"):
+        plan(mix, targets, device=loaded, config=FIXED)
+    differing = replace(made_up(PER_TOKEN, 0.1), errors={"p50": 0.1, "p90": 0.2, "spread": 0.6})
+    with pytest.raises(InvalidSetting, match="repeated measurements differed by 60%"):
+        plan(mix, targets, device=differing, config=FIXED)
+    assert step_error(replace(differing, errors={"p50": 0.05, "p90": 0.1, "spread": 0.2})) == 0.2, "the larger of the two"
+
+
+def test_a_range_that_is_too_wide_is_not_printed_as_a_result(tmp_path: Path) -> None:
+    # Steps of 9 ms are within the target of 10 ms, those that are a fifth slower are not.
+    on, config = made_up(StepTime.constant(9000), 0.2), replace(FIXED, max_num_seqs=1)
+    found = plan(WorkloadSpec(prompt_tokens=10, output_tokens=20), Targets(ttft=1.0, itl=0.01), device=on, config=config)
+    assert not found.conclusive
+    assert not found.document()["conclusive"]
+    summary = plan_report.summary(found, on, DEFAULT_MODEL, "traffic", 30.0, "")
+    printed = "\n".join(plan_report.text(found, summary))
+    assert "the measurements do not suffice for a plan" in printed
+    assert f"between 0 and {found.capacity.high:.3g} requests a second" in printed
+    assert "measure again for longer" in printed
+    assert "bottleneck" not in printed
+    assert "twice" not in printed
+    plan_report.page(found, summary).write(str(tmp_path / "plan.html"))
+    assert "bottleneck" not in (tmp_path / "plan.html").read_text()
+    assert "chairlift calibrate -o FILE" in plan_report.summary(found, DEVICES["h100"], "m", "traffic", 30.0, "")["what to do"]
+    sure = replace(found, error=0.0)
+    assert "--num-requests" in plan_report.summary(sure, on, "m", "traffic", 30.0, "")["what to do"]
+
+
+def test_twice_a_resource_is_never_a_loss() -> None:
+    # With twice the slots steps are too slow for the target.
+    step = StepTime(((0.0, 0.0), (1.0, 1.0)), decode_seq=10_000.0)
+    found = plan(
+        WorkloadSpec(prompt_tokens=1, output_tokens=20),
+        Targets(ttft=4.0, itl=0.045),
+        device=made_up(step),
+        config=replace(FIXED, max_num_seqs=4, target_itl_ms=1e5),
+    )
+    assert found.sensitivity["slots"] == found.capacity.rate
 
 
 def test_smaller_steps_are_chosen_for_the_time_between_tokens() -> None:

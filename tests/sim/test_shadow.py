@@ -9,7 +9,7 @@ from journals import watched
 from chairlift import Policy
 from chairlift.cli.replay_settings import apply
 from chairlift.errors import InvalidSetting
-from chairlift.sim import shadow
+from chairlift.sim import proposal, shadow
 from chairlift.sim.policy import use
 from chairlift.sim.shadow import Shadow
 
@@ -158,6 +158,48 @@ def test_it_keeps_nothing_of_the_time_in_which_nothing_ends(journal):
         seen, clocks.time = one.document(), clocks.time + 10
         counts.append((seen["runs"]["recorded"]["requests"], *(len(parts) for parts in one._rows.values())))  # noqa: SLF001
     assert counts == [(400, 1, 1, 1)] * 3
+
+
+def test_the_figures_of_an_idle_server_expire(journal):
+    clocks = Clocks()
+    one = begin(journal, clocks=clocks)
+    one.work()
+    assert one.document()["runs"]["recorded"]["requests"] == 400
+    clocks.time += shadow.WINDOW_SECONDS + 1
+    one.work()
+    assert one.document()["runs"]["recorded"]["requests"] == 0
+
+
+def test_it_proposes_a_change_of_settings_for_the_hour(tmp_path, monkeypatch):
+    monkeypatch.setattr(proposal, "HOUR_SECONDS", 1.4)
+    monkeypatch.setattr(proposal, "SETTLE_SECONDS", 2.87)
+    path = tmp_path / "slots.journal"
+    settings = {"requests": 400, "num_kv_blocks": 200}
+    day = watched(**settings, max_num_seqs=2)
+    path.write_bytes(day.journal)
+    one = begin(path)
+    assert one.document()["proposal"] is None
+    one.work()
+    found = one.document()["proposal"]
+    assert found["settings"] == "max_num_seqs=4", "requests wait for one of two slots"
+    assert found["covered"] == 1.0
+    ttft = found["figures"]["ttft_p50_s"]
+    assert ttft["change"] < -0.3
+    # The server with this setting serves the same requests about as soon as was said: their outputs are drawn in another order.
+    served = {
+        one["tag"]: one["first_token"] - one["submitted"] for one in watched(**settings, max_num_seqs=4).timelines if one["first_token"]
+    }
+    answered = [one["tag"] for one in day.timelines if one["finish"] in ("stop", "length")]
+    assert np.median([served[tag] for tag in answered]) / 1e6 == pytest.approx(ttft["after"], rel=0.12)
+    assert max(figure["simulator_error"] for figure in found["figures"].values()) < 0.02
+
+
+def test_a_tag_may_be_used_twice(tmp_path):
+    path = tmp_path / "twice.journal"
+    path.write_bytes(watched(requests=100, tag_of=lambda number: number // 2).journal)
+    seen = document(path)
+    assert seen["covered"] == 1.0
+    assert 80 < seen["runs"]["simulated"]["requests"] <= 100
 
 
 def test_it_takes_two_hundredths_of_a_core_and_says_what_it_left_out(journal, monkeypatch):

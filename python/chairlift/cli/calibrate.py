@@ -43,9 +43,10 @@ def run(args: argparse.Namespace) -> int:
             profile = calibrate(args.engine, args.seconds or SECONDS, on_progress)
     profile.save(args.output)
     errors = profile.errors
+    spread = f"; repeats differ by {errors['spread']:.1%}" if "spread" in errors else ""
     print(
         f"{profile.measured['steps']:,} steps of up to {profile.measured['most_tokens']} tokens. Error of the predicted step times: "
-        f"{errors['p50']:.1%} (p50), {errors['p90']:.1%} (p90).\n"
+        f"{errors['p50']:.1%} (p50), {errors['p90']:.1%} (p90){spread}.\n"
         f"Written to {args.output}. Use it: chairlift simulate --modelled-device {args.output} --trace FILE"
     )
     return 0

@@ -55,7 +55,7 @@ def add_parser(commands: Any, summary: str) -> None:
     _add_variants(parser.add_argument_group("variants"))
     group = parser.add_argument_group("results")
     flags.add_json(group)
-    group.add_argument("-o", "--output", type=values.svg, metavar="FILE", help="write a plot, as .svg")
+    group.add_argument("-o", "--output", type=values.picture, metavar="FILE", help="write a plot, as .svg or .png")
     flags.add_report(group)
     flags.add_fields(parser, EngineConfig, [*(name for name in SETTINGS if name not in _VARIED), "load_format", "threads"])
 
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output or args.report:
         svg = plot(results, title, subtitle)
         if args.output:
-            Path(args.output).write_text(svg, encoding="utf-8")
+            svg.write(args.output)
         if args.report:
             compare_report.page(results, svg, [note] if note else []).write(args.report)
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -30,7 +29,7 @@ def add_parser(commands: Any, summary: str) -> None:
     parser = flags.add_command(commands, "explain", summary, _EXAMPLES, run)
     parser.add_argument("id", metavar="ID", help="id of a response, or the X-Request-Id of its request")
     add_server(parser)
-    parser.add_argument("--output", type=values.svg, metavar="FILE.svg", help="draw the time in each state")
+    parser.add_argument("--output", type=values.picture, metavar="FILE", help="draw the time in each state, as .svg or .png")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     explanation = get_json(args.url, f"/v1/requests/{quote(args.id)}/explain", client_key(args))
     show(explanation, Console(highlight=False))
     if args.output is not None:
-        Path(args.output).write_text(plot([one["states"] for one in explanation["sequences"]], explanation["id"]), encoding="utf-8")
+        plot([one["states"] for one in explanation["sequences"]], explanation["id"]).write(args.output)
     return 0
 
 

@@ -123,7 +123,7 @@ def add_json(parser: argparse._ActionsContainer) -> None:
 
 def add_report(parser: argparse._ActionsContainer) -> None:
     """Adds `--report`."""
-    help = "write a self-contained HTML page with plots; of a FILE.svg the plots alone"
+    help = "write a self-contained HTML page with plots; of a FILE.svg or FILE.png the plots alone"
     parser.add_argument("--report", type=values.output, metavar="FILE", help=help)
 
 

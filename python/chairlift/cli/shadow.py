@@ -21,7 +21,8 @@ examples:
                                                      the same by the server, for its metrics, dashboard and 'chairlift top'
 
 The requests of the journal go through the scheduler in simulated time as they end, under the recorded settings ('simulated') and under
-the others ('shadow'). Compare these two; 'recorded' is the server itself. It takes at most 2 % of a core.
+the others ('shadow'). Compare these two; 'recorded' is the server itself. Once an hour it proposes one change of settings, with its
+effect and the uncertainty of that, if one would certainly have helped. It takes at most 2 % of a core.
 """
 
 
@@ -72,6 +73,8 @@ def _text(document: Mapping[str, Any]) -> str:
             rows = [[name or "(none)", *cells] for name, one in document[group].items() for cells in table.runs(one)[1:]]
             lines.append(table.text([[group.removesuffix("s"), *runs[0]], *rows]))
     lines.append(f"The last {document['window_s']:,.0f} s, {covered}, {document['cpu_share']:.1%} of a core.")
+    if document["proposal"]:
+        lines.append(table.wrapped([f"Proposal: {document['proposal']['text']}."]))
     if document["failure"]:
         lines.append(f"The policy failed, and the queue goes on in the order of arrival: {document['failure']}")
     return "\n\n".join(lines) + "\n"

@@ -131,10 +131,12 @@ def _run_sessions(args: argparse.Namespace) -> int:
     )
     note = basis(args.model, on, engine)
     if args.json:
-        print(json.dumps(result.figures() | {"wall_s": result.wall, "basis": note}, indent=1))
+        refused = {"refused_for": dict(result.result.refused_for)}
+        print(json.dumps(result.figures() | refused | {"wall_s": result.wall, "basis": note}, indent=1))
         return 0
     speed = f"{result.span:,.0f} s simulated in {result.wall:.2f} s ({result.span / result.wall:,.0f} times real time)."
-    print("\n".join([table.text(table.sessions(result.figures())), "", table.wrapped([speed, note])]))
+    reasons = table.refusals(result.result)
+    print("\n".join([table.text(table.sessions(result.figures())), "", table.wrapped([*reasons, speed, note])]))
     return 0
 
 
@@ -164,7 +166,8 @@ def _notes(on: str | dict[str, str]) -> list[str]:
 def _models_summary(result: ModelsResult, notes: list[str]) -> str:
     """The figures as text, and the bases of the step times."""
     span = f"{result.span:,.0f} s simulated in {result.wall:.2f} s."
-    return "\n".join([table.text(table.models(result.figures())), "", span, table.wrapped(notes)])
+    refused = [f"{name}: {sentence}" for name, one in result.results.items() for sentence in table.refusals(one)]
+    return "\n".join([table.text(table.models(result.figures())), "", span, table.wrapped([*refused, *notes])])
 
 
 def _changes(args: argparse.Namespace) -> list[str]:

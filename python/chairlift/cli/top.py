@@ -112,7 +112,7 @@ def frame(state: Mapping[str, Any], console: Console) -> RenderableType:
         *_sessions(state.get("sessions", ()), console),
         Text(),
     ]
-    others = _num_model_lines(state) + (6 if state.get("shadow") else 0) + _num_session_lines(state.get("sessions", ()))
+    others = _num_model_lines(state) + _num_shadow_lines(state.get("shadow"), console) + _num_session_lines(state.get("sessions", ()))
     limit = max(5, console.height - 17 - others) if console.is_terminal else len(state["running"])
     parts.append(_running(state["running"], limit, console))
     return Group(*parts)
@@ -218,7 +218,15 @@ def _shadow(report: Mapping[str, Any] | None) -> list[RenderableType]:
         cached = "-" if one["cached_share"] is None else f"{one['cached_share']:.0%}"
         table.add_row(run, f"{one['requests']:,}", *times, cached, f"{one['preemptions']:,}")
     failed = [Text(f"the policy failed: {report['failure']}", style="red")] if report["failure"] else []
-    return [Text(), table, *failed]
+    proposed = [Text(f"proposal: {report['proposal']['text']}")] if report["proposal"] else []
+    return [Text(), table, *failed, *proposed]
+
+
+def _num_shadow_lines(report: Mapping[str, Any] | None, console: Console) -> int:
+    if report is None:
+        return 0
+    proposed = 1 + len(f"proposal: {report['proposal']['text']}") // console.width if report["proposal"] else 0
+    return 6 + proposed
 
 
 def _sessions(rows: Sequence[Mapping[str, Any]], console: Console) -> list[RenderableType]:

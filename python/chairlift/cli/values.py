@@ -8,7 +8,9 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
+from chairlift.errors import InvalidSetting
 from chairlift.settings import parse_size
+from chairlift.svg import Svg
 
 Value = TypeVar("Value")
 
@@ -75,13 +77,18 @@ def output(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text:.200}: there is no directory {directory:.200}")
     if not text or not os.access(text if os.path.exists(text) else directory, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text:.200} cannot be written: name a file elsewhere")
+    if text.endswith(".png"):
+        try:
+            Svg('<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"/>').png()
+        except InvalidSetting as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 
-def svg(text: str) -> str:
-    """Reads the path of an SVG file to be written."""
-    if not text.endswith(".svg"):
-        raise argparse.ArgumentTypeError(f"{text:.200}: expected a name that ends in .svg")
+def picture(text: str) -> str:
+    """Reads the path of an SVG or PNG file to be written."""
+    if not text.endswith((".svg", ".png")):
+        raise argparse.ArgumentTypeError(f"{text:.200}: expected a name that ends in .svg or .png")
     return output(text)
 
 

@@ -149,6 +149,11 @@ class Lifecycle:
         """Maximum seconds that a request is held while the engine starts."""
         return max(MIN_HOLD_SECONDS, 3 * (self.start_seconds or 0.0))
 
+    async def until_available(self) -> None:
+        """Waits until an engine is available, however long that takes."""
+        while not self.engine_available:
+            await self._changed.wait()
+
     async def wait_for_engine(self, timeout: float | None = None) -> bool:
         """Waits while the engine restarts, at most `timeout` seconds and at most as long as requests are held.
 
@@ -160,8 +165,7 @@ class Lifecycle:
         self.held_requests += 1
         try:
             async with asyncio.timeout(limit if timeout is None else min(limit, timeout)):
-                while not self.engine_available:
-                    await self._changed.wait()
+                await self.until_available()
         except TimeoutError:
             return False
         finally:

@@ -192,7 +192,9 @@ class Supervisor:
         return [asyncio.create_task(BatchRunner(self._app, self._service, storage, self._config.max_body_size, self._keys).run())]
 
     def _start_shadow(self) -> list[asyncio.Task[None]]:
-        return [] if self._service.shadow is None else [asyncio.create_task(self._service.shadow.run())]
+        if (shadow := self._service.shadow) is None:
+            return []
+        return [asyncio.create_task(shadow.run(self._service.default.lifecycle.until_available()))]
 
     def _stop(self, reason: str) -> None:
         """Begins the shutdown; a second call ends it immediately."""

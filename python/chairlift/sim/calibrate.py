@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chairlift.config import EngineConfig
 from chairlift.sim.devices import SIZES, Profile
-from chairlift.sim.fit import Fit, fit
+from chairlift.sim.fit import fit
 from chairlift.sim.replay import Recording
-from chairlift.sim.steps import Load
+from chairlift.sim.steps import Load, StepTime
+
+if TYPE_CHECKING:
+    from chairlift.engine.engine import Engine
+
+log = logging.getLogger("chairlift")
 
 SECONDS = 60.0
 """The default duration of the measurement."""
+
+REPEATS, MAX_REPEATS = 2, 4
+"""The measurement is made this often in its duration, and repeated up to the maximum until two repeats agree."""
+
+MAX_SPREAD = 0.15
+"""The largest relative difference of the step times of repeats that agree."""
 
 MIN_PROMPT, MAX_PROMPT = 8, 2048
 """The lengths of synthetic prompts, in tokens, within the context."""
@@ -45,13 +58,66 @@ DATA_TYPES = ("dtype", "quantization", "kv_cache_dtype")
 def calibrate(config: EngineConfig, seconds: float = SECONDS, on_progress: Callable[[float], None] = lambda done: None) -> Profile:
     """Runs the engine for `seconds` under loads from one request to a full batch, and fits its step times.
 
-    The first part has short prompts; the second part adds prompts of all lengths, one at a time. Nothing else should run on the machine.
-    `on_progress` gets the completed share, from 0 to 1. Raises InvalidSetting if there were too few steps, or what the engine raises.
+    It does so twice, in half of the time each. If the steps of the second repeat took longer or shorter than those of the first, other
+    programs ran or the machine's speed changed: up to two more repeats follow, and those that agree are used. The first part of each has
+    short prompts; the second part adds prompts of all lengths, one at a time. `on_progress` gets the completed share, from 0 to 1. Raises
+    InvalidSetting if there were too few steps, or what the engine raises.
     """
+    from chairlift.engine.engine import Engine  # imports torch
+
     with tempfile.TemporaryDirectory(prefix="chairlift-") as directory:
         path = Path(directory) / "steps.journal"
-        _run(replace(config, journal=str(path)), seconds, on_progress)
-        return replace(from_journal(path, config.model), data_types={name: getattr(config, name) for name in DATA_TYPES})
+        engine = Engine(replace(config, journal=str(path)))
+        ends: list[int] = []
+        agreeing = Repeats([], 0.0)
+        try:
+            while len(ends) < MAX_REPEATS and len(agreeing.used) < REPEATS:
+                if len(ends) == REPEATS:
+                    log.warning("the machine's speed changed during the measurement: measuring for up to %.0f s more", seconds)
+                number = len(ends)
+                # The bar stands still during further repeats.
+                _run(engine, number, seconds / REPEATS, lambda done: on_progress((number + done) / REPEATS) if number < REPEATS else None)  # noqa: B023
+                settings, steps = Recording(path).steps()
+                ends.append(len(steps))
+                parts = [_busy(part) for part in np.split(steps, ends[:-1])]
+                agreeing = agreement(parts) if len(ends) >= REPEATS else agreeing
+        finally:
+            engine.close()
+        used = np.concatenate([parts[number] for number in agreeing.used or range(len(parts))])
+        profile = _fitted(used, settings, config.model)
+        return replace(
+            profile,
+            errors={**profile.errors, "spread": round(agreeing.spread, 4)},
+            measured={**profile.measured, "repeats": len(parts)},
+            data_types={name: getattr(config, name) for name in DATA_TYPES},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """The numbers of the repeats that agree, and the relative difference between the slowest and the fastest of these.
+
+    None are used if no two agree; the difference is then that of all.
+    """
+
+    used: list[int]
+    spread: float
+
+
+def agreement(parts: Sequence[NDArray[Any]]) -> Repeats:
+    """The largest group of repeats whose step times differ by at most `MAX_SPREAD`: of several such groups, the fastest.
+
+    `parts` has the steps of each repeat (see `Recording.steps`). Their loads differ, so each is compared with a fit of all.
+    """
+    every = np.concatenate(parts)
+    step = fit(Load(*every[:, :4].T), every[:, 5].astype(float)).step
+    speeds = [_relative(step, part) for part in parts]
+    order = [int(number) for number in np.argsort(speeds)]
+    groups = [[other for other in order[at:] if speeds[other] <= (1 + MAX_SPREAD) * speeds[first]] for at, first in enumerate(order)]
+    best = max(groups, key=len)
+    if len(best) < REPEATS:
+        return Repeats([], speeds[order[-1]] / speeds[order[0]] - 1)
+    return Repeats(sorted(best), speeds[best[-1]] / speeds[best[0]] - 1)
 
 
 def slowdown(path: str | Path, profile: Profile) -> float:
@@ -59,49 +125,50 @@ def slowdown(path: str | Path, profile: Profile) -> float:
 
     Steps that took ten times as long as predicted are ignored: the machine was suspended or busy.
     """
-    _, steps = _busy_steps(path)
-    predicted, measured = profile.step(Load(*steps[:, :4].T)), steps[:, 5]
-    used = measured < 10 * predicted
-    return float(measured[used].sum() / predicted[used].sum())
+    return _relative(profile.step, _busy(Recording(path).steps()[1]))
 
 
 def from_journal(path: str | Path, model: str = "") -> Profile:
     """Fits step times to the steps of a journal, recorded with `model`. Raises InvalidSetting."""
-    config, steps = _busy_steps(path)
-    result = fit(Load(*steps[:, :4].T), steps[:, 5].astype(float))
-    return _profile(result, model, {name: config[name] for name in SIZES}, steps)
-
-
-def _busy_steps(path: str | Path) -> tuple[Mapping[str, Any], np.ndarray]:
-    """The scheduler's settings in a journal, and its steps with their loads and times (see `Recording.steps`)."""
     config, steps = Recording(path).steps()
+    return _fitted(_busy(steps), config, model)
+
+
+def _busy(steps: NDArray[Any]) -> NDArray[Any]:
+    """The steps with a time (see `Recording.steps`), without the first ones."""
     steps = steps[_SKIPPED_STEPS:]
     # A step lasts until the next plan, because work between two steps delays the next one. Steps before a pause have no such time.
-    return config, steps[steps[:, 5] > 0]
+    return steps[steps[:, 5] > 0]
 
 
-def _profile(result: Fit, model: str, sizes: Mapping[str, int], steps: np.ndarray) -> Profile:
+def _relative(step: StepTime, steps: NDArray[Any]) -> float:
+    """The total time of steps relative to the predicted one."""
+    predicted, measured = step(Load(*steps[:, :4].T)), steps[:, 5]
+    used = measured < 10 * predicted
+    return float(measured[used].sum() / predicted[used].sum())
+
+
+def _fitted(steps: NDArray[Any], config: Mapping[str, Any], model: str) -> Profile:
+    result = fit(Load(*steps[:, :4].T), steps[:, 5].astype(float))
     return Profile(
         name=f"{platform.machine()} {platform.node()}".strip(),
         model=model,
         step=result.step,
-        sizes=dict(sizes),
+        sizes={name: config[name] for name in SIZES},
         errors={"p50": round(result.error_p50, 4), "p90": round(result.error_p90, 4)},
         measured={"steps": result.steps, "outliers": result.outliers, "most_tokens": int(steps[:, :2].sum(axis=1).max())},
     )
 
 
-def _run(config: EngineConfig, seconds: float, on_progress: Callable[[float], None]) -> None:
-    from chairlift.engine.engine import Engine  # imports torch
+def _run(engine: Engine, number: int, seconds: float, on_progress: Callable[[float], None]) -> None:
     from chairlift.engine.engine_request import EngineRequest
     from chairlift.sampling import SamplingParams
 
-    engine = Engine(config)
     info = engine.info
-    generator, start = random.Random(0), time.monotonic()
+    generator, start = random.Random(number), time.monotonic()  # equal prompts would be found in the cache
     live: set[int] = set()
     prefilling: set[int] = set()
-    tags = count()
+    tags = count(number << 32)
 
     def add_request(longest: int, output: int) -> None:
         tag, prompt = next(tags), round(MIN_PROMPT * (longest / MIN_PROMPT) ** generator.random())
@@ -129,4 +196,5 @@ def _run(config: EngineConfig, seconds: float, on_progress: Callable[[float], No
     finally:
         for tag in live:
             engine.abort(tag)
-        engine.close()
+    while engine.step() is not None:  # steps in progress
+        pass

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from chairlift.bench.report.plot import duration, round_numbers
 from chairlift.sim.compare import VariantResult
+from chairlift.svg import Svg
 
 WIDTH, LEFT, RIGHT = 860, 70, 22
 TOP, HEADING, GAP, BOTTOM = 66, 44, 26, 64
@@ -35,7 +36,7 @@ _STYLE = """\
 """
 
 
-def plot(results: Sequence[VariantResult], title: str, subtitle: str) -> str:
+def plot(results: Sequence[VariantResult], title: str, subtitle: str) -> Svg:
     """Draws a panel for each variant over the same time, each with its queue below.
 
     A slot is a row, and a request a bar on it, darker during prefill. With more than `MAX_SPANS` requests or `MAX_SLOTS` slots, or with
@@ -62,7 +63,7 @@ def plot(results: Sequence[VariantResult], title: str, subtitle: str) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" id="compare" viewBox="0 0 {WIDTH} {height:.0f}" role="img"'
     paper = f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:.0f}" rx="8" fill="#fff" stroke="#d5d9de"/>'
     start = [f"<style>\n{_STYLE}</style>", paper, _text(20, 30, title, "big"), _text(20, 50, subtitle)]
-    return "\n".join([f'{head} aria-label="{escape(title)}">', *start, *parts, "</svg>"]) + "\n"
+    return Svg("\n".join([f'{head} aria-label="{escape(title)}">', *start, *parts, "</svg>"]) + "\n")
 
 
 class TimeScale:

@@ -81,8 +81,8 @@ class Profile:
     """A machine and a model, measured by `chairlift calibrate`: step times and the engine's sizes.
 
     `sizes` has num_kv_blocks (including the scratch block), block_size, max_model_len, max_num_seqs and max_num_batched_tokens. `errors`
-    has the relative error of the step times at p50 and p90. `model` is "" if a journal was measured without naming it. `data_types` has
-    the settings dtype, quantization and kv_cache_dtype, if known.
+    has the relative error of the step times at p50 and p90, and `spread`, the difference between repeats of the measurement. `model` is ""
+    if a journal was measured without naming it. `data_types` has the settings dtype, quantization and kv_cache_dtype, if known.
     """
 
     name: str
@@ -97,8 +97,9 @@ class Profile:
     def basis(self) -> str:
         """The basis of the step times, for reports."""
         model = f" with {self.model}" if self.model else ""
-        errors = ", ".join(f"{error:.0%} at {name}" for name, error in self.errors.items())
-        return f"Step times were measured on {self.name}{model}{f', with an error of {errors}' if errors else ''}."
+        errors = ", ".join(f"{error:.0%} at {name}" for name, error in self.errors.items() if name != "spread")
+        spread = f"; repeats differed by {self.errors['spread']:.0%}" if "spread" in self.errors else ""
+        return f"Step times were measured on {self.name}{model}{f', with an error of {errors}' if errors else ''}{spread}."
 
     def save(self, path: str | Path) -> None:
         """Writes the profile as JSON; raises InvalidSetting if it cannot."""

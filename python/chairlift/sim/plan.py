@@ -27,6 +27,12 @@ ROOFLINE_ERROR = 0.3
 BOTTLENECK_GAIN = 1.25
 """The bottleneck is the resource whose doubling raises the rate by at least this factor."""
 
+MAX_ERROR = 0.3
+"""The largest relative error of measured step times for which there is a plan."""
+
+MAX_RANGE = 3.0
+"""The largest ratio of the ends of a plan's range for which its rate is a result."""
+
 _MIN_GAIN = 1.05
 """The factor by which a setting must raise the rate to be recommended."""
 
@@ -121,13 +127,18 @@ class Plan:
     excluded: int
     """Requests of the trace that exceed the longest context."""
 
+    @property
+    def conclusive(self) -> bool:
+        """Whether the range is narrow enough: if not, only the range is a result."""
+        return self.capacity.low > 0 and self.capacity.high <= MAX_RANGE * self.capacity.low
+
     def users(self, seconds: float) -> Band:
         """The number of users who can each send a request every `seconds` seconds."""
         return Band(*(rate * seconds for rate in (self.capacity.rate, self.capacity.low, self.capacity.high)))
 
     def document(self) -> dict[str, Any]:
         """The plan as plain data. The latency of a refused request, which is infinite, is None."""
-        document = asdict(self)
+        document = asdict(self) | {"conclusive": self.conclusive}
         for point in document["points"]:
             point["ttft"] = point["ttft"] if math.isfinite(point["ttft"]) else None
         return document
@@ -149,7 +160,8 @@ def plan(
     whose doubling raises the rate by a quarter. The same arguments give the same plan, bit for bit. `on_progress` gets the completed
     share, from 0 to 1.
 
-    Raises InvalidSetting if an isolated request already misses a target, with its latencies, or whatever `simulate` raises.
+    Raises InvalidSetting if an isolated request already misses a target, with its latencies, if the step times were not measured well
+    enough (`step_error`), or whatever `simulate` raises.
     """
     targets, config = targets or Targets(), config or EngineConfig()
     on = known(device) if isinstance(device, str) else device
@@ -178,7 +190,8 @@ def plan(
     capacity = band(tuned, capacities)
     default = capacity if tuned == config else band(config, trial(config).capacities())
     seed = capacities.index(capacity.rate)
-    sensitivity = {name: double(best).capacity(seed, capacity.rate) for name, double in _DOUBLED.items()}
+    # A machine need not use all that it has.
+    sensitivity = {name: max(capacity.rate, double(best).capacity(seed, capacity.rate)) for name, double in _DOUBLED.items()}
     bottleneck = max((name for name in sensitivity if name != "compute"), key=lambda name: sensitivity[name])
     return Plan(
         targets=targets,
@@ -268,8 +281,20 @@ class Progress:
 
 
 def step_error(on: Device | Profile, percentile: str = "p50") -> float:
-    """The relative error of a device's step times: a percentile of a profile's errors, or that of a roofline."""
-    return float(on.errors.get(percentile, 0.0)) if isinstance(on, Profile) else ROOFLINE_ERROR
+    """The relative error of a device's step times: that of a roofline, or a percentile of a profile's errors.
+
+    The difference between the repeats of a measurement is an error too. Raises InvalidSetting if the median error is above `MAX_ERROR`.
+    """
+    if not isinstance(on, Profile):
+        return ROOFLINE_ERROR
+    usual, spread = on.errors.get("p50", 0.0), on.errors.get("spread", 0.0)
+    if max(usual, spread) > MAX_ERROR:
+        differed = f", and repeated measurements differed by {spread:.0%}" if spread else ""
+        raise InvalidSetting(
+            f"the measurements of {on.name} do not suffice for a plan: half of its step times are off by more than {usual:.0%}{differed}. "
+            f"End other programs and measure again for longer: chairlift calibrate --seconds 300 -o FILE"
+        )
+    return float(max(on.errors.get(percentile, 0.0), spread))
 
 
 def candidates(config: EngineConfig, usual: dict[str, Any], measured_tokens: int | None) -> list[dict[str, Any]]:

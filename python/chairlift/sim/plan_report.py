@@ -12,7 +12,7 @@ from chairlift.config import DEFAULT_MODEL
 from chairlift.sim import table
 from chairlift.sim.devices import Device, Profile
 from chairlift.sim.models_plan import ModelsPlan
-from chairlift.sim.plan import Band, Plan
+from chairlift.sim.plan import Band, Plan, Targets
 from chairlift.sim.sessions_plan import SessionsPlan
 
 BOTTLENECKS = {
@@ -40,12 +40,14 @@ def summary(plan: Plan, on: Device | Profile, model: str, traffic: str, seconds:
     flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in plan.settings.items())
     # A profile made from a journal has no model name.
     name = "" if model == DEFAULT_MODEL else f" {shlex.quote(model)}" if model else " MODEL"
+    machine = f"{f'{model} on ' if model else ''}{on.name}"
+    if not plan.conclusive:
+        return _inconclusive(plan, on, machine, traffic) | {"basis": basis}
     lines = {
-        "title": f"{f'{model} on ' if model else ''}{on.name}: about {_band(plan.capacity)} requests a second",
+        "title": f"{machine}: about {_band(plan.capacity)} requests a second",
         "users": f"{users.rate:,.0f} users ({users.low:,.0f} to {users.high:,.0f}) who each send a request every {seconds:g} s",
         "traffic": traffic,
-        "targets": f"p{targets.percentile:g} of TTFT within {duration(targets.ttft)}, p{targets.percentile:g} of ITL within "
-        f"{duration(targets.itl)}",
+        "targets": _targets(targets),
         "bottleneck": BOTTLENECKS[plan.bottleneck],
         "settings": f"chairlift serve{name}{flags}" if flags else "the defaults; no other settings that were tried serve more",
     }
@@ -58,10 +60,37 @@ def summary(plan: Plan, on: Device | Profile, model: str, traffic: str, seconds:
     )
     if plan.excluded:
         lines["excluded"] = f"{plan.excluded:,} requests of the trace exceed the longest context"
+    return lines | {"range": _range(plan, on), "basis": basis}
+
+
+def _inconclusive(plan: Plan, on: Device | Profile, machine: str, traffic: str) -> dict[str, str]:
+    """The summary of a plan whose range is too wide for a result."""
+    if plan.error == 0:
+        remedy = "use more requests of the trace (--num-requests), or random arrival times (--no-self-timed)"
+    elif isinstance(on, Profile):
+        remedy = "end other programs and measure again for longer (chairlift calibrate --seconds 300 -o FILE), or use a larger target"
+    else:
+        remedy = "measure the machine (chairlift calibrate -o FILE), or use a larger target"
+    targets = plan.targets
+    return {
+        "title": f"{machine}: the measurements do not suffice for a plan",
+        "users": f"the largest rate is between {plan.capacity.low:.3g} and {plan.capacity.high:.3g} requests a second",
+        "traffic": traffic,
+        "targets": _targets(targets),
+        "range": _range(plan, on),
+        "what to do": remedy,
+    }
+
+
+def _targets(targets: Targets) -> str:
+    percent = f"p{targets.percentile:g}"
+    return f"{percent} of TTFT within {duration(targets.ttft)}, {percent} of ITL within {duration(targets.itl)}"
+
+
+def _range(plan: Plan, on: Device | Profile) -> str:
     seeds = f"the lowest and highest of {plan.seeds} seeds" if plan.seeds > 1 else "one run of the trace"
     guess = "" if isinstance(on, Profile) else " (an assumption: this machine was not measured)"
-    lines["range"] = f"{seeds}, with steps {plan.error:.1%} slower and faster{guess}"
-    return lines | {"basis": basis}
+    return f"{seeds}, with steps {plan.error:.1%} slower and faster{guess}"
 
 
 def _band(band: Band) -> str:
@@ -82,10 +111,11 @@ def text(plan: Plan, summary: Mapping[str, str]) -> Iterator[str]:
     for name in names:
         yield f"{name.ljust(max(map(len, names)))}  {summary[name]}"
     yield ""
-    yield "Requests a second with twice as much of one resource:"
-    for resource, rate, gain in _sensitivity(plan):
-        yield f"  {resource.ljust(max(map(len, DOUBLED.values())))}  {rate:>7}  {gain:>6}"
-    yield ""
+    if plan.conclusive:
+        yield "Requests a second with twice as much of one resource:"
+        for resource, rate, gain in _sensitivity(plan):
+            yield f"  {resource.ljust(max(map(len, DOUBLED.values())))}  {rate:>7}  {gain:>6}"
+        yield ""
     yield table.wrapped([summary["basis"]])
 
 
@@ -144,14 +174,13 @@ def page(plan: Plan, summary: Mapping[str, str]) -> Page:
     made = Page("Capacity plan")
     made.text(f"{summary['title']}: {summary['users']}.")
     capacity, targets = plan.capacity, plan.targets
-    made.facts(
-        {
-            "requests a second": f"{capacity.rate:.3g}",
-            "low": f"{capacity.low:.3g}",
-            "high": f"{capacity.high:.3g}",
-            "bottleneck": {"kv": "KV cache", "ttft": "TTFT target", "itl": "ITL target"}.get(plan.bottleneck, plan.bottleneck),
-        }
-    )
+    facts = {
+        "requests a second": f"{capacity.rate:.3g}",
+        "low": f"{capacity.low:.3g}",
+        "high": f"{capacity.high:.3g}",
+        "bottleneck": {"kv": "KV cache", "ttft": "TTFT target", "itl": "ITL target"}.get(plan.bottleneck, plan.bottleneck),
+    }
+    made.facts(facts if plan.conclusive else {name: facts[name] for name in ("low", "high")})
     made.words({name: line for name, line in summary.items() if name not in ("title", "users")})
     made.heading("Latency by request rate")
     percent = f"p{targets.percentile:g}"
@@ -166,8 +195,9 @@ def page(plan: Plan, summary: Mapping[str, str]) -> Page:
         [[f"{point.rate:.3g}", duration(point.ttft), duration(point.itl)] for point in plan.points],
         [point.rate for point in plan.points].index(capacity.rate),
     )
-    made.heading("With twice as much of one resource")
-    made.table(["", "requests a second", ""], _sensitivity(plan))
+    if plan.conclusive:
+        made.heading("With twice as much of one resource")
+        made.table(["", "requests a second", ""], _sensitivity(plan))
     return made
 
 

@@ -61,7 +61,7 @@ def page(results: Mapping[str, Result], title: str, notes: Sequence[str], base: 
 
 def plot(results: Mapping[str, Result], title: str = "Simulation") -> Svg:
     """Draws the latencies of named results, and their load over time, as one SVG."""
-    return Svg(page(results, title, []).svg())
+    return page(results, title, []).svg()
 
 
 def _setting(value: object) -> str:

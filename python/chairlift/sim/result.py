@@ -157,12 +157,18 @@ class Result:
             "service_gap": gap if over_time and len(self.replicas) == 1 else None,
         }
 
-    def to_pandas(self) -> Any:
-        """The requests as a pandas data frame: the columns of `requests`, tenant, session and tier. Raises InvalidSetting without it."""
+    def to_pandas(self, group: str | None = None) -> Any:
+        """The requests as a pandas data frame: the columns of `requests`, tenant, session and tier.
+
+        With a `group` (tenant, session or tier) a row has the figures of one of these instead (`grouped`). Raises InvalidSetting without
+        pandas.
+        """
         try:
             pandas = import_module("pandas")  # not a dependency
         except ImportError:
             raise InvalidSetting("to_pandas needs pandas: pip install pandas") from None
+        if group is not None:
+            return pandas.DataFrame.from_dict(self.grouped(group), orient="index")
         names = self.requests.dtype.names or ()
         return pandas.DataFrame({name: self.requests[name] for name in names} | self._labels)
 

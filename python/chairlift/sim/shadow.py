@@ -17,6 +17,7 @@ from chairlift import _core
 from chairlift.errors import InvalidSetting
 from chairlift.sim import groups
 from chairlift.sim.policy import failure_of
+from chairlift.sim.proposal import Proposals, candidates
 from chairlift.sim.result import ended, labels
 
 CPU_SHARE = 0.02
@@ -37,7 +38,7 @@ MAX_GROUPS = 100
 RUNS = ("simulated", "shadow", "recorded")
 """The recorded settings and the others in virtual time, and the recorded run itself."""
 
-_COLUMNS = ("finish", "arrived", "first_token", "ended", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
+_COLUMNS = ("tag", "finish", "arrived", "first_token", "ended", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
 _ROW = np.dtype([(name, "<i8") for name in _COLUMNS] + [("tenant", "O"), ("session", "O")])
 
 
@@ -65,6 +66,7 @@ class Shadow:
         self._core: _core.Shadow | None = None
         self._policy: str | None = None
         self._failure: str | None = None
+        self._proposal: dict[str, Any] | None = None
         self._open()
 
     def work(self) -> None:
@@ -81,7 +83,8 @@ class Shadow:
         """The figures of the last `WINDOW_SECONDS` of the newest engine as plain data, by run, tenant and session.
 
         `covered` is the share of requests that were simulated, `behind_s` how long ago everything recorded was read, and `failure` what
-        the policy raised, if it did: since then the order of arrival holds in its place.
+        the policy raised, if it did: since then the order of arrival holds in its place. `proposal` is the last one (see
+        `proposal.propose`); None before the end of the first hour.
         """
         self._take()
         rows = {run: np.concatenate([np.empty(0, _ROW), *parts]) for run, parts in self._rows.items()}
@@ -95,6 +98,7 @@ class Shadow:
             "behind_s": self._now() - self._caught_up_at,
             "cpu_share": self._cpu() / elapsed if elapsed else 0.0,
             "failure": self._failure,
+            "proposal": self._proposal,
             "runs": {run: groups.figures(rows[run]) for run in RUNS},
             "tenants": _by("tenant", rows),
             "sessions": _by("session", rows),
@@ -109,6 +113,8 @@ class Shadow:
             raise InvalidSetting(f"{path}: cannot be read ({error.strerror}); name a file that --journal writes") from None
         self._head = b""
         self._core = None
+        self._proposals: Proposals | None = None
+        self._read_at = self._now()
         self._rows: dict[str, deque[NDArray[Any]]] = {run: deque() for run in RUNS}
         self._counts: deque[tuple[float, int, int]] = deque([(self._now(), 0, 0)])
 
@@ -123,6 +129,8 @@ class Shadow:
 
     def _advance(self, data: bytes) -> bool:
         """Simulates a slice. Returns whether there is more to simulate."""
+        if data:
+            self._read_at = self._now()
         try:
             if self._core is None:
                 self._head += data
@@ -130,7 +138,8 @@ class Shadow:
                     return False
                 changes = self._apply(recorded)
                 self._policy = changes.get("scheduling_policy")
-                self._core = _core.Shadow(self._head, changes)
+                tried = [change for change in candidates(recorded) if _possible(self._head, change)]
+                self._core, self._proposals = _core.Shadow(self._head, [changes, *tried]), Proposals(tried)
             elif data:
                 self._core.feed(data)
         except ValueError as error:
@@ -146,16 +155,22 @@ class Shadow:
 
     def _take(self) -> None:
         """Adds the requests that ended to the window, and drops those that are too old."""
-        if self._core is None:
+        if self._core is None or self._proposals is None:
             return
         taken = self._core.take()
-        for run, report in zip(RUNS, (*taken["runs"], taken["recorded"]), strict=True):
-            if len(rows := _rows(report)):
+        simulated, shadow, *tried = taken["runs"]
+        added = [_rows(report) for report in (simulated, shadow, taken["recorded"])]
+        for run, rows in zip(RUNS, added, strict=True):
+            if len(rows):
                 self._rows[run].append(rows)
+        # Nothing is recorded while the server is idle, but time goes on.
+        now = self._core.now + (self._now() - self._read_at) * 1e6
+        self._proposals.add([added[0], *map(ended, tried), added[2]])
+        self._proposal = self._proposals.next(now) or self._proposal
         self._counts.append((self._now(), *self._core.counts))
         while len(self._counts) > 2 and self._counts[1][0] < self._now() - WINDOW_SECONDS:
             self._counts.popleft()
-        since = self._core.now - WINDOW_SECONDS * 1e6
+        since = now - WINDOW_SECONDS * 1e6
         for parts in self._rows.values():
             while parts and (parts[0]["ended"][-1] < since or sum(map(len, parts)) > WINDOW_REQUESTS + len(parts[0])):
                 parts.popleft()
@@ -192,6 +207,15 @@ class _Interrupting:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"the policy took more than {self._seconds:g} s of CPU time for {SLICE_REQUESTS} requests")
+
+
+def _possible(head: bytes, change: dict[str, Any]) -> bool:
+    """Whether a scheduler can have the recorded settings with this change."""
+    try:
+        _core.Shadow(head, [change])
+    except ValueError:
+        return False
+    return True
 
 
 def _rows(report: Mapping[str, Any]) -> NDArray[Any]:

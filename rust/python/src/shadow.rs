@@ -26,11 +26,12 @@ pub(crate) fn journal_settings<'py>(py: Python<'py>, journal: &[u8]) -> PyResult
 #[pymethods]
 impl Shadow {
     #[new]
-    fn new(journal: &[u8], changes: &Bound<'_, PyDict>) -> PyResult<Self> {
+    fn new(journal: &[u8], changes: Vec<Bound<'_, PyDict>>) -> PyResult<Self> {
         let follower = core::Follower::open(journal).map_err(invalid)?;
         let follower = follower.ok_or_else(|| PyValueError::new_err("the journal ends within its settings"))?;
-        let config = settings::changed_for_simulation(follower.journal().config, changes)?;
-        let shadow = sim::Shadow::new(follower, config).map_err(invalid)?;
+        let recorded = follower.journal().config;
+        let configs = changes.iter().map(|one| settings::changed_for_simulation(recorded, one)).collect::<PyResult<Vec<_>>>()?;
+        let shadow = sim::Shadow::new(follower, &configs).map_err(invalid)?;
         Ok(Self(Mutex::new(shadow)))
     }
 
@@ -68,8 +69,8 @@ impl Shadow {
 
 /// Recorded requests in the columns of a report.
 fn recorded_dict<'py>(py: Python<'py>, recorded: &[sim::Recorded]) -> PyResult<Bound<'py, PyDict>> {
-    let rows = recorded.iter().map(|sim::Recorded { arrived, prompt_tokens, ended, .. }| {
-        let (tag, finish) = (ended.tag as i64, reports::finish_code(Some(ended.finish)));
+    let rows = recorded.iter().map(|sim::Recorded { tag, arrived, prompt_tokens, ended, .. }| {
+        let (tag, finish) = (*tag as i64, reports::finish_code(Some(ended.finish)));
         let (arrived, first, end) = (*arrived as i64, or_none(ended.first_token), ended.time as i64);
         let [prompt, cached, output, preempted] =
             [*prompt_tokens, ended.cached_tokens, ended.output_tokens, ended.preemptions].map(i64::from);

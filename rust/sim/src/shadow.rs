@@ -1,4 +1,4 @@
-//! A recorded engine in virtual time while it runs, beside one with other settings.
+//! A recorded engine in virtual time while it runs, beside some with other settings.
 
 use crate::job::Job;
 use crate::machine::Machine;
@@ -13,13 +13,13 @@ use std::sync::Arc;
 /// Microseconds that a request may run before it enters the simulation. Its output then has the predicted length, or the maximum.
 const LONGEST_WAIT: Time = 120_000_000;
 
-/// A journal's requests, as they end, through two simulated engines: one with the recorded settings and one with others.
+/// A journal's requests, as they end, through simulated engines: one with the recorded settings and some with others.
 ///
 /// The simulated time follows the recorded time at a distance, because a request can enter only when the length of its output is known.
 /// Step durations are those that the recorded engine has learned. Drafts are left out, and so is KV read from storage.
 pub struct Shadow {
     follower: Follower,
-    /// The engine with the recorded settings, and the one with the others.
+    /// The engine with the recorded settings, and those with others.
     engines: Vec<Replica>,
     /// The time of the first call, from which the simulated time counts.
     begins: Option<Time>,
@@ -28,10 +28,10 @@ pub struct Shadow {
     /// Numbers of `inputs`, and of requests and forks.
     numbers: u64,
     arrivals: u64,
-    /// Requests that have not ended, by tag.
+    /// Requests that have not ended, by arrival number, which is also their tag in the engines.
     open: HashMap<u64, Open>,
-    /// Tags by arrival number, of those.
-    tags: HashMap<u64, u64>,
+    /// The arrival numbers of those, by recorded tag.
+    by_tag: HashMap<u64, u64>,
     recorded: Vec<Recorded>,
     counts: Counts,
 }
@@ -48,6 +48,8 @@ pub struct Counts {
 /// A request as it was recorded. Times count from the first call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Recorded {
+    /// Its tag in the simulated engines.
+    pub tag: u64,
     /// When it could run first.
     pub arrived: Time,
     /// Tokens of its prompt.
@@ -69,7 +71,6 @@ enum Input {
 
 /// A request that has not ended.
 struct Open {
-    arrival_number: u64,
     /// Its key in `inputs`, where it is until it enters.
     key: (Time, u64),
     prompt_tokens: u32,
@@ -79,21 +80,22 @@ struct Open {
 }
 
 impl Shadow {
-    /// Follows a journal, beside an engine with the settings `changed`.
-    pub fn new(follower: Follower, changed: Config) -> Result<Self, ConfigError> {
+    /// Follows a journal, beside an engine for each of the settings `changed`.
+    pub fn new(follower: Follower, changed: &[Config]) -> Result<Self, ConfigError> {
         let engine = |config: Config| {
             let step = StepTime::linear([0.0; 5]);
             Replica::new(config, &Machine { step, swap_ns_per_block: config.swap_ns_per_block, draft_tokens: 0 })
         };
+        let settings = std::iter::once(follower.journal().config).chain(changed.iter().copied());
         let mut shadow = Self {
-            engines: vec![engine(follower.journal().config)?, engine(changed)?],
+            engines: settings.map(engine).collect::<Result<_, _>>()?,
             follower,
             begins: None,
             inputs: BTreeMap::new(),
             numbers: 0,
             arrivals: 0,
             open: HashMap::new(),
-            tags: HashMap::new(),
+            by_tag: HashMap::new(),
             recorded: Vec::new(),
             counts: Counts::default(),
         };
@@ -167,7 +169,7 @@ impl Shadow {
         self.counts
     }
 
-    /// The results since the last call: those with the recorded settings, those with the others, and the recorded ones.
+    /// The results since the last call: those with the recorded settings and with each of the others, and the recorded ones.
     pub fn take(&mut self) -> (Vec<Report>, Vec<Recorded>) {
         (self.engines.iter_mut().map(Replica::take_report).collect(), std::mem::take(&mut self.recorded))
     }
@@ -176,13 +178,13 @@ impl Shadow {
         match call {
             Call::Add(arrival) => {
                 let job = arrived(self.follower.journal(), &arrival, begins);
-                self.enter(job);
+                self.enter(job.request.tag, job);
             }
             Call::Fork { parent, tag } => {
-                let parent = self.tags.get(&parent).and_then(|tag| self.inputs.get(&self.open[tag].key));
+                let parent = self.open.get(&parent).and_then(|open| self.inputs.get(&open.key));
                 if let Some(Input::Request(job)) = parent {
                     let fork = forked(job, tag, time);
-                    self.enter(fork);
+                    self.enter(tag, fork);
                 } else {
                     // Its parent entered long ago.
                     self.arrivals += 1;
@@ -190,10 +192,8 @@ impl Shadow {
                 }
             }
             Call::Prepare { arrival_number, next: None } => {
-                let tag = self.tags.get(&arrival_number).copied();
-                let family = tag.into_iter().flat_map(|tag| self.family(tag)).collect::<Vec<_>>();
-                for tag in family {
-                    self.prepared(tag, time);
+                for number in self.family(arrival_number).collect::<Vec<_>>() {
+                    self.prepared(number, time);
                 }
             }
             Call::NoteSession { tenant, session, event } => {
@@ -204,15 +204,19 @@ impl Shadow {
         }
     }
 
-    fn enter(&mut self, job: Job) {
-        let (tag, arrival_number) = (job.request.tag, self.arrivals);
+    fn enter(&mut self, tag: u64, mut job: Job) {
+        let number = self.arrivals;
         self.numbers += 1;
         self.arrivals += 1;
         let key = (job.time, self.numbers);
+        job.request.tag = number;
         let Request { prompt, tenant, session, tier, .. } = &job.request;
         let (tenant, session) = (Arc::clone(tenant), session.clone());
-        self.open.insert(tag, Open { arrival_number, key, prompt_tokens: prompt.len() as u32, tenant, session, tier: *tier });
-        self.tags.insert(arrival_number, tag);
+        self.open.insert(number, Open { key, prompt_tokens: prompt.len() as u32, tenant, session, tier: *tier });
+        // Nothing keeps the caller of a recorded engine from using a tag twice. The end of the first such request is unknown then.
+        if let Some(earlier) = self.by_tag.insert(tag, number) {
+            self.open.remove(&earlier);
+        }
         self.inputs.insert(key, Input::Request(Box::new(job)));
     }
 
@@ -223,8 +227,8 @@ impl Shadow {
     }
 
     /// Lets a request arrive when it was prepared.
-    fn prepared(&mut self, tag: u64, time: Time) {
-        let Some(open) = self.open.get_mut(&tag) else { return };
+    fn prepared(&mut self, number: u64, time: Time) {
+        let Some(open) = self.open.get_mut(&number) else { return };
         let Some(Input::Request(mut job)) = self.inputs.remove(&open.key) else { return };
         (job.time, open.key.0) = (time, time);
         self.inputs.insert(open.key, Input::Request(job));
@@ -232,18 +236,17 @@ impl Shadow {
 
     /// Notes that a request has ended. If it waits to enter, its output is known now.
     fn end(&mut self, ended: EndedRequest) {
-        let Some(open) = self.open.remove(&ended.tag) else { return };
-        self.tags.remove(&open.arrival_number);
+        let Some(number) = self.by_tag.remove(&ended.tag) else { return };
+        let Some(Open { key, prompt_tokens, tenant, session, tier }) = self.open.remove(&number) else { return };
         let begins = self.begins.unwrap_or_default();
-        if let Some(Input::Request(job)) = self.inputs.get_mut(&open.key) {
+        if let Some(Input::Request(job)) = self.inputs.get_mut(&key) {
             let end = (ended.output_tokens, Some(ended.finish), ended.time.saturating_sub(begins));
-            set_output(job, self.follower.journal(), open.arrival_number, Some(end));
+            set_output(job, self.follower.journal(), number, Some(end));
         }
-        self.follower.forget(open.arrival_number, open.prompt_tokens + ended.output_tokens);
+        self.follower.forget(number, prompt_tokens + ended.output_tokens);
         let first_token = ended.first_token.map(|first| first.saturating_sub(begins));
         let ended = EndedRequest { time: ended.time.saturating_sub(begins), first_token, ..ended };
-        let Open { key: (arrived, _), prompt_tokens, tenant, session, tier, .. } = open;
-        self.recorded.push(Recorded { arrived, prompt_tokens, tenant, session, tier, ended });
+        self.recorded.push(Recorded { tag: number, arrived: key.0, prompt_tokens, tenant, session, tier, ended });
     }
 
     /// Takes the first input if its output is known, or if it has run for too long.
@@ -251,13 +254,16 @@ impl Shadow {
         let now = self.now();
         let entry = self.inputs.first_entry()?;
         let key = *entry.key();
-        let open = if let Input::Request(job) = entry.get() { self.open.get(&job.request.tag) } else { None };
-        if open.is_some() && now < key.0 + LONGEST_WAIT {
+        let open = if let Input::Request(job) = entry.get() { self.open.contains_key(&job.request.tag) } else { false };
+        if open && now < key.0 + LONGEST_WAIT {
             return None;
         }
         let mut input = entry.remove();
-        if let (Input::Request(job), Some(open)) = (&mut input, open) {
-            set_output(job, self.follower.journal(), open.arrival_number, None);
+        if let Input::Request(job) = &mut input
+            && job.len == 0
+        {
+            let number = job.request.tag;
+            set_output(job, self.follower.journal(), number, None);
         }
         Some((key, input))
     }

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from chairlift.cli.main import main
 from chairlift.cli.top import frame
+from chairlift.server.lifecycle import Lifecycle, ModelState
 from chairlift.server.observability.metrics import Metrics, collect, render
 from chairlift.server.observability.shadow import Shadow
 
@@ -23,7 +24,9 @@ def figures(ttft):
 
 def report():
     runs = {"simulated": figures(0.5), "shadow": figures(0.25), "recorded": figures(0.51)}
-    shown = {"settings": "scheduling_policy=fair", "window_s": 60, "covered": 0.75, "failure": None}
+    change = {"ttft_p99_s": {"change": -0.5, "low": -0.6, "high": -0.4}}
+    proposal = {"settings": "max_num_seqs=8", "figures": change, "text": "max_num_seqs=8 for the last hour's 300 requests"}
+    shown = {"settings": "scheduling_policy=fair", "window_s": 60, "covered": 0.75, "failure": None, "proposal": proposal}
     return {**shown, "runs": runs, "tenants": {"few": runs}, "sessions": {}}
 
 
@@ -37,7 +40,7 @@ def reported(shadow):
     """Runs the shadow until its first report, and ends it."""
 
     async def run():
-        task = asyncio.create_task(shadow.run())
+        task = asyncio.create_task(shadow.run(asyncio.sleep(0)))
         while shadow.report is None:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -60,14 +63,40 @@ def test_the_last_report_is_in_the_metrics_of_the_operator_alone():
     assert {one.labels.get("tenant") for one in samples} == {"few", None}
     assert [one.value for one in samples if one.name == "chairlift_shadow_covered_share"] == [0.75]
     assert not [one for one in samples if "inter_token" in one.name], "they are unknown"
+    proposed = {one.labels["bound"]: one.value for one in samples if one.labels.get("setting") == "max_num_seqs=8"}
+    assert proposed == {"estimate": -0.5, "low": -0.6, "high": -0.4}
     assert b"shadow" not in render(families, "few")
 
 
 def test_one_that_ends_is_reported_and_leaves_no_figures(caplog):
     shadow = Shadow([sys.executable, "-c", "print('{}'); raise SystemExit(3)"], LABELS)
-    asyncio.run(shadow.run())
+    asyncio.run(shadow.run(asyncio.sleep(0)))
     assert "ended with status 3" in caplog.text
     assert shadow.report is None
+
+
+def test_it_begins_when_a_model_that_loads_on_demand_is_loaded(monkeypatch):
+    shadow, processes, begin = Shadow([sys.executable, "-c", ""], LABELS), [], asyncio.create_subprocess_exec
+
+    async def begun(*command, **settings):
+        processes.append(command)
+        return await begin(*command, **settings)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", begun)
+
+    async def run():
+        lifecycle = Lifecycle(ModelState.UNLOADED)
+        task = asyncio.create_task(shadow.run(lifecycle.until_available()))
+        for change in (lifecycle.loading, lifecycle.load_failed, lifecycle.loading):
+            change()
+            await asyncio.sleep(0.01)
+            assert not task.done()
+            assert not processes
+        lifecycle.ready()
+        await task
+
+    asyncio.run(run())
+    assert len(processes) == 1
 
 
 def test_it_needs_a_journal_and_settings_that_exist(capsys, tmp_path):
@@ -91,3 +120,4 @@ def test_top_shows_the_runs_side_by_side():
     lines = console.file.getvalue().splitlines()
     assert any("shadow: scheduling_policy=fair, 75% covered" in line for line in lines)
     assert any(line.split()[:4] == ["shadow", "3", "250", "ms"] for line in lines)
+    assert "proposal: max_num_seqs=8 for the last hour's 300 requests" in [line.strip() for line in lines]

@@ -9,6 +9,7 @@ from pathlib import Path
 from chairlift.bench.report.plot import Plot
 from chairlift.bench.report.sheet import Drawing, sheet
 from chairlift.errors import InvalidSetting
+from chairlift.svg import Svg
 
 _STYLE = """\
 :root { color-scheme: light dark; --ink: #1c1e21; --dim: #62676d; --line: #d9dce0; --paper: #fff; --card: #f5f6f8;
@@ -115,14 +116,15 @@ class Page:
             f'<!doctype html>\n<html lang="en"><head>{head}<style>\n{_STYLE}{_COLOURS}\n</style></head>\n<body>\n{body}\n</body></html>\n'
         )
 
-    def svg(self) -> str:
+    def svg(self) -> Svg:
         """The plots alone, as one SVG."""
-        return sheet(self._title, self._drawings)
+        return Svg(sheet(self._title, self._drawings))
 
     def write(self, path: str | Path) -> None:
-        """Writes the page, or its plots alone if the name ends in .svg; raises InvalidSetting if it cannot."""
-        text = self.svg() if str(path).endswith(".svg") else self.html()
+        """Writes the page, or its plots alone if the name ends in .svg or .png; raises InvalidSetting if it cannot."""
+        if str(path).endswith((".svg", ".png")):
+            return self.svg().write(path)
         try:
-            Path(path).write_text(text, encoding="utf-8")
+            Path(path).write_text(self.html(), encoding="utf-8")
         except OSError as error:
             raise InvalidSetting(f"{path}: cannot be written ({error.strerror})") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +27,8 @@ _FAMILIES = (
     ("cached_prompt_share", "Share of prompt tokens found in the prefix cache", {"": "cached_share"}),
 )
 SHADOW_METRICS = tuple(f"shadow_{name}" for name, _, _ in _FAMILIES)
+_BOUNDS = {"estimate": "change", "low": "low", "high": "high"}
+"""The key of each label `bound` in the figures of a proposal."""
 
 
 class Shadow(Collector):
@@ -37,8 +39,12 @@ class Shadow(Collector):
         self._command, self._labels = command, labels
         self.report: Mapping[str, Any] | None = None
 
-    async def run(self) -> None:
-        """Runs the process until it ends or this is cancelled. The server goes on without it."""
+    async def run(self, engine_started: Awaitable[None]) -> None:
+        """Runs the process until it ends or this is cancelled. The server goes on without it.
+
+        A model that is loaded on demand has no journal before `engine_started`.
+        """
+        await engine_started
         process = await asyncio.create_subprocess_exec(*self._command, stdout=asyncio.subprocess.PIPE, limit=MAX_REPORT_BYTES)
         try:
             assert process.stdout is not None
@@ -53,7 +59,7 @@ class Shadow(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics."""
-        report = self.report or {"tenants": {}, "covered": None}
+        report = self.report or {"tenants": {}, "covered": None, "proposal": None}
         for name, help, quantiles in _FAMILIES:
             by = [*self._labels, "tenant", "run", *(["quantile"] if len(quantiles) > 1 else [])]
             text = f"{help} of the last ten minutes, by tenant: recorded, simulated, and simulated with the settings of the shadow."
@@ -73,3 +79,13 @@ class Shadow(Collector):
         if report["covered"] is not None:
             covered.add_metric(list(self._labels.values()), report["covered"])
         yield covered
+        proposed = GaugeMetricFamily(
+            "chairlift_shadow_proposed_change",
+            "Relative change of a latency by the change of settings that the shadow proposes, and the bounds of its uncertainty.",
+            labels=[*self._labels, "setting", "figure", "bound"],
+        )
+        proposal = report["proposal"] or {"figures": {}}
+        for name, figure in proposal["figures"].items():
+            for bound, key in _BOUNDS.items():
+                proposed.add_metric([*self._labels.values(), proposal["settings"], name, bound], figure[key])
+        yield proposed
