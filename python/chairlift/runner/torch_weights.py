@@ -25,6 +25,18 @@ class TorchWeights:
         """Returns a tensor. Raises UnsupportedModel if it is missing or has another shape."""
         return _as_tensor(self.weights.take(name, *shape)).to(self.device, self.dtype)
 
+    def floats(self, name: str, *shape: int) -> torch.Tensor:
+        """Returns a tensor in fp32. Raises UnsupportedModel as `take` does."""
+        return _as_tensor(self.weights.take(name, *shape)).to(self.device, torch.float32)
+
+    def packed(self, name: str, *shape: int) -> torch.Tensor:
+        """Returns a tensor of bytes. Raises UnsupportedModel as `take` does."""
+        return torch.from_numpy(self.weights.packed(name, *shape)).to(self.device)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return self.weights.has(name)
+
     def matrix(self, layer: str, outs: int, ins: int) -> Weight:
         """Returns the weight of a linear layer. A quantised one keeps its dtypes. Raises UnsupportedModel as `take` does."""
         found = self.weights.matrix(layer, outs, ins)
@@ -60,6 +72,10 @@ class TorchDummyWeights(TorchWeights):
         # A copy does not keep the rest of the pool in memory.
         drawn: torch.Tensor = (self._pool * std).to(self.dtype).repeat(repeats)[start : start + size].clone().view(shape)
         return drawn
+
+    def floats(self, name: str, *shape: int) -> torch.Tensor:
+        """Returns a random tensor in fp32."""
+        return self.take(name, *shape).float()
 
     def matrix(self, layer: str, outs: int, ins: int) -> torch.Tensor:
         """Returns the random weight of a linear layer."""
