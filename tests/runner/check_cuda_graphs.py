@@ -1,6 +1,7 @@
 """Steps as graphs and without: the same answers. Run in a process of its own, in which Triton's kernels are interpreted."""
 
 import copy
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from chairlift import LLM, SamplingParams
 from chairlift.engine import engine as engine_module
+from chairlift.kernels import advance_heads, convolve, gated_norm, recurrent_reference
 from chairlift.layers.device_attention import DevicePlan
 from chairlift.runner.build import build_runner
 from chairlift.runner.cuda_graphs import PLAIN, TRUNCATED, Graph
@@ -53,11 +55,13 @@ def make(directory: Path, monkeypatch: pytest.MonkeyPatch):
         model.in_kernels = True
         return model
 
-    def engine(records: object, overlaps: bool, **settings: object) -> LLM:
+    def engine(records: object, overlaps: bool, path: Path = directory, **settings: object) -> LLM:
         with monkeypatch.context() as patch:
             patch.setattr("chairlift.runner.torch_runner.graph_capture", lambda device: records)
             backend = partial(TorchBackend, load=load, overlaps=overlaps)
-            patch.setattr(engine_module, "_build_runner", lambda config, path, eos, on_phase: build_runner(config, path, on_phase, backend))
+            patch.setattr(
+                engine_module, "_build_runner", lambda config, where, eos, on_phase: build_runner(config, where, on_phase, backend)
+            )
             small = {
                 "num_kv_blocks": 200,
                 "block_size": 16,
@@ -65,7 +69,7 @@ def make(directory: Path, monkeypatch: pytest.MonkeyPatch):
                 "max_num_batched_tokens": SPLIT,
                 "max_model_len": SPLIT + 40,
             }
-            return LLM(str(directory), **{"device": "cpu", "dtype": "float32"} | small | settings)
+            return LLM(str(path), **{"device": "cpu", "dtype": "float32"} | small | settings)
 
     return engine
 
@@ -157,6 +161,34 @@ def test_steps_with_adapters_run_without_graphs_and_others_with_them(make, direc
         same(answers(make(emulator, overlaps, enable_lora=True, lora_modules=modules), prompts, params), expected)
         # A pass and a sample of each of the about 8 last steps.
         assert 10 <= emulator.replays <= 20
+
+
+def test_recurrent_states_are_the_same_with_graphs_and_without(make, directory, tmp_path, monkeypatch):
+    for name, value in SHAPE.items():
+        monkeypatch.setitem(tiny_models.SHAPE, name, value)
+    monkeypatch.setitem(tiny_models.FAMILIES["lfm2"][1], "layer_types", ["conv", "full_attention"])
+    tiny_models.write("lfm2", tmp_path)
+    shutil.copy(directory / "tokenizer.json", tmp_path)
+    random = np.random.default_rng(4)
+    prompts = [random.integers(0, VOCABULARY, int(random.integers(1, 20))).tolist() for _ in range(7)]
+    turns = [random.integers(0, VOCABULARY, 40).tolist()] * 2
+    params = [SamplingParams(max_tokens=3 + i, temperature=0.0, logprobs=1, ignore_eos=True) for i in range(7)]
+
+    def answer(records: object, overlaps: bool) -> list[tuple[list[int], list[float]]]:
+        llm = make(records, overlaps, tmp_path, block_size=8, speculative_config={"method": "off"})
+        first = llm.generate(turns[:1], copy.deepcopy(params[-1:]), progress=False)[0]
+        again = llm.generate([first.prompt_token_ids + first.token_ids], copy.deepcopy(params[:1]), progress=False)[0]
+        assert again.cached_tokens == 48, "the state that the last decode saved"
+        return [(again.token_ids, [line.logprob for line in again.logprobs]), *answers(llm, prompts, params)]
+
+    expected = answer(None, False)
+    # In the place of a layer's own choice by device.
+    for module, name in ((convolve, "convolve"), (advance_heads, "advance_heads"), (gated_norm, "gated_norm")):
+        monkeypatch.setattr(recurrent_reference, name, getattr(module, name))
+    for overlaps in (False, True):
+        emulator = Emulator()
+        same(answer(emulator, overlaps), expected)
+        assert emulator.replays > 15
 
 
 class Unwilling(Emulator):

@@ -144,19 +144,20 @@ def start(directory: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
     return LLM(str(directory), device="cpu", **sizes)
 
 
-@pytest.mark.parametrize("form", [None, "gptq, desc_act", "fp8 in blocks"])
+@pytest.mark.parametrize("form", [None, "states", "gptq, desc_act", "fp8 in blocks"])
 def test_nothing_is_compiled_while_requests_run(form, compiler, tmp_path: Path, byte_model: Path, monkeypatch):
     for name, value in {"vocab_size": 8201, "max_position_embeddings": 2 * SPLIT}.items():
         monkeypatch.setitem(tiny_models.SHAPE, name, value)
     directory = tmp_path / "plain"
     directory.mkdir()
-    tiny_models.write("gemma3" if form is None else "llama", directory)
-    if form:
+    tiny_models.write({None: "gemma3", "states": "qwen3.5"}.get(form, "llama"), directory)
+    if form not in (None, "states"):
         quantise_checkpoint(directory, tmp_path / "packed", form)
         directory = tmp_path / "packed"
     shutil.copy(byte_model / "tokenizer.json", directory)
     llm = start(directory, monkeypatch)
     assert "_draw_kernel" in compiler.names
+    assert ("_advance_heads_kernel" in compiler.names) == (form == "states")
     at_start = len(compiler.names)
     for output in llm.generate(*requests(8201), progress=False):
         assert output.token_ids

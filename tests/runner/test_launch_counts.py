@@ -18,7 +18,8 @@ from chairlift.kernels import launch_settings
 from chairlift.layers.device_attention import DevicePlan, Work
 from chairlift.layers.linear import Quantised, Weight
 from chairlift.models.config import load_shape
-from chairlift.models.llama import ForwardBatch, Llama
+from chairlift.models.forward_batch import ForwardBatch
+from chairlift.models.llama import Llama
 
 KERNELS = ("act_mul", "paged_combine", "paged_decode", "paged_prefill", "quantise_rows", "quantised_linear", "rms_norm", "rope_write")
 FREE = {"view", "_unsafe_view", "slice", "t", "transpose", "split", "split_with_sizes", "unsqueeze", "select", "detach"}
@@ -103,7 +104,7 @@ def layer(
             network.layers = layers[-count:]
             plan = DevicePlan(ints[:4], ints[:5], ints[:4], ints[:4], ints.view(8, 8), lengths, {None: work})
             with Launches(monkeypatch) as launches:
-                network.forward(ForwardBatch(ints[:4], ints[:4], plan), list(zip(caches, caches, strict=True))[:count])
+                network.forward(ForwardBatch(ints[:4], ints[:4], plan), list(zip(caches, caches, strict=True)))
             found.append(launches.counts)
     return found[1] - found[0]
 

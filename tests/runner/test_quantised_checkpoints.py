@@ -236,7 +236,9 @@ def test_a_quantised_model_has_no_whole_weight(make):
     model = ModelConfig.load(packed)
     loaded = TorchExecutor.load(EngineConfig(device="cpu"), packed, model, Precision("float32", model.scheme.name, "float32", "float32"))
     layer = loaded.network.layers[0]
-    assert all(isinstance(linear.weight, Quantised) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    assert all(
+        isinstance(linear.weight, Quantised) for linear in (layer.mixer.qkv, layer.mixer.output, layer.feed.gate_up, layer.feed.down)
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,7 +255,7 @@ def test_activations_are_rounded_if_a_checkpoint_is_made_for_it_and_scales_are_o
     precision = Precision("bfloat16", model.scheme.name, "bfloat16", "bfloat16", rounds)
     loaded = TorchExecutor.load(EngineConfig(device="cpu"), packed, model, precision)
     layer = loaded.network.layers[0]
-    assert all(linear.rounds_activations == rounds for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    assert all(linear.rounds_activations == rounds for linear in (layer.mixer.qkv, layer.mixer.output, layer.feed.gate_up, layer.feed.down))
 
 
 BAD = {

@@ -125,7 +125,7 @@ def test_weights_take_as_many_bytes_as_is_told(name, form, tmp_path):
     # A layer's matrix takes half of what it does in 16 bits, and a scale for each row.
     rows, columns = 2 * model.intermediate_size, model.hidden_size
     each = {"float32": 4 * columns, "bfloat16": 2 * columns}.get(form, columns + 4)
-    assert kept(loaded.network.layers[0].gate_up) == rows * each
+    assert kept(loaded.network.layers[0].feed.gate_up) == rows * each
 
 
 def test_a_process_rounds_the_part_that_it_has(tmp_path):
@@ -173,7 +173,7 @@ def test_scales_of_a_checkpoint_keep_keys_and_values_within_8_bits(name, scaled)
     found, model = logits(scaled(one), fp8)
     assert error(clamped) > 0.5
     assert error(found) <= 0.15
-    assert torch.equal(model.network.layers[1].scales[0], torch.full((heads,), 40.0))
+    assert torch.equal(model.network.layers[1].mixer.scales[0], torch.full((heads,), 40.0))
     # In a cache of another form they mean nothing.
     same, _ = logits(scaled(one), TorchExecutor.load)
     assert torch.equal(same, whole)
@@ -199,7 +199,7 @@ def test_scales_may_be_of_each_head_and_of_keys_alone(scaled):
     scales = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
     path = scaled({"model.layers.1.self_attn.k_scale": scales.to(torch.bfloat16), "model.layers.2.self_attn.v_scale": torch.tensor(3.0)})
     _, model = logits(path, with_changes(kv="fp8"))
-    first, second, third = (layer.scales for layer in model.network.layers)
+    first, second, third = (layer.mixer.scales for layer in model.network.layers)
     assert first is None
     assert torch.equal(second[0], scales)
     assert torch.equal(second[1], torch.ones(6))
@@ -229,7 +229,7 @@ def test_random_norms_change_nothing(tmp_path):
         loaded = TorchExecutor.load(
             EngineConfig(device="cpu", load_format="dummy"), tmp_path / name, model, Precision("float32", "none", "float32")
         )
-        for norm in (loaded.network.norm, loaded.network.layers[0].norm, loaded.network.layers[2].next_norm):
+        for norm in (loaded.network.norm, loaded.network.layers[0].feed.norm, loaded.network.layers[2].mixer.norm):
             assert torch.equal(norm, torch.ones_like(norm))
     dummy = TorchDummyWeights(DummyWeights(0), torch.float32, torch.device("cpu"))
     assert torch.equal(dummy.take("model.norm.weight", 3), torch.ones(3))

@@ -13,9 +13,12 @@ from gguf_recurrent import NAMES
 from chairlift import LLM, SamplingParams
 from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
-from chairlift.errors import UnsupportedModel
+from chairlift.errors import ChairliftError, InvalidSetting, OutOfMemory, UnsupportedModel
 from chairlift.models.config import ModelConfig, load_shape
+from chairlift.runner.buffers import StepSizes
+from chairlift.runner.build import build_runner
 from chairlift.runner.cpu_executor import CpuExecutor
+from chairlift.runner.tensor_parallel.shards import part_of
 from chairlift.runner.weights import open_weights
 
 TABLE = [1, 2, 3, 4, 5]
@@ -120,6 +123,26 @@ def test_an_engine_gives_the_same_tokens_with_caches_forks_and_little_memory(tmp
         assert (llm.info.num_bytes + large) / 2 - alone == 18 * llm.engine.runner.model_config.state_bytes
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.slow
+def test_torch_gives_the_same_tokens_and_finds_the_same_states(tmp_path: Path, kind: str) -> None:
+    gguf_recurrent.write(gguf_recurrent.rounded_model(kind), tmp_path / "tiny.gguf")
+    prompts = [np.random.default_rng(seed).integers(0, 256, 30 + seed).tolist() for seed in range(3)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    small = {"device": "cpu", "threads": 1, "block_size": 8, "cache_dir": str(tmp_path / "cache"), "speculative_config": {"method": "off"}}
+    found = []
+    for runner in ("rust", "torch"):
+        # Chunks end inside of prompts, and blocks are scarce.
+        with LLM(str(tmp_path / "tiny.gguf"), **small, runner=runner, max_num_seqs=3, num_kv_blocks=17, max_num_batched_tokens=24) as llm:
+            answers = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy)]
+            turns = [prompt + answer[:10] for prompt, answer in zip(prompts, answers, strict=True)]
+            outputs = [llm.generate([turn], greedy)[0] for turn in turns]
+            found.append((answers, [(output.outputs[0].token_ids, output.cached_tokens) for output in outputs]))
+            assert llm.engine.stats().preemptions > 0
+    assert found[0] == found[1]
+    assert sum(cached for _, cached in found[0][1]) > 0
+
+
 @pytest.mark.parametrize("kind", ["lfm2", "nemotron_h"])
 @pytest.mark.slow
 def test_drafts_change_no_token(tmp_path: Path, kind: str) -> None:
@@ -149,6 +172,20 @@ def test_nothing_is_drafted_without_slots_for_the_states_before(tmp_path: Path, 
         assert ("speculative decoding", decision) in [tuple(entry[:2]) for entry in llm.info.decisions]
 
 
+def test_a_step_that_moved_states_on_is_not_repeated_for_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_models.write("lfm2", tmp_path)
+    config = EngineConfig(device="cpu", runner="torch", num_kv_blocks=4, block_size=8, max_num_seqs=2, max_num_batched_tokens=8)
+    runner = build_runner(config, tmp_path)
+
+    def forward(*given: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(runner.model.network, "forward", forward)
+    with pytest.raises(ChairliftError, match="recurrent layers ran out of memory: lower --gpu-memory-utilization") as raised:
+        runner.launch(0, StepSizes(1, 1, 1))
+    assert not isinstance(raised.value, OutOfMemory)
+
+
 def test_a_model_without_a_tensor_of_its_states_is_refused_by_name(tmp_path: Path) -> None:
     model = tiny_models.write("qwen3.5", tmp_path)
     config = EngineConfig(device="cpu", threads=1)
@@ -157,5 +194,5 @@ def test_a_model_without_a_tensor_of_its_states_is_refused_by_name(tmp_path: Pat
         model.save_pretrained(tmp_path, state_dict=state)
         with pytest.raises(UnsupportedModel, match=f"no tensor model.layers.2.{missing}"):
             CpuExecutor.load(config, open_weights(config, tmp_path), ModelConfig.load(tmp_path), EXACT)
-    with pytest.raises(UnsupportedModel, match=r"Qwen3_5ForCausalLM has recurrent layers, .* use --device cpu"):
-        load_shape(tmp_path, in_torch=True)
+    with pytest.raises(InvalidSetting, match="the recurrent layers of Qwen3_5ForCausalLM cannot be split"):
+        part_of(load_shape(tmp_path, in_torch=True), 2)

@@ -8,7 +8,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from chairlift.layers.attention import plan_attention
-from chairlift.models.llama import ForwardBatch
+from chairlift.models.forward_batch import ForwardBatch
 from chairlift.models.transformers_config import ATTENTION, TransformersConfig
 from chairlift.models.transformers_model import TransformersModel
 from chairlift.runner.memory.kv_cache import KvCache

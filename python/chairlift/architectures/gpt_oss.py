@@ -1,12 +1,11 @@
 """gpt-oss."""
 
-from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Mixture, Scores, Windows
+from chairlift.architectures.architecture import Architecture, GGUFFormat, Key, Mixture, Scores, Windows
 
 GPT_OSS = Architecture(
     name="GptOssForCausalLM",
     model_type="gpt_oss",
     models="gpt-oss-20b, gpt-oss-120b",
-    code=Code.RUST,
     gguf=GGUFFormat(
         names=("gpt-oss",),
         keys={"sliding_window": Key("attention.sliding_window", int, 128)},

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from chairlift.architectures.architecture import (
     Architecture,
-    Code,
     GGUFFormat,
     Key,
     Mixture,
@@ -51,7 +50,6 @@ GRANITE4 = Architecture(
     name="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
     models="Granite 4",
-    code=Code.RUST,
     gguf=GGUFFormat(
         names=("granitehybrid",),
         keys={
@@ -100,7 +98,6 @@ GRANITE_MOE = Architecture(
     name="GraniteMoeForCausalLM",
     model_type="granitemoe",
     models="Granite 3 with experts",
-    code=Code.RUST,
     gguf=GGUFFormat(
         names=("granitemoe",),
         keys=KEYS,
@@ -115,7 +112,6 @@ GRANITE_MOE_SHARED = Architecture(
     name="GraniteMoeSharedForCausalLM",
     model_type="granitemoeshared",
     models="Granite 3 with experts and a shared one",
-    code=Code.RUST,
     max_positions=2048,
     multipliers=True,
     mixture=replace(EXPERTS, shared=SHARED),

@@ -5,7 +5,6 @@ from dataclasses import replace
 from chairlift.architectures.architecture import (
     TOP,
     Architecture,
-    Code,
     GGUFFormat,
     Key,
     Mixture,
@@ -34,7 +33,6 @@ LFM2 = Architecture(
     name="Lfm2ForCausalLM",
     model_type="lfm2",
     models="LFM2, LFM2.5",
-    code=Code.RUST,
     gguf=GGUFFormat(
         names=("lfm2",),
         constants={"block_auto_adjust_ff_dim": False},

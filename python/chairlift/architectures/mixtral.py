@@ -1,12 +1,11 @@
 """Mixtral, whose GGUF files say that they hold a Llama."""
 
-from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Mixture, Windows
+from chairlift.architectures.architecture import Architecture, GGUFFormat, Mixture, Windows
 
 MIXTRAL = Architecture(
     name="MixtralForCausalLM",
     model_type="mixtral",
     models="Mixtral 8x7B, 8x22B",
-    code=Code.RUST,
     gguf=GGUFFormat(
         names=("llama",),
         tensors={

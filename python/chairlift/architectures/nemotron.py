@@ -2,7 +2,6 @@
 
 from chairlift.architectures.architecture import (
     Architecture,
-    Code,
     GGUFFormat,
     Key,
     Mixture,
@@ -17,7 +16,6 @@ NEMOTRON_H = Architecture(
     name="NemotronHForCausalLM",
     model_type="nemotron_h",
     models="Nemotron H, Nemotron Nano 2, Nemotron 3 Nano",
-    code=Code.RUST,
     gguf=GGUFFormat(
         names=("nemotron_h", "nemotron_h_moe"),
         keys={

@@ -6,7 +6,6 @@ OLMOE = Architecture(
     name="OlmoeForCausalLM",
     model_type="olmoe",
     models="OLMoE",
-    code=Code.RUST,
     gguf=GGUFFormat(names=("olmoe",)),
     max_positions=4096,
     rms_norm_eps=1e-5,

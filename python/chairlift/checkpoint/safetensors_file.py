@@ -52,15 +52,18 @@ class SafetensorsFile:
 
     def data(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Returns the bytes of a tensor, flat uint8. Raises UnsupportedModel if the file was truncated."""
-        entry = self.tensors[name]
-        data = bytearray(entry.size)
-        at = 0
-        while at < entry.size:
-            count = os.preadv(self._file.fileno(), [memoryview(data)[at:]], entry.start + at)
+        data = np.empty(self.tensors[name].size, np.uint8)
+        self.read(name, memoryview(data), 0)
+        return data
+
+    def read(self, name: str, view: memoryview, at: int) -> None:
+        """Fills the view with the bytes of a tensor from byte `at` on. Threads may call it at once. Raises UnsupportedModel as `data`."""
+        start, done = self.tensors[name].start + at, 0
+        while done < len(view):
+            count = os.preadv(self._file.fileno(), [view[done:]], start + done)
             if not count:
                 raise self._corrupt(f"tensor {name} ends beyond it: it became shorter while it was read")
-            at += count
-        return np.frombuffer(data, np.uint8)
+            done += count
 
     def _read_header(self) -> dict[str, TensorEntry]:
         length = int.from_bytes(self._file.read(8), "little")

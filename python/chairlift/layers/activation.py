@@ -1,4 +1,4 @@
-"""The activation of a gated MLP, optionally fused with rounding to fp8."""
+"""The activation of an MLP, optionally fused with rounding to fp8."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from chairlift.layers.linear import MIN_ABSMAX, Activations, Rounded, round_rows
 
 
 @overload
-def act_mul(gate_up: torch.Tensor, activation: str, *, rounds: Literal[False] = False) -> torch.Tensor: ...
+def activate(x: torch.Tensor, activation: str, *, rounds: Literal[False] = False) -> torch.Tensor: ...
 @overload
-def act_mul(gate_up: torch.Tensor, activation: str, *, rounds: bool) -> Activations: ...
-def act_mul(gate_up: torch.Tensor, activation: str, *, rounds: bool = False) -> Activations:
-    """Maps contiguous gate_up [rows, 2 * columns] to activation(gate) * up [rows, columns].
+def activate(x: torch.Tensor, activation: str, *, rounds: bool) -> Activations: ...
+def activate(x: torch.Tensor, activation: str, *, rounds: bool = False) -> Activations:
+    """Maps contiguous x [rows, 2 * columns], gates and what they gate, to activation(gate) * up [rows, columns].
 
-    The activation is silu or gelu_tanh (GELU's tanh approximation). `rounds` rounds the result, as `round_rows` does.
+    The activation is silu or gelu_tanh (GELU's tanh approximation), or relu2 for x [rows, columns] without gates: the squares of positive
+    numbers. `rounds` rounds the result, as `round_rows` does.
     """
-    if gate_up.is_cuda:
+    if activation == "relu2":
+        squares = x.relu().square_()
+        return round_rows(squares) if rounds else squares
+    if x.is_cuda:
         # triton is only installed for GPUs.
         from chairlift.kernels import act_mul as kernel
 
         if rounds:
-            return Rounded(*kernel.act_mul(gate_up, activation, least=MIN_ABSMAX), gate_up.dtype)
-        return kernel.act_mul(gate_up, activation)
-    gate, up = gate_up.chunk(2, -1)
+            return Rounded(*kernel.act_mul(x, activation, least=MIN_ABSMAX), x.dtype)
+        return kernel.act_mul(x, activation)
+    gate, up = x.chunk(2, -1)
     product = (functional.gelu(gate, approximate="tanh") if activation == "gelu_tanh" else functional.silu(gate)).mul_(up)
     return round_rows(product) if rounds else product

@@ -90,7 +90,7 @@ class DevicePlan:
         """Plans a step whose arrays are on the device."""
         windows = list(windows)
         lists = [_decodes(lengths, window) for window in windows]
-        on_device = _send(lists, slots.device)
+        on_device = send(lists, slots.device)
         decodes = {window: Work(sent, *host[0].tolist()) for window, host, sent in zip(windows, lists, on_device, strict=True)}
         return cls(slots, query_starts, context_lens, rows, tables, lengths, decodes)
 
@@ -107,7 +107,7 @@ class DevicePlan:
     ) -> DevicePlan:
         """Plans a step whose arrays are on the host (see `plan_attention`)."""
         rows = np.arange(len(context_lens), dtype=np.int32)
-        on_device = _send([slots, query_starts, context_lens, rows, block_tables], device)
+        on_device = send([slots, query_starts, context_lens, rows, block_tables], device)
         return cls.make(*on_device, lengths=(query_starts, context_lens), windows=windows)
 
     def write(
@@ -164,7 +164,7 @@ class DevicePlan:
             tiles = np.frombuffer(prefill_work(*self.lengths, tokens=tokens), dtype=np.int32)
             count = int(tiles[0])
             # Most steps have none and need no copy.
-            self.prefills[tokens] = Work(_send([tiles], self.slots.device)[0] if count else self.slots, count)
+            self.prefills[tokens] = Work(send([tiles], self.slots.device)[0] if count else self.slots, count)
         return self.prefills[tokens]
 
     def part_buffers(self, count: int, heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,7 +180,7 @@ def _decodes(lengths: tuple[np.ndarray, np.ndarray], window: int | None) -> np.n
     return np.frombuffer(decode_work(*lengths, window=window), dtype=np.int32).reshape(-1, 4)
 
 
-def _send(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+def send(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Copies int32 arrays to the device in one transfer."""
     whole, staged = _stage(arrays, device)
     on_device = whole.to(device, non_blocking=True)

@@ -177,7 +177,7 @@ class ModelConfig(ModelShape):
     def num_weights(self) -> int:
         """The number of parameters, without biases."""
         tables = 1 if self.tie_word_embeddings else 2
-        matrices = sum(outs * ins for layer in range(self.num_layers) for outs, ins in self.matrices_of(layer))
+        matrices = sum(outs * ins for outs, ins in self.matrices)
         if self.variants:
             matrices += self.num_layers * self.variants.input_size * (self.vocab_size + 3 * self.hidden_size)
         if self.experts:
@@ -196,9 +196,9 @@ class ModelConfig(ModelShape):
         return inputs + max(inner, projected, self.experts.widest(self.hidden_size) if self.experts else 0)
 
     @property
-    def layer_matrices(self) -> tuple[tuple[int, int], ...]:
-        """Outputs and inputs of the first layer's matrices (see `matrices_of`)."""
-        return self.matrices_of(0)
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of the matrices of all layers (see `matrices_of`)."""
+        return tuple(sizes for layer in range(self.num_layers) for sizes in self.matrices_of(layer))
 
     @classmethod
     def load(cls, directory: Path) -> ModelConfig:
@@ -314,10 +314,6 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
     """
     try:
         model = ModelConfig.load(directory)
-        if in_torch and model.recurrence:
-            raise UnsupportedModel(
-                f"{model.architecture} has recurrent layers, which one process on a CPU alone computes: use --device cpu"
-            )
         if in_torch and model.classifier:
             raise UnsupportedModel("rerankers that are decoders run in one process on a CPU alone: use --device cpu")
         if in_torch and model.only_in_rust:

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.attention import Scales, paged_attention, write_kv
-from chairlift.models.llama import ForwardBatch, LayerCache, WeightSource
+from chairlift.models.forward_batch import ForwardBatch, LayerCache, WeightSource
 from chairlift.models.transformers_config import ATTENTION, DECODERS, TransformersConfig, brief, settle
 
 PACKAGES = {

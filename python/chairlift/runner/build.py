@@ -102,7 +102,10 @@ def build_runner(
     def run_largest_step(step: StepSize) -> None:
         context = config.max_model_len or backend.model.max_position_embeddings
         model.allocate(1, config.block_size, 0)
-        backend.profile(backend.make_runner(model, Size(1, context, step.seqs, step.tokens)))
+        states = int(backend.model.state_bytes > 0)
+        if states:
+            model.allocate_states(states)
+        backend.profile(backend.make_runner(model, Size(1, context, step.seqs, step.tokens, state_slots=states)))
 
     size = backend.budget.fit(config, backend.model, precision, run_largest_step)
     host_blocks = fit_host(config, backend.model, precision.kv, available_memory() // processes)

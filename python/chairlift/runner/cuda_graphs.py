@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from chairlift.layers.device_attention import DecodeLists, DevicePlan
+from chairlift.layers.recurrent import DecodeStates
 from chairlift.runner.buffers import StepSizes
 from chairlift.runner.device_buffers import DeviceBuffers
 from chairlift.runner.sampling.device import DeviceSampler, SamplingVariant
@@ -51,7 +52,10 @@ class Graph:
         shared, buffers = self._shared, self._shared.buffers.host[buffer_index]
         shared.buffers.pad(buffer_index, step.seqs, step.samples, self.size)
         shared.buffers.load(buffer_index, step.table_writes)
-        shared.lists.fill((buffers.query_starts[: step.seqs + 1], buffers.context_lens[: step.seqs]))
+        lengths = buffers.query_starts[: step.seqs + 1], buffers.context_lens[: step.seqs]
+        shared.lists.fill(lengths)
+        if shared.states is not None:
+            shared.states.fill(lengths, buffers.state_slots[: step.seqs], buffers.state_saves[: 3 * step.state_saves].reshape(-1, 3))
         self._pass()
         shared.model.hidden = self._hidden
         return shared.logits[: step.samples]
@@ -78,8 +82,11 @@ class Graph:
             step.block_tables,
         )
         no_prefill = np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int32)
+        cache, states = shared.model.recurrent_states, None
+        if cache is not None and shared.states is not None:
+            states = shared.states.step(step.query_starts[: size + 1], step.positions[:size], cache.layers)
         # Each run has its own plan, so that its scratch memory comes from the shared pool.
-        shared.model.run(step, size, DevicePlan(*arrays, no_prefill, shared.lists.work(size)))
+        shared.model.run(step, size, DevicePlan(*arrays, no_prefill, shared.lists.work(size)), states=states)
         shared.logits[:size].copy_(shared.model.network.logits(shared.model.hidden, step.sample_at[:size]))
 
     def _capture(self, variant: SamplingVariant) -> CapturedGraph:
@@ -109,7 +116,8 @@ def capture(
     logits = torch.zeros(largest, sampler.vocabulary, device=device)
     tokens = torch.zeros(largest, dtype=torch.int32, device=device)
     lists = DecodeLists(largest, max_model_len, model.windows, device)
-    shared = _Shared(recorder, model, buffers, sampler, lists, logits, tokens)
+    states = DecodeStates(largest, buffers.state_slots, device) if buffers.state_slots else None
+    shared = _Shared(recorder, model, buffers, sampler, lists, states, logits, tokens)
     buffers.pad(0, 0, 0, largest)
     buffers.load(0, 0)
     try:
@@ -135,6 +143,7 @@ class _Shared:
     buffers: DeviceBuffers
     sampler: DeviceSampler
     lists: DecodeLists
+    states: DecodeStates | None
     logits: torch.Tensor
     tokens: torch.Tensor
 

@@ -17,9 +17,18 @@ class DeviceBuffers:
     filled. A buffer may be refilled when the tokens of its step have arrived. All work goes to the current stream.
     """
 
-    def __init__(self, count: int, max_tokens: int, max_seqs: int, max_blocks: int, device: torch.device, copy_stream: CopyStream) -> None:
-        self.sizes = count, max_tokens, max_seqs, max_blocks
-        layout = Layout(max_tokens, max_seqs, max_blocks, table_writes=True)
+    def __init__(
+        self,
+        count: int,
+        max_tokens: int,
+        max_seqs: int,
+        max_blocks: int,
+        device: torch.device,
+        copy_stream: CopyStream,
+        state_slots: int = 0,
+    ) -> None:
+        self.sizes, self.state_slots = (count, max_tokens, max_seqs, max_blocks), state_slots
+        layout = Layout(max_tokens, max_seqs, max_blocks, table_writes=True, state_slots=state_slots)
         self._pinned = [copy_stream.pinned(layout.size) for _ in range(count)]
         tables = np.zeros((max_seqs, max_blocks), dtype=np.int32)
         self.host = [StepBuffers(layout, pinned.numpy(), tables, index) for index, pinned in enumerate(self._pinned)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,9 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from chairlift.kernels import recurrent_reference
 from chairlift.layers import linear
 from chairlift.layers.attention import paged_attention, plan_attention
 from chairlift.layers.device_attention import DevicePlan
+from chairlift.layers.recurrent import Convolution, Heads, Places, plan_states
 from chairlift.runner.memory.precision import FP8_CAPABILITY
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -106,6 +109,8 @@ def _checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Cal
 
     for kind in ("int8", "fp8", "int4"):
         yield f"linear, {kind} weights", partial(_linear, draw, kind)
+    for rule in ("gated delta rule", "state space"):
+        yield f"recurrent layer, {rule}", partial(_recurrent, draw, device, delta=rule == "gated delta rule")
     yield "copy_blocks", moved
     yield "resolve", resolved
     yield "write_kv", stored
@@ -127,6 +132,50 @@ def _rope(draw: Draw, device: torch.device, dtype: torch.dtype) -> float:
     expected = rope_write_reference(qkv.clone(), angles.cos(), angles.sin(), caches[2], caches[3], slots)
     found = rope_write(qkv, angles.cos(), angles.sin(), caches[0], caches[1], slots)
     return max(_error(found, expected), _error(caches[0], caches[2]), _error(caches[1], caches[3]))
+
+
+def _recurrent(draw: Draw, device: torch.device, *, delta: bool) -> float:
+    """A layer's outputs and states after a decode step and a prompt that is longer than a program's tokens."""
+    from chairlift.kernels import advance_heads, convolve, gated_norm
+
+    width, keys = 4 * 64, 2 * 64
+    places = Places(
+        queries=width + keys, keys=width, values=0, gates=width + 2 * keys, betas=2 * width + 2 * keys, steps=2 * width + 2 * keys + 4
+    )
+
+    def vector(size: int) -> torch.Tensor:
+        return draw(size, kind=torch.float32)
+
+    heads = Heads(
+        count=4,
+        groups=2,
+        key_size=64,
+        value_size=64,
+        tiled=False,
+        rates=-vector(4).exp(),
+        step_bias=vector(4),
+        skip=None if delta else vector(4),
+        limits=(0.0, math.inf),
+        norm=vector(64),
+        norm_group=64,
+        eps=1e-6,
+        places=places,
+    )
+    how = Convolution(taps=draw(4, width + 2 * keys, kind=torch.float32), bias=None, first=0, gated=False)
+    starts, contexts = np.array([0, 1, 20], dtype=np.int32), np.array([9, 19], dtype=np.int32)
+    positions = np.concatenate(([8], np.arange(19, dtype=np.int32)))
+    on_device = torch.from_numpy(starts).to(device), torch.from_numpy(positions.astype(np.int32)).to(device)
+    step = plan_states(on_device, (starts, contexts), np.array([1, 0]), np.array([[1, 5, 2]]), ())
+    rows, found = draw(20, 2 * width + 2 * keys + 8), []
+    states = draw(3, 3, width + 2 * keys, kind=torch.float32), draw(3, 4, 64, 64, kind=torch.float32)
+    for convolving, advancing, normalising in (
+        (convolve.convolve, advance_heads.advance_heads, gated_norm.gated_norm),
+        (recurrent_reference.convolve, recurrent_reference.advance_heads, recurrent_reference.gated_norm),
+    ):
+        columns, matrices = (state.clone() for state in states)
+        mixed = convolving(rows, columns, how, step)
+        found.append((normalising(advancing(mixed, rows, matrices, heads, step), rows, heads), columns, matrices))
+    return max(map(_error, *found))
 
 
 def _linear(draw: Draw, kind: str) -> float:

@@ -7,7 +7,7 @@ import torch
 
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.attention import plan_attention
-from chairlift.models.llama import ForwardBatch
+from chairlift.models.forward_batch import ForwardBatch
 from chairlift.models.transformers_model import TransformersModel
 from chairlift.runner.memory.kv_cache import KvCache
 

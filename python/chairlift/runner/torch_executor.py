@@ -16,9 +16,12 @@ from chairlift.config import EngineConfig
 from chairlift.layers.attention import AttentionPlan, plan_attention
 from chairlift.layers.device_attention import DevicePlan
 from chairlift.layers.lora import AdapterRows
+from chairlift.layers.recurrent import StateStep, plan_states
 from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
 from chairlift.models.config import ModelConfig
-from chairlift.models.llama import ForwardBatch, LayerCache, Llama, kv_scales
+from chairlift.models.forward_batch import ForwardBatch, LayerCache
+from chairlift.models.llama import Llama, kv_scales
+from chairlift.models.recurrence import RecurrentLayers
 from chairlift.models.shape import KvSpec, ModelShape
 from chairlift.runner.buffers import Pairs, StepBuffers
 from chairlift.runner.copy_stream import CopyStream
@@ -26,6 +29,7 @@ from chairlift.runner.device_buffers import DeviceBuffers
 from chairlift.runner.executor import ModelExecutor
 from chairlift.runner.memory.kv_cache import KvCache
 from chairlift.runner.memory.precision import EIGHT_BITS, Precision
+from chairlift.runner.memory.state_cache import StateCache
 from chairlift.runner.tensor_parallel.shards import Shards
 from chairlift.runner.torch_adapters import TorchAdapters
 from chairlift.runner.torch_weights import TorchDummyWeights, TorchWeights, open_torch_weights
@@ -45,9 +49,11 @@ class DeviceExecutor(ModelExecutor):
     adapters: TorchAdapters | None = None
     """The LoRA adapters, of our own layers in one process."""
 
-    def make_buffers(self, count: int, max_tokens: int, max_seqs: int, max_blocks: int, copy_stream: CopyStream) -> list[StepBuffers]:
+    def make_buffers(
+        self, count: int, max_tokens: int, max_seqs: int, max_blocks: int, copy_stream: CopyStream, state_slots: int = 0
+    ) -> list[StepBuffers]:
         """Allocates `count` step buffers and the arrays on the device into which they are loaded."""
-        return DeviceBuffers(count, max_tokens, max_seqs, max_blocks, self.device, copy_stream).host
+        return DeviceBuffers(count, max_tokens, max_seqs, max_blocks, self.device, copy_stream, state_slots).host
 
     def load_step(self, buffers: StepBuffers, num_table_writes: int) -> None:
         """Copies a step's arrays to the device."""
@@ -86,6 +92,8 @@ class TorchExecutor(DeviceExecutor):
 
     cache: KvCache
     """Set by `allocate`."""
+    recurrent_states: StateCache | None = None
+    """The recurrent states. Set by `allocate_states`."""
     hidden: torch.Tensor
     """The last step's hidden states."""
 
@@ -96,9 +104,10 @@ class TorchExecutor(DeviceExecutor):
         kv: torch.dtype,
         device: torch.device,
         adapters: TorchAdapters | None = None,
+        recurrence: RecurrentLayers | None = None,
     ) -> None:
         self.network, self.specs, self.kv, self.device = network, specs, kv, device
-        self.adapters = adapters
+        self.adapters, self._recurrence = adapters, recurrence
         self.windows = frozenset(spec.window for spec in specs)
         self.in_kernels = device.type == "cuda"
         """Whether attention runs in our GPU kernels, which graphs can capture. Tests interpret them on a CPU."""
@@ -123,7 +132,8 @@ class TorchExecutor(DeviceExecutor):
             weights.weights.finish(model)
         else:
             network = _from_transformers(config, directory, model, dtype, device)
-        return cls(network, model.kv_specs, torch.float8_e4m3fn if precision.kv == "fp8" else dtype, device, adapters)
+        recurrence = model.recurrence if isinstance(model, ModelConfig) else None
+        return cls(network, model.kv_specs, torch.float8_e4m3fn if precision.kv == "fp8" else dtype, device, adapters, recurrence)
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
@@ -136,6 +146,18 @@ class TorchExecutor(DeviceExecutor):
         self.cache.copy(pairs)
 
     @torch.inference_mode()
+    def allocate_states(self, slots: int) -> None:
+        """Allocates slots for recurrent states."""
+        assert self._recurrence is not None
+        self.recurrent_states = StateCache(self._recurrence, slots, self.device)
+
+    @torch.inference_mode()
+    def copy_states(self, pairs: np.ndarray) -> None:
+        """Copies recurrent states between slots."""
+        assert self.recurrent_states is not None
+        self.recurrent_states.copy(pairs)
+
+    @torch.inference_mode()
     def swap(self, outs: Pairs, ins: Pairs) -> None:
         """Copies blocks to the host, then back."""
         self.cache.swap(outs, ins)
@@ -144,18 +166,32 @@ class TorchExecutor(DeviceExecutor):
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
         """Runs the loaded step."""
         adapters = None if self.adapters is None else self.adapters.rows(buffers, num_seqs)
-        self.run(buffers.on_device, num_tokens, self._plan(buffers, num_tokens, num_seqs), adapters)
+        states = None if self.recurrent_states is None else self._plan_states(self.recurrent_states, buffers, num_tokens, num_seqs)
+        self.run(buffers.on_device, num_tokens, self._plan(buffers, num_tokens, num_seqs), adapters, states)
 
     @torch.inference_mode()
-    def run(self, step: DeviceBuffers, num_tokens: int, attention: AttentionPlan, adapters: AdapterRows | None = None) -> None:
+    def run(
+        self,
+        step: DeviceBuffers,
+        num_tokens: int,
+        attention: AttentionPlan,
+        adapters: AdapterRows | None = None,
+        states: StateStep | None = None,
+    ) -> None:
         """Runs the step from the arrays on the device, where the previous step's tokens are known."""
         input_ids, positions = step.input_ids[:num_tokens], step.positions[:num_tokens]
-        self.hidden = self.network.forward(ForwardBatch(input_ids, positions, attention, adapters), self.cache.layers)
+        self.hidden = self.network.forward(ForwardBatch(input_ids, positions, attention, adapters, states), self.cache.layers)
 
     @torch.inference_mode()
     def logits(self, at: np.ndarray) -> torch.Tensor:
         """Logits of the last step at token positions `at`."""
         return self.network.logits(self.hidden, torch.from_numpy(at).to(self.device, non_blocking=True)).float()
+
+    def _plan_states(self, states: StateCache, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> StateStep:
+        step, lengths = buffers.on_device, (buffers.query_starts[: num_seqs + 1], buffers.context_lens[:num_seqs])
+        on_device = step.query_starts[: num_seqs + 1], step.positions[:num_tokens]
+        saves = buffers.state_saves[: 3 * buffers.num_state_saves].reshape(-1, 3)
+        return plan_states(on_device, lengths, buffers.state_slots[:num_seqs], saves, states.layers)
 
     def _plan(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> AttentionPlan:
         step, lengths = buffers.on_device, (buffers.query_starts[: num_seqs + 1], buffers.context_lens[:num_seqs])

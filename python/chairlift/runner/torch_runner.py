@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from chairlift import _core
-from chairlift.errors import OutOfMemory
+from chairlift.errors import ChairliftError, OutOfMemory
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import StepBuffers, StepSizes
 from chairlift.runner.copy_stream import CopyStream
@@ -44,7 +44,7 @@ class TorchRunner(ModelRunner):
         """Allocates step buffers and the sampler. The model's KV cache must be allocated before the first step."""
         copy_stream = CopyStream(model.device)
         seqs, max_blocks = size.max_num_seqs, -(-size.max_model_len // block_size)
-        buffers = model.make_buffers(1 + overlaps, size.max_num_batched_tokens, seqs, max_blocks, copy_stream)
+        buffers = model.make_buffers(1 + overlaps, size.max_num_batched_tokens, seqs, max_blocks, copy_stream, size.state_slots)
         device_sampler = DeviceSampler(seqs, model_config.vocab_size, model.device, copy_stream) if samples_on_device else None
         sampler = device_sampler or HostSampler(seqs, _core.ThreadPool(torch.get_num_threads()))
         super().__init__(model, model_config, size, block_size, buffers, sampler)
@@ -61,10 +61,10 @@ class TorchRunner(ModelRunner):
         try:
             with raise_out_of_memory():
                 return super().launch(buffer_index, sizes)
-        except OutOfMemory:
+        except OutOfMemory as error:
             for slot, prompt, before in prompts:
                 self._prompts[slot], prompt.scored = prompt, before
-            raise
+            raise self._unless_states(error) from None
 
     @torch.inference_mode()
     def sample(self, step: Launched) -> None:
@@ -72,10 +72,16 @@ class TorchRunner(ModelRunner):
         try:
             with raise_out_of_memory():
                 super().sample(step)
-        except OutOfMemory:
+        except OutOfMemory as error:
             for prompt, length in step.scored_prompts:
                 prompt.scored -= length
-            raise
+            raise self._unless_states(error) from None
+
+    def _unless_states(self, error: OutOfMemory) -> ChairliftError:
+        """The error of a step that can be repeated. With recurrent states it cannot: some layers' have seen its tokens."""
+        if not self.model_config.state_bytes:
+            return error
+        return ChairliftError(f"a step of a model with recurrent layers ran out of memory: lower --gpu-memory-utilization ({error})")
 
     def wait(self) -> None:
         """Waits until the device is idle and returns memory that torch holds in reserve. Steps in flight are discarded."""

@@ -59,6 +59,15 @@ class Weights(Protocol):
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
 
+    def find(self, name: str, *shape: int) -> tuple[SafetensorsFile, str] | None:
+        """Returns the file that has a tensor as `take` returns it, and its name there; None if no file has it so.
+
+        Raises UnsupportedModel as `take` does.
+        """
+
+    def is_quantised(self, layer: str) -> bool:
+        """Whether the weight of a linear layer is quantised."""
+
     def matrix(self, layer: str, outs: int, ins: int) -> Array | QuantisedMatrix:
         """Returns the weight [outs, ins] of a linear layer, quantised as in the checkpoint. Raises UnsupportedModel as `take` does."""
 
@@ -109,24 +118,32 @@ class SafetensorWeights:
 
     def take(self, name: str, *shape: int) -> Array:
         """Returns a tensor in the file's dtype."""
+        return as_array(*self.find(name, *shape))
+
+    def find(self, name: str, *shape: int) -> tuple[SafetensorsFile, str]:
+        """Returns the file of a tensor, and its name there."""
         name = self._stored(name)
         file = self._check(name, shape)
         self._unused.discard(name)
-        return as_array(file, name)
+        return file, name
 
     def has(self, name: str) -> bool:
         """Whether a file has a tensor of this name."""
         return self._stored(name) in self._files
 
+    def is_quantised(self, layer: str) -> bool:
+        """Whether a linear layer has tensors of the scheme."""
+        kinds = ("weight_scale", "weight_scale_inv", "qweight")
+        return self._scheme is not None and any(self.has(f"{layer}.{kind}") for kind in kinds)
+
     def matrix(self, layer: str, outs: int, ins: int) -> Array | QuantisedMatrix:
-        """Returns the weight of a linear layer. A layer without tensors of the scheme is not quantised."""
+        """Returns the weight of a linear layer."""
+        if self._scheme is None or not self.is_quantised(layer):
+            return self.take(f"{layer}.weight", outs, ins)
         stored = self._stored(f"{layer}.weight").removesuffix(".weight")
 
         def has(kind: str) -> bool:
             return f"{stored}.{kind}" in self._files
-
-        if self._scheme is None or not any(map(has, ("weight_scale", "weight_scale_inv", "qweight"))):
-            return self.take(f"{layer}.weight", outs, ins)
 
         def read(kind: str, *shapes: tuple[int, ...]) -> Array:
             name = f"{stored}.{kind}"
@@ -276,6 +293,13 @@ class GGUFWeights:
         """Whether the file has a tensor of this name."""
         return name in self.tensors.entries
 
+    def find(self, name: str, *shape: int) -> None:
+        """Returns None: GGUF files have most tensors in blocks."""
+
+    def is_quantised(self, layer: str) -> bool:
+        """Returns False: matrices are dequantised."""
+        return False
+
     def matrix(self, layer: str, outs: int, ins: int) -> Array:
         """Returns the weight of a linear layer, dequantised to fp32."""
         return self.take(f"{layer}.weight", outs, ins)
@@ -407,6 +431,13 @@ class DummyWeights:
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name: random weights have all but blocks of MXFP4."""
         return not name.endswith(MXFP4_BLOCKS)
+
+    def find(self, name: str, *shape: int) -> None:
+        """Returns None: there are no files."""
+
+    def is_quantised(self, layer: str) -> bool:
+        """Returns False: random matrices are not quantised."""
+        return False
 
     def matrix(self, layer: str, outs: int, ins: int) -> Array:
         """Returns the random weight of a linear layer."""

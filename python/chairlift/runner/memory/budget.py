@@ -129,6 +129,6 @@ def graph_bytes(model: ModelShape, precision: Precision, seqs: int, longest: int
     parts = sum(model.num_heads * (dim + 1) for dim in {spec.value_dim for spec in model.kv_specs}) * splits * 4
     whole = 0
     if isinstance(model, ModelConfig) and (precision.quantization == "int8" or model.scheme):
-        whole = max(outs * ins for outs, ins in model.layer_matrices) * BYTES[precision.compute]  # see `Linear`
+        whole = max(outs * ins for outs, ins in model.matrices) * BYTES[precision.compute]  # see `Linear`
     largest = graph_sizes[-1]
     return len(graph_sizes) * GRAPH_BYTES + step_bytes(model, largest, largest) + largest * parts + whole

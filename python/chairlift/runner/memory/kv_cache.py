@@ -15,7 +15,7 @@ from chairlift.models.shape import KvSpec
 log = logging.getLogger("chairlift")
 
 PAIRS = 256
-"""Blocks per kernel launch when blocks are copied on a device."""
+"""Rows per kernel launch when rows are copied on a device."""
 
 
 class KvCache:
@@ -35,7 +35,7 @@ class KvCache:
         each = sum(sizes) * dtype.itemsize
         try:
             self.tensor = torch.empty((num_blocks, sum(sizes)), dtype=dtype, device=device)
-            self._pairs = torch.empty((PAIRS, 2), dtype=torch.int32, device=device)
+            self._copies = RowCopies(self.tensor)
         except RuntimeError as error:
             raise InvalidSetting(
                 f"no memory for {num_blocks} KV blocks, {num_blocks * each / 2**30:.1f} GiB: lower --num-kv-blocks, or "
@@ -51,19 +51,8 @@ class KvCache:
             ) from None
 
     def copy(self, pairs: np.ndarray) -> None:
-        """Copies blocks of all layers, in order: pairs [n, 2] of block numbers, from and to.
-
-        A copy allocates no memory, so it cannot fail and is never repeated.
-        """
-        if self.tensor.is_cuda:
-            from chairlift.kernels.copy_blocks import copy_blocks  # imports triton, which is only installed for GPUs
-
-            for start in range(0, len(pairs), PAIRS):
-                some = torch.from_numpy(pairs[start : start + PAIRS])
-                copy_blocks(self.tensor, self._pairs[: len(some)].copy_(some, non_blocking=True))
-            return
-        for source, target in pairs.tolist():
-            self.tensor[target].copy_(self.tensor[source])
+        """Copies blocks of all layers, in order: pairs [n, 2] of block numbers, from and to."""
+        self._copies.run(pairs)
 
     def swap(self, outs: Iterable[tuple[int, int]], ins: Iterable[tuple[int, int]]) -> None:
         """Copies blocks to the host (device block, host block), then back (host block, device block)."""
@@ -72,6 +61,29 @@ class KvCache:
             self.host[host].copy_(self.tensor[block], non_blocking=True)
         for host, block in ins:
             self.tensor[block].copy_(self.host[host], non_blocking=True)
+
+
+class RowCopies:
+    """Copies rows within a tensor [rows, numbers].
+
+    A copy allocates no memory, so it cannot fail and is never repeated.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._pairs = torch.empty((PAIRS, 2), dtype=torch.int32, device=tensor.device)
+
+    def run(self, pairs: np.ndarray) -> None:
+        """Copies rows in order: pairs [n, 2] of row numbers, from and to."""
+        if self._tensor.is_cuda:
+            from chairlift.kernels.copy_blocks import copy_blocks  # imports triton, which is only installed for GPUs
+
+            for start in range(0, len(pairs), PAIRS):
+                some = torch.from_numpy(pairs[start : start + PAIRS])
+                copy_blocks(self._tensor, self._pairs[: len(some)].copy_(some, non_blocking=True))
+            return
+        for source, target in pairs.tolist():
+            self._tensor[target].copy_(self._tensor[source])
 
 
 def host_pool(blocks: int, numbers: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:

@@ -159,12 +159,12 @@ def torch_weight_bytes(model: ModelShape, dtype: str, compute: str = "bfloat16")
     A transformers model is not quantised here. `dtype` may also be the name of the model's quantization scheme, if it is our own.
     """
     if isinstance(model, ModelConfig) and model.scheme and dtype == model.scheme.name:
-        packed = sum(model.scheme.weight_bytes(*sizes) - math.prod(sizes) * BYTES[compute] for sizes in model.layer_matrices)
-        return model.num_weights * BYTES[compute] + model.num_layers * packed
+        packed = sum(model.scheme.weight_bytes(*sizes) - math.prod(sizes) * BYTES[compute] for sizes in model.matrices)
+        return model.num_weights * BYTES[compute] + packed
     if dtype not in EIGHT_BITS or not isinstance(model, ModelConfig):
         return model.num_weights * BYTES[compute if dtype in EIGHT_BITS else dtype]
-    numbers = model.num_layers * sum(outs * ins for outs, ins in model.layer_matrices)
-    scales = model.num_layers * sum(outs for outs, _ in model.layer_matrices) * ROW_SCALE_BYTES
+    numbers = sum(outs * ins for outs, ins in model.matrices)
+    scales = sum(outs for outs, _ in model.matrices) * ROW_SCALE_BYTES
     return (model.num_weights - numbers) * BYTES[compute] + numbers * BYTES[dtype] + scales
 
 
@@ -244,7 +244,7 @@ def _per_token(config: EngineConfig, model: ModelShape, compute: str, capability
     if not isinstance(model, ModelConfig) or model.scheme is None or not model.scheme.per_token:
         return False
     # Each process's part must be aligned.
-    aligned = all(size % (FP8_ALIGNMENT * config.tensor_parallel_size) == 0 for sizes in model.layer_matrices for size in sizes)
+    aligned = all(size % (FP8_ALIGNMENT * config.tensor_parallel_size) == 0 for sizes in model.matrices for size in sizes)
     return aligned and compute == "bfloat16" and config.device == "cuda" and capability >= FP8_CAPABILITY
 
 
@@ -259,13 +259,15 @@ def _check_quantization(
             f"--quantization {quantization} is for Chairlift's own models, and {model.architecture} runs in transformers: "
             "leave it out, or use a checkpoint that is quantised already"
         )
+    if model.experts:
+        raise InvalidSetting(f"--quantization {quantization}: torch computes the experts of {model.architecture} in 16 bits: leave it out")
     if quantization != "fp8":
         return
     if config.device != "cuda":
         raise InvalidSetting(NO_FP8)
     if config.dtype not in ("auto", "bfloat16"):
         raise InvalidSetting(f"--quantization fp8 computes in bfloat16, and not in {config.dtype}: leave --dtype out")
-    odd = sorted({size for sizes in model.layer_matrices for size in sizes if size % FP8_ALIGNMENT})
+    odd = sorted({size for sizes in model.matrices for size in sizes if size % FP8_ALIGNMENT})
     if odd:
         raise InvalidSetting(f"--quantization fp8 needs matrices whose sides are multiples of {FP8_ALIGNMENT}, not of {odd[0]}: take int8")
     _check_fp8("--quantization fp8", capability, "take int8")

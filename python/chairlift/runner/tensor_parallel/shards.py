@@ -10,7 +10,7 @@ from chairlift.errors import InvalidSetting
 from chairlift.layers.linear import Quantised, Weight
 from chairlift.layers.tensor_parallel import TensorParallelGroup
 from chairlift.models.config import ModelConfig
-from chairlift.models.llama import WeightSource
+from chairlift.models.forward_batch import WeightSource
 from chairlift.models.shape import ModelShape
 
 _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -24,6 +24,9 @@ def part_of(model: ModelShape, size: int) -> ModelConfig:
     flag = f"--tensor-parallel-size {size}"
     if not isinstance(model, ModelConfig):
         raise InvalidSetting(f"{flag}: transformers' code for {model.architecture} cannot be split, only Chairlift's own models can")
+    if model.experts or model.recurrence:
+        parts = "experts" if model.experts else "recurrent layers"
+        raise InvalidSetting(f"{flag}: the {parts} of {model.architecture} cannot be split: leave it out")
     split = {"num_heads": "attention heads", "num_kv_heads": "KV heads", "intermediate_size": "inner columns"}
     for name, words in split.items():
         if getattr(model, name) % size:
@@ -55,6 +58,18 @@ class Shards:
         whole = self._whole.take(name, *shape)
         # The bias of a summed projection is added by one process only.
         return whole if self._group.rank == 0 or not layer.endswith(_COLUMNS) else torch.zeros_like(whole)
+
+    def floats(self, name: str, *shape: int) -> torch.Tensor:
+        """A whole tensor in fp32."""
+        return self._whole.floats(name, *shape)
+
+    def packed(self, name: str, *shape: int) -> torch.Tensor:
+        """A whole tensor of bytes."""
+        return self._whole.packed(name, *shape)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return self._whole.has(name)
 
     def matrix(self, layer: str, outs: int, ins: int) -> Weight:
         """This process's part of the weight of a layer."""

@@ -1,0 +1,249 @@
+"""The blocks of a decoder layer in torch: attention and MLP. Projections of the same input are merged into one matrix."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from chairlift.architectures import Projections
+from chairlift.errors import UnsupportedModel
+from chairlift.layers.activation import activate
+from chairlift.layers.attention import Scales, paged_attention
+from chairlift.layers.linear import Activations, Linear, quantise, stack, take_rows
+from chairlift.layers.lora import adapted
+from chairlift.layers.norm import rms_norm
+from chairlift.layers.rope import rope_write, spread
+from chairlift.layers.tensor_parallel import TensorParallelGroup
+from chairlift.models.config import ModelConfig
+from chairlift.models.forward_batch import ForwardBatch, LayerCache, WeightSource
+from chairlift.models.rotary import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What the blocks of a pass share: the batch, each layer's cache, rotations and factors of queries."""
+
+    batch: ForwardBatch
+    cache: Sequence[LayerCache]
+    rotations: Mapping[RopeConfig | None, tuple[torch.Tensor, torch.Tensor]]
+    query_scale: torch.Tensor | None
+
+
+class LayerWeights:
+    """Reads the weights of one layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        source: WeightSource,
+        dtype: torch.dtype,
+        group: TensorParallelGroup,
+        quantization: str | None,
+        rounds_activations: bool,
+    ) -> None:
+        """`dtype` is that of activations (see `Llama` for the others)."""
+        self.config, self.index, self.source, self.dtype, self.group = config, index, source, dtype, group
+        self.prefix = f"model.layers.{index}."
+        self._quantization, self._rounds = quantization, rounds_activations
+        self.projections: dict[str, tuple[Linear, slice]] = {}
+        """Each projection by its name in a checkpoint: the merged layer, and its columns of that layer's output."""
+
+    def norm(self, name: str, size: int | None = None) -> torch.Tensor:
+        """The weight of a norm; `size` is the hidden size by default."""
+        return norm_weight(self.config, self.source, f"{self.prefix}{name}.weight", size)
+
+    def merged(self, names: Sequence[str], sizes: Sequence[int], ins: int, bias: bool = False, order: torch.Tensor | None = None) -> Linear:
+        """One Linear for several projections of the same input, which the checkpoint may have fused. `order` is that of its rows.
+
+        Raises UnsupportedModel if they are quantised in different ways.
+        """
+        outs = dict(zip(names, sizes, strict=True)) if len(names) == len(sizes) else {names[0]: sum(sizes)}
+        biases = [self.source.take(f"{self.prefix}{name}.bias", size) for name, size in outs.items()] if bias else []
+        try:
+            weight = stack([self.source.matrix(f"{self.prefix}{name}", size, ins) for name, size in outs.items()])
+        except ValueError as error:
+            raise UnsupportedModel(f"{', '.join(f'{self.prefix}{name}' for name in outs)}: {error}") from None
+        if order is not None:
+            weight = take_rows(weight, order)
+            biases = [torch.cat(biases)[order]] if biases else []
+        if self._quantization and isinstance(weight, torch.Tensor):
+            weight = quantise(weight, self._quantization)
+        rounds = self._rounds or self._quantization == "fp8"
+        linear = Linear(weight, torch.cat(biases) if biases else None, rounds_activations=rounds)
+        start = 0
+        for name, size in outs.items():
+            self.projections[name.partition(".")[2]] = linear, slice(start, start + size)
+            start += size
+        return linear
+
+    def gate_up(self, names: Projections, inner: int, bias: bool = False) -> Linear:
+        """The projections gate and up of an MLP, or up alone if it has no gate."""
+        fused = not names.apart or self.source.has(f"{self.prefix}{names.gate_up[0]}.weight")
+        sizes = (inner,) * (2 if self.config.gated else 1)
+        return self.merged(names.gate_up if fused else names.apart, sizes, self.config.hidden_size, bias)
+
+
+class Block(ABC):
+    """A part of a layer whose output is added to the residual stream.
+
+    `norm` is the weight of the norm of its input, which is rounded to fp8 if the block `rounds` it, and `post_norm` that of the norm of its
+    output, if it has one.
+    """
+
+    norm: torch.Tensor
+    post_norm: torch.Tensor | None = None
+
+    def __init__(self, weights: LayerWeights) -> None:
+        """Keeps nothing of `weights`, which may hold a whole checkpoint."""
+        self._group, self._residual_scale = weights.group, weights.config.residual_scale
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the first product rounds its input."""
+        return False
+
+    @abstractmethod
+    def forward(self, x: Activations, given: Pass) -> torch.Tensor:
+        """Returns the block's output [T, hidden] for its normalised input."""
+
+    def _summed(self, linear: Linear, x: Activations, given: Pass) -> torch.Tensor:
+        """The output of a projection of which each process has some columns, as it is added to the residual stream."""
+        if linear.gathers and isinstance(x, torch.Tensor):
+            x = self._group.all_gather(x, self._group.size * x.shape[1])
+        return self._scaled(self._group.all_reduce(adapted(linear, x, given.batch.adapters)))
+
+    def _scaled(self, output: torch.Tensor) -> torch.Tensor:
+        """An output as it is added to the residual stream."""
+        return output if self._residual_scale == 1 else output.mul_(self._residual_scale)
+
+
+class Attention(Block):
+    """Attention over a layer's KV cache."""
+
+    def __init__(self, weights: LayerWeights, place: int, scales: Scales | None) -> None:
+        """`place` is the layer's place among those that have keys and values, `scales` are those of 8-bit keys and values."""
+        super().__init__(weights)
+        config, index, names = weights.config, weights.index, weights.config.projections
+        self._place, self.scales = place, scales
+        self._eps, self._dim, self._gated = config.rms_norm_eps, config.head_dim, config.gated_attention
+        self._window, self._scale, self._softcap = config.windows[index], config.attention_scale, config.attention_softcap
+        self.rope = None if not config.uses_rope[index] else config.rope if self._window is None else config.local_rope
+        """None in a layer without rotary positions."""
+        queries, kv = config.num_heads * self._dim, config.num_kv_heads * self._dim
+        self._heads = config.num_heads + 2 * config.num_kv_heads
+        self.norm = weights.norm(config.norms.attention)
+        projected = (queries * (2 if self._gated else 1), kv, kv)
+        self.qkv = weights.merged(names.qkv, projected, config.hidden_size, config.qkv_bias, _order(config, self.norm.device))
+        self.output = weights.merged((names.output,), (config.hidden_size,), queries, config.output_bias)
+        # With post-norms, "post_attention_layernorm" is the norm after attention; without them it is the norm before the MLP.
+        self.post_norm = weights.norm("post_attention_layernorm") if config.post_norms else None
+        self._head_norms = self._whole_norms = None
+        if config.whole_norms:
+            self._whole_norms = weights.norm(config.norms.query, queries), weights.norm(config.norms.key, kv)
+        elif config.qk_norm:
+            head = torch.tensor(_spread_head(config), device=self.norm.device)
+            query, key = (weights.norm(name, self._dim) for name in (config.norms.query, config.norms.key))
+            self._head_norms = query[head], key[head]
+        self._sinks = weights.source.floats(f"{weights.prefix}self_attn.sinks", config.num_heads) if config.sinks else None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the first product rounds its input."""
+        return self.qkv.rounds_activations
+
+    def forward(self, x: Activations, given: Pass) -> torch.Tensor:
+        """Stores keys and values and attends."""
+        keys, values = given.cache[self._place]
+        plan = given.batch.attention
+        projected = adapted(self.qkv, x, given.batch.adapters)
+        projected = projected.view(len(projected), -1, self._dim)
+        qkv = projected[:, : self._heads] if self._gated else projected
+        if self._whole_norms is not None:
+            _normalise_whole(qkv, self._whole_norms, keys.shape[1], self._eps)
+        # Keys and values are written before attention, which reads this step's keys from the cache.
+        scales = self.scales if keys.dtype == torch.float8_e4m3fn else None
+        query = rope_write(qkv, given.rotations[self.rope], keys, values, plan, norms=self._head_norms, eps=self._eps, scales=scales)
+        if given.query_scale is not None:
+            query.mul_(given.query_scale)
+        mixed = paged_attention(
+            query,
+            keys,
+            values,
+            plan,
+            window=self._window,
+            scale=self._scale,
+            softcap=self._softcap,
+            sinks=self._sinks,
+            scales=scales,
+        )
+        if self._gated:
+            mixed = mixed.mul_(projected[:, self._heads :].sigmoid())
+        return self._summed(self.output, mixed.flatten(1), given)
+
+
+class Mlp(Block):
+    """An MLP, with a gate or without."""
+
+    def __init__(self, weights: LayerWeights) -> None:
+        super().__init__(weights)
+        config, names = weights.config, weights.config.projections
+        self._activation = config.activation
+        self.norm = mlp_norm(weights)
+        self.gate_up = weights.gate_up(names, config.intermediate_size, config.mlp_bias)
+        self.down = weights.merged((names.down,), (config.hidden_size,), config.intermediate_size, config.mlp_bias)
+        self.post_norm = weights.norm("post_feedforward_layernorm") if config.post_norms else None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the first product rounds its input."""
+        return self.gate_up.rounds_activations
+
+    def forward(self, x: Activations, given: Pass) -> torch.Tensor:
+        """Computes the MLP."""
+        # A kernel whose result only a product in fp8 reads rounds it.
+        inner = activate(adapted(self.gate_up, x, given.batch.adapters), self._activation, rounds=self.down.rounds_activations)
+        return self._summed(self.down, inner, given)
+
+
+def mlp_norm(weights: LayerWeights) -> torch.Tensor:
+    """The weight of the norm before a layer's MLP or experts."""
+    return weights.norm("pre_feedforward_layernorm" if weights.config.post_norms else weights.config.norms.mlp)
+
+
+def norm_weight(config: ModelConfig, source: WeightSource, name: str, size: int | None = None) -> torch.Tensor:
+    """The weight of a norm. With an offset (Gemma) the sum is kept in fp32, because it needs more digits than the checkpoint's weight."""
+    weight = source.take(name, size or config.hidden_size)
+    return weight.float() + config.norm_offset if config.norm_offset else weight
+
+
+def _spread_head(config: ModelConfig) -> list[int]:
+    """The order of a head's numbers in which the pairs of a partial rotation are half a head apart."""
+    partial = config.rope.dim != config.head_dim
+    return spread(config.head_dim, config.rope.dim) if partial else list(range(config.head_dim))
+
+
+def _order(config: ModelConfig, device: torch.device) -> torch.Tensor | None:
+    """The order of the rows of queries, keys, values and gates; None: as they are.
+
+    In the checkpoint the rows of the query and of the gate of one head follow each other. Queries and keys have equal orders, which change
+    no product.
+    """
+    if config.rope.dim == config.head_dim and not config.gated_attention:
+        return None
+    dim, head = config.head_dim, _spread_head(config)
+    pitch = dim * (2 if config.gated_attention else 1)
+    queries, keys = config.num_heads * pitch, config.num_kv_heads * dim
+    starts = [*range(0, queries, pitch), *range(queries, queries + keys, dim)]
+    gates = [at for start in range(dim, queries, pitch) for at in range(start, start + dim)] if config.gated_attention else []
+    rows = [*(start + at for start in starts for at in head), *range(queries + keys, queries + 2 * keys), *gates]
+    return torch.tensor(rows, device=device)
+
+
+def _normalise_whole(qkv: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], kv_heads: int, eps: float) -> None:
+    """Normalises all heads of a token's query together, and those of its key, in place."""
+    for part, weight in zip((qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads]), weights, strict=True):
+        part.copy_(rms_norm(part.flatten(1).contiguous(), weight, eps).view_as(part))

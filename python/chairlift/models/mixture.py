@@ -1,0 +1,171 @@
+"""A layer's mixture of experts in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from chairlift.architectures import Mixture as Names
+from chairlift.errors import UnsupportedModel
+from chairlift.layers import experts as layers
+from chairlift.layers.activation import activate
+from chairlift.layers.linear import Activations, Linear, Quantised, Weight, dequantise
+from chairlift.models.blocks import Block, LayerWeights, Pass, mlp_norm
+from chairlift.models.experts import Experts
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Endings of the names of experts in MXFP4: codes of 4 bits, and an exponent for each 32."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The positive numbers of 4 bits, after the OCP Microscaling Formats specification (2023)."""
+
+
+class Mixture(Block):
+    """MLPs of which a router chooses a few for each token, and one that all tokens use, if the model has it."""
+
+    def __init__(self, weights: LayerWeights, experts: Experts) -> None:
+        """Reads the experts, whose matrices are multiplied out if they are quantised. Raises UnsupportedModel."""
+        super().__init__(weights)
+        config, names, source = weights.config, experts.names, weights.source
+        self._activation, self._count = config.activation, experts.count
+        self.norm = mlp_norm(weights)
+        self._gated = names.shared_gate is not None
+        rows = {names.router: experts.count} | ({names.shared_gate: 1} if names.shared_gate else {})
+        router = torch.cat([source.take(f"{weights.prefix}{name}.weight", size, config.hidden_size) for name, size in rows.items()])
+        if not router.isfinite().all():
+            raise UnsupportedModel(
+                f"tensor {weights.prefix}{names.router}.weight has numbers that are not finite: no expert could be chosen with it"
+            )
+        bias = source.take(f"{weights.prefix}{names.router}.bias", experts.count) if names.biases else None
+        self._router = Linear(router, bias)
+        choice_bias = source.floats(weights.prefix + names.choice_bias, experts.count) if names.choice_bias and experts.biased else None
+        self._choice = layers.Choice(
+            scores=names.scores.value,
+            used=experts.used,
+            bias=choice_bias,
+            epsilon=names.epsilon if experts.normalised else None,
+            scale=experts.scale,
+        )
+        reader = _Reader(weights, experts)
+        self._experts = layers.Experts(
+            gate_up=reader.gate_up(),
+            down=reader.down(),
+            biases=reader.biases() if names.biases else None,
+            activation=config.activation,
+            clamp=experts.clamp,
+        )
+        self._shared: tuple[Linear, Linear] | None = None
+        if names.shared:
+            inner = experts.shared_inner
+            down = weights.merged((names.shared.down,), (config.hidden_size,), inner)
+            self._shared = weights.gate_up(names.shared, inner), down
+
+    def forward(self, x: Activations, given: Pass) -> torch.Tensor:
+        """Chooses experts and computes them."""
+        assert isinstance(x, torch.Tensor)
+        logits = self._router(x)
+        out = self._experts(x, *self._choice(logits[:, : self._count].float()))
+        if self._shared is not None:
+            gate_up, down = self._shared
+            shared = down(activate(gate_up(x), self._activation, rounds=down.rounds_activations))
+            out += shared.mul_(logits[:, self._count :].sigmoid()) if self._gated else shared
+        return self._scaled(out)
+
+
+class _Reader:
+    """Reads the matrices of a layer's experts, in each way that checkpoints store them."""
+
+    def __init__(self, weights: LayerWeights, experts: Experts) -> None:
+        self._dtype = weights.dtype
+        self._source, self._prefix, self._count = weights.source, weights.prefix, experts.count
+        self._names: Names = experts.names
+        self._hidden, self._inner = weights.config.hidden_size, experts.inner
+
+    def gate_up(self) -> torch.Tensor:
+        """The gate and up projections [experts, 2 * inner, hidden], or up alone if there are no gates."""
+        names, inner = self._names, self._inner
+        if names.interleaved and (both := self._transposed(names.interleaved, 2 * inner, self._hidden)) is not None:
+            return torch.cat((both[:, ::2], both[:, 1::2]), 1)
+        if names.gate and self._has(names.gate_up):
+            return self._filled(((names.gate_up, 2 * inner),), self._hidden)
+        return self._filled(tuple((name, inner) for name in (names.gate, names.up) if name), self._hidden)
+
+    def down(self) -> torch.Tensor:
+        """The down projections [experts, hidden, inner]."""
+        names = self._names
+        if names.transposed and (matrices := self._transposed(names.transposed, self._hidden, self._inner)) is not None:
+            return matrices.contiguous()
+        return self._filled(((names.down, self._hidden),), self._inner)
+
+    def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The biases [experts, outputs] of the first projections and of the second ones."""
+        names, take = self._names, self._source.take
+        fused = f"{self._prefix}{names.interleaved}_bias"
+        if self._source.has(fused):
+            both = take(fused, self._count, 2 * self._inner)
+            second = take(f"{self._prefix}{names.transposed}_bias", self._count, self._hidden)
+            return torch.cat((both[:, ::2], both[:, 1::2]), 1), second
+        sizes = {name: self._inner for name in (names.gate, names.up) if name} | {names.down: self._hidden}
+        found = [take(f"{self._prefix}{name.replace('.{}', '')}.bias", self._count, size) for name, size in sizes.items()]
+        return torch.cat(found[:-1], 1), found[-1]
+
+    def _whole(self, name: str) -> str | None:
+        """The name of the tensor of all experts, if there is one."""
+        name = self._prefix + name.replace(".{}", "")
+        return next((whole for whole in (f"{name}.weight", name) if self._source.has(whole)), None)
+
+    def _has(self, name: str) -> bool:
+        return self._whole(name) is not None or self._source.has(f"{self._prefix}{name.format(0)}.weight")
+
+    def _filled(self, parts: tuple[tuple[str, int], ...], ins: int) -> torch.Tensor:
+        """Matrices of all experts with the rows of several projections, each from one tensor or from one for each expert."""
+        if len(parts) == 1 and (whole := self._whole(parts[0][0])):
+            return self._source.take(whole, self._count, parts[0][1], ins)
+        out, start = None, 0
+        for name, size in parts:
+            for at, found in self._matrices(name, size, ins):
+                if out is None:
+                    out = found.new_empty(self._count, sum(rows for _, rows in parts), ins)
+                out[at, start : start + size] = found
+            start += size
+        assert out is not None
+        return out
+
+    def _matrices(self, name: str, rows: int, ins: int) -> Iterable[tuple[slice | int, torch.Tensor]]:
+        if whole := self._whole(name):
+            yield slice(None), self._source.take(whole, self._count, rows, ins)
+            return
+        for expert in range(self._count):
+            yield expert, multiplied_out(self._source.matrix(self._prefix + name.format(expert), rows, ins), self._dtype)
+
+    def _transposed(self, name: str, rows: int, ins: int) -> torch.Tensor | None:
+        """Matrices [experts, rows, ins] that are stored as [experts, ins, rows] or in MXFP4. None if there are none of this name."""
+        name = self._prefix + name
+        if self._source.has(name + BLOCKS):
+            return self._mxfp4(name, rows, ins)
+        return self._source.take(name, self._count, ins, rows).mT if self._source.has(name) else None
+
+    def _mxfp4(self, name: str, rows: int, ins: int) -> torch.Tensor:
+        if ins % 32:
+            raise UnsupportedModel(f"tensor {name}{BLOCKS} has rows of {ins} numbers, which are not whole blocks of 32")
+        pairs = self._source.packed(name + BLOCKS, self._count, rows, ins // 32, 16)
+        exponents = self._source.packed(name + SCALES, self._count, rows, ins // 32)
+        table = torch.tensor([*E2M1, *(-number for number in E2M1)], device=pairs.device)
+        out = torch.empty(self._count, rows, ins, dtype=self._dtype, device=pairs.device)
+        for expert in range(self._count):  # one by one, because indices take eight bytes each
+            codes = torch.stack((pairs[expert] & 15, pairs[expert] >> 4), -1).flatten(-2)
+            scales = torch.exp2(exponents[expert].float() - 127).unsqueeze(-1)
+            out[expert] = (table[codes.int()] * scales).flatten(-2).to(self._dtype)
+        return out
+
+
+def multiplied_out(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix in `dtype`, with its columns in the order of the inputs."""
+    if not isinstance(weight, Quantised):
+        return weight
+    whole = dequantise(weight, dtype)
+    if weight.order is None:
+        return whole
+    out = torch.empty_like(whole)
+    out[:, weight.order] = whole
+    return out

@@ -1,0 +1,126 @@
+"""A recurrent layer in torch, and its tensors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from chairlift.architectures import RecurrentKind
+from chairlift.errors import UnsupportedModel
+from chairlift.layers.linear import Activations, Linear, Weight, stack, take_rows
+from chairlift.layers.recurrent import Convolution, Heads, Places
+from chairlift.models.blocks import Block, LayerWeights, Pass
+from chairlift.models.mixture import multiplied_out
+from chairlift.models.recurrence import RecurrentLayers
+
+
+class Recurrent(Block):
+    """A short convolution, or heads with matrices as states after one."""
+
+    def __init__(self, weights: LayerWeights, layers: RecurrentLayers) -> None:
+        """Reads the layer's tensors. Raises UnsupportedModel."""
+        super().__init__(weights)
+        config, prefix = weights.config, weights.prefix + layers.names.prefix
+        self._place = sum(layers.layers[: weights.index])
+        self.norm = weights.norm(config.norms.attention)
+        kind, source = layers.names.kind, weights.source
+        if kind is RecurrentKind.DELTA:
+            self._projection = Linear(_delta_projection(weights, layers, self.norm.device))
+        else:
+            own = layers.names.prefix
+            self._projection = weights.merged(
+                [own + name for name in layers.names.projections], (layers.projected,), layers.hidden, layers.bias
+            )
+        taps = source.floats(f"{prefix}{layers.names.convolution}.weight", layers.channels, 1, layers.taps)
+        self._convolution = Convolution(
+            taps=taps.view(layers.channels, layers.taps).t().contiguous(),
+            bias=source.floats(f"{prefix}{layers.names.convolution}.bias", layers.channels) if layers.conv_bias else None,
+            first={RecurrentKind.CONVOLUTION: 2 * layers.hidden, RecurrentKind.DELTA: 0, RecurrentKind.SPACE: layers.width}[kind],
+            gated=kind is RecurrentKind.CONVOLUTION,
+        )
+        self._heads = _heads(weights, layers, prefix) if layers.count else None
+        self._output = weights.merged((layers.names.prefix + layers.names.output,), (layers.hidden,), layers.width, layers.bias)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the first product rounds its input."""
+        return self._projection.rounds_activations
+
+    def forward(self, x: Activations, given: Pass) -> torch.Tensor:
+        """Computes the layer and moves the states of the step's sequences on."""
+        step = given.batch.states
+        assert step is not None
+        columns, matrices = step.layers[self._place]
+        projected = self._projection(x)
+        mixed = self._convolution(projected, step, columns)
+        if self._heads is not None:
+            mixed = self._heads(mixed, projected, step, matrices)
+        return self._summed(self._output, mixed, given)
+
+
+def _heads(weights: LayerWeights, layers: RecurrentLayers, prefix: str) -> Heads:
+    floats = weights.source.floats
+    # GGUF files have the rates themselves.
+    logarithms = weights.source.has(f"{prefix}A_log")
+    rates = -floats(f"{prefix}A_log", layers.count).exp() if logarithms else floats(f"{prefix}A", layers.count)
+    if not (rates.isfinite() & (rates < 0)).all():
+        raise UnsupportedModel(f"tensor {prefix}A_log or {prefix}A gives rates of decay that are not negative numbers")
+    space = layers.names.kind is RecurrentKind.SPACE
+    return Heads(
+        count=layers.count,
+        groups=layers.groups,
+        key_size=layers.key_size,
+        value_size=layers.value_size,
+        tiled=layers.tiled,
+        rates=rates,
+        step_bias=floats(f"{prefix}dt_bias", layers.count),
+        skip=floats(f"{prefix}D", layers.count) if space else None,
+        limits=layers.steps if space else (0.0, math.inf),
+        norm=floats(f"{prefix}norm.weight", layers.width if space else layers.value_size),
+        norm_group=layers.width // layers.groups if space else layers.value_size,
+        eps=weights.config.rms_norm_eps,
+        places=_places(layers, space),
+    )
+
+
+def _places(layers: RecurrentLayers, space: bool) -> Places:
+    """Where the parts of a token are. The projection is z, values, keys, queries, steps, or with the delta rule queries, keys, values, z,
+    betas, steps; the convolution has its queries, keys and values.
+    """
+    keys, width = layers.groups * layers.key_size, layers.width
+    if space:
+        return Places(queries=width + keys, keys=width, values=0, gates=0, steps=2 * width + 2 * keys, betas=0)
+    betas = 2 * keys + 2 * width
+    return Places(queries=0, keys=keys, values=2 * keys, gates=2 * keys + width, betas=betas, steps=betas + layers.count)
+
+
+def _delta_projection(weights: LayerWeights, layers: RecurrentLayers, device: torch.device) -> Weight:
+    """The projection of a layer with the delta rule, whose rows are queries, keys, values, gates, betas and steps.
+
+    Checkpoints have them in two matrices with the rows of one key after another, or in four.
+    """
+    source, prefix = weights.source, weights.prefix + layers.names.prefix
+    keys, values, hidden, groups = layers.groups * layers.key_size, layers.width, layers.hidden, layers.groups
+
+    def by_kind(name: str, sizes: list[int]) -> Weight:
+        """A matrix with rows of several kinds for each key, sorted by kind."""
+        rows = torch.arange(groups * sum(sizes), device=device).view(groups, -1)
+        order = torch.cat([part.flatten() for part in rows.split_with_sizes(sizes, 1)])
+        return take_rows(source.matrix(prefix + name, len(order), hidden), order)
+
+    if source.has(f"{prefix}in_proj_qkvz.weight"):
+        both = values // groups
+        matrices = [by_kind("in_proj_qkvz", [layers.key_size, layers.key_size, both, both])]
+    else:
+        matrices = [
+            source.matrix(prefix + name, size, hidden) for name, size in {"in_proj_qkv": 2 * keys + values, "in_proj_z": values}.items()
+        ]
+    if source.has(f"{prefix}in_proj_ba.weight"):
+        matrices.append(by_kind("in_proj_ba", [layers.count // groups] * 2))
+    else:
+        matrices += [source.matrix(prefix + name, layers.count, hidden) for name in ("in_proj_b", "in_proj_a")]
+    try:
+        return stack(matrices)
+    except ValueError:  # some are quantised and others are not
+        return torch.cat([multiplied_out(matrix, weights.dtype) for matrix in matrices])
