@@ -256,7 +256,7 @@ class EngineConfig:
     target_itl_ms: float | None = flag(
         None,
         "aimed time between two tokens of a request: prompts are computed in smaller chunks for it; default: 3 times the time of a step "
-        "without prompts, while one prompt is in progress and none waits",
+        "without prompts, or 60 if that is more, while one prompt is in progress and none waits",
         float,
         metavar="MS",
         group="scheduler",

@@ -6,7 +6,6 @@ import json
 import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -164,6 +163,8 @@ class RequestMoved(EngineDead):
 
 def pip_install(extra: str) -> str:
     """The command that adds the packages of `extra` to the installed distribution: chairlift, or chairlift-cpu, which has no torch."""
+    from importlib import metadata  # takes as long to import as all of this package's errors
+
     try:
         name = metadata.distribution("chairlift-cpu").name
     except metadata.PackageNotFoundError:

@@ -4,10 +4,11 @@ import pytest
 
 from chairlift.config import EngineConfig
 from chairlift.engine import clock as engine_clock
-from chairlift.engine import estimated_engine
+from chairlift.engine import estimated_engine, hosted_engine
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.estimated_engine import HEADROOM, EstimatedEngine
 from chairlift.engine.frames import Answering, Estimate
+from chairlift.engine.hosted_engine import HostedEngine
 from chairlift.gate.model_files import write_model_files
 from chairlift.sampling import SamplingParams
 
@@ -29,7 +30,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (engine_clock, estimated_engine):
+    for module in (engine_clock, estimated_engine, hosted_engine):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -61,14 +62,9 @@ def add(engine, tag, tokens):
 
 
 def started(engine):
-    """Begins the next step; the tags that it admits."""
+    """Ends the step in flight, if its time has come, and begins the next; the tags that it admits."""
     outputs = engine.step()
     return [] if outputs is None else [tag for tag, *_ in outputs.started]
-
-
-def admitted(engine):
-    """Ends the step in flight, if its time has come, and begins the next; the tags that are admitted."""
-    return started(engine) + started(engine)
 
 
 def test_a_step_lasts_as_long_as_its_prompts_take(engine, clock):
@@ -76,19 +72,19 @@ def test_a_step_lasts_as_long_as_its_prompts_take(engine, clock):
     assert started(engine) == [1]
     assert engine.wakes_in() == pytest.approx(0.1)
     add(engine, 2, 10)
-    assert admitted(engine) == []
+    assert started(engine) == []
     clock.seconds += 0.11
-    assert admitted(engine) == [2]
+    assert started(engine) == [2]
 
 
 def test_a_request_does_not_wait_for_a_step_that_only_decodes(engine, clock):
     add(engine, 1, 10)
     assert started(engine) == [1]
     clock.seconds += 0.02
-    assert admitted(engine) == []
+    assert started(engine) == []
     assert engine.wakes_in() == pytest.approx(0.01)
     add(engine, 2, 10)
-    assert admitted(engine) == [2]
+    assert started(engine) == [2]
 
 
 def test_a_step_is_over_when_the_last_of_its_prompts_is_answered(engine, clock):
@@ -98,16 +94,16 @@ def test_a_step_is_over_when_the_last_of_its_prompts_is_answered(engine, clock):
     add(engine, 3, 10)
     engine.learn(Answering(1))
     assert engine.wakes_in() == pytest.approx(0.05)
-    assert admitted(engine) == []
+    assert started(engine) == []
     engine.learn(Answering(2))
-    assert admitted(engine) == [3]
+    assert started(engine) == [3]
 
 
 def test_the_rest_of_an_answered_prompt_takes_no_time(engine, clock):
     add(engine, 1, 600)
     assert started(engine) == [1]
     engine.learn(Answering(1))
-    assert admitted(engine) == []
+    assert started(engine) == []
     assert engine.wakes_in() == pytest.approx(0.01)
 
 
@@ -116,7 +112,7 @@ def test_a_step_is_over_when_the_last_of_its_prompts_is_aborted(engine, clock):
     assert started(engine) == [1]
     add(engine, 2, 10)
     engine.abort(1)
-    assert admitted(engine) == [2]
+    assert started(engine) == [2]
 
 
 def test_what_is_said_of_an_unknown_sequence_changes_nothing(engine, clock):
@@ -132,3 +128,24 @@ def test_before_the_first_estimate_it_counts_on_the_other_servers_blocks(clock, 
     add(engine, 2, 700)
     assert started(engine) == [1]  # 64 blocks hold one of them
     engine.close()
+
+
+def test_nothing_is_sent_of_steps_that_only_decode(engine, clock):
+    sent = []
+    hosted = HostedEngine(engine, sent.append, lambda _: None)
+    add(engine, 1, 10)
+    hosted.step()
+    assert [tag for tag, *_ in sent[-1].started] == [1]
+    before = len(sent)
+    for _ in range(1000):
+        clock.seconds += 0.01
+        hosted.step()
+    # Counters are sent five times a second, and those of tenants once a second.
+    assert len(sent) - before <= 61
+    assert all(frame.stats for frame in sent[before:])
+    engine.abort(1)
+    clock.seconds += 0.01
+    hosted.step()
+    hosted.step()
+    assert not hosted.busy
+    assert sent[-1].stats["running"] == 0

@@ -37,7 +37,7 @@ from chairlift.engine.frames import (
     receive,
     send,
 )
-from chairlift.engine.spawned_process import LEAVE
+from chairlift.engine.process_signals import LEAVE
 from chairlift.engine.stats import Stats
 from chairlift.sampling import SamplingParams
 

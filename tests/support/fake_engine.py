@@ -90,6 +90,7 @@ class FakeReport:
 class FakeEngine:
     step_seconds = 0.0
     overlaps = False
+    in_flight = False
     shared_blocks = None
 
     def __init__(self, config, on_phase=lambda name, seconds: None, hash_key=b""):

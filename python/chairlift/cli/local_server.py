@@ -28,7 +28,7 @@ _OTHER_ADDRESS = {f"{ENV_PREFIX}{name}" for name in ("UDS", "SSL_CERTFILE", "SSL
 
 _SERVE = """\
 import signal, sys
-from chairlift.engine.parent_exit import end_with_parent
+from chairlift.engine.process_signals import end_with_parent
 end_with_parent(signal.SIGTERM)
 from chairlift.__main__ import main
 sys.exit(main())

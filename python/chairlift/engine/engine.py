@@ -98,6 +98,11 @@ class Engine:
         return bool(self._sequences or self._steps)
 
     @property
+    def in_flight(self) -> bool:
+        """Whether a step was begun and has not ended."""
+        return self._in_flight is not None
+
+    @property
     def stage(self) -> tuple[str, float]:
         """The current stage, and its start on the monotonic clock: a part of a step, or a stage that the engine's process sets."""
         return self._steps.stage

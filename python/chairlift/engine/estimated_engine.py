@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class EstimatedEngine(Engine):
         return found
 
     def step(self) -> StepOutputs | None:
-        """Begins a step, or ends it when its time has come; None while it lasts, or if there is nothing to run."""
+        """Ends the step in flight when its time has come, and begins one; None while it lasts, or if there is nothing to run."""
         if self._in_flight is None:
             return self._begin()
         if self._left() > 0.0:
@@ -69,7 +70,8 @@ class EstimatedEngine(Engine):
         self._discard_blocks()
         self._write_journal()
         cached, dropped = self._scheduler.take_cache_changes()
-        return StepOutputs(ended=outputs.ended, cached=cached, dropped=dropped)
+        begun = self._begin() or StepOutputs()
+        return replace(begun, ended=[*outputs.ended, *begun.ended], cached=cached, dropped=dropped)
 
     def wakes_in(self) -> float | None:
         """Seconds until `step` may have something to do without another `add`; None for never."""

@@ -229,6 +229,11 @@ class StepOutputs:
     dropped: bytes = b""
     refusals: Mapping[int, bytes] = field(default_factory=dict)
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is in it."""
+        return not any(getattr(self, item) for item in _SHAPES[StepOutputs][1])
+
 
 @dataclass(frozen=True, slots=True)
 class Rejected:

@@ -82,18 +82,18 @@ class HostedEngine:
         self._counters = Counters(engine)
 
     def step(self) -> None:
-        """Runs a step and sends its outputs, for all requests in one frame. An idle engine sends an empty one with its counters.
+        """Runs a step and sends its outputs, for all requests in one frame, if there are any. An idle engine sends its counters.
 
         Blocks while the parent does not read, instead of buffering outputs.
         """
         step = self.engine.step()
         self.engine.stage = "send", time.monotonic()
         self.busy = step is not None
-        news = self._counters.news(idle=step is None)
-        if step is not None:
-            self._send(replace(step, stats=news))
+        outputs = replace(step or StepOutputs(), stats=self._counters.news(idle=not self.busy and not self.engine.in_flight))
+        if not outputs.empty:
+            self._send(outputs)
+        if self.busy:
             return
-        self._send(StepOutputs(stats=news))
         wakes_in = self.engine.wakes_in()
         if self._counters.cooling:  # so that decaying counters are sent
             wakes_in = COOLING_SECONDS if wakes_in is None else min(wakes_in, COOLING_SECONDS)

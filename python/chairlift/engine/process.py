@@ -24,8 +24,7 @@ from queue import SimpleQueue
 from chairlift.engine.frames import Fatal, Leaving, Phase
 from chairlift.engine.join_settings import JOINED, JoinSettings, read_join_settings
 from chairlift.engine.parent import Parent
-from chairlift.engine.parent_exit import end_with_parent
-from chairlift.engine.spawned_process import LEAVE
+from chairlift.engine.process_signals import LEAVE, end_with_parent
 from chairlift.engine.step_loop import EngineMaker, Inbox, StepLoop
 from chairlift.errors import ChairliftError
 

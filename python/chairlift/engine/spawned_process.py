@@ -13,9 +13,8 @@ from collections.abc import Mapping
 
 from chairlift.engine.heartbeat import is_stopped
 from chairlift.engine.join_settings import JOINED, JoinSettings
+from chairlift.engine.process_signals import LEAVE
 
-LEAVE = signal.SIGUSR1
-"""The signal at which a process of engines tells the server that it leaves."""
 EXIT_SECONDS = 1.0
 """Most seconds between the end of a process's socket and its exit."""
 

@@ -522,6 +522,26 @@ fn beside_one_long_prompt_streams_are_at_most_three_times_as_slow_as_alone() {
 }
 
 #[test]
+fn beside_one_long_prompt_steps_may_take_60_ms_where_three_times_alone_is_less() {
+    // A small model. A step of one stream takes 4 ms, and a token of a prompt 1 ms.
+    let machine = Machine { step: StepTime::linear([3500.0, 1000.0, 500.0, 0.0, 0.0]), swap_ns_per_block: 0, draft_tokens: 0 };
+    for streams in [1, 4] {
+        let measure = |target_itl| {
+            let prompts = (1..9).map(|at| job(at * SECOND, 1000 + at, 400, 1));
+            let jobs = sorted((0..streams).map(|tag| job(tag * MS, tag, 1, 1000)).chain(prompts).collect());
+            let report = simulate(Config { target_itl, ..config() }, jobs, &machine).expect("a sound config");
+            let gaps: Vec<Time> = report.gaps.buckets().flat_map(|(gap, count)| std::iter::repeat_n(gap, count as usize)).collect();
+            (percentile(&report.ttft(|timeline| timeline.tag >= 1000), 50), percentile(&gaps, 99))
+        };
+        let ((default, gap), (three_times, _)) = (measure(0), measure(3 * (3500 + 500 * streams)));
+        println!("{streams} streams: first token after {default} µs, {three_times} with three times of alone; p99 between tokens {gap}");
+        assert!(gap <= 60_000, "{gap}");
+        // Alone a prompt takes 407 ms.
+        assert!(default < 460_000 && 5 * default < 4 * three_times, "{default} against {three_times}");
+    }
+}
+
+#[test]
 fn p99_of_the_time_between_tokens_is_at_most_a_tenth_above_the_target() {
     for (name, machine) in machines() {
         for (streams, times) in [(4, 2), (4, 3), (16, 2), (16, 3)] {

@@ -64,7 +64,7 @@ class StreamOptions(BaseModel):
 class Fields(BaseModel):
     """A request body, and `read`, which validates one."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", defer_build=True)
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     """Fields that are rejected, with the values of each that have no effect. A class that declares a field supports it."""
     without_effect: ClassVar[frozenset[str]] = frozenset()

@@ -120,7 +120,7 @@ pub struct Config {
     /// that fit while it does not.
     pub queue_ageing: Time,
     /// Target for the longest step in microseconds, applied by limiting prompt tokens. 0 means three times the duration
-    /// of the decodes alone, while at most one prompt is in progress.
+    /// of the decodes alone, or 60 ms if that is longer, while at most one prompt is in progress.
     pub target_itl: Time,
     /// The longest step with background requests beside others, in hundredths of the step's time without them. 0 for no limit.
     pub background_slowdown: u32,

@@ -221,7 +221,7 @@ pub const SETTINGS: [Setting; 25] = [
         0,
         0,
         u64::MAX,
-        "Microseconds that a step with prompts should take at most; unset for three times what its decodes take alone, with one prompt."
+        "Microseconds that a step with prompts should take at most; unset for three times what its decodes take alone or 60 ms, with one prompt."
     ),
     number!(
         background_slowdown,

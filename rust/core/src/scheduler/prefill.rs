@@ -10,12 +10,14 @@ use crate::step_time::{AIM, FIRST_PREFILL};
 const MIN_PREFILL: f64 = 0.15;
 /// Without a target: the longest step with one prompt, as a multiple of the step with its decodes alone.
 const DEFAULT_SLOWDOWN: f64 = 3.0;
+/// Without a target: microseconds that a step with one prompt may take anyway. Readers do not notice such a gap between tokens.
+const UNNOTICED_STEP: f64 = 60_000.0;
 /// The part of a step's prompt tokens, as a divisor, that is guaranteed to the oldest prompt in progress.
 const GUARANTEE: u32 = 4;
 
 impl Scheduler {
     /// Limits the tokens for prompts by the target: the configured target, or three times the duration of the decodes
-    /// alone, without the background. The default target costs throughput. It applies only beside decodes, with one prompt in progress, and
+    /// alone, without the background, or `UNNOTICED_STEP` where that is longer. The default target costs throughput. It applies only beside decodes, with one prompt in progress, and
     /// without a `backlog`, which means requests that already waited in the previous plan.
     pub(super) fn bound_prefill(&self, plan: &StepPlan, budget: &mut u32, backlog: bool) {
         let configured = self.config.target_itl > 0;
@@ -32,7 +34,7 @@ impl Scheduler {
             return;
         }
         let alone = self.model.decode_step(&plan.foreground);
-        let target = if configured { self.config.target_itl as f64 } else { DEFAULT_SLOWDOWN * alone };
+        let target = if configured { self.config.target_itl as f64 } else { UNNOTICED_STEP.max(DEFAULT_SLOWDOWN * alone) };
         // The prompt that runs next is not known yet. The longest prompt in progress is the most expensive.
         let context = prompts.iter().map(|&id| self.seqs[id].computed()).max().unwrap_or(0);
         let room = self.model.prefill_room(&plan.load, AIM * target, MIN_PREFILL * target.max(alone), context);

@@ -1,9 +1,12 @@
-"""Ends a child process with its parent."""
+"""Signals between a process and its child."""
 
 from __future__ import annotations
 
 import signal
 import sys
+
+LEAVE = signal.SIGUSR1
+"""The signal at which a process of engines tells the server that it leaves."""
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
