@@ -123,7 +123,7 @@ docs-reference: $(VENV)/.developing ## write docs/reference, the table of docs/m
 	$(BIN)/python docs/models_page.py
 
 .PHONY: docs-pictures
-docs-pictures: $(VENV)/.developing ## take docs/dashboard.png and docs/images/recording.svg from real runs (minutes; ARGS=FOLDER: the dashboard at each size)
+docs-pictures: $(VENV)/.developing ## take the pictures of docs from real runs, with chromium (minutes; ARGS=FOLDER: the dashboard at each size)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
 	$(BIN)/python docs/generators/dashboard_picture.py $(ARGS)
 	$(if $(ARGS),,$(BIN)/python docs/generators/recording.py)

@@ -90,7 +90,8 @@ def frame(state: Mapping[str, Any], console: Console) -> RenderableType:
     sample = state["samples"][-1] if state["samples"] else {}
     status = "the engine is stuck" if state["stuck"] else _SERVER_STATES[state["state"]]
     title = Text.assemble(("chairlift ", "bold"), state["model"], "  ", (status, "green" if status == "live" else "yellow"))
-    rates = Text("   ".join(f"{sample.get(name, 0.0):,.0f} {unit}" for name, unit in _RATES))
+    values = [(sample.get(name, 0.0), unit) for name, unit in _RATES]
+    rates = Text("   ".join(f"{value:,.{1 if 0 < value < 9.95 else 0}f} {unit}" for value, unit in values))
     waiting = stats.get("waiting", 0) + stats.get("swapped", 0)
     parts: list[RenderableType] = [
         *([Text("   ").join((title, rates))] if len(title) + len(rates) + 3 <= console.width else [title, rates]),
