@@ -122,6 +122,12 @@ docs-reference: $(VENV)/.developing ## write docs/reference, the table of docs/m
 	$(BIN)/python docs/generators/speed_chart.py
 	$(BIN)/python docs/models_page.py
 
+.PHONY: docs-pictures
+docs-pictures: $(VENV)/.developing ## take the pictures of docs from real runs, with chromium (minutes; ARGS=FOLDER: the dashboard at each size)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
+	$(BIN)/python docs/generators/dashboard_picture.py $(ARGS)
+	$(if $(ARGS),,$(BIN)/python docs/generators/recording.py)
+
 .PHONY: docs
 docs: $(VENV)/.documenting ## build the documentation's site into site/ and check its links
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

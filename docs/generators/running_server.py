@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from chairlift.server.http.sockets import open_port
@@ -26,14 +28,20 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         with self._log.open("w") as log:
             command = [sys.executable, "-m", "chairlift", "serve", "--port", str(port), *flags]
+            self._num_engines = int(flags[flags.index("--replicas") + 1]) if "--replicas" in flags else 1
             self._process = subprocess.Popen(command, stderr=log, stdout=log)
 
     def wait(self) -> None:
-        """Waits until the server listens and has its model."""
-        while "listening on" not in self.log():
+        """Waits until the server has loaded its models and all of their engines."""
+        while "listening on" not in self.log() or not self._ready():
             if self._process.poll() is not None:
                 raise SystemExit(self.log())
             time.sleep(0.1)
+
+    def _ready(self) -> bool:
+        with contextlib.suppress(HTTPError), urlopen(f"{self.url}/ready"):
+            return self.log().count(" ready in ") >= self._num_engines
+        return False
 
     def log(self) -> str:
         """Returns the log so far."""

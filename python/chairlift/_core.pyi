@@ -439,10 +439,10 @@ class Scheduler:
     def snapshot(self, now: int, max_waiting: int, max_cells: int) -> dict[str, Any]:
         """Returns the sequence of each batch slot, the waiting requests, the state of the KV blocks, and the steps since the last snapshot.
 
-        `running`, `waiting` and `steps` are lists of dicts; times are microseconds. `kv_map` has a little-endian uint32 per cell of
-        `blocks_per_cell` blocks: 0 free, 1 cached, 2 shared, 3 + batch slot of its single owner. A step's `slots` has one character per
-        batch slot: d for decode, p for prefill, r for recomputation, - for no token in this step, a space for a free slot. Steps are
-        recorded for three seconds after a snapshot.
+        `running`, `waiting` and `steps` are lists of dicts; times are microseconds. `waiting_by_tier` counts all waiting sequences.
+        `kv_map` has a little-endian uint32 per cell of `blocks_per_cell` blocks: 0 free, 1 cached, 2 shared, 3 + batch slot of its single
+        owner. A step's `slots` has one character per batch slot: d for decode, p for prefill, r for recomputation, - for no token in this
+        step, a space for a free slot. Steps are recorded for three seconds after a snapshot.
         """
     def wake_at(self) -> int | None:
         """Returns the time at which `plan`, after it returned None, may plan a step without another call; None for never."""

@@ -11,6 +11,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine import frames
 from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
+from chairlift.engine.stats import Stats
 from chairlift.outputs import Timeline
 
 
@@ -38,6 +39,7 @@ def test_a_look_has_rows_the_queue_the_blocks_and_the_steps_since_the_last_one(e
     [waiting] = seen["waiting"]
     assert (waiting["tag"], waiting["state"], waiting["tenant"], waiting["output_tokens"]) == (3, "wait_slots", "c", 0)
     assert waiting["waited_us"] > 0
+    assert seen["waiting_by_tier"] == {"default": 1}
     cells = struct.unpack("<20I", seen["kv_map"])
     assert (seen["blocks_per_cell"], cells.count(first["slot"] + 3), cells.count(0)) == (1, 2, 20 - 2 - rows[2]["blocks"])
     assert [(step["step"], step["slots"][first["slot"]]) for step in seen["steps"]] == [(0, "p"), (1, "d")]
@@ -45,6 +47,19 @@ def test_a_look_has_rows_the_queue_the_blocks_and_the_steps_since_the_last_one(e
     assert seen["steps"][0]["planned_us"] < seen["steps"][1]["planned_us"] < seen["now_us"]
     # It goes over the wire as it is.
     assert frames.decode(frames.encode(frames.Snapshot(1, seen))[8:])[1].snapshot["kv_map"] == seen["kv_map"]
+
+
+def test_the_counters_of_a_look_are_of_the_same_time(engine):
+    for tag in range(1, 6):
+        tier = "flex" if tag > 3 else "default"
+        engine.add(EngineRequest.of(tag, [tag] * 12, SamplingParams(max_tokens=9), Scheduling(tier=tier)))
+    engine.step()
+    seen = frames.decode(frames.encode(frames.Snapshot(1, engine.snapshot()))[8:])[1].snapshot
+    stats = Stats(**seen["stats"])
+    assert (stats.running, stats.waiting) == (len(seen["running"]), len(seen["waiting"])) == (2, 3)
+    assert sum(stats.waiting_by_state.values()) == 3
+    assert seen["waiting_by_tier"] == {"default": 1, "flex": 2}
+    assert stats.total_blocks - stats.free_blocks == sum(cell > 1 for cell in struct.unpack("<20I", seen["kv_map"]))
 
 
 def test_a_look_and_an_explanation_agree(engine):

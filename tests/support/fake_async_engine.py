@@ -149,6 +149,7 @@ class FakeEngine(ModelClient):
         self.snapshot: dict[str, Any] = {
             "running": [],
             "waiting": [],
+            "waiting_by_tier": {},
             "steps": [],
             "kv_map": b"",
             "blocks_per_cell": 1,
@@ -180,7 +181,8 @@ class FakeEngine(ModelClient):
 
     async def take_snapshot(self) -> dict[str, Any]:
         self.looks += 1
-        return {**self.snapshot, "steps": [{"step": self.looks, **step} for step in self.snapshot["steps"]]}
+        steps = [{"step": self.looks, **step} for step in self.snapshot["steps"]]
+        return {**self.snapshot, "steps": steps, "stats": self.stats().pack()}
 
     async def ended(self) -> None:
         await self.end.wait()

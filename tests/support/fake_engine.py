@@ -186,7 +186,8 @@ class FakeEngine:
         return timeline(tag, None if tag in self.running else "length")
 
     def snapshot(self):
-        return {"running": [{"tag": tag} for tag in self.running], "waiting": [], "kv_map": b"", "steps": [], "now_us": 0}
+        seen = {"running": [{"tag": tag} for tag in self.running], "waiting": [], "kv_map": b"", "steps": [], "now_us": 0}
+        return seen | {"stats": {"running": len(self.running)}}
 
     def stats(self):
         # The core counts aborted requests nowhere: this engine counts them as expired.

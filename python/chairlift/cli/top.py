@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -84,38 +85,32 @@ def run(args: argparse.Namespace) -> int:
 
 
 def frame(state: Mapping[str, Any], console: Console) -> RenderableType:
-    """The server's state (the body of `GET /dashboard/data`), at most as high as the console."""
+    """The server's state (the body of `GET /dashboard/data`), at most as high as the console if that shows five running sequences."""
     stats, load = state["stats"], state["load"]
     sample = state["samples"][-1] if state["samples"] else {}
     status = "the engine is stuck" if state["stuck"] else _SERVER_STATES[state["state"]]
-    rates = "   ".join(f"{sample.get(name, 0.0):,.0f} {unit}" for name, unit in _RATES)
+    title = Text.assemble(("chairlift ", "bold"), state["model"], "  ", (status, "green" if status == "live" else "yellow"))
+    values = [(sample.get(name, 0.0), unit) for name, unit in _RATES]
+    rates = Text("   ".join(f"{value:,.{1 if 0 < value < 9.95 else 0}f} {unit}" for value, unit in values))
     waiting = stats.get("waiting", 0) + stats.get("swapped", 0)
     parts: list[RenderableType] = [
-        Text.assemble(
-            ("chairlift ", "bold"),
-            state["model"],
-            "  ",
-            (status, "green" if status == "live" else "yellow"),
-            "   ",
-            rates,
-            no_wrap=True,
-            overflow="ellipsis",
-        ),
-        *_models(state),
+        *([Text("   ").join((title, rates))] if len(title) + len(rates) + 3 <= console.width else [title, rates]),
+        *_models(state, console),
+        *_engines(state, console),
         Text(),
         _meter("slots", load["slots"], f"{stats.get('running', 0)} of {stats.get('slots', 0)} running, {waiting} waiting", console),
         _meter("KV", load["kv_cache"], _blocks(state), console),
         _meter("load", load["saturation"], "work that arrived in 10 s, as a share of the capacity", console),
         Text(),
-        _beside(_latency(state["latency"]), _waiting(stats), console),
-        *_shadow(state.get("shadow")),
+        _beside(_latency(state["latency"], console), _waiting(stats, console), console),
+        *_shadow(state.get("shadow"), console),
+        *_tiers(state.get("tiers", ()), console),
         *_sessions(state.get("sessions", ()), console),
         Text(),
     ]
-    others = _num_model_lines(state) + _num_shadow_lines(state.get("shadow"), console) + _num_session_lines(state.get("sessions", ()))
-    limit = max(5, console.height - 17 - others) if console.is_terminal else len(state["running"])
-    parts.append(_running(state["running"], limit, console))
-    return Group(*parts)
+    height = len(console.render_lines(Group(*parts), pad=False))
+    limit = max(5, console.height - height - 2) if console.is_terminal else len(state["running"])
+    return Group(*parts, _running(state["running"], limit, console))
 
 
 _SERVER_STATES = {
@@ -131,20 +126,27 @@ _SERVER_STATES = {
 _RATES = (("generation", "tokens/s generated"), ("prompt", "tokens/s of prompts"), ("steps", "steps/s"))
 
 
-def _models(state: Mapping[str, Any]) -> list[RenderableType]:
+def _models(state: Mapping[str, Any], console: Console) -> list[RenderableType]:
     """A row for each model of a server with several."""
-    if not _num_model_lines(state):
+    if len(state.get("models", ())) < 2:
         return []
-    table = _table(*(f"{name.lower()}{' ' if name in ('MEMORY', 'RUNNING', 'WAITING') else ''}" for name in HEADING))
-    for model in state["models"]:
-        table.add_row(*(Text(cell, style="bold" if model["name"] == state["model"] else "") for cell in model_cells(model)))
-    return [Text(), table]
+    names = [f"{name.lower()}{' ' if name in ('MEMORY', 'RUNNING', 'WAITING') else ''}" for name in HEADING]
+    styles = ["bold" if model["name"] == state["model"] else "" for model in state["models"]]
+    rows = [[Text(cell, style) for cell in model_cells(model)] for model, style in zip(state["models"], styles, strict=True)]
+    return [Text(), _table(console, names, rows, ("unloaded", "memory "))]
 
 
-def _num_model_lines(state: Mapping[str, Any]) -> int:
-    """Lines that `_models` takes."""
-    count = len(state.get("models", ()))
-    return count + 2 if count > 1 else 0
+def _engines(state: Mapping[str, Any], console: Console) -> list[RenderableType]:
+    """A row for each engine of a model with several. A tenant sees no more than their states."""
+    if len(state.get("replicas", ())) < 2:
+        return []
+    rows = []
+    for one in state["replicas"]:
+        style = "bold" if one["number"] == state["replica"] else ""
+        load = (f"{one['load'][name]:.0%}" for name in ("slots", "kv_cache", "saturation")) if "load" in one else "---"
+        counts = (str(one.get(name, "-")) for name in ("running", "waiting"))
+        rows.append([Text(cell, style) for cell in (f"engine {one['number']}", one["state"], *counts, *load)])
+    return [Text(), _table(console, ("engine", "state", "running ", "waiting ", "slots ", "KV ", "load "), rows)]
 
 
 def _meter(name: str, share: float, text: str, console: Console) -> Text:
@@ -168,7 +170,7 @@ def _blocks(state: Mapping[str, Any]) -> str:
     kinds = Counter(min(cell, 3) for (cell,) in struct.iter_unpack("<I", cells))
     names = ("free", "cached", "shared", "exclusive")
     total = sum(kinds.values())
-    return ", ".join(f"{kinds[kind] / total:.0%} {name}" for kind, name in enumerate(names)) if total else ""
+    return ", ".join(f"{kinds[kind] / total:.0%} {name}" for kind, name in enumerate(names) if kinds[kind])
 
 
 def _beside(left: RenderableType, right: RenderableType, console: Console) -> RenderableType:
@@ -179,54 +181,69 @@ def _beside(left: RenderableType, right: RenderableType, console: Console) -> Re
     return grid
 
 
-def _table(*columns: str) -> Table:
-    """A table without lines. Columns whose names end with a space are right-aligned."""
+def _table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], minor: Sequence[str] = ()) -> Table:
+    """A table without lines. Columns whose names end with a space are right-aligned.
+
+    While the table is wider than the console, it loses a column of `minor`, the first one first.
+    """
+    widths = {name: max(cell_len(str(cell)) for cell in (name.strip(), *cells)) + 2 for name, *cells in zip(columns, *rows, strict=True)}
+    dropped = set[str]()
+    for name in minor:
+        if sum(width for kept, width in widths.items() if kept not in dropped) > console.width:
+            dropped.add(name)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
-        table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left", no_wrap=True)
+        if column not in dropped:
+            table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell for column, cell in zip(columns, row, strict=True) if column not in dropped))
     return table
 
 
-def _latency(latency: Mapping[str, Any]) -> Table:
+def _latency(latency: Mapping[str, Any], console: Console) -> Table:
     since = f"last {latency['window']:.0f} s" if latency["window"] else "since start"
-    table = _table(f"latency, {since}", "p50 ", "p90 ", "p99 ")
-    for key, name in _LATENCIES.items():
-        percentiles = latency.get(key, {})
-        table.add_row(name, *(_rounded(percentiles.get(point)) for point in ("p50", "p90", "p99")))
-    return table
+    percentiles = {name: latency.get(key, {}) for key, name in _LATENCIES.items()}
+    rows = [(name, *(_rounded(one.get(point)) for point in ("p50", "p90", "p99"))) for name, one in percentiles.items()]
+    return _table(console, (f"latency, {since}", "p50 ", "p90 ", "p99 "), rows)
 
 
-def _waiting(stats: Mapping[str, Any]) -> Table:
-    table = _table("waiting", "requests ", "meaning")
-    states = stats.get("waiting_by_state", {})
-    for name, count in sorted(states.items(), key=lambda item: -item[1]):
+def _waiting(stats: Mapping[str, Any], console: Console) -> Table:
+    rows: list[Sequence[str | Text]] = []
+    for name, count in sorted(stats.get("waiting_by_state", {}).items(), key=lambda item: -item[1]):
         state = describe_state(name)
-        table.add_row(Text(name, style=state.colour), str(count), Text(state.meaning, style="dim"))
-    if not states:
-        table.add_row("none", "", "")
-    return table
+        rows.append((Text(name, style=state.colour), str(count), Text(state.meaning, style="dim")))
+    return _table(console, ("waiting", "requests ", "meaning"), rows or [("none", "", "")], ("meaning",))
 
 
-def _shadow(report: Mapping[str, Any] | None) -> list[RenderableType]:
+def _shadow(report: Mapping[str, Any] | None, console: Console) -> list[RenderableType]:
     """What the server would do under other settings, if it simulates that."""
     if report is None:
         return []
     covered = "" if report["covered"] is None else f", {report['covered']:.0%} covered"
-    table = _table(f"shadow: {report['settings']}{covered}", "requests ", "TTFT p50 ", "p99 ", "ITL p50 ", "cached ", "preemptions ")
+    rows = []
     for run, one in report["runs"].items():
         times = (_rounded(one[key]) for key in ("ttft_p50_s", "ttft_p99_s", "itl_p50_s"))
         cached = "-" if one["cached_share"] is None else f"{one['cached_share']:.0%}"
-        table.add_row(run, f"{one['requests']:,}", *times, cached, f"{one['preemptions']:,}")
+        rows.append((run, f"{one['requests']:,}", *times, cached, f"{one['preemptions']:,}"))
+    columns = (f"shadow: {report['settings']}{covered}", "requests ", "TTFT p50 ", "p99 ", "ITL p50 ", "cached ", "preemptions ")
     failed = [Text(f"the policy failed: {report['failure']}", style="red")] if report["failure"] else []
     proposed = [Text(f"proposal: {report['proposal']['text']}")] if report["proposal"] else []
-    return [Text(), table, *failed, *proposed]
+    return [Text(), _table(console, columns, rows, ("preemptions ", "cached ")), *failed, *proposed]
 
 
-def _num_shadow_lines(report: Mapping[str, Any] | None, console: Console) -> int:
-    if report is None:
-        return 0
-    proposed = 1 + len(f"proposal: {report['proposal']['text']}") // console.width if report["proposal"] else 0
-    return 6 + proposed
+def _tiers(rows: Sequence[Mapping[str, Any]], console: Console) -> list[RenderableType]:
+    """A row for each tier, if another than `default` is in use."""
+    if all(row["tier"] == "default" for row in rows):
+        return []
+    cells = []
+    for row in rows:
+        ttft, itl = (row["latency"].get(name, {}) for name in ("ttft", "itl"))
+        times = (_rounded(one.get(point)) for one in (ttft, itl) for point in ("p50", "p99"))
+        cells.append((row["tier"], str(row["running"]), str(row["waiting"]), *times))
+    return [
+        Text(),
+        _table(console, ("tier", "running ", "waiting ", "TTFT p50 ", "TTFT p99 ", "ITL p50 ", "ITL p99 "), cells, ("ITL p50 ",)),
+    ]
 
 
 def _sessions(rows: Sequence[Mapping[str, Any]], console: Console) -> list[RenderableType]:
@@ -234,30 +251,28 @@ def _sessions(rows: Sequence[Mapping[str, Any]], console: Console) -> list[Rende
     if not rows:
         return []
     longest = max(8, min(40, console.width - 79))
-    table = _table("session", "tenant", "turns ", "prompts ", "cached ", "output ", "waited ", "for turns ", "compute ", "quiet ")
+    cells: list[Sequence[str | Text]] = []
     for row in rows[:_MAX_SESSIONS]:
         name = "".join(character if character.isprintable() else "?" for character in row["session"])
         counts = f"{row['turns']:,}", f"{row['prompt_tokens']:,}", f"{row['cached_tokens'] / max(1, row['prompt_tokens']):.0%}"
         times = (_seconds(row[key]) for key in ("waited_s", "turn_wait_s", "compute_s", "quiet_s"))
-        table.add_row(Text(_cut(name, longest)), Text(row["tenant"]), *counts, f"{row['output_tokens']:,}", *times)
-    return [Text(), table]
-
-
-def _num_session_lines(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Lines that `_sessions` takes."""
-    return min(len(rows), _MAX_SESSIONS) + 2 if rows else 0
+        cells.append((Text(_cut(name, longest)), Text(row["tenant"]), *counts, f"{row['output_tokens']:,}", *times))
+    columns = ("session", "tenant", "turns ", "prompts ", "cached ", "output ", "waited ", "for turns ", "compute ", "quiet ")
+    return [Text(), _table(console, columns, cells, ("compute ", "for turns ", "tenant", "quiet "))]
 
 
 def _running(rows: Sequence[Mapping[str, Any]], limit: int, console: Console) -> Table:
     """The first `limit` running sequences. Request ids are cut to the width that is left."""
     longest = max(12, min(48, console.width - 66))
-    table = _table("slot ", "request", "tenant", "state", "prompt ", "output ", "blocks ", "age ")
+    cells: list[Sequence[str | Text]] = []
     for row in sorted(rows, key=lambda row: int(row["slot"]))[:limit]:
         prompt = f"{min(row['computed_tokens'], row['prompt_tokens']):,}/{row['prompt_tokens']:,}"
         status = Text(row["state"], style=_STATES.get(row["state"], ""))
         numbers = (f"{row['output_tokens']:,}", f"{row['blocks']:,}", _seconds(row["age_us"] / 1e6))
         name = _cut(row["request"] or f"#{row['tag']}", longest)
-        table.add_row(str(row["slot"]), name, row["tenant"], status, prompt, *numbers)
+        cells.append((str(row["slot"]), name, row["tenant"], status, prompt, *numbers))
+    columns = ("slot ", "request", "tenant", "state", "prompt ", "output ", "blocks ", "age ")
+    table = _table(console, columns, cells, ("blocks ", "tenant", "prompt "))
     if len(rows) > limit:
         table.add_row("", f"and {len(rows) - limit} more")
     return table

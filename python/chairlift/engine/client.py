@@ -254,7 +254,7 @@ class AsyncEngine(EngineClient):
         return timelines
 
     async def take_snapshot(self) -> dict[str, Any]:
-        """The scheduler's state (see `Scheduler.snapshot`), with `names`: (tag, request id) of its requests."""
+        """The engine's state (see `Engine.snapshot`), with `names`: (tag, request id) of its requests."""
         snapshot: dict[str, Any] = await self._ask(SnapshotRequest)
         present = {one["tag"] for one in [*snapshot["running"], *snapshot["waiting"]]}
         return snapshot | {"names": [(tag, name) for name, request in self._remembered.items() for tag in request.tags if tag in present]}
@@ -323,6 +323,7 @@ class AsyncEngine(EngineClient):
             case AdapterChanged():
                 self._questions.answer(frame.ask, frame)
             case Snapshot():
+                self._stats = dataclasses.replace(self._stats, **frame.snapshot["stats"])
                 self._questions.answer(frame.ask, frame.snapshot)
             case Phase():
                 log.info("phase %s %.2f s", frame.name, frame.seconds)

@@ -343,8 +343,14 @@ class Engine:
         return self._scheduler.explain(tag)
 
     def snapshot(self) -> dict[str, Any]:
-        """The running and waiting requests, the KV map and the steps since the last snapshot (see `Scheduler.snapshot`)."""
-        return self._scheduler.snapshot(clock.now(), SNAPSHOT_WAITING, SNAPSHOT_CELLS) | {"now_us": clock.now()}
+        """The running and waiting requests, the KV map and the steps since the last snapshot (see `Scheduler.snapshot`).
+
+        `stats` are the fields of `Stats` at the same time, without `tenants` and `classes`.
+        """
+        seen = self._scheduler.snapshot(clock.now(), SNAPSHOT_WAITING, SNAPSHOT_CELLS)
+        stats = self.stats().pack()
+        del stats["tenants"], stats["classes"]
+        return seen | {"now_us": clock.now(), "stats": stats}
 
     def stats(self) -> Stats:
         """The counters and gauges, without those of tenants and classes (see `usage`)."""

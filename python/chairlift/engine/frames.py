@@ -279,7 +279,7 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """From the engine: the result of `Scheduler.snapshot`, with the engine's clock as `now_us`."""
+    """From the engine: the result of `Engine.snapshot`."""
 
     ask: int
     snapshot: dict[str, Any]

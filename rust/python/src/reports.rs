@@ -211,6 +211,7 @@ pub(crate) fn snapshot<'py>(py: Python<'py>, seen: &core::Snapshot) -> PyResult<
         waiting.append(one)?;
     }
     dict.set_item("waiting", waiting)?;
+    dict.set_item("waiting_by_tier", nonzero(py, core::Tier::NAMES, |tier| seen.waiting_by_tier[tier as usize] as u64)?)?;
     let steps = PyList::empty(py);
     for step in &seen.steps {
         let one = PyDict::new(py);

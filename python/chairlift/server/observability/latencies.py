@@ -104,10 +104,11 @@ class AllLatencies(Collector):
         label = NO_TENANT if not tenant else tenant if tenant in self._tenants else "other"
         return self._by_label.setdefault((label, priority_class(scheduling.priority), scheduling.served_tier), Latencies())
 
-    def buckets(self, stem: str) -> dict[float, float]:
-        """Returns cumulative counts of all requests by upper bound, including the finer bounds."""
+    def buckets(self, stem: str, tier: str | None = None) -> dict[float, float]:
+        """Returns cumulative counts of the requests of a tier, or of all, by upper bound, including the finer bounds."""
         select, _ = _FAMILIES[stem]
-        return dict(_sum(map(select, self._by_label.values()))[0])
+        chosen = [select(one) for (_, _, served), one in self._by_label.items() if tier in (None, served)]
+        return dict(_sum(chosen)[0]) if chosen else {}
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """Yields four metric families for each latency."""

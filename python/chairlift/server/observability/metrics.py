@@ -208,9 +208,18 @@ class Metrics:
             if self._alias and stem in _VLLM:
                 yield _renamed(family, stem)
 
-    def buckets(self) -> dict[str, dict[float, float]]:
-        """Returns the cumulative bucket counts of the dashboard's latencies, by short name."""
-        return {short: self._latencies.buckets(stem) for short, stem in _DASHBOARD_LATENCIES.items()}
+    def buckets(self, tier: str | None = None) -> dict[str, dict[float, float]]:
+        """Returns the cumulative bucket counts of the dashboard's latencies, of one tier or of all, by short name."""
+        return {short: self._latencies.buckets(stem, tier) for short, stem in _DASHBOARD_LATENCIES.items()}
+
+    def targets_met(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Returns how many answers have met (`true`) and missed (`false`) the targets of each tier, since the server's start."""
+        counts: dict[str, dict[str, dict[str, int]]] = {}
+        for sample in next(iter(self._targets.collect())).samples:
+            if sample.name.endswith("_total"):
+                tier, target, met = (sample.labels[label] for label in ("tier", "target", "met"))
+                counts.setdefault(tier, {}).setdefault(target, {"true": 0, "false": 0})[met] = int(sample.value)
+        return counts
 
 
 def collect(models: Iterable[Metrics]) -> list[Metric]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import chairlift
 from chairlift.engine.stats import Stats
 from chairlift.errors import ChairliftError
+from chairlift.scheduling import TIERS
 from chairlift.server.keys import Reader, sees
 from chairlift.server.observability import engine_stats
 from chairlift.server.observability.latencies import Buckets, percentiles
@@ -32,6 +33,8 @@ STEPS, SAMPLES = 480, 300
 LATENCY_WINDOW = 60.0
 """Seconds that latency percentiles cover; until a sixth of it was observed they cover the time since the server's start."""
 
+_TIERS = (*TIERS, "background")
+
 _RATES = {"generation": "generated_tokens", "prompt": "computed_prompt_tokens", "computed": "computed_tokens", "steps": "steps"}
 
 
@@ -48,7 +51,8 @@ class SnapshotPoller:
         self._steps: deque[dict[str, Any]] = deque(maxlen=STEPS)
         self._step_count = 0
         self._samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES)
-        self._buckets: deque[tuple[float, Mapping[str, Buckets]]] = deque()
+        self._buckets: deque[tuple[float, Mapping[str | None, Mapping[str, Buckets]]]] = deque()
+        """Readings of the latencies, by tier; None for all requests."""
         self._previous: tuple[float, Stats] | None = None
 
     async def state(self, step: int = 0, sample: float = 0.0, reader: Reader = None) -> dict[str, Any]:
@@ -73,7 +77,7 @@ class SnapshotPoller:
             "state": self._model.lifecycle.state.value,
             "restarts": self._model.lifecycle.restarts,
             "replica": self.replica.number,
-            "replicas": [{"number": one.number, "state": one.state} for one in self._model.engine.replicas],
+            "replicas": [_describe(one, reader) for one in self._model.engine.replicas],
             "stuck": engine.stuck,
             "info": {name: value for name, value in engine.info.pack().items() if isinstance(value, int)},
             "sessions": self._model.metrics.sessions.rows(reader),
@@ -82,11 +86,12 @@ class SnapshotPoller:
 
     def _activity(self, step: int, sample: float) -> dict[str, Any]:
         """Returns all that the engine does, for the operator."""
-        stats = self.replica.engine.stats()
+        stats = self._stats
         return {
             "load": engine_stats.load(stats),
             "stats": {name: value for name, value in stats.pack().items() if name not in ("tenants", "classes")},
-            "latency": self._latency(),
+            "latency": self._latency(None),
+            "tiers": [row for tier in _TIERS if (row := self._tier(tier))],
             "running": self._requests("running", None),
             "waiting": self._requests("waiting", None),
             "kv_map": base64.b64encode(self._snapshot.get("kv_map", b"")).decode(),
@@ -98,7 +103,7 @@ class SnapshotPoller:
     def _activity_of(self, tenant: str) -> dict[str, Any]:
         """Returns a tenant's part of `_activity`. Steps, samples, latencies and the map would tell what others do, and when."""
         running, waiting = self._requests("running", tenant), self._requests("waiting", tenant)
-        stats = self.replica.engine.stats()
+        stats = self._stats
         held = min(stats.total_blocks, sum(one["blocks"] for one in running))
         own = Stats(
             running=len(running),
@@ -110,8 +115,23 @@ class SnapshotPoller:
             saturation=engine_stats.coarse(stats.saturation),
         )
         shown = {name: getattr(own, name) for name in ("running", "waiting", "slots", "total_blocks", "free_blocks", "waiting_by_state")}
-        nothing = {"latency": {"window": None}, "kv_map": "", "blocks_per_cell": 1, "steps": [], "samples": []}
+        nothing = {"latency": {"window": None}, "tiers": [], "kv_map": "", "blocks_per_cell": 1, "steps": [], "samples": []}
         return {"load": engine_stats.load(own), "stats": shown, "running": running, "waiting": waiting, **nothing}
+
+    @property
+    def _stats(self) -> Stats:
+        """The counters at the time of the snapshot: they agree with its requests."""
+        return Stats(**self._snapshot["stats"]) if self._snapshot else self.replica.engine.stats()
+
+    def _tier(self, tier: str) -> dict[str, Any] | None:
+        """Returns the requests of a tier, its latencies, and how many answers met its targets; None if it was not used."""
+        running = sum(one["tier"] == tier for one in self._snapshot.get("running", ()))
+        waiting = self._snapshot.get("waiting_by_tier", {}).get(tier, 0)
+        latency = self._latency(tier)
+        if not (running or waiting or any(one["count"] for one in latency.values() if isinstance(one, dict))):
+            return None
+        targets = self._model.metrics.targets_met().get(tier, {})
+        return {"tier": tier, "running": running, "waiting": waiting, "latency": latency, "targets": targets}
 
     def _requests(self, part: str, reader: Reader) -> list[dict[str, Any]]:
         """Returns the sequences of the snapshot that `reader` may see, each with the request's id."""
@@ -129,7 +149,9 @@ class SnapshotPoller:
         self._previous = None
         due = 0.0
         while (now := time.monotonic()) - self._last_request_time < IDLE_SECONDS:
-            if self.replica.engine.ready:
+            if not self.replica.engine.ready:
+                self._snapshot = {}
+            else:
                 # If the engine dies, `ready` turns False.
                 with contextlib.suppress(ChairliftError):
                     self._store(await self.replica.engine.take_snapshot())
@@ -149,7 +171,7 @@ class SnapshotPoller:
 
     def _sample(self, now: float) -> None:
         stats = self.replica.engine.stats()
-        self._buckets.append((now, self._model.metrics.buckets()))
+        self._buckets.append((now, {tier: self._model.metrics.buckets(tier) for tier in (None, *_TIERS)}))
         while len(self._buckets) > 1 and now - self._buckets[1][0] >= LATENCY_WINDOW:
             self._buckets.popleft()
         if self._previous is not None:
@@ -161,12 +183,23 @@ class SnapshotPoller:
             self._samples.append(sample)
         self._previous = now, stats
 
-    def _latency(self) -> dict[str, Any]:
+    def _latency(self, tier: str | None) -> dict[str, Any]:
+        """Returns the percentiles of a tier's requests, None for all requests, and the seconds that they cover."""
         if not self._buckets:
             return {"window": None}
         newest, now = self._buckets[-1]
         since, before = self._buckets[0]
         long = newest - since >= LATENCY_WINDOW / 6
         return {"window": newest - since if long else None} | {
-            name: percentiles(before.get(name, {}) if long else {}, buckets) for name, buckets in now.items()
+            name: percentiles(before[tier].get(name, {}) if long else {}, buckets) for name, buckets in now[tier].items()
         }
+
+
+def _describe(replica: Replica, reader: Reader) -> dict[str, Any]:
+    """Returns an engine's number and state, and for the operator its requests and load."""
+    described: dict[str, Any] = {"number": replica.number, "state": replica.state}
+    if reader is not None:
+        return described
+    stats = replica.engine.stats()
+    counts = {"running": stats.running, "waiting": stats.waiting + stats.swapped, "restarts": replica.restarts}
+    return described | counts | {"machine": replica.machine, "load": engine_stats.load(stats)}

@@ -61,6 +61,8 @@ pub struct Snapshot {
     pub slots: Vec<SlotSeen>,
     /// The first waiting sequences in the queue's order. Forks that wait for a prompt are not in the queue.
     pub waiting: Vec<WaitSeen>,
+    /// The number of all waiting sequences by tier.
+    pub waiting_by_tier: [usize; Tier::NAMES.len()],
     /// The KV blocks in order: [`FREE`](Self::FREE), [`CACHED`](Self::CACHED), [`SHARED`](Self::SHARED), or
     /// [`HELD`](Self::HELD) plus the slot of the only holder. A cell of several blocks shows the most frequent value.
     pub cells: Vec<u32>,

@@ -3,21 +3,26 @@
 use super::Scheduler;
 use crate::ledger::{SlotSeen, Snapshot, StepSeen, TimelineState, WaitSeen};
 use crate::memory::BlockUse;
-use crate::request::{Preparation, Time};
+use crate::request::{Preparation, Tier, Time};
 use crate::sequence::{Phase, Sequence, Stage};
 use crate::step::StepPlan;
 use std::sync::Arc;
 
 impl Scheduler {
     /// The state at `now`, with at most `max_waiting` waiting requests and `max_cells` cells. For some seconds from now
-    /// on, the scheduler records steps for the next snapshot. O(requests + blocks).
+    /// on, the scheduler records steps for the next snapshot. O(sequences + blocks).
     pub fn snapshot(&mut self, now: Time, max_waiting: usize, max_cells: usize) -> Snapshot {
         let (cells, blocks_per_cell) = self.cells(max_cells);
         let queued = self.waiting.iter().map(|(_, id)| &self.seqs[id]);
         let outside = self.seqs.values().filter(|seq| seq.preparation().is_some() || seq.phase() == Phase::WaitSession);
+        let mut waiting_by_tier = [0; Tier::NAMES.len()];
+        for seq in self.seqs.values().filter(|seq| seq.slot().is_none()) {
+            waiting_by_tier[seq.request().tier as usize] += 1;
+        }
         Snapshot {
             slots: self.running_seqs().map(|seq| self.slot_seen(seq, now)).collect(),
             waiting: queued.chain(outside).take(max_waiting).map(|seq| self.wait_seen(seq, now)).collect(),
+            waiting_by_tier,
             cells,
             blocks_per_cell,
             steps: self.accounts.recent().take(now),

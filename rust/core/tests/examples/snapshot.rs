@@ -1,7 +1,7 @@
 //! The contents of a snapshot.
 
 use crate::lab::{Lab, ask, plenty, stem};
-use chairlift_core::{Config, Fcfs, Request, Snapshot, TimelineState};
+use chairlift_core::{Config, Fcfs, Request, Snapshot, Tier, TimelineState};
 
 /// Ten blocks and two slots.
 fn small() -> Config {
@@ -20,7 +20,7 @@ fn rows_and_those_who_wait_are_there_with_what_they_wait_for() {
     lab.add(ask(3, 8, 5));
     lab.step();
     lab.now += 500;
-    lab.add(ask(4, 9, 5));
+    lab.add(Request { tier: Tier::Flex, ..ask(4, 9, 5) });
     let seen = look(&mut lab);
     let slots: Vec<_> =
         seen.slots.iter().map(|row| (row.tag, row.state, row.prompt_tokens, row.computed_tokens, row.blocks, row.age)).collect();
@@ -29,7 +29,8 @@ fn rows_and_those_who_wait_are_there_with_what_they_wait_for() {
     assert_ne!(seen.slots[0].slot, seen.slots[1].slot);
     let waiting: Vec<_> = seen.waiting.iter().map(|one| (one.tag, one.state, one.prompt_tokens, one.waited)).collect();
     assert_eq!(waiting, [(3, TimelineState::WaitSlots, 8, 1500), (4, TimelineState::WaitStep, 9, 0)]);
-    assert_eq!(lab.scheduler.snapshot(lab.now, 1, 1).waiting.len(), 1);
+    let bounded = lab.scheduler.snapshot(lab.now, 1, 1);
+    assert_eq!((bounded.waiting.len(), bounded.waiting_by_tier), (1, [0, 1, 1, 0]));
 }
 
 #[test]

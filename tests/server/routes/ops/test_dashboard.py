@@ -9,14 +9,17 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, serving, wait_until
+from fake_async_engine import FakeEngine, serving, serving_models, wait_until
 from rich.console import Console
 
 from chairlift.cli import top
+from chairlift.engine.replica import Replica
 from chairlift.engine.stats import COUNTERS, Stats
 from chairlift.server.lifecycle import ModelState
+from chairlift.server.model import ServedModel
 from chairlift.server.observability import poller
 from chairlift.server.observability.session_totals import MAX_ROWS, MAX_SESSIONS, SessionTotals
+from chairlift.server.tiers import ServiceTiers, Tier
 
 CHROMIUM = Path("/usr/bin/chromium")
 ROW = {"slot": 1, "tag": 129, "tenant": "alice", "priority": 0, "tier": "flex", "state": "decode", "prompt_tokens": 5, "computed_tokens": 7}
@@ -110,6 +113,49 @@ def test_every_number_is_that_of_metrics_and_of_top(quick):
     for name, share in (("slots", 25), ("KV", 38), ("load", 50)):
         assert re.search(rf"^{name} .* {share}%  ", text, re.MULTILINE), text
     assert re.search(r"^wait_blocks +1 |  wait_blocks +1 ", text, re.MULTILINE)
+
+
+def test_the_numbers_of_the_page_are_those_of_one_moment(quick, monkeypatch):
+    """The engine counts on between two looks, and the page's counters would disagree with its requests."""
+    engine = busy()
+    with serving(engine) as (base, _), httpx.Client(base_url=base) as http:
+        wait_until(lambda: http.get("/dashboard/data").json()["samples"])
+        monkeypatch.setattr(poller, "POLL_SECONDS", 60.0)
+        wait_until(lambda: (looks := engine.looks) and (time.sleep(0.05) or looks == engine.looks))
+        engine.counters = {**engine.counters, "running": 0, "free_blocks": 8, "generated_tokens": 50}
+        state = http.get("/dashboard/data").json()
+        assert (state["stats"]["running"], state["load"]["kv_cache"], len(state["running"])) == (1, 0.375, 1)
+        monkeypatch.setattr(poller, "IDLE_SECONDS", 0.0)
+
+
+def test_a_tier_has_its_requests_its_latencies_and_its_targets(quick):
+    engine = busy()
+    engine.snapshot["waiting_by_tier"] = {"default": 70}
+    del engine.counters["tenants"]
+    with serving(engine, "alice=sk-1", operator_key="sk-2") as (base, service), httpx.Client(base_url=base) as http:
+        service.tiers = ServiceTiers({**ServiceTiers().tiers, "flex": Tier(1, ttft_ms=1e6, itl_ms=1e-6)})
+
+        def read(key):
+            return http.get("/dashboard/data", headers={"authorization": f"Bearer {key}"})
+
+        for tier in ("flex", "flex", "default"):
+            body = {"prompt": "abc", "max_tokens": 3, "service_tier": tier}
+            http.post("/v1/completions", json=body, headers={"authorization": "Bearer sk-1"})
+        wait_until(lambda: read("sk-2").json()["latency"].get("ttft", {}).get("count") == 3)
+        state = read("sk-2").json()
+        default, flex = state["tiers"]
+        metrics = http.get("/metrics", headers={"authorization": "Bearer sk-2"}).text
+        assert read("sk-1").json()["tiers"] == []
+    assert [(one["tier"], one["running"], one["waiting"]) for one in (default, flex)] == [("default", 0, 70), ("flex", 1, 0)]
+    assert [one["latency"]["ttft"]["count"] for one in (default, flex)] == [1, 2]
+    assert flex["targets"] == {"ttft": {"true": 2, "false": 0}, "itl": {"true": 0, "false": 2}}
+    counted = re.findall(r'^chairlift_service_tier_targets_total{.*met="(\w+)".*target="(\w+)".*tier="(\w+)"} 2.0$', metrics, re.MULTILINE)
+    assert sorted(counted) == [("false", "itl", "flex"), ("true", "ttft", "flex")]
+    found = dict(re.findall(r'^chairlift_time_to_first_token_by_tier_seconds_count{.*tier="(\w+)"} (\S+)$', metrics, re.MULTILINE))
+    assert [float(found[one["tier"]]) for one in (default, flex)] == [1, 2]
+    console = Console(file=io.StringIO(), width=160)
+    console.print(top.frame(state, console))
+    assert re.search(r"^default +0 +70 +\S+ ms ", console.file.getvalue(), re.MULTILINE)
 
 
 def test_the_numbers_of_a_session_are_those_of_usage_explanations_and_metrics(quick):
@@ -347,6 +393,35 @@ def test_a_browser_draws_the_page(browser, quick, scheme):
         assert all(url.startswith((base, "data:")) for url in requested)
         assert complaints == []
         context.close()
+
+
+def test_models_engines_and_tiers_have_a_table_each_where_there_are_several(browser, quick):
+    engine, second = busy(), FakeEngine()
+    engine.snapshot["waiting_by_tier"] = {"default": 1}
+    second.counters = {"running": 3, "slots": 4}
+    engine.replicas.append(Replica(1, second))
+    with serving_models([ServedModel("chat", engine), ServedModel("other", FakeEngine())]) as (base, _):
+        page = browser.new_page(viewport={"width": 1200, "height": 800})
+        page.goto(f"{base}/dashboard")
+        page.get_by_role("cell", name="flex").first.wait_for()
+
+        def cells(table):
+            rows = page.locator(f"#{table} tr").all()
+            return [row.locator("td").all_inner_texts() for row in rows][1:]
+
+        assert [row[:5] for row in cells("models")] == [["chat", "loaded", "–", "1", "1"], ["other", "loaded", "–", "0", "0"]]
+        assert cells("replicas") == [
+            ["0", "ready", "this one", "1", "1", "25%", "38%", "0%", "0"],
+            ["1", "ready", "this one", "3", "0", "75%", "0%", "0%", "0"],
+        ]
+        assert [row[:3] for row in cells("tiers")] == [["default", "0", "1"], ["flex", "1", "0"]]
+        page.get_by_role("link", name="1", exact=True).click()
+        page.get_by_text("3 of 4").wait_for()
+        assert page.locator("#replicas b").inner_text() == "1"
+        page.get_by_role("link", name="other").click()
+        wait_until(lambda: page.locator("#models b").all_inner_texts() == ["other"])
+        assert not page.get_by_role("heading", name="Engines").is_visible()
+        page.close()
 
 
 @pytest.mark.parametrize("width", [400, 900, 1600])
