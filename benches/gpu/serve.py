@@ -146,11 +146,12 @@ def load(run: common.Run, directory: Path, **settings: Any) -> Any:
     """The engine with random weights."""
     from chairlift import LLM
 
-    more = {"device": run.device, "dtype": "float32" if run.dry else "bfloat16", "enable_prefix_caching": False, "load_format": "dummy"}
+    more = {"device": run.device, "dtype": "float32" if run.dry else "bfloat16", "load_format": "dummy"}
+    more |= {"enable_prefix_caching": False} | settings
     if run.dry:
         with common.steps_overlap(True):
-            return LLM(str(directory), **more, **settings)
-    return LLM(str(directory), **more, **settings)
+            return LLM(str(directory), **more)
+    return LLM(str(directory), **more)
 
 
 def timed(llm: Any, token_ids: list[list[int]], answer: int) -> tuple[float, list[list[int]]]:
@@ -262,21 +263,19 @@ def same_weights(run: common.Run, llm: Any, config: dict[str, Any]) -> Any:
     put(model.lm_head, network.head.weight)
     queries = hf_config.num_attention_heads * hf_config.head_dim
     kv = hf_config.num_key_value_heads * hf_config.head_dim
-    norm = network.norm
     for theirs, mine in zip(model.model.layers, network.layers, strict=True):
         attention, mlp = theirs.self_attn, theirs.mlp
         for module, weight in zip(
-            (attention.q_proj, attention.k_proj, attention.v_proj), mine.qkv.weight.split([queries, kv, kv]), strict=True
+            (attention.q_proj, attention.k_proj, attention.v_proj), mine.mixer.qkv.weight.split([queries, kv, kv]), strict=True
         ):
             put(module, weight)
-        for module, weight in zip((mlp.gate_proj, mlp.up_proj), mine.gate_up.weight.chunk(2), strict=True):
+        for module, weight in zip((mlp.gate_proj, mlp.up_proj), mine.feed.gate_up.weight.chunk(2), strict=True):
             put(module, weight)
-        put(attention.o_proj, mine.output.weight)
-        put(mlp.down_proj, mine.down.weight)
-        put(theirs.input_layernorm, norm)
-        put(theirs.post_attention_layernorm, mine.norm)
-        norm = mine.next_norm
-    put(model.model.norm, norm)
+        put(attention.o_proj, mine.mixer.output.weight)
+        put(mlp.down_proj, mine.feed.down.weight)
+        put(theirs.input_layernorm, mine.mixer.norm)
+        put(theirs.post_attention_layernorm, mine.feed.norm)
+    put(model.model.norm, network.norm)
     model.model.rotary_emb = LlamaRotaryEmbedding(config=hf_config).to(run.device)
     model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
     return model.eval()

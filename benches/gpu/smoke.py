@@ -35,6 +35,32 @@ GAP = 0.3
 """Logits of bf16 that lie closer than this may change places. Those of these models have a standard deviation of about 4."""
 UNLIKE = 0.3
 """Largest share of the difference of unrelated log-probabilities that those of weights in 8 bits may differ from bf16."""
+BEST = 0.9
+"""Least share of the tokens of greedy answers that are the most likely ones when they are scored as prompts."""
+EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 128}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+SPACE = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "position_embedding_type": "nope"}
+HYBRIDS = {
+    "delta rules and experts": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "num_experts": 32,
+        "shared_expert_intermediate_size": 128,
+        **DELTA,
+        **EXPERTS,
+    },
+    "state spaces and experts": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "layer_types": ["mamba", "attention", "mamba", "mamba"],
+        "num_local_experts": 32,
+        "shared_intermediate_size": 128,
+        **SPACE,
+        **EXPERTS,
+    },
+}
+"""Small models with experts and recurrent layers, in addition to the shape of a Llama."""
 AHEAD_SECONDS = 10
 """Most seconds to wait for kernels that are compiled ahead."""
 START_SECONDS = 40
@@ -249,6 +275,27 @@ class Smoke:
         del llm
         common.free()
 
+    def hybrid(self) -> None:
+        """Experts and recurrent layers: greedy answers, and a prompt that begins with a saved state."""
+        self.llm.close()
+        for name, config in HYBRIDS.items():
+            shape = (64, 64, 2, 4, 2, 512) if self.run.dry else (256, 256, 4, 4, 2, 32_768)
+            layers = {"layer_types": config["layer_types"][: shape[2]]} if self.run.dry else {}
+            directory = common.write_model(self.directory.parent / name, common.llama(*shape, **config | layers))
+            llm = serve.load(self.run, directory, **self.sizes, enable_prefix_caching=True)
+            self.graphs(llm)
+            prompts = [[token % 500 for token in prompt] for prompt in self.prompts][: 2 if self.run.dry else None]
+            answers = [output.token_ids for output in self.generate(llm, prompts)]
+            whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+            lines = [line for answer, found in zip(answers, self.scores(llm, whole), strict=True) for line in found[-len(answer) :]]
+            best = sum(line.rank == 1 for line in lines) / len(lines)
+            # Rounding may choose another expert, which changes more than the last digits.
+            self.check(f"greedy answers, {name}", best >= BEST, f"{best:.0%} the best when scored as prompts", f"{BEST:.0%}")
+            turn = self.generate(llm, [max(whole, key=len)])[0]
+            self.check(f"a saved state is found, {name}", turn.cached_tokens > 0, f"after {turn.cached_tokens} tokens", "some")
+            del llm
+            common.free()
+
     def restart(self) -> None:
         """A server whose engine is killed answers again, and answers the same."""
         self.llm.close()
@@ -327,6 +374,7 @@ def main() -> int:
         run.part("restart", smoke.restart, needs=15, most=90)
         run.part("eager", smoke.eager, needs=5, most=20)
         run.part("8B-fp8", smoke.large_fp8, most=45)
+        run.part("hybrid", smoke.hybrid, needs=10, most=40)
         smoke.llm.close()
         smoke.ahead.end()
     return run.finish()

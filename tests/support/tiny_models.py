@@ -125,7 +125,7 @@ FAMILIES = {
     "phi4-mini-short": ("Phi3", {**PHI, "original_max_position_embeddings": 256, "rope_parameters": SHORT}),
 }
 
-IMAGES_IN_TORCH = ("gemma3-images", "mistral3-images", "ministral3-images", "qwen3-vl", "qwen3.5-images", "qwen3.5-moe-images")
+IMAGES_IN_TORCH = ("gemma3-images", "mistral3-images", "ministral3-images", "qwen3-vl")
 IN_TORCH = [
     name
     for name, (family, _) in FAMILIES.items()

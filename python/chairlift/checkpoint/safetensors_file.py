@@ -53,7 +53,7 @@ class SafetensorsFile:
     def data(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Returns the bytes of a tensor, flat uint8. Raises UnsupportedModel if the file was truncated."""
         data = np.empty(self.tensors[name].size, np.uint8)
-        self.read(name, memoryview(data), 0)
+        self.read(name, data.data, 0)
         return data
 
     def read(self, name: str, view: memoryview, at: int) -> None:

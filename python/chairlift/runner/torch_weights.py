@@ -76,7 +76,7 @@ class TorchWeights:
         octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
         def read(view: memoryview, at: int) -> None:
-            view[:] = memoryview(octets)[at : at + len(view)]
+            view[:] = octets.data[at : at + len(view)]
 
         return self._uploads.copy(len(octets), read).view(tensor.dtype).view(tensor.shape)
 

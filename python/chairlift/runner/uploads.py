@@ -66,7 +66,7 @@ class Uploads:
         at, self._next = self._next, (self._next + 1) % BUFFERS
         if (copied := self._copied[at]) is not None:
             copied.synchronize()
-        return _Piece(at, target, self._readers.submit(read, memoryview(self._buffers[at].numpy())[: len(target)], start))
+        return _Piece(at, target, self._readers.submit(read, self._buffers[at].numpy().data[: len(target)], start))
 
     def _finish(self, piece: _Piece) -> None:
         piece.read.result()

@@ -423,7 +423,8 @@ class DummyWeights:
     def take(self, name: str, *shape: int) -> Array:
         """Returns a random tensor. Biases are small, norms are neutral."""
         if name.endswith("norm.weight"):
-            return np.full(shape, self.norm, dtype=np.float32)
+            # Nothing is added to the norm of a delta rule's heads.
+            return np.full(shape, 1.0 if "linear_attn." in name else self.norm, dtype=np.float32)
         size = math.prod(shape)
         start, std = self.draw(name, size, shape[-1])
         return (np.resize(np.roll(self.pool, -start), size) * np.float32(std)).reshape(shape)
