@@ -71,6 +71,7 @@ def merge(model: torch.nn.Module, tensors: dict[str, np.ndarray], scale: float) 
         ("qwen3", ("k_proj", "o_proj", "up_proj"), True),
         ("gemma2", adapters.MODULES, True),
         ("granite", ("gate_proj", "down_proj"), False),
+        ("qwen3-moe", ("q_proj", "o_proj"), False),
     ],
 )
 @torch.inference_mode()
