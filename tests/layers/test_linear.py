@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from chairlift.layers.linear import Linear, Quantised, dequantise, quantise, stack, take_rows
+from chairlift.layers.linear import Linear, Quantised, dequantise, multiplied_out, quantise, stack, take_rows
 
 ROWS, OUTS, INS = 5, 37, 50
 """Sides that are odd in every way."""
@@ -71,6 +71,15 @@ def test_scales_of_16_bits_are_widened_for_products_in_fp8():
     narrow = packed._replace(scale=packed.scale.bfloat16())
     expected = Linear(narrow._replace(scale=narrow.scale.float()), rounds_activations=True)(x)
     assert torch.equal(Linear(narrow, rounds_activations=True)(x), expected)
+
+
+def test_a_matrix_that_is_multiplied_out_has_its_columns_in_the_order_of_the_inputs():
+    x, weight, _ = matrices(torch.float32)
+    packed = quantise(weight, "int8")
+    assert torch.equal(multiplied_out(packed, torch.float32), dequantise(packed, torch.float32))
+    scattered = packed._replace(order=torch.randperm(INS, generator=torch.Generator().manual_seed(1)))
+    torch.testing.assert_close(x @ multiplied_out(scattered, torch.float32).T, Linear(scattered)(x), rtol=1e-4, atol=1e-3)
+    assert multiplied_out(weight, torch.float32) is weight
 
 
 def test_rows_are_taken_as_they_are_stored():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cpu_logits import IN_FP32, logits
 from gguf_files import EXPERTS, gguf_of, tiny_model
+from runner_steps import Driver
 from safetensors.torch import load_file, save_file
 from tiny_models import write
 
@@ -21,9 +22,22 @@ from chairlift.models.config import ModelConfig
 from chairlift.models.fields import NoNativeModel, read_json
 from chairlift.runner import expert_weights
 from chairlift.runner.adapters import check_shapes
+from chairlift.runner.build import build_runner
 from chairlift.runner.cpu_executor import CpuExecutor
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.weights import DummyWeights, open_weights
+
+
+def torch_logits(directory: Path) -> torch.Tensor:
+    """The logits after each of a few tokens, in torch."""
+    settings = {"device": "cpu", "runner": "torch", "dtype": "float32", "num_kv_blocks": 5, "block_size": 16, "max_num_seqs": 1}
+    runner = build_runner(EngineConfig(**settings, max_num_batched_tokens=16), directory)
+    driver = Driver(runner)
+    riding = driver.add_request(0, (np.arange(11) * 7 % 30).tolist())
+    for _ in range(3):
+        driver.step([(riding, len(riding.tokens) - riding.computed)])
+    return torch.stack(riding.logits)
+
 
 PLAIN = Precision("float32", "none", "float32")
 
@@ -168,6 +182,8 @@ def test_experts_in_mxfp4_are_computed_with_as_the_safetensors_have_them(tmp_pat
     (tmp_path / "packed" / "config.json").write_text(json.dumps(raw))
     weights = open_weights(EngineConfig(device="cpu"), tmp_path / "packed")
     assert weights.sizes() == ((tmp_path / "packed" / "model.safetensors").stat().st_size, 0)
+    in_torch = [torch_logits(tmp_path / name) for name in ("whole", "packed")]
+    assert torch.equal(*in_torch)
     expected = logits(tmp_path / "whole", config=IN_FP32)
     np.testing.assert_array_equal(logits(tmp_path / "packed", config=IN_FP32), expected)
     assert np.abs(logits(tmp_path / "packed") - expected).max() <= 1e-5 * np.abs(expected).max()

@@ -76,6 +76,18 @@ def dequantise(weight: Quantised, dtype: torch.dtype) -> torch.Tensor:
     return (numbers.float() * per_column(scale)).to(dtype)
 
 
+def multiplied_out(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix in `dtype`, with its columns in the order of the inputs."""
+    if not isinstance(weight, Quantised):
+        return weight
+    whole = dequantise(weight, dtype)
+    if weight.order is None:
+        return whole
+    out = torch.empty_like(whole)
+    out[:, weight.order] = whole
+    return out
+
+
 def round_rows(x: torch.Tensor) -> Rounded:
     """Rounds each row of activations to fp8 with its own scale, in one launch on a GPU."""
     if x.is_cuda:

@@ -10,7 +10,7 @@ from chairlift.architectures import Mixture as Names
 from chairlift.errors import UnsupportedModel
 from chairlift.layers import experts as layers
 from chairlift.layers.activation import activate
-from chairlift.layers.linear import Activations, Linear, Quantised, Weight, dequantise
+from chairlift.layers.linear import Activations, Linear, multiplied_out
 from chairlift.models.blocks import Block, LayerWeights, Pass, mlp_norm
 from chairlift.models.experts import Experts
 
@@ -157,15 +157,3 @@ class _Reader:
             scales = torch.exp2(exponents[expert].float() - 127).unsqueeze(-1)
             out[expert] = (table[codes.int()] * scales).flatten(-2).to(self._dtype)
         return out
-
-
-def multiplied_out(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """A matrix in `dtype`, with its columns in the order of the inputs."""
-    if not isinstance(weight, Quantised):
-        return weight
-    whole = dequantise(weight, dtype)
-    if weight.order is None:
-        return whole
-    out = torch.empty_like(whole)
-    out[:, weight.order] = whole
-    return out

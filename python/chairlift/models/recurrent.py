@@ -8,10 +8,9 @@ import torch
 
 from chairlift.architectures import RecurrentKind
 from chairlift.errors import UnsupportedModel
-from chairlift.layers.linear import Activations, Linear, Weight, stack, take_rows
+from chairlift.layers.linear import Activations, Linear, Weight, multiplied_out, stack, take_rows
 from chairlift.layers.recurrent import Convolution, Heads, Places
 from chairlift.models.blocks import Block, LayerWeights, Pass
-from chairlift.models.mixture import multiplied_out
 from chairlift.models.recurrence import RecurrentLayers
 
 

@@ -16,6 +16,7 @@ from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.build import build_runner
 from chairlift.runner.memory.budget import DeviceBudget, graph_bytes
+from chairlift.runner.memory.decision import gib
 from chairlift.runner.memory.device_memory import Memory, is_out_of_memory, raise_out_of_memory
 from chairlift.runner.memory.precision import decide, torch_weight_bytes
 from chairlift.runner.memory.sizing import StepSize, block_bytes
@@ -79,6 +80,19 @@ def test_the_cache_gets_what_weights_steps_and_graphs_leave_of_the_share(share):
     assert budget.limit == int(share * 80 * GIB)
     assert 0 <= budget.limit - taken(size) < 2 * block_bytes(MODEL, 16, "bfloat16")
     assert (size.max_num_seqs, size.max_num_batched_tokens) == (256, 2048)
+
+
+def test_recurrent_states_are_not_told_as_left(monkeypatch):
+    mamba = {"mamba_n_heads": 16, "mamba_d_state": 64, "mamba_n_groups": 1, "layer_types": ["mamba", "attention"], "num_local_experts": 0}
+    names = {"architectures": ["GraniteMoeHybridForCausalLM"], "vocab_size": 1000, "hidden_size": 512, "shared_intermediate_size": 512}
+    heads = {"num_attention_heads": 8, "num_hidden_layers": 2, "intermediate_size": 512}
+    hybrid = ModelConfig.parse({**names, **heads, **mamba})
+    monkeypatch.setitem(globals(), "MODEL", hybrid)
+    budget, size = fitted(Given(), num_kv_blocks=100, max_num_seqs=64)
+    states = size.state_slots * hybrid.state_bytes
+    assert states > 64 << 20
+    reported = {decision.what.strip(): decision.value for decision in size.decisions}
+    assert reported["GPU memory left"] == gib(budget.limit - taken(size) - states)
 
 
 def test_others_on_the_device_do_not_count_as_long_as_enough_is_free():

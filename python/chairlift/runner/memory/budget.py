@@ -102,7 +102,8 @@ class DeviceBudget:
         left = self.left() - needs - graphs
         source = f"{gib(self.limit)}, beside {gib(weights)} of weights, {gib(needs)} for a step and {gib(graphs)} for graphs"
         size = fit_cache(config, model, precision.kv, step, Room(max(0, left), source, max(0, left), source))
-        rest = max(0, left - size.num_blocks * block_bytes(model, config.block_size, precision.kv))
+        states = size.state_slots * model.state_bytes
+        rest = max(0, left - states - size.num_blocks * block_bytes(model, config.block_size, precision.kv))
         return replace(
             size,
             decisions=(

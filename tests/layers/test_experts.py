@@ -1,0 +1,42 @@
+"""What a GPU does with experts, as far as a CPU can show it."""
+
+from collections import Counter
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chairlift.layers.experts import Choice, Experts, grouped_mm
+
+
+class Calls(TorchDispatchMode):
+    """Counts torch's operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_experts_in_bfloat16_are_two_products_on_a_device_and_nothing_waits_for_it():
+    with FakeTensorMode(), torch.device("cuda"), Calls() as calls:
+        gate_up, down = torch.empty(8, 96, 64, dtype=torch.bfloat16), torch.empty(8, 64, 96, dtype=torch.bfloat16)
+        experts = Experts(gate_up=gate_up, down=down, biases=None, activation="relu2", clamp=None)
+        choice = Choice(scores="sigmoid", used=3, bias=torch.empty(8), epsilon=1e-20, scale=2.0)
+        out = experts(torch.empty(5, 64, dtype=torch.bfloat16), *choice(torch.empty(5, 8)))
+    assert (out.shape, out.dtype) == ((5, 64), torch.bfloat16)
+    assert calls.counts["_grouped_mm"] == 2
+    # These read from the device to the host.
+    assert not {"_local_scalar_dense", "nonzero", "item"} & calls.counts.keys()
+
+
+def test_the_product_of_a_device_is_that_of_the_experts_one_by_one():
+    generator = torch.Generator().manual_seed(0)
+    x, weights = (torch.randn(shape, generator=generator).bfloat16() for shape in ((11, 32), (5, 16, 32)))
+    # Two experts have no rows.
+    ends = torch.tensor([4, 4, 5, 11, 11], dtype=torch.int32)
+    assert torch.equal(grouped_mm(x, weights, ends), functional.grouped_mm(x, weights.mT, offs=ends))
