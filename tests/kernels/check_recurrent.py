@@ -13,13 +13,13 @@ from chairlift.kernels import recurrent_reference as reference
 from chairlift.kernels.advance_heads import advance_heads
 from chairlift.kernels.convolve import convolve
 from chairlift.kernels.gated_norm import gated_norm
-from chairlift.layers.recurrent import Convolution, DecodeStates, Heads, LayerState, Places, StateStep, plan_states
+from chairlift.layers.recurrent import Convolution, DecodeStates, Heads, LayerState, Places, StateStep, plan_states, plan_writes
 
 GENERATOR = torch.Generator().manual_seed(0)
-SLOTS, CPU = 9, torch.device("cpu")
+SLOTS, CPU = 10, torch.device("cpu")
 STARTS, CONTEXTS, OWN = np.array([0, 1, 6, 8, 18]), np.array([21, 5, 7, 10]), np.array([3, 0, 5, 2])
 """A decode, a whole prompt, a chunk, and a prompt longer than a program's tokens."""
-SAVES = np.array([[3, 10, 8], [1, 5, 6], [1, 4, 1], [3, 1, 4], [2, 6, 7]])
+SAVES = np.array([[3, 10, 8], [1, 5, 6], [1, 4, 1], [3, 1, 4], [2, 6, 7], [2, 7, 9]])
 """In no order: at the end of a chunk, inside of it, and after fewer tokens than a convolution sees."""
 
 
@@ -37,6 +37,12 @@ def step(starts: np.ndarray = STARTS, contexts: np.ndarray = CONTEXTS, own: np.n
 def same(found: torch.Tensor, expected: torch.Tensor, states: torch.Tensor, expected_states: torch.Tensor) -> None:
     assert_close(found, expected)
     torch.testing.assert_close(states, expected_states, rtol=2e-6, atol=2e-6 * expected_states.abs().max().item())
+
+
+def test_the_states_of_a_sequence_are_written_in_order_and_its_own_slot_last():
+    writes, starts = plan_writes(STARTS, CONTEXTS, OWN, SAVES)
+    assert writes.tolist() == [[1, 3], [4, 1], [5, 6], [5, 0], [1, 7], [2, 9], [2, 5], [1, 4], [10, 8], [10, 2]]
+    assert starts.tolist() == [0, 1, 4, 7, 10]
 
 
 def convolution(taps: int, channels: int, gated: bool) -> tuple[Convolution, int]:
