@@ -71,7 +71,7 @@ schema-fuzz: $(VENV)/.developing ## run schemathesis against every route of a se
 	  .venv-schemathesis/bin/pip install --quiet --disable-pip-version-check 'schemathesis==4.32.5'; }
 	$(BIN)/python tests/conformance/schema_fuzz.py .venv-schemathesis/bin/schemathesis $(or $(EXAMPLES),15)
 
-COMPILE_TESTS := $(addprefix tests/kernels/test_compile_,attention.py layers.py sampling.py)
+COMPILE_TESTS := $(addprefix tests/kernels/test_compile_,attention.py layers.py recurrent.py sampling.py)
 LAUNCH_TESTS := $(addprefix tests/kernels/test_,cached_launch.py sampling_launch.py compile_watch.py) tests/runner/test_launcher.py
 
 .PHONY: compile-gate
