@@ -10,7 +10,7 @@ from collections.abc import Callable
 LOOK_SECONDS = 10.0
 """Interval at which a full collection is considered."""
 BUSY_SECONDS = 60.0
-"""Seconds after which one is made although requests are open. Objects of a request rarely form cycles, so that little waits for it."""
+"""Seconds after which one is made although requests are open, so that what ended requests leave does not pile up."""
 _NEVER = 2**31 - 1
 
 
