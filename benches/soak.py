@@ -336,9 +336,10 @@ def soak(seconds: float) -> tuple[list[str], bool]:
             watch = Watch(port, key["operator"], process.pid)
             for one in tenants:
                 one.learn()
-            steps = watch.step()
+            before = watch.step()
             together(tenants, min(max(ALONE[0], seconds / 10), ALONE[1]))
-            step = _mean_step(steps, watch.step())
+            between = watch.step()
+            step = _mean_step(before, between)
             alone = {one.name: (one.answers, one.p99, list(one.faults)) for one in tenants}
             memory, lag = watch.memory(), watch.lag()
             for one in tenants:
@@ -355,7 +356,7 @@ def soak(seconds: float) -> tuple[list[str], bool]:
                     hostile.kill()
                     ended.set()
             watching.join()
-            lags = late(lag, watch.lag())
+            lags, slower = late(lag, watch.lag()), _mean_step(between, watch.step())
             alive = process.poll() is None
         log = (directory / "log").read_bytes()
     counts = {kind: Counter(statuses) for kind, statuses in json.loads(output).items()}
@@ -375,7 +376,8 @@ def soak(seconds: float) -> tuple[list[str], bool]:
         row, good = _of_a_tenant(one, alone[one.name], step)
         unkept += [] if good else [one.name]
         lines.append(row)
-    lines += ["", *_of_the_server(watch, memory, lags, len(log), alive), "", "| hostile requests | statuses |", "|---|---|"]
+    lines += ["", f"- a step of the engine: {step * 1e3:.1f} ms alone, {slower * 1e3:.1f} ms beside them, on average"]
+    lines += [*_of_the_server(watch, memory, lags, len(log), alive), "", "| hostile requests | statuses |", "|---|---|"]
     lines += [f"| {kind} | {', '.join(f'{count} x {status}' for status, count in sorted(one.items()))} |" for kind, one in counts.items()]
     if left_out := [text for one in tenants for text in one.left_out]:
         lines += ["", f"Left out, because the server refused them alone: {'; '.join(left_out)}."]

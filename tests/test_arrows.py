@@ -54,8 +54,8 @@ COMPATIBILITY = {"fleet", "routes.ollama"}
 
 IN_SERVER = {
     "supervisor": {
-        *("admin", "app", "batch", "config", "http", "keys", "lifecycle", "load_policy", "model", "observability", "service", "storage"),
-        *("tiers", "tokenizing"),
+        *("admin", "app", "batch", "config", "garbage", "http", "keys", "lifecycle", "load_policy", "model", "observability", "service"),
+        *("storage", "tiers", "tokenizing"),
     },
     "admin": {"errors", "http", "model", "routes", "service"},
     "app": {"config", "errors", "http", "keys", "middleware", "observability", "routes", "service"},
@@ -98,6 +98,7 @@ IN_SERVER = {
     "engine_listener": set(),
     "ray_engines": set(),
     "load_policy": set(),
+    "garbage": set(),
     "model": {"lifecycle", "observability", "tokenizing"},
     "tokenizing": set(),
     "model_specs": {"config", "toml_file"},

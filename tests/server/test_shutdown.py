@@ -1,6 +1,7 @@
 """A signal ends a server at once while a model loads. The engines' processes run fake engines, one of which loads for ever."""
 
 import asyncio
+import gc
 import os
 import signal
 
@@ -53,6 +54,8 @@ async def reaches(model, state):
 
 @pytest.mark.parametrize(("first", "limit"), [("slow", None), ("quick", None), ("quick", 1)], ids=["alone", "beside one", "in its place"])
 def test_a_signal_while_a_model_loads_ends_the_server_at_once(make, first, limit, caplog):
+    thresholds = gc.get_threshold()
+
     async def main():
         server, (quick, slow), process = make(first, max_loaded_models=limit)
         with open_port("127.0.0.1", 0) as listener:
@@ -65,9 +68,11 @@ def test_a_signal_while_a_model_loads_ends_the_server_at_once(make, first, limit
                         assert (await admin.post("/models/load", json={"model": "slow"})).status_code == 202
                     await reaches(slow, ModelState.LOADING)
                 await until(lambda: slow.engine.alive)
+                assert gc.get_threshold() != thresholds  # full collections wait until no request is open
                 os.kill(os.getpid(), signal.SIGINT)
                 assert await running == 0
         assert process.pid is None
 
     asyncio.run(main())
+    assert gc.get_threshold() == thresholds
     assert "could not be loaded" not in caplog.text

@@ -190,9 +190,9 @@ async def _serve(
     module = await asyncio.to_thread(import_module, "chairlift.server.supervisor")
     from chairlift.server.admin import serve_admin  # the supervisor has imported it
 
-    gc.freeze()  # what the imports made stays: the garbage collector need not look at it again
     served = module.served_models(specs, engines, server)
     supervisor = module.Supervisor(served, server, access.keys, access.tiers, processes, shadow_command=shadow)
+    gc.freeze()  # what was made stays: the garbage collector need not look at it again
     async with AsyncExitStack() as stack:
         for process in processes:
             await stack.enter_async_context(process)

@@ -21,6 +21,7 @@ from chairlift.engine.engine_process import EngineProcess
 from chairlift.server.admin import AdminApp
 from chairlift.server.app import PROBES, application, guarded
 from chairlift.server.config import ServerConfig
+from chairlift.server.garbage import collect_when_idle
 from chairlift.server.http.connections import AcceptFailures, connection_limit
 from chairlift.server.http.protocol import HttpProtocol, HttpServer
 from chairlift.server.http.sockets import address
@@ -149,7 +150,8 @@ class Supervisor:
                     if model.lifecycle.state is ModelState.STARTING:
                         self._service.loader.load(model)
                 crashed = asyncio.create_task(self._service.loader.crashed())
-                background = [crashed, *self._start_batches(), *self._start_shadow()]
+                collecting = asyncio.create_task(collect_when_idle(lambda: not self._service.open))
+                background = [crashed, collecting, *self._start_batches(), *self._start_shadow()]
                 await _wait_first(http, crashed, self._stop_requested.wait())
                 self._service.drain()
                 if broken := not self._stop_requested.is_set():
