@@ -149,7 +149,7 @@ def test_a_narrow_terminal_loses_columns_and_no_digits():
         console.print(top.frame(STATE | {"sessions": [session]}, console))
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
         assert all(len(line) <= width for line in lines)
-        tables = [" ".join(line.split()) for line in lines if not line.startswith("load ")]
+        tables = [" ".join(line.split()) for line in lines if not line.startswith(("KV ", "load "))]
         assert not [line for line in tables if "…" in line]
         assert any(columns in line for line in tables), tables
         assert any(line.startswith(("2 cmpl-abc decode 500/500 13", "2 cmpl-abc alice decode 500/500 13 33")) for line in tables)
