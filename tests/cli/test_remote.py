@@ -152,7 +152,7 @@ def test_a_narrow_terminal_loses_columns_and_no_digits():
         tables = [" ".join(line.split()) for line in lines if not line.startswith(("KV ", "load "))]
         assert not [line for line in tables if "…" in line]
         assert any(columns in line for line in tables), tables
-        assert any(line.startswith(("2 cmpl-abc decode 500/500 13", "2 cmpl-abc alice decode 500/500 13 33")) for line in tables)
+        assert any(line.startswith("2 cmpl-abc alice decode 500/500 13 ") for line in tables)
 
 
 @pytest.mark.parametrize("name", [state.value for state in ModelState])
