@@ -94,7 +94,7 @@ def frame(state: Mapping[str, Any], console: Console) -> RenderableType:
     )
     values = [(sample.get(name, 0.0), unit) for name, unit in _RATES]
     rates = Text(
-        "   ".join(f"{value:,.{1 if 0 < value < 9.95 else 0}f} {unit}" for value, unit in values), no_wrap=True, overflow="ellipsis"
+        "  ".join(f"{value:,.{1 if 0 < value < 9.95 else 0}f} {unit}" for value, unit in values), no_wrap=True, overflow="ellipsis"
     )
     waiting = stats.get("waiting", 0) + stats.get("swapped", 0)
     parts: list[RenderableType] = [
