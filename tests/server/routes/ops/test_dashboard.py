@@ -275,6 +275,7 @@ def test_a_tenant_sees_its_own_requests_and_no_trace_of_others(quick):
     for own in (alice, bob, unnamed):
         assert own.keys() == operator.keys(), "the page reads the same fields"
         assert (own["steps"], own["samples"], own["kv_map"], own["latency"]) == ([], [], "", {"window": None})
+        assert (own["tiers"], own["replicas"]) == ([], [{"number": 0, "state": "ready"}])
         assert own["stats"].keys() == {"running", "waiting", "slots", "total_blocks", "free_blocks", "waiting_by_state"}
     # Except for the time, the unnamed key sees what it would see on an idle server.
     idle = {
