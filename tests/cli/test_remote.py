@@ -121,6 +121,40 @@ def test_top_shows_sessions_by_names_that_nobody_chose_for_a_terminal():
     assert [line[0] for line in lines if line.endswith("12.00 s")] == ["?", "[", "n", "d", "e"]
 
 
+def test_top_has_a_row_for_each_engine_and_each_tier():
+    load = {"slots": 0.5, "kv_cache": 0.25, "saturation": 1.0}
+    engines = [{"number": 0, "state": "ready", "running": 7, "waiting": 1, "load": load}, {"number": 1, "state": "down"}]
+    latency = {"window": 60.0, "ttft": {"count": 2, "p50": 0.5, "p90": 1.0, "p99": 2.0}}
+    tier = {"running": 1, "waiting": 70, "latency": latency, "targets": {}}
+    shown = STATE | {"replica": 0, "replicas": engines, "tiers": [{"tier": "default", **tier}]}
+    console = Console(file=io.StringIO(), width=120)
+    console.print(top.frame(shown, console))
+    assert "TTFT p50" not in console.file.getvalue(), "only the default tier is in use"
+    console.print(top.frame(shown | {"tiers": [{"tier": "default", **tier}, {"tier": "flex", **tier}]}, console))
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert "engine 0 ready 7 1 50% 25% 100%" in lines
+    assert "engine 1 down - - - - -" in lines
+    assert "flex 1 70 500 ms 2 s - -" in lines
+
+
+def test_a_narrow_terminal_loses_columns_and_no_digits():
+    session = {"tenant": "alice", "turns": 3, "prompt_tokens": 1500, "cached_tokens": 900, "output_tokens": 40}
+    session |= {"session": "a", "waited_s": 2.5, "turn_wait_s": 1.25, "compute_s": 0.5, "quiet_s": 12.0}
+    for width, columns in (
+        (60, "session turns prompts cached output waited quiet"),
+        (72, "session tenant turns"),
+        (120, "for turns compute"),
+    ):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(top.frame(STATE | {"sessions": [session]}, console))
+        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+        assert all(len(line) <= width for line in lines)
+        tables = [" ".join(line.split()) for line in lines if not line.startswith(("KV ", "load "))]
+        assert not [line for line in tables if "…" in line]
+        assert any(columns in line for line in tables), tables
+        assert any(line.startswith("2 cmpl-abc alice decode 500/500 13 ") for line in tables)
+
+
 @pytest.mark.parametrize("name", [state.value for state in ModelState])
 def test_top_has_words_for_all_states_of_a_model(name):
     console = Console(file=io.StringIO(), width=120)

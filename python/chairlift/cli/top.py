@@ -89,9 +89,13 @@ def frame(state: Mapping[str, Any], console: Console) -> RenderableType:
     stats, load = state["stats"], state["load"]
     sample = state["samples"][-1] if state["samples"] else {}
     status = "the engine is stuck" if state["stuck"] else _SERVER_STATES[state["state"]]
-    title = Text.assemble(("chairlift ", "bold"), state["model"], "  ", (status, "green" if status == "live" else "yellow"))
+    title = Text.assemble(
+        ("chairlift ", "bold"), state["model"], "  ", (status, "green" if status == "live" else "yellow"), no_wrap=True, overflow="ellipsis"
+    )
     values = [(sample.get(name, 0.0), unit) for name, unit in _RATES]
-    rates = Text("   ".join(f"{value:,.{1 if 0 < value < 9.95 else 0}f} {unit}" for value, unit in values))
+    rates = Text(
+        "  ".join(f"{value:,.{1 if 0 < value < 9.95 else 0}f} {unit}" for value, unit in values), no_wrap=True, overflow="ellipsis"
+    )
     waiting = stats.get("waiting", 0) + stats.get("swapped", 0)
     parts: list[RenderableType] = [
         *([Text("   ").join((title, rates))] if len(title) + len(rates) + 3 <= console.width else [title, rates]),
