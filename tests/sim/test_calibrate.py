@@ -96,6 +96,8 @@ def test_a_measurement_is_repeated_until_two_repeats_agree(
 def test_too_few_steps_say_nothing() -> None:
     with pytest.raises(InvalidSetting, match="run for longer"):
         fit(loads(5), np.ones(5))
+    with pytest.raises(InvalidSetting, match="run for longer"):
+        agreement([measured(1.0, 0), measured(1.0, 0)[:0]])
 
 
 SHAPES = {"input_ids": 64, "positions": 64, "slot_mapping": 64, "query_starts": 9, "context_lens": 8, "batch_slots": 8, "sample_at": 64}

@@ -226,6 +226,16 @@ def test_requests_that_fit_nowhere_are_counted(byte_model: Path, tmp_path: Path,
     assert line.split()[-1] == "1"
 
 
+def test_it_says_why_requests_were_not_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,900,300\n0.1,40,5\n")
+    page, flags = tmp_path / "page.html", ["--trace", str(trace), "--model", "SmolLM2-135M", "--max-model-len", "1024"]
+    reason = "continuous: Refused: 1 requests, longer than the context (max_model_len)."
+    assert main.main(["compare", *flags, "--batching", "continuous", "--report", str(page)]) == 0
+    assert reason in capsys.readouterr().out
+    assert reason in page.read_text()
+
+
 def status(arguments: list[str]) -> object:
     try:
         return main.main(arguments)

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
+from traces import CONV, workload
 
 from chairlift import EngineConfig, Policy, _core, simulate
 from chairlift.bench.traces import TraceRequest
@@ -54,6 +56,21 @@ def test_one_that_is_written_again_in_python_decides_as_it_does_in_rust():
     assert np.array_equal(
         simulate(TRACE, scheduling_policy=Least(), **SIZES).requests, simulate(TRACE, scheduling_policy="shortest", **SIZES).requests
     )
+
+
+def test_python_costs_little_of_a_simulation():
+    asked = []
+
+    class Counted(Least):
+        def rank(self, request):
+            asked.append(request.work_left)
+            return super().rank(request)
+
+    trace, use_of_cpu = workload(CONV).first(1000), time.process_time()
+    result = simulate(trace, model="Llama-3.1-8B", device="L4", scheduling_policy=Counted())
+    seconds = time.process_time() - use_of_cpu
+    assert len(asked) >= 1000
+    assert result.decisions / seconds > 200_000, "some four million on one core of an EPYC"
 
 
 @pytest.mark.parametrize("answer", ["not a number", None, -1, 2**80])

@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"title": title, "subtitle": subtitle, "basis": note, "variants": variant_documents}, indent=1))
     else:
         descriptions = (f"{result.variant.title}: {result.variant.description}" for result in results)
-        lines = [f"{title}.", subtitle, "", table.text(compare_report.lines(results)), "", *descriptions]
+        lines = [f"{title}.", subtitle, "", table.text(compare_report.lines(results)), "", *compare_report.refusals(results), *descriptions]
         print("\n".join([*lines, *(["", table.wrapped([note])] if note else [])]))
     if args.output or args.report:
         svg = plot(results, title, subtitle)

@@ -43,6 +43,8 @@ http://127.0.0.1:8000/dashboard shows more in a browser.
 
 _MAX_SESSIONS = 5
 """Sessions that are shown."""
+_MAX_SHADOW_GROUPS = 3
+"""Tenants and sessions of a shadow's report that are shown: those with the most requests."""
 
 _LATENCIES = {"ttft": "first token", "itl": "between tokens", "queue": "in the queue", "e2e": "whole request"}
 _STATES = {"decode": "green", "prefill": "blue", "recompute": "magenta", "stalled": "yellow"}
@@ -224,11 +226,16 @@ def _shadow(report: Mapping[str, Any] | None, console: Console) -> list[Renderab
     if report is None:
         return []
     covered = "" if report["covered"] is None else f", {report['covered']:.0%} covered"
-    rows = []
-    for run, one in report["runs"].items():
+    runs = list(report["runs"].items())
+    for group in ("tenants", "sessions"):
+        if len(report[group]) > 1:
+            named = list(report[group].items())[:_MAX_SHADOW_GROUPS]
+            runs += [(f"{_shown(name or '(none)', 30)}: {run}", one[run]) for name, one in named for run in ("simulated", "shadow")]
+    rows: list[Sequence[str | Text]] = []
+    for run, one in runs:
         times = (_rounded(one[key]) for key in ("ttft_p50_s", "ttft_p99_s", "itl_p50_s"))
         cached = "-" if one["cached_share"] is None else f"{one['cached_share']:.0%}"
-        rows.append((run, f"{one['requests']:,}", *times, cached, f"{one['preemptions']:,}"))
+        rows.append((Text(run), f"{one['requests']:,}", *times, cached, f"{one['preemptions']:,}"))
     columns = (f"shadow: {report['settings']}{covered}", "requests ", "TTFT p50 ", "p99 ", "ITL p50 ", "cached ", "preemptions ")
     failed = [Text(f"the policy failed: {report['failure']}", style="red")] if report["failure"] else []
     proposed = [Text(f"proposal: {report['proposal']['text']}")] if report["proposal"] else []
@@ -257,10 +264,9 @@ def _sessions(rows: Sequence[Mapping[str, Any]], console: Console) -> list[Rende
     longest = max(8, min(40, console.width - 79))
     cells: list[Sequence[str | Text]] = []
     for row in rows[:_MAX_SESSIONS]:
-        name = "".join(character if character.isprintable() else "?" for character in row["session"])
         counts = f"{row['turns']:,}", f"{row['prompt_tokens']:,}", f"{row['cached_tokens'] / max(1, row['prompt_tokens']):.0%}"
         times = (_seconds(row[key]) for key in ("waited_s", "turn_wait_s", "compute_s", "quiet_s"))
-        cells.append((Text(_cut(name, longest)), Text(row["tenant"]), *counts, f"{row['output_tokens']:,}", *times))
+        cells.append((Text(_shown(row["session"], longest)), Text(row["tenant"]), *counts, f"{row['output_tokens']:,}", *times))
     columns = ("session", "tenant", "turns ", "prompts ", "cached ", "output ", "waited ", "for turns ", "compute ", "quiet ")
     return [Text(), _table(console, columns, cells, ("compute ", "for turns ", "tenant", "quiet "))]
 
@@ -280,6 +286,11 @@ def _running(rows: Sequence[Mapping[str, Any]], limit: int, console: Console) ->
     if len(rows) > limit:
         table.add_row("", f"and {len(rows) - limit} more")
     return table
+
+
+def _shown(name: str, longest: int) -> str:
+    """A name that a client chose, for a terminal."""
+    return _cut("".join(character if character.isprintable() else "?" for character in name), longest)
 
 
 def _cut(name: str, longest: int) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
 from chairlift.sim.devices import SIZES, Profile
 from chairlift.sim.fit import fit
 from chairlift.sim.replay import Recording
@@ -74,9 +75,7 @@ def calibrate(config: EngineConfig, seconds: float = SECONDS, on_progress: Calla
             while len(ends) < MAX_REPEATS and len(agreeing.used) < REPEATS:
                 if len(ends) == REPEATS:
                     log.warning("the machine's speed changed during the measurement: measuring for up to %.0f s more", seconds)
-                number = len(ends)
-                # The bar stands still during further repeats.
-                _run(engine, number, seconds / REPEATS, lambda done: on_progress((number + done) / REPEATS) if number < REPEATS else None)  # noqa: B023
+                _run(engine, len(ends), seconds / REPEATS, _progress(on_progress, len(ends)))
                 settings, steps = Recording(path).steps()
                 ends.append(len(steps))
                 parts = [_busy(part) for part in np.split(steps, ends[:-1])]
@@ -93,6 +92,11 @@ def calibrate(config: EngineConfig, seconds: float = SECONDS, on_progress: Calla
         )
 
 
+def _progress(on_progress: Callable[[float], None], repeat: int) -> Callable[[float], None]:
+    """Reports the completed share of the first repeats. During further ones the bar stands still."""
+    return lambda done: on_progress((repeat + done) / REPEATS) if repeat < REPEATS else None
+
+
 @dataclass(frozen=True, slots=True)
 class Repeats:
     """The numbers of the repeats that agree, and the relative difference between the slowest and the fastest of these.
@@ -107,8 +111,11 @@ class Repeats:
 def agreement(parts: Sequence[NDArray[Any]]) -> Repeats:
     """The largest group of repeats whose step times differ by at most `MAX_SPREAD`: of several such groups, the fastest.
 
-    `parts` has the steps of each repeat (see `Recording.steps`). Their loads differ, so each is compared with a fit of all.
+    `parts` has the steps of each repeat (see `Recording.steps`). Their loads differ, so each is compared with a fit of all. Raises
+    InvalidSetting if there were too few.
     """
+    if not all(map(len, parts)):
+        raise InvalidSetting("too few steps were measured: run for longer")
     every = np.concatenate(parts)
     step = fit(Load(*every[:, :4].T), every[:, 5].astype(float)).step
     speeds = [_relative(step, part) for part in parts]

@@ -18,6 +18,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.sim.result import Result
 from chairlift.sim.run import machine, run
+from chairlift.sim.table import refusals
 from chairlift.sim.workload import Workload
 
 _TIMELINE = ("tag", "arrived", "started", "first_token", "ended", "output_tokens")
@@ -59,6 +60,8 @@ class VariantResult:
     spans: NDArray[Any]
     unserved: int = 0
     """Requests that were rejected or failed. No other figure includes them."""
+    refusals: tuple[str, ...] = ()
+    """Why the simulator refused some, as sentences."""
 
     @property
     def duration(self) -> float:
@@ -166,7 +169,9 @@ def from_simulation(variant: Variant, result: Result) -> VariantResult:
     done = result.finished
     preempted = done["preempted"] + done["swapped"]
     spans = zip(*(done[name].tolist() for name in _TIMELINE), preempted.tolist(), strict=True)
-    return variant_result(variant, result.config["max_num_seqs"], spans, len(result.requests) + len(result.refused) - len(done))
+    unserved = len(result.requests) + len(result.refused) - len(done)
+    made = variant_result(variant, result.config["max_num_seqs"], spans, unserved)
+    return replace(made, refusals=tuple(refusals(result)))
 
 
 def variant_result(variant: Variant, slots: int, spans: Iterable[tuple[int, ...]], unserved: int) -> VariantResult:

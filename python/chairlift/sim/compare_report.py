@@ -50,13 +50,19 @@ def _cell(value: float, kind: str) -> str:
 def document(result: VariantResult) -> dict[str, Any]:
     """A variant's result as JSON."""
     config = result.variant.config
-    return {"name": result.variant.name, "batching": config.batching, "policy": config.scheduling_policy, "figures": result.figures()}
+    named = {"name": result.variant.name, "batching": config.batching, "policy": config.scheduling_policy}
+    return named | {"figures": result.figures(), "refusals": list(result.refusals)}
+
+
+def refusals(results: Sequence[VariantResult]) -> list[str]:
+    """Sentences on why each variant refused requests."""
+    return [f"{result.variant.name}: {sentence}" for result in results for sentence in result.refusals]
 
 
 def page(results: Sequence[VariantResult], svg: str, notes: Sequence[str]) -> Page:
     """The HTML page: the plot `svg`, the table, latency distributions and the variants' descriptions."""
     page = Page("Batching modes compared")
-    page.notes(notes)
+    page.notes([*refusals(results), *notes])
     page.drawing(svg)
     header, *rows = lines(results)
     page.table(header, rows)

@@ -142,13 +142,13 @@ def _answered(rows: NDArray[Any], since: float, until: float) -> NDArray[Any]:
 
 def _latencies(requests: NDArray[Any], rows: NDArray[Any], longest: float) -> dict[str, NDArray[np.float64]]:
     """The latencies that `requests` have in `rows`, in seconds; `longest` (microseconds) for those that are missing there."""
-    at = np.minimum(np.searchsorted(rows["tag"], requests["tag"]), len(rows) - 1) if len(rows) else np.zeros(len(requests), int)
-    found = rows["tag"][at] == requests["tag"] if len(rows) else np.zeros(len(requests), bool)
+    found = np.isin(requests["tag"], rows["tag"])
+    at = np.searchsorted(rows["tag"], requests["tag"][found])
     tokens = requests["output_tokens"]
 
     def seconds(first: str, last: str) -> NDArray[np.float64]:
         taken: NDArray[np.float64] = np.full(len(requests), longest / 1e6)
-        taken[found] = (rows[last][at[found]] - rows[first][at[found]]) / 1e6
+        taken[found] = (rows[last][at] - rows[first][at]) / 1e6
         return taken
 
     # An answer of one token has no time between tokens.

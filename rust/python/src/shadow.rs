@@ -26,11 +26,12 @@ pub(crate) fn journal_settings<'py>(py: Python<'py>, journal: &[u8]) -> PyResult
 #[pymethods]
 impl Shadow {
     #[new]
-    fn new(journal: &[u8], changes: Vec<Bound<'_, PyDict>>) -> PyResult<Self> {
+    fn new(journal: &[u8], changes: &Bound<'_, PyList>) -> PyResult<Self> {
         let follower = core::Follower::open(journal).map_err(invalid)?;
         let follower = follower.ok_or_else(|| PyValueError::new_err("the journal ends within its settings"))?;
         let recorded = follower.journal().config;
-        let configs = changes.iter().map(|one| settings::changed_for_simulation(recorded, one)).collect::<PyResult<Vec<_>>>()?;
+        let configs = changes.iter().map(|one| settings::changed_for_simulation(recorded, one.cast()?));
+        let configs = configs.collect::<PyResult<Vec<_>>>()?;
         let shadow = sim::Shadow::new(follower, &configs).map_err(invalid)?;
         Ok(Self(Mutex::new(shadow)))
     }

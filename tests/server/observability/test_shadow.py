@@ -112,6 +112,18 @@ def test_it_needs_a_journal_and_settings_that_exist(capsys, tmp_path):
     assert "one value of each setting" in refused(*journal, "--shadow-policy", "fair,vtc")
 
 
+def test_top_shows_tenants_and_sessions_too():
+    runs = report()["runs"]
+    shown = report() | {"tenants": {"few": runs, "many": runs}, "sessions": {f"few/\x1b[31ms{number}": runs for number in range(5)}}
+    load = {"slots": 0, "kv_cache": 0, "saturation": 0}
+    state = {"stats": {}, "load": load, "samples": [], "stuck": False, "state": "ready", "model": "m", "kv_map": "", "running": []}
+    console = Console(width=120, file=io.StringIO())
+    console.print(frame({**state, "latency": {"window": None}, "shadow": shown}, console))
+    lines = [line.strip() for line in console.file.getvalue().splitlines()]
+    assert any(line.startswith("many: shadow") for line in lines)
+    assert sum(line.startswith("few/?[31ms") for line in lines) == 6, "two runs of three sessions"
+
+
 def test_top_shows_the_runs_side_by_side():
     load = {"slots": 0, "kv_cache": 0, "saturation": 0}
     state = {"stats": {}, "load": load, "samples": [], "stuck": False, "state": "ready", "model": "m", "kv_map": "", "running": []}
