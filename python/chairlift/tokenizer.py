@@ -111,6 +111,17 @@ class Tokenizer:
 
         return ChatTemplate.from_files(self._directory, self._config, self.special_tokens)
 
+    def prepare(self) -> None:
+        """Starts the process that renders the chat template, if there is one: otherwise the first conversation waits for it."""
+        try:
+            prepared = self.template_source is not None
+        except (OSError, ValueError, TypeError, KeyError):  # fails conversations, but not the start
+            prepared = False
+        if prepared:
+            from chairlift.template_process import PROCESSES
+
+            PROCESSES.prepare()
+
     @property
     def template_source(self) -> str | None:
         """The source of the default chat template, None if there is none."""
