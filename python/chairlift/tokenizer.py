@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -113,14 +114,8 @@ class Tokenizer:
 
     def prepare(self) -> None:
         """Starts the process that renders the chat template, if there is one: otherwise the first conversation waits for it."""
-        try:
-            prepared = self.template_source is not None
-        except (OSError, ValueError, TypeError, KeyError):  # fails conversations, but not the start
-            prepared = False
-        if prepared:
-            from chairlift.template_process import PROCESSES
-
-            PROCESSES.prepare()
+        with contextlib.suppress(InvalidRequest, OSError, ValueError, TypeError, KeyError):  # this fails conversations, but not the start
+            self.template.prepare()
 
     @property
     def template_source(self) -> str | None:
