@@ -49,6 +49,14 @@ def processes(monkeypatch):
     processes.close()
 
 
+def test_a_process_that_was_prepared_renders_the_first_conversation(processes):
+    for _ in range(2):
+        processes.prepare()
+        (prepared,) = processes.pids
+        assert ChatTemplate({"default": "{{ messages[0].content }}"}, {}).render(HELLO, ()) == [("hello", False)]
+        assert processes.pids == [prepared]
+
+
 @pytest.mark.parametrize("source", [*SLOW, *LARGE])
 def test_a_hostile_template_takes_neither_time_nor_memory_here(processes, source):
     with open("/proc/self/clear_refs", "w") as file:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from chairlift.errors import InvalidRequest, InvalidSetting, ModelNotFound, UnsupportedModel
+from chairlift.template_process import TemplateProcesses
 from chairlift.tokenizer import Tokenizer, eos_token_ids
 
 START, END = 1, 2
@@ -348,3 +349,15 @@ def test_a_template_that_cannot_be_used_stops_the_start(copy: Path, tmp_path: Pa
         file.write_bytes(source)
     with pytest.raises(InvalidSetting, match=r"--chat-template: .*broken.jinja cannot be used"):
         Tokenizer(copy, None, file)
+
+
+@pytest.mark.parametrize("template", [None, 5, [{"name": "default"}]])
+def test_the_start_needs_no_chat_template_that_can_be_read(copy: Path, template: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[object] = []
+    monkeypatch.setattr(TemplateProcesses, "prepare", lambda processes: prepared.append(processes))
+    _change(copy / "tokenizer_config.json", chat_template="{{ messages }}")
+    Tokenizer(copy).prepare()
+    assert len(prepared) == 1
+    _change(copy / "tokenizer_config.json", chat_template=template)
+    Tokenizer(copy).prepare()
+    assert len(prepared) == 1

@@ -66,6 +66,10 @@ class ChatTemplate:
                 continue
         return False
 
+    def prepare(self) -> None:
+        """Starts the process that renders it, unless it runs."""
+        PROCESSES.prepare()
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], controls: Sequence[str], *, continue_final_message: bool = False, **kwargs: Any
     ) -> list[tuple[str, bool]]:

@@ -28,7 +28,7 @@ _SIGNALS_OF_JOBS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
 
 
 class TemplateProcesses:
-    """The processes of this program. They are started at the first use and replaced when a template has ended one. Thread-safe."""
+    """The processes of this program. They are started when they are needed and replaced when a template has ended one. Thread-safe."""
 
     def __init__(self, max_seconds: float = MAX_SECONDS, max_bytes: int = MAX_BYTES) -> None:
         self._max_seconds, self._max_bytes = max_seconds, max_bytes
@@ -43,6 +43,12 @@ class TemplateProcesses:
     def pids(self) -> list[int]:
         """The ids of the processes that are idle."""
         return [process.pid for process in self._idle]
+
+    def prepare(self) -> None:
+        """Starts a process for the first job, unless there is one: it takes as long to start as a small model to answer."""
+        with self._free:
+            if not self._idle:
+                self._idle.append(self._start())
 
     def run(self, job: dict[str, Any]) -> Any:
         """Runs one job: see `template_renderer`. Blocks, without the GIL. Raises InvalidRequest if the template fails or takes too much."""

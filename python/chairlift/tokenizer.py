@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -110,6 +111,11 @@ class Tokenizer:
         from chairlift.chat_template import ChatTemplate
 
         return ChatTemplate.from_files(self._directory, self._config, self.special_tokens)
+
+    def prepare(self) -> None:
+        """Starts the process that renders the chat template, if there is one: otherwise the first conversation waits for it."""
+        with contextlib.suppress(InvalidRequest, OSError, ValueError, TypeError, KeyError):  # this fails conversations, but not the start
+            self.template.prepare()
 
     @property
     def template_source(self) -> str | None:

@@ -212,6 +212,9 @@ class FakeTokenizer:
     def __init__(self, directory=Path(), source=None, chat_template=None):
         self.directory = directory
 
+    def prepare(self):
+        pass
+
     def encode(self, text, *, add_special_tokens=True):
         return [ord(character) for character in text]
 

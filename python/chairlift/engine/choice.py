@@ -59,9 +59,8 @@ class Choice:
         self._eos = frozenset() if params.ignore_eos else tokenizer.eos_token_ids
         self._answer: list[int] = []
         self._tokens: list[int] = []
-        self._logprobs: list[float] = []
+        self._logprobs = array("d")  # of all tokens of the answer
         self._details: list[bytes] = []
-        self._logprob = 0.0
         self._finish = 0
         self._arrived = arrived
         self._first: float | None = None
@@ -73,7 +72,7 @@ class Choice:
     @property
     def mean_logprob(self) -> float:
         """Mean log-probability of the tokens taken; 0 if the engine does not send them."""
-        return self._logprob / max(self.num_tokens, 1)
+        return sum(self._logprobs[: self.num_tokens]) / max(self.num_tokens, 1)
 
     @property
     def num_received(self) -> int:
@@ -159,14 +158,14 @@ class Choice:
 
         The last one has a `finish_reason`. A stop string can end the choice while the engine continues; the caller must then abort it.
         """
-        complete = len(self._tokens) <= most
-        tokens, self._tokens = self._tokens[:most], self._tokens[most:]
-        logprobs, self._logprobs = self._logprobs[:most], self._logprobs[most:]
-        details, self._details = self._details[:most], self._details[most:]
-        finish = self._finish if complete else 0
+        finish = self._finish if len(self._tokens) <= most else 0
         reason = FINISH_REASONS[finish]
-        if self.over or (not tokens and reason is None):
+        if self.over or (not self._tokens and reason is None):
             return None
+        tokens, self._tokens = self._tokens[:most], self._tokens[most:]
+        details: list[bytes] = []
+        if self._details:
+            details, self._details = self._details[:most], self._details[most:]
         # A stop token is in the ids, but only in the text if the request includes stop strings.
         shown = tokens[:-1] if finish == STOP and not self._shows_stop else tokens
         text, offsets = self._show(shown, final=reason is not None)
@@ -176,7 +175,6 @@ class Choice:
         elif finish == STOP and tokens and tokens[-1] not in self._eos:
             stop_reason = tokens[-1]
         self.num_tokens += len(tokens)
-        self._logprob += sum(logprobs[: len(tokens)])
         output = RequestOutput(text, tokens, self._prompt_token_ids, reason, stop_reason, index=self.index, queued=self._queued)
         output.cached_tokens, output.own_cached_tokens = self._cached_tokens, self._own_cached_tokens
         if self._num_logprobs is not None:

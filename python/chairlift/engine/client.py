@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, Self, Unpack
 
 from chairlift import errors
@@ -140,8 +141,7 @@ class AsyncEngine(EngineClient):
             config = dataclasses.replace(self.config, model=model, journal=self._next_journal(), lora_modules=modules)
             self._write(dataclasses.replace(self._load, settings=dataclasses.asdict(config)))
             known = {} if modules is None else modules
-            tokenizer = asyncio.to_thread(Tokenizer, directory, self.config.tokenizer, self.config.chat_template)
-            self._tokenizer, _ = await asyncio.gather(tokenizer, self._is_ready)
+            self._tokenizer, _ = await asyncio.gather(asyncio.to_thread(self._read_tokenizer, directory), self._is_ready)
             await self._reload_adapters(self.adapters.keys() - known.keys())
         except BaseException:
             await self.close()
@@ -149,6 +149,11 @@ class AsyncEngine(EngineClient):
         self._info = dataclasses.replace(self.info, model=shown(self.config.model))
         self._started = True
         log_start(self.config, self.info, self._phases, time.perf_counter() - began)
+
+    def _read_tokenizer(self, directory: Path) -> Tokenizer:
+        tokenizer = Tokenizer(directory, self.config.tokenizer, self.config.chat_template)
+        tokenizer.prepare()
+        return tokenizer
 
     async def close(self) -> None:
         """Ends the engine and frees its memory. Open requests raise EngineClosed. May be called repeatedly."""

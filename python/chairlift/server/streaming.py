@@ -98,7 +98,9 @@ class EventStream(Response):
             else:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 # Middleware only needs the start and the end of the response. Events skip it: there is one for each token.
-                await self._body(first, events, scope["path"], scope.get("state", {}).get("raw_send", send), send)
+                raw_send = scope.get("state", {}).get("raw_send", send)
+                # In a task of its own a token does not pass through the coroutines of all middleware.
+                await asyncio.create_task(self._body(first, events, scope["path"], raw_send, send), name=scope["path"])
             finally:
                 # A generator cannot be closed while it is running.
                 first.cancel()

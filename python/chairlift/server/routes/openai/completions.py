@@ -19,7 +19,7 @@ from chairlift.server.model import ServedModel
 from chairlift.server.schema.fields import CompletionRequest
 from chairlift.server.schema.logprobs import CompletionLogprobs, check_prompt_logprobs, prompt_logprobs_json, text_offsets
 from chairlift.server.service import service_of
-from chairlift.server.streaming import DONE, EventStream, event, large_event
+from chairlift.server.streaming import DONE, EventStream, EventTemplate, event, large_event
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
@@ -170,9 +170,16 @@ async def whole(generation: Generation, body: CompletionRequest, choices: Choice
 async def events(generation: Generation, body: CompletionRequest, choices: Choices) -> AsyncGenerator[bytes]:
     """Yields the response as server-sent events; raises the engine's errors."""
     head: dict[str, Any] = generation.head | generation.service_tier_field() | ({"usage": None} if body.include_usage else {})
+    templates: dict[int, EventTemplate] = {}
+    always_usage = body.continuous_usage
     async with aclosing(choices.deltas()) as deltas:
         async for delta in deltas:
-            if body.continuous_usage:
+            if delta == _delta(index := delta["index"], text := delta["text"], None) and not always_usage:
+                if index not in templates:
+                    templates[index] = EventTemplate({**head, "choices": [_delta(index, EventTemplate.PLACEHOLDER, None)]})
+                yield templates[index].fill(text)
+                continue
+            if always_usage:
                 head["usage"] = generation.usage.json()
             data = {**head, "choices": [delta]}
             yield await large_event(data) if delta is choices.newest_prompt else event(data)
