@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import cast
 
 import adapters
 import numpy as np
@@ -13,7 +14,9 @@ from cpu_logits import logits
 from chairlift.checkpoint.adapter import MODULES, AdapterFiles
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
+from chairlift.models.llama import Llama
 from chairlift.runner.adapters import check_shapes
+from chairlift.runner.torch_adapters import TorchAdapters
 
 PROJECTION = re.compile(
     r".*layers\.\d+\.(self_attn|mlp|feed_forward|mixer)\.([qkvo]_proj|out_proj|gate_proj|up_proj|down_proj|w[123])\.weight"
@@ -64,3 +67,12 @@ def test_what_a_layer_does_not_have_is_refused_by_name(tmp_path: Path, name: str
     tensors = {f"{place}.lora_A": np.ones((4, 4), np.float32), f"{place}.lora_B": np.ones((4, 4), np.float32)}
     with pytest.raises(UnsupportedModel, match=reason):
         check_shapes(AdapterFiles(adapters.write(tmp_path / "adapter", tensors)), ModelConfig.load(tmp_path / "base"))
+
+
+def test_in_torch_a_hybrid_model_takes_no_adapter(tmp_path: Path) -> None:
+    model = tiny_models.write("qwen3.5", tmp_path / "base")
+    adapter = AdapterFiles(adapters.write(tmp_path / "adapter", updated(model)))
+    shape = ModelConfig.load(tmp_path / "base")
+    check_shapes(adapter, shape)
+    with pytest.raises(UnsupportedModel, match="has recurrent layers: in torch it takes no adapters"):
+        TorchAdapters(cast(Llama, None), shape, torch.device("cpu")).pack(adapter)
