@@ -35,8 +35,10 @@ pub(super) struct End {
 /// A saved state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Saved {
-    /// The run that saves it, or that goes on with its conversation.
+    /// The run that saves it.
     run: Run,
+    /// The latest run of the conversation that it belongs to.
+    conversation: Run,
     /// Number of tokens before it.
     position: u32,
     /// The block that ends there. `None` until the tokens are known.
@@ -143,15 +145,15 @@ impl StatePool {
 
     /// The run whose conversation a saved state belongs to. `None` if several conversations begin with the tokens before it.
     pub(super) fn conversation(&self, slot: StateSlot) -> Option<Run> {
-        self.saved_in(slot).filter(|saved| saved.kind != SaveKind::Shared).map(|saved| saved.run)
+        self.saved_in(slot).filter(|saved| saved.kind != SaveKind::Shared).map(|saved| saved.conversation)
     }
 
-    /// Counts the states of a run as those of the next one that begins, because it goes on with the same conversation.
+    /// Counts the states of a conversation as those of the next run that begins, because it goes on with it.
     pub(super) fn go_on(&mut self, before: Run) {
         let run = self.runs + 1;
         self.change_saved(before, |saved| {
             if saved.end.is_some() {
-                (saved.run, saved.kind) = (run, SaveKind::Earlier);
+                (saved.conversation, saved.kind) = (run, SaveKind::Earlier);
             }
         });
     }
@@ -229,19 +231,19 @@ impl StatePool {
     /// [`name`](Self::name) gives it otherwise. Returns `None` if each slot is live or saved by this step, or if the run's conversation has
     /// as many states as are worth their memory and none that the new one replaces.
     pub(super) fn save(&mut self, run: Run, position: u32, end: Option<End>, step: u64, kind: SaveKind) -> Option<StateSlot> {
-        if kind == SaveKind::Rolling && self.of_run(run).filter(|(_, saved)| saved.kind == kind).count() >= ROLLING {
+        if kind == SaveKind::Rolling && self.of_conversation(run).filter(|(_, saved)| saved.kind == kind).count() >= ROLLING {
             self.release_oldest(run, kind, step);
         }
         // An answer replaces its own earlier states, and a prompt those of earlier prompts and their answers.
         let replaced = if kind == SaveKind::Rolling { kind } else { SaveKind::Earlier };
-        while kind != SaveKind::Shared && self.of_run(run).count() >= self.most(position) {
+        while kind != SaveKind::Shared && self.of_conversation(run).count() >= self.most(position) {
             if !self.release_oldest(run, replaced, step) {
                 return None;
             }
         }
         let slot = self.free.pop().or_else(|| self.evict(step))?;
         self.uses += 1;
-        self.slots[slot.0 as usize] = Use::Saved(Saved { run, position, end, step, kind, used: self.uses });
+        self.slots[slot.0 as usize] = Use::Saved(Saved { run, conversation: run, position, end, step, kind, used: self.uses });
         if let Some(end) = end {
             self.insert(end, slot);
         }
@@ -256,7 +258,8 @@ impl StatePool {
         }
         let slot = self.free.pop().or_else(|| self.evict(u64::MAX))?;
         (self.runs, self.uses) = (self.runs + 1, self.uses + 1);
-        let saved = Saved { run: self.runs, position, end: Some(end), step: 0, kind: SaveKind::Turn, used: self.uses };
+        let saved =
+            Saved { run: self.runs, conversation: self.runs, position, end: Some(end), step: 0, kind: SaveKind::Turn, used: self.uses };
         self.slots[slot.0 as usize] = Use::Saved(saved);
         self.insert(end, slot);
         Some(slot)
@@ -319,26 +322,26 @@ impl StatePool {
         self.free.pop()
     }
 
-    /// The states of a run, apart from those where several conversations part.
-    fn of_run(&self, run: Run) -> impl Iterator<Item = (StateSlot, &Saved)> {
-        self.all_saved().filter(move |(_, saved)| saved.run == run && saved.kind != SaveKind::Shared)
+    /// The states of the conversation that a run goes on with, apart from those where several conversations part.
+    fn of_conversation(&self, run: Run) -> impl Iterator<Item = (StateSlot, &Saved)> {
+        self.all_saved().filter(move |(_, saved)| saved.conversation == run && saved.kind != SaveKind::Shared)
     }
 
-    /// Releases a state of a kind that a run has and a step before `step` saves: the first one of an answer, the least recently used one
+    /// Releases a state of a kind that a conversation has and a step before `step` saves: the first one of an answer, the least recently used one
     /// otherwise. Returns whether there is one.
     fn release_oldest(&mut self, run: Run, kind: SaveKind, step: u64) -> bool {
-        let those = self.of_run(run).filter(|(_, saved)| saved.kind == kind && saved.step < step);
+        let those = self.of_conversation(run).filter(|(_, saved)| saved.kind == kind && saved.step < step);
         let age = |saved: &Saved| if kind == SaveKind::Rolling { saved.position.into() } else { saved.used };
         let Some((oldest, _)) = those.min_by_key(|(_, saved)| age(saved)) else { return false };
         self.release(oldest);
         true
     }
 
-    /// Changes the states of a run, apart from those where several conversations part.
+    /// Changes the states of a conversation, apart from those where several conversations part.
     fn change_saved(&mut self, run: Run, change: impl Fn(&mut Saved)) {
         for slot in &mut self.slots {
             if let Use::Saved(saved) = slot
-                && saved.run == run
+                && saved.conversation == run
                 && saved.kind != SaveKind::Shared
             {
                 change(saved);
@@ -390,7 +393,9 @@ impl StatePool {
         }
         // The states of earlier requests may be of a longer text, until the conversation saves its own.
         for (_, last) in self.all_saved().filter(|(_, saved)| matches!(saved.kind, SaveKind::Turn | SaveKind::Rolling)) {
-            let upto = self.of_run(last.run).filter(|(_, saved)| saved.kind == SaveKind::Earlier || saved.position <= last.position);
+            let upto = self
+                .of_conversation(last.conversation)
+                .filter(|(_, saved)| saved.kind == SaveKind::Earlier || saved.position <= last.position);
             assert!(upto.count() <= self.most(last.position), "more states of {last:?} than their KV is worth");
         }
         let named = self.all_saved().filter_map(|(slot, saved)| Some((saved.end?.content, slot)));
@@ -463,6 +468,40 @@ mod tests {
         }
         pool.forget(1, 5);
         assert_eq!([1, 2, 3].map(|content| pool.find(content).is_some()), [true, false, true]);
+    }
+
+    #[test]
+    fn what_a_failed_run_saved_is_dropped_though_the_conversation_goes_on() {
+        let mut pool = pool(4);
+        let (live, run) = pool.begin();
+        let slot = save(&mut pool, run, 1, 5).expect("a free slot");
+        pool.go_on(pool.conversation(slot).expect("it is not shared"));
+        let (other, next) = pool.begin();
+        assert_eq!(pool.conversation(slot), Some(next));
+        pool.forget(run, 5);
+        assert_eq!(pool.find(1), None);
+        pool.check(&[(live, run), (other, next)], &[], &[], |_| false);
+    }
+
+    #[test]
+    fn a_conversation_has_as_many_states_as_its_kv_is_worth_and_its_last_turn_counts_most() {
+        let mut pool = StatePool::new(9, 10);
+        let (_, run) = pool.begin();
+        let save = |pool: &mut StatePool, run, position: u32, kind| {
+            pool.save(run, position, Some(end(position.into())), position.into(), kind).is_some()
+        };
+        assert!(save(&mut pool, run, 9, SaveKind::Turn), "there may always be one");
+        assert!(!save(&mut pool, run, 19, SaveKind::Turn));
+        assert!(save(&mut pool, run, 18, SaveKind::Shared), "it is of use to others");
+        assert!(!save(&mut pool, run, 19, SaveKind::Rolling), "an answer replaces no turn");
+        assert!(save(&mut pool, run, 20, SaveKind::Rolling) && save(&mut pool, run, 29, SaveKind::Rolling));
+        assert_eq!([9, 18, 20, 29].map(|content| pool.find(content).is_some()), [true, true, false, true]);
+        // The next turn replaces what the conversation used least recently.
+        pool.touch(29);
+        pool.go_on(run);
+        let (_, run) = pool.begin();
+        assert!(save(&mut pool, run, 25, SaveKind::Turn));
+        assert_eq!([9, 29, 25].map(|content| pool.find(content).is_some()), [false, true, true]);
     }
 
     #[test]
