@@ -148,8 +148,11 @@ class GrammarMatcher:
 class Router:
     """Chooses one of a model's engines for each request, by what the engines report of their caches."""
 
-    def __new__(cls, routing: str, hash_key: int, block_size: int) -> Router:
-        """`routing` is a name of --routing; `hash_key` and `block_size` are those of the engines' schedulers. Raises ValueError."""
+    def __new__(cls, routing: str, hash_key: int, block_size: int, has_states: bool = False) -> Router:
+        """`routing` is a name of --routing; `hash_key` and `block_size` are those of the engines' schedulers. Raises ValueError.
+
+        If the model `has_states` of recurrent layers, engines report only the blocks after which one is saved.
+        """
 
     def choose(
         self,
@@ -214,8 +217,11 @@ class KvBudget:
     """
 
     def __new__(cls) -> KvBudget: ...
-    def add(self, model: int, *, block_bytes: int, least: int, most: int) -> None:
-        """Adds a model. It begins with its promised minimum of `least` blocks, or with all of its `most` blocks if it is the only one."""
+    def add(self, model: int, *, block_bytes: int, state_bytes: int, least: int, most: int) -> None:
+        """Adds a model. It begins with its promised minimum of `least` blocks, or with all of its `most` blocks if it is the only one.
+
+        Beside its blocks it keeps `state_bytes` of recurrent states.
+        """
 
     def remove(self, model: int) -> None:
         """Removes a model, if it is known."""
@@ -361,11 +367,11 @@ class Scheduler:
         """Milliseconds that a request is expected to wait for its session's turn, and at most; None unless it waits for it."""
     def cached_blocks(self, tokens: NDArray[np.int32], group: str = "") -> int:
         """Number of full blocks at the start of `tokens` (int32) that a request of `group`, without a salt, would find in the cache."""
-    def restore(self, tokens: NDArray[np.int32], now: int, group: str = "") -> tuple[int, list[int]]:
+    def restore(self, tokens: NDArray[np.int32], now: int, group: str = "") -> tuple[int, list[int], int | None]:
         """Names free blocks of `group` for the full blocks of `tokens` (int32) that are not cached, as many as are free.
 
-        Returns the number of leading blocks that were cached, and the blocks that follow them. Their KV must be written before the next
-        step.
+        Returns the number of leading blocks that were cached, the blocks that follow them, and the slot for the recurrent state after all
+        of them, if one is to be written. What is new must be written before the next step.
         """
     def stored_blocks(self, after: int) -> list[tuple[int, int, int, bytes, str]]:
         """The cached blocks with complete KV and without a salt, whose content is newer than number `after`.
@@ -373,12 +379,17 @@ class Scheduler:
         Each is the block, the number of its content, that of the content before it (0: none), its tokens (int32), and its group. Older
         content comes first.
         """
+    def stored_states(self) -> list[tuple[int, int]]:
+        """The complete recurrent states that are saved for later requests: the content of the block before each, and its slot."""
     def record_cache_changes(self) -> None:
         """Records from now on which blocks are cached and dropped. The record grows until `take_cache_changes`."""
     def take_cache_changes(self) -> tuple[bytes, bytes]:
-        """The names (u64, little-endian) of the blocks that were cached and dropped since the last call. Empty if not recorded."""
-    def unused_blocks(self) -> int:
-        """Number of free blocks that are not cached. Once there are none, new blocks evict cached ones."""
+        """The names (u64, little-endian) of the blocks that were cached and dropped since the last call. Empty if not recorded.
+
+        In a model with recurrent layers, those of the blocks whose states were saved and dropped.
+        """
+    def unused(self) -> float:
+        """Part of the KV blocks, or of the slots for states if that is less, that holds nothing. At 0, new content evicts old one."""
     def blocks_used(self) -> tuple[int, int, int]:
         """Blocks that sequences hold, that are held or cached, and that running and waiting sequences could use."""
     def set_block_limit(self, blocks: int, now: int) -> int:
@@ -1118,6 +1129,10 @@ class StateCache:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies states, one pair of slots (from, to) after another."""
+    def read(self, slot: int, /) -> bytes:
+        """The state in a slot."""
+    def write(self, slot: int, position: int, state: bytes | memoryview, /) -> None:
+        """Overwrites a slot with a state that `read` gave, that after `position` tokens."""
 
 @final
 class KvCache:

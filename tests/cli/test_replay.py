@@ -185,6 +185,7 @@ def test_json_has_all_numbers(replay, file):
         ("host_blocks=8", "host_blocks", 8),
         ("swap_ns_per_block=500", "swap_ns_per_block", 500),
         ("state_slots=500", "state_slots", 500),
+        ("state_tokens=500", "state_tokens", 500),
         ("experts=8", "experts", 8),
         ("experts_used=2", "experts_used", 2),
     ],

@@ -1,5 +1,6 @@
 """The engine between a core and a runner that only take notes: what is asked of them, in which order, and what is made of it."""
 
+import math
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +103,7 @@ class FakeRunner:
     generates = True
     pooling = None
     kv_blocks = None
+    state_bytes = 0
     decisions = (("threads", "2", "why not"),)
     overlaps = False
     buffers = (SimpleNamespace(arrays=dict, sample_slots=np.zeros(1, dtype=np.int32)),)
@@ -232,6 +234,7 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
         "host_blocks": 7,
         "swap_ns_per_block": 900,
         "state_slots": 0,
+        "state_tokens": 0,
         "experts": 0,
         "experts_used": 0,
         "journal": False,
@@ -246,8 +249,12 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
 
 def test_a_model_with_states_has_its_slots_and_drafts(make, monkeypatch):
     monkeypatch.setattr(FakeRunner, "state_slots", 31)
+    monkeypatch.setattr(FakeRunner, "state_bytes", 31 * 5000)
+    monkeypatch.setattr(FakeRunner.model_config, "state_bytes", 5000)
     settings = make(speculative_config=None).core.settings
     assert settings["state_slots"] == 31
+    # 101 blocks of 16 tokens take 1 MiB.
+    assert settings["state_tokens"] == math.ceil(5000 / (1 << 20) * 101 * 16)
     assert settings["draft_tokens"] > 0
 
 
@@ -495,7 +502,8 @@ def test_every_setting_of_the_core_comes_from_a_flag_and_goes_back_to_it():
         batching="dynamic", static_batch_size=3, batch_timeout_ms=1.5, target_itl_ms=0.25, kv_reservation="peak", watermark=0.1
     )
     sizes = {"num_kv_blocks": 101, "max_num_batched_tokens": 20, "max_num_seqs": 8, "max_model_len": 50, "block_size": 16}
-    settings = scheduler_settings.of_config(config, **sizes, host_blocks=5, swap_ns_per_block=6, state_slots=7, experts=128, experts_used=8)
+    host = {"host_blocks": 5, "swap_ns_per_block": 6, "state_slots": 7, "state_tokens": 9, "experts": 128, "experts_used": 8}
+    settings = scheduler_settings.of_config(config, **sizes, **host)
     assert settings.keys() == table.keys()
     again = scheduler_settings.to_flags(settings)
     assert scheduler_settings.of_flags(again) | {"block_size": 16} == settings
@@ -504,8 +512,6 @@ def test_every_setting_of_the_core_comes_from_a_flag_and_goes_back_to_it():
     for name in ("scheduling_policy", "batching", "kv_reservation"):
         assert list(flags[name]["choices"]) == table[name]["names"]
     # So are defaults, unless they depend on the machine or the pool.
-    defaults = scheduler_settings.of_config(
-        EngineConfig(), **sizes, host_blocks=0, swap_ns_per_block=0, state_slots=0, experts=0, experts_used=0
-    )
+    defaults = scheduler_settings.of_config(EngineConfig(), **sizes, **dict.fromkeys(host, 0))
     for name in table.keys() - {"num_kv_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "watermark"}:
         assert defaults[name] == table[name]["default"], name

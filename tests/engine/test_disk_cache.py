@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 
 import async_engine
+import gguf_recurrent
 import numpy as np
 import pytest
 
@@ -71,6 +72,84 @@ def test_a_restarted_engine_finds_the_prefix_and_gives_the_same_bits(start, tmp_
         assert answer(llm, PROMPT + "More.")[:2] == longer[:2]
     assert {stat.S_IMODE(path.stat().st_mode) for path in files(tmp_path)} == {0o600}
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "kv", files(tmp_path)[0].parent)} == {0o700}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """The file of a model with recurrent layers."""
+    directory = tmp_path_factory.mktemp("hybrid")
+    gguf_recurrent.write(gguf_recurrent.rounded_model("lfm2"), directory / "tiny.gguf")
+    return directory / "tiny.gguf"
+
+
+@pytest.fixture
+def start_hybrid(hybrid, tmp_path):
+    """Makes an LLM of a model with recurrent layers and with a prefix cache on disk."""
+    directories = {"prefix_cache_dir": str(tmp_path / "kv"), "cache_dir": str(hybrid.parent / "cache")}
+    small = {"device": "cpu", "threads": 1, "block_size": 8, "num_kv_blocks": 60, "max_num_seqs": 2, **directories}
+    return lambda **settings: LLM(str(hybrid), **small | settings)
+
+
+def tokens_of(output):
+    return output.token_ids, [token.logprob for token in output.logprobs], output.cached_tokens
+
+
+def test_a_restarted_engine_goes_on_from_the_states_of_a_hybrid_model(start_hybrid):
+    prompt = np.random.default_rng(1).integers(0, 256, 75).tolist()
+    with start_hybrid() as llm:
+        first = llm.generate([prompt], PARAMS)[0]
+        with llm.open(prompt[:50]) as sequence:
+            sequence.generate(PARAMS)
+            text = list(sequence.token_ids)
+    with start_hybrid() as llm:
+        again = llm.generate([prompt], PARAMS)[0]
+        assert tokens_of(again) == (*tokens_of(first)[:2], 72)
+        # Of 86 computed tokens, the state at the last full block of the answer is kept.
+        turn = llm.generate([prompt + first.token_ids + [5] * 9], PARAMS)[0]
+        assert turn.cached_tokens == 80
+        # A live sequence with the text of one that ended with the engine.
+        before = counts(llm)[0]
+        with llm.open(text) as sequence:
+            live = sequence.generate(PARAMS)
+            # Six of its seven blocks with a state are in memory.
+            assert counts(llm)[0] == before + 1
+        llm.engine.check()
+    with start_hybrid(prefix_cache_dir=None) as llm:
+        plain = llm.generate([prompt + first.token_ids + [5] * 9], PARAMS)[0]
+        assert tokens_of(plain)[:2] == tokens_of(turn)[:2]
+        assert tokens_of(llm.generate([text], PARAMS)[0])[:2] == tokens_of(live)[:2]
+
+
+def test_blocks_are_read_only_up_to_a_sound_file_of_a_state(start_hybrid, tmp_path):
+    prompt = np.random.default_rng(2).integers(0, 256, 75).tolist()
+    with start_hybrid() as llm:
+        llm.generate([prompt[:40]], PARAMS)
+        first = llm.generate([prompt], PARAMS)[0]
+    states = [path for path in files(tmp_path) if disk_cache.STATE in path.read_bytes()]
+    assert len(states) == 5, "the ends of two prompts and of two answers, and where the prompts part"
+    store = PrefixStore(str(tmp_path / "kv"), 1 << 30, states[0].parent.name)
+    name = store.root("")
+    for at in range(0, 72, 8):
+        name = store.name(name, np.array(prompt[at : at + 8], np.int32).tobytes())
+    end = states[0].with_name(store.name(name, disk_cache.STATE).hex())
+    for damaged, cached in (([], 72), ([end], 40), (states, 0)):
+        for path in damaged:
+            path.write_bytes(path.read_bytes()[:-1])
+        with start_hybrid() as llm:
+            assert tokens_of(llm.generate([prompt], PARAMS)[0]) == (*tokens_of(first)[:2], cached)
+            assert counts(llm)[0] == cached / 8
+
+
+def test_states_are_written_before_new_ones_evict_them(start_hybrid, monkeypatch, tmp_path):
+    monkeypatch.setattr(disk_cache, "WRITE_SECONDS", 0.0)
+    prompts = [np.random.default_rng(seed).integers(0, 256, 30).tolist() for seed in range(12)]
+    with start_hybrid(num_kv_blocks=400) as llm:
+        for prompt in prompts:
+            llm.generate([prompt], PARAMS)
+        assert llm.engine.stats().saved_states <= llm.engine.stats().state_slots == 12
+        assert llm.engine.blocks_used()[1] < 200, "blocks are left"
+        # The state of the first prompt was evicted, and is read.
+        assert llm.generate([prompts[0]], PARAMS)[0].cached_tokens == 24
 
 
 def test_salted_prompts_are_neither_written_nor_read(start, tmp_path):

@@ -166,6 +166,27 @@ def test_minimums_that_are_more_than_all_bytes_are_refused(wide_model):
         )
 
 
+def test_the_recurrent_states_of_models_are_taken_from_the_bytes_of_all():
+    class Fake:
+        def __init__(self, *sizes):
+            self.shared_blocks, self.limit = SharedBlocks(*sizes), None
+
+        def set_block_limit(self, blocks):
+            self.limit = blocks
+            return blocks
+
+        def blocks_used(self):
+            return 0, 0, 1000
+
+    sharing, plain, hybrid = KvSharing(), Fake(100, 10, 1000, 100_000), Fake(50, 100, 200, 100_000, 30_000)
+    sharing.add(0, plain)
+    sharing.divide()
+    sharing.add(1, hybrid)
+    assert plain.limit * 100 + hybrid.limit * 50 + 30_000 == 100_000
+    with pytest.raises(InvalidSetting, match="the 3 loaded ones needs 106100"):
+        sharing.add(2, Fake(1, 100, 200, 100_000, 70_000))
+
+
 def test_blocks_that_a_flag_counts_are_not_shared(wide_model):
     engine = Engine(EngineConfig(model=str(wide_model), **SIZES, num_kv_blocks=100))
     assert engine.shared_blocks is None

@@ -5,9 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 
-from chairlift import AsyncEngine, SamplingParams, Scheduling
+from chairlift import AsyncEngine, SamplingParams, Scheduling, _core
 from chairlift.config import EngineConfig
 from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.engine_process import EngineProcess
@@ -24,12 +25,13 @@ BLOCK = 16
 class FakeReplica:
     """An engine's number and load, as the router reads them."""
 
+    recurrent = False
+
     def __init__(self, number: int, sequences: int = 0, prompt_tokens: int = 0, prefill_us: int = 1024_000, wait_us: int = 0) -> None:
         self.number = number
         stats = Stats(predicted_prefill_us=prefill_us, predicted_wait_us=wait_us)
-        self.engine = SimpleNamespace(
-            stats=lambda: stats, open_sequences=sequences, prompt_tokens=prompt_tokens, info=EngineInfo(max_num_seqs=8, block_size=BLOCK)
-        )
+        info = EngineInfo(max_num_seqs=8, block_size=BLOCK, recurrent=self.recurrent)
+        self.engine = SimpleNamespace(stats=lambda: stats, open_sequences=sequences, prompt_tokens=prompt_tokens, info=info)
 
 
 def chosen(
@@ -38,6 +40,22 @@ def chosen(
     stream = SimpleNamespace(prompt_token_ids=list(prompt), scheduling=Scheduling())
     replica = router.choose(cast(list[Replica], replicas), cast(Stream, stream), salt, session)
     return replica.number, stream.expected_tokens
+
+
+@pytest.mark.parametrize(("recurrent", "expected"), [(False, (0, 49)), (True, (1, 17))])
+def test_the_blocks_before_a_recurrent_state_need_no_report(
+    monkeypatch: pytest.MonkeyPatch, recurrent: bool, expected: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(FakeReplica, "recurrent", recurrent)
+    router, replicas = ReplicaRouter("prefix-aware"), [FakeReplica(0), FakeReplica(1)]
+    core = _core.Scheduler(block_size=BLOCK, num_kv_blocks=9, hash_key=int.from_bytes(router.hash_key))
+    core.record_cache_changes()
+    for blocks in (1, 2):
+        core.restore(np.arange(blocks * BLOCK, dtype=np.int32), 0)
+        name, _ = core.take_cache_changes()
+    assert len(name) == 8
+    router.cache_changed(cast(Replica, replicas[1]), name, b"")
+    assert chosen(router, replicas, range(3 * BLOCK + 1)) == expected
 
 
 def test_a_prompt_goes_where_its_beginning_is_unless_that_engine_is_behind() -> None:

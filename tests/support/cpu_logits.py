@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from chairlift import _core
+from chairlift.checkpoint.adapter import AdapterFiles
 from chairlift.config import EngineConfig
 from chairlift.models.config import ModelConfig
 from chairlift.runner.cpu_executor import CpuExecutor
@@ -16,8 +17,10 @@ IN_FP32 = EngineConfig(device="cpu", threads=2, cpu_isa=next(isa for isa in _cor
 """With the fastest instruction set that sums products of blocks in fp32."""
 
 
-def logits(directory: Path, precision: Precision = EXACT, config: EngineConfig | None = None) -> np.ndarray:
-    """What the CPU's kernels make of a few tokens."""
+def logits(
+    directory: Path, precision: Precision = EXACT, config: EngineConfig | None = None, adapter: AdapterFiles | None = None
+) -> np.ndarray:
+    """What the CPU's kernels make of a few tokens, with an adapter if one is given."""
     shape = ModelConfig.load(directory)
     config = config or EngineConfig(device="cpu", threads=2)
     model = CpuExecutor.load(config, open_weights(config, directory), shape, precision)
@@ -25,6 +28,7 @@ def logits(directory: Path, precision: Precision = EXACT, config: EngineConfig |
     ids = np.arange(11, dtype=np.int32) * 7 % 300
     at = np.arange(11, dtype=np.int32)
     states = model.decoder.allocate_states(1)
+    number = None if adapter is None else model.adapters.add(model.adapters.pack(adapter))
     model.decoder.forward(
         model.cache,
         input_ids=ids,
@@ -34,6 +38,7 @@ def logits(directory: Path, precision: Precision = EXACT, config: EngineConfig |
         context_lens=np.array([11], np.int32),
         batch_slots=np.zeros(1, np.int32),
         block_tables=np.array([[1]], np.int32),
+        adapters=None if number is None else np.array([number], np.int32),
         states=states,
         state_slots=None if states is None else np.zeros(1, np.int32),
     )

@@ -14,6 +14,8 @@ from chairlift.errors import UnsupportedModel
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers that an adapter can change."""
+OTHER_NAMES = {"self_attn.out_proj": "o_proj", "feed_forward.w1": "gate_proj", "feed_forward.w3": "up_proj", "feed_forward.w2": "down_proj"}
+"""Their names in LFM2."""
 REFUSED = {
     "use_dora": "DoRA",
     "lora_bias": "biases of B",
@@ -43,7 +45,7 @@ BASE_CHANGES = ("pissa", "olora", "corda", "loftq")
 """Values of init_lora_weights that change the base's weights too."""
 _MAX_ALPHA = 1e9
 
-_NAME = re.compile(r"(?:.*\.)?layers\.(\d{1,5})\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
+_NAME = re.compile(r"(?:.*\.)?layers\.(\d{1,5})\.((?:self_attn|mlp|mixer|feed_forward)\.(\w+))\.lora_([AB])\.weight")
 
 
 class LowRank(NamedTuple):
@@ -110,9 +112,10 @@ class AdapterFiles:
         matrices: dict[tuple[int, str], dict[str, str]] = {}
         for name in file.tensors:
             match = _NAME.fullmatch(name)
-            if match is None or match[2] not in MODULES:
+            module = match and OTHER_NAMES.get(match[2], match[3])
+            if match is None or module not in MODULES:
                 raise self._unsupported(f"it changes {name}: only {', '.join(MODULES)} can have updates")
-            matrices.setdefault((int(match[1]), match[2]), {})[match[3]] = name
+            matrices.setdefault((int(match[1]), module), {})[match[4]] = name
         if not matrices:
             raise self._unsupported("adapter_model.safetensors has no matrices")
         return {position: self._update(file, position, names) for position, names in sorted(matrices.items())}

@@ -1,23 +1,30 @@
-"""The prefix cache on disk: reads blocks for new requests, and writes blocks that were computed."""
+"""The prefix cache on disk: reads blocks for new requests, and writes blocks that were computed.
+
+A model with recurrent layers can begin only where a state is saved. Its states are files beside those of the blocks that they follow, and a
+prefix is read up to the last block with such a file.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from chairlift import _core
 from chairlift.engine.prefix_store import PrefixStore
-from chairlift.runner.interface import BlockStorage
+from chairlift.runner.interface import BlockStorage, StateStorage
 
 WRITE_SECONDS, WRITE_BYTES = 1.0, 64 << 20
 """A working engine writes at most this many bytes in this time, so that the disk stays free for others."""
 UNUSED_SHARE = 0.1
-"""A working engine writes once fewer than this share of the blocks are unused, because the next ones will evict cached blocks."""
+"""A working engine writes once less than this share of the blocks, or of the slots for states, is unused: new ones soon evict others."""
+STATE = b"recurrent state"
+"""Stands for the tokens in the name of a state's file. No block's tokens have this length."""
 MAX_NAMES = 10_000
 """Names that are kept of contents that were evicted, which later contents may follow."""
 
@@ -34,12 +41,14 @@ class StoredPrefix:
     """KV of the blocks that were read."""
     group: str = ""
     """The group of tenants whose requests share the blocks."""
+    state: memoryview | None = None
+    """The recurrent state after these tokens, in a model that has such states."""
 
 
-class _NewBlock(NamedTuple):
-    """A block that is not on disk."""
+class _New(NamedTuple):
+    """A block or a state that is not on disk. Blocks are named in the order of their contents."""
 
-    number: int
+    read: Callable[[], bytes]
     name: bytes
     parent: bytes
     tokens: bytes
@@ -48,8 +57,17 @@ class _NewBlock(NamedTuple):
 class DiskCache:
     """Keeps the blocks of a scheduler in a store. For the engine's thread; files are read and written in others."""
 
-    def __init__(self, scheduler: _core.Scheduler, blocks: BlockStorage, num_blocks: int, block_size: int, store: PrefixStore) -> None:
-        self._scheduler, self._blocks, self._store = scheduler, blocks, store
+    def __init__(
+        self,
+        scheduler: _core.Scheduler,
+        blocks: BlockStorage,
+        states: StateStorage | None,
+        num_blocks: int,
+        block_size: int,
+        store: PrefixStore,
+    ) -> None:
+        """`states` are those of a model with recurrent layers."""
+        self._scheduler, self._blocks, self._states, self._store = scheduler, blocks, states, store
         self._num_blocks, self._block_size = num_blocks, block_size
         self._names: dict[int, bytes] = {}  # the names of contents, oldest first
         self._newest = 0  # the newest content that is on disk, or was left out
@@ -64,7 +82,7 @@ class DiskCache:
         return self._store.contents
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start: blocks read, written, and deleted because of the limit."""
+        """Counters since the start: blocks read, written, and deleted because of the limit. States count as blocks, but for those read."""
         return {
             "disk_blocks_read": self.blocks_read,
             "disk_blocks_written": self.blocks_written,
@@ -86,35 +104,37 @@ class DiskCache:
         """Gives blocks that were read to the scheduler, between two steps."""
         if not found.kv or self._scheduler.cached_blocks(found.tokens, found.group) < found.first:
             return  # the blocks before them were evicted meanwhile
-        cached, restored = self._scheduler.restore(found.tokens, now, found.group)
+        cached, restored, slot = self._scheduler.restore(found.tokens, now, found.group)
         for at, block in enumerate(restored, cached):
             self._blocks.write(block, found.kv[at - found.first])
+        if slot is not None and self._states is not None and found.state is not None:
+            self._states.write(slot, len(found.tokens), found.state)
         self.blocks_read += len(restored)
 
     def write_some(self) -> None:
-        """Begins to write some blocks, at most once a second, if new blocks will soon evict cached ones."""
+        """Begins to write some blocks and states, at most once a second, if new ones will soon evict cached ones."""
         now = time.monotonic()
         if now < self._write_due or not all(write.done() for write in self._writes):
             return
         self._write_due = now + WRITE_SECONDS
         self._count_writes()
-        if self._scheduler.unused_blocks() < UNUSED_SHARE * self._num_blocks:
+        if self._scheduler.unused() < UNUSED_SHARE:
             budget = WRITE_BYTES
-            for block in self._new_blocks():
-                kv = self._blocks.read(block.number)
-                self._writes.append(self._threads.submit(self._store.write, block.name, block.parent, block.tokens, kv))
-                if (budget := budget - len(kv)) <= 0:
+            for new in self._new():
+                content = new.read()
+                self._writes.append(self._threads.submit(self._store.write, new.name, new.parent, new.tokens, content))
+                if (budget := budget - len(content)) <= 0:
                     break
 
     def save(self, seconds: float) -> None:
-        """Writes the blocks that are not on disk, for at most so long, and marks the others as used."""
+        """Writes the blocks and states that are not on disk, for at most so long, and marks the others as used."""
         until = time.monotonic() + seconds
         wait(self._writes, seconds)
         self._count_writes()
         self._newest = 0
-        for block in self._new_blocks():
-            kv = self._blocks.read(block.number)
-            if time.monotonic() > until or not self._store.write(block.name, block.parent, block.tokens, kv):
+        for new in self._new():
+            content = new.read()
+            if time.monotonic() > until or not self._store.write(new.name, new.parent, new.tokens, content):
                 break
             self.blocks_written += 1
 
@@ -123,21 +143,39 @@ class DiskCache:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, prompt: np.ndarray, first: int, group: str) -> StoredPrefix:
-        parent, kv = self._store.root(group), []
+        names, kv = [self._store.root(group)], []
         for at in range(len(prompt) // self._block_size):
-            tokens = self._tokens(prompt, at)
-            name = self._store.name(parent, tokens)
+            names.append(self._store.name(names[at], self._tokens(prompt, at)))
+        last, state = len(names) - 1, None
+        if self._states is not None:
+            last = max((at for at in range(first + 1, len(names)) if self._store.has(self._state_name(names[at]))), default=first)
+        for at in range(last):
             if at < first:
-                self._store.touch(name)
+                self._store.touch(names[at + 1])
             else:
-                if (found := self._store.read(name, parent, tokens)) is None:
+                if (found := self._store.read(names[at + 1], names[at], self._tokens(prompt, at))) is None:
                     break
                 kv.append(found)
-            parent = name
-        return StoredPrefix(prompt[: (first + len(kv)) * self._block_size], first, kv, group)
+        while self._states is not None and kv and state is None:
+            name = names[first + len(kv)]
+            if (state := self._store.read(self._state_name(name), name, STATE)) is None:
+                kv.pop()
+        return StoredPrefix(prompt[: (first + len(kv)) * self._block_size], first, kv, group, state)
 
-    def _new_blocks(self) -> Iterator[_NewBlock]:
-        """The blocks that were computed since the last one that this yielded, and that are not on disk."""
+    def _new(self) -> Iterator[_New]:
+        """The blocks that were computed since the last one that this yielded, then the states, that are not on disk."""
+        yield from self._new_blocks()
+        if (states := self._states) is None:
+            return
+        for content, slot in self._scheduler.stored_states():
+            if (block := self._names.get(content)) is None:
+                continue  # its prompt has a salt, or the name was forgotten
+            if self._store.has(name := self._state_name(block)):
+                self._store.touch(name)
+            else:
+                yield _New(partial(states.read, slot), name, block, STATE)
+
+    def _new_blocks(self) -> Iterator[_New]:
         for number, content, before, tokens, group in self._scheduler.stored_blocks(self._newest):
             self._newest = content
             if (parent := self._names.get(before) if before else self._store.root(group)) is None:
@@ -146,13 +184,17 @@ class DiskCache:
             if self._store.has(name):
                 self._store.touch(name)
             else:
-                yield _NewBlock(number, name, parent, tokens)
+                yield _New(partial(self._blocks.read, number), name, parent, tokens)
         while len(self._names) > self._num_blocks + MAX_NAMES:
             self._names.pop(next(iter(self._names)))
 
     def _count_writes(self) -> None:
         self.blocks_written += sum(write.result() for write in self._writes if write.done() and not write.cancelled())
         self._writes.clear()
+
+    def _state_name(self, block: bytes) -> bytes:
+        """The name of the file of the state after a block."""
+        return self._store.name(block, STATE)
 
     def _tokens(self, prompt: np.ndarray, at: int) -> bytes:
         return prompt[at * self._block_size : (at + 1) * self._block_size].tobytes()

@@ -125,7 +125,7 @@ class Engine:
         # The last token of a sequence needs no KV.
         least = max(1, -(-(runner.max_model_len - 1) // size))
         each = runner.kv_cache_bytes // runner.num_kv_blocks
-        return SharedBlocks(each, least, runner.num_kv_blocks - 1, self.config.kv_cache_memory_bytes)
+        return SharedBlocks(each, least, runner.num_kv_blocks - 1, self.config.kv_cache_memory_bytes, runner.state_bytes)
 
     def blocks_used(self) -> tuple[int, int, int]:
         """Blocks that sequences hold, that are held or cached, and that running and waiting sequences could use."""
@@ -415,7 +415,7 @@ def _open_disk_cache(config: EngineConfig, scheduler: _core.Scheduler, runner: R
     if runner.kv_blocks is None or fingerprint is None or not config.enable_prefix_caching:
         raise InvalidSetting("--prefix-cache-dir needs a prefix cache and a model that the CPU kernels compute: leave it out")
     store = PrefixStore(config.prefix_cache_dir, config.prefix_cache_disk, fingerprint)
-    return DiskCache(scheduler, runner.kv_blocks, runner.num_kv_blocks, config.block_size, store)
+    return DiskCache(scheduler, runner.kv_blocks, runner.state_storage, runner.num_kv_blocks, config.block_size, store)
 
 
 def _build_runner(config: EngineConfig, directory: Path, eos: frozenset[int], on_phase: Callable[[str, float], None]) -> Runner:
@@ -439,6 +439,7 @@ def _build_scheduler(config: EngineConfig, runner: Runner, eos: list[int], hash_
         host_blocks=runner.host_blocks,
         swap_ns_per_block=runner.swap_ns_per_block,
         state_slots=runner.state_slots,
+        state_tokens=_state_tokens(config, runner),
         experts=experts,
         experts_used=experts_used,
         **({} if runner.generates else {"enable_prefix_caching": False}),
@@ -449,6 +450,13 @@ def _build_scheduler(config: EngineConfig, runner: Runner, eos: list[int], hash_
         drafts = {"draft_tokens": config.num_speculative_tokens, "draft_corpus_tokens": config.draft_corpus_tokens}
     key = int.from_bytes(hash_key)
     return _core.Scheduler(**settings, **drafts, **_weights(config), end_tokens=eos, journal=config.journal is not None, hash_key=key)
+
+
+def _state_tokens(config: EngineConfig, runner: Runner) -> int:
+    """Tokens whose KV takes as much memory as a recurrent state; 0 for a model without such states."""
+    if not runner.state_bytes:
+        return 0
+    return -(-runner.model_config.state_bytes * config.block_size * runner.num_kv_blocks // runner.kv_cache_bytes)
 
 
 def _weights(config: EngineConfig) -> dict[str, Any]:

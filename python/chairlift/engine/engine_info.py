@@ -39,6 +39,8 @@ class EngineInfo:
     arithmetic: str = ""
     """The format of activations in products: float32, int16, int8, bfloat16, float16 or fp8."""
     generates: bool = True
+    recurrent: bool = False
+    """Whether it has recurrent layers."""
     max_model_len: int = 0
     max_text_len: int | None = None
     """Most tokens of a text to embed; None if the model computes no embeddings."""
@@ -107,6 +109,7 @@ def engine_info(
         determinism="batch-invariant" if runner.batch_invariant else "best-effort",
         arithmetic=next((value for what, value, _ in runner.decisions if what == "arithmetic"), ""),
         generates=runner.generates,
+        recurrent=runner.state_slots > 0,
         # An encoder's sequences have one token more than their texts, which is not computed.
         max_model_len=runner.max_model_len if runner.generates else runner.max_model_len - 1,
         max_text_len=None if runner.pooling is None else runner.max_model_len - 1,
@@ -119,7 +122,7 @@ def engine_info(
         block_size=config.block_size,
         max_num_seqs=runner.max_num_seqs,
         max_num_batched_tokens=runner.max_num_batched_tokens,
-        num_bytes=weight_bytes(directory) + runner.kv_cache_bytes + runner.state_slots * runner.model_config.state_bytes,
+        num_bytes=weight_bytes(directory) + runner.kv_cache_bytes + runner.state_bytes,
         shared_bytes=runner.kv_cache_bytes if runner.kv_blocks is not None and config.num_kv_blocks is None else 0,
         energy_method=None if config.energy_meter == "none" else config.energy_meter.partition(":")[0],
         decisions=[list(decision) for decision in decisions],

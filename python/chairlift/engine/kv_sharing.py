@@ -24,6 +24,8 @@ class SharedBlocks:
     """Blocks that the engine can use if it is alone."""
     total: int | None
     """Bytes for all engines together, if `--kv-cache-memory-bytes` says so."""
+    state_bytes: int = 0
+    """Bytes of the engine's recurrent states, which it always has."""
 
 
 class KvSharing:
@@ -38,13 +40,14 @@ class KvSharing:
         shared = engine.shared_blocks
         if shared is None:
             return
-        promised = self._budget.promised() + shared.least * shared.block_bytes
+        promised = self._budget.promised() + shared.least * shared.block_bytes + shared.state_bytes
         if self._engines and shared.total is not None and promised > shared.total:
             raise InvalidSetting(
                 f"--kv-cache-memory-bytes {shared.total} is for all models, and one sequence of full length for each of the "
                 f"{len(self._engines) + 1} loaded ones needs {promised}: raise it, or lower --max-model-len"
             )
-        self._budget.add(number, block_bytes=shared.block_bytes, least=shared.least, most=shared.most)
+        sizes = {"block_bytes": shared.block_bytes, "state_bytes": shared.state_bytes, "least": shared.least, "most": shared.most}
+        self._budget.add(number, **sizes)
         self._engines[number] = engine
         if len(self._engines) > 1:
             self._budget.set(number, engine.set_block_limit(shared.least))

@@ -52,7 +52,8 @@ class ReplicaRouter:
 
     def _of(self, replica: Replica) -> _core.Router:
         if self._router is None:
-            self._router = _core.Router(self._routing, int.from_bytes(self.hash_key), replica.engine.info.block_size)
+            info = replica.engine.info
+            self._router = _core.Router(self._routing, int.from_bytes(self.hash_key), info.block_size, info.recurrent)
         return self._router
 
 

@@ -70,9 +70,9 @@ _CONVERSIONS = (
 FLAGS = tuple(one.flag for one in _CONVERSIONS)
 """The flags that are scheduler settings and that a replay can change. It cannot change `block_size`."""
 
-HOST = ("host_blocks", "swap_ns_per_block", "state_slots", "experts", "experts_used")
-"""Settings without a flag: host blocks that --swap-space holds, nanoseconds to copy one, slots for recurrent states, experts of a layer
-and those that a token uses."""
+HOST = ("host_blocks", "swap_ns_per_block", "state_slots", "state_tokens", "experts", "experts_used")
+"""Settings without a flag: host blocks that --swap-space holds, nanoseconds to copy one, slots for recurrent states, tokens whose KV takes
+as much memory as a state, experts of a layer and those that a token uses."""
 
 
 def of_config(config: EngineConfig, **sizes: Any) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from chairlift.checkpoint.adapter import AdapterFiles
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
 
 class SlotAdapters:
     """The number of each batch slot's adapter."""
@@ -22,29 +24,52 @@ class SlotAdapters:
 
 
 def check_shapes(files: AdapterFiles, model: ModelConfig) -> None:
-    """Raises UnsupportedModel for an adapter whose shapes are not those of the model's layers."""
-    if len(model.projections.qkv) == 1 or len(model.projections.gate_up) == 1:
-        raise UnsupportedModel(f"{model.architecture} has fused projections, for which adapters are not supported")
+    """Raises UnsupportedModel for an adapter that changes what the model's layers do not have, or whose shapes are not theirs."""
     if model.variants:
         raise UnsupportedModel(f"{model.architecture} has layers of several shapes, for which adapters are not supported")
     if model.latent:
         raise UnsupportedModel(f"{model.architecture} makes keys and values of latents, for which adapters are not supported")
-    if model.recurrence:
-        raise UnsupportedModel(f"{model.architecture} has recurrent layers, for which adapters are not supported")
-    queries, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    hidden, inner = model.hidden_size, model.intermediate_size
-    shapes = {
-        **{"q_proj": (queries, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, queries)},
-        **{"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)},
-    }
-    another = f"adapter {files.directory}: it is for another base"
     for (layer, module), update in files.updates.items():
         if layer >= model.num_layers:
-            raise UnsupportedModel(f"{another}: it changes layer {layer}, and the model has {model.num_layers} layers")
-        if model.experts and model.experts.layers[layer] and module in ("gate_proj", "up_proj", "down_proj"):
             raise UnsupportedModel(
-                f"adapter {files.directory}: layer {layer} of {model.architecture} has experts, which adapters cannot change"
+                f"adapter {files.directory}: it is for another base: it changes layer {layer}, and the model has {model.num_layers} layers"
             )
-        if (update.outputs, update.inputs) != shapes[module]:
-            found, expected = f"{update.outputs}x{update.inputs}", "{}x{}".format(*shapes[module])
-            raise UnsupportedModel(f"{another}: {module} of layer {layer} is {found}, and the model's is {expected}")
+        if reason := _refusal(model, layer, module):
+            raise UnsupportedModel(f"adapter {files.directory}: {reason}")
+        expected = _shape(model, layer, module)
+        if (update.outputs, update.inputs) != expected:
+            found, wanted = f"{update.outputs}x{update.inputs}", "{}x{}".format(*expected)
+            raise UnsupportedModel(
+                f"adapter {files.directory}: it is for another base: {module} of layer {layer} is {found}, and the model's is {wanted}"
+            )
+
+
+def _refusal(model: ModelConfig, layer: int, module: str) -> str:
+    """Why a layer's module cannot have an update, or ""."""
+    name, names = model.architecture, model.projections
+    if module in ATTENTION:
+        recurrent = model.recurrence is not None and model.recurrence.layers[layer]
+        if recurrent or not model.attention[layer]:
+            return f"it changes {module} of layer {layer} of {name}, which has no attention"
+        fused = len(names.qkv) == 1 and module != "o_proj"
+    else:
+        if not model.feeds[layer]:
+            return f"it changes {module} of layer {layer} of {name}, which has no MLP"
+        if model.experts and model.experts.layers[layer]:
+            return f"layer {layer} of {name} has experts, which adapters cannot change"
+        if module == "gate_proj" and not model.gated:
+            return f"it changes {module} of layer {layer} of {name}, whose MLP has no gate"
+        fused = len(names.gate_up) == 1 and model.gated and module != "down_proj"
+    return f"{name} has fused projections, for which adapters are not supported" if fused else ""
+
+
+def _shape(model: ModelConfig, layer: int, module: str) -> tuple[int, int]:
+    """Outputs and inputs of a layer's module."""
+    hidden, inner, kv = model.hidden_size, model.inner_of(layer), model.num_kv_heads * model.head_dim
+    queries = model.num_heads * model.head_dim
+    return {
+        # The gates of attention are outputs of the projection of queries.
+        "q_proj": (2 * queries if model.gated_attention else queries, hidden),
+        **{"k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, queries)},
+        **{"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)},
+    }[module]

@@ -14,6 +14,8 @@ from chairlift.runner.weights import Part
 
 Update = tuple[Part, Part, int, float]
 """The update of one tensor as `_core.Adapter` takes it."""
+BlockUpdates = tuple[list[Update | None], list[Update | None]]
+"""The updates of the tensors of a block's first and second linear layer."""
 
 
 class CpuAdapters(SlotAdapters):
@@ -26,16 +28,27 @@ class CpuAdapters(SlotAdapters):
     def pack(self, files: AdapterFiles) -> _core.Adapter:
         """Packs an adapter. Raises UnsupportedModel if it was made for another base."""
         check_shapes(files, self._model)
-
-        def update(layer: int, module: str) -> Update | None:
-            one = files.updates.get((layer, module))
-            return None if one is None else _update(one, files)
-
-        blocks = []
-        for layer in range(self._model.num_layers):
-            blocks.append(([update(layer, module) for module in ("q_proj", "k_proj", "v_proj")], [update(layer, "o_proj")]))
-            blocks.append(([update(layer, module) for module in ("gate_proj", "up_proj")], [update(layer, "down_proj")]))
+        blocks = [block for layer in range(self._model.num_layers) for block in self._blocks(files, layer)]
         return _core.Adapter(blocks, isa=self._isa)
+
+    def _blocks(self, files: AdapterFiles, layer: int) -> list[BlockUpdates]:
+        """The updates of a layer's blocks, which are those that `cpu_decoder` makes."""
+        model, blocks = self._model, list[BlockUpdates]()
+
+        def updates(*modules: str) -> list[Update | None]:
+            found = (files.updates.get((layer, module)) for module in modules)
+            return [None if one is None else _update(one, files) for one in found]
+
+        if model.recurrence and model.recurrence.layers[layer]:
+            blocks.append(([], []))
+        elif model.attention[layer]:
+            queries, gates = updates("q_proj"), list[Update | None]()
+            if model.gated_attention:
+                queries, gates = _by_head(files.updates.get((layer, "q_proj")), files, model.num_heads)
+            blocks.append(([*queries, *updates("k_proj", "v_proj"), *gates], updates("o_proj")))
+        if model.feeds[layer]:
+            blocks.append((updates(*(("gate_proj", "up_proj") if model.gated else ("up_proj",))), updates("down_proj")))
+        return blocks
 
     def add(self, packed: Any) -> int:
         """Loads a packed adapter and returns its number."""
@@ -57,3 +70,12 @@ class CpuAdapters(SlotAdapters):
 def _update(update: LowRank, files: AdapterFiles) -> Update:
     a, b = (update.kind, files.rank, update.a, 0), (update.kind, update.outputs, update.b, 0)
     return a, b, update.inputs, files.scale
+
+
+def _by_head(update: LowRank | None, files: AdapterFiles, heads: int) -> tuple[list[Update | None], list[Update | None]]:
+    """The updates of each head's query and of each head's gate, which are outputs of one projection, head by head."""
+    if update is None:
+        return [None] * heads, [None] * heads
+    rows = update.outputs // (2 * heads)
+    parts = [_update(update._replace(b=part, outputs=rows), files) for part in update.b.reshape(2 * heads, -1)]
+    return [*parts[::2]], [*parts[1::2]]

@@ -81,6 +81,11 @@ class CpuExecutor(ModelExecutor):
         """The KV cache."""
         return self.cache
 
+    @property
+    def state_storage(self) -> _core.StateCache | None:
+        """The recurrent states of a model that has them."""
+        return self.recurrent_states
+
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
         """Runs the step in the buffers."""
         recurrent: dict[str, Any] = {}

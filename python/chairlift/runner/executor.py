@@ -14,7 +14,7 @@ import numpy as np
 from chairlift.config import EngineConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Pairs, StepBuffers
-from chairlift.runner.interface import AdapterStore, BlockStorage
+from chairlift.runner.interface import AdapterStore, BlockStorage, StateStorage
 from chairlift.runner.memory.precision import Precision
 
 Logits = Any
@@ -88,6 +88,11 @@ class ModelExecutor(ABC):
     @property
     def kv_blocks(self) -> BlockStorage | None:
         """The KV cache, if its blocks can be read and written: that of models in Rust. For after `allocate`."""
+        return None
+
+    @property
+    def state_storage(self) -> StateStorage | None:
+        """The recurrent states, if they can be read and written: those of models in Rust. For after `allocate_states`."""
         return None
 
     def synchronize(self) -> None:  # noqa: B027 (most models have nothing to wait for)

@@ -49,6 +49,16 @@ class BlockStorage(Protocol):
         """Overwrites a block with KV that `read` gave."""
 
 
+class StateStorage(Protocol):
+    """Slots of recurrent states that can be read and written, between steps."""
+
+    def read(self, slot: int, /) -> bytes:
+        """The state in a slot."""
+
+    def write(self, slot: int, position: int, state: bytes | memoryview, /) -> None:
+        """Overwrites a slot with a state that `read` gave, that after `position` tokens."""
+
+
 class Runner(ABC):
     """Runs the steps that the scheduler plans: `launch`, then `sample`, then `collect`.
 
@@ -90,6 +100,16 @@ class Runner(ABC):
     @property
     def kv_blocks(self) -> BlockStorage | None:
         """The KV cache; None if its blocks cannot be read."""
+        return None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all recurrent states."""
+        return self.state_slots * self.model_config.state_bytes
+
+    @property
+    def state_storage(self) -> StateStorage | None:
+        """The recurrent states of a model that has them; None if they cannot be read."""
         return None
 
     @abstractmethod

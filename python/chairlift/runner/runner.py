@@ -12,7 +12,7 @@ from chairlift._core import NO_TOKEN
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Pairs, PendingResult, Sampled, StepBuffers, StepSizes
 from chairlift.runner.executor import Logits, ModelExecutor
-from chairlift.runner.interface import BlockStorage, Runner
+from chairlift.runner.interface import BlockStorage, Runner, StateStorage
 from chairlift.runner.memory.sizing import Size
 from chairlift.runner.sampling.logprobs import CHUNK_LOGITS, PromptLogprobs, packed
 from chairlift.runner.sampling.matcher import Matcher
@@ -73,6 +73,11 @@ class ModelRunner(Runner):
     def kv_blocks(self) -> BlockStorage | None:
         """The KV cache, if its blocks can be read and written."""
         return self.model.kv_blocks
+
+    @property
+    def state_storage(self) -> StateStorage | None:
+        """The recurrent states, if they can be read and written."""
+        return self.model.state_storage
 
     def add_request(
         self,

@@ -9,6 +9,7 @@ import torch
 
 from chairlift.checkpoint.adapter import AdapterFiles, LowRank
 from chairlift.checkpoint.safetensors_file import Array
+from chairlift.errors import UnsupportedModel
 from chairlift.layers.linear import Linear
 from chairlift.layers.lora import Adapter, AdapterRows, LowRankUpdate
 from chairlift.models.config import ModelConfig
@@ -29,6 +30,8 @@ class TorchAdapters(SlotAdapters):
 
     def pack(self, files: AdapterFiles) -> Adapter:
         """Reads an adapter's matrices to the host. Raises UnsupportedModel if it was made for another base."""
+        if self._model.recurrence:
+            raise UnsupportedModel(f"{self._model.architecture} has recurrent layers: in torch it takes no adapters. Use --device cpu")
         check_shapes(files, self._model)
         adapter: dict[Linear, list[LowRankUpdate]] = {}
         for (layer, module), update in files.updates.items():

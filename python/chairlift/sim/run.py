@@ -163,6 +163,7 @@ def machine(
             host_blocks=0,
             swap_ns_per_block=0,
             state_slots=0,
+            state_tokens=0,
             experts=0,
             experts_used=0,
         )
@@ -238,6 +239,7 @@ def _on_device(model: ModelShape, on: Device, config: EngineConfig, step_time: S
         host_blocks=int(config.swap_space // block),
         swap_ns_per_block=round(block / on.link * 1e9),
         state_slots=0,
+        state_tokens=0,
         experts=model.expert_counts[0],
         experts_used=model.expert_counts[1],
     )

@@ -32,7 +32,9 @@ pub use ledger::{
     TimelineState, Usage, WaitSeen,
 };
 pub use machine::{Arbiter, Chosen, EngineView, KvBudget, MAX_LEAD, MAX_WAIT, Router, RouterRequest, Routing};
-pub use memory::{BlockHash, BlockHasher, BlockId, BlockPool, BlockTable, BlocksUsed, CacheChanges, Chain, StateSlot, StoredBlock, Taker};
+pub use memory::{
+    BlockHash, BlockHasher, BlockId, BlockPool, BlockTable, BlocksUsed, CacheChanges, Chain, Restored, StateSlot, StoredBlock, Taker,
+};
 pub use policy::{
     CacheUse, Candidate, Charges, Deadline, Estimate, Fair, Fcfs, Grouping, POLICIES, Policy, Preemption, PreemptionReason, Prefix,
     Priority, Rules, Shortest, Vtc,

@@ -160,7 +160,7 @@ proptest! {
         sessions in (prop::sample::select(SessionTurns::NAMES.map(|(_, turns)| turns).to_vec()), prop_oneof![0..100u64, Just(1u64 << 40)]),
         max_queued_reqs in prop_oneof![3 => Just(u32::MAX), 1 => 0..10u32],
         drafts in prop_oneof![1 => Just((0, 0)), 1 => (1..8usize, prop::sample::select(vec![0, 50, 5000usize]))],
-        spare_slots in prop::option::weighted(0.5, 0..12u32), experts in prop::sample::select(vec![0, 8u32]),
+        spare_slots in prop::option::weighted(0.5, 0..12u32), state_tokens in 0..20u32, experts in prop::sample::select(vec![0, 8u32]),
     ) {
         let (num_blocks, block_size, max_tokens, max_seqs) = sizes;
         let max_seqs = max_seqs.min(max_tokens);
@@ -168,7 +168,7 @@ proptest! {
         let config = Config {
             num_kv_blocks: num_blocks, block_size, max_num_batched_tokens: max_tokens, max_num_seqs: max_seqs, max_model_len: 44, enable_prefix_caching: prefix_caching, watermark, kv_reservation: reservation, scheduling_policy: policy, batching,
             max_num_queued_reqs: max_queued_reqs, max_num_queued_tokens: u64::MAX, queue_ageing: ageing, target_itl, background_slowdown, gather, host_blocks, swap_ns_per_block,
-            state_slots: spare_slots.map_or(0, |spare| max_seqs + spare), experts: ExpertCount { count: experts, used: 2 },
+            state_slots: spare_slots.map_or(0, |spare| max_seqs + spare), state_tokens, experts: ExpertCount { count: experts, used: 2 },
             session_turns: sessions.0, max_session_wait: sessions.1,
         };
         let journal = journal && replays(policy);
@@ -192,7 +192,7 @@ proptest! {
     ) {
         let config = Config {
             num_kv_blocks: 40u32.div_ceil(block_size) + spare, block_size, max_num_batched_tokens: 24, max_num_seqs: max_seqs, max_model_len: 44, scheduling_policy: policy, queue_ageing: ageing, host_blocks,
-            state_slots: spare_slots.map_or(0, |spare| max_seqs + spare),
+            state_slots: spare_slots.map_or(0, |spare| max_seqs + spare), state_tokens: limits % 9,
             ..Config::default()
         };
         let mut world = World::new(config, replays(policy)).drafting(ageing as usize % 5, 1000);

@@ -78,6 +78,20 @@ impl StateCache {
         }
     }
 
+    /// The bytes of a slot, which [`write`](Self::write) takes. Panics if the slot does not exist.
+    pub fn read(&self, slot: u32) -> &[u8] {
+        let bytes = self.shape.bytes();
+        &self.memory[slot as usize * bytes..][..bytes]
+    }
+
+    /// Overwrites a slot with bytes of [`read`](Self::read): the state after `position` tokens. Panics if the slot does not exist or their
+    /// number differs.
+    pub fn write(&mut self, slot: u32, position: usize, state: &[u8]) {
+        let bytes = self.shape.bytes();
+        self.memory[slot as usize * bytes..][..bytes].copy_from_slice(state);
+        self.positions[slot as usize] = position;
+    }
+
     /// Returns a view that several threads can write to.
     pub(crate) fn view(&mut self) -> States<'_> {
         // SAFETY: every bit pattern is a number. The memory starts at a page, or is empty.

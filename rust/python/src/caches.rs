@@ -24,6 +24,22 @@ impl StateCache {
         lock(&self.0).shape().bytes()
     }
 
+    /// Returns the bytes of a slot.
+    fn read<'py>(&self, py: Python<'py>, slot: u32) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, lock(&self.0).read(slot))
+    }
+
+    /// Overwrites a slot with bytes of `read`, the state after `position` tokens.
+    fn write(&self, py: Python<'_>, slot: u32, position: usize, state: PyBuffer<u8>) -> PyResult<()> {
+        let state = state.to_vec(py)?;
+        let mut cache = lock(&self.0);
+        if state.len() != cache.shape().bytes() {
+            return Err(PyValueError::new_err("the bytes are not those of a state"));
+        }
+        cache.write(slot, position, &state);
+        Ok(())
+    }
+
     /// Copies states, pair (from, to) by pair.
     fn copy(&self, py: Python<'_>, pairs: Vec<(u32, u32)>) {
         py.detach(|| lock(&self.0).copy(&pairs));

@@ -21,9 +21,9 @@ impl KvBudget {
         Self(Mutex::default())
     }
 
-    #[pyo3(signature = (model, *, block_bytes, least, most))]
-    fn add(&self, model: u32, block_bytes: u64, least: u32, most: u32) {
-        self.lock().add(model, block_bytes, least, most);
+    #[pyo3(signature = (model, *, block_bytes, state_bytes, least, most))]
+    fn add(&self, model: u32, block_bytes: u64, state_bytes: u64, least: u32, most: u32) {
+        self.lock().add(model, block_bytes, state_bytes, least, most);
     }
 
     fn remove(&self, model: u32) {

@@ -52,11 +52,14 @@ impl Router {
 impl Router {
     /// `hash_key` and `block_size` are those of the engines' schedulers.
     #[new]
-    fn new(routing: &str, hash_key: u128, block_size: u32) -> PyResult<Self> {
+    #[pyo3(signature = (routing, hash_key, block_size, has_states = false))]
+    fn new(routing: &str, hash_key: u128, block_size: u32, has_states: bool) -> PyResult<Self> {
         if block_size == 0 {
             return Err(PyValueError::new_err("block_size must be at least 1"));
         }
-        Ok(Self { chooser: Mutex::new(core::Router::new(named(routing)?)), hasher: BlockHasher::new(hash_key), block_size })
+        let router = core::Router::new(named(routing)?);
+        let chooser = Mutex::new(if has_states { router.with_states() } else { router });
+        Ok(Self { chooser, hasher: BlockHasher::new(hash_key), block_size })
     }
 
     /// Returns the index of the chosen engine, the prompt's tokens that it is expected to have, and the request's number.

@@ -204,10 +204,10 @@ impl Scheduler {
 
     #[allow(clippy::needless_pass_by_value)] // a type that Python passes
     #[pyo3(signature = (tokens, now, group = ""))]
-    fn restore(&self, py: Python<'_>, tokens: PyBuffer<i32>, now: core::Time, group: &str) -> PyResult<(usize, Vec<u32>)> {
+    fn restore(&self, py: Python<'_>, tokens: PyBuffer<i32>, now: core::Time, group: &str) -> PyResult<(usize, Vec<u32>, Option<u32>)> {
         let tokens = unsigned(py, &tokens)?;
-        let (cached, restored) = self.lock()?.core.restore(group, &tokens, now);
-        Ok((cached, restored.into_iter().map(|block| block.0).collect()))
+        let restored = self.lock()?.core.restore(group, &tokens, now);
+        Ok((restored.cached, restored.blocks.into_iter().map(|block| block.0).collect(), restored.state.map(|slot| slot.0)))
     }
 
     fn stored_blocks(&self, py: Python<'_>, after: u64) -> PyResult<Vec<StoredBlock>> {
@@ -217,6 +217,10 @@ impl Scheduler {
             Ok((block.id.0, block.content, block.parent, tokens, block.group.to_string()))
         });
         found.collect()
+    }
+
+    fn stored_states(&self) -> PyResult<Vec<(u64, u32)>> {
+        Ok(self.lock()?.core.stored_states().into_iter().map(|(content, slot)| (content, slot.0)).collect())
     }
 
     fn record_cache_changes(&self) -> PyResult<()> {
@@ -230,8 +234,8 @@ impl Scheduler {
         Ok((names(&changes.added)?, names(&changes.dropped)?))
     }
 
-    fn unused_blocks(&self) -> PyResult<usize> {
-        Ok(self.lock()?.core.unused_blocks())
+    fn unused(&self) -> PyResult<f64> {
+        Ok(self.lock()?.core.unused())
     }
 
     /// (held, kept, wanted): see `core::BlocksUsed`.

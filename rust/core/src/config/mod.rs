@@ -138,6 +138,9 @@ pub struct Config {
     /// Slots for recurrent states. 0 for a model without recurrent layers, otherwise at least `max_num_seqs`, because each
     /// running sequence has one.
     pub state_slots: u32,
+    /// Tokens whose KV takes as much memory as a recurrent state: a conversation has at most as many saved states as its KV is worth, and
+    /// at least one. 0 for no limit.
+    pub state_tokens: u32,
     /// Experts of a layer, and those that a token uses. The step-time model knows them.
     pub experts: ExpertCount,
 }
@@ -166,6 +169,7 @@ impl Default for Config {
             host_blocks: 0,
             swap_ns_per_block: 0,
             state_slots: 0,
+            state_tokens: 0,
             experts: ExpertCount::default(),
         }
     }

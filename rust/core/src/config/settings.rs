@@ -155,7 +155,7 @@ macro_rules! optional {
 }
 
 /// Every setting, in the order in which settings are applied. A later setting may depend on earlier ones.
-pub const SETTINGS: [Setting; 25] = [
+pub const SETTINGS: [Setting; 26] = [
     number!(num_kv_blocks, 2, U32, "Blocks in the KV cache, scratch block 0 included."),
     number!(block_size, 1, INT, "Tokens in a block."),
     number!(max_num_batched_tokens, 1, INT, "Tokens in a step."),
@@ -247,6 +247,7 @@ pub const SETTINGS: [Setting; 25] = [
     number!(host_blocks, 0, U32, "Blocks of the host pool."),
     number!(swap_ns_per_block, 0, U32, "Nanoseconds that the copy of a block to the host takes, one way."),
     number!(state_slots, 0, INT, "Slots for the recurrent states of sequences; 0 for a model without recurrent layers."),
+    number!(state_tokens, 0, INT, "Tokens whose KV takes as much memory as a recurrent state, which limits saved states; 0 for no limit."),
     number!(experts = experts.count, 0, INT, "Experts of a layer; 0 for a model without experts."),
     number!(experts_used = experts.used, 0, INT, "Experts of a layer that a token uses."),
 ];

@@ -4,7 +4,7 @@ use super::format::{ENDS, Kind, REASONS, Writer, zigzag};
 use crate::batch::Outputs;
 use crate::error::Rejected;
 use crate::ledger::{Snapshot, Timeline, TimelineState};
-use crate::memory::{BlockId, CacheChanges};
+use crate::memory::{BlockId, CacheChanges, Restored};
 use crate::request::{ArrivalNumber, CacheScope, FinishReason, HeldId, Preparation, Request, SeqId, SessionEvent, Time, Token};
 use crate::scheduler::Scheduler;
 use crate::sequence::Spec;
@@ -136,7 +136,7 @@ impl Recorder {
     }
 
     /// See [`Scheduler::restore`].
-    pub fn restore(&mut self, group: &str, tokens: &[Token], now: Time) -> (usize, Vec<BlockId>) {
+    pub fn restore(&mut self, group: &str, tokens: &[Token], now: Time) -> Restored {
         if let Some(journal) = &mut self.journal {
             let names = self.scheduler.restored_names(group, tokens);
             journal.call(Kind::Restore, now).number(names.len() as u64);

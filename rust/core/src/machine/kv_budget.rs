@@ -19,6 +19,8 @@ const GROWTH: u64 = 32;
 #[derive(Debug)]
 struct Model {
     block_bytes: u64,
+    /// Bytes of its recurrent states, which it keeps.
+    state_bytes: u64,
     /// The promised minimum.
     least: u32,
     most: u32,
@@ -39,13 +41,13 @@ pub struct KvBudget {
 
 impl KvBudget {
     /// Adds a model, or replaces the one with this number. It begins with its promised minimum of `least` blocks, or with
-    /// all of its `most` blocks if it is the only one.
-    pub fn add(&mut self, model: u32, block_bytes: u64, least: u32, most: u32) {
-        let least = least.min(most);
+    /// all of its `most` blocks if it is the only one. Beside its blocks it keeps `state_bytes` of recurrent states.
+    pub fn add(&mut self, model: u32, block_bytes: u64, state_bytes: u64, least: u32, most: u32) {
+        let (block_bytes, least) = (block_bytes.max(1), least.min(most));
         self.models.remove(&model);
         let limit = if self.models.is_empty() { most } else { least };
-        self.models
-            .insert(model, Model { block_bytes: block_bytes.max(1), least, most, limit, used: BlocksUsed::default(), is_full: false });
+        let added = Model { block_bytes, state_bytes, least, most, limit, used: BlocksUsed::default(), is_full: false };
+        self.models.insert(model, added);
     }
 
     /// Removes a model, if it is known.
@@ -55,13 +57,13 @@ impl KvBudget {
 
     /// Bytes of all models together: the most bytes of one model, and at least the promised minimums.
     pub fn total(&self) -> u64 {
-        let most = self.models.values().map(|model| u64::from(model.most) * model.block_bytes).max();
+        let most = self.models.values().map(|model| model.bytes(model.most)).max();
         most.unwrap_or(0).max(self.promised())
     }
 
     /// Bytes of all promised minimums.
     pub fn promised(&self) -> u64 {
-        self.models.values().map(|model| u64::from(model.least) * model.block_bytes).sum()
+        self.models.values().map(|model| model.bytes(model.least)).sum()
     }
 
     /// Records the use of a model's blocks.
@@ -108,7 +110,7 @@ impl KvBudget {
 
     /// Bytes of all limits.
     fn limits(&self) -> u64 {
-        self.models.values().map(|model| u64::from(model.limit) * model.block_bytes).sum()
+        self.models.values().map(|model| model.bytes(model.limit)).sum()
     }
 
     /// The limits if all blocks could be moved.
@@ -131,8 +133,7 @@ impl KvBudget {
             let models = self.models.values().zip(bounds);
             models.map(move |(model, &(least, most))| (level / model.block_bytes).clamp(least.into(), most.into()) as u32)
         };
-        let bytes =
-            |level: u64| at(level).zip(self.models.values()).map(|(blocks, model)| u64::from(blocks) * model.block_bytes).sum::<u64>();
+        let bytes = |level: u64| at(level).zip(self.models.values()).map(|(blocks, model)| model.bytes(blocks)).sum::<u64>();
         let total = self.total();
         let (mut low, mut high) = (0, total + 1);
         // At level 0 each model has the least, which fits or is the caller's choice.
@@ -145,6 +146,11 @@ impl KvBudget {
 }
 
 impl Model {
+    /// Bytes of this many blocks, and of the states.
+    fn bytes(&self, blocks: u32) -> u64 {
+        self.state_bytes + u64::from(blocks) * self.block_bytes
+    }
+
     /// The blocks that the model keeps cached, and `growth` bytes more if it has used up its limit.
     fn cache(&self, growth: u64) -> u32 {
         let more = if self.is_full { (growth / self.block_bytes).max(1) } else { 0 };
@@ -167,7 +173,7 @@ mod tests {
         fn of(models: &[(u64, u32, u32)]) -> Self {
             let mut world = Self { budget: KvBudget::default(), limits: BTreeMap::new() };
             for (number, &(bytes, least, most)) in (0..).zip(models) {
-                world.budget.add(number, bytes, least, most);
+                world.budget.add(number, bytes, 0, least, most);
                 world.limits.insert(number, if number == 0 { most } else { least });
                 world.divide();
             }
@@ -240,10 +246,25 @@ mod tests {
     fn a_new_model_has_its_minimum_at_once_also_from_held_blocks() {
         let mut world = World::of(&[(100, 10, 1000)]);
         world.report(0, 1000, 1000, 0);
-        world.budget.add(1, 50, 100, 200);
+        world.budget.add(1, 50, 0, 100, 200);
         world.limits.insert(1, 100);
         world.divide();
         assert_eq!((world.limits[&0], world.limits[&1]), (950, 100));
+        world.budget.remove(1);
+        world.divide();
+        assert_eq!(world.limits[&0], 1000);
+    }
+
+    #[test]
+    fn the_states_of_a_model_are_taken_from_what_all_models_have() {
+        let mut world = World::of(&[(100, 10, 1000)]);
+        world.report(0, 0, 1000, 0);
+        // Its states take as much as 300 blocks of the other, and its minimum as much as 50.
+        world.budget.add(1, 50, 30_000, 100, 200);
+        world.limits.insert(1, 100);
+        assert_eq!((world.budget.total(), world.budget.promised()), (100_000, 36_000));
+        world.divide();
+        assert_eq!((world.limits[&0], world.limits[&1]), (650, 100));
         world.budget.remove(1);
         world.divide();
         assert_eq!(world.limits[&0], 1000);

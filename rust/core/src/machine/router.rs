@@ -118,6 +118,8 @@ const MAX_IMBALANCE: usize = 32;
 #[derive(Debug)]
 pub struct Router {
     routing: Routing,
+    /// Whether the model has recurrent states.
+    has_states: bool,
     next: usize,
     /// By the engines' numbers.
     caches: FxHashMap<u32, EngineCache>,
@@ -134,7 +136,13 @@ impl Router {
     /// Creates a router that knows no engine.
     pub fn new(routing: Routing) -> Self {
         let (caches, coming) = (FxHashMap::default(), FxHashMap::default());
-        Self { routing, next: 0, caches, coming, requests: 0, sessions: Sessions::new(SESSIONS) }
+        Self { routing, has_states: false, next: 0, caches, coming, requests: 0, sessions: Sessions::new(SESSIONS) }
+    }
+
+    /// The router of engines whose model has recurrent states, which report only the blocks after which one is saved.
+    #[must_use]
+    pub fn with_states(self) -> Self {
+        Self { has_states: true, ..self }
     }
 
     /// Chooses the engine that gets the request. Panics if `engines` is empty. Call [`computed`](Self::computed) when
@@ -194,7 +202,7 @@ impl Router {
     }
 
     fn prefix(&self, engine: u32, names: &[BlockHash]) -> usize {
-        self.caches.get(&engine).map_or(0, |cache| cache.prefix(names))
+        self.caches.get(&engine).map_or(0, |cache| cache.prefix(names, self.has_states))
     }
 }
 
@@ -290,6 +298,26 @@ mod tests {
     }
 
     #[test]
+    fn with_states_a_prompt_goes_where_the_deepest_one_is() {
+        let mut router = Router::new(Routing::PrefixAware).with_states();
+        let engines = [Engine(4, 1, 0, 0), Engine(7, 0, 0, 0)];
+        let prompt = names(&[1, 2, 3]);
+        // The blocks before a state are there and not reported.
+        report(&mut router, 4, &[2], &[]);
+        report(&mut router, 7, &[1], &[]);
+        let chosen = |router: &mut Router| {
+            let chosen = router.choose(&engines, &request(&prompt, None));
+            router.computed(chosen.number);
+            (chosen.index, chosen.cached_tokens)
+        };
+        assert_eq!(chosen(&mut router), (0, 64));
+        report(&mut router, 7, &[3], &[]);
+        assert_eq!(chosen(&mut router), (1, 96));
+        report(&mut router, 7, &[], &[3]);
+        assert_eq!(chosen(&mut router), (0, 64), "the state was evicted");
+    }
+
+    #[test]
     fn lmetric_multiplies_uncached_tokens_and_requests() {
         let mut router = Router::new(Routing::LMetric);
         report(&mut router, 4, &[1, 2], &[]);
@@ -315,7 +343,7 @@ mod tests {
             assert_eq!(router.choose(&left, &request(&prompt, None)).cached_tokens, 0, "{routing:?}: the caches are gone");
             router.forget(first.index as u32);
             router.computed(first.number);
-            assert!(router.caches.values().all(|cache| cache.prefix(&prompt[1..]) == 0 || cache.prefix(&prompt) == 3));
+            assert!(router.caches.values().all(|cache| cache.prefix(&prompt[1..], false) == 0 || cache.prefix(&prompt, false) == 3));
         }
     }
 

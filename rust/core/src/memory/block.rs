@@ -22,6 +22,7 @@ mod users;
 pub use chain::Chain;
 pub(crate) use chain::Estimate;
 pub use changes::CacheChanges;
+pub(super) use changes::ChangeLog;
 pub(crate) use free_lists::EvictionClass;
 pub use owners::Taker;
 pub(crate) use owners::{CacheOwner, TAKERS};
@@ -183,8 +184,7 @@ pub struct BlockPool {
     next_content: Content,
     /// Number of names computed and looked up.
     lookups: u64,
-    /// Names in the order in which they were added (true) and dropped, if they are recorded.
-    changes: Option<Vec<(BlockHash, bool)>>,
+    changes: ChangeLog,
     /// Contents of blocks that lost their names, if they are recorded.
     dropped: Option<Vec<Content>>,
 }
@@ -207,7 +207,7 @@ impl BlockPool {
             host: HostPool::new(0, block_size),
             next_content: ROOT + 1,
             lookups: 0,
-            changes: None,
+            changes: ChangeLog::default(),
             dropped: None,
         }
     }
@@ -308,9 +308,14 @@ impl BlockPool {
         self.blocks[id.0 as usize].name.as_ref().map(|name| name.content)
     }
 
+    /// The content number of the cached block with this name.
+    pub(super) fn content_of(&self, name: BlockHash) -> Option<Content> {
+        self.named.get(&name).and_then(|&id| self.content(id))
+    }
+
     /// Whether a block with this name and content is cached.
     pub(super) fn has(&self, name: BlockHash, content: Content) -> bool {
-        self.named.get(&name).is_some_and(|&id| self.content(id) == Some(content))
+        self.content_of(name) == Some(content)
     }
 
     /// Records the contents of blocks that lose their names from now on, for [`take_dropped`](Self::take_dropped).
@@ -440,7 +445,7 @@ impl BlockPool {
         });
         self.tokens[id.0 as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
         self.named.insert(hash, id);
-        self.record(hash, true);
+        self.changes.record(hash, true);
     }
 
     /// Removes the names of blocks in `table` that step `since` or a later step completes, because their content may be invalid.
@@ -543,7 +548,7 @@ impl BlockPool {
         self.disown(id);
         self.blocks[id.0 as usize].name = None;
         self.named.remove(&hash);
-        self.record(hash, false);
+        self.changes.record(hash, false);
         if let Some(dropped) = &mut self.dropped {
             dropped.push(content);
         }

@@ -4,7 +4,7 @@ use super::block::{
     BlockId, BlockPool, BlockTable, BlockUse, CacheChanges, CacheOwner, Chain, Estimate, EvictionClass, StoredBlock, TAKERS, User,
 };
 use super::hash::{BlockHash, BlockHasher};
-use super::state_pool::StatePool;
+use super::state_pool::{StatePool, StateSlot};
 use crate::request::{CacheScope, Token};
 use std::sync::Arc;
 
@@ -20,6 +20,17 @@ pub(crate) struct Cached {
     /// A block that the fork's parent or the held sequence has partly filled, and the number of tokens computed with it.
     /// The sequence copies the block.
     tail: Option<(BlockId, u32)>,
+}
+
+/// A prefix whose KV is read from storage. Everything new must be written before the next step.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Restored {
+    /// Number of leading blocks that were cached.
+    pub cached: usize,
+    /// The new blocks after them.
+    pub blocks: Vec<BlockId>,
+    /// The slot for the state after all blocks. `None` if it is saved, without a slot for it, or in a model without states.
+    pub state: Option<StateSlot>,
 }
 
 /// Computed tokens of a sequence at its admission.
@@ -47,6 +58,8 @@ pub(crate) struct KvSizes {
     pub(crate) blocks: u32,
     pub(crate) host_blocks: u32,
     pub(crate) state_slots: u32,
+    /// Tokens whose KV takes as much memory as a state.
+    pub(crate) state_tokens: u32,
     pub(crate) block_size: u32,
 }
 
@@ -64,12 +77,12 @@ pub(crate) struct Kv {
 
 impl Kv {
     pub(crate) fn new(sizes: KvSizes, sharing: bool, hasher: BlockHasher) -> Self {
-        let KvSizes { blocks, host_blocks, state_slots, block_size } = sizes;
+        let KvSizes { blocks, host_blocks, state_slots, state_tokens, block_size } = sizes;
         let mut pool = BlockPool::new(blocks, block_size as usize, hasher).with_host(host_blocks);
         if state_slots > 0 {
             pool.record_dropped();
         }
-        Self { pool, states: StatePool::new(state_slots), block_size, sharing, spare: Vec::new() }
+        Self { pool, states: StatePool::new(state_slots, state_tokens), block_size, sharing, spare: Vec::new() }
     }
 
     /// Number of blocks that can be given to sequences now.
@@ -170,14 +183,19 @@ impl Kv {
         self.pool.lookups()
     }
 
-    /// See [`BlockPool::record_changes`].
+    /// Records from now on which blocks a sequence can begin after, for [`take_changes`](Self::take_changes).
     pub(crate) fn record_changes(&mut self) {
-        self.pool.record_changes();
+        if self.states.exists() {
+            self.states.record_changes();
+        } else {
+            self.pool.record_changes();
+        }
     }
 
-    /// See [`BlockPool::take_changes`].
+    /// The changes since the last call. Empty unless they are recorded. No decision depends on it, so the states of blocks that are no longer
+    /// cached are dropped later.
     pub(crate) fn take_changes(&mut self) -> CacheChanges {
-        self.pool.take_changes()
+        if self.states.exists() { self.states.take_changes() } else { self.pool.take_changes() }
     }
 
     /// The use of each block, without the scratch block.
@@ -212,16 +230,16 @@ impl Kv {
     /// Extends a waiting sequence's chain of cached blocks from its latest lookup.
     pub(crate) fn look_up(&mut self, blocks: &mut SeqBlocks, tokens: &[Token]) {
         let mut found = std::mem::take(&mut self.spare);
-        blocks.chain = self.pool.find_on(blocks.chain.clone(), &blocks.names, tokens, &mut found);
-        self.note_resumable(blocks, &found);
+        let chain = self.pool.find_on(blocks.chain.clone(), &blocks.names, tokens, &mut found);
+        self.set_chain(blocks, chain);
         self.recycle(found);
     }
 
-    /// Number of full blocks at the start of `tokens`, in a group and without a salt, that are cached.
+    /// Number of full blocks at the start of `tokens`, in a group and without a salt, that a sequence can share.
     pub(crate) fn cached(&mut self, group: &str, tokens: &[Token]) -> usize {
         let mut found = std::mem::take(&mut self.spare);
-        self.find_unsalted(group, tokens, &mut found);
-        let len = found.len();
+        let (names, _) = self.find_unsalted(group, tokens, &mut found);
+        let len = self.usable(&names, found.len());
         self.recycle(found);
         len
     }
@@ -229,7 +247,7 @@ impl Kv {
     /// Names free blocks for the full blocks of `tokens`, in a group and without a salt, that are not cached: as many as are free. The
     /// least recently used cached blocks lose their names. Calls `on_name` for each name. Returns the number of blocks that
     /// were cached, and the new blocks that follow them. The caller writes their KV before the next step.
-    pub(crate) fn restore(&mut self, group: &str, tokens: &[Token], mut on_name: impl FnMut(BlockHash)) -> (usize, Vec<BlockId>) {
+    pub(crate) fn restore(&mut self, group: &str, tokens: &[Token], mut on_name: impl FnMut(BlockHash)) -> Restored {
         let mut found = Vec::new();
         let (names, mut chain) = self.find_unsalted(group, tokens, &mut found);
         let mut table = BlockTable::default();
@@ -246,7 +264,8 @@ impl Kv {
         }
         let restored = table.ids()[found.len()..].to_vec();
         self.pool.release(&mut table);
-        (found.len(), restored)
+        let state = if len == names.len() { self.restore_state(&names, chain.content()) } else { None };
+        Restored { cached: found.len(), blocks: restored, state }
     }
 
     /// Names of the full blocks of `tokens` in a group, without a salt. None if sequences share no blocks.
@@ -273,6 +292,11 @@ impl Kv {
     /// Number of free blocks that are not cached.
     pub(crate) fn unused(&self) -> usize {
         self.pool.unused()
+    }
+
+    /// Number of slots for states that hold nothing.
+    pub(crate) fn unused_states(&self) -> usize {
+        self.states.unused()
     }
 
     /// Adds a session of `user` as an owner of blocks.
@@ -492,7 +516,7 @@ impl Kv {
             }
             let name = blocks.names[block];
             self.pool.seal(&blocks.table, &mut blocks.chain, name, full, step);
-            self.name_state(blocks, at);
+            self.name_state(blocks, at, name);
             named(name);
             blocks.seal_at = Some(at + self.block_size);
         }

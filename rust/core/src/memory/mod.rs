@@ -13,9 +13,11 @@ mod hash;
 mod kv;
 mod state_pool;
 
+use block::ChangeLog;
 pub use block::{BlockId, BlockPool, BlockTable, CacheChanges, Chain, StoredBlock, Taker};
 pub(crate) use block::{BlockUse, CacheOwner, EvictionClass, TAKERS, User};
 pub use blocks_used::BlocksUsed;
 pub use hash::{BlockHash, BlockHasher};
+pub use kv::Restored;
 pub(crate) use kv::{Cached, Computed, Grant, Kv, KvSizes, SeqBlocks};
 pub use state_pool::StateSlot;

@@ -1,6 +1,7 @@
 //! Slots for recurrent states: what a model with recurrent layers keeps of all tokens before a position.
 
 use super::block::Content;
+use super::{BlockHash, CacheChanges, ChangeLog};
 use rustc_hash::FxHashMap;
 
 /// Index of a slot that holds the state of all recurrent layers after some tokens of a sequence.
@@ -24,15 +25,24 @@ enum Use {
     Saved(Saved),
 }
 
+/// A block at whose end a state is saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct End {
+    pub(super) content: Content,
+    pub(super) name: BlockHash,
+}
+
 /// A saved state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Saved {
     /// The run that saves it.
     run: Run,
+    /// The latest run of the conversation that it belongs to.
+    conversation: Run,
     /// Number of tokens before it.
     position: u32,
-    /// The content of the block that ends there. `None` until the tokens are known.
-    content: Option<Content>,
+    /// The block that ends there. `None` until the tokens are known.
+    end: Option<End>,
     /// The step that saves it.
     step: u64,
     kind: SaveKind,
@@ -43,10 +53,14 @@ struct Saved {
 /// Why a state is saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SaveKind {
-    /// A later prompt is likely to begin with the tokens before it.
-    Lasting,
+    /// Several conversations begin with the tokens before it.
+    Shared,
+    /// The prompt of a run, or its last turn, ends there.
+    Turn,
     /// An answer grows. Only the last two of a run are kept.
     Rolling,
+    /// An earlier request of the run's conversation saved it.
+    Earlier,
 }
 
 /// The latest rolling states of a run that are kept: the last one may be undone, with the step that saves it.
@@ -55,12 +69,16 @@ const ROLLING: usize = 2;
 /// The slots of a model with recurrent layers. Empty for other models.
 ///
 /// A saved state is found under the content of its block. Only later steps may use it: [`save`](Self::save) is called when all states
-/// that a step uses are found. If slots are lacking, the least recently used saved state is evicted.
+/// that a step uses are found. If slots are lacking, the least recently used saved state is evicted. The states of a conversation take no
+/// more memory than the KV that they make findable, but for its first one.
 #[derive(Debug)]
 pub(crate) struct StatePool {
     slots: Vec<Use>,
     free: Vec<StateSlot>,
     by_content: FxHashMap<Content, StateSlot>,
+    /// Tokens whose KV takes as much memory as a state. 0 for no limit.
+    state_tokens: u32,
+    changes: ChangeLog,
     /// Number of slots that are parked or hold a state before drafted tokens.
     reserved: usize,
     runs: Run,
@@ -68,11 +86,13 @@ pub(crate) struct StatePool {
 }
 
 impl StatePool {
-    pub(crate) fn new(count: u32) -> Self {
+    pub(crate) fn new(count: u32, state_tokens: u32) -> Self {
         Self {
             slots: vec![Use::Free; count as usize],
             free: (0..count).rev().map(StateSlot).collect(),
             by_content: FxHashMap::default(),
+            state_tokens,
+            changes: ChangeLog::default(),
             reserved: 0,
             runs: 0,
             uses: 0,
@@ -90,6 +110,26 @@ impl StatePool {
         self.slots.iter().filter(|slot| matches!(slot, Use::Saved(_))).count()
     }
 
+    /// Number of slots that hold nothing. Once there are none, new states evict saved ones.
+    pub(crate) fn unused(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Records from now on which blocks have a saved state, for [`take_changes`](Self::take_changes).
+    pub(super) fn record_changes(&mut self) {
+        self.changes.start();
+    }
+
+    /// The names of the blocks whose states were saved and dropped since the last call. Empty unless they are recorded.
+    pub(super) fn take_changes(&mut self) -> CacheChanges {
+        self.changes.take()
+    }
+
+    /// Most states of a conversation of `tokens` tokens. Those where several conversations part do not count.
+    pub(super) fn most(&self, tokens: u32) -> usize {
+        tokens.checked_div(self.state_tokens).map_or(usize::MAX, |most| most.max(1) as usize)
+    }
+
     /// Whether a slot can be reserved so that `running` sequences still find slots: for a parked state, or for one before drafted tokens.
     pub(crate) fn can_reserve(&self, running: usize) -> bool {
         self.reserved + 1 + running <= self.slots.len()
@@ -103,17 +143,38 @@ impl StatePool {
         (slot, self.runs)
     }
 
+    /// The run whose conversation a saved state belongs to. `None` if several conversations begin with the tokens before it.
+    pub(super) fn conversation(&self, slot: StateSlot) -> Option<Run> {
+        self.saved_in(slot).filter(|saved| saved.kind != SaveKind::Shared).map(|saved| saved.conversation)
+    }
+
+    /// Counts the states of a conversation as those of the next run that begins, because it goes on with it.
+    pub(super) fn go_on(&mut self, before: Run) {
+        let run = self.runs + 1;
+        self.change_saved(before, |saved| {
+            if saved.end.is_some() {
+                (saved.conversation, saved.kind) = (run, SaveKind::Earlier);
+            }
+        });
+    }
+
     /// Ends a run, or a parked state. Only later steps may write the slot. Saved states stay if their tokens are known.
     pub(super) fn end(&mut self, slot: StateSlot, run: Run) {
         self.reserved -= usize::from(self.slots[slot.0 as usize] == Use::Parked);
         self.release(slot);
-        self.release_if(|saved| saved.run == run && saved.content.is_none());
+        self.end_run(run);
     }
 
     /// Ends a run and keeps its state. The slot [can be reserved](Self::can_reserve).
     pub(super) fn hold(&mut self, slot: StateSlot, run: Run) {
         self.park(slot);
-        self.release_if(|saved| saved.run == run && saved.content.is_none());
+        self.end_run(run);
+    }
+
+    /// Drops the states of a run whose tokens are not known. Its answer grows no more.
+    fn end_run(&mut self, run: Run) {
+        self.release_if(|saved| saved.run == run && saved.end.is_none());
+        self.change_saved(run, |saved| saved.kind = SaveKind::Turn);
     }
 
     /// Keeps the state of a sequence that is preempted.
@@ -148,7 +209,7 @@ impl StatePool {
         debug_assert_eq!((self.slots[undo.0 as usize], self.slots[live.0 as usize]), (Use::Undo, Use::Live));
         self.slots.swap(undo.0 as usize, live.0 as usize);
         self.accept_draft(live);
-        self.release_if(|saved| saved.run == run && saved.content.is_none() && saved.position > position);
+        self.release_if(|saved| saved.run == run && saved.end.is_none() && saved.position > position);
     }
 
     /// The slot with the state after the block with this content.
@@ -166,33 +227,60 @@ impl StatePool {
         true
     }
 
-    /// Takes a slot for the state after `position` tokens, which `step` saves. `content` is that of the block that ends there, if it
-    /// is known; [`name`](Self::name) gives it otherwise. Returns `None` if each slot is live or saved by this step.
-    pub(super) fn save(&mut self, run: Run, position: u32, content: Option<Content>, step: u64, kind: SaveKind) -> Option<StateSlot> {
-        if kind == SaveKind::Rolling {
-            self.release_rolled(run);
+    /// Takes a slot for the state after `position` tokens, which `step` saves. `end` is the block that ends there, if it is known;
+    /// [`name`](Self::name) gives it otherwise. Returns `None` if each slot is live or saved by this step, or if the run's conversation has
+    /// as many states as are worth their memory and none that the new one replaces.
+    pub(super) fn save(&mut self, run: Run, position: u32, end: Option<End>, step: u64, kind: SaveKind) -> Option<StateSlot> {
+        if kind == SaveKind::Rolling && self.of_conversation(run).filter(|(_, saved)| saved.kind == kind).count() >= ROLLING {
+            self.release_oldest(run, kind, step);
+        }
+        // An answer replaces its own earlier states, and a prompt those of earlier prompts and their answers.
+        let replaced = if kind == SaveKind::Rolling { kind } else { SaveKind::Earlier };
+        while kind != SaveKind::Shared && self.of_conversation(run).count() >= self.most(position) {
+            if !self.release_oldest(run, replaced, step) {
+                return None;
+            }
         }
         let slot = self.free.pop().or_else(|| self.evict(step))?;
         self.uses += 1;
-        self.slots[slot.0 as usize] = Use::Saved(Saved { run, position, content, step, kind, used: self.uses });
-        if let Some(content) = content {
-            self.by_content.insert(content, slot);
+        self.slots[slot.0 as usize] = Use::Saved(Saved { run, conversation: run, position, end, step, kind, used: self.uses });
+        if let Some(end) = end {
+            self.insert(end, slot);
         }
         Some(slot)
     }
 
-    /// Records the content of the block that ends after `position` tokens of a run. If the run saves the state there, it can be
-    /// found from now on.
-    pub(super) fn name(&mut self, run: Run, position: u32, content: Content) {
-        let is_it =
-            |slot: &Use| matches!(slot, Use::Saved(saved) if saved.content.is_none() && (saved.run, saved.position) == (run, position));
+    /// Takes a slot for the state at the end of a block, which the caller writes before the next step. `None` if it is saved, or no slot
+    /// is left. No step may be in flight.
+    pub(super) fn restore(&mut self, end: End, position: u32) -> Option<StateSlot> {
+        if self.touch(end.content) {
+            return None;
+        }
+        let slot = self.free.pop().or_else(|| self.evict(u64::MAX))?;
+        (self.runs, self.uses) = (self.runs + 1, self.uses + 1);
+        let saved =
+            Saved { run: self.runs, conversation: self.runs, position, end: Some(end), step: 0, kind: SaveKind::Turn, used: self.uses };
+        self.slots[slot.0 as usize] = Use::Saved(saved);
+        self.insert(end, slot);
+        Some(slot)
+    }
+
+    /// The contents of blocks at whose ends states are saved for longer than an answer grows, by a step before `step`, and their slots.
+    pub(super) fn stored(&self, step: u64) -> Vec<(Content, StateSlot)> {
+        let lasting = self.all_saved().filter(|(_, saved)| saved.step < step && saved.kind != SaveKind::Rolling);
+        lasting.filter_map(|(slot, saved)| Some((saved.end?.content, slot))).collect()
+    }
+
+    /// Records the block that ends after `position` tokens of a run. If the run saves the state there, it can be found from now on.
+    pub(super) fn name(&mut self, run: Run, position: u32, end: End) {
+        let is_it = |slot: &Use| matches!(slot, Use::Saved(saved) if saved.end.is_none() && (saved.run, saved.position) == (run, position));
         let Some(at) = self.slots.iter().position(is_it) else { return };
         let slot = StateSlot(at as u32);
-        if self.touch(content) {
+        if self.touch(end.content) {
             self.release(slot);
         } else if let Use::Saved(saved) = &mut self.slots[at] {
-            saved.content = Some(content);
-            self.by_content.insert(content, slot);
+            saved.end = Some(end);
+            self.insert(end, slot);
         }
     }
 
@@ -206,6 +294,11 @@ impl StatePool {
     /// Drops the states that step `since` or a later step saves for a run, because these steps may fail.
     pub(super) fn forget(&mut self, run: Run, since: u64) {
         self.release_if(|saved| saved.run == run && saved.step >= since);
+    }
+
+    fn insert(&mut self, end: End, slot: StateSlot) {
+        self.by_content.insert(end.content, slot);
+        self.changes.record(end.name, true);
     }
 
     fn take(&mut self, owner: Use) -> StateSlot {
@@ -229,12 +322,30 @@ impl StatePool {
         self.free.pop()
     }
 
-    /// Releases the oldest rolling state of a run if it has as many as are kept.
-    fn release_rolled(&mut self, run: Run) {
-        let rolling = || self.all_saved().filter(|(_, saved)| saved.run == run && saved.kind == SaveKind::Rolling);
-        if rolling().count() >= ROLLING {
-            let (oldest, _) = rolling().min_by_key(|(_, saved)| saved.position).expect("it has some");
-            self.release(oldest);
+    /// The states of the conversation that a run goes on with, apart from those where several conversations part.
+    fn of_conversation(&self, run: Run) -> impl Iterator<Item = (StateSlot, &Saved)> {
+        self.all_saved().filter(move |(_, saved)| saved.conversation == run && saved.kind != SaveKind::Shared)
+    }
+
+    /// Releases a state of a kind that a conversation has and a step before `step` saves: the first one of an answer, the least recently used one
+    /// otherwise. Returns whether there is one.
+    fn release_oldest(&mut self, run: Run, kind: SaveKind, step: u64) -> bool {
+        let those = self.of_conversation(run).filter(|(_, saved)| saved.kind == kind && saved.step < step);
+        let age = |saved: &Saved| if kind == SaveKind::Rolling { saved.position.into() } else { saved.used };
+        let Some((oldest, _)) = those.min_by_key(|(_, saved)| age(saved)) else { return false };
+        self.release(oldest);
+        true
+    }
+
+    /// Changes the states of a conversation, apart from those where several conversations part.
+    fn change_saved(&mut self, run: Run, change: impl Fn(&mut Saved)) {
+        for slot in &mut self.slots {
+            if let Use::Saved(saved) = slot
+                && saved.conversation == run
+                && saved.kind != SaveKind::Shared
+            {
+                change(saved);
+            }
         }
     }
 
@@ -247,8 +358,9 @@ impl StatePool {
     }
 
     fn release(&mut self, slot: StateSlot) {
-        if let Use::Saved(Saved { content: Some(content), .. }) = self.slots[slot.0 as usize] {
-            self.by_content.remove(&content);
+        if let Use::Saved(Saved { end: Some(end), .. }) = self.slots[slot.0 as usize] {
+            self.by_content.remove(&end.content);
+            self.changes.record(end.name, false);
         }
         self.slots[slot.0 as usize] = Use::Free;
         self.free.push(slot);
@@ -276,10 +388,17 @@ impl StatePool {
         let unused = (0..).map(StateSlot).zip(&used).filter(|&(_, slot)| *slot == Use::Free).map(|(slot, _)| slot);
         assert!(free.into_iter().eq(unused), "a free state slot is lost or free twice");
         assert_eq!(self.reserved, parked.len() + undo.len(), "reserved slots");
-        for (_, saved) in self.all_saved().filter(|(_, saved)| saved.content.is_none()) {
+        for (_, saved) in self.all_saved().filter(|(_, saved)| saved.end.is_none()) {
             assert!(live.iter().any(|&(_, run)| run == saved.run), "a saved state without a live run to name it");
         }
-        let named = self.all_saved().filter_map(|(slot, saved)| Some((saved.content?, slot)));
+        // The states of earlier requests may be of a longer text, until the conversation saves its own.
+        for (_, last) in self.all_saved().filter(|(_, saved)| matches!(saved.kind, SaveKind::Turn | SaveKind::Rolling)) {
+            let upto = self
+                .of_conversation(last.conversation)
+                .filter(|(_, saved)| saved.kind == SaveKind::Earlier || saved.position <= last.position);
+            assert!(upto.count() <= self.most(last.position), "more states of {last:?} than their KV is worth");
+        }
+        let named = self.all_saved().filter_map(|(slot, saved)| Some((saved.end?.content, slot)));
         assert_eq!(named.collect::<FxHashMap<_, _>>(), self.by_content, "saved states by content");
         assert!(self.by_content.keys().all(|&content| cached(content)), "a saved state whose block is not cached");
     }
@@ -289,14 +408,23 @@ impl StatePool {
 mod tests {
     use super::*;
 
+    /// A pool that limits nothing but its slots.
+    fn pool(slots: u32) -> StatePool {
+        StatePool::new(slots, 0)
+    }
+
+    fn end(content: Content) -> End {
+        End { content, name: BlockHash::from_bits(content) }
+    }
+
     /// Saves a lasting state of a run in a step.
     fn save(pool: &mut StatePool, run: Run, content: Content, step: u64) -> Option<StateSlot> {
-        pool.save(run, 16, Some(content), step, SaveKind::Lasting)
+        pool.save(run, 16, Some(end(content)), step, SaveKind::Turn)
     }
 
     #[test]
     fn the_state_that_was_used_last_stays_longest() {
-        let mut pool = StatePool::new(3);
+        let mut pool = pool(3);
         let [first, second, third] = [1, 2, 3].map(|content| save(&mut pool, 1, content, content).expect("a free slot"));
         assert!(pool.touch(1));
         assert_eq!(save(&mut pool, 1, 4, 4), Some(second));
@@ -307,7 +435,7 @@ mod tests {
 
     #[test]
     fn a_step_evicts_no_state_that_it_saves_itself() {
-        let mut pool = StatePool::new(2);
+        let mut pool = pool(2);
         let (live, run) = pool.begin();
         let slot = save(&mut pool, run, 1, 5).expect("a free slot");
         assert_eq!(save(&mut pool, run, 2, 5), None);
@@ -317,14 +445,14 @@ mod tests {
 
     #[test]
     fn a_state_is_found_once_its_block_is_named_and_never_if_its_run_ends_before() {
-        let mut pool = StatePool::new(4);
+        let mut pool = pool(4);
         let (live, run) = pool.begin();
         let slot = pool.save(run, 16, None, 5, SaveKind::Rolling);
         assert_eq!(pool.find(9), None);
-        pool.name(run, 32, 8);
-        pool.name(run + 1, 16, 8);
+        pool.name(run, 32, end(8));
+        pool.name(run + 1, 16, end(8));
         assert_eq!((pool.find(8), pool.saved()), (None, 1));
-        pool.name(run, 16, 9);
+        pool.name(run, 16, end(9));
         assert_eq!(pool.find(9), slot);
         pool.save(run, 32, None, 6, SaveKind::Rolling);
         pool.end(live, run);
@@ -334,7 +462,7 @@ mod tests {
 
     #[test]
     fn what_a_failed_run_saved_since_a_step_is_dropped() {
-        let mut pool = StatePool::new(4);
+        let mut pool = pool(4);
         for (run, content, step) in [(1, 1, 4), (1, 2, 5), (2, 3, 5)] {
             save(&mut pool, run, content, step);
         }
@@ -343,8 +471,42 @@ mod tests {
     }
 
     #[test]
+    fn what_a_failed_run_saved_is_dropped_though_the_conversation_goes_on() {
+        let mut pool = pool(4);
+        let (live, run) = pool.begin();
+        let slot = save(&mut pool, run, 1, 5).expect("a free slot");
+        pool.go_on(pool.conversation(slot).expect("it is not shared"));
+        let (other, next) = pool.begin();
+        assert_eq!(pool.conversation(slot), Some(next));
+        pool.forget(run, 5);
+        assert_eq!(pool.find(1), None);
+        pool.check(&[(live, run), (other, next)], &[], &[], |_| false);
+    }
+
+    #[test]
+    fn a_conversation_has_as_many_states_as_its_kv_is_worth_and_its_last_turn_counts_most() {
+        let mut pool = StatePool::new(9, 10);
+        let (_, run) = pool.begin();
+        let save = |pool: &mut StatePool, run, position: u32, kind| {
+            pool.save(run, position, Some(end(position.into())), position.into(), kind).is_some()
+        };
+        assert!(save(&mut pool, run, 9, SaveKind::Turn), "there may always be one");
+        assert!(!save(&mut pool, run, 19, SaveKind::Turn));
+        assert!(save(&mut pool, run, 18, SaveKind::Shared), "it is of use to others");
+        assert!(!save(&mut pool, run, 19, SaveKind::Rolling), "an answer replaces no turn");
+        assert!(save(&mut pool, run, 20, SaveKind::Rolling) && save(&mut pool, run, 29, SaveKind::Rolling));
+        assert_eq!([9, 18, 20, 29].map(|content| pool.find(content).is_some()), [true, true, false, true]);
+        // The next turn replaces what the conversation used least recently.
+        pool.touch(29);
+        pool.go_on(run);
+        let (_, run) = pool.begin();
+        assert!(save(&mut pool, run, 25, SaveKind::Turn));
+        assert_eq!([9, 29, 25].map(|content| pool.find(content).is_some()), [false, true, true]);
+    }
+
+    #[test]
     fn a_parked_state_leaves_slots_for_all_that_may_run() {
-        let mut pool = StatePool::new(3);
+        let mut pool = pool(3);
         let (slot, run) = pool.begin();
         assert!(pool.can_reserve(2) && !pool.can_reserve(3));
         pool.park(slot);
@@ -357,7 +519,7 @@ mod tests {
 
     #[test]
     fn a_rejected_draft_leaves_the_state_before_it_and_nothing_that_was_saved_after_it() {
-        let mut pool = StatePool::new(4);
+        let mut pool = pool(4);
         let (live, run) = pool.begin();
         let undo = pool.begin_draft();
         assert!(pool.can_reserve(2) && !pool.can_reserve(3));

@@ -96,8 +96,8 @@ impl Scheduler {
         config.check()?;
         let rules = config.scheduling_policy.rules();
         let hasher = BlockHasher::new(key);
-        let Config { num_kv_blocks: blocks, host_blocks, state_slots, block_size, .. } = config;
-        let sizes = KvSizes { blocks, host_blocks, state_slots, block_size };
+        let Config { num_kv_blocks: blocks, host_blocks, state_slots, state_tokens, block_size, .. } = config;
+        let sizes = KvSizes { blocks, host_blocks, state_slots, state_tokens, block_size };
         Ok(Self {
             rules,
             seqs: SlotMap::with_key(),

@@ -17,7 +17,7 @@ impl Scheduler {
             let cached = self.kv.estimate(&seq.blocks, ready.map_or(before, |block| block + 1), &mut last);
             let next = cached.len();
             if next > before {
-                seq.blocks.set_chain(cached);
+                self.kv.set_chain(&mut seq.blocks, cached);
                 seq.measure_uncached(self.config.block_size);
             }
             if !self.is_being_computed(id) {

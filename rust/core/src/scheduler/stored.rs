@@ -3,23 +3,24 @@
 //! Only prefixes without a salt are stored, because a salt is a secret of its requests. A group is none.
 
 use super::Scheduler;
-use crate::memory::{BlockHash, BlockId, CacheChanges, StoredBlock};
+use crate::memory::{BlockHash, CacheChanges, Restored, StateSlot, StoredBlock};
 use crate::request::{Time, Token};
 
 impl Scheduler {
-    /// Number of full blocks at the start of `tokens` that a request of a group, without a salt, would find in the cache.
+    /// Number of full blocks at the start of `tokens` that a request of a group, without a salt, could share.
     pub fn cached_blocks(&mut self, group: &str, tokens: &[Token]) -> usize {
         self.kv.cached(group, tokens)
     }
 
     /// Names free blocks for the full blocks of `tokens` that are not cached, as many as are free, so that requests
     /// of the group without a salt find them. Sequences keep all their blocks, and no block is taken that one holds; the least recently
-    /// used cached blocks are evicted. While copies to host memory are outstanding, it takes none. Returns the number of leading blocks that were cached, and the blocks that follow
-    /// them. The caller must write their KV before the next step.
-    pub fn restore(&mut self, group: &str, tokens: &[Token], now: Time) -> (usize, Vec<BlockId>) {
+    /// used cached blocks are evicted. While copies to host memory are outstanding, it takes none. In a model with states, it also takes a
+    /// slot for the state after all these blocks; while steps are in flight, which may use slots, it takes nothing.
+    pub fn restore(&mut self, group: &str, tokens: &[Token], now: Time) -> Restored {
         self.accounts.tick(now);
-        if self.steps.owes_copies() || self.config.state_slots > 0 {
-            return (self.kv.cached(group, tokens), Vec::new());
+        let busy = self.steps.owes_copies() || self.kv.has_states() && self.steps.in_flight();
+        if busy {
+            return Restored { cached: self.kv.cached(group, tokens), ..Restored::default() };
         }
         let waiting = &mut self.waiting;
         self.kv.restore(group, tokens, |name| waiting.block_ready(name))
@@ -44,11 +45,18 @@ impl Scheduler {
     /// The cached blocks whose KV is computed, that no salt protects, and whose content is newer than `after`. Older content
     /// comes first. O(blocks log blocks).
     pub fn stored_blocks(&self, after: u64) -> Vec<StoredBlock> {
-        if self.config.state_slots > 0 { Vec::new() } else { self.kv.stored(self.steps.committed(), after) }
+        self.kv.stored(self.steps.committed(), after)
     }
 
-    /// Number of free blocks that are not cached. Once there are none, new blocks evict cached ones.
-    pub fn unused_blocks(&self) -> usize {
-        self.kv.unused()
+    /// The states that are complete and saved for later requests: the content of the cached block that each follows, and its slot. O(slots).
+    pub fn stored_states(&self) -> Vec<(u64, StateSlot)> {
+        self.kv.stored_states(self.steps.committed())
+    }
+
+    /// Part of the free blocks, and of the slots for states if that is less, that holds nothing. Once it is 0, new content evicts cached one.
+    pub fn unused(&self) -> f64 {
+        let part = |unused: usize, all: u32| unused as f64 / f64::from(all);
+        let blocks = part(self.kv.unused(), self.config.num_kv_blocks);
+        if self.kv.has_states() { blocks.min(part(self.kv.unused_states(), self.config.state_slots)) } else { blocks }
     }
 }

@@ -163,7 +163,8 @@ impl Scheduler {
         let mut reload = Reload::default();
         for &Wait { seq, known, .. } in self.sessions.waiting(session) {
             let blocks = &self.seqs[seq].blocks;
-            let cached = self.kv.estimate(blocks, 0, &mut None).len();
+            let found = self.kv.estimate(blocks, 0, &mut None).len();
+            let cached = self.kv.usable(blocks.names(), found);
             let kept = self.kv.kept_after(blocks, cached);
             let computing = |from: usize| self.model.prefill(from as f64 * size, (f64::from(known) - from as f64 * size).max(0.0));
             reload.computing += computing(cached);

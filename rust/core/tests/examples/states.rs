@@ -1,7 +1,7 @@
 //! A model with recurrent layers: a sequence shares a prefix only up to a block after which a state is saved.
 
 use crate::lab::{Lab, ask, plenty, stem};
-use chairlift_core::{Config, Continues, Fcfs, Outputs, Policy, Prefix, Request, Scheduler, Token};
+use chairlift_core::{Config, Continues, Fcfs, Outputs, Policy, Prefix, Request, Restored, Scheduler, Token};
 use std::collections::VecDeque;
 
 /// The token of every answer.
@@ -299,14 +299,101 @@ fn nothing_is_drafted_where_no_slot_is_left_for_the_state_before_it() {
 }
 
 #[test]
-fn nothing_is_stored() {
+fn a_stored_state_is_found_again_after_a_restart() {
     let mut lab = Lab::new(with_states(4));
-    let prompt = ask(1, 40, 9);
+    let prompt = ask(1, 60, 9);
     lab.add(prompt.clone());
     lab.finish();
-    assert_eq!(lab.scheduler.stored_blocks(0), []);
-    assert_eq!(lab.scheduler.restore("", &[5; 32], lab.now), (0, vec![]));
-    assert_eq!(lab.scheduler.cached_blocks("", &prompt.prompt), 2);
+    let (blocks, states) = (lab.scheduler.stored_blocks(0), lab.scheduler.stored_states());
+    // 68 tokens are computed. States are saved at the prompt's last full block and at the answer's.
+    assert_eq!((blocks.len(), states.len()), (4, 2));
+    assert!(blocks[2..].iter().all(|block| states.iter().any(|state| state.0 == block.content)));
+    assert_eq!(lab.scheduler.cached_blocks("", &prompt.prompt), 3);
+
+    let mut lab = Lab::new(with_states(4));
+    let restored = lab.scheduler.restore("", &prompt.prompt[..48], lab.now);
+    assert_eq!((restored.cached, restored.blocks.len(), restored.state.is_some()), (0, 3, true));
+    assert_eq!(lab.scheduler.cached_blocks("", &prompt.prompt), 3);
+    let again = lab.scheduler.restore("", &prompt.prompt[..48], lab.now);
+    assert_eq!((again.cached, again.blocks.len(), again.state), (3, 0, None), "the state is there");
+    lab.add(prompt);
+    assert_eq!(lab.step().state_copies.len(), 1);
+    lab.finish();
+    assert_eq!(lab.ended[&1].cached_tokens, 48);
+}
+
+#[test]
+fn blocks_without_a_state_get_it_from_storage() {
+    let mut lab = Lab::new(with_states(4));
+    let prompt = ask(1, 100, 1);
+    lab.add(prompt.clone());
+    lab.finish();
+    // The state follows six blocks, and four are asked for.
+    assert_eq!(lab.scheduler.cached_blocks("", &prompt.prompt[..64]), 0);
+    let restored = lab.scheduler.restore("", &prompt.prompt[..64], lab.now);
+    assert_eq!((restored.cached, restored.blocks.len(), restored.state.is_some()), (4, 0, true));
+    assert_eq!(lab.scheduler.cached_blocks("", &prompt.prompt[..64]), 4);
+}
+
+#[test]
+fn no_slot_is_taken_from_a_step_in_flight() {
+    let mut scheduler = Scheduler::new(with_states(4)).expect("a sound config");
+    scheduler.add(ask(1, 40, 9), 0).expect("it fits");
+    let plan = scheduler.plan(0).expect("it can run");
+    assert_eq!(scheduler.restore("", &[5; 32], 0), Restored::default());
+    scheduler.commit(plan, &[ANSWER as i32], 0, &mut Outputs::default());
+    assert_eq!(scheduler.restore("", &[5; 32], 0).blocks.len(), 2);
+}
+
+/// The tokens of a request's prompt that are found. The request runs alone until it ends.
+fn found(scheduler: &mut Scheduler, request: Request) -> usize {
+    let mut found = 0;
+    scheduler.add(request, 0).expect("it fits");
+    while let Some(plan) = scheduler.plan(0) {
+        found += plan.admitted.iter().map(|admitted| admitted.cached_tokens as usize).sum::<usize>();
+        scheduler.commit(plan, &[ANSWER as i32], 0, &mut Outputs::default());
+    }
+    found
+}
+
+/// What a model with these sizes keeps of sixteen conversations of 8,000 tokens that take turns: bytes of the saved states, bytes of the KV,
+/// and the part that was found of the tokens that each turn repeats. A block of KV has 16 tokens.
+fn converses(state_bytes: u64, block_bytes: u64, drops_answers: bool) -> (u64, u64, f64) {
+    let state_tokens = (16 * state_bytes).div_ceil(block_bytes) as u32;
+    let config = Config { num_kv_blocks: 10_000, max_model_len: 9000, max_num_batched_tokens: 9000, state_tokens, ..with_states(96) };
+    let mut scheduler = Scheduler::new(config).expect("a sound config");
+    let (mut repeated, mut cached) = (0, 0);
+    let mut prompts: Vec<Vec<Token>> = (0..16).map(|of| ask(of, 7000, 1).prompt).collect();
+    for turn in 0..6 {
+        for prompt in &mut prompts {
+            // The template ends with four tokens that begin the answer.
+            let user_turn_end = Some(prompt.len() as u32 - 4);
+            cached += found(&mut scheduler, Request { prompt: prompt.clone(), user_turn_end, ..ask(1, 1, 60) });
+            repeated += if turn > 0 { prompt.len() - 140 } else { 0 };
+            if drops_answers {
+                prompt.truncate(prompt.len() - 4);
+            } else {
+                prompt.extend([ANSWER; 60]);
+            }
+            prompt.extend((0..140).map(|at| 3_000_000 + 1000 * turn + at));
+        }
+    }
+    scheduler.check();
+    let kv = prompts.iter().map(|prompt| prompt.len() as u64 / 16 * block_bytes).sum();
+    (scheduler.stats().saved_states as u64 * state_bytes, kv, cached as f64 / repeated as f64)
+}
+
+#[test]
+fn the_states_of_conversations_take_less_memory_than_their_kv_and_are_found() {
+    const MIB: f64 = (1 << 20) as f64;
+    // A state, and the KV of 8,000 tokens in float16: Granite-4-H-tiny, Qwen3.5-4B, LFM2-8B-A1B.
+    for (state, kv) in [(55.4, 62.5), (50.3, 250.0), (0.3, 93.8)] {
+        for drops_answers in [false, true] {
+            let (states, kv, found) = converses((state * MIB) as u64, (kv * MIB / 500.0) as u64, drops_answers);
+            assert!(states < kv, "{} MiB of states, {} MiB of KV", states >> 20, kv >> 20);
+            assert!(found >= 0.95, "{found}");
+        }
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! A fake model: a cell of its paged cache, its recurrent state, and the next token follow from the tokens before.
 
-use chairlift_core::{Config, Lens, Scheduler, StepBuffers, StepPlan, Token};
+use chairlift_core::{Config, Lens, Scheduler, StateSlot, StepBuffers, StepPlan, Token};
 use std::cell::Cell;
 
 /// Number of tokens.
@@ -228,6 +228,16 @@ impl FakeModel {
         assert_eq!(position, start, "the state is that after the computed tokens");
         assert!(state == before || state == POISON || before == POISON, "the state and the cache follow from other tokens");
         Some((state, position))
+    }
+
+    /// Writes the state after `position` tokens, the last of which has this cell.
+    pub(super) fn set_state(&mut self, slot: StateSlot, cell: u32, position: usize) {
+        self.states[slot.0 as usize] = (cell, position);
+    }
+
+    /// The state in a slot, and the number of tokens that it follows from.
+    pub(super) fn state(&self, slot: StateSlot) -> (u32, usize) {
+        self.states[slot.0 as usize]
     }
 
     /// Moves the state of a chunk on over its cells, and saves it where the step says so.

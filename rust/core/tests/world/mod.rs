@@ -8,8 +8,8 @@ mod used_prefixes;
 
 use chairlift_core::{
     BACKGROUND, BlockHash, BlockHasher, CacheScope, Config, Continues, DraftSource, Drafter, FinishReason, Grouping, HeldId, Outputs,
-    ParsedJournal, Preemption, Preparation, Recorder, Rejected, Request, Reservation, Resumed, Scheduler, SeqId, SessionEvent, StepPlan,
-    Tier, Timeline, Token,
+    ParsedJournal, Preemption, Preparation, Recorder, Rejected, Request, Reservation, Restored, Resumed, Scheduler, SeqId, SessionEvent,
+    StepPlan, Tier, Timeline, Token,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -293,13 +293,16 @@ impl World {
         let group = group_of(salt);
         let size = self.scheduler.config().block_size as usize;
         let (free, known) = (self.scheduler.stats().free_blocks, self.scheduler.cached_blocks(group, tokens));
-        let (found, restored) = self.scheduler.restore(group, tokens, self.now);
+        let Restored { cached: found, blocks: restored, state } = self.scheduler.restore(group, tokens, self.now);
         self.used.add("storage", salt, tokens);
-        assert_eq!(found, known);
+        let has_states = self.scheduler.config().state_slots > 0;
+        assert!(found == known || has_states && found > known, "blocks are of use up to a saved state");
         assert_eq!(self.scheduler.stats().free_blocks, free, "restored blocks are free");
         let whole = if self.scheduler.config().enable_prefix_caching { tokens.len() / size } else { 0 };
         assert!(found + restored.len() == whole || restored.len() <= free);
-        assert_eq!(self.scheduler.cached_blocks(group, tokens), found + restored.len());
+        if !has_states {
+            assert_eq!(self.scheduler.cached_blocks(group, tokens), found + restored.len());
+        }
         let mut before = origin(salt);
         for (at, block) in tokens.chunks_exact(size).take(found + restored.len()).enumerate() {
             for (offset, token) in block.iter().enumerate() {
@@ -309,22 +312,35 @@ impl World {
                 }
             }
         }
+        if let Some(slot) = state {
+            assert!(self.in_flight.is_empty() && found + restored.len() == whole);
+            assert_eq!(self.scheduler.cached_blocks(group, tokens), whole);
+            self.model.set_state(slot, before, whole * size);
+        }
     }
 
-    /// Every stored block has the cells of its tokens after those of the block before it.
+    /// Every stored block has the cells of its tokens after those of the block before it, and every stored state is that after its block.
     fn check_stored(&self) {
         if self.live.values().any(|live| live.exposed) || !self.in_flight.is_empty() {
             return;
         }
         let size = self.scheduler.config().block_size as usize;
         let mut places = HashMap::from([(0, None)]);
+        let mut ends = HashMap::from([(0, 0)]);
         for block in self.scheduler.stored_blocks(0) {
             let root = origin(if block.group.is_empty() { 0 } else { GROUP });
             let mut before = places[&block.parent].map_or(root, |parent| self.model.block(parent)[size - 1]);
             places.insert(block.content, Some(block.id.0));
+            ends.insert(block.content, ends[&block.parent] + size);
             for (token, &found) in block.tokens.iter().zip(self.model.block(block.id.0)) {
                 before = cell(before, *token);
                 assert_eq!(found, before, "block {block:?}");
+            }
+        }
+        for (content, slot) in self.scheduler.stored_states() {
+            // Blocks with a salt are not stored.
+            if let Some(Some(block)) = places.get(&content) {
+                assert_eq!(self.model.state(slot), (self.model.block(*block)[size - 1], ends[&content]), "{slot:?}");
             }
         }
     }
@@ -336,12 +352,18 @@ impl World {
         self.reported.retain(|name| !changes.dropped.contains(name));
         self.reported.extend(changes.added);
         let config = *self.scheduler.config();
-        assert!(self.reported.len() <= config.usable_blocks() as usize);
+        let most = if config.state_slots > 0 { config.state_slots } else { config.usable_blocks() };
+        assert!(self.reported.len() <= most as usize);
         for live in self.live.values() {
             let found = self.scheduler.cached_blocks(group_of(live.salt), &live.context);
             let scope = CacheScope::of_group(group_of(live.salt));
             let names = BlockHasher::new(0).names(&scope, &live.context, config.block_size as usize);
-            let reported = names.iter().take_while(|name| self.reported.contains(name)).count();
+            let has = |name: &BlockHash| self.reported.contains(name);
+            let reported = if config.state_slots > 0 {
+                names.iter().rposition(has).map_or(0, |last| last + 1)
+            } else {
+                names.iter().take_while(|name| has(name)).count()
+            };
             assert!(found <= reported, "{found} blocks are found, and {reported} were reported");
         }
     }

@@ -3,7 +3,7 @@
 use crate::memory::{BlockHash, CacheChanges};
 use rustc_hash::{FxHashMap, FxHashSet};
 
-/// The blocks that an engine has cached, by its reports, and those of the prompts that it was sent and has not computed.
+/// The blocks after which an engine can begin, by its reports, and those of the prompts that it was sent and has not computed.
 #[derive(Debug, Default)]
 pub(super) struct EngineCache {
     cached: FxHashSet<BlockHash>,
@@ -12,9 +12,11 @@ pub(super) struct EngineCache {
 }
 
 impl EngineCache {
-    /// Number of leading blocks of a prompt that the engine has, or will have before it computes the prompt.
-    pub(super) fn prefix(&self, names: &[BlockHash]) -> usize {
-        names.iter().take_while(|name| self.cached.contains(name) || self.coming.contains_key(name)).count()
+    /// Number of leading blocks of a prompt that the engine has, or will have before it computes the prompt. With recurrent states it
+    /// reports only the blocks after which one is saved, and has all blocks before.
+    pub(super) fn prefix(&self, names: &[BlockHash], has_states: bool) -> usize {
+        let has = |name: &BlockHash| self.cached.contains(name) || self.coming.contains_key(name);
+        if has_states { names.iter().rposition(has).map_or(0, |last| last + 1) } else { names.iter().take_while(|name| has(name)).count() }
     }
 
     /// Takes a report of the engine.

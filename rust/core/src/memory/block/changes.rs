@@ -4,7 +4,8 @@ use super::super::hash::BlockHash;
 use super::BlockPool;
 use rustc_hash::FxHashMap;
 
-/// Names of the blocks that are cached now and were not, and of those that are no longer cached.
+/// Names of the blocks that are cached now and were not, and of those that are no longer cached. In a model with recurrent states, those
+/// of the blocks after which a state is saved: a sequence can begin only there.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CacheChanges {
     /// Names of blocks that can be found now.
@@ -13,17 +14,20 @@ pub struct CacheChanges {
     pub dropped: Vec<BlockHash>,
 }
 
-impl BlockPool {
-    /// Records changes of the cached blocks from now on. Call [`take_changes`](Self::take_changes) after each step,
-    /// because the record grows.
-    pub fn record_changes(&mut self) {
-        self.changes = Some(Vec::new());
+/// Names in the order in which they were added (true) and dropped. `None` until they are recorded.
+#[derive(Debug, Default)]
+pub(in crate::memory) struct ChangeLog(Option<Vec<(BlockHash, bool)>>);
+
+impl ChangeLog {
+    /// Records changes from now on. Call [`take`](Self::take) after each step, because the record grows.
+    pub(in crate::memory) fn start(&mut self) {
+        self.0 = Some(Vec::new());
     }
 
     /// The changes since the last call. Empty unless they are recorded.
-    pub fn take_changes(&mut self) -> CacheChanges {
+    pub(in crate::memory) fn take(&mut self) -> CacheChanges {
         let mut changes = CacheChanges::default();
-        let Some(recorded) = &mut self.changes else { return changes };
+        let Some(recorded) = &mut self.0 else { return changes };
         // The last change of a name counts.
         let last: FxHashMap<BlockHash, bool> = recorded.drain(..).collect();
         for (name, cached) in last {
@@ -32,9 +36,21 @@ impl BlockPool {
         changes
     }
 
-    pub(super) fn record(&mut self, name: BlockHash, cached: bool) {
-        if let Some(recorded) = &mut self.changes {
+    pub(in crate::memory) fn record(&mut self, name: BlockHash, cached: bool) {
+        if let Some(recorded) = &mut self.0 {
             recorded.push((name, cached));
         }
+    }
+}
+
+impl BlockPool {
+    /// Records changes of the cached blocks from now on, for [`take_changes`](Self::take_changes).
+    pub fn record_changes(&mut self) {
+        self.changes.start();
+    }
+
+    /// The changes of the cached blocks since the last call. Empty unless they are recorded.
+    pub fn take_changes(&mut self) -> CacheChanges {
+        self.changes.take()
     }
 }

@@ -110,11 +110,6 @@ impl SeqBlocks {
         self.table.ids()[(position / block_size) as usize].0 * block_size + position % block_size
     }
 
-    /// Sets the chain of cached blocks.
-    pub(crate) fn set_chain(&mut self, chain: Chain) {
-        self.chain = chain;
-    }
-
     /// Clears the chain of cached blocks.
     pub(crate) fn reset_chain(&mut self) {
         self.chain = Chain::root(&self.scope);

@@ -1,8 +1,9 @@
 //! The recurrent states of sequences: what each sequence needs of the pool, and which prefixes a sequence can resume from.
 
 use super::super::block::Content;
-use super::super::state_pool::{Run, SaveKind, StateSlot};
-use super::{BlockId, Cached, Kv, SeqBlocks};
+use super::super::hash::BlockHash;
+use super::super::state_pool::{End, Run, SaveKind, StateSlot};
+use super::{BlockId, Cached, Chain, Kv, SeqBlocks};
 use crate::request::Token;
 
 /// A sequence's recurrent state. Only [`Kv`] changes it.
@@ -15,12 +16,12 @@ pub(super) struct SeqState {
     undo: Option<StateSlot>,
     /// Number of tokens before the state of a held sequence. `None` for other sequences.
     held_at: Option<u32>,
-    /// The slot of the held sequence whose state the sequence begins with, by the latest lookup.
-    source: Option<StateSlot>,
+    /// The slot and the run of the held sequence whose state the sequence begins with, by the latest lookup.
+    source: Option<(StateSlot, Run)>,
     /// The contents of the blocks in the sequence's chain.
     contents: Vec<Content>,
-    /// Numbers of tokens, in ascending order, after which the state is to be saved.
-    wanted: Vec<u32>,
+    /// Numbers of tokens, in ascending order, after which the state is to be saved, and why.
+    wanted: Vec<(u32, SaveKind)>,
     /// Tokens that were cached beyond the last block with a state at the latest admission, and those of them that the tenant may see.
     lost: LostHit,
     /// Leading blocks up to the last one with a state at the latest lookup.
@@ -68,11 +69,12 @@ impl SeqBlocks {
         }
     }
 
-    /// Has the sequence save its state after `position` tokens, if it has yet to compute them. Called for models that have states.
+    /// Has the sequence save its state after `position` tokens, if it has yet to compute them, because another one shares them. Called
+    /// for models that have states.
     pub(crate) fn wants_state(&mut self, position: u32) {
         let wanted = &mut self.state.get_or_insert_default().wanted;
-        if let Err(at) = wanted.binary_search(&position) {
-            wanted.insert(at, position);
+        if let Err(at) = wanted.binary_search_by_key(&position, |wanted| wanted.0) {
+            wanted.insert(at, (position, SaveKind::Shared));
         }
     }
 }
@@ -105,7 +107,7 @@ impl Kv {
         (state.lost, state.source) = (lost, None);
         state.wanted.clear();
         if lost.tokens > 0 {
-            state.wanted.push(found.len() as u32 * self.block_size);
+            state.wanted.push((found.len() as u32 * self.block_size, SaveKind::Shared));
         }
         contents.truncate(usable);
         found.truncate(usable);
@@ -125,7 +127,7 @@ impl Kv {
         if of.held_at != Some(computed) {
             return false;
         }
-        (state.source, state.lost) = (of.slot, LostHit::default());
+        (state.source, state.lost) = (of.slot.map(|slot| (slot, of.run)), LostHit::default());
         state.contents.clone_from(&of.contents);
         true
     }
@@ -150,10 +152,22 @@ impl Kv {
         contents.iter().rposition(|&content| self.states.find(content).is_some()).map_or(0, |last| last + 1)
     }
 
-    /// Notes how many of the blocks that were found for a waiting sequence it could share.
-    pub(super) fn note_resumable(&mut self, blocks: &mut SeqBlocks, found: &[BlockId]) {
+    /// Number of leading blocks of `cached` ones with these names that a sequence can share: all, or those up to the last one after which
+    /// a state is saved.
+    pub(crate) fn usable(&self, names: &[BlockHash], cached: usize) -> usize {
+        if !self.states.exists() {
+            return cached;
+        }
+        let has_state = |&name: &BlockHash| self.pool.content_of(name).is_some_and(|content| self.states.find(content).is_some());
+        names[..cached].iter().rposition(has_state).map_or(0, |last| last + 1)
+    }
+
+    /// Sets the chain of cached blocks of a waiting sequence, and how many of them it could share.
+    pub(crate) fn set_chain(&self, blocks: &mut SeqBlocks, chain: Chain) {
+        blocks.chain = chain;
         if self.states.exists() {
-            blocks.state.get_or_insert_default().resumable = self.resumable(&self.contents(found));
+            let usable = self.usable(&blocks.names, blocks.chain.len());
+            blocks.state.get_or_insert_default().resumable = usable;
         }
     }
 
@@ -203,12 +217,6 @@ impl Kv {
         if !self.states.exists() {
             return;
         }
-        let whole = |tokens: u32| tokens / self.block_size * self.block_size;
-        for position in [Some(whole(len - 1)), turn.map(|turn| whole(turn.min(len - 1)))].into_iter().flatten() {
-            if position > computed {
-                blocks.wants_state(position);
-            }
-        }
         let state = blocks.state.get_or_insert_default();
         let held = state.source.take();
         if let Some(slot) = state.slot {
@@ -216,15 +224,37 @@ impl Kv {
             return;
         }
         let from = state.contents.last().filter(|_| computed > 0).copied();
-        let source = held.or_else(|| {
+        let source = held.map(|(slot, _)| slot).or_else(|| {
             self.states.touch(from?);
             Some(self.states.find(from?).expect("it was found before"))
         });
         self.settle_states();
+        let before = held.map(|(_, run)| run).or_else(|| self.states.conversation(source?));
+        self.want_turns(state, (computed, len), turn, before.is_some());
+        if let Some(before) = before {
+            self.states.go_on(before);
+        }
         let (slot, run) = self.states.begin();
         (state.slot, state.run) = (Some(slot), run);
         // The only saved state may have been evicted for this sequence.
         copies.extend(source.filter(|&source| source != slot).map(|source| (source, slot)));
+    }
+
+    /// Has a sequence that begins to run save its state at the last full block before the token `turn`, if there is one, and at that before
+    /// its last token, as far as its conversation may have as many states. One that goes on with a conversation saves none where the cached
+    /// blocks end, because the next turn finds the later ones.
+    fn want_turns(&self, state: &mut SeqState, (computed, len): (u32, u32), turn: Option<u32>, goes_on: bool) {
+        let whole = |tokens: u32| tokens.min(len - 1) / self.block_size * self.block_size;
+        let most = self.states.most(len);
+        if goes_on && most < usize::MAX {
+            state.wanted.clear();
+        }
+        let mut turns: Vec<_> = turn.map(whole).into_iter().chain([whole(len)]).filter(|&position| position > computed).collect();
+        turns.dedup();
+        turns.truncate(most);
+        state.wanted.retain(|(position, _)| !turns.contains(position));
+        state.wanted.extend(turns.into_iter().map(|position| (position, SaveKind::Turn)));
+        state.wanted.sort_unstable_by_key(|wanted| wanted.0);
     }
 
     /// Chooses the states that `step` saves while a sequence computes the tokens from `start` to `end`. From `answer` tokens on, its
@@ -238,19 +268,19 @@ impl Kv {
         mut save: impl FnMut(u32, StateSlot),
     ) {
         let Some(state) = blocks.state.as_mut().filter(|_| self.sharing) else { return };
-        let passed = state.wanted.partition_point(|&position| position <= end);
-        let wanted = state.wanted.drain(..passed).filter(|&position| position > start).map(|position| (position, SaveKind::Lasting));
+        let passed = state.wanted.partition_point(|wanted| wanted.0 <= end);
+        let wanted = state.wanted.drain(..passed).filter(|wanted| wanted.0 > start);
         let last = end / self.block_size * self.block_size;
         let rolling = (last > start && last >= answer).then_some((last, SaveKind::Rolling));
         let mut before = start;
         for (position, kind) in wanted.chain(rolling) {
             let block = (position / self.block_size) as usize - 1;
             // The content is not known yet if the last token of the block is not.
-            let content = state.contents.get(block).copied();
-            let useful = content.is_none_or(|content| self.pool.has(blocks.names[block], content) && !self.states.touch(content));
+            let end = state.contents.get(block).map(|&content| End { content, name: blocks.names[block] });
+            let useful = end.is_none_or(|end| self.pool.has(end.name, end.content) && !self.states.touch(end.content));
             if position > before
                 && useful
-                && let Some(slot) = self.states.save(state.run, position, content, step, kind)
+                && let Some(slot) = self.states.save(state.run, position, end, step, kind)
             {
                 save(position, slot);
             }
@@ -259,11 +289,26 @@ impl Kv {
     }
 
     /// Records that a block of a sequence is named, and that its chain is longer by one.
-    pub(super) fn name_state(&mut self, blocks: &mut SeqBlocks, position: u32) {
+    pub(super) fn name_state(&mut self, blocks: &mut SeqBlocks, position: u32, name: BlockHash) {
+        // The name may be that of a block that is no longer cached.
+        self.settle_states();
         if let Some(state) = &mut blocks.state {
-            state.contents.push(blocks.chain.content());
-            self.states.name(state.run, position, blocks.chain.content());
+            let end = End { content: blocks.chain.content(), name };
+            state.contents.push(end.content);
+            self.states.name(state.run, position, end);
         }
+    }
+
+    /// Takes a slot for the state after the blocks that were restored with these names, whose last content is `content`.
+    pub(super) fn restore_state(&mut self, names: &[BlockHash], content: Content) -> Option<StateSlot> {
+        let name = *names.last().filter(|_| self.states.exists())?;
+        self.settle_states();
+        self.states.restore(End { content, name }, names.len() as u32 * self.block_size)
+    }
+
+    /// The contents of cached blocks after which a state is saved, complete before `step`, and its slot.
+    pub(crate) fn stored_states(&self, step: u64) -> Vec<(Content, StateSlot)> {
+        self.states.stored(step)
     }
 
     /// Drops the states that step `since` or a later step saves for a sequence.
