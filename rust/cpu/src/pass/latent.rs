@@ -48,14 +48,14 @@ impl Buffers {
         blocks: impl Iterator<Item = &'m LatentAttention> + Clone,
     ) -> Shared<'_> {
         let Self { rows, groups, queries, absorbed, values } = self;
-        let most = |width: &dyn Fn(&LatentAttention) -> usize| blocks.clone().map(width).max().unwrap_or(0);
         let count = if blocks.clone().next().is_some() { config.num_heads * tokens } else { 0 };
-        rows.reserve(isa, count, tokens, blocks.clone().flat_map(|latent| [&latent.key_up, &latent.value_up]));
         groups.clear();
         groups.extend((0..count / tokens.max(1)).flat_map(|head| RowGroup::split(head, head * tokens..(head + 1) * tokens)));
+        let most = |width: &dyn Fn(&LatentAttention) -> usize| blocks.clone().map(width).max().unwrap_or(0);
         queries.reserve(tokens * most(&|latent| latent.query.as_ref().map_or(0, |query| query.up.matrix.outs)));
         absorbed.reserve(count * most(&|latent| config.kv_heads[latent.kv.cache].head_dim));
         values.reserve(count * most(&|latent| latent.value_up.matrix.outs));
+        rows.reserve(isa, count, tokens, blocks.flat_map(|latent| [&latent.key_up, &latent.value_up]));
         Shared {
             packed: rows.packed(isa, count, tokens),
             groups,
