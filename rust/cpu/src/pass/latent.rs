@@ -137,7 +137,7 @@ impl Pass<'_> {
     ///
     /// An earlier phase wrote the queries.
     unsafe fn query_of(&self, attention: &LatentAttention, t: usize, head: usize) -> &[f32] {
-        let size = attention.key_up.matrix.ins + attention.rotated(self.config);
+        let size = attention.key_up.matrix.ins + attention.rotated(&self.config.ropes);
         let (queries, stride) = match &attention.query {
             Some(query) => (self.latent.queries, query.up.matrix.outs),
             None => (self.qkv, attention.in_proj.matrix.outs),
@@ -150,7 +150,7 @@ impl Pass<'_> {
     fn write_latent(&self, t: usize, attention: &LatentAttention, pages: Pages<'_>, key: &mut Vec<f32>) {
         let (latent, width, tokens) = (attention.norm.len(), pages.shape.head_dim, self.step.input_ids.len());
         let start: usize = self.config.ropes[..attention.rope].iter().map(Rope::width).sum();
-        let rotated = attention.rotated(self.config);
+        let rotated = attention.rotated(&self.config.ropes);
         let projected = attention.in_proj.matrix.outs;
         // SAFETY: earlier phases wrote these rows (see `Pass`).
         let (cos_sin, x) =
