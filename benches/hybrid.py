@@ -236,6 +236,34 @@ def measure(server: Server, seed: int) -> dict[str, float]:
     return found
 
 
+def print_head(rounds: int) -> None:
+    """Prints the head of a table of `compare`."""
+    print(f"{describe()['cpu']}, one thread, CPU seconds, median of {rounds}\n")
+    columns = ("model", "server", "prompt of 4,000", "one stream, tokens/s", "16 streams, tokens/s", "first token of a later turn", "found")
+    print("| " + " | ".join(columns) + " |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+
+
+def compare(name: str, path: Path, llama_server: Path, rounds: int) -> None:
+    """Measures both servers with a file in turns, and prints their rows."""
+    # Random weights repeat themselves: drafts would gain what no text gains.
+    ours = chairlift_server(path, "Q4_K", "8 bit", ["--threads", "1", "--speculative-config", '{"method": "off"}']).command
+    theirs = [str(llama_server), "--model", str(path), "--no-ui", "--log-disable", "--threads", "1", "--threads-batch", "1"]
+    theirs += ["--parallel", str(STREAMS), "--ctx-size", str(STREAMS * 6144), "--port", "{port}"]
+    results: dict[str, list[dict[str, float]]] = {"chairlift": [], "llama.cpp": []}
+    for seed in range(rounds):
+        for which, command in (("chairlift", ours), ("llama.cpp", theirs)):
+            with served(command) as server:
+                results[which].append(measure(server, seed))
+    for which, measured in results.items():
+        at = {key: statistics.median(one[key] for one in measured) for key in measured[0]}
+        print(
+            f"| {name} | {which} | {at['prompt']:.1f} | {64 / at['one']:.1f} |"
+            f" {STREAMS * 32 / at['streams']:.1f} | {at['turn']:.2f} | {at['found']:.0%} |",
+            flush=True,
+        )
+
+
 def main() -> None:
     """Prints a table for each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -244,31 +272,13 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder where files are made, and used again")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     args = parser.parse_args()
-    print(f"{describe()['cpu']}, one thread, CPU seconds, median of {args.rounds}\n")
-    columns = ("model", "server", "prompt of 4,000", "one stream, tokens/s", "16 streams, tokens/s", "first token of a later turn", "found")
-    print("| " + " | ".join(columns) + " |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    print_head(args.rounds)
     with tempfile.TemporaryDirectory() as temporary:
         for name in [args.only] if args.only else MODELS:
             shape, path = MODELS[name](), (args.keep or Path(temporary)) / f"{name}.gguf"
             if not path.exists():
                 write(path, shape.kind, shape.metadata, shape.tensors)
-            # Random weights repeat themselves: drafts would gain what no text gains.
-            ours = chairlift_server(path, "Q4_K", "8 bit", ["--threads", "1", "--speculative-config", '{"method": "off"}']).command
-            theirs = [str(args.llama_server), "--model", str(path), "--no-ui", "--log-disable", "--threads", "1", "--threads-batch", "1"]
-            theirs += ["--parallel", str(STREAMS), "--ctx-size", str(STREAMS * 6144), "--port", "{port}"]
-            results: dict[str, list[dict[str, float]]] = {"chairlift": [], "llama.cpp": []}
-            for seed in range(args.rounds):
-                for which, command in (("chairlift", ours), ("llama.cpp", theirs)):
-                    with served(command) as server:
-                        results[which].append(measure(server, seed))
-            for which, rounds in results.items():
-                at = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
-                print(
-                    f"| {name}, {shape.layers} layers | {which} | {at['prompt']:.1f} | {64 / at['one']:.1f} |"
-                    f" {STREAMS * 32 / at['streams']:.1f} | {at['turn']:.2f} | {at['found']:.0%} |",
-                    flush=True,
-                )
+            compare(f"{name}, {shape.layers} layers", path, args.llama_server, args.rounds)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Times decodes of a mixture of experts with random weights in a real shape, beside the memory's bandwidth.
+"""Times mixtures of experts with random weights in real shapes: decodes beside the memory's bandwidth, or a server beside llama.cpp.
 
     python benches/mixture.py                      Qwen3-30B-A3B with 4 of its 48 layers, Q4_K_M
+    python benches/mixture.py --model GLM-4.7-Flash
     python benches/mixture.py --layers 48 --keep qwen3-30b-a3b.gguf
+    python benches/mixture.py --llama-server PATH  a prompt of 4,000 tokens, one stream and 16, in CPU seconds (see hybrid.py)
 
 The file is made of random blocks in the types of llama.cpp's Q4_K_M. A token's active weights are those of its experts, of attention
 and of the head; several streams touch N (1 - (1 - k / N)^streams) of N experts. Prints a table.
@@ -12,12 +14,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import gguf
+import hybrid
 import numpy as np
 from peers.machine import describe, peaks
-from random_gguf import Q4, Q6, Tensors, write
+from random_gguf import Q4, Q6, Q8, Tensors, write
 
 from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
@@ -26,48 +31,97 @@ from chairlift.runner.cpu_executor import CpuExecutor
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.weights import open_weights
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, USED, INNER, VOCABULARY = 2048, 32, 4, 128, 128, 8, 768, 151936
-LAYERS = 48
 STREAMS = (1, 2, 4, 8, 16)
 BLOCK, CONTEXT = 16, 128
 STEPS, ROUNDS = 10, 3
 
 
-def tensors(layers: int) -> Tensors:
-    """The tensors of the file."""
-    queries, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    found: Tensors = {
-        "token_embd.weight": ((VOCABULARY, HIDDEN), Q4),
-        "output.weight": ((VOCABULARY, HIDDEN), Q6),
-        "output_norm.weight": ((HIDDEN,), None),
-    }
+class Model(NamedTuple):
+    """A model: its architecture, its layers, experts and experts of a token, and the metadata and tensors of so many layers."""
+
+    kind: str
+    layers: int
+    experts: int
+    used: int
+    metadata: Callable[[int], dict[str, Any]]
+    tensors: Callable[[int], Tensors]
+
+
+def _top(hidden: int, vocabulary: int) -> Tensors:
+    matrices: Tensors = {"token_embd.weight": ((vocabulary, hidden), Q4), "output.weight": ((vocabulary, hidden), Q6)}
+    return matrices | {"output_norm.weight": ((hidden,), None)}
+
+
+def _experts(hidden: int, count: int, inner: int, down: gguf.GGMLQuantizationType) -> Tensors:
+    found: Tensors = {f"ffn_{name}_exps.weight": ((count, inner, hidden), Q4) for name in ("gate", "up")}
+    return found | {"ffn_down_exps.weight": ((count, hidden, inner), down), "ffn_gate_inp.weight": ((count, hidden), None)}
+
+
+def _sizes(layers: int, hidden: int, inner: int, attention: dict[str, int], experts: dict[str, Any]) -> dict[str, Any]:
+    sizes = {"context_length": 40960, "embedding_length": hidden, "block_count": layers, "feed_forward_length": inner}
+    heads = {f"attention.{name}": value for name, value in {**attention, "layer_norm_rms_epsilon": 1e-6}.items()}
+    return {**sizes, **heads, "rope.freq_base": 1e6} | {f"expert_{name}": value for name, value in experts.items()}
+
+
+def _qwen_metadata(layers: int) -> dict[str, Any]:
+    heads = {"head_count": 32, "head_count_kv": 4, "key_length": 128, "value_length": 128}
+    return _sizes(layers, 2048, 6144, heads, {"count": 128, "used_count": 8, "feed_forward_length": 768})
+
+
+def _qwen_tensors(layers: int) -> Tensors:
+    hidden, found = 2048, _top(2048, 151936)
     for layer in range(layers):
         # Half of the layers have more bits for these.
         more = Q6 if layer % 2 else Q4
-        matrices = {"attn_q": ((queries, HIDDEN), Q4), "attn_k": ((kv, HIDDEN), Q4), "attn_v": ((kv, HIDDEN), more)}
-        matrices |= {"attn_output": ((HIDDEN, queries), Q4), "ffn_gate_exps": ((EXPERTS, INNER, HIDDEN), Q4)}
-        matrices |= {"ffn_up_exps": ((EXPERTS, INNER, HIDDEN), Q4), "ffn_down_exps": ((EXPERTS, HIDDEN, INNER), more)}
-        plain = {"attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,), "attn_q_norm": (HEAD_DIM,), "attn_k_norm": (HEAD_DIM,)}
-        plain |= {"ffn_gate_inp": (EXPERTS, HIDDEN)}
-        found |= {f"blk.{layer}.{name}.weight": tensor for name, tensor in matrices.items()}
-        found |= {f"blk.{layer}.{name}.weight": (shape, None) for name, shape in plain.items()}
+        parts: Tensors = {
+            "attn_q.weight": ((4096, hidden), Q4),
+            "attn_k.weight": ((512, hidden), Q4),
+            "attn_v.weight": ((512, hidden), more),
+        }
+        parts |= {"attn_output.weight": ((hidden, 4096), Q4)} | _experts(hidden, 128, 768, more)
+        norms = {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_norm": 128, "attn_k_norm": 128}
+        parts |= {f"{name}.weight": ((size,), None) for name, size in norms.items()}
+        found |= {f"blk.{layer}.{name}": tensor for name, tensor in parts.items()}
     return found
 
 
-def metadata(layers: int) -> dict[str, int | float]:
-    """The metadata of the file."""
-    sizes = {"context_length": 40960, "embedding_length": HIDDEN, "block_count": layers, "feed_forward_length": 6144}
-    heads = {"head_count": HEADS, "head_count_kv": KV_HEADS, "key_length": HEAD_DIM, "value_length": HEAD_DIM}
-    experts = {"expert_count": EXPERTS, "expert_used_count": USED, "expert_feed_forward_length": INNER}
-    attention = {f"attention.{name}": value for name, value in {**heads, "layer_norm_rms_epsilon": 1e-6}.items()}
-    return {**sizes, **attention, "rope.freq_base": 1e6, **experts}
+def _glm_metadata(layers: int) -> dict[str, Any]:
+    heads = {"head_count": 20, "head_count_kv": 1, "key_length": 576, "value_length": 512, "key_length_mla": 256, "value_length_mla": 256}
+    experts = {"count": 64, "used_count": 4, "feed_forward_length": 1536, "shared_count": 1, "gating_func": 2, "weights_norm": True}
+    found = _sizes(layers, 2048, 10240, heads | {"q_lora_rank": 768, "kv_lora_rank": 512}, experts | {"weights_scale": 1.8})
+    return found | {"rope.dimension_count": 64, "leading_dense_block_count": 1, "vocab_size": 154880}
 
 
-def active_bytes(layers: int, streams: int) -> int:
+def _glm_tensors(layers: int) -> Tensors:
+    hidden, heads, found = 2048, 20, _top(2048, 154880)
+    for layer in range(layers):
+        parts: Tensors = {"attn_q_a.weight": ((768, hidden), Q4), "attn_q_b.weight": ((heads * 256, 768), Q4)}
+        parts |= {"attn_kv_a_mqa.weight": ((576, hidden), Q4), "attn_output.weight": ((hidden, heads * 256), Q4)}
+        # Rows of 192 numbers are no whole blocks of Q4_K.
+        parts |= {"attn_k_b.weight": ((heads, 512, 192), Q8), "attn_v_b.weight": ((heads, 256, 512), Q8)}
+        if layer == 0:
+            parts |= {f"ffn_{name}.weight": ((10240, hidden), Q4) for name in ("gate", "up")} | {"ffn_down.weight": ((hidden, 10240), Q4)}
+        else:
+            parts |= _experts(hidden, 64, 1536, Q6 if layer % 2 else Q4) | {"exp_probs_b.bias": ((64,), None)}
+            parts |= {f"ffn_{name}_shexp.weight": ((1536, hidden), Q4) for name in ("gate", "up")}
+            parts |= {"ffn_down_shexp.weight": ((hidden, 1536), Q4)}
+        norms = {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_a_norm": 768, "attn_kv_a_norm": 512}
+        parts |= {f"{name}.weight": ((size,), None) for name, size in norms.items()}
+        found |= {f"blk.{layer}.{name}": tensor for name, tensor in parts.items()}
+    return found
+
+
+MODELS = {
+    "Qwen3-30B-A3B": Model("qwen3moe", 48, 128, 8, _qwen_metadata, _qwen_tensors),
+    "GLM-4.7-Flash": Model("deepseek2", 47, 64, 4, _glm_metadata, _glm_tensors),
+}
+
+
+def active_bytes(model: Model, layers: int, streams: int) -> int:
     """Bytes of the weights that a step reads."""
-    touched = 1 - (1 - USED / EXPERTS) ** streams
+    touched = 1 - (1 - model.used / model.experts) ** streams
     total = 0.0
-    for name, (shape, kind) in tensors(layers).items():
+    for name, (shape, kind) in model.tensors(layers).items():
         elements, size = (1, 4) if kind is None else gguf.GGML_QUANT_SIZES[kind]
         share = touched if "_exps" in name else 0 if name.startswith("token_embd") else 1
         total += share * int(np.prod(shape)) / elements * size
@@ -81,7 +135,7 @@ def seconds(executor: CpuExecutor, streams: int) -> float:
     random, times = np.random.default_rng(1), []
     for _ in range(ROUNDS):
         for position in range(STEPS):
-            ids = random.integers(0, VOCABULARY, streams).astype(np.int32)
+            ids = random.integers(0, executor.config.vocab_size, streams).astype(np.int32)
             slots = tables[:, position // BLOCK] * BLOCK + position % BLOCK
             began = time.perf_counter()
             executor.decoder.forward(
@@ -99,29 +153,42 @@ def seconds(executor: CpuExecutor, streams: int) -> float:
     return float(np.median(times))
 
 
+def print_decodes(model: Model, path: Path, layers: int, threads: int) -> None:
+    """Prints the times of steps that only decode."""
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary) / "model"
+        convert(path, directory)
+        config, shape = EngineConfig(device="cpu", threads=threads), ModelConfig.load(directory)
+        executor = CpuExecutor.load(config, open_weights(config, directory), shape, Precision("blocks", "none", "float32"))
+        executor.allocate(max(STREAMS) * CONTEXT // BLOCK, BLOCK, 0)
+        bandwidth = peaks()["read_gb_s"]
+        print(f"{describe()['cpu']}, {threads} threads, {bandwidth:.1f} GB/s read; {layers} of {model.layers} layers\n")
+        print("| streams | ms | tokens/s | active GB | share of the bandwidth |\n|---|---|---|---|---|")
+        for streams in STREAMS:
+            took, size = seconds(executor, streams), active_bytes(model, layers, streams) / 1e9
+            print(f"| {streams} | {took * 1e3:.1f} | {streams / took:.1f} | {size:.2f} | {size / took / bandwidth:.2f} |")
+
+
 def main() -> None:
-    """Makes the file and prints the table."""
+    """Makes the file and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="Qwen3-30B-A3B")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="without --llama-server, beside which there is one")
     parser.add_argument("--keep", type=Path, help="where the file is made, and used again if it is there")
+    parser.add_argument("--llama-server", type=Path)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="with --llama-server")
     args = parser.parse_args()
+    model = MODELS[args.model]
     with tempfile.TemporaryDirectory() as temporary:
         path = args.keep or Path(temporary) / "mixture.gguf"
         if not path.exists():
-            write(path, "qwen3moe", metadata(args.layers), tensors(args.layers))
-        convert(path, Path(temporary) / "model")
-        config = EngineConfig(device="cpu", threads=args.threads)
-        directory = Path(temporary) / "model"
-        model = ModelConfig.load(directory)
-        executor = CpuExecutor.load(config, open_weights(config, directory), model, Precision("blocks", "none", "float32"))
-        executor.allocate(max(STREAMS) * CONTEXT // BLOCK, BLOCK, 0)
-        bandwidth = peaks()["read_gb_s"]
-        print(f"{describe()['cpu']}, {args.threads} threads, {bandwidth:.1f} GB/s read; {args.layers} of {LAYERS} layers\n")
-        print("| streams | ms | tokens/s | active GB | share of the bandwidth |\n|---|---|---|---|---|")
-        for streams in STREAMS:
-            took, size = seconds(executor, streams), active_bytes(args.layers, streams) / 1e9
-            print(f"| {streams} | {took * 1e3:.1f} | {streams / took:.1f} | {size:.2f} | {size / took / bandwidth:.2f} |")
+            write(path, model.kind, model.metadata(args.layers), model.tensors(args.layers))
+        if args.llama_server:
+            hybrid.print_head(args.rounds)
+            hybrid.compare(f"{args.model}, {args.layers} of {model.layers} layers", path, args.llama_server, args.rounds)
+        else:
+            print_decodes(model, path, args.layers, args.threads)
 
 
 if __name__ == "__main__":

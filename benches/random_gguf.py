@@ -9,8 +9,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-Q4, Q6 = gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q6_K
-SCALES = {Q4: (0, 2), Q6: (208,)}
+Q4, Q6, Q8 = gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q6_K, gguf.GGMLQuantizationType.Q8_0
+SCALES = {Q4: (0, 2), Q6: (208,), Q8: (0,)}
 """Where the scales of a block are."""
 Tensors = dict[str, tuple[tuple[int, ...], gguf.GGMLQuantizationType | None]]
 """The shape and the type of each tensor, by its whole name; None is float32."""

@@ -41,7 +41,7 @@ LAYERS = {
         {"lora"},
         {"linear", "router"},
         {"attention", "mlp"},
-        {"experts", "layer_input", "recurrent"},
+        {"experts", "latent", "layer_input", "recurrent"},
         {"blocks"},
         {"pass"},
         {"decoder", "encoder"},

@@ -108,7 +108,8 @@ def roofline(model: ModelShape, roof: Roof, *, weights: str, weight_bytes: float
     unused = 1 - used / max(count, 1)
     token = 2 * (layers - experts * unused) / flops
     knee = reading / token
-    spec_flops = sum(2 * (spec.head_dim + spec.value_dim) for spec in model.kv_specs) * model.num_heads
+    # Latents are keys and values.
+    spec_flops = sum(2 * (spec.head_dim + (spec.value_dim or spec.head_dim)) for spec in model.kv_specs) * model.num_heads
     few = [0.0, *(2.0**power for power in range(math.ceil(math.log2(max(knee, 1))) if experts else 0))]
     reads = [(tokens, reading - experts * unused**tokens * weight_bytes / bandwidth) for tokens in few]
     points = [*((tokens, max(read, tokens * token)) for tokens, read in reads), (knee, reading), (2 * knee, 2 * reading)]

@@ -1,5 +1,6 @@
 //! The blocks of a decoder, as data. Each block reads the residual stream and adds its output to it.
 
+use crate::cache::{KvHeads, KvPlace};
 use crate::experts::Mixture;
 use crate::latent::LatentAttention;
 use crate::layer_input::LayerInput;
@@ -27,17 +28,6 @@ pub struct DecoderConfig {
     pub embedding_scale: f32,
     /// The cap c if a logit x is replaced by `c * tanh(x / c)` (Gemma 2).
     pub final_softcap: Option<f32>,
-}
-
-/// The heads of the layers in one KV cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KvHeads {
-    /// Number of KV heads.
-    pub count: usize,
-    /// Size of a head, also of query heads.
-    pub head_dim: usize,
-    /// As [`KvShape::latent`](crate::cache::KvShape::latent).
-    pub latent: Option<usize>,
 }
 
 /// A block: an input norm, attention, a recurrent layer, an MLP or a mixture of experts, and how the output is added to the residual stream.
@@ -101,17 +91,6 @@ pub struct SelfAttention {
     pub sinks: Option<Vec<f32>>,
 }
 
-/// The place of a block's keys and values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KvPlace {
-    /// Index of the KV cache.
-    pub cache: usize,
-    /// Layer of the cache.
-    pub layer: usize,
-    /// Whether an earlier block writes them (the last layers of Gemma 4).
-    pub shared: bool,
-}
-
 /// The query at a position p is multiplied by `1 + beta * ln(1 + floor(p / span))`.
 #[derive(Clone, Copy, Debug)]
 pub struct Temperature {
@@ -141,7 +120,7 @@ impl Block {
         check(self.stream_scale.is_finite() && scalable, "scales of the residual stream")?;
         match &self.kind {
             BlockKind::Attention(attention) => attention.check(isa, config),
-            BlockKind::Latent(latent) => latent.check(isa, config),
+            BlockKind::Latent(latent) => latent.check(isa, hidden, config.num_heads, &config.kv_heads, &config.ropes),
             BlockKind::Recurrent(recurrent) => recurrent.check(isa, hidden),
             BlockKind::Mlp(mlp) => mlp.check(isa, hidden),
             BlockKind::Mixture(mixture) => mixture.check(isa, hidden),

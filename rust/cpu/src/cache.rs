@@ -47,6 +47,28 @@ impl KvShape {
     }
 }
 
+/// The heads of the layers in one KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvHeads {
+    /// Number of KV heads.
+    pub count: usize,
+    /// Size of a head, also of query heads.
+    pub head_dim: usize,
+    /// As [`KvShape::latent`].
+    pub latent: Option<usize>,
+}
+
+/// The place of a block's keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvPlace {
+    /// Index of the KV cache.
+    pub cache: usize,
+    /// Layer of the cache.
+    pub layer: usize,
+    /// Whether an earlier block writes them (the last layers of Gemma 4).
+    pub shared: bool,
+}
+
 /// Storage format of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvDType {

@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::attention::{Plan, Sequences};
-use crate::blocks::{Block, BlockKind, DecoderConfig, KvHeads, KvPlace};
-use crate::cache::KvCache;
+use crate::blocks::{Block, BlockKind, DecoderConfig};
+use crate::cache::{KvCache, KvHeads, KvPlace};
 use crate::layer_input::LayerEmbeddings;
 use crate::linear::{Epilogue, Linear, Rows};
 use crate::lora::{self, AdaptedRows, Adapter};

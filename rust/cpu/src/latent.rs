@@ -4,9 +4,10 @@
 //! rotated. Queries are multiplied by the matrices of the keys, and the outputs by those of the values. So all heads attend to the same
 //! vectors, as with one KV head.
 
-use crate::blocks::{DecoderConfig, KvPlace};
+use crate::cache::{KvHeads, KvPlace};
 use crate::linear::Linear;
 use crate::mlp::{ShapeError, check};
+use crate::rope::Rope;
 use crate::simd::Isa;
 use crate::weights::Merge;
 
@@ -30,7 +31,7 @@ pub struct LatentAttention {
     pub o_proj: Linear,
     /// Where latents and rotated keys are: a cache with one head whose value is the latent.
     pub kv: KvPlace,
-    /// Index of the rotary embedding in [`DecoderConfig::ropes`].
+    /// Index of the rotary embedding in `DecoderConfig::ropes`.
     pub rope: usize,
     /// Whether neighbours are rotated together, instead of numbers that are half of the rotated width apart.
     pub adjacent: bool,
@@ -49,8 +50,8 @@ pub struct QueryLatent {
 
 impl LatentAttention {
     /// The width of the rotated key.
-    pub(crate) fn rotated(&self, config: &DecoderConfig) -> usize {
-        config.ropes[self.rope].width()
+    pub(crate) fn rotated(&self, ropes: &[Rope]) -> usize {
+        ropes[self.rope].width()
     }
 
     /// The layers that all tokens use.
@@ -58,11 +59,12 @@ impl LatentAttention {
         [&self.in_proj, &self.o_proj].into_iter().chain(self.query.as_ref().map(|query| &query.up))
     }
 
-    pub(crate) fn check(&self, isa: Isa, config: &DecoderConfig) -> Result<(), ShapeError> {
-        let (hidden, heads, latent) = (config.hidden_size, config.num_heads, self.norm.len());
-        check(self.kv.cache < config.kv_heads.len() && !self.kv.shared, "KV caches")?;
-        check(self.rope < config.ropes.len(), "rotary embeddings")?;
-        let (kv, rotated) = (config.kv_heads[self.kv.cache], self.rotated(config));
+    /// Whether its matrices fit each other, a decoder of this hidden size and number of query heads, its caches and its rotary embeddings.
+    pub(crate) fn check(&self, isa: Isa, hidden: usize, heads: usize, caches: &[KvHeads], ropes: &[Rope]) -> Result<(), ShapeError> {
+        let latent = self.norm.len();
+        check(self.kv.cache < caches.len() && !self.kv.shared, "KV caches")?;
+        check(self.rope < ropes.len(), "rotary embeddings")?;
+        let (kv, rotated) = (caches[self.kv.cache], self.rotated(ropes));
         check((kv.count, kv.head_dim, kv.latent) == (1, latent + rotated, Some(latent)), "latents")?;
         let queries = heads * (self.key_up.matrix.ins + rotated);
         let projected = self.query.as_ref().map_or(queries, |query| query.norm.len());

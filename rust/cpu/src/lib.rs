@@ -39,7 +39,8 @@ mod unsafe_slice;
 mod weights;
 mod zeroed;
 
-pub use blocks::{Block, BlockKind, DecoderConfig, KvHeads, KvPlace, SelfAttention, Temperature};
+pub use blocks::{Block, BlockKind, DecoderConfig, SelfAttention, Temperature};
+pub use cache::{KvHeads, KvPlace};
 pub use decoder::Decoder;
 pub use encoder::{
     Dense, DenseActivation, Embeddings, Encoder, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Head, Norm, Pooling,

@@ -48,14 +48,14 @@ impl Buffers {
         blocks: impl Iterator<Item = &'m LatentAttention> + Clone,
     ) -> Shared<'_> {
         let Self { rows, groups, queries, absorbed, values } = self;
-        let most = |width: &dyn Fn(&LatentAttention) -> usize| blocks.clone().map(width).max().unwrap_or(0);
         let count = if blocks.clone().next().is_some() { config.num_heads * tokens } else { 0 };
-        rows.reserve(isa, count, tokens, blocks.clone().flat_map(|latent| [&latent.key_up, &latent.value_up]));
         groups.clear();
         groups.extend((0..count / tokens.max(1)).flat_map(|head| RowGroup::split(head, head * tokens..(head + 1) * tokens)));
+        let most = |width: &dyn Fn(&LatentAttention) -> usize| blocks.clone().map(width).max().unwrap_or(0);
         queries.reserve(tokens * most(&|latent| latent.query.as_ref().map_or(0, |query| query.up.matrix.outs)));
         absorbed.reserve(count * most(&|latent| config.kv_heads[latent.kv.cache].head_dim));
         values.reserve(count * most(&|latent| latent.value_up.matrix.outs));
+        rows.reserve(isa, count, tokens, blocks.flat_map(|latent| [&latent.key_up, &latent.value_up]));
         Shared {
             packed: rows.packed(isa, count, tokens),
             groups,
@@ -137,7 +137,7 @@ impl Pass<'_> {
     ///
     /// An earlier phase wrote the queries.
     unsafe fn query_of(&self, attention: &LatentAttention, t: usize, head: usize) -> &[f32] {
-        let size = attention.key_up.matrix.ins + attention.rotated(self.config);
+        let size = attention.key_up.matrix.ins + attention.rotated(&self.config.ropes);
         let (queries, stride) = match &attention.query {
             Some(query) => (self.latent.queries, query.up.matrix.outs),
             None => (self.qkv, attention.in_proj.matrix.outs),
@@ -150,7 +150,7 @@ impl Pass<'_> {
     fn write_latent(&self, t: usize, attention: &LatentAttention, pages: Pages<'_>, key: &mut Vec<f32>) {
         let (latent, width, tokens) = (attention.norm.len(), pages.shape.head_dim, self.step.input_ids.len());
         let start: usize = self.config.ropes[..attention.rope].iter().map(Rope::width).sum();
-        let rotated = attention.rotated(self.config);
+        let rotated = attention.rotated(&self.config.ropes);
         let projected = attention.in_proj.matrix.outs;
         // SAFETY: earlier phases wrote these rows (see `Pass`).
         let (cos_sin, x) =
