@@ -92,6 +92,8 @@ const ROOT: Content = 0;
 #[derive(Debug)]
 struct Name {
     hash: BlockHash,
+    /// Counts the names given. Content that was in host memory has a new number.
+    number: u64,
     content: Content,
     parent: Content,
     /// The block with that content.
@@ -181,6 +183,8 @@ pub struct BlockPool {
     owners: Owners,
     host: HostPool,
     next_content: Content,
+    /// Number of names given.
+    names_given: u64,
     /// Number of names computed and looked up.
     lookups: u64,
     /// Names in the order in which they were added (true) and dropped, if they are recorded.
@@ -206,6 +210,7 @@ impl BlockPool {
             owners: Owners::default(),
             host: HostPool::new(0, block_size),
             next_content: ROOT + 1,
+            names_given: 0,
             lookups: 0,
             changes: None,
             dropped: None,
@@ -413,9 +418,7 @@ impl BlockPool {
         let other = self.named.get(&hash).copied();
         let cached = other.and_then(|other| Some((self.content_if(other, chain, tokens)?, other)));
         let (content, block) = cached.unwrap_or_else(|| {
-            if let Some(other) = other {
-                self.take_name(other);
-            }
+            self.drop_name(hash);
             let content = self.new_content();
             self.give_name(id, chain, (hash, content), tokens, step);
             (content, id)
@@ -427,8 +430,10 @@ impl BlockPool {
     fn give_name(&mut self, id: BlockId, chain: &Chain, (hash, content): (BlockHash, Content), tokens: &[Token], step: u64) {
         debug_assert!(self.blocks[id.0 as usize].holders > 0 && self.blocks[id.0 as usize].name.is_none());
         let scope = (chain.content == ROOT).then(|| Arc::clone(&chain.scope));
+        self.names_given += 1;
         self.blocks[id.0 as usize].name = Some(Name {
             hash,
+            number: self.names_given,
             content,
             parent: chain.content,
             parent_block: chain.block,
@@ -469,6 +474,13 @@ impl BlockPool {
             (content > after).then(|| StoredBlock { id, content, parent, group, tokens: tokens() })
         });
         stored.collect()
+    }
+
+    /// Removes this name from its block, if a block has it.
+    pub(crate) fn drop_name(&mut self, name: BlockHash) {
+        if let Some(&id) = self.named.get(&name) {
+            self.take_name(id);
+        }
     }
 
     /// Releases every block of `table`, last first. The end of a sequence is the least likely part to be shared, so it

@@ -527,6 +527,13 @@ impl Kv {
         self.forget_states(blocks, since);
     }
 
+    /// Removes the names of all blocks that a failed sequence has, and of those that it found and copied: the fault may be in them, and its
+    /// tenant has computed none of them.
+    pub(crate) fn forget_failed(&mut self, blocks: &SeqBlocks) {
+        self.forget(blocks, 0);
+        blocks.names.iter().for_each(|&name| self.pool.drop_name(name));
+    }
+
     /// Releases the device blocks of a preempted sequence, and its state unless its KV is in host memory.
     pub(crate) fn release(&mut self, blocks: &mut SeqBlocks) {
         self.pool.release(&mut blocks.table);
@@ -544,17 +551,12 @@ impl Kv {
         self.pool.release_host(&mut blocks.host);
     }
 
-    /// Plans copies of a sequence's computed KV to host memory, and keeps its state. Returns the number of copied blocks. Panics if too few
-    /// host blocks are free.
-    pub(crate) fn swap_out(&mut self, blocks: &mut SeqBlocks, computed: u32, swap_out: &mut Vec<(BlockId, u32)>) -> usize {
+    /// Plans copies of a sequence's computed KV to host memory, and keeps its state. Panics if there is too little
+    /// [room](Self::host_room).
+    pub(crate) fn swap_out(&mut self, blocks: &mut SeqBlocks, computed: u32) {
         let used = computed.div_ceil(self.block_size) as usize;
-        for &block in &blocks.table.ids()[..used] {
-            let host = self.pool.take_host();
-            blocks.host.push(host);
-            swap_out.push((block, host));
-        }
+        blocks.host.extend(blocks.table.ids()[..used].iter().map(|&block| self.pool.copy_to_host(block)));
         self.park_state(blocks);
-        used
     }
 
     /// Releases the host blocks of a sequence that was swapped in.
