@@ -33,9 +33,9 @@ impl BlockPool {
     /// counts.
     pub(crate) fn end_plan(&mut self, copies: &mut Vec<(BlockId, u32)>) -> usize {
         self.host.keeps_in = None;
-        let copied = self.host.copies.len();
+        let before = copies.len();
         copies.append(&mut self.host.copies);
-        copied
+        copies.len() - before
     }
 
     /// Copies a block to a host block for a swapped sequence, and returns that. Panics if there is no [room](Self::host_room).
