@@ -136,7 +136,7 @@ mod tests {
         let expected = |line: &Line, now| [first, second, other].map(|key| line.expected(key, 70.0, now) as Time);
         // Tenants take turns: the first session and the other tenant's wait for one more each, the second one for two.
         assert_eq!([10, 80].map(|now| expected(&line, now)), [[140, 210, 140], [160, 240, 160]], "nothing was measured");
-        assert_eq!([10, 80].map(|now| line.expected_last(70.0, now)), [280.0, 320.0], "one more would be the fourth");
+        assert_eq!([10, 80].map(|now| line.expected_last(70.0, now) as Time), [280, 320], "one more would be the fourth");
         line.advance(100);
         assert_eq!([150, 200, 400].map(|now| expected(&line, now)), [[200, 300, 200], [200, 300, 200], [600, 900, 600]]);
     }
