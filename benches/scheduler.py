@@ -25,6 +25,7 @@ from chairlift.scheduling import LONGEST_MS
 ROOT = Path(__file__).parent.parent
 SIZES = (1, 16, 64, 256, 1024)
 CASES = [f"decode/{n}" for n in SIZES] + ["mixed/16", "mixed/256"]
+SESSIONS = (16, 256, 1024)
 POLICIES = ("fcfs", "priority", "fair", "deadline", "shortest", "prefix")
 ROUNDS = 5
 """Rounds through Python: shared machines change their speed from second to second."""
@@ -143,6 +144,32 @@ def adding(tokens: int) -> float:
     return statistics.median(times)
 
 
+def turns(sessions: int) -> tuple[float, float]:
+    """Median microseconds of a request from the call that adds it to the commit of its only token: as a turn of a session, and without one.
+
+    The requests come by turns, so that both kinds see the same machine. Each prompt continues the one before of its session.
+    """
+    pairs = [python_scheduler(max(64, sessions)) for _ in range(2)]
+    sampled = np.full(MAX_TOKENS, 7, np.int32)
+    random = np.random.default_rng(0)
+    texts = random.integers(0, 50_000, (sessions, CONTEXT + ROUNDS * BLOCK_SIZE), dtype=np.int32)
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(ROUNDS):
+        for number in range(sessions):
+            prompt = texts[number, : CONTEXT + turn * BLOCK_SIZE]
+            for named, ((scheduler, buffers), taken) in enumerate(zip(pairs, times, strict=True)):
+                limits = Scheduling() if named else Scheduling(session=str(number))
+                request = EngineRequest.of(turn * sessions + number, prompt, SamplingParams(max_tokens=1), limits)
+                start = time.perf_counter()
+                scheduler.add(request, 0)
+                plan = scheduler.plan(buffers, 0)
+                assert plan is not None
+                scheduler.commit(plan, sampled, 0)
+                if turn:
+                    taken.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
 def machine() -> str:
     """Processor, cores and versions, in one line."""
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
@@ -181,6 +208,14 @@ def main() -> None:
     for policy in POLICIES:
         few, many = while_waiting(policy)
         lines.append(f"| {policy} | {few:.1f} | {many:.1f} | {many / few:.2f} |")
+    lines += [
+        "",
+        "A request of one token through Python:",
+        "",
+        "| sessions | as a turn of one, µs | without a session, µs |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {sessions:,} | {named:.1f} | {without:.1f} |" for sessions in SESSIONS for named, without in [turns(sessions)]]
     lines += ["", f"Adding a prompt of 32,768 tokens from Python, policy prefix, journal on: {adding(32_768):.0f} µs."]
     text = "\n".join(lines) + "\n"
     (ROOT / "benches/results/scheduler.md").write_text(text)

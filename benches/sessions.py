@@ -34,6 +34,8 @@ RULES: dict[str, dict[str, Any]] = {
     "LRU": {"session_turns": "off"},
     "fewest uncached": {"session_turns": "off", "scheduling_policy": "prefix", "queue_ageing_ms": 600_000.0},
 }
+HOST_CASE, HOST_PART = ("all", 32, 60), 0.5
+HOST_RULES: dict[str, dict[str, Any]] = {f"turns, {gb} GB": {"session_turns": "named", "swap_space": gb << 30} for gb in (100, 200, 400)}
 COLUMNS = (
     ("requests/s", "requests_per_s", "{:.3f}"),
     ("cached", "cached_share", "{:.0%}"),
@@ -51,7 +53,7 @@ def run(job: tuple[str, int, int, int, str, int]) -> dict[str, float | None]:
     sessions, users, longest_think, blocks, rule, seed = job
     sizes = {"num_kv_blocks": blocks, "block_size": BLOCK, "max_num_batched_tokens": 2048, "max_num_seqs": 256, "max_model_len": LONGEST}
     how: dict[str, Any] = {"model": "Llama-3.1-8B", "device": "H100", "step_time": STEP, "longest_think": float(longest_think)}
-    return simulate_sessions(_sessions[sessions], users, seed=seed, **how, **sizes, **RULES[rule]).figures()
+    return simulate_sessions(_sessions[sessions], users, seed=seed, **how, **sizes, **(RULES | HOST_RULES)[rule]).figures()
 
 
 def rows(pool: ProcessPoolExecutor) -> Iterator[str]:
@@ -61,7 +63,8 @@ def rows(pool: ProcessPoolExecutor) -> Iterator[str]:
         yield row(case, "all", "LRU", free["LRU"])
         for part in PARTS:
             blocks = int(free["LRU"]["context_tokens"] * part / BLOCK)
-            for rule, figures in means(pool, case, blocks, list(RULES)).items():
+            rules = [*RULES, *(HOST_RULES if (case, part) == (HOST_CASE, HOST_PART) else ())]
+            for rule, figures in means(pool, case, blocks, rules).items():
                 yield row(case, f"{part:g}", rule, figures)
 
 
@@ -89,7 +92,7 @@ def main() -> None:
         f"Written by `benches/sessions.py` from {len(_sessions['all'])} sessions with {requests:,} requests; means",
         f"of {len(SEEDS)} seeds, three and a half hours each. `gap` is the longest time between an answer and the next request, in",
         "seconds. `KV` is the part of the working set that the cache holds. `turns` is the default, `LRU` has `--session-turns off`, and",
-        "`fewest uncached` has the policy `prefix` with an ageing of 600 s beside it.",
+        "`fewest uncached` has the policy `prefix` with an ageing of 600 s beside it, and `turns, N GB` has `--swap-space NG`.",
         "",
         f"| sessions | users | gap | KV | rule | {' | '.join(label for label, _, _ in COLUMNS)} |",
         f"|---|---|---|---|---|{'---|' * len(COLUMNS)}",

@@ -333,7 +333,10 @@ class EngineConfig:
         20 << 30, "maximum size of that directory, like 20G; the least recently used blocks are deleted", parse_size, group="cache"
     )
     swap_space: int = flag(
-        0, "host memory that preempted requests may be moved to, like 4G; without it they are computed again", parse_size, group="cache"
+        0,
+        "host memory for the KV of preempted requests and parked sessions, like 4G; without it they are computed again",
+        parse_size,
+        group="cache",
     )
     watermark: float = flag(
         0.05,

@@ -27,9 +27,11 @@ class FakeReplica:
 
     recurrent = False
 
-    def __init__(self, number: int, sequences: int = 0, prompt_tokens: int = 0, prefill_us: int = 1024_000, wait_us: int = 0) -> None:
+    def __init__(
+        self, number: int, sequences: int = 0, prompt_tokens: int = 0, prefill_us: int = 1024_000, wait_us: int = 0, turn_us: int = 0
+    ) -> None:
         self.number = number
-        stats = Stats(predicted_prefill_us=prefill_us, predicted_wait_us=wait_us)
+        stats = Stats(predicted_prefill_us=prefill_us, predicted_wait_us=wait_us, predicted_turn_us=turn_us)
         info = EngineInfo(max_num_seqs=8, block_size=BLOCK, recurrent=self.recurrent)
         self.engine = SimpleNamespace(stats=lambda: stats, open_sequences=sequences, prompt_tokens=prompt_tokens, info=info)
 
@@ -119,6 +121,22 @@ def test_a_session_stays_with_its_engine(routing: str) -> None:
     for start in range(10):
         loads = [FakeReplica(number, sequences=4 if number == home else 0) for number in (3, 5)]
         assert chosen(router, loads, range(start, 200), session=b"mine")[0] == home
+
+
+def test_a_session_moves_when_another_engine_finishes_its_prompt_sooner() -> None:
+    router = ReplicaRouter("predicted")
+    assert chosen(router, [FakeReplica(0), FakeReplica(1)], range(320), session=b"mine")[0] == 0
+    # A millisecond a token: 80 tokens are to be computed at home, after others, and 400 in the other engine.
+    assert chosen(router, [FakeReplica(0, prompt_tokens=320), FakeReplica(1)], range(400), session=b"mine") == (0, 80)
+    assert chosen(router, [FakeReplica(0, prompt_tokens=460), FakeReplica(1)], range(460), session=b"mine") == (1, 460)
+
+
+def test_a_session_that_has_lost_its_context_goes_where_it_need_not_wait_for_a_turn() -> None:
+    router = ReplicaRouter("predicted")
+    assert chosen(router, [FakeReplica(0), FakeReplica(1)], range(320), session=b"mine")[0] == 0
+    crowded, other = FakeReplica(0, turn_us=300_000), FakeReplica(1, sequences=1)
+    assert chosen(router, [crowded, other], range(400), session=b"mine")[0] == 0, "its context is there"
+    assert chosen(router, [crowded, other], range(1000, 1400), session=b"mine")[0] == 1
 
 
 def test_a_session_whose_engine_died_stays_with_the_next_one() -> None:

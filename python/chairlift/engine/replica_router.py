@@ -57,7 +57,7 @@ class ReplicaRouter:
         return self._router
 
 
-def _seen(replica: Replica, slowest: Stats) -> tuple[int, int, int, float]:
+def _seen(replica: Replica, slowest: Stats) -> tuple[int, int, int, float, int]:
     """An engine as the router sees it. The prompts that were sent to it are known better here than by its last report.
 
     An engine that has measured no prompt yet counts as fast as the `slowest` that has. Otherwise it would seem free and get all requests.
@@ -68,4 +68,5 @@ def _seen(replica: Replica, slowest: Stats) -> tuple[int, int, int, float]:
     token_us = speed.predicted_prefill_us / PREFILL_TOKENS or UNMEASURED_TOKEN_US
     wait = stats.predicted_wait_us if engine.open_sequences >= engine.info.max_num_seqs else 0
     wait += speed.predicted_step_us if engine.open_sequences else 0  # a prompt begins after the present step
-    return replica.number, engine.open_sequences, wait + round(engine.prompt_tokens * token_us), token_us
+    wait += round(engine.prompt_tokens * token_us)
+    return replica.number, engine.open_sequences, wait, token_us, stats.predicted_turn_us

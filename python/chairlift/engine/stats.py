@@ -36,6 +36,8 @@ class Stats:
     """Work that arrived in the last ten seconds over the work that could be done: above 1 the queue grows."""
     stall: str | None = None
     predicted_wait_us: int = 0
+    predicted_turn_us: int = 0
+    """Expected wait of a session that is not active for its turn."""
     predicted_prefill_us: int = 0
     predicted_step_us: int = 0
     waiting_by_state: Mapping[str, int] = field(default_factory=dict)
@@ -99,7 +101,7 @@ class Stats:
     def merged(cls, reports: Sequence[Stats]) -> Stats:
         """The stats of several engines as those of one. Engines that have not reported do not count.
 
-        Counters and gauges are summed. The saturation is the mean; of predictions, the shortest wait and the longest step count.
+        Counters and gauges are summed. The saturation is the mean; of predictions, the shortest waits and the longest step count.
         """
         reported = [one for one in reports if one.slots]
         if len(reported) <= 1:
@@ -107,6 +109,7 @@ class Stats:
         merged = _summed([{item.name: getattr(one, item.name) for item in fields(cls)} for one in reported])
         merged["saturation"] /= len(reported)
         merged["predicted_wait_us"] = min(one.predicted_wait_us for one in reported)
+        merged["predicted_turn_us"] = min(one.predicted_turn_us for one in reported)
         merged["predicted_step_us"] = max(one.predicted_step_us for one in reported)
         return cls(**merged)
 

@@ -135,6 +135,7 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
     let predicted = [
         ("queued_prompt_tokens", stats.queued_prompt_tokens),
         ("predicted_wait_us", stats.predicted_wait),
+        ("predicted_turn_us", stats.predicted_turn_wait),
         ("predicted_prefill_us", stats.predicted_prefill),
         ("predicted_step_us", stats.predicted_step),
     ];

@@ -5,9 +5,10 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// An engine: its number, requests, microseconds until it starts another prompt, and microseconds for each prompt token.
+/// An engine: its number, requests, microseconds until it starts another prompt, microseconds for each prompt token, and microseconds that a
+/// session which is not active there waits for its turn.
 #[derive(FromPyObject)]
-struct Engine(u32, usize, Time, f64);
+struct Engine(u32, usize, Time, f64, Time);
 
 impl EngineView for Engine {
     fn number(&self) -> u32 {
@@ -24,6 +25,10 @@ impl EngineView for Engine {
 
     fn prefill_time(&self, _: u32, tokens: u32) -> Time {
         (self.3 * f64::from(tokens)) as Time
+    }
+
+    fn turn_wait(&self) -> Time {
+        self.4
     }
 }
 

@@ -275,4 +275,8 @@ impl EngineView for Numbered<'_> {
     fn prefill_time(&self, from: u32, tokens: u32) -> Time {
         self.1.scheduler.model().prefill(from.into(), tokens.into()) as Time
     }
+
+    fn turn_wait(&self) -> Time {
+        self.1.scheduler.predicted_turn_wait()
+    }
 }

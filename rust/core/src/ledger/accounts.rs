@@ -368,15 +368,13 @@ impl Accounts {
         self.cost_meter.take(self.service_totals())
     }
 
-    /// Counts a preemption and the blocks copied to host memory for it.
-    pub(crate) fn count_preemption(&mut self, reason: PreemptionReason, swapped_blocks: Option<usize>) {
+    /// Counts a preemption, and whether the KV was `swapped` to host memory.
+    pub(crate) fn count_preemption(&mut self, reason: PreemptionReason, swapped: bool) {
         self.counters.preemptions_by_reason[reason as usize] += 1;
-        match swapped_blocks {
-            Some(blocks) => {
-                self.counters.preemptions_swap += 1;
-                self.count_swapped(blocks);
-            }
-            None => self.counters.preemptions_recompute += 1,
+        if swapped {
+            self.counters.preemptions_swap += 1;
+        } else {
+            self.counters.preemptions_recompute += 1;
         }
     }
 

@@ -106,6 +106,8 @@ pub struct Stats {
     pub waiting_by_state: [usize; STATES],
     /// Predicted wait of a request that arrives now, in microseconds.
     pub predicted_wait: u64,
+    /// Predicted wait of a session that is not active for its turn, in microseconds.
+    pub predicted_turn_wait: u64,
     /// Predicted time of a prompt of 1,024 tokens alone, in microseconds; 0 while unknown.
     pub predicted_prefill: u64,
     /// Predicted duration of the latest planned step, in microseconds.

@@ -52,6 +52,9 @@ pub trait EngineView {
 
     /// Predicted microseconds for `tokens` prompt tokens after the first `from`.
     fn prefill_time(&self, from: u32, tokens: u32) -> Time;
+
+    /// Predicted microseconds that a session waits for its turn if it is not active there.
+    fn turn_wait(&self) -> Time;
 }
 
 /// Data that a router reads from a request.
@@ -108,6 +111,10 @@ const MAX_IMBALANCE: usize = 32;
 ///     fn prefill_time(&self, _from: u32, tokens: u32) -> Time {
 ///         tokens.into()
 ///     }
+///
+///     fn turn_wait(&self) -> Time {
+///         0
+///     }
 /// }
 ///
 /// let mut router = Router::new(Routing::LeastLoaded);
@@ -149,7 +156,8 @@ impl Router {
     /// the prompt is computed, or the request has ended.
     ///
     /// A request of a session goes to the engine of the session's last request, unless that engine has many more requests
-    /// than another one. The routing decides on all others.
+    /// than another one, or another one is predicted to finish the prompt sooner although it has less of it cached. The
+    /// routing decides on all others.
     pub fn choose<E: EngineView>(&mut self, engines: &[E], request: &RouterRequest<'_>) -> Chosen {
         let least = least_loaded(engines);
         let balanced = |&at: &usize| engines[at].requests() <= engines[least].requests() + MAX_IMBALANCE;
@@ -157,7 +165,14 @@ impl Router {
         let prefixes: Vec<usize> = engines.iter().map(|engine| self.prefix(engine.number(), request.names)).collect();
         // The last token of a prompt is always computed.
         let cached = |at: usize| (prefixes[at] as u32 * request.block_size).min(request.prompt_tokens.saturating_sub(1));
-        let index = home.unwrap_or_else(|| match self.routing {
+        // An engine that has lost most of a session's context has parked it.
+        let turn =
+            |at: usize| if request.session.is_some() && 2 * cached(at) < request.prompt_tokens { engines[at].turn_wait() } else { 0 };
+        let finishes =
+            |at: usize| engines[at].predicted_wait() + turn(at) + engines[at].prefill_time(cached(at), request.prompt_tokens - cached(at));
+        let first = best(engines, finishes);
+        let stays = home.map(|home| if finishes(first) < finishes(home) { first } else { home });
+        let index = stays.unwrap_or_else(|| match self.routing {
             Routing::RoundRobin => {
                 self.next += 1;
                 (self.next - 1) % engines.len()
@@ -167,9 +182,7 @@ impl Router {
                 let longest = best(engines, |at| u64::MAX - prefixes[at] as u64);
                 Some(longest).filter(|&at| 2 * prefixes[at] >= request.names.len()).filter(balanced).unwrap_or(least)
             }
-            Routing::Predicted => {
-                best(engines, |at| engines[at].predicted_wait() + engines[at].prefill_time(cached(at), request.prompt_tokens - cached(at)))
-            }
+            Routing::Predicted => first,
             Routing::LMetric => best(engines, |at| u64::from(request.prompt_tokens - cached(at)) * (engines[at].requests() as u64 + 1)),
         });
         let engine = engines[index].number();
@@ -241,6 +254,11 @@ mod tests {
 
         fn prefill_time(&self, _: u32, tokens: u32) -> Time {
             self.3 * Time::from(tokens)
+        }
+
+        /// Engines whose number is odd have parked sessions.
+        fn turn_wait(&self) -> Time {
+            if self.0 % 2 == 1 { 5000 } else { 0 }
         }
     }
 
@@ -348,11 +366,34 @@ mod tests {
     }
 
     #[test]
+    fn a_session_moves_where_its_prompt_is_finished_sooner_although_it_is_computed_there() {
+        for (_, routing) in Routing::NAMES {
+            let mut router = Router::new(routing);
+            let prompt = names(&[1, 2, 3]);
+            // It begins in the only engine, which then has 96 of 100 tokens.
+            router.choose(&[Engine(1, 0, 0, 10)], &request(&prompt, Some(9)));
+            let mut engine = |wait| {
+                let engines = [Engine(0, 1, 0, 10), Engine(1, 1, wait, 10), Engine(2, 1, 100, 10)];
+                router.choose(&engines, &request(&prompt, Some(9))).index
+            };
+            assert_eq!(engine(960), 1, "{routing:?}: 1,000 here and there");
+            assert_eq!(engine(961), 0, "{routing:?}: the first of the others");
+            assert_eq!(engine(0), 0, "{routing:?}: it stays there");
+            // Without its blocks it is parked, and waits for 5,000 beside the time to compute them.
+            let (mut router, lost) = (Router::new(routing), names(&[]));
+            router.choose(&[Engine(1, 0, 0, 10)], &request(&lost, Some(9)));
+            let engines = |wait| [Engine(0, 1, wait, 10), Engine(1, 1, 0, 10)];
+            assert_eq!(router.choose(&engines(5000), &request(&lost, Some(9))).index, 1, "{routing:?}");
+            assert_eq!(router.choose(&engines(4999), &request(&lost, Some(9))).index, 0, "{routing:?}");
+        }
+    }
+
+    #[test]
     fn a_session_stays_with_its_engine_unless_that_has_many_more_requests() {
         for (_, routing) in Routing::NAMES {
             let mut router = Router::new(routing);
-            let home = router.choose(&[Engine(0, 0, 0, 1), Engine(1, 0, 0, 1)], &request(&[], Some(5))).index;
-            let loaded = |requests| [0, 1].map(|at| Engine(at as u32, if at == home { requests } else { 0 }, 0, 1));
+            let home = router.choose(&[Engine(0, 0, 0, 1), Engine(2, 0, 0, 1)], &request(&[], Some(5))).index;
+            let loaded = |requests| [0, 1].map(|at| Engine(2 * at as u32, if at == home { requests } else { 0 }, 0, 1));
             for _ in 0..3 {
                 assert_eq!(router.choose(&loaded(MAX_IMBALANCE), &request(&[], Some(5))).index, home, "{routing:?}");
             }

@@ -16,7 +16,10 @@ mod free_lists;
 mod host;
 mod host_pool;
 mod limit;
+mod lookup;
 mod owners;
+mod stored;
+mod table;
 mod users;
 
 pub use chain::Chain;
@@ -26,6 +29,8 @@ pub(super) use changes::ChangeLog;
 pub(crate) use free_lists::EvictionClass;
 pub use owners::Taker;
 pub(crate) use owners::{CacheOwner, TAKERS};
+pub use stored::StoredBlock;
+pub use table::BlockTable;
 pub(crate) use users::User;
 
 /// Index of a physical block. Block 0 is scratch and is never allocated.
@@ -45,44 +50,6 @@ pub(crate) enum BlockUse {
     Shared,
 }
 
-/// The blocks of one sequence, in order.
-///
-/// The type is not `Clone`, and only [`BlockPool::release`] empties a table. A block is therefore released exactly once.
-#[derive(Debug, Default)]
-pub struct BlockTable {
-    ids: Vec<BlockId>,
-    /// The session whose request the sequence computes.
-    owner: Option<CacheOwner>,
-}
-
-impl BlockTable {
-    /// The physical blocks, in logical order.
-    pub fn ids(&self) -> &[BlockId] {
-        &self.ids
-    }
-
-    /// The session whose request the sequence computes.
-    pub(crate) fn owner(&self) -> Option<CacheOwner> {
-        self.owner
-    }
-
-    /// Sets the session whose request the sequence computes.
-    pub(crate) fn set_owner(&mut self, owner: Option<CacheOwner>) {
-        self.owner = owner;
-    }
-
-    /// Reserves capacity for `len` blocks in total, so that growing to that length does not allocate.
-    pub fn reserve(&mut self, len: usize) {
-        self.ids.reserve_exact(len.saturating_sub(self.ids.len()));
-    }
-}
-
-impl Drop for BlockTable {
-    fn drop(&mut self) {
-        debug_assert!(self.ids.is_empty() || std::thread::panicking(), "leaked {:?}", self.ids);
-    }
-}
-
 /// Identifies block content together with all content before it. Equal numbers mean equal content up to and including
 /// the block. A number is never reused.
 pub(super) type Content = u64;
@@ -93,6 +60,8 @@ const ROOT: Content = 0;
 #[derive(Debug)]
 struct Name {
     hash: BlockHash,
+    /// Counts the names given. Content that was in host memory has a new number.
+    number: u64,
     content: Content,
     parent: Content,
     /// The block with that content.
@@ -118,21 +87,6 @@ impl Name {
 struct Block {
     holders: u32,
     name: Option<Name>,
-}
-
-/// A cached block, for storage outside.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StoredBlock {
-    /// The physical block.
-    pub id: BlockId,
-    /// Identifies its content together with all content before it. Later contents have larger numbers.
-    pub content: u64,
-    /// The content before it. 0 for the first block of a prefix.
-    pub parent: u64,
-    /// The group of tenants whose requests share it.
-    pub group: Arc<str>,
-    /// The tokens of the block.
-    pub tokens: Vec<Token>,
 }
 
 /// All blocks of the cache.
@@ -182,6 +136,8 @@ pub struct BlockPool {
     owners: Owners,
     host: HostPool,
     next_content: Content,
+    /// Number of names given.
+    names_given: u64,
     /// Number of names computed and looked up.
     lookups: u64,
     changes: ChangeLog,
@@ -206,6 +162,7 @@ impl BlockPool {
             owners: Owners::default(),
             host: HostPool::new(0, block_size),
             next_content: ROOT + 1,
+            names_given: 0,
             lookups: 0,
             changes: ChangeLog::default(),
             dropped: None,
@@ -255,52 +212,6 @@ impl BlockPool {
             (1, _) => BlockUse::Held,
             _ => BlockUse::Shared,
         })
-    }
-
-    /// Appends the longest run of cached blocks whose content equals `tokens` from the start. Returns the end of their
-    /// chain. `names` are the names of the blocks that may be found, computed by [`name_blocks`](Self::name_blocks).
-    /// Each candidate's tokens, parent and scope are compared, because names can collide.
-    pub fn find(&mut self, scope: &Arc<CacheScope>, names: &[BlockHash], tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
-        self.find_on(Chain::root(scope), names, tokens, found)
-    }
-
-    /// Like [`find`](Self::find), but starts after a chain that was found before.
-    pub fn find_on(&mut self, mut chain: Chain, names: &[BlockHash], tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
-        let blocks = names.iter().zip(tokens.chunks_exact(self.block_size)).skip(chain.len);
-        for (name, tokens) in blocks {
-            self.lookups += 1;
-            let Some(&id) = self.named.get(name) else { break };
-            let Some(content) = self.content_if(id, &chain, tokens) else { break };
-            found.push(id);
-            chain.advance(content, id);
-        }
-        chain
-    }
-
-    /// Estimates how many blocks of `names` are cached, given that the first `from` are. The search doubles its stride
-    /// and compares no content. The estimate is good enough to order requests, but not to share blocks.
-    pub(crate) fn estimate(&mut self, names: &[BlockHash], from: usize) -> Estimate {
-        let (mut low, mut step) = (from, 1);
-        while low + step <= names.len() && self.is_named(names[low + step - 1]) {
-            low += step;
-            step *= 2;
-        }
-        let missing = names.get(low + step - 1).map(|&name| (low + step - 1, name));
-        let mut high = names.len().min(low + step - 1);
-        while low < high {
-            let middle = low.midpoint(high);
-            (low, high) = if self.is_named(names[middle]) { (middle + 1, high) } else { (low, middle) };
-        }
-        let last = low.checked_sub(1).and_then(|last| self.named.get(&names[last]));
-        let end = last.and_then(|&id| Some((self.blocks[id.0 as usize].name.as_ref()?.content, id)));
-        let (content, block) = end.unwrap_or((ROOT, BlockId(0)));
-        Estimate { from, missing, content, block, len: low }
-    }
-
-    /// Whether a block with this name is cached.
-    pub fn is_named(&mut self, name: BlockHash) -> bool {
-        self.lookups += 1;
-        self.named.contains_key(&name)
     }
 
     /// The content number of a block. `None` without a name.
@@ -418,9 +329,7 @@ impl BlockPool {
         let other = self.named.get(&hash).copied();
         let cached = other.and_then(|other| Some((self.content_if(other, chain, tokens)?, other)));
         let (content, block) = cached.unwrap_or_else(|| {
-            if let Some(other) = other {
-                self.take_name(other);
-            }
+            self.drop_name(hash);
             let content = self.new_content();
             self.give_name(id, chain, (hash, content), tokens, step);
             (content, id)
@@ -432,8 +341,10 @@ impl BlockPool {
     fn give_name(&mut self, id: BlockId, chain: &Chain, (hash, content): (BlockHash, Content), tokens: &[Token], step: u64) {
         debug_assert!(self.blocks[id.0 as usize].holders > 0 && self.blocks[id.0 as usize].name.is_none());
         let scope = (chain.content == ROOT).then(|| Arc::clone(&chain.scope));
+        self.names_given += 1;
         self.blocks[id.0 as usize].name = Some(Name {
             hash,
+            number: self.names_given,
             content,
             parent: chain.content,
             parent_block: chain.block,
@@ -457,23 +368,11 @@ impl BlockPool {
         }
     }
 
-    /// The named blocks without a salt that are complete before `step`, whose whole prefix is, and whose content is newer
-    /// than `after`. Older content comes first, and so a block comes after the block before it.
-    pub fn stored(&self, step: u64, after: u64) -> Vec<StoredBlock> {
-        let complete = |name: &&Name| name.step < step && name.scope.as_ref().is_none_or(|scope| scope.salt.is_empty());
-        let named = self.blocks.iter().zip(0..).filter_map(|(block, id)| Some((block.name.as_ref().filter(complete)?, BlockId(id))));
-        let mut named: Vec<_> = named.collect();
-        // A block is named after the block before it.
-        named.sort_unstable_by_key(|(name, _)| name.content);
-        let mut groups = FxHashMap::<Content, Arc<str>>::default();
-        let stored = named.into_iter().filter_map(|(&Name { content, parent, ref scope, .. }, id)| {
-            let group = scope.as_ref().map(|scope| &scope.group).or_else(|| groups.get(&parent))?;
-            let group = Arc::clone(group);
-            groups.insert(content, Arc::clone(&group));
-            let tokens = || self.tokens[id.0 as usize * self.block_size..][..self.block_size].to_vec();
-            (content > after).then(|| StoredBlock { id, content, parent, group, tokens: tokens() })
-        });
-        stored.collect()
+    /// Removes this name from its block, if a block has it.
+    pub(crate) fn drop_name(&mut self, name: BlockHash) {
+        if let Some(&id) = self.named.get(&name) {
+            self.take_name(id);
+        }
     }
 
     /// Releases every block of `table`, last first. The end of a sequence is the least likely part to be shared, so it
@@ -514,15 +413,6 @@ impl BlockPool {
         for (hash, id) in &self.named {
             assert_eq!(self.blocks[id.0 as usize].name.as_ref().map(|name| name.hash), Some(*hash));
         }
-    }
-
-    /// Returns the content number of block `id` if it holds `tokens` directly after `chain`.
-    fn content_if(&self, id: BlockId, chain: &Chain, tokens: &[Token]) -> Option<Content> {
-        let name = self.blocks[id.0 as usize].name.as_ref()?;
-        let same = name.parent == chain.content
-            && name.scope.as_ref().is_none_or(|scope| *scope == chain.scope)
-            && self.tokens[id.0 as usize * self.block_size..][..self.block_size] == *tokens;
-        same.then_some(name.content)
     }
 
     fn new_content(&mut self) -> Content {

@@ -8,6 +8,7 @@ use super::state_pool::{StatePool, StateSlot};
 use crate::request::{CacheScope, Token};
 use std::sync::Arc;
 
+mod host;
 mod seq_blocks;
 mod states;
 
@@ -119,63 +120,6 @@ impl Kv {
     /// The blocks whose content the caller discards: see [`BlockPool::take_given_back`].
     pub(crate) fn take_given_back(&mut self) -> Vec<BlockId> {
         self.pool.take_given_back()
-    }
-
-    /// See [`BlockPool::host`].
-    pub(crate) fn host(&self) -> (usize, usize) {
-        self.pool.host()
-    }
-
-    /// See [`BlockPool::host_room`].
-    pub(crate) fn host_room(&self) -> usize {
-        self.pool.host_room()
-    }
-
-    /// See [`BlockPool::begin_plan`]. States stay on the device, and evicted blocks of a model that has them are not kept.
-    pub(crate) fn begin_plan(&mut self, step: u64, keeps: bool, reads: bool) {
-        self.pool.begin_plan(step, keeps && !self.states.exists(), reads);
-    }
-
-    /// See [`BlockPool::end_plan`].
-    pub(crate) fn end_plan(&mut self, copies: &mut Vec<(BlockId, u32)>) -> usize {
-        self.pool.end_plan(copies)
-    }
-
-    /// Number of evicted blocks in host memory that continue the first `from` blocks of a waiting sequence, by their names.
-    pub(crate) fn kept_after(&self, blocks: &SeqBlocks, from: usize) -> usize {
-        self.pool.kept_after(from, &blocks.names)
-    }
-
-    /// Reads evicted blocks that a waiting sequence can share back from host memory into free cached blocks, at most `most` in this plan. Appends
-    /// the copies to `reads`, and calls `on_name` for each block. Returns whether none is left, or the number of free blocks required as an
-    /// error.
-    pub(crate) fn read_back(
-        &mut self,
-        blocks: &mut SeqBlocks,
-        tokens: &[Token],
-        (grant, most): (Grant, usize),
-        reads: &mut Vec<(u32, BlockId)>,
-        on_name: impl FnMut(BlockHash),
-    ) -> Result<bool, usize> {
-        if !self.pool.has_kept() {
-            return Ok(true);
-        }
-        self.name(blocks, tokens);
-        let mut found = std::mem::take(&mut self.spare);
-        let names = &blocks.names[..(tokens.len() - 1) / self.block_size as usize];
-        let chain = self.pool.find(&blocks.scope, names, tokens, &mut found);
-        let kept = self.pool.kept_after(found.len(), names);
-        let needed = grant.blocks - found.iter().filter(|&&block| self.pool.holders(block) > 0).count();
-        let mut read = 0;
-        if kept > 0 && needed <= grant.room {
-            let mut table = BlockTable::default();
-            table.set_owner(blocks.table.owner());
-            found.iter().for_each(|&block| self.pool.share(&mut table, block));
-            read = self.pool.read_back(&mut table, chain, (names, tokens), (most, grant.step), reads, on_name);
-            self.pool.release(&mut table);
-        }
-        self.recycle(found);
-        if kept > 0 && needed > grant.room { Err(needed) } else { Ok(read == kept || read < most) }
     }
 
     /// Number of names computed and looked up so far.
@@ -442,33 +386,6 @@ impl Kv {
         Ok(Computed { tokens, own })
     }
 
-    /// Allocates device blocks for the KV of a swapped sequence, starting with cached blocks. Returns the number of
-    /// free blocks required as an error. Appends copies from host memory to `swap_in`. The sequence keeps the host
-    /// blocks until [`end_swap`](Self::end_swap).
-    pub(crate) fn swap_in(
-        &mut self,
-        blocks: &mut SeqBlocks,
-        tokens: &[Token],
-        swapped_tokens: u32,
-        grant: Grant,
-        swap_in: &mut Vec<(u32, BlockId)>,
-    ) -> Result<(), usize> {
-        let mut found = std::mem::take(&mut self.spare);
-        if self.sharing {
-            self.name(blocks, tokens);
-            let whole = (swapped_tokens / self.block_size) as usize;
-            blocks.chain = self.pool.find(&blocks.scope, &blocks.names[..whole], tokens, &mut found);
-        }
-        if self.states.exists() {
-            blocks.set_contents(self.contents(&found));
-        }
-        let shared = found.len();
-        self.share(blocks, found, grant, 0)?;
-        self.fill_up(blocks, grant.blocks);
-        swap_in.extend(blocks.host.iter().zip(blocks.table.ids()).skip(shared).map(|(&host, &block)| (host, block)));
-        Ok(())
-    }
-
     /// Adds the found blocks to a table if enough blocks are free for the grant and for `copies` copies.
     fn share(&mut self, blocks: &mut SeqBlocks, found: Vec<BlockId>, grant: Grant, copies: usize) -> Result<(), usize> {
         let revived = found.iter().filter(|&&block| self.pool.holders(block) == 0).count();
@@ -551,6 +468,13 @@ impl Kv {
         self.forget_states(blocks, since);
     }
 
+    /// Removes the names of all blocks that a failed sequence has, and of those that it found and copied: the fault may be in them, and its
+    /// tenant has computed none of them.
+    pub(crate) fn forget_failed(&mut self, blocks: &SeqBlocks) {
+        self.forget(blocks, 0);
+        blocks.names.iter().for_each(|&name| self.pool.drop_name(name));
+    }
+
     /// Releases the device blocks of a preempted sequence, and its state unless its KV is in host memory.
     pub(crate) fn release(&mut self, blocks: &mut SeqBlocks) {
         self.pool.release(&mut blocks.table);
@@ -565,24 +489,6 @@ impl Kv {
     pub(crate) fn free_all(&mut self, blocks: &mut SeqBlocks) {
         self.pool.release(&mut blocks.table);
         self.end_state(blocks);
-        self.pool.release_host(&mut blocks.host);
-    }
-
-    /// Plans copies of a sequence's computed KV to host memory, and keeps its state. Returns the number of copied blocks. Panics if too few
-    /// host blocks are free.
-    pub(crate) fn swap_out(&mut self, blocks: &mut SeqBlocks, computed: u32, swap_out: &mut Vec<(BlockId, u32)>) -> usize {
-        let used = computed.div_ceil(self.block_size) as usize;
-        for &block in &blocks.table.ids()[..used] {
-            let host = self.pool.take_host();
-            blocks.host.push(host);
-            swap_out.push((block, host));
-        }
-        self.park_state(blocks);
-        used
-    }
-
-    /// Releases the host blocks of a sequence that was swapped in.
-    pub(crate) fn end_swap(&mut self, blocks: &mut SeqBlocks) {
         self.pool.release_host(&mut blocks.host);
     }
 

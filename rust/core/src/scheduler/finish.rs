@@ -21,10 +21,7 @@ impl Scheduler {
         let was_decoding = seq.is_decoding();
         if !was_decoding {
             seq.note_first_token(self.accounts.now());
-            // A request that failed has computed nothing, so its tenant is told of no block that it shared.
-            if finish != Some(FinishReason::Error) {
-                seq.blocks.pay_all();
-            }
+            seq.blocks.pay_all();
             if let Phase::Running { slot, .. } = seq.phase()
                 && seq.preemptions() == chunk.preemptions
             {
@@ -50,7 +47,7 @@ impl Scheduler {
             }
             Some(reason) => {
                 if reason == FinishReason::Error {
-                    self.kv.forget(&seq.blocks, 0);
+                    self.kv.forget_failed(&seq.blocks);
                 }
                 let timeline = self.remove(chunk.seq, reason);
                 outputs.ended.push(timeline);

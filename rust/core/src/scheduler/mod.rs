@@ -203,8 +203,8 @@ impl Scheduler {
         self.bound_prefill(&plan, &mut budget, backlog);
         self.plan_prefills(&mut plan, &mut budget, room.reserved);
         self.accounts.run_step(plan.chunks.len(), plan.load.prefill_tokens > 0);
-        let kept = self.kv.end_plan(&mut plan.swap_out);
-        self.accounts.count_swapped(kept);
+        let copied = self.kv.end_plan(&mut plan.swap_out);
+        self.accounts.count_swapped(copied);
         if plan.chunks.is_empty() {
             let stall = self.stall();
             self.note_backlog(stall);

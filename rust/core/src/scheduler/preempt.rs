@@ -243,8 +243,10 @@ impl Scheduler {
         let seq = &mut self.seqs[id];
         let computed = seq.computed();
         self.kv.forget(&seq.blocks, self.steps.committed());
-        let swapped = swap.then(|| self.kv.swap_out(&mut seq.blocks, computed, &mut plan.swap_out));
-        self.accounts.count_preemption(reason, swapped);
+        if swap {
+            self.kv.swap_out(&mut seq.blocks, computed);
+        }
+        self.accounts.count_preemption(reason, swap);
         self.kv.release(&mut seq.blocks);
         seq.preempt(swap);
         let tag = seq.spec().tag;

@@ -47,6 +47,7 @@ impl Scheduler {
             stall: self.steps.stall(),
             waiting_by_state: self.waiting_by_state(),
             predicted_wait: self.predicted_wait(),
+            predicted_turn_wait: self.predicted_turn_wait(),
             predicted_prefill: self.model.prefill(0.0, 1024.0) as u64,
             predicted_step: self.predicted_step(),
             saturation: self.saturation(self.accounts.now()),

@@ -74,6 +74,11 @@ impl Scheduler {
         self.sessions.wait(of, id, &self.model, self.accounts.now())
     }
 
+    /// Predicted microseconds for which a session that is not active waits for its turn, if its request arrives now: 0 if none waits.
+    pub fn predicted_turn_wait(&self) -> Time {
+        (self.sessions.wait_of_next(&self.model, self.accounts.now()) as Time).min(self.config.max_session_wait)
+    }
+
     /// Lets parked sessions come in as far as they fit, and queues their requests.
     pub(super) fn take_turns(&mut self) {
         if self.sessions.len() == 0 {

@@ -80,9 +80,23 @@ impl Line {
         // Tenants take turns.
         let others = self.first_of_each().map(|&(tenant, ..)| tenant).filter(|&tenant| tenant != key.0);
         let others = others.map(|tenant| self.of_tenant(tenant).take(own + 1).count()).sum::<usize>();
+        self.each(first, now) * (own + others + 1) as f64
+    }
+
+    /// Microseconds for which a session that begins to wait now is expected to. As [`expected`](Self::expected), if all others are before it.
+    pub(super) fn expected_last(&self, first: f64, now: Time) -> f64 {
+        self.each(first, now) * (self.keys.len() + 1) as f64
+    }
+
+    /// The first session.
+    pub(super) fn first(&self) -> Option<SessionId> {
+        self.keys.first().map(|&(.., id)| id)
+    }
+
+    /// Microseconds that each session is expected to take to come in, or `first` before one was measured.
+    fn each(&self, first: f64, now: Time) -> f64 {
         // A wait that has outlasted the mean says more than the mean does.
-        let each = self.mean.unwrap_or(first).max(now.saturating_sub(self.moved) as f64);
-        each * (own + others + 1) as f64
+        self.mean.unwrap_or(first).max(now.saturating_sub(self.moved) as f64)
     }
 
     /// The sessions of a tenant, in order.
@@ -122,6 +136,7 @@ mod tests {
         let expected = |line: &Line, now| [first, second, other].map(|key| line.expected(key, 70.0, now) as Time);
         // Tenants take turns: the first session and the other tenant's wait for one more each, the second one for two.
         assert_eq!([10, 80].map(|now| expected(&line, now)), [[140, 210, 140], [160, 240, 160]], "nothing was measured");
+        assert_eq!([10, 80].map(|now| line.expected_last(70.0, now) as Time), [280, 320], "one more would be the fourth");
         line.advance(100);
         assert_eq!([150, 200, 400].map(|now| expected(&line, now)), [[200, 300, 200], [200, 300, 200], [600, 900, 600]]);
     }

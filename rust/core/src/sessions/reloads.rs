@@ -67,18 +67,19 @@ mod tests {
 
     #[test]
     fn reloads_cost_what_the_latest_ones_did() {
+        let expected = |reloads: &Reloads| reloads.expected(80_000.0) as Time;
         let mut reloads = Reloads::default();
-        assert_eq!(reloads.expected(80.0), 80.0);
+        assert_eq!(expected(&reloads), 80_000);
         reloads.begin(Reload { takes: 1.0, computing: 10.0 });
-        assert_eq!(reloads.expected(80.0), 8.0);
+        assert_eq!(expected(&reloads), 8000);
         for _ in 0..40 {
             reloads.begin(Reload { takes: 5.0, computing: 10.0 });
         }
-        assert!((39.0..=40.0).contains(&reloads.expected(80.0)), "{reloads:?}");
+        assert!((39_000..=40_000).contains(&expected(&reloads)), "{reloads:?}");
         // A session that lost nothing says nothing of the cost.
-        let expected = reloads.expected(80.0);
+        let before = expected(&reloads);
         reloads.begin(Reload::default());
-        assert_eq!(reloads.expected(80.0), expected);
+        assert_eq!(expected(&reloads), before);
     }
 
     #[test]

@@ -263,6 +263,11 @@ impl Sessions {
         Some(SessionWait { expected, longest })
     }
 
+    /// Microseconds for which a session that is not active is expected to wait for its turn, if its request comes now.
+    pub(crate) fn wait_of_next(&self, model: &StepModel, now: Time) -> f64 {
+        self.line.first().map_or(0.0, |first| self.line.expected_last(self.reload(first, model) / reloads::SHARE, now))
+    }
+
     /// The requests of a session that wait for its turn.
     pub(crate) fn waiting(&self, id: SessionId) -> &[Wait] {
         &self.directory[id].waiting

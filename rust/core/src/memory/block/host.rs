@@ -29,19 +29,21 @@ impl BlockPool {
         }
     }
 
-    /// Ends a plan. Appends the copies of evicted blocks to host memory to `copies`, and returns their number.
+    /// Ends a plan. Appends its copies to host memory to `copies`, and returns their number. Where two have the same host block, the later one
+    /// counts.
     pub(crate) fn end_plan(&mut self, copies: &mut Vec<(BlockId, u32)>) -> usize {
         self.host.keeps_in = None;
-        let kept = self.host.copies.len();
+        let before = copies.len();
         copies.append(&mut self.host.copies);
-        kept
+        copies.len() - before
     }
 
-    /// Takes a host block for a swapped sequence. Panics if there is no [room](Self::host_room).
-    pub(crate) fn take_host(&mut self) -> u32 {
+    /// Copies a block to a host block for a swapped sequence, and returns that. Panics if there is no [room](Self::host_room).
+    pub(crate) fn copy_to_host(&mut self, id: BlockId) -> u32 {
         loop {
-            if let Some(block) = self.host.take() {
-                return block;
+            if let Some(host) = self.host.take() {
+                self.host.copies.push((id, host));
+                return host;
             }
             let list = self.next_dropped().expect("a host block that no sequence holds");
             self.drop_from_host(list, None);
@@ -82,9 +84,7 @@ impl BlockPool {
             let Some((host, block)) = self.host.remove(name, &chain, tokens) else { break };
             let id = self.take_free(table.owner);
             table.ids.push(id);
-            if let Some(&other) = self.named.get(&name) {
-                self.take_name(other);
-            }
+            self.drop_name(name);
             self.give_name(id, &chain, (name, block.content), tokens, step);
             self.blocks[id.0 as usize].name.as_mut().expect("it was just named").users = block.users;
             chain.advance(block.content, id);

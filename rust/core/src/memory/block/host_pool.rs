@@ -52,7 +52,7 @@ pub(super) struct HostPool {
     tokens: Vec<Token>,
     /// Cached blocks by [`HostList`], the one that was evicted last at the end.
     lists: Vec<Vec<u32>>,
-    /// Copies from the device that the current plan makes.
+    /// Copies from the device that the current plan makes, in their order.
     pub(super) copies: Vec<(BlockId, u32)>,
     /// The current plan's step, if blocks that it evicts are copied.
     pub(super) keeps_in: Option<u64>,

@@ -4,7 +4,7 @@
 //! cached block depends on the block before it: while an owner's block is cached, the blocks before it are evicted after it.
 
 use super::free_lists::{EvictionClass, FreeList};
-use super::{BlockId, BlockPool, ROOT, User};
+use super::{BlockId, BlockPool, Name, ROOT, User};
 
 /// A session as the cache sees it. The number is reused once no cached block belongs to an owner that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -245,7 +245,9 @@ impl BlockPool {
     fn parent(&self, id: BlockId) -> Option<BlockId> {
         let name = self.blocks[id.0 as usize].name.as_ref()?;
         let parent = self.blocks[name.parent_block.0 as usize].name.as_ref();
-        parent.filter(|parent| name.parent != ROOT && parent.content == name.parent).map(|_| name.parent_block)
+        // A block that has come back from host memory does not know the blocks after it that stayed.
+        let is_parent = |parent: &&Name| name.parent != ROOT && parent.content == name.parent && parent.number < name.number;
+        parent.filter(is_parent).map(|_| name.parent_block)
     }
 
     fn add_dependent(&mut self, mut block: Option<BlockId>) {

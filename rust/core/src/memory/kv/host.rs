@@ -1,0 +1,107 @@
+//! KV in host memory: that of swapped sequences, and evicted blocks of sessions.
+
+use super::super::block::{BlockId, BlockTable};
+use super::super::hash::BlockHash;
+use super::{Grant, Kv, SeqBlocks};
+use crate::request::Token;
+
+impl Kv {
+    /// See [`BlockPool::host`].
+    pub(crate) fn host(&self) -> (usize, usize) {
+        self.pool.host()
+    }
+
+    /// See [`BlockPool::host_room`].
+    pub(crate) fn host_room(&self) -> usize {
+        self.pool.host_room()
+    }
+
+    /// See [`BlockPool::begin_plan`]. States stay on the device, and evicted blocks of a model that has them are not kept.
+    pub(crate) fn begin_plan(&mut self, step: u64, keeps: bool, reads: bool) {
+        self.pool.begin_plan(step, keeps && !self.states.exists(), reads);
+    }
+
+    /// See [`BlockPool::end_plan`].
+    pub(crate) fn end_plan(&mut self, copies: &mut Vec<(BlockId, u32)>) -> usize {
+        self.pool.end_plan(copies)
+    }
+
+    /// Number of evicted blocks in host memory that continue the first `from` blocks of a waiting sequence, by their names.
+    pub(crate) fn kept_after(&self, blocks: &SeqBlocks, from: usize) -> usize {
+        self.pool.kept_after(from, &blocks.names)
+    }
+
+    /// Reads evicted blocks that a waiting sequence can share back from host memory into free cached blocks, at most `most` in this plan. Appends
+    /// the copies to `reads`, and calls `on_name` for each block. Returns whether none is left, or the number of free blocks required as an
+    /// error.
+    pub(crate) fn read_back(
+        &mut self,
+        blocks: &mut SeqBlocks,
+        tokens: &[Token],
+        (grant, most): (Grant, usize),
+        reads: &mut Vec<(u32, BlockId)>,
+        on_name: impl FnMut(BlockHash),
+    ) -> Result<bool, usize> {
+        if !self.pool.has_kept() {
+            return Ok(true);
+        }
+        self.name(blocks, tokens);
+        let mut found = std::mem::take(&mut self.spare);
+        let names = &blocks.names[..(tokens.len() - 1) / self.block_size as usize];
+        let chain = self.pool.find(&blocks.scope, names, tokens, &mut found);
+        let kept = self.pool.kept_after(found.len(), names);
+        let needed = grant.blocks - found.iter().filter(|&&block| self.pool.holders(block) > 0).count();
+        let mut read = 0;
+        if kept > 0 && needed <= grant.room {
+            let mut table = BlockTable::default();
+            table.set_owner(blocks.table.owner());
+            for &block in &found {
+                self.pool.share(&mut table, block);
+            }
+            read = self.pool.read_back(&mut table, chain, (names, tokens), (most, grant.step), reads, on_name);
+            self.pool.release(&mut table);
+        }
+        self.recycle(found);
+        if kept > 0 && needed > grant.room { Err(needed) } else { Ok(read == kept || read < most) }
+    }
+
+    /// Allocates device blocks for the KV of a swapped sequence, starting with cached blocks. Returns the number of
+    /// free blocks required as an error. Appends copies from host memory to `swap_in`. The sequence keeps the host
+    /// blocks until [`end_swap`](Self::end_swap).
+    pub(crate) fn swap_in(
+        &mut self,
+        blocks: &mut SeqBlocks,
+        tokens: &[Token],
+        swapped_tokens: u32,
+        grant: Grant,
+        swap_in: &mut Vec<(u32, BlockId)>,
+    ) -> Result<(), usize> {
+        let mut found = std::mem::take(&mut self.spare);
+        if self.sharing {
+            self.name(blocks, tokens);
+            let whole = (swapped_tokens / self.block_size) as usize;
+            blocks.chain = self.pool.find(&blocks.scope, &blocks.names[..whole], tokens, &mut found);
+        }
+        if self.states.exists() {
+            blocks.set_contents(self.contents(&found));
+        }
+        let shared = found.len();
+        self.share(blocks, found, grant, 0)?;
+        self.fill_up(blocks, grant.blocks);
+        swap_in.extend(blocks.host.iter().zip(blocks.table.ids()).skip(shared).map(|(&host, &block)| (host, block)));
+        Ok(())
+    }
+
+    /// Plans copies of a sequence's computed KV to host memory, and keeps its state. Panics if there is too little
+    /// [room](Self::host_room).
+    pub(crate) fn swap_out(&mut self, blocks: &mut SeqBlocks, computed: u32) {
+        let used = computed.div_ceil(self.block_size) as usize;
+        blocks.host.extend(blocks.table.ids()[..used].iter().map(|&block| self.pool.copy_to_host(block)));
+        self.park_state(blocks);
+    }
+
+    /// Releases the host blocks of a sequence that was swapped in.
+    pub(crate) fn end_swap(&mut self, blocks: &mut SeqBlocks) {
+        self.pool.release_host(&mut blocks.host);
+    }
+}
