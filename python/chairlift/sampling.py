@@ -313,5 +313,5 @@ def _tokens(name: str, value: tuple[int, ...], most: int) -> tuple[int, ...]:
     return tokens
 
 
-EMBED = SamplingParams(embed=True, temperature=0.0, ignore_eos=True)
+EMBED = SamplingParams(embed=True, max_tokens=1, temperature=0.0, ignore_eos=True)
 """The parameters of a request for an embedding."""

@@ -58,6 +58,28 @@ def test_a_hostile_body_takes_no_callback_long(served, body):
     assert response.status_code < 500
 
 
+@pytest.fixture
+def no_full_collections():
+    """Leaves out full garbage collections, which a server makes while it is idle (server/garbage.py)."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*thresholds[:2], 2**31 - 1)
+    yield
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.usefixtures("no_full_collections")
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/rerank", {"query": "a", "documents": [{"text": "b"}] * 2000}), ("/v1/embeddings", {"input": ["b"] * 2048})],
+    ids=["rerank", "embeddings"],
+)
+def test_many_texts_take_no_callback_long(path, body):
+    engine = FakeEngine()
+    engine.describe(max_text_len=64)
+    with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=60) as client:
+        assert check(service, lambda: client.post(path, json=body)).status_code == 200
+
+
 def test_the_first_openapi_document_takes_no_callback_long(served):
     client, service = served
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 _ENERGY_SECONDS = 5.0
 """Seconds for which the end of an answer waits for what the engine says of its energy."""
+_STARTED_AT_ONCE = 256
+"""Prompts of a request that are started before other callbacks of the event loop run."""
 _MAX_BUFFERED_OUTPUTS = 64
 """Outputs of a request with several prompts that are buffered for a slow client."""
 
@@ -165,8 +167,12 @@ class Generation:
                 end = error
             await queue.put((index, end))
 
-        tasks = [asyncio.create_task(pump(index)) for index in range(len(self._prompts))]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            for index in range(len(self._prompts)):
+                tasks.append(asyncio.create_task(pump(index)))
+                if len(tasks) % _STARTED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             running = len(tasks)
             while running:
                 index, item = await queue.get()
