@@ -13,7 +13,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "cli": {"server", "gate", "engine", "runner", "checkpoint", "tokenizer", "bench", "sim", "verification", *LEAVES, ""},
     "verification": {"engine", "models", "checkpoint", "_core", *LEAVES},
-    "bench": {"errors"},
+    "bench": {"errors", "svg"},
     "sim": {"engine", "bench", "models", "checkpoint", "_core", *LEAVES},
     "gate": {"server", "engine", *LEAVES},
     "server": {"engine", "chat", "grammar", "tokenizer", "template_process", "checkpoint", *LEAVES, ""},
