@@ -170,7 +170,9 @@ impl Kv {
         if kept > 0 && needed <= grant.room {
             let mut table = BlockTable::default();
             table.set_owner(blocks.table.owner());
-            found.iter().for_each(|&block| self.pool.share(&mut table, block));
+            for &block in &found {
+                self.pool.share(&mut table, block);
+            }
             read = self.pool.read_back(&mut table, chain, (names, tokens), (most, grant.step), reads, on_name);
             self.pool.release(&mut table);
         }
