@@ -164,10 +164,10 @@ class Router:
     ) -> tuple[int, int, int]:
         """Returns the index of the chosen engine, how many tokens of the prompt it is expected to have, and the request's number.
 
-        An engine is its number, its requests, the microseconds until it starts another prompt, those for each prompt token, and those that a
-        session waits for its turn if it is not active there. Only prompts of equal `salt` and `group` share prefixes. Requests of a session
-        stay with one engine while its load allows it, unless another one finishes the prompt sooner. Until `computed` the engine counts as
-        having the prompt.
+        An engine is its number, its requests, the microseconds until it starts another prompt, those for each prompt token, and those
+        that a session waits for its turn if it is not active there. Only prompts of equal `salt` and `group` share prefixes. Requests of
+        a session stay with one engine while its load allows it, unless another one finishes the prompt sooner. Until `computed` the
+        engine counts as having the prompt.
         """
 
     def computed(self, request: int) -> None:
