@@ -1130,9 +1130,9 @@ class StateCache:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies states, one pair of slots (from, to) after another."""
-    def read(self, slot: int, /) -> bytes:
+    def read(self, slot: int) -> bytes:
         """The state in a slot."""
-    def write(self, slot: int, position: int, state: bytes | memoryview, /) -> None:
+    def write(self, slot: int, position: int, state: bytes | memoryview) -> None:
         """Overwrites a slot with a state that `read` gave, that after `position` tokens."""
 
 @final

@@ -125,9 +125,10 @@ impl StatePool {
         self.changes.take()
     }
 
-    /// Most states of a conversation of `tokens` tokens. Those where several conversations part do not count.
+    /// Most states of a conversation of `tokens` tokens. Those where several conversations part do not count. One whose KV is worth less
+    /// than a state has no limit: it is soon evicted.
     pub(super) fn most(&self, tokens: u32) -> usize {
-        tokens.checked_div(self.state_tokens).map_or(usize::MAX, |most| most.max(1) as usize)
+        tokens.checked_div(self.state_tokens).filter(|&most| most > 0).map_or(usize::MAX, |most| most as usize)
     }
 
     /// Whether a slot can be reserved so that `running` sequences still find slots: for a parked state, or for one before drafted tokens.
@@ -490,7 +491,7 @@ mod tests {
         let save = |pool: &mut StatePool, run, position: u32, kind| {
             pool.save(run, position, Some(end(position.into())), position.into(), kind).is_some()
         };
-        assert!(save(&mut pool, run, 9, SaveKind::Turn), "there may always be one");
+        assert!(save(&mut pool, run, 9, SaveKind::Turn), "a short text has no limit");
         assert!(!save(&mut pool, run, 19, SaveKind::Turn));
         assert!(save(&mut pool, run, 18, SaveKind::Shared), "it is of use to others");
         assert!(!save(&mut pool, run, 19, SaveKind::Rolling), "an answer replaces no turn");
