@@ -131,6 +131,17 @@ impl StatePool {
         tokens.checked_div(self.state_tokens).filter(|&most| most > 0).map_or(usize::MAX, |most| most as usize)
     }
 
+    /// Most states of a run's conversation when the run saves one after `position` tokens. It may have saved longer ones and be computed
+    /// again, and an earlier request may have been longer.
+    fn most_beside(&self, run: Run, position: u32) -> usize {
+        let longest = |earlier| {
+            let of_kind = self.of_conversation(run).filter(move |(_, saved)| (saved.kind == SaveKind::Earlier) == earlier);
+            of_kind.map(|(_, saved)| saved.position).max().unwrap_or(0)
+        };
+        let most = self.most(longest(false).max(position));
+        if most == usize::MAX && self.most(longest(true)) < usize::MAX { 1 } else { most }
+    }
+
     /// Whether a slot can be reserved so that `running` sequences still find slots: for a parked state, or for one before drafted tokens.
     pub(crate) fn can_reserve(&self, running: usize) -> bool {
         self.reserved + 1 + running <= self.slots.len()
@@ -237,7 +248,7 @@ impl StatePool {
         }
         // An answer replaces its own earlier states, and a prompt those of earlier prompts and their answers.
         let replaced = if kind == SaveKind::Rolling { kind } else { SaveKind::Earlier };
-        while kind != SaveKind::Shared && self.of_conversation(run).count() >= self.most(position) {
+        while kind != SaveKind::Shared && self.of_conversation(run).count() >= self.most_beside(run, position) {
             if !self.release_oldest(run, replaced, step) {
                 return None;
             }
@@ -503,6 +514,15 @@ mod tests {
         let (_, run) = pool.begin();
         assert!(save(&mut pool, run, 25, SaveKind::Turn));
         assert_eq!([9, 29, 25].map(|content| pool.find(content).is_some()), [false, true, true]);
+    }
+
+    #[test]
+    fn a_run_that_is_computed_again_saves_no_more_states_than_its_kv_is_worth() {
+        let mut pool = StatePool::new(9, 10);
+        let (live, run) = pool.begin();
+        assert!(pool.save(run, 10, Some(end(10)), 1, SaveKind::Turn).is_some());
+        assert!(pool.save(run, 5, Some(end(5)), 2, SaveKind::Turn).is_none());
+        pool.check(&[(live, run)], &[], &[], |_| true);
     }
 
     #[test]
