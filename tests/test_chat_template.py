@@ -118,6 +118,14 @@ def test_the_signal_that_stops_a_server_ends_no_job(processes):
     assert processes.pids == [process]
 
 
+def test_ctrl_c_ends_no_process_that_still_imports(processes):
+    processes.prepare()
+    [process] = processes.pids
+    os.kill(process, signal.SIGINT)
+    assert ChatTemplate({"default": "{{ messages[0].content }}"}, {}).render(HELLO, ()) == [("hello", False)]
+    assert processes.pids == [process]
+
+
 def test_messages_that_are_no_json_are_refused(processes):
     with pytest.raises(InvalidRequest, match="must be JSON"):
         ChatTemplate({"default": ""}, {}).render([{"role": "user", "content": object()}], ())

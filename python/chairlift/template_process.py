@@ -92,12 +92,17 @@ class TemplateProcesses:
     def _start(self) -> subprocess.Popen[bytes]:
         # The child has this process's module path and does not import from its working directory.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "chairlift.template_renderer", str(self._max_seconds), str(self._max_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        # Ctrl-C in a terminal also reaches the child, which ignores it once it has imported: it inherits the blocked signal.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "chairlift.template_renderer", str(self._max_seconds), str(self._max_bytes)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _reason(self, status: int) -> str:
         if status == -signal.SIGPROF:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,6 +68,26 @@ def test_no_full_collection_while_requests_are_open(quick):
                 assert cycle() is None
                 assert kept
         assert gc.get_threshold() == thresholds
+
+    asyncio.run(main())
+
+
+def test_a_server_that_was_idle_makes_none_at_its_first_requests(quick, monkeypatch):
+    async def main():
+        idle, now = True, 0.0
+        monkeypatch.setattr(garbage, "time", SimpleNamespace(monotonic=lambda: now))
+        with full_collections() as made:
+            async with in_background(garbage.collect_when_idle(lambda: idle)):
+                await turns(2)
+                now = 100.0  # idle for longer than a server may be busy, with nothing to collect
+                await turns()
+                idle, kept = False, many()
+                await turns()
+                assert made == []
+                now += garbage.BUSY_SECONDS
+                await turns()
+                assert made
+                assert kept
 
     asyncio.run(main())
 

@@ -122,7 +122,9 @@ class Upstream:
             async with self._client().get(
                 self.url + path, headers=headers, allow_redirects=False, timeout=aiohttp.ClientTimeout(total=DISCOVERY_SECONDS)
             ) as response:
-                data = await response.content.read(LONGEST_PAGE)
+                data = bytearray()
+                while len(data) < LONGEST_PAGE and (more := await response.content.read(LONGEST_PAGE - len(data))):
+                    data += more  # one read gives no more than has come
                 return response.status, data.decode("utf-8", "replace")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UpstreamFailed(f"{self.url} cannot be reached ({_reason(error)})") from None

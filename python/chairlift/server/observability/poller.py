@@ -63,6 +63,7 @@ class SnapshotPoller:
         self._last_request_time = time.monotonic()
         if self._task is None or self._task.done():
             self._polled.clear()
+            self._snapshot = {}  # it is old
             self._task = asyncio.create_task(self._poll())
         if self.replica.engine.ready:
             with contextlib.suppress(TimeoutError):
