@@ -9,9 +9,8 @@ impl Scheduler {
     /// Adds a request to the queue. Returns an error if the request can never run or the queue is full. `now` is the
     /// arrival time, which may be earlier than the previous call, because a request can arrive during a step. A resumed
     /// request is treated like one that returns from a preemption. A request with a [`Preparation`] joins the queue when
-    /// that is [done](Self::prepare).
+    /// that is [done](Self::prepare). A refused request leaves no trace but a count: the clocks do not advance, because a journal lacks it.
     pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
-        self.accounts.tick(now);
         let resumes = request.resumed.is_some();
         let seq = Sequence::new(request, self.waiting.next_arrival(), self.config.max_model_len, now)?;
         // The last token needs no KV.
@@ -26,6 +25,7 @@ impl Scheduler {
         if let Some(continues) = seq.request().continues {
             self.held.begin(continues.held)?;
         }
+        self.accounts.tick(now);
         let id = self.insert(seq);
         match self.seqs[id].preparation() {
             Some(preparation) => self.waiting.begin_preparation(&self.seqs[id], preparation),

@@ -19,8 +19,8 @@ impl Scheduler {
     /// Opens a copy of a held sequence. Both share all blocks. A request that continues one of them copies the partly
     /// filled last block and shares the others. Returns `None` if the sequence was dropped. O(blocks).
     pub fn fork_held(&mut self, id: HeldId, now: Time) -> Option<HeldId> {
-        self.accounts.tick(now);
         let seq = self.held.get(id)?;
+        self.accounts.tick(now);
         let (blocks, computed, session) = (self.kv.fork(&seq.blocks), seq.computed, seq.session);
         let tenant = Arc::clone(self.accounts.tenant_name(seq.tenant));
         self.held.touch(id);
@@ -30,10 +30,10 @@ impl Scheduler {
     /// Drops a held sequence. Its blocks are free for the next step. Requests that continue it go on. Returns false if
     /// it was dropped before.
     pub fn drop_held(&mut self, id: HeldId, now: Time) -> bool {
-        self.accounts.tick(now);
         if self.held.get(id).is_none() {
             return false;
         }
+        self.accounts.tick(now);
         let tenant = self.release_held(id);
         self.held.remove(id);
         self.accounts.close_held(tenant);

@@ -1,9 +1,10 @@
 //! A journal replays bit for bit, and reading an invalid journal names the error.
 
 use chairlift_core::{
-    Batching, Call, Config, DraftSource, ExpertCount, FinishReason, JournalError, Outputs, POLICIES, ParsedJournal, Prefix, Recorder,
-    Request, Scheduler, SeqId, Tier, Token, VerifiedDraft,
+    Batching, Call, Config, Continues, DraftSource, ExpertCount, FinishReason, HeldId, JournalError, Outputs, POLICIES, ParsedJournal,
+    Prefix, Recorder, Rejected, Request, Scheduler, SeqId, Tier, Token, VerifiedDraft,
 };
+use std::sync::Arc;
 
 fn config() -> Config {
     Config {
@@ -123,6 +124,34 @@ fn the_scheduler_does_the_same_work_with_a_journal_as_without() {
         });
         // The journal needs the names of blocks before the scheduler does.
         assert_eq!(lookups[0], lookups[1], "after step {now}");
+    }
+}
+
+/// A call that is refused is not recorded, so it must not advance the clocks: a request may come later that arrived before it.
+#[test]
+fn refused_calls_change_nothing_that_a_replay_has() {
+    let refused: [fn(&mut Recorder, HeldId, HeldId, u64); 5] = [
+        |core, _, _, now| assert!(matches!(core.add(request(2, 9, 500), now), Err(Rejected::TooLong { .. }))),
+        |core, _, _, now| assert!(matches!(core.add(request(2, 90, 9), now), Err(Rejected::QueueFull { .. }))),
+        |core, busy, _, now| {
+            let continues = Some(Continues { held: busy, tokens: 0 });
+            assert_eq!(core.add(Request { continues, ..request(2, 9, 9) }, now), Err(Rejected::HeldBusy));
+        },
+        |core, _, dropped, now| assert_eq!(core.fork_held(dropped, now), None),
+        |core, _, dropped, now| assert!(!core.drop_held(dropped, now)),
+    ];
+    for (at, refuse) in refused.into_iter().enumerate() {
+        let mut day = Day::new(Config { max_num_queued_tokens: 50, ..config() });
+        let [busy, dropped] = [(); 2].map(|()| day.core.open(&"".into(), &Arc::default(), day.now));
+        assert!(day.core.drop_held(dropped, day.now));
+        day.add(Request { continues: Some(Continues { held: busy, tokens: 0 }), ..request(1, 9, 4) });
+        refuse(&mut day.core, busy, dropped, day.now + 500);
+        day.add(request(3, 9, 4));
+        day.finish();
+        let replayed = ParsedJournal::read(&day.bytes).unwrap().replay().unwrap();
+        let recorded: Vec<_> = replayed.ended.iter().map(|timeline| day.core.explain(timeline.tag).unwrap()).collect();
+        assert_eq!((replayed.differs_at, replayed.ended.len()), (None, 2));
+        assert_eq!(replayed.ended, recorded, "refused call {at}");
     }
 }
 
