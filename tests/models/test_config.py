@@ -247,13 +247,13 @@ def test_the_context_follows_the_scaling():
 
 
 def test_models_that_only_the_kernels_for_cpus_know_are_transformers_elsewhere(tmp_path):
-    sizes = {"hidden_size": 64, "vocab_size": 300, "num_hidden_layers": 4}
-    theirs = transformers.OlmoeConfig(architectures=["OlmoeForCausalLM"], pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
+    sizes = {"hidden_size": 64, "vocab_size": 300, "num_hidden_layers": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    theirs = transformers.DeepseekV2Config(architectures=["DeepseekV2ForCausalLM"], pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
     theirs.save_pretrained(tmp_path)
     assert isinstance(load_shape(tmp_path), ModelConfig)
     elsewhere = load_shape(tmp_path, in_torch=True)
     assert not isinstance(elsewhere, ModelConfig)
-    assert elsewhere.not_ours == "OlmoeForCausalLM has code of ours for one process on a CPU alone"
+    assert elsewhere.not_ours == "DeepseekV2ForCausalLM has code of ours for one process on a CPU alone"
 
 
 def test_both_spellings_of_ropes_by_kind_of_layer_are_read():
@@ -295,6 +295,8 @@ def test_a_checkpoint_says_its_dtype_in_one_of_two_words(tmp_path):
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, "must have 0 or 1 for each of 3 layers"),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling must be a positive number"),
         ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.7}, "0.7 does not give an even part of a head's 16 numbers"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": float("inf")}, "inf does not give an even part"),
+        ({"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 1e308}}, "must be at most 1, got 1e\\+308"),
         (
             {
                 "architectures": ["Phi3ForCausalLM"],

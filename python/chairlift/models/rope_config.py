@@ -69,8 +69,10 @@ def _parse(raw: dict[str, Any], family: Architecture, theta: float, head_dim: in
     partial = table.get("partial_rotary_factor", raw.get("partial_rotary_factor", family.rotary))
     dim = head_dim if kind == "proportional" else _rotary_dim(partial, family, head_dim)
     if kind == "proportional":
-        pairs = int((1.0 if partial is None else parse_number({"partial_rotary_factor": partial}, "partial_rotary_factor")) * head_dim // 2)
-        return RopeConfig(dim=dim, theta=base, scaling=Proportional(pairs, parse_number(table, "factor", 1.0)))
+        share = parse_number({"partial_rotary_factor": partial}, "partial_rotary_factor", 1.0)
+        if share > 1:
+            raise UnsupportedModel(f"config.json: partial_rotary_factor must be at most 1, got {share}")
+        return RopeConfig(dim=dim, theta=base, scaling=Proportional(int(share * head_dim // 2), parse_number(table, "factor", 1.0)))
     return RopeConfig(dim=dim, theta=base, scaling=_scaling(kind, table, dim), scale=_scale(kind, table))
 
 
@@ -80,8 +82,8 @@ def _rotary_dim(partial: Any, family: Architecture, head_dim: int) -> int:
         return head_dim
     if not family.partial_rotary:
         raise NoNativeModel(f"partial_rotary_factor {partial} has no code of ours (there is for 1)")
-    dim = int(head_dim * partial + 1e-6) if isinstance(partial, float) else 0
-    if not 0 < dim <= head_dim or dim % 2:
+    dim = int(head_dim * partial + 1e-6) if isinstance(partial, float) and 0 < partial < 1 else 0
+    if dim == 0 or dim % 2:
         raise UnsupportedModel(f"config.json: partial_rotary_factor {partial!r} does not give an even part of a head's {head_dim} numbers")
     return dim
 
