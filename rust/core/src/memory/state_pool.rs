@@ -131,6 +131,13 @@ impl StatePool {
         tokens.checked_div(self.state_tokens).filter(|&most| most > 0).map_or(usize::MAX, |most| most as usize)
     }
 
+    /// Most states of a run's conversation when it saves one after `position` tokens. Where a text of less than a state's worth goes on from an
+    /// earlier turn, the longer texts that the conversation had limit it.
+    fn most_beside(&self, run: Run, position: u32) -> usize {
+        let longer = self.of_conversation(run).map(|(_, saved)| saved.position).filter(|&other| other > position);
+        longer.fold(self.most(position), |most, longer| most.min(self.most(longer)))
+    }
+
     /// Whether a slot can be reserved so that `running` sequences still find slots: for a parked state, or for one before drafted tokens.
     pub(crate) fn can_reserve(&self, running: usize) -> bool {
         self.reserved + 1 + running <= self.slots.len()
@@ -237,7 +244,7 @@ impl StatePool {
         }
         // An answer replaces its own earlier states, and a prompt those of earlier prompts and their answers.
         let replaced = if kind == SaveKind::Rolling { kind } else { SaveKind::Earlier };
-        while kind != SaveKind::Shared && self.of_conversation(run).count() >= self.most(position) {
+        while kind != SaveKind::Shared && self.of_conversation(run).count() >= self.most_beside(run, position) {
             if !self.release_oldest(run, replaced, step) {
                 return None;
             }
@@ -503,6 +510,24 @@ mod tests {
         let (_, run) = pool.begin();
         assert!(save(&mut pool, run, 25, SaveKind::Turn));
         assert_eq!([9, 29, 25].map(|content| pool.find(content).is_some()), [false, true, true]);
+    }
+
+    #[test]
+    fn a_short_text_beside_the_states_of_a_longer_one_has_its_limit() {
+        let mut pool = StatePool::new(9, 10);
+        let (live, run) = pool.begin();
+        let save =
+            |pool: &mut StatePool, run, position: u32| pool.save(run, position, Some(end(position.into())), run, SaveKind::Turn).is_some();
+        assert!(save(&mut pool, run, 7) && !save(&mut pool, run, 12) && save(&mut pool, run, 25));
+        pool.end(live, run);
+        // The conversation goes on from its first state, and parts from the long text.
+        pool.go_on(run);
+        let (live, run) = pool.begin();
+        pool.touch(7);
+        assert!(save(&mut pool, run, 8) && save(&mut pool, run, 9));
+        assert_eq!([7, 8, 9, 25].map(|content| pool.find(content).is_some()), [true, true, true, false]);
+        pool.end(live, run);
+        pool.check(&[], &[], &[], |_| true);
     }
 
     #[test]
