@@ -131,15 +131,11 @@ impl StatePool {
         tokens.checked_div(self.state_tokens).filter(|&most| most > 0).map_or(usize::MAX, |most| most as usize)
     }
 
-    /// Most states of a run's conversation when the run saves one after `position` tokens. It may have saved longer ones and be computed
-    /// again, and an earlier request may have been longer.
+    /// Most states of a run's conversation when it saves one after `position` tokens. Where a text of less than a state's worth goes on from an
+    /// earlier turn, the longer texts that the conversation had limit it.
     fn most_beside(&self, run: Run, position: u32) -> usize {
-        let longest = |earlier| {
-            let of_kind = self.of_conversation(run).filter(move |(_, saved)| (saved.kind == SaveKind::Earlier) == earlier);
-            of_kind.map(|(_, saved)| saved.position).max().unwrap_or(0)
-        };
-        let most = self.most(longest(false).max(position));
-        if most == usize::MAX && self.most(longest(true)) < usize::MAX { 1 } else { most }
+        let longer = self.of_conversation(run).map(|(_, saved)| saved.position).filter(|&other| other > position);
+        longer.fold(self.most(position), |most, longer| most.min(self.most(longer)))
     }
 
     /// Whether a slot can be reserved so that `running` sequences still find slots: for a parked state, or for one before drafted tokens.
@@ -523,6 +519,24 @@ mod tests {
         assert!(pool.save(run, 10, Some(end(10)), 1, SaveKind::Turn).is_some());
         assert!(pool.save(run, 5, Some(end(5)), 2, SaveKind::Turn).is_none());
         pool.check(&[(live, run)], &[], &[], |_| true);
+    }
+
+    #[test]
+    fn a_short_text_beside_the_states_of_a_longer_one_has_its_limit() {
+        let mut pool = StatePool::new(9, 10);
+        let (live, run) = pool.begin();
+        let save =
+            |pool: &mut StatePool, run, position: u32| pool.save(run, position, Some(end(position.into())), run, SaveKind::Turn).is_some();
+        assert!(save(&mut pool, run, 7) && !save(&mut pool, run, 12) && save(&mut pool, run, 25));
+        pool.end(live, run);
+        // The conversation goes on from its first state, and parts from the long text.
+        pool.go_on(run);
+        let (live, run) = pool.begin();
+        pool.touch(7);
+        assert!(save(&mut pool, run, 8) && save(&mut pool, run, 9));
+        assert_eq!([7, 8, 9, 25].map(|content| pool.find(content).is_some()), [true, true, true, false]);
+        pool.end(live, run);
+        pool.check(&[], &[], &[], |_| true);
     }
 
     #[test]

@@ -281,7 +281,10 @@ impl FakeModel {
         for i in 0..arrays.lens.seqs {
             let (row, from, to) = (arrays.rows[i] as usize, arrays.starts[i] as usize, arrays.starts[i + 1] as usize);
             if lost == Some(self.row_tag[row]) {
-                missing.extend(arrays.slots[from..to].iter().map(|&slot| slot / size as i32));
+                for &slot in &arrays.slots[from..to] {
+                    missing.push(slot / size as i32);
+                    self.cache[slot as usize] = POISON; // what is not computed is not valid
+                }
                 continue;
             }
             assert!(from < to, "an empty chunk");
