@@ -32,7 +32,7 @@ def interpret_kernels() -> None:
     """Makes models in torch on a CPU use the GPU's kernels. The process needs TRITON_INTERPRET=1 from its start."""
     from chairlift.engine import engine as engine_module
     from chairlift.kernels import act_mul, rms_norm, rope_write
-    from chairlift.models import llama
+    from chairlift.models import blocks, llama
     from chairlift.runner.build import build_runner
     from chairlift.runner.torch_backend import TorchBackend
     from chairlift.runner.torch_executor import TorchExecutor
@@ -43,7 +43,7 @@ def interpret_kernels() -> None:
     def unrounded(kernel: Callable[..., Any]) -> Callable[..., Any]:
         """The kernel as its layer is called where no weight is quantised."""
 
-        def call(*given: Any, rounds: bool, **rest: Any) -> Any:
+        def call(*given: Any, rounds: bool = False, **rest: Any) -> Any:
             assert not rounds
             return kernel(*given, **rest)
 
@@ -54,9 +54,8 @@ def interpret_kernels() -> None:
         executor.in_kernels = True
         return executor
 
-    for name, kernel in {"rms_norm": rms_norm.rms_norm, "add_rms_norm": rms_norm.add_rms_norm, "act_mul": act_mul.act_mul}.items():
-        setattr(llama, name, unrounded(kernel))
-    llama.rope_write = rotate_and_write
+    llama.rms_norm, llama.add_rms_norm = unrounded(rms_norm.rms_norm), unrounded(rms_norm.add_rms_norm)
+    blocks.activate, blocks.rope_write = unrounded(act_mul.act_mul), rotate_and_write
     backend = partial(TorchBackend, load=load, overlaps=False)
     engine_module._build_runner = lambda config, directory, eos, on_phase: build_runner(config, directory, on_phase, backend)
 

@@ -54,8 +54,9 @@ def test_without_the_packages_a_png_is_refused_before_the_work(tmp_path, capsys)
 
 
 def test_a_png_is_drawn():
-    pytest.importorskip("resvg_py")
-    pytest.importorskip("font_roboto")
+    reason = "needs the extra png"
+    pytest.importorskip("resvg_py", reason=reason)
+    pytest.importorskip("font_roboto", reason=reason)
     data = RED.png()
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     assert (int.from_bytes(data[16:20]), int.from_bytes(data[20:24])) == (60, 30)

@@ -68,7 +68,7 @@ def test_the_one_for_cpus_has_the_same_files_and_fewer_dependencies(wheel: Path,
     assert {"accelerate", "torch", "transformers", "triton"} <= set(names)
     required = [value.partition(">")[0] for value in metadata.get_all("Requires-Dist") if "extra ==" not in value]
     assert sorted(required) == sorted(set(names) - {"accelerate", "torch", "transformers", "triton"})
-    assert (metadata["Name"], metadata.get_all("Provides-Extra")) == ("chairlift-cpu", ["fleet", "gate", "gguf", "otel"])
+    assert (metadata["Name"], metadata.get_all("Provides-Extra")) == ("chairlift-cpu", ["fleet", "gate", "gguf", "otel", "png"])
     extras = [value.partition(">")[0] for value in metadata.get_all("Requires-Dist") if "extra ==" in value]
     kept = [one.partition(">")[0] for extra in ("fleet", "gate", "gguf", "otel", "png") for one in project["optional-dependencies"][extra]]
     assert sorted(extras) == sorted(kept)

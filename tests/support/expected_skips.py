@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import pytest
 
-TOOLS = ("needs playwright", "needs Debian's chromium", "needs Debian's package prometheus")
-"""Programs that CONTRIBUTING.md names and that the package does not install."""
+TOOLS = ("needs playwright", "needs Debian's chromium", "needs Debian's package prometheus", "needs the extra png")
+"""Programs and packages that CONTRIBUTING.md names and that the development environment lacks."""
 MACHINE = ("there is a CUDA device", "needs Linux 6.9")
 LINUX_ONLY = (
     "Triton is not made for this platform",
