@@ -5,7 +5,7 @@ mod world;
 
 use chairlift_core::{
     BACKGROUND, Batching, CacheUse, Candidate, Charges, Config, ExpertCount, Grouping, POLICIES, Policy, Preemption, PreemptionReason,
-    Preparation, Reservation, Rules, SessionTurns, Tier, Time,
+    Preparation, Reservation, Rules, SessionTurns, Tier, Time, Token,
 };
 use proptest::prelude::*;
 use std::num::NonZeroU8;
@@ -209,4 +209,57 @@ proptest! {
             world.replay();
         }
     }
+}
+
+/// A fork copies a block that only a held sequence still has. The sequence that is admitted after the fork in the same plan evicts the held one,
+/// and reads its own KV back from host memory. A step makes such reads before it copies blocks.
+#[test]
+fn a_block_that_a_step_copies_is_not_overwritten_from_host_memory() {
+    let config = Config {
+        num_kv_blocks: 8,
+        block_size: 5,
+        max_num_batched_tokens: 10,
+        max_num_seqs: 2,
+        max_model_len: 44,
+        watermark: 0,
+        kv_reservation: Reservation::Peak,
+        queue_ageing: 20,
+        host_blocks: 6,
+        swap_ns_per_block: 0,
+        ..Config::default()
+    };
+    let add = |prompt: &[Token], new, tier| Op::Add {
+        prompt: prompt.to_vec(),
+        new,
+        stop: false,
+        salt: 0,
+        forks: 0,
+        priority: 0,
+        tier,
+        tenant: 0,
+        patience: None,
+        predicted: None,
+        ago: 0,
+        resumed: None,
+        preparation: None,
+        session: None,
+    };
+    let step = |lag| Op::Step { lag, poison: None, lost: None };
+    let mut world = World::new(config, true);
+    for op in [
+        Op::Open { salt: 1, tenant: 0 },
+        add(&[0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0], 9, Tier::Flex),
+        step(0),
+        add(&[0], 7, Tier::Priority),
+        step(0),
+        step(0),
+        Op::Continue { which: 0, less: 0, more: vec![0, 1, 1, 2, 2], new: 2, stop: true },
+        Op::Fork(2),
+        step(1),
+        step(1),
+    ] {
+        world.apply(op);
+    }
+    world.drain();
+    world.replay();
 }

@@ -143,6 +143,8 @@ pub struct BlockPool {
     changes: ChangeLog,
     /// Contents of blocks that lost their names, if they are recorded.
     dropped: Option<Vec<Content>>,
+    /// Blocks that the current plan copies to others. Each counts as a holder.
+    copied: Vec<BlockId>,
 }
 
 impl BlockPool {
@@ -166,6 +168,7 @@ impl BlockPool {
             lookups: 0,
             changes: ChangeLog::default(),
             dropped: None,
+            copied: Vec::new(),
         }
     }
 
@@ -454,8 +457,28 @@ impl BlockPool {
         self.unnamed.pop().expect("it was just freed")
     }
 
+    /// Keeps a held block until the end of the current plan, which copies it to another block. A held sequence may lose it in the same plan,
+    /// and a copy from host memory to it would run first.
+    pub(super) fn keep_copied(&mut self, id: BlockId) {
+        debug_assert!(self.holders(id) > 0);
+        self.blocks[id.0 as usize].holders += 1;
+        self.copied.push(id);
+    }
+
+    /// Releases the blocks that the plan copies.
+    fn release_copied(&mut self) {
+        while let Some(id) = self.copied.pop() {
+            self.release_one(id);
+        }
+    }
+
     fn decref(&mut self, id: BlockId, user: Option<CacheOwner>) {
         self.note_use(id, user);
+        self.release_one(id);
+    }
+
+    /// Takes one holder from a block.
+    fn release_one(&mut self, id: BlockId) {
         let block = &mut self.blocks[id.0 as usize];
         block.holders -= 1;
         if block.holders > 0 {

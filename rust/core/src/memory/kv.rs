@@ -372,13 +372,18 @@ impl Kv {
         let taken = self.share(blocks, cached.blocks, grant, usize::from(copy));
         taken?;
         if copy {
-            copies.push(self.pool.unshare_last(&mut blocks.table));
+            let (from, to) = self.pool.unshare_last(&mut blocks.table);
+            self.pool.keep_copied(from);
+            copies.push((from, to));
         } else if let Some(last) = rewritten {
             self.pool.rewrite(last, grant.step);
         }
         self.fill_up(blocks, grant.blocks);
         let tokens = cached.tail.map_or((shared * size).min(len - 1) as u32, |(_, computed)| computed);
-        copies.extend(cached.tail.map(|(tail, _)| (tail, blocks.table.ids()[shared])));
+        if let Some((tail, _)) = cached.tail {
+            self.pool.keep_copied(tail);
+            copies.push((tail, blocks.table.ids()[shared]));
+        }
         // The tail is that of the fork's parent or of the held sequence, which have the same tenant.
         let own = if own == shared { tokens } else { (own * size) as u32 };
         blocks.paid = own;

@@ -33,6 +33,7 @@ impl BlockPool {
     /// counts.
     pub(crate) fn end_plan(&mut self, copies: &mut Vec<(BlockId, u32)>) -> usize {
         self.host.keeps_in = None;
+        self.release_copied();
         let before = copies.len();
         copies.append(&mut self.host.copies);
         copies.len() - before
