@@ -149,3 +149,12 @@ def test_nothing_is_sent_of_steps_that_only_decode(engine, clock):
     hosted.step()
     assert not hosted.busy
     assert sent[-1].stats["running"] == 0
+
+
+def test_an_answer_that_pauses_is_not_over_here_before_it_is_over_there(engine, clock):
+    engine.learn(Estimate(step_us=1, token_ns=1_000_000, blocks=BLOCKS))  # a server whose answers come at once
+    add(engine, 1, 100)
+    for _ in range(10_000):
+        engine.step()
+        clock.seconds += 0.0001
+    assert engine.stats().running == 1

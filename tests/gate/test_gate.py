@@ -39,6 +39,7 @@ def base(upstream, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def fresh(upstream):
+    wait_until(lambda: upstream.running == 0)  # requests of the test before
     upstream.requests.clear()
     upstream.started.clear()
     upstream.cancelled.clear()

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 STEP_SECONDS, TOKEN_SECONDS = 0.02, 1e-4
 """The estimate before anything was measured: a step that only decodes, and what each token of a prompt takes."""
+MIN_DECODE_SECONDS = 0.005
+"""The shortest step that only decodes. A request waits for none, and an answer that pauses must not reach the end of its context here."""
 HEADROOM = 4
 """KV blocks of the engine for each block of the other server: prompts are counted by bytes here (see `gate.estimates`)."""
 
@@ -110,4 +112,5 @@ class EstimatedEngine(Engine):
             if length > 1 and tag not in self._answering and self._sequences.get(tag) is not None
         )
         self._computes = to_compute > 0
-        self._ends = self._begins + max(self._step_seconds, self._token_seconds * to_compute)
+        shortest = self._token_seconds * to_compute if self._computes else MIN_DECODE_SECONDS
+        self._ends = self._begins + max(self._step_seconds, shortest)
