@@ -7,10 +7,10 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 from typing import Any
 
+from chairlift.child_process import start_python
 from chairlift.errors import InvalidRequest
 from chairlift.template_renderer import LENGTH_BYTES, decode, encode
 
@@ -90,19 +90,8 @@ class TemplateProcesses:
         return reply
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # The child has this process's module path and does not import from its working directory.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        # Ctrl-C in a terminal also reaches the child, which ignores it once it has imported: it inherits the blocked signal.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            return subprocess.Popen(
-                [sys.executable, "-P", "-m", "chairlift.template_renderer", str(self._max_seconds), str(self._max_bytes)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": path},
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        arguments = "-m", "chairlift.template_renderer", str(self._max_seconds), str(self._max_bytes)
+        return start_python(*arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def _reason(self, status: int) -> str:
         if status == -signal.SIGPROF:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 
+from chairlift.child_process import start_python
 from chairlift.engine.heartbeat import is_stopped
 from chairlift.engine.join_settings import JOINED, JoinSettings
 from chairlift.engine.process_signals import LEAVE
@@ -41,22 +39,15 @@ class SpawnedProcess:
         """
         gauge = [] if saturation is None else [saturation]
         argument = [] if joined is None else [JOINED]
-        # The child has this process's module path and does not import from its working directory.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        # Ctrl-C in a terminal also reaches the child, which has no handler until it has imported: it inherits the blocked signal.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            with child_end:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", *command, str(child_end.fileno()), load_format, *argument, *map(str, gauge)],
-                    stdin=subprocess.DEVNULL if joined is None else subprocess.PIPE,
-                    pass_fds=[child_end.fileno(), *gauge],
-                    env={**os.environ, "PYTHONPATH": path, **environment},
-                )
-            if joined is not None:
-                self._tell(joined)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        with child_end:
+            self._process = start_python(
+                *(*command, str(child_end.fileno()), load_format, *argument, *map(str, gauge)),
+                environment=environment,
+                stdin=subprocess.DEVNULL if joined is None else subprocess.PIPE,
+                pass_fds=[child_end.fileno(), *gauge],
+            )
+        if joined is not None:
+            self._tell(joined)
 
     def _tell(self, joined: JoinSettings) -> None:
         assert self._process.stdin is not None

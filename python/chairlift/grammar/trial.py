@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chairlift.checkpoint.tokenizer_files import load_backend, tokenizer_config
+from chairlift.child_process import start_python
 from chairlift.errors import InvalidRequest, RequestFailed
 from chairlift.grammar.allowance import Allowance
 from chairlift.grammar.grammar import LIMIT_REACHED, TOO_COMPLEX, check
@@ -124,12 +125,9 @@ class Trial:
     def start(self) -> subprocess.Popen[str]:
         """Starts the process, which loads the vocabulary, unless it runs."""
         if self._process is None or self._process.poll() is not None:
-            # The child has this process's module path and does not import from its working directory.
-            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             file, *others = self._vocabulary
-            command = [sys.executable, "-P", "-m", "chairlift.grammar.trial", json.dumps([str(file), *others])]
-            environment = {**os.environ, "PYTHONPATH": path}
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+            arguments = "-m", "chairlift.grammar.trial", json.dumps([str(file), *others])
+            self._process = start_python(*arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return self._process
 
     def run(self, structure: StructuredOutput) -> int:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from chairlift.child_process import start_python
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError
 from chairlift.layers.tensor_parallel import TensorParallelGroup
@@ -145,13 +144,9 @@ class _Worker:
     def __init__(self) -> None:
         self._pipe, worker_end = Pipe()
         # Not multiprocessing.Process, which would run the program's main module again.
-        # The worker has this process's module path and does not import from its working directory.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        command = [sys.executable, "-P", "-m", "chairlift.runner.tensor_parallel.worker", str(worker_end.fileno())]
         with worker_end:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[worker_end.fileno()], env={**os.environ, "PYTHONPATH": path}
-            )
+            arguments = "-m", "chairlift.runner.tensor_parallel.worker", str(worker_end.fileno())
+            self.process = start_python(*arguments, stdin=subprocess.DEVNULL, pass_fds=[worker_end.fileno()])
 
     def call(self, *call: Any) -> None:
         """Sends a call. The worker runs calls in order."""
