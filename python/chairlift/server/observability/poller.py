@@ -87,12 +87,12 @@ class SnapshotPoller:
 
     def _activity(self, step: int, sample: float) -> dict[str, Any]:
         """Returns all that the engine does, for the operator."""
-        stats = self._stats
+        stats, targets = self._stats, self._model.metrics.targets_met()
         return {
             "load": engine_stats.load(stats),
             "stats": {name: value for name, value in stats.pack().items() if name not in ("tenants", "classes")},
             "latency": self._latency(None),
-            "tiers": [row for tier in _TIERS if (row := self._tier(tier))],
+            "tiers": [row for tier in _TIERS if (row := self._tier(tier, targets.get(tier, {})))],
             "running": self._requests("running", None),
             "waiting": self._requests("waiting", None),
             "kv_map": base64.b64encode(self._snapshot.get("kv_map", b"")).decode(),
@@ -124,14 +124,13 @@ class SnapshotPoller:
         """The counters at the time of the snapshot: they agree with its requests."""
         return Stats(**self._snapshot["stats"]) if self._snapshot else self.replica.engine.stats()
 
-    def _tier(self, tier: str) -> dict[str, Any] | None:
-        """Returns the requests of a tier, its latencies, and how many answers met its targets; None if it was not used."""
+    def _tier(self, tier: str, targets: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Returns the requests of a tier, its latencies, and how many answers met its `targets`; None if it was not used."""
         running = sum(one["tier"] == tier for one in self._snapshot.get("running", ()))
         waiting = self._snapshot.get("waiting_by_tier", {}).get(tier, 0)
         latency = self._latency(tier)
         if not (running or waiting or any(one["count"] for one in latency.values() if isinstance(one, dict))):
             return None
-        targets = self._model.metrics.targets_met().get(tier, {})
         return {"tier": tier, "running": running, "waiting": waiting, "latency": latency, "targets": targets}
 
     def _requests(self, part: str, reader: Reader) -> list[dict[str, Any]]:
