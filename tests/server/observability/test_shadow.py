@@ -112,24 +112,24 @@ def test_it_needs_a_journal_and_settings_that_exist(capsys, tmp_path):
     assert "one value of each setting" in refused(*journal, "--shadow-policy", "fair,vtc")
 
 
-def test_top_shows_tenants_and_sessions_too():
-    runs = report()["runs"]
-    shown = report() | {"tenants": {"few": runs, "many": runs}, "sessions": {f"few/\x1b[31ms{number}": runs for number in range(5)}}
+def lines_of_top(report):
     load = {"slots": 0, "kv_cache": 0, "saturation": 0}
     state = {"stats": {}, "load": load, "samples": [], "stuck": False, "state": "ready", "model": "m", "kv_map": "", "running": []}
     console = Console(width=120, file=io.StringIO())
-    console.print(frame({**state, "latency": {"window": None}, "shadow": shown}, console))
-    lines = [line.strip() for line in console.file.getvalue().splitlines()]
+    console.print(frame({**state, "latency": {"window": None}, "shadow": report}, console))
+    return [line.strip() for line in console.file.getvalue().splitlines()]
+
+
+def test_top_shows_tenants_and_sessions_too():
+    runs = report()["runs"]
+    sessions = {f"few/\x1b[31ms{number}": runs for number in range(5)}
+    lines = lines_of_top(report() | {"tenants": {"few": runs, "many": runs}, "sessions": sessions})
     assert any(line.startswith("many: shadow") for line in lines)
     assert sum(line.startswith("few/?[31ms") for line in lines) == 6, "two runs of three sessions"
 
 
 def test_top_shows_the_runs_side_by_side():
-    load = {"slots": 0, "kv_cache": 0, "saturation": 0}
-    state = {"stats": {}, "load": load, "samples": [], "stuck": False, "state": "ready", "model": "m", "kv_map": "", "running": []}
-    console = Console(width=120, file=io.StringIO())
-    console.print(frame({**state, "latency": {"window": None}, "shadow": report()}, console))
-    lines = console.file.getvalue().splitlines()
+    lines = lines_of_top(report())
     assert any("shadow: scheduling_policy=fair, 75% covered" in line for line in lines)
     assert any(line.split()[:4] == ["shadow", "3", "250", "ms"] for line in lines)
-    assert "proposal: max_num_seqs=8 for the last hour's 300 requests" in [line.strip() for line in lines]
+    assert "proposal: max_num_seqs=8 for the last hour's 300 requests" in lines
