@@ -113,7 +113,7 @@ def test_the_first_answer_replaces_what_was_assumed():
 
 def test_a_first_measurement_counts_fully_whatever_came_before():
     estimates = Estimates(16_000, 16, 4_000)
-    for _ in range(50):  # answers that do not tell
+    for _ in range(50):  # answers without usage
         estimates.observe(answer_with(b"{}", streamed=False), 1000, 900)
     estimates.observe(
         answer_with(b'{"usage":{"prompt_tokens":500,"prompt_tokens_details":{"cached_tokens":0}}}', streamed=False), 1000, 900

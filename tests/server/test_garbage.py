@@ -35,7 +35,7 @@ def full_collections():
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(garbage, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(garbage, "CHECK_SECONDS", 0)
     gc.freeze()
     yield
     gc.unfreeze()

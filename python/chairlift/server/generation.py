@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from chairlift.engine.async_live_sequence import AsyncLiveSequence
 
 _ENERGY_SECONDS = 5.0
-"""Seconds for which the end of an answer waits for what the engine says of its energy."""
+"""Longest wait, in seconds, of a complete answer for the engine's report of its energy."""
 _STARTED_AT_ONCE = 256
 """Prompts of a request that are started before other callbacks of the event loop run."""
 _MAX_BUFFERED_OUTPUTS = 64
@@ -267,7 +267,7 @@ class Generation:
             self.usage.rejected += output.timeline.draft_tokens - output.timeline.accepted_draft_tokens
 
     async def _count_energy(self, index: int, known: Sequence[Timeline | None]) -> None:
-        """Adds a prompt's energy to the usage, if the request asks for it, there is a meter and the engine tells."""
+        """Adds a prompt's energy to the usage, if the request asks for it, there is a meter and the engine answers in time."""
         energy = self.usage.energy
         if energy is None or energy["method"] is None:
             return

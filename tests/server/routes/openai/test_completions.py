@@ -194,7 +194,7 @@ def test_the_energy_comes_in_usage_if_asked_for(http, engine, stream):
 
 
 @pytest.mark.parametrize("dead", [False, True])
-def test_an_answer_is_complete_although_the_engine_does_not_tell_its_energy(http, engine, monkeypatch, dead):
+def test_an_answer_is_complete_although_the_engine_does_not_report_its_energy(http, engine, monkeypatch, dead):
     async def explain(request_id):
         if dead:
             raise EngineDead("the engine's process ended")

@@ -252,16 +252,16 @@ def test_a_server_whose_engine_is_not_there_says_so_at_once():
     assert (state["ready"], state["running"], engine.looks) == (False, [], 0)
 
 
-def test_what_was_seen_when_somebody_watched_last_is_not_shown_as_the_present(quick, monkeypatch):
+def test_an_old_snapshot_is_not_shown_as_the_present(quick, monkeypatch):
     model = ServedModel("chat", engine := busy())
 
     async def main():
-        watching = poller.SnapshotPoller(model, engine.replicas[0])
-        assert len((await watching.state())["running"]) == 1
+        snapshots = poller.SnapshotPoller(model, engine.replicas[0])
+        assert len((await snapshots.state())["running"]) == 1
         monkeypatch.setattr(poller, "IDLE_SECONDS", 0.0)
         await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
         engine.ready = False
-        assert (await watching.state())["running"] == []
+        assert (await snapshots.state())["running"] == []
 
     asyncio.run(main())
 
