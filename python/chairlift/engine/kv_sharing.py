@@ -46,9 +46,7 @@ class KvSharing:
                 f"--kv-cache-memory-bytes {shared.total} is for all models, and one sequence of full length for each of the "
                 f"{len(self._engines) + 1} loaded ones needs {promised}: raise it, or lower --max-model-len"
             )
-        self._budget.add(
-            number, block_bytes=shared.block_bytes, state_bytes=shared.state_bytes, least=shared.least, most=shared.most
-        )
+        self._budget.add(number, block_bytes=shared.block_bytes, state_bytes=shared.state_bytes, least=shared.least, most=shared.most)
         self._engines[number] = engine
         if len(self._engines) > 1:
             self._budget.set(number, engine.set_block_limit(shared.least))
