@@ -82,6 +82,7 @@ class Proposals:
         self._due = now + HOUR_SECONDS * 1e6
         *runs, recorded = (np.concatenate(kept) for kept in self._runs)
         self._runs = [[rows[rows["arrived"] >= until]] for rows in (*runs, recorded)]
+        self._stride = 1  # the next hour may have fewer; only its first minutes, kept above, stay thinned
         return propose(self._changes, runs, recorded, until - HOUR_SECONDS * 1e6, until)
 
     def _thinned(self, rows: NDArray[Any]) -> NDArray[Any]:
