@@ -274,11 +274,7 @@ def turns_of(path: str, users: int) -> list[Turn]:
         session, time, before = sessions[number], heapq.heappop(free), list[int]()
         for turn in session.threads[0]:
             time += min(turn.think, 60.0)
-            blocks, block = [], turn.leaf
-            while block:
-                blocks.append(block)
-                block = session.parents[block]
-            blocks.reverse()
+            blocks = session.blocks(turn)
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, blocks, strict=False)))
             turns.append(Turn(time, conversation, turn.prompt_tokens, shared * session.block))
             before, time = blocks, time + 10.0
