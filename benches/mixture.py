@@ -37,7 +37,7 @@ STEPS, ROUNDS = 10, 3
 
 
 class Model(NamedTuple):
-    """A model: its architecture, its layers, experts and experts of a token, and the metadata and tensors of so many layers."""
+    """A model: its architecture, its numbers of layers, of experts and of experts for a token, and the file for a number of layers."""
 
     kind: str
     layers: int

@@ -285,7 +285,7 @@ def turns_of(path: str, users: int) -> list[Turn]:
 def uncached(turns: list[Turn], capacity: int, threshold: int | None = None, growth: int = 0) -> NDArray[np.int64]:
     """The tokens that each turn computes when conversations lose the ends of their contexts, the least recently used first.
 
-    With a `threshold` each first loses what it can without computing more than so many tokens at its next turn, which adds `growth`.
+    With a `threshold` each first loses only as much as lets its next turn, which adds `growth`, compute at most `threshold` tokens.
     """
     cached, lengths, found, used = dict[int, int](), dict[int, int](), [], 0
     for _, conversation, prompt, shared in turns:

@@ -14,9 +14,9 @@ from chairlift.sim.groups import LENGTH, STOP
 HOUR_SECONDS, SETTLE_SECONDS = 3600.0, 300.0
 """A proposal is for the requests that arrived within an hour, made after the time in which the last of them may end."""
 MAX_REQUESTS = 50_000
-"""The most requests of an hour; of more, every second, fourth and so on is kept."""
+"""The most requests of an hour that are kept. If there are more, only every second, fourth and so on is kept."""
 MIN_REQUESTS = 100
-"""The fewest answered requests of an hour, and of a tenant for a change to be rejected on its account."""
+"""The fewest answered requests of an hour for a proposal. A tenant with fewer cannot reject a change."""
 MIN_COVERED = 0.9
 """The smallest share of the answered requests that must have been simulated."""
 MIN_EFFECT = 0.05
@@ -31,10 +31,10 @@ FIGURES = {
     "ttft_p99_s": ("ttft", 99, "TTFT p99"),
     "itl_p50_s": ("itl", 50, "ITL p50"),
     "itl_p99_s": ("itl", 99, "ITL p99"),
-    "end_to_end_p50_s": ("end_to_end", 50, "whole answer p50"),
-    "end_to_end_p99_s": ("end_to_end", 99, "whole answer p99"),
+    "end_to_end_p50_s": ("end_to_end", 50, "end-to-end p50"),
+    "end_to_end_p99_s": ("end_to_end", 99, "end-to-end p99"),
 }
-"""The latency, the percentile and the words of each figure, named as in `groups.figures`."""
+"""The latency, the percentile and the label of each figure, named as in `groups.figures`."""
 _JUDGED = tuple(name for name in FIGURES if not name.startswith("itl"))
 """The figures of which a change must improve one, and must not worsen any."""
 _COLUMNS = ("tag", "finish", "arrived", "first_token", "ended", "output_tokens")
@@ -96,7 +96,7 @@ def propose(
     """The best of the changes for the requests that arrived from `since` to `until` (microseconds), as plain data.
 
     `runs` are the requests under the recorded settings, with the column tenant, and under each change; `recorded` those of the server. A
-    change is proposed if it certainly improves a percentile of TTFT or of the time to the whole answer, worsens none of these by
+    change is proposed if it certainly improves a percentile of TTFT or of the end-to-end latency, worsens none of these by
     `MIN_EFFECT`, and does not double a percentile of ITL, for all requests and for each tenant. Certainly means that the interval of the
     bootstrap is below 0, also if the simulator's own error against the recorded run is added. Of several such changes the one with the
     largest certain gain is proposed; more KV, which needs memory, only if nothing else helps. `settings` is None if there is none, and
@@ -166,7 +166,7 @@ def _groups(tenants: NDArray[Any]) -> list[NDArray[np.bool_]]:
 
 
 def _harms(before: Mapping[str, NDArray[np.float64]], after: Mapping[str, NDArray[np.float64]], of: NDArray[np.bool_]) -> bool:
-    """Whether some requests are served too much later."""
+    """Whether a percentile of some requests becomes too much worse."""
     limits = {name: MIN_EFFECT if name in _JUDGED else MAX_ITL_CHANGE for name in FIGURES}
     return any(_change(name, before, after, of) >= limit for name, limit in limits.items())
 
@@ -220,8 +220,8 @@ def _relative(before: Any, after: Any) -> Any:
 def _text(settings: str, figures: Mapping[str, Mapping[str, float]], requests: int) -> str:
     """A proposal in a sentence: the figures that change, and the interval of each."""
     changed = [
-        f"{words} {duration(one['before'])} to {duration(one['after'])} ({one['change']:+.0%}, {one['low']:+.0%} to {one['high']:+.0%})"
-        for (_, _, words), one in zip(FIGURES.values(), figures.values(), strict=True)
+        f"{label} {duration(one['before'])} to {duration(one['after'])} ({one['change']:+.0%}, {one['low']:+.0%} to {one['high']:+.0%})"
+        for (_, _, label), one in zip(FIGURES.values(), figures.values(), strict=True)
         if abs(one["change"]) >= MIN_EFFECT
     ]
     error = max(one["simulator_error"] for one in figures.values())
