@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from peers.engines import chairlift_server
 from peers.machine import describe, session_seconds
-from random_gguf import Q4, Tensors, write
+from random_gguf import Q4, Tensors, attention_tensors, expert_tensors, mlp_tensors, write
 
 PROMPT, TURN, ANSWER, TURNS, STREAMS, ROUNDS = 4000, 200, 32, 8, 16, 3
 
@@ -60,28 +60,6 @@ def _top(hidden: int, vocabulary: int, norm: str = "output_norm") -> Tensors:
     return {"token_embd.weight": ((vocabulary, hidden), Q4), f"{norm}.weight": ((hidden,), None)}
 
 
-def _attention(hidden: int, heads: tuple[int, int, int], *, gated: bool = False, norms: bool = True) -> Tensors:
-    queries, kv, size = heads
-    found: Tensors = {
-        "attn_q.weight": ((queries * size * (2 if gated else 1), hidden), Q4),
-        "attn_k.weight": ((kv * size, hidden), Q4),
-        "attn_v.weight": ((kv * size, hidden), Q4),
-        "attn_output.weight": ((hidden, queries * size), Q4),
-    }
-    return found | ({"attn_q_norm.weight": ((size,), None), "attn_k_norm.weight": ((size,), None)} if norms else {})
-
-
-def _mlp(hidden: int, inner: int, suffix: str = "") -> Tensors:
-    outs = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-    return {f"ffn_{name}{suffix}.weight": (shape, Q4) for name, shape in outs.items()}
-
-
-def _experts(hidden: int, count: int, inner: int) -> Tensors:
-    outs = {"gate": (count, inner, hidden), "up": (count, inner, hidden), "down": (count, hidden, inner)}
-    found: Tensors = {f"ffn_{name}_exps.weight": (shape, Q4) for name, shape in outs.items()}
-    return found | {"ffn_gate_inp.weight": ((count, hidden), None)}
-
-
 def lfm2() -> Shape:
     """LFM2-8B-A1B."""
     hidden, layers, vocabulary, heads = 2048, 12, 65536, (32, 8, 64)
@@ -90,11 +68,11 @@ def lfm2() -> Shape:
     for layer in range(layers):
         parts: Tensors = {"attn_norm.weight": ((hidden,), None), "ffn_norm.weight": ((hidden,), None)}
         if attention[layer]:
-            parts |= _attention(hidden, heads)
+            parts |= attention_tensors(hidden, heads)
         else:
             parts |= {"shortconv.in_proj.weight": ((3 * hidden, hidden), Q4), "shortconv.out_proj.weight": ((hidden, hidden), Q4)}
             parts |= {"shortconv.conv.weight": ((hidden, 3), None)}
-        parts |= _mlp(hidden, 7168) if layer < 2 else _experts(hidden, 32, 1792) | {"exp_probs_b.bias": ((32,), None)}
+        parts |= mlp_tensors(hidden, 7168) if layer < 2 else expert_tensors(hidden, 32, 1792) | {"exp_probs_b.bias": ((32,), None)}
         tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in parts.items()}
     metadata = _common(hidden, layers, vocabulary, heads) | {"feed_forward_length": 7168, "shortconv.l_cache": 3}
     metadata |= {"attention.head_count_kv": [heads[1] if entry else 0 for entry in attention], "leading_dense_block_count": 2}
@@ -110,13 +88,13 @@ def qwen() -> Shape:
     for layer in range(layers):
         parts: Tensors = {"attn_norm.weight": ((hidden,), None), "post_attention_norm.weight": ((hidden,), None)}
         if layer % 4 == 3:
-            parts |= _attention(hidden, heads, gated=True)
+            parts |= attention_tensors(hidden, heads, gated=True)
         else:
             parts |= {"attn_qkv.weight": ((2 * keys + values, hidden), Q4), "attn_gate.weight": ((values, hidden), Q4)}
             parts |= {"ssm_beta.weight": ((32, hidden), None), "ssm_alpha.weight": ((32, hidden), None), "ssm_norm.weight": ((128,), None)}
             parts |= {"ssm_conv1d.weight": ((2 * keys + values, 4), None), "ssm_dt.bias": ((32,), None), "ssm_a": ((32,), None)}
             parts |= {"ssm_out.weight": ((hidden, values), Q4)}
-        tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in (parts | _mlp(hidden, 9216)).items()}
+        tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in (parts | mlp_tensors(hidden, 9216)).items()}
     metadata = _common(hidden, layers, vocabulary, heads) | {"feed_forward_length": 9216, "attention.head_count_kv": heads[1]}
     metadata |= {"rope.dimension_count": 64, "rope.dimension_sections": [11, 11, 10, 0], "full_attention_interval": 4}
     metadata |= {"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16, "ssm.time_step_rank": 32, "ssm.inner_size": values}
@@ -131,12 +109,12 @@ def granite() -> Shape:
     for layer in range(layers):
         parts: Tensors = {"attn_norm.weight": ((hidden,), None), "ffn_norm.weight": ((hidden,), None)}
         if layer == 5:
-            parts |= _attention(hidden, heads, norms=False)
+            parts |= attention_tensors(hidden, heads, norms=False)
         else:
             parts |= {"ssm_in.weight": ((inner + channels + 48, hidden), Q4), "ssm_out.weight": ((hidden, inner), Q4)}
             parts |= {"ssm_conv1d.weight": ((channels, 4), None), "ssm_conv1d.bias": ((channels,), None), "ssm_dt.bias": ((48,), None)}
             parts |= {"ssm_a": ((48, 1), None), "ssm_d": ((48, 1), None), "ssm_norm.weight": ((1, inner), None)}
-        parts |= _experts(hidden, 64, 512) | _mlp(hidden, 1024, "_shexp")
+        parts |= expert_tensors(hidden, 64, 512) | mlp_tensors(hidden, 1024, "_shexp")
         tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in parts.items()}
     metadata = _common(hidden, layers, vocabulary, heads) | {"feed_forward_length": 512, "expert_count": 64, "expert_used_count": 6}
     metadata |= {"attention.head_count_kv": [heads[1] if layer == 5 else 0 for layer in range(layers)]}

@@ -22,7 +22,7 @@ import gguf
 import hybrid
 import numpy as np
 from peers.machine import describe, peaks
-from random_gguf import Q4, Q6, Q8, Tensors, write
+from random_gguf import Q4, Q6, Q8, Tensors, attention_tensors, expert_tensors, mlp_tensors, write
 
 from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
@@ -37,7 +37,7 @@ STEPS, ROUNDS = 10, 3
 
 
 class Model(NamedTuple):
-    """A model: its architecture, its layers, experts and experts of a token, and the metadata and tensors of so many layers."""
+    """A model: its architecture, its numbers of layers, of experts and of experts for a token, and the file for a number of layers."""
 
     kind: str
     layers: int
@@ -50,11 +50,6 @@ class Model(NamedTuple):
 def _top(hidden: int, vocabulary: int) -> Tensors:
     matrices: Tensors = {"token_embd.weight": ((vocabulary, hidden), Q4), "output.weight": ((vocabulary, hidden), Q6)}
     return matrices | {"output_norm.weight": ((hidden,), None)}
-
-
-def _experts(hidden: int, count: int, inner: int, down: gguf.GGMLQuantizationType) -> Tensors:
-    found: Tensors = {f"ffn_{name}_exps.weight": ((count, inner, hidden), Q4) for name in ("gate", "up")}
-    return found | {"ffn_down_exps.weight": ((count, hidden, inner), down), "ffn_gate_inp.weight": ((count, hidden), None)}
 
 
 def _sizes(layers: int, hidden: int, inner: int, attention: dict[str, int], experts: dict[str, Any]) -> dict[str, Any]:
@@ -73,14 +68,8 @@ def _qwen_tensors(layers: int) -> Tensors:
     for layer in range(layers):
         # Half of the layers have more bits for these.
         more = Q6 if layer % 2 else Q4
-        parts: Tensors = {
-            "attn_q.weight": ((4096, hidden), Q4),
-            "attn_k.weight": ((512, hidden), Q4),
-            "attn_v.weight": ((512, hidden), more),
-        }
-        parts |= {"attn_output.weight": ((hidden, 4096), Q4)} | _experts(hidden, 128, 768, more)
-        norms = {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_norm": 128, "attn_k_norm": 128}
-        parts |= {f"{name}.weight": ((size,), None) for name, size in norms.items()}
+        parts = attention_tensors(hidden, (32, 4, 128)) | {"attn_v.weight": ((512, hidden), more)} | expert_tensors(hidden, 128, 768, more)
+        parts |= {"attn_norm.weight": ((hidden,), None), "ffn_norm.weight": ((hidden,), None)}
         found |= {f"blk.{layer}.{name}": tensor for name, tensor in parts.items()}
     return found
 
@@ -100,11 +89,10 @@ def _glm_tensors(layers: int) -> Tensors:
         # Rows of 192 numbers are no whole blocks of Q4_K.
         parts |= {"attn_k_b.weight": ((heads, 512, 192), Q8), "attn_v_b.weight": ((heads, 256, 512), Q8)}
         if layer == 0:
-            parts |= {f"ffn_{name}.weight": ((10240, hidden), Q4) for name in ("gate", "up")} | {"ffn_down.weight": ((hidden, 10240), Q4)}
+            parts |= mlp_tensors(hidden, 10240)
         else:
-            parts |= _experts(hidden, 64, 1536, Q6 if layer % 2 else Q4) | {"exp_probs_b.bias": ((64,), None)}
-            parts |= {f"ffn_{name}_shexp.weight": ((1536, hidden), Q4) for name in ("gate", "up")}
-            parts |= {"ffn_down_shexp.weight": ((hidden, 1536), Q4)}
+            parts |= expert_tensors(hidden, 64, 1536, Q6 if layer % 2 else Q4) | {"exp_probs_b.bias": ((64,), None)}
+            parts |= mlp_tensors(hidden, 1536, "_shexp")
         norms = {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_a_norm": 768, "attn_kv_a_norm": 512}
         parts |= {f"{name}.weight": ((size,), None) for name, size in norms.items()}
         found |= {f"blk.{layer}.{name}": tensor for name, tensor in parts.items()}

@@ -274,11 +274,7 @@ def turns_of(path: str, users: int) -> list[Turn]:
         session, time, before = sessions[number], heapq.heappop(free), list[int]()
         for turn in session.threads[0]:
             time += min(turn.think, 60.0)
-            blocks, block = [], turn.leaf
-            while block:
-                blocks.append(block)
-                block = session.parents[block]
-            blocks.reverse()
+            blocks = session.blocks(turn)
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, blocks, strict=False)))
             turns.append(Turn(time, conversation, turn.prompt_tokens, shared * session.block))
             before, time = blocks, time + 10.0
@@ -289,7 +285,7 @@ def turns_of(path: str, users: int) -> list[Turn]:
 def uncached(turns: list[Turn], capacity: int, threshold: int | None = None, growth: int = 0) -> NDArray[np.int64]:
     """The tokens that each turn computes when conversations lose the ends of their contexts, the least recently used first.
 
-    With a `threshold` each first loses what it can without computing more than so many tokens at its next turn, which adds `growth`.
+    With a `threshold` each first loses only as much as lets its next turn, which adds `growth`, compute at most `threshold` tokens.
     """
     cached, lengths, found, used = dict[int, int](), dict[int, int](), [], 0
     for _, conversation, prompt, shared in turns:

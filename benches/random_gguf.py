@@ -16,6 +16,30 @@ Tensors = dict[str, tuple[tuple[int, ...], gguf.GGMLQuantizationType | None]]
 """The shape and the type of each tensor, by its whole name; None is float32."""
 
 
+def attention_tensors(hidden: int, heads: tuple[int, int, int], *, gated: bool = False, norms: bool = True) -> Tensors:
+    """The tensors of a layer's attention. `heads` has the number of query heads, that of KV heads, and their size."""
+    queries, kv, size = heads
+    found: Tensors = {
+        "attn_q.weight": ((queries * size * (2 if gated else 1), hidden), Q4),
+        "attn_k.weight": ((kv * size, hidden), Q4),
+        "attn_v.weight": ((kv * size, hidden), Q4),
+        "attn_output.weight": ((hidden, queries * size), Q4),
+    }
+    return found | ({"attn_q_norm.weight": ((size,), None), "attn_k_norm.weight": ((size,), None)} if norms else {})
+
+
+def mlp_tensors(hidden: int, inner: int, suffix: str = "") -> Tensors:
+    """The tensors of a layer's MLP, or with the suffix `_shexp` of its shared expert."""
+    outs = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    return {f"ffn_{name}{suffix}.weight": (shape, Q4) for name, shape in outs.items()}
+
+
+def expert_tensors(hidden: int, count: int, inner: int, down: gguf.GGMLQuantizationType = Q4) -> Tensors:
+    """The tensors of a layer's experts and of their router. `down` is the type of `ffn_down_exps`."""
+    found: Tensors = {f"ffn_{name}_exps.weight": ((count, inner, hidden), Q4) for name in ("gate", "up")}
+    return found | {"ffn_down_exps.weight": ((count, hidden, inner), down), "ffn_gate_inp.weight": ((count, hidden), None)}
+
+
 def write(path: Path, kind: str, metadata: Mapping[str, Any], tensors: Tensors) -> None:
     """Writes a file of the architecture `kind` with metadata below that name. Names of the vocabulary are numbers."""
     random = np.random.default_rng(0)

@@ -15,19 +15,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from running_server import Server
+from running_server import SHARED_FLAGS, Server
 
 from chairlift import LLM, SamplingParams
 
-PROMPT = "The history of bridges begins with"
-FLAGS = ("--scheduling-policy", "fair", "--api-key", "alice=KEY1,bob=KEY2", "--max-num-seqs", "4", "--journal", "day.journal")
-
 
 def answer(server: Server, key: str, name: str, *, kill: bool = False) -> str:
-    """Returns the SHA-256 of an answer's text. With `kill` the engine ends after its twentieth piece."""
+    """Returns the SHA-256 of an answer's text. With `kill` the engine is killed after 21 pieces."""
     text = ""
-    headers = {"authorization": f"Bearer {key}", "x-request-id": name}
-    for at, piece in enumerate(server.stream(headers, prompt=PROMPT, max_tokens=60, temperature=0)):
+    for at, piece in enumerate(server.answer(key, name)):
         text += piece
         if kill and at == 20:
             server.kill_engine()
@@ -42,8 +38,8 @@ def chairlift(*arguments: str) -> None:
 
 def serve(folder: str) -> None:
     """Prints explanations, and the hashes of an answer alone, among others, and with the end of its engine."""
-    flags = [flag.replace("day.journal", f"{folder}/day.journal") for flag in FLAGS]
-    with contextlib.closing(Server(folder, *flags)) as server, ThreadPoolExecutor(12) as pool:
+    server = Server(folder, *SHARED_FLAGS, "--journal", f"{folder}/day.journal")
+    with contextlib.closing(server), ThreadPoolExecutor(12) as pool:
         server.wait()
         hashes = [answer(server, "KEY1", "alice-1")]
         for number in range(1, 13):

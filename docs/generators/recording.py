@@ -10,19 +10,16 @@ import contextlib
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from pathlib import Path
 
-from running_server import Server
+from running_server import SHARED_FLAGS, Server
 
 IMAGE = Path(__file__).parent.parent / "images/recording.svg"
 COLUMNS, LINE, CHARACTER = 100, 18, 7.8
 LONGEST_PAUSE, HOLD = 1.0, 6.0
 """Seconds: the longest pause that is shown, and how long the end stays."""
-PROMPT = "The history of bridges begins with"
-FLAGS = ("--scheduling-policy", "fair", "--api-key", "alice=KEY1,bob=KEY2", "--max-num-seqs", "4")
 _STYLE = """\
 text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #d6dae0; white-space: pre; opacity: 0 }
 .command { fill: #7fd18b } .note { fill: #f0b46a }
@@ -69,7 +66,7 @@ class Screen:
 
 def record(server: Server, screen: Screen) -> None:
     """Runs the three scenes."""
-    screen.write(f"$ chairlift serve {' '.join(FLAGS)}\n", "command")
+    screen.write(f"$ chairlift serve {' '.join(SHARED_FLAGS)}\n", "command")
     server.wait()
     for line in server.log().splitlines():
         if "ready in" in line or "listening on" in line:
@@ -77,15 +74,15 @@ def record(server: Server, screen: Screen) -> None:
     screen.write("\n# bob sends 12 requests at once; a second later alice sends one\n", "note")
     with ThreadPoolExecutor(12) as pool:
         for number in range(1, 13):
-            pool.submit(lambda name: "".join(_answer(server, "KEY2", name)), f"bob-{number}")
+            pool.submit(lambda name: "".join(server.answer("KEY2", name)), f"bob-{number}")
         time.sleep(1)
-        alone = "".join(_answer(server, "KEY1", "alice-1"))
+        alone = "".join(server.answer("KEY1", "alice-1"))
     for key, name in (("KEY1", "alice-1"), ("KEY2", "bob-12")):
         screen.write(f"$ chairlift explain {name}\n", "command")
         screen.write("".join(f"{line}\n" for line in textwrap.wrap(server.explain(key, name), COLUMNS)))
     screen.write("\n# alice sends the same request again; the engine is killed while it streams\n", "note")
     whole = ""
-    for at, piece in enumerate(_answer(server, "KEY1", "alice-2")):
+    for at, piece in enumerate(server.answer("KEY1", "alice-2")):
         screen.write(piece.replace("\n", " "))
         whole += piece
         if at == 20:
@@ -96,14 +93,10 @@ def record(server: Server, screen: Screen) -> None:
     screen.write(f"# {len(whole)} characters: {equal}, which had 12 requests beside it\n", "note")
 
 
-def _answer(server: Server, key: str, name: str) -> Iterator[str]:
-    return server.stream({"authorization": f"Bearer {key}", "x-request-id": name}, prompt=PROMPT, max_tokens=60, temperature=0)
-
-
 def main() -> None:
     """Records the image."""
     screen = Screen()
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Server(folder, *FLAGS)) as server:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Server(folder, *SHARED_FLAGS)) as server:
         record(server, screen)
     IMAGE.write_text(screen.svg())
 

@@ -1,4 +1,4 @@
-"""A server that the recording and the picture of the dashboard are made of."""
+"""A server for the recording, the outputs of the README and the pictures of the dashboard."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from chairlift.server.http.sockets import open_port
+
+SHARED_FLAGS = ("--scheduling-policy", "fair", "--api-key", "alice=KEY1,bob=KEY2", "--max-num-seqs", "4")
+"""The flags of a small server that two tenants share."""
 
 
 class Server:
@@ -54,6 +57,11 @@ class Server:
             for line in response:
                 if line.startswith(b"data: {"):
                     yield json.loads(line[6:])["choices"][0]["text"]
+
+    def answer(self, key: str, name: str) -> Iterator[str]:
+        """Yields the pieces of a greedy completion, the same for each request. `name` is the id of the request."""
+        headers = {"authorization": f"Bearer {key}", "x-request-id": name}
+        return self.stream(headers, prompt="The history of bridges begins with", max_tokens=60, temperature=0)
 
     def explain(self, key: str, name: str) -> str:
         """Returns the first paragraph of `chairlift explain`."""

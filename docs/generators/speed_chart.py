@@ -78,7 +78,7 @@ def chart() -> str:
             parts.append(f'<rect class="{bar.kind}" x="{LEFT}" y="{y - 14}" width="{width:.1f}" height="{BAR - 2}"/>')
             parts.append(f'<text x="{LEFT + width + 8:.1f}" y="{y}">{int(bar.rate + 0.5):,}</text>')
         y += GAP
-    note = "Output tokens/s over HTTP on two cores. Chairlift drafts by prompt lookup unless a bar says otherwise; the others do not."
+    note = "Output tokens/s over HTTP on two cores. Chairlift drafts by prompt lookup unless its label says otherwise; the others do not."
     parts.append(f'<text x="16" y="{y - 12}">{note}</text>')
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}">'
     return f'{head}\n<style>{_STYLE}</style>\n<rect class="page" width="{WIDTH}" height="{y}"/>\n' + "\n".join(parts) + "\n</svg>\n"

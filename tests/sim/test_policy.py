@@ -59,17 +59,17 @@ def test_one_that_is_written_again_in_python_decides_as_it_does_in_rust():
 
 
 def test_python_costs_little_of_a_simulation():
-    asked = []
+    ranked = []
 
     class Counted(Least):
         def rank(self, request):
-            asked.append(request.work_left)
+            ranked.append(request.work_left)
             return super().rank(request)
 
-    trace, use_of_cpu = workload(CONV).first(1000), time.process_time()
+    trace, start = workload(CONV).first(1000), time.process_time()
     result = simulate(trace, model="Llama-3.1-8B", device="L4", scheduling_policy=Counted())
-    seconds = time.process_time() - use_of_cpu
-    assert len(asked) >= 1000
+    seconds = time.process_time() - start
+    assert len(ranked) >= 1000
     assert result.decisions / seconds > 200_000, "some four million on one core of an EPYC"
 
 

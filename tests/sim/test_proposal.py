@@ -24,6 +24,14 @@ def requests(ttft=1.0, gap=0.1, *, count=600, tenants=("a", "b", "c")):
     return rows
 
 
+def later(rows):
+    """The requests an hour later, with other tags."""
+    for name in ("arrived", "first_token", "ended"):
+        rows[name] += HOUR
+    rows["tag"] += 600
+    return rows
+
+
 def proposed(after, changes=(SLOTS,), *, before=None, recorded=None):
     before = requests() if before is None else before
     return propose(changes, [before, *after], before if recorded is None else recorded, 0, HOUR)
@@ -104,10 +112,7 @@ def test_answers_of_one_token_have_no_time_between_tokens():
 
 def test_one_is_made_for_each_hour_once_its_last_requests_have_ended():
     proposals = Proposals([SLOTS])
-    first, second = requests(), requests()
-    for name in ("arrived", "first_token", "ended"):
-        second[name] += HOUR
-    second["tag"] += 600
+    first, second = requests(), later(requests())
     settled = HOUR + proposal.SETTLE_SECONDS * 1e6
     proposals.add([first, requests(0.5), first])
     assert proposals.next(settled - 1) is None
@@ -126,6 +131,9 @@ def test_of_many_requests_the_same_part_is_kept_in_all_runs(monkeypatch):
         proposals.add([requests()[rows], requests(0.5)[rows][::-1], requests()[rows]])
     found = proposals.next(HOUR + proposal.SETTLE_SECONDS * 1e6)
     assert (found["settings"], found["requests"], found["covered"]) == ("max_num_seqs=8", 150, 1.0)
+    quiet = later(requests(count=200))
+    proposals.add([quiet, quiet, quiet])
+    assert proposals.next(2 * HOUR + proposal.SETTLE_SECONDS * 1e6)["requests"] == 200, "all of a quiet hour are kept"
 
 
 def test_a_policy_that_keeps_a_promise_is_not_exchanged():

@@ -185,7 +185,7 @@ def test_it_proposes_a_change_of_settings_for_the_hour(tmp_path, monkeypatch):
     assert found["covered"] == 1.0
     ttft = found["figures"]["ttft_p50_s"]
     assert ttft["change"] < -0.3
-    # The server with this setting serves the same requests about as soon as was said: their outputs are drawn in another order.
+    # The server with this setting serves the same requests about as soon as predicted: their outputs are drawn in another order.
     served = {
         one["tag"]: one["first_token"] - one["submitted"] for one in watched(**settings, max_num_seqs=4).timelines if one["first_token"]
     }

@@ -45,7 +45,7 @@ def metadata(config: Any) -> dict[str, Any]:
 
 
 def split(name: str, weights: np.ndarray, config: Any, replaced: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The file's tensors of one of transformers', if it makes keys and values or belongs to experts.
+    """The tensors of the file for one of transformers that makes keys and values or corrects the scores of experts; none for another.
 
     Old files, without the sizes of a head, have one tensor of keys and values.
     """

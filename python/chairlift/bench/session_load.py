@@ -158,15 +158,12 @@ class _Replay:
 
     def _pieces(self, turn: SessionTurn, own: str) -> Iterator[Piece]:
         """Yields a prompt's blocks, and a piece of its own for the rest."""
-        session, chain, block = self._session, [], turn.leaf
-        while block:
-            chain.append(block)
-            block = session.parents[block]
-        for block in reversed(chain):
+        session, blocks = self._session, self._session.blocks(turn)
+        for block in blocks:
             # The first blocks, the tools', are equal in all sessions of a group.
             owner = f"group {session.group}" if block <= session.shared else self._name
             yield f"{owner} block {block}", session.block
-        if (rest := turn.prompt_tokens - len(chain) * session.block) > 0:
+        if (rest := turn.prompt_tokens - len(blocks) * session.block) > 0:
             yield f"{self._name} rest {own}", rest
 
 

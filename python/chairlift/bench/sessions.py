@@ -56,6 +56,14 @@ class RecordedSession:
         """The requests of all threads."""
         return sum(map(len, self.threads))
 
+    def blocks(self, turn: SessionTurn) -> list[int]:
+        """The full blocks of a request's prompt, from the first."""
+        blocks, block = [], turn.leaf
+        while block:
+            blocks.append(block)
+            block = self.parents[block]
+        return blocks[::-1]
+
 
 def read_sessions(path: str | Path, longest: int | None = None) -> list[RecordedSession]:
     """Reads sessions from a file of JSON lines, which may be gzipped.

@@ -192,7 +192,7 @@ async def _serve(
 
     served = module.served_models(specs, engines, server)
     supervisor = module.Supervisor(served, server, access.keys, access.tiers, processes, shadow_command=shadow)
-    gc.freeze()  # what was made stays: the garbage collector need not look at it again
+    gc.freeze()  # the garbage collector need not examine these lasting objects again
     async with AsyncExitStack() as stack:
         for process in processes:
             await stack.enter_async_context(process)

@@ -14,9 +14,9 @@ from chairlift.sim.groups import LENGTH, STOP
 HOUR_SECONDS, SETTLE_SECONDS = 3600.0, 300.0
 """A proposal is for the requests that arrived within an hour, made after the time in which the last of them may end."""
 MAX_REQUESTS = 50_000
-"""The most requests of an hour; of more, every second, fourth and so on is kept."""
+"""The most requests of an hour that are kept. If there are more, only every second, fourth and so on is kept."""
 MIN_REQUESTS = 100
-"""The fewest answered requests of an hour, and of a tenant for a change to be rejected on its account."""
+"""The fewest answered requests of an hour for a proposal. A tenant with fewer cannot reject a change."""
 MIN_COVERED = 0.9
 """The smallest share of the answered requests that must have been simulated."""
 MIN_EFFECT = 0.05
@@ -31,10 +31,10 @@ FIGURES = {
     "ttft_p99_s": ("ttft", 99, "TTFT p99"),
     "itl_p50_s": ("itl", 50, "ITL p50"),
     "itl_p99_s": ("itl", 99, "ITL p99"),
-    "end_to_end_p50_s": ("end_to_end", 50, "whole answer p50"),
-    "end_to_end_p99_s": ("end_to_end", 99, "whole answer p99"),
+    "end_to_end_p50_s": ("end_to_end", 50, "end-to-end p50"),
+    "end_to_end_p99_s": ("end_to_end", 99, "end-to-end p99"),
 }
-"""The latency, the percentile and the words of each figure, named as in `groups.figures`."""
+"""The latency, the percentile and the label of each figure, named as in `groups.figures`."""
 _JUDGED = tuple(name for name in FIGURES if not name.startswith("itl"))
 """The figures of which a change must improve one, and must not worsen any."""
 _COLUMNS = ("tag", "finish", "arrived", "first_token", "ended", "output_tokens")
@@ -82,6 +82,7 @@ class Proposals:
         self._due = now + HOUR_SECONDS * 1e6
         *runs, recorded = (np.concatenate(kept) for kept in self._runs)
         self._runs = [[rows[rows["arrived"] >= until]] for rows in (*runs, recorded)]
+        self._stride = 1  # the next hour may have fewer; only its first minutes, kept above, stay thinned
         return propose(self._changes, runs, recorded, until - HOUR_SECONDS * 1e6, until)
 
     def _thinned(self, rows: NDArray[Any]) -> NDArray[Any]:
@@ -95,7 +96,7 @@ def propose(
     """The best of the changes for the requests that arrived from `since` to `until` (microseconds), as plain data.
 
     `runs` are the requests under the recorded settings, with the column tenant, and under each change; `recorded` those of the server. A
-    change is proposed if it certainly improves a percentile of TTFT or of the time to the whole answer, worsens none of these by
+    change is proposed if it certainly improves a percentile of TTFT or of the end-to-end latency, worsens none of these by
     `MIN_EFFECT`, and does not double a percentile of ITL, for all requests and for each tenant. Certainly means that the interval of the
     bootstrap is below 0, also if the simulator's own error against the recorded run is added. Of several such changes the one with the
     largest certain gain is proposed; more KV, which needs memory, only if nothing else helps. `settings` is None if there is none, and
@@ -115,11 +116,13 @@ def propose(
     before = _latencies(now, now, until - since)
     server = _latencies(now, answered, until - since)
     errors = {name: abs(_change(name, server, before)) for name in FIGURES}
-    weights = np.random.default_rng(0).multinomial(SLICES, [1 / SLICES] * SLICES, RESAMPLES)
+    redrawn = np.random.default_rng(0).multinomial(SLICES, [1 / SLICES] * SLICES, RESAMPLES)
+    weights = np.vstack([np.ones(SLICES, int), redrawn])
+    groups = _groups(now["tenant"])
     best: tuple[tuple[bool, float], Mapping[str, Any], dict[str, dict[str, float]]] | None = None
     for change, rows in zip(changes, runs[1:], strict=True):
         after = _latencies(now, _answered(rows, since, until), until - since)
-        if any(_harms(before, after, group) for group in _groups(now["tenant"])):
+        if any(_harms(before, after, group) for group in groups):
             continue
         figures = {name: _effect(name, before, after, slices, weights) | {"simulator_error": errors[name]} for name in FIGURES}
         certain = [figures[name]["high"] + errors[name] for name in _JUDGED if figures[name]["change"] <= -MIN_EFFECT]
@@ -163,7 +166,7 @@ def _groups(tenants: NDArray[Any]) -> list[NDArray[np.bool_]]:
 
 
 def _harms(before: Mapping[str, NDArray[np.float64]], after: Mapping[str, NDArray[np.float64]], of: NDArray[np.bool_]) -> bool:
-    """Whether some requests are served too much later."""
+    """Whether a percentile of some requests becomes too much worse."""
     limits = {name: MIN_EFFECT if name in _JUDGED else MAX_ITL_CHANGE for name in FIGURES}
     return any(_change(name, before, after, of) >= limit for name, limit in limits.items())
 
@@ -186,13 +189,12 @@ def _effect(
     slices: NDArray[Any],
     weights: NDArray[Any],
 ) -> dict[str, float]:
-    """A figure before and after, its relative change and the bounds of that."""
+    """A figure before and after, its relative change and the bounds of that. The first row of `weights` is the hour itself."""
     latency, percent, _ = FIGURES[name]
-    every = np.ones((1, SLICES), int)
-    (old,), (new,) = (_percentiles(values[latency], percent, slices, every) for values in (before, after))
-    redrawn = _relative(*(_percentiles(values[latency], percent, slices, weights) for values in (before, after)))
+    old, new = (_percentiles(values[latency], percent, slices, weights) for values in (before, after))
+    change, *redrawn = _relative(old, new)
     low, high = np.percentile(redrawn, PERCENTS)
-    return {"before": float(old), "after": float(new), "change": float(_relative(old, new)), "low": float(low), "high": float(high)}
+    return {"before": float(old[0]), "after": float(new[0]), "change": float(change), "low": float(low), "high": float(high)}
 
 
 def _percentiles(values: NDArray[np.float64], percent: float, slices: NDArray[Any], weights: NDArray[Any]) -> NDArray[np.float64]:
@@ -200,9 +202,15 @@ def _percentiles(values: NDArray[np.float64], percent: float, slices: NDArray[An
     known = np.flatnonzero(~np.isnan(values))
     if not len(known):
         return np.zeros(len(weights))
-    order = known[np.argsort(values[known], kind="stable")]
-    ranks = (np.cumsum(row[slices[order]]) for row in weights)
-    return values[order][[np.searchsorted(below, below[-1] * percent / 100) for below in ranks]]
+    order = known[np.argsort(values[known])]
+    counts = np.cumsum(slices[order] == np.arange(weights.shape[1])[:, None], axis=1)
+    needed = weights @ counts[:, -1] * percent / 100
+    first, last = np.zeros(len(weights), int), np.full(len(weights), len(order) - 1)
+    while np.any(first < last):  # all rows at once: the sum for every value would take seconds
+        middle = (first + last) // 2
+        enough = (weights * counts[:, middle].T).sum(axis=1) >= needed
+        first, last = np.where(enough, first, middle + 1), np.where(enough, middle, last)
+    return values[order][first]
 
 
 def _relative(before: Any, after: Any) -> Any:
@@ -212,8 +220,8 @@ def _relative(before: Any, after: Any) -> Any:
 def _text(settings: str, figures: Mapping[str, Mapping[str, float]], requests: int) -> str:
     """A proposal in a sentence: the figures that change, and the interval of each."""
     changed = [
-        f"{words} {duration(one['before'])} to {duration(one['after'])} ({one['change']:+.0%}, {one['low']:+.0%} to {one['high']:+.0%})"
-        for (_, _, words), one in zip(FIGURES.values(), figures.values(), strict=True)
+        f"{label} {duration(one['before'])} to {duration(one['after'])} ({one['change']:+.0%}, {one['low']:+.0%} to {one['high']:+.0%})"
+        for (_, _, label), one in zip(FIGURES.values(), figures.values(), strict=True)
         if abs(one["change"]) >= MIN_EFFECT
     ]
     error = max(one["simulator_error"] for one in figures.values())
