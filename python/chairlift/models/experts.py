@@ -90,8 +90,7 @@ def _shared_inner(raw: dict[str, Any], names: Mixture, inner: int) -> int:
     """Returns the inner size of the shared expert; 0 if there is none."""
     if names.shared_count is None:
         return parse_size(raw, names.shared_inner)
-    name, default = names.shared_count
-    return inner * parse_count({name: raw.get(name, default)}, name)
+    return inner * parse_count(raw, *names.shared_count)
 
 
 def _groups(raw: dict[str, Any], names: Mixture, count: int, used: int) -> tuple[int, int] | None:
@@ -120,8 +119,7 @@ def _layers(raw: dict[str, Any], names: Mixture, layers: int) -> tuple[bool, ...
                     f"config.json: mlp_layer_types must be dense or sparse for each of {layers} layers, got {kinds!r:.200}"
                 )
             return tuple(kind == "sparse" for kind in kinds)
-        name, default = names.dense
-        first = parse_count({name: raw.get(name, default)}, name)
+        first = parse_count(raw, *names.dense)
         return tuple(layer >= first for layer in range(layers))
     step, dense = parse_size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) and 0 <= layer < layers for layer in dense):
