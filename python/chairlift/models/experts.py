@@ -15,6 +15,9 @@ OTHER_COUNT = "num_local_experts"
 EXPERTS = "moe"
 """The name of layers with experts in `layers_block_type`."""
 
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+"""Endings of the names of gpt-oss's experts in MXFP4: codes of 4 bits, and an exponent for each 32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from chairlift.checkpoint.safetensors_file import Array, as_float32
 from chairlift.errors import UnsupportedModel
-from chairlift.models.experts import Experts
-from chairlift.runner.weights import MXFP4_BLOCKS, MXFP4_SCALES, Part, Weights, in_memory, split_rows
+from chairlift.models.experts import MXFP4_BLOCKS, MXFP4_SCALES, Experts
+from chairlift.runner.weights import Part, Weights, in_memory, split_rows
 
 MXFP4 = 39
 """ggml's number of the type."""

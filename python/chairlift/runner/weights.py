@@ -20,6 +20,7 @@ from chairlift.checkpoint.weight_files import gguf_link, weight_files
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
+from chairlift.models.experts import MXFP4_BLOCKS
 from chairlift.models.quantization import QuantizationScheme
 from chairlift.models.shape import ModelShape
 from chairlift.runner.file_pages import FilePages
@@ -40,8 +41,6 @@ WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.")
 BACKBONE = "backbone."
 """The prefix in Nemotron H, which also has another name for the embeddings."""
 BYTE_DTYPES = {"U8": PACKED_DTYPES["U8"]}
-MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
-"""Endings of the names of gpt-oss's experts in MXFP4: codes of 4 bits, and an exponent for each 32."""
 
 Part = tuple[str, int, NDArray[np.uint8] | tuple[_core.TensorFile, int], int]
 """A matrix as `_core.Linear` takes it.
