@@ -42,6 +42,11 @@ class Experts:
     scale: float
     groups: tuple[int, int] | None
 
+    @property
+    def router_rows(self) -> dict[str, int]:
+        """The rows of the router's matrices by name: those of the experts, and that of the shared expert's gate if it has one."""
+        return {self.names.router: self.count} | ({self.names.shared_gate: 1} if self.names.shared_gate else {})
+
     def routed_weights(self, hidden: int) -> int:
         """The number of parameters of a layer's experts that tokens choose from."""
         return self._matrices * self.count * self.inner * hidden

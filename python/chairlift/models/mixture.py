@@ -28,14 +28,13 @@ class Mixture(Block):
         self._activation, self._count = config.activation, experts.count
         self.norm = mlp_norm(weights)
         self._gated = names.shared_gate is not None
-        rows = {names.router: experts.count} | ({names.shared_gate: 1} if names.shared_gate else {})
-        router = torch.cat([source.take(f"{weights.prefix}{name}.weight", size, config.hidden_size) for name, size in rows.items()])
-        if not router.isfinite().all():
-            raise UnsupportedModel(
-                f"tensor {weights.prefix}{names.router}.weight has numbers that are not finite: no expert could be chosen with it"
-            )
+        router = {f"{weights.prefix}{name}.weight": size for name, size in experts.router_rows.items()}
+        matrices = {name: source.take(name, size, config.hidden_size) for name, size in router.items()}
+        for name, matrix in matrices.items():
+            if not matrix.isfinite().all():
+                raise UnsupportedModel(f"tensor {name} has numbers that are not finite: no expert could be chosen with it")
         bias = source.take(f"{weights.prefix}{names.router}.bias", experts.count) if names.biases else None
-        self._router = Linear(router, bias)
+        self._router = Linear(torch.cat(list(matrices.values())), bias)
         choice_bias = source.floats(weights.prefix + names.choice_bias, experts.count) if names.choice_bias and experts.biased else None
         self._choice = layers.Choice(
             scores=names.scores.value,

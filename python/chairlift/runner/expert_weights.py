@@ -61,8 +61,7 @@ def router(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Arra
 
     Raises UnsupportedModel as `Weights.take` does, and for a number that is not finite.
     """
-    rows = {experts.names.router: experts.count} | ({experts.names.shared_gate: 1} if experts.names.shared_gate else {})
-    matrices = {name: as_float32(weights.take(f"{prefix}{name}.weight", size, hidden)) for name, size in rows.items()}
+    matrices = {name: as_float32(weights.take(f"{prefix}{name}.weight", size, hidden)) for name, size in experts.router_rows.items()}
     for name, matrix in matrices.items():
         if not np.isfinite(matrix).all():
             raise UnsupportedModel(f"tensor {prefix}{name}.weight has numbers that are not finite: no expert could be chosen with it")
