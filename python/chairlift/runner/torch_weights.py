@@ -71,7 +71,7 @@ class TorchWeights:
     def _sent(self, array: Array) -> torch.Tensor:
         """An array of the host on the device."""
         tensor = _as_tensor(array)
-        if self._uploads is None or not tensor.numel():
+        if self._uploads is None:
             return tensor
         octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
