@@ -60,7 +60,7 @@ def gated_norm(x: torch.Tensor, projected: torch.Tensor, heads: Heads) -> torch.
         heads.eps,
         width,
         projected.shape[1],
-        heads.places.gates,
+        heads.offsets.gates,
         group=group,
         weights=len(heads.norm),
         gate_first=not heads.delta,
