@@ -65,13 +65,13 @@ def _advance_heads_kernel(
     if write < last:
         start = tl.load(starts_ptr + sequence)
         own = tl.load(writes_ptr + 2 * last - 1).to(tl.int64)
-        goes_on = tl.load(positions_ptr + start) > 0
+        resumes = tl.load(positions_ptr + start) > 0
         key = tl.arange(0, key_block)
         value = tl.program_id(2) * value_block + tl.arange(0, value_block)
         is_key, is_value = key < key_size, value < value_size
         inside = is_key[:, None] & is_value[None, :]
-        places = head * key_size * value_size + key[:, None] * value_size + value[None, :]
-        state = tl.where(goes_on, tl.load(matrices_ptr + own * slot_stride + places, mask=inside, other=0.0), 0.0)
+        offsets = head * key_size * value_size + key[:, None] * value_size + value[None, :]
+        state = tl.where(resumes, tl.load(matrices_ptr + own * slot_stride + offsets, mask=inside, other=0.0), 0.0)
         group = head % groups if tiled else head // (count // groups)
         rate, bias = tl.load(rates_ptr + head), tl.load(step_bias_ptr + head)
         # Only the first token of a chunk may be 31 bits away.
@@ -100,7 +100,7 @@ def _advance_heads_kernel(
                 tl.store(first_out + token * (count * value_size), out.to(out_ptr.dtype.element_ty), mask=is_value)
             done = end
             target = tl.load(writes_ptr + 2 * at + 1).to(tl.int64)
-            tl.store(matrices_ptr + target * slot_stride + places, state, mask=inside)
+            tl.store(matrices_ptr + target * slot_stride + offsets, state, mask=inside)
 
 
 def advance_heads(mixed: torch.Tensor, projected: torch.Tensor, matrices: torch.Tensor, heads: Heads, step: StateStep) -> torch.Tensor:
@@ -110,7 +110,7 @@ def advance_heads(mixed: torch.Tensor, projected: torch.Tensor, matrices: torch.
     """
     out = mixed.new_empty(len(mixed), heads.count * heads.value_size)
     key_block, value_block = blocks(heads.key_size, heads.value_size)
-    places = heads.places
+    offsets = heads.offsets
     grid = len(step.write_starts) - 1, heads.count, triton.cdiv(heads.value_size, value_block)
     _advance_heads_kernel[grid](
         out,
@@ -127,11 +127,11 @@ def advance_heads(mixed: torch.Tensor, projected: torch.Tensor, matrices: torch.
         mixed.shape[1],
         projected.shape[1],
         matrices.stride(0),
-        places.queries,
-        places.keys,
-        places.values,
-        places.steps,
-        places.betas,
+        offsets.queries,
+        offsets.keys,
+        offsets.values,
+        offsets.steps,
+        offsets.betas,
         count=heads.count,
         groups=heads.groups,
         key_size=heads.key_size,

@@ -23,10 +23,10 @@ TOKENS, CHANNELS = 8, 128
 @triton.jit
 def _input(x_ptr, token, channel, mask, pitch, first, channels, gated: tl.constexpr):
     """The inputs of the convolution."""
-    place = x_ptr + token.to(tl.int64) * pitch + first + channel
-    x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    address = x_ptr + token.to(tl.int64) * pitch + first + channel
+    x = tl.load(address, mask=mask, other=0.0).to(tl.float32)
     if gated:
-        x *= tl.load(place - 2 * channels, mask=mask, other=0.0).to(tl.float32)
+        x *= tl.load(address - 2 * channels, mask=mask, other=0.0).to(tl.float32)
     return x
 
 
@@ -60,7 +60,7 @@ def _convolve_kernel(
     last = tl.load(write_starts_ptr + sequence + 1, mask=known, other=0)
     known = known & (tl.load(write_starts_ptr + sequence, mask=known, other=0) < last)
     slot = tl.load(writes_ptr + 2 * last - 1, mask=known, other=0).to(tl.int64)
-    goes_on = known & (tl.load(positions_ptr + start, mask=known, other=0) > 0)
+    resumes = known & (tl.load(positions_ptr + start, mask=known, other=0) > 0)
     channel = (tl.program_id(1) * channel_block + tl.arange(0, channel_block))[None, :]
     inside = channel < channels
     sums = tl.zeros((token_block, channel_block), dtype=tl.float32)
@@ -73,13 +73,13 @@ def _convolve_kernel(
         if tap < taps - 1:
             # Inputs before this step.
             column = taps - 1 + source - start
-            before = (goes_on & (source < start) & (column >= 0))[:, None] & inside
+            before = (resumes & (source < start) & (column >= 0))[:, None] & inside
             x += tl.load(columns_ptr + (slot * slot_stride + column * channels)[:, None] + channel, mask=before, other=0.0)
         sums += x * tl.load(taps_ptr + tap * channels + channel, mask=inside, other=0.0)
     mask = (token < tokens)[:, None] & inside
     if gated:
-        place = x_ptr + token[:, None].to(tl.int64) * pitch + first - channels + channel
-        sums *= tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        address = x_ptr + token[:, None].to(tl.int64) * pitch + first - channels + channel
+        sums *= tl.load(address, mask=mask, other=0.0).to(tl.float32)
     else:
         sums *= tl.sigmoid(sums)
     tl.store(out_ptr + token[:, None].to(tl.int64) * channels + channel, sums.to(out_ptr.dtype.element_ty), mask=mask)
@@ -108,7 +108,7 @@ def _move_columns_kernel(
     if write < last:
         start = tl.load(starts_ptr + sequence)
         own = tl.load(writes_ptr + 2 * last - 1).to(tl.int64)
-        goes_on = tl.load(positions_ptr + start) > 0
+        resumes = tl.load(positions_ptr + start) > 0
         channel = (tl.program_id(1) * channel_block + tl.arange(0, channel_block))[None, :]
         column = tl.arange(0, column_block)[:, None]
         mask = (column < taps - 1) & (channel < channels)
@@ -117,23 +117,23 @@ def _move_columns_kernel(
             source = count - (taps - 1) + column
             x = _input(x_ptr, start + source, channel, mask & (source >= 0), pitch, first, channels, gated)
             earlier = columns_ptr + own * slot_stride + (taps - 1 + source) * channels + channel
-            x += tl.where(goes_on, tl.load(earlier, mask=mask & (source < 0), other=0.0), 0.0)
+            x += tl.where(resumes, tl.load(earlier, mask=mask & (source < 0), other=0.0), 0.0)
             # The last write is to the slot that other lanes may still read.
             tl.debug_barrier()
             tl.store(columns_ptr + target * slot_stride + column * channels + channel, x, mask=mask)
 
 
-def convolve(projected: torch.Tensor, columns: torch.Tensor, how: Convolution, step: StateStep) -> torch.Tensor:
+def convolve(projected: torch.Tensor, columns: torch.Tensor, layer: Convolution, step: StateStep) -> torch.Tensor:
     """Convolves channels of contiguous rows [T, any] and moves the last inputs `columns` on (see `Convolution` and `StateStep`)."""
-    (taps, channels), tokens, pitch = how.taps.shape, len(projected), projected.shape[1]
+    (taps, channels), tokens, pitch = layer.taps.shape, len(projected), projected.shape[1]
     out = projected.new_empty(tokens, channels)
     states = step.writes, step.write_starts
-    sizes = channels, pitch, how.first, columns.stride(0)
+    sizes = channels, pitch, layer.first, columns.stride(0)
     grid = triton.cdiv(tokens, TOKENS), triton.cdiv(channels, CHANNELS)
-    given = (out, projected, columns, how.taps, how.bias, step.query_starts, step.positions, step.rows, *states, tokens, *sizes)
-    _convolve_kernel[grid](*given, taps=taps, gated=how.gated, token_block=TOKENS, channel_block=CHANNELS, num_warps=4)
+    given = (out, projected, columns, layer.taps, layer.bias, step.query_starts, step.positions, step.rows, *states, tokens, *sizes)
+    _convolve_kernel[grid](*given, taps=taps, gated=layer.gated, token_block=TOKENS, channel_block=CHANNELS, num_warps=4)
     moved = (columns, projected, step.query_starts, step.positions, *states, *sizes)
     _move_columns_kernel[(len(step.write_starts) - 1, grid[1])](
-        *moved, taps=taps, gated=how.gated, column_block=triton.next_power_of_2(taps - 1), channel_block=CHANNELS, num_warps=4
+        *moved, taps=taps, gated=layer.gated, column_block=triton.next_power_of_2(taps - 1), channel_block=CHANNELS, num_warps=4
     )
     return out

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 
 from chairlift.kernels.cached_launch import jit
+from chairlift.kernels.quantise_rows import whole_row
 
 if TYPE_CHECKING:
     from chairlift.layers.recurrent import Heads
@@ -51,7 +51,7 @@ def gated_norm(x: torch.Tensor, projected: torch.Tensor, heads: Heads) -> torch.
     """Normalises the outputs x [T, width] of heads in groups, multiplied by their gates in `projected`, contiguous rows (see `Heads`)."""
     width, group = x.shape[1], heads.norm_group
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(group)
+    block, warps = whole_row(group)
     _gated_norm_kernel[(len(x), width // group)](
         out,
         x,
@@ -60,16 +60,11 @@ def gated_norm(x: torch.Tensor, projected: torch.Tensor, heads: Heads) -> torch.
         heads.eps,
         width,
         projected.shape[1],
-        heads.places.gates,
+        heads.offsets.gates,
         group=group,
         weights=len(heads.norm),
         gate_first=not heads.delta,
         block=block,
-        num_warps=warps(block),
+        num_warps=warps,
     )
     return out
-
-
-def warps(block: int) -> int:
-    """The warps of a program, for 8 numbers of each lane."""
-    return min(max(block // 256, 1), 16)

@@ -29,21 +29,21 @@ def _chunks(step: StateStep) -> Iterator[_Chunk]:
             yield _Chunk(start, end, writes[last - 1][1], int(step.positions[start]) == 0, writes[first:last])
 
 
-def convolve(projected: torch.Tensor, columns: torch.Tensor, how: Convolution, step: StateStep) -> torch.Tensor:
+def convolve(projected: torch.Tensor, columns: torch.Tensor, layer: Convolution, step: StateStep) -> torch.Tensor:
     """See `Convolution`."""
-    taps, channels = how.taps.shape
+    taps, channels = layer.taps.shape
     rows = projected.float()
-    x = rows[:, how.first : how.first + channels]
-    if how.gated:
-        x = x * rows[:, how.first - 2 * channels : how.first - channels]
+    x = rows[:, layer.first : layer.first + channels]
+    if layer.gated:
+        x = x * rows[:, layer.first - 2 * channels : layer.first - channels]
     out = projected.new_zeros(len(projected), channels)
     for start, end, slot, fresh, writes in _chunks(step):
         before = torch.zeros_like(columns[slot]) if fresh else columns[slot]
         seen = torch.cat((before, x[start:end]))
-        sums = torch.zeros_like(x[start:end]) if how.bias is None else how.bias.expand(end - start, -1).clone()
+        sums = torch.zeros_like(x[start:end]) if layer.bias is None else layer.bias.expand(end - start, -1).clone()
         for tap in range(taps):
-            sums += seen[tap : tap + end - start] * how.taps[tap]
-        active = sums * rows[start:end, how.first - channels : how.first] if how.gated else functional.silu(sums)
+            sums += seen[tap : tap + end - start] * layer.taps[tap]
+        active = sums * rows[start:end, layer.first - channels : layer.first] if layer.gated else functional.silu(sums)
         out[start:end] = active.to(out.dtype)
         for tokens, target in writes:
             columns[target] = seen[tokens : tokens + taps - 1]
@@ -52,22 +52,22 @@ def convolve(projected: torch.Tensor, columns: torch.Tensor, how: Convolution, s
 
 def advance_heads(mixed: torch.Tensor, projected: torch.Tensor, matrices: torch.Tensor, heads: Heads, step: StateStep) -> torch.Tensor:
     """The outputs of heads before their norm (see `Heads`)."""
-    places, tokens, count, size = heads.places, len(mixed), heads.count, heads.key_size
+    offsets, tokens, count, size = heads.offsets, len(mixed), heads.count, heads.key_size
     wide, rows = mixed.float(), projected.float()
 
-    def of_heads(place: int) -> torch.Tensor:
-        vectors = wide[:, place : place + heads.groups * size].view(tokens, heads.groups, size)
+    def of_heads(offset: int) -> torch.Tensor:
+        vectors = wide[:, offset : offset + heads.groups * size].view(tokens, heads.groups, size)
         each = count // heads.groups
         return vectors.repeat(1, each, 1) if heads.tiled else vectors.repeat_interleave(each, 1)
 
-    queries, keys = of_heads(places.queries), of_heads(places.keys)
-    values = wide[:, places.values : places.values + count * heads.value_size].view(tokens, count, -1)
-    steps = functional.softplus(rows[:, places.steps : places.steps + count] + heads.step_bias).clamp(*heads.limits)
+    queries, keys = of_heads(offsets.queries), of_heads(offsets.keys)
+    values = wide[:, offsets.values : offsets.values + count * heads.value_size].view(tokens, count, -1)
+    steps = functional.softplus(rows[:, offsets.steps : offsets.steps + count] + heads.step_bias).clamp(*heads.limits)
     decays, factors = (heads.rates * steps).exp(), steps
     if heads.delta:
         keys = keys * (keys.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
         queries = queries * (queries.square().sum(-1, keepdim=True) + 1e-6).rsqrt() * size**-0.5
-        factors = rows[:, places.betas : places.betas + count].sigmoid()
+        factors = rows[:, offsets.betas : offsets.betas + count].sigmoid()
     out = torch.zeros_like(values)
     for start, _, slot, fresh, writes in _chunks(step):
         state = torch.zeros_like(matrices[slot]) if fresh else matrices[slot].clone()
@@ -87,7 +87,7 @@ def advance_heads(mixed: torch.Tensor, projected: torch.Tensor, matrices: torch.
 
 def gated_norm(x: torch.Tensor, projected: torch.Tensor, heads: Heads) -> torch.Tensor:
     """The outputs of heads after their norm and gates (see `Heads`)."""
-    gates = functional.silu(projected[:, heads.places.gates : heads.places.gates + x.shape[1]].float())
+    gates = functional.silu(projected[:, heads.offsets.gates : heads.offsets.gates + x.shape[1]].float())
     wide = x.float() if heads.delta else x.float() * gates
     groups = wide.view(len(x), -1, heads.norm_group)
     scale = (groups.square().mean(-1, keepdim=True) + heads.eps).rsqrt()

@@ -71,7 +71,7 @@ def test_grammars_read_a_tokenizer_model(tmp_path: Path) -> None:
     file = directory_with(tmp_path, "bpe") / "tokenizer.model"
     vocabulary = MaskedVocabulary(file, 620, (2,)).load()
     tokens = Tokenizer(file.parent).encode("hello", add_special_tokens=False)
-    assert b"".join(map(vocabulary.piece, tokens)).strip() == b"hello"
+    assert b"".join(map(vocabulary.piece, tokens)) == b" hello"  # a model of SentencePiece puts a space before the text
 
 
 def test_a_class_with_other_ids_is_refused(tmp_path: Path) -> None:

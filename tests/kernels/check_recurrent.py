@@ -13,7 +13,7 @@ from chairlift.kernels import recurrent_reference as reference
 from chairlift.kernels.advance_heads import advance_heads
 from chairlift.kernels.convolve import convolve
 from chairlift.kernels.gated_norm import gated_norm
-from chairlift.layers.recurrent import Convolution, DecodeStates, Heads, LayerState, Places, StateStep, plan_states, plan_writes
+from chairlift.layers.recurrent import Convolution, DecodeStates, Heads, LayerState, Offsets, StateStep, plan_states, plan_writes
 
 GENERATOR = torch.Generator().manual_seed(0)
 SLOTS, CPU = 10, torch.device("cpu")
@@ -57,22 +57,22 @@ def convolution(taps: int, channels: int, gated: bool) -> tuple[Convolution, int
     ("taps", "channels", "gated", "dtype"), [(3, 144, True, torch.float32), (4, 32, False, torch.float16), (2, 16, False, torch.float32)]
 )
 def test_convolutions_are_those_of_torch_and_so_are_the_states(taps, channels, gated, dtype):
-    how, pitch = convolution(taps, channels, gated)
+    layer, pitch = convolution(taps, channels, gated)
     rows, columns = random(18, pitch).to(dtype), random(SLOTS, taps - 1, channels)
     expected_columns = columns.clone()
-    expected = reference.convolve(rows, expected_columns, how, step())
-    same(convolve(rows, columns, how, step()), expected, columns, expected_columns)
+    expected = reference.convolve(rows, expected_columns, layer, step())
+    same(convolve(rows, columns, layer, step()), expected, columns, expected_columns)
 
 
 def heads(delta: bool, tiled: bool = False, key_size: int = 16, value_size: int = 32) -> tuple[Heads, int, int]:
     """Four heads with two keys, and the numbers of a row of the convolution and of the projection."""
     keys, width = 2 * key_size, 4 * value_size
     if delta:
-        places = Places(
+        offsets = Offsets(
             queries=0, keys=keys, values=2 * keys, gates=2 * keys + width, betas=2 * keys + 2 * width, steps=2 * keys + 2 * width + 4
         )
     else:
-        places = Places(queries=width + keys, keys=width, values=0, gates=0, steps=2 * width + 2 * keys, betas=0)
+        offsets = Offsets(queries=width + keys, keys=width, values=0, gates=0, steps=2 * width + 2 * keys, betas=0)
     made = Heads(
         count=4,
         groups=2,
@@ -86,7 +86,7 @@ def heads(delta: bool, tiled: bool = False, key_size: int = 16, value_size: int 
         norm=random(value_size if delta else width),
         norm_group=value_size if delta else width // 2,
         eps=1e-5,
-        places=places,
+        offsets=offsets,
     )
     return made, 2 * keys + width, 2 * keys + 2 * width + 8
 
@@ -98,7 +98,7 @@ def test_heads_are_those_of_torch_and_so_are_their_states(delta, tiled, sizes, d
     made, channels, pitch = heads(delta, tiled, *sizes)
     mixed, rows, matrices = random(18, channels).to(dtype), random(18, pitch).to(dtype), random(SLOTS, 4, *sizes)
     # Inputs of softplus beyond both of its ends.
-    rows[:3, made.places.steps] = torch.tensor([-30.0, 25.0, 60.0])
+    rows[:3, made.offsets.steps] = torch.tensor([-30.0, 25.0, 60.0])
     expected_matrices = matrices.clone()
     expected = reference.advance_heads(mixed, rows, expected_matrices, made, step())
     found = advance_heads(mixed, rows, matrices, made, step())
@@ -109,12 +109,12 @@ def test_heads_are_those_of_torch_and_so_are_their_states(delta, tiled, sizes, d
 @pytest.mark.parametrize("delta", [True, False])
 def test_chunks_company_and_saved_states_change_no_bit(delta):
     made, channels, pitch = heads(delta)
-    how = replace(convolution(4, channels, False)[0], first=0)
+    layer = replace(convolution(4, channels, False)[0], first=0)
     rows = random(9, pitch)
 
     def compute(first: int, end: int, slot: int, state: LayerState, saves: list[list[int]] = []) -> torch.Tensor:  # noqa: B006
         chunk = step(np.array([0, end - first]), np.array([end]), np.array([slot]), np.array(saves, dtype=int).reshape(-1, 3))
-        mixed = convolve(rows[first:end].contiguous(), state.columns, how, chunk)
+        mixed = convolve(rows[first:end].contiguous(), state.columns, layer, chunk)
         return advance_heads(mixed, rows[first:end].contiguous(), state.matrices, made, chunk)
 
     state = LayerState(random(SLOTS, 3, channels), random(SLOTS, 4, 16, 32))
@@ -128,12 +128,12 @@ def test_chunks_company_and_saved_states_change_no_bit(delta):
 
 def test_decodes_of_a_graph_are_those_of_a_step_and_padding_changes_no_state():
     made, channels, pitch = heads(delta=True)
-    how = replace(convolution(4, channels, False)[0], first=0)
+    layer = replace(convolution(4, channels, False)[0], first=0)
     rows, columns, matrices = random(4, pitch), random(SLOTS, 3, channels), random(SLOTS, 4, 16, 32)
     lengths, own, saves = (np.array([0, 1, 2]), np.array([5, 1])), np.array([2, 7]), np.array([[1, 1, 4]])
     plain = step(*lengths, own, saves)
     expected_columns, expected_matrices = columns.clone(), matrices.clone()
-    mixed = convolve(rows[:2], expected_columns, how, plain)
+    mixed = convolve(rows[:2], expected_columns, layer, plain)
     expected = advance_heads(mixed, rows[:2], expected_matrices, made, plain)
     states = DecodeStates(4, SLOTS, CPU)
     # Of an earlier step with more sequences.
@@ -141,7 +141,7 @@ def test_decodes_of_a_graph_are_those_of_a_step_and_padding_changes_no_state():
     states.fill(lengths, own, saves)
     # What is behind the sequences of a step is left from others.
     padded = states.step(torch.tensor([0, 1, 2, 77, 99], dtype=torch.int32), torch.tensor([4, 0, 0, 0], dtype=torch.int32), ())
-    found = advance_heads(convolve(rows, columns, how, padded), rows, matrices, made, padded)
+    found = advance_heads(convolve(rows, columns, layer, padded), rows, matrices, made, padded)
     assert torch.equal(found[:2], expected)
     assert torch.equal(columns, expected_columns)
     assert torch.equal(matrices, expected_matrices)

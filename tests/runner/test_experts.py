@@ -142,6 +142,16 @@ def test_experts_that_are_missing_or_of_another_shape_or_never_chosen_are_refuse
     refused({"model.layers.2.mlp.gate.weight": torch.zeros(12, 48)}, r"layers.2.mlp.gate.weight is \[12, 48\] where .* asks for \[11, 48\]")
 
 
+@pytest.mark.parametrize("matrix", ["gate", "shared_expert_gate"])
+def test_torch_names_the_matrix_of_a_router_that_is_not_finite(tmp_path: Path, matrix: str) -> None:
+    write("qwen2-moe", tmp_path)
+    path, name = tmp_path / "model.safetensors", f"model.layers.0.mlp.{matrix}.weight"
+    whole = load_file(path)
+    save_file(whole | {name: torch.full_like(whole[name], torch.inf)}, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=f"tensor {name} has numbers that are not finite"):
+        torch_logits(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [

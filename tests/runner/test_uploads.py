@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class LateDevice:
-    """Copies when somebody waits for a copy, or at the end."""
+    """Copies when a test or the code waits for a copy, or at the end."""
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], object]] = []
@@ -111,7 +111,7 @@ def test_weights_on_a_device_are_those_of_the_files(tmp_path: Path, device: Late
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
-    # A file that lost its end is told by name.
+    # The error names a file that lost its end.
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(UnsupportedModel, match=r"cannot be read as safetensors .*became shorter"):

@@ -106,7 +106,7 @@ class Mixture:
     `interleaved` and `transposed`: tensors [experts, inputs, outputs], the first with gate and up in turn. With `biases` the router and all
     experts have them. `shared` are the layers of an expert that all tokens use; its output is multiplied by a gate if `shared_gate` names
     one. `count`, `used`, `inner` and `shared_inner` are the keys of the number of experts, of those of a token, and of inner sizes in
-    config.json. With a `shared_count`, the key and the default of a number of experts, the shared one is as wide as so many of the others.
+    config.json. With a `shared_count`, the key and the default of a number of experts, the shared one is as wide as that number of others.
     Weights are divided by their sum if `normalised`, or if the key of config.json says so, whose default is given. `epsilon` is added to
     the sum. `choice_bias` is a tensor that is added to the scores when experts are chosen, `scale` the key of the weights' factor, and
     `dense` the key and the default of the number of first layers without experts. Models have 0 experts if they are `optional`, and none

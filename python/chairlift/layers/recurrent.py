@@ -100,7 +100,7 @@ class DecodeStates:
 class Convolution:
     """A causal convolution of each channel: fp32 taps [taps, channels], that of the current token last, and a bias [channels] or none.
 
-    `first` is the place of the channels in a row. If `gated` (LFM2), the input is multiplied by the numbers two widths before it, and the
+    `first` is the first channel's column in a row. If `gated` (LFM2), the input is multiplied by the numbers two widths before it, and the
     output by those one width before it; else the output is y * sigmoid(y).
     """
 
@@ -119,8 +119,8 @@ class Convolution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Where the parts of a token are: those of its heads in the result of the convolution, the others in the projection of its input."""
+class Offsets:
+    """The first columns of a token's parts: those of its heads in the result of the convolution, the others in the projection."""
 
     queries: int
     keys: int
@@ -156,7 +156,7 @@ class Heads:
     norm: torch.Tensor
     norm_group: int
     eps: float
-    places: Places
+    offsets: Offsets
 
     @property
     def delta(self) -> bool:

@@ -124,11 +124,11 @@ class Block(ABC):
 class Attention(Block):
     """Attention over a layer's KV cache."""
 
-    def __init__(self, weights: LayerWeights, place: int, scales: Scales | None) -> None:
-        """`place` is the layer's place among those that have keys and values, `scales` are those of 8-bit keys and values."""
+    def __init__(self, weights: LayerWeights, cache_index: int, scales: Scales | None) -> None:
+        """`cache_index` is the layer's index among those that have keys and values, `scales` are those of 8-bit keys and values."""
         super().__init__(weights)
         config, index, names = weights.config, weights.index, weights.config.projections
-        self._place, self.scales = place, scales
+        self._cache_index, self.scales = cache_index, scales
         self._eps, self._dim, self._gated = config.rms_norm_eps, config.head_dim, config.gated_attention
         self._window, self._scale, self._softcap = config.windows[index], config.attention_scale, config.attention_softcap
         self.rope = None if not config.uses_rope[index] else config.rope if self._window is None else config.local_rope
@@ -157,7 +157,7 @@ class Attention(Block):
 
     def forward(self, x: Activations, given: Pass) -> torch.Tensor:
         """Stores keys and values and attends."""
-        keys, values = given.cache[self._place]
+        keys, values = given.cache[self._cache_index]
         plan = given.batch.attention
         projected = adapted(self.qkv, x, given.batch.adapters)
         projected = projected.view(len(projected), -1, self._dim)

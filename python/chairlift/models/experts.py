@@ -15,6 +15,9 @@ OTHER_COUNT = "num_local_experts"
 EXPERTS = "moe"
 """The name of layers with experts in `layers_block_type`."""
 
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+"""Endings of the names of gpt-oss's experts in MXFP4: codes of 4 bits, and an exponent for each 32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
@@ -38,6 +41,11 @@ class Experts:
     biased: bool
     scale: float
     groups: tuple[int, int] | None
+
+    @property
+    def router_rows(self) -> dict[str, int]:
+        """The rows of the router's matrices by name: those of the experts, and that of the shared expert's gate if it has one."""
+        return {self.names.router: self.count} | ({self.names.shared_gate: 1} if self.names.shared_gate else {})
 
     def routed_weights(self, hidden: int) -> int:
         """The number of parameters of a layer's experts that tokens choose from."""
@@ -90,8 +98,7 @@ def _shared_inner(raw: dict[str, Any], names: Mixture, inner: int) -> int:
     """Returns the inner size of the shared expert; 0 if there is none."""
     if names.shared_count is None:
         return parse_size(raw, names.shared_inner)
-    name, default = names.shared_count
-    return inner * parse_count({name: raw.get(name, default)}, name)
+    return inner * parse_count(raw, *names.shared_count)
 
 
 def _groups(raw: dict[str, Any], names: Mixture, count: int, used: int) -> tuple[int, int] | None:
@@ -120,8 +127,7 @@ def _layers(raw: dict[str, Any], names: Mixture, layers: int) -> tuple[bool, ...
                     f"config.json: mlp_layer_types must be dense or sparse for each of {layers} layers, got {kinds!r:.200}"
                 )
             return tuple(kind == "sparse" for kind in kinds)
-        name, default = names.dense
-        first = parse_count({name: raw.get(name, default)}, name)
+        first = parse_count(raw, *names.dense)
         return tuple(layer >= first for layer in range(layers))
     step, dense = parse_size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) and 0 <= layer < layers for layer in dense):

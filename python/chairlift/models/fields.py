@@ -50,9 +50,9 @@ def parse_layers(raw: dict[str, Any]) -> int:
     return layers
 
 
-def parse_count(raw: dict[str, Any], name: str) -> int:
-    """Returns an integer of the config that is not negative. None and absence mean 0."""
-    value = raw.get(name) or 0
+def parse_count(raw: dict[str, Any], name: str, default: int | None = 0) -> int:
+    """Returns an integer of the config that is not negative. Absence means the default, None means 0."""
+    value = raw.get(name, default) or 0
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise UnsupportedModel(f"config.json: {name} must be a number that is not negative, got {value!r:.50}")
     return value

@@ -45,8 +45,8 @@ class Latent:
 
     def matrices(self, hidden: int) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of a layer's matrices: the projections, the output, those of keys and values, and that of queries."""
-        heads = (self.projected, hidden), (hidden, self.heads * self.value), (self.heads * (self.plain + self.value), self.rank)
-        return (*heads, (self.queries, self.query_rank)) if self.query_rank else heads
+        matrices = (self.projected, hidden), (hidden, self.heads * self.value), (self.heads * (self.plain + self.value), self.rank)
+        return (*matrices, (self.queries, self.query_rank)) if self.query_rank else matrices
 
 
 def parse_latent(raw: dict[str, Any], heads: int) -> Latent:

@@ -12,10 +12,8 @@ from chairlift.layers import experts as layers
 from chairlift.layers.activation import activate
 from chairlift.layers.linear import Activations, Linear, multiplied_out
 from chairlift.models.blocks import Block, LayerWeights, Pass, mlp_norm
-from chairlift.models.experts import Experts
+from chairlift.models.experts import MXFP4_BLOCKS, MXFP4_SCALES, Experts
 
-BLOCKS, SCALES = "_blocks", "_scales"
-"""Endings of the names of experts in MXFP4: codes of 4 bits, and an exponent for each 32."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The positive numbers of 4 bits, after the OCP Microscaling Formats specification (2023)."""
 
@@ -30,14 +28,13 @@ class Mixture(Block):
         self._activation, self._count = config.activation, experts.count
         self.norm = mlp_norm(weights)
         self._gated = names.shared_gate is not None
-        rows = {names.router: experts.count} | ({names.shared_gate: 1} if names.shared_gate else {})
-        router = torch.cat([source.take(f"{weights.prefix}{name}.weight", size, config.hidden_size) for name, size in rows.items()])
-        if not router.isfinite().all():
-            raise UnsupportedModel(
-                f"tensor {weights.prefix}{names.router}.weight has numbers that are not finite: no expert could be chosen with it"
-            )
+        router = {f"{weights.prefix}{name}.weight": size for name, size in experts.router_rows.items()}
+        matrices = {name: source.take(name, size, config.hidden_size) for name, size in router.items()}
+        for name, matrix in matrices.items():
+            if not matrix.isfinite().all():
+                raise UnsupportedModel(f"tensor {name} has numbers that are not finite: no expert could be chosen with it")
         bias = source.take(f"{weights.prefix}{names.router}.bias", experts.count) if names.biases else None
-        self._router = Linear(router, bias)
+        self._router = Linear(torch.cat(list(matrices.values())), bias)
         choice_bias = source.floats(weights.prefix + names.choice_bias, experts.count) if names.choice_bias and experts.biased else None
         self._choice = layers.Choice(
             scores=names.scores.value,
@@ -141,15 +138,15 @@ class _Reader:
     def _transposed(self, name: str, rows: int, ins: int) -> torch.Tensor | None:
         """Matrices [experts, rows, ins] that are stored as [experts, ins, rows] or in MXFP4. None if there are none of this name."""
         name = self._prefix + name
-        if self._source.has(name + BLOCKS):
+        if self._source.has(name + MXFP4_BLOCKS):
             return self._mxfp4(name, rows, ins)
         return self._source.take(name, self._count, ins, rows).mT if self._source.has(name) else None
 
     def _mxfp4(self, name: str, rows: int, ins: int) -> torch.Tensor:
         if ins % 32:
-            raise UnsupportedModel(f"tensor {name}{BLOCKS} has rows of {ins} numbers, which are not whole blocks of 32")
-        pairs = self._source.packed(name + BLOCKS, self._count, rows, ins // 32, 16)
-        exponents = self._source.packed(name + SCALES, self._count, rows, ins // 32)
+            raise UnsupportedModel(f"tensor {name}{MXFP4_BLOCKS} has rows of {ins} numbers, which are not whole blocks of 32")
+        pairs = self._source.packed(name + MXFP4_BLOCKS, self._count, rows, ins // 32, 16)
+        exponents = self._source.packed(name + MXFP4_SCALES, self._count, rows, ins // 32)
         table = torch.tensor([*E2M1, *(-number for number in E2M1)], device=pairs.device)
         out = torch.empty(self._count, rows, ins, dtype=self._dtype, device=pairs.device)
         for expert in range(self._count):  # one by one, because indices take eight bytes each

@@ -9,7 +9,7 @@ import torch
 from chairlift.architectures import RecurrentKind
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.linear import Activations, Linear, Weight, multiplied_out, stack, take_rows
-from chairlift.layers.recurrent import Convolution, Heads, Places
+from chairlift.layers.recurrent import Convolution, Heads, Offsets
 from chairlift.models.blocks import Block, LayerWeights, Pass
 from chairlift.models.recurrence import RecurrentLayers
 
@@ -21,7 +21,7 @@ class Recurrent(Block):
         """Reads the layer's tensors. Raises UnsupportedModel."""
         super().__init__(weights)
         config, prefix = weights.config, weights.prefix + layers.names.prefix
-        self._place = sum(layers.layers[: weights.index])
+        self._state_index = sum(layers.layers[: weights.index])
         self.norm = weights.norm(config.norms.attention)
         kind, source = layers.names.kind, weights.source
         if kind is RecurrentKind.DELTA:
@@ -50,7 +50,7 @@ class Recurrent(Block):
         """Computes the layer and moves the states of the step's sequences on."""
         step = given.batch.states
         assert step is not None
-        columns, matrices = step.layers[self._place]
+        columns, matrices = step.layers[self._state_index]
         projected = self._projection(x)
         mixed = self._convolution(projected, step, columns)
         if self._heads is not None:
@@ -79,19 +79,19 @@ def _heads(weights: LayerWeights, layers: RecurrentLayers, prefix: str) -> Heads
         norm=floats(f"{prefix}norm.weight", layers.width if space else layers.value_size),
         norm_group=layers.width // layers.groups if space else layers.value_size,
         eps=weights.config.rms_norm_eps,
-        places=_places(layers, space),
+        offsets=_offsets(layers, space),
     )
 
 
-def _places(layers: RecurrentLayers, space: bool) -> Places:
-    """Where the parts of a token are. The projection is z, values, keys, queries, steps, or with the delta rule queries, keys, values, z,
+def _offsets(layers: RecurrentLayers, space: bool) -> Offsets:
+    """The offsets of a token's parts. The projection is z, values, keys, queries, steps, or with the delta rule queries, keys, values, z,
     betas, steps; the convolution has its queries, keys and values.
     """
     keys, width = layers.groups * layers.key_size, layers.width
     if space:
-        return Places(queries=width + keys, keys=width, values=0, gates=0, steps=2 * width + 2 * keys, betas=0)
+        return Offsets(queries=width + keys, keys=width, values=0, gates=0, steps=2 * width + 2 * keys, betas=0)
     betas = 2 * keys + 2 * width
-    return Places(queries=0, keys=keys, values=2 * keys, gates=2 * keys + width, betas=betas, steps=betas + layers.count)
+    return Offsets(queries=0, keys=keys, values=2 * keys, gates=2 * keys + width, betas=betas, steps=betas + layers.count)
 
 
 def _delta_projection(weights: LayerWeights, layers: RecurrentLayers, device: torch.device) -> Weight:

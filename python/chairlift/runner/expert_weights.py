@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from chairlift.checkpoint.safetensors_file import Array, as_float32
 from chairlift.errors import UnsupportedModel
-from chairlift.models.experts import Experts
-from chairlift.runner.weights import MXFP4_BLOCKS, MXFP4_SCALES, Part, Weights, in_memory, split_rows
+from chairlift.models.experts import MXFP4_BLOCKS, MXFP4_SCALES, Experts
+from chairlift.runner.weights import Part, Weights, in_memory, split_rows
 
 MXFP4 = 39
 """ggml's number of the type."""
@@ -61,8 +61,7 @@ def router(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Arra
 
     Raises UnsupportedModel as `Weights.take` does, and for a number that is not finite.
     """
-    rows = {experts.names.router: experts.count} | ({experts.names.shared_gate: 1} if experts.names.shared_gate else {})
-    matrices = {name: as_float32(weights.take(f"{prefix}{name}.weight", size, hidden)) for name, size in rows.items()}
+    matrices = {name: as_float32(weights.take(f"{prefix}{name}.weight", size, hidden)) for name, size in experts.router_rows.items()}
     for name, matrix in matrices.items():
         if not np.isfinite(matrix).all():
             raise UnsupportedModel(f"tensor {prefix}{name}.weight has numbers that are not finite: no expert could be chosen with it")

@@ -15,7 +15,7 @@ from chairlift.kernels import recurrent_reference
 from chairlift.layers import linear
 from chairlift.layers.attention import paged_attention, plan_attention
 from chairlift.layers.device_attention import DevicePlan
-from chairlift.layers.recurrent import Convolution, Heads, Places, plan_states
+from chairlift.layers.recurrent import Convolution, Heads, Offsets, plan_states
 from chairlift.runner.memory.precision import FP8_CAPABILITY
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -139,7 +139,7 @@ def _recurrent(draw: Draw, device: torch.device, *, delta: bool) -> float:
     from chairlift.kernels import advance_heads, convolve, gated_norm
 
     width, keys = 4 * 64, 2 * 64
-    places = Places(
+    offsets = Offsets(
         queries=width + keys, keys=width, values=0, gates=width + 2 * keys, betas=2 * width + 2 * keys, steps=2 * width + 2 * keys + 4
     )
 
@@ -159,9 +159,9 @@ def _recurrent(draw: Draw, device: torch.device, *, delta: bool) -> float:
         norm=vector(64),
         norm_group=64,
         eps=1e-6,
-        places=places,
+        offsets=offsets,
     )
-    how = Convolution(taps=draw(4, width + 2 * keys, kind=torch.float32), bias=None, first=0, gated=False)
+    convolution = Convolution(taps=draw(4, width + 2 * keys, kind=torch.float32), bias=None, first=0, gated=False)
     starts, contexts = np.array([0, 1, 20], dtype=np.int32), np.array([9, 19], dtype=np.int32)
     positions = np.concatenate(([8], np.arange(19, dtype=np.int32)))
     on_device = torch.from_numpy(starts).to(device), torch.from_numpy(positions.astype(np.int32)).to(device)
@@ -173,7 +173,7 @@ def _recurrent(draw: Draw, device: torch.device, *, delta: bool) -> float:
         (recurrent_reference.convolve, recurrent_reference.advance_heads, recurrent_reference.gated_norm),
     ):
         columns, matrices = (state.clone() for state in states)
-        mixed = convolving(rows, columns, how, step)
+        mixed = convolving(rows, columns, convolution, step)
         found.append((normalising(advancing(mixed, rows, matrices, heads, step), rows, heads), columns, matrices))
     return max(map(_error, *found))
 

@@ -60,7 +60,7 @@ class TorchWeights:
         return None if scales is None else torch.from_numpy(scales).to(self.device)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor in the checkpoint's dtype, from its file to the device if it is there as it is."""
+        """A tensor in the checkpoint's dtype, read from its file to the device if a file has it so."""
         if self._uploads is None or (found := self.weights.find(name, *shape)) is None:
             return self._sent(self.weights.take(name, *shape))
         file, stored = found
@@ -71,7 +71,7 @@ class TorchWeights:
     def _sent(self, array: Array) -> torch.Tensor:
         """An array of the host on the device."""
         tensor = _as_tensor(array)
-        if self._uploads is None or not tensor.numel():
+        if self._uploads is None:
             return tensor
         octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 

@@ -20,6 +20,7 @@ from chairlift.checkpoint.weight_files import gguf_link, weight_files
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
+from chairlift.models.experts import MXFP4_BLOCKS
 from chairlift.models.quantization import QuantizationScheme
 from chairlift.models.shape import ModelShape
 from chairlift.runner.file_pages import FilePages
@@ -40,8 +41,6 @@ WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.")
 BACKBONE = "backbone."
 """The prefix in Nemotron H, which also has another name for the embeddings."""
 BYTE_DTYPES = {"U8": PACKED_DTYPES["U8"]}
-MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
-"""Endings of the names of gpt-oss's experts in MXFP4: codes of 4 bits, and an exponent for each 32."""
 
 Part = tuple[str, int, NDArray[np.uint8] | tuple[_core.TensorFile, int], int]
 """A matrix as `_core.Linear` takes it.
@@ -120,10 +119,10 @@ class SafetensorWeights:
         """Returns a tensor in the file's dtype."""
         return as_array(*self.find(name, *shape))
 
-    def find(self, name: str, *shape: int) -> tuple[SafetensorsFile, str]:
+    def find(self, name: str, *shape: int, dtypes: dict[str, tuple[str, int]] = DTYPES) -> tuple[SafetensorsFile, str]:
         """Returns the file of a tensor, and its name there."""
         name = self._stored(name)
-        file = self._check(name, shape)
+        file = self._check(name, shape, dtypes=dtypes)
         self._unused.discard(name)
         return file, name
 
@@ -167,10 +166,7 @@ class SafetensorWeights:
 
     def packed(self, name: str, *shape: int) -> NDArray[np.uint8]:
         """Returns a tensor of bytes."""
-        name = self._stored(name)
-        file = self._check(name, shape, dtypes=BYTE_DTYPES)
-        self._unused.discard(name)
-        return as_array(file, name)
+        return as_array(*self.find(name, *shape, dtypes=BYTE_DTYPES))
 
     def sizes(self) -> tuple[int, int]:
         """Returns the bytes of all files if experts have blocks of MXFP4."""
@@ -183,12 +179,10 @@ class SafetensorWeights:
             found = self.matrix(name.removesuffix(".weight"), *shape)
             if isinstance(found, QuantisedMatrix):
                 return in_memory(multiply_out(found))
-        name = self._stored(name)
-        file = self._check(name, shape)
-        self._unused.discard(name)
+        file, stored = self.find(name, *shape)
         if file.path not in self._kernel_files:
             self._kernel_files[file.path] = _core.TensorFile(file.path)
-        entry = file.tensors[name]
+        entry = file.tensors[stored]
         self._pages.add(file.path, entry.start, math.prod(shape) * BYTES[DTYPES[entry.dtype][0]])
         return DTYPES[entry.dtype][0], math.prod(shape[:-1]), (self._kernel_files[file.path], entry.start), 0
 

@@ -30,8 +30,8 @@ pub struct KvShape {
     pub block_size: usize,
     /// Size of a head.
     pub head_dim: usize,
-    /// How many numbers of a key, the first ones, are its value too (latent attention). The cache then has nothing else. `None`: values are
-    /// as wide as keys.
+    /// The number of a key's first elements that are its value too (latent attention). The cache then stores no other values. `None`: values
+    /// are as wide as keys.
     pub latent: Option<usize>,
 }
 

@@ -252,7 +252,7 @@ impl<'a> Pass<'a> {
 
     /// Applies the norms and the rotary embedding to token `t`, and writes its keys and values to the cache unless they are shared.
     fn write_kv(&self, t: usize, attention: &SelfAttention, pages: Pages<'_>, spare: &mut Vec<f32>) {
-        let &DecoderConfig { rms_norm_eps: eps, ref ropes, .. } = self.config;
+        let eps = self.config.rms_norm_eps;
         let (width, (queries, kv)) = (attention.qkv_width(self.config), attention.widths(self.config));
         // SAFETY: only index t writes this row in this phase (see `Pass`).
         let row = unsafe { self.qkv.write(t * width, queries + 2 * kv) };
@@ -267,10 +267,9 @@ impl<'a> Pass<'a> {
                 x.copy_from_slice(spare);
             }
         }
-        if let Some(index) = attention.rope {
-            let start: usize = ropes[..index].iter().map(Rope::width).sum();
+        if let Some(rope) = attention.rope {
             // SAFETY: an earlier phase wrote this row (see `Pass`).
-            let cos_sin = unsafe { self.cos_sin.read(t * self.cos_sin_width + start, ropes[index].width()) };
+            let cos_sin = unsafe { self.cos_sin_of(t, rope) };
             self.isa.run(Rotate { heads, head_dim: pages.shape.head_dim, cos_sin, adjacent: false });
         }
         if let Some(temperature) = attention.temperature {
@@ -283,6 +282,18 @@ impl<'a> Pass<'a> {
             // SAFETY: the slots of a step are distinct (see `Pass`).
             unsafe { pages.write(attention.kv.layer, self.step.slots[t] as usize, &heads[queries..], values) };
         }
+    }
+
+    /// The cosines and sines of a rotary embedding for token `t`.
+    ///
+    /// # Safety
+    ///
+    /// An earlier phase wrote them.
+    unsafe fn cos_sin_of(&self, t: usize, rope: usize) -> &[f32] {
+        let ropes = &self.config.ropes;
+        let start: usize = ropes[..rope].iter().map(Rope::width).sum();
+        // SAFETY: the caller guarantees it.
+        unsafe { self.cos_sin.read(t * self.cos_sin_width + start, ropes[rope].width()) }
     }
 
     /// Runs an MLP.

@@ -97,7 +97,7 @@ pub enum Rule {
 
 /// Where the parts of a token are in the rows of the projection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Places {
+pub(crate) struct Offsets {
     pub(crate) queries: usize,
     pub(crate) keys: usize,
     pub(crate) values: usize,
@@ -120,18 +120,18 @@ impl Heads {
         if self.tiled { head % self.groups } else { head * self.groups / self.count }
     }
 
-    pub(crate) fn places(&self) -> Places {
+    pub(crate) fn offsets(&self) -> Offsets {
         let (keys, width, count) = (self.groups * self.key_size, self.width(), self.count);
         match self.rule {
             Rule::Delta => {
                 let gates = 2 * keys + width;
                 let betas = gates + width;
-                Places { queries: 0, keys, values: 2 * keys, gates, betas, steps: betas + count, width: betas + 2 * count }
+                Offsets { queries: 0, keys, values: 2 * keys, gates, betas, steps: betas + count, width: betas + 2 * count }
             }
             Rule::Space { .. } => {
                 let keys_at = 2 * width;
                 let steps = keys_at + 2 * keys;
-                Places { queries: keys_at + keys, keys: keys_at, values: width, gates: 0, betas: 0, steps, width: steps + count }
+                Offsets { queries: keys_at + keys, keys: keys_at, values: width, gates: 0, betas: 0, steps, width: steps + count }
             }
         }
     }
@@ -190,7 +190,7 @@ impl Recurrent {
             RecurrentKind::Convolution => (3 * hidden, hidden),
             RecurrentKind::Heads(heads) => {
                 heads.check()?;
-                (heads.places().width, heads.width())
+                (heads.offsets().width, heads.width())
             }
         };
         let channels = self.channels(hidden);

@@ -100,7 +100,7 @@ impl GrammarMatcher {
     fn consume(&self, py: Python<'_>, token: u32) {
         py.detach(|| {
             let mut matcher = lock(&self.matcher);
-            // Behind the end of the grammar an answer may end more than once.
+            // After the end of the grammar an answer may end more than once.
             if !(matcher.is_stopped() && self.tokens.tok_trie().eos_tokens().contains(&token)) {
                 let _ = matcher.consume_token(token); // the matcher keeps the error
             }

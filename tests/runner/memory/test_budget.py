@@ -82,7 +82,7 @@ def test_the_cache_gets_what_weights_steps_and_graphs_leave_of_the_share(share):
     assert (size.max_num_seqs, size.max_num_batched_tokens) == (256, 2048)
 
 
-def test_recurrent_states_are_not_told_as_left(monkeypatch):
+def test_recurrent_states_are_not_reported_as_left(monkeypatch):
     mamba = {"mamba_n_heads": 16, "mamba_d_state": 64, "mamba_n_groups": 1, "layer_types": ["mamba", "attention"], "num_local_experts": 0}
     names = {"architectures": ["GraniteMoeHybridForCausalLM"], "vocab_size": 1000, "hidden_size": 512, "shared_intermediate_size": 512}
     heads = {"num_attention_heads": 8, "num_hidden_layers": 2, "intermediate_size": 512}

@@ -10,7 +10,7 @@ use crate::latent::LatentAttention;
 use crate::linear::{Epilogue, Packed, Rows};
 use crate::norm::RmsNorm;
 use crate::pool::Worker;
-use crate::rope::{Rope, Rotate};
+use crate::rope::Rotate;
 use crate::simd::Isa;
 use crate::unsafe_slice::UnsafeSlice;
 
@@ -48,9 +48,10 @@ impl Buffers {
         blocks: impl Iterator<Item = &'m LatentAttention> + Clone,
     ) -> Shared<'_> {
         let Self { rows, groups, queries, absorbed, values } = self;
-        let count = if blocks.clone().next().is_some() { config.num_heads * tokens } else { 0 };
+        let heads = if blocks.clone().next().is_some() { config.num_heads } else { 0 };
+        let count = heads * tokens;
         groups.clear();
-        groups.extend((0..count / tokens.max(1)).flat_map(|head| RowGroup::split(head, head * tokens..(head + 1) * tokens)));
+        groups.extend((0..heads).flat_map(|head| RowGroup::split(head, head * tokens..(head + 1) * tokens)));
         let most = |width: &dyn Fn(&LatentAttention) -> usize| blocks.clone().map(width).max().unwrap_or(0);
         queries.reserve(tokens * most(&|latent| latent.query.as_ref().map_or(0, |query| query.up.matrix.outs)));
         absorbed.reserve(count * most(&|latent| config.kv_heads[latent.kv.cache].head_dim));
@@ -149,12 +150,10 @@ impl Pass<'_> {
     /// Rotates the queries of token `t`, and writes its latent and rotated key to the cache.
     fn write_latent(&self, t: usize, attention: &LatentAttention, pages: Pages<'_>, key: &mut Vec<f32>) {
         let (latent, width, tokens) = (attention.norm.len(), pages.shape.head_dim, self.step.input_ids.len());
-        let start: usize = self.config.ropes[..attention.rope].iter().map(Rope::width).sum();
         let rotated = attention.rotated(&self.config.ropes);
         let projected = attention.in_proj.matrix.outs;
         // SAFETY: earlier phases wrote these rows (see `Pass`).
-        let (cos_sin, x) =
-            unsafe { (self.cos_sin.read(t * self.cos_sin_width + start, rotated), self.qkv.read((t + 1) * projected - width, width)) };
+        let (cos_sin, x) = unsafe { (self.cos_sin_of(t, attention.rope), self.qkv.read((t + 1) * projected - width, width)) };
         let rotate = |x: &mut [f32]| self.isa.run(Rotate { heads: x, head_dim: rotated, cos_sin, adjacent: attention.adjacent });
         key.resize(width, 0.0);
         self.isa.run(RmsNorm { x: &x[..latent], weight: &attention.norm, eps: attention.eps, out: &mut key[..latent] });

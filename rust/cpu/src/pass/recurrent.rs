@@ -36,11 +36,11 @@ impl Pass<'_> {
             }
             RecurrentKind::Heads(heads) => {
                 self.advance(worker, spare, recurrence, recurrent.layer, heads);
-                let places = heads.places();
+                let offsets = heads.offsets();
                 self.add(worker, spare, block, &recurrent.out_proj, None, |t, out| {
                     // SAFETY: earlier phases wrote these rows (see `Pass`).
                     let [outputs, gate] =
-                        unsafe { [places.values, places.gates].map(|place| self.qkv.read(t * width + place, heads.width())) };
+                        unsafe { [offsets.values, offsets.gates].map(|offset| self.qkv.read(t * width + offset, heads.width())) };
                     out.copy_from_slice(outputs);
                     let gate_first = matches!(heads.rule, Rule::Space { .. });
                     let (weight, group, eps) = (&heads.norm, heads.norm_group, self.config.rms_norm_eps);
@@ -102,17 +102,17 @@ impl Pass<'_> {
         let Recurrence { states, chunks } = recurrence;
         worker.parallel_for(chunks.chunks.len() * heads.count, |task| {
             let (chunk, head) = (&chunks.chunks[task / heads.count], task % heads.count);
-            let place = |slot: usize| states.matrix(slot, layer, head);
+            let offset = |slot: usize| states.matrix(slot, layer, head);
             // SAFETY: only this task uses this head's state and values. No task writes keys, queries, steps and betas in this phase.
             unsafe {
-                let state = states.numbers.write(place(chunk.slot), states.shape.matrix);
+                let state = states.numbers.write(offset(chunk.slot), states.shape.matrix);
                 if chunk.start == 0 {
                     state.fill(0.0);
                 }
                 for (tokens, saves) in chunks.segments(chunk) {
                     advance(self.isa, heads, head, self.qkv, tokens, state, &mut spare.recurrence);
                     for &(_, slot) in saves {
-                        states.numbers.write(place(slot), state.len()).copy_from_slice(state);
+                        states.numbers.write(offset(slot), state.len()).copy_from_slice(state);
                     }
                 }
             }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Heads, Places, Rule};
+use super::{Heads, Offsets, Rule};
 use crate::simd::{Isa, Kernel, Simd};
 use crate::unsafe_slice::UnsafeSlice;
 
@@ -24,7 +24,7 @@ pub(crate) struct Scratch {
 
 /// Computes the outputs of a head for consecutive tokens, in place of their values, and the state after them.
 ///
-/// `rows` are the projections of a step's tokens, [`Places::width`] numbers each, and `state` is \[key size\]\[value size\].
+/// `rows` are the projections of a step's tokens, [`Offsets::width`] numbers each, and `state` is \[key size\]\[value size\].
 ///
 /// # Safety
 ///
@@ -39,7 +39,7 @@ pub(crate) unsafe fn advance(
     state: &mut [f32],
     scratch: &mut Scratch,
 ) {
-    let Places { values, width, .. } = heads.places();
+    let Offsets { values, width, .. } = heads.offsets();
     let skip = if let Rule::Space { skip, .. } = &heads.rule { skip[head] } else { 0.0 };
     for start in tokens.clone().step_by(BLOCK) {
         let block = start..tokens.end.min(start + BLOCK);
@@ -69,12 +69,12 @@ impl Scratch {
     ///
     /// As for [`advance`].
     unsafe fn push(&mut self, isa: Isa, heads: &Heads, head: usize, rows: UnsafeSlice<'_, f32>, row: usize) {
-        let places = heads.places();
+        let offsets = heads.offsets();
         let (size, group) = (heads.key_size, heads.group_of(head));
         // SAFETY: the caller guarantees it.
         let read = |place: usize, len: usize| unsafe { rows.read(row + place, len) };
-        let (key, query) = (read(places.keys + group * size, size), read(places.queries + group * size, size));
-        let step = softplus(read(places.steps + head, 1)[0] + heads.step_bias[head]);
+        let (key, query) = (read(offsets.keys + group * size, size), read(offsets.queries + group * size, size));
+        let step = softplus(read(offsets.steps + head, 1)[0] + heads.step_bias[head]);
         let start = self.keys.len();
         self.keys.extend_from_slice(key);
         self.queries.extend_from_slice(query);
@@ -82,7 +82,7 @@ impl Scratch {
             Rule::Delta => {
                 isa.run(UnitLength { x: &mut self.keys[start..], factor: 1.0 });
                 isa.run(UnitLength { x: &mut self.queries[start..], factor: 1.0 / (size as f32).sqrt() });
-                [(heads.rates[head] * step).exp(), 1.0 / (1.0 + (-read(places.betas + head, 1)[0]).exp())]
+                [(heads.rates[head] * step).exp(), 1.0 / (1.0 + (-read(offsets.betas + head, 1)[0]).exp())]
             }
             Rule::Space { steps: (least, most), .. } => {
                 let step = step.max(*least).min(*most);

@@ -121,7 +121,7 @@ fn advance_all(isa: Isa, heads: &Heads, mut rows: Vec<f32>, pieces: &[usize]) ->
 
 /// The outputs of a head in fp64, \[tokens\]\[value size\].
 fn outputs(heads: &Heads, head: usize, rows: &[f32]) -> Vec<Vec<f64>> {
-    let (places, group) = (heads.places(), heads.group_of(head));
+    let (offsets, group) = (heads.offsets(), heads.group_of(head));
     let matrix = heads.key_size * heads.value_size;
     let mut state: Vec<f64> = numbers(7, heads.count * matrix)[head * matrix..][..matrix].iter().map(|&x| f64::from(x)).collect();
     let unit = |x: Vec<f64>| {
@@ -131,9 +131,9 @@ fn outputs(heads: &Heads, head: usize, rows: &[f32]) -> Vec<Vec<f64>> {
     let step = |row: &[f32]| {
         let at = |place: usize, len: usize| row[place..place + len].iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
         let (mut key, mut query) =
-            (at(places.keys + group * heads.key_size, heads.key_size), at(places.queries + group * heads.key_size, heads.key_size));
-        let value = at(places.values + head * heads.value_size, heads.value_size);
-        let mut size = (1.0 + (at(places.steps + head, 1)[0] + f64::from(heads.step_bias[head])).exp()).ln();
+            (at(offsets.keys + group * heads.key_size, heads.key_size), at(offsets.queries + group * heads.key_size, heads.key_size));
+        let value = at(offsets.values + head * heads.value_size, heads.value_size);
+        let mut size = (1.0 + (at(offsets.steps + head, 1)[0] + f64::from(heads.step_bias[head])).exp()).ln();
         if let Rule::Space { steps, .. } = &heads.rule {
             size = size.clamp(f64::from(steps.0), f64::from(steps.1));
         } else {
@@ -149,7 +149,7 @@ fn outputs(heads: &Heads, head: usize, rows: &[f32]) -> Vec<Vec<f64>> {
         let added: Vec<f64> = match &heads.rule {
             Rule::Space { .. } => value.iter().map(|value| value * size).collect(),
             Rule::Delta => {
-                let beta = sigmoid(at(places.betas + head, 1)[0]);
+                let beta = sigmoid(at(offsets.betas + head, 1)[0]);
                 value.iter().enumerate().map(|(column, value)| beta * (value - of_state(&state, &key, column))).collect()
             }
         };
@@ -161,7 +161,7 @@ fn outputs(heads: &Heads, head: usize, rows: &[f32]) -> Vec<Vec<f64>> {
         let skip = if let Rule::Space { skip, .. } = &heads.rule { f64::from(skip[head]) } else { 0.0 };
         value.iter().enumerate().map(|(column, value)| of_state(&state, &query, column) + skip * value).collect()
     };
-    rows.chunks_exact(places.width).map(step).collect()
+    rows.chunks_exact(offsets.width).map(step).collect()
 }
 
 #[test]
@@ -170,13 +170,13 @@ fn recurrences_are_those_of_plain_arithmetic_in_any_pieces() {
         for tiled in [false, true] {
             for rule in [Rule::Delta, Rule::Space { skip: numbers(8, 4), steps: (0.3, 1.1) }] {
                 let heads = heads(rule, tiled);
-                let places = heads.places();
-                let rows = numbers(9, TOKENS * places.width);
+                let offsets = heads.offsets();
+                let rows = numbers(9, TOKENS * offsets.width);
                 let whole = advance_all(isa, &heads, rows.clone(), &[TOKENS]);
                 assert_eq!(whole, advance_all(isa, &heads, rows.clone(), &[1, 64, 2, 3]), "{}", isa.name());
                 for head in 0..heads.count {
                     for (token, expected) in outputs(&heads, head, &rows).into_iter().enumerate() {
-                        let found = &whole.0[token * places.width + places.values + head * heads.value_size..][..heads.value_size];
+                        let found = &whole.0[token * offsets.width + offsets.values + head * heads.value_size..][..heads.value_size];
                         assert!(found.iter().zip(&expected).all(|(x, y)| close(*x, *y)), "{} {head} {token}", isa.name());
                     }
                 }
