@@ -41,14 +41,9 @@ impl BlockPool {
 
     /// Copies a block to a host block for a swapped sequence, and returns that. Panics if there is no [room](Self::host_room).
     pub(crate) fn copy_to_host(&mut self, id: BlockId) -> u32 {
-        loop {
-            if let Some(host) = self.host.take() {
-                self.host.copies.push((id, host));
-                return host;
-            }
-            let list = self.next_dropped().expect("a host block that no sequence holds");
-            self.drop_from_host(list, None);
-        }
+        let host = self.take_host(None, None).expect("a host block that no sequence holds");
+        self.host.copies.push((id, host));
+        host
     }
 
     /// Releases the host blocks of a swapped sequence.
@@ -111,7 +106,7 @@ impl BlockPool {
         }
         let hash = name.hash;
         self.host.drop_named(hash);
-        let Some(host) = self.host_block_for(list, taker) else { return false };
+        let Some(host) = self.take_host(Some(list), taker) else { return false };
         let name = self.blocks[id.0 as usize].name.as_mut().expect("a named block");
         let (users, scope) = (std::mem::take(&mut name.users), name.scope.clone());
         let kept = HostBlock { hash, content: name.content, parent: name.parent, scope, users, list };
@@ -131,13 +126,15 @@ impl BlockPool {
         assert!(self.host.copies.is_empty() && self.host.keeps_in.is_none(), "a plan did not end");
     }
 
-    /// A host block for a block of a list. Others lose their blocks for it, but not for blocks that would be dropped first.
-    fn host_block_for(&mut self, list: HostList, taker: Option<CacheOwner>) -> Option<u32> {
+    /// Takes a host block for a block of a list, or for a swapped sequence without one. Lists that are dropped before that list lose their
+    /// blocks for it, and all lists do for a swapped sequence.
+    fn take_host(&mut self, list: Option<HostList>, taker: Option<CacheOwner>) -> Option<u32> {
         loop {
             if let Some(block) = self.host.take() {
                 return Some(block);
             }
-            let dropped = self.next_dropped().filter(|&dropped| self.dropped_at(dropped) < self.dropped_at(list))?;
+            let goes_first = |&dropped: &HostList| list.is_none_or(|list| self.dropped_at(dropped) < self.dropped_at(list));
+            let dropped = self.next_dropped().filter(goes_first)?;
             self.drop_from_host(dropped, taker);
         }
     }
