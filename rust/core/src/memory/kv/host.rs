@@ -50,7 +50,7 @@ impl Kv {
         let names = &blocks.names[..(tokens.len() - 1) / self.block_size as usize];
         let chain = self.pool.find(&blocks.scope, names, tokens, &mut found);
         let kept = self.pool.kept_after(found.len(), names);
-        let needed = grant.blocks - found.iter().filter(|&&block| self.pool.holders(block) > 0).count();
+        let needed = self.needed(&found, grant);
         let mut read = 0;
         if kept > 0 && needed <= grant.room {
             let mut table = BlockTable::default();
