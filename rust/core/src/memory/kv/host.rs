@@ -26,6 +26,11 @@ impl Kv {
         self.pool.end_plan(copies)
     }
 
+    /// See [`BlockPool::has_kept`].
+    pub(crate) fn has_kept(&self) -> bool {
+        self.pool.has_kept()
+    }
+
     /// Number of evicted blocks in host memory that continue the first `from` blocks of a waiting sequence, by their names.
     pub(crate) fn kept_after(&self, blocks: &SeqBlocks, from: usize) -> usize {
         self.pool.kept_after(from, &blocks.names)
@@ -42,9 +47,6 @@ impl Kv {
         reads: &mut Vec<(u32, BlockId)>,
         on_name: impl FnMut(BlockHash),
     ) -> Result<bool, usize> {
-        if !self.pool.has_kept() {
-            return Ok(true);
-        }
         self.name(blocks, tokens);
         let mut found = std::mem::take(&mut self.spare);
         let names = &blocks.names[..(tokens.len() - 1) / self.block_size as usize];
