@@ -249,12 +249,8 @@ impl StatePool {
                 return None;
             }
         }
-        let slot = self.free.pop().or_else(|| self.evict(step))?;
-        self.uses += 1;
-        self.slots[slot.0 as usize] = Use::Saved(Saved { run, conversation: run, position, end, step, kind, used: self.uses });
-        if let Some(end) = end {
-            self.insert(end, slot);
-        }
+        let slot = self.take_slot(step)?;
+        self.fill(slot, run, position, end, step, kind);
         Some(slot)
     }
 
@@ -264,12 +260,9 @@ impl StatePool {
         if self.touch(end.content) {
             return None;
         }
-        let slot = self.free.pop().or_else(|| self.evict(u64::MAX))?;
-        (self.runs, self.uses) = (self.runs + 1, self.uses + 1);
-        let saved =
-            Saved { run: self.runs, conversation: self.runs, position, end: Some(end), step: 0, kind: SaveKind::Turn, used: self.uses };
-        self.slots[slot.0 as usize] = Use::Saved(saved);
-        self.insert(end, slot);
+        let slot = self.take_slot(u64::MAX)?;
+        self.runs += 1;
+        self.fill(slot, self.runs, position, Some(end), 0, SaveKind::Turn);
         Some(slot)
     }
 
@@ -304,13 +297,22 @@ impl StatePool {
         self.release_if(|saved| saved.run == run && saved.step >= since);
     }
 
+    /// Records the saved state that a slot is to hold.
+    fn fill(&mut self, slot: StateSlot, run: Run, position: u32, end: Option<End>, step: u64, kind: SaveKind) {
+        self.uses += 1;
+        self.slots[slot.0 as usize] = Use::Saved(Saved { run, conversation: run, position, end, step, kind, used: self.uses });
+        if let Some(end) = end {
+            self.insert(end, slot);
+        }
+    }
+
     fn insert(&mut self, end: End, slot: StateSlot) {
         self.by_content.insert(end.content, slot);
         self.changes.record(end.name, true);
     }
 
     fn take(&mut self, owner: Use) -> StateSlot {
-        let slot = self.free.pop().or_else(|| self.evict(u64::MAX)).expect("no more slots are in use than there are");
+        let slot = self.take_slot(u64::MAX).expect("no more slots are in use than there are");
         self.slots[slot.0 as usize] = owner;
         slot
     }
@@ -323,8 +325,11 @@ impl StatePool {
         (0..self.slots.len() as u32).map(StateSlot).filter_map(|slot| Some((slot, self.saved_in(slot)?)))
     }
 
-    /// Takes the least recently used of the states that a step before `step` saves.
-    fn evict(&mut self, step: u64) -> Option<StateSlot> {
+    /// Takes a free slot, or that of the least recently used of the states that a step before `step` saves.
+    fn take_slot(&mut self, step: u64) -> Option<StateSlot> {
+        if let Some(slot) = self.free.pop() {
+            return Some(slot);
+        }
         let (slot, _) = self.all_saved().filter(|(_, saved)| saved.step < step).min_by_key(|(_, saved)| saved.used)?;
         self.release(slot);
         self.free.pop()
