@@ -54,7 +54,7 @@ pub(crate) struct Grant {
 }
 
 /// Numbers of blocks, of host blocks, of slots for recurrent states, and of tokens in a block.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct KvSizes {
     pub(crate) blocks: u32,
     pub(crate) host_blocks: u32,
