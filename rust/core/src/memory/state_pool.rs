@@ -131,8 +131,8 @@ impl StatePool {
         tokens.checked_div(self.state_tokens).filter(|&most| most > 0).map_or(usize::MAX, |most| most as usize)
     }
 
-    /// Most states of a run's conversation when it saves one after `position` tokens. Where a text of less than a state's worth goes on from an
-    /// earlier turn, the longer texts that the conversation had limit it.
+    /// Most states of a run's conversation when it saves one after `position` tokens. Where a text of less than a state's worth continues
+    /// an earlier turn, the longer texts that the conversation had limit it.
     fn most_beside(&self, run: Run, position: u32) -> usize {
         let longer = self.of_conversation(run).map(|(_, saved)| saved.position).filter(|&other| other > position);
         longer.fold(self.most(position), |most, longer| most.min(self.most(longer)))
@@ -337,8 +337,8 @@ impl StatePool {
         self.all_saved().filter(move |(_, saved)| saved.conversation == run && saved.kind != SaveKind::Shared)
     }
 
-    /// Releases a state of a kind that a conversation has and a step before `step` saves: the first one of an answer, the least recently used one
-    /// otherwise. Returns whether there is one.
+    /// Releases a state of a kind that a conversation has and a step before `step` saves: the first one of an answer, the least recently
+    /// used one otherwise. Returns whether there is one.
     fn release_oldest(&mut self, run: Run, kind: SaveKind, step: u64) -> bool {
         let candidates = self.of_conversation(run).filter(|(_, saved)| saved.kind == kind && saved.step < step);
         let age = |saved: &Saved| if kind == SaveKind::Rolling { saved.position.into() } else { saved.used };

@@ -20,8 +20,8 @@ impl BlockPool {
         self.host.room()
     }
 
-    /// Begins the plan of `step`. `keeps` is set if blocks of sessions that it evicts are copied to host memory, and `reads` if it makes copies from
-    /// host memory of an earlier plan.
+    /// Begins the plan of `step`. `keeps` is set if blocks of sessions that it evicts are copied to host memory, and `reads` if it makes
+    /// copies from host memory of an earlier plan.
     pub(crate) fn begin_plan(&mut self, step: u64, keeps: bool, reads: bool) {
         self.host.keeps_in = keeps.then_some(step);
         if !reads {
@@ -29,8 +29,8 @@ impl BlockPool {
         }
     }
 
-    /// Ends a plan. Appends its copies to host memory to `copies`, and returns their number. Where two have the same host block, the later one
-    /// counts.
+    /// Ends a plan. Appends its copies to host memory to `copies`, and returns their number. Where two have the same host block, the later
+    /// one counts.
     pub(crate) fn end_plan(&mut self, copies: &mut Vec<(BlockId, u32)>) -> usize {
         self.host.keeps_in = None;
         self.release_copied();
@@ -61,8 +61,9 @@ impl BlockPool {
         names.get(from..).map_or(0, |names| names.partition_point(|&name| self.host.has(name)))
     }
 
-    /// Copies blocks that continue `chain` from host memory to new blocks of `table`, which has the blocks of the chain. At most `most`, and as many as
-    /// are free. Appends the copies to `reads`, and calls `on_name` for each block. The blocks are complete after the current plan's `step`.
+    /// Copies blocks that continue `chain` from host memory to new blocks of `table`, which has the blocks of the chain. It copies at most
+    /// `most` blocks, and as many as are free, and returns their number. Appends the copies to `reads`, and calls `on_name` for each block.
+    /// The blocks are complete after the current plan's `step`.
     pub(crate) fn read_back(
         &mut self,
         table: &mut BlockTable,
@@ -144,9 +145,9 @@ impl BlockPool {
         self.host.lists().min_by_key(|&list| self.dropped_at(list))
     }
 
-    /// The place of a list in the order in which they are dropped: sessions that were parked and have no request, the one that was parked
-    /// first at the front, because it may never go on; those that wait for their turns, the last one first; those that are coming back; common
-    /// blocks.
+    /// The key by which lists are ordered when they are dropped: sessions that were parked and have no request, the one that was parked
+    /// first at the front, because it may never send another; those that wait for their turns, the last one first; those that are coming
+    /// back; common blocks.
     fn dropped_at(&self, list: HostList) -> (u8, u64, u32) {
         let HostList::Owned(owner) = list else { return (3, 0, 0) };
         let number = owner.number();

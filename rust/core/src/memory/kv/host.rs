@@ -36,9 +36,9 @@ impl Kv {
         self.pool.kept_after(from, &blocks.names)
     }
 
-    /// Reads evicted blocks that a waiting sequence can share back from host memory into free cached blocks, at most `most` in this plan. Appends
-    /// the copies to `reads`, and calls `on_name` for each block. Returns whether none is left, or the number of free blocks required as an
-    /// error.
+    /// Reads evicted blocks that a waiting sequence can share back from host memory into free cached blocks, at most `most` in this plan.
+    /// Appends the copies to `reads`, and calls `on_name` for each block. Returns whether none is left, or the number of free blocks
+    /// required as an error.
     pub(crate) fn read_back(
         &mut self,
         blocks: &mut SeqBlocks,
