@@ -211,8 +211,8 @@ proptest! {
     }
 }
 
-/// A fork copies a block that only a held sequence still has. The sequence that is admitted after the fork in the same plan evicts the held one,
-/// and reads its own KV back from host memory. A step makes such reads before it copies blocks.
+/// A fork copies a block that only a held sequence still has. The sequence that is admitted after the fork in the same plan evicts the held
+/// one, and reads its own KV back from host memory. A step makes such reads before it copies blocks.
 #[test]
 fn a_block_that_a_step_copies_is_not_overwritten_from_host_memory() {
     let config = Config {

@@ -178,13 +178,13 @@ impl Shadow {
         match call {
             Call::Add(arrival) => {
                 let job = arrived(self.follower.journal(), &arrival, begins);
-                self.enter(job.request.tag, job);
+                self.enter(job);
             }
             Call::Fork { parent, tag } => {
                 let parent = self.open.get(&parent).and_then(|open| self.inputs.get(&open.key));
                 if let Some(Input::Request(job)) = parent {
                     let fork = forked(job, tag, time);
-                    self.enter(tag, fork);
+                    self.enter(fork);
                 } else {
                     // Its parent entered long ago.
                     self.arrivals += 1;
@@ -204,12 +204,12 @@ impl Shadow {
         }
     }
 
-    fn enter(&mut self, tag: u64, mut job: Job) {
+    fn enter(&mut self, mut job: Job) {
         let number = self.arrivals;
         self.numbers += 1;
         self.arrivals += 1;
         let key = (job.time, self.numbers);
-        job.request.tag = number;
+        let tag = std::mem::replace(&mut job.request.tag, number);
         let Request { prompt, tenant, session, tier, .. } = &job.request;
         let (tenant, session) = (Arc::clone(tenant), session.clone());
         self.open.insert(number, Open { key, prompt_tokens: prompt.len() as u32, tenant, session, tier: *tier });
@@ -254,7 +254,7 @@ impl Shadow {
         let now = self.now();
         let entry = self.inputs.first_entry()?;
         let key = *entry.key();
-        let open = if let Input::Request(job) = entry.get() { self.open.contains_key(&job.request.tag) } else { false };
+        let open = matches!(entry.get(), Input::Request(job) if self.open.contains_key(&job.request.tag));
         if open && now < key.0 + LONGEST_WAIT {
             return None;
         }

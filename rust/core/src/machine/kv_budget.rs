@@ -173,11 +173,16 @@ mod tests {
         fn of(models: &[(u64, u32, u32)]) -> Self {
             let mut world = Self { budget: KvBudget::default(), limits: BTreeMap::new() };
             for (number, &(bytes, least, most)) in (0..).zip(models) {
-                world.budget.add(number, bytes, 0, least, most);
-                world.limits.insert(number, if number == 0 { most } else { least });
-                world.divide();
+                world.add(number, (bytes, 0), least, most);
             }
             world
+        }
+
+        /// Adds a model whose blocks and states have so many bytes.
+        fn add(&mut self, number: u32, (block, states): (u64, u64), least: u32, most: u32) {
+            self.limits.insert(number, if self.limits.is_empty() { most } else { least });
+            self.budget.add(number, block, states, least, most);
+            self.divide();
         }
 
         fn divide(&mut self) {
@@ -246,9 +251,7 @@ mod tests {
     fn a_new_model_has_its_minimum_at_once_also_from_held_blocks() {
         let mut world = World::of(&[(100, 10, 1000)]);
         world.report(0, 1000, 1000, 0);
-        world.budget.add(1, 50, 0, 100, 200);
-        world.limits.insert(1, 100);
-        world.divide();
+        world.add(1, (50, 0), 100, 200);
         assert_eq!((world.limits[&0], world.limits[&1]), (950, 100));
         world.budget.remove(1);
         world.divide();
@@ -260,10 +263,8 @@ mod tests {
         let mut world = World::of(&[(100, 10, 1000)]);
         world.report(0, 0, 1000, 0);
         // Its states take as much as 300 blocks of the other, and its minimum as much as 50.
-        world.budget.add(1, 50, 30_000, 100, 200);
-        world.limits.insert(1, 100);
+        world.add(1, (50, 30_000), 100, 200);
         assert_eq!((world.budget.total(), world.budget.promised()), (100_000, 36_000));
-        world.divide();
         assert_eq!((world.limits[&0], world.limits[&1]), (650, 100));
         world.budget.remove(1);
         world.divide();

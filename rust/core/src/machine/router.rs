@@ -170,9 +170,12 @@ impl Router {
             |at: usize| if request.session.is_some() && 2 * cached(at) < request.prompt_tokens { engines[at].turn_wait() } else { 0 };
         let finishes =
             |at: usize| engines[at].predicted_wait() + turn(at) + engines[at].prefill_time(cached(at), request.prompt_tokens - cached(at));
-        let first = best(engines, finishes);
-        let stays = home.map(|home| if finishes(first) < finishes(home) { first } else { home });
-        let index = stays.unwrap_or_else(|| match self.routing {
+        let soonest = || best(engines, finishes);
+        let of_session = home.map(|home| match soonest() {
+            other if finishes(other) < finishes(home) => other,
+            _ => home,
+        });
+        let index = of_session.unwrap_or_else(|| match self.routing {
             Routing::RoundRobin => {
                 self.next += 1;
                 (self.next - 1) % engines.len()
@@ -182,7 +185,7 @@ impl Router {
                 let longest = best(engines, |at| u64::MAX - prefixes[at] as u64);
                 Some(longest).filter(|&at| 2 * prefixes[at] >= request.names.len()).filter(balanced).unwrap_or(least)
             }
-            Routing::Predicted => first,
+            Routing::Predicted => soonest(),
             Routing::LMetric => best(engines, |at| u64::from(request.prompt_tokens - cached(at)) * (engines[at].requests() as u64 + 1)),
         });
         let engine = engines[index].number();

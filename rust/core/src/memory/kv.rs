@@ -54,7 +54,7 @@ pub(crate) struct Grant {
 }
 
 /// Numbers of blocks, of host blocks, of slots for recurrent states, and of tokens in a block.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct KvSizes {
     pub(crate) blocks: u32,
     pub(crate) host_blocks: u32,
@@ -393,8 +393,7 @@ impl Kv {
 
     /// Adds the found blocks to a table if enough blocks are free for the grant and for `copies` copies.
     fn share(&mut self, blocks: &mut SeqBlocks, found: Vec<BlockId>, grant: Grant, copies: usize) -> Result<(), usize> {
-        let revived = found.iter().filter(|&&block| self.pool.holders(block) == 0).count();
-        let needed = revived + grant.blocks - found.len() + copies;
+        let needed = self.needed(&found, grant) + copies;
         let fits = needed <= grant.room;
         if fits {
             for &block in &found {
@@ -405,6 +404,11 @@ impl Kv {
         }
         self.recycle(found);
         if fits { Ok(()) } else { Err(needed) }
+    }
+
+    /// Number of free blocks that a grant takes, the found ones among them that nobody holds.
+    fn needed(&self, found: &[BlockId], grant: Grant) -> usize {
+        grant.blocks - found.iter().filter(|&&block| self.pool.holders(block) > 0).count()
     }
 
     fn fill_up(&mut self, blocks: &mut SeqBlocks, len: usize) {

@@ -131,8 +131,8 @@ impl StatePool {
         tokens.checked_div(self.state_tokens).filter(|&most| most > 0).map_or(usize::MAX, |most| most as usize)
     }
 
-    /// Most states of a run's conversation when it saves one after `position` tokens. Where a text of less than a state's worth goes on from an
-    /// earlier turn, the longer texts that the conversation had limit it.
+    /// Most states of a run's conversation when it saves one after `position` tokens. Where a text of less than a state's worth continues
+    /// an earlier turn, the longer texts that the conversation had limit it.
     fn most_beside(&self, run: Run, position: u32) -> usize {
         let longer = self.of_conversation(run).map(|(_, saved)| saved.position).filter(|&other| other > position);
         longer.fold(self.most(position), |most, longer| most.min(self.most(longer)))
@@ -144,26 +144,23 @@ impl StatePool {
     }
 
     /// Takes a slot for a sequence that begins to run. There is one, because no more sequences run than there are slots that are not
-    /// reserved.
-    pub(super) fn begin(&mut self) -> (StateSlot, Run) {
-        let slot = self.take(Use::Live);
+    /// reserved. If it resumes the conversation of the run `before`, the states of that conversation are now those of its own.
+    pub(super) fn begin(&mut self, before: Option<Run>) -> (StateSlot, Run) {
         self.runs += 1;
-        (slot, self.runs)
+        let run = self.runs;
+        if let Some(before) = before {
+            self.change_saved(before, |saved| {
+                if saved.end.is_some() {
+                    (saved.conversation, saved.kind) = (run, SaveKind::Earlier);
+                }
+            });
+        }
+        (self.take(Use::Live), run)
     }
 
     /// The run whose conversation a saved state belongs to. `None` if several conversations begin with the tokens before it.
     pub(super) fn conversation(&self, slot: StateSlot) -> Option<Run> {
         self.saved_in(slot).filter(|saved| saved.kind != SaveKind::Shared).map(|saved| saved.conversation)
-    }
-
-    /// Counts the states of a conversation as those of the next run that begins, because it goes on with it.
-    pub(super) fn go_on(&mut self, before: Run) {
-        let run = self.runs + 1;
-        self.change_saved(before, |saved| {
-            if saved.end.is_some() {
-                (saved.conversation, saved.kind) = (run, SaveKind::Earlier);
-            }
-        });
     }
 
     /// Ends a run, or a parked state. Only later steps may write the slot. Saved states stay if their tokens are known.
@@ -249,12 +246,8 @@ impl StatePool {
                 return None;
             }
         }
-        let slot = self.free.pop().or_else(|| self.evict(step))?;
-        self.uses += 1;
-        self.slots[slot.0 as usize] = Use::Saved(Saved { run, conversation: run, position, end, step, kind, used: self.uses });
-        if let Some(end) = end {
-            self.insert(end, slot);
-        }
+        let slot = self.take_slot(step)?;
+        self.fill(slot, run, position, end, step, kind);
         Some(slot)
     }
 
@@ -264,12 +257,9 @@ impl StatePool {
         if self.touch(end.content) {
             return None;
         }
-        let slot = self.free.pop().or_else(|| self.evict(u64::MAX))?;
-        (self.runs, self.uses) = (self.runs + 1, self.uses + 1);
-        let saved =
-            Saved { run: self.runs, conversation: self.runs, position, end: Some(end), step: 0, kind: SaveKind::Turn, used: self.uses };
-        self.slots[slot.0 as usize] = Use::Saved(saved);
-        self.insert(end, slot);
+        let slot = self.take_slot(u64::MAX)?;
+        self.runs += 1;
+        self.fill(slot, self.runs, position, Some(end), 0, SaveKind::Turn);
         Some(slot)
     }
 
@@ -304,13 +294,22 @@ impl StatePool {
         self.release_if(|saved| saved.run == run && saved.step >= since);
     }
 
+    /// Records the saved state that a slot is to hold.
+    fn fill(&mut self, slot: StateSlot, run: Run, position: u32, end: Option<End>, step: u64, kind: SaveKind) {
+        self.uses += 1;
+        self.slots[slot.0 as usize] = Use::Saved(Saved { run, conversation: run, position, end, step, kind, used: self.uses });
+        if let Some(end) = end {
+            self.insert(end, slot);
+        }
+    }
+
     fn insert(&mut self, end: End, slot: StateSlot) {
         self.by_content.insert(end.content, slot);
         self.changes.record(end.name, true);
     }
 
     fn take(&mut self, owner: Use) -> StateSlot {
-        let slot = self.free.pop().or_else(|| self.evict(u64::MAX)).expect("no more slots are in use than there are");
+        let slot = self.take_slot(u64::MAX).expect("no more slots are in use than there are");
         self.slots[slot.0 as usize] = owner;
         slot
     }
@@ -323,24 +322,27 @@ impl StatePool {
         (0..self.slots.len() as u32).map(StateSlot).filter_map(|slot| Some((slot, self.saved_in(slot)?)))
     }
 
-    /// Takes the least recently used of the states that a step before `step` saves.
-    fn evict(&mut self, step: u64) -> Option<StateSlot> {
+    /// Takes a free slot, or that of the least recently used of the states that a step before `step` saves.
+    fn take_slot(&mut self, step: u64) -> Option<StateSlot> {
+        if let Some(slot) = self.free.pop() {
+            return Some(slot);
+        }
         let (slot, _) = self.all_saved().filter(|(_, saved)| saved.step < step).min_by_key(|(_, saved)| saved.used)?;
         self.release(slot);
         self.free.pop()
     }
 
-    /// The states of the conversation that a run goes on with, apart from those where several conversations part.
+    /// The states of the conversation that a run resumes, apart from those where several conversations part.
     fn of_conversation(&self, run: Run) -> impl Iterator<Item = (StateSlot, &Saved)> {
         self.all_saved().filter(move |(_, saved)| saved.conversation == run && saved.kind != SaveKind::Shared)
     }
 
-    /// Releases a state of a kind that a conversation has and a step before `step` saves: the first one of an answer, the least recently used one
-    /// otherwise. Returns whether there is one.
+    /// Releases a state of a kind that a conversation has and a step before `step` saves: the first one of an answer, the least recently
+    /// used one otherwise. Returns whether there is one.
     fn release_oldest(&mut self, run: Run, kind: SaveKind, step: u64) -> bool {
-        let those = self.of_conversation(run).filter(|(_, saved)| saved.kind == kind && saved.step < step);
+        let candidates = self.of_conversation(run).filter(|(_, saved)| saved.kind == kind && saved.step < step);
         let age = |saved: &Saved| if kind == SaveKind::Rolling { saved.position.into() } else { saved.used };
-        let Some((oldest, _)) = those.min_by_key(|(_, saved)| age(saved)) else { return false };
+        let Some((oldest, _)) = candidates.min_by_key(|(_, saved)| age(saved)) else { return false };
         self.release(oldest);
         true
     }
@@ -438,13 +440,13 @@ mod tests {
         assert_eq!(save(&mut pool, 1, 4, 4), Some(second));
         assert_eq!([1, 2, 3, 4].map(|content| pool.find(content)), [Some(first), None, Some(third), Some(second)]);
         // A sequence that begins takes the next one.
-        assert_eq!(pool.begin().0, third);
+        assert_eq!(pool.begin(None).0, third);
     }
 
     #[test]
     fn a_step_evicts_no_state_that_it_saves_itself() {
         let mut pool = pool(2);
-        let (live, run) = pool.begin();
+        let (live, run) = pool.begin(None);
         let slot = save(&mut pool, run, 1, 5).expect("a free slot");
         assert_eq!(save(&mut pool, run, 2, 5), None);
         assert_eq!(save(&mut pool, run, 2, 6), Some(slot));
@@ -454,7 +456,7 @@ mod tests {
     #[test]
     fn a_state_is_found_once_its_block_is_named_and_never_if_its_run_ends_before() {
         let mut pool = pool(4);
-        let (live, run) = pool.begin();
+        let (live, run) = pool.begin(None);
         let slot = pool.save(run, 16, None, 5, SaveKind::Rolling);
         assert_eq!(pool.find(9), None);
         pool.name(run, 32, end(8));
@@ -479,12 +481,13 @@ mod tests {
     }
 
     #[test]
-    fn what_a_failed_run_saved_is_dropped_though_the_conversation_goes_on() {
+    fn what_a_failed_run_saved_is_dropped_though_the_conversation_is_resumed() {
         let mut pool = pool(4);
-        let (live, run) = pool.begin();
+        let (live, run) = pool.begin(None);
         let slot = save(&mut pool, run, 1, 5).expect("a free slot");
-        pool.go_on(pool.conversation(slot).expect("it is not shared"));
-        let (other, next) = pool.begin();
+        let before = pool.conversation(slot);
+        assert_eq!(before, Some(run));
+        let (other, next) = pool.begin(before);
         assert_eq!(pool.conversation(slot), Some(next));
         pool.forget(run, 5);
         assert_eq!(pool.find(1), None);
@@ -494,7 +497,7 @@ mod tests {
     #[test]
     fn a_conversation_has_as_many_states_as_its_kv_is_worth_and_its_last_turn_counts_most() {
         let mut pool = StatePool::new(9, 10);
-        let (_, run) = pool.begin();
+        let (_, run) = pool.begin(None);
         let save = |pool: &mut StatePool, run, position: u32, kind| {
             pool.save(run, position, Some(end(position.into())), position.into(), kind).is_some()
         };
@@ -506,8 +509,7 @@ mod tests {
         assert_eq!([9, 18, 20, 29].map(|content| pool.find(content).is_some()), [true, true, false, true]);
         // The next turn replaces what the conversation used least recently.
         pool.touch(29);
-        pool.go_on(run);
-        let (_, run) = pool.begin();
+        let (_, run) = pool.begin(Some(run));
         assert!(save(&mut pool, run, 25, SaveKind::Turn));
         assert_eq!([9, 29, 25].map(|content| pool.find(content).is_some()), [false, true, true]);
     }
@@ -515,7 +517,7 @@ mod tests {
     #[test]
     fn a_run_that_is_computed_again_saves_no_more_states_than_its_kv_is_worth() {
         let mut pool = StatePool::new(9, 10);
-        let (live, run) = pool.begin();
+        let (live, run) = pool.begin(None);
         assert!(pool.save(run, 10, Some(end(10)), 1, SaveKind::Turn).is_some());
         assert!(pool.save(run, 5, Some(end(5)), 2, SaveKind::Turn).is_none());
         pool.check(&[(live, run)], &[], &[], |_| true);
@@ -524,14 +526,13 @@ mod tests {
     #[test]
     fn a_short_text_beside_the_states_of_a_longer_one_has_its_limit() {
         let mut pool = StatePool::new(9, 10);
-        let (live, run) = pool.begin();
+        let (live, run) = pool.begin(None);
         let save =
             |pool: &mut StatePool, run, position: u32| pool.save(run, position, Some(end(position.into())), run, SaveKind::Turn).is_some();
         assert!(save(&mut pool, run, 7) && !save(&mut pool, run, 12) && save(&mut pool, run, 25));
         pool.end(live, run);
-        // The conversation goes on from its first state, and parts from the long text.
-        pool.go_on(run);
-        let (live, run) = pool.begin();
+        // The conversation resumes from its first state, and parts from the long text.
+        let (live, run) = pool.begin(Some(run));
         pool.touch(7);
         assert!(save(&mut pool, run, 8) && save(&mut pool, run, 9));
         assert_eq!([7, 8, 9, 25].map(|content| pool.find(content).is_some()), [true, true, true, false]);
@@ -542,7 +543,7 @@ mod tests {
     #[test]
     fn a_parked_state_leaves_slots_for_all_that_may_run() {
         let mut pool = pool(3);
-        let (slot, run) = pool.begin();
+        let (slot, run) = pool.begin(None);
         assert!(pool.can_reserve(2) && !pool.can_reserve(3));
         pool.park(slot);
         assert!(pool.can_reserve(1) && !pool.can_reserve(2));
@@ -555,7 +556,7 @@ mod tests {
     #[test]
     fn a_rejected_draft_leaves_the_state_before_it_and_nothing_that_was_saved_after_it() {
         let mut pool = pool(4);
-        let (live, run) = pool.begin();
+        let (live, run) = pool.begin(None);
         let undo = pool.begin_draft();
         assert!(pool.can_reserve(2) && !pool.can_reserve(3));
         for position in [16, 32] {

@@ -236,10 +236,15 @@ impl Scheduler {
             let (blocks, tokens) = seq.blocks_and_tokens();
             self.kv.swap_in(blocks, tokens, swapped, grant, &mut plan.swap_in).map(|()| Computed { tokens: swapped, own: swapped })
         } else {
-            self.read_back(id, grant, plan)?;
-            let cached = self.find_cached(id, plan.step)?;
-            let (blocks, tokens) = self.seqs[id].blocks_and_tokens();
-            self.kv.admit(blocks, tokens, cached, grant, &mut plan.copies)
+            match self.read_back(id, grant, plan) {
+                Ok(true) => {
+                    let cached = self.find_cached(id, plan.step)?;
+                    let (blocks, tokens) = self.seqs[id].blocks_and_tokens();
+                    self.kv.admit(blocks, tokens, cached, grant, &mut plan.copies)
+                }
+                Ok(false) => return Err(Need::Read),
+                Err(blocks) => Err(blocks),
+            }
         };
         taken.map_err(|blocks| {
             self.seqs[id].queue_entry.set_needs_blocks(blocks);

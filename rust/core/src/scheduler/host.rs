@@ -3,7 +3,6 @@
 use super::Scheduler;
 use crate::memory::Grant;
 use crate::request::SeqId;
-use crate::sequence::Need;
 use crate::step::StepPlan;
 
 impl Scheduler {
@@ -19,25 +18,18 @@ impl Scheduler {
         2.0 * f64::from(blocks) * f64::from(self.config.swap_ns_per_block) / 1000.0
     }
 
-    /// Reads a part of the prefix that a waiting sequence has in host memory back into the cache. Returns an error until all of it is read,
-    /// or if too few blocks are free.
-    pub(super) fn read_back(&mut self, id: SeqId, grant: Grant, plan: &mut StepPlan) -> Result<(), Need> {
+    /// Reads a part of the prefix that a waiting sequence has in host memory back into the cache. Returns whether all of it is read, or the
+    /// number of free blocks required as an error.
+    pub(super) fn read_back(&mut self, id: SeqId, grant: Grant, plan: &mut StepPlan) -> Result<bool, usize> {
+        let seq = &self.seqs[id];
+        // A fork and a sequence that continues a held one share the blocks of another sequence.
+        if !self.kv.has_kept() || seq.parent().is_some() || seq.request().continues.is_some() {
+            return Ok(true);
+        }
         let most = self.most_reads(plan);
-        let seq = &mut self.seqs[id];
-        if seq.parent().is_some() || seq.request().continues.is_some() {
-            return Ok(()); // it shares the blocks of another sequence
-        }
-        let (blocks, tokens) = seq.blocks_and_tokens();
+        let (blocks, tokens) = self.seqs[id].blocks_and_tokens();
         let waiting = &mut self.waiting;
-        let read = self.kv.read_back(blocks, tokens, (grant, most), &mut plan.swap_in, |name| waiting.block_ready(name));
-        match read {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(Need::Read),
-            Err(blocks) => {
-                seq.queue_entry.set_needs_blocks(blocks);
-                Err(Need::Blocks(blocks))
-            }
-        }
+        self.kv.read_back(blocks, tokens, (grant, most), &mut plan.swap_in, |name| waiting.block_ready(name))
     }
 
     /// Number of blocks that a plan may still read back: copies take at most as long as the rest of the step, so that they do not stop

@@ -17,8 +17,8 @@ const GUARANTEE: u32 = 4;
 
 impl Scheduler {
     /// Limits the tokens for prompts by the target: the configured target, or three times the duration of the decodes
-    /// alone, without the background, or `UNNOTICED_STEP` where that is longer. The default target costs throughput. It applies only beside decodes, with one prompt in progress, and
-    /// without a `backlog`, which means requests that already waited in the previous plan.
+    /// alone, without the background, or `UNNOTICED_STEP` where that is longer. The default target costs throughput. It applies only beside
+    /// decodes, with one prompt in progress, and without a `backlog`, which means requests that already waited in the previous plan.
     pub(super) fn bound_prefill(&self, plan: &StepPlan, budget: &mut u32, backlog: bool) {
         let configured = self.config.target_itl > 0;
         let prompts = self.running.prompts();

@@ -48,12 +48,14 @@ impl Scheduler {
         self.kv.stored(self.steps.committed(), after)
     }
 
-    /// The states that are complete and saved for later requests: the content of the cached block that each follows, and its slot. O(slots).
+    /// The states that are complete and saved for later requests: the content of the cached block that each follows, and its slot.
+    /// O(slots).
     pub fn stored_states(&self) -> Vec<(u64, StateSlot)> {
         self.kv.stored_states(self.steps.committed())
     }
 
-    /// Part of the free blocks, and of the slots for states if that is less, that holds nothing. Once it is 0, new content evicts cached one.
+    /// Part of the free blocks, and of the slots for states if that is less, that holds nothing. Once it is 0, new content evicts
+    /// cached content.
     pub fn unused(&self) -> f64 {
         let part = |unused: usize, all: u32| unused as f64 / f64::from(all);
         let blocks = part(self.kv.unused(), self.config.num_kv_blocks);

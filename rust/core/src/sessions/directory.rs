@@ -126,8 +126,7 @@ mod tests {
 
     #[test]
     fn a_tenant_with_many_names_makes_only_its_own_sessions_forgotten() {
-        let mut kv =
-            Kv::new(KvSizes { blocks: 2, host_blocks: 0, state_slots: 0, state_tokens: 0, block_size: 1 }, true, BlockHasher::new(0));
+        let mut kv = Kv::new(KvSizes { blocks: 2, block_size: 1, ..KvSizes::default() }, true, BlockHasher::new(0));
         let mut directory = Directory::default();
         let [few, many] = [1, 2].map(User::new);
         let mut add = |directory: &mut Directory, user, number: usize| {

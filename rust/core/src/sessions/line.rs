@@ -83,7 +83,8 @@ impl Line {
         self.each(first, now) * (own + others + 1) as f64
     }
 
-    /// Microseconds for which a session that begins to wait now is expected to. As [`expected`](Self::expected), if all others are before it.
+    /// Microseconds for which a session that begins to wait now is expected to wait, if all others are before it. See
+    /// [`expected`](Self::expected).
     pub(super) fn expected_last(&self, first: f64, now: Time) -> f64 {
         self.each(first, now) * (self.keys.len() + 1) as f64
     }

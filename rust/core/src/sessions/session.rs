@@ -279,7 +279,7 @@ mod tests {
     #[test]
     fn many_requests_at_once_share_threads() {
         let hasher = BlockHasher::new(0);
-        let mut kv = Kv::new(KvSizes { blocks: 2, host_blocks: 0, state_slots: 0, state_tokens: 0, block_size: 1 }, true, hasher);
+        let mut kv = Kv::new(KvSizes { blocks: 2, block_size: 1, ..KvSizes::default() }, true, hasher);
         let mut session = Session::new(User::new(1), 0, None, kv.open_owner(User::new(1)));
         let begin = |session: &mut Session, number: u32| {
             let names = hasher.names(&CacheScope::default(), &[number, 0, 0], 1);

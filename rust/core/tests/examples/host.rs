@@ -20,7 +20,8 @@ fn turn(tag: u64, session: u64) -> Request {
     Request { prompt, session: Some(session.to_string().into()), ..ask(tag, 1, 10) }
 }
 
-/// Runs turns of these sessions one after another, and returns the cached tokens of each and the numbers of blocks copied to the host and back.
+/// Runs turns of these sessions one after another, and returns the cached tokens of each and the numbers of blocks copied to the host and
+/// back.
 fn run(lab: &mut Lab, sessions: &[u64]) -> (Vec<u32>, usize, usize) {
     let (mut cached, mut outs, mut ins) = (Vec::new(), 0, 0);
     let first = 1 + lab.ended.len() as u64;
@@ -81,7 +82,7 @@ fn a_session_that_has_ended_leaves_host_memory() {
 }
 
 #[test]
-fn a_full_host_drops_the_session_that_was_parked_first_and_tells_for_whom() {
+fn a_full_host_drops_the_session_that_was_parked_first_and_counts_for_whom() {
     // Room for the blocks of one session beside those on the device.
     let mut lab = lab(80, 1_000_000);
     let (cached, ..) = run(&mut lab, &[1, 2, 3, 2, 1]);
@@ -128,10 +129,8 @@ fn running_requests_go_on_while_a_step_reads_as_much_as_it_takes() {
 fn requests_without_a_session_are_not_kept() {
     let without = |tag, stem| Request { session: None, ..turn(tag, stem) };
     for turns in [SessionTurns::Named, SessionTurns::Off] {
-        let mut lab = lab(200, 1_000_000);
-        let mut config = *lab.scheduler.config();
-        config.session_turns = turns;
-        lab = Lab::taught(config, lab.cost);
+        let Lab { scheduler, cost, .. } = lab(200, 1_000_000);
+        let mut lab = Lab::taught(Config { session_turns: turns, ..*scheduler.config() }, cost);
         for tag in 1..7 {
             lab.add(without(tag, tag % 3));
             while !lab.scheduler.is_idle() {

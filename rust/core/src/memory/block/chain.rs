@@ -38,6 +38,11 @@ impl Chain {
         (self.content, self.len) = (contents.last().copied().unwrap_or(ROOT), contents.len());
     }
 
+    /// Whether a block with this parent, and this scope if it is the first one, continues the chain.
+    pub(super) fn is_before(&self, parent: Content, scope: Option<&Arc<CacheScope>>) -> bool {
+        parent == self.content && scope.is_none_or(|scope| *scope == self.scope)
+    }
+
     pub(super) fn advance(&mut self, content: Content, block: BlockId) {
         (self.content, self.block, self.len) = (content, block, self.len + 1);
     }

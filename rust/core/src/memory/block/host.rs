@@ -20,8 +20,8 @@ impl BlockPool {
         self.host.room()
     }
 
-    /// Begins the plan of `step`. `keeps` is set if blocks of sessions that it evicts are copied to host memory, and `reads` if it makes copies from
-    /// host memory of an earlier plan.
+    /// Begins the plan of `step`. `keeps` is set if blocks of sessions that it evicts are copied to host memory, and `reads` if it makes
+    /// copies from host memory of an earlier plan.
     pub(crate) fn begin_plan(&mut self, step: u64, keeps: bool, reads: bool) {
         self.host.keeps_in = keeps.then_some(step);
         if !reads {
@@ -29,8 +29,8 @@ impl BlockPool {
         }
     }
 
-    /// Ends a plan. Appends its copies to host memory to `copies`, and returns their number. Where two have the same host block, the later one
-    /// counts.
+    /// Ends a plan. Appends its copies to host memory to `copies`, and returns their number. Where two have the same host block, the later
+    /// one counts.
     pub(crate) fn end_plan(&mut self, copies: &mut Vec<(BlockId, u32)>) -> usize {
         self.host.keeps_in = None;
         self.release_copied();
@@ -41,14 +41,9 @@ impl BlockPool {
 
     /// Copies a block to a host block for a swapped sequence, and returns that. Panics if there is no [room](Self::host_room).
     pub(crate) fn copy_to_host(&mut self, id: BlockId) -> u32 {
-        loop {
-            if let Some(host) = self.host.take() {
-                self.host.copies.push((id, host));
-                return host;
-            }
-            let list = self.next_dropped().expect("a host block that no sequence holds");
-            self.drop_from_host(list, None);
-        }
+        let host = self.take_host(None, None).expect("a host block that no sequence holds");
+        self.host.copies.push((id, host));
+        host
     }
 
     /// Releases the host blocks of a swapped sequence.
@@ -66,8 +61,9 @@ impl BlockPool {
         names.get(from..).map_or(0, |names| names.partition_point(|&name| self.host.has(name)))
     }
 
-    /// Copies blocks that continue `chain` from host memory to new blocks of `table`, which has the blocks of the chain. At most `most`, and as many as
-    /// are free. Appends the copies to `reads`, and calls `on_name` for each block. The blocks are complete after the current plan's `step`.
+    /// Copies blocks that continue `chain` from host memory to new blocks of `table`, which has the blocks of the chain. It copies at most
+    /// `most` blocks, and as many as are free, and returns their number. Appends the copies to `reads`, and calls `on_name` for each block.
+    /// The blocks are complete after the current plan's `step`.
     pub(crate) fn read_back(
         &mut self,
         table: &mut BlockTable,
@@ -111,7 +107,7 @@ impl BlockPool {
         }
         let hash = name.hash;
         self.host.drop_named(hash);
-        let Some(host) = self.host_block_for(list, taker) else { return false };
+        let Some(host) = self.take_host(Some(list), taker) else { return false };
         let name = self.blocks[id.0 as usize].name.as_mut().expect("a named block");
         let (users, scope) = (std::mem::take(&mut name.users), name.scope.clone());
         let kept = HostBlock { hash, content: name.content, parent: name.parent, scope, users, list };
@@ -131,13 +127,15 @@ impl BlockPool {
         assert!(self.host.copies.is_empty() && self.host.keeps_in.is_none(), "a plan did not end");
     }
 
-    /// A host block for a block of a list. Others lose their blocks for it, but not for blocks that would be dropped first.
-    fn host_block_for(&mut self, list: HostList, taker: Option<CacheOwner>) -> Option<u32> {
+    /// Takes a host block for a block of a list, or for a swapped sequence without one. Lists that are dropped before that list lose their
+    /// blocks for it, and all lists do for a swapped sequence.
+    fn take_host(&mut self, list: Option<HostList>, taker: Option<CacheOwner>) -> Option<u32> {
         loop {
             if let Some(block) = self.host.take() {
                 return Some(block);
             }
-            let dropped = self.next_dropped().filter(|&dropped| self.dropped_at(dropped) < self.dropped_at(list))?;
+            let goes_first = |&dropped: &HostList| list.is_none_or(|list| self.dropped_at(dropped) < self.dropped_at(list));
+            let dropped = self.next_dropped().filter(goes_first)?;
             self.drop_from_host(dropped, taker);
         }
     }
@@ -147,9 +145,9 @@ impl BlockPool {
         self.host.lists().min_by_key(|&list| self.dropped_at(list))
     }
 
-    /// The place of a list in the order in which they are dropped: sessions that were parked and have no request, the one that was parked
-    /// first at the front, because it may never go on; those that wait for their turns, the last one first; those that are coming back; common
-    /// blocks.
+    /// The key by which lists are ordered when they are dropped: sessions that were parked and have no request, the one that was parked
+    /// first at the front, because it may never send another; those that wait for their turns, the last one first; those that are coming
+    /// back; common blocks.
     fn dropped_at(&self, list: HostList) -> (u8, u64, u32) {
         let HostList::Owned(owner) = list else { return (3, 0, 0) };
         let number = owner.number();

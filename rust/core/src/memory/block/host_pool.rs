@@ -128,8 +128,7 @@ impl HostPool {
     pub(super) fn remove(&mut self, name: BlockHash, chain: &Chain, tokens: &[Token]) -> Option<(u32, HostBlock)> {
         let at = *self.named.get(&name)?;
         let block = self.cached[at as usize].as_ref().expect("it is cached");
-        let same = block.parent == chain.content
-            && block.scope.as_ref().is_none_or(|scope| *scope == chain.scope)
+        let same = chain.is_before(block.parent, block.scope.as_ref())
             && self.tokens[at as usize * self.block_size..][..self.block_size] == *tokens;
         same.then(|| {
             let block = self.uncache(at);
@@ -167,8 +166,8 @@ impl HostPool {
         self.named.remove(&block.hash);
         let list = &mut self.lists[block.list.index()];
         // The ends of prompts are evicted first, and their beginnings come back first.
-        let place = list.iter().rposition(|&other| other == at).expect("its list has it");
-        list.remove(place);
+        let index = list.iter().rposition(|&other| other == at).expect("its list has it");
+        list.remove(index);
         block
     }
 

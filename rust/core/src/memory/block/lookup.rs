@@ -54,8 +54,7 @@ impl BlockPool {
     /// Returns the content number of block `id` if it holds `tokens` directly after `chain`.
     pub(super) fn content_if(&self, id: BlockId, chain: &Chain, tokens: &[Token]) -> Option<Content> {
         let name = self.blocks[id.0 as usize].name.as_ref()?;
-        let same = name.parent == chain.content
-            && name.scope.as_ref().is_none_or(|scope| *scope == chain.scope)
+        let same = chain.is_before(name.parent, name.scope.as_ref())
             && self.tokens[id.0 as usize * self.block_size..][..self.block_size] == *tokens;
         same.then_some(name.content)
     }

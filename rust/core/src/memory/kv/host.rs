@@ -26,14 +26,19 @@ impl Kv {
         self.pool.end_plan(copies)
     }
 
+    /// See [`BlockPool::has_kept`].
+    pub(crate) fn has_kept(&self) -> bool {
+        self.pool.has_kept()
+    }
+
     /// Number of evicted blocks in host memory that continue the first `from` blocks of a waiting sequence, by their names.
     pub(crate) fn kept_after(&self, blocks: &SeqBlocks, from: usize) -> usize {
         self.pool.kept_after(from, &blocks.names)
     }
 
-    /// Reads evicted blocks that a waiting sequence can share back from host memory into free cached blocks, at most `most` in this plan. Appends
-    /// the copies to `reads`, and calls `on_name` for each block. Returns whether none is left, or the number of free blocks required as an
-    /// error.
+    /// Reads evicted blocks that a waiting sequence can share back from host memory into free cached blocks, at most `most` in this plan.
+    /// Appends the copies to `reads`, and calls `on_name` for each block. Returns whether none is left, or the number of free blocks
+    /// required as an error.
     pub(crate) fn read_back(
         &mut self,
         blocks: &mut SeqBlocks,
@@ -42,15 +47,12 @@ impl Kv {
         reads: &mut Vec<(u32, BlockId)>,
         on_name: impl FnMut(BlockHash),
     ) -> Result<bool, usize> {
-        if !self.pool.has_kept() {
-            return Ok(true);
-        }
         self.name(blocks, tokens);
         let mut found = std::mem::take(&mut self.spare);
         let names = &blocks.names[..(tokens.len() - 1) / self.block_size as usize];
         let chain = self.pool.find(&blocks.scope, names, tokens, &mut found);
         let kept = self.pool.kept_after(found.len(), names);
-        let needed = grant.blocks - found.iter().filter(|&&block| self.pool.holders(block) > 0).count();
+        let needed = self.needed(&found, grant);
         let mut read = 0;
         if kept > 0 && needed <= grant.room {
             let mut table = BlockTable::default();

@@ -231,22 +231,19 @@ impl Kv {
         self.settle_states();
         let before = held.map(|(_, run)| run).or_else(|| self.states.conversation(source?));
         self.want_turns(state, (computed, len), turn, before.is_some());
-        if let Some(before) = before {
-            self.states.go_on(before);
-        }
-        let (slot, run) = self.states.begin();
+        let (slot, run) = self.states.begin(before);
         (state.slot, state.run) = (Some(slot), run);
         // The only saved state may have been evicted for this sequence.
         copies.extend(source.filter(|&source| source != slot).map(|source| (source, slot)));
     }
 
     /// Has a sequence that begins to run save its state at the last full block before the token `turn`, if there is one, and at that before
-    /// its last token, as far as its conversation may have as many states. One that goes on with a conversation saves none where the cached
+    /// its last token, as far as its conversation may have as many states. One that resumes a conversation saves none where the cached
     /// blocks end, because the next turn finds the later ones.
-    fn want_turns(&self, state: &mut SeqState, (computed, len): (u32, u32), turn: Option<u32>, goes_on: bool) {
+    fn want_turns(&self, state: &mut SeqState, (computed, len): (u32, u32), turn: Option<u32>, resumes: bool) {
         let whole = |tokens: u32| tokens.min(len - 1) / self.block_size * self.block_size;
         let most = self.states.most(len);
-        if goes_on && most < usize::MAX {
+        if resumes && most < usize::MAX {
             state.wanted.clear();
         }
         let mut turns: Vec<_> = turn.map(whole).into_iter().chain([whole(len)]).filter(|&position| position > computed).collect();
