@@ -287,21 +287,22 @@ impl BlockPool {
     }
 
     /// Records that a request of `user` has computed the content of a named block, or would have if it were not cached.
-    /// Returns whether the user is new.
-    pub(crate) fn use_by(&mut self, name: BlockHash, user: User) -> bool {
-        self.users(name).is_some_and(|users| users.add(user))
+    /// Returns the block's content if the user is new.
+    pub(crate) fn use_by(&mut self, hash: BlockHash, user: User) -> Option<Content> {
+        let name = self.name_mut(hash)?;
+        name.users.add(user).then_some(name.content)
     }
 
-    /// Takes back what [`use_by`](Self::use_by) recorded.
-    pub(crate) fn unuse(&mut self, name: BlockHash, user: User) {
-        if let Some(users) = self.users(name) {
-            users.remove(user);
+    /// Takes back what [`use_by`](Self::use_by) recorded, unless the block was computed again since.
+    pub(crate) fn unuse(&mut self, (hash, content): (BlockHash, Content), user: User) {
+        if let Some(name) = self.name_mut(hash).filter(|name| name.content == content) {
+            name.users.remove(user);
         }
     }
 
-    fn users(&mut self, name: BlockHash) -> Option<&mut Users> {
-        let id = self.named.get(&name)?;
-        self.blocks[id.0 as usize].name.as_mut().map(|name| &mut name.users)
+    fn name_mut(&mut self, hash: BlockHash) -> Option<&mut Name> {
+        let id = self.named.get(&hash)?;
+        self.blocks[id.0 as usize].name.as_mut()
     }
 
     /// Whether a named block is complete before `step` begins.

@@ -460,18 +460,18 @@ impl Kv {
     fn use_up_to(&mut self, blocks: &mut SeqBlocks, tokens: u32, step: u64) {
         let end = blocks.chain.len().min(blocks.names.len()).min((tokens / self.block_size) as usize);
         for &name in blocks.names.get(blocks.used as usize..end).unwrap_or_default() {
-            if self.pool.use_by(name, blocks.user) && blocks.paid < u32::MAX {
-                blocks.tentative.push((step, name));
-            }
+            let content = self.pool.use_by(name, blocks.user).filter(|_| blocks.paid < u32::MAX);
+            blocks.tentative.extend(content.map(|content| (step, name, content)));
         }
         blocks.used = blocks.used.max(end as u32);
     }
 
     /// Removes the names of blocks that step `since` or a later step completes, because their content may be invalid. The tenant
     /// is no longer a user of the blocks of which these steps made it one.
-    pub(crate) fn forget(&mut self, blocks: &SeqBlocks, since: u64) {
-        for &(_, name) in blocks.tentative.iter().filter(|&&(step, _)| step >= since) {
-            self.pool.unuse(name, blocks.user);
+    pub(crate) fn forget(&mut self, blocks: &mut SeqBlocks, since: u64) {
+        // Once, because another request of the tenant may use the blocks before this one ends.
+        for (_, name, content) in blocks.tentative.extract_if(.., |(step, ..)| *step >= since) {
+            self.pool.unuse((name, content), blocks.user);
         }
         self.pool.forget(&blocks.table, since);
         self.forget_states(blocks, since);
@@ -479,7 +479,7 @@ impl Kv {
 
     /// Removes the names of all blocks that a failed sequence has, and of those that it found and copied: the fault may be in them, and its
     /// tenant has computed none of them.
-    pub(crate) fn forget_failed(&mut self, blocks: &SeqBlocks) {
+    pub(crate) fn forget_failed(&mut self, blocks: &mut SeqBlocks) {
         self.forget(blocks, 0);
         blocks.names.iter().for_each(|&name| self.pool.drop_name(name));
     }

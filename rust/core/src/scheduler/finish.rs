@@ -47,7 +47,7 @@ impl Scheduler {
             }
             Some(reason) => {
                 if reason == FinishReason::Error {
-                    self.kv.forget_failed(&seq.blocks);
+                    self.kv.forget_failed(&mut seq.blocks);
                 }
                 let timeline = self.remove(chunk.seq, reason);
                 outputs.ended.push(timeline);
@@ -105,7 +105,7 @@ impl Scheduler {
     /// Ends a request between steps. Blocks completed by uncommitted steps lose their names, because these steps may
     /// fail after the sequence is gone.
     pub(super) fn leave_early(&mut self, id: SeqId, reason: FinishReason) -> Timeline {
-        self.kv.forget(&self.seqs[id].blocks, self.steps.committed());
+        self.kv.forget(&mut self.seqs[id].blocks, self.steps.committed());
         self.remove(id, reason)
     }
 

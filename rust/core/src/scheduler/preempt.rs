@@ -242,7 +242,7 @@ impl Scheduler {
         let swap = self.is_worth_swapping(&self.seqs[id]);
         let seq = &mut self.seqs[id];
         let computed = seq.computed();
-        self.kv.forget(&seq.blocks, self.steps.committed());
+        self.kv.forget(&mut seq.blocks, self.steps.committed());
         if swap {
             self.kv.swap_out(&mut seq.blocks, computed);
         }

@@ -1,7 +1,9 @@
 //! Longest cached prefix first, and no sequence computes blocks that another is about to compute.
 
 use crate::lab::{Lab, ask, plenty, stem};
-use chairlift_core::{CacheScope, Config, Fair, Fcfs, Outputs, POLICIES, Policy, Prefix, Request, TimelineState, Token, Vtc};
+use chairlift_core::{
+    BACKGROUND, CacheScope, Config, Fair, Fcfs, Outputs, POLICIES, Policy, Prefix, Request, StepPlan, TimelineState, Token, Vtc,
+};
 
 /// Maximum number of block names looked up by a plan without admissions: 2 log2 of the blocks for each reordered sequence.
 const LOOKUPS: u64 = 16 * 16;
@@ -123,12 +125,16 @@ fn told_after_a_cancelled_guess(guess: Token, steps: u32, is_planned: bool) -> u
     let plan = is_planned.then(|| lab.scheduler.plan(lab.now).expect("there is work"));
     lab.abort(3);
     if let Some(plan) = plan {
-        let sampled = vec![7; plan.chunks.iter().filter(|chunk| chunk.samples).count()];
-        lab.scheduler.commit(plan, &sampled, lab.now, &mut Outputs::default());
+        commit(&mut lab, plan);
     }
     lab.add(bobs(4));
     lab.finish();
     lab.ended[&4].own_cached_tokens
+}
+
+fn commit(lab: &mut Lab, plan: Box<StepPlan>) {
+    let sampled = vec![7; plan.chunks.iter().filter(|chunk| chunk.samples).count()];
+    lab.scheduler.commit(plan, &sampled, lab.now, &mut Outputs::default());
 }
 
 #[test]
@@ -137,6 +143,49 @@ fn a_request_that_is_cancelled_tells_nothing_of_others_blocks() {
         let [right, wrong] = [1, 2].map(|guess| told_after_a_cancelled_guess(guess, steps, is_planned));
         assert_eq!((right, wrong), (told, told), "{steps} steps, planned: {is_planned}");
     }
+}
+
+#[test]
+fn a_request_that_was_preempted_and_is_cancelled_takes_nothing_from_another_of_its_tenant() {
+    for is_cached in [false, true] {
+        let mut lab = Lab::new(Config { max_num_seqs: 1, ..plenty(&Fcfs) });
+        if is_cached {
+            cached(&mut lab, 1, "alice", 64);
+        }
+        let bobs = |tag| Request { tenant: "bob".into(), ..stem(1, tag, 64, 80, 1) };
+        lab.add(Request { priority: BACKGROUND, ..bobs(2) });
+        let first = lab.scheduler.plan(lab.now).expect("there is work");
+        lab.add(bobs(3));
+        let second = lab.scheduler.plan(lab.now).expect("there is work");
+        assert_eq!(second.preempted, [2]);
+        lab.abort(2);
+        for plan in [first, second] {
+            commit(&mut lab, plan);
+        }
+        lab.finish();
+        assert_eq!(cached(&mut lab, 4, "bob", 64), (64, 64), "cached: {is_cached}");
+    }
+}
+
+#[test]
+fn a_request_that_is_cancelled_takes_nothing_from_blocks_that_its_tenant_computes_again() {
+    let mut lab = Lab::new(plenty(&Fcfs));
+    let mut plans = Vec::new();
+    for (tag, tenant, cancelled) in [(1, "alice", None), (2, "bob", Some(1)), (3, "bob", Some(2))] {
+        lab.add(Request { tenant: tenant.into(), ..stem(1, tag, 64, 80, 1) });
+        plans.push(lab.scheduler.plan(lab.now).expect("there is work"));
+        // Nobody finds the blocks of alice's lost request, which bob's first request shares.
+        if let Some(tag) = cancelled {
+            lab.abort(tag);
+        }
+    }
+    assert_eq!(plans[1].admitted[0].cached_tokens, 64);
+    assert_eq!(plans[2].admitted[0].cached_tokens, 0);
+    for plan in plans {
+        commit(&mut lab, plan);
+    }
+    lab.finish();
+    assert_eq!(cached(&mut lab, 4, "bob", 64), (64, 64));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! A sequence's part of the KV cache.
 
-use super::super::block::{BlockId, BlockTable, CacheOwner, Chain, User};
+use super::super::block::{BlockId, BlockTable, CacheOwner, Chain, Content, User};
 use super::super::hash::BlockHash;
 use super::states::SeqState;
 use crate::request::CacheScope;
@@ -23,7 +23,7 @@ pub(crate) struct SeqBlocks {
     /// Leading tokens that the tenant's own requests have computed, or would have computed without the blocks of others.
     pub(super) paid: u32,
     /// Blocks of which the tenant became a user before the prompt was computed, each with the step that made it so.
-    pub(super) tentative: Vec<(u64, BlockHash)>,
+    pub(super) tentative: Vec<(u64, BlockHash, Content)>,
     /// Leading blocks of which the tenant is a user.
     pub(super) used: u32,
     /// Host blocks that hold the sequence's KV while it is swapped out.
