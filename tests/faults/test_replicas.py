@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +34,19 @@ def steps(server: Served) -> list[float]:
     """The steps that each engine has taken."""
     lines = server.http.get("/metrics").text.splitlines()
     return [float(line.rpartition(" ")[2]) for line in lines if line.startswith("chairlift_engine_steps_total")]
+
+
+def settled(server: Served) -> list[float]:
+    """The steps that each engine has taken, once no report of earlier ones is on its way."""
+    seen: list[list[float]] = []
+
+    def same() -> bool:
+        time.sleep(0.3)
+        seen.append(steps(server))
+        return seen[-2:-1] == seen[-1:]
+
+    until(same)
+    return seen[-1]
 
 
 def states(server: Served) -> list[str]:
@@ -76,7 +90,7 @@ def test_an_engine_that_hangs_does_not_hang_the_other(server: Served) -> None:
 def test_requests_of_a_session_go_to_one_engine(server: Served) -> None:
     until(lambda: states(server) == ["ready", "ready"])
     for session, engines in (("mine", 1), (None, 2)):
-        before = steps(server)
+        before = settled(server)
         for number in range(4):
             headers = {} if session is None else {"x-session-id": session}
             assert server.http.post("/v1/completions", json={**PROMPT, "prompt": f"{number} lifts"}, headers=headers).status_code == 200

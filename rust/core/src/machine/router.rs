@@ -156,8 +156,8 @@ impl Router {
     /// the prompt is computed, or the request has ended.
     ///
     /// A request of a session goes to the engine of the session's last request, unless that engine has many more requests
-    /// than another one, or another one is predicted to finish the prompt sooner although it has less of it cached. The
-    /// routing decides on all others.
+    /// than another one, or lets it wait so long that another one is predicted to finish the prompt sooner although it has
+    /// less of it cached. The routing decides on all others.
     pub fn choose<E: EngineView>(&mut self, engines: &[E], request: &RouterRequest<'_>) -> Chosen {
         let least = least_loaded(engines);
         let balanced = |&at: &usize| engines[at].requests() <= engines[least].requests() + MAX_IMBALANCE;
@@ -168,11 +168,12 @@ impl Router {
         // An engine that has lost most of a session's context has parked it.
         let turn =
             |at: usize| if request.session.is_some() && 2 * cached(at) < request.prompt_tokens { engines[at].turn_wait() } else { 0 };
-        let finishes =
-            |at: usize| engines[at].predicted_wait() + turn(at) + engines[at].prefill_time(cached(at), request.prompt_tokens - cached(at));
+        let waits = |at: usize| engines[at].predicted_wait() + turn(at);
+        let finishes = |at: usize| waits(at) + engines[at].prefill_time(cached(at), request.prompt_tokens - cached(at));
         let soonest = || best(engines, finishes);
         let of_session = home.map(|home| match soonest() {
-            other if finishes(other) < finishes(home) => other,
+            // Predictions of equal engines differ a little: that alone moves no session.
+            other if waits(home) > 0 && finishes(other) < finishes(home) => other,
             _ => home,
         });
         let index = of_session.unwrap_or_else(|| match self.routing {
@@ -382,6 +383,8 @@ mod tests {
             assert_eq!(engine(960), 1, "{routing:?}: 1,000 here and there");
             assert_eq!(engine(961), 0, "{routing:?}: the first of the others");
             assert_eq!(engine(0), 0, "{routing:?}: it stays there");
+            let engines = [Engine(0, 0, 0, 11), Engine(1, 0, 0, 10)];
+            assert_eq!(router.choose(&engines, &request(&[], Some(9))).index, 0, "{routing:?}: it would begin at once");
             // Without its blocks it is parked, and waits for 5,000 beside the time to compute them.
             let (mut router, lost) = (Router::new(routing), names(&[]));
             router.choose(&[Engine(1, 0, 0, 10)], &request(&lost, Some(9)));
