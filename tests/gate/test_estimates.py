@@ -14,7 +14,7 @@ from starlette.requests import Request
 from chairlift.gate import limits
 from chairlift.gate.admission import Admitted
 from chairlift.gate.answer import Answer, UpstreamUsage
-from chairlift.gate.estimates import LEAST_SHARE, Estimates
+from chairlift.gate.estimates import MIN_SHARE, Estimates
 from chairlift.gate.gate import Gate
 from chairlift.gate.limits import Limits
 from chairlift.gate.model_files import VOCABULARY
@@ -91,7 +91,7 @@ def test_an_upstream_that_finds_less_than_expected_counts_for_less():
     bad = answer_with(b'{"usage":{"prompt_tokens":1000,"prompt_tokens_details":{"cached_tokens":0}}}', streamed=False)
     for _ in range(200):
         estimates.observe(bad, 1000, 900)
-    assert estimates.frame().blocks == int(1000 * LEAST_SHARE)
+    assert estimates.frame().blocks == int(1000 * MIN_SHARE)
     good = answer_with(b'{"usage":{"prompt_tokens":1000,"prompt_tokens_details":{"cached_tokens":900}}}', streamed=False)
     for _ in range(400):
         estimates.observe(good, 1000, 900)

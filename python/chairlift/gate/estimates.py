@@ -10,9 +10,9 @@ SMOOTHING = 0.1
 """Weight of the newest measurement in a moving average. The first ones weigh more, so that no average keeps much of its first value."""
 SHORT = 256
 """Tokens to compute of a prompt above which the time to the first token says how fast prompts are computed."""
-MOST_PER_TOKEN = 4.0
+MAX_PER_TOKEN = 4.0
 """Our estimate of a prompt's tokens over the upstream's own number is believed from the inverse of this on, up to this."""
-LEAST_SHARE = 0.25
+MIN_SHARE = 0.25
 """The smallest part of the upstream's KV on which we count, however few tokens it finds."""
 TRUSTED = 20
 """Answers that should find tokens after which missing ones shrink the budget."""
@@ -56,11 +56,11 @@ class Estimates:
             self._token.observe(max(0.0, ttft - self._step.value) / (prompt - cached))
         usage = answer.usage
         if usage.prompt:
-            self._ratio.observe(min(max(prompt / usage.prompt, 1 / MOST_PER_TOKEN), MOST_PER_TOKEN))
+            self._ratio.observe(min(max(prompt / usage.prompt, 1 / MAX_PER_TOKEN), MAX_PER_TOKEN))
         if usage.cached is not None and cached > SHORT:
             self._found.observe(min(1.0, usage.cached * self.ratio / cached))
             if self._found.count >= TRUSTED:
-                self.share = max(LEAST_SHARE, self.share - 0.02) if self._found.value < 0.8 else min(1.0, self.share + 0.005)
+                self.share = max(MIN_SHARE, self.share - 0.02) if self._found.value < 0.8 else min(1.0, self.share + 0.005)
 
     def frame(self) -> Estimate:
         """The estimate for the engine."""

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from chairlift.errors import ModelNotFound, UnsupportedModel
 
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 """More layers than any model has. Lists with an entry for each layer of a wrong number could exhaust the memory."""
 
 
@@ -45,8 +45,8 @@ def parse_size(raw: dict[str, Any], name: str, default: int | None = None) -> in
 
 def parse_layers(raw: dict[str, Any]) -> int:
     """Returns the number of layers."""
-    if (layers := parse_size(raw, "num_hidden_layers")) > MOST_LAYERS:
-        raise UnsupportedModel(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {layers}")
+    if (layers := parse_size(raw, "num_hidden_layers")) > MAX_LAYERS:
+        raise UnsupportedModel(f"config.json: num_hidden_layers must be at most {MAX_LAYERS}, got {layers}")
     return layers
 
 

@@ -20,7 +20,7 @@ LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": EXPE
 """The letters of `hybrid_override_pattern`."""
 LANES = 16
 """What sizes are multiples of, as in `rust/cpu/src/recurrent.rs`."""
-MOST_TAPS = 4
+MAX_TAPS = 4
 """The longest convolution, as in `rust/cpu/src/recurrent/convolve.rs`."""
 
 
@@ -156,8 +156,8 @@ def _steps(raw: dict[str, Any]) -> tuple[float, float]:
 
 def _check(found: RecurrentLayers) -> None:
     """Raises NoNativeModel for sizes that the kernels do not compute."""
-    if not 2 <= found.taps <= MOST_TAPS:
-        raise NoNativeModel(f"convolutions over {found.taps} tokens have no code of ours (there is for 2 to {MOST_TAPS})")
+    if not 2 <= found.taps <= MAX_TAPS:
+        raise NoNativeModel(f"convolutions over {found.taps} tokens have no code of ours (there is for 2 to {MAX_TAPS})")
     sizes = {"key size": found.key_size, "value size": found.value_size, "channels": found.channels}
     for name, size in sizes.items():
         if size % LANES:

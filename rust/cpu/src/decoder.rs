@@ -223,12 +223,12 @@ fn layers_of(blocks: &[Block], cache: usize) -> usize {
 }
 
 /// Fewest query heads of a task, which reads its latents for all of them.
-const LEAST_HEADS: usize = 4;
+const MIN_HEADS: usize = 4;
 
 /// The number of groups, at most `most`, into which the query heads that attend to latents are divided. Tasks for parts of the heads keep
 /// all threads busy when there are few sequences. Other layers have several KV heads for that.
 fn head_groups(config: &DecoderConfig, heads: &KvHeads, most: usize) -> usize {
-    let most = if heads.latent.is_some() { most.min(config.num_heads / LEAST_HEADS) } else { 1 };
+    let most = if heads.latent.is_some() { most.min(config.num_heads / MIN_HEADS) } else { 1 };
     (1..=most).rev().find(|groups| config.num_heads.is_multiple_of(*groups)).unwrap_or(1)
 }
 

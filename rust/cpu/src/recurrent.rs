@@ -10,7 +10,7 @@ mod heads;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use convolve::{Convolve, Form, MOST_TAPS};
+pub(crate) use convolve::{Convolve, Form, MAX_TAPS};
 pub(crate) use gated_norm::GatedNorm;
 pub(crate) use heads::{Scratch, advance};
 
@@ -196,7 +196,7 @@ impl Recurrent {
         let channels = self.channels(hidden);
         let taps = self.taps.len() / channels;
         check(channels.is_multiple_of(LANES), "channels of convolutions, which are multiples of 16,")?;
-        check((2..=MOST_TAPS).contains(&taps) && self.taps.len() == taps * channels, "weights of convolutions")?;
+        check((2..=MAX_TAPS).contains(&taps) && self.taps.len() == taps * channels, "weights of convolutions")?;
         check(self.bias.as_ref().is_none_or(|bias| bias.len() == channels), "biases of convolutions")?;
         check(self.in_proj.matrix.is(isa, ins, hidden, Merge::Stacked), "weights of in_proj")?;
         check(self.out_proj.matrix.is(isa, hidden, outs, Merge::Stacked), "weights of out_proj")

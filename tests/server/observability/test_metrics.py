@@ -17,7 +17,7 @@ from chairlift.outputs import Timing
 from chairlift.scheduling import Scheduling
 from chairlift.server.observability import engine_metrics
 from chairlift.server.observability.engine_metrics import MAX_TENANTS, REJECTIONS
-from chairlift.server.observability.latencies import MAX_TENANTS as MOST_TIMED
+from chairlift.server.observability.latencies import MAX_TENANTS as MAX_TIMED
 from chairlift.server.observability.logs import load_line
 from chairlift.server.observability.metrics import Metrics
 from chairlift.server.tiers import Tier
@@ -249,21 +249,21 @@ def test_latencies_are_told_by_class_and_by_tenant(http):
 
 def test_latencies_have_labels_for_so_many_tenants_and_no_more():
     metrics = Metrics("m", list)
-    for number in range(MOST_TIMED + 5):
+    for number in range(MAX_TIMED + 5):
         metrics.latencies(Scheduling(tenant=f"tenant{number}")).first_token.observe(0.02)
     metrics.latencies(Scheduling(tenant="tenant0")).first_token.observe(1000)
     samples = [sample for family in text_string_to_metric_families(metrics.render().decode()) for sample in family.samples]
     counts = {one.labels["tenant"]: one.value for one in samples if one.name == "chairlift_time_to_first_token_by_tenant_seconds_count"}
-    assert len(counts) == MOST_TIMED + 2
+    assert len(counts) == MAX_TIMED + 2
     assert (counts["tenant0"], counts["tenant1"], counts["other"], counts["none"]) == (2, 1, 5, 0)
     buckets = [one.value for one in samples if one.name == "chairlift_time_to_first_token_seconds_bucket"]
     bounds = [one.labels["le"] for one in samples if one.name == "chairlift_time_to_first_token_seconds_bucket"]
     # A bucket's upper bound belongs to it.
-    assert dict(zip(bounds, buckets, strict=True))["0.02"] == MOST_TIMED + 5
+    assert dict(zip(bounds, buckets, strict=True))["0.02"] == MAX_TIMED + 5
     assert buckets == sorted(buckets)
-    assert (bounds[-1], buckets[-1]) == ("+Inf", MOST_TIMED + 6)
+    assert (bounds[-1], buckets[-1]) == ("+Inf", MAX_TIMED + 6)
     [total] = [one.value for one in samples if one.name == "chairlift_time_to_first_token_seconds_sum"]
-    assert total == pytest.approx(1000 + 0.02 * (MOST_TIMED + 5))
+    assert total == pytest.approx(1000 + 0.02 * (MAX_TIMED + 5))
 
 
 def test_a_tenant_is_not_told_of_others(engine):

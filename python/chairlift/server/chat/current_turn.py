@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from chairlift.outputs import RequestOutput
     from chairlift.server.keys import Tenant
 
-_MOST_ANSWERS = 32
+_MAX_ANSWERS = 32
 """Returned answers among which the turn before is looked for, the last first."""
-_MOST_MATCHES = 4
+_MAX_MATCHES = 4
 """Turns whose tokens are compared with a prompt."""
 
 
@@ -75,7 +75,7 @@ class CurrentTurn:
         tokens = plain
         candidates = list(self._answered(conversation))
         if parse is not None:
-            usable = (found for _, found in candidates[:_MOST_MATCHES] if found.turn.scope == labels.scope)
+            usable = (found for _, found in candidates[:_MAX_MATCHES] if found.turn.scope == labels.scope)
             matches = (exact_tokens(found, plain, tokenizer, parse) for found in usable)
             exact, count = next((match for match in matches if match is not None), (plain, 0))
             if exact != plain:
@@ -147,7 +147,7 @@ class CurrentTurn:
 
     def _answered(self, conversation: list[dict[str, Any]]) -> Iterator[tuple[int, Found]]:
         """Yields the turns whose answers the conversation has, the last first, with the number of assistant's messages after each."""
-        for number, keys in enumerate(returned_answers(conversation, _MOST_ANSWERS)):
+        for number, keys in enumerate(returned_answers(conversation, _MAX_ANSWERS)):
             for key in keys:
                 if (found := self._turns.with_answer(self._labels.tenant.name, key)) is not None:
                     yield number, found

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _EXCERPT_TOKENS, _EXCERPT_CHARACTERS = 24, 160
 _CONTEXT_TOKENS = 4
 """Equal tokens at the beginning of an excerpt."""
-_LEAST_SNIPPET = 8
+_MIN_SNIPPET = 8
 """Characters of a text that tell in which field it stands."""
 
 
@@ -146,7 +146,7 @@ def _same_text(before: array[int], now: array[int], shared: int, tokenizer: Toke
 def _field_with(text: str, conversation: Sequence[Mapping[str, Any]]) -> str | None:
     """Returns the field of a conversation in which the longest line of `text` stands; None if it stands in none."""
     snippet = max((line.strip() for line in text.splitlines()), key=len, default="")
-    if len(snippet) < _LEAST_SNIPPET:
+    if len(snippet) < _MIN_SNIPPET:
         return None
     return next((field for field, value in _texts(conversation) if snippet in value), None)
 

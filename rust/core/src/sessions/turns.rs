@@ -2,7 +2,7 @@
 //!
 //! The contexts of active sessions fit into the cache together. The others are parked: their requests wait in line, and their blocks are
 //! evicted first. A parked session comes in when there is room, or when an active one makes room: because
-//! it has been active for [`LEAST_TURN`] times the time to bring its context back, and the bucket for such reloads is not
+//! it has been active for [`MIN_TURN`] times the time to bring its context back, and the bucket for such reloads is not
 //! empty; or because it has been quiet for [`LONG_QUIET`]. One that is quiet goes before one with requests, whose further
 //! requests wait. A session of a less urgent tier makes room at once, and does not count while it has requests. Where tenants take turns,
 //! tiers do not count, and a turn ends only for a tenant without more service. A request that is due is served in any case. A
@@ -21,7 +21,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// A session's turn lasts for at least so many times the time to bring its context back.
-const LEAST_TURN: f64 = 5.0;
+const MIN_TURN: f64 = 5.0;
 /// A session makes room for others in any case if it has been quiet for so many microseconds, and for so many times the time of both reloads.
 const LONG_QUIET: (Time, f64) = (60_000_000, 3.0);
 /// Microseconds after which a quiet session is parked.
@@ -408,7 +408,7 @@ impl Sessions {
         if !self.reloads.allow(reload) {
             return None;
         }
-        let is_served = |since: Time, victim| machine.now.saturating_sub(since) as f64 > LEAST_TURN * self.reload(victim, machine.model);
+        let is_served = |since: Time, victim| machine.now.saturating_sub(since) as f64 > MIN_TURN * self.reload(victim, machine.model);
         let mut turns = turns.iter().take(CONSIDERED).filter(|&&(_, victim)| self.tier(victim) >= self.tier(id));
         turns.find(|&&(since, victim)| !self.is_owed(victim, id, machine) && is_served(since, victim)).map(|&(_, victim)| victim)
     }

@@ -9,7 +9,7 @@ use super::TILE;
 const ROWS: usize = 192;
 
 /// Rows of a task below which more tasks would cost more than they give.
-const LEAST_ROWS: usize = 48;
+const MIN_ROWS: usize = 48;
 
 /// The sequences of a step, and where their keys and values are.
 #[derive(Clone, Copy, Debug)]
@@ -70,7 +70,7 @@ impl<'a> Plan<'a> {
         let busy = |queries: usize| most.min(queries * kv_heads / (4 * threads));
         let mut plan = Self { sequences, heads, group, parts: Vec::new(), tasks: Vec::new() };
         let (mut groups, mut short) = (Vec::new(), Vec::new());
-        let each = busy(sequences.query_starts.last().map_or(0, |&end| end as usize)).max(LEAST_ROWS / group).max(1);
+        let each = busy(sequences.query_starts.last().map_or(0, |&end| end as usize)).max(MIN_ROWS / group).max(1);
         for sequence in 0..sequences.context_lens.len() {
             let count = plan.queries(sequence).len();
             if count <= each / 2 {

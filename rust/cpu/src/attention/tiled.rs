@@ -20,7 +20,7 @@ type Scores = [[f32; TILE]; ROWS];
 pub(super) const SCORES: usize = 2 * ROWS * TILE;
 
 /// Maximum tiles of columns that one call multiplies.
-const MOST_COLUMNS: usize = 16;
+const MAX_COLUMNS: usize = 16;
 
 impl<C: Cell> Attend<'_, C> {
     /// Whether matrix tiles multiply the keys and values.
@@ -111,9 +111,9 @@ impl<C: Cell> Attend<'_, C> {
             }
             let (values, sums) = (self.scratch.values.as_ptr(), self.scratch.sums.as_mut_ptr().add(first_row * padded));
             let products = PairProducts { height, pairs: TILE / 2, row_stride: TILE, column_stride: padded, out_stride: padded, add: true };
-            for first in (0..padded).step_by(MOST_COLUMNS * COLUMNS) {
-                let count = MOST_COLUMNS.min((padded - first) / COLUMNS);
-                let columns: [*const u32; MOST_COLUMNS] = std::array::from_fn(|column| values.wrapping_add(first + column * COLUMNS));
+            for first in (0..padded).step_by(MAX_COLUMNS * COLUMNS) {
+                let count = MAX_COLUMNS.min((padded - first) / COLUMNS);
+                let columns: [*const u32; MAX_COLUMNS] = std::array::from_fn(|column| values.wrapping_add(first + column * COLUMNS));
                 tiles.multiply(products, scores.as_ptr().cast(), &columns[..count], sums.add(first));
             }
         }

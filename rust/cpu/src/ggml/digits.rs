@@ -21,7 +21,7 @@ const OFFSET: i32 = 0x80_8080;
 const LARGEST: u32 = 0x7f_7f7f;
 /// Smallest exponent of a block, as stored in fp32. Blocks of smaller numbers keep fewer of their bits, so that scales of weights times those
 /// of rows are not denormal.
-const LEAST_EXPONENT: u32 = 49;
+const MIN_EXPONENT: u32 = 49;
 /// The bits of 2^112. The sums of codes times larger numbers could be infinite.
 const MOST: u32 = (127 + 112) << 23;
 
@@ -120,7 +120,7 @@ fn scale_of<const N: usize>(numbers: &[f32; BLOCK]) -> Option<(f32, f32)> {
     if largest >= MOST {
         return None;
     }
-    let exponent = ((largest + carry) >> 23).max(LEAST_EXPONENT);
+    let exponent = ((largest + carry) >> 23).max(MIN_EXPONENT);
     Some((f32::from_bits((exponent + 1 - bits) << 23), f32::from_bits((253 + bits - exponent) << 23)))
 }
 

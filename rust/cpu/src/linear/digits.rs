@@ -10,7 +10,7 @@ use crate::simd::{Int8, Isa, Kernel, ScaledProducts};
 use crate::unsafe_slice::UnsafeSlice;
 
 /// Rows from which matrix tiles are faster than products of bytes.
-const LEAST_ROWS: usize = 14;
+const MIN_ROWS: usize = 14;
 
 /// Maximum inputs whose weights are expanded at once for several tiles: a block of ggml's K types. They stay in the processor's first-level
 /// cache.
@@ -64,7 +64,7 @@ impl<const N: usize> DigitRows<N> {
 }
 
 fn in_tiles(isa: Isa, together: usize) -> bool {
-    isa.has_tiles() && together >= LEAST_ROWS
+    isa.has_tiles() && together >= MIN_ROWS
 }
 
 impl<const N: usize> SharedDigits<'_, N> {

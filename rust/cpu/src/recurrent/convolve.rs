@@ -6,7 +6,7 @@ use crate::simd::{Kernel, Simd, swish};
 use crate::unsafe_slice::UnsafeSlice;
 
 /// The most tokens that a convolution sees, with the current one.
-pub(crate) const MOST_TAPS: usize = 4;
+pub(crate) const MAX_TAPS: usize = 4;
 
 /// What is done before and after the convolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +45,7 @@ impl Kernel for Convolve<'_> {
         match self.taps.len() / self.all {
             2 => self.convolve::<S, 2>(s),
             3 => self.convolve::<S, 3>(s),
-            _ => self.convolve::<S, MOST_TAPS>(s),
+            _ => self.convolve::<S, MAX_TAPS>(s),
         }
     }
 }
