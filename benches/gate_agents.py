@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--state", type=Path, default=HOME)
     args = parser.parse_args()
+    args.state.mkdir(parents=True, exist_ok=True)
     kept = args.state / "gate_agents.jsonl"
     done = {tuple(key): figures for key, figures in map(json.loads, kept.read_text().splitlines())} if kept.exists() else {}
     rows = []
