@@ -100,11 +100,12 @@ def measure(server: str, tokens: int, *, gate: bool, trace: str, seconds: float,
 def row(name: str, part: str, direct: dict[str, Any], through: dict[str, Any]) -> str:
     """A row of the table."""
     both = [direct, through]
+    alone = direct["request_throughput"]
     cells = [
         name,
         part,
         *(f"{one['request_throughput']:.2f}" for one in both),
-        f"{through['request_throughput'] / max(direct['request_throughput'], 1e-9):.2f}x",
+        f"{through['request_throughput'] / alone:.2f}x" if alone else "-",
         ", ".join(f"{one['cached_share'] or 0:.0%}" for one in both),
         ", ".join(f"{one['median_ttft_ms'] / 1e3:.2f}" for one in both),
         ", ".join(f"{one['p99_ttft_ms'] / 1e3:.1f}" for one in both),
@@ -142,7 +143,8 @@ def main() -> None:
 Written by benches/gate_agents.py on {machine()}; {", ".join(f"{name} {version}" for name, version in versions().items())}.
 {USERS} users run recorded sessions for {args.seconds:g} s, one run each. KV is the part of their contexts ({WORKING_SET:,} tokens) that
 the server's cache holds.
-Pairs are direct and through the gate; times are seconds.
+Pairs are direct and through the gate; times are seconds. There is no ratio where no request was answered: llama.cpp ends all running
+requests with an error when their contexts exceed the KV that its slots share.
 
 | server | KV | requests/s, direct | through the gate | ratio | found in the cache | TTFT p50 | TTFT p99 | longest wait | failed requests |
 |---|---|---|---|---|---|---|---|---|---|
