@@ -1,4 +1,4 @@
-"""What each form of weights and KV costs in quality, on the default model and a text of English prose; measured in docs/tuning.md."""
+"""What each form of weights and KV costs in quality, on the default model and a text of English prose; measured in docs/arithmetic.md."""
 
 from functools import partial
 from pathlib import Path

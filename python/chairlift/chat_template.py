@@ -43,7 +43,8 @@ class ChatTemplate:
             source = file.read_text(encoding="utf-8")
             _variables_read(source)
         except (OSError, UnicodeDecodeError, InvalidRequest) as error:
-            raise InvalidSetting(f"--chat-template: {file} cannot be used: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise InvalidSetting(f"--chat-template: {file} cannot be used: {reason}") from None
         return cls({"default": source}, variables)
 
     @property

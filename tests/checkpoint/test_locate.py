@@ -53,6 +53,15 @@ def test_a_file_is_converted_once(tmp_path: Path, cache: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
+def test_a_link_that_cannot_be_followed_is_made_again(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("qwen2"), path)
+    link = locate(str(path), progress=False) / LINK
+    link.unlink()
+    link.symlink_to("x" * 300)  # an error of lstat, as for a link into the home directory of another user
+    assert (locate(str(path), progress=False) / LINK).resolve() == path
+
+
 def test_a_file_that_changed_is_converted_again(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "tiny.gguf"
     gguf_of(tiny_model("qwen2"), path)

@@ -1,5 +1,6 @@
 """Batches on a whole server that is killed again and again, and beside online requests."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -8,6 +9,11 @@ import sys
 import openai
 import pytest
 from served import served, until
+
+from chairlift.cli import run_batch
+from chairlift.config import EngineConfig
+from chairlift.server.config import ServerConfig
+from chairlift.server.storage.storage import Storage
 
 REQUESTS, KILLS = int(os.environ.get("BATCH_REQUESTS", "200")), int(os.environ.get("BATCH_KILLS", "3"))
 """`make batch-kills` sets more."""
@@ -89,3 +95,27 @@ def test_run_batch_answers_a_file_and_names_a_faulty_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "line 1: the line is not valid JSON" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_batch_keeps_what_was_not_answered(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text(
+        "\n".join([line("short", max_tokens=1), *(line(str(number), max_tokens=8000, ignore_eos=True) for number in range(8))])
+    )
+    storage = Storage(tmp_path / "data", 10**9)
+
+    async def interrupt() -> None:
+        config, server = EngineConfig(load_format="none"), ServerConfig()
+        running = asyncio.create_task(run_batch.answer_file(config, server, storage, source, tmp_path / "out.jsonl", 0.0))
+        while not any(batch.completed for batch in await storage.batches.open()):
+            await asyncio.sleep(0.01)
+            assert not running.done()
+        running.cancel()  # as asyncio.run does at Ctrl-C
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        [batch] = await storage.batches.open()
+        assert (batch.completed, batch.failed) == (1, 0)
+
+    asyncio.run(interrupt())
+    storage.close()

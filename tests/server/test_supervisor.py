@@ -181,3 +181,9 @@ def test_a_port_in_use_is_said():
         open_port("127.0.0.1", first.getsockname()[1])
     with pytest.raises(PortTaken):
         open_port("no.such.host.invalid", 1)
+
+
+@pytest.mark.parametrize(("host", "says"), [("127.0.0.1", "--port 0 takes any free port"), ("192.0.2.1", "an address of this machine")])
+def test_a_remedy_is_told_that_helps(host, says):
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortTaken, match=says):
+        open_port(host, other.getsockname()[1])

@@ -163,7 +163,9 @@ class HubClient:
         """Returns the exception that says what the user can do. The files of a gated model are listed for everybody."""
         page, has_token = f"{self._endpoint}/{self.repo}", self._token is not None
         if not isinstance(error, Refused):
-            return ModelNotFound(f"the Hugging Face hub cannot be reached for {self.repo} ({error})")
+            return ModelNotFound(
+                f"the Hugging Face hub cannot be reached for {self.repo} ({error}): check the network, or name a local file or directory"
+            )
         if error.status == 429 or error.status >= 500:
             later = f"in {error.pause:.0f} s" if error.pause is not None else "later"
             what = "allows no more requests now" if error.status == 429 else f"is out of order (status {error.status})"

@@ -205,12 +205,12 @@ def _converted(
     `sampling` and `stop` are for `convert`.
     """
     out = cache / "gguf" / name
-    if not (out / LINK).exists():
+    if not os.access(out / LINK, os.R_OK):
         from chairlift.checkpoint.gguf import convert  # imports numpy, which a server's process does not need otherwise
 
         path = source()
-        if out.is_dir() and not (out / LINK).exists():
-            shutil.rmtree(out)  # the GGUF file that it links to was moved
+        if out.is_dir() and not os.access(out / LINK, os.R_OK):
+            shutil.rmtree(out)  # the GGUF file that it links to was moved, or this directory was copied from another user's cache
         with announced(f"Reading the tokenizer of {path.name}", progress):
             convert(path, out, sampling, stop)
         _remove_old_copies(cache / "models")

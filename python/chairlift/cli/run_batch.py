@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.cli import flags
 from chairlift.config import EngineConfig
+from chairlift.engine.background import cancel
 from chairlift.engine.local_processes import local_processes
 from chairlift.engine.replicated_engine import ReplicatedEngine
 from chairlift.errors import ChairliftError, InvalidRequest, InvalidSetting
@@ -56,13 +57,13 @@ def run(args: argparse.Namespace) -> int:
         directory = server.data_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="chairlift-"))
         storage = Storage(directory, sys.maxsize)
         stack.callback(storage.close)
-        failed = asyncio.run(_run(args.engine, server, storage, args.input_file, args.output_file, args.started))
+        failed = asyncio.run(answer_file(args.engine, server, storage, args.input_file, args.output_file, args.started))
     if failed:
         print(f"{failed} requests failed: {args.output_file} has their errors", file=sys.stderr)
     return 1 if failed else 0
 
 
-async def _run(config: EngineConfig, server: ServerConfig, storage: Storage, source: Path, target: Path, started: float) -> int:
+async def answer_file(config: EngineConfig, server: ServerConfig, storage: Storage, source: Path, target: Path, started: float) -> int:
     """Runs the input as a batch and writes the output; returns the number of failed requests. Raises InvalidRequest for invalid input."""
     from chairlift.checkpoint.locate import public_name
     from chairlift.server.app import application
@@ -83,12 +84,12 @@ async def _run(config: EngineConfig, server: ServerConfig, storage: Storage, sou
             BatchRunner(application(service, server.max_body_size), service, storage, server.max_body_size).run_until_idle()
         )
         ended = asyncio.create_task(engine.replicas[0].engine.ended())
-        await asyncio.wait((running, ended), return_when=asyncio.FIRST_COMPLETED)
-        ended.cancel()
-        if not running.done():
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            raise ChairliftError("the engine died; with --data-dir the same command goes on")
+        try:
+            await asyncio.wait((running, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                raise ChairliftError("the engine died; with --data-dir the same command goes on")
+        finally:
+            await cancel((ended, running))  # before the engine closes: a request that loses its engine would be answered with an error
         running.result()
     finally:
         await engine.close()

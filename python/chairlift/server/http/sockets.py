@@ -35,7 +35,9 @@ def open_port(host: str, port: int) -> socket.socket:
         listener.listen()  # immediately: until then others may bind the same port
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise PortTaken(f"cannot listen on {host}:{port}: {reason} (--port 0 takes any free port)") from None
+        is_in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        remedy = "--port 0 takes any free port" if is_in_use else "--host and --port name an address of this machine"
+        raise PortTaken(f"cannot listen on {host}:{port}: {reason} ({remedy})") from None
     return listener
 
 
