@@ -215,6 +215,20 @@ def test_flags_of_the_configuration_replace_those_of_the_vocabulary(tmp_path: Pa
     assert tokenizer.encode("!")[0] in tokenizer.special_token_ids
 
 
+def test_the_files_of_older_versions_of_transformers(tmp_path: Path) -> None:
+    older = {"eos_token": {"content": "<end>", "lstrip": False}, "bos_token": "<a>", "additional_special_tokens": ["<tool>"]}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<word>": 258, "<end>": 259, "<tool>": 260, "<far>": 999}))
+    tokenizer = _byte_level(tmp_path, {"eos_token": "!"})
+    assert tokenizer.encode("<word><end><tool>") == [258, 259, 260]
+    assert tokenizer.special_token_ids == {256, 257, 259, 260}
+    assert tokenizer.eos_token_ids == eos_token_ids(tmp_path) == {259}
+    assert tokenizer.special_tokens == {"bos_token": "<a>", "eos_token": "<end>"}
+    newer = _byte_level(tmp_path, {"eos_token": "!", "added_tokens_decoder": {"257": {"content": "<b>", "special": True}}})
+    assert newer.eos_token_ids == {newer.encode("!")[0]}
+    assert newer.vocab_size == 258
+
+
 def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:
     directory_with(tmp_path, "bpe")
     assert _byte_level(tmp_path, {}).encode("<b>") == [257]

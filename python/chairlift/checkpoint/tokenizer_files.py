@@ -18,6 +18,8 @@ _NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model")
 """The files that hold a vocabulary; the first of them that is there counts."""
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OTHERS = ("additional_special_tokens", "extra_special_tokens")
+"""Lists of further special tokens, by their older and their newer name."""
 _RENUMBERED = ("XLMRoberta", "Camembert", "MBart", "Nllb", "XGLM", "Barthez", "XLNet", "Deberta", "M2M100", "Speech2Text")
 """Beginnings of the names of transformers' classes whose ids are not those of their tokenizer.model."""
 
@@ -31,8 +33,14 @@ def tokenizer_file(directory: Path, source: str | Path | None = None) -> Path:
 
 
 def tokenizer_config(file: Path) -> dict[str, Any]:
-    """Returns the tokenizer_config.json beside a vocabulary, with the roles of tokens that the format of the vocabulary implies."""
+    """Returns the tokenizer_config.json beside a vocabulary, with the roles of tokens that the format of the vocabulary implies.
+
+    Without `added_tokens_decoder`, the roles of the older special_tokens_map.json prevail, as in transformers.
+    """
     config = read_json(file.with_name("tokenizer_config.json"))
+    if "added_tokens_decoder" not in config:
+        older = read_json(file.with_name("special_tokens_map.json"))
+        config |= {role: older[role] for role in (*_ROLES, *_OTHERS) if older.get(role)}
     if file.name == "tekken.json":
         return {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>", "add_bos_token": True} | config
     if file.suffix == ".model":
@@ -72,10 +80,12 @@ def _is_text(value: object) -> TypeGuard[str]:
 
 
 def listed_tokens(config: Mapping[str, Any], file: Path) -> Iterator[tuple[int, str, dict[str, bool]]]:
-    """Yields the id, the text and the flags of each added token that tokenizer_config.json or added_tokens.json lists."""
+    """Yields the id, the text and the flags of each added token that tokenizer_config.json or the older added_tokens.json lists."""
     listed = config.get("added_tokens_decoder")
-    if not listed and file.suffix == ".model":
-        listed = {str(token): {"content": text} for text, token in read_json(file.with_name("added_tokens.json")).items()}
+    if not listed:
+        special = set(_special_texts(config))
+        older = read_json(file.with_name("added_tokens.json")).items()
+        listed = {str(token): {"content": text, "special": text in special, "normalized": text not in special} for text, token in older}
     for number, fields in listed.items() if isinstance(listed, dict) else ():
         text = fields.get("content") if isinstance(fields, dict) else None
         if number.isascii() and number.isdecimal() and len(number) < 10 and text and _is_text(text):
@@ -109,11 +119,15 @@ def _add_tokens(backend: Backend, file: Path, config: Mapping[str, Any]) -> None
         if number == (backend.get_vocab_size() if found is None else found):
             backend.add_tokens([AddedToken(text, **flags)])
             known.add(text)
-    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens")
+    missing = [text for text in _special_texts(config) if text not in known and backend.token_to_id(text) is not None]
+    backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
+
+
+def _special_texts(config: Mapping[str, Any]) -> list[str]:
+    """Returns the texts of the tokens that tokenizer_config.json gives a role, or lists as special ones."""
+    extra = next((found for name in _OTHERS if (found := config.get(name))), None)
     others = [token_with_role({"": token}, "") for token in extra] if isinstance(extra, list) else []
-    special = [text for text in (*(token_with_role(config, role) for role in _ROLES), *others) if text]
-    missing = [text for text in special if text not in known and backend.token_to_id(text) is not None]
-    backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(missing)])
+    return list(dict.fromkeys(text for text in (*(token_with_role(config, role) for role in _ROLES), *others) if text))
 
 
 def _add_ends(backend: Backend, config: Mapping[str, Any]) -> None:
