@@ -1,4 +1,4 @@
-"""Finds and loads the tokenizer of a model's directory: tokenizer.json, tekken.json or tokenizer.model."""
+"""Finds and loads the tokenizer of a model's directory: tokenizer.json, or another file with a vocabulary."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from chairlift.checkpoint.sentencepiece_file import sentencepiece_tokenizer
 from chairlift.checkpoint.tekken import tekken_tokenizer
+from chairlift.checkpoint.vocabulary_files import FAMILIES, Family, family_of, vocabulary_tokenizer
 from chairlift.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-_NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model")
+_NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model", *FAMILIES)
 """The files that hold a vocabulary; the first of them that is there counts."""
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -27,7 +28,7 @@ _RENUMBERED = ("XLMRoberta", "Camembert", "MBart", "Nllb", "XGLM", "Barthez", "X
 def tokenizer_file(directory: Path, source: str | Path | None = None) -> Path:
     """Returns the path of the vocabulary of the model in `directory`, or of `source`, another directory or file."""
     path = Path(source).expanduser() if source else directory
-    if path.suffix in (".json", ".model"):
+    if path.suffix in (".json", ".model", ".txt"):
         return path
     return next((path / name for name in _NAMES if (path / name).is_file()), path / _NAMES[0])
 
@@ -46,7 +47,7 @@ def tokenizer_config(file: Path) -> dict[str, Any]:
     if file.suffix == ".model":
         is_t5 = str(config.get("tokenizer_class")).startswith("T5")
         return {"bos_token": None if is_t5 else "<s>", "eos_token": "</s>", "add_bos_token": not is_t5, "add_eos_token": is_t5} | config
-    return config
+    return {**_family(file, config).roles, **config} if file.name in FAMILIES else config
 
 
 def load_backend(file: Path, config: Mapping[str, Any]) -> Backend:
@@ -58,6 +59,8 @@ def load_backend(file: Path, config: Mapping[str, Any]) -> Backend:
             raise UnsupportedModel(f"{file}: {config['tokenizer_class']} numbers its tokens otherwise; it needs the model's tokenizer.json")
         backend = tekken_tokenizer(file) if file.suffix == ".json" else sentencepiece_tokenizer(file)
         _add_ends(backend, config)
+    elif file.name in FAMILIES:
+        backend = vocabulary_tokenizer(file, _family(file, config), config)
     else:
         try:
             backend = Backend.from_file(str(file))
@@ -65,6 +68,10 @@ def load_backend(file: Path, config: Mapping[str, Any]) -> Backend:
             raise UnsupportedModel(f"{file} cannot be read: {error}") from None
     _add_tokens(backend, file, config)
     return backend
+
+
+def _family(file: Path, config: Mapping[str, Any]) -> Family:
+    return family_of(file, str(config.get("tokenizer_class") or read_json(file.with_name("config.json")).get("model_type")))
 
 
 def token_with_role(config: Mapping[str, Any], role: str) -> str | None:
