@@ -208,6 +208,10 @@ HELLO = [{"role": "user", "content": "hello"}]
         ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "hello"),
         ("{{ messages[0]['content'] | trim }}{{ tools is none }}{{ color }}", "helloTrueblue"),
         ([{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}], "plain"),
+        ({"default": "plain", "tool_use": "tools"}, "plain"),
+        ("{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}", "hello"),
+        ("{% for part in messages[0].content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}", "hello"),
+        ("{% for c in messages[0].content %}{{ c }}.{% endfor %}", "h.e.l.l.o."),
     ],
 )
 def test_what_templates_can_do(copy: Path, template: Any, expected: str) -> None:
@@ -244,6 +248,18 @@ def test_further_templates_lie_in_files_of_their_own(copy: Path) -> None:
     tokenizer = Tokenizer(copy)
     assert tokenizer.decode(tokenizer.chat(HELLO)) == "from the file"
     assert tokenizer.decode(tokenizer.chat(HELLO, tools=[{}, {}])) == "2 tools"
+    (copy / "chat_template.jinja").unlink()
+    tokenizer = Tokenizer(copy)
+    assert tokenizer.decode(tokenizer.chat(HELLO)) == "from JSON"
+    assert tokenizer.decode(tokenizer.chat(HELLO, tools=[{}, {}])) == "2 tools"
+
+
+def test_a_message_in_parts_is_continued_and_keeps_its_control_tokens_plain(copy: Path) -> None:
+    tokenizer = _template(copy, "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}.{% endfor %}")
+    messages = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "So", "tool_calls": None}]
+    ids = tokenizer.chat(messages, continue_final_message=True, add_generation_prompt=False)
+    assert not tokenizer.special_token_ids & set(ids)
+    assert tokenizer.decode(ids) == "<|im_end|>.So"
 
 
 @pytest.mark.parametrize("template", ["{{ bos_token }}a", "a", "{{ bos_token }}{{ bos_token }}a"])
@@ -278,6 +294,8 @@ def test_a_prompt_that_begins_with_bos_gets_no_second_one(copy: Path) -> None:
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "cannot render these messages"),
         ("{% for i in range(17000) %}{{ 'a' * 1000 }}{% endfor %}", "text is longer than 16777216 characters"),
         ([{"name": "rag", "template": ""}], "no default chat template, only rag"),
+        ([{"template": "a"}], "chat_template must be a text, or texts by name"),
+        (5, "chat_template must be a text, or texts by name"),
         (None, "this model has no chat template; use /v1/completions"),
     ],
 )
@@ -288,11 +306,11 @@ def test_what_templates_cannot_do(copy: Path, template: Any, reason: str) -> Non
 
 
 def test_ends_are_gathered_from_every_file(copy: Path) -> None:
-    _change(copy / "config.json", eos_token_id=5)
+    _change(copy / "config.json", eos_token_id=5, text_config={"eos_token_id": [8]})
     _change(copy / "generation_config.json", eos_token_id=[6, 7])
     _change(copy / "tokenizer_config.json", eos_token={"content": "<|endoftext|>"})
-    assert Tokenizer(copy).eos_token_ids == {0, END, 5, 6, 7}
-    _change(copy / "config.json", eos_token_id=None)
+    assert Tokenizer(copy).eos_token_ids == {0, END, 5, 6, 7, 8}
+    _change(copy / "config.json", eos_token_id=None, text_config=None)
     (copy / "generation_config.json").unlink()
     (copy / "tokenizer_config.json").unlink()
     assert Tokenizer(copy).eos_token_ids == {0, END}  # their texts are known

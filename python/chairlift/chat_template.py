@@ -24,14 +24,13 @@ class ChatTemplate:
     def from_files(cls, directory: Path, config: Mapping[str, Any], variables: Mapping[str, str]) -> ChatTemplate:
         """Reads chat_template.jinja and additional_chat_templates, else chat_template.json, else tokenizer_config.json.
 
-        Raises InvalidRequest if there is none.
+        Those of additional_chat_templates may also be beside one in JSON. Raises InvalidRequest if there is none.
         """
         files = {"default": directory / "chat_template.jinja"}
         files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
         named = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
-        if not named:
-            found = _from_json(directory / "chat_template.json") or config.get("chat_template")
-            named = {"default": found} if isinstance(found, str) else {item["name"]: item["template"] for item in found or ()}
+        if "default" not in named:
+            named = _named(_from_json(directory / "chat_template.json") or config.get("chat_template")) | named
         if not named:
             raise InvalidRequest("this model has no chat template; use /v1/completions with a prompt", param="messages")
         return cls(named, variables)
@@ -98,6 +97,23 @@ class ChatTemplate:
             if error.param is not None:
                 raise
             raise InvalidRequest(f"the chat template cannot render these messages: {error}", param="messages") from None
+
+
+def _named(found: Any) -> dict[str, str]:
+    """Returns templates by name: those of an object, those of a list of objects with `name` and `template`, or a single one.
+
+    Raises InvalidRequest for another value.
+    """
+    match found:
+        case None | "":
+            return {}
+        case str():
+            return {"default": found}
+        case list() if all(isinstance(item, dict) for item in found):
+            found = {item.get("name"): item.get("template") for item in found}
+    if not isinstance(found, dict) or not all(isinstance(text, str) for item in found.items() for text in item):
+        raise InvalidRequest("this model's chat_template must be a text, or texts by name; use --chat-template", param="messages")
+    return found
 
 
 def _from_json(file: Path) -> Any:

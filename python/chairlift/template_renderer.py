@@ -34,6 +34,9 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _END = "\ufdd2"
 """Mark after a message that is to be continued."""
 
+_PROBE = "\ufdd3"
+"""Content of a message that tells what a template does with contents."""
+
 _MARKS = str.maketrans("", "", _OPEN + _CLOSE)
 
 
@@ -45,6 +48,8 @@ def render(job: Mapping[str, Any]) -> list[tuple[str, bool]]:
     pattern = _pattern(tuple(job["controls"]))
     marked = _mark_control_tokens([messages, job["variables"]], pattern)
     messages, variables = marked or (messages, job["variables"])
+    if _reads_parts(job["source"]):
+        messages = [_in_parts(message) for message in messages]
     text = _compiled(job["source"]).render({**job["defaults"], **variables, "messages": messages})
     if len(text) > MAX_CHARACTERS:
         raise InvalidRequest(f"the text is longer than {MAX_CHARACTERS} characters")
@@ -59,6 +64,29 @@ def render(job: Mapping[str, Any]) -> list[tuple[str, bool]]:
     # A template that slices strings may leave a single mark.
     cleaned = (piece.translate(_MARKS) for piece in pieces)
     return [(piece, index % 2 == 1) for index, piece in enumerate(cleaned) if piece]
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message whose content is a list with one part, if it is a text."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+@lru_cache(maxsize=8)
+def _reads_parts(source: str) -> bool:
+    """Whether a template shows a message's content only as a list of parts, like those of many models that also read images.
+
+    As in llama.cpp, it is tried out (common/jinja/caps.cpp).
+    """
+    asked = {"role": "user", "content": _PROBE}
+    return not _shows(source, asked) and _shows(source, _in_parts(asked))
+
+
+def _shows(source: str, message: Mapping[str, Any]) -> bool:
+    try:
+        return _PROBE in _compiled(source).render(messages=[message], tools=None, documents=None, add_generation_prompt=True)
+    except Exception:  # the rendering of the conversation reports what is wrong with the template
+        return False
 
 
 def variables_read(source: str) -> list[str]:

@@ -114,7 +114,7 @@ class Tokenizer:
 
     def prepare(self) -> None:
         """Starts the process that renders the chat template, if there is one: otherwise the first conversation waits for it."""
-        with contextlib.suppress(InvalidRequest, OSError, ValueError, TypeError, KeyError):  # this fails conversations, but not the start
+        with contextlib.suppress(InvalidRequest, OSError, ValueError):  # this fails conversations, but not the start
             self.template.prepare()
 
     @property
@@ -294,8 +294,10 @@ def eos_token_ids(
     """
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        value = read_json(directory / name).get("eos_token_id")
-        ids.update(token for token in (value if isinstance(value, list) else [value]) if type(token) is int and token >= 0)
+        raw = read_json(directory / name)
+        for table in (raw, raw.get("text_config")):  # models that also read images have the second
+            value = table.get("eos_token_id") if isinstance(table, dict) else None
+            ids.update(token for token in (value if isinstance(value, list) else [value]) if type(token) is int and token >= 0)
     file = tokenizer_file(directory, source)
     config = tokenizer_config(file)
     known = {text: token for token, text, _ in listed_tokens(config, file)}

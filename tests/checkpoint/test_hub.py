@@ -84,11 +84,11 @@ def test_safetensors_files_that_belong_to_the_model(hub: FakeHub, cache: Path) -
     index = {"weight_map": {str(part): name for part, name in enumerate(weights)}}
     wanted = {"config.json": b"{}", "tokenizer.model": b"x", "model.safetensors.index.json": json.dumps(index).encode(), **weights}
     others = {"consolidated.safetensors": LARGE, "model-other.safetensors": LARGE, "pytorch_model.bin": LARGE, "m-Q8_0.gguf": LARGE}
-    hub.add("org/whole", {**wanted, **others, "run.py": b"import os", "additional_chat_templates/rag.jinja": b"y"})
+    hub.add("org/whole", {**wanted, **others, "run.py": b"import os", "merges.txt": b"z", "additional_chat_templates/rag.jinja": b"y"})
     found = pull(hub, cache, HubName("org/whole"))
     assert found == locate("org/whole", progress=False)
     files = {path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()}
-    assert files == {*wanted, "additional_chat_templates/rag.jinja"}
+    assert files == {*wanted, "merges.txt", "additional_chat_templates/rag.jinja"}
     assert pull(hub, cache, HubName("org/whole", "Q8_0")).name == "m-Q8_0.gguf"
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from fake_hub import FakeHub
+from gguf import GGUFWriter
 from gguf_files import gguf_of, split_gguf_of, tiny_model
 
 from chairlift.checkpoint.cache import LINK
@@ -151,6 +152,33 @@ def test_the_model_among_the_gguf_files_of_a_directory(tmp_path: Path, cache: Pa
     assert (locate(str(place), progress=False) / LINK).resolve().name == "a-Q8_0.gguf"
     (place / "model.safetensors").write_bytes(b"")
     assert locate(str(place)) == place
+
+
+@pytest.mark.parametrize(("architecture", "kind"), [("clip", None), ("clip", "mmproj"), ("qwen2", "adapter"), ("qwen2", "imatrix")])
+def test_files_of_any_name_beside_the_model_are_known_by_their_content(
+    tmp_path: Path, cache: Path, architecture: str, kind: str | None
+) -> None:
+    place = tmp_path / "m"
+    place.mkdir()
+    gguf_of(tiny_model("qwen2"), place / "z.gguf")
+    writer = GGUFWriter(place / "a-Q4_K_M.gguf", architecture)
+    if kind:
+        writer.add_type(kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert (locate(str(place), progress=False) / LINK).resolve().name == "z.gguf"
+    (place / "z.gguf").unlink()
+    with pytest.raises(UnsupportedModel, match=r"a-Q4_K_M\.gguf"):
+        locate(str(place), progress=False)
+
+
+def test_the_model_may_lie_in_a_folder_of_its_type(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("Q4_K_M", "Q8_0"):
+        (tmp_path / "m" / name).mkdir(parents=True)
+        gguf_of(tiny_model("qwen2"), tmp_path / "m" / name / f"a-{name}.gguf")
+    assert (locate(str(tmp_path / "m")) / LINK).resolve().name == "a-Q4_K_M.gguf"
+    assert f"Taking Q4_K_M/a-Q4_K_M.gguf of {tmp_path / 'm'}, which also holds Q8_0/a-Q8_0.gguf" in capsys.readouterr().err
 
 
 def test_a_file_may_have_any_name(tmp_path: Path, cache: Path) -> None:

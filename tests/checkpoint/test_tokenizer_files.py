@@ -10,6 +10,7 @@ import pytest
 from tekken_files import write_tekken
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer
 
 from chairlift.checkpoint.plain_text import plain
 from chairlift.checkpoint.sentencepiece import Kind, Vocabulary, merges, unigram
@@ -213,6 +214,94 @@ def test_flags_of_the_configuration_replace_those_of_the_vocabulary(tmp_path: Pa
     assert tokenizer.vocab_size == 259
     assert tokenizer.eos_token_ids == {tokenizer.encode("!")[0]}
     assert tokenizer.encode("!")[0] in tokenizer.special_token_ids
+
+
+def test_the_files_of_older_versions_of_transformers(tmp_path: Path) -> None:
+    older = {"eos_token": {"content": "<end>", "lstrip": False}, "bos_token": "<a>", "additional_special_tokens": ["<tool>"]}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<word>": 258, "<end>": 259, "<tool>": 260, "<far>": 999}))
+    tokenizer = _byte_level(tmp_path, {"eos_token": "!"})
+    assert tokenizer.encode("<word><end><tool>") == [258, 259, 260]
+    assert tokenizer.special_token_ids == {256, 257, 259, 260}
+    assert tokenizer.eos_token_ids == eos_token_ids(tmp_path) == {259}
+    assert tokenizer.special_tokens == {"bos_token": "<a>", "eos_token": "<end>"}
+    newer = _byte_level(tmp_path, {"eos_token": "!", "added_tokens_decoder": {"257": {"content": "<b>", "special": True}}})
+    assert newer.eos_token_ids == {newer.encode("!")[0]}
+    assert newer.vocab_size == 258
+
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+TEXTS = [
+    "hello world",
+    " two  spaces\n\n x ",
+    "don't I'LL 1234",
+    "na\u00efve cafe\u0301 \u6a21\u578b \U0001f642",
+    "a<|endoftext|>b</s><mask>",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "special", "model_type"),
+    [
+        ("Qwen2Tokenizer", ["<|endoftext|>"], "qwen2"),
+        ("GPT2TokenizerFast", ["<|endoftext|>"], None),
+        ("RobertaTokenizer", ["<s>", "<pad>", "</s>", "<unk>", "<mask>"], None),
+        (None, ["<|endoftext|>"], "qwen2"),
+    ],
+)
+def test_vocabularies_with_merges_are_those_of_transformers(
+    tmp_path: Path, name: str | None, special: list[str], model_type: str | None
+) -> None:
+    words = ["he", "ll", "hell", "hello", "\u0120t", "\u0120tw", "\u0120two"]
+    (tmp_path / "vocab.json").write_text(json.dumps({text: index for index, text in enumerate([*special, *BYTES, *words])}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\nl l\nhe ll\nhell o\n\u0120 t\n\u0120t w\n\u0120tw o\n")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type} if model_type else {}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name} if name else {}))
+    expected, tokenizer = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == expected.encode(text), text
+    assert tokenizer.encode_pair("hello", "two")[0] == expected.encode("hello", "two")
+    assert tokenizer.eos_token_ids == {expected.eos_token_id}
+    MaskedVocabulary(tmp_path / "vocab.json", tokenizer.vocab_size, (expected.eos_token_id,)).load()
+
+
+@pytest.mark.parametrize("cased", [False, True])
+def test_vocabularies_of_words_are_those_of_transformers(tmp_path: Path, cased: bool) -> None:
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "hello",
+        "world",
+        "two",
+        "don",
+        "'",
+        "t",
+        "cafe",
+        "na",
+        "##ive",
+        "x",
+        "1",
+        "##2",
+        "\u6a21",
+    ]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer", "do_lower_case": not cased}))
+    expected, tokenizer = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path)
+    for text in (*TEXTS, "Hello [MASK] NA\u00cfVE 12"):
+        assert tokenizer.encode(text) == expected.encode(text), text
+    assert tokenizer.encode_pair("hello", "two")[0] == expected.encode("hello", "two")
+
+
+def test_vocabularies_of_other_classes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match=r"vocab.json belongs to CLIPTokenizer, for which the model's tokenizer.json is needed"):
+        load_backend(tmp_path / "vocab.json", {"tokenizer_class": "CLIPTokenizer"})
+    with pytest.raises(UnsupportedModel, match=r"vocab.json cannot be read as a vocabulary"):
+        load_backend(tmp_path / "vocab.json", {"tokenizer_class": "Qwen2Tokenizer"})
 
 
 def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:

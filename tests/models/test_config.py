@@ -65,6 +65,10 @@ def test_both_spellings_of_rope_are_read():
     assert parse(rope_theta=5e5, rope_scaling={"type": "llama3", **LLAMA3}).rope == expected
     assert parse(rope_scaling={"rope_type": "linear", "factor": 2.0}).rope == RopeConfig(dim=16, scaling=Linear(2.0))
     assert parse(rope_theta=1e6, rope_scaling=None).rope == RopeConfig(dim=16, theta=1e6)
+    written = {"rope_type": "default", "rope_theta": 5e5}
+    scaled = RopeConfig(dim=16, theta=5e5, scaling=Linear(2.0))
+    assert parse(rope_parameters=written, rope_scaling={"type": "linear", "factor": 2.0}).rope == scaled
+    assert parse(rope_parameters=written, rope_scaling=None).rope == RopeConfig(dim=16, theta=5e5)
 
 
 def test_sliding_windows_are_per_layer():

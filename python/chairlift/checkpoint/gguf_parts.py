@@ -1,8 +1,9 @@
-"""Finds GGUF files by their names: which file of a directory or a repository is the model, and the parts of a split one."""
+"""Finds GGUF files: which file of a directory or a repository is the model, and the parts of a split one."""
 
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterable
 from pathlib import Path, PurePath
 from typing import TypeVar
@@ -13,6 +14,10 @@ _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})(?P<of>-of-)(?P<count>(?!0000
 _OTHERS = re.compile(r".*(mmproj|imatrix).*|(mtp|eagle3|dflash|dspark)-.*", re.IGNORECASE)
 """Files beside a model: image encoders, statistics of quantisation, draft models."""
 _PREFERRED = ("Q4_K_M", "Q8_0")
+_FIRST_BYTES = 1 << 16
+"""Bytes of a file in which `holds_model` looks. What it looks for comes first in published files."""
+_TEXT, _SCALARS = 8, {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""The type of texts in metadata, and the sizes of the scalar types."""
 _TAG = re.compile(r"[-.]([A-Za-z0-9_]+)$")
 
 
@@ -23,6 +28,31 @@ def is_gguf(path: Path) -> bool:
             return file.read(4) == b"GGUF"
     except OSError:
         return False
+
+
+def holds_model(path: Path) -> bool:
+    """Whether a GGUF file may hold a model of text by its first metadata, which tell an image encoder, an adapter and statistics."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_FIRST_BYTES)
+        (count,), at = struct.unpack_from("<Q", head, 16), 24
+
+        def text() -> str:
+            nonlocal at
+            (length,) = struct.unpack_from("<Q", head, at)
+            at += 8 + length
+            return head[at - length : at].decode("utf-8", "replace")
+
+        for _ in range(count):
+            key, (kind,) = text(), struct.unpack_from("<I", head, at)
+            at += 4
+            if kind != _TEXT:
+                at += _SCALARS[kind]
+            elif ((value := text()) != "model" and key == "general.type") or (value == "clip" and key == "general.architecture"):
+                return False
+    except (OSError, struct.error, KeyError):
+        pass  # a file without an answer is a model, or whoever reads it says what is wrong
+    return True
 
 
 def model_files(files: Iterable[P]) -> list[P]:

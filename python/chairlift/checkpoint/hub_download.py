@@ -18,6 +18,8 @@ from chairlift.checkpoint.model_name import HubName, is_revision
 from chairlift.checkpoint.progress import Progress, download_bar, say
 from chairlift.errors import ModelNotFound
 
+_VOCABULARIES = ("tokenizer.model", "vocab.txt", "merges.txt")
+"""Files of a tokenizer that are not JSON."""
 _CONNECTIONS = 4
 """Files that are downloaded at the same time."""
 
@@ -39,7 +41,7 @@ def download_hub_model(name: HubName, cache: Path, progress: Progress) -> Path:
     with writing_to(cache):
         repository.blob("").mkdir(parents=True, exist_ok=True)
         if model is None:
-            texts = [file for path, file in files.items() if path.suffix in (".json", ".jinja") or path.name == "tokenizer.model"]
+            texts = [file for path, file in files.items() if path.suffix in (".json", ".jinja") or path.name in _VOCABULARIES]
             source.fetch(texts, f"the configuration of {name}", False)
             source.fetch(all_of(name, files, weights_of(files, snapshot)), str(name), progress)
         else:

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from chairlift.checkpoint.cache import DEFAULT_FILE, LINK, cache_dir, default_file, hub_dir
 from chairlift.checkpoint.file_address import find_file
-from chairlift.checkpoint.gguf_parts import is_gguf, model_files, parts_of, stem_of
+from chairlift.checkpoint.gguf_parts import holds_model, is_gguf, model_files, parts_of, stem_of
 from chairlift.checkpoint.hub_model import find_hub_model
 from chairlift.checkpoint.hub_settings import is_offline
 from chairlift.checkpoint.hub_suggestions import suggestions
@@ -151,15 +151,19 @@ def _default(cache: Path, progress: Progress, download: bool) -> Path:
 
 
 def _directory(path: Path, cache: Path, progress: Progress) -> Path:
-    """Returns a directory in Hugging Face's layout as it is, else the converted directory of one of its GGUF files."""
+    """Returns a directory in Hugging Face's layout as it is, else the converted directory of one of its GGUF files.
+
+    Without files of its own, those of its folders count: repositories have a folder for each type of weights.
+    """
     has_config = (path / "config.json").is_file()
     if has_config and ((path / LINK).is_symlink() or any(path.glob("*.safetensors"))):
         return path.absolute()
-    found = model_files(path.iterdir())
+    files = model_files(path.iterdir()) or model_files(path.glob("*/*"))
+    found = [file for file in files if holds_model(file)] or files
     if found:
         if len(found) > 1:
-            others = ", ".join(file.name for file in found[1:])
-            say(f"Taking {found[0].name} of {path}, which also holds {others}", progress)
+            others = ", ".join(str(file.relative_to(path)) for file in found[1:])
+            say(f"Taking {found[0].relative_to(path)} of {path}, which also holds {others}", progress)
         return _gguf(found[0], cache, progress)
     if has_config:
         return path.absolute()

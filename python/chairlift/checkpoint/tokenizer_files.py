@@ -1,4 +1,4 @@
-"""Finds and loads the tokenizer of a model's directory: tokenizer.json, tekken.json or tokenizer.model."""
+"""Finds and loads the tokenizer of a model's directory: tokenizer.json, or another file with a vocabulary."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from chairlift.checkpoint.sentencepiece_file import sentencepiece_tokenizer
 from chairlift.checkpoint.tekken import tekken_tokenizer
+from chairlift.checkpoint.vocabulary_files import FAMILIES, Family, family_of, vocabulary_tokenizer
 from chairlift.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-_NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model")
+_NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model", *FAMILIES)
 """The files that hold a vocabulary; the first of them that is there counts."""
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OTHERS = ("additional_special_tokens", "extra_special_tokens")
+"""Lists of further special tokens, by their older and their newer name."""
 _RENUMBERED = ("XLMRoberta", "Camembert", "MBart", "Nllb", "XGLM", "Barthez", "XLNet", "Deberta", "M2M100", "Speech2Text")
 """Beginnings of the names of transformers' classes whose ids are not those of their tokenizer.model."""
 
@@ -25,20 +28,26 @@ _RENUMBERED = ("XLMRoberta", "Camembert", "MBart", "Nllb", "XGLM", "Barthez", "X
 def tokenizer_file(directory: Path, source: str | Path | None = None) -> Path:
     """Returns the path of the vocabulary of the model in `directory`, or of `source`, another directory or file."""
     path = Path(source).expanduser() if source else directory
-    if path.suffix in (".json", ".model"):
+    if path.suffix in (".json", ".model", ".txt"):
         return path
     return next((path / name for name in _NAMES if (path / name).is_file()), path / _NAMES[0])
 
 
 def tokenizer_config(file: Path) -> dict[str, Any]:
-    """Returns the tokenizer_config.json beside a vocabulary, with the roles of tokens that the format of the vocabulary implies."""
+    """Returns the tokenizer_config.json beside a vocabulary, with the roles of tokens that the format of the vocabulary implies.
+
+    Without `added_tokens_decoder`, the roles of the older special_tokens_map.json prevail, as in transformers.
+    """
     config = read_json(file.with_name("tokenizer_config.json"))
+    if "added_tokens_decoder" not in config:
+        older = read_json(file.with_name("special_tokens_map.json"))
+        config |= {role: older[role] for role in (*_ROLES, *_OTHERS) if older.get(role)}
     if file.name == "tekken.json":
         return {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>", "add_bos_token": True} | config
     if file.suffix == ".model":
         is_t5 = str(config.get("tokenizer_class")).startswith("T5")
         return {"bos_token": None if is_t5 else "<s>", "eos_token": "</s>", "add_bos_token": not is_t5, "add_eos_token": is_t5} | config
-    return config
+    return {**_family(file, config).roles, **config} if file.name in FAMILIES else config
 
 
 def load_backend(file: Path, config: Mapping[str, Any]) -> Backend:
@@ -50,6 +59,8 @@ def load_backend(file: Path, config: Mapping[str, Any]) -> Backend:
             raise UnsupportedModel(f"{file}: {config['tokenizer_class']} numbers its tokens otherwise; it needs the model's tokenizer.json")
         backend = tekken_tokenizer(file) if file.suffix == ".json" else sentencepiece_tokenizer(file)
         _add_ends(backend, config)
+    elif file.name in FAMILIES:
+        backend = vocabulary_tokenizer(file, _family(file, config), config)
     else:
         try:
             backend = Backend.from_file(str(file))
@@ -57,6 +68,10 @@ def load_backend(file: Path, config: Mapping[str, Any]) -> Backend:
             raise UnsupportedModel(f"{file} cannot be read: {error}") from None
     _add_tokens(backend, file, config)
     return backend
+
+
+def _family(file: Path, config: Mapping[str, Any]) -> Family:
+    return family_of(file, str(config.get("tokenizer_class") or read_json(file.with_name("config.json")).get("model_type")))
 
 
 def token_with_role(config: Mapping[str, Any], role: str) -> str | None:
@@ -72,10 +87,12 @@ def _is_text(value: object) -> TypeGuard[str]:
 
 
 def listed_tokens(config: Mapping[str, Any], file: Path) -> Iterator[tuple[int, str, dict[str, bool]]]:
-    """Yields the id, the text and the flags of each added token that tokenizer_config.json or added_tokens.json lists."""
+    """Yields the id, the text and the flags of each added token that tokenizer_config.json or the older added_tokens.json lists."""
     listed = config.get("added_tokens_decoder")
-    if not listed and file.suffix == ".model":
-        listed = {str(token): {"content": text} for text, token in read_json(file.with_name("added_tokens.json")).items()}
+    if not listed:
+        special = set(_special_texts(config))
+        older = read_json(file.with_name("added_tokens.json")).items()
+        listed = {str(token): {"content": text, "special": text in special, "normalized": text not in special} for text, token in older}
     for number, fields in listed.items() if isinstance(listed, dict) else ():
         text = fields.get("content") if isinstance(fields, dict) else None
         if number.isascii() and number.isdecimal() and len(number) < 10 and text and _is_text(text):
@@ -109,11 +126,15 @@ def _add_tokens(backend: Backend, file: Path, config: Mapping[str, Any]) -> None
         if number == (backend.get_vocab_size() if found is None else found):
             backend.add_tokens([AddedToken(text, **flags)])
             known.add(text)
-    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens")
+    missing = [text for text in _special_texts(config) if text not in known and backend.token_to_id(text) is not None]
+    backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
+
+
+def _special_texts(config: Mapping[str, Any]) -> list[str]:
+    """Returns the texts of the tokens that tokenizer_config.json gives a role, or lists as special ones."""
+    extra = next((found for name in _OTHERS if (found := config.get(name))), None)
     others = [token_with_role({"": token}, "") for token in extra] if isinstance(extra, list) else []
-    special = [text for text in (*(token_with_role(config, role) for role in _ROLES), *others) if text]
-    missing = [text for text in special if text not in known and backend.token_to_id(text) is not None]
-    backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(missing)])
+    return list(dict.fromkeys(text for text in (*(token_with_role(config, role) for role in _ROLES), *others) if text))
 
 
 def _add_ends(backend: Backend, config: Mapping[str, Any]) -> None:

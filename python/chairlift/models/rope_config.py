@@ -46,8 +46,13 @@ def parse_temperature(raw: dict[str, Any]) -> tuple[float, int] | None:
 
 
 def rope_table(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the rotary parameters: `rope_parameters` of transformers 5 and the older `rope_scaling`."""
-    found = parse_table(raw, "rope_scaling") | parse_table(raw, "rope_parameters")
+    """Returns the rotary parameters: `rope_parameters` of transformers 5, or the older `rope_scaling`.
+
+    Users add the second to a file that has the first. As in transformers, its scaling then prevails.
+    """
+    scaling, found = parse_table(raw, "rope_scaling"), parse_table(raw, "rope_parameters")
+    if scaling:
+        found = {name: found[name] for name in ("rope_theta", "partial_rotary_factor") if name in found} | scaling
     if raw.get("original_max_position_embeddings") is not None:
         found["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     return found
