@@ -15,6 +15,7 @@ from gguf_files import byte_level_metadata, finish, tiny_model, writer_of
 from quantised_checkpoints import FORMATS
 from safetensors.torch import load_file, save_file
 
+from chairlift.checkpoint.safetensors_file import SafetensorsFile
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.models.fields import read_json
@@ -79,6 +80,18 @@ def test_one_matrix_of_an_expert_is_made_at_a_time(tmp_path: Path, form: str) ->
         tracemalloc.stop()
     # numpy makes a few copies of a quantised matrix on the way. All experts have 48 matrices, which take an eighth in MXFP4.
     assert peak < (8 if form in FORMATS else 4) * MATRIX, f"{peak / MATRIX:.1f} matrices"
+
+
+@pytest.mark.parametrize("form", ["gptq", "mxfp4"])
+def test_pages_of_experts_are_dropped_once_they_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    (write_gpt_oss if form == "mxfp4" else write_quantised)(tmp_path, form)
+    dropped: set[tuple[int, int]] = set()
+    monkeypatch.setattr("chairlift.runner.file_pages.available_memory", lambda: 0)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, size, advice: dropped.add((start, size)))
+    pack(tmp_path)
+    tensors = SafetensorsFile(tmp_path / "model.safetensors").tensors
+    experts = {name: (entry.start, entry.size) for name, entry in tensors.items() if ".experts." in name and not name.endswith("bias")}
+    assert not [name for name, place in experts.items() if place not in dropped]
 
 
 def test_what_is_wrong_with_a_matrix_that_is_made_is_said_as_for_one_that_is_read(tmp_path: Path) -> None:
