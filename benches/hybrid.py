@@ -1,10 +1,11 @@
 """Hybrid models with random weights in real shapes, served beside llama.cpp; CPU seconds of one thread each.
 
-    python benches/hybrid.py --llama-server PATH [--only NAME] [--keep FOLDER]
+    python benches/hybrid.py [--llama-server PATH] [--only NAME] [--keep FOLDER] [--answers]
 
 Each model has some of its layers, in Q4_K. Both servers read the same file and run one thread each, one after the other in turns: CPU
 seconds say what they compute even if the machine is busy. Prints a table of a prompt of 4,000 tokens, one stream, 16 streams, and eight
-turns of a conversation that begins with these 4,000 tokens and grows by 200 each, with caches on.
+turns of a conversation that begins with these 4,000 tokens and grows by 200 each, with caches on. Turns lack the answers before them, as
+where a template drops what an assistant thought; with --answers they have them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import http.client
 import json
 import os
 import random
+import re
 import socket
 import statistics
 import subprocess
@@ -137,22 +139,28 @@ class Server:
         """CPU seconds of the process and its children."""
         return session_seconds(self.process.pid)
 
-    def ask(self, prompt: list[int], count: int) -> tuple[float, int]:
-        """CPU seconds until the first of `count` tokens, and the tokens of the prompt that were cached."""
+    def ask(self, prompt: list[int], count: int) -> tuple[float, int, list[int]]:
+        """CPU seconds until the first of `count` tokens, the tokens of the prompt that were cached, and the answer's."""
         body = {"model": "model", "prompt": prompt, "max_tokens": count, "n_predict": count, "temperature": 0, "stream": True}
         body |= {"ignore_eos": True, "cache_prompt": True, "stream_options": {"include_usage": True}}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=1200)
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response, first, cached = connection.getresponse(), 0.0, 0
+        response, first, cached, text = connection.getresponse(), 0.0, 0, ""
         if response.status != 200:
             raise SystemExit(f"/v1/completions: {response.status} {response.read().decode()}")
         for line in response:
             if line.startswith(b"data: {"):
                 first = first or self.cpu()
-                usage = (json.loads(line[6:]).get("usage") or {}).get("prompt_tokens_details") or {}
-                cached = usage.get("cached_tokens", cached)
+                event = json.loads(line[6:])
+                text += "".join(choice["text"] for choice in event["choices"])
+                cached = ((event.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens", cached)
         connection.close()
-        return first, cached
+        return first, cached, token_ids(text)
+
+
+def token_ids(text: str) -> list[int]:
+    """The tokens of a text, which `random_gguf` names by their numbers."""
+    return [int(number) + 2 for number in re.findall(r"t(\d+)", text)]
 
 
 @contextmanager
@@ -181,8 +189,8 @@ def served(command: list[str]) -> Iterator[Server]:
         process.wait()
 
 
-def measure(server: Server, seed: int) -> dict[str, float]:
-    """CPU seconds of each case."""
+def measure(server: Server, seed: int, *, answers: bool) -> dict[str, float]:
+    """CPU seconds of each case. `answers` is whether a conversation's turns have the answers before them."""
     numbers = random.Random(seed)
     found: dict[str, float] = {}
 
@@ -204,12 +212,13 @@ def measure(server: Server, seed: int) -> dict[str, float]:
     prompt, firsts, cached, findable = draw(PROMPT), [], 0, 0
     for turn in range(TURNS):
         before = server.cpu()
-        first, hit = server.ask(prompt, ANSWER)
+        first, hit, answer = server.ask(prompt, ANSWER)
         firsts.append(first - before)
         if turn:
             cached, findable = cached + hit, findable + len(prompt) - TURN - 1
-        # The next turn lacks the answer, as where a template drops what an assistant thought.
-        prompt = prompt + draw(TURN)
+        if answers and len(answer) != ANSWER:
+            raise SystemExit(f"an answer of {ANSWER} tokens was read as {len(answer)}")
+        prompt = prompt + (answer if answers else []) + draw(TURN)
     found |= {"prompt": firsts[0], "turn": statistics.median(firsts[1:]), "found": cached / findable}
     return found
 
@@ -222,17 +231,18 @@ def print_head(rounds: int) -> None:
     print("|---|---|---|---|---|---|---|", flush=True)
 
 
-def compare(name: str, path: Path, llama_server: Path, rounds: int) -> None:
-    """Measures both servers with a file in turns, and prints their rows."""
+def compare(name: str, path: Path, llama_server: Path | None, rounds: int, *, answers: bool = False) -> None:
+    """Measures the servers with a file in turns, and prints their rows."""
     # Random weights repeat themselves: drafts would gain what no text gains.
     ours = chairlift_server(path, "Q4_K", "8 bit", ["--threads", "1", "--speculative-config", '{"method": "off"}']).command
     theirs = [str(llama_server), "--model", str(path), "--no-ui", "--log-disable", "--threads", "1", "--threads-batch", "1"]
     theirs += ["--parallel", str(STREAMS), "--ctx-size", str(STREAMS * 6144), "--port", "{port}"]
-    results: dict[str, list[dict[str, float]]] = {"chairlift": [], "llama.cpp": []}
+    commands = {"chairlift": ours} | ({"llama.cpp": theirs} if llama_server else {})
+    results: dict[str, list[dict[str, float]]] = {which: [] for which in commands}
     for seed in range(rounds):
-        for which, command in (("chairlift", ours), ("llama.cpp", theirs)):
+        for which, command in commands.items():
             with served(command) as server:
-                results[which].append(measure(server, seed))
+                results[which].append(measure(server, seed, answers=answers))
     for which, measured in results.items():
         at = {key: statistics.median(one[key] for one in measured) for key in measured[0]}
         print(
@@ -245,8 +255,9 @@ def compare(name: str, path: Path, llama_server: Path, rounds: int) -> None:
 def main() -> None:
     """Prints a table for each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama-server", type=Path, required=True)
+    parser.add_argument("--llama-server", type=Path)
     parser.add_argument("--only", choices=MODELS)
+    parser.add_argument("--answers", action="store_true", help="turns have the answers before them")
     parser.add_argument("--keep", type=Path, help="a folder where files are made, and used again")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     args = parser.parse_args()
@@ -256,7 +267,7 @@ def main() -> None:
             shape, path = MODELS[name](), (args.keep or Path(temporary)) / f"{name}.gguf"
             if not path.exists():
                 write(path, shape.kind, shape.metadata, shape.tensors)
-            compare(f"{name}, {shape.layers} layers", path, args.llama_server, args.rounds)
+            compare(f"{name}, {shape.layers} layers", path, args.llama_server, args.rounds, answers=args.answers)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@
     python benches/mixture.py --layers 48 --keep qwen3-30b-a3b.gguf
     python benches/mixture.py --llama-server PATH  a prompt of 4,000 tokens, one stream and 16, in CPU seconds (see hybrid.py)
 
+With --threads 1, times are the CPU seconds of that thread, the bandwidth's too, so that a busy machine disturbs them less.
+
 The file is made of random blocks in the types of llama.cpp's Q4_K_M. A token's active weights are those of its experts, of attention
 and of the head; several streams touch N (1 - (1 - k / N)^streams) of N experts. Prints a table.
 """
@@ -13,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,15 +22,15 @@ from typing import Any, NamedTuple
 import gguf
 import hybrid
 import numpy as np
-from peers.machine import describe, peaks
+from peers.machine import clock_of, describe, read_speed
 from random_gguf import Q4, Q6, Q8, Tensors, attention_tensors, expert_tensors, mlp_tensors, write
 
 from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
 from chairlift.models.config import ModelConfig
 from chairlift.runner.cpu_executor import CpuExecutor
-from chairlift.runner.memory.precision import Precision
-from chairlift.runner.weights import open_weights
+from chairlift.runner.memory.machine import available_memory
+from chairlift.runner.rust_backend import RustBackend
 
 STREAMS = (1, 2, 4, 8, 16)
 BLOCK, CONTEXT = 16, 128
@@ -116,7 +117,7 @@ def active_bytes(model: Model, layers: int, streams: int) -> int:
     return int(total)
 
 
-def seconds(executor: CpuExecutor, streams: int) -> float:
+def seconds(executor: CpuExecutor, streams: int, clock: Callable[[], float]) -> float:
     """The median of the steps in which each stream decodes a token."""
     each = CONTEXT // BLOCK
     tables = np.arange(streams * each, dtype=np.int32).reshape(streams, each)
@@ -125,7 +126,7 @@ def seconds(executor: CpuExecutor, streams: int) -> float:
         for position in range(STEPS):
             ids = random.integers(0, executor.config.vocab_size, streams).astype(np.int32)
             slots = tables[:, position // BLOCK] * BLOCK + position % BLOCK
-            began = time.perf_counter()
+            began = clock()
             executor.decoder.forward(
                 executor.cache,
                 input_ids=ids,
@@ -137,7 +138,7 @@ def seconds(executor: CpuExecutor, streams: int) -> float:
                 block_tables=tables,
             )
             executor.logits(np.arange(streams))
-            times.append(time.perf_counter() - began)
+            times.append(clock() - began)
     return float(np.median(times))
 
 
@@ -147,13 +148,15 @@ def print_decodes(model: Model, path: Path, layers: int, threads: int) -> None:
         directory = Path(temporary) / "model"
         convert(path, directory)
         config, shape = EngineConfig(device="cpu", threads=threads), ModelConfig.load(directory)
-        executor = CpuExecutor.load(config, open_weights(config, directory), shape, Precision("blocks", "none", "float32"))
+        backend = RustBackend(config, directory, shape, 0)
+        executor = backend.load(backend.decide(available_memory()))
+        assert isinstance(executor, CpuExecutor)
         executor.allocate(max(STREAMS) * CONTEXT // BLOCK, BLOCK, 0)
-        bandwidth = peaks()["read_gb_s"]
+        bandwidth, clock = read_speed(threads=threads), clock_of(threads)
         print(f"{describe()['cpu']}, {threads} threads, {bandwidth:.1f} GB/s read; {layers} of {model.layers} layers\n")
         print("| streams | ms | tokens/s | active GB | share of the bandwidth |\n|---|---|---|---|---|")
         for streams in STREAMS:
-            took, size = seconds(executor, streams), active_bytes(model, layers, streams) / 1e9
+            took, size = seconds(executor, streams, clock), active_bytes(model, layers, streams) / 1e9
             print(f"| {streams} | {took * 1e3:.1f} | {streams / took:.1f} | {size:.2f} | {size / took / bandwidth:.2f} |")
 
 

@@ -1,6 +1,6 @@
 """The Rust scheduler, simulator and CPU kernels. Times are microseconds on one clock of the caller."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -727,7 +727,7 @@ class TensorFile:
     def __new__(cls, path: Path) -> TensorFile:
         """Opens the file. Raises OSError if that fails."""
 
-_Tensor = tuple[str, int, NDArray[np.uint8] | tuple[TensorFile, int], int]
+_Tensor = tuple[str, int, NDArray[np.uint8] | tuple[TensorFile, int] | Callable[[], NDArray[np.uint8]], int]
 _Update = tuple[_Tensor, _Tensor, int, float]
 
 @final
@@ -749,10 +749,11 @@ class Linear:
 
         Each of `tensors` has one tensor, or that of every expert of a mixture, of one shape and dtype; `bias` has those of the first expert
         first. A tensor is its dtype (float32, float16, bfloat16, or a ggml type's number), its rows, its bytes (or a file and the byte
-        offset in it), and the rows of a head whose rotary halves alternate in the source, else 0. `dtype` is that of the packed weights:
-        float32, float16, bfloat16, kept (each as it is), int16 (each as it is, activations rounded to 16 bits), rounded (to bfloat16,
-        activations too), or int8. Products are in fp32, except for the last three. `isa` is one of
-        `instruction_sets()`, or 'auto' for the first. Raises ValueError if the tensors cannot be packed or the file ends too early.
+        offset in it, or a function that makes them when the tensor is packed), and the rows of a head whose rotary halves alternate in the
+        source, else 0. `dtype` is that of the packed weights: float32, float16, bfloat16, kept (each as it is), int16 (each as it is,
+        activations rounded to 16 bits), rounded (to bfloat16, activations too), or int8. Products are in fp32, except for the last three.
+        `isa` is one of `instruction_sets()`, or 'auto' for the first. Raises ValueError if the tensors cannot be packed or the file ends
+        too early, and what such a function raises.
         """
 
 @final

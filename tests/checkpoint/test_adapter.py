@@ -77,6 +77,12 @@ def test_configurations_that_ask_for_more_are_refused(model: Path, tmp_path: Pat
         ("model.layers.7.mlp.up_proj.lora_A", (4, 32), "only one of the two matrices of up_proj"),
         ("model.layers.0.mlp.up_proj.lora_A", (3, 32), r"matrices of \[3, 32\] and \[48, 4\]"),
         ("model.layers.0.mlp.up_proj.lora_A", (4,), r"matrices of \[4\] and"),
+        (
+            "model.layers.0.self_attn.out_proj.lora_A",
+            (4, 32),
+            r"self_attn\.o_proj.* and .*self_attn\.out_proj.* both change o_proj of layer 0",
+        ),
+        ("text.layers.01.mlp.up_proj.lora_B", (48, 4), "both change up_proj of layer 1"),
     ],
 )
 def test_matrices_that_do_not_fit_are_refused(model: Path, tmp_path: Path, name: str, shape: tuple[int, ...], message: str) -> None:

@@ -36,6 +36,35 @@ def test_a_file_gives_the_logits_of_transformers(tmp_path: Path, kind: str) -> N
     assert np.abs(logits(tmp_path / "converted") - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize(
+    ("kind", "tensor"),
+    [
+        ("lfm2", "blk.0.shortconv.conv.weight"),
+        ("qwen3_5_text", "blk.2.ssm_a"),
+        ("granitemoehybrid_dense", "blk.2.ssm_conv1d.weight"),
+        ("nemotron_h", "blk.0.ssm_dt.bias"),
+    ],
+)
+def test_a_file_without_a_tensor_of_a_convolution_or_a_state_is_refused_by_name(tmp_path: Path, kind: str, tensor: str) -> None:
+    gguf_recurrent.write(gguf_recurrent.rounded_model(kind), tmp_path / "tiny.gguf", without=tensor)
+    with pytest.raises(UnsupportedModel, match=rf"tensor model\.layers\.{tensor[4]}\..* is missing"):
+        load(converted(tmp_path))
+
+
+@pytest.mark.parametrize(("listed", "reason"), [([True, False], "has 2 entries for 3 layers"), ([0, 1, 5], "recurrent_layers must be")])
+def test_a_file_whose_list_of_recurrent_layers_does_not_fit_is_refused(tmp_path: Path, listed: list[int], reason: str) -> None:
+    replaced = {"attention.recurrent_layers": listed}
+    gguf_recurrent.write(gguf_recurrent.rounded_model("qwen3_5_text"), tmp_path / "tiny.gguf", replaced=replaced)
+    with pytest.raises(UnsupportedModel, match=f"tiny.gguf: .*{reason}"):
+        converted(tmp_path)
+
+
+def converted(directory: Path) -> Path:
+    """The directory that is made of tiny.gguf."""
+    convert(directory / "tiny.gguf", directory / "converted")
+    return directory / "converted"
+
+
 def load(directory: Path) -> CpuExecutor:
     """A model with 12 blocks of 16 tokens and 8 slots."""
     config, shape = EngineConfig(device="cpu", threads=2), ModelConfig.load(directory)

@@ -76,12 +76,12 @@ def is_quantized(name: str, weights: np.ndarray) -> bool:
     return weights.ndim > 1 and not any(part in ".".join(name.rsplit(".", 3)[-3:]) for part in plain)
 
 
-def write(model: PreTrainedModel, path: Path) -> None:
-    """Writes the file of a model."""
+def write(model: PreTrainedModel, path: Path, *, replaced: dict[str, Any] | None = None, without: str = "") -> None:
+    """Writes the file of a model, with some metadata replaced and without one tensor."""
     config, kind = model.config, NAMES[model.config.model_type]
     if kind == "nemotron_h" and "moe" in config.layer_types:
         kind = "nemotron_h_moe"
-    writer = writer_of(path, _metadata(config, kind))
+    writer = writer_of(path, _metadata(config, kind) | {f"{kind}.{key}": value for key, value in (replaced or {}).items()})
     (number,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
@@ -102,6 +102,8 @@ def write(model: PreTrainedModel, path: Path) -> None:
             known = names.get_name(stem) or names.get_name(f"{stem}.layer")
             pieces = {f"{known}.{suffix}": weights.reshape(weights.shape[weights.shape[0] == 1 :])}
         for own, piece in pieces.items():
+            if own == without:
+                continue
             used = gguf.GGMLQuantizationType.Q8_0 if is_quantized(own, piece) else gguf.GGMLQuantizationType.F32
             writer.add_tensor(own, quantized(np.ascontiguousarray(piece), used), raw_dtype=used)
     finish(writer)

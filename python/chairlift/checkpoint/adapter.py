@@ -115,7 +115,11 @@ class AdapterFiles:
             module = match and OTHER_NAMES.get(match[2], match[3])
             if match is None or module not in MODULES:
                 raise self._unsupported(f"it changes {name}: only {', '.join(MODULES)} can have updates")
-            matrices.setdefault((int(match[1]), module), {})[match[4]] = name
+            position = int(match[1]), module
+            found = matrices.setdefault(position, {})
+            if match[4] in found:
+                raise self._unsupported(f"{found[match[4]]} and {name} both change {module} of layer {position[0]}")
+            found[match[4]] = name
         if not matrices:
             raise self._unsupported("adapter_model.safetensors has no matrices")
         return {position: self._update(file, position, names) for position, names in sorted(matrices.items())}

@@ -247,7 +247,7 @@ def _recurrence(file: GGUFFile, kind: str, names: Recurrence, kv_heads: list[int
     if 0 in kv_heads or names.interval is None:
         recurrent = [count == 0 for count in kv_heads]
     elif isinstance(listed, list):
-        recurrent = [bool(entry) for entry in listed[: len(kv_heads)]]
+        recurrent = _recurrent_layers(file, kind, listed, len(kv_heads))
     else:
         recurrent = [(layer + 1) % interval != 0 for layer in range(len(kv_heads))]
     found: dict[str, Any] = {"layer_types": [names.types[0] if entry else "full_attention" for entry in recurrent]}
@@ -264,6 +264,16 @@ def _recurrence(file: GGUFFile, kind: str, names: Recurrence, kv_heads: list[int
         if entry:
             found[entry[0]] = any(tensor in tensors for tensor in name)
     return found
+
+
+def _recurrent_layers(file: GGUFFile, kind: str, listed: list[Any], layers: int) -> list[bool]:
+    """Returns a list's first entries, one for each layer. Raises UnsupportedModel for a shorter one, and for other entries than 0 and 1."""
+    key = f"{kind}.attention.recurrent_layers"
+    if len(listed) < layers:
+        raise UnsupportedModel(f"{file.path}: {key} has {len(listed)} entries for {layers} layers")
+    if not all(entry in (0, 1) for entry in listed):
+        raise UnsupportedModel(f"{file.path}: {key} must be 0 or 1 for each layer, got {listed!r:.100}")
+    return [bool(entry) for entry in listed[:layers]]
 
 
 def _variants(file: GGUFFile, kind: str, config: dict[str, Any], inner: list[int], kv_heads: list[int]) -> dict[str, Any]:

@@ -119,9 +119,11 @@ def as_float32(array: Array) -> NDArray[np.float32]:
     return array.astype(np.float32, copy=False)
 
 
-def as_array(file: SafetensorsFile, name: str) -> Array:
-    """Returns a tensor in the file's dtype, bfloat16 as its bits."""
+def as_array(file: SafetensorsFile, name: str, index: int | None = None) -> Array:
+    """Returns a tensor in the file's dtype, bfloat16 as its bits; or entry `index` of its first dimension alone."""
     entry = file.tensors[name]
     dtype = (DTYPES | PACKED_DTYPES)[entry.dtype][0].replace("bfloat16", "uint16")
-    array: Array = file.data(name).view(dtype).reshape(entry.shape)
+    shape = entry.shape if index is None else entry.shape[1:]
+    array: Array = np.empty(shape, dtype)
+    file.read(name, array.reshape(-1).view(np.uint8).data, (index or 0) * array.nbytes)
     return array

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
-from chairlift.checkpoint.safetensors_file import Array, as_float32
+from chairlift.checkpoint.safetensors_file import DTYPES, Array, as_array, as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.experts import MXFP4_BLOCKS, MXFP4_SCALES, Experts
-from chairlift.runner.weights import Part, Weights, in_memory, split_rows
+from chairlift.runner.weights import Part, Weights, in_memory, made, split_rows
 
 MXFP4 = 39
 """ggml's number of the type."""
@@ -20,12 +22,9 @@ def gate_and_up(weights: Weights, experts: Experts, prefix: str, hidden: int) ->
     Raises UnsupportedModel as `Weights.part` does.
     """
     names, inner = experts.names, experts.inner
-    if names.interleaved and weights.has(prefix + names.interleaved + MXFP4_BLOCKS):
-        blocks = _mxfp4(weights, prefix + names.interleaved, experts.count, 2 * inner, hidden)
-        return [[_in_blocks(one[first::2]) for one in blocks] for first in (0, 1)]
-    if names.interleaved and weights.has(prefix + names.interleaved):
-        both = _transposed(weights, prefix + names.interleaved, experts.count, hidden, 2 * inner)
-        return [[in_memory(one[first::2]) for one in both] for first in (0, 1)]
+    if names.interleaved and _is_stored(weights, name := prefix + names.interleaved):
+        # The rows of gates and ups alternate.
+        return [_columns(weights, name, experts.count, hidden, 2 * inner, slice(first, None, 2)) for first in (0, 1)]
     if _has(weights, prefix + names.gate_up):
         fused = _matrices(weights, prefix + names.gate_up, experts.count, 2 * inner, hidden)
         halves = [split_rows(part, 2, hidden) for part in fused]
@@ -36,10 +35,8 @@ def gate_and_up(weights: Weights, experts: Experts, prefix: str, hidden: int) ->
 def down(weights: Weights, experts: Experts, prefix: str, hidden: int) -> list[Part]:
     """Returns the down projections of a layer's experts. Raises UnsupportedModel as `Weights.part` does."""
     names = experts.names
-    if names.transposed and weights.has(prefix + names.transposed + MXFP4_BLOCKS):
-        return list(map(_in_blocks, _mxfp4(weights, prefix + names.transposed, experts.count, hidden, experts.inner)))
-    if names.transposed and weights.has(prefix + names.transposed):
-        return list(map(in_memory, _transposed(weights, prefix + names.transposed, experts.count, experts.inner, hidden)))
+    if names.transposed and _is_stored(weights, name := prefix + names.transposed):
+        return _columns(weights, name, experts.count, experts.inner, hidden, slice(None))
     return _matrices(weights, prefix + names.down, experts.count, hidden, experts.inner)
 
 
@@ -68,30 +65,43 @@ def router(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Arra
     return np.concatenate(list(matrices.values()))
 
 
-def _mxfp4(weights: Weights, name: str, count: int, rows: int, ins: int) -> NDArray[np.uint8]:
-    """Returns matrices in MXFP4 as GGUF files have them: a block is an exponent and 16 bytes, which have weights j and j + 16.
+def _is_stored(weights: Weights, name: str) -> bool:
+    """Whether one tensor has the transposed matrices of all experts, or their blocks of MXFP4."""
+    return weights.has(name + MXFP4_BLOCKS) or weights.has(name)
+
+
+def _columns(weights: Weights, name: str, count: int, ins: int, outs: int, columns: slice) -> list[Part]:
+    """Returns the matrices of all experts [some of outs, ins], of which the checkpoint has the transposed ones, or blocks of MXFP4.
+
+    Those of files are read one by one when they are packed.
+    """
+    rows = len(range(outs)[columns])
+    if weights.has(name + MXFP4_BLOCKS):
+        if ins % 32:
+            raise UnsupportedModel(f"tensor {name}{MXFP4_BLOCKS} has rows of {ins} numbers, which are not whole blocks of 32")
+        return [made(str(MXFP4), rows, partial(_mxfp4, weights, name, count, outs, ins, columns, expert)) for expert in range(count)]
+    if (found := weights.find(name, count, ins, outs)) is None:
+        return [in_memory(matrix.T[columns]) for matrix in weights.take(name, count, ins, outs)]
+    file, stored = found
+
+    def matrix(expert: int) -> Array:
+        return as_array(file, stored, expert).T[columns]
+
+    return [made(DTYPES[file.tensors[stored].dtype][0], rows, partial(matrix, expert)) for expert in range(count)]
+
+
+def _mxfp4(weights: Weights, name: str, count: int, outs: int, ins: int, rows: slice, expert: int) -> NDArray[np.uint8]:
+    """Returns some rows of an expert's matrix in MXFP4 as GGUF files have it: a block is an exponent and 16 bytes, of weights j and j + 16.
 
     In safetensors a byte has neighbours, the first in the lower half.
     """
-    if ins % 32:
-        raise UnsupportedModel(f"tensor {name}{MXFP4_BLOCKS} has rows of {ins} numbers, which are not whole blocks of 32")
-    pairs = weights.packed(name + MXFP4_BLOCKS, count, rows, ins // 32, 16)
-    blocks = np.empty((*pairs.shape[:-1], 17), np.uint8)
-    blocks[..., 0] = weights.packed(name + MXFP4_SCALES, count, rows, ins // 32)
-    for block, pair in zip(blocks, pairs, strict=True):  # expert by expert: the codes take twice the memory
-        codes = np.stack((pair & 15, pair >> 4), -1).reshape(*pair.shape[:-1], 32)
-        block[..., 1:] = codes[..., :16] | codes[..., 16:] << np.uint8(4)
+    pairs = weights.packed(name + MXFP4_BLOCKS, count, outs, ins // 32, 16, index=expert)[rows]
+    scales = weights.packed(name + MXFP4_SCALES, count, outs, ins // 32, index=expert)[rows]
+    blocks = np.empty((*scales.shape, 17), np.uint8)
+    blocks[..., 0] = scales
+    codes = np.stack((pairs & 15, pairs >> 4), -1).reshape(*scales.shape, 32)
+    blocks[..., 1:] = codes[..., :16] | codes[..., 16:] << np.uint8(4)
     return blocks
-
-
-def _in_blocks(blocks: NDArray[np.uint8]) -> Part:
-    """Returns a matrix of blocks of MXFP4 for the CPU kernels."""
-    return str(MXFP4), len(blocks), np.ascontiguousarray(blocks).reshape(-1), 0
-
-
-def _transposed(weights: Weights, name: str, count: int, ins: int, outs: int) -> Array:
-    """Returns matrices [outs, ins] of all experts, which are stored as [ins, outs]."""
-    return as_float32(weights.take(name, count, ins, outs)).transpose(0, 2, 1)
 
 
 def _whole(weights: Weights, name: str) -> str | None:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -42,10 +42,11 @@ BACKBONE = "backbone."
 """The prefix in Nemotron H, which also has another name for the embeddings."""
 BYTE_DTYPES = {"U8": PACKED_DTYPES["U8"]}
 
-Part = tuple[str, int, NDArray[np.uint8] | tuple[_core.TensorFile, int], int]
+Part = tuple[str, int, NDArray[np.uint8] | tuple[_core.TensorFile, int] | Callable[[], NDArray[np.uint8]], int]
 """A matrix as `_core.Linear` takes it.
 
-Its fields are its dtype, its rows, its bytes or their position in a file, and the rows of a head whose rotary halves alternate, else 0.
+Its fields are its dtype, its rows, its bytes, their position in a file or what makes them, and the rows of a head whose rotary halves
+alternate, else 0.
 """
 
 
@@ -79,8 +80,8 @@ class Weights(Protocol):
     def part(self, name: str, *shape: int) -> Part:
         """Returns a tensor for the CPU kernels as a matrix, whose columns are the last dimension."""
 
-    def packed(self, name: str, *shape: int) -> NDArray[np.uint8]:
-        """Returns a tensor of bytes. Raises UnsupportedModel as `take` does."""
+    def packed(self, name: str, *shape: int, index: int | None = None) -> NDArray[np.uint8]:
+        """Returns a tensor of bytes, or entry `index` of its first dimension alone. Raises UnsupportedModel as `take` does."""
 
     def sizes(self) -> tuple[int, int]:
         """Returns the bytes of a checkpoint whose blocks the CPU kernels use, and the fp32 bytes of its other tensors.
@@ -124,7 +125,13 @@ class SafetensorWeights:
         name = self._stored(name)
         file = self._check(name, shape, dtypes=dtypes)
         self._unused.discard(name)
+        self._note(name)
         return file, name
+
+    def _note(self, name: str) -> None:
+        """Notes that a tensor is going to be read."""
+        entry = self._files[name].tensors[name]
+        self._pages.add(self._files[name].path, entry.start, entry.size)
 
     def has(self, name: str) -> bool:
         """Whether a file has a tensor of this name."""
@@ -146,7 +153,9 @@ class SafetensorWeights:
 
         def read(kind: str, *shapes: tuple[int, ...]) -> Array:
             name = f"{stored}.{kind}"
-            return as_array(self._check(name, *shapes, dtypes=DTYPES | PACKED_DTYPES), name)
+            file = self._check(name, *shapes, dtypes=DTYPES | PACKED_DTYPES)
+            self._note(name)
+            return as_array(file, name)
 
         found = read_quantised(self._scheme, read, has, outs, ins)
         self._unused -= {f"{stored}.{kind}" for kind in TENSORS}
@@ -164,9 +173,9 @@ class SafetensorWeights:
             raise UnsupportedModel(f"tensor {name} must have a positive number, or one for each of {heads} KV heads")
         return np.broadcast_to(scales, heads).copy()
 
-    def packed(self, name: str, *shape: int) -> NDArray[np.uint8]:
-        """Returns a tensor of bytes."""
-        return as_array(*self.find(name, *shape, dtypes=BYTE_DTYPES))
+    def packed(self, name: str, *shape: int, index: int | None = None) -> NDArray[np.uint8]:
+        """Returns a tensor of bytes, or an entry of it."""
+        return as_array(*self.find(name, *shape, dtypes=BYTE_DTYPES), index)
 
     def sizes(self) -> tuple[int, int]:
         """Returns the bytes of all files if experts have blocks of MXFP4."""
@@ -174,17 +183,20 @@ class SafetensorWeights:
         return (sum(path.stat().st_size for path in {file.path for file in self._files.values()}), 0) if blocks else (0, 0)
 
     def part(self, name: str, *shape: int) -> Part:
-        """Returns a matrix in the checkpoint's dtype, for the kernels to read from the file; a quantised one in fp32."""
-        if self._scheme is not None and len(shape) == 2:  # a tensor of all experts is not quantised
-            found = self.matrix(name.removesuffix(".weight"), *shape)
-            if isinstance(found, QuantisedMatrix):
-                return in_memory(multiply_out(found))
+        """Returns a matrix in the checkpoint's dtype, for the kernels to read from the file; a quantised one in fp32 when it is packed."""
+        layer = name.removesuffix(".weight")
+        if len(shape) == 2 and self.is_quantised(layer):  # a tensor of all experts is not quantised
+            return made("float32", shape[0], lambda: self._multiplied_out(layer, *shape))
         file, stored = self.find(name, *shape)
         if file.path not in self._kernel_files:
             self._kernel_files[file.path] = _core.TensorFile(file.path)
         entry = file.tensors[stored]
-        self._pages.add(file.path, entry.start, math.prod(shape) * BYTES[DTYPES[entry.dtype][0]])
         return DTYPES[entry.dtype][0], math.prod(shape[:-1]), (self._kernel_files[file.path], entry.start), 0
+
+    def _multiplied_out(self, layer: str, outs: int, ins: int) -> Array:
+        """Returns the quantised weight of a linear layer in fp32."""
+        found = self.matrix(layer, outs, ins)
+        return multiply_out(found) if isinstance(found, QuantisedMatrix) else found
 
     def release(self) -> None:
         """Drops the pages of matrices that have been packed, if the files are large."""
@@ -223,9 +235,19 @@ def in_memory(array: Array) -> Part:
     return (
         array.dtype.name.replace("uint16", "bfloat16"),
         math.prod(array.shape[:-1]),
-        np.ascontiguousarray(array).reshape(-1).view(np.uint8),
+        _bytes_of(array),
         0,
     )
+
+
+def made(kind: str, rows: int, make: Callable[[], Array]) -> Part:
+    """Returns a matrix of dtype `kind` for the CPU kernels. `make` makes its numbers when it is packed."""
+    return kind, rows, lambda: _bytes_of(make()), 0
+
+
+def _bytes_of(array: Array) -> NDArray[np.uint8]:
+    """Returns the bytes of a tensor, flat."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def split_rows(part: Part, count: int, ins: int) -> list[Part]:
@@ -236,6 +258,8 @@ def split_rows(part: Part, count: int, ins: int) -> list[Part]:
 def slices(part: Part, rows: list[int], ins: int) -> list[Part]:
     """Splits a matrix of `ins` columns into matrices with these numbers of rows."""
     kind, _, data, interleaved = part
+    if callable(data):
+        data = data()
     elements, size = (1, BYTES[kind]) if kind in BYTES else BLOCK_TYPES[int(kind)][1:]
     starts = [0, *itertools.accumulate(count * ins // elements * size for count in rows)]
     if isinstance(data, np.ndarray):
@@ -301,7 +325,7 @@ class GGUFWeights:
     def scales(self, name: str, heads: int) -> None:
         """Returns None: GGUF files have no scales."""
 
-    def packed(self, name: str, *shape: int) -> NDArray[np.uint8]:
+    def packed(self, name: str, *shape: int, index: int | None = None) -> NDArray[np.uint8]:
         """Raises UnsupportedModel: GGUF files have blocks and their scales in one tensor."""
         raise UnsupportedModel(f"{self.tensors.path} has no tensor of bytes {name}")
 
@@ -441,7 +465,7 @@ class DummyWeights:
     def scales(self, name: str, heads: int) -> None:
         """Returns None: random weights have no scales."""
 
-    def packed(self, name: str, *shape: int) -> NDArray[np.uint8]:
+    def packed(self, name: str, *shape: int, index: int | None = None) -> NDArray[np.uint8]:
         """Returns zeros. No code asks for them, because `has` is False."""
         return np.zeros(shape, np.uint8)
 

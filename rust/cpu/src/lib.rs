@@ -59,7 +59,7 @@ pub use rope::Rope;
 pub use router::{Choice, ExpertGroups, Scores};
 pub use simd::{Isa, TileSupport};
 pub use step::{Step, StepError};
-pub use tensor::{Numbers, ReadError, Source, Tensor};
+pub use tensor::{MakeBytes, Numbers, ReadError, Source, Tensor};
 pub use weights::{DType, Matrix, Merge, PackError};
 
 /// ggml's type numbers of the block types that [`DType::Kept`] supports. Types with a grid are among them once [`provide_grid`] has set it.

@@ -58,6 +58,12 @@ impl Numbers {
     }
 }
 
+/// Makes the bytes of a tensor that a checkpoint stores in another layout.
+pub trait MakeBytes: std::fmt::Debug + Sync {
+    /// Makes the bytes, little-endian. It may be called more than once. Returns the reason if it fails.
+    fn make(&self) -> Result<Vec<u8>, String>;
+}
+
 /// The location of a tensor's bytes.
 #[derive(Clone, Copy, Debug)]
 pub enum Source<'a> {
@@ -65,6 +71,8 @@ pub enum Source<'a> {
     Memory(&'a [u8]),
     /// In a file, starting at this byte offset.
     File(&'a File, u64),
+    /// Made when the tensor is packed. They are in memory only meanwhile.
+    Made(&'a dyn MakeBytes),
 }
 
 /// A matrix of `rows` rows of `ins` numbers.
@@ -127,7 +135,8 @@ impl<'a> Stack<'a> {
         self.0.len() * self.rows().div_ceil(width)
     }
 
-    /// Calls `body` with the index of each panel of `width` rows, and its rows, on all threads of the pool.
+    /// Calls `body` with the index of each panel of `width` rows, and its rows, on all threads of the pool. Tensors that are made are made
+    /// one after the other, so that a single one is in memory.
     pub(crate) fn for_each_panel(
         self,
         pool: &mut ThreadPool,
@@ -135,6 +144,32 @@ impl<'a> Stack<'a> {
         body: impl Fn(usize, &RowReader<'_>) + Sync,
     ) -> Result<(), ReadError> {
         let size = self.numbers().row_bytes(self.ins()).expect("Matrix::pack checks the type");
+        let mut before = 0;
+        for tensors in self.0.chunk_by(|a, b| !a.is_made() && !b.is_made()) {
+            let (bytes, made);
+            let mut stack = Stack(tensors);
+            if let Source::Made(maker) = tensors[0].source {
+                bytes = maker.make().map_err(ReadError)?;
+                if bytes.len() != self.rows() * size {
+                    return Err(ReadError(format!("{} bytes were made of {}", bytes.len(), self.rows() * size)));
+                }
+                made = Tensor { source: Source::Memory(&bytes), ..tensors[0] };
+                stack = Stack::from(&made);
+            }
+            stack.for_each_stored_panel(pool, width, size, |panel, rows| body(before + panel, rows))?;
+            before += stack.panels(width);
+        }
+        Ok(())
+    }
+
+    /// As `for_each_panel`, for tensors in memory or in files, whose rows have `size` bytes.
+    fn for_each_stored_panel(
+        self,
+        pool: &mut ThreadPool,
+        width: usize,
+        size: usize,
+        body: impl Fn(usize, &RowReader<'_>) + Sync,
+    ) -> Result<(), ReadError> {
         let each = self.rows().div_ceil(width).max(1);
         let failed = Mutex::new(None);
         pool.run(|worker| {
@@ -154,6 +189,10 @@ impl<'a> Stack<'a> {
 }
 
 impl Tensor<'_> {
+    fn is_made(&self) -> bool {
+        matches!(self.source, Source::Made(_))
+    }
+
     /// The source's row for row `row` of the matrix.
     fn source_row(&self, row: usize) -> usize {
         if self.interleaved == 0 {
@@ -178,6 +217,7 @@ impl Tensor<'_> {
                 std::io::ErrorKind::UnexpectedEof => "the file ends too early, or became shorter while it was read".to_owned(),
                 _ => error.to_string(),
             }),
+            Source::Made(_) => unreachable!("`for_each_panel` makes the bytes"),
         };
         if self.interleaved == 0 {
             fill(rows.start, buffer)?;

@@ -393,7 +393,7 @@ impl Part {
         self.rows.div_ceil(isa.panel())
     }
 
-    fn read_row(&self, row: usize, to: &mut [f32]) {
+    pub(crate) fn read_row(&self, row: usize, to: &mut [f32]) {
         match &self.store {
             Store::Float(panels) => panels.read_column(row, to),
             Store::Pieces(panels) | Store::TwoPieces(panels) | Store::Rounded(panels) => panels.read_column(row, to),

@@ -7,10 +7,10 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 
 use chairlift_cpu as cpu;
-use cpu::{DType, Isa, Merge, Numbers, Source, Tensor};
+use cpu::{DType, Isa, MakeBytes, Merge, Numbers, Source, Tensor};
 use numpy::PyReadonlyArray1;
 use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::errors::invalid;
@@ -55,15 +55,16 @@ impl Linear {
             return Err(PyValueError::new_err("there must be a bias for each row"));
         }
         let merge = if gated { Merge::Gated } else { Merge::Stacked };
-        let tensors = tensors.iter().map(|tensors| tensors.iter().map(|tensor| tensor_of(tensor, ins)).collect::<PyResult<Vec<_>>>());
-        let tensors: Vec<_> = tensors.collect::<PyResult<_>>()?;
-        let tensors: Vec<_> = tensors.iter().map(Vec::as_slice).collect();
+        let found = tensors.iter().map(|tensors| tensors.iter().map(|tensor| tensor_of(tensor, ins)).collect::<PyResult<Vec<_>>>());
+        let found: Vec<_> = found.collect::<PyResult<_>>()?;
+        let found: Vec<_> = found.iter().map(Vec::as_slice).collect();
         let linear = py.detach(|| {
             let mut pool = started(threads)?;
-            let matrix = cpu::Matrix::pack(&mut pool, isa, &tensors, merge, dtype);
+            let matrix = cpu::Matrix::pack(&mut pool, isa, &found, merge, dtype);
             matrix.map(|matrix| cpu::Linear::new(matrix, bias.as_deref())).map_err(invalid)
         });
-        linear.map(|linear| Self(Mutex::new(Some(linear))))
+        let raised = || tensors.iter().flatten().find_map(|tensor| tensor.2.raised());
+        linear.map_err(|error| raised().unwrap_or(error)).map(|linear| Self(Mutex::new(Some(linear))))
     }
 }
 
@@ -82,6 +83,43 @@ type TensorArgs<'py> = (String, usize, Bytes<'py>, usize);
 enum Bytes<'py> {
     Memory(PyReadonlyArray1<'py, u8>),
     File((Py<TensorFile>, u64)),
+    Made(Maker),
+}
+
+impl Bytes<'_> {
+    /// Takes the exception that ended the making of the bytes.
+    fn raised(&self) -> Option<PyErr> {
+        if let Self::Made(maker) = self { lock(&maker.raised).take() } else { None }
+    }
+}
+
+/// A Python function that makes the bytes of a tensor, and the exception that it raised.
+#[derive(Debug)]
+struct Maker {
+    function: Py<PyAny>,
+    raised: Mutex<Option<PyErr>>,
+}
+
+impl FromPyObject<'_, '_> for Maker {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        if !object.is_callable() {
+            return Err(PyTypeError::new_err("it is not a function"));
+        }
+        Ok(Self { function: object.to_owned().unbind(), raised: Mutex::new(None) })
+    }
+}
+
+impl MakeBytes for Maker {
+    fn make(&self) -> Result<Vec<u8>, String> {
+        let made = Python::attach(|py| Ok(self.function.bind(py).call0()?.extract::<PyReadonlyArray1<'_, u8>>()?.as_slice()?.to_vec()));
+        made.map_err(|error: PyErr| {
+            let message = error.to_string();
+            *lock(&self.raised) = Some(error);
+            message
+        })
+    }
 }
 
 /// The update of a tensor: A and B as tensors, the inputs of A, and the scale.
@@ -136,6 +174,7 @@ fn tensor_of<'a>((kind, rows, bytes, interleaved): &'a TensorArgs<'_>, ins: usiz
             Source::Memory(array.as_slice().map_err(|_| PyValueError::new_err("a tensor's bytes must be a contiguous uint8 array"))?)
         }
         Bytes::File((file, start)) => Source::File(&file.get().0, *start),
+        Bytes::Made(maker) => Source::Made(maker),
     };
     Ok(Tensor { numbers, rows: *rows, ins, source, interleaved: *interleaved })
 }

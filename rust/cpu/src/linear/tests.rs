@@ -5,7 +5,7 @@ use super::*;
 use crate::block_type::{BLOCK, BlockType};
 use crate::ggml::tests::{dequantized, random_blocks};
 use crate::pool::ThreadPool;
-use crate::tensor::{Numbers, Source, Tensor};
+use crate::tensor::{MakeBytes, Numbers, Source, Tensor};
 use crate::weights::{Bf16, DType, Element, PackError};
 
 /// Numbers between -1 and 1 that are exact in bfloat16.
@@ -400,6 +400,44 @@ fn tensors_in_files_are_read_and_a_file_that_ends_too_early_is_refused() {
         assert!(error.to_string().contains("became shorter while it was read"), "{error}");
     }
     std::fs::remove_file(&path).expect("the file just written");
+}
+
+/// Makes a tensor's bytes.
+#[derive(Debug)]
+struct Copied<'a>(Result<&'a [u8], &'static str>);
+
+impl MakeBytes for Copied<'_> {
+    fn make(&self) -> Result<Vec<u8>, String> {
+        self.0.map(<[u8]>::to_vec).map_err(str::to_owned)
+    }
+}
+
+#[test]
+fn tensors_that_are_made_are_packed_as_those_in_memory_and_one_that_cannot_be_made_is_refused() {
+    let (rows, ins) = (37, 256);
+    let experts: Vec<_> = (0..3).map(|seed| random_blocks(BlockType::Q4_K, rows, ins, seed)).collect();
+    let in_memory: Vec<_> = experts.iter().map(|bytes| tensor(Numbers::Ggml(12), rows, ins, bytes)).collect();
+    let makers: Vec<_> = experts.iter().map(|bytes| Copied(Ok(bytes))).collect();
+    let made: Vec<_> = makers.iter().zip(&in_memory).map(|(maker, &stored)| Tensor { source: Source::Made(maker), ..stored }).collect();
+    let mut pool = ThreadPool::new(2).expect("threads");
+    for dtype in [DType::Kept, DType::F32, DType::Int8] {
+        for mixed in [[made[0], made[1], made[2]], [in_memory[0], made[1], in_memory[2]], [in_memory[0], in_memory[1], made[2]]] {
+            let mut pack = |tensors| Matrix::pack(&mut pool, Isa::best(), &[tensors], Merge::Stacked, dtype).expect("tensors of one shape");
+            let [found, expected] = [pack(&mixed), pack(&in_memory)];
+            let mut row = [vec![0.0; ins], vec![0.0; ins]];
+            for at in 0..found.parts[0].panels(Isa::best()) * Isa::best().panel() * 2 + rows {
+                found.parts[0].read_row(at, &mut row[0]);
+                expected.parts[0].read_row(at, &mut row[1]);
+                assert_eq!(row[0], row[1], "{dtype:?} row {at}");
+            }
+        }
+    }
+    for (made, reason) in [(Ok(&experts[0][1..]), "5327 bytes were made of 5328"), (Err("no scale"), "no scale")] {
+        let maker = Copied(made);
+        let tensors = [in_memory[0], Tensor { source: Source::Made(&maker), ..in_memory[1] }];
+        let error = Matrix::pack(&mut pool, Isa::best(), &[&tensors], Merge::Stacked, DType::Kept).expect_err("it cannot be made");
+        assert!(error.to_string().contains(reason), "{error}");
+    }
 }
 
 #[test]
