@@ -67,6 +67,23 @@ def test_each_engine_answers_its_own_requests(monkeypatch):
     asyncio.run(main())
 
 
+def test_a_process_that_was_started_early_gets_the_first_engine_and_ends_without_one(monkeypatch):
+    async def main():
+        fake_engine.fake(monkeypatch)
+        async with asyncio.timeout(GUARD), EngineProcess() as process, EngineProcess() as unused:
+            process.start_early()
+            unused.start_early()
+            pid = process.pid
+            async with AsyncEngine(process=process) as engine:
+                assert engine.pid == pid
+                assert ids(await collect(engine, [5], max_tokens=2)) == [5, 6]
+            pid = unused.pid
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    asyncio.run(main())
+
+
 def test_an_engine_loads_and_ends_while_another_serves(monkeypatch, tmp_path):
     gate = tmp_path / "gate"
     monkeypatch.setenv("FAKE_ENGINE_GATE", str(gate))

@@ -1,6 +1,7 @@
 """What the gate makes of bodies, of answers and of an upstream's own pages."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -14,7 +15,7 @@ from starlette.requests import Request
 from chairlift.gate import limits
 from chairlift.gate.admission import Admitted
 from chairlift.gate.answer import Answer, UpstreamUsage
-from chairlift.gate.estimates import MIN_SHARE, Estimates
+from chairlift.gate.estimates import MIN_SHARE, SHORT, Estimates
 from chairlift.gate.gate import Gate
 from chairlift.gate.limits import Limits
 from chairlift.gate.model_files import VOCABULARY
@@ -109,6 +110,58 @@ def test_the_first_answer_replaces_what_was_assumed():
     estimates = Estimates(16_000, 16, 4_000)
     estimates.observe(answer_with(b'{"usage":{"prompt_tokens":500}}', streamed=False), 1000, 0)
     assert estimates.frame().blocks == 2000
+
+
+def test_prompts_that_wait_for_each_other_at_the_upstream_are_not_taken_for_slow():
+    alone, together = Estimates(16_000, 16, 4_000), Estimates(16_000, 16, 4_000)
+    for number in range(1, 9):  # 4 ms a token
+        alone.observe_first(100.0 * number, 100.0 * number + 4, 1000)
+        together.observe_first(100.0, 100.0 + 4 * number, 1000)
+    assert alone.frame().token_ns == pytest.approx(4_000_000, rel=1e-3)
+    assert together.frame().token_ns == pytest.approx(4_000_000, rel=1e-3)
+
+
+def test_prompts_that_are_computed_in_one_batch_share_its_time():
+    estimates = Estimates(16_000, 16, 4_000)
+    for number in range(100):
+        for _ in range(2):
+            estimates.observe_first(100.0 * number, 100.0 * number + 8, 1000)
+    assert estimates.frame().token_ns == pytest.approx(4_000_000, rel=0.1)
+
+
+def test_a_short_prompt_says_nothing_of_their_speed_but_ends_the_wait_of_the_next():
+    estimates = Estimates(16_000, 16, 4_000)
+    estimates.observe_first(100.0, 200.0, SHORT)
+    assert estimates.frame() == Estimates(16_000, 16, 4_000).frame()
+    estimates.observe_first(100.0, 204.0, 1000)
+    assert estimates.frame().token_ns == pytest.approx(4_000_000, rel=1e-3)
+
+
+def test_streams_that_wait_for_their_first_event_share_the_tokens_of_the_others(monkeypatch):
+    clock = SimpleNamespace(now=50.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("chairlift.gate.estimates.time", clock)
+    estimates = Estimates(16_000, 16, 4_000)
+    streams = [Admitted(0, 1000, 0, on_first_token=lambda: None) for _ in range(4)]
+
+    def paced(seconds):
+        """The seconds between two tokens as the engine is told them, rounded."""
+        clock.now += seconds
+        return round(estimates.frame().step_us / 1e6, 3)
+
+    with contextlib.ExitStack() as ended, contextlib.ExitStack() as running:
+        assert paced(100) == 0.02, "nothing has run"
+        for held in streams:
+            (ended if held is streams[0] else running).enter_context(estimates.running(held))
+        assert paced(1) == 1.0, "no event at all"
+        streams[0].answer = answer_with(*[b"data: x\n\n"] * 50, streamed=True)
+        assert paced(1) == pytest.approx((1 + 4 / 50) / 2)
+        streams[0].answer.feed(b"data: x\n\n" * 50)
+        clock.now += 1
+        ended.close()
+        clock.now += 1  # three of them run on
+        assert paced(0) == pytest.approx((1 + 4 / 50 + 7 / 50) / 3, abs=1e-3)
+        running.close()
+        assert paced(100) == pytest.approx((1 + 4 / 50 + 7 / 50) / 3, abs=1e-3), "nothing runs"
 
 
 def test_a_first_measurement_counts_fully_whatever_came_before():

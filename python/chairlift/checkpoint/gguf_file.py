@@ -227,12 +227,16 @@ class GGUFFile:
         return name
 
     def _skip_texts(self, count: int) -> None:
-        length, at = struct.Struct("<Q").unpack_from, self._at
+        length, at, header = struct.Struct("<Q").unpack_from, self._at, self._header
         for _ in range(count):
-            if at + 8 > len(self._header):
+            try:
+                (size,) = length(header, at)
+            except struct.error:  # this much of the file has not been read
                 self._at = at
                 self._advance(8)
-            at += 8 + length(self._header, at)[0]
+                header = self._header
+                (size,) = length(header, at)
+            at += 8 + size
         self._at = at
 
     def _advance(self, size: int) -> int:

@@ -166,15 +166,20 @@ async def _serve(
 ) -> int:
     from chairlift.engine.engine_process import EngineProcess
     from chairlift.engine.local_processes import local_processes, share_cores
-    from chairlift.engine.replicated_engine import ReplicatedEngine
-    from chairlift.engine.service_exchange import exchanging
 
+    gc.disable()  # until everything is imported: what is imported lasts
     # The processes import what loads models unless none of them is loaded.
     loading = next((spec.config for spec in specs if spec.config.load_format != "none"), specs[0].config)
     if server.ray_address is not None:
         processes = [EngineProcess(loading.load_format, exclusive=True, awaits_join=True)]
     else:
         processes = local_processes(loading, server.replicas, exclusive=len(specs) == 1)
+        if len(specs) == 1:
+            processes[0].start_early()
+    # Everything else is imported while the engine's process imports.
+    from chairlift.engine.replicated_engine import ReplicatedEngine
+    from chairlift.engine.service_exchange import exchanging
+
     engines = [
         ReplicatedEngine(
             share_cores(spec.config, len(processes)),
@@ -193,6 +198,7 @@ async def _serve(
     served = module.served_models(specs, engines, server)
     supervisor = module.Supervisor(served, server, access.keys, access.tiers, processes, shadow_command=shadow)
     gc.freeze()  # the garbage collector need not examine these lasting objects again
+    gc.enable()
     async with AsyncExitStack() as stack:
         for process in processes:
             await stack.enter_async_context(process)

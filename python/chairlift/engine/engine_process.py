@@ -9,7 +9,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Mapping
-from typing import ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 from chairlift import errors
 from chairlift.engine import frames
@@ -30,10 +30,12 @@ from chairlift.engine.frames import (
     Unloaded,
 )
 from chairlift.engine.heartbeat import Heartbeat
-from chairlift.engine.joined_process import JoinedProcess
 from chairlift.engine.spawned_process import SpawnedProcess
 from chairlift.errors import ChairliftError, EngineClosed, EngineDead
 from chairlift.sampling import MAX_SEQUENCES
+
+if TYPE_CHECKING:
+    from chairlift.engine.joined_process import JoinedProcess
 
 log = logging.getLogger("chairlift")
 
@@ -94,6 +96,7 @@ class EngineProcess:
         self._unloading: dict[int, asyncio.Future[None]] = {}
         self._sharing: deque[asyncio.Future[dict[str, int]]] = deque()  # waiting for `ServiceShared`
         self._process: SpawnedProcess | JoinedProcess | None = None
+        self._socket: socket.socket | None = None  # of a child that was started before its first engine
         self._exiting = False
         self._running: set[int] = set()  # the engines that are ready; without one the process may load another and not read its socket
         self._starting = asyncio.Lock()
@@ -111,18 +114,24 @@ class EngineProcess:
         """See `Heartbeat.stuck`."""
         return self._heartbeat.stuck
 
+    def start_early(self) -> None:
+        """Starts the child in the event loop's thread, before there is an engine for it, so that it imports meanwhile."""
+        self._socket = self._start()
+
     async def attach(self, client: Client) -> int:
         """Starts the process unless it runs. Returns the number of a new engine, for `write`."""
         async with self._starting:
-            if self._process is not None and not self._exiting:
+            sock, self._socket = self._socket, None
+            if sock is None and self._process is not None and not self._exiting:
                 return self._attach(client)
             if self._reading is not None:
                 await asyncio.wait([self._reading])  # the engines before hear why the process has ended
-            if self._process is not None:
-                await self.close()
-            if self._awaited is not None:
-                self.joined = await self._awaited.get()
-            sock = self._start()
+            if sock is None:
+                if self._process is not None:
+                    await self.close()
+                if self._awaited is not None:
+                    self.joined = await self._awaited.get()
+                sock = self._start()
             self._numbers = itertools.count()
             number = self._attach(client)
             try:
@@ -211,6 +220,9 @@ class EngineProcess:
             if reading is not None:
                 reading.cancel()
                 self._writer.close()
+            elif self._socket is not None:
+                self._socket.close()
+                self._socket = None
 
     async def __aenter__(self) -> Self:
         return self

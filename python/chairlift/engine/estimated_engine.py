@@ -16,8 +16,12 @@ if TYPE_CHECKING:
     from chairlift.engine.engine import OnPrepared
     from chairlift.engine.engine_request import EngineRequest
 
-STEP_SECONDS, TOKEN_SECONDS = 0.02, 1e-4
-"""The estimate before anything was measured: a step that only decodes, and what each token of a prompt takes."""
+STEP_SECONDS, TOKEN_SECONDS = 0.02, 1e-3
+"""The estimate before anything was measured: a step that only decodes, and what each token of a prompt takes.
+
+Prompts are rather taken for slow: the first event of an answer ends their step, but nothing takes back the tokens that a sequence is
+believed to have decoded before the other server has computed its prompt.
+"""
 MIN_DECODE_SECONDS = 0.005
 """The shortest step that only decodes. A request waits for none, and an answer that pauses must not reach the end of its context here."""
 HEADROOM = 4

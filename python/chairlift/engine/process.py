@@ -9,6 +9,7 @@ module's own imports must be fast.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -80,7 +81,10 @@ def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None
     inbox: Inbox = SimpleQueue()
     threading.Thread(target=parent.receive_into, args=(inbox,), name="intake", daemon=True).start()
     try:
+        gc.disable()  # what is imported lasts, and need not be examined
         make = load()
+        gc.freeze()
+        gc.enable()
         parent.send(Phase("imports", time.perf_counter() - began))
         began = time.perf_counter()
         first = inbox.get()

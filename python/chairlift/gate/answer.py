@@ -31,23 +31,23 @@ class Answer:
 
     def __init__(self, *, streamed: bool, sent: float) -> None:
         """`sent` is when the request was sent, on the monotonic clock: many servers send the head of an answer with its first token."""
-        self._streamed = streamed
-        self._sent = sent
+        self.sent, self.streamed = sent, streamed
         self._first: float | None = None
         self._last = 0.0
-        self._events = 0
+        self.events = 0
+        """Events of the stream that have come; about one for each token."""
         self._head = bytearray()
         self._tail = bytearray()
 
     def feed(self, data: bytes) -> None:
         """Looks at the next bytes, which have just arrived."""
-        if self._streamed and data.startswith(b":") and b"data:" not in data:
+        if self.streamed and data.startswith(b":") and b"data:" not in data:
             return  # a comment, which keeps the connection open while the request waits
         self._last = time.monotonic()
         if self._first is None:
             self._first = self._last
-        if self._streamed:
-            self._events += data.count(b"data:")
+        if self.streamed:
+            self.events += data.count(b"data:")
         if len(self._head) < KEPT:
             self._head += data[: KEPT - len(self._head)]
         self._tail += data
@@ -57,14 +57,14 @@ class Answer:
     @property
     def ttft(self) -> float | None:
         """Seconds until the first byte that is no comment; None before that, and of an answer that is not streamed."""
-        return None if self._first is None or not self._streamed else self._first - self._sent
+        return None if self._first is None or not self.streamed else self._first - self.sent
 
     @property
     def between_tokens(self) -> float | None:
         """Mean seconds between the events of a stream; None without enough of them."""
-        if self._first is None or self._events < 3:
+        if self._first is None or self.events < 3:
             return None
-        return (self._last - self._first) / (self._events - 1)
+        return (self._last - self._first) / (self.events - 1)
 
     @property
     def calls_tools(self) -> bool:
@@ -75,7 +75,7 @@ class Answer:
     def num_tokens(self) -> int:
         """Tokens of the answer: those of its usage, else its events."""
         output = self.usage.output
-        return self._events if output is None else output
+        return self.events if output is None else output
 
     @cached_property
     def usage(self) -> UpstreamUsage:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 from chairlift.engine.estimated_engine import STEP_SECONDS, TOKEN_SECONDS
 from chairlift.engine.frames import Estimate
 from chairlift.gate.answer import Answer
 
+if TYPE_CHECKING:
+    from chairlift.gate.admission import Admitted
+
 SMOOTHING = 0.1
 """Weight of the newest measurement in a moving average. The first ones weigh more, so that no average keeps much of its first value."""
 SHORT = 256
-"""Tokens to compute of a prompt above which the time to the first token says how fast prompts are computed."""
+"""Tokens to compute of a prompt above which the first token says how fast prompts are computed."""
 MAX_PER_TOKEN = 4.0
 """Our estimate of a prompt's tokens over the upstream's own number is believed from the inverse of this on, up to this."""
 MIN_SHARE = 0.25
 """The smallest part of the upstream's KV on which we count, however few tokens it finds."""
 TRUSTED = 20
 """Answers that should find tokens after which missing ones shrink the budget."""
+MAX_STEP_SECONDS = 1.0
+"""The longest believed time between two tokens of a stream, also where the upstream computes prompts and no event comes."""
 
 
 class _Average:
@@ -30,6 +40,45 @@ class _Average:
         self.value += max(SMOOTHING, 1 / self.count) * (measured - self.value)
 
 
+class _Streams:
+    """The streams that run at an upstream, those that it has not begun to answer too: their events, and the sum of their seconds."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Admitted] = {}
+        self._seconds = self._since = 0.0
+        self._events = 0
+        """Events of ended streams, less those of streams that were counted before."""
+
+    @contextmanager
+    def running(self, held: Admitted) -> Iterator[None]:
+        """Counts a stream as running."""
+        self._count_time()
+        self._running[id(held)] = held
+        try:
+            yield
+        finally:
+            self._count_time()
+            del self._running[id(held)]
+            self._events += _events(held)
+
+    def take_pace(self) -> float | None:
+        """Seconds of a stream for each of its events since the last call; None if no stream ran."""
+        self._count_time()
+        running = sum(map(_events, self._running.values()))
+        seconds, events = self._seconds, self._events + running
+        self._seconds, self._events = 0.0, -running
+        return seconds / max(1, events) if seconds else None
+
+    def _count_time(self) -> None:
+        now = time.monotonic()
+        self._seconds += len(self._running) * (now - self._since)
+        self._since = now
+
+
+def _events(held: Admitted) -> int:
+    return 0 if held.answer is None else held.answer.events
+
+
 class Estimates:
     """Moving averages of one upstream, and the estimate that the engine schedules by."""
 
@@ -37,6 +86,11 @@ class Estimates:
         """`kv_tokens` are what the upstream's KV cache holds; the engine has at most `most_blocks` blocks of `block_size`."""
         self._kv_tokens, self._block_size, self._most = kv_tokens, block_size, most_blocks
         self._step, self._token = _Average(STEP_SECONDS), _Average(TOKEN_SECONDS)
+        self._streams = _Streams()
+        self.running = self._streams.running
+        """Counts a stream as running, in a `with` block."""
+        self._first_event = 0.0
+        """When a stream last began, on the monotonic clock."""
         self._ratio = _Average(1.0)
         self._found = _Average(1.0)
         """Tokens that the upstream found in its cache over those that we expected."""
@@ -48,12 +102,18 @@ class Estimates:
         """Tokens that we count over those that the upstream counts."""
         return self._ratio.value
 
+    def observe_first(self, sent: float, first: float, to_compute: int) -> None:
+        """Learns from the first event of a stream, at `first` on the monotonic clock, whose prompt had so many tokens to compute.
+
+        It was sent at `sent`. The upstream has computed it since then or, if it had other prompts to compute, since the first event of the
+        last of them. The time to the first event alone would count those others too.
+        """
+        since, self._first_event = max(sent, self._first_event), first
+        if to_compute > SHORT:
+            self._token.observe((first - since) / to_compute)
+
     def observe(self, answer: Answer, prompt: int, cached: int) -> None:
         """Learns from an answer whose prompt had `prompt` tokens by our count, of which `cached` were expected to be found."""
-        if (between := answer.between_tokens) is not None:
-            self._step.observe(between)
-        if (ttft := answer.ttft) is not None and prompt - cached > SHORT:
-            self._token.observe(max(0.0, ttft - self._step.value) / (prompt - cached))
         usage = answer.usage
         if usage.prompt:
             self._ratio.observe(min(max(prompt / usage.prompt, 1 / MAX_PER_TOKEN), MAX_PER_TOKEN))
@@ -63,6 +123,12 @@ class Estimates:
                 self.share = max(MIN_SHARE, self.share - 0.02) if self._found.value < 0.8 else min(1.0, self.share + 0.005)
 
     def frame(self) -> Estimate:
-        """The estimate for the engine."""
+        """The estimate for the engine.
+
+        Its sequences together get as many tokens as the upstream's streams got events since the last call: one that waits for the upstream
+        to compute its prompt must not fill the KV here.
+        """
+        if (pace := self._streams.take_pace()) is not None:
+            self._step.observe(min(pace, MAX_STEP_SECONDS))
         blocks = int(self._kv_tokens * self.share * self.ratio) // self._block_size
         return Estimate(round(self._step.value * 1e6), round(self._token.value * 1e9), max(1, min(self._most, blocks)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -88,14 +90,17 @@ class Gate:
         failed: UpstreamFailed | None = None
         for _ in self._upstreams:
             async with admitted(request, prompt) as held:
+                estimates = self._estimates[held.upstream]
+                held.on_first_token = partial(_first_token, held, held.on_first_token, estimates)
                 try:
-                    await self._pass(request, raw, send, held.upstream, held)
+                    with estimates.running(held) if prompt.streamed else contextlib.nullcontext():
+                        await self._pass(request, raw, send, held.upstream, held)
                 except UpstreamFailed as error:  # nothing was sent to the client
                     failed = error
                     self._unreachable(held.upstream)
                     continue
                 if held.answer is not None:
-                    self._estimates[held.upstream].observe(held.answer, held.prompt_tokens, held.cached_tokens)
+                    estimates.observe(held.answer, held.prompt_tokens, held.cached_tokens)
                 return
         assert failed is not None  # there is an upstream
         raise failed
@@ -157,6 +162,13 @@ class Gate:
             log.info("the upstream %s can be reached again", upstream.url)
 
         self._probes[number] = asyncio.create_task(probe())
+
+
+def _first_token(held: Admitted, tell: Callable[[], None], estimates: Estimates) -> None:
+    """Tells the engine, and learns the speed of prompts, when a stream begins."""
+    tell()
+    if (answer := held.answer) is not None and answer.ttft is not None:
+        estimates.observe_first(answer.sent, answer.sent + answer.ttft, held.prompt_tokens - held.cached_tokens)
 
 
 def _answer_headers(response: Any) -> RawHeaders:

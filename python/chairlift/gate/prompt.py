@@ -46,6 +46,8 @@ class Prompt:
     """The longest answer that the client allows."""
     scheduling: Mapping[str, Any]
     """The fields of the body that say how urgent the request is and which session it belongs to, as the client sent them."""
+    streamed: bool = False
+    """Whether the client asks for a stream of events."""
 
 
 def read_prompt(raw: bytes | bytearray) -> Prompt:
@@ -62,7 +64,8 @@ def read_prompt(raw: bytes | bytearray) -> Prompt:
         parts += map(_packed, value) if isinstance(value, list) else [_packed(value)] if value is not None else []
     limits = [body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict")]
     limit = next((one for one in limits if type(one) is int and one > 0), None)
-    return Prompt(tokens(parts), limit, {name: body[name] for name in SCHEDULING if name in body})
+    scheduling = {name: body[name] for name in SCHEDULING if name in body}
+    return Prompt(tokens(parts), limit, scheduling, body.get("stream") is True)
 
 
 def tokens(parts: list[bytes]) -> np.ndarray:
