@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -159,6 +160,15 @@ class EngineClosed(EngineDead):
 
 class RequestMoved(EngineDead):
     """An engine that will be restarted has given up the request: another engine goes on with it."""
+
+
+@contextmanager
+def writing(path: object, hint: str = "") -> Iterator[None]:
+    """Raises InvalidSetting, with `hint`, if the block cannot write the file."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidSetting(f"{path}: cannot be written ({error.strerror}){hint}") from None
 
 
 def pip_install(extra: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from chairlift.errors import InvalidSetting
+from chairlift.errors import InvalidSetting, writing
 
 PNG_SCALE = 1.5
 """Pixels of a PNG for each unit of its SVG."""
@@ -29,10 +29,8 @@ class Svg(str):
     def write(self, path: str | Path) -> None:
         """Writes the picture, as PNG if the name ends in .png. Raises InvalidSetting if it cannot."""
         data = self.png() if str(path).endswith(".png") else self.encode()
-        try:
+        with writing(path):
             Path(path).write_bytes(data)
-        except OSError as error:
-            raise InvalidSetting(f"{path}: cannot be written ({error.strerror})") from None
 
     def _repr_svg_(self) -> str:
         return str(self)

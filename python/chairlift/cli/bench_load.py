@@ -22,7 +22,7 @@ from chairlift.bench.text_report import block
 from chairlift.bench.workload import Job
 from chairlift.cli import flags, values
 from chairlift.cli.remote import add_api_key, client_key
-from chairlift.errors import ChairliftError, InvalidSetting
+from chairlift.errors import ChairliftError, InvalidSetting, writing
 
 NUM_PROMPTS = 100
 
@@ -301,9 +301,7 @@ def save(args: argparse.Namespace, target: Target, load: str, figures: Mapping[s
         }
     default = f"{args.backend}-{load}-{target.model.split('/')[-1]}-{document['date']}.json"
     path = Path(args.result_dir, args.result_filename or default)
-    try:
+    with writing(path, "; set --result-filename"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, allow_nan=False))
-    except OSError as error:
-        raise InvalidSetting(f"{path}: cannot be written ({error.strerror}); set --result-filename") from None
     print(f"Figures: {path}")

@@ -135,7 +135,7 @@ def _run_sessions(args: argparse.Namespace) -> int:
         print(json.dumps(result.figures() | refused | {"wall_s": result.wall, "basis": note}, indent=1))
         return 0
     speed = f"{result.span:,.0f} s simulated in {result.wall:.2f} s ({result.span / result.wall:,.0f} times real time)."
-    reasons = table.refusals(result.result)
+    reasons = table.refusals(result.result.refused_for)
     print("\n".join([table.text(table.sessions(result.figures())), "", table.wrapped([*reasons, speed, note])]))
     return 0
 
@@ -166,7 +166,7 @@ def _notes(on: str | dict[str, str]) -> list[str]:
 def _models_summary(result: ModelsResult, notes: list[str]) -> str:
     """The figures as text, and the bases of the step times."""
     span = f"{result.span:,.0f} s simulated in {result.wall:.2f} s."
-    refused = [f"{name}: {sentence}" for name, one in result.results.items() for sentence in table.refusals(one)]
+    refused = [f"{name}: {sentence}" for name, one in result.results.items() for sentence in table.refusals(one.refused_for)]
     return "\n".join([table.text(table.models(result.figures())), "", span, table.wrapped([*refused, *notes])])
 
 

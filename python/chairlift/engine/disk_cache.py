@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -45,13 +44,8 @@ class StoredPrefix:
     """The recurrent state after these tokens, in a model that has such states."""
 
 
-class _New(NamedTuple):
-    """A block or a state that is not on disk. Blocks are named in the order of their contents."""
-
-    read: Callable[[], bytes]
-    name: bytes
-    parent: bytes
-    tokens: bytes
+_New = tuple[Callable[[], bytes], Callable[[bytes], bool]]
+"""Reads a block or a state that is not on disk, and writes it there. Blocks come in the order of their contents."""
 
 
 class DiskCache:
@@ -120,9 +114,9 @@ class DiskCache:
         self._count_writes()
         if self._scheduler.unused() < UNUSED_SHARE:
             budget = WRITE_BYTES
-            for new in self._new():
-                content = new.read()
-                self._writes.append(self._threads.submit(self._store.write, new.name, new.parent, new.tokens, content))
+            for read, write in self._new():
+                content = read()
+                self._writes.append(self._threads.submit(write, content))
                 if (budget := budget - len(content)) <= 0:
                     break
 
@@ -132,9 +126,9 @@ class DiskCache:
         wait(self._writes, seconds)
         self._count_writes()
         self._newest = 0
-        for new in self._new():
-            content = new.read()
-            if time.monotonic() > until or not self._store.write(new.name, new.parent, new.tokens, content):
+        for read, write in self._new():
+            content = read()
+            if time.monotonic() > until or not write(content):
                 break
             self.blocks_written += 1
 
@@ -173,7 +167,7 @@ class DiskCache:
             if self._store.has(name := self._state_name(block)):
                 self._store.touch(name)
             else:
-                yield _New(partial(states.read, slot), name, block, STATE)
+                yield partial(states.read, slot), partial(self._store.write, name, block, STATE)
 
     def _new_blocks(self) -> Iterator[_New]:
         for number, content, before, tokens, group in self._scheduler.stored_blocks(self._newest):
@@ -184,7 +178,7 @@ class DiskCache:
             if self._store.has(name):
                 self._store.touch(name)
             else:
-                yield _New(partial(self._blocks.read, number), name, parent, tokens)
+                yield partial(self._blocks.read, number), partial(self._store.write, name, parent, tokens)
         while len(self._names) > self._num_blocks + MAX_NAMES:
             self._names.pop(next(iter(self._names)))
 

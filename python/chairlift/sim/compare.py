@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -18,7 +18,6 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.sim.result import Result
 from chairlift.sim.run import machine, run
-from chairlift.sim.table import refusals
 from chairlift.sim.workload import Workload
 
 _TIMELINE = ("tag", "arrived", "started", "first_token", "ended", "output_tokens")
@@ -60,8 +59,8 @@ class VariantResult:
     spans: NDArray[Any]
     unserved: int = 0
     """Requests that were rejected or failed. No other figure includes them."""
-    refusals: tuple[str, ...] = ()
-    """Why the simulator refused some, as sentences."""
+    refused_for: Mapping[str, int] = field(default_factory=dict)
+    """Number of requests that the simulator refused, by reason."""
 
     @property
     def duration(self) -> float:
@@ -171,7 +170,7 @@ def from_simulation(variant: Variant, result: Result) -> VariantResult:
     spans = zip(*(done[name].tolist() for name in _TIMELINE), preempted.tolist(), strict=True)
     unserved = len(result.requests) + len(result.refused) - len(done)
     made = variant_result(variant, result.config["max_num_seqs"], spans, unserved)
-    return replace(made, refusals=tuple(refusals(result)))
+    return replace(made, refused_for=result.refused_for)
 
 
 def variant_result(variant: Variant, slots: int, spans: Iterable[tuple[int, ...]], unserved: int) -> VariantResult:

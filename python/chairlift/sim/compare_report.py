@@ -9,6 +9,7 @@ import numpy as np
 
 from chairlift.bench.report.page import Page
 from chairlift.bench.report.plot import Axis, Plot, cdf
+from chairlift.sim import table
 from chairlift.sim.compare import VariantResult
 
 _COLUMNS = (
@@ -51,12 +52,12 @@ def document(result: VariantResult) -> dict[str, Any]:
     """A variant's result as JSON."""
     config = result.variant.config
     named = {"name": result.variant.name, "batching": config.batching, "policy": config.scheduling_policy}
-    return named | {"figures": result.figures(), "refusals": list(result.refusals)}
+    return named | {"figures": result.figures(), "refused_for": dict(result.refused_for)}
 
 
 def refusals(results: Sequence[VariantResult]) -> list[str]:
     """Sentences on why each variant refused requests."""
-    return [f"{result.variant.name}: {sentence}" for result in results for sentence in result.refusals]
+    return [f"{result.variant.name}: {sentence}" for result in results for sentence in table.refusals(result.refused_for)]
 
 
 def page(results: Sequence[VariantResult], svg: str, notes: Sequence[str]) -> Page:

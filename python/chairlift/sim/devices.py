@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.config import DEFAULT_SLOTS, DEFAULT_STEP_TOKENS
-from chairlift.errors import InvalidSetting
+from chairlift.errors import InvalidSetting, writing
 from chairlift.models.shape import ModelShape
 from chairlift.sim.steps import Roof, StepTime, roofline
 
@@ -104,10 +104,8 @@ class Profile:
     def save(self, path: str | Path) -> None:
         """Writes the profile as JSON; raises InvalidSetting if it cannot."""
         raw = {name: getattr(self, name) for name in self.__slots__} | {"step": self.step.document()}
-        try:
+        with writing(path):
             Path(path).write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InvalidSetting(f"{path}: cannot be written ({error.strerror})") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

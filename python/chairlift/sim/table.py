@@ -146,14 +146,14 @@ def runs(figures: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
     return _by_name("", _RUN_COLUMNS, figures)
 
 
-def refusals(result: Result) -> list[str]:
+def refusals(refused_for: Mapping[str, int]) -> list[str]:
     """Sentences on why requests were refused."""
-    return [f"Refused: {count:,} requests, {REFUSALS[reason]}." for reason, count in sorted(result.refused_for.items())]
+    return [f"Refused: {count:,} requests, {REFUSALS[reason]}." for reason, count in sorted(refused_for.items())]
 
 
 def notes(result: Result) -> list[str]:
     """Sentences on how equally tenants were served, and on why requests were refused."""
-    sentences = refusals(result)
+    sentences = refusals(result.refused_for)
     if len(set(result.labels("tenant"))) < 2:
         return sentences
     fairness = result.fairness()

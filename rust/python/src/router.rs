@@ -34,9 +34,8 @@ impl EngineView for Engine {
 
 /// The routing of this name.
 pub(crate) fn named(routing: &str) -> PyResult<Routing> {
-    let names = Routing::NAMES.map(|(name, _)| name).join(", ");
-    let found = Routing::NAMES.into_iter().find(|&(name, _)| name == routing);
-    found.map(|(_, routing)| routing).ok_or_else(|| PyValueError::new_err(format!("no such routing: there are {names}")))
+    let names = Routing::NAMES.map(|(_, name)| name).join(", ");
+    Routing::from_name(routing).ok_or_else(|| PyValueError::new_err(format!("no such routing: there are {names}")))
 }
 
 /// Chooses one of a model's engines for each request: see `chairlift_core::Router`.

@@ -343,7 +343,7 @@ impl Scheduler {
         Ok(Outputs {
             tags: packed(py, tokens, |output| output.tag.to_le_bytes())?,
             tokens: packed(py, tokens, |output| (output.token as i32).to_le_bytes())?,
-            finishes: packed(py, tokens, |output| [reports::token_finish_code(output.finish)])?,
+            finishes: packed(py, tokens, |output| [reports::finish_code(output.finish)])?,
             ended: reports::timelines(py, &outputs.ended)?.unbind(),
         })
     }
@@ -376,7 +376,7 @@ impl Scheduler {
         let Some(timeline) = inner.core.explain(tag) else { return Ok(None) };
         let dict = reports::timeline(py, &timeline)?;
         dict.set_item("queued_behind", inner.core.ahead(&timeline).iter().map(|(tenant, time)| (&**tenant, *time)).collect::<Vec<_>>())?;
-        reports::served_before(&dict, &inner.core.served_before(&timeline))?;
+        reports::add(&dict, &inner.core.served_before(&timeline))?;
         if let Some(wait) = inner.core.live(tag).and_then(|id| inner.core.session_wait(id)) {
             dict.set_item("expected_wait_ms", wait.expected.div_ceil(1000))?;
             dict.set_item("max_wait_ms", wait.longest.div_ceil(1000))?;
@@ -397,7 +397,7 @@ impl Scheduler {
         let inner = self.lock()?;
         let stats = reports::stats(py, &inner.core.stats())?;
         if let Some(drafter) = &inner.drafter {
-            reports::drafts(&stats, drafter.stats())?;
+            reports::add(&stats, drafter.stats())?;
         }
         Ok(stats)
     }
@@ -406,10 +406,10 @@ impl Scheduler {
         let inner = self.lock()?;
         let (tenants, classes) = (PyDict::new(py), PyDict::new(py));
         for (name, usage) in inner.core.tenants() {
-            tenants.set_item(&**name, reports::usage(py, usage)?)?;
+            tenants.set_item(&**name, reports::dict(py, usage)?)?;
         }
         for (priority, usage) in inner.core.classes() {
-            classes.set_item(priority, reports::usage(py, usage)?)?;
+            classes.set_item(priority, reports::dict(py, usage)?)?;
         }
         let dict = PyDict::new(py);
         dict.set_item("tenants", tenants)?;

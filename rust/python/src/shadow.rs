@@ -71,7 +71,7 @@ impl Shadow {
 /// Recorded requests in the columns of a report.
 fn recorded_dict<'py>(py: Python<'py>, recorded: &[sim::Recorded]) -> PyResult<Bound<'py, PyDict>> {
     let rows = recorded.iter().map(|sim::Recorded { tag, arrived, prompt_tokens, ended, .. }| {
-        let (tag, finish) = (*tag as i64, reports::finish_code(Some(ended.finish)));
+        let (tag, finish) = (*tag as i64, reports::finish_code(Some(ended.finish)).into());
         let (arrived, first, end) = (*arrived as i64, or_none(ended.first_token), ended.time as i64);
         let [prompt, cached, output, preempted] =
             [*prompt_tokens, ended.cached_tokens, ended.output_tokens, ended.preemptions].map(i64::from);

@@ -169,7 +169,7 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResul
     let ended = report.ended.iter().zip(&report.longest_gaps).map(|(timeline, &longest)| {
         let numbers: [i64; 17] = [
             timeline.tag as i64,
-            reports::finish_code(timeline.finish),
+            reports::finish_code(timeline.finish).into(),
             timeline.arrived as i64,
             or_none(timeline.started),
             or_none(timeline.first_token),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from chairlift.bench.report.plot import Plot
 from chairlift.bench.report.sheet import Drawing, sheet
-from chairlift.errors import InvalidSetting
+from chairlift.errors import writing
 from chairlift.svg import Svg
 
 _STYLE = """\
@@ -124,7 +124,5 @@ class Page:
         """Writes the page, or its plots alone if the name ends in .svg or .png; raises InvalidSetting if it cannot."""
         if str(path).endswith((".svg", ".png")):
             return self.svg().write(path)
-        try:
+        with writing(path):
             Path(path).write_text(self.html(), encoding="utf-8")
-        except OSError as error:
-            raise InvalidSetting(f"{path}: cannot be written ({error.strerror})") from None

@@ -35,7 +35,7 @@ fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
         max_model_len: 44,
         enable_prefix_caching: bytes.ratio(9, 10)?,
         watermark: bytes.int_in_range(0..=4)?,
-        kv_reservation: bytes.choose(&Reservation::NAMES)?.1,
+        kv_reservation: bytes.choose(&Reservation::NAMES)?.0,
         scheduling_policy: *bytes.choose(&POLICIES)?,
         batching: match bytes.int_in_range(0..=5)? {
             4 => Batching::Static { size: bytes.int_in_range(1..=6)? },
@@ -48,7 +48,7 @@ fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
         background_slowdown: *bytes.choose(&[0, 100, 300])?,
         target_itl: *bytes.choose(&[0, 0, 1, 4])?,
         gather: *bytes.choose(&[0, 0, 20])?,
-        session_turns: bytes.choose(&SessionTurns::NAMES)?.1,
+        session_turns: bytes.choose(&SessionTurns::NAMES)?.0,
         max_session_wait: *bytes.choose(&[0, 30, 1 << 40])?,
         host_blocks: *bytes.choose(&[0, 3, 10, 40])?,
         swap_ns_per_block: *bytes.choose(&[0, 500, 1_000_000])?,

@@ -8,7 +8,7 @@ mod settings;
 pub use settings::{SETTINGS, Setting, SettingError, SettingKind, Value};
 
 use crate::policy::{Fcfs, Policy};
-use crate::request::Time;
+use crate::request::{Time, named_enum};
 use crate::step_time::ExpertCount;
 
 /// When waiting sequences may join the running ones.
@@ -31,60 +31,34 @@ pub enum Batching {
     },
 }
 
-/// The blocks that must be free to admit a sequence, beyond the blocks for its known tokens.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Reservation {
-    /// A watermark. Sequences that outgrow the free blocks preempt each other.
-    #[default]
-    Watermark,
-    /// Blocks for all tokens that the sequence and each running sequence may generate. No sequence is preempted for
-    /// lack of blocks (as in TGI).
-    MaxTokens,
-    /// Blocks for the estimated peak of the running sequences and the new one. Each is assumed to generate its
-    /// predicted or maximum tokens, one token per step. Sequences that end sooner release their blocks (`LightLLM`'s
-    /// rule).
-    Peak,
-}
-
-impl Reservation {
-    /// Every reservation, with the name used in flags and journals.
-    pub const NAMES: [(&'static str, Self); 3] = [("watermark", Self::Watermark), ("max-tokens", Self::MaxTokens), ("peak", Self::Peak)];
-
-    /// The reservation's name.
-    pub fn name(self) -> &'static str {
-        Self::NAMES[self as usize].0
-    }
-
-    /// The reservation with this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, reservation)| reservation)
+named_enum! {
+    /// The blocks that must be free to admit a sequence, beyond the blocks for its known tokens.
+    #[derive(Default)]
+    pub enum Reservation {
+        /// A watermark. Sequences that outgrow the free blocks preempt each other.
+        #[default]
+        Watermark = "watermark",
+        /// Blocks for all tokens that the sequence and each running sequence may generate. No sequence is preempted for
+        /// lack of blocks (as in TGI).
+        MaxTokens = "max-tokens",
+        /// Blocks for the estimated peak of the running sequences and the new one. Each is assumed to generate its
+        /// predicted or maximum tokens, one token per step. Sequences that end sooner release their blocks (`LightLLM`'s
+        /// rule).
+        Peak = "peak",
     }
 }
 
-/// Which requests belong to sessions, which take turns when their contexts do not fit into the cache together.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum SessionTurns {
-    /// None.
-    Off,
-    /// Those that name a session.
-    #[default]
-    Named,
-    /// Those that name a session, and those whose prompt continues an earlier answer.
-    All,
-}
-
-impl SessionTurns {
-    /// Every choice, with the name used in flags and journals.
-    pub const NAMES: [(&'static str, Self); 3] = [("off", Self::Off), ("named", Self::Named), ("all", Self::All)];
-
-    /// The name of the choice.
-    pub fn name(self) -> &'static str {
-        Self::NAMES[self as usize].0
-    }
-
-    /// The choice with this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, turns)| turns)
+named_enum! {
+    /// Which requests belong to sessions, which take turns when their contexts do not fit into the cache together.
+    #[derive(Default)]
+    pub enum SessionTurns {
+        /// None.
+        Off = "off",
+        /// Those that name a session.
+        #[default]
+        Named = "named",
+        /// Those that name a session, and those whose prompt continues an earlier answer.
+        All = "all",
     }
 }
 

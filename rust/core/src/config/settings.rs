@@ -172,7 +172,7 @@ pub const SETTINGS: [Setting; 26] = [
     Setting {
         name: "kv_reservation",
         doc: "Which blocks must be free for a sequence to be admitted: the watermark, those for max_tokens, or for the estimated peak.",
-        kind: SettingKind::Name(|| Reservation::NAMES.map(|(name, _)| name).to_vec()),
+        kind: SettingKind::Name(|| Reservation::NAMES.map(|(_, name)| name).to_vec()),
         get: |config| Value::Name(config.kv_reservation.name().into()),
         set: |config, value| config.kv_reservation = Reservation::from_name(value.name()).unwrap_or(config.kv_reservation),
     },
@@ -239,7 +239,7 @@ pub const SETTINGS: [Setting; 26] = [
     Setting {
         name: "session_turns",
         doc: "Which requests belong to sessions, which take turns when their contexts do not fit into the cache together.",
-        kind: SettingKind::Name(|| SessionTurns::NAMES.map(|(name, _)| name).to_vec()),
+        kind: SettingKind::Name(|| SessionTurns::NAMES.map(|(_, name)| name).to_vec()),
         get: |config| Value::Name(config.session_turns.name().into()),
         set: |config, value| config.session_turns = SessionTurns::from_name(value.name()).unwrap_or(config.session_turns),
     },

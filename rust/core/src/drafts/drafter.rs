@@ -14,21 +14,24 @@ use crate::request::{SeqId, Token};
 use crate::step::{DraftSource, MAX_DRAFT, StepPlan};
 use crate::step_time::Load;
 use rustc_hash::FxHashMap;
+use serde::Serialize;
 use slotmap::SecondaryMap;
 
 /// Calls between two removals of indexes of ended sequences.
 const SWEEP: u32 = 1024;
 
 /// Draft counters since the start.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct DraftStats {
     /// Number of drafts, counted per sequence and step.
     pub drafts: u64,
     /// Drafted tokens that steps computed.
     pub draft_tokens: u64,
     /// Drafted tokens that the model would have chosen itself. Each saves a step.
+    #[serde(rename = "accepted_draft_tokens")]
     pub accepted_tokens: u64,
     /// Accepted tokens by position in the draft.
+    #[serde(rename = "accepted_draft_tokens_by_position")]
     pub accepted_by_position: Vec<u64>,
 }
 

@@ -106,10 +106,6 @@ impl Kind {
 /// The reasons for which callers end requests. A record stores an index into this list.
 pub(crate) const REASONS: [FinishReason; 3] = [FinishReason::Abort, FinishReason::Stop, FinishReason::Error];
 
-/// The reasons for which requests end. A record of an ended request stores an index into this list.
-pub(crate) const ENDS: [FinishReason; 5] =
-    [FinishReason::Stop, FinishReason::Length, FinishReason::Error, FinishReason::Deadline, FinishReason::Abort];
-
 /// Why a journal cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum JournalError {

@@ -2,7 +2,7 @@
 //!
 //! A journal has no tokens. The parser generates tokens that are equal exactly where the names of full blocks are equal.
 
-use super::format::{ENDS, Frame, Frames, JournalError, Kind, REASONS, Reader, SEED, fold};
+use super::format::{Frame, Frames, JournalError, Kind, REASONS, Reader, SEED, fold};
 use crate::config::Config;
 use crate::request::{ArrivalNumber, FinishReason, Preparation, Request, Resumed, SessionEvent, Tier, Time, Token};
 use crate::step::DraftSource;
@@ -413,7 +413,7 @@ impl ParsedJournal {
 
 /// The rest of a [`Kind::Ended`].
 fn read_ended(reader: &mut Reader<'_>, time: Time) -> Option<EndedRequest> {
-    let (tag, finish) = (reader.number()?, *ENDS.get(usize::try_from(reader.number()?).ok()?)?);
+    let (tag, finish) = (reader.number()?, FinishReason::NAMES.get(usize::try_from(reader.number()?).ok()?)?.0);
     let (output_tokens, cached_tokens, preemptions) = (reader.small()?, reader.small()?, reader.small()?);
     let first_token = reader.number()?.checked_sub(1).map(|since| time.saturating_sub(since));
     Some(EndedRequest { tag, time, finish, output_tokens, cached_tokens, preemptions, first_token })

@@ -1,6 +1,6 @@
 //! Records the calls of a scheduler.
 
-use super::format::{ENDS, Kind, REASONS, Writer, zigzag};
+use super::format::{Kind, REASONS, Writer, zigzag};
 use crate::batch::Outputs;
 use crate::error::Rejected;
 use crate::ledger::{Snapshot, Timeline, TimelineState};
@@ -233,9 +233,9 @@ impl Recorder {
     fn record_ended(&mut self, now: Time, ended: &[Timeline]) {
         let Some(journal) = &mut self.journal else { return };
         for timeline in ended {
-            let code = ENDS.iter().position(|&known| Some(known) == timeline.finish).expect("it has ended");
+            let code = timeline.finish.expect("it has ended") as u64;
             let since_first = timeline.first_token.map_or(0, |first| 1 + timeline.ended - first);
-            journal.call(Kind::Ended, now).number(timeline.tag).number(code as u64).number(timeline.output_tokens.into());
+            journal.call(Kind::Ended, now).number(timeline.tag).number(code).number(timeline.output_tokens.into());
             journal.number(timeline.cached_tokens.into()).number(timeline.preemptions.into()).number(since_first);
         }
     }

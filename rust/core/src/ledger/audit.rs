@@ -1,7 +1,8 @@
 //! The audit of the queue: by which rule one request was served before another.
 
 use crate::policy::{Key, Rules};
-use crate::request::Tier;
+use crate::request::{Tier, named_enum, nonzero};
+use serde::Serialize;
 
 /// A request's place in the queue when it first started, or now if it waits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -13,49 +14,32 @@ pub struct QueuePosition {
     pub(crate) blocked: bool,
 }
 
-/// Why a request was served before another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(usize)]
-pub enum Rule {
-    /// Its tier was more urgent.
-    Tier,
-    /// Its class was more urgent.
-    Priority,
-    /// Its tenant had less service for its weight.
-    Fairness,
-    /// The policy put it first: less slack, less work or a longer cached prefix.
-    Policy,
-    /// It arrived earlier.
-    Arrival,
-    /// It had waited too long.
-    Ageing,
-    /// It fitted into the free blocks while the other did not.
-    Fit,
-    /// The other waited for a prompt that both share, or its place in the order changed.
-    Changed,
+named_enum! {
+    /// Why a request was served before another.
+    pub enum Rule {
+        /// Its tier was more urgent.
+        Tier = "tier",
+        /// Its class was more urgent.
+        Priority = "priority",
+        /// Its tenant had less service for its weight.
+        Fairness = "fairness",
+        /// The policy put it first: less slack, less work or a longer cached prefix.
+        Policy = "policy",
+        /// It arrived earlier.
+        Arrival = "arrival",
+        /// It had waited too long.
+        Ageing = "ageing",
+        /// It fitted into the free blocks while the other did not.
+        Fit = "fit",
+        /// The other waited for a prompt that both share, or its place in the order changed.
+        Changed = "changed",
+    }
 }
 
 /// Number of rules.
-pub(crate) const RULES: usize = 8;
+pub(crate) const RULES: usize = Rule::NAMES.len();
 
 impl Rule {
-    /// Every rule, with the name used in reports.
-    pub const NAMES: [(Self, &'static str); RULES] = [
-        (Self::Tier, "tier"),
-        (Self::Priority, "priority"),
-        (Self::Fairness, "fairness"),
-        (Self::Policy, "policy"),
-        (Self::Arrival, "arrival"),
-        (Self::Ageing, "ageing"),
-        (Self::Fit, "fit"),
-        (Self::Changed, "changed"),
-    ];
-
-    /// The rule's name.
-    pub fn name(self) -> &'static str {
-        Self::NAMES[self as usize].1
-    }
-
     /// The rule by which a request at the position `first` was served before one at `second`.
     pub(crate) fn of(rules: &Rules, first: &QueuePosition, second: &QueuePosition) -> Self {
         let (a, b) = (first.key, second.key);
@@ -76,10 +60,12 @@ impl Rule {
 }
 
 /// The requests that were served before another.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ServedBefore {
     /// Number of requests, by [`Rule`].
+    #[serde(rename = "served_before", serialize_with = "nonzero::<Rule, _, _>")]
     pub counts: [u32; RULES],
     /// The first of them in the order of their start: tag, tenant and rule.
+    #[serde(rename = "served_first")]
     pub first: Vec<(u64, std::sync::Arc<str>, Rule)>,
 }

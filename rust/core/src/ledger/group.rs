@@ -2,12 +2,13 @@
 
 use super::timeline::Timeline;
 use crate::request::Time;
+use serde::Serialize;
 use std::borrow::Borrow;
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
 
 /// Usage and request counts of a tenant or a class.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Usage {
     /// Waiting requests, including preempted ones.
     pub waiting: u32,
@@ -32,6 +33,7 @@ pub struct Usage {
     /// Number of preemptions.
     pub preemptions: u64,
     /// Microseconds from addition to start.
+    #[serde(rename = "queued_us")]
     pub queued: Time,
     /// Held sequences.
     pub held: u32,

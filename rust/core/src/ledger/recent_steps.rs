@@ -1,6 +1,7 @@
 //! The latest steps, recorded for snapshots.
 
 use crate::request::Time;
+use serde::{Serialize, Serializer};
 use std::collections::VecDeque;
 
 /// Maximum number of steps kept for the next snapshot.
@@ -9,14 +10,16 @@ const MAX_STEPS: usize = 256;
 const WATCHED: Time = 3_000_000;
 
 /// A planned step.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct StepSeen {
     /// Number of steps planned before this one.
     pub step: u64,
     /// When the step was planned.
+    #[serde(rename = "planned_us")]
     pub planned: Time,
     /// One byte per slot: `d` decodes, `p` computes its prompt, `r` recomputes lost tokens, `-` is held but has no
     /// token in this step, and a space is free.
+    #[serde(serialize_with = "text")]
     pub slots: Vec<u8>,
     /// Tokens in the pass.
     pub tokens: u32,
@@ -26,6 +29,10 @@ pub struct StepSeen {
     pub admitted: Vec<(u32, u64)>,
     /// Tags of the sequences preempted for this step.
     pub preempted: Vec<u64>,
+}
+
+fn text<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(&bytes.escape_ascii())
 }
 
 /// The steps since the last snapshot. Steps are recorded only while snapshots are taken, because recording costs

@@ -3,11 +3,12 @@
 
 use super::recent_steps::StepSeen;
 use super::timeline::TimelineState;
-use crate::request::{Tier, Time};
+use crate::request::{Tier, Time, nonzero};
+use serde::Serialize;
 use std::sync::Arc;
 
 /// A sequence with a slot.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SlotSeen {
     /// The slot.
     pub slot: u32,
@@ -30,11 +31,12 @@ pub struct SlotSeen {
     /// Blocks in the sequence's table.
     pub blocks: usize,
     /// Microseconds since the request was added.
+    #[serde(rename = "age_us")]
     pub age: Time,
 }
 
 /// A waiting sequence.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct WaitSeen {
     /// The request's tag.
     pub tag: u64,
@@ -51,20 +53,24 @@ pub struct WaitSeen {
     /// Tokens generated before the sequence lost its slot.
     pub output_tokens: u32,
     /// Microseconds since the request was added or lost its slot.
+    #[serde(rename = "waited_us")]
     pub waited: Time,
 }
 
 /// A snapshot of the scheduler's state.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Snapshot {
     /// Sequences with slots, in the order of admission.
+    #[serde(rename = "running")]
     pub slots: Vec<SlotSeen>,
     /// The first waiting sequences in the queue's order. Forks that wait for a prompt are not in the queue.
     pub waiting: Vec<WaitSeen>,
     /// The number of all waiting sequences by tier.
+    #[serde(serialize_with = "nonzero::<Tier, _, _>")]
     pub waiting_by_tier: [usize; Tier::NAMES.len()],
     /// The KV blocks in order: [`FREE`](Self::FREE), [`CACHED`](Self::CACHED), [`SHARED`](Self::SHARED), or
     /// [`HELD`](Self::HELD) plus the slot of the only holder. A cell of several blocks shows the most frequent value.
+    #[serde(skip)]
     pub cells: Vec<u32>,
     /// Blocks per cell.
     pub blocks_per_cell: usize,

@@ -1,11 +1,13 @@
 //! Counters since the start, and gauges of the current state.
 
-use super::timeline::STATES;
+use super::timeline::{STATES, TimelineState};
 use crate::policy::PREEMPTION_REASONS;
+use crate::request::nonzero;
 use crate::step::Stall;
+use serde::Serialize;
 
 /// Counters since the start.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Counters {
     /// Steps planned.
     pub steps: u64,
@@ -36,6 +38,7 @@ pub struct Counters {
     /// Preemptions that copied the sequence's KV to host memory.
     pub preemptions_swap: u64,
     /// All preemptions, by [`PreemptionReason`](crate::PreemptionReason).
+    #[serde(skip)]
     pub preemptions_by_reason: [u64; PREEMPTION_REASONS],
     /// Blocks copied to host memory.
     pub swapped_blocks: u64,
@@ -45,34 +48,11 @@ pub struct Counters {
     pub rejected_queue_full: u64,
 }
 
-impl Counters {
-    /// Most counters, by the names of reports.
-    pub fn named(&self) -> [(&'static str, u64); 16] {
-        [
-            ("steps", self.steps),
-            ("step_us", self.step_us),
-            ("prompt_tokens", self.prompt_tokens),
-            ("prefix_queries", self.prefix_queries),
-            ("prefix_hits", self.prefix_hits),
-            ("lost_hit_tokens", self.lost_hit_tokens),
-            ("generated_tokens", self.generated_tokens),
-            ("computed_tokens", self.computed_tokens),
-            ("computed_prompt_tokens", self.computed_prompt_tokens),
-            ("recomputed_tokens", self.recomputed_tokens),
-            ("preemptions", self.preemptions_recompute + self.preemptions_swap),
-            ("preemptions_recompute", self.preemptions_recompute),
-            ("preemptions_swap", self.preemptions_swap),
-            ("swapped_blocks", self.swapped_blocks),
-            ("expired", self.expired),
-            ("rejected_queue_full", self.rejected_queue_full),
-        ]
-    }
-}
-
 /// Gauges of the current state, and [`Counters`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Stats {
     /// Counters since the start.
+    #[serde(flatten)]
     pub counters: Counters,
     /// Sequences that hold a slot.
     pub running: usize,
@@ -86,10 +66,10 @@ pub struct Stats {
     pub total_blocks: usize,
     /// Usable blocks that no sequence holds.
     pub free_blocks: usize,
-    /// Tokens with KV in the block tables of running sequences. The difference from `held_slots` is fragmentation.
+    /// Tokens with KV in the block tables of running sequences. The difference from `held_kv_slots` is fragmentation.
     pub used_tokens: usize,
     /// Token slots in the blocks of running sequences.
-    pub held_slots: usize,
+    pub held_kv_slots: usize,
     /// Blocks of the host pool.
     pub host_blocks: usize,
     /// Free blocks of the host pool.
@@ -103,16 +83,22 @@ pub struct Stats {
     /// Why no step was planned. `None` if there was no work.
     pub stall: Option<Stall>,
     /// Waiting sequences, by [`TimelineState`](crate::TimelineState).
+    #[serde(serialize_with = "nonzero::<TimelineState, _, _>")]
     pub waiting_by_state: [usize; STATES],
     /// Predicted wait of a request that arrives now, in microseconds.
+    #[serde(rename = "predicted_wait_us")]
     pub predicted_wait: u64,
     /// Predicted wait of a session that is not active for its turn, in microseconds.
+    #[serde(rename = "predicted_turn_us")]
     pub predicted_turn_wait: u64,
     /// Predicted time of a prompt of 1,024 tokens alone, in microseconds; 0 while unknown.
+    #[serde(rename = "predicted_prefill_us")]
     pub predicted_prefill: u64,
     /// Predicted duration of the latest planned step, in microseconds.
+    #[serde(rename = "predicted_step_us")]
     pub predicted_step: u64,
     /// Work that arrived in the last ten seconds divided by the work that could be served in that time, in thousandths.
+    #[serde(skip)]
     pub saturation: u32,
 }
 

@@ -5,104 +5,71 @@
 
 use super::audit::QueuePosition;
 use super::energy::Window;
-use crate::memory::TAKERS;
+use crate::memory::{TAKERS, Taker};
 use crate::policy::{PREEMPTION_REASONS, PreemptionReason};
-use crate::request::{FinishReason, Tier, Time};
+use crate::request::{FinishReason, Tier, Time, named_enum, nonzero};
+use serde::Serialize;
 use std::sync::Arc;
 
-/// The state of a request for its timeline.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-#[repr(usize)]
-pub enum TimelineState {
-    /// Waited for a slot of the batch (`max_num_seqs`).
-    WaitSlots,
-    /// Waited for tokens of a step (`max_num_batched_tokens`, or the limit from `target_itl`).
-    WaitBudget,
-    /// Waited for free KV blocks.
-    WaitBlocks,
-    /// Waited for the previous batch to end or its own batch to fill (static and dynamic batching).
-    WaitBatch,
-    /// Waited because the policy serves other requests first.
-    WaitPolicy,
-    /// Waited because tenants with less service go first (fair policy).
-    WaitFairness,
-    /// Waited for the step in flight at its arrival to end.
-    WaitStep,
-    /// Waited for its parent's prompt to be computed, because it is a fork.
-    WaitFork,
-    /// Waited for the turn of its session.
-    WaitSession,
-    /// Computed its prompt in steps without other sequences.
-    Prefill,
-    /// Computed its prompt in steps shared with other sequences.
-    PrefillShared,
-    /// Computed its output.
-    Decode,
-    /// Computed its output in steps made longer by other requests' prompts.
-    DecodeShared,
-    /// Had a slot but got no tokens in the step.
-    Stalled,
-    /// Waited after a preemption that discarded its KV.
-    Preempted,
-    /// Waited after a preemption, with its KV in host memory.
-    Swapped,
-    /// Recomputed tokens lost in a preemption.
-    Recompute,
-    /// The server received the request's bytes.
-    Receive,
-    /// The server parsed the request, applied the chat template and tokenized the text.
-    Tokenize,
-    /// Waited for its grammar to be compiled.
-    Grammar,
-    /// Waited for the KV of its prefix to be read from storage.
-    ReadCache,
-    /// Waited for an engine to start.
-    Restart,
-    /// Was in an engine that ended before it had answered.
-    LostEngine,
-}
-
-/// Number of states.
-pub(crate) const STATES: usize = 23;
-/// Number of states that can block a whole group of waiting sequences. They come first.
-const LIMITS: usize = 4;
-
-impl TimelineState {
-    /// Every state in order, with the name used in reports.
-    pub const NAMES: [(Self, &'static str); STATES] = [
-        (Self::WaitSlots, "wait_slots"),
-        (Self::WaitBudget, "wait_budget"),
-        (Self::WaitBlocks, "wait_blocks"),
-        (Self::WaitBatch, "wait_batch"),
-        (Self::WaitPolicy, "wait_policy"),
-        (Self::WaitFairness, "wait_fairness"),
-        (Self::WaitStep, "wait_step"),
-        (Self::WaitFork, "wait_fork"),
-        (Self::WaitSession, "wait_session"),
-        (Self::Prefill, "prefill"),
-        (Self::PrefillShared, "prefill_shared"),
-        (Self::Decode, "decode"),
-        (Self::DecodeShared, "decode_shared"),
-        (Self::Stalled, "stalled"),
-        (Self::Preempted, "preempted"),
-        (Self::Swapped, "swapped"),
-        (Self::Recompute, "recompute"),
-        (Self::Receive, "receive"),
-        (Self::Tokenize, "tokenize"),
-        (Self::Grammar, "grammar"),
-        (Self::ReadCache, "read_cache"),
-        (Self::Restart, "restart"),
-        (Self::LostEngine, "lost_engine"),
-    ];
-
-    /// The state's name.
-    pub fn name(self) -> &'static str {
-        Self::NAMES[self as usize].1
+named_enum! {
+    /// The state of a request for its timeline.
+    pub enum TimelineState {
+        /// Waited for a slot of the batch (`max_num_seqs`).
+        WaitSlots = "wait_slots",
+        /// Waited for tokens of a step (`max_num_batched_tokens`, or the limit from `target_itl`).
+        WaitBudget = "wait_budget",
+        /// Waited for free KV blocks.
+        WaitBlocks = "wait_blocks",
+        /// Waited for the previous batch to end or its own batch to fill (static and dynamic batching).
+        WaitBatch = "wait_batch",
+        /// Waited because the policy serves other requests first.
+        WaitPolicy = "wait_policy",
+        /// Waited because tenants with less service go first (fair policy).
+        WaitFairness = "wait_fairness",
+        /// Waited for the step in flight at its arrival to end.
+        WaitStep = "wait_step",
+        /// Waited for its parent's prompt to be computed, because it is a fork.
+        WaitFork = "wait_fork",
+        /// Waited for the turn of its session.
+        WaitSession = "wait_session",
+        /// Computed its prompt in steps without other sequences.
+        Prefill = "prefill",
+        /// Computed its prompt in steps shared with other sequences.
+        PrefillShared = "prefill_shared",
+        /// Computed its output.
+        Decode = "decode",
+        /// Computed its output in steps made longer by other requests' prompts.
+        DecodeShared = "decode_shared",
+        /// Had a slot but got no tokens in the step.
+        Stalled = "stalled",
+        /// Waited after a preemption that discarded its KV.
+        Preempted = "preempted",
+        /// Waited after a preemption, with its KV in host memory.
+        Swapped = "swapped",
+        /// Recomputed tokens lost in a preemption.
+        Recompute = "recompute",
+        /// The server received the request's bytes.
+        Receive = "receive",
+        /// The server parsed the request, applied the chat template and tokenized the text.
+        Tokenize = "tokenize",
+        /// Waited for its grammar to be compiled.
+        Grammar = "grammar",
+        /// Waited for the KV of its prefix to be read from storage.
+        ReadCache = "read_cache",
+        /// Waited for an engine to start.
+        Restart = "restart",
+        /// Was in an engine that ended before it had answered.
+        LostEngine = "lost_engine",
     }
 }
 
+/// Number of states.
+pub(crate) const STATES: usize = TimelineState::NAMES.len();
+/// Number of states that can block a whole group of waiting sequences. They come first.
+const LIMITS: usize = 4;
+
 /// A request's timeline: disjoint intervals that sum to its lifetime, and its usage.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Timeline {
     /// The request's tag.
     pub tag: u64,
@@ -120,6 +87,7 @@ pub struct Timeline {
     /// When the request ended, or the time of this timeline if the request is live.
     pub ended: Time,
     /// Microseconds by [`TimelineState`]. They sum to `ended - arrived`.
+    #[serde(serialize_with = "nonzero::<TimelineState, _, _>")]
     pub states: [Time; STATES],
     /// Tokens of the prompt.
     pub prompt_tokens: u32,
@@ -133,6 +101,7 @@ pub struct Timeline {
     pub lost_hit_tokens: u32,
     /// Tokens of blocks that only the request's session had used and that were evicted since its request before this one started, by
     /// [`Taker`](crate::Taker).
+    #[serde(serialize_with = "nonzero::<Taker, _, _>")]
     pub evicted_for: [u32; TAKERS],
     /// Generated tokens.
     pub output_tokens: u32,
@@ -155,18 +124,21 @@ pub struct Timeline {
     /// Tags of the requests that caused the preemptions. Only the first few.
     pub preempted_by: Vec<u64>,
     /// Number of preemptions, by [`PreemptionReason`].
+    #[serde(serialize_with = "nonzero::<PreemptionReason, _, _>")]
     pub preempted_for: [u32; PREEMPTION_REASONS],
     /// KV blocks multiplied by the microseconds they were held. A shared block counts once for each holder.
     pub block_us: u64,
     /// The request's tenant.
     pub tenant: Arc<str>,
     /// The tenant's name for the request's session.
+    #[serde(skip)]
     pub session: Option<Arc<str>>,
     /// The request's class.
     pub priority: i32,
     /// The request's tier.
     pub tier: Tier,
     /// The request's place in the queue.
+    #[serde(skip)]
     pub queue_position: QueuePosition,
 }
 

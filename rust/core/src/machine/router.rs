@@ -3,39 +3,30 @@
 use self::engine_cache::EngineCache;
 use self::sessions::Sessions;
 use crate::memory::{BlockHash, CacheChanges};
-use crate::request::Time;
+use crate::request::{Time, named_enum};
 use rustc_hash::FxHashMap;
 
 mod engine_cache;
 mod sessions;
 
-/// How the router chooses an engine.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Routing {
-    /// Engines in rotation.
-    #[default]
-    RoundRobin,
-    /// The engine with the fewest requests (join the shortest queue).
-    LeastLoaded,
-    /// The engine that has the longest prefix of the prompt, if the prefix is at least half of the prompt and the load
-    /// stays balanced. Otherwise the least loaded engine (`SGLang`'s cache-aware router, Zheng et al., 2024).
-    PrefixAware,
-    /// The engine predicted to finish the prompt first, by its own step-time model and what its cache has.
-    Predicted,
-    /// The engine with the least product of its requests, this one among them, and the prompt's tokens that it has to
-    /// compute (`LMetric`, arXiv 2603.15202).
-    LMetric,
-}
-
-impl Routing {
-    /// Every routing, by name.
-    pub const NAMES: [(&'static str, Self); 5] = [
-        ("round-robin", Self::RoundRobin),
-        ("least-loaded", Self::LeastLoaded),
-        ("prefix-aware", Self::PrefixAware),
-        ("predicted", Self::Predicted),
-        ("lmetric", Self::LMetric),
-    ];
+named_enum! {
+    /// How the router chooses an engine.
+    #[derive(Default)]
+    pub enum Routing {
+        /// Engines in rotation.
+        #[default]
+        RoundRobin = "round-robin",
+        /// The engine with the fewest requests (join the shortest queue).
+        LeastLoaded = "least-loaded",
+        /// The engine that has the longest prefix of the prompt, if the prefix is at least half of the prompt and the load
+        /// stays balanced. Otherwise the least loaded engine (`SGLang`'s cache-aware router, Zheng et al., 2024).
+        PrefixAware = "prefix-aware",
+        /// The engine predicted to finish the prompt first, by its own step-time model and what its cache has.
+        Predicted = "predicted",
+        /// The engine with the least product of its requests, this one among them, and the prompt's tokens that it has to
+        /// compute (`LMetric`, arXiv 2603.15202).
+        LMetric = "lmetric",
+    }
 }
 
 /// State that a router reads from an engine. A simulation answers from the scheduler, a server from the latest report
@@ -351,7 +342,7 @@ mod tests {
 
     #[test]
     fn engines_that_have_left_are_not_chosen_and_what_they_had_counts_no_more() {
-        for (_, routing) in Routing::NAMES {
+        for (routing, _) in Routing::NAMES {
             let mut router = Router::new(routing);
             let prompt = names(&[1, 2, 3]);
             let all = [Engine(0, 5, 50, 1), Engine(1, 0, 0, 1), Engine(2, 5, 50, 1)];
@@ -371,7 +362,7 @@ mod tests {
 
     #[test]
     fn a_session_moves_where_its_prompt_is_finished_sooner_although_it_is_computed_there() {
-        for (_, routing) in Routing::NAMES {
+        for (routing, _) in Routing::NAMES {
             let mut router = Router::new(routing);
             let prompt = names(&[1, 2, 3]);
             // It begins in the only engine, which then has 96 of 100 tokens.
@@ -396,7 +387,7 @@ mod tests {
 
     #[test]
     fn a_session_stays_with_its_engine_unless_that_has_many_more_requests() {
-        for (_, routing) in Routing::NAMES {
+        for (routing, _) in Routing::NAMES {
             let mut router = Router::new(routing);
             let home = router.choose(&[Engine(0, 0, 0, 1), Engine(2, 0, 0, 1)], &request(&[], Some(5))).index;
             let loaded = |requests| [0, 1].map(|at| Engine(2 * at as u32, if at == home { requests } else { 0 }, 0, 1));

@@ -1,7 +1,7 @@
 //! The fixed part of a policy: what it decides at all.
 
 use super::candidate::Candidate;
-use crate::request::Tier;
+use crate::request::{Tier, named_enum};
 use std::num::NonZeroU8;
 
 /// A tier, and a class within the tier. Smaller ones are more urgent. The class has a meaning only under policies with
@@ -78,28 +78,22 @@ pub enum Preemption {
     WithinBudget(PreemptionReason),
 }
 
-/// Why a running sequence was preempted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(usize)]
-pub enum PreemptionReason {
-    /// The KV cache had no free block for the next token of a running sequence.
-    Blocks,
-    /// A request of a more urgent class waited (priority and deadline policies).
-    Priority,
-    /// A request of a tenant that had been served less waited (fair policy).
-    Fairness,
-    /// A request with much less work left waited (shortest policy).
-    Shortest,
+named_enum! {
+    /// Why a running sequence was preempted.
+    pub enum PreemptionReason {
+        /// The KV cache had no free block for the next token of a running sequence.
+        Blocks = "kv_blocks",
+        /// A request of a more urgent class waited (priority and deadline policies).
+        Priority = "priority",
+        /// A request of a tenant that had been served less waited (fair policy).
+        Fairness = "fairness",
+        /// A request with much less work left waited (shortest policy).
+        Shortest = "shortest",
+    }
 }
 
 /// Number of reasons.
-pub(crate) const PREEMPTION_REASONS: usize = 4;
-
-impl PreemptionReason {
-    /// Every reason in order, with the name used in reports.
-    pub const NAMES: [(Self, &'static str); PREEMPTION_REASONS] =
-        [(Self::Blocks, "kv_blocks"), (Self::Priority, "priority"), (Self::Fairness, "fairness"), (Self::Shortest, "shortest")];
-}
+pub(crate) const PREEMPTION_REASONS: usize = PreemptionReason::NAMES.len();
 
 impl Rules {
     /// Whether tenants take turns by the service they have received.

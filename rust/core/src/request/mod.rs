@@ -3,9 +3,11 @@
 //! This room owns the vocabulary that all others share. It may not know any of them.
 
 mod cache_scope;
+mod named;
 mod tier;
 
 pub use cache_scope::CacheScope;
+pub(crate) use named::{Named, named_enum, nonzero};
 pub(crate) use tier::TIERS;
 pub use tier::Tier;
 
@@ -145,42 +147,23 @@ impl Request {
     }
 }
 
-/// What a tenant says of one of its sessions between two requests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SessionEvent {
-    /// The latest answer called no tool: the session goes on when its user does.
-    AwaitsUser,
-    /// The session has ended. If another request of it comes, it begins anew.
-    Ended,
-}
-
-impl SessionEvent {
-    /// Every event, with its name.
-    pub const NAMES: [(Self, &'static str); 2] = [(Self::AwaitsUser, "awaits_user"), (Self::Ended, "ended")];
-
-    /// The event with this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::NAMES.iter().find(|(_, known)| *known == name).map(|&(event, _)| event)
+named_enum! {
+    /// What a tenant says of one of its sessions between two requests.
+    pub enum SessionEvent {
+        /// The latest answer called no tool: the session goes on when its user does.
+        AwaitsUser = "awaits_user",
+        /// The session has ended. If another request of it comes, it begins anew.
+        Ended = "ended",
     }
 }
 
-/// What the caller does for a request, beside the steps of others, before it can run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Preparation {
-    /// Compiles its grammar.
-    Grammar,
-    /// Reads the KV of its prefix from storage.
-    ReadCache,
-}
-
-impl Preparation {
-    /// Every preparation, with the name used in reports.
-    pub const NAMES: [(Self, &'static str); 2] = [(Self::Grammar, "grammar"), (Self::ReadCache, "read_cache")];
-
-    /// The preparation with this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::NAMES.iter().find(|(_, known)| *known == name).map(|&(preparation, _)| preparation)
+named_enum! {
+    /// What the caller does for a request, beside the steps of others, before it can run.
+    pub enum Preparation {
+        /// Compiles its grammar.
+        Grammar = "grammar",
+        /// Reads the KV of its prefix from storage.
+        ReadCache = "read_cache",
     }
 }
 
@@ -226,17 +209,18 @@ impl Default for Request {
     }
 }
 
-/// Why a request ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FinishReason {
-    /// The request sampled one of its stop tokens, or the caller stopped it.
-    Stop,
-    /// The request reached `max_new_tokens`.
-    Length,
-    /// The model gave no valid token for the request.
-    Error,
-    /// The request missed its deadline, or was predicted to miss it.
-    Deadline,
-    /// The caller aborted the request.
-    Abort,
+named_enum! {
+    /// Why a request ended.
+    pub enum FinishReason {
+        /// The request sampled one of its stop tokens, or the caller stopped it.
+        Stop = "stop",
+        /// The request reached `max_new_tokens`.
+        Length = "length",
+        /// The model gave no valid token for the request.
+        Error = "error",
+        /// The request missed its deadline, or was predicted to miss it.
+        Deadline = "deadline",
+        /// The caller aborted the request.
+        Abort = "abort",
+    }
 }

@@ -23,10 +23,10 @@ impl Scheduler {
     /// Counters and gauges. O(slots).
     pub fn stats(&self) -> Stats {
         let Occupancy { running, waiting, .. } = self.occupancy();
-        let (mut used_tokens, mut held_slots) = (0, 0);
+        let (mut used_tokens, mut held_kv_slots) = (0, 0);
         for seq in self.running_seqs() {
             used_tokens += seq.computed() as usize;
-            held_slots += seq.blocks.held() * self.config.block_size as usize;
+            held_kv_slots += seq.blocks.held() * self.config.block_size as usize;
         }
         let (swapped, host) = (self.waiting.kinds().swapped, self.kv.host());
         Stats {
@@ -38,7 +38,7 @@ impl Scheduler {
             total_blocks: self.kv.limit(),
             free_blocks: self.kv.free(),
             used_tokens,
-            held_slots,
+            held_kv_slots,
             host_blocks: host.0,
             free_host_blocks: host.1,
             state_slots: self.config.state_slots as usize,

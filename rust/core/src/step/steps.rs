@@ -2,28 +2,18 @@
 
 use super::plan::StepPlan;
 use crate::memory::BlockId;
-use crate::request::Time;
+use crate::request::{Time, named_enum};
 use crate::step_time::Load;
 
-/// Why the scheduler planned no step although requests exist.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stall {
-    /// Every running sequence waits for a commit.
-    InFlight,
-    /// A static or dynamic batch waits for more requests.
-    Batch,
-    /// Only requests wait whose sessions are parked.
-    Session,
-}
-
-impl Stall {
-    /// The name used in reports.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::InFlight => "in_flight",
-            Self::Batch => "batch",
-            Self::Session => "session",
-        }
+named_enum! {
+    /// Why the scheduler planned no step although requests exist.
+    pub enum Stall {
+        /// Every running sequence waits for a commit.
+        InFlight = "in_flight",
+        /// A static or dynamic batch waits for more requests.
+        Batch = "batch",
+        /// Only requests wait whose sessions are parked.
+        Session = "session",
     }
 }
 

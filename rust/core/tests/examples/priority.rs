@@ -123,14 +123,14 @@ fn after_two_preemptions_no_urgent_request_takes_the_slot_and_it_has_blocks_to_g
     lab.add(patient(1, 16, 300));
     lab.steps(2);
     for tag in [2, 3] {
-        assert_eq!(lab.scheduler.stats().held_slots, 2 * 16);
+        assert_eq!(lab.scheduler.stats().held_kv_slots, 2 * 16);
         lab.add(urgent(tag, 10, 1));
         let step = lab.step();
         assert_eq!((step.preempted, step.admitted), (vec![1], vec![tag]));
         assert_eq!(lab.step().admitted, [1]);
     }
     // Blocks for its 20 tokens, and 8 more blocks.
-    assert_eq!(lab.scheduler.stats().held_slots, 10 * 16);
+    assert_eq!(lab.scheduler.stats().held_kv_slots, 10 * 16);
     lab.add(urgent(4, 10, 1));
     let step = lab.step();
     assert_eq!((step.preempted, step.chunks), (vec![], vec![(1, 1)]));

@@ -5,37 +5,28 @@
 
 use super::free_lists::{EvictionClass, FreeList};
 use super::{BlockId, BlockPool, Name, ROOT, User};
+use crate::request::named_enum;
 
 /// A session as the cache sees it. The number is reused once no cached block belongs to an owner that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CacheOwner(u32);
 
-/// For whom a cached block of a session was evicted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(usize)]
-pub enum Taker {
-    /// Another request of the session.
-    SameSession,
-    /// Another session of the same tenant.
-    SameTenant,
-    /// A session of another tenant.
-    OtherTenant,
-    /// A request without a session, KV from storage, or another model.
-    NoSession,
+named_enum! {
+    /// For whom a cached block of a session was evicted.
+    pub enum Taker {
+        /// Another request of the session.
+        SameSession = "same_session",
+        /// Another session of the same tenant.
+        SameTenant = "same_tenant",
+        /// A session of another tenant.
+        OtherTenant = "other_tenant",
+        /// A request without a session, KV from storage, or another model.
+        NoSession = "no_session",
+    }
 }
 
 /// Number of takers.
-pub(crate) const TAKERS: usize = 4;
-
-impl Taker {
-    /// Every taker in order, with the name used in reports.
-    pub const NAMES: [(Self, &'static str); TAKERS] = [
-        (Self::SameSession, "same_session"),
-        (Self::SameTenant, "same_tenant"),
-        (Self::OtherTenant, "other_tenant"),
-        (Self::NoSession, "no_session"),
-    ];
-}
+pub(crate) const TAKERS: usize = Taker::NAMES.len();
 
 /// To whom a named block belongs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
