@@ -21,6 +21,8 @@ SHARED_OPERANDS = (HOPPER, 10)
 """Major compute capabilities of the devices whose products (wgmma, tcgen05) read the tile that they multiply from shared memory."""
 MIN_KEYS = 16
 """Smallest BLOCK_N: the inner side that `tl.dot` needs."""
+MAX_QUERIES = 16384
+"""Numbers of a tile's queries beyond which the query heads of a single KV head are in several tiles."""
 SLACK = 1024
 """Bytes of shared memory for the reductions of a softmax."""
 
@@ -35,7 +37,7 @@ class DeviceLimits(NamedTuple):
 
 
 class HeadShape(NamedTuple):
-    """The shape of a layer's attention: query heads per KV head, dimensions of keys and values, bytes of a query and of a cached number."""
+    """The shape of a layer's attention: query heads in a group, dimensions of keys and values, bytes of a query and of a cached number."""
 
     group: int
     head_dim: int
@@ -66,10 +68,20 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return DeviceLimits((found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count)
 
 
-def head_shape(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> HeadShape:
-    """The shape of query [T, heads, D] and of a cache (see `paged_decode`)."""
-    group = query.shape[1] // keys.shape[1]
-    return HeadShape(group, keys.shape[-1], values.shape[-1], query.element_size(), keys.element_size())
+def head_shape(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tokens: int = 1) -> HeadShape:
+    """The shape of query [T, heads, D] and of a cache (see `paged_decode`), for tiles of at least `tokens` tokens.
+
+    The query heads of a KV head are a group. Those of a single KV head are several ones if a tile cannot hold them.
+    """
+    heads, dim = query.shape[1], keys.shape[-1]
+    group = heads // keys.shape[1] if keys.shape[1] > 1 else _group(heads, dim, tokens)
+    return HeadShape(group, dim, values.shape[-1], query.element_size(), keys.element_size())
+
+
+@functools.cache
+def _group(heads: int, dim: int, tokens: int) -> int:
+    most = max(MAX_QUERIES // (_padded(dim) * tokens), 1)
+    return max(size for size in range(1, min(heads, most) + 1) if heads % size == 0)
 
 
 @functools.cache
@@ -106,6 +118,8 @@ def prefill_settings(shape: HeadShape, limits: DeviceLimits) -> LaunchSettings:
         if rows == 64 and shape.cache_bytes < shape.query_bytes:
             keys = MIN_KEYS  # the converted keys and values take registers too
         stages = 3
+    if widest > 512:
+        rows = 32  # more queries of latents, beside the output, do not fit into registers
     least = int(max(_padded(shape.group), 16))
     return _fitted(shape, LaunchSettings(max(rows, least), keys, 8, stages), least, limits)
 

@@ -24,6 +24,7 @@ from chairlift.kernels.paged_tile import (
     qk_tile,
     score_factors,
     softmax_update,
+    spread_heads,
 )
 
 MAX_DECODE = 4
@@ -163,12 +164,14 @@ def paged_decode(
     leave partial outputs parts [n, heads, Dv] and log-sum-exps lses [n, heads], fp32, for `paged_combine`. Other rows of `out` are not
     touched.
     """
-    kv_heads, block_size, dim = keys.shape[1:]
-    shape, limits = head_shape(query, keys, values), device_limits(query.device)
+    limits, single = device_limits(query.device), queries == 1
+    tokens = 1 if single else MAX_DECODE
+    shape = head_shape(query, keys, values, tokens)
+    groups = query.shape[1] // shape.group
+    keys, values, scales = spread_heads(groups, keys, values, scoring.scales)
     factor, cap = score_factors(scoring)
-    single = queries == 1
-    settings = decode_settings(shape, 1 if single else MAX_DECODE, limits)
-    grid = (min(splits * kv_heads, PROGRAMS_PER_SM * limits.multiprocessors),)
+    settings = decode_settings(shape, tokens, limits)
+    grid = (min(splits * groups, PROGRAMS_PER_SM * limits.multiprocessors),)
     _paged_decode_kernel[grid](
         out,
         parts,
@@ -177,7 +180,7 @@ def paged_decode(
         keys,
         values,
         scoring.sinks,
-        *(scoring.scales or (None, None)),
+        *scales,
         *metadata,
         work,
         factor,
@@ -187,11 +190,11 @@ def paged_decode(
         query.stride(1),
         *keys.stride()[:3],
         *values.stride()[:3],
-        KV_HEADS=kv_heads,
+        KV_HEADS=groups,
         GROUP=shape.group,
-        HEAD_DIM=dim,
+        HEAD_DIM=shape.head_dim,
         VALUE_DIM=shape.value_dim,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=keys.shape[2],
         WINDOW=scoring.window or 0,
         SOFTCAP=bool(scoring.softcap),
         SINGLE_TOKEN=single,

@@ -23,6 +23,7 @@ from chairlift.kernels.paged_tile import (
     qk_tile,
     score_factors,
     softmax_update,
+    spread_heads,
 )
 
 
@@ -147,17 +148,18 @@ def paged_prefill(
     `work` int32 comes from the core's `prefill_work` for `chunk_tokens`, and `tiles` bounds the number of tiles in it. Rows of `out`
     that belong to decodes are not touched.
     """
-    kv_heads, block_size, dim = keys.shape[1:]
     shape = head_shape(query, keys, values)
+    groups = query.shape[1] // shape.group
+    keys, values, scales = spread_heads(groups, keys, values, scoring.scales)
     settings = prefill_settings(shape, device_limits(query.device))
     factor, cap = score_factors(scoring)
-    _paged_prefill_kernel[(kv_heads, tiles)](
+    _paged_prefill_kernel[(groups, tiles)](
         out,
         query,
         keys,
         values,
         scoring.sinks,
-        *(scoring.scales or (None, None)),
+        *scales,
         *metadata,
         work,
         factor,
@@ -167,11 +169,11 @@ def paged_prefill(
         query.stride(1),
         *keys.stride()[:3],
         *values.stride()[:3],
-        KV_HEADS=kv_heads,
+        KV_HEADS=groups,
         GROUP=shape.group,
-        HEAD_DIM=dim,
+        HEAD_DIM=shape.head_dim,
         VALUE_DIM=shape.value_dim,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=keys.shape[2],
         WINDOW=scoring.window or 0,
         SOFTCAP=bool(scoring.softcap),
         CHUNK_TOKENS=settings.BLOCK_M // shape.group,

@@ -94,6 +94,16 @@ class Scoring(NamedTuple):
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
+def spread_heads(
+    groups: int, keys: torch.Tensor, values: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """A cache and its scales with a KV head for each group of query heads. A single KV head may be that of several groups."""
+    if groups == keys.shape[1]:
+        return keys, values, scales or (None, None)
+    repeated = (scales[0].repeat(groups), scales[1].repeat(groups)) if scales else (None, None)
+    return keys.expand(-1, groups, -1, -1), values.expand(-1, groups, -1, -1), repeated
+
+
 def score_factors(scoring: Scoring) -> tuple[float, float]:
     """The factor and the soft cap of `qk_tile`, in base 2."""
     cap = scoring.softcap

@@ -88,6 +88,37 @@ def test_a_cache_of_8_bits(window):
     check(step, window=window, scales=scales)
 
 
+@pytest.mark.parametrize(("heads", "dtype"), [(16, torch.float16), (20, torch.float32)])
+def test_heads_share_latents(heads, dtype, monkeypatch):
+    fewer_heads_a_tile(monkeypatch)
+    for lengths in ([(1, 30), (1, SPLIT + 9)], [(1, 30), (3, 40), (20, 33), (1, 0)]):
+        check(latent_step(lengths, heads), dtype, scale=0.3)
+
+
+def test_latents_of_8_bits(monkeypatch):
+    fewer_heads_a_tile(monkeypatch)
+    scales = (torch.tensor([0.02]),) * 2
+    check(latent_step([(1, 40), (2, 7), (9, 20)], 20, scales), scales=scales)
+
+
+def fewer_heads_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of up to 16 heads with one token, as those of DeepSeek V3, and of up to 4 heads with several."""
+    from chairlift.kernels import launch_settings  # as below
+
+    monkeypatch.setattr(launch_settings, "MAX_QUERIES", 16 * 64)
+    monkeypatch.setattr(launch_settings, "_group", launch_settings._group.__wrapped__)
+
+
+def latent_step(lengths: list[tuple[int, int]], heads: int, scales: tuple[torch.Tensor, torch.Tensor] | None = None) -> AttentionStep:
+    """A step whose values are parts of its keys."""
+    step = AttentionStep(lengths, heads=heads, kv_heads=1, dim=40, value_dim=32, block_size=16)
+    if scales:
+        step.round_to_8_bits(scales)
+    step.values, step.new_v = step.keys[..., :32], step.new_k[..., :32]
+    step.contexts = [(k, k[..., :32]) for k, _ in step.contexts]
+    return step
+
+
 def test_queries_and_caches_may_have_any_strides():
     step = AttentionStep([(1, 40), (9, 20)], heads=4, kv_heads=2, dim=32, value_dim=32, block_size=16)
     expected = attend(step)

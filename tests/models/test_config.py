@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import tiny_models
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -251,13 +252,11 @@ def test_the_context_follows_the_scaling():
 
 
 def test_models_that_only_the_kernels_for_cpus_know_are_transformers_elsewhere(tmp_path):
-    sizes = {"hidden_size": 64, "vocab_size": 300, "num_hidden_layers": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    theirs = transformers.DeepseekV2Config(architectures=["DeepseekV2ForCausalLM"], pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
-    theirs.save_pretrained(tmp_path)
+    tiny_models.write("gemma4-moe", tmp_path)
     assert isinstance(load_shape(tmp_path), ModelConfig)
     elsewhere = load_shape(tmp_path, in_torch=True)
     assert not isinstance(elsewhere, ModelConfig)
-    assert elsewhere.not_ours == "DeepseekV2ForCausalLM has code of ours for one process on a CPU alone"
+    assert elsewhere.not_ours == "Gemma4ForCausalLM has code of ours for one process on a CPU alone"
 
 
 def test_both_spellings_of_ropes_by_kind_of_layer_are_read():

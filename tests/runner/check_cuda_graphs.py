@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from chairlift import LLM, SamplingParams
 from chairlift.engine import engine as engine_module
-from chairlift.kernels import advance_heads, convolve, gated_norm, recurrent_reference
+from chairlift.kernels import advance_heads, convolve, gated_norm, launch_settings, recurrent_reference
 from chairlift.layers.device_attention import DevicePlan
 from chairlift.runner.build import build_runner
 from chairlift.runner.cuda_graphs import PLAIN, TRUNCATED, Graph
@@ -189,6 +189,39 @@ def test_recurrent_states_are_the_same_with_graphs_and_without(make, directory, 
         emulator = Emulator()
         same(answer(emulator, overlaps), expected)
         assert emulator.replays > 15
+
+
+def test_latents_give_the_answers_of_a_cpu_with_graphs_and_without(make, directory, tmp_path, monkeypatch):
+    for name, value in SHAPE.items():
+        monkeypatch.setitem(tiny_models.SHAPE, name, value)
+    # In float32 experts cannot be recorded.
+    monkeypatch.setitem(tiny_models.FAMILIES["deepseek-v3"][1], "first_k_dense_replace", 2)
+    tiny_models.write("deepseek-v3", tmp_path)
+    shutil.copy(directory / "tokenizer.json", tmp_path)
+    monkeypatch.setattr(launch_settings, "_group", lambda heads, dim, tokens: 1)  # a head a tile
+    random = np.random.default_rng(5)
+    turn = random.integers(0, VOCABULARY, 40).tolist()
+    prompts = [random.integers(0, VOCABULARY, int(random.integers(1, 20))).tolist() for _ in range(3)]
+    params = [SamplingParams(max_tokens=3 + 2 * i, temperature=0.0, logprobs=1, ignore_eos=True) for i in range(3)]
+
+    def answer(llm: LLM) -> list[tuple[list[int], list[float]]]:
+        llm.generate([turn], copy.deepcopy(params[:1]), progress=False)
+        again = llm.generate([turn], copy.deepcopy(params[:1]), progress=False)[0]
+        assert again.cached_tokens == 32
+        return [(again.token_ids, [line.logprob for line in again.logprobs]), *answers(llm, prompts, params)]
+
+    small = {
+        "num_kv_blocks": 60,
+        "block_size": 16,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 24,
+        "speculative_config": {"method": "off"},
+    }
+    expected = answer(LLM(str(tmp_path), device="cpu", dtype="float32", threads=1, **small))
+    same(answer(make(None, False, tmp_path, **small)), expected)
+    emulator = Emulator()
+    same(answer(make(emulator, True, tmp_path, **small)), expected)
+    assert emulator.replays > 8
 
 
 class Unwilling(Emulator):

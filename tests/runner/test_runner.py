@@ -300,8 +300,8 @@ def test_missing_misshapen_and_unexpected_tensors_are_named(tmp_path, runner_for
 
 
 def test_torch_refuses_what_only_the_kernels_for_cpus_compute(tmp_path):
-    write("deepseek-v2", tmp_path)
-    with pytest.raises(UnsupportedModel, match="only the CPU kernels support DeepseekV2ForCausalLM"):
+    write("gemma4", tmp_path)
+    with pytest.raises(UnsupportedModel, match="only the CPU kernels support Gemma4ForCausalLM"):
         build_runner(EngineConfig(device="cpu", num_kv_blocks=80), tmp_path, make_backend=TorchBackend)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Mixture, Projections, Scores
+from chairlift.architectures.architecture import Architecture, GGUFFormat, Key, Mixture, Projections, Scores
 
 TENSORS = {
     "attn_q_a": "self_attn.q_a_proj",
@@ -52,7 +52,6 @@ DEEPSEEK_V2 = Architecture(
     name="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
     models="DeepSeek-V2, DeepSeek-V2-Lite",
-    code=Code.RUST,
     gguf=GGUFFormat(names=("deepseek2",), constants={**NONE, "topk_method": "group_limited_greedy"}, keys=KEYS, tensors=TENSORS),
     latent=True,
     mixture=SOFTMAX,

@@ -16,7 +16,8 @@ class Choice:
     """How experts are chosen: the `used` largest of the softmax or the sigmoid of a router's logits, or of the logits themselves.
 
     `bias` is added to these scores when they are compared, and not to the weights. Weights are the scores of the chosen experts, of logits
-    their softmax. They are divided by their sum plus `epsilon` if that is not None, and multiplied by `scale`.
+    their softmax. They are divided by their sum plus `epsilon` if that is not None, and multiplied by `scale`. With `groups` (n, m, b) the
+    experts are n groups of equal size, of which a token may use the m whose b best experts have the largest sums (DeepSeek).
     """
 
     scores: Literal["softmax", "sigmoid", "logits"]
@@ -24,17 +25,29 @@ class Choice:
     bias: torch.Tensor | None
     epsilon: float | None
     scale: float
+    groups: tuple[int, int, int] | None = None
 
     def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Chooses from fp32 logits [tokens, experts]. Returns experts, int64, and weights, fp32, both [tokens, used]."""
         scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid() if self.scores == "sigmoid" else logits
-        experts = (scores if self.bias is None else scores + self.bias).topk(self.used).indices
+        ranks = scores if self.bias is None else scores + self.bias
+        if self.groups is not None:
+            ranks = _in_best_groups(ranks, *self.groups)
+        experts = ranks.topk(self.used).indices
         weights = scores.gather(1, experts)
         if self.scores == "logits":
             weights = weights.softmax(-1)
         if self.epsilon is not None:
             weights = weights / (weights.sum(-1, keepdim=True) + self.epsilon)
         return experts, weights * self.scale
+
+
+def _in_best_groups(ranks: torch.Tensor, groups: int, used: int, best: int) -> torch.Tensor:
+    """Ranks [tokens, experts], with minus infinity outside of each token's best groups."""
+    grouped = ranks.view(len(ranks), groups, -1)
+    sums = grouped.topk(min(best, grouped.shape[-1])).values.sum(-1)
+    hidden = torch.ones_like(sums, dtype=torch.bool).scatter_(1, sums.topk(used).indices, False)
+    return grouped.masked_fill(hidden.unsqueeze(-1), float("-inf")).view_as(ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,9 @@ from chairlift.errors import UnsupportedModel
 from chairlift.models.fields import NoNativeModel, parse_number, parse_size
 from chairlift.models.rope_config import mscale, rope_table
 
+LATENT_EPS = 1e-6
+"""What the norms of latents add to squares. transformers does not read it from config.json."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
@@ -34,9 +37,14 @@ class Latent:
         return self.rank + self.rotated
 
     @property
+    def query(self) -> int:
+        """The numbers of a head of a query."""
+        return self.plain + self.rotated
+
+    @property
     def queries(self) -> int:
         """The numbers of all heads of a query."""
-        return self.heads * (self.plain + self.rotated)
+        return self.heads * self.query
 
     @property
     def projected(self) -> int:

@@ -18,6 +18,7 @@ from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
 from chairlift.models.blocks import Attention, Block, LayerWeights, Mlp, Pass, norm_weight
 from chairlift.models.config import ModelConfig
 from chairlift.models.forward_batch import ForwardBatch, LayerCache, WeightSource
+from chairlift.models.latent_attention import LatentAttention
 from chairlift.models.mixture import Mixture
 from chairlift.models.recurrent import Recurrent
 from chairlift.models.rotary import RopeConfig
@@ -27,7 +28,7 @@ from chairlift.models.rotary import RopeConfig
 class Layer:
     """A layer: a block that mixes tokens, then an MLP or a mixture of experts. In some models it is one of both."""
 
-    mixer: Attention | Recurrent | None
+    mixer: Attention | LatentAttention | Recurrent | None
     feed: Mlp | Mixture | None
     projections: dict[str, tuple[Linear, slice]]
     """Each projection by its name in a checkpoint: the merged layer, and its columns of that layer's output."""
@@ -72,8 +73,9 @@ class Llama:
         self.head = Linear(group.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape))
         device = self.embedding.device
         longest = longest or config.max_position_embeddings
-        ropes = {layer.mixer.rope for layer in self.layers if isinstance(layer.mixer, Attention)}
-        self.rotations = {rope: _rotation(rope, config.head_dim, longest, device) for rope in ropes}
+        ropes = {layer.mixer.rope for layer in self.layers if isinstance(layer.mixer, Attention | LatentAttention)}
+        rotated = config.latent.rotated if config.latent else config.head_dim
+        self.rotations = {rope: _rotation(rope, rotated, longest, device) for rope in ropes}
         self.temperature, self.logits_scale = config.temperature, config.logits_scale
 
     def forward(self, batch: ForwardBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
@@ -106,11 +108,12 @@ class Llama:
 def _layer(weights: LayerWeights) -> Layer:
     """A layer of the configuration."""
     config, index = weights.config, weights.index
-    mixer: Attention | Recurrent | None = None
+    mixer: Attention | LatentAttention | Recurrent | None = None
     if config.recurrence and config.recurrence.layers[index]:
         mixer = Recurrent(weights, config.recurrence)
     elif config.attention[index]:
-        mixer = Attention(weights, sum(config.attention[:index]), kv_scales(weights.source, index, config.num_kv_heads))
+        place = sum(config.attention[:index]), kv_scales(weights.source, index, config.num_kv_heads)
+        mixer = LatentAttention(weights, config.latent, *place) if config.latent else Attention(weights, *place)
     feed: Mlp | Mixture | None = None
     if config.experts and config.experts.layers[index]:
         feed = Mixture(weights, config.experts)

@@ -42,6 +42,7 @@ class Mixture(Block):
             bias=choice_bias,
             epsilon=names.epsilon if experts.normalised else None,
             scale=experts.scale,
+            groups=(*experts.groups, names.best) if experts.groups and names.best else None,
         )
         reader = _Reader(weights, experts)
         self._experts = layers.Experts(
@@ -52,8 +53,7 @@ class Mixture(Block):
             clamp=experts.clamp,
         )
         self._shared: tuple[Linear, Linear] | None = None
-        if names.shared:
-            inner = experts.shared_inner
+        if names.shared and (inner := experts.shared_inner):
             down = weights.merged((names.shared.down,), (config.hidden_size,), inner)
             self._shared = weights.gate_up(names.shared, inner), down
 

@@ -10,14 +10,11 @@ from chairlift.checkpoint.safetensors_file import as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.models.experts import Experts
-from chairlift.models.latent import Latent
+from chairlift.models.latent import LATENT_EPS, Latent
 from chairlift.models.recurrence import RecurrentLayers
 from chairlift.runner import expert_weights, recurrent_weights
 from chairlift.runner.latent_weights import keys_and_values
 from chairlift.runner.weights import Part, Weights, in_memory, slices, split_rows
-
-LATENT_EPS = 1e-6
-"""What the norms of latents add to squares. transformers does not read it from config.json."""
 
 
 def build_decoder(model: ModelConfig, weights: Weights, dtype: str, threads: int, isa: str, longest: int) -> _core.Decoder:

@@ -127,7 +127,7 @@ def graph_bytes(model: ModelShape, precision: Precision, seqs: int, longest: int
     graph_sizes = sizes(seqs)
     splits = max(max_splits(longest, window=spec.window) for spec in model.kv_specs)
     # Layers of equal shape share the memory of split results, which `paged_combine` merges.
-    parts = sum(model.num_heads * (dim + 1) for dim in {spec.value_dim for spec in model.kv_specs}) * splits * 4
+    parts = sum(model.num_heads * (dim + 1) for dim in {spec.value_dim or spec.head_dim for spec in model.kv_specs}) * splits * 4
     whole = 0
     if isinstance(model, ModelConfig) and (precision.quantization == "int8" or model.scheme):
         whole = max(outs * ins for outs, ins in model.matrices) * BYTES[precision.compute]  # see `Linear`
