@@ -211,6 +211,8 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
             simulate(trace, model="Llama-3.1-8B", device="H100", **wrong)
     with pytest.raises(InvalidSetting, match="round-robin, least-loaded, prefix-aware"):
         simulate(trace, model="Llama-3.1-8B", device="H100", routing="random")
+    with pytest.raises(TypeError, match=r"simulate\(\) got an unexpected keyword argument 'max_num_seq': did you mean max_num_seqs\?"):
+        simulate(trace, model="Llama-3.1-8B", device="H100", max_num_seq=4)
     with pytest.raises(InvalidSetting, match="rising tokens"):
         run(trace, LIMITS, StepTime(((1.0, 1.0), (1.0, 2.0))))
     with pytest.raises(InvalidSetting, match="num_kv_blocks"):

@@ -93,7 +93,7 @@ class AsyncEngine(EngineClient):
         self._questions = Questions(self._write)
         self._phases: dict[str, float] = {}
         self._journals = itertools.count()
-        self._death: EngineDead | None = EngineDead("the engine has not been started")
+        self._death: EngineDead | None = EngineDead("the engine has not been started: use 'async with', or await start()")
         self._started = False
         self._ended = asyncio.Event()
 

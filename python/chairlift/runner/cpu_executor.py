@@ -54,7 +54,7 @@ class CpuExecutor(ModelExecutor):
                 host_blocks=host_blocks,
             )
         except MemoryError as error:
-            raise InvalidSetting(f"{error}: lower --num-kv-blocks or --swap-space") from None
+            raise InvalidSetting(f"{error}: lower --kv-cache-memory-bytes, --num-kv-blocks or --swap-space") from None
 
     def copy(self, pairs: np.ndarray) -> None:
         """Copies blocks within the cache."""

@@ -15,6 +15,7 @@ from chairlift import _core
 from chairlift.bench.traces import TraceRequest, read
 from chairlift.config import EngineConfig
 from chairlift.engine import scheduler_settings
+from chairlift.engine.arguments import engine_config
 from chairlift.errors import InvalidSetting
 from chairlift.models.shape import ModelShape
 from chairlift.sim.devices import Device, Profile, device, kv_bytes
@@ -68,11 +69,12 @@ def simulate(
         step_time: replaces the device's step times.
         settings: fields of `EngineConfig`, such as max_num_seqs or batching; scheduling_policy may be a `Policy`.
 
-    The same arguments give the same result, bit for bit. Raises InvalidTrace, InvalidSetting, ModelNotFound, or ValueError for a setting.
+    The same arguments give the same result, bit for bit. Raises InvalidTrace, InvalidSetting, ModelNotFound, or TypeError for
+    an unknown setting.
     """
     if isinstance(policy := settings.get("scheduling_policy"), Policy):
         settings["scheduling_policy"] = use(policy)
-    config = EngineConfig(**settings)
+    config = engine_config("simulate", settings)
     workload = trace if isinstance(trace, Workload) else requests_of(trace, config)
     workload = ready(workload, rate_scale, requests)
     settings, steps = machine(model, device, config, step_time)
