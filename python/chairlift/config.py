@@ -138,7 +138,7 @@ class EngineConfig:
     )
     dtype: str = flag(
         "auto",
-        "how weights are kept, as in the checkpoint by default, a GGUF file's blocks included; a CPU computes in float32 all the same",
+        "format of the weights; by default that of the checkpoint, a GGUF file's blocks included. --cpu-math sets what a CPU computes in",
         choices=("auto", "float32", "float16", "bfloat16"),
         group="model",
     )
@@ -222,15 +222,16 @@ class EngineConfig:
     )
     draft_corpus_tokens: int = flag(
         0,
-        "look for proposed tokens also in finished prompts and answers of the same tenant and cache salt: the last so many tokens of all "
-        "tenants, 16 bytes each (0: only in the request's own text)",
+        "look for proposed tokens also in finished prompts and answers of the same tenant and cache salt: in the last TOKENS tokens of all "
+        "tenants together, 16 bytes each (0: only in the request's own text)",
         int,
         metavar="TOKENS",
         group="scheduler",
     )
     batching: str = flag(
         "continuous",
-        "when requests join and leave: at every step, or as whole batches, which 'dynamic' does not hold back for long",
+        "when requests join and leave: 'continuous': at every step; 'static': as whole batches; 'dynamic': as whole batches, which start "
+        "after --batch-timeout-ms even if they are not full",
         choices=("continuous", "static", "dynamic"),
         group="scheduler",
     )
@@ -238,7 +239,7 @@ class EngineConfig:
         None, "sequences in a static or dynamic batch (default: --max-num-seqs)", parse_size, group="scheduler"
     )
     batch_timeout_ms: float | None = flag(
-        None, "how long the first of a dynamic batch waits for the others (default: not at all)", float, metavar="MS", group="scheduler"
+        None, "longest time that a dynamic batch waits to become full (default: no wait)", float, metavar="MS", group="scheduler"
     )
     max_num_queued_reqs: int | None = flag(
         None, "requests that may wait; more are refused (default: any number)", parse_size, group="scheduler"
@@ -248,15 +249,15 @@ class EngineConfig:
     )
     queue_ageing_ms: float = flag(
         10_000.0,
-        "how long a request may be passed over, or one begun be put off, before it goes first",
+        "longest wait of a request, in the queue or with a part of its prompt computed, before it goes first",
         float,
         metavar="MS",
         group="scheduler",
     )
     target_itl_ms: float | None = flag(
         None,
-        "aimed time between two tokens of a request: prompts are computed in smaller chunks for it; default: 3 times the time of a step "
-        "without prompts, or 60 if that is more, while one prompt is in progress and none waits",
+        "target for the time between two tokens of a request: prompts are computed in chunks that are small enough; default: 3 times the "
+        "time of a step without prompts, or 60 ms if that is more, while one prompt is in progress and none waits",
         float,
         metavar="MS",
         group="scheduler",
@@ -270,24 +271,22 @@ class EngineConfig:
     )
     gather_ms: float | None = flag(
         None,
-        "while nothing runs, requests with a 'ttft_deadline_ms' wait this long at most for others, so that steps carry more; 'auto' waits "
-        "for half of their deadlines (default: no wait)",
+        "longest time that a request with a 'ttft_deadline_ms' waits for others while nothing runs, so that steps are fuller; 'auto': half "
+        "of its deadline (default: no wait)",
         parse_ms_or_auto,
         metavar="MS",
         group="scheduler",
     )
     session_turns: str = flag(
         "named",
-        "requests of which sessions take turns when their contexts do not fit into the KV cache together: 'named' for those that name a "
-        "session, 'all' also for those whose prompt continues an earlier answer, 'off' for none",
+        "which sessions take turns when their contexts do not fit into the KV cache together: 'named': those that requests name; 'all': "
+        "also those of requests whose prompt continues an earlier answer; 'off': none",
         choices=("off", "named", "all"),
         group="scheduler",
     )
-    max_session_wait_ms: float = flag(
-        510_000.0, "how long a request waits for its session's turn at most", float, metavar="MS", group="scheduler"
-    )
+    max_session_wait_ms: float = flag(510_000.0, "longest wait of a request for its session's turn", float, metavar="MS", group="scheduler")
     journal: str | None = flag(
-        None, "record what the scheduler is given in this file, without any text, for 'chairlift replay'", metavar="FILE", group="scheduler"
+        None, "record the scheduler's inputs in this file, without any text, for 'chairlift replay'", metavar="FILE", group="scheduler"
     )
     energy_meter: str = flag(
         "none",

@@ -6,7 +6,7 @@ _NOT_NEEDED = "leave it out: "
 HINTS = {
     "--trust-remote-code": _NOT_NEEDED + "no code of a checkpoint is ever run",
     "--enable-chunked-prefill": _NOT_NEEDED + "long prompts are always computed in chunks, of --max-num-batched-tokens at most",
-    "--disable-log-requests": _NOT_NEEDED + "requests are logged only with --log-level debug",
+    "--disable-log-requests": _NOT_NEEDED + "a request has one line in the log, without its text; --log-level warning leaves it out",
     "--disable-log-stats": _NOT_NEEDED + "use --log-level warning for fewer lines",
     "--guided-decoding-backend": _NOT_NEEDED + "llguidance is the only one",
     "--enable-reasoning": _NOT_NEEDED + "reasoning is recognized by the chat template, or by --reasoning-parser",

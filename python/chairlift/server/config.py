@@ -182,7 +182,7 @@ class ServerConfig:
     max_body_size: int = flag(2 << 20, "largest body of a request, like 2M; larger ones are refused", parse_size, group="server")
     exact_history: bool = flag(
         True,
-        "give answers that clients return the tokens that were generated, where their text or their arguments would have other tokens",
+        "when a client returns an earlier answer, use the tokens that were generated instead of tokenizing its text again",
         group="server",
     )
     shutdown_timeout: float = flag(30.0, "seconds that requests in flight get to finish after SIGTERM", float, group="server")
