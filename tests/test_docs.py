@@ -8,9 +8,22 @@ from pathlib import Path
 import pytest
 
 from chairlift import config, sampling, template_process, template_renderer
+from chairlift.chat import messages
 from chairlift.config import EngineConfig
 from chairlift.engine import handshake, heartbeat, held_sequences, watchdog
-from chairlift.server import embedding, engine_keeper, engine_listener, lifecycle, registry, supervisor, tokenizing
+from chairlift.grammar import json_schema, trial, usage
+from chairlift.server import (
+    embedding,
+    engine_keeper,
+    engine_listener,
+    lifecycle,
+    registry,
+    session_name,
+    streaming,
+    supervisor,
+    tokenizing,
+    turns,
+)
 from chairlift.server.batch import input as batch_input
 from chairlift.server.chat import request as chat_request
 from chairlift.server.config import ServerConfig
@@ -19,7 +32,7 @@ from chairlift.server.middleware import access
 from chairlift.server.observability import engine_metrics, latencies
 from chairlift.server.routes import tokenize
 from chairlift.server.routes.openai import completions
-from chairlift.server.schema import fields, logprobs
+from chairlift.server.schema import fields, logprobs, response_format
 from chairlift.server.storage import batches, files
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +45,17 @@ PYTHON = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requir
 CORE, SERVER = EngineConfig(), ServerConfig()
 STEPS = dict(re.findall(r"^\| (decode/\d+) \| ([\d.]+) ", (ROOT / "benches/results/scheduler.md").read_text(), re.MULTILINE))
 """Microseconds of steps in Rust, as measured."""
+
+
+def core(file: str, name: str) -> int:
+    """A constant of the core in Rust."""
+    [value] = re.findall(rf"const {name}: \w+ = ([\w <]+);", (ROOT / "rust/core/src" / file).read_text())
+    number, _, shift = value.replace("_", "").partition("<<")
+    return int(number) << int(shift or 0)
+
+
+KEEP_ALIVE = f"{streaming.KEEP_ALIVE_SECONDS:.0f} s"
+TURN = f"{CORE.max_session_wait_ms / 60_000:g} minutes"
 
 STATED = {
     "README.md": (f"Rust {RUST}", f"Python {PYTHON}"),
@@ -66,7 +90,29 @@ STATED = {
         f"{template_renderer.MAX_CHARACTERS >> 20} Mi characters |",
         f"| texts of control tokens in the messages of a chat | {template_renderer.MAX_CONTROL_TOKENS:,} |",
         f"incoming data for up to {protocol.LINGER_SECONDS:.0f} s",
+        f"A stream without an event for {KEEP_ALIVE} ",
     ),
+    "docs/api/chat.md": (
+        f"at most {chat_request.MAX_VARIABLES}, ",
+        f"{chat_request.MAX_TOOLS} functions",
+        f"{messages.MAX_CALLS} calls in a message",
+    ),
+    "docs/api/conversations.md": (
+        f"{TURN} by default",
+        f"more than {session_name.MAX_LENGTH} characters",
+        f"in\n  {turns.MAX_BYTES >> 20} MiB that are shared",
+    ),
+    "docs/api/keys.md": (f"the last {core('memory/block/users.rs', 'MAX_USERS')} tenants",),
+    "docs/api/structured-output.md": (
+        f"| more than {trial.CPU_SECONDS:.0f} s of processor time to compile |",
+        f"| more than {trial.MAX_BYTES >> 20} MiB, or a stack of more than {trial.STACK_BYTES >> 20} MiB |",
+        f"| more than {trial.MAX_ITEMS:,} items of the parser for one token, or {trial.MAX_LEXER_STATES:,} states",
+        f"| much more than {usage.CALL_SECONDS * 1000:g} ms of processor time a token |",
+        f"{json_schema.MAX_DEPTH} schema levels, {json_schema.MAX_REGEX:,} characters for a regular expression",
+        f"{response_format.MAX_CHOICES:,} choices; `minItems` and similar\nup to {json_schema.MAX_COUNT:,}",
+    ),
+    "docs/production.md": (f"nothing else for {KEEP_ALIVE}",),
+    "docs/troubleshooting.md": (f"sends every {KEEP_ALIVE}", f"more than {registry.MAX_REQUESTS:,} requests have ended"),
     "docs/api/health.md": (
         f"no step ended for {watchdog.STUCK_SECONDS:.0f} s, or for\n{watchdog.STUCK_STEPS} times the step's predicted duration",
         f"found, after {heartbeat.SILENT_AFTER:.0f} s",
@@ -84,8 +130,11 @@ STATED = {
         f"if there are more than {batches.MAX_BATCHES:,}",
         f"`--max-data-size` ({SERVER.max_data_size >> 30} GiB)",
     ),
-    "docs/api/embeddings.md": (f"at most {embedding.MAX_INPUTS:,}",),
-    "docs/api/explain.md": (f"The server knows the last {registry.MAX_REQUESTS:,} requests",),
+    "docs/api/embeddings.md": (f"at most {embedding.MAX_INPUTS:,}", f"at most {embedding.MAX_INPUTS - 1:,} texts"),
+    "docs/api/explain.md": (
+        f"The server knows the last {registry.MAX_REQUESTS:,} requests",
+        f"the last {registry.MAX_REFUSALS:,} refusals",
+    ),
     "docs/live-sequences.md": (
         f"may hold {held_sequences.MAX_PER_TENANT:,} live sequences, and all tenants together {held_sequences.MAX_HELD:,}",
         f"({held_sequences.LEASE:.0f} seconds by default",
@@ -101,7 +150,19 @@ STATED = {
         f"processors with AMX it is {config.TILES_STEP_TOKENS}, and {2 * config.TILES_STEP_TOKENS} with `--cpu-math fast`",
     ),
     "docs/scheduling/policies.md": (f"`--background-slowdown` ({CORE.background_slowdown:g})",),
-    "docs/scheduling/admission.md": (f"`--watermark` ({CORE.watermark:g})", f"`--queue-ageing-ms` ({CORE.queue_ageing_ms:,.0f})"),
+    "docs/scheduling/admission.md": (
+        f"`--watermark` ({CORE.watermark:g})",
+        f"`--queue-ageing-ms` ({CORE.queue_ageing_ms:,.0f})",
+        f"up to {core('scheduler/admit.rs', 'MAX_REJECTED')} such requests",
+        f"bypassed at most {core('scheduler/admit.rs', 'MAX_BYPASSED')} times",
+    ),
+    "docs/scheduling/preemption.md": (f"preempted at most {core('sequence/mod.rs', 'MAX_PREEMPTIONS')} times",),
+    "docs/scheduling/sessions.md": (
+        f"keeps {core('sessions/directory.rs', 'MAX_SESSIONS'):,} sessions",
+        f"`--max-session-wait-ms` ({TURN})",
+    ),
+    "docs/speculative-decoding.md": (f"at most: 1 to {core('step/draft.rs', 'MAX_DRAFT')} |",),
+    "docs/lora.md": (f"| `max_lora_rank` | adapters of a higher rank are refused | {CORE.max_lora_rank} |",),
     "docs/scheduling/reference.md": (f"| {STEPS['decode/256']} µs |", f"| {STEPS['decode/1024']} µs; "),
     "docs/scheduling/journal.md": (f"The first line names the version, {JOURNAL}.",),
 }
