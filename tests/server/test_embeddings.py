@@ -84,6 +84,9 @@ def test_ollama_s_routes_shorten_long_texts(http: httpx.Client) -> None:
     assert answer["prompt_eval_count"] == 8
     assert answer["model"] == "bert"
     assert http.post("/api/embeddings", json={"model": "bert", "prompt": "abc"}).json() == {"embedding": expected[0]}
+    for nothing in ("", []):
+        assert http.post("/api/embed", json={"model": "bert:latest", "input": nothing}).json() == {"model": "bert", "embeddings": []}
+    assert http.post("/api/embeddings", json={"model": "bert", "prompt": ""}).json() == {"embedding": []}
     ids = http.post("/tokenize", json={"prompt": LONG}).json()["tokens"]
     kept = ids[: tiny_encoders.LONGEST - 1] + ids[-1:]
     shortened = http.post("/api/embed", json={"model": "bert", "input": LONG}).json()["embeddings"]

@@ -325,3 +325,30 @@ def test_other_failures_are_in_anthropic_s_envelope_too(http, claude):
     assert "secret" not in bug.text
     with claude.messages.stream(**request_body("boom now")) as stream, pytest.raises(anthropic.APIStatusError, match="no usable answer"):
         list(stream)
+
+
+def test_documents_of_text_are_text(http, engine):
+    blocks = [
+        {"type": "document", "title": "T", "context": None, "source": {"type": "text", "media_type": "text/plain", "data": "one"}},
+        {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "two"}]}},
+        {"type": "search_result", "title": "S", "source": "url", "content": [{"type": "text", "text": "three"}]},
+    ]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": blocks}]}
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "hot", "input": {}}]}
+    for messages in ([{"role": "user", "content": blocks}], [*ONE["messages"], call, result]):
+        assert http.post("/v1/messages", json={**ONE, "messages": messages}).status_code == 200
+        assert engine.tokenizer.rendered[-1][0][-1]["content"] == "T\none\ntwo\nS\nurl\nthree"
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
+    refused = http.post("/v1/messages", json={**ONE, "messages": [{"role": "user", "content": [pdf]}]})
+    assert (refused.status_code, "images and files are not supported" in refused.json()["error"]["message"]) == (400, True)
+
+
+def test_searches_of_anthropic_s_servers_are_left_out(http, engine):
+    searched = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"type": "web_search_result", "encrypted_content": "y"}]},
+        {"type": "text", "text": "found"},
+    ]
+    messages = [*ONE["messages"], {"role": "assistant", "content": searched}, *ONE["messages"]]
+    assert http.post("/v1/messages", json={**ONE, "messages": messages}).status_code == 200
+    assert engine.tokenizer.rendered[-1][0][1] == {"role": "assistant", "content": "found"}

@@ -84,6 +84,8 @@ def test_tools_are_called(llama, engine):
     assert [call.function.name for call in calls] == ["weather"] * 2
     llama.chat(MODEL, [*HELLO, whole.message, {"role": "tool", "content": "rain", "tool_name": "weather"}], options={"num_predict": 1})
     called, result = engine.tokenizer.rendered[-1][0][1:]
+    untyped = {"function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    assert llama.chat(MODEL, messages, tools=[untyped]).message.tool_calls[0].function.name == "weather"
     assert "tool_call" in called["content"] or called["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
     assert "rain" in result["content"]
 

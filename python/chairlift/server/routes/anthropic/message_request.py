@@ -186,8 +186,8 @@ def _assistant_message(content: object, where: str) -> dict[str, Any]:
                 calls.append(_called(block, f"{where}[{index}]"))
             case {"type": "thinking", "thinking": str(text)}:
                 reasoning.append(text)
-            case {"type": "redacted_thinking"}:
-                pass  # only its author can read it
+            case {"type": "redacted_thinking" | "server_tool_use" | "web_search_tool_result" | "web_fetch_tool_result"}:
+                pass  # only its author can read it; searches' results are encrypted too
             case _:
                 texts.append(_block(block, f"{where}[{index}]"))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
@@ -267,5 +267,17 @@ def _block(block: object, where: str) -> str:
     match block:
         case {"type": "text", "text": str(text)}:
             return text
-    message = f'{where} must be {{"type": "text", "text": "..."}} here: images and documents are not supported, got {brief(block)}'
+        case {"type": "document", "source": {"type": "text", "data": str(text)}, **about}:
+            return _titled(about, text)
+        case {"type": "document", "source": {"type": "content", "content": content}, **about}:
+            return _titled(about, _text(content, where))
+        case {"type": "search_result", "content": content, **about}:
+            return _titled(about, _text(content, where))
+    message = f'{where} must be {{"type": "text", "text": "..."}} here: images and files are not supported, got {brief(block)}'
     raise InvalidRequest(message, param=where.partition("[")[0])
+
+
+def _titled(about: Mapping[Any, object], text: str) -> str:
+    """Returns a text below what its block says about it: a document's title and context, or a search result's title and source."""
+    heading = [about.get(name) for name in ("title", "source", "context")]
+    return "\n".join([*(line for line in heading if isinstance(line, str) and line), text])

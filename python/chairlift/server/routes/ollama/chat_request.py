@@ -135,7 +135,7 @@ class OllamaChatRequest(OllamaRequest):
         return [message.chat_message(f"messages[{index}]") for index, message in enumerate(self.messages)]
 
     def _tools(self) -> dict[str, Any]:
-        return {"tools": self.tools}
+        return {"tools": self.tools and [{"type": "function", **tool} for tool in self.tools]}  # clients may leave out the type
 
 
 class GenerateRequest(OllamaRequest):

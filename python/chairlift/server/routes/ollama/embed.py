@@ -36,11 +36,14 @@ class OldEmbedRequest(Fields):
 
 
 async def embed(request: Request) -> Response:
-    """Answers one request. Texts that are too long are shortened, unless `truncate` is false."""
+    """Answers one request, which without a text only loads the model. Texts that are too long are shortened, unless `truncate` is false."""
     began = time.monotonic_ns()
     body, ignored = await read_fields(request, EmbedRequest)
-    inputs = await beside(request, texts_or_ids, body.input, "input")
-    await service_of(request).use(request, served_name(body.model), keep_alive_seconds(body.keep_alive))
+    is_empty = body.input in ("", [])
+    inputs = [] if is_empty else await beside(request, texts_or_ids, body.input, "input")
+    model = await service_of(request).use(request, served_name(body.model), keep_alive_seconds(body.keep_alive))
+    if is_empty:
+        return Json({"model": model.name, "embeddings": []}, headers=ignored_header(ignored))
     batch = await EmbeddingBatch.begin(request, _fields(body), inputs, dimensions=body.dimensions, truncate=body.truncate is not False)
     found = await batch.embeddings()
     load = round(request.state.context.waited_for_model * 1e9)
@@ -54,9 +57,11 @@ async def embed(request: Request) -> Response:
 
 
 async def embeddings(request: Request) -> Response:
-    """Answers one request with one text, which is shortened if it is too long."""
+    """Answers one request with one text, which is shortened if it is too long. Without a text it only loads the model."""
     body, ignored = await read_fields(request, OldEmbedRequest)
     await service_of(request).use(request, served_name(body.model), keep_alive_seconds(body.keep_alive))
+    if not body.prompt:
+        return Json({"embedding": []}, headers=ignored_header(ignored))
     batch = await EmbeddingBatch.begin(request, _fields(body), [body.prompt], dimensions=None, truncate=True)
     (embedding,) = await batch.embeddings()
     return Json({"embedding": embedding.tolist()}, headers=ignored_header(ignored))
