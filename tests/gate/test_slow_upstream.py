@@ -1,5 +1,6 @@
 """What the gate believes of an upstream that computes prompts slowly, one after the other."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -38,9 +39,10 @@ def test_prompts_that_the_upstream_still_computes_do_not_fill_the_kv_of_the_gate
     engine = EstimatedEngine(EngineConfig(model=str(tmp_path), load_format="none", speculative_config={"method": "off"}, **sizes))
     learned = Estimates(BLOCKS * 16, 16, HEADROOM * BLOCKS)
     held = [Admitted(0, PROMPT, 0, on_first_token=lambda: None) for _ in range(PROMPTS)]
+    running = contextlib.ExitStack()
     for tag, one in enumerate(held, 1):
         engine.add(EngineRequest.of(tag, [tag] * PROMPT, SamplingParams(max_tokens=1024 - PROMPT, temperature=0.0)))
-        learned.running(one).__enter__()
+        running.enter_context(learned.running(one))
     began, told = clock.seconds, clock.seconds
     while clock.seconds < began + PROMPTS * PROMPT * TOKEN_SECONDS - 0.01:
         clock.seconds += 0.005
@@ -59,4 +61,5 @@ def test_prompts_that_the_upstream_still_computes_do_not_fill_the_kv_of_the_gate
     assert stats.preemptions == 0
     assert stats.running == PROMPTS
     assert stats.used_tokens <= PROMPTS * (PROMPT + 25)
+    running.close()
     engine.close()
