@@ -82,9 +82,9 @@ def _events(held: Admitted) -> int:
 class Estimates:
     """Moving averages of one upstream, and the estimate that the engine schedules by."""
 
-    def __init__(self, kv_tokens: int, block_size: int, most_blocks: int) -> None:
-        """`kv_tokens` are what the upstream's KV cache holds; the engine has at most `most_blocks` blocks of `block_size`."""
-        self._kv_tokens, self._block_size, self._most = kv_tokens, block_size, most_blocks
+    def __init__(self, kv_tokens: int, block_size: int, max_blocks: int) -> None:
+        """`kv_tokens` are what the upstream's KV cache holds; the engine has at most `max_blocks` blocks of `block_size`."""
+        self._kv_tokens, self._block_size, self._most = kv_tokens, block_size, max_blocks
         self._step, self._token = _Average(STEP_SECONDS), _Average(TOKEN_SECONDS)
         self._streams = _Streams()
         self.running = self._streams.running

@@ -78,9 +78,9 @@ class Result:
         self.decisions = sum(report["chunks"] for report in reports)
         self.timeline: NDArray[Any] = np.frombuffer(first["timeline"], np.dtype([(name, "<i8") for name in _SAMPLE]))
         self.stats = _sum([report["stats"] for report in reports])
-        busy, batch, blocks, most_batch, most_blocks = zip(*(report["sums"] for report in reports), strict=True)
+        busy, batch, blocks, max_batch, max_blocks = zip(*(report["sums"] for report in reports), strict=True)
         self._busy, self._batch, self._blocks = sum(busy), sum(batch), sum(blocks)
-        self._most_batch, self._most_blocks = max(most_batch), max(most_blocks)
+        self._max_batch, self._max_blocks = max(max_batch), max(max_blocks)
         self._gaps = np.concatenate([np.frombuffer(report["gaps"], _BUCKET) for report in reports])
         self._steps = np.concatenate([np.frombuffer(report["step_times"], _BUCKET) for report in reports])
         self.replicas = [Result([report], config, wall, weights=weights) for report in reports] if len(reports) > 1 else [self]
@@ -213,9 +213,9 @@ class Result:
             "prompt_tokens_per_s": _ratio(int(one["prompt_tokens"].sum()), span),
             "tokens_per_s": _ratio(self.stats["generated_tokens"], span),
             "batch_mean": _ratio(self._batch, self._busy),
-            "batch_max": self._most_batch,
+            "batch_max": self._max_batch,
             "kv_used_mean": _ratio(self._blocks, self._busy * cache),
-            "kv_used_max": _ratio(self._most_blocks, cache),
+            "kv_used_max": _ratio(self._max_blocks, cache),
             "prefix_hit_share": _ratio(self.stats["prefix_hits"], self.stats["prefix_queries"]),
             "preemptions_recompute": self.stats["preemptions_recompute"],
             "preemptions_swap": self.stats["preemptions_swap"],

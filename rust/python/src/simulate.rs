@@ -199,7 +199,7 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResul
     dict.set_item("chunks", report.chunks)?;
     dict.set_item("ended_at", report.ended_at)?;
     let sums = report.utilization.sums();
-    let sums = [sums.busy, sums.batch, sums.blocks, sums.most_batch as u64, sums.most_blocks as u64];
+    let sums = [sums.busy, sums.batch, sums.blocks, sums.max_batch as u64, sums.max_blocks as u64];
     dict.set_item("sums", sums.to_vec())?;
     dict.set_item("stats", report.stats.map(|stats| reports::stats(py, &stats)).transpose()?)?;
     for (name, histogram) in [("gaps", &report.gaps), ("step_times", &report.step_times)] {

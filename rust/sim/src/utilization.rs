@@ -41,9 +41,9 @@ pub struct Sums {
     /// Blocks held during steps, multiplied by microseconds.
     pub blocks: u64,
     /// Maximum sequences in a step.
-    pub most_batch: usize,
+    pub max_batch: usize,
     /// Maximum blocks held.
-    pub most_blocks: usize,
+    pub max_blocks: usize,
 }
 
 /// Maximum number of samples.
@@ -78,8 +78,8 @@ impl Utilization {
     /// Sets the state from now on.
     pub(crate) fn add(&mut self, sample: Sample) {
         let sums = &mut self.sums;
-        sums.most_batch = sums.most_batch.max(sample.batch);
-        sums.most_blocks = sums.most_blocks.max(sample.blocks);
+        sums.max_batch = sums.max_batch.max(sample.batch);
+        sums.max_blocks = sums.max_blocks.max(sample.blocks);
         let last = self.samples.last_mut();
         if let Some(last) = last.as_ref().filter(|last| last.batch > 0) {
             let time = sample.time - last.time;
@@ -122,7 +122,7 @@ mod tests {
         for sample in [at(1000, 2, 10), at(1030, 0, 7), at(1100, 5, 20), at(1500, 0, 30)] {
             utilization.add(sample);
         }
-        let sums = Sums { busy: 430, batch: 2 * 30 + 5 * 400, blocks: 10 * 30 + 20 * 400, most_batch: 5, most_blocks: 30 };
+        let sums = Sums { busy: 430, batch: 2 * 30 + 5 * 400, blocks: 10 * 30 + 20 * 400, max_batch: 5, max_blocks: 30 };
         assert_eq!(utilization.sums(), sums);
         assert_eq!(utilization.samples(), [at(1500, 0, 30)]);
     }

@@ -48,7 +48,7 @@ fn steps_are_timed_one_after_the_other_though_planned_ahead() {
     };
     assert_eq!(report.step_times, of(&[1000, 800, 900, 800]));
     assert_eq!(report.gaps, of(&[800, 900, 800]));
-    let sums = Sums { busy: 3500, batch: 1000 + 2 * 800 + 2 * 900 + 800, blocks: 3500 + (1500 - 100), most_batch: 2, most_blocks: 2 };
+    let sums = Sums { busy: 3500, batch: 1000 + 2 * 800 + 2 * 900 + 800, blocks: 3500 + (1500 - 100), max_batch: 2, max_blocks: 2 };
     assert_eq!(report.utilization.sums(), sums);
     assert_eq!((report.steps, report.chunks, report.ended_at), (4, 6, 3500));
     let reported: Vec<_> = report

@@ -368,8 +368,8 @@ impl Recorder {
     }
 
     /// See [`Scheduler::snapshot`].
-    pub fn snapshot(&mut self, now: Time, most_waiting: usize, most_cells: usize) -> Snapshot {
-        self.scheduler.snapshot(now, most_waiting, most_cells)
+    pub fn snapshot(&mut self, now: Time, max_waiting: usize, max_cells: usize) -> Snapshot {
+        self.scheduler.snapshot(now, max_waiting, max_cells)
     }
 }
 

@@ -50,7 +50,7 @@ pub(crate) struct Accounts {
 }
 
 impl Accounts {
-    pub(crate) fn new(slots: u32, rules: &Rules) -> Self {
+    pub(crate) fn new(slots: u32, rules: Rules) -> Self {
         let mut clocks = Clocks::default();
         clocks.admit_group(0);
         Self {

@@ -41,7 +41,7 @@ pub(crate) const RULES: usize = Rule::NAMES.len();
 
 impl Rule {
     /// The rule by which a request at the position `first` was served before one at `second`.
-    pub(crate) fn of(rules: &Rules, first: &QueuePosition, second: &QueuePosition) -> Self {
+    pub(crate) fn of(rules: Rules, first: &QueuePosition, second: &QueuePosition) -> Self {
         let (a, b) = (first.key, second.key);
         let background = a.tier == Tier::Background || b.tier == Tier::Background;
         match () {

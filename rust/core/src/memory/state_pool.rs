@@ -133,7 +133,7 @@ impl StatePool {
 
     /// Most states of a run's conversation when it saves one after `position` tokens. Where a text of less than a state's worth continues
     /// an earlier turn, the longer texts that the conversation had limit it.
-    fn most_beside(&self, run: Run, position: u32) -> usize {
+    fn max_beside(&self, run: Run, position: u32) -> usize {
         let longer = self.of_conversation(run).map(|(_, saved)| saved.position).filter(|&other| other > position);
         longer.fold(self.most(position), |most, longer| most.min(self.most(longer)))
     }
@@ -241,7 +241,7 @@ impl StatePool {
         }
         // An answer replaces its own earlier states, and a prompt those of earlier prompts and their answers.
         let replaced = if kind == SaveKind::Rolling { kind } else { SaveKind::Earlier };
-        while kind != SaveKind::Shared && self.of_conversation(run).count() >= self.most_beside(run, position) {
+        while kind != SaveKind::Shared && self.of_conversation(run).count() >= self.max_beside(run, position) {
             if !self.release_oldest(run, replaced, step) {
                 return None;
             }

@@ -24,7 +24,7 @@ impl Key {
     }
 
     /// The position of a request of this class and tenant.
-    pub(crate) fn new(rules: &Rules, (tier, priority): Class, tenant: u32, rank: u64, arrival_number: ArrivalNumber) -> Self {
+    pub(crate) fn new(rules: Rules, (tier, priority): Class, tenant: u32, rank: u64, arrival_number: ArrivalNumber) -> Self {
         let (tier, group) = match rules.grouping {
             Grouping::Single => (tier, 0),
             Grouping::Classes => (tier, priority.into()),

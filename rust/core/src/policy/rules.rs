@@ -102,24 +102,24 @@ impl Rules {
     }
 
     /// Whether requests go in the order of arrival within each tier.
-    pub(crate) fn is_arrival_order(&self) -> bool {
+    pub(crate) fn is_arrival_order(self) -> bool {
         self.grouping == Grouping::Single && !self.can_starve()
     }
 
     /// Whether the order can starve a request. The oldest request is then admitted when it has waited too long. Only an order that the
     /// scheduler makes itself, by arrival or by turns, cannot.
-    pub(crate) fn can_starve(&self) -> bool {
+    pub(crate) fn can_starve(self) -> bool {
         self.ranked || self.cache == CacheUse::Followed || self.grouping == Grouping::Classes
     }
 
     /// The service that a tenant is charged, where tenants take turns.
-    pub(crate) fn charges(&self) -> Option<Charges> {
+    pub(crate) fn charges(self) -> Option<Charges> {
         if let Grouping::Tenants(charges) = self.grouping { Some(charges) } else { None }
     }
 
     /// Whether a running request of this class and service may be preempted for a waiting one at all. No policy preempts against tiers,
     /// classes or tenants' turns.
-    pub(crate) fn allow_preemption(&self, waiting: &Candidate<'_>, class: Class, tenant_service: u64) -> bool {
+    pub(crate) fn allow_preemption(self, waiting: &Candidate<'_>, class: Class, tenant_service: u64) -> bool {
         match self.grouping {
             Grouping::Single => class.0 == waiting.tier,
             Grouping::Classes => class > (waiting.tier, waiting.priority),
@@ -129,7 +129,7 @@ impl Rules {
 
     /// The least urgent tier whose sequences are not preempted just because a request of `tier` waits. Where tenants take turns, only
     /// the background is: another sequence would return to the queue and might be next.
-    pub(crate) fn preempts_above(&self, tier: Tier) -> Tier {
+    pub(crate) fn preempts_above(self, tier: Tier) -> Tier {
         if self.takes_turns() { tier.max(Tier::Flex) } else { tier }
     }
 }

@@ -49,7 +49,7 @@ impl Scheduler {
 
     /// The position of a waiting sequence in the order.
     pub(super) fn key(&self, seq: &Sequence) -> Key {
-        let (spec, rules) = (seq.spec(), &self.rules);
+        let (spec, rules) = (seq.spec(), self.rules);
         if seq.is_background() {
             return Key::background(spec.arrival_number);
         }

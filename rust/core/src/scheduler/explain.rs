@@ -41,7 +41,7 @@ impl Scheduler {
         let mut others = Vec::new();
         let mut add = |tag: u64, tenant: &Arc<str>, started: Option<Time>, position: &_| {
             if let Some(started) = started.filter(|started| tag != of.tag && (from..to).contains(started)) {
-                others.push((started, tag, Arc::clone(tenant), Rule::of(&self.rules, position, &of.queue_position)));
+                others.push((started, tag, Arc::clone(tenant), Rule::of(self.rules, position, &of.queue_position)));
             }
         };
         for timeline in self.accounts.ended() {

@@ -26,7 +26,7 @@ impl Scheduler {
         if !self.kv.has_kept() || seq.parent().is_some() || seq.request().continues.is_some() {
             return Ok(true);
         }
-        let most = self.most_reads(plan);
+        let most = self.max_reads(plan);
         let (blocks, tokens) = self.seqs[id].blocks_and_tokens();
         let waiting = &mut self.waiting;
         self.kv.read_back(blocks, tokens, (grant, most), &mut plan.swap_in, |name| waiting.block_ready(name))
@@ -34,7 +34,7 @@ impl Scheduler {
 
     /// Number of blocks that a plan may still read back: copies take at most as long as the rest of the step, so that they do not stop
     /// running sequences. A step without other work may read all.
-    fn most_reads(&self, plan: &StepPlan) -> usize {
+    fn max_reads(&self, plan: &StepPlan) -> usize {
         let each = f64::from(self.config.swap_ns_per_block) / 1000.0;
         if plan.chunks.is_empty() || each == 0.0 || !self.model.knows() {
             return usize::MAX;

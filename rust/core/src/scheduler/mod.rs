@@ -106,7 +106,7 @@ impl Scheduler {
             held: Held::default(),
             sessions: Sessions::new(rules.takes_turns()),
             kv: Kv::new(sizes, config.enable_prefix_caching, hasher),
-            accounts: Accounts::new(config.max_num_seqs, &rules),
+            accounts: Accounts::new(config.max_num_seqs, rules),
             deadlines: Deadlines::default(),
             model: StepModel::of_experts(config.experts),
             background: BackgroundCost::default(),

@@ -7,9 +7,11 @@
 //! and only the cache changes them.
 
 mod chunks;
+mod family;
 mod held;
 mod phase;
 mod queue_entry;
+mod run;
 
 pub(crate) use held::{Held, HeldSeq};
 pub(crate) use phase::{Need, Phase, Stage};
@@ -17,11 +19,13 @@ pub(crate) use queue_entry::AwaitedBlock;
 
 use crate::error::Rejected;
 use crate::ledger::{Account, Accounts, LiveAccounts, Member, QueuePosition, Timeline};
-use crate::memory::{CacheOwner, Computed, SeqBlocks, TAKERS, User};
+use crate::memory::{CacheOwner, SeqBlocks, User};
 use crate::policy::Class;
 use crate::request::{ArrivalNumber, FinishReason, Preparation, Request, Resumed, SeqId, Tier, Time, Token, served_tier};
 use crate::sessions::SessionRef;
+use family::Family;
 use queue_entry::QueueEntry;
+use run::Run;
 use slotmap::SlotMap;
 use std::sync::Arc;
 
@@ -89,27 +93,6 @@ pub(crate) struct Spec {
     request: Request,
 }
 
-/// A sequence's run since it was last admitted.
-#[derive(Debug, Default)]
-struct Run {
-    /// Prompt tokens that were cached when the sequence was first admitted.
-    cached_tokens: u32,
-    /// Those of them that requests of the same tenant had computed before, or would have computed.
-    own_cached_tokens: u32,
-    /// Cached prompt tokens that the sequence could not share then for lack of a state: those that the tenant may see.
-    lost_hit_tokens: u32,
-    /// Tokens of the session's blocks that were evicted before the sequence was first admitted, by [`Taker`](crate::Taker).
-    evicted_for: [u32; TAKERS],
-    /// Computed tokens when the sequence was last admitted.
-    computed_from: u32,
-    /// Tokens with lost KV, which the sequence must recompute.
-    recompute_tokens: u32,
-    /// Tokens to compute when the sequence was queued, by the latest cache lookup.
-    uncached: u32,
-    /// The latest plan that had a decoded token of the sequence, if it is in the background and limited, and the place in it.
-    decoded_in: (u64, usize),
-}
-
 /// Times of a sequence's events.
 #[derive(Debug)]
 pub(crate) struct Times {
@@ -118,14 +101,6 @@ pub(crate) struct Times {
     pub(crate) first_token: Option<Time>,
     /// When the sequence's deadlines are checked next.
     pub(crate) check_at: Option<Time>,
-}
-
-/// Requests that share the prompt.
-#[derive(Debug, Default)]
-struct Family {
-    parent: Option<SeqId>,
-    /// Forks that wait for this sequence's prompt.
-    waiting: Vec<SeqId>,
 }
 
 impl Sequence {
@@ -177,25 +152,6 @@ impl Sequence {
             session: None,
             account: Box::new(Account::open(now, submitted)),
         })
-    }
-
-    /// The request of a fork, with the same prompt.
-    pub(crate) fn fork_request(&self, tag: u64) -> Request {
-        Request {
-            tag,
-            prompt: self.tokens[..self.spec.prompt_len as usize].to_vec(),
-            stop: self.spec.stop.into_iter().chain(self.spec.more_stops.iter().copied()).collect(),
-            preparation: None,
-            resumed: None,
-            continues: None,
-            ..self.spec.request.clone()
-        }
-    }
-
-    /// Makes the sequence a fork of `parent`. `waits` is set if the parent's prompt is not computed yet.
-    pub(crate) fn make_fork(&mut self, parent: SeqId, waits: bool) {
-        self.family.parent = Some(parent);
-        self.phase = if waits { Phase::WaitingOnParent } else { Phase::New };
     }
 
     /// Moves the sequence to another class. `member` has its new groups.
@@ -294,11 +250,6 @@ impl Sequence {
     /// Whether the sequence runs, computes its known tokens and has not reached that block.
     pub(crate) fn computes(&self, block: usize) -> bool {
         self.is_running() && self.computed() < self.len() && self.blocks.cached_len() <= block
-    }
-
-    /// The sequence's stage until it decodes.
-    pub(crate) fn prefill_stage(&self) -> Stage {
-        if self.run.recompute_tokens > 0 { Stage::Recompute } else { Stage::Prefill }
     }
 
     /// The sequence's stage at admission. A sequence whose KV comes back from host memory may continue to decode.
@@ -467,28 +418,6 @@ impl Sequence {
         self.blocks.set_owner(owner);
     }
 
-    /// Records how many of the session's blocks, of `size` tokens, were evicted before the sequence was first admitted.
-    pub(crate) fn note_evicted(&mut self, blocks: [u32; TAKERS], size: u32) {
-        self.run.evicted_for = blocks.map(|blocks| blocks.saturating_mul(size));
-    }
-
-    pub(crate) fn parent(&self) -> Option<SeqId> {
-        self.family.parent
-    }
-
-    /// Forks that wait for this sequence's prompt.
-    pub(crate) fn waiting_forks(&self) -> &[SeqId] {
-        &self.family.waiting
-    }
-
-    pub(crate) fn add_waiting_fork(&mut self, id: SeqId) {
-        self.family.waiting.push(id);
-    }
-
-    pub(crate) fn take_waiting_forks(&mut self) -> Vec<SeqId> {
-        std::mem::take(&mut self.family.waiting)
-    }
-
     /// Number of generated tokens.
     pub(crate) fn output_tokens(&self) -> u32 {
         self.len() - self.spec.prompt_len
@@ -498,51 +427,6 @@ impl Sequence {
     pub(crate) fn predicted_left(&self) -> u32 {
         let longest = self.progress.limit - self.spec.prompt_len;
         self.spec.request.predicted_tokens.unwrap_or(longest).min(longest).saturating_sub(self.output_tokens()).max(1)
-    }
-
-    pub(crate) fn cached_tokens(&self) -> u32 {
-        self.run.cached_tokens
-    }
-
-    /// Cached prompt tokens that the tenant may be told of.
-    pub(crate) fn own_cached_tokens(&self) -> u32 {
-        self.run.own_cached_tokens
-    }
-
-    /// Computed tokens when the sequence was last admitted.
-    pub(crate) fn computed_from(&self) -> u32 {
-        self.run.computed_from
-    }
-
-    /// Tokens computed so far, including recomputed ones.
-    pub(crate) fn computed_in_all(&self) -> u64 {
-        self.account.computed_tokens() + u64::from(self.progress.computed - self.run.computed_from)
-    }
-
-    /// Whether the sequence recomputes tokens lost in a preemption.
-    pub(crate) fn is_recomputing(&self) -> bool {
-        self.run.recompute_tokens > 0 && !self.is_decoding()
-    }
-
-    /// Tokens missing from the cache at the latest lookup.
-    pub(crate) fn uncached(&self) -> u32 {
-        self.run.uncached
-    }
-
-    /// The latest plan that had a decoded token of a limited background sequence, and the place in it. The plan is 0 before the first.
-    pub(crate) fn decoded_in(&self) -> (u64, usize) {
-        self.run.decoded_in
-    }
-
-    /// Records that a plan has a decoded token of a limited background sequence.
-    pub(crate) fn note_decode(&mut self, plan: u64, place: usize) {
-        self.run.decoded_in = (plan, place);
-    }
-
-    /// Computes the number of uncached tokens from the chain of cached blocks.
-    pub(crate) fn measure_uncached(&mut self, block_size: u32) {
-        let cached = self.blocks.usable_len() * block_size as usize;
-        self.run.uncached = (self.tokens.len() - cached).max(1) as u32;
     }
 
     /// Reserves capacity for the maximum length, so that decoding does not allocate.
@@ -555,41 +439,12 @@ impl Sequence {
         self.times.started.unwrap_or(now).saturating_sub(self.account.submitted())
     }
 
-    /// Begins a run with `computed` tokens. Returns the number of tokens that the sequence recomputes.
-    pub(crate) fn start(&mut self, computed: Computed, now: Time) -> u32 {
-        let position = self.queue_position();
-        let Computed { tokens: computed, own } = computed;
-        self.queue_entry.admit();
-        self.progress.computed = computed;
-        self.run.computed_from = computed;
-        if self.times.started.is_none() {
-            self.account.start(position);
-            self.times.started = Some(now);
-            (self.run.cached_tokens, self.run.own_cached_tokens) = (computed, own);
-            self.run.lost_hit_tokens = self.blocks.lost_hit().own;
-            return 0;
-        }
-        let again = self.run.recompute_tokens.saturating_sub(computed);
-        self.account.recompute(again);
-        again
-    }
-
     /// The sequence's place in the queue when it first started, or now if it has not.
     pub(crate) fn queue_position(&self) -> QueuePosition {
         if self.has_started() {
             return self.account.queue_position();
         }
         QueuePosition { key: self.queue_entry.key(), aged: false, blocked: self.queue_entry.was_blocked() }
-    }
-
-    /// Ends a run. The computed KV is lost, except for a copy in host memory.
-    pub(crate) fn preempt(&mut self, swapped: bool) {
-        let Run { computed_from, recompute_tokens, .. } = self.run;
-        self.account.compute(self.progress.computed - computed_from);
-        self.run.recompute_tokens = if swapped { 0 } else { recompute_tokens.max(self.progress.computed) };
-        (self.progress.computed, self.run.computed_from) = (0, 0);
-        self.progress.preemptions += 1;
-        self.draft.clear();
     }
 
     /// Records when the first token was generated.
