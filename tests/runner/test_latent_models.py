@@ -75,7 +75,13 @@ def test_old_files_have_one_tensor_of_keys_and_values(tmp_path: Path) -> None:
 def test_torch_answers_as_the_cpu_kernels_do_from_files_of_both_kinds(tmp_path: Path, replaced: dict[str, Any]) -> None:
     gguf_of(tiny_model("deepseek_v2", **LATENT), tmp_path / "tiny.gguf", replaced=replaced)
     prompt = np.random.default_rng(5).integers(0, 256, 30).tolist()
-    settings: dict[str, Any] = {"device": "cpu", "threads": 1, "num_kv_blocks": 40, "cache_dir": str(tmp_path / "cache"), "dtype": "float32"}
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "threads": 1,
+        "num_kv_blocks": 40,
+        "cache_dir": str(tmp_path / "cache"),
+        "dtype": "float32",
+    }
     answers = []
     for runner in ("auto", "torch"):
         with LLM(str(tmp_path / "tiny.gguf"), **settings, runner=runner) as llm:
