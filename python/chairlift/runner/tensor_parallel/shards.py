@@ -27,8 +27,8 @@ def part_of(model: ModelShape, size: int) -> ModelConfig:
     parts = {"latents": model.latent, "experts": model.experts, "recurrent layers": model.recurrence}
     if whole := " and ".join(name for name, part in parts.items() if part):
         raise InvalidSetting(
-            f"{flag}: the {whole} of {model.architecture} cannot be split: leave it out. The model must fit into one device, and --replicas "
-            "runs one engine on each"
+            f"{flag}: the {whole} of {model.architecture} cannot be split: leave it out. The model must fit into one device, and "
+            "--replicas runs an engine on each"
         )
     split = {"num_heads": "attention heads", "num_kv_heads": "KV heads", "intermediate_size": "inner columns"}
     for name, words in split.items():
