@@ -23,7 +23,7 @@ def store_rounded(numbers_ptr, scale_ptr, row, columns, offsets, x, least, large
     scale = tl.maximum(tl.max(tl.abs(x), 0), least) / largest
     tl.store(scale_ptr + row, scale)
     # The division rounds too, hence the clamp.
-    numbers = tl.clamp(x / scale, -largest, largest)
+    numbers = tl.clamp(x / scale, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
     tl.store(numbers_ptr + row * columns + offsets, numbers.to(numbers_ptr.dtype.element_ty), mask=offsets < columns)
 
 

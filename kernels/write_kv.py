@@ -25,7 +25,7 @@ def store_heads(
     if cache_ptr.dtype.element_ty == tl.float8e4nv:
         if scale_ptr is not None:
             x = x / tl.load(scale_ptr + head, mask=head < heads, other=1.0)
-        x = tl.clamp(x, -LARGEST, LARGEST)
+        x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     # Offsets in the cache exceed 32 bits.
     start = (slot // block_size).to(tl.int64) * block_stride + (slot % block_size) * offset_stride
     if slot >= 0:

@@ -59,8 +59,23 @@ HYBRIDS = {
         **SPACE,
         **EXPERTS,
     },
+    "latents and groups of experts": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 128,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        **EXPERTS,
+    },
 }
-"""Small models with experts and recurrent layers, in addition to the shape of a Llama."""
+"""Small models with experts, recurrent layers and latents, in addition to the shape of a Llama."""
 AHEAD_SECONDS = 10
 """Most seconds to wait for kernels that are compiled ahead."""
 START_SECONDS = 40
@@ -276,11 +291,11 @@ class Smoke:
         common.free()
 
     def hybrid(self) -> None:
-        """Experts and recurrent layers: greedy answers, and a prompt that begins with a saved state."""
+        """Experts, recurrent layers and latents: greedy answers, and a prompt that begins with a saved state or with cached blocks."""
         self.llm.close()
         for name, config in HYBRIDS.items():
             shape = (64, 64, 2, 4, 2, 512) if self.run.dry else (256, 256, 4, 4, 2, 32_768)
-            layers = {"layer_types": config["layer_types"][: shape[2]]} if self.run.dry else {}
+            layers = {"layer_types": config["layer_types"][: shape[2]]} if self.run.dry and "layer_types" in config else {}
             directory = common.write_model(self.directory.parent / name, common.llama(*shape, **config | layers))
             llm = serve.load(self.run, directory, **self.sizes, enable_prefix_caching=True)
             self.graphs(llm)
@@ -292,7 +307,7 @@ class Smoke:
             # Rounding may choose another expert, which changes more than the last digits.
             self.check(f"greedy answers, {name}", best >= BEST, f"{best:.0%} the best when scored as prompts", f"{BEST:.0%}")
             turn = self.generate(llm, [max(whole, key=len)])[0]
-            self.check(f"a saved state is found, {name}", turn.cached_tokens > 0, f"after {turn.cached_tokens} tokens", "some")
+            self.check(f"a prefix is found, {name}", turn.cached_tokens > 0, f"after {turn.cached_tokens} tokens", "some")
             del llm
             common.free()
 

@@ -43,6 +43,12 @@ def assert_rounds(made: Compiled) -> None:
     assert made.spilled == 0
     assert set(made.loads) == {16}
     assert made.stores[8] + made.stores[16] > 0
+    assert_keeps_nan(made)
+
+
+def assert_keeps_nan(made: Compiled) -> None:
+    """What is no number stays none in 8 bits, as in torch: the clamp would make a finite one of it, and a wrong answer of an error."""
+    assert "min.NaN." in made.ptx
 
 
 @pytest.mark.parametrize(
@@ -132,6 +138,8 @@ def test_rope_write(model, capability, cache):
         # Older versions make more narrow loads of it: slower, and as right.
         assert made.loads[4] <= 33
     assert set(made.stores) == ({16} if cache == "bf16" else {16, 8})
+    if cache == "fp8":
+        assert_keeps_nan(made)
 
 
 @pytest.mark.parametrize(("capability", "cache"), STORES)
@@ -145,6 +153,8 @@ def test_write_kv(capability, cache):
     assert made.registers <= 64
     assert set(made.loads) == {16, 4}
     assert set(made.stores) == ({16} if cache == "bf16" else {8})
+    if cache == "fp8":
+        assert_keeps_nan(made)
 
 
 @pytest.mark.parametrize("capability", DEVICES)

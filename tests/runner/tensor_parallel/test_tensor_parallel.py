@@ -58,6 +58,8 @@ def test_two_processes_answer_as_one_does(
         ("llama", 3, "2 KV heads, which cannot be split into 3"),
         ("phi3", 2, "the fused projections of Phi3ForCausalLM, self_attn.qkv_proj, cannot be split"),
         ("llama", 4, "6 attention heads, which cannot be split into 4"),
+        ("qwen3-moe", 2, "the experts of Qwen3MoeForCausalLM cannot be split: leave it out. The model must fit into one device"),
+        ("deepseek-v3", 2, "the latents and experts of DeepseekV3ForCausalLM cannot be split"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(family: str, size: int, says: str, tmp_path: Path) -> None:

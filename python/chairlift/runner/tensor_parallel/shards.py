@@ -24,9 +24,12 @@ def part_of(model: ModelShape, size: int) -> ModelConfig:
     flag = f"--tensor-parallel-size {size}"
     if not isinstance(model, ModelConfig):
         raise InvalidSetting(f"{flag}: transformers' code for {model.architecture} cannot be split, only Chairlift's own models can")
-    if model.experts or model.recurrence:
-        parts = "experts" if model.experts else "recurrent layers"
-        raise InvalidSetting(f"{flag}: the {parts} of {model.architecture} cannot be split: leave it out")
+    parts = {"latents": model.latent, "experts": model.experts, "recurrent layers": model.recurrence}
+    if whole := " and ".join(name for name, part in parts.items() if part):
+        raise InvalidSetting(
+            f"{flag}: the {whole} of {model.architecture} cannot be split: leave it out. The model must fit into one device, and "
+            "--replicas runs an engine on each"
+        )
     split = {"num_heads": "attention heads", "num_kv_heads": "KV heads", "intermediate_size": "inner columns"}
     for name, words in split.items():
         if getattr(model, name) % size:
