@@ -119,6 +119,21 @@ def test_join_shows_the_flag_that_it_needs(capsys):
     assert "--engine-secret-file FILE" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        (["serve"], "chairlift serve [flags] [[NAME=]MODEL ...]"),
+        (["simulate"], "chairlift simulate [flags] (--trace FILE | --sessions FILE) [MODEL]"),
+        (["replay"], "chairlift replay [-h] [--set NAME=VALUE] [--policy NAME] [--json] [--report FILE] FILE"),
+    ],
+)
+def test_the_usage_of_a_command_with_many_flags_is_one_line(command, usage, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main.main([*command, "--help"])
+    assert capsys.readouterr().out.splitlines()[:2] == [f"usage: {usage}", ""]
+
+
 def test_defaults_are_told_in_words():
     every = (*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig))
     fields = {field.name: default_in_words(field) for field in every if field.metadata}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from importlib import import_module
 from typing import Any, NoReturn, TypeVar
@@ -35,8 +35,29 @@ COMMON = {
 SIMULATED_MODEL = f"a well-known model, or any of which the files are here (default: {DEFAULT_MODEL})"
 
 
+_MAX_USAGE = 8
+"""Most flags that the line `usage` shows of a command; if there are more, it shows those that the command needs."""
+
+
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Writes the value of a flag with several names once, as Python 3.13 does."""
+    """Writes the value of a flag with several names once, as Python 3.13 does, and a short line `usage`."""
+
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[argparse._MutuallyExclusiveGroup],
+        prefix: str | None = None,
+    ) -> None:
+        """Adds the line `usage`: the help below lists all flags."""
+        every, groups = list(actions), list(groups)
+        needed_groups = [group for group in groups if group.required]
+        one_of = [action for group in needed_groups for action in group._group_actions]
+        needed = [action for action in every if not action.option_strings or action.required or action in one_of]
+        if len(every) - len(needed) > _MAX_USAGE:
+            self._prog += " [flags]"
+            every, groups = needed, needed_groups
+        super().add_usage(usage, every, groups, prefix)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if len(action.option_strings) < 2 or action.nargs == 0:
