@@ -126,7 +126,7 @@ def build_parser(imported: str | None = None) -> argparse.ArgumentParser:
     """The parser of the command line. With `imported`, only that command has its flags; the others have their names and help."""
     parser = _Parser(
         prog="chairlift",
-        description="OpenAI-compatible LLM inference server with continuous batching.\n\n" + _commands_in_groups(),
+        description="An LLM server for CPUs that shows where the time of each request went.\n\n" + _commands_in_groups(),
         epilog=_EXAMPLES,
         formatter_class=_HelpFormatter,
     )
