@@ -210,6 +210,7 @@ HELLO = [{"role": "user", "content": "hello"}]
         ([{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}], "plain"),
         ({"default": "plain", "tool_use": "tools"}, "plain"),
         ("{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}", "hello"),
+        ("{% for part in messages[0].content %}{{ (bos_token + part.text)[-5:] }}{% endfor %}", "hello"),
         ("{% for part in messages[0].content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}", "hello"),
         ("{% for c in messages[0].content %}{{ c }}.{% endfor %}", "h.e.l.l.o."),
     ],

@@ -83,8 +83,9 @@ def _reads_parts(source: str) -> bool:
 
 
 def _shows(source: str, message: Mapping[str, Any]) -> bool:
+    variables = {"tools": None, "documents": None, "bos_token": "", "eos_token": "", "add_generation_prompt": True}
     try:
-        return _PROBE in _compiled(source).render(messages=[message], tools=None, documents=None, add_generation_prompt=True)
+        return _PROBE in _compiled(source).render(messages=[message], **variables)
     except Exception:  # the rendering of the conversation reports what is wrong with the template
         return False
 

@@ -248,23 +248,29 @@ def _encode(backend: Backend, text: str, *, add_special_tokens: bool) -> list[in
 
 
 class _TokenBytes:
-    """A vocabulary's representation of bytes: GPT-2's alphabet of 256 characters, SentencePiece's ▁ and <0x0A>, or WordPiece's ##."""
+    """A vocabulary's representation of bytes: GPT-2's alphabet of 256 characters, SentencePiece's ▁ and <0x0A>, or WordPiece's ##.
+
+    Without a decoder tokens are words, with spaces between them.
+    """
 
     def __init__(self, backend: Backend, file: Path) -> None:
-        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
+        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"decoders": []}
         steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
+        self._separates = backend.decoder is None
         self._alphabet = BYTES if "ByteLevel" in steps else None
         self._byte_fallback = "ByteFallback" in steps
         self._continues: str | None = steps["WordPiece"]["prefix"] if "WordPiece" in steps else None
-        self.splits_words = self._continues is not None
+        self.splits_words = self._continues is not None or self._separates
         """Whether a text's words are tokenized one by one, as WordPiece does."""
         unknown = steps.keys() - {"ByteLevel", "ByteFallback", "Replace", "Fuse", "Strip", "Metaspace", "WordPiece"}
         if unknown:
             raise UnsupportedModel(f"{file} uses unknown decoder steps: {', '.join(sorted(unknown))}")
         metaspace = steps.get("Metaspace", {"prepend_scheme": "never"})["prepend_scheme"] != "never"
-        self.strips_first_space: bool = metaspace or self._continues is not None or steps.get("Strip", {}).get("start", 0) > 0
+        self.strips_first_space: bool = metaspace or self.splits_words or steps.get("Strip", {}).get("start", 0) > 0
 
     def to_bytes(self, token: str) -> bytes:
+        if self._separates:
+            return f" {token}".encode()
         if self._alphabet is not None:
             try:
                 return bytes(self._alphabet[character] for character in token)

@@ -169,7 +169,8 @@ def test_files_of_any_name_beside_the_model_are_known_by_their_content(
     writer.close()
     assert (locate(str(place), progress=False) / LINK).resolve().name == "z.gguf"
     (place / "z.gguf").unlink()
-    with pytest.raises(UnsupportedModel, match=r"a-Q4_K_M\.gguf"):
+    reason = f"its general.type is '{kind}'" if kind else "architecture 'clip'"
+    with pytest.raises(UnsupportedModel, match=rf"a-Q4_K_M\.gguf holds .*{reason}"):
         locate(str(place), progress=False)
 
 
@@ -234,6 +235,12 @@ def test_what_is_no_model(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "weights.bin").write_bytes(b"")
     with pytest.raises(ModelNotFound, match=reason):
         locate(str(tmp_path / name))
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match=r"holds a LoRA adapter: serve the model that it was trained for with --lora-modules NAME="):
+        locate(str(tmp_path))
 
 
 def test_a_cache_directory_is_for_all_models(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

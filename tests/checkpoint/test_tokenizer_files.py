@@ -296,6 +296,26 @@ def test_vocabularies_of_words_are_those_of_transformers(tmp_path: Path, cased: 
     assert tokenizer.encode_pair("hello", "two")[0] == expected.encode("hello", "two")
 
 
+def test_without_a_decoder_tokens_are_words(tmp_path: Path) -> None:
+    backend = Backend(models.WordLevel({"one": 0, "two": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    for text in ("one two", "two  three one", ""):
+        ids = tokenizer.encode(text)
+        assert ids == backend.encode(text).ids
+        assert tokenizer.decode(ids) == backend.decode(ids)
+        assert tokenizer.min_tokens(text) <= len(ids)
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_sentence_transformers_may_lower_texts(tmp_path: Path, lower: bool) -> None:
+    (tmp_path / "sentence_roberta_config.json").write_text(json.dumps({"max_seq_length": 8, "do_lower_case": lower}))
+    tokenizer = _byte_level(tmp_path, {})
+    assert (tokenizer.encode("\u00c0B<a>") == tokenizer.encode("\u00e0b<a>")) == lower
+    assert tokenizer.encode("<a>") == [256]
+
+
 def test_vocabularies_of_other_classes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(UnsupportedModel, match=r"vocab.json belongs to CLIPTokenizer, for which the model's tokenizer.json is needed"):

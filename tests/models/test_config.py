@@ -385,6 +385,24 @@ def test_modules_that_are_no_list_of_objects_are_refused(tmp_path, modules):
     assert encoder.longest_text(tmp_path, parse()) == 2048
 
 
+@pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_xlm-roberta_config.json"])
+def test_the_longest_text_is_that_of_sentence_transformers(tmp_path, name):
+    (tmp_path / name).write_text('{"max_seq_length": 7}')
+    assert encoder.longest_text(tmp_path, parse()) == 7
+
+
+@pytest.mark.parametrize("pooling", [{"pooling_mode": "cls"}, {"pooling_mode": ["cls"]}, {"pooling_mode_cls_token": True}])
+def test_poolings_have_several_spellings(tmp_path, pooling):
+    listed = [{"type": f"sentence_transformers.models.{kind}", "path": f"1_{kind}"} for kind in ("Transformer", "Pooling", "Dropout")]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    assert encoder.find_modules(tmp_path).pooling == "cls"
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": ["cls", "mean"]}))
+    with pytest.raises(UnsupportedModel, match="pooling by cls and mean is not supported"):
+        encoder.find_modules(tmp_path)
+
+
 def test_directories_without_a_usable_config_are_refused(tmp_path):
     with pytest.raises(ModelNotFound, match=r"no readable config\.json"):
         ModelConfig.load(tmp_path)

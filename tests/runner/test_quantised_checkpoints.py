@@ -300,6 +300,21 @@ def test_a_checkpoint_that_modelopt_describes_in_a_file_is_read(make):
     assert torch.equal(torch.from_numpy(multiply_out(matrices(packed).matrix(DOWN, *SHAPE))), expected)
 
 
+@pytest.mark.parametrize(
+    ("form", "file", "names"),
+    [("gptq", "quantize_config.json", {}), ("awq", "quant_config.json", {"bits": "w_bit", "group_size": "q_group_size"})],
+)
+def test_a_checkpoint_that_an_older_version_describes_in_a_file_is_read(form, file, names, make):
+    packed, _ = make(form)
+    expected = ModelConfig.load(packed).scheme
+    raw = json.loads((packed / "config.json").read_text())
+    found = raw.pop("quantization_config")
+    found.pop("quant_method")
+    (packed / "config.json").write_text(json.dumps(raw))
+    (packed / file).write_text(json.dumps({names.get(name, name): value for name, value in found.items()}))
+    assert ModelConfig.load(packed).scheme == expected
+
+
 @pytest.mark.parametrize("in_a_file", [False, True])
 def test_modelopt_that_nobody_reads_ends_a_start_by_name(in_a_file, make):
     packed, _ = make("modelopt")

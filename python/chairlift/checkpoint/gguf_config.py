@@ -24,6 +24,7 @@ from chairlift.architectures import (
 from chairlift.architectures.reranker import CLASSIFIER
 from chairlift.checkpoint.gguf_encoder import encoder_config
 from chairlift.checkpoint.gguf_file import GGUFFile
+from chairlift.checkpoint.gguf_parts import NO_MODELS
 from chairlift.errors import UnsupportedModel
 
 _UNROTATED = 1e29
@@ -38,6 +39,8 @@ _F32 = 0
 
 def architecture_of(file: GGUFFile) -> tuple[Architecture | EncoderArchitecture, GGUFFormat]:
     """Returns the architecture of a file. Raises UnsupportedModel for one that there is no code for."""
+    if (content := file.value("general.type")) in NO_MODELS:
+        raise UnsupportedModel(f"{file.path} holds no model of text: its general.type is {content!r}")
     kind = file.get("general.architecture", str) or ""
     mixtures = GGUF_MIXTURES.get(kind, ()) if file.get(f"{kind}.expert_count", int) else ()
     gating = _gating(file, kind) if len(mixtures) > 1 else None

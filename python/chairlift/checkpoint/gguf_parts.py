@@ -14,6 +14,8 @@ _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})(?P<of>-of-)(?P<count>(?!0000
 _OTHERS = re.compile(r".*(mmproj|imatrix).*|(mtp|eagle3|dflash|dspark)-.*", re.IGNORECASE)
 """Files beside a model: image encoders, statistics of quantisation, draft models."""
 _PREFERRED = ("Q4_K_M", "Q8_0")
+NO_MODELS = ("adapter", "mmproj", "imatrix")
+"""Values of `general.type` of files that hold something else."""
 _FIRST_BYTES = 1 << 16
 """Bytes of a file in which `holds_model` looks. What it looks for comes first in published files."""
 _TEXT, _SCALARS = 8, {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -48,7 +50,7 @@ def holds_model(path: Path) -> bool:
             at += 4
             if kind != _TEXT:
                 at += _SCALARS[kind]
-            elif ((value := text()) != "model" and key == "general.type") or (value == "clip" and key == "general.architecture"):
+            elif ((value := text()) in NO_MODELS and key == "general.type") or (value == "clip" and key == "general.architecture"):
                 return False
     except (OSError, struct.error, KeyError):
         pass  # a file without an answer is a model, or whoever reads it says what is wrong

@@ -167,6 +167,8 @@ def _directory(path: Path, cache: Path, progress: Progress) -> Path:
         return _gguf(found[0], cache, progress)
     if has_config:
         return path.absolute()
+    if (path / "adapter_config.json").is_file():
+        raise ModelNotFound(f"{path} holds a LoRA adapter: serve the model that it was trained for with --lora-modules NAME={path}")
     raise ModelNotFound(
         f"{path} has no config.json and no GGUF file; a model's directory holds config.json, tokenizer.json and *.safetensors"
     )

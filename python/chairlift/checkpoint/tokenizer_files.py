@@ -67,6 +67,8 @@ def load_backend(file: Path, config: Mapping[str, Any]) -> Backend:
         except Exception as error:  # the tokenizers package raises plain Exception
             raise UnsupportedModel(f"{file} cannot be read: {error}") from None
     _add_tokens(backend, file, config)
+    if any(read_json(path).get("do_lower_case") for path in file.parent.glob("sentence_*_config.json")):
+        _lower(backend)
     return backend
 
 
@@ -128,6 +130,14 @@ def _add_tokens(backend: Backend, file: Path, config: Mapping[str, Any]) -> None
             known.add(text)
     missing = [text for text in _special_texts(config) if text not in known and backend.token_to_id(text) is not None]
     backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
+
+
+def _lower(backend: Backend) -> None:
+    """Makes the tokenizer change capitals into small letters first, as the configuration of sentence-transformers asks for."""
+    from tokenizers import normalizers
+
+    steps = [normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
+    backend.normalizer = normalizers.Sequence(steps)
 
 
 def _special_texts(config: Mapping[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ from chairlift.models.fields import (
 )
 from chairlift.models.latent import Latent, parse_latent
 from chairlift.models.layer_variants import LayerVariants, parse_variants
-from chairlift.models.quantization import MODELOPT_FILE, QuantizationScheme, UnsupportedScheme, parse_quantization
+from chairlift.models.quantization import QuantizationScheme, UnsupportedScheme, described_beside, parse_quantization
 from chairlift.models.recurrence import ATTENTION, FEEDS, RecurrentLayers, list_layers, parse_recurrence
 from chairlift.models.rope_config import longest_context, parse_ropes, parse_temperature
 from chairlift.models.rotary import Dynamic, RopeConfig
@@ -208,10 +208,8 @@ class ModelConfig(ModelShape):
         native code.
         """
         raw = read_json(directory)
-        if not raw.get("quantization_config") and (directory / MODELOPT_FILE).exists():
-            found = read_json(directory, MODELOPT_FILE)
-            quantization = found.get("quantization") if isinstance(found, dict) else None
-            raw["quantization_config"] = {**(quantization if isinstance(quantization, dict) else {}), "quant_method": "modelopt"}
+        if not raw.get("quantization_config") and (beside := described_beside(directory)):
+            raw["quantization_config"] = beside[1]
         classifier = Classifier.find(raw, directory)
         if classifier is None:
             return cls.parse(raw)

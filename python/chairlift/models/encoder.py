@@ -160,7 +160,7 @@ def find_modules(directory: Path) -> Modules:
             pooling = _pooling(read_json(directory / path))
         elif kind == "Dense":
             dense.append(_dense(read_json(directory / path), path))
-        elif kind not in ("Transformer", "Normalize"):
+        elif kind not in ("Transformer", "Normalize", "Dropout"):  # which only matters in training
             raise UnsupportedModel(f"modules.json has a module {kind}: there is code for Transformer, Pooling, Dense and Normalize")
     return Modules(pooling=pooling, dense=tuple(dense))
 
@@ -176,8 +176,8 @@ def decoder_pooling(directory: Path) -> str | None:
 
 def longest_text(directory: Path, model: ModelShape) -> int:
     """The most tokens of a text: those that sentence-transformers' configuration names, or else those that the model was made for."""
-    name = "sentence_bert_config.json"
-    found = read_json(directory, name) if (directory / name).exists() else None
+    name = next((path.name for path in sorted(directory.glob("sentence_*_config.json"))), None)  # named after the kind of transformer
+    found = read_json(directory, name) if name else None
     given = found.get("max_seq_length") if isinstance(found, dict) else None
     return min(given, model.max_position_embeddings) if isinstance(given, int) and given > 0 else model.max_position_embeddings
 
@@ -185,8 +185,8 @@ def longest_text(directory: Path, model: ModelShape) -> int:
 def _pooling(raw: dict[str, Any]) -> str:
     chosen = [name for name, value in raw.items() if name.startswith("pooling_mode_") and value is True]
     names = [name.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token") for name in chosen]
-    if isinstance(mode := raw.get("pooling_mode"), str):
-        names = [mode]
+    if mode := raw.get("pooling_mode"):
+        names = [str(name) for name in mode] if isinstance(mode, list) else [str(mode)]
     if len(names) != 1 or names[0] not in (*POOLINGS, RANK):
         raise UnsupportedModel(f"pooling by {' and '.join(names) or 'nothing'} is not supported (supported: {', '.join(POOLINGS)})")
     return names[0]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from chairlift.models.fields import parse_table, read_json
+
 SUPPORTED = "compressed-tensors of 8-bit floats or 4-bit integers, fp8, ModelOpt FP8, GPTQ and AWQ of 4 bits, and GGUF files"
-MODELOPT_FILE = "hf_quant_config.json"
-"""Where older versions of ModelOpt describe the quantization, instead of in config.json."""
+FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where older versions of ModelOpt, AutoGPTQ and AutoAWQ describe the quantization, instead of in config.json, and their methods."""
 MIN_GROUP = 16
 """Fewest columns of a scale: the inner side of a GPU's products."""
 
@@ -43,6 +46,18 @@ class QuantizationScheme:
 
 class UnsupportedScheme(Exception):
     """There is no native code for a checkpoint's quantization."""
+
+
+def described_beside(directory: Path) -> tuple[str, dict[str, Any]] | None:
+    """Returns the name of the file beside config.json that describes the quantization, and a `quantization_config`; None without one."""
+    name = next((name for name in FILES if (directory / name).is_file()), None)
+    if name is None:
+        return None
+    found = read_json(directory, name)
+    found = found if isinstance(found, dict) else {}
+    if FILES[name] == "modelopt":
+        found = parse_table(found, "quantization")
+    return name, {**found, "quant_method": FILES[name]}
 
 
 def parse_quantization(found: Any) -> QuantizationScheme | None:

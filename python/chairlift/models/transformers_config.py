@@ -12,7 +12,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from chairlift.errors import UnsupportedModel
-from chairlift.models.quantization import MODELOPT_FILE
+from chairlift.models.quantization import described_beside
 from chairlift.models.shape import KvSpec, ModelShape
 
 ATTENTION = "chairlift"
@@ -68,8 +68,11 @@ class TransformersConfig(ModelShape):
             theirs = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         except Exception as error:
             raise UnsupportedModel(f"{reason}, and transformers cannot read it either: {brief(error)}") from None
-        if not getattr(theirs, "quantization_config", None) and (directory / MODELOPT_FILE).exists():
-            raise UnsupportedModel(f"{directory} is quantised with modelopt ({MODELOPT_FILE}), which transformers cannot read ({reason})")
+        if not getattr(theirs, "quantization_config", None) and (beside := described_beside(directory)):
+            name, found = beside
+            raise UnsupportedModel(
+                f"{directory} is quantised with {found['quant_method']} ({name}), which transformers cannot read ({reason})"
+            )
         return cls.of(theirs, reason)
 
     @classmethod
