@@ -169,6 +169,7 @@ print(of_status("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the highest memory from Linux")
 def test_packing_a_file_with_experts_takes_little_more_memory_than_the_file(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
