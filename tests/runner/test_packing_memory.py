@@ -19,6 +19,7 @@ from chairlift.checkpoint.safetensors_file import SafetensorsFile
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.models.fields import read_json
+from chairlift.runner import expert_weights
 from chairlift.runner.cpu_decoder import build_decoder
 from chairlift.runner.weights import SafetensorWeights
 
@@ -34,18 +35,19 @@ def save(directory: Path, tensors: dict[str, torch.Tensor], raw: dict[str, objec
     (directory / "config.json").write_text(json.dumps(raw))
 
 
-def write_quantised(directory: Path, form: str) -> None:
-    """A mixture whose experts, and nothing else, are in one of the quantised formats."""
+def write_quantised(directory: Path, form: str) -> dict[str, torch.Tensor]:
+    """A mixture whose experts, and nothing else, are in one of the quantised formats. Returns what they stand for."""
     tiny_model("qwen3_moe", num_experts=COUNT, num_experts_per_tok=2, moe_intermediate_size=INNER, **EXPERTS).save_pretrained(directory)
     pack, config = FORMATS[form]
-    tensors = {}
+    tensors, stands_for = {}, {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         if ".experts." not in name:
             tensors[name] = tensor
             continue
-        parts = {kind: part for kind, part in pack(tensor).tensors.items() if kind != "bias"}
-        tensors |= {f"{name.removesuffix('weight')}{kind}": part for kind, part in parts.items()}
+        parts, stands_for[name] = pack(tensor)
+        tensors |= {f"{name.removesuffix('weight')}{kind}": part for kind, part in parts.items() if kind != "bias"}
     save(directory, tensors, read_json(directory) | {"quantization_config": config})
+    return stands_for
 
 
 def write_gpt_oss(directory: Path, form: str) -> None:
@@ -80,6 +82,22 @@ def test_one_matrix_of_an_expert_is_made_at_a_time(tmp_path: Path, form: str) ->
         tracemalloc.stop()
     # numpy makes a few copies of a quantised matrix on the way. All experts have 48 matrices, which take an eighth in MXFP4.
     assert peak < (8 if form in FORMATS else 4) * MATRIX, f"{peak / MATRIX:.1f} matrices"
+
+
+@pytest.mark.parametrize("form", ["gptq", "fp8 in blocks"])
+def test_the_experts_that_are_made_are_those_that_a_checkpoint_stands_for(tmp_path: Path, form: str) -> None:
+    stands_for, model = write_quantised(tmp_path, form), ModelConfig.load(tmp_path)
+    weights, prefix = SafetensorWeights(tmp_path, model.scheme), "model.layers.0."
+    assert model.experts
+    stacks = [
+        *expert_weights.gate_and_up(weights, model.experts, prefix, HIDDEN),
+        expert_weights.down(weights, model.experts, prefix, HIDDEN),
+    ]
+    for name, stack in zip(("gate_proj", "up_proj", "down_proj"), stacks, strict=True):
+        for expert, (kind, rows, make, _) in enumerate(stack):
+            whole = stands_for[f"{prefix}mlp.experts.{expert}.{name}.weight"].numpy()
+            assert (kind, rows) == ("float32", len(whole))
+            np.testing.assert_array_equal(make().view(np.float32).reshape(whole.shape), whole)
 
 
 @pytest.mark.parametrize("form", ["gptq", "mxfp4"])
@@ -151,6 +169,7 @@ print(of_status("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the highest memory from Linux")
 def test_packing_a_file_with_experts_takes_little_more_memory_than_the_file(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
