@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import re
 import resource
 import statistics
@@ -46,7 +47,9 @@ def start(python: str) -> tuple[float, float, float]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
     command = [python, "-P", "-m", "chairlift", "serve", "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    # As where users install it, Python's files are compiled once.
+    environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
         assert process.stderr is not None
         try:
             address = listening(process)
