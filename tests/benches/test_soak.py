@@ -4,15 +4,14 @@ import asyncio
 import json
 import math
 import os
-import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from local_server import Handler, local_server
 from prometheus_client import generate_latest
 
 from chairlift.server.observability.loop_monitor import LoopMonitor
@@ -32,25 +31,18 @@ def answering(reply):
     """A server that answers everything with the status and the document, or the events, of `reply(path)`."""
     asked = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Answer(Handler):
         def do_POST(self):
-            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.body()
             asked.append(self.path)
             status, content = reply(self.path)
             events = "".join(f"data: {json.dumps(one)}\n\n" for one in content) + "data: [DONE]\n\n" if isinstance(content, list) else None
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write((json.dumps(content) if events is None else events).encode())
+            self.reply((json.dumps(content) if events is None else events).encode(), status)
 
-        do_GET = do_DELETE = do_POST  # noqa: N815 (the names are the library's)
+        do_GET = do_DELETE = do_POST
 
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield server.server_address[1], asked
-        server.shutdown()
+    with local_server(Answer) as url:
+        yield int(url.rpartition(":")[2]), asked
 
 
 def streamed(*texts, logprob=-0.5):

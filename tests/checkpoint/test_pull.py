@@ -6,11 +6,10 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from local_server import local_server
+from local_server import Handler, local_server
 
 from chairlift.checkpoint import pull
 from chairlift.errors import ChairliftError, ModelNotFound
@@ -41,10 +40,10 @@ class Index:
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     """Paths and ranges."""
 
-    def handler(self) -> type[BaseHTTPRequestHandler]:
+    def handler(self) -> type[Handler]:
         index = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Answer(Handler):
             def do_GET(self) -> None:
                 index.requests.append((self.path, self.headers["Range"]))
                 if not index.wheel:
@@ -52,22 +51,15 @@ class Index:
                 elif self.path.endswith(".whl"):
                     self.send_wheel()
                 else:
-                    self.send_response(200)
-                    self.end_headers()
                     name = pull.WHEEL.replace(pull.VERSION, "0.1.1")
-                    self.wfile.write(f'<a href="../../{name}">old</a> <a href="../../files/{index.offers}#sha256=0">new</a>'.encode())
+                    self.reply(f'<a href="../../{name}">old</a> <a href="../../files/{index.offers}#sha256=0">new</a>'.encode())
 
             def send_wheel(self) -> None:
                 start = int(self.headers["Range"][6:-1]) if index.resumes and self.headers["Range"] else 0
-                self.send_response(206 if start else 200)
-                self.send_header("Content-Length", str(len(index.wheel) - start))
-                self.end_headers()
                 end = start + index.cuts.pop(0) if index.cuts else None
-                self.wfile.write(index.wheel[start:end])
+                self.reply(index.wheel[start:end], 206 if start else 200, {"Content-Length": str(len(index.wheel) - start)})
 
-            def log_message(self, *arguments: object) -> None: ...
-
-        return Handler
+        return Answer
 
 
 @pytest.fixture

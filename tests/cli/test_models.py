@@ -5,14 +5,13 @@ import json
 import os
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from fake_async_engine import FakeEngine, serving_models
 from fake_hub import fake_hub
 from gguf_files import gguf_of, tiny_model
-from local_server import local_server
+from local_server import Handler, local_server
 from ollama_files import write_ollama_model
 
 from chairlift.cli import main
@@ -109,12 +108,12 @@ def server(status_after_stop="not loaded", requests=0, reason="unload", small="n
         "/v1/models/small": {"status": small},
     }
 
-    class Answer(BaseHTTPRequestHandler):
+    class Answer(Handler):
         def do_GET(self):
             self.answer(200, answers[self.path])
 
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = json.loads(self.body())
             bodies.append((self.path, body))
             if body["model"] in ("chat", "gpt"):
                 self.answer(200, {"model": "chat", "done_reason": reason})
@@ -124,12 +123,7 @@ def server(status_after_stop="not loaded", requests=0, reason="unload", small="n
                 self.answer(404, {"error": "this server has 'chat', 'gpt', 'small'"})
 
         def answer(self, status, body):
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def log_message(self, *_):
-            pass
+            self.reply(json.dumps(body).encode(), status)
 
     with local_server(Answer) as url:
         yield url, bodies

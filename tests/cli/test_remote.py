@@ -7,11 +7,10 @@ import ssl
 import struct
 import urllib.error
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from xml.etree import ElementTree
 
 import pytest
-from local_server import local_server
+from local_server import Handler, local_server
 from rich.console import Console
 
 from chairlift.cli import explain, main, top
@@ -42,28 +41,21 @@ def answering(answers):
     """A server with `answers` by path; yields its address and the keys that came."""
     keys = []
 
-    class Answer(BaseHTTPRequestHandler):
+    class Answer(Handler):
         def do_GET(self):
             keys.append(self.headers.get("authorization"))
             status, body = answers.get(self.path, (404, {"error": {"message": f"nothing is known of {self.path}"}}))
-            self.send_response(status)
             if status == 302:
-                self.send_header("location", body)
-                body = b""
-            self.end_headers()
-            self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
+                return self.reply(status=status, headers={"location": body})
+            return self.reply(body if isinstance(body, bytes) else json.dumps(body).encode(), status)
 
         def do_POST(self):
-            requested = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            requested = json.loads(self.body())
             text = " | ".join(message["content"] for message in requested["messages"]).upper()
-            self.send_response(200)
-            self.end_headers()
+            self.reply()
             for delta in ({"role": "assistant"}, {"content": text}, {"content": f" {requested.get('temperature')}"}):
                 self.wfile.write(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n")
             self.wfile.write(b"data: [DONE]\n\n")
-
-        def log_message(self, *_):
-            pass
 
     with local_server(Answer) as url:
         yield url, keys

@@ -5,11 +5,10 @@ import json
 import os
 import socket
 import sys
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from local_server import local_server
+from local_server import Handler, local_server
 
 from chairlift.cli import local_server as servers
 from chairlift.cli import main
@@ -23,24 +22,16 @@ sys.exit(7)
 """
 
 
-class Answer(BaseHTTPRequestHandler):
+class Answer(Handler):
     """A server with the models `a` and `b`, which answers with the question in capitals."""
 
     def do_GET(self):
-        self.reply(json.dumps({"data": [{"id": "a"}, {"id": "b"}]}))
+        self.reply(json.dumps({"data": [{"id": "a"}, {"id": "b"}]}).encode())
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = json.loads(self.body())
         text = f"{body['model']}: {body['messages'][-1]['content'].upper()}"
-        self.reply(f"data: {json.dumps({'choices': [{'delta': {'content': text}}]})}\n\n")
-
-    def reply(self, text):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *arguments):
-        pass
+        self.reply(f"data: {json.dumps({'choices': [{'delta': {'content': text}}]})}\n\n".encode())
 
 
 @pytest.fixture
@@ -75,7 +66,7 @@ def test_run_without_a_question_in_a_pipe_is_wrong_usage(url, piped, capsys):
 
 @pytest.mark.parametrize("answer", ["{}", "[]", "<html>"])
 def test_another_program_at_the_usual_address_is_no_server(url, answer, monkeypatch, capsys):
-    monkeypatch.setattr(Answer, "do_GET", lambda self: self.reply(answer))
+    monkeypatch.setattr(Answer, "do_GET", lambda self: self.reply(answer.encode()))
     monkeypatch.setattr(servers, "_command", lambda model, port: [sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(ChairliftError, match="the server ended with status 3"), servers.server_for("b", None, None):
         pass

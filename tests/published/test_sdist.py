@@ -4,11 +4,10 @@ import hashlib
 import importlib.util
 import io
 import tarfile
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from local_server import local_server
+from local_server import Handler, local_server
 
 
 def load():
@@ -34,18 +33,12 @@ def test_the_tree_is_downloaded_once_and_compared_with_its_digest(tmp_path, monk
     archive = packed(sdist.NAME.removesuffix(".tar.gz"))
     asked = []
 
-    class Index(BaseHTTPRequestHandler):
+    class Index(Handler):
         def do_GET(self):
             asked.append(self.path)
             page = f'<a href="../../files/{sdist.NAME}">it</a>'.encode()
             content = archive if self.path.startswith("/files/") else page
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *arguments):
-            pass
+            self.reply(content, headers={"Content-Length": str(len(content))})
 
     monkeypatch.setattr(sdist, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(sdist, "SIZE", len(archive))

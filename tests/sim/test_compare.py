@@ -234,6 +234,9 @@ def test_it_says_why_requests_were_not_served(tmp_path: Path, capsys: pytest.Cap
     assert main.main(["compare", *flags, "--batching", "continuous", "--report", str(page)]) == 0
     assert reason in capsys.readouterr().out
     assert reason in page.read_text()
+    assert main.main(["compare", *flags, "--batching", "continuous", "--json"]) == 0
+    [variant] = json.loads(capsys.readouterr().out)["variants"]
+    assert variant["refused_for"] == {"too_long": 1}
 
 
 def status(arguments: list[str]) -> object:

@@ -7,11 +7,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from local_server import local_server
+from local_server import Handler, local_server
 
 LARGE = 100
 """Files from this size on are stored elsewhere, as with git LFS."""
@@ -90,7 +89,7 @@ class FakeHub:
         return [path.rpartition("/")[2] for server, path, _ in self.requests if server == "content"]
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     hub: FakeHub
     server_name: str
 
@@ -164,13 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self, status: int, headers: dict[str, str], body: bytes = b"", cut: int | None = None) -> None:
         """Answers with the beginning of `body`, up to `cut`."""
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body[:cut])
-
-    def log_message(self, *arguments: object) -> None: ...
+        self.reply(body[:cut], status, {"Content-Length": str(len(body)), **headers})
 
 
 @contextmanager

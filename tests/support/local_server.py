@@ -1,9 +1,28 @@
 """An HTTP server in a thread of the test."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers without a log."""
+
+    def body(self) -> bytes:
+        """The request's body."""
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def reply(self, content: bytes = b"", status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Sends a response. Without a Content-Length the end of the connection is its end."""
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *arguments: object) -> None: ...
 
 
 @contextmanager

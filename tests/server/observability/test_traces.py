@@ -5,12 +5,11 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 
 import httpx
 import pytest
 from fake_async_engine import MODEL, FakeEngine, serving, timeline, wait_until
-from local_server import local_server
+from local_server import Handler, local_server
 
 from chairlift.errors import EngineDead, InvalidSetting
 from chairlift.server.observability import traces
@@ -29,16 +28,11 @@ def receiver():
     """Yields the URL for traces, and the spans that came."""
     spans = []
 
-    class Take(BaseHTTPRequestHandler):
+    class Take(Handler):
         def do_POST(self):
-            body = self.rfile.read(int(self.headers["content-length"]))
-            for resource in received.ExportTraceServiceRequest.FromString(body).resource_spans:
+            for resource in received.ExportTraceServiceRequest.FromString(self.body()).resource_spans:
                 spans.extend(span for scope in resource.scope_spans for span in scope.spans)
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
+            self.reply()
 
     with local_server(Take) as url:
         yield f"{url}/v1/traces", spans
