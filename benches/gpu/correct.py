@@ -150,7 +150,11 @@ class Sequences:
 
 
 SHAPES = ((8, 4, (128, 128), 16), (1, 7, (80, 80), 16), (2, 1, (64, 64), 32), (2, 8, (96, 64), 64), (2, 2, (256, 256), 16))
-"""Heads for which attention is checked: KV heads, query heads of each, dimensions of keys and values, and the size of a block."""
+SHAPES += ((1, 32, (576, 512), 16),)
+"""Heads for which attention is checked: KV heads, query heads of each, dimensions of keys and values, and the size of a block.
+
+The last ones are as those of latents.
+"""
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"window": 700, "sinks": True, "softcap": 5.0},

@@ -13,6 +13,7 @@ from model_sizes import GIB, LARGE_SHAPE, MIB
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, OutOfMemory
 from chairlift.models.config import ModelConfig
+from chairlift.models.latent import Latent
 from chairlift.models.shape import ModelShape
 from chairlift.runner.build import build_runner
 from chairlift.runner.memory.budget import DeviceBudget, graph_bytes
@@ -136,6 +137,9 @@ def test_graphs_get_what_decodes_compute_with():
     assert size(seqs=4096) == size(seqs=512)
     assert size(form="int8") - size() == 2 * 14_336 * 4096 * 2  # the widest matrix, as a whole
     assert size(form="fp8") == size()
+    latent = Latent(heads=32, query_rank=None, rank=512, plain=128, rotated=64, value=128, adjacent=True, scale=1.0)
+    latents = replace(MODEL, num_kv_heads=1, head_dim=latent.cached, latent=latent)
+    assert size(latents, longest=1024) - size(latents, longest=512) >= 256 * 32 * (latent.rank + 1) * 4
 
 
 def test_a_context_that_does_not_fit_is_shortened_or_refused():
