@@ -5,6 +5,7 @@
 
 import contextlib
 import gc
+import json
 import os
 import sys
 import time
@@ -78,6 +79,34 @@ def test_many_texts_take_no_callback_long(path, body):
     engine.describe(max_text_len=64)
     with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=60) as client:
         assert check(service, lambda: client.post(path, json=body)).status_code == 200
+
+
+MILLION = [1] * 950_000
+"""As many token ids as a body can have."""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_full_collections")
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": MILLION, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": [[1] * 3700] * 256, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": MILLION, "max_tokens": 1, "truncate_prompt_tokens": 9}),
+        ("/v1/embeddings", {"input": MILLION}),
+        ("/v1/embeddings", {"input": [[1] * 400] * 2048}),
+        ("/v1/sequences", {"prompt": MILLION}),
+        ("/detokenize", {"tokens": MILLION[:200_000]}),
+    ],
+    ids=["prompt", "prompts", "truncated", "input", "inputs", "sequence", "detokenize"],
+)
+def test_a_million_token_ids_take_no_callback_long(path, body):
+    engine = FakeEngine()
+    engine.describe(max_model_len=1 << 20, max_text_len=1 << 20)
+    content = json.dumps({"model": None, **body}, separators=(",", ":"))
+    with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=60) as client:
+        response = check(service, lambda: client.post(path, content=content, headers={"content-type": "application/json"}))
+        assert response.status_code == 200
 
 
 def test_the_first_openapi_document_takes_no_callback_long(served):

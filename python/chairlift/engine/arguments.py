@@ -92,4 +92,4 @@ def text_or_ids(prompt: Prompt) -> str | list[int]:
         return value
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise InvalidRequest(f"a prompt is {_TYPES}, got {prompt!r:.50}", param="prompt")
-    return [int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token for token in value]
+    return [token if type(token) is int or isinstance(token, bool) or not isinstance(token, Integral) else int(token) for token in value]

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from chairlift.engine.arguments import text_or_ids
 from chairlift.engine.held_sequences import COMPUTE, HeldSequence, HeldSequences
 from chairlift.errors import RequestFailed
 from chairlift.outputs import RequestOutput
@@ -51,7 +50,7 @@ class AsyncLiveSequence(HeldSequence):
     A new engine computes its tokens again.
     """
 
-    def __init__(self, engine: ModelClient, held: HeldSequences, token_ids: list[int], scheduling: Scheduling, lease: float) -> None:
+    def __init__(self, engine: ModelClient, held: HeldSequences, token_ids: Sequence[int], scheduling: Scheduling, lease: float) -> None:
         super().__init__(held, token_ids, scheduling, lease)
         self._engine = engine
 
@@ -76,8 +75,7 @@ class AsyncLiveSequence(HeldSequence):
 
     async def append(self, content: str | list[int]) -> None:
         """Appends text or token ids. The next generation computes only these. Raises InvalidRequest beyond the context length."""
-        given = text_or_ids(content)
-        self._append(await self._engine.encode(given, add_special_tokens=False) if isinstance(given, str) else given)
+        self.append_tokens(await self._engine.tokens(content, param="content", add_special_tokens=False))
 
     async def compute(self) -> None:
         """Computes what was appended, so that the next generation starts at once."""
@@ -101,7 +99,7 @@ class AsyncLiveSequence(HeldSequence):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `generate`, in increments. If the iterator is closed early, the sequence stays as it was."""
         with self.generating() as prompt:
-            stream = await self._engine.prepare(prompt, self._params(params), self.own_scheduling(scheduling), sequence=self)
+            stream = await self._engine.prepare(prompt, self._params(params), self.own_scheduling(scheduling), sequence=self, checked=True)
             async with aclosing(self._engine.run(stream)) as outputs:
                 async for output in outputs:
                     yield output
@@ -121,6 +119,6 @@ class AsyncLiveSequence(HeldSequence):
         return self.params(self._engine.default_params() if given is None else given)
 
     async def _run(self, prompt: list[int], params: SamplingParams, scheduling: Scheduling) -> RequestOutput:
-        stream = await self._engine.prepare(prompt, params, scheduling, sequence=self, whole=True)
+        stream = await self._engine.prepare(prompt, params, scheduling, sequence=self, whole=True, checked=True)
         (output,) = await self._engine.collect(stream)
         return output

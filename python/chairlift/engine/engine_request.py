@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Self
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
+_PACKED_AT_ONCE = 4096
+
 
 class ResumedChoice(NamedTuple):
     """What an engine that ended had done for a choice. Times are microseconds after the request's arrival."""
@@ -81,7 +83,9 @@ class EngineRequest:
 def pack_tokens(tokens: Iterable[int]) -> bytes:
     """Token ids as int32 little-endian."""
     values = tuple(tokens)
-    return struct.pack(f"<{len(values)}i", *values)
+    # One call for a million takes twice as long as many for some thousand each.
+    parts = (values[start : start + _PACKED_AT_ONCE] for start in range(0, len(values), _PACKED_AT_ONCE))
+    return b"".join([struct.pack(f"<{len(part)}i", *part) for part in parts])
 
 
 def _fields(item: EngineRequest | SamplingParams | Scheduling) -> dict[str, Any]:

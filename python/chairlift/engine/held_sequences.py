@@ -303,12 +303,11 @@ class HeldSequence:
         if self.dropped:
             raise SequenceDropped("this sequence was dropped, or its lease has ended: open a new one, or fork another before")
 
-    def _append(self, tokens: Sequence[int]) -> None:
-        """Appends token ids. Raises InvalidRequest beyond the context length."""
+    def append_tokens(self, tokens: Sequence[int]) -> None:
+        """Appends token ids of the model. Raises InvalidRequest beyond the context length."""
         self._check_idle()
         self._count_idle_time()
-        info = self._held.info()
-        limit, vocabulary = info.max_model_len, info.vocab_size
+        limit = self._held.info().max_model_len
         length = len(self._token_ids) + len(tokens)
         if length >= limit:
             raise InvalidRequest(
@@ -316,9 +315,6 @@ class HeldSequence:
                 param="content",
                 code="context_length_exceeded",
             )
-        for token in tokens:
-            if type(token) is not int or not 0 <= token < vocabulary:
-                raise InvalidRequest(f"{token!r:.50} is not a token id: they are 0 to {vocabulary - 1}", param="content")
         self._token_ids = self._token_ids + array("i", tokens)
         self._renew()
 

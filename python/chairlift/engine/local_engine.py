@@ -97,7 +97,7 @@ class LocalEngine(EngineClient):
         """Tokenizes a prompt."""
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def hold(self, prompt_token_ids: list[int], scheduling: Scheduling, lease: float = LEASE) -> LiveSequence:
+    def hold(self, prompt_token_ids: Sequence[int], scheduling: Scheduling, lease: float = LEASE) -> LiveSequence:
         """Returns a prompt as a live sequence, which is not computed yet. Raises InvalidRequest and TooManySequences."""
         self.validate(prompt_token_ids, COMPUTE)
         self._sequences.expire()

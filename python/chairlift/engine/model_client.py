@@ -6,17 +6,17 @@ import asyncio
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from chairlift.engine.arguments import Prompt, sampling, text_or_ids
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
 from chairlift.engine.held_sequences import COMPUTE, LEASE
 from chairlift.engine.request import joined
 from chairlift.engine.stream import Stream
-from chairlift.engine.validation import default_params, encode_bad_words, validate
+from chairlift.engine.validation import check_tokens, default_params, encode_bad_words, validate
 from chairlift.errors import InvalidRequest
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
@@ -80,8 +80,19 @@ class ModelClient(ABC):
         """Tokenizes a prompt without blocking the event loop."""
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
-    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
-        """Returns the parameters with `max_tokens` filled in. Raises InvalidRequest if the model cannot run the request."""
+    async def tokens(self, prompt: Prompt, *, param: str = "prompt", add_special_tokens: bool = True) -> list[int]:
+        """Returns the tokens of a prompt, text or token ids. Raises InvalidRequest for `param` if these are not the model's."""
+        content = text_or_ids(prompt)
+        if isinstance(content, str):
+            return await self.encode(content, add_special_tokens=add_special_tokens)
+        check_tokens(content, self.info, param)
+        return content
+
+    def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
+        """Returns the parameters with `max_tokens` filled in. Raises InvalidRequest if the model cannot run the request.
+
+        The token ids are the model's: see `check_tokens`.
+        """
         return validate(prompt_token_ids, params, self.info)
 
     def default_params(self, **settings: Any) -> SamplingParams:
@@ -97,15 +108,16 @@ class ModelClient(ABC):
         arrived: float | None = None,
         sequence: HeldSequence | None = None,
         whole: bool = False,
+        checked: bool = False,
     ) -> Stream:
         """Makes a request of a prompt, for `run`. `arrived` is when its first byte was read, on the monotonic clock; now by default.
 
-        A request that continues `sequence` must run while that is `generating` or `computing`. With `whole` and without stop strings, there
-        is one increment for each choice. Raises InvalidRequest.
+        A prompt that is `checked` is a list of token ids that `check_tokens` has accepted, or that are the tokenizer's. A request that
+        continues `sequence` must run while that is `generating` or `computing`. With `whole` and without stop strings, there is one
+        increment for each choice. Raises InvalidRequest.
         """
         self.check_ready()
-        content = text_or_ids(prompt)
-        prompt_token_ids = await self.encode(content) if isinstance(content, str) else content
+        prompt_token_ids = cast("list[int]", prompt) if checked else await self.tokens(prompt)
         params = self.default_params() if params is None else params
         _check_kind("params", params, SamplingParams)
         scheduling = Scheduling() if scheduling is None else scheduling
@@ -152,8 +164,7 @@ class ModelClient(ABC):
 
     async def open(self, prompt: Prompt, *, scheduling: Scheduling | None = None, lease: float = LEASE) -> AsyncLiveSequence:
         """Computes a prompt and returns it as a live sequence (see `LLM.open`). Errors as in `generate`, and TooManySequences."""
-        content = text_or_ids(prompt)
-        sequence = self.hold(await self.encode(content) if isinstance(content, str) else content, scheduling or Scheduling(), lease)
+        sequence = self.hold(await self.tokens(prompt), scheduling or Scheduling(), lease)
         try:
             await AsyncLiveSequence.compute(sequence)
         except BaseException:
@@ -161,7 +172,7 @@ class ModelClient(ABC):
             raise
         return sequence
 
-    def hold(self, prompt_token_ids: list[int], scheduling: Scheduling, lease: float = LEASE) -> AsyncLiveSequence:
+    def hold(self, prompt_token_ids: Sequence[int], scheduling: Scheduling, lease: float = LEASE) -> AsyncLiveSequence:
         """Returns a prompt as a live sequence, which is not computed yet. Raises InvalidRequest and TooManySequences."""
         self.validate(prompt_token_ids, COMPUTE)
         self._sequences.expire()

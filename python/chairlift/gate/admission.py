@@ -117,7 +117,7 @@ class _Admission:
         registry = self._service.registry
         registry.add(self._scheduling.tenant, self._context.request_id, self._id, 1)
         registry.remove_preparing(self._scheduling.tenant, self._context)
-        return await self._model.engine.prepare(tokens, params, self._scheduling, arrived=self._context.arrived)
+        return await self._model.engine.prepare(tokens, params, self._scheduling, arrived=self._context.arrived, checked=True)
 
     async def run(self, stream: Stream, started: asyncio.Event) -> None:
         """Runs the request in the engine until it is cancelled. It yields nothing, because its tokens are at the upstream."""

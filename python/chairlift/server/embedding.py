@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from array import array
 from contextlib import aclosing
@@ -16,7 +17,7 @@ from chairlift.errors import ContextExceeded, InvalidRequest
 from chairlift.sampling import EMBED, SamplingParams
 from chairlift.server.generation import Generation
 from chairlift.server.model import ServedModel
-from chairlift.server.schema.fields import REQUEST_ID, Fields, GenerationRequest
+from chairlift.server.schema.fields import REQUEST_ID, Fields, GenerationRequest, check_ids
 from chairlift.server.service import service_of
 
 MAX_INPUTS = 2048
@@ -106,6 +107,8 @@ def _too_long(what: str, limit: int, tokens: int, param: str) -> ContextExceeded
 async def _tokens(request: Request, model: ServedModel, inputs: list[str | list[int]], limit: int, *, must_fit: bool) -> list[list[int]]:
     """Returns the token ids of each input; raises InvalidRequest."""
     texts = [one for one in inputs if isinstance(one, str)]
+    if len(texts) < len(inputs):
+        await asyncio.to_thread(check_ids, inputs, model.engine.info, "input")
     group = request.state.ticket.tenant.group
     encoded = iter(await model.tokenizing.encode(group, model.engine.tokenizer, texts, limit, must_fit=must_fit, param="input"))
     return [next(encoded) if isinstance(one, str) else one for one in inputs]

@@ -143,8 +143,8 @@ class Submission:
     async def _run(self, on_start: Callable[[], None]) -> AsyncGenerator[RequestOutput]:
         engine = self._model.engine
         if self._stream is None:
-            arrived = self._context.arrived
-            self._stream = await engine.prepare(self._prompt, self._params, self._scheduling, arrived=arrived, sequence=self._sequence)
+            arrived, rest = self._context.arrived, (self._params, self._scheduling)
+            self._stream = await engine.prepare(self._prompt, *rest, arrived=arrived, sequence=self._sequence, checked=True)
         self._fingerprint = engine.info.fingerprint
         return engine.run(
             self._stream,

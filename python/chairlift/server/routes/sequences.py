@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from array import array
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -23,7 +24,7 @@ from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.model import ServedModel, model_of
 from chairlift.server.routes.openai.completions import DEFAULT_MAX_TOKENS, Choices, completed, events, whole
-from chairlift.server.schema.fields import IDS, REQUEST_ID, TEXT, CompletionRequest, Fields, GenerationRequest, is_ids
+from chairlift.server.schema.fields import IDS, REQUEST_ID, TEXT, CompletionRequest, Fields, GenerationRequest, check_ids, is_ids
 from chairlift.server.sequences import ServedSequence
 from chairlift.server.service import service_of
 from chairlift.server.streaming import EventStream
@@ -61,14 +62,15 @@ class SequenceOpenRequest(Fields):
     cache_salt: str | None = None
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
 
-    async def tokens(self, request: Request, model: ServedModel) -> list[int]:
+    async def tokens(self, request: Request, model: ServedModel) -> Sequence[int]:
         """Returns the prompt's token ids; raises InvalidRequest."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("send either a prompt or messages", param="prompt")
         if self.prompt is None:
             return await prompt_of(request, model, await asyncio.to_thread(self._chat))
-        if is_ids(self.prompt):
-            return list(self.prompt)
+        if await beside(request, is_ids, self.prompt):
+            await beside(request, check_ids, [self.prompt], model.engine.info, "prompt")
+            return await beside(request, array, "i", self.prompt)
         if not isinstance(self.prompt, str):
             raise InvalidRequest(f"prompt must be a string or a list of token ids, got {brief(self.prompt)}", param="prompt")
         return await model.encode(request, self.prompt, add_special_tokens=self.add_special_tokens is not False)
@@ -196,8 +198,11 @@ async def append(request: Request) -> Response:
     if content is None or (body.text is not None and body.tokens is not None):
         raise InvalidRequest("send either text or tokens", param="text")
     try:
-        tokens = await served.model.encode(request, content, add_special_tokens=False) if isinstance(content, str) else content
-        await served.sequence.append(tokens)
+        if isinstance(content, str):
+            content = await served.model.encode(request, content, add_special_tokens=False)
+        else:
+            await beside(request, check_ids, [content], served.model.engine.info, param)
+        served.sequence.append_tokens(content)
     except InvalidRequest as error:
         error.param = param if error.param == "content" else error.param
         raise

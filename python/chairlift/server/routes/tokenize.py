@@ -9,6 +9,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chairlift.engine.validation import check_tokens
 from chairlift.errors import InvalidRequest
 from chairlift.server.chat.completion import prompt_of
 from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
@@ -75,9 +76,7 @@ async def detokenize(request: Request) -> Response:
     service.check_admission()
     body, ignored = await read_fields(request, DetokenizeRequest, queued=False)
     model = await service.use(request, body.model)
-    vocabulary = model.engine.info.vocab_size
-    if any(not 0 <= token < vocabulary for token in body.tokens):
-        raise InvalidRequest(f"tokens must be integers from 0 to {vocabulary - 1}", param="tokens")
+    await beside(request, check_tokens, body.tokens, model.engine.info, "tokens")
     text = await asyncio.to_thread(model.engine.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return Json({"prompt": text}, headers=ignored_header(ignored))
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
+from chairlift.engine.validation import check_tokens
 from chairlift.errors import InvalidRequest, brief
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import LONGEST_MS, Scheduling
 from chairlift.server.schema.response_format import StructuredOutputFields
 from chairlift.server.session_name import MAX_LENGTH, SessionName
+
+if TYPE_CHECKING:
+    from chairlift.engine.engine_info import EngineInfo
 
 MAX_PROMPTS = 256
 MAX_ANSWERS = 1024
@@ -299,3 +304,8 @@ def texts_or_ids(value: Any, param: str) -> list[str | list[int]]:
         return value
     message = f"{param} must be a string, a list of token ids, or a list of either (none empty), got {brief(value)}"
     raise InvalidRequest(message, param=param)
+
+
+def check_ids(prompts: Iterable[str | list[int]], info: EngineInfo, param: str) -> None:
+    """Raises InvalidRequest unless all token ids in prompts or inputs are the model's."""
+    check_tokens(chain.from_iterable(one for one in prompts if not isinstance(one, str)), info, param)

@@ -16,7 +16,7 @@ from chairlift.server.generation import Generation
 from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, ignored_header, large_json
 from chairlift.server.model import ServedModel
-from chairlift.server.schema.fields import CompletionRequest
+from chairlift.server.schema.fields import CompletionRequest, check_ids
 from chairlift.server.schema.logprobs import CompletionLogprobs, check_prompt_logprobs, prompt_logprobs_json, text_offsets
 from chairlift.server.service import service_of
 from chairlift.server.streaming import DONE, EventStream, EventTemplate, event, large_event
@@ -31,6 +31,7 @@ async def completions(request: Request) -> Response:
     model = await service_of(request).use(request, body.model)
     params = await beside(request, body.params, model.default_sampling)
     raw_prompts = await beside(request, body.prompts)
+    await beside(request, check_ids, raw_prompts, model.engine.info, "prompt")
     limit = model.engine.info.max_model_len
     prompts = [body.truncate(await _tokens(request, model, prompt, body), limit) for prompt in raw_prompts]
     check_prompt_logprobs(prompts, params)
