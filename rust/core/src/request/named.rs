@@ -59,3 +59,20 @@ pub(crate) fn nonzero<T: Named, N: Default + PartialEq + Serialize, S: Serialize
 ) -> Result<S::Ok, S::Error> {
     serializer.collect_map(T::names().zip(numbers).filter(|(_, number)| **number != N::default()))
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::request::Tier;
+
+    #[test]
+    fn a_value_is_written_as_its_name_and_an_unknown_name_is_refused() {
+        for (tier, name) in Tier::NAMES {
+            assert_eq!((tier.name(), Tier::from_name(name)), (name, Some(tier)));
+            let written = rmp_serde::to_vec(&tier).unwrap();
+            assert_eq!(rmp_serde::from_slice::<String>(&written).unwrap(), name);
+            assert_eq!(rmp_serde::from_slice::<Tier>(&written).unwrap(), tier);
+        }
+        let error = rmp_serde::from_slice::<Tier>(&rmp_serde::to_vec("urgent").unwrap()).unwrap_err();
+        assert!(error.to_string().contains("unknown name \"urgent\""), "{error}");
+    }
+}
