@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import socket
 import sys
 import time
 
@@ -107,6 +108,18 @@ def test_a_million_token_ids_take_no_callback_long(path, body):
     with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=60) as client:
         response = check(service, lambda: client.post(path, content=content, headers={"content-type": "application/json"}))
         assert response.status_code == 200
+
+
+def test_small_chunks_take_no_callback_long(served):
+    client, service = served
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    def send():
+        with socket.create_connection((client.base_url.host, client.base_url.port), 30) as sock:
+            sock.sendall(head + b"1\r\n \r\n" * 20_000)
+            return sock.recv(100)
+
+    assert check(service, send).startswith(b"HTTP/1.1 400")
 
 
 def test_the_first_openapi_document_takes_no_callback_long(served):

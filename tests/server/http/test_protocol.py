@@ -262,6 +262,27 @@ def test_413_reaches_a_client_that_is_still_sending(base, server, form):
     wait_until(lambda: server[1].open == server[1].admission.open == 0)
 
 
+def in_chunks(body, size):
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+def test_a_body_in_many_small_chunks_is_refused(base, server):
+    body = b" " * 100_000
+    with sending(base, HEAD + b"transfer-encoding: chunked\r\n\r\n", in_chunks(body, 1)) as sock:
+        got = rest(sock)
+    assert got.startswith(b"HTTP/1.1 400 ")
+    assert b"too many small chunks: send at least 64 bytes" in got
+    wait_until(lambda: server[1].open == server[1].admission.open == 0)
+
+
+@pytest.mark.parametrize(("length", "size"), [(1000, 1), (500_000, 64), (1 << 20, 1000)])
+def test_a_body_in_chunks_of_usual_sizes_is_read(base, length, size):
+    body = json.dumps({"model": None, "prompt": "a", "max_tokens": 1}).encode().ljust(length)
+    with sending(base, HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n", in_chunks(body, size)) as sock:
+        assert rest(sock).startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models"])
 def test_401_reaches_a_client_that_is_still_sending(path):
     with serving(FakeEngine(), "sk-1") as (base, _):

@@ -30,6 +30,9 @@ READ_BYTES = 16 << 10
 HEADERS_SECONDS = 10.0
 """Timeout for headers: from the connection on for the first request, from the first byte on for later ones."""
 
+SPARE_CHUNKS, CHUNK_BYTES = 1024, 64
+"""How many chunks of a request's body may be small, if those above this many bytes do not make up for more. Reading one takes 8 us."""
+
 MAX_PIPELINED_BYTES = 1 << 16
 """Bytes of pipelined requests that are read while one is being answered."""
 
@@ -96,19 +99,31 @@ class _Connection(h11.Connection):
     """h11's connection state. Chunks of a response body bypass h11, because a stream sends one for each token."""
 
     _chunked = False
+    _spare_chunks = 0.0
     refusal = ApiError(400, "this is not a valid HTTP request", code="invalid_http")
     """The error to send after RemoteProtocolError."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Returns the next event; accepts only HTTP/1.x requests, and converts absolute-form targets. Raises RemoteProtocolError."""
         event = super().next_event()
+        if type(event) is h11.Data and event.chunk_start:
+            self._count_chunk(len(event.data))
         if type(event) is not h11.Request:
             return event
+        self._spare_chunks = SPARE_CHUNKS
         if not event.http_version.startswith(b"1."):
             message = f"HTTP/{event.http_version.decode()} is not supported: use HTTP/1.1"
             self.refusal = ApiError(505, message, code="http_version_not_supported")
             raise h11.RemoteProtocolError(message, error_status_hint=505)
         return event if event.target.startswith(b"/") else _origin_form(event)
+
+    def _count_chunk(self, size: int) -> None:
+        """Raises RemoteProtocolError if a body has too many small chunks."""
+        self._spare_chunks += size / CHUNK_BYTES - 1
+        if self._spare_chunks < 0:
+            message = f"the body comes in too many small chunks: send at least {CHUNK_BYTES} bytes in each"
+            self.refusal = ApiError(400, message, code="invalid_http")
+            raise h11.RemoteProtocolError(message)
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]  # its overloads say which events give no bytes
         """Serializes an event."""
