@@ -71,7 +71,9 @@ def test_a_token_has_the_same_bits_alone():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kv_heads", "key_dim", "value_dim", "block_size"), [(2, 16, 16, 4), (5, 24, 8, 16), (1, 80, 128, 2)])
+@pytest.mark.parametrize(
+    ("kv_heads", "key_dim", "value_dim", "block_size"), [(2, 16, 16, 4), (5, 24, 8, 16), (1, 80, 128, 2), (1, 40, 0, 4)]
+)
 def test_keys_and_values_are_stored_as_they_are(kv_heads, key_dim, value_dim, block_size, dtype):
     generator = torch.Generator().manual_seed(2)
     slots = torch.tensor(SLOTS, dtype=torch.int32)
