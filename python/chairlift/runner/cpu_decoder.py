@@ -148,14 +148,16 @@ class _Builder:
         """A layer's block of attention to latents."""
         model, prefix = self.model, f"model.layers.{index}."
         own = f"{prefix}self_attn."
-        outs, query_norm, query_up = {f"{own}q_proj": latent.queries}, None, None
-        if (rank := latent.query_rank) is not None:
-            outs, query_norm = {f"{own}q_a_proj": rank}, self.norm(f"{own}q_a_layernorm", rank)
+        rank, query_norm, query_up = latent.query_rank, None, None
+        outs = {f"{own}q_proj": latent.queries} if rank is None else {f"{own}q_a_proj": rank}
+        in_proj = self.linear(outs | {f"{own}kv_a_proj_with_mqa": latent.cached}, model.hidden_size)
+        if rank is not None:
+            query_norm = self.norm(f"{own}q_a_layernorm", rank)
             query_up = self.linear({f"{own}q_b_proj": latent.queries}, rank)
         keys, values = keys_and_values(self.weights, latent, own)
         return _core.DecoderBlock.latent_attention(
             norm=self.norm(prefix + model.norms.attention),
-            in_proj=self.linear(outs | {f"{own}kv_a_proj_with_mqa": latent.cached}, model.hidden_size),
+            in_proj=in_proj,
             query_norm=query_norm,
             query_up=query_up,
             latent_norm=self.norm(f"{own}kv_a_layernorm", latent.rank),

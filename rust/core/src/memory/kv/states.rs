@@ -287,9 +287,9 @@ impl Kv {
 
     /// Records that a block of a sequence is named, and that its chain is longer by one.
     pub(super) fn name_state(&mut self, blocks: &mut SeqBlocks, position: u32, name: BlockHash) {
-        // The name may be that of a block that is no longer cached.
-        self.settle_states();
         if let Some(state) = &mut blocks.state {
+            // The name may be that of a block that is no longer cached.
+            self.settle_states();
             let end = End { content: blocks.chain.content(), name };
             state.contents.push(end.content);
             self.states.name(state.run, position, end);
