@@ -55,16 +55,16 @@ def while_waiting(policy: str) -> tuple[float, float]:
     return float(few), float(many)
 
 
-def instructions(case: str) -> int | None:
-    """Instructions of one step: the difference between runs of 64 and 32 steps, so that set-up does not count."""
+def instructions(case: str, few: int = 32, many: int = 64) -> int | None:
+    """Instructions of one step: the difference between runs of `many` and `few` steps, so that set-up does not count."""
     if shutil.which("valgrind") is None:
         return None
     counts = []
-    for steps in (32, 64):
+    for steps in (few, many):
         command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", str(binary()), "--steps", str(steps), case]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         counts.append(int(re.search(r"Collected : (\d+)", output)[1]))  # type: ignore[index]
-    return (counts[1] - counts[0]) // 32
+    return (counts[1] - counts[0]) // (many - few)
 
 
 def python_scheduler(running: int, **settings: Any) -> tuple[_core.Scheduler, _core.StepBuffers]:
@@ -216,6 +216,13 @@ def main() -> None:
         "|---|---|---|",
     ]
     lines += [f"| {sessions:,} | {named:.1f} | {without:.1f} |" for sessions in SESSIONS for named, without in [turns(sessions)]]
+    # The first turns of the sessions do not count.
+    counts = [instructions(case, 128, 192) for case in ("session/16", "repeated/16")]
+    if counts[0] is not None and counts[1] is not None:
+        lines += [
+            "",
+            f"A turn of one of 64 sessions, 512 tokens long, takes {counts[0] - counts[1]} instructions more than a request without one.",
+        ]
     lines += ["", f"Adding a prompt of 32,768 tokens from Python, policy prefix, journal on: {adding(32_768):.0f} µs."]
     text = "\n".join(lines) + "\n"
     (ROOT / "benches/results/scheduler.md").write_text(text)

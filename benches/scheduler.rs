@@ -19,6 +19,8 @@ const STEPS: u64 = 256;
 const MAX_MODEL_LEN: u32 = 2048;
 /// Each has requests that run and requests that wait.
 const TENANTS: [&str; 8] = ["a", "b", "c", "d", "e", "f", "g", "h"];
+/// Conversations whose requests arrive by turns.
+const CONVERSATIONS: u32 = 64;
 /// Steps of a new world that are not timed.
 const WARM_UP: u64 = 32;
 
@@ -28,8 +30,19 @@ struct Case {
     running: u32,
     waiting: u32,
     policy: &'static dyn Policy,
-    /// A prompt of 512 tokens arrives in each step and is computed in it, and a request of one token ends.
-    arrivals: bool,
+    arrivals: Arrivals,
+}
+
+/// The request of one token that arrives in each step, is computed in it and ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Arrivals {
+    No,
+    /// 512 new tokens.
+    New,
+    /// The 512 tokens of one of 64 earlier requests, by turns.
+    Repeated,
+    /// The same, as requests of 64 sessions.
+    OfSession,
 }
 
 struct World {
@@ -42,10 +55,12 @@ struct World {
 
 impl World {
     fn new(case: Case) -> Self {
-        let max_seqs = case.running + u32::from(case.arrivals);
+        let max_seqs = case.running + u32::from(case.arrivals != Arrivals::No);
+        // The contexts of all conversations fit.
+        let conversations = if matches!(case.arrivals, Arrivals::Repeated | Arrivals::OfSession) { CONVERSATIONS } else { 0 };
         let blocks = MAX_MODEL_LEN / BLOCK_SIZE;
         let config = Config {
-            num_kv_blocks: max_seqs * blocks + 1,
+            num_kv_blocks: (max_seqs + conversations) * blocks + 1,
             block_size: BLOCK_SIZE,
             max_num_batched_tokens: MAX_TOKENS,
             max_num_seqs: max_seqs,
@@ -80,20 +95,35 @@ impl World {
     }
 
     fn add(&mut self, prompt: u32, new: u32) {
-        let tag = self.tag as u32;
+        let request = self.request(self.tag as u32, prompt, new);
+        self.scheduler.add(request, 0).expect("a request that fits");
+    }
+
+    /// A request with a new tag, whose prompt and tenant depend on `of`.
+    fn request(&mut self, of: u32, prompt: u32, new: u32) -> Request {
         self.tag += 1;
-        let prompt = (0..prompt).map(|i| tag.wrapping_mul(0x9E37_79B1).wrapping_add(i) % 50_000).collect();
-        let request = Request {
+        let prompt = (0..prompt).map(|i| of.wrapping_mul(0x9E37_79B1).wrapping_add(i) % 50_000).collect();
+        Request {
             tag: self.tag,
             prompt,
             max_new_tokens: new,
             stop: vec![50_000],
-            tenant: TENANTS[tag as usize % TENANTS.len()].into(),
+            tenant: TENANTS[of as usize % TENANTS.len()].into(),
             // Those that run are the nearest to their end, or they would have to make way.
             predicted_tokens: Some(if new > 32 { 1 } else { 32 }),
             ..Request::default()
+        }
+    }
+
+    fn arrive(&mut self, arrivals: Arrivals) {
+        let of = match arrivals {
+            Arrivals::No => return,
+            Arrivals::New => self.tag as u32,
+            Arrivals::Repeated | Arrivals::OfSession => self.tag as u32 % CONVERSATIONS,
         };
-        self.scheduler.add(request, 0).expect("a request that fits");
+        let request = self.request(of, 512, 1);
+        let session = (arrivals == Arrivals::OfSession).then(|| of.to_string().into());
+        self.scheduler.add(Request { session, ..request }, 0).expect("a request that fits");
     }
 
     fn step(&mut self) {
@@ -130,9 +160,7 @@ fn run(case: Case, steps: u64) -> Duration {
     while left > 0 {
         let mut world = World::new(case);
         for _ in 0..left.min(STEPS) {
-            if case.arrivals {
-                world.add(512, 1);
-            }
+            world.arrive(case.arrivals);
             let start = Instant::now();
             world.step();
             total += start.elapsed();
@@ -144,14 +172,15 @@ fn run(case: Case, steps: u64) -> Duration {
 
 fn cases() -> Vec<(&'static str, u32, Case)> {
     let case = |running, arrivals| Case { running, waiting: 0, policy: &Fcfs, arrivals };
-    let decode = [1, 16, 64, 256, 1024].map(|running| ("decode", running, case(running, false)));
-    let mixed = [16, 256].map(|running| ("mixed", running, case(running, true)));
-    decode.into_iter().chain(mixed).collect()
+    let decode = [1, 16, 64, 256, 1024].map(|running| ("decode", running, case(running, Arrivals::No)));
+    let mixed = [16, 256].map(|running| ("mixed", running, case(running, Arrivals::New)));
+    let repeated = [("repeated", Arrivals::Repeated), ("session", Arrivals::OfSession)];
+    decode.into_iter().chain(mixed).chain(repeated.map(|(name, arrivals)| (name, 16, case(16, arrivals)))).collect()
 }
 
 /// The median times in microseconds of a step of 256 while ten wait and while a million do, measured by turns.
 fn while_waiting(policy: &'static dyn Policy) -> [f64; 2] {
-    let mut worlds = [10, 1_000_000].map(|waiting| World::new(Case { running: 256, waiting, policy, arrivals: false }));
+    let mut worlds = [10, 1_000_000].map(|waiting| World::new(Case { running: 256, waiting, policy, arrivals: Arrivals::No }));
     let mut times = [Vec::new(), Vec::new()];
     for turn in 0..32 {
         for (world, times) in worlds.iter_mut().zip(&mut times) {
