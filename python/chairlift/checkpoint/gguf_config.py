@@ -39,7 +39,7 @@ _F32 = 0
 
 def architecture_of(file: GGUFFile) -> tuple[Architecture | EncoderArchitecture, GGUFFormat]:
     """Returns the architecture of a file. Raises UnsupportedModel for one that there is no code for."""
-    if (content := file.value("general.type")) in NO_MODELS:
+    if (content := file.get("general.type", str)) in NO_MODELS:
         raise UnsupportedModel(f"{file.path} holds no model of text: its general.type is {content!r}")
     kind = file.get("general.architecture", str) or ""
     mixtures = GGUF_MIXTURES.get(kind, ()) if file.get(f"{kind}.expert_count", int) else ()
