@@ -53,6 +53,7 @@ fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
         host_blocks: *bytes.choose(&[0, 3, 10, 40])?,
         swap_ns_per_block: *bytes.choose(&[0, 500, 1_000_000])?,
         state_slots: *bytes.choose(&[0, 0, max_num_seqs, max_num_seqs + 4])?,
+        state_tokens: *bytes.choose(&[0, 4, 12])?,
         experts: ExpertCount { count: *bytes.choose(&[0, 8])?, used: 2 },
     };
     Ok((config, bytes.arbitrary()?))
@@ -74,7 +75,11 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
             ago: *bytes.choose(&[0, 0, 2, 8])?,
             resumed: if bytes.ratio(1, 5)? { Some(bytes.int_in_range(0..=12)?) } else { None },
             preparation: preparation(bytes)?,
-            session: if bytes.arbitrary()? { Some((bytes.int_in_range(0..=5)?, *bytes.choose(&[None, None, Some(0), Some(1)])?)) } else { None },
+            session: if bytes.arbitrary()? {
+                Some((bytes.int_in_range(0..=5)?, *bytes.choose(&[None, None, Some(0), Some(1)])?))
+            } else {
+                None
+            },
         },
         4 => Op::Fork(bytes.int_in_range(0..=30)?),
         5 => Op::Wait(bytes.int_in_range(0..=40)?),
