@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from chairlift.checkpoint.gguf_parts import parts_of
+from chairlift.checkpoint.gguf_parts import SCALARS, parts_of
 from chairlift.errors import UnsupportedModel
 
 _STRING, _ARRAY = 8, 9
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MAX_DIMENSIONS, _MAX_NAME = 4, 200
 _FIRST_READ = 1 << 22
 """Bytes of a header to read at once. Most vocabularies fit in one read."""
@@ -194,8 +193,8 @@ class GGUFFile:
         return name, shape, self._number("I"), self._number("Q")
 
     def _value(self, kind: int) -> Any:
-        if kind in _SCALARS:
-            return self._number(_SCALARS[kind])
+        if kind in SCALARS:
+            return self._number(SCALARS[kind])
         if kind == _STRING:
             return self._text()
         if kind != _ARRAY:
@@ -203,9 +202,9 @@ class GGUFFile:
         kind, length = self._number("I"), self._number("Q")
         if kind == _STRING:
             return [self._text() for _ in range(length)] if self._vocabulary else self._skip_texts(length)
-        if kind not in _SCALARS:
+        if kind not in SCALARS:
             raise ValueError(f"an array of type {kind}")
-        dtype = np.dtype(_SCALARS[kind]).newbyteorder("<")
+        dtype = np.dtype(SCALARS[kind]).newbyteorder("<")
         at = self._advance(length * dtype.itemsize)
         return np.frombuffer(self._header, dtype, length, at).tolist()
 

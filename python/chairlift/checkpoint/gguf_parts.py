@@ -18,8 +18,10 @@ NO_MODELS = ("adapter", "mmproj", "imatrix")
 """Values of `general.type` of files that hold something else."""
 _FIRST_BYTES = 1 << 16
 """Bytes of a file in which `holds_model` looks. What it looks for comes first in published files."""
-_TEXT, _SCALARS = 8, {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""The type of texts in metadata, and the sizes of the scalar types."""
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""The scalar types of metadata, as `struct` names them."""
+_TEXT = 8
+"""The type of texts in metadata."""
 _TAG = re.compile(r"[-.]([A-Za-z0-9_]+)$")
 
 
@@ -49,7 +51,7 @@ def holds_model(path: Path) -> bool:
             key, (kind,) = text(), struct.unpack_from("<I", head, at)
             at += 4
             if kind != _TEXT:
-                at += _SCALARS[kind]
+                at += struct.calcsize("<" + SCALARS[kind])
             elif ((value := text()) in NO_MODELS and key == "general.type") or (value == "clip" and key == "general.architecture"):
                 return False
     except (OSError, struct.error, KeyError):

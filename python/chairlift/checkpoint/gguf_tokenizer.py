@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.checkpoint.end_tokens import end_tokens
 from chairlift.checkpoint.gguf_file import GGUFFile
-from chairlift.checkpoint.pre_tokenizers import PRE_TOKENIZERS, Alphabet, PreTokenizer
+from chairlift.checkpoint.pre_tokenizers import PRE_TOKENIZERS, Alphabet, PreTokenizer, split_into_bytes
 from chairlift.checkpoint.sentencepiece import SPACE, Kind, Vocabulary, merged, merges, unigram
 from chairlift.errors import UnsupportedModel
 
@@ -171,24 +171,23 @@ def _pair_merging(vocab: dict[str, int], pairs: list[tuple[str, str]], rules: Pr
 
     by_text = rules.alphabet is not Alphabet.BYTES
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=rules.whole_words, byte_fallback=by_text, fuse_unk=by_text))
-    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
+    words: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
     changes: list[Any] = [normalizers.NFC()] if rules.composes else []
     if rules.alphabet is Alphabet.BYTES:
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-        tokenizer.decoder = decoders.ByteLevel()
+        split_into_bytes(tokenizer, rules.patterns)
     elif rules.alphabet is Alphabet.MARKED_SPACES:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(words)
         changes.append(normalizers.Replace(" ", SPACE))
         if rules.marks_lines:
             changes.append(normalizers.Replace(Regex(rf"(?<![^\n])(?=[^\n{SPACE}])"), SPACE))
         back: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if rules.marks_lines else back)
     else:
-        steps.append(pre_tokenizers.Split(Regex(r"\s+"), "removed"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, pre_tokenizers.Split(Regex(r"\s+"), "removed")])
         changes += [normalizers.Lowercase()] if file.get("tokenizer.ggml.normalizer.lowercase", bool) else []
         tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     if changes:
         tokenizer.normalizer = normalizers.Sequence(changes)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     return tokenizer
 
 

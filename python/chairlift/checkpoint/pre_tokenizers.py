@@ -5,8 +5,13 @@ The names are llama.cpp's (src/llama-vocab.cpp), the patterns those of the model
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class Alphabet(Enum):
@@ -37,6 +42,15 @@ class PreTokenizer:
     alphabet: Alphabet = Alphabet.BYTES
     marks_lines: bool = False
     """Whether each line begins with ▁."""
+
+
+def split_into_bytes(tokenizer: Tokenizer, patterns: Iterable[str]) -> None:
+    """Makes a tokenizer split texts by the patterns, and spell the words in GPT-2's alphabet for bytes."""
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
 
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

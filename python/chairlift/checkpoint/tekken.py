@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift.checkpoint.byte_alphabet import BYTE_CHARACTERS
+from chairlift.checkpoint.pre_tokenizers import split_into_bytes
 from chairlift.checkpoint.sentencepiece import merges
 from chairlift.errors import UnsupportedModel
 
@@ -29,7 +30,7 @@ def tekken_tokenizer(path: Path) -> Tokenizer:
 
     Tokens are bytes with a rank, in the order in which pairs are merged; control tokens come before them.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, models
 
     try:
         file = json.loads(path.read_text(encoding="utf-8"))
@@ -40,13 +41,11 @@ def tekken_tokenizer(path: Path) -> Tokenizer:
             raise ValueError("a token occurs twice")
         ranks = [-float(index) for index in range(len(vocab))]
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges(ranked, ranks), ignore_merges=True))
-        words = pre_tokenizers.Split(Regex(file["config"]["pattern"]), "isolated")
+        split_into_bytes(tokenizer, [file["config"]["pattern"]])
     except OSError as error:
         raise UnsupportedModel(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:  # the tokenizers package raises plain Exception
         raise UnsupportedModel(f"{path} cannot be read as a tekken.json ({error}): is the download complete?") from None
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     return tokenizer
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chairlift.checkpoint.pre_tokenizers import PRE_TOKENIZERS
+from chairlift.checkpoint.pre_tokenizers import PRE_TOKENIZERS, split_into_bytes
 from chairlift.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -60,15 +60,13 @@ def vocabulary_tokenizer(file: Path, family: Family, config: Mapping[str, Any]) 
 
 
 def _pairs(file: Path, family: Family, pre: str) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, models, normalizers
 
     rules = PRE_TOKENIZERS[pre]
     tokenizer = Tokenizer(models.BPE.from_file(str(file), str(file.with_name("merges.txt"))))
     if rules.composes:
         tokenizer.normalizer = normalizers.NFC()
-    words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
+    split_into_bytes(tokenizer, rules.patterns)
     _surround(tokenizer, family)
     return tokenizer
 
