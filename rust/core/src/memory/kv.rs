@@ -406,7 +406,7 @@ impl Kv {
         if fits { Ok(()) } else { Err(needed) }
     }
 
-    /// Number of free blocks that a grant takes, the found ones among them that nobody holds.
+    /// Number of free blocks that a grant takes. Found blocks that a sequence holds take none.
     fn needed(&self, found: &[BlockId], grant: Grant) -> usize {
         grant.blocks - found.iter().filter(|&&block| self.pool.holders(block) > 0).count()
     }

@@ -210,7 +210,7 @@ impl Default for Request {
 }
 
 named_enum! {
-    /// Why a request ended.
+    /// Why a request ended. Journals store the index: the order of these values is a part of their format.
     pub enum FinishReason {
         /// The request sampled one of its stop tokens, or the caller stopped it.
         Stop = "stop",
