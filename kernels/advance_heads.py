@@ -77,8 +77,9 @@ def _advance_heads_kernel(
         # Only the first token of a chunk may be 31 bits away.
         first_mixed, first_row = mixed_ptr + start.to(tl.int64) * mixed_pitch, projected_ptr + start.to(tl.int64) * pitch
         first_out = out_ptr + start.to(tl.int64) * (count * value_size) + head * value_size + value
-        done = 0
         for at in range(write, last):
+            # Read, not carried from the turn before: Triton 3.6 takes what only an inner loop's bounds use for dead, and begins at 0.
+            done = tl.load(writes_ptr + 2 * at - 2, mask=at > write, other=0)
             end = tl.load(writes_ptr + 2 * at)
             for token in range(done, end):
                 mixed, row = first_mixed + token * mixed_pitch, first_row + token * pitch
@@ -98,7 +99,6 @@ def _advance_heads_kernel(
                     state = state * tl.exp(rate * step) + k[:, None] * (step * v)[None, :]
                     out = tl.sum(state * q[:, None], 0) + tl.load(skip_ptr + head) * v
                 tl.store(first_out + token * (count * value_size), out.to(out_ptr.dtype.element_ty), mask=is_value)
-            done = end
             target = tl.load(writes_ptr + 2 * at + 1).to(tl.int64)
             tl.store(matrices_ptr + target * slot_stride + offsets, state, mask=inside)
 

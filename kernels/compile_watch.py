@@ -15,5 +15,10 @@ def watch() -> None:
     knobs.runtime.jit_post_compile_hook = _warn
 
 
+def pause() -> None:
+    """Logs nothing until `watch` is called again: an engine starts, and compiles its kernels."""
+    knobs.runtime.jit_post_compile_hook = None
+
+
 def _warn(*, fn: Any, **_: object) -> None:
     log.warning("requests waited while the kernel %s was compiled: please report this with the output of `chairlift doctor`", fn.name)

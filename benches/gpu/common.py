@@ -28,6 +28,8 @@ from results import Results, cell
 ROOT = Path(__file__).parents[2]
 NEEDED = ("numpy", "torch", "triton", "transformers", "tokenizers", "safetensors", "jinja2", "msgpack", "pydantic", "rich")
 """What chairlift and its peers import."""
+EXTENSION_MODULE = {"PYO3_BUILD_EXTENSION_MODULE": "1"}
+"""With this in its environment cargo builds the extension for any Python; else it is linked to the library of the one that it finds."""
 DRY_GIB = 24
 """Memory that a dry run pretends to have."""
 COLD = 200e6
@@ -271,7 +273,7 @@ def _build() -> list[str]:
         return [f"{target.relative_to(ROOT)}, and no cargo to build it: {advice}"]
     print("building chairlift._core", flush=True)
     command = ["cargo", "build", "--release", "--offline", "-p", "chairlift-python"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | EXTENSION_MODULE, capture_output=True, text=True, check=False)
     if done.returncode:
         return [f"{target.relative_to(ROOT)}, which cargo could not build without a network ({done.stderr.strip()[-300:]}): {advice}"]
     shutil.copy(Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / "lib_core.so", target)

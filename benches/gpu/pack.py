@@ -8,11 +8,14 @@ older than what the wheels are for.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+from common import EXTENSION_MODULE
 
 ROOT = Path(__file__).parents[2]
 WHEELS = ROOT / ".whl"
@@ -53,7 +56,7 @@ def main() -> None:
 
 
 def _build() -> None:
-    subprocess.run(["cargo", "build", "--release", "-p", "chairlift-python"], cwd=ROOT, check=True)
+    subprocess.run(["cargo", "build", "--release", "-p", "chairlift-python"], cwd=ROOT, env=os.environ | EXTENSION_MODULE, check=True)
     shutil.copy(ROOT / "target" / "release" / "lib_core.so", EXTENSION)
 
 

@@ -1,5 +1,7 @@
 """What the compiler makes of the kernels of recurrent layers, for the shapes of well-known models."""
 
+import re
+
 import pytest
 from offline import FULL, SHARED_MEMORY, compiled
 from triton import next_power_of_2
@@ -54,6 +56,10 @@ def test_advance_heads(model, capability):
     assert made.registers <= 168
     assert made.loads[16] > 0
     assert made.stores[16] > 0
+    # The tokens of a state begin where those of the one before ended.
+    of_states, of_tokens = re.findall(r"scf\.for %\w+ = (%\S+) to", made.ttgir)
+    assert of_tokens != of_states
+    assert not of_tokens.startswith("%c")
 
 
 @pytest.mark.parametrize("capability", DEVICES)

@@ -9,7 +9,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from chairlift.kernels.compile_watch import watch
+from chairlift.kernels.compile_watch import pause, watch
 
 
 @triton.jit
@@ -49,6 +49,10 @@ def test_only_a_kernel_that_is_compiled_late_is_logged(caplog, monkeypatch):
     monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", NoDevice())
     x = torch.zeros(4)
     _double_kernel[(1,)](x, 16)
+    watch()
+    # The next engine starts.
+    pause()
+    _double_kernel[(1,)](x[1:], 16)
     watch()
     _double_kernel[(1,)](x, 32)
     assert not caplog.records

@@ -49,6 +49,8 @@ class Compiled:
     """Matrix products of a warp group, of sm_90's fast kind; and of a warp."""
     loads: Counter[int]
     stores: Counter[int]
+    ttgir: str
+    """Triton's own code, after its passes for GPUs."""
     ptx: str
 
 
@@ -80,6 +82,7 @@ def compiled(kernel: object, arguments: dict[str, object], *, capability: int = 
         mma=ptx.count("mma.sync"),
         loads=_widths("ld", ptx) + Counter(int(size, 0) for size in re.findall(r"cp\.async\.c[ag][^;]*?\], (\w+)", ptx)),
         stores=_widths("st", ptx),
+        ttgir=built.asm["ttgir"],
         ptx=ptx,
     )
 
