@@ -29,7 +29,7 @@ def _dequantise_kernel(
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.program_id(1) * BLOCK_K
     group = start // GROUP if GROUP else 0
-    weight = load_weight(numbers_ptr, zero_ptr, offs_n, start, group, outs, pitch, groups, BLOCK_K)
+    weight = load_weight(numbers_ptr, zero_ptr, offs_n, start, group, outs, pitch, groups, BLOCK_K, tl.float16)
     scale = tl.load(scale_ptr + offs_n * groups + group, mask=offs_n < outs, other=0.0).to(tl.float32)
     columns = start + tl.arange(0, BLOCK_K)
     mask = (offs_n < outs)[:, None] & (columns < ins)[None, :]

@@ -11,11 +11,12 @@ import triton.language as tl
 
 BLOCK_N, BLOCK_K = 32, 128
 """Outputs and inputs of a tile."""
+_MORE = tl.constexpr(2.0**120)
 
 
 @triton.jit
-def load_weight(numbers_ptr, zero_ptr, offs_n, start, group, outs, pitch, groups, BLOCK_K: tl.constexpr):
-    """The numbers [outputs, BLOCK_K] from column `start` on, less their zeros, before they are scaled. They are exact in fp16.
+def load_weight(numbers_ptr, zero_ptr, offs_n, start, group, outs, pitch, groups, BLOCK_K: tl.constexpr, dtype: tl.constexpr):
+    """The numbers [outputs, BLOCK_K] from column `start` on in `dtype`, less their zeros, before they are scaled. They are exact.
 
     A row of numbers takes `pitch` bytes. All columns of the tile are in one group.
     Conversions from integers are slow, hence the arithmetic on bits.
@@ -28,13 +29,31 @@ def load_weight(numbers_ptr, zero_ptr, offs_n, start, group, outs, pitch, groups
         both = tl.join(packed & 0xF, packed >> 4).reshape(offs_n.shape[0], BLOCK_K)
         # The fp16 with these bits is 1024 more than the integer.
         zero = tl.load(zero_ptr + offs_n * groups + group, mask=mask_n, other=0).to(tl.int16)
-        return (both | 0x6400).to(tl.float16, bitcast=True) - (zero | 0x6400).to(tl.float16, bitcast=True)[:, None]
+        return ((both | 0x6400).to(tl.float16, bitcast=True) - (zero | 0x6400).to(tl.float16, bitcast=True)[:, None]).to(dtype)
     columns = start + tl.arange(0, BLOCK_K)
-    bits = tl.load(rows + columns[None, :], mask=mask_n[:, None] & (columns < pitch)[None, :], other=0).to(tl.int16)
+    bits = tl.load(rows + columns[None, :], mask=mask_n[:, None] & (columns < pitch)[None, :], other=0)
     if numbers_ptr.dtype.element_ty == tl.int8:
-        return (((bits & 0xFF) ^ 0x80) | 0x6400).to(tl.float16, bitcast=True) - 1152
-    # The fp16 with the exponent and the mantissa of an e4m3 is 256 times smaller. Devices below 8.9 have no instruction for it.
-    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256
+        return ((((bits.to(tl.int16) & 0xFF) ^ 0x80) | 0x6400).to(tl.float16, bitcast=True) - 1152).to(dtype)
+    # Devices below 8.9 have no instruction for it. The masks leave one bit of the sign, which the extension repeats.
+    signed = bits.to(tl.int8, bitcast=True).to(tl.int16)
+    if dtype == tl.bfloat16:
+        # The bf16 with the exponent and the mantissa of an e4m3 is 2^120 times smaller, the fp16 is 256 times smaller.
+        return ((signed << 4) & -0x7810).to(tl.bfloat16, bitcast=True) * _MORE
+    return (((signed << 7) & -0x4080).to(tl.float16, bitcast=True) * 256).to(dtype)
+
+
+@triton.jit
+def load_halves(numbers_ptr, zero_ptr, offs_n, start, group, outs, pitch, groups, BLOCK_K: tl.constexpr, dtype: tl.constexpr):
+    """The numbers of 4 bits of even and of odd columns, each [outputs, BLOCK_K / 2], less their zeros, in a `dtype` of 16 bits."""
+    mask_n = offs_n < outs
+    pairs = start // 2 + tl.arange(0, BLOCK_K // 2)
+    rows = numbers_ptr + offs_n.to(tl.int64)[:, None] * pitch
+    packed = tl.load(rows + pairs[None, :], mask=mask_n[:, None] & (pairs < pitch)[None, :], other=0).to(tl.int16)
+    # The fp16 with these bits is 1024 more than the integer, the bf16 is 128 more.
+    more: tl.constexpr = 0x6400 if dtype == tl.float16 else 0x4300
+    zero = (tl.load(zero_ptr + offs_n * groups + group, mask=mask_n, other=0).to(tl.int16) | more).to(dtype, bitcast=True)[:, None]
+    low, high = (packed & 0xF) | more, (packed >> 4) | more
+    return low.to(dtype, bitcast=True) - zero, high.to(dtype, bitcast=True) - zero
 
 
 def as_bytes(numbers: torch.Tensor) -> torch.Tensor:

@@ -279,12 +279,11 @@ def layers(run: common.Run, copied: float) -> None:
 
 
 def eight_bits(run: common.Run, copied: float) -> None:
-    """Products in fp8 (W8A8) beside those in 16 bits, and the kernels that round their inputs beside two kernels each."""
+    """The kernels that round the inputs of products in fp8, beside two kernels each."""
     import torch
-    from torch.nn import functional
 
     from chairlift.kernels import act_mul, quantise_rows, rms_norm
-    from chairlift.layers.linear import MIN_ABSMAX, Linear, quantise, round_rows
+    from chairlift.layers.linear import MIN_ABSMAX
 
     if not run.dry and torch.cuda.get_device_capability() < (8, 9):
         run.say("Products in fp8: the card has none.")
@@ -297,7 +296,7 @@ def eight_bits(run: common.Run, copied: float) -> None:
         with run.tried(f"{name}, {tokens} tokens", 60):
             seconds = common.time_calls(run, ours)
             row = {"in fp8": name, "tokens": tokens, "us": seconds * 1e6, "of copy": size / seconds / copied}
-            number = run.row("Products in 8 bits", row)
+            number = run.row("Inputs in 8 bits", row)
             other = common.time_calls(run, theirs)
             run.more(number, {"other us": other * 1e6, "other / ours": other / seconds})
 
@@ -313,16 +312,47 @@ def eight_bits(run: common.Run, copied: float) -> None:
         theirs = [lambda g=g: quantise_rows.quantise_rows(act_mul.act_mul(g, "silu"), MIN_ABSMAX) for g in gates]
         line("act_mul that rounds", tokens, size, ours, theirs)
         del gates
-        if run.dry:
-            continue
-        size = hidden * inner
-        weights = [torch.randn(inner, hidden, device=run.device).to(half) for _ in range(common.copies(run, size))]
-        linears = [Linear(quantise(weight, "fp8"), rounds_activations=True) for weight in weights]
-        rows = round_rows(xs[0])
-        ours = [lambda f=f, r=rows: f(r) for f in linears]
-        theirs = [lambda w=w, x=xs[0]: functional.linear(x, w) for w in weights]
-        line("W8A8 product", tokens, size, ours, theirs)
-        del weights, linears, xs
+        del xs
+        common.free()
+
+
+def products(run: common.Run, copied: float) -> None:
+    """Products with quantised weights beside those in 16 bits, for the four matrices of a layer."""
+    import torch
+    from torch.nn import functional
+
+    from chairlift.layers.linear import Linear, Quantised, quantise, round_rows
+
+    half = torch.float16 if run.dry else torch.bfloat16
+    shapes = (
+        {"o": (64, 128)}
+        if run.dry
+        else {"qkv": (6144, HIDDEN), "o": (HIDDEN, HIDDEN), "gate, up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
+    )
+    has_fp8 = not run.dry and torch.cuda.get_device_capability() >= (8, 9)
+
+    def quantised(kind: str, whole: Any) -> Linear:
+        if kind == "int4":
+            pairs, groups = whole.view(torch.uint8)[:, : whole.shape[1] // 2].contiguous(), whole[:, ::128]
+            return Linear(Quantised(pairs, groups.abs() / 8, torch.full_like(groups, 8, dtype=torch.uint8), 128))
+        return Linear(quantise(whole, kind.split()[0]), rounds_activations=kind == "fp8 and activations")
+
+    for name, (outs, ins) in shapes.items():
+        whole = [torch.randn(outs, ins, device=run.device).to(half) for _ in range(common.copies(run, outs * ins))]
+        for kind in ("fp8 and activations", "fp8", "int8", "int4")[not has_fp8 :]:
+            linears = [quantised(kind, each) for each in whole]
+            for rows in (2,) if run.dry else (1, 64, 256):
+                x = torch.randn(rows, ins, device=run.device).to(half)
+                given = round_rows(x) if linears[0].rounds_activations else x
+                with run.tried(f"{name}, {kind}, {rows} rows", 30):
+                    seconds = common.time_calls(run, [lambda f=f, g=given: f(g) for f in linears], repeats=7)
+                    size = outs * ins * (0.5 if kind == "int4" else 1)
+                    row = {"matrix": name, "weight": kind, "rows": rows, "us": seconds * 1e6, "of copy": size / seconds / copied}
+                    number = run.row("Products with quantised weights", row)
+                    other = common.time_calls(run, [lambda w=w, x=x: functional.linear(x, w) for w in whole], repeats=7)
+                    run.more(number, {"bf16 us": other * 1e6, "bf16 / ours": other / seconds})
+            del linears
+        del whole
         common.free()
 
 
@@ -406,6 +436,7 @@ def main() -> int:
     run.part("prefill", lambda: prefill(run, computed, chunks), most=60)
     run.part("layers", lambda: layers(run, copied), most=60)
     run.part("sampling", lambda: sampling(run, copied), most=40)
+    run.part("products", lambda: products(run, copied), most=40)
     run.part("eight-bits", lambda: eight_bits(run, copied), most=40)
     run.part("decode-fp8", lambda: decode(run, copied, ("16, fp8", 16, torch.float8_e4m3fn), usual), most=40)
     if not run.dry:

@@ -15,7 +15,7 @@ PARTS = {
     "smoke": {"bf16", "8B-bf16", "sampling", "grammar", "fp8", "swap", "restart", "eager", "8B-fp8", "hybrid"},
     "correct": {"layers-float32", "sampling", "engine", "combine"},
     "serve": {"135M", "135M-eager", "ceilings"},
-    "kernels": {"ceilings", "decode", "prefill", "layers", "sampling", "eight-bits", "decode-fp8", "many-layers"},
+    "kernels": {"ceilings", "decode", "prefill", "layers", "sampling", "products", "eight-bits", "decode-fp8", "many-layers"},
 }
 """Parts that must be done, by script."""
 

@@ -28,7 +28,7 @@ def test_right_wrong_and_broken_kernels_are_told_apart(monkeypatch):
 
     monkeypatch.setattr(act_mul, "act_mul", broken)
     found = {check.name: check for check in kernel_check.check_kernels(torch.device("cpu"), torch.float32, 600)}
-    assert len(found) == 19
+    assert len(found) == 20
     wrong = {name for name, check in found.items() if not check.ok}
     assert wrong == {"rms_norm", "act_mul, silu", "act_mul, gelu_tanh", "rows rounded to fp8"}
     assert found["rms_norm"].says.startswith("wrong: relative error 1.0e-02")

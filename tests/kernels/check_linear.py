@@ -4,15 +4,19 @@ import pytest
 import torch
 from interpreted import DTYPES, assert_close
 
+from chairlift.kernels import launch_settings
 from chairlift.kernels.dequantise import dequantise
+from chairlift.kernels.fp8_linear import fp8_linear
 from chairlift.kernels.quantise_rows import quantise_rows
-from chairlift.kernels.quantised_linear import MAX_ROWS, quantised_linear
+from chairlift.kernels.quantised_linear import MAX_ROWS, counters, quantised_linear
 from chairlift.layers import linear
 from chairlift.layers.linear import MIN_ABSMAX, Quantised, quantise
 
 WEIGHTS = ("int8", "fp8", "fp8 in blocks", "int4", "int4 by row")
 SHAPES = [(1, 37, 50), (17, 32, 256), (MAX_ROWS, 70, 130), (3, 40, 320), (0, 8, 16)]
 """Rows, outputs and inputs. No side is a multiple of a tile's in some of them."""
+LIMITS = launch_settings.INTERPRETER._replace(multiprocessors=2)
+"""Of a device on which up to four programs sum parts of a product, if its inputs are several tiles."""
 
 
 def draw(kind: str, outs: int, ins: int) -> Quantised:
@@ -35,15 +39,29 @@ def draw(kind: str, outs: int, ins: int) -> Quantised:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize(("rows", "outs", "ins"), SHAPES)
-def test_a_product_is_that_with_the_weight_multiplied_out(rows, outs, ins, kind, dtype):
+def test_a_product_is_that_with_the_weight_multiplied_out(rows, outs, ins, kind, dtype, monkeypatch):
+    monkeypatch.setattr("chairlift.kernels.quantised_linear.device_limits", lambda device: LIMITS)
     weight = draw(kind, outs, ins)
     whole = linear.dequantise(weight, torch.float64)
     generator = torch.Generator().manual_seed(1)
     x, bias = torch.randn(rows, ins, generator=generator).to(dtype), torch.randn(outs, generator=generator).to(dtype)
+    arrived = torch.zeros(counters(outs), dtype=torch.int32)
     for offset in (None, bias):
         expected = x.double() @ whole.T + (0 if offset is None else offset.double())
         if rows:
-            assert_close(quantised_linear(x, *weight.stored, offset), expected.to(dtype))
+            assert_close(quantised_linear(x, *weight.stored, offset, arrived), expected.to(dtype))
+            # As it was before, for the next launch.
+            assert not arrived.any()
+
+
+@pytest.mark.parametrize(("rows", "outs", "ins"), [(1, 48, 64), (17, 32, 256), (MAX_ROWS, 80, 144)])
+def test_a_product_in_fp8_is_that_of_the_same_numbers_in_fp32(rows, outs, ins):
+    weight, x = draw("fp8", outs, ins), quantise(torch.randn(rows, ins, generator=torch.Generator().manual_seed(1)), "fp8")
+    bias = torch.randn(outs)
+    for offset in (None, bias):
+        expected = linear.dequantise(x, torch.float64) @ linear.dequantise(weight, torch.float64).T + (0 if offset is None else bias)
+        found = fp8_linear(x.numbers, x.scale, weight.numbers, weight.scale, offset, torch.float32)
+        assert_close(found, expected.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

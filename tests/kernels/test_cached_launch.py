@@ -38,10 +38,10 @@ def test_a_remembered_launch_is_that_of_triton(monkeypatch):
 
 
 def test_a_step_of_another_size_is_dispatched_again_but_not_compiled(monkeypatch):
-    numbers, scale = torch.empty(64, 128, dtype=torch.int8), torch.empty(64, 1)
+    numbers, scale, arrived = torch.empty(64, 128, dtype=torch.int8), torch.empty(64, 1), torch.zeros(64, dtype=torch.int32)
     launches = record_launches(monkeypatch)
     for rows in (2, 1, 16, 3, 5):
-        quantised_linear.quantised_linear(torch.empty(rows, 128, dtype=torch.bfloat16), numbers, scale, None, 0, None)
+        quantised_linear.quantised_linear(torch.empty(rows, 128, dtype=torch.bfloat16), numbers, scale, None, 0, None, arrived)
         act_mul.act_mul(torch.empty(rows, 2048, dtype=torch.bfloat16), "silu")
     assert len({launch[0] for launch in launches}) == 2
     assert [launch[1] for launch in launches[1::2]] == [(rows, 1, 1) for rows in (2, 1, 16, 3, 5)]

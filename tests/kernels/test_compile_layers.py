@@ -11,6 +11,7 @@ from chairlift.kernels import (
     act_mul,
     copy_blocks,
     dequantise,
+    fp8_linear,
     quantise_rows,
     quantised_linear,
     resolve,
@@ -19,6 +20,7 @@ from chairlift.kernels import (
     weight_tile,
     write_kv,
 )
+from chairlift.kernels.launch_settings import DeviceLimits
 
 pytestmark = pytest.mark.slow
 
@@ -201,7 +203,8 @@ def weight_arguments(kind: str) -> dict[str, object]:
 @pytest.mark.parametrize(("capability", "rows", "kind"), LINEAR)
 def test_quantised_linear(capability, rows, kind):
     arguments = {"out_ptr": "*bf16:16", "x_ptr": "*bf16:16", "bias_ptr": None, "rows": "i32", **weight_arguments(kind)}
-    arguments |= {"BLOCK_M": quantised_linear.block_m(rows)}
+    arguments |= {"BLOCK_M": quantised_linear.block_m(rows), "BLOCK_N": quantised_linear.BLOCK_N}
+    arguments |= {"parts_ptr": "*fp32:16", "arrived_ptr": "*i32:16", "tiles": "i32"}
     made = compiled(quantised_linear._quantised_linear_kernel, arguments, capability=capability, num_warps=4, num_stages=4)
     assert made.spilled == 0
     assert made.shared_memory <= SHARED_MEMORY[capability]
@@ -209,6 +212,26 @@ def test_quantised_linear(capability, rows, kind):
     assert made.wgmma or made.mma or "tcgen05.mma" in made.ptx
     # A conversion for each number would take longer than to load it.
     assert not re.search(r"cvt\.rn\.\w*f\d+\.[su]", made.ptx)
+    # Tiles are loaded ahead.
+    assert "cp.async.cg" in made.ptx
+
+
+@pytest.mark.parametrize("outs", [4096, 28672])
+@pytest.mark.parametrize("rows", [1, fp8_linear.MAX_ROWS])
+@pytest.mark.parametrize("capability", FP8_DEVICES)
+def test_fp8_linear(capability, rows, outs):
+    limits = DeviceLimits(divmod(capability, 10), SHARED_MEMORY[capability], 132)
+    settings = fp8_linear.fp8_settings(rows, outs, limits)
+    arguments = {"out_ptr": "*bf16:16", "x_ptr": "*fp8e4nv:16", "x_scale_ptr": "*fp32:16", "numbers_ptr": "*fp8e4nv:16"}
+    arguments |= {"scale_ptr": "*fp32:16", "bias_ptr": None, "rows": "i32", "outs": "i32:16", "ins": "i32:16"}
+    arguments |= {"BLOCK_M": settings.BLOCK_M, "BLOCK_N": settings.BLOCK_N, "BLOCK_K": fp8_linear.BLOCK_K}
+    launch = {"num_warps": settings.num_warps, "num_stages": settings.num_stages}
+    made = compiled(fp8_linear._fp8_linear_kernel, arguments, capability=capability, **launch)
+    assert made.spilled == 0
+    assert made.shared_memory <= SHARED_MEMORY[capability]
+    assert made.loads[16] > 0
+    assert "cp.async.cg" in made.ptx
+    assert made.wgmma or made.mma or "tcgen05.mma" in made.ptx
 
 
 @pytest.mark.parametrize("capability", DEVICES)

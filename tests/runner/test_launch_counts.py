@@ -14,14 +14,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not made for this platform")
 
-from chairlift.kernels import launch_settings
+from chairlift.kernels import fp8_linear, launch_settings
 from chairlift.layers.device_attention import DevicePlan, Work
-from chairlift.layers.linear import Quantised, Weight
+from chairlift.layers.linear import Linear, Quantised, Rounded, Weight
 from chairlift.models.config import load_shape
 from chairlift.models.forward_batch import ForwardBatch
 from chairlift.models.llama import Llama
 
-KERNELS = ("act_mul", "paged_combine", "paged_decode", "paged_prefill", "quantise_rows", "quantised_linear", "rms_norm", "rope_write")
+KERNELS = (
+    "act_mul",
+    "fp8_linear",
+    "paged_combine",
+    "paged_decode",
+    "paged_prefill",
+    "quantise_rows",
+    "quantised_linear",
+    "rms_norm",
+    "rope_write",
+)
 FREE = {"view", "_unsafe_view", "slice", "t", "transpose", "split", "split_with_sizes", "unsqueeze", "select", "detach"}
 FREE |= {"device", "empty", "new_empty", "empty_like"}
 """Operations of torch that launch nothing."""
@@ -121,11 +131,21 @@ def test_a_layer_in_8_bits_rounds_the_activations_of_attention_alone_and_copies_
     tiny_models.write("llama", tmp_path)
     rest = {"rope_write": 1, "paged_decode": 1, "rms_norm": 2, "act_mul": 1}
     assert layer(tmp_path, monkeypatch, quantization="int8") == rest | {"quantised_linear": 4}
-    # Norms and the activation round what they write. `_scaled_mm` takes its operands as they are.
-    assert layer(tmp_path, monkeypatch, quantization="fp8") == rest | {"quantise_rows": 1, "_scaled_mm": 4}
+    # Norms and the activation round what they write. The products take their operands as they are.
+    assert layer(tmp_path, monkeypatch, quantization="fp8") == rest | {"quantise_rows": 1, "fp8_linear": 4}
     # A checkpoint of 4 bits is not multiplied out either.
     assert layer(tmp_path, monkeypatch, packed=True) == rest | {"quantised_linear": 4}
     # Tensors without numbers cannot be compared.
     monkeypatch.setattr(torch, "equal", lambda one, other: one.shape == other.shape)
     # The columns of its input are gathered if its groups are scattered, in one more launch for each product.
     assert layer(tmp_path, monkeypatch, packed=True, scattered=True) == rest | {"quantised_linear": 4, "index_select": 4}
+
+
+def test_more_rows_in_fp8_are_one_product_of_torch(monkeypatch):
+    rows = fp8_linear.MAX_ROWS + 1
+    with FakeTensorMode():
+        numbers, scale = torch.empty(512, 256, dtype=torch.float8_e4m3fn, device="cuda"), torch.empty(512, 1, device="cuda")
+        layer = Linear(Quantised(numbers, scale), rounds_activations=True)
+        with Launches(monkeypatch) as launches:
+            layer(Rounded(numbers[:rows], scale[:rows], torch.bfloat16))
+    assert {name: count for name, count in launches.counts.items() if count} == {"_scaled_mm": 1}

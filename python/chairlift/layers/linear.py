@@ -140,6 +140,9 @@ class Linear:
             # `_scaled_mm` takes no other scales.
             weight = weight._replace(scale=weight.scale.float())
         self.weight, self.bias, self.rounds_activations = weight, bias, rounds_activations and isinstance(weight, Quantised)
+        # Counters of the kernel for a few rows, which no other layer's launches use.
+        counters = len(weight.numbers) if isinstance(weight, Quantised) else 0
+        self._arrived = torch.zeros(counters, dtype=torch.int32, device=weight.numbers.device if isinstance(weight, Quantised) else None)
 
     @property
     def gathers(self) -> bool:
@@ -152,6 +155,10 @@ class Linear:
         if self.rounds_activations:
             assert isinstance(weight, Quantised)
             rounded, scale, dtype = x if isinstance(x, Rounded) else round_rows(x)
+            from chairlift.kernels import fp8_linear  # triton is only installed for GPUs
+
+            if len(rounded) <= fp8_linear.MAX_ROWS:
+                return fp8_linear.fp8_linear(rounded, scale, weight.numbers, weight.scale, self.bias, dtype)
             # Without `use_fast_accum` torch's kernel for scales of rows moves its sums out of the tensor cores again and again.
             scales = {"scale_a": scale, "scale_b": weight.scale.t()}
             product = torch._scaled_mm(rounded, weight.numbers.t(), **scales, out_dtype=dtype, use_fast_accum=True)
@@ -167,5 +174,5 @@ class Linear:
         from chairlift.kernels import quantised_linear as multiplying
 
         if len(x) <= multiplying.MAX_ROWS:
-            return multiplying.quantised_linear(x, *weight.stored, self.bias)
+            return multiplying.quantised_linear(x, *weight.stored, self.bias, self._arrived)
         return functional.linear(x, dequantising.dequantise(*weight.stored, x.shape[1], x.dtype), self.bias)

@@ -86,8 +86,7 @@ def _checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Cal
         yield f"act_mul, {activation}", partial(gated, activation)
     if has_fp8:
         yield "rows rounded to fp8", partial(_rounded, draw, dtype)
-        if device.type == "cuda":
-            yield "linear, fp8 products", partial(_fp8_product, draw)
+        yield "linear, fp8 products", partial(_fp8_product, draw)
 
     def moved() -> float:
         cache, pairs = draw(6, 512, kind=torch.float32), torch.tensor([[1, 2], [2, 3]], dtype=torch.int32, device=device)
@@ -179,7 +178,7 @@ def _recurrent(draw: Draw, device: torch.device, *, delta: bool) -> float:
 
 
 def _linear(draw: Draw, kind: str) -> float:
-    """A product with a quantised weight, and the weight multiplied out."""
+    """A product with a quantised weight, of which several programs sum parts, and the weight multiplied out."""
     from chairlift.kernels import dequantise, quantised_linear
 
     x, whole = draw(5, 512), draw(96, 512)
@@ -189,8 +188,11 @@ def _linear(draw: Draw, kind: str) -> float:
         zero = (draw(96, 4) + 8).clamp(0, 15).to(torch.uint8)
         weight = linear.Quantised(pairs, draw(96, 4), zero, 128)
     expected = linear.dequantise(weight, torch.float32)
-    found = quantised_linear.quantised_linear(x, *weight.stored, None)
-    return max(_error(found, x.float() @ expected.T), _error(dequantise.dequantise(*weight.stored, 512, x.dtype), expected))
+    arrived = torch.zeros(96, dtype=torch.int32, device=x.device)
+    found = quantised_linear.quantised_linear(x, *weight.stored, None, arrived)
+    return max(
+        _error(found, x.float() @ expected.T), float(arrived.any()), _error(dequantise.dequantise(*weight.stored, 512, x.dtype), expected)
+    )
 
 
 def _rounded(draw: Draw, dtype: torch.dtype) -> float:
@@ -215,12 +217,19 @@ def _rounded(draw: Draw, dtype: torch.dtype) -> float:
 
 
 def _fp8_product(draw: Draw) -> float:
-    """A product of weights and activations in fp8, and that of the same numbers in fp32."""
-    x, layer = draw(17, 512), linear.Linear(linear.quantise(draw(96, 512), "fp8"), rounds_activations=True)
-    rounded = linear.round_rows(x)
+    """Products of weights and activations in fp8, of a few rows and, by torch, of more; and those of the same numbers in fp32."""
+    from chairlift.kernels.fp8_linear import MAX_ROWS, fp8_linear
+
+    layer, errors = linear.Linear(linear.quantise(draw(96, 512), "fp8"), rounds_activations=True), []
     assert isinstance(layer.weight, linear.Quantised)
-    whole = rounded.numbers.float() * rounded.scale
-    return _error(layer(rounded), whole @ linear.dequantise(layer.weight, torch.float32).T)
+    for rows in (17, MAX_ROWS + 16):
+        x = linear.quantise(draw(rows, 512), "fp8")
+        whole = linear.dequantise(x, torch.float32) @ linear.dequantise(layer.weight, torch.float32).T
+        if rows <= MAX_ROWS:
+            errors.append(_error(fp8_linear(x.numbers, x.scale, *layer.weight[:2], None, draw(1).dtype), whole))
+        elif x.numbers.is_cuda:
+            errors.append(_error(layer(linear.Rounded(x.numbers, x.scale, draw(1).dtype)), whole))
+    return max(errors)
 
 
 def _attention(draw: Draw, size: int, device: torch.device, fp8: bool = False) -> float:
