@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from chairlift.kernels.cached_launch import jit
-from chairlift.kernels.launch_settings import device_limits
+from chairlift.kernels.launch_settings import HOPPER, DeviceLimits, device_limits
 from chairlift.kernels.weight_tile import as_bytes, block_k, load_halves, load_weight
 
-MAX_ROWS = 64
+MAX_ROWS, MAX_ROWS_OF_4_BITS = 128, 64
 """With more rows, products bound the time, and a dequantised weight is multiplied faster by the vendor's library."""
 BLOCK_N = 64
 """Outputs of a tile: as many as tensor cores multiply at a time."""
@@ -109,13 +111,14 @@ def quantised_linear(
     bias: torch.Tensor | None,
     arrived: torch.Tensor,
 ) -> torch.Tensor:
-    """Maps contiguous x [rows, in], of at most MAX_ROWS rows, to [rows, out]. The weight is a `Quantised` of `chairlift.layers.linear`.
+    """Maps contiguous x [rows, in], of at most `max_rows` rows, to [rows, out]. The weight is a `Quantised` of `chairlift.layers.linear`.
 
-    `arrived`, int32 of `counters(out)` zeros, is for no other launch that may run at the same time. It is left as it was.
+    `arrived`, int32 zeros, at least one for each tile of outputs, is for no other launch that may run at the same time. It is left as it
+    was.
     """
     (rows, ins), outs = x.shape, len(numbers)
     out, size = x.new_empty(rows, outs), block_k(group)
-    tiles, block = split(rows, outs, ins, size, device_limits(x.device).multiprocessors), block_m(rows)
+    block, warps, stages, tiles = tiling(rows, outs, ins, size, device_limits(x.device))
     grid = -(-outs // BLOCK_N), -(-ins // (tiles * size))
     parts = torch.empty(grid[0] * grid[1] * BLOCK_N * block if grid[1] > 1 else 0, dtype=torch.float32, device=x.device)
     _quantised_linear_kernel[grid](
@@ -137,29 +140,36 @@ def quantised_linear(
         BLOCK_M=block,
         BLOCK_N=BLOCK_N,
         BLOCK_K=size,
-        num_warps=4,
-        num_stages=4,
+        num_warps=warps,
+        num_stages=stages,
     )
     return out
 
 
-def counters(outs: int) -> int:
-    """The tiles of outputs of a weight."""
-    return -(-outs // BLOCK_N)
+def max_rows(zero: torch.Tensor | None) -> int:
+    """The rows up to which this is the faster way, for a weight with these zeros."""
+    return MAX_ROWS if zero is None else MAX_ROWS_OF_4_BITS
 
 
-def block_m(rows: int) -> int:
-    """BLOCK_M: all rows, and at least the 16 that `tl.dot` needs."""
-    return max(16, 1 << (rows - 1).bit_length())
+class Tiling(NamedTuple):
+    """How a product is divided: keyword arguments of a launch, and how many tiles of inputs a program goes through."""
+
+    BLOCK_M: int
+    num_warps: int
+    num_stages: int
+    tiles: int
 
 
-def split(rows: int, outs: int, ins: int, size: int, multiprocessors: int) -> int:
-    """How many tiles of `size` inputs a program goes through: those of a share of 1, 1/2, 1/4 or 1/8 of the inputs.
+def tiling(rows: int, outs: int, ins: int, size: int, limits: DeviceLimits) -> Tiling:
+    """The division of a product of activations of 16 bits, in tiles of `size` inputs.
 
-    Chosen by measurement on an H200: three programs for each multiprocessor, or two with many rows, hide the time that numbers take to be
-    unpacked.
+    Chosen by measurement on an H200: up to four programs share the inputs of an output tile, which hides the time that numbers take to be
+    unpacked. More rows leave more to do for each program.
     """
-    programs = (3 if rows <= 32 else 2) * multiprocessors
-    splits = min(max(programs // counters(outs), 1).bit_length() - 1, 3)
-    tiles: int = triton.cdiv(triton.cdiv(ins, size), 1 << splits)
-    return tiles
+    block = max(16, 1 << (rows - 1).bit_length())
+    programs = (7 if rows <= 64 else 2) * limits.multiprocessors
+    splits = min(max(programs // triton.cdiv(outs, BLOCK_N), 1), 4).bit_length() - 1
+    stages = min(3, limits.shared_memory // (size * (2 * block + BLOCK_N)))
+    # Warps of other devices keep more of their operands in registers.
+    warps = 4 if block <= 64 or limits.capability[0] == HOPPER else 8
+    return Tiling(block, warps, stages, triton.cdiv(triton.cdiv(ins, size), 1 << splits))

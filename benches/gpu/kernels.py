@@ -9,7 +9,9 @@ upper bound for a cache in blocks. What matters most comes first: attention of a
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import itertools
 import math
 import sys
@@ -105,6 +107,7 @@ def _sdpa_decode(run: common.Run, pool: Pool, query: Any, batch: int, context: i
     return common.time_calls(run, calls, repeats=7)
 
 
+VARLEN = "torch.nn.attention.varlen"
 OTHERS = {"varlen": "varlen_attn, in one piece", "varlen-pages": "varlen_attn, pages of 256", "flex": "flex_attention, pages"}
 """Parts of `other_decodes`, and what they time."""
 
@@ -114,6 +117,9 @@ def other_decodes(run: common.Run, part: str) -> None:
     import torch
 
     make = {"varlen": _varlen, "varlen-pages": _varlen_paged, "flex": _flex}[part]
+    if part != "flex" and "enable_gqa" not in inspect.signature(importlib.import_module(VARLEN).varlen_attn).parameters:
+        run.say(f"{OTHERS[part]}: torch {torch.__version__} has it without groups of heads.")
+        return
     for batch, context in ((64, 2048), (64, 8192)):
         pool = Pool(run, batch * (context + 128), 8, 16, torch.bfloat16)
         query = torch.randn(batch, HEADS, DIM, device="cuda").bfloat16()
@@ -321,7 +327,7 @@ def products(run: common.Run, copied: float) -> None:
     import torch
     from torch.nn import functional
 
-    from chairlift.layers.linear import Linear, Quantised, quantise, round_rows
+    from chairlift.layers.linear import Linear, Quantised, multiplied_out, quantise, round_rows
 
     half = torch.float16 if run.dry else torch.bfloat16
     shapes = (
@@ -341,13 +347,15 @@ def products(run: common.Run, copied: float) -> None:
         whole = [torch.randn(outs, ins, device=run.device).to(half) for _ in range(common.copies(run, outs * ins))]
         for kind in ("fp8 and activations", "fp8", "int8", "int4")[not has_fp8 :]:
             linears = [quantised(kind, each) for each in whole]
-            for rows in (2,) if run.dry else (1, 64, 256):
+            for rows in (2,) if run.dry else (1, 64, 128, 256):
                 x = torch.randn(rows, ins, device=run.device).to(half)
                 given = round_rows(x) if linears[0].rounds_activations else x
                 with run.tried(f"{name}, {kind}, {rows} rows", 30):
                     seconds = common.time_calls(run, [lambda f=f, g=given: f(g) for f in linears], repeats=7)
                     size = outs * ins * (0.5 if kind == "int4" else 1)
                     row = {"matrix": name, "weight": kind, "rows": rows, "us": seconds * 1e6, "of copy": size / seconds / copied}
+                    right = functional.linear(x, multiplied_out(linears[0].weight, half))
+                    row["error"] = float((linears[0](given) - right).abs().max() / right.abs().max())
                     number = run.row("Products with quantised weights", row)
                     other = common.time_calls(run, [lambda w=w, x=x: functional.linear(x, w) for w in whole], repeats=7)
                     run.more(number, {"bf16 us": other * 1e6, "bf16 / ours": other / seconds})

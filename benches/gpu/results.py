@@ -65,7 +65,7 @@ class Results:
         numbers: dict[int, int] = {}
         for record in self._records:
             if "row" in record:
-                record["number"] = numbers[record["number"]] = len(numbers)
+                numbers[record["number"]] = record["number"] = len(numbers)
             elif "of" in record:
                 record["of"] = numbers[record["of"]]
 

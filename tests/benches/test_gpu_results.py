@@ -92,6 +92,19 @@ def test_only_names_the_parts_to_run_even_if_they_are_done(start):
     assert run.results.ends == dict.fromkeys(("prefill", "decode", "decode-64"), "done")
 
 
+def test_rows_of_parts_that_are_kept_stay_complete(start):
+    run = start()
+
+    def completed():
+        run.results.add("b", of=run.row("Times", {"kernel": "two"}), more={"other us": 2.0})
+
+    for name in ("a", "b"):
+        run.part(name, completed if name == "b" else lambda: [run.row("Times", {"kernel": "one"}) for _ in range(2)])
+    for _ in range(2):
+        log = start(only=("a",)).results.log
+        assert [record["of"] for record in map(json.loads, log.read_text().splitlines()) if "of" in record] == [0]
+
+
 def test_a_part_that_does_not_fit_into_the_time_is_skipped_and_run_next_time(start):
     run = start(seconds=5.0)
     assert not run.part("long", lambda: pytest.fail("there was no time"), needs=10)

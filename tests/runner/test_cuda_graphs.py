@@ -79,7 +79,7 @@ def test_all_of_sampling_and_a_copy_are_compiled_at_the_start(tmp_path, monkeypa
     run, tokens = runner.model.run, []
     monkeypatch.setattr(runner.model, "run", lambda step, count, *rest: tokens.append(count) or run(step, count, *rest))
     warm_up.warm_up(runner)
-    # Products with quantised weights have kernels for up to 16, 32 and 64 rows, and for more.
+    # Products with quantised weights have kernels for up to 16, 32, 64 and 128 rows.
     assert tokens == [16, 1, 32, 64, 65, 2]
     assert variants == [cuda_graphs.PLAIN] * 5 + [(True, 4)]
     # Of prompts, and of what was drawn.

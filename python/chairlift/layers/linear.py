@@ -173,6 +173,6 @@ class Linear:
         from chairlift.kernels import dequantise as dequantising  # as above
         from chairlift.kernels import quantised_linear as multiplying
 
-        if len(x) <= multiplying.MAX_ROWS:
+        if len(x) <= multiplying.max_rows(weight.zero):
             return multiplying.quantised_linear(x, *weight.stored, self.bias, self._arrived)
         return functional.linear(x, dequantising.dequantise(*weight.stored, x.shape[1], x.dtype), self.bias)
