@@ -91,10 +91,10 @@ compile-sample: $(VENV)/.developing ## compile a sample of them, and launch some
 .PHONY: check
 check: $(VENV)/.developing ## formatting, lints and types of both languages
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets -- -D warnings
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	cargo clippy --workspace --all-targets -- -D warnings
 
 .PHONY: format
 format: $(VENV)/.developing ## format all sources

@@ -1,6 +1,6 @@
 //! What drafting costs: microseconds of [`Drafter::propose`] for each sequence and step, without a model.
 //!
-//! `cargo bench -p chairlift-core --bench drafter` prints one line a case: the number of sequences, and the microseconds
+//! `cargo bench --bench drafter` prints one line a case: the number of sequences, and the microseconds
 //! with each [`Text`], with a context of 2,000 tokens; the best of three runs. `-- 256` runs one number of sequences, and
 //! `-- 256 chance` one text of it too: for callgrind, with `--toggle-collect='*Drafter::propose*'`.
 

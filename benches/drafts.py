@@ -212,7 +212,7 @@ def replay(prompt: list[int], answers: list[list[int]], draft_tokens: int, step:
 
 def drafter_lines() -> list[str]:
     """The table of what the drafter costs, from `benches/drafter.rs`."""
-    command = ["cargo", "bench", "-q", "-p", "chairlift-core", "--bench", "drafter"]
+    command = ["cargo", "bench", "-q", "-p", "chairlift-benches", "--bench", "drafter"]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     rows = [f"| {' | '.join(line.split())} |" for line in output.splitlines()]
     title = "What the drafter takes for each sequence and step, in microseconds, with 2,000 tokens of context:"

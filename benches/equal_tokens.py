@@ -67,7 +67,7 @@ def generate(model: str, way: str, prompts: list[str], count: int) -> list[list[
     if way == "kernels":
         interpret_kernels()
     runner = "rust" if way == "rust" else "torch"
-    sizes = {"max_model_len": 128, "max_num_seqs": len(prompts), "max_num_batched_tokens": 128, "num_kv_blocks": 64}
+    sizes = {"max_model_len": 128, "max_num_seqs": len(prompts), "max_num_batched_tokens": 32, "num_kv_blocks": 64}
     with LLM(model, runner=runner, device="cpu", cpu_math="exact", **sizes) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
     return [output.token_ids for output in outputs]

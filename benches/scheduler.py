@@ -34,7 +34,7 @@ CONTEXT, BLOCK_SIZE, MAX_TOKENS, MAX_MODEL_LEN = 500, 16, 8192, 2048
 
 def cargo_bench() -> dict[str, float]:
     """Median microseconds of each case, by criterion."""
-    subprocess.run(["cargo", "bench", "-p", "chairlift-core", "--bench", "scheduler"], cwd=ROOT, check=True)
+    subprocess.run(["cargo", "bench", "-p", "chairlift-benches", "--bench", "scheduler"], cwd=ROOT, check=True)
     found = {}
     for case in [*CASES, *(f"floor/{n}" for n in SIZES)]:
         estimates = json.loads((ROOT / "target/criterion" / case / "new/estimates.json").read_text())

@@ -1,7 +1,12 @@
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
+
+# Before numpy and torch, which read it. Several test processes share the cores: threads that wait for each other's part of a small step
+# would take more CPU time than the step. A test that is about threads says how many.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest

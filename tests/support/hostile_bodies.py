@@ -18,8 +18,14 @@ class Hostile(NamedTuple):
     """One request: its path and body, and what they are in words."""
 
     path: str
-    body: bytes
+    start: str
+    value: str
     name: str
+
+    @property
+    def body(self) -> bytes:
+        """The JSON. It is made when it is sent: making all of them takes seconds."""
+        return self.start.encode() + value_json(self.value) + b"}"
 
 
 def many(element: Any) -> list[Any]:
@@ -30,11 +36,11 @@ def many(element: Any) -> list[Any]:
 
 
 @cache
-def values() -> dict[str, bytes]:
-    """Values as JSON, by their names."""
+def values() -> dict[str, Any]:
+    """Values by their names."""
     part = {"type": "text", "text": "abc"}
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    named = {
+    return {
         "text": "7" * SIZE,
         "white space": " " * SIZE,
         "control tokens": "<|end|>" * (SIZE // 7),
@@ -56,7 +62,12 @@ def values() -> dict[str, bytes]:
         "Anthropic's tools": [{"name": f"f{i}", "input_schema": FUNCTION} for i in range(128)],
         "a schema": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"properties": {f"p{i}": {} for i in range(45_000)}}}},
     }
-    return {name: json.dumps(value).encode() for name, value in named.items()}
+
+
+@cache
+def value_json(name: str) -> bytes:
+    """The JSON of a value."""
+    return json.dumps(values()[name]).encode()
 
 
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
@@ -89,5 +100,5 @@ def hostile_bodies() -> Iterator[Hostile]:
     for path, (body, fields) in FIELDS.items():
         for field in (*fields.split(), "unknown"):
             rest = json.dumps({name: value for name, value in body.items() if name != field} | {"model": None})[:-1]
-            for name, value in values().items():
-                yield Hostile(path, f'{rest},"{field}":'.encode() + value + b"}", f"{name} as {field} of {path}")
+            for name in values():
+                yield Hostile(path, f'{rest},"{field}":', name, f"{name} as {field} of {path}")

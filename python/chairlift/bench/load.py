@@ -34,8 +34,7 @@ async def drive(
     allow_sockets()
     http = target.http()
     requests = [target.request(http, job) for job in jobs]
-    # A garbage collection during the run would look like a pause of the server.
-    gc.collect()
+    # A garbage collection that examines what there is now would look like a pause of the server.
     gc.freeze()
     started = time.perf_counter() + HEAD_START if start is None else start()
     limit = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)

@@ -1,5 +1,8 @@
 //! A decoder: computes logits from token ids on one thread pool.
 
+#[cfg(test)]
+pub(crate) mod tests;
+
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::attention::{Plan, Sequences};

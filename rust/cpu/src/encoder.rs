@@ -8,6 +8,8 @@
 mod attention;
 mod blocks;
 mod pass;
+#[cfg(test)]
+mod tests;
 
 use std::sync::{Mutex, PoisonError};
 

@@ -3,11 +3,11 @@
 # with a C++ compiler. Nothing is installed: packages are unpacked in target/amx. Arguments: names of tests, or none for all that use tiles.
 set -eu
 cd "$(dirname "$0")/../../.."
-tests=${*:-simd attention ggml lora linear}
+tests=${*:-simd attention ggml lora linear decoder:: encoder::}
 work=$PWD/target/amx
 mkdir -p "$work/packages"
 cargo test --release -p chairlift-cpu --no-run --message-format=json >"$work/cargo.json"
-executables=$(sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' "$work/cargo.json")
+executable=$(sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' "$work/cargo.json")
 cd "$work"
 
 if [ ! -d root ]; then
@@ -68,14 +68,8 @@ cat >system/init <<I
 /bin/busybox mount -t devtmpfs none /dev
 /bin/busybox grep -q -w amx_bf16 /proc/cpuinfo || failed="no AMX"
 I
-for executable in $executables; do
-  name=$(basename "$executable")
-  cp "$executable" system/bin/
-  case $name in
-    chairlift_cpu-*) echo "/bin/$name --test-threads=1 $tests || failed=1" ;;
-    *) [ $# -gt 0 ] || echo "/bin/$name --test-threads=1 || failed=1" ;;
-  esac
-done >>system/init
+cp "$executable" system/bin/
+echo "/bin/$(basename "$executable") --test-threads=1 $tests || failed=1" >>system/init
 echo 'echo "RESULT ${failed:-passed}"; /bin/busybox sleep 2; /bin/busybox poweroff -f' >>system/init
 chmod +x system/init
 (cd system && find . | ../root/bin/busybox cpio -o -H newc 2>/dev/null | gzip -1) >disk/initrd.gz

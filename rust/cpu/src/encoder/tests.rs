@@ -1,13 +1,11 @@
 //! Checks that a text's embedding has the same bits whatever else is computed with it, and that unsound texts are refused. The Python
 //! tests compare embeddings with those of transformers.
 
-mod support;
-
-use chairlift_cpu::{
+use crate::decoder::tests::numbers;
+use crate::{
     Activation, DType, Dense, DenseActivation, Embeddings, Encoder, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Head, Isa,
     Linear, Matrix, Merge, Norm, Numbers, Pooling, Rope, Source, Tensor, TextAttention, TextError, ThreadPool,
 };
-use support::numbers;
 
 const HIDDEN: usize = 36;
 const INNER: usize = 50;

@@ -1,13 +1,10 @@
 //! Compares the whole decoder with plain arithmetic, and checks that results have the same bits whatever else is in a step.
 
-mod support;
-
-use chairlift_cpu::cache::{KvCache, KvDType, KvShape};
-use chairlift_cpu::{
+use crate::cache::{KvCache, KvDType, KvShape};
+use crate::{
     Activation, Adapter, Block, BlockKind, DType, Decoder, DecoderConfig, Inner, Isa, KvHeads, KvPlace, Linear, LowRank, Matrix, Merge,
     Mlp, Numbers, Rope, SelfAttention, Source, Step, StepError, Tensor, ThreadPool, Update,
 };
-use support::numbers;
 
 const HIDDEN: usize = 48;
 const INNER: usize = 72;
@@ -21,6 +18,18 @@ const MAX_BLOCKS: usize = 16;
 const WIDE: usize = (HEADS + 2 * KV_HEADS) * HEAD;
 const QUERIES: usize = HEADS * HEAD;
 const EPS: f32 = 1e-5;
+
+/// Pseudo-random numbers between -1 and 1.
+pub(crate) fn numbers(seed: u32, count: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..count).map(|_| next()).collect()
+}
 
 fn bytes_of(numbers: &[f32]) -> Vec<u8> {
     numbers.iter().flat_map(|x| x.to_le_bytes()).collect()
