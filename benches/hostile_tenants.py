@@ -1,8 +1,9 @@
 """Four tenants that try to stall, crowd out or exhaust a server, for `soak.py`; each in threads, of which each makes one kind of request.
 
-    python benches/hostile_tenants.py PORT SECONDS KEY KEY KEY KEY    prints a JSON object: kind → status → number of requests
+    python benches/hostile_tenants.py PORT SECONDS PAUSE KEY KEY KEY KEY    prints a JSON object: kind → status → number of requests
 
-All kinds are bounded: in time by TIMEOUT, in number by PAUSE, and each reads at most ANSWER_BYTES of an answer.
+All kinds are bounded: in time by TIMEOUT, in number by PAUSE, the seconds between two requests of a thread, and each reads at most
+ANSWER_BYTES of an answer.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from typing import Any
 
 TIMEOUT = 60.0
 """Seconds after which an answer is not waited for any longer."""
-PAUSE = 0.05
-"""Seconds between two requests of a thread."""
 ANSWER_BYTES = 1 << 20
 LONG = "0123456789" * 200_000
 """2 MB of the text that is slowest to tokenize."""
@@ -201,7 +200,7 @@ TENANTS: tuple[tuple[Kind, ...], ...] = (
 """What each tenant does, each kind in a thread of its own."""
 
 
-def attack(port: int, seconds: float, keys: list[str]) -> dict[str, Counter[str]]:
+def attack(port: int, seconds: float, pause: float, keys: list[str]) -> dict[str, Counter[str]]:
     """Lets all tenants go on for so long. Returns how often each kind got which status."""
     ends = time.monotonic() + seconds
     running: list[tuple[Kind, Attacker, threading.Thread]] = []
@@ -209,7 +208,7 @@ def attack(port: int, seconds: float, keys: list[str]) -> dict[str, Counter[str]
     def run(kind: Kind, attacker: Attacker) -> None:
         while time.monotonic() < ends:
             kind(attacker)
-            time.sleep(PAUSE)
+            time.sleep(pause)
 
     for kind, attacker in _attackers(port, keys):
         thread = threading.Thread(target=run, args=(kind, attacker), daemon=True)
@@ -230,4 +229,4 @@ def _attackers(port: int, keys: list[str]) -> Iterator[tuple[Kind, Attacker]]:
 
 if __name__ == "__main__":
     os.nice(19)  # in truth they are on machines of their own
-    print(json.dumps(attack(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])))
+    print(json.dumps(attack(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])))

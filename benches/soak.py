@@ -6,7 +6,8 @@
 First each honest answer is computed alone, then the honest tenants run by themselves, then beside those of `hostile_tenants.py`. The exit
 status is 1 if an honest answer differs or fails, if a p99 of the time between two tokens is above 1.5 times that without the hostile
 tenants plus one step, if a callback of the event loop, its lag or the memory is above its bound, if the metrics do not say so, if a kind of
-hostile requests did not reach the server, or if the server ends. Everything is on this machine, over loopback, and ends with the command.
+hostile requests did not reach the server, if requests, descriptors or threads are left when all tenants have gone, or if the server ends.
+Everything is on this machine, over loopback, and ends with the command.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ ALONE = (10.0, 120.0)
 """Fewest and most seconds without the hostile tenants; in between, a tenth of those with them."""
 MEMORY = 2048
 """MiB that the server and its engine may hold: 1,024 of KV, 512 of grammars, the model, and what both programs need."""
+LEFT = 16
+"""How many descriptors, and threads, the server and its engine may have more at the end than before the hostile tenants came."""
+REST = 150.0
+"""Most seconds until all that the hostile tenants left has ended. Their live sequences have leases of a minute."""
 LOOK_SECONDS = 5.0
 """Interval of looks at the server's metrics and memory."""
 TIMEOUT = 300.0
@@ -181,8 +186,8 @@ class Honest:
             else:
                 self.left_out.append(f"{self.name}'s {path}: {answer.status}")
 
-    def run(self, ends: float) -> None:
-        """Asks until then, and compares."""
+    def run(self, ends: float, pause: float) -> None:
+        """Asks until then, with pauses of so many seconds, and compares."""
         for path, body, known in itertools.cycle(self._known):
             answer = ask(self._port, self._key, path, body)
             self.answers += 1
@@ -191,8 +196,9 @@ class Honest:
                 self._fail(path, answer)
             elif answer.content != known:
                 self.faults.append(f"{path}: other bits: {str(answer.content)[:120]}")
-            if time.monotonic() >= ends:
+            if time.monotonic() + pause >= ends:
                 return
+            time.sleep(pause)
 
     def _fail(self, path: str, answer: Answer) -> None:
         self.faults.append(f"{path}: {answer.status} {str(answer.content)[:120]}")
@@ -203,12 +209,27 @@ class Honest:
         return quantiles(self.gaps, n=100)[98] if len(self.gaps) > 1 else None
 
 
+@dataclass(frozen=True)
+class Held:
+    """What the server and its engines hold at a moment."""
+
+    descriptors: int
+    threads: int
+    requests: int
+    """Sequences that run, wait, or are held as live ones."""
+
+
+REQUESTS = ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "num_held_sequences_by_tenant")
+"""The metrics that count them."""
+
+
 class Watch:
     """Looks at the server's metrics and memory."""
 
     def __init__(self, port: int, key: str, pid: int) -> None:
         self._port, self._key, self._pid = port, key, pid
-        self.most_memory = 0
+        self.memories: list[int] = []
+        """At each look, MiB."""
         self.longest_callback: tuple[float, str] | None = None
         self.silent = 0
         """Looks that got no answer."""
@@ -216,7 +237,7 @@ class Watch:
     def run(self, ended: threading.Event) -> None:
         """Looks until the event."""
         while not ended.wait(LOOK_SECONDS):
-            self.most_memory = max(self.most_memory, self.memory())
+            self.memories.append(self.memory())
             text = self.metrics()
             self.silent += not text
             for name, seconds in re.findall(
@@ -226,12 +247,31 @@ class Watch:
 
     def memory(self) -> int:
         """Resident MiB of the server and its engines."""
-        pids = [self._pid, *map(int, Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split())]
         total = 0
-        for pid in pids:
+        for process in self._processes():
             with contextlib.suppress(OSError, IndexError):
-                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                total += int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return total >> 20
+
+    def held(self) -> Held:
+        """What they hold now."""
+        descriptors = threads = 0
+        for process in self._processes():
+            with contextlib.suppress(OSError):
+                descriptors += len(list((process / "fd").iterdir()))
+                threads += len(list((process / "task").iterdir()))
+        return Held(descriptors, threads, int(sum(_sum(self.metrics(), f"chairlift_{name}") for name in REQUESTS)))
+
+    def rest(self) -> Held:
+        """What they hold when all requests have ended, or cannot be waited for any longer."""
+        ends = time.monotonic() + REST
+        while (held := self.held()).requests and time.monotonic() < ends:
+            time.sleep(LOOK_SECONDS)
+        return held
+
+    def _processes(self) -> list[Path]:
+        children = Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()
+        return [Path("/proc", str(pid)) for pid in (self._pid, *children)]
 
     def metrics(self) -> str:
         """The page, empty if it does not come."""
@@ -266,6 +306,15 @@ def late(before: dict[float, float], after: dict[float, float], share: float = 0
     return min((bound for bound, count in counts.items() if count >= share * total), default=None) if total else None
 
 
+def left(before: Held, after: Held) -> list[str]:
+    """What the tenants left behind, though they have gone."""
+    found = [f"{after.requests} requests are left"] if after.requests else []
+    for name in ("descriptors", "threads"):
+        if (more := getattr(after, name) - getattr(before, name)) > LEFT:
+            found.append(f"{more} {name} are left")
+    return found
+
+
 def broken(watch: Watch, lag: float | None, hostile: dict[str, Counter[str]], alive: bool) -> list[str]:
     """The bounds that are not of one honest tenant and were not kept."""
     found = [] if alive else ["the server ended"]
@@ -277,7 +326,7 @@ def broken(watch: Watch, lag: float | None, hostile: dict[str, Counter[str]], al
         found.append("the longest callback")
     if lag is not None and lag > LAG:
         found.append("the lag")
-    if watch.most_memory > MEMORY:
+    if max(watch.memories, default=0) > MEMORY:
         found.append("the memory")
     return found + [f"{kind} did not reach the server" for kind, statuses in hostile.items() if not any(map(_reached, statuses))]
 
@@ -314,17 +363,17 @@ def server(directory: Path, keys: Path) -> Iterator[tuple[int, subprocess.Popen[
                 process.kill()
 
 
-def together(tenants: list[Honest], seconds: float) -> None:
+def together(tenants: list[Honest], seconds: float, pause: float) -> None:
     """Runs the honest tenants side by side."""
     ends = time.monotonic() + seconds
-    threads = [threading.Thread(target=one.run, args=(ends,)) for one in tenants]
+    threads = [threading.Thread(target=one.run, args=(ends, pause)) for one in tenants]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def soak(seconds: float) -> tuple[list[str], bool]:
+def soak(seconds: float, pause: float) -> tuple[list[str], bool]:
     """Runs everything. Returns the lines of the result and whether all bounds were kept."""
     load = os.getloadavg()[0]  # of other work, which makes the figures worthless
     names = ["operator", *HONEST, *(f"eve{number}" for number in range(len(TENANTS)))]
@@ -337,35 +386,37 @@ def soak(seconds: float) -> tuple[list[str], bool]:
             for one in tenants:
                 one.learn()
             before = watch.step()
-            together(tenants, min(max(ALONE[0], seconds / 10), ALONE[1]))
+            together(tenants, min(max(ALONE[0], seconds / 10), ALONE[1]), pause)
             between = watch.step()
             step = _mean_step(before, between)
             alone = {one.name: (one.answers, one.p99, list(one.faults)) for one in tenants}
-            memory, lag = watch.memory(), watch.lag()
+            memory, lag, held = watch.memory(), watch.lag(), watch.rest()
             for one in tenants:
                 one.clear()
             ended = threading.Event()
             watching = threading.Thread(target=watch.run, args=(ended,))
             watching.start()
-            command = [sys.executable, str(ROOT / "benches/hostile_tenants.py"), str(port), str(seconds)]
+            command = [sys.executable, str(ROOT / "benches/hostile_tenants.py"), str(port), str(seconds), str(pause)]
             with subprocess.Popen([*command, *(key[name] for name in names[-len(TENANTS) :])], stdout=subprocess.PIPE) as hostile:
                 try:
-                    together(tenants, seconds)
+                    together(tenants, seconds, pause)
                     output, _ = hostile.communicate(timeout=TIMEOUT)
                 finally:
                     hostile.kill()
                     ended.set()
             watching.join()
+            rest = watch.rest()
             lags, slower = late(lag, watch.lag()), _mean_step(between, watch.step())
             alive = process.poll() is None
         log = (directory / "log").read_bytes()
     counts = {kind: Counter(statuses) for kind, statuses in json.loads(output).items()}
-    unkept = broken(watch, lags, counts, alive)
+    unkept = broken(watch, lags, counts, alive) + left(held, rest)
     lines = [
         "# Honest tenants beside hostile ones",
         "",
         f"{time.strftime('%Y-%m-%d')}, {machine()}; {_versions()}; load average before: {load:.1f}.",
-        f"The default model for {seconds:.0f} s; `{' '.join(FLAGS)}`, and at most {MAX_REQUESTS} open requests of each tenant. A stream's",
+        f"The default model for {seconds:.0f} s; `{' '.join(FLAGS)}`, and at most {MAX_REQUESTS} open requests of each tenant. Each thread",
+        f"of a tenant waits {pause:g} s between two requests. A stream's",
         f"bound is {RATIO} times its p99 of the time between two events without the hostile tenants, plus the mean step of that time",
         f"({step * 1e3:.1f} ms). An answer is right if its text and the log-probabilities of completions are those computed alone.",
         "",
@@ -377,7 +428,8 @@ def soak(seconds: float) -> tuple[list[str], bool]:
         unkept += [] if good else [one.name]
         lines.append(row)
     lines += ["", f"- a step of the engine: {step * 1e3:.1f} ms alone, {slower * 1e3:.1f} ms beside them, on average"]
-    lines += [*_of_the_server(watch, memory, lags, len(log), alive), "", "| hostile requests | statuses |", "|---|---|"]
+    lines += [*_of_the_server(watch, memory, lags, len(log), alive), f"- held before them: {_words(held)}; after them: {_words(rest)}"]
+    lines += ["", "| hostile requests | statuses |", "|---|---|"]
     lines += [f"| {kind} | {', '.join(f'{count} x {status}' for status, count in sorted(one.items()))} |" for kind, one in counts.items()]
     if left_out := [text for one in tenants for text in one.left_out]:
         lines += ["", f"Left out, because the server refused them alone: {'; '.join(left_out)}."]
@@ -411,15 +463,25 @@ def _of_the_server(watch: Watch, memory: int, lags: float | None, log_bytes: int
     """What the server's own figures say."""
     callback = "not measured by this server"
     lag = "not measured by this server" if lags is None else f"99 % of timers were late by at most {lags * 1e3:g} ms"
+    most = max(watch.memories)
     if watch.longest_callback is not None:
         callback = f"{watch.longest_callback[0] * 1e3:.0f} ms of CPU ({watch.longest_callback[1] or 'none above 5 ms'})"
     return [
         f"- the event loop's longest callback: {callback}; at most {CALLBACK * 1e3:g} ms are allowed",
         f"- its lag: {lag}; at most {LAG * 1e3:g} ms are allowed",
         f"- looks at `/metrics` without an answer in 30 s: {watch.silent}; none is allowed",
-        f"- memory of server and engine: {memory} MiB alone, at most {watch.most_memory} MiB beside them; at most {MEMORY} MiB are allowed",
+        f"- memory of server and engine: {memory} MiB alone, at most {most} MiB beside them; at most {MEMORY} MiB are allowed",
+        f"- memory at the end of each tenth of the time: {', '.join(map(str, _tenths(watch.memories)))} MiB",
         f"- log: {log_bytes / 1e6:.1f} MB; the server {'ran on' if alive else 'ENDED'}",
     ]
+
+
+def _tenths(values: list[int]) -> list[int]:
+    return [values[(len(values) * tenth - 1) // 10] for tenth in range(1, 11)] if len(values) >= 10 else values
+
+
+def _words(held: Held) -> str:
+    return f"{held.descriptors} descriptors, {held.threads} threads, {held.requests} requests"
 
 
 def _mean_step(before: tuple[float, float], after: tuple[float, float]) -> float:
@@ -437,9 +499,10 @@ def main() -> int:
     """Runs it, writes the result, and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0, help="duration beside the hostile tenants (default: 3600)")
+    parser.add_argument("--pause", type=float, default=0.05, help="seconds between two requests of a tenant's thread (default: 0.05)")
     parser.add_argument("--out", type=Path, default=ROOT / "benches/results/soak.md", help="where the result is written")
     args = parser.parse_args()
-    lines, kept = soak(args.seconds)
+    lines, kept = soak(args.seconds, args.pause)
     args.out.write_text("\n".join(lines))
     print("\n".join(lines))
     return 0 if kept else 1

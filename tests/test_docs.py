@@ -266,6 +266,21 @@ def test_links_lead_to_files():
     assert [f"{page.name}: {target}" for page, target in targets if not target.exists()] == []
 
 
+def test_each_promise_of_the_security_policy_names_tests_that_exist():
+    rows = [
+        line.strip("|\n").split("|") for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("| ") and "`" in line
+    ]
+    assert len(rows) > 60
+    missing = []
+    for promise, tests in rows:
+        folder = ROOT
+        for name in re.findall(r"`([^`]+)`", tests):
+            file = ROOT / name if "/" in name else folder / name  # a name alone is in the folder of the one before
+            folder = file.parent
+            missing += [] if file.is_file() else [f"{promise.strip()}: {name}"]
+    assert missing == []
+
+
 def test_the_chart_is_drawn_from_the_results(monkeypatch):
     monkeypatch.syspath_prepend(DOCS / "generators")
     drawn = importlib.import_module("speed_chart")

@@ -68,7 +68,7 @@ def test_an_answer_with_other_bits_or_none_is_a_fault(benches, later, fault):
         alice = soak.Honest("alice", port, "key")
         alice.learn()
         assert not alice.left_out
-        alice.run(0.0)
+        alice.run(0.0, 0.0)
     assert alice.answers == 1
     assert [fault in one for one in alice.faults] == ([] if fault is None else [True])
 
@@ -78,7 +78,7 @@ def test_what_the_server_refuses_alone_is_left_out(benches):
     with answering(lambda path: (400, {}) if path == "/v1/embeddings" else (200, {"choices": [1]})) as (port, asked):
         carol = soak.Honest("carol", port, "key")
         carol.learn()
-        carol.run(0.0)
+        carol.run(0.0, 0.0)
     assert carol.left_out == ["carol's /v1/embeddings: 400"]
     assert not carol.faults
     assert asked.count("/v1/embeddings") == 1
@@ -133,8 +133,31 @@ def test_the_memory_has_a_bound(benches):
     watch = soak.Watch(0, "key", 0)
     watch.longest_callback = (0.0, "")
     for memory, found in ((soak.MEMORY, []), (soak.MEMORY + 1, ["the memory"])):
-        watch.most_memory = memory
+        watch.memories = [memory]
         assert soak.broken(watch, 0.0, REACHED, True) == found
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "threads", "requests", "found"),
+    [(66, 36, 0, []), (67, 37, 2, ["2 requests are left", "17 descriptors are left", "17 threads are left"])],
+)
+def test_nothing_may_be_left_when_the_tenants_have_gone(benches, descriptors, threads, requests, found):
+    soak, _ = benches
+    assert soak.left(soak.Held(50, 20, 0), soak.Held(descriptors, threads, requests)) == found
+
+
+def test_what_the_server_holds_is_read(benches, monkeypatch):
+    """From /proc, and from metrics whose names exist."""
+    soak, _ = benches
+    watch = soak.Watch(0, "key", os.getpid())
+    lines = "".join(f'chairlift_{name}{{engine="0"}} 2.0\n' for name in soak.REQUESTS)
+    monkeypatch.setattr(watch, "metrics", lambda: lines)
+    before = watch.held()
+    assert before.requests == 2 * len(soak.REQUESTS)
+    with open(os.devnull, "rb"):
+        assert watch.held().descriptors == before.descriptors + 1
+    documented = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    assert all(f"`{name}" in documented for name in soak.REQUESTS)
 
 
 def test_the_monitors_metrics_are_read(benches, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 from local_server import Handler, local_server
 from rich.console import Console
 
-from chairlift.cli import explain, main, top
+from chairlift.cli import explain, main, shadow, top
 from chairlift.server.lifecycle import ModelState
 
 ROW = {"slot": 2, "tag": 129, "tenant": "alice", "priority": 0, "state": "decode", "prompt_tokens": 500, "computed_tokens": 512}
@@ -281,6 +281,17 @@ def test_states_of_another_version_are_shown_by_their_names(capsys):
     state = STATE | {"stats": STATE["stats"] | {"waiting_by_state": {"wait_for_godot": 3}}}
     Console(width=120).print(top.frame(state, Console(width=120)))
     assert "wait_for_godot" in capsys.readouterr().out
+
+
+def test_texts_of_clients_control_no_terminal(capsys):
+    miss = {"before": "a\x1b]0;title\x07", "now": "b\x1b[2J[bold]", "advice": "keep it"}
+    explain.show({"summary": "Done.", "sequences": [], "cache_miss": miss}, Console())
+    assert capsys.readouterr().out == "Done.\n  before: a?]0;title?\n  now: b?[2J[bold]\n  advice: keep it\n"
+    runs = {"shadow": dict.fromkeys(("requests", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "cached_share", "preemptions"))}
+    empty = {"runs": runs, "tenants": {}, "sessions": {"a\x1b[2J": runs, "b": runs}}
+    text = shadow.text({**empty, "covered": None, "window_s": 1, "cpu_share": 0.0, "proposal": None, "failure": None})
+    assert "a?[2J" in text
+    assert "\x1b" not in text
 
 
 def test_a_refusal_has_no_sequences(capsys):

@@ -141,6 +141,25 @@ def test_a_path_stays_as_it_is(upstream, base, up):
     assert not upstream.started
 
 
+@pytest.mark.parametrize(
+    ("target", "waits"),
+    [
+        ("/v1/chat/completions", True),
+        ("//v1//chat/completions", True),
+        ("/v1/./chat/completions", True),
+        ("/v1/x/../chat/completions", True),
+        ("/v1/x/%2e%2e/chat/completions", True),
+        ("/v1/chat%2Fcompletions/", True),
+        ("/../v1/chat/completions?x=/y", True),
+        ("/v1/x/chat/completions", False),
+    ],
+)
+def test_a_path_that_a_proxy_may_read_as_one_that_generates_waits_for_its_turn(base, target, waits):
+    name = f"turn-{abs(hash(target))}"
+    assert status_of(base, target, json.dumps(chat("hello")).encode(), f"X-Request-Id: {name}") in (200, 207)
+    assert httpx.get(f"{base}/v1/requests/{name}/explain").status_code == (200 if waits else 404)
+
+
 def test_the_upstream_is_not_asked_whether_it_expects_the_body(upstream, base):
     assert status_of(base, "/v1/other", b"body", "Expect: 100-continue") == 207
     wait_until(lambda: upstream.requests)
@@ -270,3 +289,28 @@ def test_prompts_wait_for_room_in_the_upstreams_kv(tmp_path):
         upstream.go.release()
         assert first.result().status_code == second.result().status_code == 200
     upstream.stop()
+
+
+def test_a_tenants_key_reaches_only_what_serves_its_own_requests(upstream, tmp_path):
+    alice, operator = ({"authorization": f"Bearer {key}"} for key in ("of-alice", "of-the-operator"))
+    with gate(upstream, log=tmp_path / "log", api_key="alice=of-alice", operator_key="of-the-operator") as address:
+        upstream.requests.clear()
+        for path in (
+            "/slots",
+            "/sleep",
+            "/v1/files",
+            "/v1/load_lora_adapter",
+            "/abort_request",
+            "/v1/x/../../flush_cache",
+            "/v1/%2e%2e/sleep",
+        ):
+            assert status_of(address, path, b"{}", "Authorization: Bearer of-alice") == 403
+        assert not upstream.requests
+        for path in ("/slots", "/v1/files"):
+            assert httpx.post(address + path, headers=operator).status_code == 207
+        for path in ("/v1/models", "/v1/models/m", "/v1/audio/transcriptions", "/tokenize", "/v1/embeddings"):
+            assert httpx.post(address + path, headers=alice).status_code in (207, 405)
+        assert httpx.post(address + "/v1/chat/completions", json=chat("hello"), headers=alice).status_code == 200
+        refused = httpx.get(address + "/slots", headers=alice).json()
+    assert refused["error"]["code"] == "operator_only"
+    assert "--operator-key" in refused["error"]["message"]

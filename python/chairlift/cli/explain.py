@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chairlift.cli import flags, values
+from chairlift.cli.printable import printable
 from chairlift.cli.remote import add_server, client_key, get_json
 from chairlift.timeline import SERVING_RULES, STATES, describe_state
 from chairlift.timeline_plot import plot
@@ -47,7 +48,7 @@ def show(explanation: Mapping[str, Any], console: Console) -> None:
     if (miss := explanation.get("cache_miss")) is not None:
         for title, text in (("before", miss.get("before")), ("now", miss.get("now")), ("advice", miss["advice"])):
             if text is not None:
-                console.print(Text(f"  {title}: {text}"))
+                console.print(Text(f"  {title}: {printable(text)}"))
     sequences = explanation["sequences"]
     total = max((sum(sequence["states"].values()) for sequence in sequences), default=0.0) or 1.0
     for sequence in sequences:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from chairlift.cli import flags, replay_settings
+from chairlift.cli.printable import printable
 from chairlift.cli.replay_settings import apply, format_value
 from chairlift.errors import InvalidSetting
 
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     settings = ", ".join(f"{name}={format_value(value)}" for name, value in changes.items())
 
     def report(document: Mapping[str, Any]) -> None:
-        print(json.dumps({"settings": settings, **document}) if args.json else _text(document), flush=True)
+        print(json.dumps({"settings": settings, **document}) if args.json else text(document), flush=True)
 
     follow(shadow, report, lambda: os.getppid() == parent)
     return 0
@@ -62,7 +63,8 @@ def changes_of(pairs: list[tuple[str, list[Any]]]) -> dict[str, Any]:
     return {name: values[0] for name, values in pairs}
 
 
-def _text(document: Mapping[str, Any]) -> str:
+def text(document: Mapping[str, Any]) -> str:
+    """A report as tables and sentences."""
     from chairlift.sim import table
 
     covered = "no request yet" if document["covered"] is None else f"{document['covered']:.0%} of the requests"
@@ -70,7 +72,7 @@ def _text(document: Mapping[str, Any]) -> str:
     lines = [table.text(runs)]
     for group in ("tenants", "sessions"):
         if len(document[group]) > 1:
-            rows = [[name or "(none)", *cells] for name, one in document[group].items() for cells in table.runs(one)[1:]]
+            rows = [[printable(name) or "(none)", *cells] for name, one in document[group].items() for cells in table.runs(one)[1:]]
             lines.append(table.text([[group.removesuffix("s"), *runs[0]], *rows]))
     lines.append(f"The last {document['window_s']:,.0f} s, {covered}, {document['cpu_share']:.1%} of a core.")
     if document["proposal"]:

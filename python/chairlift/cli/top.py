@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chairlift.cli import flags
+from chairlift.cli.printable import printable
 from chairlift.cli.ps import HEADING, model_cells
 from chairlift.cli.remote import add_server, client_key, get_json
 from chairlift.errors import ChairliftError
@@ -290,7 +291,7 @@ def _running(rows: Sequence[Mapping[str, Any]], limit: int, console: Console) ->
 
 def _shown(name: str, longest: int) -> str:
     """A name that a client chose, for a terminal."""
-    return _cut("".join(character if character.isprintable() else "?" for character in name), longest)
+    return _cut(printable(name), longest)
 
 
 def _cut(name: str, longest: int) -> str:

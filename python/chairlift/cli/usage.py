@@ -10,8 +10,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from chairlift.cli import flags
+from chairlift.cli.printable import printable
 from chairlift.errors import InvalidSetting
 
 _EXAMPLES = """\
@@ -97,7 +99,7 @@ def _print(console: Console, by: Sequence[str], sums: dict[tuple[str, ...], dict
     width = max(len(_SUMS[name]) for name in names)
     for key in sorted(sums):
         lines = [f"{_SUMS[name]:{width}}  {sums[key][name]:,.0f}" for name in names]
-        console.print(", ".join(part or "-" for part in key), *lines, sep="\n  ", markup=False, soft_wrap=True)
+        console.print(", ".join(printable(part) or "-" for part in key), *lines, sep="\n  ", markup=False, soft_wrap=True)
 
 
 def _records(file: Path) -> Iterator[dict[str, Any] | None]:
@@ -133,5 +135,5 @@ def _table(by: Sequence[str], sums: dict[tuple[str, ...], dict[str, float]]) -> 
     for name in names:
         table.add_column(_SUMS[name], justify="right")
     for key in sorted(sums):
-        table.add_row(*(part or "-" for part in key), *(f"{sums[key][name]:,.0f}" for name in names))
+        table.add_row(*(Text(printable(part) or "-") for part in key), *(f"{sums[key][name]:,.0f}" for name in names))
     return table

@@ -16,10 +16,12 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from chairlift.engine.frames import Estimate
+from chairlift.errors import brief
 from chairlift.gate.admission import Admitted, admitted
 from chairlift.gate.answer import Answer
 from chairlift.gate.estimates import Estimates
-from chairlift.gate.prompt import GENERATES, read_prompt
+from chairlift.gate.paths import GENERATES, is_of_clients, plain
+from chairlift.gate.prompt import read_prompt
 from chairlift.gate.upstream import RawHeaders, Upstream, UpstreamFailed, failure, passed_on
 from chairlift.server.errors import ApiError, for_route
 from chairlift.server.http.body import LARGE, read_raw
@@ -52,9 +54,13 @@ class Gate:
             raise ApiError(508, "this gate is its own upstream: check --upstream", code="loop")
         if not scope["raw_path"].startswith(b"/"):  # after the upstream's address, %2F@host would name another server
             raise ApiError(400, "the path must begin with a slash that is not encoded", code="invalid_http")
+        path = plain(scope["path"])
+        if self._keyed and request.state.reader is not None and not is_of_clients(path):
+            message = f"a tenant's key does not reach {brief(path)} of the upstream: use the operator's (--operator-key)"
+            raise ApiError(403, message, code="operator_only", headers={"connection": "close"})  # the body stays unread
         raw = await read_raw(request, request.app.state.max_body_size)
         request.state.context.body_received()
-        generates = request.method == "POST" and scope["path"] in GENERATES
+        generates = request.method == "POST" and path in GENERATES
         request.state.ticket.admit(queued=generates)
         try:
             if generates:

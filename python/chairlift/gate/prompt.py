@@ -14,15 +14,6 @@ from pydantic_core import from_json
 BYTES_PER_TOKEN = 4
 """Bytes of JSON that stand for a token. The real number is learned from the upstream's `usage`: see `Estimates`."""
 
-GENERATES = frozenset(
-    {
-        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-        *("/chat/completions", "/completions", "/completion", "/infill", "/generate", "/api/chat", "/api/generate"),
-        *("/invocations", "/vertex_generate", "/inference/v1/generate"),
-    }
-)
-"""Paths whose requests generate text. All others are passed on at once."""
-
 LONGEST_TEXT = 1 << 16
 """Characters of a string above which it may be an image or a sound."""
 DATA_TOKENS = 256

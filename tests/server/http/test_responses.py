@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from chairlift.server.http.responses import Json, LargeJson, Rows, json_pieces, to_json_bytes
+from chairlift.server.errors import ApiError
+from chairlift.server.http.responses import Json, LargeJson, Pieces, Rows, json_pieces, to_json_bytes
 
 CONTENTS = [
     {},
@@ -48,17 +49,38 @@ def test_rows_are_made_as_they_are_serialized(count):
     assert list(Rows(rows)) == [{"a": number} for number in range(1, count + 1)]
 
 
+async def sent(response):
+    messages = []
+
+    async def send(message):
+        messages.append(message)
+
+    await response({"type": "http"}, None, send)
+    return messages
+
+
+@pytest.mark.parametrize("pieces", [[], [b"a"], [b"a", b"bc", b"d"]])
+def test_pieces_are_read_while_they_are_sent(pieces):
+    async def read():
+        for piece in pieces:
+            yield piece
+
+    head, *bodies = asyncio.run(sent(Pieces(read(), 7, "text/plain", {"x": "y"})))
+    assert {(b"x", b"y"), (b"content-length", b"7")} <= set(head["headers"])
+    assert [(one["body"], one["more_body"]) for one in bodies] == [*((piece, True) for piece in pieces), (b"", False)]
+
+
+def test_an_error_before_the_first_piece_is_the_response():
+    async def read():
+        raise ApiError(404, "gone")
+        yield b""
+
+    with pytest.raises(ApiError):
+        asyncio.run(sent(Pieces(read(), 7, "text/plain", {})))
+
+
 @pytest.mark.parametrize("size", [1, 1 << 18, (1 << 20) + 1])
 def test_a_large_response_is_sent_in_pieces_and_is_that_of_a_small_one(size):
-    async def sent(response):
-        messages = []
-
-        async def send(message):
-            messages.append(message)
-
-        await response({"type": "http"}, None, send)
-        return messages
-
     content = {"a": "b" * size}
     messages = asyncio.run(sent(LargeJson(content, headers={"x": "y"})))
     head, whole = asyncio.run(sent(Json(content, headers={"x": "y"})))

@@ -199,6 +199,22 @@ def test_the_command_sums_by_session_also_older_records_without_one(tmp_path, ca
     assert [(row["session"], row["requests"]) for row in json.loads(capsys.readouterr().out)] == [("", 2), ("s", 1)]
 
 
+@pytest.mark.parametrize("columns", [60, 400])
+@pytest.mark.parametrize(
+    ("name", "shown"), [("\x1b[2Jrow\n", "?[2Jrow?"), ("[/]", "[/]"), ("[link=http://x]y[/link]", "[link=http://x]y[/link]")]
+)
+def test_a_session_is_shown_as_its_client_named_it_and_controls_no_terminal(tmp_path, capsys, monkeypatch, columns, name, shown):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    write(tmp_path, [timeline()])
+    file = next(tmp_path.iterdir())
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"session": name}) + "\n")
+    assert main(["usage", str(tmp_path), "--by", "session"]) == 0
+    out = capsys.readouterr().out
+    assert shown in out
+    assert "\x1b[2J" not in out
+
+
 @pytest.mark.parametrize("columns", [20, 60, 80, 120, 200])
 def test_numbers_are_never_cut(tmp_path, capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))

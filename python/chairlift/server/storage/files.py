@@ -140,8 +140,12 @@ class Files:
         await self._database.run(work)
 
     async def content(self, file: StoredFile) -> AsyncGenerator[bytes]:
-        """Yields the bytes of a file."""
-        with await asyncio.to_thread(open, self.path(file.id), "rb") as stream:
+        """Yields the bytes of a file; raises ApiError 404 if it has been deleted meanwhile."""
+        try:
+            stream = await asyncio.to_thread(open, self.path(file.id), "rb")
+        except FileNotFoundError:
+            raise _unknown(file.id) from None
+        with stream:
             while data := await asyncio.to_thread(stream.read, _BUFFER_BYTES):
                 yield data
 

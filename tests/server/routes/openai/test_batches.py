@@ -347,6 +347,14 @@ def test_names_are_never_paths(server, tmp_path, name):
     ]
 
 
+def test_a_file_that_is_deleted_as_its_content_is_asked_for_is_not_found(server, tmp_path):
+    with httpx.Client(base_url=server[0], headers={"authorization": "Bearer a"}) as http:
+        id = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", b"x")}).json()["id"]
+        (tmp_path / "data/files" / id).unlink()
+        reply = http.get(f"/v1/files/{id}/content")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "file_not_found")
+
+
 @pytest.mark.parametrize("id", ["..%2f..%2fchairlift.sqlite3", "..", "%2e%2e", "file-%00", "file-' OR 1=1 --", "\U0001f600", "x" * 5000])
 def test_ids_are_never_paths(server, id):
     with httpx.Client(base_url=server[0], headers={"authorization": "Bearer a"}) as http:

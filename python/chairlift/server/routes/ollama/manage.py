@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from chairlift.checkpoint.downloads import delete_model
 from chairlift.checkpoint.locate import pull_model
@@ -18,6 +18,7 @@ from chairlift.server.errors import ApiError
 from chairlift.server.http.body import parse
 from chairlift.server.http.responses import Json, to_json_bytes
 from chairlift.server.service import service_of
+from chairlift.server.streaming import JsonLines
 
 _PROGRESS_SECONDS = 0.25
 """Time between two lines about a download."""
@@ -36,7 +37,7 @@ async def pull(request: Request) -> Response:
     if body.get("stream") is False:
         await _call(work)
         return Json({"status": "success"})
-    return StreamingResponse(_progress(body["model"], work), media_type="application/x-ndjson")
+    return JsonLines(_progress(body["model"], work), {})
 
 
 async def delete(request: Request) -> Response:

@@ -6,12 +6,12 @@ import logging
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from chairlift.errors import brief
 from chairlift.server.errors import ApiError
 from chairlift.server.http.multipart import read_form
-from chairlift.server.http.responses import Json
+from chairlift.server.http.responses import Json, Pieces
 from chairlift.server.service import service_of
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,8 @@ async def file_content(request: Request) -> Response:
     files = service_of(request).data.files
     file = await files.get(request.state.tenant, request.path_params["id"])
     # Never shown as a page of this server: the bytes are a client's.
-    headers = {"content-length": str(file.bytes), "content-disposition": "attachment", "x-content-type-options": "nosniff"}
-    return StreamingResponse(files.content(file), headers=headers, media_type="application/octet-stream")
+    headers = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
+    return Pieces(files.content(file), file.bytes, "application/octet-stream", headers)
 
 
 def page_size(text: str | None, default: int, most: int) -> int:

@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import asdict
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -67,7 +67,7 @@ def _poller(request: Request, model: ServedModel) -> SnapshotPoller:
 @cache
 def _page() -> tuple[bytes, str]:
     """Returns the page, and a content security policy that allows exactly its script and style."""
-    text = files("chairlift.server.routes.ops").joinpath("static/dashboard.html").read_text(encoding="utf-8")
+    text = (Path(__file__).parent / "static/dashboard.html").read_text(encoding="utf-8")
     text = text.replace(_STATES_PLACEHOLDER, json.dumps({name: asdict(state) for name, state in STATES.items()}), 1)
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for kind, body in _INLINE.findall(text):
