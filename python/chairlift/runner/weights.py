@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from chairlift import _core
 from chairlift.checkpoint.gguf import BLOCK_TYPES, GGUFTensors
-from chairlift.checkpoint.safetensors_file import DTYPES, PACKED_DTYPES, Array, SafetensorsFile, as_array, as_float32
-from chairlift.checkpoint.weight_files import gguf_link, weight_files
+from chairlift.checkpoint.safetensors_file import DTYPES, PACKED_DTYPES, Array, SafetensorsFile, as_array, as_float32, tensor_files
+from chairlift.checkpoint.weight_files import gguf_link
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
@@ -102,11 +102,7 @@ class SafetensorWeights:
     def __init__(self, directory: Path, scheme: QuantizationScheme | None = None) -> None:
         """Opens the files of the weights. `scheme` is that of quantised layers. Raises ModelNotFound or UnsupportedModel."""
         self.directory, self._scheme = directory, scheme
-        self._files: dict[str, SafetensorsFile] = {}
-        for file in map(SafetensorsFile, weight_files(directory)):
-            if both := file.tensors.keys() & self._files.keys():
-                raise UnsupportedModel(f"{file.path} and {self._files[min(both)].path.name} both hold tensor {min(both)}: remove one")
-            self._files |= dict.fromkeys(file.tensors, file)
+        self._files = tensor_files(directory)
         self._kernel_files: dict[Path, _core.TensorFile] = {}
         self._pages = FilePages({file.path for file in self._files.values()})
         self._unused = set(self._files)
