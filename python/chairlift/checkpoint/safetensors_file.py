@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from chairlift.checkpoint.lfs_pointer import remedy
 from chairlift.checkpoint.weight_files import INDEX, indexed_files, weight_files
 from chairlift.errors import UnsupportedModel
 
@@ -98,7 +99,7 @@ class SafetensorsFile:
         return TensorEntry(dtype, tuple(shape), data_start + start, end - start)
 
     def _corrupt(self, reason: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self.path} cannot be read as safetensors ({reason}): is the download complete?")
+        return UnsupportedModel(f"{self.path} cannot be read as safetensors ({reason}): {remedy(self.path)}")
 
 
 def tensor_files(directory: Path) -> dict[str, SafetensorsFile]:
