@@ -20,6 +20,7 @@ from chairlift.checkpoint.weight_files import gguf_link
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
+from chairlift.models.encoder import EncoderConfig
 from chairlift.models.experts import MXFP4_BLOCKS
 from chairlift.models.quantization import QuantizationScheme
 from chairlift.models.shape import ModelShape
@@ -205,7 +206,7 @@ class SafetensorWeights:
         own = self._prefix if self._prefix in WRAPPED_PREFIXES else ""
         unused = (name for name in self._unused - ignored if name.startswith(own) and not _is_shared(name, model))
         unused = (name for name in unused if not name.startswith(DRAFTING) and not _is_later(name, model))
-        extra = sorted(name for name in unused if not name.endswith(NEEDLESS) and not self._is_empty_bias(name))
+        extra = sorted(name for name in unused if not name.endswith(NEEDLESS) and not self._is_empty_bias(name) and _matters(name, model))
         if extra:
             raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {_some(extra)}")
 
@@ -363,7 +364,7 @@ class GGUFWeights:
 
     def finish(self, model: ModelShape) -> None:
         """Raises UnsupportedModel if a tensor was not used."""
-        if extra := sorted(name for name in self._unused if not _is_shared(name, model)):
+        if extra := sorted(name for name in self._unused if not _is_shared(name, model) and _matters(name, model)):
             raise UnsupportedModel(f"{self.tensors.path} has tensors that its metadata does not account for: {_some(extra)}")
 
     def _is_kept(self, kind: int) -> bool:
@@ -400,6 +401,11 @@ def _is_shared(name: str, model: ModelShape) -> bool:
     """Whether a tensor makes keys or values in a layer that uses those of another one."""
     found = re.search(r"layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)
     return isinstance(model, ModelConfig) and found is not None and model.source_of(int(found[1])) != int(found[1])
+
+
+def _matters(name: str, model: ModelShape) -> bool:
+    """Whether a tensor changes results. Encoders have layers for their training after the last one."""
+    return not isinstance(model, EncoderConfig) or model.layout.layer.partition("{")[0] in name
 
 
 def _is_later(name: str, model: ModelShape) -> bool:
