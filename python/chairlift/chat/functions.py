@@ -16,9 +16,9 @@ _NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _CONSTRAINTS = (
     *("$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "enum", "const"),
-    *("required", "dependentRequired", "dependentSchemas", "dependencies", "minProperties", "patternProperties", "propertyNames"),
+    *("dependentRequired", "dependentSchemas", "dependencies", "minProperties", "patternProperties", "propertyNames"),
 )
-"""Keywords that may require or allow properties which are not among `properties`."""
+"""Keywords that may require or allow properties which are not among `properties`, beside `required`."""
 
 
 class Function(BaseModel):
@@ -36,10 +36,15 @@ class Function(BaseModel):
         return {**self.model_dump(exclude_unset=True, exclude={"strict"}), "parameters": parameters}
 
     def arguments_schema(self) -> dict[str, Any]:
-        """Returns the JSON schema for calls: without properties, the only valid arguments are `{}` unless the schema says more."""
+        """Returns the JSON schema for calls: a function takes no other arguments than those that it names, unless the schema says more."""
         schema = _NO_PARAMETERS if self.parameters is None else self.parameters
-        bare = schema.get("properties") == {} and not any(schema.get(name) for name in _CONSTRAINTS)
-        return {"additionalProperties": False, **schema} if bare else schema
+        named, required = schema.get("properties"), schema.get("required") or ()
+        closed = (
+            isinstance(named, dict)
+            and isinstance(required, list | tuple)
+            and all(name in named for name in required if isinstance(name, str))
+        )
+        return {"additionalProperties": False, **schema} if closed and not any(schema.get(name) for name in _CONSTRAINTS) else schema
 
 
 class TextFormat(BaseModel):
