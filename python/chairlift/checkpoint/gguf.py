@@ -211,7 +211,7 @@ def _recommended_sampling(file: GGUFFile) -> dict[str, Any]:
     return settings
 
 
-def _hf_name(name: str, layout: GGUFFormat) -> str | None:
+def hf_name(name: str, layout: GGUFFormat) -> str | None:
     """Returns Hugging Face's name of a tensor; None if it is unknown."""
     stem, _, suffix = name.rpartition(".")
     if stem in layout.top and suffix in ("weight", "bias"):
@@ -236,7 +236,7 @@ def _named(file: GGUFFile, layout: GGUFFormat) -> dict[str, TensorEntry]:
     for entry in file.tensors.values():
         if entry.name.endswith(_IGNORED) or entry.name.startswith(beyond):
             continue
-        name = _hf_name(entry.name, layout)
+        name = hf_name(entry.name, layout)
         if name is None:
             raise UnsupportedModel(f"{file.path}: tensor {entry.name} of shape {list(entry.shape)} does not belong to its architecture")
         found[name] = entry
