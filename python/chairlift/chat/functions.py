@@ -11,14 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from chairlift.chat.messages import check_depth
 from chairlift.chat.tools.custom import PARAMETERS
 from chairlift.errors import InvalidRequest, brief
+from chairlift.grammar.json_schema import closed
 
 _NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-_CONSTRAINTS = (
-    *("$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "enum", "const"),
-    *("dependentRequired", "dependentSchemas", "dependencies", "minProperties", "patternProperties", "propertyNames"),
-)
-"""Keywords that may require or allow properties which are not among `properties`, beside `required`."""
 
 
 class Function(BaseModel):
@@ -37,14 +33,7 @@ class Function(BaseModel):
 
     def arguments_schema(self) -> dict[str, Any]:
         """Returns the JSON schema for calls: a function takes no other arguments than those that it names, unless the schema says more."""
-        schema = _NO_PARAMETERS if self.parameters is None else self.parameters
-        named, required = schema.get("properties"), schema.get("required") or ()
-        closed = (
-            isinstance(named, dict)
-            and isinstance(required, list | tuple)
-            and all(name in named for name in required if isinstance(name, str))
-        )
-        return {"additionalProperties": False, **schema} if closed and not any(schema.get(name) for name in _CONSTRAINTS) else schema
+        return closed(_NO_PARAMETERS if self.parameters is None else self.parameters)
 
 
 class TextFormat(BaseModel):
