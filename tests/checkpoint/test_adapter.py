@@ -24,8 +24,8 @@ def test_matrices_of_two_dtypes_are_read_as_float32(model: Path, tmp_path: Path)
     name = "model.layers.1.mlp.up_proj"
     tensors[f"{name}.lora_B"] = tensors[f"{name}.lora_B"].astype(np.float16)
     files = AdapterFiles(adapters.write(tmp_path / "a", tensors))
-    assert (len(files.updates), files.rank, files.scale) == (14, 4, 2.0)
     update = files.updates[1, "up_proj"]
+    assert (len(files.updates), files.rank, update.scale) == (14, 4, 2.0)
     assert (update.kind, update.inputs, update.outputs) == ("float32", 32, 48)
     assert np.array_equal(update.a.view(np.float32).reshape(4, 32), tensors[f"{name}.lora_A"])
     assert np.array_equal(update.b.view(np.float32).reshape(48, 4), tensors[f"{name}.lora_B"].astype(np.float32))
@@ -52,6 +52,10 @@ def test_the_digest_is_that_of_the_content(model: Path, tmp_path: Path) -> None:
         ({"made_up": {"a": 1}}, "sets made_up, which is not known here and may change answers"),
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
         ({"init_lora_weights": "pissa_niter_4"}, "also changes the base"),
+        ({"rank_pattern": {"(": 8}}, "rank_pattern is not an object whose names are patterns"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern or alpha_pattern has a value that is no rank"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "rank_pattern or alpha_pattern has a value that is no rank or no alpha"),
+        ({"alpha_pattern": [8]}, "alpha_pattern is not an object"),
         ({"r": 8}, "do not have the rank r = 8"),
         ({"r": "4"}, "r is '4'"),
         ({"r": 0}, "r is 0"),
@@ -89,6 +93,27 @@ def test_matrices_that_do_not_fit_are_refused(model: Path, tmp_path: Path, name:
     tensors = adapters.matrices(model) | {name: np.zeros(shape, dtype=np.float32)}
     with pytest.raises(UnsupportedModel, match=message):
         AdapterFiles(adapters.write(tmp_path / "a", tensors))
+
+
+def test_a_gguf_file_that_is_no_plain_adapter_is_refused(model: Path, tmp_path: Path) -> None:
+    path, tensors = tmp_path / "a.gguf", adapters.matrices(model)
+    files = AdapterFiles(adapters.write_gguf(path, tensors, 4, 2, alpha=0))
+    assert {(update.rank, update.scale) for update in files.updates.values()} == {(4, 1.0)}  # as llama.cpp computes files without an alpha
+    assert {module for (_, module), update in files.updates.items() if update.alternates} == {"q_proj", "k_proj"}
+    whole = path.read_bytes()
+    changes = {
+        (b"adapter.lora.alpha", b"adapter.lora.gamma"): "its metadata has adapter.lora.gamma, which is not known",
+        (b"adapter.type", b"adapter.typo"): "not of a LoRA adapter",
+        (b"llama", b"lmama"): "architecture 'lmama', which cannot be read",
+        (b"blk.0.attn_q.weight.lora_a", b"blk.0.attn_q.weight.lora_c"): r"it changes blk\.0\.attn_q\.weight\.lora_c: only",
+    }
+    for (old, new), message in changes.items():
+        path.write_bytes(whole.replace(old, new))
+        with pytest.raises(UnsupportedModel, match=f"^adapter .*{message}"):
+            AdapterFiles(path)
+    path.write_bytes(whole[:-8])
+    with pytest.raises(UnsupportedModel, match="damaged or incomplete"):
+        AdapterFiles(path)
 
 
 def test_missing_and_corrupt_files_are_refused_with_one_line(model: Path, tmp_path: Path) -> None:

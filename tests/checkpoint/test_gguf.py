@@ -376,6 +376,13 @@ def test_yarn_of_a_file(tmp_path: Path, metadata: dict[str, float], scale: float
     assert rope.scale == pytest.approx(scale, rel=1e-6)
 
 
+def test_a_file_that_says_that_its_context_is_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", replaced={"llama.context_length": 0})
+    convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    assert ModelConfig.load(tmp_path / "out").max_position_embeddings == 4096
+    assert "tiny.gguf says that its context length is 0: taking 4096 tokens" in caplog.text
+
+
 @pytest.mark.parametrize("content", [b"", b"GGU", b"\0" * 64, b"PK\3\4" + b"\0" * 64])
 def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other.gguf"

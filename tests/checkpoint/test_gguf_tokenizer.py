@@ -155,6 +155,11 @@ def test_what_ends_a_message_alone_does_not_end_an_answer() -> None:
     assert end_tokens({"<|end|>": 1, "<|return|>": 2}) == {1, 2}
     assert end_tokens({"</s>": 1, "<turn|>": 2, "<|tool_response>": 3}) == {2, 3}
     assert end_tokens({"</s>": 1, "<eos>": 2}) == {1, 2}
+    turns = ("[|endofturn|]", "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<|eot|>", "<|assistant_end|>")
+    assert end_tokens({text: index for index, text in enumerate(turns)}) == set(range(len(turns)))
+    assert not end_tokens(
+        {text: index for index, text in enumerate(("eot", "end_of_turn", "<|user_end|>", "<|end_of_thought|>", "[/INST]"))}
+    )
 
 
 @pytest.mark.parametrize("count", [128, 129])

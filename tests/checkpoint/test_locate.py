@@ -1,6 +1,7 @@
 import errno
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from gguf_files import gguf_of, split_gguf_of, tiny_model
 
 from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.locate import cache_dir, locate, public_name
+from chairlift.checkpoint.safetensors_file import SafetensorsFile
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ChairliftError, ModelNotFound, UnsupportedModel
 from chairlift.tokenizer import Tokenizer
@@ -212,6 +214,45 @@ def test_any_part_of_a_split_file_stands_for_the_model(tmp_path: Path, cache: Pa
     with pytest.raises(UnsupportedModel, match=f"{parts[0].name} cannot be read"):
         locate(str(tmp_path / "m"), progress=False)
     (tmp_path / "m" / "odd-00000-of-00000.gguf").write_bytes((tmp_path / "away").read_bytes())  # this is not a name of a part
+
+
+def test_a_file_of_a_directory_stands_for_it(tmp_path: Path) -> None:
+    model = tmp_path / "org-model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "adapter_model.safetensors", "tokenizer.json"):
+        (model / name).write_text("{}")
+    for name in ("config.json", "model.safetensors"):
+        assert locate(str(model / name)) == model
+        assert public_name(str(model / name)) == "org-model"
+    for name in ("adapter_model.safetensors", "tokenizer.json"):
+        with pytest.raises(ModelNotFound, match=f"{name} is a file but not a GGUF one"):
+            locate(str(model / name))
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}')
+    assert locate(str(model / "model.safetensors.index.json")) == model
+
+
+def test_a_repository_of_the_hubs_cache_stands_for_its_snapshot(tmp_path: Path, cache: Path, hub: FakeHub) -> None:
+    hub.add("org/model", {"config.json": b"{}", "model.safetensors": b"1"})
+    gguf_of(tiny_model("qwen2"), tmp_path / "tiny.gguf")
+    hub.add("org/tiny-GGUF", {"tiny-Q8_0.gguf": (tmp_path / "tiny.gguf").read_bytes()})
+    snapshot, converted = locate("org/model", progress=False), locate("org/tiny-GGUF", progress=False)
+    folder = snapshot.parents[1]
+    assert folder.name == "models--org--model"
+    assert locate(str(folder), progress=False) == snapshot
+    assert locate(str(folder.with_name("models--org--tiny-GGUF")), progress=False) == converted
+    assert public_name(str(folder)) == "org/model"
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 123456\n"
+    for name in ("tiny.gguf", "model.safetensors", "tokenizer.json", "tokenizer.model", "tekken.json"):
+        (tmp_path / name).write_text(pointer)
+    reads = [lambda: locate(str(tmp_path / "tiny.gguf")), lambda: locate(str(tmp_path), progress=False)]
+    reads += [partial(SafetensorsFile, tmp_path / "model.safetensors")]
+    reads += [partial(Tokenizer, tmp_path, tmp_path / name) for name in ("tokenizer.json", "tokenizer.model", "tekken.json")]
+    for read in reads:
+        with pytest.raises(ChairliftError, match=r"it is a pointer of Git LFS, run 'git lfs pull' in its directory$"):
+            read()
 
 
 def test_a_bad_file_leaves_nothing(tmp_path: Path, cache: Path) -> None:

@@ -40,6 +40,8 @@ def test_names_are_ollamas(store: Path) -> None:
         ("Llama3.2:1B", "llama3.2:1b"),
         ("library/llama3.2:1b", "llama3.2:1b"),
         ("registry.ollama.ai/library/llama3.2", "llama3.2:latest"),
+        ("ollama.com/library/llama3.2:1b", "llama3.2:1b"),
+        ("ollama://user/own:v1", "user/own:v1"),
         ("user/own:v1", "user/own:v1"),
         ("huggingface.co/org/repo:q4_k_m", "hf.co/org/repo:Q4_K_M"),
     ):

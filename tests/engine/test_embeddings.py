@@ -47,6 +47,51 @@ def test_embeddings_equal_those_of_transformers(tmp_path: Path, family: str, poo
         assert llm.tokenizer.encode("abc de") == [2, 4, 31, 32, 7, 34, 3]
 
 
+OTHER_NAMES = [
+    ("Bert", ["BertModel"], "bert."),
+    ("Bert", ["BertForMaskedLM"], "bert."),
+    ("Bert", ["BertForPreTraining"], ""),
+    ("Bert", None, "0.auto_model."),
+    ("XLMRoberta", ["XLMRobertaForMaskedLM"], "roberta."),
+    ("Gemma3Text", ["Gemma3TextModel"], "model."),
+]
+
+
+@pytest.mark.parametrize(("family", "architectures", "prefix"), OTHER_NAMES)
+def test_an_encoder_under_other_names(tmp_path: Path, family: str, architectures: list[str] | None, prefix: str) -> None:
+    tiny_encoders.write(family, tmp_path)
+    with LLM(tmp_path, threads=1) as llm:
+        expected = llm.embed(TEXTS[0])
+    tensors = load_file(tmp_path / "model.safetensors")
+    if prefix == "bert.":  # as in checkpoints that were made of TensorFlow's
+        tensors = {name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): value for name, value in tensors.items()}
+    save_file({prefix + name: value for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"architectures": architectures}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with LLM(tmp_path, threads=1) as llm:
+        assert np.array_equal(llm.embed(TEXTS[0]), expected)
+
+
+def test_a_classifier_without_the_prefix(tmp_path: Path) -> None:
+    tiny_encoders.write("BertForSequenceClassification", tmp_path)
+    with LLM(tmp_path, threads=1) as llm:
+        expected = llm.score("abc", "def")
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name.removeprefix("bert."): value for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    with LLM(tmp_path, threads=1) as llm:
+        assert llm.score("abc", "def") == expected
+
+
+def test_a_tensor_of_an_encoders_layers_that_is_not_used_is_refused(tmp_path: Path) -> None:
+    tiny_encoders.write("Bert", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"cls.predictions.bias": torch.ones(64), "pooler.dense.bias": torch.ones(48)}, tmp_path / "model.safetensors")
+    LLM(tmp_path, threads=1).close()
+    save_file(tensors | {"encoder.layer.0.attention.self.distance_embedding.weight": torch.ones(9, 12)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"does not account for: encoder\.layer\.0\.attention\.self\.distance_embedding"):
+        LLM(tmp_path, threads=1)
+
+
 @pytest.mark.parametrize("family", ["Bert", "Gemma3Text"])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "F16"])
 def test_an_embedding_of_quantised_weights_equals_that_of_the_dequantised(tmp_path: Path, family: str, kind: str) -> None:

@@ -96,6 +96,38 @@ def test_answers_are_those_of_merged_weights(
         assert output.token_ids == expected[len(output.prompt_token_ids) - 1 :].argmax(-1).tolist()
 
 
+@torch.inference_mode()
+def test_ranks_and_alphas_by_module(tmp_path: Path, byte_model: Path) -> None:
+    model = make(tmp_path / "base", byte_model, "llama")
+    tensors = adapters.matrices(tmp_path / "base", rank=3) | adapters.matrices(tmp_path / "base", rank=5, modules=("up_proj",))
+    ranks, alphas = {"mlp.up_proj": 5, ".*_proj": 3}, {r"layers\.0\.self_attn\..*": 6.0, "q_proj": 1}
+    path = adapters.write(tmp_path / "adapter", tensors, rank=4, alpha=2, rank_pattern=ranks, alpha_pattern=alphas)
+    with LLM(tmp_path / "base", enable_lora=True, lora_modules={"a": str(path)}, **ROOMY) as llm:
+        found = llm.generate(PROMPTS[0], greedy("a", max_tokens=1))[0]
+    with pytest.raises(InvalidSetting, match="has rank 5, above --max-lora-rank 4"):
+        LLM(tmp_path / "base", enable_lora=True, lora_modules={"a": str(path)}, max_lora_rank=4, **ROOMY)
+    for name in [name for name in tensors if name.endswith("lora_A")]:
+        alpha = 6 if ".0.self_attn" in name else 1 if "q_proj" in name else 2
+        layer = {one: tensors[one] for one in (name, name.replace("lora_A", "lora_B"))}
+        merge(model, layer, alpha / tensors[name].shape[0])
+    expected = model(torch.tensor([found.prompt_token_ids])).logits[0, -1].log_softmax(-1)
+    assert abs(float(expected[found.token_ids[0]]) - found.logprobs[0].logprob) < 1e-4
+
+
+@pytest.mark.parametrize("runner", ["rust", "torch"])
+def test_an_adapter_in_a_gguf_file_is_that_of_peft(tmp_path: Path, byte_model: Path, runner: str) -> None:
+    base = tmp_path / "base"
+    make(base, byte_model, "llama")
+    config, tensors = json.loads((base / "config.json").read_text()), adapters.matrices(base)
+    file = adapters.write_gguf(tmp_path / "a.gguf", tensors, config["num_attention_heads"], config["num_key_value_heads"])
+    modules = {"peft": str(adapters.write(tmp_path / "peft", tensors)), "gguf": str(file)}
+    with LLM(base, enable_lora=True, lora_modules=modules, runner=runner, **ROOMY) as llm:
+        one, other = (llm.generate(PROMPTS[0], greedy(name))[0] for name in modules)
+        plain = llm.generate(PROMPTS[0], greedy())[0]
+    assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+    assert one.logprobs != plain.logprobs
+
+
 def test_an_answer_has_the_same_bits_alone_and_in_any_mix(base: Path, paths: dict[str, str], llm: LLM) -> None:
     rng = np.random.default_rng(1)
     names = [None, "a", "b", "c"]

@@ -1,3 +1,4 @@
+import json
 import logging
 from pathlib import Path
 
@@ -34,4 +35,23 @@ def test_no_tensor_may_be_in_two_files(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
     (tmp_path / "model-2.safetensors").write_bytes((tmp_path / "model-1.safetensors").read_bytes())
     with pytest.raises(UnsupportedModel, match=r"model-2\.safetensors and model-1\.safetensors both hold tensor"):
+        SafetensorWeights(tmp_path)
+
+
+def test_the_index_decides_between_two_files_with_one_tensor(tmp_path: Path) -> None:
+    tiny_models.write("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "model-1.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"] + 1}, tmp_path / "model-2.safetensors")
+    for number in (1, 2):
+        listed = dict.fromkeys(tensors, "model-1.safetensors") | {"model.norm.weight": f"model-{number}.safetensors"}
+        listed |= {"missing": "model-2.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+        norm = SafetensorWeights(tmp_path).take("model.norm.weight", *tensors["model.norm.weight"].shape)
+        assert (norm == (tensors["model.norm.weight"] + (number - 1)).numpy()).all()
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
+    )
+    with pytest.raises(UnsupportedModel, match="both hold tensor"):
         SafetensorWeights(tmp_path)

@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import gguf
 import numpy as np
 from safetensors.numpy import save_file
 
 from chairlift.checkpoint.adapter import MODULES
+from chairlift.checkpoint.gguf import _LAYER
 
 SHAPES = {
     **{f"self_attn.{name}_proj": shape for name, shape in {"q": ("q", "x"), "k": ("kv", "x"), "v": ("kv", "x"), "o": ("x", "q")}.items()},
@@ -38,6 +40,25 @@ def write(directory: Path, tensors: dict[str, np.ndarray], rank: int = 4, alpha:
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", "target_modules": list(MODULES)}
     (directory / "adapter_config.json").write_text(json.dumps(settings | config))
     return directory
+
+
+def write_gguf(path: Path, tensors: dict[str, np.ndarray], heads: int, kv_heads: int, alpha: float = 8) -> Path:
+    """Writes an adapter of a Llama as llama.cpp's converter does, which permutes the rows of rotary projections. Returns the path."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", alpha)
+    names = {hugging: ours for ours, hugging in _LAYER.items()}
+    for name, tensor in tensors.items():
+        _, _, layer, module = name.rpartition(".")[0].split(".", 3)
+        if name.endswith("lora_B") and (count := {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads}.get(module)):
+            tensor = tensor.reshape(count, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+        writer.add_tensor(f"blk.{layer}.{names[module]}.weight.{name[-6:].lower()}", tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def random(directory: Path, model: Path, seed: int = 0, rank: int = 4) -> Path:

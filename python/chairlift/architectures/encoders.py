@@ -134,7 +134,6 @@ ENCODERS = {
     known.name: known
     for known in (
         _bert("BertModel", "all-MiniLM, bge, e5, gte; GGUF files of RoBERTa (bge-m3)", head=_ROBERTA_HEAD, gguf=_BERT_GGUF),
-        _bert("BertForMaskedLM", "BERT", "bert."),
         _bert("BertForSequenceClassification", "ms-marco-MiniLM", "bert.", _BERT_HEAD),
         _bert("RobertaModel", "all-roberta"),
         _bert("RobertaForSequenceClassification", "stsb-roberta", "roberta.", _ROBERTA_HEAD),

@@ -11,14 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from chairlift.chat.messages import check_depth
 from chairlift.chat.tools.custom import PARAMETERS
 from chairlift.errors import InvalidRequest, brief
+from chairlift.grammar.json_schema import closed
 
 _NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-_CONSTRAINTS = (
-    *("$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "enum", "const"),
-    *("required", "dependentRequired", "dependentSchemas", "dependencies", "minProperties", "patternProperties", "propertyNames"),
-)
-"""Keywords that may require or allow properties which are not among `properties`."""
 
 
 class Function(BaseModel):
@@ -36,10 +32,8 @@ class Function(BaseModel):
         return {**self.model_dump(exclude_unset=True, exclude={"strict"}), "parameters": parameters}
 
     def arguments_schema(self) -> dict[str, Any]:
-        """Returns the JSON schema for calls: without properties, the only valid arguments are `{}` unless the schema says more."""
-        schema = _NO_PARAMETERS if self.parameters is None else self.parameters
-        bare = schema.get("properties") == {} and not any(schema.get(name) for name in _CONSTRAINTS)
-        return {"additionalProperties": False, **schema} if bare else schema
+        """Returns the JSON schema for calls: a function takes no other arguments than those that it names, unless the schema says more."""
+        return closed(_NO_PARAMETERS if self.parameters is None else self.parameters)
 
 
 class TextFormat(BaseModel):

@@ -101,9 +101,11 @@ class Message(BaseModel):
         raise InvalidRequest(f"{where} must be a string or a list of text parts, got {brief(self.content)}", param="messages")
 
     def _part(self, part: object, where: str) -> str:
-        kinds = ("text", "refusal") if self.role == "assistant" else ("text",)
-        if isinstance(part, dict) and part.get("type") in kinds and isinstance(part.get(part["type"]), str):
-            return str(part[part["type"]])
+        match part:
+            case {"type": "text" | "input_text" | "output_text", "text": str(text)}:  # the latter two are the Responses API's names
+                return text
+            case {"type": "refusal", "refusal": str(text)} if self.role == "assistant":
+                return text
         raise InvalidRequest(
             f'{where} must be {{"type": "text", "text": "..."}}: only text is supported, got {brief(part)}', param="messages"
         )

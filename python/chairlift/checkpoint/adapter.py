@@ -1,4 +1,4 @@
-"""Reads LoRA adapters in peft's format: adapter_config.json and adapter_model.safetensors."""
+"""Reads LoRA adapters: in peft's format (adapter_config.json and adapter_model.safetensors), or GGUF files."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from chairlift.checkpoint.gguf_parts import is_gguf
 from chairlift.checkpoint.safetensors_file import DTYPES, Array, SafetensorsFile, as_float32
 from chairlift.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from chairlift.checkpoint.gguf_adapter import GGUFAdapter
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers that an adapter can change."""
@@ -22,8 +27,6 @@ REFUSED = {
     "modules_to_save": "whole modules (modules_to_save)",
     "trainable_token_indices": "embeddings of single tokens",
     "layer_replication": "repeated layers",
-    "rank_pattern": "ranks by module (rank_pattern)",
-    "alpha_pattern": "alphas by module (alpha_pattern)",
     "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
     "alora_invocation_tokens": "an activation by tokens of the prompt (activated LoRA)",
     "target_parameters": "updates of parameters that are no linear layers (target_parameters)",
@@ -35,7 +38,8 @@ REFUSED = {
 IGNORED = frozenset(
     (
         *("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "auto_mapping", "inference_mode"),
-        *("r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights", "target_modules", "exclude_modules"),
+        *("r", "rank_pattern", "lora_alpha", "alpha_pattern", "lora_dropout", "use_rslora", "bias", "init_lora_weights"),
+        *("target_modules", "exclude_modules"),
         *("layers_to_transform", "layers_pattern", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
         *("qalora_group_size", "megatron_config", "megatron_core", "ensure_weight_tying"),
     )
@@ -49,21 +53,72 @@ _NAME = re.compile(r"(?:.*\.)?layers\.(\d{1,5})\.((?:self_attn|mlp|mixer|feed_fo
 
 
 class LowRank(NamedTuple):
-    """The update of one linear layer: A [rank, inputs] and B [outputs, rank], in the dtype `kind`, as bytes."""
+    """The update of one linear layer: A [rank, inputs] and B [outputs, rank], in the dtype `kind`, as bytes.
+
+    `scale` is the factor of B A. If `alternates`, the halves of B's rotary rows alternate, as in GGUF files of some architectures.
+    """
 
     kind: str
     a: Array
     b: Array
     inputs: int
     outputs: int
+    rank: int
+    scale: float
+    alternates: bool = False
+
+
+class Factors:
+    """The ranks and the factors of updates that adapter_config.json sets."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Raises ValueError, with the reason, for values that are no ranks, no alphas or no patterns."""
+        rank: Any = config.get("r")
+        alpha: Any = config.get("lora_alpha")
+        if not _is_rank(rank) or not _is_alpha(alpha):
+            raise ValueError(f"r is {rank!r:.50} and lora_alpha {alpha!r:.50} in adapter_config.json")
+        self._rank: int = rank
+        self._alpha: float = alpha
+        self._ranks, self._alphas = (_patterns(config, name) for name in ("rank_pattern", "alpha_pattern"))
+        if not all(_is_rank(value) for _, value in self._ranks) or not all(_is_alpha(value) for _, value in self._alphas):
+            raise ValueError("rank_pattern or alpha_pattern has a value that is no rank or no alpha")
+        self._by_root = bool(config.get("use_rslora"))
+
+    def of(self, layer: str, rank: int) -> tuple[int, float]:
+        """Returns the rank and the factor of the update of a linear layer. Raises ValueError if its matrices' rank is another."""
+        # As in peft (get_pattern_key), the first pattern counts that matches the end of the name.
+        expected = next((value for pattern, value in self._ranks if pattern.fullmatch(layer)), self._rank)
+        alpha = next((value for pattern, value in self._alphas if pattern.fullmatch(layer)), self._alpha)
+        if rank != expected:
+            raise ValueError(f"do not have the rank r = {expected}" + (", as rank_pattern says" if self._ranks else ""))
+        return rank, alpha / (math.sqrt(rank) if self._by_root else rank)
 
 
 class AdapterFiles:
     """An adapter's matrices and the hash of its files."""
 
-    def __init__(self, directory: Path) -> None:
-        """Reads the files. Raises UnsupportedModel, with one line, if they are missing, corrupt, or ask for more than LoRA."""
-        self.directory = directory
+    def __init__(self, path: Path) -> None:
+        """Reads a directory or a GGUF file. Raises UnsupportedModel, with one line, if it is missing, corrupt, or more than LoRA."""
+        self.path = path
+        try:
+            self.updates = self._read_gguf() if is_gguf(path) else self._read_directory()
+        except ValueError as error:
+            raise self._unsupported(str(error)) from None
+        """By layer and module."""
+
+    @property
+    def rank(self) -> int:
+        """The highest rank of an update."""
+        return max(update.rank for update in self.updates.values())
+
+    def _read_gguf(self) -> dict[tuple[int, str], LowRank]:
+        from chairlift.checkpoint.gguf_adapter import GGUFAdapter
+
+        file = GGUFAdapter(self.path)
+        self._hash = hashlib.blake2b(repr((file.alpha, file.alternates)).encode(), digest_size=16)
+        return self._read_updates(file, file, alternates=file.alternates)
+
+    def _read_directory(self) -> dict[tuple[int, str], LowRank]:
         config = self._read_config()
         for field, what in REFUSED.items():
             if config.get(field):
@@ -78,24 +133,19 @@ class AdapterFiles:
             raise self._unsupported(
                 f"init_lora_weights {config['init_lora_weights']!r:.50} also changes the base: convert it to plain LoRA"
             )
-        rank: Any = config.get("r")
-        alpha: Any = config.get("lora_alpha")
-        if type(rank) is not int or not 0 < rank < 2**31 or type(alpha) not in (int, float) or not -_MAX_ALPHA < alpha < _MAX_ALPHA:
-            raise self._unsupported(f"r is {rank!r:.50} and lora_alpha {alpha!r:.50} in adapter_config.json")
-        self.rank: int = rank
-        self.scale: float = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        """Factor of B A."""
-        self.updates = self._read_updates()
-        """By layer and module."""
+        path = self.path / "adapter_model.safetensors"
+        if not path.exists():
+            raise self._unsupported("adapter_model.safetensors is missing: save the adapter with safe_serialization")
+        return self._read_updates(SafetensorsFile(path), Factors(config))
 
     def _read_config(self) -> dict[str, Any]:
-        path = self.directory / "adapter_config.json"
+        path = self.path / "adapter_config.json"
         try:
             text = path.read_bytes()
             config = json.loads(text)
         except OSError as error:
             raise self._unsupported(
-                f"adapter_config.json cannot be read ({error.strerror}): an adapter is a directory in peft's format"
+                f"adapter_config.json cannot be read ({error.strerror}): an adapter is a directory in peft's format, or a GGUF file"
             ) from None
         except (ValueError, RecursionError) as error:
             raise self._unsupported(f"adapter_config.json is not JSON ({error})") from None
@@ -104,11 +154,9 @@ class AdapterFiles:
         self._hash = hashlib.blake2b(text, digest_size=16)
         return config
 
-    def _read_updates(self) -> dict[tuple[int, str], LowRank]:
-        path = self.directory / "adapter_model.safetensors"
-        if not path.exists():
-            raise self._unsupported("adapter_model.safetensors is missing: save the adapter with safe_serialization")
-        file = SafetensorsFile(path)
+    def _read_updates(
+        self, file: SafetensorsFile | GGUFAdapter, factors: Factors | GGUFAdapter, *, alternates: bool = False
+    ) -> dict[tuple[int, str], LowRank]:
         matrices: dict[tuple[int, str], dict[str, str]] = {}
         for name in file.tensors:
             match = _NAME.fullmatch(name)
@@ -121,17 +169,25 @@ class AdapterFiles:
                 raise self._unsupported(f"{found[match[4]]} and {name} both change {module} of layer {position[0]}")
             found[match[4]] = name
         if not matrices:
-            raise self._unsupported("adapter_model.safetensors has no matrices")
-        return {position: self._update(file, position, names) for position, names in sorted(matrices.items())}
+            raise self._unsupported("it has no matrices")
+        updates = {position: self._update(file, position, names, factors) for position, names in sorted(matrices.items())}
+        rotary = ("q_proj", "k_proj") if alternates else ()
+        return {position: update._replace(alternates=position[1] in rotary) for position, update in updates.items()}
 
-    def _update(self, file: SafetensorsFile, position: tuple[int, str], names: dict[str, str]) -> LowRank:
+    def _update(
+        self, file: SafetensorsFile | GGUFAdapter, position: tuple[int, str], names: dict[str, str], factors: Factors | GGUFAdapter
+    ) -> LowRank:
         layer, module = position
         if names.keys() != {"A", "B"}:
             raise self._unsupported(f"layer {layer} has only one of the two matrices of {module}")
         a, b = (file.tensors[names[which]] for which in "AB")
-        if len(a.shape) != 2 or len(b.shape) != 2 or (a.shape[0], b.shape[1]) != (self.rank, self.rank):
-            shapes = f"{list(a.shape)} and {list(b.shape)}"
-            raise self._unsupported(f"{module} of layer {layer} has matrices of {shapes}, which do not have the rank r = {self.rank}")
+        matrices = f"{module} of layer {layer} has matrices of {list(a.shape)} and {list(b.shape)}, which"
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+            raise self._unsupported(f"{matrices} have no common rank")
+        try:
+            rank, scale = factors.of(names["A"].removeprefix("base_model.model.").removesuffix(".lora_A.weight"), a.shape[0])
+        except ValueError as error:
+            raise ValueError(f"{matrices} {error}") from None
         if unknown := {a.dtype, b.dtype} - DTYPES.keys():
             raise self._unsupported(f"{module} of layer {layer} is in {min(unknown)}: expected {', '.join(DTYPES)}")
         data = []
@@ -142,7 +198,7 @@ class AdapterFiles:
         kind = DTYPES[a.dtype][0]
         if a.dtype != b.dtype:
             kind, data = "float32", [_as_float32(part, entry.dtype) for part, entry in zip(data, (a, b), strict=True)]
-        return LowRank(kind, data[0], data[1], a.shape[1], b.shape[0])
+        return LowRank(kind, data[0], data[1], a.shape[1], b.shape[0], rank, scale)
 
     @property
     def digest(self) -> bytes:
@@ -150,7 +206,24 @@ class AdapterFiles:
         return self._hash.digest()
 
     def _unsupported(self, reason: str) -> UnsupportedModel:
-        return UnsupportedModel(f"adapter {self.directory}: {reason}")
+        return UnsupportedModel(f"adapter {self.path}: {reason}")
+
+
+def _is_rank(value: object) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _is_alpha(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_MAX_ALPHA < value < _MAX_ALPHA
+
+
+def _patterns(config: Mapping[str, Any], name: str) -> list[tuple[re.Pattern[str], Any]]:
+    """Returns the patterns of names of layers in a field, and their values."""
+    found = config.get(name) or {}
+    try:
+        return [(re.compile(rf"(.*\.)?({pattern})"), value) for pattern, value in found.items()]
+    except (re.error, AttributeError):
+        raise ValueError(f"{name} is not an object whose names are patterns") from None
 
 
 def _as_float32(data: Array, dtype: str) -> Array:

@@ -122,6 +122,8 @@ def _write(
     _named(file, architecture_of(file)[1])  # checks that all layers are there
     if unknown := check_keys(file.path, file.unread(), config["head_dim"], config["max_position_embeddings"]):
         log.warning("%s has metadata that is not known here and not used: %s", file.path.name, ", ".join(unknown))
+    if file.value(f"{file.get('general.architecture', str)}.context_length") == 0:
+        log.warning("%s says that its context length is 0: taking %d tokens", file.path.name, file.context_length)
     (out / LINK).symlink_to(file.path.absolute())
     out.chmod(0o755)
 
@@ -209,7 +211,7 @@ def _recommended_sampling(file: GGUFFile) -> dict[str, Any]:
     return settings
 
 
-def _hf_name(name: str, layout: GGUFFormat) -> str | None:
+def hf_name(name: str, layout: GGUFFormat) -> str | None:
     """Returns Hugging Face's name of a tensor; None if it is unknown."""
     stem, _, suffix = name.rpartition(".")
     if stem in layout.top and suffix in ("weight", "bias"):
@@ -234,7 +236,7 @@ def _named(file: GGUFFile, layout: GGUFFormat) -> dict[str, TensorEntry]:
     for entry in file.tensors.values():
         if entry.name.endswith(_IGNORED) or entry.name.startswith(beyond):
             continue
-        name = _hf_name(entry.name, layout)
+        name = hf_name(entry.name, layout)
         if name is None:
             raise UnsupportedModel(f"{file.path}: tensor {entry.name} of shape {list(entry.shape)} does not belong to its architecture")
         found[name] = entry

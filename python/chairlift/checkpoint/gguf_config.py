@@ -94,7 +94,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "num_key_value_heads": heads if latent else max(kv_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": file.size(f"{kind}.context_length"),
+        "max_position_embeddings": file.context_length,
         architecture.norm_eps: file.number(f"{kind}.attention.layer_norm_rms_epsilon", epsilon),
         "rope_theta": file.number(f"{kind}.rope.freq_base", 10000.0),
         "partial_rotary_factor": rotary / head_dim,
@@ -328,7 +328,7 @@ def _layer_types(file: GGUFFile, key: str, architecture: Architecture, layers: i
 
 def _rope_scaling(file: GGUFFile, kind: str, architecture: Architecture) -> dict[str, Any] | None:
     """Returns the rotary scaling. Divisors of frequencies, such as Llama 3's, become those of LongRoPE for any length."""
-    prefix, context = f"{kind}.rope.scaling", file.size(f"{kind}.context_length")
+    prefix, context = f"{kind}.rope.scaling", file.context_length
     original = file.size(f"{prefix}.original_context_length", context)
     scaling, scale = file.get(f"{prefix}.type", str) or "linear", file.number(f"{prefix}.attn_factor", 1.0)
     if (short := _divisors(file, "rope_factors_short")) and (long := _divisors(file, "rope_factors_long")):

@@ -40,7 +40,7 @@ def encoder_config(file: GGUFFile, architecture: EncoderArchitecture) -> dict[st
         "num_attention_heads": heads,
         "num_key_value_heads": file.size(f"{kind}.attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": file.size(f"{kind}.context_length"),
+        "max_position_embeddings": file.context_length,
         "vocab_size": vocab_size,
         "dtype": "float32",
     }

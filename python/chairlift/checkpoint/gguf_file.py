@@ -13,12 +13,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from chairlift.checkpoint.gguf_parts import SCALARS, parts_of
+from chairlift.checkpoint.lfs_pointer import remedy
 from chairlift.errors import UnsupportedModel
 
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS, _MAX_NAME = 4, 200
 _FIRST_READ = 1 << 22
 """Bytes of a header to read at once. Most vocabularies fit in one read."""
+UNKNOWN_CONTEXT = 4096
+"""Context length of a file that says 0, as in Ollama."""
 
 T = TypeVar("T")
 
@@ -58,7 +61,7 @@ class GGUFFile:
         self._file = path.open("rb")
         self._size = os.fstat(self._file.fileno()).st_size
         if self._file.read(4) != b"GGUF":
-            raise UnsupportedModel(f"{path} is not a GGUF file")
+            raise UnsupportedModel(f"{path} is not a GGUF file: {remedy(path)}")
         try:
             self._read_header()
         except (struct.error, ValueError, OverflowError) as error:
@@ -114,6 +117,12 @@ class GGUFFile:
         if (embedding := self.tensors.get("token_embd.weight")) is None:
             raise UnsupportedModel(f"{self.path} holds no model: tensor token_embd.weight is missing")
         return embedding.shape[0]
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens of a text; UNKNOWN_CONTEXT for a file that says 0. Raises UnsupportedModel for a file that says nothing."""
+        key = f"{self.get('general.architecture', str)}.context_length"
+        return UNKNOWN_CONTEXT if self.value(key) == 0 else self.size(key)
 
     def size(self, key: str, default: int | None = None) -> int:
         """Returns a positive integer of the metadata. Raises UnsupportedModel if it is missing and has no default."""

@@ -50,7 +50,7 @@ def write_tokenizer(file: GGUFFile, out: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "add_bos_token": _adds(file, "bos"),
         "add_eos_token": _adds(file, "eos"),
-        "model_max_length": file.size(f"{file.get('general.architecture', str)}.context_length"),
+        "model_max_length": file.context_length,
         "added_tokens_decoder": {},
     }
     for role in _ROLES:

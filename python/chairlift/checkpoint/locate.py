@@ -14,18 +14,21 @@ from pathlib import Path, PurePosixPath
 from chairlift.checkpoint.cache import DEFAULT_FILE, LINK, cache_dir, default_file, hub_dir
 from chairlift.checkpoint.file_address import find_file
 from chairlift.checkpoint.gguf_parts import holds_model, is_gguf, model_files, parts_of, stem_of
+from chairlift.checkpoint.hub_cache import repositories
 from chairlift.checkpoint.hub_model import find_hub_model
 from chairlift.checkpoint.hub_settings import is_offline
 from chairlift.checkpoint.hub_suggestions import suggestions
+from chairlift.checkpoint.lfs_pointer import remedy
 from chairlift.checkpoint.model_name import FileAddress, HubName, parse_name
 from chairlift.checkpoint.ollama_store import OllamaFile, OllamaModel, find_ollama_model
 from chairlift.checkpoint.progress import Progress, announced, say
+from chairlift.checkpoint.weight_files import INDEX, weight_files
 from chairlift.config import DEFAULT_MODEL
-from chairlift.errors import ModelNotFound
+from chairlift.errors import ModelNotFound, UnsupportedModel
 
 __all__ = ["cache_dir", "locate", "public_name"]
 
-_LAYOUT = 4
+_LAYOUT = 5
 """Part of the name of a converted model. It is incremented when the output of `convert` changes."""
 
 _DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
@@ -50,7 +53,7 @@ def locate(
     remedies, UnsupportedModel, or ChairliftError if the disk is full.
     """
     cache = cache_dir(directory)
-    path = Path(os.path.expanduser(model))
+    path = _model_path(model)
     if model == DEFAULT_MODEL and not path.is_dir():
         default = f"default-{Path(DEFAULT_FILE).stem}-{_LAYOUT}"
         return _converted(lambda: _default(cache, progress, download), cache, default, progress, _DEFAULT_SAMPLING)
@@ -58,7 +61,8 @@ def locate(
         return _directory(path, cache, progress)
     if path.is_file():
         if not is_gguf(path):
-            raise ModelNotFound(f"{path} is a file but not a GGUF one; name a GGUF file, or the directory that holds config.json")
+            hint = "name a GGUF file, or the directory that holds config.json"
+            raise ModelNotFound(f"{path} is a file but not a GGUF one; {remedy(path, hint)}")
         return _gguf(path, cache, progress)
     name = parse_name(model)
     if isinstance(name, HubName) and revision is not None:
@@ -88,12 +92,24 @@ def public_name(model: str) -> str:
 
     A file's name is without .gguf and the number of a part.
     """
-    path = Path(os.path.abspath(os.path.expanduser(model)))
+    path = Path(os.path.abspath(_model_path(model)))
     if not path.exists():
         return _public_address(model) if "://" in model else model
-    if path.parent.name == "snapshots" and (hub := path.parent.parent.name).startswith("models--"):
+    hub = path.parent.parent.name if path.parent.name == "snapshots" else path.name
+    if hub.startswith("models--"):
         return hub.removeprefix("models--").replace("--", "/")  # a directory of the Hugging Face hub's cache
     return stem_of(path) or model
+
+
+def _model_path(model: str) -> Path:
+    """Returns `model` as a path. A file of a model's directory with safetensors files means the directory."""
+    path = Path(os.path.expanduser(model))
+    if path.suffix in (".json", ".safetensors"):
+        with contextlib.suppress(ModelNotFound, UnsupportedModel):
+            config = path.with_name("config.json")
+            if config.is_file() and path in (config, path.with_name(INDEX), *weight_files(path.parent)):
+                return path.parent
+    return path
 
 
 def _public_address(url: str) -> str:
@@ -167,6 +183,9 @@ def _directory(path: Path, cache: Path, progress: Progress) -> Path:
         return _gguf(found[0], cache, progress)
     if has_config:
         return path.absolute()
+    repository = next((known for known in repositories(path.parent) if known.path == path), None)
+    if repository and (snapshot := find_hub_model(HubName(repository.name), path.parent)):
+        return _directory(snapshot, cache, progress) if snapshot.is_dir() else _gguf(snapshot, cache, progress)
     if (path / "adapter_config.json").is_file():
         raise ModelNotFound(f"{path} holds a LoRA adapter: serve the model that it was trained for with --lora-modules NAME={path}")
     raise ModelNotFound(

@@ -11,7 +11,8 @@ from chairlift.errors import ModelNotFound
 
 _WORD = r"(?!\.)[\w.-]+"
 _NAME = re.compile(
-    rf"(?:(?:hf\.co|huggingface\.co)/(?=.*/))?(?P<repo>{_WORD}/{_WORD})(?::(?P<tag>[\w.-]+)|/(?P<file>.+\.gguf))?", re.ASCII | re.IGNORECASE
+    rf"(?:(?:hf|huggingface)://|(?:hf\.co|huggingface\.co)/(?=.*/))?(?P<repo>{_WORD}/{_WORD})(?::(?P<tag>[\w.-]+)|/(?P<file>.+\.gguf))?",
+    re.ASCII | re.IGNORECASE,
 )
 _REVISION = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
@@ -53,6 +54,8 @@ def shown(model: str) -> str:
 def parse_name(model: str) -> HubName | FileAddress | None:
     """Returns what a name means: `[hf.co/]org/repo`, with `:TAG` or `/FILE.gguf`, or an address; None for another name, such as a path.
 
+    `hf://` may stand for `hf.co/`, and a tag may be the name of a file.
+
     Raises ModelNotFound for an address that cannot be used.
     """
     if re.match(r"https?://", model, re.IGNORECASE):
@@ -75,8 +78,8 @@ def is_revision(text: str) -> bool:
 
 
 def _named(match: re.Match[str], file: str | None = None, revision: str | None = None) -> HubName:
-    tag = match["tag"]
-    return HubName(match["repo"], None if tag == "latest" else tag, file, revision)  # Ollama's clients add `latest`
+    tag = re.sub(r"\.gguf$", "", match["tag"] or "", flags=re.IGNORECASE)
+    return HubName(match["repo"], None if tag in ("", "latest") else tag, file, revision)  # Ollama's clients add `latest`
 
 
 def _address(url: str) -> HubName | FileAddress:
@@ -99,7 +102,7 @@ def _hub_page(path: str) -> HubName:
     org, repo, *rest = [urllib.parse.unquote(part) for part in path.strip("/").split("/")] + [""]
     rest = [part for part in rest if part]
     match = _NAME.fullmatch(f"{org}/{repo}")
-    if match is None or (rest and rest[0] not in ("tree", "blob", "resolve")) or len(rest) == 1:
+    if match is None or (rest and rest[0] not in ("tree", "blob", "resolve", "raw")) or len(rest) == 1:
         raise ModelNotFound(f"{path:.200} is no page of a model: copy the address of the model's page, or of a GGUF file in it")
     revision, file = (rest[1], "/".join(rest[2:])) if rest else (None, "")
     if file and (rest[0] == "tree" or not file.lower().endswith(".gguf")):

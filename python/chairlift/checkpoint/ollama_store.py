@@ -16,7 +16,7 @@ from typing import Any
 from chairlift.errors import UnsupportedModel
 
 _WORD = r"[A-Za-z0-9_][\w.-]*"
-_NAME = re.compile(rf"(?:(?:(?P<host>{_WORD})/)?(?P<namespace>{_WORD})/)?(?P<model>{_WORD})(?::(?P<tag>{_WORD}))?", re.ASCII)
+_NAME = re.compile(rf"(?:ollama://)?(?:(?:(?P<host>{_WORD})/)?(?P<namespace>{_WORD})/)?(?P<model>{_WORD})(?::(?P<tag>{_WORD}))?", re.ASCII)
 _HOST, _NAMESPACE, _TAG = "registry.ollama.ai", "library", "latest"
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _MEDIA_TYPE = "application/vnd.ollama.image."
@@ -130,7 +130,12 @@ def find_ollama_model(name: str) -> OllamaModel | None:
     if match is None:
         return None
     host = match["host"] or _HOST
-    known = _shortest("hf.co" if host == "huggingface.co" else host, match["namespace"] or _NAMESPACE, match["model"], match["tag"] or _TAG)
+    known = _shortest(
+        {"huggingface.co": "hf.co", "ollama.com": _HOST}.get(host, host),
+        match["namespace"] or _NAMESPACE,
+        match["model"],
+        match["tag"] or _TAG,
+    )
     return next((model for model in ollama_models() if model.name.lower() == known.lower()), None)
 
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from chairlift.checkpoint.lfs_pointer import remedy
+from chairlift.checkpoint.weight_files import INDEX, indexed_files, weight_files
 from chairlift.errors import UnsupportedModel
 
 DTYPES = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
@@ -97,7 +99,24 @@ class SafetensorsFile:
         return TensorEntry(dtype, tuple(shape), data_start + start, end - start)
 
     def _corrupt(self, reason: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self.path} cannot be read as safetensors ({reason}): is the download complete?")
+        return UnsupportedModel(f"{self.path} cannot be read as safetensors ({reason}): {remedy(self.path)}")
+
+
+def tensor_files(directory: Path) -> dict[str, SafetensorsFile]:
+    """Returns the safetensors file of each tensor of the model in `directory`.
+
+    The index says which file counts if two hold a tensor of one name. Raises UnsupportedModel if it does not, and as `weight_files` does.
+    """
+    index, found = directory / INDEX, dict[str, SafetensorsFile]()
+    named = indexed_files(index) if index.exists() else {}
+    files = {path.name: SafetensorsFile(path) for path in weight_files(directory)}
+    for file in files.values():
+        for name in file.tensors:
+            chosen = files.get(named.get(name, ""), file)
+            chosen = chosen if name in chosen.tensors else file
+            if (other := found.setdefault(name, chosen)) is not chosen:
+                raise UnsupportedModel(f"{chosen.path} and {other.path.name} both hold tensor {name}: remove one")
+    return found
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift.alternatives import alternatives
+from chairlift.checkpoint.lfs_pointer import remedy
 from chairlift.checkpoint.sentencepiece import Kind, Vocabulary, merged, unigram
 from chairlift.errors import UnsupportedModel
 
@@ -40,7 +41,7 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
     except OSError as error:
         raise UnsupportedModel(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:  # the tokenizers package raises plain Exception
-        raise UnsupportedModel(f"{path} cannot be read as a SentencePiece model ({error}): is the download complete?") from None
+        raise UnsupportedModel(f"{path} cannot be read as a SentencePiece model ({error}): {remedy(path)}") from None
     tokens, kinds = vocabulary.tokens, vocabulary.kinds
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (Kind.CONTROL, Kind.UNKNOWN)]
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in control])

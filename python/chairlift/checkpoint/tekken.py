@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift.checkpoint.byte_alphabet import BYTE_CHARACTERS
+from chairlift.checkpoint.lfs_pointer import remedy
 from chairlift.checkpoint.pre_tokenizers import split_into_bytes
 from chairlift.checkpoint.sentencepiece import merges
 from chairlift.errors import UnsupportedModel
@@ -45,7 +46,7 @@ def tekken_tokenizer(path: Path) -> Tokenizer:
     except OSError as error:
         raise UnsupportedModel(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:  # the tokenizers package raises plain Exception
-        raise UnsupportedModel(f"{path} cannot be read as a tekken.json ({error}): is the download complete?") from None
+        raise UnsupportedModel(f"{path} cannot be read as a tekken.json ({error}): {remedy(path)}") from None
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     return tokenizer
 

@@ -52,13 +52,19 @@ def weight_names(files: Iterable[str]) -> list[str]:
 
 def indexed_names(index: Path) -> list[str]:
     """Returns the names of the files with weights that an index names. Raises UnsupportedModel for an invalid one."""
+    return sorted(set(indexed_files(index).values()))
+
+
+def indexed_files(index: Path) -> dict[str, str]:
+    """Returns the name of the file of each tensor that an index lists. Raises UnsupportedModel for an invalid index."""
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        named: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(named.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UnsupportedModel(f"{index} is not an index of safetensors files") from None
     if outside := [name for name in names if not _is_file_name(name)]:
         raise UnsupportedModel(f"{index} names {outside[0]!r:.100}, which is no file of this directory")
-    return names
+    return named
 
 
 def weight_bytes(model: Path) -> int:

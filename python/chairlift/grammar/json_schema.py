@@ -28,6 +28,11 @@ _FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostnam
 """Formats that llguidance enforces. Others are annotations, as in JSON Schema."""
 _SCHEMA_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _SCHEMAS = frozenset(("items", "additionalProperties", "allOf", "anyOf", "oneOf", "prefixItems"))
+_OTHER_PROPERTIES = (
+    *("$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "enum", "const"),
+    *("dependentRequired", "dependentSchemas", "dependencies", "minProperties", "patternProperties", "propertyNames"),
+)
+"""Keywords that may require or allow properties which are not among `properties`, beside `required`."""
 _LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")
 
 
@@ -52,6 +57,17 @@ def checked_schema(schema: object, param: str, where: str) -> CheckedSchema:
     relaxed: list[str] = []
     schema = _Checker(param, where, relaxed).check(schema, "")
     return CheckedSchema(checked_text(json.dumps(schema, ensure_ascii=False), MAX_GRAMMAR, param, where), relaxed)
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns an object's schema without properties that it does not name, unless it says something of others.
+
+    JSON Schema allows them, but a function takes no other arguments, and clients of servers with llama.cpp's grammars expect no others.
+    """
+    named, required = schema.get("properties"), schema.get("required") or []
+    if not isinstance(named, dict) or not isinstance(required, list) or any(schema.get(name) for name in _OTHER_PROPERTIES):
+        return schema
+    return {"additionalProperties": False, **schema} if all(name in named for name in required if isinstance(name, str)) else schema
 
 
 def checked_text(text: str, maximum: int, param: str, where: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ RANK = "rank"
 """llama.cpp's name for a classifier on the first token's state."""
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "GELU": "gelu"}
 _SCORES = {"Identity": "identity", "Sigmoid": "sigmoid"}
+_PRETRAINED = re.compile("For(MaskedLM|PreTraining)$")
+"""What ends the name of a model with layers for its training, which embeddings are computed without."""
+_BY_TYPE = {known.model_type: name for name, known in ENCODERS.items() if name.endswith("Model")}
+"""The encoders by `model_type`, for older checkpoints that name no architecture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +102,8 @@ class EncoderConfig(ModelShape):
         Raises ModelNotFound if there is no readable config.json, and UnsupportedModel for an encoder that is not supported.
         """
         raw = read_json(directory)
-        for name in parse_names(raw, "architectures") or []:
+        for name in parse_names(raw, "architectures") or [_BY_TYPE.get(str(raw.get("model_type")), "")]:
+            name = _PRETRAINED.sub("Model", name)
             # A decoder of this name attends to earlier tokens alone.
             if name in ENCODERS and (name != "Gemma3TextModel" or raw.get("use_bidirectional_attention")):
                 return cls._parse(raw, ENCODERS[name], directory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chairlift.checkpoint.adapter import AdapterFiles
+from chairlift.checkpoint.adapter import AdapterFiles, LowRank
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
 
@@ -23,8 +23,21 @@ class SlotAdapters:
             self.slots[slot] = number
 
 
-def check_shapes(files: AdapterFiles, model: ModelConfig) -> None:
-    """Raises UnsupportedModel for an adapter that changes what the model's layers do not have, or whose shapes are not theirs."""
+def updates_for(files: AdapterFiles, model: ModelConfig) -> dict[tuple[int, str], LowRank]:
+    """Returns the updates of an adapter by layer and module, with B's rows in the model's order.
+
+    Raises UnsupportedModel for an adapter that changes what the model's layers do not have, or whose shapes are not theirs.
+    """
+    _check_shapes(files, model)
+    return {position: _in_halves(update, model.head_dim) if update.alternates else update for position, update in files.updates.items()}
+
+
+def _in_halves(update: LowRank, head_dim: int) -> LowRank:
+    rows = update.b.reshape(update.outputs // head_dim, head_dim // 2, 2, -1)
+    return update._replace(b=rows.swapaxes(1, 2).reshape(-1), alternates=False)
+
+
+def _check_shapes(files: AdapterFiles, model: ModelConfig) -> None:
     if model.variants:
         raise UnsupportedModel(f"{model.architecture} has layers of several shapes, for which adapters are not supported")
     if model.latent:
@@ -32,15 +45,15 @@ def check_shapes(files: AdapterFiles, model: ModelConfig) -> None:
     for (layer, module), update in files.updates.items():
         if layer >= model.num_layers:
             raise UnsupportedModel(
-                f"adapter {files.directory}: it is for another base: it changes layer {layer}, and the model has {model.num_layers} layers"
+                f"adapter {files.path}: it is for another base: it changes layer {layer}, and the model has {model.num_layers} layers"
             )
         if reason := _refusal(model, layer, module):
-            raise UnsupportedModel(f"adapter {files.directory}: {reason}")
+            raise UnsupportedModel(f"adapter {files.path}: {reason}")
         expected = _shape(model, layer, module)
         if (update.outputs, update.inputs) != expected:
             found, wanted = f"{update.outputs}x{update.inputs}", "{}x{}".format(*expected)
             raise UnsupportedModel(
-                f"adapter {files.directory}: it is for another base: {module} of layer {layer} is {found}, and the model's is {wanted}"
+                f"adapter {files.path}: it is for another base: {module} of layer {layer} is {found}, and the model's is {wanted}"
             )
 
 

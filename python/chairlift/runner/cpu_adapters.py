@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from chairlift import _core
 from chairlift.checkpoint.adapter import AdapterFiles, LowRank
 from chairlift.models.config import ModelConfig
-from chairlift.runner.adapters import SlotAdapters, check_shapes
+from chairlift.runner.adapters import SlotAdapters, updates_for
 from chairlift.runner.weights import Part
 
 Update = tuple[Part, Part, int, float]
@@ -27,24 +28,24 @@ class CpuAdapters(SlotAdapters):
 
     def pack(self, files: AdapterFiles) -> _core.Adapter:
         """Packs an adapter. Raises UnsupportedModel if it was made for another base."""
-        check_shapes(files, self._model)
-        blocks = [block for layer in range(self._model.num_layers) for block in self._blocks(files, layer)]
+        changes = updates_for(files, self._model)
+        blocks = [block for layer in range(self._model.num_layers) for block in self._blocks(changes, layer)]
         return _core.Adapter(blocks, isa=self._isa)
 
-    def _blocks(self, files: AdapterFiles, layer: int) -> list[BlockUpdates]:
+    def _blocks(self, changes: Mapping[tuple[int, str], LowRank], layer: int) -> list[BlockUpdates]:
         """The updates of a layer's blocks, which are those that `cpu_decoder` makes."""
         model, blocks = self._model, list[BlockUpdates]()
 
         def updates(*modules: str) -> list[Update | None]:
-            found = (files.updates.get((layer, module)) for module in modules)
-            return [None if one is None else _update(one, files) for one in found]
+            found = (changes.get((layer, module)) for module in modules)
+            return [None if one is None else _update(one) for one in found]
 
         if model.recurrence and model.recurrence.layers[layer]:
             blocks.append(([], []))
         elif model.attention[layer]:
             queries, gates = updates("q_proj"), list[Update | None]()
             if model.gated_attention:
-                queries, gates = _by_head(files.updates.get((layer, "q_proj")), files, model.num_heads)
+                queries, gates = _by_head(changes.get((layer, "q_proj")), model.num_heads)
             blocks.append(([*queries, *updates("k_proj", "v_proj"), *gates], updates("o_proj")))
         if model.feeds[layer]:
             blocks.append((updates(*(("gate_proj", "up_proj") if model.gated else ("up_proj",))), updates("down_proj")))
@@ -67,15 +68,15 @@ class CpuAdapters(SlotAdapters):
         return numbers
 
 
-def _update(update: LowRank, files: AdapterFiles) -> Update:
-    a, b = (update.kind, files.rank, update.a, 0), (update.kind, update.outputs, update.b, 0)
-    return a, b, update.inputs, files.scale
+def _update(update: LowRank) -> Update:
+    a, b = (update.kind, update.rank, update.a, 0), (update.kind, update.outputs, update.b, 0)
+    return a, b, update.inputs, update.scale
 
 
-def _by_head(update: LowRank | None, files: AdapterFiles, heads: int) -> tuple[list[Update | None], list[Update | None]]:
+def _by_head(update: LowRank | None, heads: int) -> tuple[list[Update | None], list[Update | None]]:
     """The updates of each head's query and of each head's gate, which are outputs of one projection, head by head."""
     if update is None:
         return [None] * heads, [None] * heads
     rows = update.outputs // (2 * heads)
-    parts = [_update(update._replace(b=part, outputs=rows), files) for part in update.b.reshape(2 * heads, -1)]
+    parts = [_update(update._replace(b=part, outputs=rows)) for part in update.b.reshape(2 * heads, -1)]
     return [*parts[::2]], [*parts[1::2]]

@@ -14,6 +14,8 @@ from chairlift.models.rotary import RopeConfig
 from chairlift.runner.weights import GGUFWeights, SafetensorWeights, Weights
 
 Norm = tuple[np.ndarray, np.ndarray | None]
+_PREFIXES = ("", "bert.", "roberta.", "model.", "auto_model.", "0.auto_model.")
+"""What may begin the names of tensors: transformers and sentence-transformers write them with and without the names of their classes."""
 
 
 def build_encoder(
@@ -33,12 +35,15 @@ class _Builder:
     def __init__(self, model: EncoderConfig, weights: Weights, dtype: str, threads: int, isa: str) -> None:
         self.model, self.layout, self.weights = model, model.layout, weights
         self.dtype, self.threads, self.isa = dtype, threads, isa
+        prefixes = (self.layout.prefix, *_PREFIXES)
+        self.start = next((start for start in prefixes if weights.has(f"{start}{self.layout.tokens}.weight")), self.layout.prefix)
+        """What begins the names of all tensors but those of a classifier."""
         self.thetas = list(dict.fromkeys((model.theta, model.local_theta))) if self.layout.theta else []
 
     def encoder(self, longest: int, modules: Path | None) -> _core.Encoder:
         """The encoder."""
         model, layout = self.model, self.layout
-        tokens = self.linear([f"{layout.prefix}{layout.tokens}"], [model.vocab_size], model.hidden_size, bias=False)
+        tokens = self.linear([f"{self.start}{layout.tokens}"], [model.vocab_size], model.hidden_size, bias=False)
         blocks = [block for index in range(model.num_layers) for block in (self.attention(index), self.mlp(index))]
         types = self.table(layout.types, model.num_token_types) if layout.types else np.zeros(0, dtype=np.float32)
         try:
@@ -47,8 +52,8 @@ class _Builder:
                 tokens=tokens,
                 positions=self.table(layout.positions, model.num_positions, model.first_position) if layout.positions else None,
                 types=types,
-                embedding_norm=self.norm(f"{layout.prefix}{layout.embedding_norm}") if layout.embedding_norm else None,
-                final_norm=self.norm(f"{layout.prefix}{layout.final_norm}") if layout.final_norm else None,
+                embedding_norm=self.norm(f"{self.start}{layout.embedding_norm}") if layout.embedding_norm else None,
+                final_norm=self.norm(f"{self.start}{layout.final_norm}") if layout.final_norm else None,
                 pooling=model.pooling,
                 dense=self.head() if model.score else self.modules(modules),
                 normalized=model.score is None,
@@ -100,7 +105,8 @@ class _Builder:
             raise UnsupportedModel(f"{self.model.architecture} with a classifier is not supported")
         whole = not isinstance(self.weights, GGUFWeights) or self.weights.has(f"{head.dense}.weight")
         # A GGUF file may lack the first layer.
-        layers = [(head.dense, hidden, head.activation)] if whole else []
+        dense = self.start + head.dense.removeprefix(self.layout.prefix) if self.layout.prefix in head.dense else head.dense
+        layers = [(dense, hidden, head.activation)] if whole else []
         layers.append((head.out, 1, "identity"))
         return [(self.linear([name], [outs], hidden, bias=True), activation) for name, outs, activation in layers]
 
@@ -117,7 +123,7 @@ class _Builder:
 
     def prefix(self, index: int) -> str:
         """What begins the names of a layer's tensors."""
-        return self.layout.prefix + self.layout.layer.format(index)
+        return self.start + self.layout.layer.format(index)
 
     def norms(self, prefix: str, block: int) -> tuple[Norm | None, Norm | None, Norm | None]:
         """The norms of a layer's attention (0) or MLP (1): of the input, of the output and of the sum."""
@@ -137,14 +143,18 @@ class _Builder:
     def norm(self, name: str, size: int | None = None) -> Norm:
         """A norm; `size` is hidden_size by default. Root-mean-square norms multiply by 1 + weight."""
         size = size or self.model.hidden_size
-        weight = as_float32(self.weights.take(f"{name}.weight", size))
+        # Checkpoints that were made of TensorFlow's, such as bert-base-uncased, have gamma and beta.
+        scale, shift = (
+            ("gamma", "beta") if self.weights.has(f"{name}.gamma") and not self.weights.has(f"{name}.weight") else ("weight", "bias")
+        )
+        weight = as_float32(self.weights.take(f"{name}.{scale}", size))
         if self.layout.rms:
             return weight + np.float32(1), None
-        return weight, as_float32(self.weights.take(f"{name}.bias", size))
+        return weight, as_float32(self.weights.take(f"{name}.{shift}", size))
 
     def table(self, name: str, rows: int, first: int = 0) -> np.ndarray:
         """A table of embeddings from row `first` on, flat."""
-        table = as_float32(self.weights.take(f"{self.layout.prefix}{name}.weight", rows, self.model.hidden_size))
+        table = as_float32(self.weights.take(f"{self.start}{name}.weight", rows, self.model.hidden_size))
         return np.ascontiguousarray(table[first:]).reshape(-1)
 
     def linear(self, names: list[str], outs: list[int], ins: int, *, bias: bool, gated: bool = False) -> _core.Linear:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.checkpoint.info import CheckpointInfo
-from chairlift.checkpoint.safetensors_file import SafetensorsFile
-from chairlift.checkpoint.weight_files import gguf_link, weight_bytes, weight_files
+from chairlift.checkpoint.safetensors_file import tensor_files
+from chairlift.checkpoint.weight_files import gguf_link, weight_bytes
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig, load_shape
 from chairlift.models.encoder import EncoderConfig
@@ -66,9 +66,9 @@ def _tensors(directory: Path) -> Counter[str]:
         for name, entry in tensors.entries.items():
             found[tensors.type_name(name)] += entry.size
     else:
-        for path in weight_files(directory):
-            for stored in SafetensorsFile(path).tensors.values():
-                found[stored.dtype] += stored.size
+        for name, file in tensor_files(directory).items():
+            stored = file.tensors[name]
+            found[stored.dtype] += stored.size
     return found
 
 

@@ -61,6 +61,7 @@ class EncoderRunner(Runner):
         )
         modules = None if gguf_link(directory) else directory
         self._encoder = build_encoder(model, weights, precision.packed, int(threads.value), config.cpu_isa, self.longest, modules)
+        weights.finish(model)
         on_phase("weights", time.perf_counter() - began)
         # A sequence has one token more than its text.
         self.max_model_len = self.longest + 1

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from chairlift.checkpoint.safetensors_file import SafetensorsFile, as_array, as_float32
-from chairlift.checkpoint.weight_files import gguf_link, weight_files
+from chairlift.checkpoint.safetensors_file import as_array, as_float32, tensor_files
+from chairlift.checkpoint.weight_files import gguf_link
 from chairlift.errors import ChairliftError
 from chairlift.models.config import ModelConfig, load_shape
 from chairlift.models.shape import ModelShape
@@ -34,10 +34,9 @@ def _has_own_head(directory: Path) -> bool:
     if gguf_link(directory) is not None:
         return False  # the configuration was made from the file's tensors
     try:
-        files = [SafetensorsFile(path) for path in weight_files(directory)]
+        found = tensor_files(directory)
     except ChairliftError:
         return False  # reported when the weights are opened
-    found = {name: file for file in files for name in file.tensors}
     names = [stored_name(name, decoder_prefix(found)) for name in ("lm_head.weight", "model.embed_tokens.weight")]
     if not found.keys() >= set(names):
         return False

@@ -14,7 +14,7 @@ from chairlift.layers.linear import Linear
 from chairlift.layers.lora import Adapter, AdapterRows, LowRankUpdate
 from chairlift.models.config import ModelConfig
 from chairlift.models.llama import Llama
-from chairlift.runner.adapters import SlotAdapters, check_shapes
+from chairlift.runner.adapters import SlotAdapters, updates_for
 from chairlift.runner.buffers import StepBuffers
 from chairlift.runner.memory.device_memory import raise_out_of_memory
 
@@ -32,11 +32,10 @@ class TorchAdapters(SlotAdapters):
         """Reads an adapter's matrices to the host. Raises UnsupportedModel if it was made for another base."""
         if self._model.recurrence:
             raise UnsupportedModel(f"{self._model.architecture} has recurrent layers: in torch it takes no adapters. Use --device cpu")
-        check_shapes(files, self._model)
         adapter: dict[Linear, list[LowRankUpdate]] = {}
-        for (layer, module), update in files.updates.items():
+        for (layer, module), update in updates_for(files, self._model).items():
             linear, columns = self._network.projections(layer)[module]
-            adapter.setdefault(linear, []).append(_update(update, columns, files))
+            adapter.setdefault(linear, []).append(_update(update, columns))
         return adapter
 
     def add(self, packed: Any) -> int:
@@ -73,9 +72,9 @@ class TorchAdapters(SlotAdapters):
         )
 
 
-def _update(update: LowRank, columns: slice, files: AdapterFiles) -> LowRankUpdate:
-    a = _matrix(update.a, update.kind, files.rank, update.inputs)
-    return LowRankUpdate(columns, a, _matrix(update.b, update.kind, update.outputs, files.rank) * files.scale)
+def _update(update: LowRank, columns: slice) -> LowRankUpdate:
+    a = _matrix(update.a, update.kind, update.rank, update.inputs)
+    return LowRankUpdate(columns, a, _matrix(update.b, update.kind, update.outputs, update.rank) * update.scale)
 
 
 def _matrix(data: Array, kind: str, rows: int, columns: int) -> torch.Tensor:

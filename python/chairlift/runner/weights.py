@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from chairlift import _core
 from chairlift.checkpoint.gguf import BLOCK_TYPES, GGUFTensors
-from chairlift.checkpoint.safetensors_file import DTYPES, PACKED_DTYPES, Array, SafetensorsFile, as_array, as_float32
-from chairlift.checkpoint.weight_files import gguf_link, weight_files
+from chairlift.checkpoint.safetensors_file import DTYPES, PACKED_DTYPES, Array, SafetensorsFile, as_array, as_float32, tensor_files
+from chairlift.checkpoint.weight_files import gguf_link
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
+from chairlift.models.encoder import EncoderConfig
 from chairlift.models.experts import MXFP4_BLOCKS
 from chairlift.models.quantization import QuantizationScheme
 from chairlift.models.shape import ModelShape
@@ -102,11 +103,7 @@ class SafetensorWeights:
     def __init__(self, directory: Path, scheme: QuantizationScheme | None = None) -> None:
         """Opens the files of the weights. `scheme` is that of quantised layers. Raises ModelNotFound or UnsupportedModel."""
         self.directory, self._scheme = directory, scheme
-        self._files: dict[str, SafetensorsFile] = {}
-        for file in map(SafetensorsFile, weight_files(directory)):
-            if both := file.tensors.keys() & self._files.keys():
-                raise UnsupportedModel(f"{file.path} and {self._files[min(both)].path.name} both hold tensor {min(both)}: remove one")
-            self._files |= dict.fromkeys(file.tensors, file)
+        self._files = tensor_files(directory)
         self._kernel_files: dict[Path, _core.TensorFile] = {}
         self._pages = FilePages({file.path for file in self._files.values()})
         self._unused = set(self._files)
@@ -209,7 +206,7 @@ class SafetensorWeights:
         own = self._prefix if self._prefix in WRAPPED_PREFIXES else ""
         unused = (name for name in self._unused - ignored if name.startswith(own) and not _is_shared(name, model))
         unused = (name for name in unused if not name.startswith(DRAFTING) and not _is_later(name, model))
-        extra = sorted(name for name in unused if not name.endswith(NEEDLESS) and not self._is_empty_bias(name))
+        extra = sorted(name for name in unused if not name.endswith(NEEDLESS) and not self._is_empty_bias(name) and _matters(name, model))
         if extra:
             raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {_some(extra)}")
 
@@ -367,7 +364,7 @@ class GGUFWeights:
 
     def finish(self, model: ModelShape) -> None:
         """Raises UnsupportedModel if a tensor was not used."""
-        if extra := sorted(name for name in self._unused if not _is_shared(name, model)):
+        if extra := sorted(name for name in self._unused if not _is_shared(name, model) and _matters(name, model)):
             raise UnsupportedModel(f"{self.tensors.path} has tensors that its metadata does not account for: {_some(extra)}")
 
     def _is_kept(self, kind: int) -> bool:
@@ -404,6 +401,11 @@ def _is_shared(name: str, model: ModelShape) -> bool:
     """Whether a tensor makes keys or values in a layer that uses those of another one."""
     found = re.search(r"layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)
     return isinstance(model, ModelConfig) and found is not None and model.source_of(int(found[1])) != int(found[1])
+
+
+def _matters(name: str, model: ModelShape) -> bool:
+    """Whether a tensor changes results. Encoders have layers for their training after the last one."""
+    return not isinstance(model, EncoderConfig) or model.layout.layer.partition("{")[0] in name
 
 
 def _is_later(name: str, model: ModelShape) -> bool:

@@ -152,12 +152,13 @@ def test_messages_of_every_kind_are_taken(client, engine):
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "I may not"}]},
         {"role": "assistant", "content": None, "refusal": "nor this"},
         {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]},
-        {"role": "user", "content": "go", "name": "ann"},
+        {"role": "user", "content": [{"type": "input_text", "text": "go"}, {"type": "text", "text": "on"}], "name": "ann"},
     ]
     answered = client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=1)
     assert answered.choices[0].message.content == answer("be", 1)
     system, first, second, called, user = engine.tokenizer.rendered[0][0]
     assert (system["role"], first["content"], second["content"], user["name"]) == ("system", "I may not", "nor this", "ann")
+    assert user["content"] == "go\non"
     assert called["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 

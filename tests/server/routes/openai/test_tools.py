@@ -281,6 +281,14 @@ def test_a_function_with_arguments_of_any_name_keeps_them(client, engine, schema
     assert forced.get("additionalProperties") is not False
 
 
+def test_a_forced_call_has_no_other_arguments_than_the_function_names(client, engine):
+    for schema, closed in ((CITY, False), ({**CITY, "additionalProperties": True}, True), ({**CITY, "required": ["country"]}, None)):
+        tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+        client.chat.completions.create(**body("", tools=[tool], tool_choice="required"))
+        [forced] = schemas_by_tool(engine.seen[-1].structured_output).values()
+        assert forced.get("additionalProperties") is closed
+
+
 @pytest.mark.parametrize("schema", [{"type": "array"}, {"properties": {"a": {"minItems": 10**9}}}, {"pattern": "a" * 10_000}])
 def test_what_no_call_can_be_forced_for(client, schema):
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
