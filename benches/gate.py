@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -25,6 +25,8 @@ from scheduler import machine
 ROOT = Path(__file__).parent.parent
 STREAMS = {1: 50.0, 64: 50.0, 1000: 5.0}
 """Streams at a time → events a second of each."""
+STARTS = 50.0
+"""Streams that begin in a second."""
 CHUNK = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": " word"}}]}
 EVENT = b"data: " + json.dumps(CHUNK).encode() + b"\n\n"
 METRICS = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="1000000"} 1.0\n'
@@ -48,6 +50,8 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         began = time.monotonic()
         for index in range(wanted["events"]):
             await asyncio.sleep(began + index / wanted["rate"] - time.monotonic())
+            if writer.is_closing():
+                return
             writer.write(b"%x\r\n" % len(EVENT) + EVENT + b"\r\n")
         writer.write(b"0\r\n\r\n")
 
@@ -59,14 +63,32 @@ async def serve_upstream() -> None:
     await server.serve_forever()
 
 
-async def run(address: str, streams: int, rate: float, seconds: float) -> tuple[list[float], list[float]]:
-    """Runs streams side by side; returns the seconds to the first event of each, and how late each later event comes."""
+@dataclass
+class Run:
+    """What streams side by side saw, in seconds."""
+
+    first: list[float]
+    """From the request to the first event of each."""
+    late: list[float]
+    """How late each later event came while all streams ran."""
+    event: float
+    """CPU time of the gate for each of those events."""
+    request: float
+    """CPU time of the gate for each stream that began, without that of its events."""
+
+
+async def run(address: str, streams: int, rate: float, seconds: float, pid: int) -> Run:
+    """Begins streams one after the other, STARTS a second, and lets all of them run for `seconds`. The gate is process `pid`."""
     first: list[float] = []
     late: list[float] = []
-    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True, "events": int(seconds * rate), "rate": rate})
+    begin = streams / STARTS
+    events = int((begin + seconds) * rate) + 1
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True, "events": events, "rate": rate})
+    seen = 0
 
-    async def one(session: aiohttp.ClientSession, begin: float) -> None:
-        await asyncio.sleep(begin)
+    async def one(session: aiohttp.ClientSession, after: float) -> None:
+        nonlocal seen
+        await asyncio.sleep(after)
         sent = time.monotonic()
         async with session.post(f"{address}/v1/chat/completions", data=body, headers={"content-type": "application/json"}) as response:
             count, start = 0, 0.0
@@ -75,18 +97,28 @@ async def run(address: str, streams: int, rate: float, seconds: float) -> tuple[
                 if not count:
                     first.append(now - sent)
                     start = now
-                count += data.count(b"data:")
-                late.append(now - start - (count - 1) / rate)
+                more = data.count(b"data:")
+                count, seen = count + more, seen + more
+                if len(first) == streams:
+                    late.append(now - start - (count - 1) / rate)
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)) as session:
-        await asyncio.gather(*(one(session, index / streams / rate) for index in range(streams)))
-    return first, late
+        began = cpu_seconds(pid)
+        running = [asyncio.create_task(one(session, index / STARTS)) for index in range(streams)]
+        while len(first) < streams:
+            await asyncio.sleep(0.05)
+        cpu, before = cpu_seconds(pid), seen
+        await asyncio.sleep(seconds - 0.5)
+        each = (cpu_seconds(pid) - cpu) / (seen - before)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    return Run(first, late, each, (cpu - began - before * each) / streams)
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """CPU time of a process's threads."""
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
 
 
 def percent(values: list[float], share: float) -> float:
@@ -116,15 +148,21 @@ def main() -> None:
             found = re.search(r"listening on (http://[^/]+)", log.read())
     rows = []
     try:
-        asyncio.run(run(found[1], 8, 50.0, 1.0))  # imports what the first requests need
+        asyncio.run(run(found[1], 8, 50.0, 1.0, gate.pid))  # imports what the first requests need
         for streams, rate in STREAMS.items():
-            without = asyncio.run(run(direct, streams, rate, args.seconds))
-            before = cpu_seconds(gate.pid)
-            through = asyncio.run(run(found[1], streams, rate, args.seconds))
-            spent = (cpu_seconds(gate.pid) - before) / (streams * int(args.seconds * rate))
-            times = [f"{median(one[0]) * 1e3:.2f}, {percent(one[0], 0.99):.1f}" for one in (without, through)]
-            lateness = [f"{percent(one[1], 0.5):.2f}, {percent(one[1], 0.99):.1f}" for one in (without, through)]
-            cells = [f"{streams} x {rate:g}/s", f"{spent * 1e6:.0f}", *times, *lateness]
+            # One stream at a time has one first event: it is repeated.
+            rounds, seconds = (20, 1.0) if streams == 1 else (1, args.seconds)
+            direct_runs, gate_runs = (
+                [asyncio.run(run(address, streams, rate, seconds, gate.pid)) for _ in range(rounds)] for address in (direct, found[1])
+            )
+            cells = [
+                f"{streams} x {rate:g}/s",
+                *(f"{median(getattr(one, name) for one in gate_runs) * 1e6:.0f}" for name in ("event", "request")),
+            ]
+            for name in ("first", "late"):
+                for side in (direct_runs, gate_runs):
+                    times = [time for one in side for time in getattr(one, name)]
+                    cells.append(f"{percent(times, 0.5):.2f}, {percent(times, 0.99):.1f}")
             rows.append(f"| {' | '.join(cells)} |")
             print(rows[-1], flush=True)
     finally:
@@ -135,11 +173,12 @@ def main() -> None:
 Written by benches/gate.py on {machine()}; aiohttp {aiohttp.__version__}. An upstream that only sends events at a pace, the gate and the
 client share the machine. Milliseconds at p50 and p99: to the first event, and by which later events are late.
 
-| streams | CPU us an event | first event, direct | through the gate | lateness, direct | through the gate |
-|---|---|---|---|---|---|
+| streams | CPU us an event | and a request | first event, direct | through the gate | lateness, direct | through the gate |
+|---|---|---|---|---|---|---|
 {chr(10).join(rows)}
 
-The CPU time is that of the gate's server process, requests and its idle work included: a short run of one stream pays for all of it.
+{STARTS:g} streams begin in a second. The CPU time is that of the gate's server process: of an event while all streams run, with what the
+gate does beside, and of a request while they begin.
 """
     (ROOT / "benches/results/gate.md").write_text(text)
 
