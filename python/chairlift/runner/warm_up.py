@@ -10,7 +10,7 @@ from chairlift.sampling import SamplingParams
 
 SPLIT_CONTEXT = 1024
 """Tokens of a context that attention on a GPU reads in several splits."""
-ROWS = (32, 64, 65)
+ROWS = (32, 64, 65, 129)
 """Tokens of steps for which products with quantised weights have other kernels than for up to 16."""
 ALL_FEATURES = SamplingParams(top_k=2, presence_penalty=0.5, logprobs=1)
 """Uses every sampling kernel."""
