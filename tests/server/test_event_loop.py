@@ -113,6 +113,33 @@ def test_a_million_token_ids_take_no_callback_long(path, body):
         assert response.status_code == 200
 
 
+WIDE = {"type": "object", "properties": {f"p{number}": {} for number in range(45_000)}}
+
+
+@pytest.mark.usefixtures("no_full_collections")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "name": "f", "parameters": WIDE}]},
+        {"metadata": {f"k{number}": "v" for number in range(90_000)}},
+        {"instructions": "7" * 1_900_000},
+    ],
+    ids=["tools", "metadata", "instructions"],
+)
+def test_a_response_that_repeats_a_large_request_takes_no_callback_long(served, stream, fields):
+    client, service = served
+    content = json.dumps({"input": "a", "max_output_tokens": 2, "stream": stream, **fields}, separators=(",", ":"))
+    response = check(service, lambda: client.post("/v1/responses", content=content, headers={"content-type": "application/json"}))
+    if "instructions" in fields and not stream:
+        assert response.status_code == 400
+        return
+    assert response.status_code == 200
+    whole = json.loads(response.text.strip().rpartition("data: ")[2])["response"] if stream else response.json()
+    assert whole.get("tools") == fields.get("tools", []) or len(whole["tools"]) == 1
+    assert whole["metadata"] == fields.get("metadata", {})
+
+
 def test_small_chunks_take_no_callback_long(served):
     client, service = served
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -36,7 +37,7 @@ class ResponsesTool(BaseModel):
     format: dict[str, Any] | None = None
 
     def response_tool(self) -> dict[str, Any]:
-        """Returns the tool as the response repeats it."""
+        """Converts to a response's tool."""
         return self.model_dump(exclude={"format"}) if self.type == "function" else self.model_dump(exclude_unset=True)
 
     def chat_tool(self) -> dict[str, Any]:
@@ -95,6 +96,11 @@ class ResponsesRequest(GenerationParams):
     def logprobs(self) -> bool:
         """Whether the response has log-probabilities."""
         return _LOGPROBS in (self.include or ()) or self.top_logprobs is not None
+
+    @cached_property
+    def response_tools(self) -> list[dict[str, Any]]:
+        """The tools as each event with the response repeats them."""
+        return [tool.response_tool() for tool in self.tools or ()]
 
     def chat(self) -> ChatRequest:
         """Converts to a chat request; raises InvalidRequest with this API's field names."""

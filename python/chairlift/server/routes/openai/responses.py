@@ -39,12 +39,12 @@ async def responses(request: Request) -> Response:
             raise
         # OpenAI says in the stream that the input is too long, and only there Codex takes it as a reason to compact the conversation.
         service_of(request).count_rejected("invalid", model_of(request))
-        return EventStream(_refusal(body, model_of(request), error), {})
-    builder = _ResponseBuilder(body, completion, model_of(request).engine.tokenizer)
+        return EventStream(_refusal(body, model_of(request), error, large=request.state.large), {})
+    builder = _ResponseBuilder(body, completion, model_of(request).engine.tokenizer, large=request.state.large)
     if body.stream:
         return EventStream(builder.events(), completion.headers, completion.generation.wait_headers)
     whole = await builder.whole()
-    return await large_json(whole, completion.headers) if chat.logprobs else Json(whole, headers=completion.headers)
+    return await large_json(whole, completion.headers) if chat.logprobs or request.state.large else Json(whole, headers=completion.headers)
 
 
 _Event = dict[str, Any]
@@ -53,8 +53,9 @@ _Event = dict[str, Any]
 class _ResponseBuilder:
     """Builds the response from increments: reasoning, messages and function calls, and the events that report them."""
 
-    def __init__(self, body: ResponsesRequest, completion: ChatCompletion, tokenizer: Any) -> None:
-        self._body = body
+    def __init__(self, body: ResponsesRequest, completion: ChatCompletion, tokenizer: Any, *, large: bool) -> None:
+        """`large` says whether the request was: the response repeats its tools and instructions."""
+        self._body, self._large = body, large
         self._completion = completion
         self._tokenizer = tokenizer
         self._done: list[dict[str, Any]] = []
@@ -85,7 +86,7 @@ class _ResponseBuilder:
             for event in events:
                 data = event | {"sequence_number": number}
                 number += 1
-                large = self._has_logprobs and not event["type"].endswith(".delta")
+                large = (self._large and "response" in event) or (self._has_logprobs and not event["type"].endswith(".delta"))
                 yield await large_event(data, typed=True) if large else typed_event(data)
 
         started = False
@@ -234,7 +235,7 @@ def _response_object(body: ResponsesRequest, head: Mapping[str, Any], status: st
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": (body.text and body.text.format) or {"type": "text"}},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [tool.response_tool() for tool in body.tools or ()],
+        "tools": body.response_tools,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
@@ -243,7 +244,7 @@ def _response_object(body: ResponsesRequest, head: Mapping[str, Any], status: st
     }
 
 
-async def _refusal(body: ResponsesRequest, model: ServedModel, error: ContextExceeded) -> AsyncGenerator[bytes]:
+async def _refusal(body: ResponsesRequest, model: ServedModel, error: ContextExceeded, *, large: bool) -> AsyncGenerator[bytes]:
     """Yields the events of a response that fails because its input is too long."""
     info = model.engine.info
     made = {"id": _id("resp"), "created": int(time.time()), "model": model.name}
@@ -251,7 +252,8 @@ async def _refusal(body: ResponsesRequest, model: ServedModel, error: ContextExc
     reason = {"code": error.code, "message": for_route(api_error(error), "/v1/responses").envelope["error"]["message"]}
     events = ("created", _response_object(body, head, "in_progress")), ("failed", _response_object(body, head, "failed", error=reason))
     for number, (name, response) in enumerate(events):
-        yield typed_event({"type": f"response.{name}", "response": response, "sequence_number": number})
+        data = {"type": f"response.{name}", "response": response, "sequence_number": number}
+        yield await large_event(data, typed=True) if large else typed_event(data)
 
 
 def _message() -> dict[str, Any]:
