@@ -60,6 +60,22 @@ def test_any_body_has_a_prompt(raw):
     assert read_prompt(raw).tokens.dtype == np.int32
 
 
+def test_a_token_id_is_a_token():
+    short, long = (prompt_of(prompt=[100_000 + one for one in range(count)]) for count in (1000, 2000))
+    assert len(short) == 1000
+    assert np.array_equal(long[:1000], short)
+    assert len(prompt_of(prompt=[-1, True, 1 << 40])) > 3
+
+
+@pytest.mark.parametrize("element", ["[]", '{"a":1}', '""'])
+def test_a_body_of_many_values_costs_little_and_is_a_prompt_as_it_stands(element):
+    raw = f'{{"messages":[{",".join([element] * (1_900_000 // (len(element) + 1)))}]}}'.encode()
+    began = time.thread_time()
+    prompt = read_prompt(raw)
+    assert time.thread_time() - began < 0.5
+    assert len(raw) // 5 < len(prompt.tokens) <= len(raw) // 4 + 1
+
+
 def answer_with(*chunks, streamed=True):
     answer = Answer(streamed=streamed, sent=time.monotonic())
     for chunk in chunks:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic_core import from_json
+
+from chairlift.server.errors import ApiError
+from chairlift.server.http.body import parse
 
 BYTES_PER_TOKEN = 4
 """Bytes of JSON that stand for a token. The real number is learned from the upstream's `usage`: see `Estimates`."""
@@ -42,17 +44,20 @@ class Prompt:
 
 
 def read_prompt(raw: bytes | bytearray) -> Prompt:
-    """Estimates the prompt of a body. One that is not a JSON object is a prompt as it stands: the upstream will refuse it."""
+    """Estimates the prompt of a body. One that is not a JSON object, or has too many values, is a prompt as it stands."""
     try:
-        body = from_json(raw)
-    except ValueError:
-        body = None
-    if not isinstance(body, dict):
+        body = parse(raw)
+    except ApiError:
         return Prompt(tokens([bytes(raw)]), None, {})
     parts = [_packed(body[name]) for name in _BEFORE if name in body]
     for name in _CONVERSATION:
         value = body.get(name)
-        parts += map(_packed, value) if isinstance(value, list) else [_packed(value)] if value is not None else []
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            parts += map(_packed, value)
+        elif isinstance(value, list) and all(type(one) is int and 0 <= one < 1 << 32 for one in value):
+            parts.append(np.array(value, dtype="<u4").tobytes())  # the prompt's own tokens
+        elif value is not None:
+            parts.append(_packed(value))
     limits = [body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict")]
     limit = next((one for one in limits if type(one) is int and one > 0), None)
     scheduling = {name: body[name] for name in SCHEDULING if name in body}
