@@ -24,7 +24,7 @@ from tekken_files import write_tekken
 from chairlift.checkpoint.adapter import AdapterFiles
 from chairlift.checkpoint.generation_config import recommended_sampling
 from chairlift.checkpoint.gguf import GGUFTensors, convert
-from chairlift.checkpoint.safetensors_file import SafetensorsFile
+from chairlift.checkpoint.safetensors_file import tensor_files
 from chairlift.checkpoint.weight_files import weight_files
 from chairlift.errors import ChairliftError, UnsupportedModel
 from chairlift.models.config import load_shape
@@ -92,11 +92,9 @@ def _make_weights(directory: Path) -> None:
 
 
 def _read_weights(directory: Path) -> None:
-    for path in weight_files(directory):
-        assert path.parent == directory
-        file = SafetensorsFile(path)
-        for name in file.tensors:
-            file.data(name)
+    assert all(path.parent == directory for path in weight_files(directory))
+    for name, file in tensor_files(directory).items():
+        file.data(name)
 
 
 def _make_settings(directory: Path) -> None:
@@ -114,7 +112,9 @@ def _read_settings(directory: Path) -> None:
 def _make_adapter(directory: Path) -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     (directory / "config.json").write_text(json.dumps(sizes))
-    adapters.random(directory, directory)
+    tensors = adapters.matrices(directory)
+    adapters.write(directory, tensors, rank_pattern={"q_proj": 4}, alpha_pattern={r"layers\.0\..*_proj": 2.5})
+    adapters.write_gguf(directory / "adapter.gguf", tensors, 2, 1)
 
 
 def _make_split(directory: Path) -> None:
@@ -137,6 +137,7 @@ KINDS = {
     ),
     "settings": Kind(_make_settings, _read_settings, ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")),
     "adapter": Kind(_make_adapter, AdapterFiles, ("adapter_config.json", "adapter_model.safetensors")),
+    "adapter-gguf": Kind(_make_adapter, lambda directory: AdapterFiles(directory / "adapter.gguf"), ("adapter.gguf",)),
     "tekken": Kind(
         lambda directory: write_tekken(directory / "tekken.json"), lambda directory: _use(Tokenizer(directory)), ("tekken.json",)
     ),

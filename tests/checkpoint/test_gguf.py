@@ -186,6 +186,7 @@ def _altered(tmp_path: Path, **metadata: Any) -> Path:
         ({"llama__rope__freq_base": float("nan")}, "freq_base is nan"),
         ({"llama__rope__scaling__type": "longrope", "llama__rope__scaling__factor": 2.0}, "rope scaling of type 'longrope' needs tensors"),
         ({"llama__rope__scaling__type": "spiral", "llama__rope__scaling__factor": 2.0}, "rope scaling of type 'spiral' cannot be read"),
+        ({"llama__rope__scaling__attn_factor": 1.5}, "llama.rope.scaling.attn_factor is 1.5, which can be read with factors of yarn"),
         ({"llama__rope__scaling__yarn_ext_factor": 0.5}, "llama.rope.scaling.yarn_ext_factor is 0.5, which"),
         ({"general__alignment": 0}, "alignment is 0"),
         ({"tokenizer__ggml__tokens": ["a", "a"]}, "vocabulary is missing or contradicts itself"),

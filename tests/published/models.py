@@ -108,7 +108,8 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**HEADS, **EXPERTS, "norm_topk_prob": True, "tie_word_embeddings": False}),
     "olmoe": ("OlmoeForCausalLM", {"num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32}),
     "granite-moe": ("GraniteMoeForCausalLM", {**MULTIPLIERS, **LOCAL}),
-    "gpt-oss": ("GptOssForCausalLM", {**HEADS, **LOCAL, **WINDOWS, "rope_parameters": {**GPT_OSS, "truncate": True}}),
+    "gpt-oss": ("GptOssForCausalLM", {**HEADS, **LOCAL, **WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}}),
+    "gpt-oss-truncated": ("GptOssForCausalLM", {**HEADS, **LOCAL, **WINDOWS, "rope_parameters": {**GPT_OSS, "truncate": True}}),
     "gpt-oss-untruncated": ("GptOssForCausalLM", {**HEADS, **LOCAL, **WINDOWS, "rope_parameters": {**GPT_OSS, "truncate": False}}),
     "lfm2": ("Lfm2ForCausalLM", {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}),
     "qwen3.5": ("Qwen3_5ForCausalLM", {**LINEAR, "rope_parameters": MROPE}),
@@ -149,8 +150,11 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WITHOUT_KEY = {"gpt-oss-untruncated"}
-"""Models of which a GGUF file loses a setting, because it has no key for it."""
+WITHOUT_KEY = {"gpt-oss-truncated", "gpt-oss-untruncated"}
+"""Models of which a GGUF file loses a setting, because it has no key for it.
+
+llama.cpp rounds the bounds of YaRN. The published gpt-oss was trained without rounding, and Chairlift computes GGUF files of it so.
+"""
 
 COARSE = {"gemma4-e": 0.01, "gemma4-moe": 0.25}
 """Models in whose log-probabilities one sees that llama.cpp takes GELU from a table of 16-bit numbers: by so much at most."""

@@ -134,7 +134,13 @@ class AnswerParser:
             elif answer:
                 deltas.append(Delta(self._index, answer))
             return deltas
-        for part in self._calls.push(answer) + (self._calls.end() if final else []):
+        parts = self._calls.push(answer)
+        if final:
+            held_back = self._calls.end()
+            # At the maximum length, text of a forced call is the beginning of one whose name is not complete.
+            is_cut = self._tool_spec.required and output.finish_reason == "length"
+            parts += [part for part in held_back if not (is_cut and isinstance(part, str))]
+        for part in parts:
             if isinstance(part, str):
                 self._append_calls(deltas, self._custom.end())
                 if not deltas or deltas[-1].calls:

@@ -339,6 +339,8 @@ def _rope_scaling(file: GGUFFile, kind: str, architecture: Architecture) -> dict
         return _longrope(divisors, divisors, original, scale)
     named = [key for key in (f"{prefix}.factor", f"{kind}.rope.scale_linear") if file.get(key, float)]
     factor = file.number(named[0]) if named else 1.0
+    if scale != 1.0 and (scaling != "yarn" or factor == 1.0):
+        raise UnsupportedModel(f"{file.path}: {prefix}.attn_factor is {scale}, which can be read with factors of yarn and longrope alone")
     if scaling == "none" or factor == 1.0:
         return None
     if scaling == "linear":

@@ -28,7 +28,7 @@ def updates_for(files: AdapterFiles, model: ModelConfig) -> dict[tuple[int, str]
 
     Raises UnsupportedModel for an adapter that changes what the model's layers do not have, or whose shapes are not theirs.
     """
-    _check_shapes(files, model)
+    check_shapes(files, model)
     return {position: _in_halves(update, model.head_dim) if update.alternates else update for position, update in files.updates.items()}
 
 
@@ -37,7 +37,7 @@ def _in_halves(update: LowRank, head_dim: int) -> LowRank:
     return update._replace(b=rows.swapaxes(1, 2).reshape(-1), alternates=False)
 
 
-def _check_shapes(files: AdapterFiles, model: ModelConfig) -> None:
+def check_shapes(files: AdapterFiles, model: ModelConfig) -> None:
     if model.variants:
         raise UnsupportedModel(f"{model.architecture} has layers of several shapes, for which adapters are not supported")
     if model.latent:

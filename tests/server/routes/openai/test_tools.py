@@ -102,6 +102,16 @@ def test_what_is_no_call_is_told_as_it_is(client, text, stream):
         assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
 
 
+def test_the_beginning_of_a_forced_call_is_no_content(client):
+    text = f"<tool_call>{CALL_1}</tool_call>\n<tool_call>{CALL_2}"
+    tokens = (text.index("get_weather", len(CALL_1) + 20) + 4) // 3  # three characters each
+    begun = text[: 3 * tokens].partition("</tool_call>")[2]
+    for choice, content in (("required", None), ("auto", begun)):
+        [answer] = client.chat.completions.create(**body(text, tool_choice=choice, max_tokens=tokens)).choices
+        assert answer.finish_reason == "length"
+        assert (len(answer.message.tool_calls), answer.message.content) == (1, content)
+
+
 def test_a_call_cut_short_ends_with_length(client):
     text = f'<tool_call>{{"name": "get_weather", "arguments": {OSLO}}}</tool_call>'
     [choice] = client.chat.completions.create(**body(text, max_tokens=19)).choices
