@@ -171,6 +171,15 @@ def test_a_file_whose_experts_do_not_fit_its_metadata_is_refused(tmp_path: Path,
         convert_and_load(tmp_path / "tiny.gguf")
 
 
+def test_a_file_whose_router_is_not_finite_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", **EXPERTS)
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.gate.weight")[2, 5] = torch.nan
+    gguf_of(model, tmp_path / "tiny.gguf")
+    with pytest.raises(UnsupportedModel, match=r"layers\.1\.mlp\.gate\.weight has numbers that are not finite"):
+        convert_and_load(tmp_path / "tiny.gguf")
+
+
 def test_experts_in_mxfp4_are_computed_with_as_the_safetensors_have_them(tmp_path: Path) -> None:
     """The logits are those of the same weights in float32, bit for bit where products are in float32."""
     model = tiny_model("gpt_oss", num_local_experts=5, num_experts_per_tok=2, head_dim=16)

@@ -54,12 +54,17 @@ async def admitted(request: Request, prompt: Prompt) -> AsyncGenerator[Admitted]
     """Waits until the scheduler admits the request, and ends it there with the block. Raises the engine's errors, among them QueueFull."""
     admission = _Admission(request, prompt)
     stream = await admission.prepare()
-    started = asyncio.Event()
-    running = asyncio.create_task(admission.run(stream, started))
-    waiting = asyncio.create_task(started.wait())
+    # A future alone: a task that waits beside the request's own would be woken before each request is passed on.
+    started = asyncio.get_running_loop().create_future()
+
+    def settle(runs: bool) -> None:
+        if not started.done():
+            started.set_result(runs)
+
+    running = asyncio.create_task(admission.run(stream, partial(settle, True)))
+    running.add_done_callback(lambda _: settle(False))
     try:
-        await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
-        if not started.is_set():
+        if not await started:
             running.result()
             raise EngineDead("the scheduler ended the request before its turn")
         held = admission.started(stream)
@@ -69,8 +74,7 @@ async def admitted(request: Request, prompt: Prompt) -> AsyncGenerator[Admitted]
         finally:
             admission.ended(held)
     finally:
-        for task in (waiting, running):
-            task.cancel()
+        running.cancel()
         # The answer goes on at the upstream, also if the scheduler has ended the request there: at its deadline, for example.
         with contextlib.suppress(asyncio.CancelledError, ChairliftError):
             await running
@@ -112,18 +116,18 @@ class _Admission:
         """
         limit = self._model.engine.info.max_model_len
         tokens = self._prompt.tokens[: limit - limit // 4].tolist() or [0]
-        params = SamplingParams(max_tokens=limit - len(tokens), temperature=0.0)
+        params = SamplingParams(max_tokens=limit - len(tokens), temperature=0.0, seed=0)
         self._ticket.add_prompts(1)
         registry = self._service.registry
         registry.add(self._scheduling.tenant, self._context.request_id, self._id, 1)
         registry.remove_preparing(self._scheduling.tenant, self._context)
         return await self._model.engine.prepare(tokens, params, self._scheduling, arrived=self._context.arrived, checked=True)
 
-    async def run(self, stream: Stream, started: asyncio.Event) -> None:
+    async def run(self, stream: Stream, on_start: Callable[[], None]) -> None:
         """Runs the request in the engine until it is cancelled. It yields nothing, because its tokens are at the upstream."""
         spent, session = self._context.elapsed(), None if self._session is None else self._session.home
         async with aclosing(
-            self._model.engine.run(stream, request_id=self._id, on_start=started.set, spent=spent, session=session)
+            self._model.engine.run(stream, request_id=self._id, on_start=on_start, spent=spent, session=session)
         ) as outputs:
             async for _ in outputs:
                 pass

@@ -172,7 +172,7 @@ class Gate:
 
 def _first_token(held: Admitted, tell: Callable[[], None], estimates: Estimates) -> None:
     """Tells the engine, and learns the speed of prompts, when a stream begins."""
-    tell()
+    asyncio.get_running_loop().call_soon(tell)  # the first event goes to the client before
     if (answer := held.answer) is not None and answer.ttft is not None:
         estimates.observe_first(answer.sent, answer.sent + answer.ttft, held.prompt_tokens - held.cached_tokens)
 
