@@ -47,6 +47,7 @@ def test_what_the_settings_name_is_checked_before_anything_is_started(tmp_path, 
             (["--tiers", file], f"--tiers {file}: it is not TOML"),
             (["--ssl-certfile", file], f"--ssl-certfile {file}: "),
             (["--port", port], f"cannot listen on 127.0.0.1:{port}: Address already in use"),
+            (["a=x", "--enable-lora", "--lora-modules", "a=y"], "--lora-modules: the adapter 'a' has the name of its model"),
             (["a=x", "a=y"], "two models have the name 'a': write NAME=MODEL"),
         ):
             status = main(["serve", "--port", "0", *map(str, arguments)])
