@@ -219,6 +219,7 @@ FOREIGN = {
         "--now",
         "--oss",
         "--output_path",
+        "--override-with-envs",
         "--parallel",
         "--peers",
         "--proto",

@@ -1,7 +1,11 @@
 """`chairlift serve`: what it does before it listens."""
 
+import socket
 import subprocess
 import sys
+
+from chairlift.cli.main import main
+from chairlift.engine.engine_process import EngineProcess
 
 START = """
 import os, subprocess, sys
@@ -13,6 +17,7 @@ def start(*_, **__):
 
 subprocess.Popen.__init__ = start
 from chairlift.cli.main import main
+from chairlift.engine.engine_process import EngineProcess
 main(["serve", "--port", "0", "--device", "cpu"])
 """
 
@@ -20,3 +25,32 @@ main(["serve", "--port", "0", "--device", "cpu"])
 def test_the_engines_process_starts_before_the_server_imports_its_own_modules():
     done = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_what_the_settings_name_is_checked_before_anything_is_started(tmp_path, capsys, monkeypatch):
+    (file := tmp_path / "file").write_text("{{ no directory")
+    started = []
+    monkeypatch.setattr(EngineProcess, "start_early", started.append)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for arguments, message in (
+            (["--prefix-cache-dir", file], f"--prefix-cache-dir {file}: File exists"),
+            (["--journal", file / "day"], f"--journal {file / 'day'}: cannot write there (Not a directory)"),
+            (["--energy-meter", f"powercap:{file}"], f"--energy-meter powercap: {file}: Not a directory"),
+            (["--enable-lora", "--lora-modules", f"a={file}"], f"adapter {file}: adapter_config.json cannot be read"),
+            (["--chat-template", file], f"--chat-template: {file} cannot be used: expected token 'end of print statement'"),
+            (["--usage-log", file / "log"], f"--usage-log {file / 'log'}: Not a directory"),
+            (["--data-dir", file], f"--data-dir {file}: File exists"),
+            (["--api-key-file", file], f"--api-key-file {file}: it is not TOML"),
+            (["--tiers", file], f"--tiers {file}: it is not TOML"),
+            (["--ssl-certfile", file], f"--ssl-certfile {file}: "),
+            (["--port", port], f"cannot listen on 127.0.0.1:{port}: Address already in use"),
+            (["a=x", "--enable-lora", "--lora-modules", "a=y"], "--lora-modules: the adapter 'a' has the name of its model"),
+            (["a=x", "a=y"], "two models have the name 'a': write NAME=MODEL"),
+        ):
+            status = main(["serve", "--port", "0", *map(str, arguments)])
+            written = capsys.readouterr().err
+            assert written.startswith(f"chairlift: {message}"), written
+            assert (status in (1, 2), written.count("\n"), started) == (True, 1, []), arguments

@@ -113,6 +113,23 @@ def test_settings_of_other_servers_that_cannot_work(arguments, says, capsys):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "flag", "default"),
+    [
+        ("gate", "--max-num-seqs N", "what the upstream tells, else 256"),
+        ("gate", "--max-model-len N", "what the upstream tells, else 131072"),
+        ("serve", "--max-model-len N", "what the model was made for, less where memory is short"),
+        ("launch", "--model MODEL", "the first model of the server, or smollm2-135m-instruct if none runs"),
+    ],
+)
+def test_help_has_the_default_of_the_command(command, flag, default, capsys):
+    with pytest.raises(SystemExit):
+        main.main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    _, _, described = text.partition(f"{flag} ")
+    assert f"(default: {default})" in described.partition(" [CHAIRLIFT_")[0]
+
+
 def test_join_shows_the_flag_that_it_needs(capsys):
     with pytest.raises(SystemExit):
         main.main(["join", "--help"])

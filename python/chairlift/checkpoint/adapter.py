@@ -94,31 +94,35 @@ class Factors:
         return rank, alpha / (math.sqrt(rank) if self._by_root else rank)
 
 
-class AdapterFiles:
-    """An adapter's matrices and the hash of its files."""
+class AdapterHeader:
+    """An adapter's settings, and the names and shapes of its matrices."""
 
     def __init__(self, path: Path) -> None:
-        """Reads a directory or a GGUF file. Raises UnsupportedModel, with one line, if it is missing, corrupt, or more than LoRA."""
-        self.path = path
+        """Opens a directory or a GGUF file. Raises UnsupportedModel, with one line, if it is missing, corrupt, or more than LoRA."""
+        self.path, self._alternates = path, False
+        self._file: SafetensorsFile | GGUFAdapter
+        self._factors: Factors | GGUFAdapter
         try:
-            self.updates = self._read_gguf() if is_gguf(path) else self._read_directory()
+            if is_gguf(path):
+                self._open_gguf()
+            else:
+                self._open_directory()
         except ValueError as error:
             raise self._unsupported(str(error)) from None
-        """By layer and module."""
 
     @property
     def rank(self) -> int:
-        """The highest rank of an update."""
-        return max(update.rank for update in self.updates.values())
+        """The highest rank of an update; 0 without one."""
+        return max((entry.shape[0] for name, entry in self._file.tensors.items() if ".lora_A." in name and entry.shape), default=0)
 
-    def _read_gguf(self) -> dict[tuple[int, str], LowRank]:
+    def _open_gguf(self) -> None:
         from chairlift.checkpoint.gguf_adapter import GGUFAdapter
 
         file = GGUFAdapter(self.path)
         self._hash = hashlib.blake2b(repr((file.alpha, file.alternates)).encode(), digest_size=16)
-        return self._read_updates(file, file, alternates=file.alternates)
+        self._file, self._factors, self._alternates = file, file, file.alternates
 
-    def _read_directory(self) -> dict[tuple[int, str], LowRank]:
+    def _open_directory(self) -> None:
         config = self._read_config()
         for field, what in REFUSED.items():
             if config.get(field):
@@ -136,7 +140,7 @@ class AdapterFiles:
         path = self.path / "adapter_model.safetensors"
         if not path.exists():
             raise self._unsupported("adapter_model.safetensors is missing: save the adapter with safe_serialization")
-        return self._read_updates(SafetensorsFile(path), Factors(config))
+        self._file, self._factors = SafetensorsFile(path), Factors(config)
 
     def _read_config(self) -> dict[str, Any]:
         path = self.path / "adapter_config.json"
@@ -154,11 +158,25 @@ class AdapterFiles:
         self._hash = hashlib.blake2b(text, digest_size=16)
         return config
 
-    def _read_updates(
-        self, file: SafetensorsFile | GGUFAdapter, factors: Factors | GGUFAdapter, *, alternates: bool = False
-    ) -> dict[tuple[int, str], LowRank]:
+    def _unsupported(self, reason: str) -> UnsupportedModel:
+        return UnsupportedModel(f"adapter {self.path}: {reason}")
+
+
+class AdapterFiles(AdapterHeader):
+    """An adapter with its matrices and the hash of its files."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads a directory or a GGUF file. Raises UnsupportedModel, with one line, if it is missing, corrupt, or more than LoRA."""
+        super().__init__(path)
+        try:
+            self.updates = self._read_updates()
+        except ValueError as error:
+            raise self._unsupported(str(error)) from None
+        """By layer and module."""
+
+    def _read_updates(self) -> dict[tuple[int, str], LowRank]:
         matrices: dict[tuple[int, str], dict[str, str]] = {}
-        for name in file.tensors:
+        for name in self._file.tensors:
             match = _NAME.fullmatch(name)
             module = match and OTHER_NAMES.get(match[2], match[3])
             if match is None or module not in MODULES:
@@ -170,14 +188,12 @@ class AdapterFiles:
             found[match[4]] = name
         if not matrices:
             raise self._unsupported("it has no matrices")
-        updates = {position: self._update(file, position, names, factors) for position, names in sorted(matrices.items())}
-        rotary = ("q_proj", "k_proj") if alternates else ()
+        updates = {position: self._update(position, names) for position, names in sorted(matrices.items())}
+        rotary = ("q_proj", "k_proj") if self._alternates else ()
         return {position: update._replace(alternates=position[1] in rotary) for position, update in updates.items()}
 
-    def _update(
-        self, file: SafetensorsFile | GGUFAdapter, position: tuple[int, str], names: dict[str, str], factors: Factors | GGUFAdapter
-    ) -> LowRank:
-        layer, module = position
+    def _update(self, position: tuple[int, str], names: dict[str, str]) -> LowRank:
+        (layer, module), file = position, self._file
         if names.keys() != {"A", "B"}:
             raise self._unsupported(f"layer {layer} has only one of the two matrices of {module}")
         a, b = (file.tensors[names[which]] for which in "AB")
@@ -185,7 +201,7 @@ class AdapterFiles:
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
             raise self._unsupported(f"{matrices} have no common rank")
         try:
-            rank, scale = factors.of(names["A"].removeprefix("base_model.model.").removesuffix(".lora_A.weight"), a.shape[0])
+            rank, scale = self._factors.of(names["A"].removeprefix("base_model.model.").removesuffix(".lora_A.weight"), a.shape[0])
         except ValueError as error:
             raise ValueError(f"{matrices} {error}") from None
         if unknown := {a.dtype, b.dtype} - DTYPES.keys():
@@ -204,9 +220,6 @@ class AdapterFiles:
     def digest(self) -> bytes:
         """The hash of the configuration and the matrices: 16 bytes."""
         return self._hash.digest()
-
-    def _unsupported(self, reason: str) -> UnsupportedModel:
-        return UnsupportedModel(f"adapter {self.path}: {reason}")
 
 
 def _is_rank(value: object) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from chairlift.config import EngineConfig
+from chairlift.directories import private_directory
 from chairlift.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -27,10 +28,13 @@ class Access(NamedTuple):
 
     @classmethod
     def read(cls, server: ServerConfig) -> Access:
-        """Reads the files that the settings name. Raises InvalidSetting."""
+        """Reads the files that the settings name, and creates the directories. Raises InvalidSetting."""
         from chairlift.server.keys import read_keys
         from chairlift.server.tiers import read_tiers
 
+        for flag, directory in (("--usage-log", server.usage_log), ("--data-dir", server.data_dir)):
+            if directory is not None:
+                private_directory(flag, directory)
         keys = read_keys(server.api_key, server.api_key_file, server.operator_key)
         return cls(keys, read_tiers(server.tiers).granted(keys))
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from chairlift.cli import values
@@ -149,11 +150,17 @@ def add_report(parser: argparse._ActionsContainer) -> None:
 
 
 def add_fields(
-    parser: argparse.ArgumentParser, cls: type, names: Collection[str] | None = None, *, shown: Collection[str] = COMMON
+    parser: argparse.ArgumentParser,
+    cls: type,
+    names: Collection[str] | None = None,
+    *,
+    shown: Collection[str] = COMMON,
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Adds a flag for each field of the config class `cls` that has help, or for those in `names`, under its group's heading.
 
-    The command also reads the fields' environment variables, and `--config`. `--help` hides fields that are not in `shown`.
+    The command also reads the fields' environment variables, and `--config`. `--help` hides fields that are not in `shown`. `texts` has
+    help for fields whose meaning or default is the command's own.
     """
     help_all = next((action for action in parser._actions if isinstance(action, _HelpAll)), None)
     if help_all is None:
@@ -168,7 +175,7 @@ def add_fields(
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
         action = groups[heading].add_argument(
-            *_names(field), dest=field.name, default=argparse.SUPPRESS, help=_help(field), **_argument(field)
+            *_names(field), dest=field.name, default=argparse.SUPPRESS, help=_help(field, texts.get(field.name)), **_argument(field)
         )
         if field.name not in shown:
             help_all.hide(action)
@@ -298,10 +305,10 @@ def _argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
     return {"type": parse, "metavar": "{" + ",".join(choices) + "}" if choices else field.metadata.get("metavar", number)}
 
 
-def _help(field: dataclasses.Field[Any]) -> str:
+def _help(field: dataclasses.Field[Any], text: str | None = None) -> str:
     shown = default_in_words(field)
-    default = f" (default: {shown})" if shown else ""
-    return f"{field.metadata['help']}{default} [{ENV_PREFIX}{field.name.upper()}]".replace("%", "%%")
+    text = text or f"{field.metadata['help']}{f' (default: {shown})' if shown else ''}"
+    return f"{text} [{ENV_PREFIX}{field.name.upper()}]".replace("%", "%%")
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:

@@ -46,6 +46,13 @@ _SERVER_FLAGS = (
     *("ssl_certfile", "ssl_keyfile", "admin_socket", "routing", "tiers", "max_body_size", "shutdown_timeout", "usage_log"),
     *("log_level", "log_format"),
 )
+_TEXTS = {
+    "served_model_name": "name of the model in metrics and the usage log (default: the host and port of the first upstream)",
+    "max_num_seqs": f"requests that each upstream runs at once (default: what the upstream tells, else {MAX_NUM_SEQS})",
+    "max_model_len": f"longest prompt plus output, in tokens (default: what the upstream tells, else {DEFAULT_CONTEXT})",
+    "max_num_batched_tokens": f"tokens in one step of an upstream, as estimated (default: {PROMPT_TOKENS} more than --max-num-seqs)",
+}
+"""Help of flags whose default or meaning differs from that of 'chairlift serve'."""
 
 _EXAMPLES = """\
 examples:
@@ -78,8 +85,8 @@ def add_parser(commands: Any, summary: str) -> None:
         metavar="KEY",
         help="sent to the upstreams instead of the clients' keys [CHAIRLIFT_UPSTREAM_API_KEY]",
     )
-    flags.add_fields(parser, ServerConfig, _SERVER_FLAGS)
-    flags.add_fields(parser, EngineConfig, _ENGINE_FLAGS)
+    flags.add_fields(parser, ServerConfig, _SERVER_FLAGS, texts=_TEXTS)
+    flags.add_fields(parser, EngineConfig, _ENGINE_FLAGS, texts=_TEXTS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from chairlift.cli import flags
-from chairlift.cli.local_server import add_url, server_for
+from chairlift.cli.local_server import MODEL_HELP, add_url, server_for
 from chairlift.cli.remote import add_api_key, client_key
 from chairlift.errors import InvalidSetting
 
@@ -76,7 +76,7 @@ def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "launch", summary, _EXAMPLES, run)
     parser.add_argument("client", choices=CLIENTS, help="the program to start")
-    flags.add_model(parser, positional=False)
+    flags.add_model(parser, MODEL_HELP, positional=False)
     add_url(parser)
     add_api_key(parser)
     parser.set_defaults(passed_on=[])

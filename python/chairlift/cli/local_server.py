@@ -14,11 +14,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from chairlift.cli import flags
 from chairlift.cli.remote import URL, get_json
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ChairliftError, ModelNotFound
 from chairlift.settings import ENV_PREFIX
 
+MODEL_HELP = f"{flags.MODEL_SOURCES} (default: the first model of the server, or {DEFAULT_MODEL} if none runs)"
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 15.0
 """Seconds that a server which this command started gets to end its requests and exit."""
@@ -37,7 +39,7 @@ sys.exit(main())
 
 def add_url(parser: argparse.ArgumentParser) -> None:
     """Adds `--url`."""
-    help = f"address of the server; without one a server is looked for at {URL}, and started if none serves the model"
+    help = f"address of the server (default: {URL} if that serves the model, else a new server, for this command)"
     parser.add_argument("--url", metavar="URL", help=help)
 
 

@@ -9,9 +9,8 @@ from typing import Any
 from chairlift.cli import flags
 from chairlift.cli.chat import Conversation, answer_from, converse
 from chairlift.cli.flags import add_sampling, sampling_settings
-from chairlift.cli.local_server import add_url, server_for
+from chairlift.cli.local_server import MODEL_HELP, add_url, server_for
 from chairlift.cli.remote import add_api_key, client_key
-from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import InvalidRequest
 
 _EXAMPLES = """\
@@ -29,7 +28,7 @@ A running server that has the model answers. Otherwise a server is started, whic
 def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "run", summary, _EXAMPLES, run)
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{flags.MODEL_SOURCES} (default: {DEFAULT_MODEL})")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="a question to answer, instead of a chat")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_url(parser)

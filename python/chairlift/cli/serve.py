@@ -64,8 +64,8 @@ def add_parser(commands: Any, summary: str) -> None:
         help=f"{flags.MODEL_SOURCES} (default: {DEFAULT_MODEL}); several are loaded when they are asked for [CHAIRLIFT_MODEL]",
     )
     flags.add_model(parser, "the same as a flag, for one model", positional=False)
-    flags.add_fields(parser, EngineConfig)
     flags.add_fields(parser, ServerConfig)
+    flags.add_fields(parser, EngineConfig)
     parser.add_argument("--enable-auto-tool-choice", action="store_true", help="vLLM's flag, without effect: tool calls are always read")
 
 
@@ -78,6 +78,9 @@ def run(args: argparse.Namespace) -> int:
     specs = _specs(args, access.weighted(args.engine))
     if server.engine_listen is not None and len(specs) > 1:
         raise InvalidSetting("--engine-listen needs a server with one model: engines of other machines run one")
+    if server.ray_address is None:  # otherwise the engines' machines have the files
+        for spec in specs:
+            _check_files(spec.config)
     shadow = _shadow_command(specs, server)
     with ExitStack() as sockets:
         listener = sockets.enter_context(access.listen(server, "this server"))
@@ -104,6 +107,17 @@ def _specs(args: argparse.Namespace, engine: EngineConfig) -> list[ModelSpec]:
     if server.served_model_name is not None:
         raise InvalidSetting("--served-model-name names one model: write NAME=MODEL, or name it in the file of --models")
     return specs
+
+
+def _check_files(config: EngineConfig) -> None:
+    """Raises InvalidSetting or UnsupportedModel for files of a model's settings that cannot be used, before anything is started."""
+    from chairlift.engine.file_checks import check_files
+
+    check_files(config)
+    if config.chat_template is not None:
+        from chairlift.chat_template import ChatTemplate  # imports jinja2
+
+        ChatTemplate.from_file(Path(config.chat_template), {})
 
 
 def _shadow_command(specs: list[ModelSpec], server: ServerConfig) -> list[str]:

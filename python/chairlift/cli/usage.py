@@ -51,9 +51,15 @@ def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "usage", summary, _EXAMPLES, run)
     parser.add_argument("directory", metavar="DIR", type=Path, help="directory of the usage log")
-    parser.add_argument("--by", type=_groups, default=_GROUPS[:3], metavar="LIST", help=f"group by these: {', '.join(_GROUPS)}")
-    parser.add_argument("--since", metavar="DAY", default="", help="first day, as in 2026-11-01 (UTC)")
-    parser.add_argument("--until", metavar="DAY", default="9999", help="last day")
+    parser.add_argument(
+        "--by",
+        type=_groups,
+        default=_GROUPS[:3],
+        metavar="LIST",
+        help=f"group by some of {', '.join(_GROUPS)} (default: {','.join(_GROUPS[:3])})",
+    )
+    parser.add_argument("--since", metavar="DAY", default="", help="first day, in UTC, like 2026-11-01 (default: the first of the log)")
+    parser.add_argument("--until", metavar="DAY", default="9999", help="last day (default: today)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

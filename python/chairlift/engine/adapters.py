@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from chairlift.checkpoint.adapter import AdapterFiles
+from chairlift.checkpoint.adapter import AdapterFiles, AdapterHeader
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidRequest, InvalidSetting, UnsupportedModel
 
@@ -30,6 +30,12 @@ class Adapter(NamedTuple):
     """The hash of its files, which is part of the names of its KV blocks."""
 
 
+def check_rank(adapter: AdapterHeader, max_rank: int) -> None:
+    """Raises InvalidSetting if the adapter has a higher rank."""
+    if adapter.rank > max_rank:
+        raise InvalidSetting(f"adapter {adapter.path} has rank {adapter.rank}, above --max-lora-rank {max_rank}")
+
+
 class Adapters:
     """Loads and unloads adapters. Only `read` may be called on any thread."""
 
@@ -45,8 +51,7 @@ class Adapters:
     def read(self, path: str) -> PackedAdapter:
         """Reads and packs the adapter in the directory `path`. Raises UnsupportedModel, and InvalidSetting for a rank that is too high."""
         store, files = self._store, AdapterFiles(Path(path))
-        if files.rank > self._max_rank:
-            raise InvalidSetting(f"adapter {path} has rank {files.rank}, above --max-lora-rank {self._max_rank}")
+        check_rank(files, self._max_rank)
         try:
             return PackedAdapter(store.pack(files), files.digest)
         except ValueError as error:

@@ -25,6 +25,7 @@ from chairlift.engine.disk_cache import DiskCache, StoredPrefix
 from chairlift.engine.energy import EnergyAccount, open_meter
 from chairlift.engine.engine_info import engine_info
 from chairlift.engine.engine_request import EngineRequest
+from chairlift.engine.file_checks import check_files
 from chairlift.engine.frames import StepOutputs
 from chairlift.engine.journal import Journal
 from chairlift.engine.kv_sharing import SharedBlocks
@@ -67,6 +68,7 @@ class Engine:
     ) -> None:
         """With a `hash_key` of 16 bytes, steps report what the prefix cache gains and loses, by names under this key."""
         self.config = config
+        check_files(config)
         self._journal = None if config.journal is None else Journal(config.journal)
         directory = locate(config.model, config.revision, config.cache_dir)
         eos = eos_token_ids(directory, config.tokenizer)

@@ -50,6 +50,20 @@ class Journal:
             self._file = None
 
 
+def check_journal(path: str) -> None:
+    """Raises InvalidSetting if the file cannot be written. Leaves it as it is, and creates none."""
+    directory = os.path.join(os.path.dirname(os.path.abspath(path)), "")
+    existing = path if os.path.exists(path) else directory
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError(21, "Is a directory")
+        os.stat(directory)  # fails for a file, because of the slash at its end
+        if not os.access(existing, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
 def create_next(path: str) -> str:
     """Creates the first of PATH, PATH.1, PATH.2 and so on that does not exist, and returns its name. Raises InvalidSetting if that fails.
 

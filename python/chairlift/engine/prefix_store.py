@@ -10,6 +10,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from chairlift.directories import private_directory
 from chairlift.errors import InvalidSetting
 
 log = logging.getLogger("chairlift")
@@ -30,24 +31,11 @@ class PrefixStore:
 
     def __init__(self, directory: str, limit: int, fingerprint: str) -> None:
         """Creates the directory, for this user alone. Raises InvalidSetting if it cannot be used."""
-        self._directory, self._limit = Path(directory), limit
-        self._folder = self._directory / fingerprint
+        self._directory, self._limit = store_directory(directory), limit
+        self._folder = private_directory("--prefix-cache-dir", str(self._directory / fingerprint))
         self._fingerprint = bytes.fromhex(fingerprint)
         self._failed = False
         self.blocks_evicted = 0
-        try:
-            self._directory.parent.mkdir(parents=True, exist_ok=True)
-            for folder in (self._directory, self._folder):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            found = self._directory.stat()
-            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
-                raise InvalidSetting(
-                    f"--prefix-cache-dir {directory}: the directory must belong to this user and be writable by nobody else"
-                )
-            if not os.access(self._folder, os.W_OK | os.X_OK):
-                raise PermissionError(13, "Permission denied")
-        except OSError as error:
-            raise InvalidSetting(f"--prefix-cache-dir {directory}: {error.strerror or error}") from None
         self._unchecked = 0  # bytes written since the last check of the limit
         sizes = self._trim()
         self.contents = f"{directory} has {len(sizes):,} blocks, {sum(sizes.values()) / 1e6:,.0f} of {limit / 1e6:,.0f} MB"
@@ -149,6 +137,15 @@ class PrefixStore:
 
     def _head(self, parent: bytes, tokens: bytes) -> bytes:
         return _MAGIC + self._fingerprint + parent + tokens
+
+
+def store_directory(directory: str) -> Path:
+    """Creates the directory of a store, for this user alone. Raises InvalidSetting if it cannot be used, or if others can write there."""
+    path = private_directory("--prefix-cache-dir", directory)
+    found = path.stat()
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise InvalidSetting(f"--prefix-cache-dir {directory}: the directory must belong to this user and be writable by nobody else")
+    return path
 
 
 def _parent(path: Path) -> str:

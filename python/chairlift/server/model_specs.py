@@ -126,6 +126,10 @@ def _table_spec(name: str, settings: dict[str, Any], config: EngineConfig, serve
 def _spec(name: str, path: str, config: EngineConfig, server: ServerConfig, **own: Any) -> ModelSpec:
     preload = own.pop("preload", name in server.preload or "all" in server.preload)
     keep_alive = own.pop("keep_alive", math.inf if preload else server.keep_alive)
+    if hidden := {name, *own.get("aliases", ())} & (config.lora_modules or {}).keys():
+        raise InvalidSetting(
+            f"--lora-modules: the adapter {min(hidden)!r:.100} has the name of its model, which requests would get: rename it"
+        )
     parsers = {"tool_call_parser": server.tool_call_parser, "reasoning_parser": server.reasoning_parser}
     for_ever = None if math.isinf(keep_alive) else keep_alive
     return ModelSpec(name, replace(config, model=path), keep_alive=for_ever, preload=preload, **{**parsers, **own})

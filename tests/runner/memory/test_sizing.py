@@ -6,7 +6,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig
 from chairlift.runner.memory.precision import Precision, decide, weight_bytes
-from chairlift.runner.memory.sizing import Size, block_bytes, fit, fit_host, step_bytes, tile_step_tokens
+from chairlift.runner.memory.sizing import HostBudget, Size, block_bytes, fit, fit_host, step_bytes, tile_step_tokens
 
 EACH = block_bytes(MODEL, 16, "float32")
 ONE = 63
@@ -213,3 +213,18 @@ def test_memory_that_does_not_hold_the_states_is_refused_with_what_would_fit():
         fitted(model=HYBRID, kv_cache_memory_bytes=state - 1)
     with pytest.raises(InvalidSetting, match=rf"--max-num-seqs 16 needs as many recurrent states, each of {state} bytes, but .* gives 10"):
         fitted(model=HYBRID, kv_cache_memory_bytes=20 * state, max_num_seqs=16)
+
+
+def test_sizes_that_cannot_fit_are_refused_before_the_weights_are_loaded():
+    def check(**settings: int) -> None:
+        HostBudget(1).check(EngineConfig(**settings), MODEL, Precision("float32", "none", "float32"))
+
+    check(max_model_len=MODEL.longest_context)
+    for settings, message in (
+        ({"max_model_len": MODEL.longest_context + 1}, "the model was made for"),
+        ({"kv_cache_memory_bytes": 1000}, "does not hold two blocks"),
+        ({"num_kv_blocks": 1}, "does not hold two blocks"),
+        ({"swap_space": 1}, "does not hold a block"),
+    ):
+        with pytest.raises(InvalidSetting, match=message):
+            check(**settings)

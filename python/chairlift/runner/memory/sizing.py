@@ -264,7 +264,9 @@ class HostBudget:
         self._processes, self._tiles = processes, tiles
 
     def check(self, config: EngineConfig, model: ModelShape, precision: Precision) -> None:
-        """Does nothing: `precision.decide` has checked that the weights fit."""
+        """Raises InvalidSetting, before the weights are loaded, for sizes that would not fit without them. `decide` has checked these."""
+        self.fit(config, model, precision, lambda step: None)
+        fit_host(config, model, precision.kv, available_memory() // self._processes)
 
     def fit(self, config: EngineConfig, model: ModelShape, precision: Precision, run: Callable[[StepSize], None]) -> Size:
         """Sizes a step and the KV cache. Swapped-out blocks are in the same memory as the cache."""

@@ -10,9 +10,9 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chairlift.directories import private_directory
 from chairlift.errors import ChairliftError, InvalidSetting
 from chairlift.outputs import Timeline
 
@@ -57,7 +57,7 @@ class UsageLog:
 
     def __init__(self, directory: str) -> None:
         """Creates the directory for this user alone; raises InvalidSetting if it cannot be written."""
-        self._directory = Path(directory)
+        self._directory = private_directory("--usage-log", directory)
         self._day = ""
         self._file = -1
         self._torn = False
@@ -65,7 +65,6 @@ class UsageLog:
         self._sync: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._open(_day(time.time()))
         except OSError as error:
             raise InvalidSetting(f"--usage-log {directory}: {error.strerror}") from None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 
+from chairlift.directories import private_directory
 from chairlift.errors import InvalidSetting
 from chairlift.server.storage.batches import Batches
 from chairlift.server.storage.database import Database
@@ -16,9 +16,8 @@ class Storage:
 
     def __init__(self, directory: str, max_bytes: int, sharing: Collection[str] = ()) -> None:
         """Creates the directory for this user alone; raises InvalidSetting. `max_bytes` limits the files; `sharing` is that of `Files`."""
-        path = Path(directory)
+        path = private_directory("--data-dir", directory)
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._database = Database(path)
             self.files = Files(path / "files", self._database, max_bytes, sharing)
         except OSError as error:

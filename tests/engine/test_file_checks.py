@@ -1,0 +1,62 @@
+"""Files of settings that cannot be used are found before a model is read."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from chairlift.config import EngineConfig
+from chairlift.engine.engine import Engine
+from chairlift.engine.file_checks import check_files
+from chairlift.errors import ChairliftError, ModelNotFound
+
+
+def bad_settings(tmp_path):
+    """Settings that name files or directories which cannot be used, and what the error says."""
+    (file := tmp_path / "file").write_text("no directory")
+    (open_to_all := tmp_path / "open").mkdir()
+    open_to_all.chmod(0o777)
+    (low := tmp_path / "low").mkdir()
+    (low / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 64, "lora_alpha": 1}))
+    (high := tmp_path / "high").mkdir()
+    (high / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 64, "lora_alpha": 1}))
+    layer = "base_model.model.model.layers.0.mlp.up_proj"
+    matrices = {f"{layer}.lora_A.weight": np.zeros((64, 8), np.float32), f"{layer}.lora_B.weight": np.zeros((8, 64), np.float32)}
+    save_file(matrices, high / "adapter_model.safetensors")
+    lora = {"enable_lora": True}
+    return [
+        ({"journal": str(file / "day")}, "--journal .*: cannot write there .Not a directory."),
+        ({"journal": str(low)}, "--journal .*: cannot write there .Is a directory."),
+        ({"prefix_cache_dir": str(file)}, "--prefix-cache-dir .*: File exists"),
+        ({"prefix_cache_dir": str(file / "kv")}, "--prefix-cache-dir .*: Not a directory"),
+        ({"prefix_cache_dir": str(open_to_all)}, "--prefix-cache-dir .*: the directory must belong to this user"),
+        ({"energy_meter": f"powercap:{file}"}, "--energy-meter powercap: .*: Not a directory"),
+        ({"energy_meter": "nvml"}, "--energy-meter nvml needs nvidia-ml-py"),
+        ({**lora, "lora_modules": {"a": str(tmp_path / "none")}}, "adapter .*none: adapter_config.json cannot be read"),
+        ({**lora, "lora_modules": {"a": str(low)}}, "adapter .*low: adapter_model.safetensors is missing"),
+        ({**lora, "lora_modules": {"a": str(high)}}, "adapter .*high has rank 64, above --max-lora-rank 16"),
+    ]
+
+
+@pytest.mark.parametrize("at", range(10))
+def test_files_are_checked_before_the_model_is_read(at, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    settings, message = bad_settings(tmp_path)[at]
+    config = EngineConfig(model=str(tmp_path / "no-model"), **settings)
+    with pytest.raises(ChairliftError, match=f"^{message}[^\n]*$"):
+        check_files(config)
+    with pytest.raises(ChairliftError, match=f"^{message}[^\n]*$"):
+        Engine(config)
+
+
+def test_files_that_can_be_used_are_left_as_they_are(tmp_path):
+    (journal := tmp_path / "day.journal").write_text("yesterday")
+    config = EngineConfig(model=str(tmp_path / "no-model"), journal=str(journal), prefix_cache_dir=str(tmp_path / "kv"))
+    check_files(config)
+    assert journal.read_text() == "yesterday"
+    check_files(EngineConfig(journal=str(tmp_path / "new.journal")))
+    assert not (tmp_path / "new.journal").exists()
+    with pytest.raises(ModelNotFound):
+        Engine(config)
