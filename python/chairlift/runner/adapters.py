@@ -38,6 +38,7 @@ def _in_halves(update: LowRank, head_dim: int) -> LowRank:
 
 
 def check_shapes(files: AdapterFiles, model: ModelConfig) -> None:
+    """Checks that the adapter changes layers that the model has, of their shapes. Raises UnsupportedModel."""
     if model.variants:
         raise UnsupportedModel(f"{model.architecture} has layers of several shapes, for which adapters are not supported")
     if model.latent:
