@@ -155,10 +155,11 @@ class Linear:
         if self.rounds_activations:
             assert isinstance(weight, Quantised)
             rounded, scale, dtype = x if isinstance(x, Rounded) else round_rows(x)
-            from chairlift.kernels import fp8_linear  # triton is only installed for GPUs
+            if rounded.is_cuda:
+                from chairlift.kernels import fp8_linear  # triton is only installed for GPUs
 
-            if len(rounded) <= fp8_linear.MAX_ROWS:
-                return fp8_linear.fp8_linear(rounded, scale, weight.numbers, weight.scale, self.bias, dtype)
+                if len(rounded) <= fp8_linear.MAX_ROWS:
+                    return fp8_linear.fp8_linear(rounded, scale, weight.numbers, weight.scale, self.bias, dtype)
             # Without `use_fast_accum` torch's kernel for scales of rows moves its sums out of the tensor cores again and again.
             scales = {"scale_a": scale, "scale_b": weight.scale.t()}
             product = torch._scaled_mm(rounded, weight.numbers.t(), **scales, out_dtype=dtype, use_fast_accum=True)
