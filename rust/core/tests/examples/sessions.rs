@@ -193,6 +193,7 @@ fn the_session_that_was_quiet_for_the_longest_time_makes_room_and_users_count_fo
         }
         assert_eq!((waited(&lab, 3), waited(&lab, 4), waited(&lab, 5) > 0), (0, 0, true), "after {between} s");
         lab.finish();
+        assert!(lab.ended[&4].cached_tokens >= PROMPT - 16, "after {between} s: {:?}", lab.ended[&4]);
     }
 }
 
