@@ -8,7 +8,9 @@ use crate::sessions::{Joins, Machine, Reload, SessionId, SessionWait, Turn, Wait
 use std::sync::Arc;
 
 /// Hundredths of the blocks that contexts of active sessions may take when one more becomes active, and as they grow.
-const FILL: (usize, usize) = (95, 99);
+const FILL: (usize, usize) = (98, 99);
+/// Hundredths of the blocks that a short context takes at most.
+const SHORT: usize = 5;
 /// Microseconds after which a plan without a step looks at parked sessions again.
 const LOOKS_AGAIN: Time = 100_000;
 
@@ -46,7 +48,7 @@ impl Scheduler {
             arrived,
             due: arrived.saturating_add(longest.min(half)),
         };
-        let (now, room, short) = (self.accounts.now(), self.session_blocks(FILL.0), self.kv.limit() * (100 - FILL.0) / 100);
+        let (now, room, short) = (self.accounts.now(), self.session_blocks(FILL.0), self.kv.limit() * SHORT / 100);
         let Some(joined) = self.sessions.join(&joins, room as u32, short as u32, now, &mut self.kv) else { return false };
         let owner = self.sessions.owner(joined.of);
         self.seqs[id].set_session(joined.of, owner);

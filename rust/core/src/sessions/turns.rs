@@ -24,6 +24,8 @@ use std::sync::Arc;
 const MIN_TURN: f64 = 5.0;
 /// A session makes room for others in any case if it has been quiet for so many microseconds, and for so many times the time of both reloads.
 const LONG_QUIET: (Time, f64) = (60_000_000, 3.0);
+/// A session that waits for its user counts as quiet for so many microseconds longer, because users take longer than tools.
+const USERS_TAKE: Time = 60_000_000;
 /// Microseconds after which a quiet session is parked.
 const QUIET: Time = 600_000_000;
 /// Number of sessions that are considered to make room, the one whose turn began first at the front.
@@ -87,8 +89,8 @@ pub(crate) struct Sessions {
     by_tenant: bool,
     /// Blocks of the contexts of active sessions, by tier.
     loads: [u32; TIERS],
-    /// Active sessions without requests, by whether their users go on and the end of the latest request.
-    quiet: BTreeSet<(bool, Time, SessionId)>,
+    /// Active sessions without requests, the one that is expected to stay quiet for the longest time at the front.
+    quiet: BTreeSet<(Time, SessionId)>,
     /// Active sessions without requests, and those with requests, by the beginning of their turn.
     turns: BTreeSet<(Time, SessionId)>,
     busy: BTreeSet<(Time, SessionId)>,
@@ -225,19 +227,16 @@ impl Sessions {
         self.answers.add(end, Answer { user, session: None });
     }
 
-    /// Parks sessions that were quiet for long, and the ones of the least urgent tier whose turn began last while contexts take more than `most` blocks.
+    /// Parks sessions that were quiet for long, and the ones of the least urgent tier whose turn began first while contexts take more than
+    /// `most` blocks: one whose turn began later would have to be brought back once more.
     pub(crate) fn park_excess(&mut self, most: u32, now: Time, kv: &mut Kv) {
-        for awaits_user in [false, true] {
-            while let Some(&(kind, since, id)) = self.quiet.range((awaits_user, 0, SessionId::default())..).next()
-                && kind == awaits_user
-                && now.saturating_sub(since) > QUIET
-            {
-                self.park(id, kv);
-            }
+        let first = |sessions: &Self| sessions.quiet_for(QUIET, now).next();
+        while let Some((_, id)) = first(self) {
+            self.park(id, kv);
         }
         while self.load() > most {
-            let latest = self.turns.iter().rev().take(CONSIDERED);
-            let Some(&(_, id)) = latest.min_by_key(|&&(_, id)| Reverse(self.tier(id))) else { break };
+            let first = self.turns.iter().take(CONSIDERED);
+            let Some(&(_, id)) = first.min_by_key(|&&(_, id)| Reverse(self.tier(id))) else { break };
             self.park(id, kv);
         }
     }
@@ -388,19 +387,21 @@ impl Sessions {
     /// An active session that makes room for a parked one.
     fn victim(&self, id: SessionId, reload: Reload, machine: &Machine<'_>) -> Option<SessionId> {
         let tier = self.tier(id);
-        // Those that wait for their users come first: they stay quiet for longer.
-        let quiet = [true, false].into_iter().find_map(|awaits_user| {
-            let of_kind = self.quiet.range((awaits_user, 0, SessionId::default())..).take(CONSIDERED);
-            let mut of_kind = of_kind.take_while(|&&(kind, ..)| kind == awaits_user);
-            let &(_, since, victim) = of_kind.find(|&&(.., victim)| self.tier(victim) >= tier)?;
-            let reloads = reload.takes + self.reload(victim, machine.model);
-            is_long_quiet(machine.now.saturating_sub(since), reloads).then_some(victim)
-        });
-        if quiet.is_some() {
-            return quiet;
+        let mut quiet = self.quiet_for(LONG_QUIET.0, machine.now).filter(|&(_, victim)| self.tier(victim) >= tier);
+        let quiet = quiet.find(|&(rest, victim)| is_long_quiet(rest, reload.takes + self.reload(victim, machine.model)));
+        if let Some((_, victim)) = quiet {
+            return Some(victim);
         }
         let less_urgent = self.turns.iter().take(CONSIDERED).find(|&&(_, victim)| self.tier(victim) > tier);
         less_urgent.map(|&(_, victim)| victim).or_else(|| self.served(&self.turns, id, reload, machine))
+    }
+
+    /// Active sessions that have been without requests for more than `least` microseconds, with that time. The one that is expected to
+    /// stay so for the longest time comes first.
+    fn quiet_for(&self, least: Time, now: Time) -> impl Iterator<Item = (Time, SessionId)> {
+        let quiet = self.quiet.iter().take(CONSIDERED).take_while(move |&&(since, _)| now.saturating_sub(since) > least);
+        let quiet = quiet.map(move |&(_, id)| (now.saturating_sub(self.directory[id].quiet_since()), id));
+        quiet.filter(move |&(rest, _)| rest > least)
     }
 
     /// The first of some active sessions whose turn is over, if there is time for the reload of a parked one.
@@ -521,9 +522,10 @@ pub(crate) fn is_long_quiet(rest: Time, reloads: f64) -> bool {
     rest > LONG_QUIET.0 && rest as f64 > LONG_QUIET.1 * reloads
 }
 
-/// The key of an active session without requests among such sessions.
-fn quiet_key(id: SessionId, session: &Session) -> (bool, Time, SessionId) {
-    (session.awaits_user, session.quiet_since(), id)
+/// The key of an active session without requests among such sessions. Among tools, and among users, the one that has taken the longest time
+/// so far is expected to take the longest time from now on.
+fn quiet_key(id: SessionId, session: &Session) -> (Time, SessionId) {
+    (session.quiet_since().saturating_sub(if session.awaits_user { USERS_TAKE } else { 0 }), id)
 }
 
 /// When a session comes in whatever happens.

@@ -175,6 +175,54 @@ fn equal_names_of_two_tenants_are_two_sessions() {
 }
 
 #[test]
+fn the_session_that_was_quiet_for_the_longest_time_makes_room_and_users_count_for_a_minute() {
+    for (between, makes_room) in [(50, 2), (70, 1)] {
+        let mut lab = lab(config(&Fcfs));
+        lab.add(turn(1, 1));
+        lab.finish();
+        lab.now += between * SECOND;
+        lab.add(turn(2, 2));
+        lab.finish();
+        assert!(lab.scheduler.note_session("", &"2".into(), SessionEvent::AwaitsUser, lab.now));
+        lab.now += 70 * SECOND;
+        lab.add(turn(3, 3));
+        lab.finish();
+        for (tag, session) in [(4, 3 - makes_room), (5, makes_room)] {
+            lab.add(turn(tag, session));
+            lab.step();
+        }
+        assert_eq!((waited(&lab, 3), waited(&lab, 4), waited(&lab, 5) > 0), (0, 0, true), "after {between} s");
+        lab.finish();
+        assert!(lab.ended[&4].cached_tokens >= PROMPT - 16, "after {between} s: {:?}", lab.ended[&4]);
+    }
+}
+
+#[test]
+fn a_context_that_grows_takes_the_room_of_the_session_whose_turn_began_first() {
+    let mut lab = lab(config(&Fcfs));
+    let long = |tag, session, blocks: u32| {
+        let request = turn(tag, session);
+        let last = *request.prompt.last().expect("a prompt");
+        let mut prompt = request.prompt[..request.prompt.len().min(16 * blocks as usize)].to_vec();
+        prompt.resize(16 * blocks as usize, last);
+        Request { prompt, ..request }
+    };
+    for session in 1..4 {
+        lab.add(long(session, session, 50));
+        lab.finish();
+    }
+    // 50 + 50 + 110 blocks are more than there are.
+    lab.add(long(4, 3, 110));
+    lab.finish();
+    for (tag, session) in [(5, 2), (6, 1)] {
+        lab.add(long(tag, session, 50));
+        lab.step();
+    }
+    assert_eq!([5, 6].map(|tag| waited(&lab, tag) > 0), [false, true]);
+    lab.finish();
+}
+
+#[test]
 fn a_session_that_has_ended_makes_room() {
     let mut lab = two_of_three(config(&Fcfs));
     assert!(lab.scheduler.note_session("", &"2".into(), SessionEvent::Ended, lab.now));

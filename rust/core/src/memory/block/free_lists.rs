@@ -10,7 +10,7 @@ pub(crate) enum EvictionClass {
     Ended,
     /// After those of ended owners.
     Parked,
-    /// After those of parked owners.
+    /// After those of parked owners. Those of the owner that got this class last go first.
     ParkedWaiting,
     /// After common blocks that only one request used. Of these blocks, and common ones that several used, the least recently used go first.
     Active,
@@ -41,10 +41,10 @@ pub(super) struct FreeLists {
     /// Links of all blocks, and then of the end of each list, which is linked with its first and its last block.
     links: Vec<Link>,
     blocks: u32,
-    /// The class and the number of each owner.
+    /// The class of each owner, and the number of the latest release when it got that.
     ranks: Vec<(EvictionClass, u64)>,
-    /// Owners with free blocks in the order in which they lose them: by class, and then by the number of the owner or, if it is active, by that
-    /// of the release of its first block.
+    /// Owners with free blocks in the order in which they lose them: by class, and then by the release of their first block or, if their
+    /// requests wait, by the time for which they have waited.
     order: BTreeSet<(EvictionClass, u64, u32)>,
     freed: u64,
     len: usize,
@@ -63,7 +63,7 @@ impl FreeLists {
         lists
     }
 
-    /// Adds the list of another owner, with the next number.
+    /// Adds the list of another owner, with the next number. The owner is active.
     pub(super) fn add_owner(&mut self) {
         let end = self.links.len() as u32;
         self.links.push(Link { prev: end, next: end, freed: 0 });
@@ -71,11 +71,11 @@ impl FreeLists {
     }
 
     /// Sets when an owner's blocks are evicted.
-    pub(super) fn rank(&mut self, owner: u32, class: EvictionClass, number: u64) {
-        self.change(FreeList::Owned(owner), |lists| lists.ranks[owner as usize] = (class, number));
+    pub(super) fn rank(&mut self, owner: u32, class: EvictionClass) {
+        self.change(FreeList::Owned(owner), |lists| lists.ranks[owner as usize] = (class, lists.freed));
     }
 
-    /// When an owner's blocks are evicted: its class, and its number in it.
+    /// An owner's class, and the number of the latest release when it got that.
     pub(super) fn rank_of(&self, owner: u32) -> (EvictionClass, u64) {
         self.ranks[owner as usize]
     }
@@ -84,11 +84,6 @@ impl FreeLists {
     pub(super) fn release(&mut self, id: BlockId) {
         self.freed += 1;
         self.links[id.0 as usize].freed = self.freed;
-    }
-
-    /// Number of the latest release. Later ones have larger numbers.
-    pub(super) fn latest(&self) -> u64 {
-        self.freed
     }
 
     /// Number of free cached blocks.
@@ -180,7 +175,7 @@ impl FreeLists {
     /// The place of an owner with free blocks in the order.
     fn place(&self, owner: u32) -> Option<(EvictionClass, u64, u32)> {
         let first = self.first(FreeList::Owned(owner))?;
-        let (class, number) = self.ranks[owner as usize];
-        Some((class, if class == EvictionClass::Active { self.freed(first) } else { number }, owner))
+        let (class, since) = self.ranks[owner as usize];
+        Some((class, if class == EvictionClass::ParkedWaiting { u64::MAX - since } else { self.freed(first) }, owner))
     }
 }

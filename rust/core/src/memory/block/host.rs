@@ -152,8 +152,8 @@ impl BlockPool {
         let HostList::Owned(owner) = list else { return (3, 0, 0) };
         let number = owner.number();
         match self.free.rank_of(number) {
-            (EvictionClass::Ended | EvictionClass::Parked, parked) => (0, u64::MAX - parked, number),
-            (EvictionClass::ParkedWaiting, parked) => (1, parked, number),
+            (EvictionClass::Ended | EvictionClass::Parked, since) => (0, since, number),
+            (EvictionClass::ParkedWaiting, since) => (1, u64::MAX - since, number),
             (EvictionClass::Active, _) => (2, 0, number),
         }
     }

@@ -122,14 +122,9 @@ impl BlockPool {
         self.reuse_owner(owner);
     }
 
-    /// Sets when an owner's blocks are evicted: after those of all ended owners, and before those of all parked ones, of the same class.
+    /// Sets when an owner's blocks are evicted.
     pub(crate) fn rank_owner(&mut self, owner: CacheOwner, class: EvictionClass) {
-        let latest = self.free.latest();
-        let number = match class {
-            EvictionClass::Ended | EvictionClass::Active => latest,
-            EvictionClass::Parked | EvictionClass::ParkedWaiting => u64::MAX - latest,
-        };
-        self.free.rank(owner.0, class, number);
+        self.free.rank(owner.0, class);
     }
 
     /// The free cached block that is evicted next. Panics if there is none.

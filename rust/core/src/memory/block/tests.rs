@@ -278,6 +278,20 @@ fn blocks_of_a_parked_session_go_first_and_hot_ones_are_as_old_as_their_use() {
 }
 
 #[test]
+fn of_parked_sessions_the_least_recently_used_goes_first_and_of_waiting_ones_the_last() {
+    for (class, left) in [(EvictionClass::Parked, [0, 1]), (EvictionClass::ParkedWaiting, [1, 0])] {
+        let mut pool = BlockPool::new(20, 1, BlockHasher::new(0));
+        let [first, second] = [pool.open_owner(User::new(1)), pool.open_owner(User::new(1))];
+        serve(&mut pool, Some(first), &[1]);
+        serve(&mut pool, Some(second), &[2]);
+        pool.rank_owner(first, class);
+        serve(&mut pool, None, &[9]);
+        pool.rank_owner(second, class);
+        assert_eq!(evictions(&mut pool, &[&[1], &[2]])[0], left, "{class:?}");
+    }
+}
+
+#[test]
 fn a_beginning_goes_after_the_sessions_that_need_it() {
     let mut pool = BlockPool::new(20, 1, BlockHasher::new(0));
     let [first, second] = [pool.open_owner(User::new(1)), pool.open_owner(User::new(1))];
