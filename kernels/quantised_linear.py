@@ -113,8 +113,7 @@ def quantised_linear(
 ) -> torch.Tensor:
     """Maps contiguous x [rows, in], of at most `max_rows` rows, to [rows, out]. The weight is a `Quantised` of `chairlift.layers.linear`.
 
-    `arrived`, int32 zeros, at least one for each tile of outputs, is for no other launch that may run at the same time. It is left as it
-    was.
+    `arrived` are `counters` that no other launch uses at the same time.
     """
     (rows, ins), outs = x.shape, len(numbers)
     out, size = x.new_empty(rows, outs), block_k(group)
@@ -144,6 +143,11 @@ def quantised_linear(
         num_stages=stages,
     )
     return out
+
+
+def counters(numbers: torch.Tensor) -> torch.Tensor:
+    """A zero for each tile of outputs of a weight. Launches leave them as they were."""
+    return numbers.new_zeros(triton.cdiv(len(numbers), BLOCK_N), dtype=torch.int32)
 
 
 def max_rows(zero: torch.Tensor | None) -> int:

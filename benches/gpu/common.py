@@ -23,13 +23,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pack import EXTENSION_MODULE
 from results import Results, cell
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("numpy", "torch", "triton", "transformers", "tokenizers", "safetensors", "jinja2", "msgpack", "pydantic", "rich")
 """What chairlift and its peers import."""
-EXTENSION_MODULE = {"PYO3_BUILD_EXTENSION_MODULE": "1"}
-"""With this in its environment cargo builds the extension for any Python; else it is linked to the library of the one that it finds."""
 DRY_GIB = 24
 """Memory that a dry run pretends to have."""
 COLD = 200e6

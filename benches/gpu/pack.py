@@ -15,11 +15,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from common import EXTENSION_MODULE
-
 ROOT = Path(__file__).parents[2]
 WHEELS = ROOT / ".whl"
 EXTENSION = ROOT / "python" / "chairlift" / "_core.abi3.so"
+EXTENSION_MODULE = {"PYO3_BUILD_EXTENSION_MODULE": "1"}
+"""With this in its environment cargo builds the extension for any Python; else it is linked to the library of the one that it finds."""
 MOST = 64
 """MiB that may travel: the checkout, the extension and the wheels."""
 PACKAGES = (

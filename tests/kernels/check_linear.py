@@ -9,7 +9,7 @@ from chairlift.kernels import launch_settings
 from chairlift.kernels.dequantise import dequantise
 from chairlift.kernels.fp8_linear import fp8_linear
 from chairlift.kernels.quantise_rows import quantise_rows
-from chairlift.kernels.quantised_linear import MAX_ROWS, quantised_linear
+from chairlift.kernels.quantised_linear import MAX_ROWS, counters, quantised_linear
 from chairlift.layers import linear
 from chairlift.layers.linear import MIN_ABSMAX, Quantised, quantise
 
@@ -46,7 +46,7 @@ def test_a_product_is_that_with_the_weight_multiplied_out(rows, outs, ins, kind,
     whole = linear.dequantise(weight, torch.float64)
     generator = torch.Generator().manual_seed(1)
     x, bias = torch.randn(rows, ins, generator=generator).to(dtype), torch.randn(outs, generator=generator).to(dtype)
-    arrived = torch.zeros(2, dtype=torch.int32)
+    arrived = counters(weight.numbers)
     for offset in (None, bias):
         expected = x.double() @ whole.T + (0 if offset is None else offset.double())
         if rows:

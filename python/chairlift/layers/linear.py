@@ -140,9 +140,8 @@ class Linear:
             # `_scaled_mm` takes no other scales.
             weight = weight._replace(scale=weight.scale.float())
         self.weight, self.bias, self.rounds_activations = weight, bias, rounds_activations and isinstance(weight, Quantised)
-        # Counters of the kernel for a few rows, which no other layer's launches use.
-        counters = len(weight.numbers) if isinstance(weight, Quantised) else 0
-        self._arrived = torch.zeros(counters, dtype=torch.int32, device=weight.numbers.device if isinstance(weight, Quantised) else None)
+        self._arrived: torch.Tensor | None = None
+        """Counters of the kernel for a few rows, which no other layer's launches use."""
 
     @property
     def gathers(self) -> bool:
@@ -175,5 +174,7 @@ class Linear:
         from chairlift.kernels import quantised_linear as multiplying
 
         if len(x) <= multiplying.max_rows(weight.zero):
+            if self._arrived is None:
+                self._arrived = multiplying.counters(weight.numbers)
             return multiplying.quantised_linear(x, *weight.stored, self.bias, self._arrived)
         return functional.linear(x, dequantising.dequantise(*weight.stored, x.shape[1], x.dtype), self.bias)

@@ -188,7 +188,7 @@ def _linear(draw: Draw, kind: str) -> float:
         zero = (draw(96, 4) + 8).clamp(0, 15).to(torch.uint8)
         weight = linear.Quantised(pairs, draw(96, 4), zero, 128)
     expected = linear.dequantise(weight, torch.float32)
-    arrived = torch.zeros(96, dtype=torch.int32, device=x.device)
+    arrived = quantised_linear.counters(weight.numbers)
     found = quantised_linear.quantised_linear(x, *weight.stored, None, arrived)
     return max(
         _error(found, x.float() @ expected.T), float(arrived.any()), _error(dequantise.dequantise(*weight.stored, 512, x.dtype), expected)

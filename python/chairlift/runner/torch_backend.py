@@ -58,7 +58,7 @@ class TorchBackend:
             self.budget: HostBudget | DeviceBudget = HostBudget(sharing)
         else:
             if config.device == "cuda" and memory is None:
-                _start_compiling()
+                _load_launcher()
             self._memory = memory or CudaMemory(torch.device(config.device))
             self.budget = DeviceBudget(self._memory, config.gpu_memory_utilization)
 
@@ -135,7 +135,7 @@ def _raise_launcher_errors() -> Iterator[None]:
         raise ChairliftError(f"{reason}; or use --device cpu") from error
 
 
-def _start_compiling() -> None:
+def _load_launcher() -> None:
     """Loads Triton's launcher, or compiles it, before weights are loaded in vain. Raises ChairliftError."""
     from chairlift.kernels.compile_watch import pause  # these import triton, which is only installed for GPUs
     from chairlift.kernels.errors import load_launcher
