@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from chairlift._core import GrammarVocabulary
 from chairlift.errors import InvalidRequest, QueueFull, RequestFailed
 from chairlift.grammar import grammars as module
 from chairlift.grammar import trial, usage
+from chairlift.grammar.allowance import Allowance
+from chairlift.grammar.grammar import check
 from chairlift.grammar.grammars import Grammars
 from chairlift.grammar.source import Tag, ToolCallFormat, calls_grammar, tags_grammar
 from chairlift.grammar.trial import Vocabulary
@@ -359,6 +362,31 @@ def test_a_lexer_without_states_fails_for_its_tenant_alone_and_is_made_anew(voca
     assert allowed(again.result(PATIENCE).matcher())
     assert made.compile(MANY_STATES, "eve") is again
     made.close()
+
+
+def write_words(matcher):
+    """Writes 3,000 long tokens without a look at the masks, as a sequence that goes on does. Each adds states."""
+    source = random.Random(0)
+    for _ in range(3000):
+        matcher.accept(source.randrange(300, 4000))
+
+
+def test_a_lexer_that_runs_out_of_states_within_a_token_fails_for_that_reason(wordy, monkeypatch):
+    monkeypatch.setattr(trial, "MAX_LEXER_STATES", 3000)
+    monkeypatch.setattr(usage, "GRAMMAR_SECONDS", 1e6)
+    grammar = wordy.compile(MANY_STATES, "eve").result(PATIENCE)
+    with pytest.raises(InvalidRequest, match="too many states") as failed:
+        write_words(grammar.matcher())
+    assert failed.value.code == "grammar_too_complex"
+    assert wordy.compile(MANY_STATES, "eve").result(PATIENCE) is not grammar
+
+
+@pytest.mark.parametrize(("message", "broken"), [("NoExtensionBias", False), ("panic: index out of bounds", True)])
+def test_a_grammar_that_cannot_go_on_is_the_clients_fault(message, broken):
+    spent = GrammarUsage(Allowance(1.0))
+    with pytest.raises(InvalidRequest, match=f"no way to go on .*{message}"):
+        check(SimpleNamespace(error=f"{message}\n<non-verbose/>"), spent)
+    assert spent.worn is broken
 
 
 def test_a_matcher_without_time_computes_nothing(vocabulary, tokenizer):

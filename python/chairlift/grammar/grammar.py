@@ -22,6 +22,10 @@ LIMIT_REACHED = re.compile(r"(lexer|parser) error: (too many|current row has)", 
 """The beginning of llguidance's messages about its limits."""
 TOO_COMPLEX = "grammar_too_complex"
 """The error code of a grammar that reaches one."""
+NOT_ALLOWED = re.compile(r"Parser Error: token|parser stopped")
+"""The beginning of its messages about a token that the grammar does not allow."""
+SHARED = ("lexer error", "panic")
+"""The beginnings of messages about failures of the lexer, which all matchers of a grammar share."""
 
 
 class Grammar:
@@ -42,18 +46,18 @@ class Grammar:
 
         `charge` gets the processor time of each token's mask, in seconds.
         """
-        matcher = Matcher(self._template.copy(), self.usage, charge)
+        matcher = Matcher(self._template, self._template.copy(), self.usage, charge)
         return matcher if budget is None else BudgetMatcher(matcher, budget, self._vocabulary.piece)
 
 
 class Matcher:
     """The position of one sequence in a grammar: a `chairlift.runner.sampling.matcher.Matcher`.
 
-    `mask` and `accept` raise InvalidRequest if the grammar has become too complex or has taken too much time.
+    `mask` and `accept` raise InvalidRequest if the grammar has become too complex, has taken too much time, or cannot go on.
     """
 
-    def __init__(self, matcher: GrammarMatcher, usage: GrammarUsage, charge: Charge | None = None) -> None:
-        self._matcher, self._usage, self._charge = matcher, usage, charge
+    def __init__(self, template: GrammarMatcher, matcher: GrammarMatcher, usage: GrammarUsage, charge: Charge | None = None) -> None:
+        self._template, self._matcher, self._usage, self._charge = template, matcher, usage, charge
 
     def mask(self, bitmask: np.ndarray, index: int) -> None:
         """Sets the bits of the tokens that the grammar allows next. After the grammar's end only end-of-sequence tokens are allowed.
@@ -71,6 +75,12 @@ class Matcher:
         """Advances by one token. Raises ValueError if the grammar does not allow it."""
         self._usage.check()
         self._usage.call(self._matcher.consume, token)
+        if self._matcher.error is not None:
+            # If the lexer reaches a limit within the token, the message only says that the token is not allowed. A second matcher tells.
+            second = self._template.copy()
+            self._usage.call(second.consume, token)
+            if second.error is not None and LIMIT_REACHED.match(second.error):
+                check(second, self._usage)
         check(self._matcher, self._usage)
 
     def forced(self) -> list[int]:
@@ -83,15 +93,20 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """Another matcher at the same position."""
-        return Matcher(self._matcher.copy(), self._usage, self._charge)
+        return Matcher(self._template, self._matcher.copy(), self._usage, self._charge)
 
 
 def check(matcher: GrammarMatcher, usage: GrammarUsage) -> None:
-    """Raises ValueError if a matcher has failed; InvalidRequest with the code `grammar_too_complex` if it has reached a limit."""
+    """Raises ValueError if a matcher has got a token that the grammar does not allow, and InvalidRequest if it has failed otherwise.
+
+    The code is `grammar_too_complex` if it has reached a limit; it has none if the grammar cannot go on.
+    """
     if (error := matcher.error) is None:
         return
     message = error.removesuffix("<non-verbose/>").strip()
-    usage.broken = usage.broken or message.startswith("lexer error")
-    if not LIMIT_REACHED.match(message):
+    usage.broken = usage.broken or message.startswith(SHARED)
+    if LIMIT_REACHED.match(message):
+        raise InvalidRequest(f"the grammar is too complex for this answer ({message:.200}): make it simpler", code=TOO_COMPLEX)
+    if NOT_ALLOWED.match(message):
         raise ValueError(message)
-    raise InvalidRequest(f"the grammar is too complex for this answer ({message:.200}): make it simpler", code=TOO_COMPLEX)
+    raise InvalidRequest(f"the grammar has no way to go on with this answer ({message:.200}): write it in another way")

@@ -218,11 +218,9 @@ def _verdict(vocabulary: GrammarVocabulary, ends: Sequence[int], structure: Stru
         # Everything that runs outside the engine's thread with the large stack runs here with the small one.
         _drive(matcher.copy(), ends, usage)
     except InvalidRequest as error:
-        # An arbitrary answer may take the lexer more states than one that makes sense.
-        if not usage.broken:
+        # An arbitrary answer may take the lexer more states than one that makes sense, or come to a place without a way to go on.
+        if error.code is not None and not usage.broken:
             return {"error": str(error), "code": error.code}
-    except ValueError:
-        pass  # an arbitrary answer may come to a place from which the grammar has no end
     return {"error": None, "bytes": max(0, resident_bytes() - before)}
 
 

@@ -6,9 +6,11 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from chairlift import _core
+from chairlift.errors import InvalidRequest
 from chairlift.outputs import TokenLogprobs
 from chairlift.runner.sampling.device import DeviceSampler
 from chairlift.runner.sampling.host import HostSampler, philox, uniforms
+from chairlift.runner.sampling.matcher import MatchedRows, accept, allowed
 from chairlift.runner.sampling.sampler import FAILED, Sampler
 from chairlift.sampling import SamplingParams
 
@@ -312,6 +314,25 @@ def test_a_matcher_sees_drafted_tokens_as_far_as_they_are_drawn():
     assert made.forced_tokens() == []
     made.add_request(2, SamplingParams(temperature=0.0), empty(), 0, 0, matcher=Alternating())
     assert made.forced_tokens() == [(2, [6])]
+
+
+class Tiring(Alternating):
+    """Refuses to go on after one token."""
+
+    def mask(self, bitmask: np.ndarray, index: int) -> None:
+        if self.taken:
+            raise InvalidRequest("no time is left")
+        super().mask(bitmask, index)
+
+
+@pytest.mark.parametrize(("drawn", "reasons"), [(6, {1: "no time is left"}), (8, {})])
+def test_a_grammar_that_refuses_to_go_on_after_a_drafted_token_says_why(drawn, reasons):
+    matched = [MatchedRows(0, Tiring(), [6, 1])]
+    bits = np.unpackbits(allowed(matched, 50), axis=1, bitorder="little")
+    assert bits.any(axis=1).tolist() == [True, False, False]
+    chosen = np.array([drawn, FAILED, FAILED])
+    assert {row: str(error) for row, error in accept(matched, chosen, FAILED).items()} == reasons
+    assert matched[0].matcher.taken == [drawn]
 
 
 def test_a_matcher_that_raises_ends_its_own_row_only():

@@ -90,22 +90,25 @@ def allowed(matched: Sequence[MatchedRows], vocabulary: int) -> np.ndarray:
             one.fail(error)
             bitmask[index] = 0
         else:
-            _allow_drafted(one, bitmask[index + 1 :])
+            _allow_drafted(one, bitmask[index:])
         index += len(one.rows)
     return bitmask.astype("<i4", copy=False).view(np.uint8)
 
 
 def _allow_drafted(matched: MatchedRows, bitmask: np.ndarray) -> None:
-    """Sets the rows after each drafted token up to the first that the grammar does not allow."""
+    """Sets the rows after each drafted token up to the first that the grammar does not allow. Row 0 of `bitmask` has those before them."""
     if not matched.draft:
         return
     matcher = matched.matcher.copy()
     for index, token in enumerate(matched.draft):
+        if not int(bitmask[index, token // 32]) >> (token % 32) & 1:
+            return  # a draft may be anything
         try:
             matcher.accept(token)
-            matcher.mask(bitmask, index)
-        except Exception:  # a draft may be anything; if the model chooses this token, `accept` reports the error
-            bitmask[index] = 0
+            matcher.mask(bitmask, index + 1)
+        except Exception as error:  # the row fails if the model chooses this token
+            matched.fail(error)
+            bitmask[index + 1] = 0
             return
 
 
