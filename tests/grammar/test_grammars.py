@@ -464,6 +464,21 @@ def test_the_oldest_grammars_make_room(sized):
     assert tried == ["a", "b", "c", "b"]
 
 
+def test_grammars_whose_clients_have_left_do_not_disturb_those_that_need_room(sized, monkeypatch):
+    made, _ = sized
+    for name in "ab":
+        made.compile(structure("choice", [name])).result(PATIENCE)
+    cancelled = []
+
+    def run(*_):
+        cancelled.append(made.compile(structure("choice", [f"left {len(cancelled)}"])).cancel())
+        return 100 * MIB
+
+    monkeypatch.setattr(trial.Trial, "run", run)
+    assert made.compile(structure("choice", ["c"])).result(PATIENCE).matcher()
+    assert cancelled == [True]
+
+
 def test_grammars_that_sequences_use_are_counted_when_they_are_not_cached(sized):
     made, tried = sized
     matchers = [made.compile(structure("choice", [name]), "eve").result(PATIENCE).matcher() for name in "ab"]

@@ -159,4 +159,6 @@ def _worn(future: Future[Grammar]) -> bool:
 
 
 def _size(future: Future[Grammar]) -> int:
-    return future.result().size if future.done() and future.exception() is None else 0
+    """The bytes of a compiled grammar; 0 of one that is not, because it waits, failed or was cancelled."""
+    compiled = future.done() and not future.cancelled() and future.exception() is None
+    return future.result().size if compiled else 0
