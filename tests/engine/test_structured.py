@@ -208,7 +208,7 @@ def test_a_grammar_that_fails_on_the_way_fails_alone(llm, monkeypatch):
     free = SamplingParams(max_tokens=12, seed=9)
     alone = llm.generate(PROMPT, free)[0].token_ids
     with monkeypatch.context() as broken:
-        broken.setattr(Grammar, "matcher", lambda self, budget, charge: Failing(self._template.deep_copy(), self.usage))
+        broken.setattr(Grammar, "matcher", lambda self, budget, charge: Failing(self._template, self._template.copy(), self.usage))
         failed, other = llm.generate([PROMPT] * 2, [bounded("json_object"), free])
     assert (failed.finish_reason, failed.token_ids) == ("error", [])
     assert other.token_ids == alone
