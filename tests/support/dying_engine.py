@@ -34,7 +34,7 @@ class Doom:
 
     def __init__(self) -> None:
         self._file = Path(os.environ[GATE])
-        self._steps = 0
+        self._steps = self._signal = 0
 
     @property
     def ordered(self) -> bool:
@@ -42,19 +42,22 @@ class Doom:
         return self._file.exists()
 
     def now(self, where: str) -> bool:
-        """Whether this is where the process ends."""
-        if not self.ordered:
+        """Whether this is where the process ends. Of several engines that come there, it is one."""
+        try:
+            order = json.loads(self._file.read_text())
+            self._steps += where == "launch"
+            if self._steps < order["step"] or where != order["where"]:
+                return False
+            self._file.rename(self._file.with_suffix(f".{os.getpid()}"))
+        except FileNotFoundError:  # there is no order, or another engine has just taken it
             self._steps = 0
             return False
-        order = json.loads(self._file.read_text())
-        self._steps += where == "launch"
-        return bool(self._steps >= order["step"] and where == order["where"])
+        self._signal = order["signal"]  # 0 is none
+        return True
 
     def strike(self) -> None:
-        """Sends the signal to this process, once."""
-        number = json.loads(self._file.read_text())["signal"]  # 0 is none
-        self._file.unlink()
-        os.kill(os.getpid(), number)
+        """Sends the signal to this process."""
+        os.kill(os.getpid(), self._signal)
 
 
 def doom() -> None:
