@@ -22,7 +22,7 @@ serve: $(firstword $(wildcard $(VENV)/.developing) $(VENV)/.installed) ## set ev
 	$(BIN)/chairlift serve $(ARGS)
 
 # Three processes: a test uses less than one core on average. ARGS="-n 0" runs all tests in one.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
 
 .PHONY: test
 test: $(VENV)/.developing ## set everything up and pass every test

@@ -28,12 +28,6 @@ pytest_plugins = ["expected_skips"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: several processes share the files in this order, and none should be left with a long one."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
-
-
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """The default model as `locate` gives it: configuration, tokenizer, and a link to the GGUF file; downloaded the first time."""
