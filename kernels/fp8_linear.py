@@ -10,6 +10,7 @@ import triton.language as tl
 
 from chairlift.kernels.cached_launch import jit
 from chairlift.kernels.launch_settings import DeviceLimits, LaunchSettings, device_limits
+from chairlift.kernels.weight_tile import block_m, store_outputs
 
 MAX_ROWS = 64
 """With more rows, the vendor's library is as fast."""
@@ -46,12 +47,7 @@ def _fp8_linear_kernel(
         weight = tl.load(weights + columns[None, :], mask=known_n[:, None] & (columns < ins)[None, :], other=0.0)
         x = tl.load(inputs + columns[:, None], mask=known_m[None, :] & (columns < ins)[:, None], other=0.0)
         acc = tl.dot(weight, x, acc)
-    acc *= tl.load(scale_ptr + offs_n, mask=known_n, other=0.0)[:, None]
-    acc *= tl.load(x_scale_ptr + offs_m, mask=known_m, other=0.0)[None, :]
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + offs_n, mask=known_n, other=0.0).to(tl.float32)[:, None]
-    mask = known_n[:, None] & known_m[None, :]
-    tl.store(out_ptr + offs_m[None, :] * outs + offs_n[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
+    store_outputs(out_ptr, acc, scale_ptr, x_scale_ptr, bias_ptr, offs_m, offs_n, rows, outs)
 
 
 def fp8_linear(
@@ -75,8 +71,8 @@ def fp8_settings(rows: int, outs: int, limits: DeviceLimits) -> LaunchSettings:
     Chosen by measurement on an H200: a program for each 64 outputs, with many tiles in flight, reads a weight nearly as fast as memory
     does; 128 outputs where each multiprocessor has several programs anyway.
     """
-    block_m = max(16, 1 << (rows - 1).bit_length())
+    block = block_m(rows)
     wide = outs >= 128 * limits.multiprocessors
     block_n = 128 if wide else 64
-    most = limits.shared_memory // ((block_m + block_n) * BLOCK_K)
-    return LaunchSettings(block_m, block_n, 4, min(most, MAX_STAGES // 2 if wide else MAX_STAGES))
+    most = limits.shared_memory // ((block + block_n) * BLOCK_K)
+    return LaunchSettings(block, block_n, 4, min(most, MAX_STAGES // 2 if wide else MAX_STAGES))

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from chairlift.kernels.cached_launch import jit
 from chairlift.kernels.launch_settings import HOPPER, DeviceLimits, device_limits
-from chairlift.kernels.weight_tile import as_bytes, block_k, load_halves, load_weight
+from chairlift.kernels.weight_tile import as_bytes, block_k, block_m, load_halves, load_weight, store_outputs
 
 MAX_ROWS, MAX_ROWS_OF_4_BITS = 128, 64
 """With more rows, products bound the time, and a dequantised weight is multiplied faster by the vendor's library."""
@@ -22,7 +22,7 @@ BLOCK_N = 64
 
 
 @triton.jit
-def _load_halves(x_ptr, offs_m, start, rows, ins, BLOCK_K: tl.constexpr):
+def _load_inputs(x_ptr, offs_m, start, rows, ins, BLOCK_K: tl.constexpr):
     """The inputs of even and of odd columns [BLOCK_K / 2, rows], of 16 bits each."""
     pairs = start // 2 + tl.arange(0, BLOCK_K // 2)
     pointers = x_ptr.to(tl.pointer_type(tl.int32)) + offs_m[None, :] * (ins // 2) + pairs[:, None]
@@ -61,7 +61,7 @@ def _quantised_linear_kernel(
     for start in range(first, tl.minimum(first + tiles * BLOCK_K, ins), BLOCK_K):
         group = start // GROUP if GROUP else 0
         if zero_ptr is not None and x_ptr.dtype.element_ty.primitive_bitwidth == 16:
-            even, odd = _load_halves(x_ptr, offs_m, start, rows, ins, BLOCK_K)
+            even, odd = _load_inputs(x_ptr, offs_m, start, rows, ins, BLOCK_K)
             low, high = load_halves(numbers_ptr, zero_ptr, offs_n, start, group, outs, pitch, groups, BLOCK_K, even.dtype)
             product = tl.dot(high, odd, tl.dot(low, even))
         else:
@@ -86,20 +86,9 @@ def _quantised_linear_kernel(
             for split in range(splits):
                 acc += tl.load(parts + split * BLOCK_N * BLOCK_M, cache_modifier=".cg")
             tl.store(arrived_ptr + tl.program_id(0), 0)
-            _store(out_ptr, acc, scale_ptr, bias_ptr, offs_m, offs_n, rows, outs, GROUP)
+            store_outputs(out_ptr, acc, None if GROUP else scale_ptr, None, bias_ptr, offs_m, offs_n, rows, outs)
     else:
-        _store(out_ptr, acc, scale_ptr, bias_ptr, offs_m, offs_n, rows, outs, GROUP)
-
-
-@triton.jit
-def _store(out_ptr, acc, scale_ptr, bias_ptr, offs_m, offs_n, rows, outs, GROUP: tl.constexpr):
-    mask_n = offs_n < outs
-    if not GROUP:
-        acc *= tl.load(scale_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[:, None]
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[:, None]
-    mask = mask_n[:, None] & (offs_m < rows)[None, :]
-    tl.store(out_ptr + offs_m[None, :] * outs + offs_n[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
+        store_outputs(out_ptr, acc, None if GROUP else scale_ptr, None, bias_ptr, offs_m, offs_n, rows, outs)
 
 
 def quantised_linear(
@@ -170,7 +159,7 @@ def tiling(rows: int, outs: int, ins: int, size: int, limits: DeviceLimits) -> T
     Chosen by measurement on an H200: up to four programs share the inputs of an output tile, which hides the time that numbers take to be
     unpacked. More rows leave more to do for each program.
     """
-    block = max(16, 1 << (rows - 1).bit_length())
+    block = block_m(rows)
     programs = (7 if rows <= 64 else 2) * limits.multiprocessors
     splits = min(max(programs // triton.cdiv(outs, BLOCK_N), 1), 4).bit_length() - 1
     stages = min(3, limits.shared_memory // (size * (2 * block + BLOCK_N)))

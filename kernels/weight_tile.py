@@ -1,4 +1,4 @@
-"""Reads a tile of a quantised weight, for the kernels that multiply or dequantise it."""
+"""What the kernels that multiply or dequantise quantised weights share: a tile of a weight, and the outputs of a product."""
 
 # Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type,assignment"
@@ -21,17 +21,11 @@ def load_weight(numbers_ptr, zero_ptr, offs_n, start, group, outs, pitch, groups
     A row of numbers takes `pitch` bytes. All columns of the tile are in one group.
     Conversions from integers are slow, hence the arithmetic on bits.
     """
-    mask_n = offs_n < outs
-    rows = numbers_ptr + offs_n.to(tl.int64)[:, None] * pitch
     if zero_ptr is not None:
-        pairs = start // 2 + tl.arange(0, BLOCK_K // 2)
-        packed = tl.load(rows + pairs[None, :], mask=mask_n[:, None] & (pairs < pitch)[None, :], other=0).to(tl.int16)
-        both = tl.join(packed & 0xF, packed >> 4).reshape(offs_n.shape[0], BLOCK_K)
-        # The fp16 with these bits is 1024 more than the integer.
-        zero = tl.load(zero_ptr + offs_n * groups + group, mask=mask_n, other=0).to(tl.int16)
-        return ((both | 0x6400).to(tl.float16, bitcast=True) - (zero | 0x6400).to(tl.float16, bitcast=True)[:, None]).to(dtype)
-    columns = start + tl.arange(0, BLOCK_K)
-    bits = tl.load(rows + columns[None, :], mask=mask_n[:, None] & (columns < pitch)[None, :], other=0)
+        low, high = load_halves(numbers_ptr, zero_ptr, offs_n, start, group, outs, pitch, groups, BLOCK_K, tl.float16)
+        return tl.join(low, high).reshape(offs_n.shape[0], BLOCK_K).to(dtype)
+    rows, columns = numbers_ptr + offs_n.to(tl.int64)[:, None] * pitch, start + tl.arange(0, BLOCK_K)
+    bits = tl.load(rows + columns[None, :], mask=(offs_n < outs)[:, None] & (columns < pitch)[None, :], other=0)
     if numbers_ptr.dtype.element_ty == tl.int8:
         return ((((bits.to(tl.int16) & 0xFF) ^ 0x80) | 0x6400).to(tl.float16, bitcast=True) - 1152).to(dtype)
     # Devices below 8.9 have no instruction for it. The masks leave one bit of the sign, which the extension repeats.
@@ -56,6 +50,20 @@ def load_halves(numbers_ptr, zero_ptr, offs_n, start, group, outs, pitch, groups
     return low.to(dtype, bitcast=True) - zero, high.to(dtype, bitcast=True) - zero
 
 
+@triton.jit
+def store_outputs(out_ptr, acc, scale_ptr, x_scale_ptr, bias_ptr, offs_m, offs_n, rows, outs):
+    """Stores sums [outputs, rows] as [rows, outputs], times the scales of outputs and of rows, plus a bias; each of these may be None."""
+    mask_n, mask_m = offs_n < outs, offs_m < rows
+    if scale_ptr is not None:
+        acc *= tl.load(scale_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[:, None]
+    if x_scale_ptr is not None:
+        acc *= tl.load(x_scale_ptr + offs_m, mask=mask_m, other=0.0)[None, :]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[:, None]
+    mask = mask_n[:, None] & mask_m[None, :]
+    tl.store(out_ptr + offs_m[None, :] * outs + offs_n[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
     """The numbers as the kernels take them: Triton has no fp8 for devices below 8.9."""
     return numbers.view(torch.uint8) if numbers.dtype == torch.float8_e4m3fn else numbers
@@ -64,3 +72,8 @@ def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
 def block_k(group: int) -> int:
     """BLOCK_K for a weight whose scales are each of `group` columns, or of a whole row if `group` is 0."""
     return min(group, BLOCK_K) if group else BLOCK_K
+
+
+def block_m(rows: int) -> int:
+    """BLOCK_M of a product: all rows, and at least the 16 that `tl.dot` needs."""
+    return max(16, 1 << (rows - 1).bit_length())

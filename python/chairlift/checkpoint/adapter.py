@@ -170,9 +170,9 @@ class AdapterFiles(AdapterHeader):
         super().__init__(path)
         try:
             self.updates = self._read_updates()
+            """By layer and module."""
         except ValueError as error:
             raise self._unsupported(str(error)) from None
-        """By layer and module."""
 
     def _read_updates(self) -> dict[tuple[int, str], LowRank]:
         matrices: dict[tuple[int, str], dict[str, str]] = {}
@@ -188,9 +188,7 @@ class AdapterFiles(AdapterHeader):
             found[match[4]] = name
         if not matrices:
             raise self._unsupported("it has no matrices")
-        updates = {position: self._update(position, names) for position, names in sorted(matrices.items())}
-        rotary = ("q_proj", "k_proj") if self._alternates else ()
-        return {position: update._replace(alternates=position[1] in rotary) for position, update in updates.items()}
+        return {position: self._update(position, names) for position, names in sorted(matrices.items())}
 
     def _update(self, position: tuple[int, str], names: dict[str, str]) -> LowRank:
         (layer, module), file = position, self._file
@@ -214,7 +212,8 @@ class AdapterFiles(AdapterHeader):
         kind = DTYPES[a.dtype][0]
         if a.dtype != b.dtype:
             kind, data = "float32", [_as_float32(part, entry.dtype) for part, entry in zip(data, (a, b), strict=True)]
-        return LowRank(kind, data[0], data[1], a.shape[1], b.shape[0], rank, scale)
+        alternates = self._alternates and module in ("q_proj", "k_proj")
+        return LowRank(kind, data[0], data[1], a.shape[1], b.shape[0], rank, scale, alternates)
 
     @property
     def digest(self) -> bytes:
