@@ -32,12 +32,12 @@ class Pool:
         """Steps of (queries, context), enough for all layers together to be cold."""
         import torch
 
-        from chairlift.layers.device_attention import DevicePlan
+        from chairlift.layers.device_attention import DevicePlan, splits_at_once
 
         queries, contexts = (np.array(part, dtype=np.int32) for part in zip(*lengths, strict=True))
         widths = -(-contexts // self.block_size)
         size = float(contexts.sum()) * TOKEN_BYTES * self.cache.tensor.element_size() * len(self.cache.layers)
-        there = len(self.cache.tensor) - 1
+        there, device = len(self.cache.tensor) - 1, torch.device(self.run.device)
         made = []
         for seed in range(min(common.copies(self.run, size), max(1, there // int(widths.sum())))):
             order = np.random.default_rng(seed).permutation(there) + 1
@@ -46,7 +46,8 @@ class Pool:
                 row[:used] = order[end - used : end]
             starts = np.concatenate(([0], queries.cumsum())).astype(np.int32)
             slots = np.zeros(int(queries.sum()), dtype=np.int32)
-            made.append(DevicePlan.send(slots, starts, contexts, tables, windows=[None], device=torch.device(self.run.device)))
+            arrays = slots, starts, contexts, tables
+            made.append(DevicePlan.send(*arrays, windows=[None], device=device, at_once=splits_at_once(KV_HEADS, device)))
         return made
 
     def calls(self, lengths: list[tuple[int, int]], query: Any) -> list[Callable[[], object]]:

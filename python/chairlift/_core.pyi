@@ -665,13 +665,15 @@ def step_times(journal: bytes) -> bytes:
     ValueError for an invalid journal.
     """
 
-def decode_work(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], *, window: int | None = None) -> bytes:
+def decode_work(
+    query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], *, window: int | None = None, at_once: int = 2147483647
+) -> bytes:
     """Returns the work list of decode attention for a step's chunks of up to 4 tokens: int32 rows of 4.
 
     The first row has the counts (splits, merges, parts, longest chunk). Then come splits (sequence, first key, end, part): `part` is the
     partial result of the chunk's first token, its next tokens have the next ones, and -1 means that the sequence has only this split. Then
-    come merges (token, first part, stride, number of parts). Sequences with context 0 are padding. Raises ValueError for lengths that do
-    not match.
+    come merges (token, first part, stride, number of parts). Sequences with context 0 are padding. Contexts are split into no more than the
+    device works on `at_once`, or twice as many. Raises ValueError for lengths that do not match.
     """
 
 def max_splits(longest: int, *, window: int | None = None) -> int:

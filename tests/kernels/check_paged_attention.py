@@ -11,7 +11,7 @@ from chairlift.kernels.paged_combine import paged_combine, paged_combine_referen
 from chairlift.layers.attention import paged_attention
 from chairlift.layers.device_attention import DevicePlan
 
-SPLIT = 512
+SPLIT = 768  # Longer contexts are split.
 AROUND_BLOCKS = [(1, 0), (1, 1), (1, 15), (1, 16), (1, 17)]
 AROUND_SPLITS = [(1, SPLIT - 1), (1, SPLIT), (1, SPLIT + 1)]
 SHAPES = [

@@ -23,7 +23,7 @@ from chairlift.runner.cuda_graphs import PLAIN, TRUNCATED, Graph
 from chairlift.runner.torch_backend import TorchBackend
 from chairlift.runner.torch_executor import TorchExecutor
 
-VOCABULARY, SPLIT = 97, 512
+VOCABULARY, SPLIT = 97, 768  # Longer contexts are split.
 SHAPE = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
 SHAPE |= {"intermediate_size": 48, "max_position_embeddings": 2 * SPLIT}
 

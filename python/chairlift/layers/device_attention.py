@@ -11,6 +11,20 @@ import torch
 
 from chairlift._core import decode_work, max_splits, prefill_work
 
+UNITS_PER_SM = 8
+"""Units of decode attention for each multiprocessor that give a device enough to do, measured on an H200: two run at once, and the others
+make up for contexts of different lengths."""
+EVERY_SPLIT = 2**31 - 1
+"""More splits than any step has: contexts are split as far as they may be."""
+
+
+def splits_at_once(kv_heads: int, device: torch.device) -> int:
+    """How many splits of a context a device works on at once, each in a unit for every KV head; EVERY_SPLIT for a CPU."""
+    if device.type != "cuda":
+        return EVERY_SPLIT
+    units = UNITS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(units // kv_heads, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -33,7 +47,8 @@ class DecodeLists:
     The lists keep their addresses and have room for any such step, so that a CUDA graph can use them.
     """
 
-    def __init__(self, seqs: int, longest: int, windows: Iterable[int | None], device: torch.device) -> None:
+    def __init__(self, seqs: int, longest: int, windows: Iterable[int | None], device: torch.device, *, at_once: int = EVERY_SPLIT) -> None:
+        self._at_once = at_once
         self._splits = {window: max_splits(longest, window=window) for window in windows}
         # The counts, the splits of all sequences and a merge per sequence. Zero counts mean no work.
         self._lists = {
@@ -42,7 +57,7 @@ class DecodeLists:
 
     def fill(self, lengths: tuple[np.ndarray, np.ndarray]) -> None:
         """Writes a step's work, given its query_starts and context_lens on the host. Earlier steps may still run."""
-        work = [_decodes(lengths, window) for window in self._lists]
+        work = [_decodes(lengths, window, self._at_once) for window in self._lists]
         _, staged = _stage(work, next(iter(self._lists.values())).device)
         for there, one in zip(self._lists.values(), staged, strict=True):
             there[: len(one)].copy_(one, non_blocking=True)
@@ -86,10 +101,11 @@ class DevicePlan:
         *,
         lengths: tuple[np.ndarray, np.ndarray],
         windows: Iterable[int | None],
+        at_once: int = EVERY_SPLIT,
     ) -> DevicePlan:
         """Plans a step whose arrays are on the device."""
         windows = list(windows)
-        lists = [_decodes(lengths, window) for window in windows]
+        lists = [_decodes(lengths, window, at_once) for window in windows]
         on_device = send(lists, slots.device)
         decodes = {window: Work(sent, *host[0].tolist()) for window, host, sent in zip(windows, lists, on_device, strict=True)}
         return cls(slots, query_starts, context_lens, rows, tables, lengths, decodes)
@@ -104,11 +120,12 @@ class DevicePlan:
         *,
         windows: Iterable[int | None],
         device: torch.device,
+        at_once: int = EVERY_SPLIT,
     ) -> DevicePlan:
         """Plans a step whose arrays are on the host (see `plan_attention`)."""
         rows = np.arange(len(context_lens), dtype=np.int32)
         on_device = send([slots, query_starts, context_lens, rows, block_tables], device)
-        return cls.make(*on_device, lengths=(query_starts, context_lens), windows=windows)
+        return cls.make(*on_device, lengths=(query_starts, context_lens), windows=windows, at_once=at_once)
 
     def write(
         self,
@@ -176,8 +193,8 @@ class DevicePlan:
         return scratch[:numbers], scratch[numbers:]
 
 
-def _decodes(lengths: tuple[np.ndarray, np.ndarray], window: int | None) -> np.ndarray:
-    return np.frombuffer(decode_work(*lengths, window=window), dtype=np.int32).reshape(-1, 4)
+def _decodes(lengths: tuple[np.ndarray, np.ndarray], window: int | None, at_once: int) -> np.ndarray:
+    return np.frombuffer(decode_work(*lengths, window=window, at_once=at_once), dtype=np.int32).reshape(-1, 4)
 
 
 def send(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:

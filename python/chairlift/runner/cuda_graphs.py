@@ -115,7 +115,7 @@ def capture(
     largest, device = all_sizes[-1], model.device
     logits = torch.zeros(largest, sampler.vocabulary, device=device)
     tokens = torch.zeros(largest, dtype=torch.int32, device=device)
-    lists = DecodeLists(largest, max_model_len, model.windows, device)
+    lists = DecodeLists(largest, max_model_len, model.windows, device, at_once=model.splits_at_once)
     states = DecodeStates(largest, buffers.state_slots, device) if buffers.state_slots else None
     shared = _Shared(recorder, model, buffers, sampler, lists, states, logits, tokens)
     buffers.pad(0, 0, 0, largest)

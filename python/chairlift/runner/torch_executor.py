@@ -14,7 +14,7 @@ import torch
 from chairlift.checkpoint.weight_files import gguf_link
 from chairlift.config import EngineConfig
 from chairlift.layers.attention import AttentionPlan, plan_attention
-from chairlift.layers.device_attention import DevicePlan
+from chairlift.layers.device_attention import DevicePlan, splits_at_once
 from chairlift.layers.lora import AdapterRows
 from chairlift.layers.recurrent import StateStep, plan_states
 from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
@@ -109,6 +109,7 @@ class TorchExecutor(DeviceExecutor):
         self.network, self.specs, self.kv, self.device = network, specs, kv, device
         self.adapters, self._recurrence = adapters, recurrence
         self.windows = frozenset(spec.window for spec in specs)
+        self.splits_at_once = splits_at_once(max(spec.kv_heads for spec in specs), device)
         self.in_kernels = device.type == "cuda"
         """Whether attention runs in our GPU kernels, which graphs can capture. Tests interpret them on a CPU."""
 
@@ -198,7 +199,16 @@ class TorchExecutor(DeviceExecutor):
         if self.in_kernels:
             batch_slots, starts, lens = step.batch_slots[:num_seqs], step.query_starts[: num_seqs + 1], step.context_lens[:num_seqs]
             slot_mapping = step.slot_mapping[:num_tokens]
-            return DevicePlan.make(slot_mapping, starts, lens, batch_slots, step.block_tables, lengths=lengths, windows=self.windows)
+            return DevicePlan.make(
+                slot_mapping,
+                starts,
+                lens,
+                batch_slots,
+                step.block_tables,
+                lengths=lengths,
+                windows=self.windows,
+                at_once=self.splits_at_once,
+            )
         size, tables = self.cache.block_size, buffers.block_tables[buffers.batch_slots[:num_seqs]]
         return plan_attention(
             buffers.slot_mapping[:num_tokens], *lengths, tables, windows=self.windows, block_size=size, device=self.device

@@ -1,15 +1,16 @@
 //! Divides the work of GPU attention before the kernels run. A fixed grid of programs takes work items from a list.
 //! Long contexts are split across programs, and padding costs nothing (as in `FlashInfer`).
 //!
-//! A sequence's work items depend only on its own lengths, so its result does not depend on the other sequences of the
-//! step. All lists are rows of integers with the counts in the first row, as the kernels read them.
+//! All lists are rows of integers with the counts in the first row, as the kernels read them.
 
 /// Chunks of up to this many tokens use decode attention.
 pub const MAX_DECODE: i32 = 4;
-/// Keys in a split. A split ends at a multiple of this number. Splits get longer when a context would need more than
-/// `MAX_SPLITS` of them.
+/// Keys in the shortest split. A split ends at a multiple of this number. Splits are longer, by a power of two, where the
+/// step has enough of them to keep the device busy, and where a context would need more than `MAX_SPLITS`.
 const SPLIT: i32 = 512;
 const MAX_SPLITS: i32 = 64;
+/// The most keys that a split is lengthened to for want of idle multiprocessors.
+const LONGEST: i32 = 1 << 20;
 
 /// Iterates over a step's sequences. `query_starts` (one entry more than sequences) and `context_lens` are the step
 /// buffers. Yields (index, queries, context) and skips padding.
@@ -28,22 +29,33 @@ fn sequences<'a>(query_starts: &'a [i32], context_lens: &'a [i32]) -> impl Itera
 /// After the counts `[splits, merges, parts, longest chunk]` come splits `[sequence, first key, end, part]` and merges
 /// `[token, part, step, parts]`. The part of a split belongs to its first token, and each further token has the next
 /// part. The part is -1 if one split covers all keys of its tokens. Parts of a merge are `step` apart.
-pub fn decode_work(query_starts: &[i32], context_lens: &[i32], window: Option<i32>) -> Vec<[i32; 4]> {
+///
+/// The device works on `at_once` splits at a time: splits are no shorter than an equal share of the step's keys, up to a
+/// power of two. Shorter ones would only be more to merge.
+pub fn decode_work(query_starts: &[i32], context_lens: &[i32], window: Option<i32>, at_once: i32) -> Vec<[i32; 4]> {
     let (mut work, mut merges) = (vec![[0; 4]], Vec::new());
     let (mut parts, mut longest) = (0, 0);
-    for (place, queries, context) in sequences(query_starts, context_lens).filter(|&(_, queries, _)| queries <= MAX_DECODE) {
+    // The chunk's own keys are excluded: drafted tokens must not change how a context is split.
+    let seen = |context: i32| window.map_or(context, |window| window.min(context));
+    let decodes = || sequences(query_starts, context_lens).filter(|&(_, queries, _)| queries <= MAX_DECODE);
+    let keys: i64 = decodes().map(|(_, _, context)| i64::from(seen(context))).sum();
+    let mut shortest = SPLIT;
+    while i64::from(shortest) * i64::from(at_once) < keys && shortest < LONGEST {
+        shortest *= 2;
+    }
+    for (place, queries, context) in decodes() {
         longest = longest.max(queries);
         let first = window.map_or(0, |window| (context - queries + 1 - window).max(0));
-        // The chunk's own keys are excluded: drafted tokens must not change how a context is split.
-        let seen = window.map_or(context, |window| window.min(context));
-        let mut length = SPLIT;
-        while seen > length * MAX_SPLITS {
+        let mut length = shortest;
+        while seen(context) > length * MAX_SPLITS {
             length *= 2;
         }
-        let splits = (context - 1) / length - first / length + 1;
+        // What is left behind the last split is a part of it if it is less than half as long.
+        let splits = ((context - 1 - length / 2) / length - first / length).max(0) + 1;
         for (split, nth) in (first / length..).zip(0..splits) {
             let part = if splits == 1 { -1 } else { parts + nth * queries };
-            work.push([place, first.max(split * length), context.min((split + 1) * length), part]);
+            let end = if nth == splits - 1 { context } else { (split + 1) * length };
+            work.push([place, first.max(split * length), end, part]);
         }
         if splits > 1 {
             merges.extend((0..queries).map(|query| [query_starts[place as usize] + query, parts + query, queries, splits]));
@@ -82,6 +94,9 @@ mod tests {
     use super::{MAX_DECODE, MAX_SPLITS, SPLIT, decode_work, most_splits, prefill_work};
     use proptest::prelude::*;
 
+    /// More splits at once than any step has: contexts are split as far as they may be.
+    const ALL: i32 = i32::MAX;
+
     /// (queries, context) of a sequence near the boundary values. Context 0 is padding.
     fn sequence() -> impl Strategy<Value = (i32, i32)> {
         let context = prop_oneof![Just(0), 1..40, (1..80i32, -2..=2i32).prop_map(|(splits, off)| splits * SPLIT + off), 1..200_000];
@@ -103,9 +118,15 @@ mod tests {
 
     proptest! {
         #[test]
-        fn splits_are_what_each_decode_sees_in_order_and_parts_are_written_and_merged_once((lengths, window) in step()) {
+        fn splits_are_what_each_decode_sees_in_order_and_parts_are_written_and_merged_once(
+            (lengths, window) in step(),
+            at_once in prop_oneof![1..40i32, Just(ALL)],
+        ) {
             let (starts, lens) = arrays(&lengths);
-            let work = decode_work(&starts, &lens, window);
+            let work = decode_work(&starts, &lens, window, at_once);
+            let decodes = lengths.iter().filter(|(queries, _)| *queries <= MAX_DECODE);
+            let keys: i32 = decodes.map(|&(_, context)| window.map_or(context, |window| window.min(context))).sum();
+            let share = (keys - 1) / at_once + 1;
             let [splits, merges, parts, longest] = work[0].map(|count| count as usize);
             prop_assert_eq!(work.len(), 1 + splits + merges);
             let mut written = vec![0; parts];
@@ -120,7 +141,7 @@ mod tests {
                 longest_seen = longest_seen.max(queries as usize);
                 let mut at = window.map_or(0, |window| (context - queries + 1 - window).max(0));
                 for &&[_, start, end, part] in &own {
-                    prop_assert!(start == at && end > start && end - start <= SPLIT.max(context / MAX_SPLITS * 2));
+                    prop_assert!(start == at && end > start && end - start <= SPLIT.max(context / MAX_SPLITS * 2).max(2 * share) * 3 / 2);
                     prop_assert!(end == context || end % SPLIT == 0);
                     at = end;
                     prop_assert_eq!(part < 0, own.len() == 1);
@@ -148,10 +169,10 @@ mod tests {
         }
 
         #[test]
-        fn a_sequence_is_split_as_it_would_be_alone((lengths, window) in step()) {
+        fn a_sequence_is_split_as_it_would_be_alone_while_multiprocessors_are_idle((lengths, window) in step()) {
             let cut = |lengths: &[(i32, i32)], place: i32| -> Vec<_> {
                 let (starts, lens) = arrays(lengths);
-                let work = decode_work(&starts, &lens, window);
+                let work = decode_work(&starts, &lens, window, ALL);
                 let splits = work[1..=work[0][0] as usize].iter().filter(|split| split[0] == place);
                 splits.map(|&[_, start, end, part]| (start, end, part < 0)).collect()
             };
@@ -164,7 +185,7 @@ mod tests {
         fn a_sequence_with_one_token_has_no_more_splits_than_there_is_room_for((lengths, window) in step(), more in 0..1000i32) {
             for &(_, context) in lengths.iter().filter(|(_, context)| *context > 0) {
                 let most = most_splits(context + more, window);
-                prop_assert!(decode_work(&[0, 1], &[context], window)[0][0] <= most);
+                prop_assert!(decode_work(&[0, 1], &[context], window, ALL)[0][0] <= most);
                 prop_assert!(most <= MAX_SPLITS + 1);
             }
         }
@@ -184,11 +205,16 @@ mod tests {
 
     #[test]
     fn one_split_is_written_directly_and_long_contexts_have_few() {
-        assert_eq!(decode_work(&[0, 1], &[512], None), [[1, 0, 0, 1], [0, 0, 512, -1]]);
-        assert_eq!(decode_work(&[0, 1, 3], &[0, 514], None), [[2, 2, 4, 2], [1, 0, 512, 0], [1, 512, 514, 2], [1, 0, 2, 2], [2, 1, 2, 2]]);
-        assert_eq!(decode_work(&[0, 1], &[SPLIT * MAX_SPLITS], None)[0][0], MAX_SPLITS);
-        assert_eq!(decode_work(&[0, 1], &[SPLIT * MAX_SPLITS + 1], None)[0][0], MAX_SPLITS / 2 + 1);
-        assert_eq!(decode_work(&[0, 1], &[100_000], Some(SPLIT)).len(), 1 + 2 + 1);
+        assert_eq!(decode_work(&[0, 1], &[512], None, ALL), [[1, 0, 0, 1], [0, 0, 512, -1]]);
+        assert_eq!(decode_work(&[0, 1], &[768], None, ALL), [[1, 0, 0, 1], [0, 0, 768, -1]]);
+        assert_eq!(decode_work(&[0, 1, 3], &[0, 770], None, ALL), [[2, 2, 4, 2], [1, 0, 512, 0], [1, 512, 770, 2], [1, 0, 2, 2], [2, 1, 2, 2]]);
+        assert_eq!(decode_work(&[0, 1], &[SPLIT * MAX_SPLITS], None, ALL)[0][0], MAX_SPLITS);
+        assert_eq!(decode_work(&[0, 1], &[SPLIT * MAX_SPLITS + 1], None, ALL)[0][0], MAX_SPLITS / 2);
+        assert_eq!(decode_work(&[0, 1], &[100_000], Some(SPLIT), ALL), [[1, 0, 0, 1], [0, 100_000 - SPLIT, 100_000, -1]]);
+        assert_eq!(decode_work(&[0, 1], &[100_000], Some(2 * SPLIT), ALL).len(), 1 + 2 + 1);
+        // Of two contexts of 800 keys, an equal share is 1,600 keys, 800, or 400.
+        let splits = |at_once| decode_work(&[0, 1, 2], &[800, 800], None, at_once)[0][0];
+        assert_eq!([splits(1), splits(2), splits(4)], [2, 2, 4]);
         assert_eq!([most_splits(1, None), most_splits(SPLIT + 1, None), most_splits(SPLIT, Some(SPLIT))], [1, 2, 1]);
         assert_eq!([most_splits(100_000, Some(SPLIT)), most_splits(i32::MAX, None)], [2, MAX_SPLITS]);
     }

@@ -7,19 +7,20 @@ use pyo3::types::PyBytes;
 
 /// Lists the keys that each unit of decode attention reads: see `chairlift_gpu::decode_work`.
 #[pyfunction]
-#[pyo3(signature = (query_starts, context_lens, *, window = None))]
+#[pyo3(signature = (query_starts, context_lens, *, window = None, at_once = i32::MAX))]
 #[allow(clippy::needless_pass_by_value)] // types that Python passes
 pub(crate) fn decode_work(
     py: Python<'_>,
     query_starts: PyBuffer<i32>,
     context_lens: PyBuffer<i32>,
     window: Option<i32>,
+    at_once: i32,
 ) -> PyResult<Bound<'_, PyBytes>> {
     let (starts, lens) = lengths(py, &query_starts, &context_lens)?;
-    if window.is_some_and(|window| window < 1) {
-        return Err(PyValueError::new_err("a window has one token or more"));
+    if window.is_some_and(|window| window < 1) || at_once < 1 {
+        return Err(PyValueError::new_err("a window has one token or more, and a device works on one split or more"));
     }
-    Ok(packed(py, chairlift_gpu::decode_work(&starts, &lens, window).as_flattened()))
+    Ok(packed(py, chairlift_gpu::decode_work(&starts, &lens, window, at_once).as_flattened()))
 }
 
 /// The largest number of units for a sequence with one token in the step: see `chairlift_gpu::most_splits`.
