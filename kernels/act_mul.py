@@ -29,6 +29,8 @@ def _act_mul_kernel(
     columns,
     root: tl.constexpr,
     gelu: tl.constexpr,
+    slope: tl.constexpr,
+    limit: tl.constexpr,
     least: tl.constexpr,
     largest: tl.constexpr,
     block: tl.constexpr,
@@ -38,8 +40,10 @@ def _act_mul_kernel(
     mask = offsets < columns
     gate = tl.load(gate_up_ptr + row * 2 * columns + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * columns + columns + offsets, mask=mask, other=0.0).to(tl.float32)
+    if limit is not None:
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit) + 1
     # 1 + tanh(u) is twice the sigmoid of 2u, which does not overflow.
-    weight = tl.sigmoid(2 * root * (gate + 0.044715 * gate * gate * gate)) if gelu else tl.sigmoid(gate)
+    weight = tl.sigmoid(2 * root * (gate + 0.044715 * gate * gate * gate)) if gelu else tl.sigmoid(slope * gate)
     # Rounded to the dtype of the gates first, so that 8 bits equal those of two separate operations.
     product = (gate * weight * up).to(gate_up_ptr.dtype.element_ty)
     if scale_ptr is not None:
@@ -49,13 +53,16 @@ def _act_mul_kernel(
 
 
 @overload
-def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor: ...
+def act_mul(gate_up: torch.Tensor, activation: str, *, clamp: tuple[float, float] | None = None) -> torch.Tensor: ...
 @overload
 def act_mul(gate_up: torch.Tensor, activation: str, *, least: float) -> tuple[torch.Tensor, torch.Tensor]: ...
-def act_mul(gate_up: torch.Tensor, activation: str, *, least: float | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def act_mul(
+    gate_up: torch.Tensor, activation: str, *, least: float | None = None, clamp: tuple[float, float] | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Maps contiguous gate_up [rows, 2 * columns] to activation(gate) * up [rows, columns].
 
-    The activation is silu or gelu_tanh (GELU's tanh approximation). With `least`, returns what `quantise_rows` makes of the result.
+    The activation is silu or gelu_tanh (GELU's tanh approximation). With `clamp` (a, c) it is gate * sigmoid(a * gate) * (1 + up), with
+    gate at most c and up between -c and c. With `least`, returns what `quantise_rows` makes of the result.
     """
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     if least is None:
@@ -63,8 +70,21 @@ def act_mul(gate_up: torch.Tensor, activation: str, *, least: float | None = Non
     else:
         # The scale needs the whole row.
         (out, scale), (block, warps) = rounded_rows(gate_up, rows, columns), whole_row(columns)
-    grid, gelu = (rows, -(-columns // block)), activation == "gelu_tanh"
-    _act_mul_kernel[grid](out, scale, gate_up, columns, root=ROOT, gelu=gelu, least=least, largest=LARGEST, block=block, num_warps=warps)
+    slope, limit = clamp or (1.0, None)
+    _act_mul_kernel[(rows, -(-columns // block))](
+        out,
+        scale,
+        gate_up,
+        columns,
+        root=ROOT,
+        gelu=activation == "gelu_tanh",
+        slope=slope,
+        limit=limit,
+        least=least,
+        largest=LARGEST,
+        block=block,
+        num_warps=warps,
+    )
     return out if scale is None else (out, scale)
 
 

@@ -13,22 +13,12 @@ import triton.language as tl
 
 from chairlift.kernels.cached_launch import jit
 from chairlift.kernels.launch_settings import HOPPER, DeviceLimits, device_limits
-from chairlift.kernels.weight_tile import as_bytes, block_k, block_m, load_halves, load_weight, store_outputs
+from chairlift.kernels.weight_tile import as_bytes, block_k, block_m, load_halves, load_pairs, load_weight, store_outputs
 
 MAX_ROWS, MAX_ROWS_OF_4_BITS = 128, 64
 """With more rows, products bound the time, and a dequantised weight is multiplied faster by the vendor's library."""
 BLOCK_N = 64
 """Outputs of a tile: as many as tensor cores multiply at a time."""
-
-
-@triton.jit
-def _load_inputs(x_ptr, offs_m, start, rows, ins, BLOCK_K: tl.constexpr):
-    """The inputs of even and of odd columns [BLOCK_K / 2, rows], of 16 bits each."""
-    pairs = start // 2 + tl.arange(0, BLOCK_K // 2)
-    pointers = x_ptr.to(tl.pointer_type(tl.int32)) + offs_m[None, :] * (ins // 2) + pairs[:, None]
-    both = tl.load(pointers, mask=(offs_m < rows)[None, :] & (pairs < ins // 2)[:, None], other=0)
-    dtype = x_ptr.dtype.element_ty
-    return both.to(tl.int16).to(dtype, bitcast=True), (both >> 16).to(tl.int16).to(dtype, bitcast=True)
 
 
 # Without this, Triton would compile a variant when a step first has one row, or a multiple of 16.
@@ -61,7 +51,7 @@ def _quantised_linear_kernel(
     for start in range(first, tl.minimum(first + tiles * BLOCK_K, ins), BLOCK_K):
         group = start // GROUP if GROUP else 0
         if zero_ptr is not None and x_ptr.dtype.element_ty.primitive_bitwidth == 16:
-            even, odd = _load_inputs(x_ptr, offs_m, start, rows, ins, BLOCK_K)
+            even, odd = load_pairs(x_ptr + offs_m[None, :] * ins, offs_m < rows, start, ins, BLOCK_K)
             low, high = load_halves(numbers_ptr, zero_ptr, offs_n, start, group, outs, pitch, groups, BLOCK_K, even.dtype)
             product = tl.dot(high, odd, tl.dot(low, even))
         else:

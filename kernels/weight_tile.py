@@ -12,6 +12,7 @@ import triton.language as tl
 BLOCK_N, BLOCK_K = 32, 128
 """Outputs and inputs of a tile."""
 _MORE = tl.constexpr(2.0**120)
+_MXFP4 = tl.constexpr(2.0**126)
 
 
 @triton.jit
@@ -48,6 +49,38 @@ def load_halves(numbers_ptr, zero_ptr, offs_n, start, group, outs, pitch, groups
     zero = (tl.load(zero_ptr + offs_n * groups + group, mask=mask_n, other=0).to(tl.int16) | more).to(dtype, bitcast=True)[:, None]
     low, high = (packed & 0xF) | more, (packed >> 4) | more
     return low.to(dtype, bitcast=True) - zero, high.to(dtype, bitcast=True) - zero
+
+
+@triton.jit
+def load_mxfp4(numbers_ptr, exponents_ptr, offs_n, start, outs, pitch, groups, BLOCK_K: tl.constexpr, dtype: tl.constexpr):
+    """The numbers of MXFP4 of even and of odd columns, each [outputs, BLOCK_K / 2], times their scales, in a `dtype` of 16 bits.
+
+    They are exact in bf16.
+    """
+    mask_n, rows = (offs_n < outs)[:, None], offs_n.to(tl.int64)[:, None]
+    pairs, blocks = start // 2 + tl.arange(0, BLOCK_K // 2), start // 32 + tl.arange(0, BLOCK_K // 32)
+    packed = tl.load(numbers_ptr + rows * pitch + pairs[None, :], mask=mask_n & (pairs < pitch)[None, :], other=0).to(tl.int16)
+    exponents = tl.load(exponents_ptr + rows * groups + blocks[None, :], mask=mask_n & (blocks < groups)[None, :], other=0)
+    # An exponent e stands for 2^(e - 127), of which fp32 has the bits; 0 would be a subnormal number.
+    scale = tl.maximum(exponents.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
+    scale = scale.to(tl.bfloat16) if dtype == tl.bfloat16 else scale
+    scale = tl.broadcast_to(scale[:, :, None], (offs_n.shape[0], BLOCK_K // 32, 16)).reshape(offs_n.shape[0], BLOCK_K // 2)
+    if dtype == tl.bfloat16:
+        # The bf16 with the exponent and the mantissa of an e2m1 is 2^126 times smaller, the fp16 is 2^14 times smaller.
+        low, high = ((packed & 8) << 12) | ((packed & 7) << 6), ((packed & 0x80) << 8) | ((packed & 0x70) << 2)
+        return low.to(tl.bfloat16, bitcast=True) * _MXFP4 * scale, high.to(tl.bfloat16, bitcast=True) * _MXFP4 * scale
+    low, high = ((packed & 8) << 12) | ((packed & 7) << 9), ((packed & 0x80) << 8) | ((packed & 0x70) << 5)
+    low, high = low.to(tl.float16, bitcast=True) * 16384.0, high.to(tl.float16, bitcast=True) * 16384.0
+    return (low * scale).to(dtype), (high * scale).to(dtype)
+
+
+@triton.jit
+def load_pairs(rows_ptr, known_m, start, ins, BLOCK_K: tl.constexpr):
+    """The inputs of even and of odd columns [BLOCK_K / 2, rows], of 16 bits each, of rows [1, rows] of pointers."""
+    dtype = rows_ptr.dtype.element_ty
+    pairs = start // 2 + tl.arange(0, BLOCK_K // 2)
+    both = tl.load(rows_ptr.to(tl.pointer_type(tl.int32)) + pairs[:, None], mask=known_m[None, :] & (pairs < ins // 2)[:, None], other=0)
+    return both.to(tl.int16).to(dtype, bitcast=True), (both >> 16).to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import common
+import mixtures
 import numpy as np
 from ahead import Ahead
 from correct_engine import engine
@@ -465,6 +466,8 @@ def main() -> int:
     all_layers(first)
     attend(first, SHAPES[2 if run.dry else 0], KINDS[1:2] if run.dry else KINDS)
     run.part("sampling", lambda: sampling(run, Checks(run, "Sampling")), most=60)
+    sixteen = torch.float16 if run.dry else first
+    run.part("experts", lambda: mixtures.check(run, Checks(run, "Experts"), sixteen), most=60)
     run.part("engine", lambda: engine(run, Checks(run, "The engine")), needs=30, most=150)
     run.part("combine", lambda: combine(run, Checks(run, "Combine")))
     if not run.dry:

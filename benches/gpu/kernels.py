@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import common
+import mixtures
 from pool import DIM, HEADS, KV_HEADS, TOKEN_BYTES, Pool
 from sweep import sweep
 
@@ -445,6 +446,7 @@ def main() -> int:
     run.part("layers", lambda: layers(run, copied), most=60)
     run.part("sampling", lambda: sampling(run, copied), most=40)
     run.part("products", lambda: products(run, copied), most=40)
+    run.part("experts", lambda: mixtures.products(run), most=60)
     run.part("eight-bits", lambda: eight_bits(run, copied), most=40)
     run.part("decode-fp8", lambda: decode(run, copied, ("16, fp8", 16, torch.float8_e4m3fn), usual), most=40)
     if not run.dry:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import mixtures
 import numpy as np
 import peer_vllm
 
@@ -435,6 +436,28 @@ def small(run: common.Run, folder: Path) -> None:
         engine.close()
 
 
+def several(run: common.Run, folder: Path) -> None:
+    """Steps of mixtures of experts, in bf16 and in fp8."""
+    shapes = mixtures.configs()
+    if run.dry:
+        tiny = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+        shapes = {"tiny": common.llama(64, 96, 2, 4, 2, 512, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", **tiny)}
+    for name, config in shapes.items():
+        directory = common.write_model(folder / name, config)
+        sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 64 if run.dry else 4096, "num_kv_blocks": 300 if run.dry else 4000}
+        for kind, more in {"bf16": {}, "fp8": {"quantization": "fp8"}}.items():
+            if kind == "fp8" and run.dry:
+                continue  # a CPU has no products in fp8
+            engine = Engine(run, directory, **sizes, max_model_len=128 if run.dry else 4096, **more)
+
+            def timed_steps(name: str = f"{name}, {kind}", engine: Engine = engine, vocabulary: int = config["vocab_size"]) -> None:
+                for batch in (2,) if run.dry else (1, 16, 64):
+                    idle(run, name, engine(), batch, 9 if run.dry else 256, vocabulary)
+
+            run.part(f"{name}-{kind}", timed_steps, needs=20, most=60)
+            engine.close()
+
+
 def main() -> int:
     """The small model first, for it takes seconds; the peers last."""
     run = common.begin("serve", __doc__ or "", 12.5, vllm="a Python that has vLLM, which is timed too (default: this one, if it has)")
@@ -445,6 +468,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         small(run, folder)
+        several(run, folder)
         large(run, folder, python if has_vllm else None)
     return run.finish()
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import mixtures
 import numpy as np
 import serve
 from ahead import Ahead
@@ -326,6 +327,28 @@ class Smoke:
             del llm
             common.free()
 
+    def mxfp4(self) -> None:
+        """Experts in MXFP4 beside the same numbers in bf16."""
+        self.llm.close()
+        shape = (64, 64, 2, 4, 2, 512) if self.run.dry else (512, 512, 4, 8, 2, 32_768)
+        config = mixtures.gpt_oss(*shape, num_local_experts=8, num_experts_per_tok=2)
+        prompts = [[token % 500 for token in prompt] for prompt in self.prompts if len(prompt) > 1][: 2 if self.run.dry else None]
+        scored = []
+        for directory in mixtures.write_mxfp4(self.directory.parent / "mxfp4", config):
+            llm = serve.load(self.run, directory, **self.sizes, load_format="auto")
+            self.graphs(llm)
+            answers = [output.token_ids for output in self.generate(llm, prompts)]
+            whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+            lines = [line for answer, found in zip(answers, self.scores(llm, whole), strict=True) for line in found[-len(answer) :]]
+            best = sum(line.rank == 1 for line in lines) / len(lines)
+            what = f"greedy answers, gpt-oss, {directory.name}"
+            self.check(what, best >= BEST, f"{best:.0%} the best when scored as prompts", f"{BEST:.0%}")
+            scored.append(self.scores(llm, prompts))
+            del llm
+            common.free()
+        gap, allowed = mixtures.logprob_gap(*scored), GAP / 3
+        self.check("log-probabilities in MXFP4", gap <= allowed, f"{gap:.2g} off those of the same numbers in bf16", f"{allowed:.2g}")
+
     def restart(self) -> None:
         """A server whose engine is killed answers again, and answers the same."""
         self.llm.close()
@@ -405,6 +428,7 @@ def main() -> int:
         run.part("eager", smoke.eager, needs=5, most=20)
         run.part("8B-fp8", smoke.large_fp8, most=45)
         run.part("hybrid", smoke.hybrid, needs=10, most=40)
+        run.part("mxfp4", smoke.mxfp4, needs=10, most=40)
         smoke.llm.close()
         smoke.ahead.end()
     return run.finish()

@@ -12,10 +12,10 @@ pytest.importorskip("triton", reason="Triton is not made for this platform")
 
 SCRIPT = Path(__file__).parents[2] / "benches" / "gpu" / "run.py"
 PARTS = {
-    "smoke": {"bf16", "8B-bf16", "sampling", "grammar", "fp8", "swap", "restart", "eager", "8B-fp8", "hybrid"},
-    "correct": {"layers-float32", "sampling", "engine", "combine"},
-    "serve": {"135M", "135M-eager", "ceilings"},
-    "kernels": {"ceilings", "decode", "prefill", "layers", "sampling", "products", "eight-bits", "decode-fp8", "many-layers"},
+    "smoke": {"bf16", "8B-bf16", "sampling", "grammar", "fp8", "swap", "restart", "eager", "8B-fp8", "hybrid", "mxfp4"},
+    "correct": {"layers-float32", "sampling", "engine", "combine", "experts"},
+    "serve": {"135M", "135M-eager", "tiny-bf16", "ceilings"},
+    "kernels": {"ceilings", "decode", "prefill", "layers", "sampling", "products", "experts", "eight-bits", "decode-fp8", "many-layers"},
 }
 """Parts that must be done, by script."""
 

@@ -11,12 +11,14 @@ from chairlift.kernels import (
     act_mul,
     copy_blocks,
     dequantise,
+    expert_linear,
     fp8_linear,
     quantise_rows,
     quantised_linear,
     resolve,
     rms_norm,
     rope_write,
+    sort_experts,
     weight_tile,
     write_kv,
 )
@@ -38,6 +40,7 @@ def assert_wide(made: Compiled) -> None:
 WHOLE = {"least": None, "largest": quantise_rows.LARGEST}
 ROUNDING = WHOLE | {"least": 1e-12}
 """Constants of kernels that can round what they write, and do not or do."""
+UNCLAMPED = {"slope": 1.0, "limit": None}
 
 
 def assert_rounds(made: Compiled) -> None:
@@ -88,7 +91,7 @@ def test_rms_norm(columns, warps, weight, residual, inner, rounds, capability):
 @pytest.mark.parametrize("gelu", [False, True])
 def test_act_mul(gelu, capability):
     pointers = {"out_ptr": "*bf16:16", "scale_ptr": None, "gate_up_ptr": "*bf16:16", "columns": "i32:16"}
-    constants = {"root": act_mul.ROOT, "gelu": gelu, **WHOLE, "block": act_mul.BLOCK}
+    constants = {"root": act_mul.ROOT, "gelu": gelu, **UNCLAMPED, **WHOLE, "block": act_mul.BLOCK}
     made = compiled(act_mul._act_mul_kernel, pointers | constants, capability=capability)
     assert_wide(made)
     assert made.registers <= 40
@@ -98,7 +101,7 @@ def test_act_mul(gelu, capability):
 @pytest.mark.parametrize("columns", [1536, 14336, 28672])
 def test_act_mul_of_rows_that_are_rounded(columns, capability):
     arguments = {"out_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16", "gate_up_ptr": "*bf16:16", "columns": "i32:16"}
-    arguments |= {"root": act_mul.ROOT, "gelu": True, **ROUNDING, "block": next_power_of_2(columns)}
+    arguments |= {"root": act_mul.ROOT, "gelu": True, **UNCLAMPED, **ROUNDING, "block": next_power_of_2(columns)}
     warps = min(next_power_of_2(columns) // 256, quantise_rows.MAX_WARPS)
     assert_rounds(compiled(act_mul._act_mul_kernel, arguments, capability=capability, num_warps=warps))
 
@@ -219,6 +222,53 @@ def test_quantised_linear(capability, rows, kind):
     assert not re.search(r"cvt\.rn\.\w*f\d+\.[su]", made.ptx)
     # Tiles are loaded ahead.
     assert "cp.async.cg" in made.ptx
+
+
+EXPERTS = {**WEIGHTS, "bf16": ("*bf16:16", None, 0), "mxfp4": ("*u8:16", "*u8:16", 32)}
+"""The same for the experts of a mixture."""
+MEANS = (0, 16, 32, expert_linear.FEW, expert_linear.MANY)
+"""Rows of an expert, on average, from which tiles have other sizes."""
+PRODUCTS = [
+    (80, 0, "int4"),
+    (86, 64, "mxfp4"),
+    (89, 16, "bf16"),
+    (90, 0, "mxfp4"),
+    (90, 256, "fp8"),
+    (90, 256, "mxfp4"),
+    (100, 16, "bf16"),
+    (120, 0, "int8"),
+]
+if FULL:
+    PRODUCTS = list(product(SHARED_MEMORY, MEANS, EXPERTS))
+
+
+@pytest.mark.parametrize(("capability", "mean", "kind"), PRODUCTS)
+def test_expert_linear(capability, mean, kind):
+    numbers, scale, group = EXPERTS[kind]
+    limits = DeviceLimits(divmod(capability, 10), SHARED_MEMORY[capability], 132)
+    grouped = group == 128
+    settings, block_k = expert_linear.expert_settings(mean * 128, 128, scale is not None, grouped, limits)
+    arguments = {"out_ptr": "*bf16:16", "x_ptr": "*bf16:16", "numbers_ptr": numbers, "scale_ptr": scale, "bias_ptr": None}
+    arguments |= {"zero_ptr": "*u8:16" if kind == "int4" else None, "order_ptr": "*i32:16", "ends_ptr": "*i32:16", "used": "i32"}
+    arguments |= {"experts": "i32:16", "outs": "i32:16", "ins": "i32:16", "pitch": "i32:16", "groups": "i32:16"}
+    arguments |= {"SPREAD": True, "MXFP4": kind == "mxfp4", "GROUP": group, "EXPERTS": 128}
+    arguments |= {"BLOCK_M": settings.BLOCK_M, "BLOCK_N": settings.BLOCK_N, "BLOCK_K": block_k}
+    launch = {"num_warps": settings.num_warps, "num_stages": settings.num_stages}
+    made = compiled(expert_linear._expert_linear_kernel, arguments, capability=capability, **launch)
+    assert made.spilled == 0
+    assert made.shared_memory <= SHARED_MEMORY[capability]
+    assert made.loads[16] > 0
+    assert made.wgmma or made.mma or "tcgen05.mma" in made.ptx
+    assert not re.search(r"cvt\.rn\.\w*f\d+\.[su]", made.ptx)
+    assert "cp.async.cg" in made.ptx
+
+
+def test_sort_experts():
+    made = compiled(
+        sort_experts._sort_experts_kernel,
+        {"order_ptr": "*i32:16", "ends_ptr": "*i32:16", "experts_ptr": "*i64:16", "choices": "i32", "BLOCK": sort_experts.BLOCK},
+    )
+    assert made.spilled == 0
 
 
 @pytest.mark.parametrize("outs", [4096, 28672])

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -22,14 +23,28 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_experts_in_bfloat16_are_two_products_on_a_device_and_nothing_waits_for_it():
+@pytest.mark.parametrize(("tokens", "grouped"), [(5, 0), (200, 2)])
+def test_experts_in_bfloat16_are_two_products_on_a_device_and_nothing_waits_for_it(tokens, grouped, monkeypatch):
+    """Those of few rows are ours."""
+    pytest.importorskip("triton", reason="Triton is not made for this platform")
+    from chairlift.kernels import expert_linear, sort_experts
+
+    ours = []
+
+    def multiply(x, weight, bias, rows, used, *, spread):
+        ours.append(spread)
+        return x.new_empty(len(rows[0]), weight[0].shape[1])
+
+    monkeypatch.setattr(expert_linear, "expert_linear", multiply)
+    monkeypatch.setattr(sort_experts, "sort_experts", sort_experts.sort_experts_reference)
     with FakeTensorMode(), torch.device("cuda"), Calls() as calls:
         gate_up, down = torch.empty(8, 96, 64, dtype=torch.bfloat16), torch.empty(8, 64, 96, dtype=torch.bfloat16)
         experts = Experts(gate_up=gate_up, down=down, biases=None, activation="relu2", clamp=None)
         choice = Choice(scores="sigmoid", used=3, bias=torch.empty(8), epsilon=1e-20, scale=2.0)
-        out = experts(torch.empty(5, 64, dtype=torch.bfloat16), *choice(torch.empty(5, 8)))
-    assert (out.shape, out.dtype) == ((5, 64), torch.bfloat16)
-    assert calls.counts["_grouped_mm"] == 2
+        out = experts(torch.empty(tokens, 64, dtype=torch.bfloat16), *choice(torch.empty(tokens, 8)))
+    assert (out.shape, out.dtype) == ((tokens, 64), torch.bfloat16)
+    assert calls.counts["_grouped_mm"] == grouped
+    assert ours == ([] if grouped else [True, False])
     # These read from the device to the host.
     assert not {"_local_scalar_dense", "nonzero", "item"} & calls.counts.keys()
 

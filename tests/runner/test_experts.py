@@ -10,14 +10,16 @@ import pytest
 import torch
 from cpu_logits import IN_FP32, logits
 from gguf_files import EXPERTS, gguf_of, tiny_model
+from quantised_checkpoints import quantise_checkpoint
 from runner_steps import Driver
 from safetensors.torch import load_file, save_file
-from tiny_models import write
+from tiny_models import FAMILIES, write
 
 from chairlift.checkpoint.adapter import AdapterFiles
 from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
 from chairlift.errors import UnsupportedModel
+from chairlift.models import mixture
 from chairlift.models.config import ModelConfig
 from chairlift.models.fields import NoNativeModel, read_json
 from chairlift.runner import expert_weights
@@ -180,7 +182,40 @@ def test_a_file_whose_router_is_not_finite_is_refused(tmp_path: Path) -> None:
         convert_and_load(tmp_path / "tiny.gguf")
 
 
-def test_experts_in_mxfp4_are_computed_with_as_the_safetensors_have_them(tmp_path: Path) -> None:
+def logits_as_a_device_keeps_them(directory: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """The logits in torch with experts that are kept quantised, as on a GPU."""
+    kept = []
+    with monkeypatch.context() as patch:
+        patch.setattr(mixture, "_keeps", lambda numbers: kept.append(numbers.dtype) or True)
+        found = torch_logits(directory)
+    assert kept
+    return found
+
+
+def write_quantised(directory: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES["qwen3-moe"][1], "moe_intermediate_size", 48)  # whole groups
+    write("qwen3-moe", directory / "whole")
+    quantise_checkpoint(directory / "whole", directory / "packed", form)
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq, desc_act", "awq", "packed by row", "fp8 in blocks", "floats by row", "modelopt"])
+def test_quantised_experts_give_the_same_logits_kept_and_multiplied_out(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_quantised(tmp_path, form, monkeypatch)
+    expected = torch_logits(tmp_path / "whole")
+    assert torch.allclose(logits_as_a_device_keeps_them(tmp_path / "packed", monkeypatch), expected, rtol=1e-3, atol=1e-4)
+    assert ModelConfig.load(tmp_path / "packed").expert_mlps == 22
+
+
+def test_experts_that_are_quantised_in_different_ways_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_quantised(tmp_path, "fp8 in blocks", monkeypatch)
+    path, name = tmp_path / "packed" / "model.safetensors", "model.layers.0.mlp.experts.3.up_proj.weight"
+    whole = {key: tensor for key, tensor in load_file(path).items() if key != f"{name}_scale_inv"}
+    save_file(whole | {name: torch.zeros(48, 48)}, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"experts of model\.layers\.0\..* are quantised in different ways"):
+        logits_as_a_device_keeps_them(tmp_path / "packed", monkeypatch)
+
+
+def test_experts_in_mxfp4_are_computed_with_as_the_safetensors_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits are those of the same weights in float32, bit for bit where products are in float32."""
     model = tiny_model("gpt_oss", num_local_experts=5, num_experts_per_tok=2, head_dim=16)
     model.save_pretrained(tmp_path / "whole")
@@ -203,6 +238,7 @@ def test_experts_in_mxfp4_are_computed_with_as_the_safetensors_have_them(tmp_pat
     assert weights.sizes() == ((tmp_path / "packed" / "model.safetensors").stat().st_size, 0)
     in_torch = [torch_logits(tmp_path / name) for name in ("whole", "packed")]
     assert torch.equal(*in_torch)
+    assert torch.equal(logits_as_a_device_keeps_them(tmp_path / "packed", monkeypatch), in_torch[0])
     expected = logits(tmp_path / "whole", config=IN_FP32)
     np.testing.assert_array_equal(logits(tmp_path / "packed", config=IN_FP32), expected)
     assert np.abs(logits(tmp_path / "packed") - expected).max() <= 1e-5 * np.abs(expected).max()

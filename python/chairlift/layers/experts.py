@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch.nn import functional
 
 from chairlift.layers.activation import activate
+from chairlift.layers.linear import Quantised, Weight, dequantise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,47 +55,104 @@ def _in_best_groups(ranks: torch.Tensor, groups: int, used: int, best: int) -> t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """The MLPs of all experts: gate_up [experts, 2 * inner, hidden], or [experts, inner, hidden] without gates, and down [experts, hidden,
-    inner], with biases [experts, outputs] or without. With `clamp` (a, c) gates and what they gate are limited to c, and the result is
-    gate * sigmoid(a * gate) * (1 + up) (gpt-oss).
+    inner], with biases [experts, outputs] or without. Quantised matrices are a `Quantised` whose tensors have a leading axis of experts.
+    With `clamp` (a, c) gates and what they gate are limited to c, and the result is gate * sigmoid(a * gate) * (1 + up) (gpt-oss).
     """
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Weight
+    down: Weight
     biases: tuple[torch.Tensor, torch.Tensor] | None
     activation: str
     clamp: tuple[float, float] | None
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Returns the weighted sums of the outputs of each token's experts for x [tokens, hidden]."""
+        """Returns the weighted sums of the outputs of each token's experts for contiguous x [tokens, hidden]."""
         tokens, used = experts.shape
-        # Rows are sorted by expert, so that each expert multiplies neighbours. Nothing here waits for the device.
-        ordered, order = experts.flatten().sort(stable=True)
-        ends = torch.searchsorted(ordered, torch.arange(len(self.down), device=x.device), right=True).int()
-        inner = grouped_mm(x[order // used], self.gate_up, ends)
-        if self.biases is not None:
-            inner += self.biases[0][ordered]
-        inner = activate(inner, self.activation) if self.clamp is None else _clamped(inner, *self.clamp)
-        outputs = grouped_mm(inner, self.down, ends)
-        if self.biases is not None:
-            outputs += self.biases[1][ordered]
+        first, second = self.biases or (None, None)
+        rows = Rows.sort(experts, len(self.down if isinstance(self.down, torch.Tensor) else self.down.numbers))
+        inner = rows.linear(x, self.gate_up, first, spread=True)
+        inner = activate(inner, self.activation) if self.clamp is None else clamped(inner, *self.clamp)
         # A sum by index would add in any order.
-        back = outputs[order.argsort()].view(tokens, used, -1)
-        return torch.bmm(weights.to(x.dtype).unsqueeze(1), back).squeeze(1)
+        outputs = rows.linear(inner, self.down, second, spread=False).view(tokens, used, -1)
+        return torch.bmm(weights.to(x.dtype).unsqueeze(1), outputs).squeeze(1)
 
 
-def grouped_mm(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a step, one for each of a token's `used` experts, sorted by expert, so that each expert multiplies neighbours.
+
+    `order` are their places before, int32 [rows], `ends` those where each expert's rows end, int32 [experts], and `experts` the choices
+    [tokens, used]. Nothing here waits for the device.
+    """
+
+    order: torch.Tensor
+    ends: torch.Tensor
+    experts: torch.Tensor
+
+    @classmethod
+    def sort(cls, experts: torch.Tensor, count: int) -> Rows:
+        """Sorts choices [tokens, used] of `count` experts."""
+        if experts.is_cuda:
+            from chairlift.kernels.sort_experts import sort_experts  # triton is only installed for GPUs
+
+            return cls(*sort_experts(experts, count), experts)
+        ordered, order = experts.flatten().sort(stable=True)
+        ends = torch.searchsorted(ordered, torch.arange(count), right=True)
+        return cls(order.int(), ends.int(), experts)
+
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, *, spread: bool) -> torch.Tensor:
+        """Maps rows by their experts' matrices. With `spread` x is [tokens, in] and the result is sorted; else x is sorted.
+
+        A GPU reads the matrices of a few rows as fast as its memory, and multiplies those of many with torch.
+        """
+        if x.is_cuda and x.element_size() == 2:
+            from chairlift.kernels import expert_linear as kernel  # as above
+
+            if isinstance(weight, Quantised) or len(self.order) < kernel.FEW * len(self.ends):
+                used = self.experts.shape[1]
+                return kernel.expert_linear(x, _stored(weight), bias, (self.order, self.ends), used, spread=spread)
+        if spread:
+            x = x[self.order // self.experts.shape[1]]
+        product = grouped_mm(x, weight, self.ends)
+        if bias is not None:
+            product += bias[self.experts.flatten()[self.order]]
+        if spread:
+            return product
+        back = torch.empty_like(product)
+        back[self.order] = product
+        return back
+
+
+def _stored(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]:
+    return (weight, None, None, 0) if isinstance(weight, torch.Tensor) else weight.stored
+
+
+def grouped_mm(x: torch.Tensor, weights: Weight, ends: torch.Tensor) -> torch.Tensor:
     """Multiplies x [rows, in] by the transposed weights [experts, out, in]; expert e has the rows before `ends[e]`, int32 [experts].
 
     A GPU computes all experts in one launch in bfloat16. In another dtype it waits for the numbers of rows.
     """
-    if x.is_cuda and x.dtype == torch.bfloat16:
+    if x.is_cuda and x.dtype == torch.bfloat16 and isinstance(weights, torch.Tensor):
         product: torch.Tensor = torch._grouped_mm(x, weights.mT, offs=ends)
         return product
     limits = [0, *ends.tolist()]
-    return torch.cat([functional.linear(x[start:end], weight) for start, end, weight in zip(limits, limits[1:], weights, strict=False)])
+    return torch.cat([functional.linear(x[start:end], of_expert(weights, e, x.dtype)) for e, (start, end) in enumerate(pairwise(limits))])
 
 
-def _clamped(inner: torch.Tensor, slope: float, limit: float) -> torch.Tensor:
+def of_expert(weights: Weight, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    """An expert's matrix, multiplied out if it is quantised."""
+    if isinstance(weights, torch.Tensor):
+        return weights[expert]
+    numbers, scale, zero, group = weights.stored
+    return dequantise(Quantised(numbers[expert], scale[expert], None if zero is None else zero[expert], group), dtype)
+
+
+def clamped(inner: torch.Tensor, slope: float, limit: float) -> torch.Tensor:
+    """Maps contiguous gates and what they gate [rows, 2 * columns] as `Experts` says."""
+    if inner.is_cuda:
+        from chairlift.kernels.act_mul import act_mul  # as above
+
+        return act_mul(inner, "silu", clamp=(slope, limit))
     gate, up = inner.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate.mul_((gate * slope).sigmoid_()).mul_(up.add_(1))

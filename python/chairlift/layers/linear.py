@@ -10,6 +10,8 @@ from torch.nn import functional
 
 QUANTIZATIONS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max)}
 """torch's dtype of each quantization, and its largest number."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The positive numbers of MXFP4, after the OCP Microscaling Formats specification (2023)."""
 MIN_ABSMAX = 1e-12
 """Lower bound of a row's largest magnitude, so that a row of zeros has a scale."""
 
@@ -18,8 +20,9 @@ class Quantised(NamedTuple):
     """A matrix [rows, columns] of 4 or 8 bits: (numbers - zero) * scale.
 
     Numbers are int8 or e4m3 [rows, columns], or 4 bits in uint8 [rows, columns / 2], of which a byte's lower half is the earlier column.
-    Scales are of `group` columns each, or of a whole row if `group` is 0: [rows, groups]. Only numbers of 4 bits have zeros: uint8
-    [rows, groups]. With `order`, int64 [columns], column i is multiplied by input `order[i]`, which may be another process's.
+    Scales are of `group` columns each, or of a whole row if `group` is 0: [rows, groups]. Only integers of 4 bits have zeros: uint8
+    [rows, groups]. Numbers of 4 bits without zeros are MXFP4's e2m1, and their scales are exponents in uint8. With `order`, int64
+    [columns], column i is multiplied by input `order[i]`, which may be another process's.
     """
 
     numbers: torch.Tensor
@@ -36,7 +39,7 @@ class Quantised(NamedTuple):
     @property
     def columns(self) -> int:
         """The matrix's columns."""
-        return self.numbers.shape[1] * (1 if self.zero is None else 2)
+        return self.numbers.shape[1] * (2 if self.numbers.dtype == torch.uint8 else 1)
 
 
 Weight = torch.Tensor | Quantised
@@ -71,8 +74,13 @@ def dequantise(weight: Quantised, dtype: torch.dtype) -> torch.Tensor:
     def per_column(x: torch.Tensor) -> torch.Tensor:
         return x.repeat_interleave(group, 1)[:, : weight.columns] if group else x
 
-    if zero is not None:
-        numbers = torch.stack((numbers & 15, numbers >> 4), 2).flatten(1).float() - per_column(zero)
+    if numbers.dtype == torch.uint8:
+        numbers = torch.stack((numbers & 15, numbers >> 4), 2).flatten(1)
+        if zero is not None:
+            numbers = numbers.float() - per_column(zero)
+        else:
+            numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=numbers.device)[numbers.int()]
+            scale = torch.exp2(scale.float() - 127)
     return (numbers.float() * per_column(scale)).to(dtype)
 
 

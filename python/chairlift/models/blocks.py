@@ -48,7 +48,7 @@ class LayerWeights:
         """`dtype` is that of activations (see `Llama` for the others)."""
         self.config, self.index, self.source, self.dtype, self.group = config, index, source, dtype, group
         self.prefix = f"model.layers.{index}."
-        self._quantization, self._rounds = quantization, rounds_activations
+        self.quantization, self._rounds = quantization, rounds_activations
         self.projections: dict[str, tuple[Linear, slice]] = {}
         """Each projection by its name in a checkpoint: the merged layer, and its columns of that layer's output."""
 
@@ -70,9 +70,9 @@ class LayerWeights:
         if order is not None:
             weight = take_rows(weight, order)
             biases = [torch.cat(biases)[order]] if biases else []
-        if self._quantization and isinstance(weight, torch.Tensor):
-            weight = quantise(weight, self._quantization)
-        rounds = self._rounds or self._quantization == "fp8"
+        if self.quantization and isinstance(weight, torch.Tensor):
+            weight = quantise(weight, self.quantization)
+        rounds = self._rounds or self.quantization == "fp8"
         linear = Linear(weight, torch.cat(biases) if biases else None, rounds_activations=rounds)
         start = 0
         for name, size in outs.items():

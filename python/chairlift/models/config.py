@@ -163,6 +163,17 @@ class ModelConfig(ModelShape):
         return mlp
 
     @property
+    def expert_mlps(self) -> int:
+        """The number of experts of all layers that tokens choose."""
+        return sum(self.experts.layers) * self.experts.count if self.experts else 0
+
+    @property
+    def expert_matrices(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of the matrices of an expert that tokens choose."""
+        inner, hidden = (self.experts.inner if self.experts else 0), self.hidden_size
+        return (*((inner, hidden),) * (2 if self.gated else 1), (hidden, inner)) if self.experts else ()
+
+    @property
     def longest_context(self) -> int:
         """Dynamic scaling stretches the positions of longer contexts as far as needed, by default not at all."""
         scaling = self.rope.scaling

@@ -7,7 +7,7 @@ from typing import Any
 
 from chairlift.architectures import Mixture, Scores
 from chairlift.errors import UnsupportedModel
-from chairlift.models.fields import NoNativeModel, parse_count, parse_names, parse_number, parse_size
+from chairlift.models.fields import NoNativeModel, parse_count, parse_names, parse_number, parse_size, parse_table
 
 OTHER_COUNT = "num_local_experts"
 """The name of the number of experts in each config.json that transformers 5 writes."""
@@ -16,7 +16,9 @@ EXPERTS = "moe"
 """The name of layers with experts in `layers_block_type`."""
 
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
-"""Endings of the names of gpt-oss's experts in MXFP4: codes of 4 bits, and an exponent for each 32."""
+"""Endings of the names of gpt-oss's experts in MXFP4: codes of 4 bits, and an exponent for each MXFP4_GROUP."""
+
+MXFP4_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,7 @@ class Experts:
     `inner`, and a shared one if `shared_inner` is not 0. `normalised` means that a token's weights are divided by their sum.
     `clamp` are the slope and the limit of gpt-oss's activation. With `biased` a bias is added to the scores when experts are chosen, and
     `scale` multiplies the weights. `groups` are the number of groups of experts, and of those that a token may use; None means that it may
-    use all. `names` are those of the tensors.
+    use all. With `mxfp4` the checkpoint has the experts' matrices in MXFP4. `names` are those of the tensors.
     """
 
     names: Mixture
@@ -41,6 +43,7 @@ class Experts:
     biased: bool
     scale: float
     groups: tuple[int, int] | None
+    mxfp4: bool
 
     @property
     def router_rows(self) -> dict[str, int]:
@@ -91,6 +94,7 @@ def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts |
         biased=names.choice_bias is not None and bool(raw.get("use_expert_bias", True)),
         scale=parse_number(raw, names.scale, 1.0) if names.scale else 1.0,
         groups=_groups(raw, names, count, used),
+        mxfp4=parse_table(raw, "quantization_config").get("quant_method") == "mxfp4",
     )
 
 

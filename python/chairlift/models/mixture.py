@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -10,19 +10,16 @@ from chairlift.architectures import Mixture as Names
 from chairlift.errors import UnsupportedModel
 from chairlift.layers import experts as layers
 from chairlift.layers.activation import activate
-from chairlift.layers.linear import Activations, Linear, multiplied_out
+from chairlift.layers.linear import Activations, Linear, Quantised, Weight, multiplied_out, quantise
 from chairlift.models.blocks import Block, LayerWeights, Pass, mlp_norm
-from chairlift.models.experts import MXFP4_BLOCKS, MXFP4_SCALES, Experts
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The positive numbers of 4 bits, after the OCP Microscaling Formats specification (2023)."""
+from chairlift.models.experts import MXFP4_BLOCKS, MXFP4_GROUP, MXFP4_SCALES, Experts
 
 
 class Mixture(Block):
     """MLPs of which a router chooses a few for each token, and one that all tokens use, if the model has it."""
 
     def __init__(self, weights: LayerWeights, experts: Experts) -> None:
-        """Reads the experts, whose matrices are multiplied out if they are quantised. Raises UnsupportedModel."""
+        """Reads the experts. Their quantised matrices are kept on a CUDA device, and multiplied out elsewhere. Raises UnsupportedModel."""
         super().__init__(weights)
         config, names, source = weights.config, experts.names, weights.source
         self._activation, self._count = config.activation, experts.count
@@ -73,25 +70,25 @@ class _Reader:
     """Reads the matrices of a layer's experts, in each way that checkpoints store them."""
 
     def __init__(self, weights: LayerWeights, experts: Experts) -> None:
-        self._dtype = weights.dtype
+        self._dtype, self._quantization = weights.dtype, weights.quantization
         self._source, self._prefix, self._count = weights.source, weights.prefix, experts.count
         self._names: Names = experts.names
         self._hidden, self._inner = weights.config.hidden_size, experts.inner
 
-    def gate_up(self) -> torch.Tensor:
+    def gate_up(self) -> Weight:
         """The gate and up projections [experts, 2 * inner, hidden], or up alone if there are no gates."""
         names, inner = self._names, self._inner
         if names.interleaved and (both := self._transposed(names.interleaved, 2 * inner, self._hidden)) is not None:
-            return torch.cat((both[:, ::2], both[:, 1::2]), 1)
+            return self._rounded(_each(both, lambda x: torch.cat((x[:, ::2], x[:, 1::2]), 1)))
         if names.gate and self._has(names.gate_up):
             return self._filled(((names.gate_up, 2 * inner),), self._hidden)
         return self._filled(tuple((name, inner) for name in (names.gate, names.up) if name), self._hidden)
 
-    def down(self) -> torch.Tensor:
+    def down(self) -> Weight:
         """The down projections [experts, hidden, inner]."""
         names = self._names
         if names.transposed and (matrices := self._transposed(names.transposed, self._hidden, self._inner)) is not None:
-            return matrices.contiguous()
+            return self._rounded(_each(matrices, torch.Tensor.contiguous))
         return self._filled(((names.down, self._hidden),), self._inner)
 
     def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,43 +111,75 @@ class _Reader:
     def _has(self, name: str) -> bool:
         return self._whole(name) is not None or self._source.has(f"{self._prefix}{name.format(0)}.weight")
 
-    def _filled(self, parts: tuple[tuple[str, int], ...], ins: int) -> torch.Tensor:
+    def _filled(self, parts: tuple[tuple[str, int], ...], ins: int) -> Weight:
         """Matrices of all experts with the rows of several projections, each from one tensor or from one for each expert."""
         if len(parts) == 1 and (whole := self._whole(parts[0][0])):
-            return self._source.take(whole, self._count, parts[0][1], ins)
-        out, start = None, 0
+            return self._rounded(self._source.take(whole, self._count, parts[0][1], ins))
+        out: Weight | None = None
+        start, total = 0, sum(size for _, size in parts)
         for name, size in parts:
             for at, found in self._matrices(name, size, ins):
                 if out is None:
-                    out = found.new_empty(self._count, sum(rows for _, rows in parts), ins)
-                out[at, start : start + size] = found
+                    out = _each(found, lambda x: x.new_empty(self._count, total, x.shape[-1]))
+                try:
+                    for there, tensor in zip(_tensors(out), _tensors(found), strict=True):
+                        there[at, start : start + size] = tensor
+                except (ValueError, RuntimeError):
+                    raise UnsupportedModel(f"the experts of {self._prefix}{name} are quantised in different ways") from None
             start += size
         assert out is not None
         return out
 
-    def _matrices(self, name: str, rows: int, ins: int) -> Iterable[tuple[slice | int, torch.Tensor]]:
+    def _matrices(self, name: str, rows: int, ins: int) -> Iterable[tuple[slice | int, Weight]]:
         if whole := self._whole(name):
-            yield slice(None), self._source.take(whole, self._count, rows, ins)
+            yield slice(None), self._rounded(self._source.take(whole, self._count, rows, ins))
             return
         for expert in range(self._count):
-            yield expert, multiplied_out(self._source.matrix(self._prefix + name.format(expert), rows, ins), self._dtype)
+            yield expert, self._rounded(self._source.matrix(self._prefix + name.format(expert), rows, ins))
 
-    def _transposed(self, name: str, rows: int, ins: int) -> torch.Tensor | None:
+    def _rounded(self, weight: Weight) -> Weight:
+        """Matrices as a device keeps them. A CPU, and columns in another order than the inputs, need them multiplied out."""
+        if isinstance(weight, Quantised):
+            return weight if _keeps(weight.numbers) and weight.order is None else multiplied_out(weight, self._dtype)
+        if self._quantization is None:
+            return weight
+        found = quantise(weight.flatten(0, -2), self._quantization)
+        return _each(found, lambda x: x.view(*weight.shape[:-1], x.shape[-1]))
+
+    def _transposed(self, name: str, rows: int, ins: int) -> Weight | None:
         """Matrices [experts, rows, ins] that are stored as [experts, ins, rows] or in MXFP4. None if there are none of this name."""
         name = self._prefix + name
         if self._source.has(name + MXFP4_BLOCKS):
             return self._mxfp4(name, rows, ins)
         return self._source.take(name, self._count, ins, rows).mT if self._source.has(name) else None
 
-    def _mxfp4(self, name: str, rows: int, ins: int) -> torch.Tensor:
-        if ins % 32:
-            raise UnsupportedModel(f"tensor {name}{MXFP4_BLOCKS} has rows of {ins} numbers, which are not whole blocks of 32")
-        pairs = self._source.packed(name + MXFP4_BLOCKS, self._count, rows, ins // 32, 16)
-        exponents = self._source.packed(name + MXFP4_SCALES, self._count, rows, ins // 32)
-        table = torch.tensor([*E2M1, *(-number for number in E2M1)], device=pairs.device)
-        out = torch.empty(self._count, rows, ins, dtype=self._dtype, device=pairs.device)
-        for expert in range(self._count):  # one by one, because indices take eight bytes each
-            codes = torch.stack((pairs[expert] & 15, pairs[expert] >> 4), -1).flatten(-2)
-            scales = torch.exp2(exponents[expert].float() - 127).unsqueeze(-1)
-            out[expert] = (table[codes.int()] * scales).flatten(-2).to(self._dtype)
-        return out
+    def _mxfp4(self, name: str, rows: int, ins: int) -> Weight:
+        if ins % MXFP4_GROUP:
+            raise UnsupportedModel(f"tensor {name}{MXFP4_BLOCKS} has rows of {ins} numbers, which are not whole blocks of {MXFP4_GROUP}")
+        pairs = self._source.packed(name + MXFP4_BLOCKS, self._count, rows, ins // MXFP4_GROUP, MXFP4_GROUP // 2).flatten(2)
+        packed = Quantised(pairs, self._source.packed(name + MXFP4_SCALES, self._count, rows, ins // MXFP4_GROUP), None, MXFP4_GROUP)
+        if _keeps(pairs):
+            return packed
+        # One by one, because indices take eight bytes each.
+        return torch.stack([layers.of_expert(packed, expert, self._dtype) for expert in range(self._count)])
+
+
+def _keeps(numbers: torch.Tensor) -> bool:
+    """Whether the device of quantised numbers multiplies by them as they are."""
+    return numbers.is_cuda
+
+
+def _tensors(weight: Weight) -> list[torch.Tensor]:
+    """The tensors of a weight; torch cannot assign fp8."""
+    if isinstance(weight, torch.Tensor):
+        return [weight]
+    numbers = weight.numbers.view(torch.uint8) if weight.numbers.dtype == torch.float8_e4m3fn else weight.numbers
+    return [numbers, weight.scale, *([] if weight.zero is None else [weight.zero])]
+
+
+def _each(weight: Weight, change: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
+    """A weight with each of its tensors changed, which are rows of numbers, of scales and of zeros."""
+    if isinstance(weight, torch.Tensor):
+        return change(weight)
+    zero = None if weight.zero is None else change(weight.zero)
+    return weight._replace(numbers=change(weight.numbers), scale=change(weight.scale), zero=zero)

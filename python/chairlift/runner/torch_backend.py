@@ -96,7 +96,7 @@ class TorchBackend:
         """Runs the first steps and captures CUDA graphs."""
         assert isinstance(runner, TorchRunner)
         with raise_out_of_memory(NO_STEPS), _raise_kernel_errors(runner):
-            warm_up(runner)
+            warm_up(runner, self.model.expert_counts)
             graphs = runner.capture_graphs(enforce_eager=self._config.enforce_eager)
         if self._config.device == "cuda":
             from chairlift.kernels.compile_watch import watch  # imports triton, which is only installed for GPUs

@@ -12,6 +12,8 @@ SPLIT_CONTEXT = 1024
 """Tokens of a context that attention on a GPU reads in several splits."""
 ROWS = (32, 64, 65, 129)
 """Tokens of steps for which products with quantised weights have other kernels than for up to 16."""
+EXPERT_ROWS = (16, 32, 64, 256)
+"""Rows of an expert, on average, from which products of experts have other kernels."""
 ALL_FEATURES = SamplingParams(top_k=2, presence_penalty=0.5, logprobs=1)
 """Uses every sampling kernel."""
 
@@ -35,14 +37,19 @@ def profile(runner: ModelRunner) -> None:
     runner.wait()
 
 
-def warm_up(runner: ModelRunner) -> None:
-    """Runs prefill and decode steps in scratch block 0, so that requests do not wait for one-time initialisation."""
+def warm_up(runner: ModelRunner, expert_counts: tuple[int, int] = (0, 0)) -> None:
+    """Runs prefill and decode steps in scratch block 0, so that requests do not wait for one-time initialisation.
+
+    `expert_counts` are the number of experts of a layer, and of those that a token uses.
+    """
     buffers = runner.buffers[0]
     longest = min(runner.block_size, len(buffers.input_ids), runner.max_model_len)
     cases = [(longest, longest, SamplingParams()), (1, 1, SamplingParams(temperature=0.0))]
     if runner.compiles_kernels:
         most = min(len(buffers.input_ids), runner.max_model_len)
-        cases += [(rows, rows, SamplingParams()) for rows in ROWS if rows <= most]
+        experts, used = expert_counts
+        lengths = {*ROWS, *(-(-experts * mean // used) for mean in EXPERT_ROWS if used)}
+        cases += [(rows, rows, SamplingParams()) for rows in sorted(lengths) if rows <= most]
         # A short chunk, a context in several splits, every sampling feature, a block copy.
         cases.append((min(2, longest), min(SPLIT_CONTEXT, runner.max_model_len), ALL_FEATURES))
     for length, context, params in cases:

@@ -1,10 +1,11 @@
 from dataclasses import dataclass, fields, replace
 
 import pytest
-from model_sizes import GIB, LARGE, MIB, MODEL
+from model_sizes import GIB, LARGE, MIB, MODEL, SMALL
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
+from chairlift.models.config import ModelConfig
 from chairlift.models.quantization import QuantizationScheme
 from chairlift.models.shape import ModelShape
 from chairlift.runner.memory.precision import ROOM, Bf16Products, Precision, decide, torch_weight_bytes, weight_bytes
@@ -296,6 +297,41 @@ def test_weights_in_torch_are_counted():
     assert torch_weight_bytes(LARGE, "bfloat16") == weight_bytes(LARGE, "bfloat16")
     assert torch_weight_bytes(LARGE, "int8") == torch_weight_bytes(LARGE, "fp8") == matrices + 4 * rows + 2 * others
     assert torch_weight_bytes(LARGE, "int8", "float32") == matrices + 4 * rows + 4 * others
+
+
+MIXTURE = SMALL | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
+def test_quantised_experts_are_counted_as_a_device_keeps_them():
+    model = ModelConfig.parse(MIXTURE)
+    # Two layers of eight experts, each with three matrices of 48 x 32.
+    numbers, rows = 2 * 8 * 3 * 48 * 32, 2 * 8 * (48 + 48 + 32)
+    saved = torch_weight_bytes(model, "int8") - torch_weight_bytes(model, "int8", packs_experts=True)
+    assert saved == numbers - 4 * rows
+    assert torch_weight_bytes(model, "bfloat16", packs_experts=True) == torch_weight_bytes(model, "bfloat16")
+    scheme = QuantizationScheme("gptq", 4, group=16)
+    packed = replace(model, quantization=scheme.name, scheme=scheme)
+    saved = torch_weight_bytes(packed, scheme.name) - torch_weight_bytes(packed, scheme.name, packs_experts=True)
+    # Half a byte a number, and three bytes for each 16.
+    assert saved == 2 * numbers - numbers // 2 - numbers // 16 * 3
+    oss = ModelConfig.parse(
+        SMALL
+        | {
+            "architectures": ["GptOssForCausalLM"],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "quantization_config": {"quant_method": "mxfp4"},
+        }
+    )
+    numbers = 2 * 8 * 3 * 64 * 32
+    assert torch_weight_bytes(oss, "bfloat16") - torch_weight_bytes(oss, "bfloat16", packs_experts=True) == 2 * numbers - numbers * 17 // 32
+
+
+def test_experts_are_rounded_on_a_device_alone():
+    model = ModelConfig.parse(MIXTURE)
+    assert decide(EngineConfig(device="cuda", quantization="fp8"), model, 10**12, in_torch=True, capability=(8, 9)).quantization == "fp8"
+    with pytest.raises(InvalidSetting, match="torch computes the experts of Qwen3MoeForCausalLM in 16 bits"):
+        in_torch(quantization="int8", model=model)
 
 
 def test_a_quantised_checkpoint_is_computed_with_in_its_own_dtype():

@@ -62,7 +62,7 @@ class DeviceBudget:
         if not known or self._fits(part, dtype, precision.compute):
             return
         dtypes = dict.fromkeys((dtype, *SMALLER)) if isinstance(model, ModelConfig) and dtype in BYTES else (dtype,)
-        needs = ", ".join(f"{gib(torch_weight_bytes(part, name, precision.compute))} in {name}" for name in dtypes)
+        needs = ", ".join(f"{gib(torch_weight_bytes(part, name, precision.compute, packs_experts=True))} in {name}" for name in dtypes)
         remedies = [flag for name, flag in SMALLER.items() if name in dtypes and self._fits(part, name, precision.compute)]
         remedies += [
             f"--tensor-parallel-size {more}, with as many devices"
@@ -75,7 +75,7 @@ class DeviceBudget:
         )
 
     def _fits(self, model: ModelShape, dtype: str, compute: str) -> bool:
-        return torch_weight_bytes(model, dtype, compute) <= self.limit
+        return torch_weight_bytes(model, dtype, compute, packs_experts=True) <= self.limit
 
     def _part_fits(self, model: ModelShape, processes: int, dtype: str, compute: str) -> bool:
         try:

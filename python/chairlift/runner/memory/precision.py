@@ -9,6 +9,7 @@ from typing import Literal
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig
+from chairlift.models.experts import MXFP4_GROUP
 from chairlift.models.shape import ModelShape
 from chairlift.runner.cuda import dotted
 from chairlift.runner.memory.decision import Decision, asked, gib
@@ -19,6 +20,8 @@ EIGHT_BITS = ("int8", "fp8")
 """The quantizations of torch (see `layers.linear`)."""
 WEIGHT_BLOCK, WEIGHT_SCALE_BYTES = 32, 2
 """int8 weights per scale in Rust, and the scale's bytes."""
+MXFP4_BLOCK_BYTES = 17
+"""Bytes of a block of MXFP4."""
 ROW_SCALE_BYTES = 4
 """Bytes of the scale of a row of 8-bit weights in torch."""
 FP8_CAPABILITY = (8, 9)
@@ -153,18 +156,26 @@ def weight_bytes(model: ModelShape, dtype: str) -> int:
     return numbers * BYTES[dtype] + (numbers // WEIGHT_BLOCK * WEIGHT_SCALE_BYTES if dtype == "int8" else 0)
 
 
-def torch_weight_bytes(model: ModelShape, dtype: str, compute: str = "bfloat16") -> int:
+def torch_weight_bytes(model: ModelShape, dtype: str, compute: str = "bfloat16", *, packs_experts: bool = False) -> int:
     """Bytes of all weights in torch with a dtype of BYTES. int8 and fp8 apply to the layers' matrices; other weights have dtype `compute`.
 
-    A transformers model is not quantised here. `dtype` may also be the name of the model's quantization scheme, if it is our own.
+    A transformers model is not quantised here. `dtype` may also be the name of the model's quantization scheme, if it is our own. With
+    `packs_experts` quantised experts are kept as they are, as on a CUDA device.
     """
-    if isinstance(model, ModelConfig) and model.scheme and dtype == model.scheme.name:
-        packed = sum(model.scheme.weight_bytes(*sizes) - math.prod(sizes) * BYTES[compute] for sizes in model.matrices)
-        return model.num_weights * BYTES[compute] + packed
-    if dtype not in EIGHT_BITS or not isinstance(model, ModelConfig):
+    if not isinstance(model, ModelConfig):
         return model.num_weights * BYTES[compute if dtype in EIGHT_BITS else dtype]
-    numbers = sum(outs * ins for outs, ins in model.matrices)
-    scales = sum(outs for outs, _ in model.matrices) * ROW_SCALE_BYTES
+    matrices = [(1, sizes) for sizes in model.matrices]
+    experts = [(model.expert_mlps, sizes) for sizes in model.expert_matrices] if packs_experts else []
+    if experts and model.experts and model.experts.mxfp4:
+        numbers = sum(count * math.prod(sizes) for count, sizes in experts)
+        return (model.num_weights - numbers) * BYTES[compute] + numbers * MXFP4_BLOCK_BYTES // MXFP4_GROUP
+    if model.scheme and dtype == model.scheme.name:
+        saved = (count * (math.prod(sizes) * BYTES[compute] - model.scheme.weight_bytes(*sizes)) for count, sizes in matrices + experts)
+        return model.num_weights * BYTES[compute] - sum(saved)
+    if dtype not in EIGHT_BITS:
+        return model.num_weights * BYTES[dtype]
+    numbers = sum(count * math.prod(sizes) for count, sizes in matrices + experts)
+    scales = sum(count * outs for count, (outs, _) in matrices + experts) * ROW_SCALE_BYTES
     return (model.num_weights - numbers) * BYTES[compute] + numbers * BYTES[dtype] + scales
 
 
@@ -259,7 +270,7 @@ def _check_quantization(
             f"--quantization {quantization} is for Chairlift's own models, and {model.architecture} runs in transformers: "
             "leave it out, or use a checkpoint that is quantised already"
         )
-    if model.experts:
+    if model.experts and config.device != "cuda":
         raise InvalidSetting(f"--quantization {quantization}: torch computes the experts of {model.architecture} in 16 bits: leave it out")
     if quantization != "fp8":
         return
