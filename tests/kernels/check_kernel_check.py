@@ -16,7 +16,7 @@ from chairlift.runner import kernel_check
 def few(monkeypatch):
     # The interpreter takes a second for a tile of 256 dimensions.
     monkeypatch.setattr(kernel_check, "HEAD_SIZES", (64,))
-    monkeypatch.setattr(kernel_check, "CHUNKS", ((1, 1), (1, 600), (3, 40), (5, 20)))
+    monkeypatch.setattr(kernel_check, "CHUNKS", ((1, 1), (1, 900), (3, 40), (5, 20)))
 
 
 def test_right_wrong_and_broken_kernels_are_told_apart(monkeypatch):
@@ -28,7 +28,7 @@ def test_right_wrong_and_broken_kernels_are_told_apart(monkeypatch):
 
     monkeypatch.setattr(act_mul, "act_mul", broken)
     found = {check.name: check for check in kernel_check.check_kernels(torch.device("cpu"), torch.float32, 600)}
-    assert len(found) == 20
+    assert len(found) == 21
     wrong = {name for name, check in found.items() if not check.ok}
     assert wrong == {"rms_norm", "act_mul, silu", "act_mul, gelu_tanh", "rows rounded to fp8"}
     assert found["rms_norm"].says.startswith("wrong: relative error 1.0e-02")
@@ -36,7 +36,7 @@ def test_right_wrong_and_broken_kernels_are_told_apart(monkeypatch):
 
 
 def test_every_kernel_is_compared(monkeypatch):
-    monkeypatch.setattr(kernel_check, "CHUNKS", ((1, 600), (3, 40), (5, 20)))
+    monkeypatch.setattr(kernel_check, "CHUNKS", ((1, 900), (3, 40), (5, 20)))
     run, launched = InterpretedFunction.run, set()
     monkeypatch.setattr(
         InterpretedFunction, "run", lambda self, *given, **named: launched.add(self.fn.__name__) or run(self, *given, **named)

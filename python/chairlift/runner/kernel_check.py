@@ -15,6 +15,7 @@ from chairlift.kernels import recurrent_reference
 from chairlift.layers import linear
 from chairlift.layers.attention import paged_attention, plan_attention
 from chairlift.layers.device_attention import DevicePlan
+from chairlift.layers.experts import Rows
 from chairlift.layers.recurrent import Convolution, Heads, Offsets, plan_states
 from chairlift.runner.memory.precision import FP8_CAPABILITY
 
@@ -22,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Largest error relative to the largest number."""
 HEAD_SIZES = (64, 128, 256)
 BLOCK_SIZE = 16
-CHUNKS = ((1, 1), (1, 40), (1, 600), (3, 90), (50, 50), (33, 130))
+CHUNKS = ((1, 1), (1, 40), (1, 900), (3, 90), (50, 50), (33, 130))
 """New tokens and context of the sequences for which attention is checked: decodes, one of them split, a short chunk and prefills."""
 
 
@@ -108,6 +109,7 @@ def _checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Cal
 
     for kind in ("int8", "fp8", "int4"):
         yield f"linear, {kind} weights", partial(_linear, draw, kind)
+    yield "experts, MXFP4 weights", partial(_experts, draw)
     for rule in ("gated delta rule", "state space"):
         yield f"recurrent layer, {rule}", partial(_recurrent, draw, device, delta=rule == "gated delta rule")
     yield "copy_blocks", moved
@@ -193,6 +195,25 @@ def _linear(draw: Draw, kind: str) -> float:
     return max(
         _error(found, x.float() @ expected.T), float(arrived.any()), _error(dequantise.dequantise(*weight.stored, 512, x.dtype), expected)
     )
+
+
+def _experts(draw: Draw) -> float:
+    """Both products of experts, of numbers that no rounding to fp16 changes, and of the same numbers in torch on the host."""
+    from chairlift.kernels.expert_linear import expert_linear
+    from chairlift.kernels.sort_experts import sort_experts
+
+    half = draw(1).dtype if draw(1).element_size() == 2 else torch.float16
+    choices = draw(9, 4).topk(2).indices.contiguous()
+    sorted_rows, host = sort_experts(choices, 4), Rows.sort(choices.cpu(), 4)
+    numbers = draw(4, 96, 32).float().mul(60).int().remainder(256).to(torch.uint8)
+    weight = linear.Quantised(numbers, torch.full_like(numbers[..., :2], 127), None, 32)
+    whole = linear.Quantised(numbers.cpu(), weight.scale.cpu(), None, 32)
+    errors = [float((sorted_rows[0].cpu() != host.order).any())]
+    for spread, rows in ((True, 9), (False, 18)):
+        x = draw(rows, 64).float().round().to(half)
+        expected = host.linear(x.float().cpu(), whole, None, spread=spread)
+        errors.append(_error(expert_linear(x, weight.stored, None, sorted_rows, 2, spread=spread), expected))
+    return max(errors)
 
 
 def _rounded(draw: Draw, dtype: torch.dtype) -> float:
