@@ -1,12 +1,11 @@
 """Chats in Python: the parts of answers, tools and further inputs of the template, in `LLM` and `AsyncEngine`."""
 
 import asyncio
-import sys
 import types
 
 import fake_engine
 import pytest
-from fake_engine import FakeEngine, FakeTokenizer
+from fake_engine import FakeTokenizer
 
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.llm import LLM
@@ -44,8 +43,7 @@ class ScriptedTokenizer(FakeTokenizer):
 
 @pytest.fixture
 def fakes(monkeypatch):
-    fake_engine.fake(monkeypatch)
-    monkeypatch.setitem(sys.modules, "chairlift.engine.engine", types.SimpleNamespace(Engine=FakeEngine))
+    fake_engine.fake(monkeypatch.setattr)
     for module in ("client", "llm"):
         monkeypatch.setattr(f"chairlift.engine.{module}.Tokenizer", ScriptedTokenizer)
 

@@ -1,4 +1,4 @@
-"""AsyncEngine and its child process with a fake engine: start, close, and the child's death."""
+"""AsyncEngine and its child process with an engine that counts: start, close, and the child's death."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ from chairlift.sampling import SamplingParams
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch):
-    fake_engine.fake(monkeypatch)
+    fake_engine.fake(monkeypatch.setattr)
 
 
 def test_every_open_stream_hears_of_the_engines_crash(capfd):
@@ -261,9 +261,9 @@ def test_phases_are_logged_and_sum_to_the_total(caplog):
         lines = [record.getMessage() for record in caplog.records if record.name == "chairlift"]
         assert "phase weights 0.25 s" in lines
         assert lines[-4:-1] == [
-            "model           smollm2-135m-instruct",
-            "context length  2000000000 tokens      what the model was made for",
-            "KV cache        160 tokens             a guess",
+            "model             smollm2-135m-instruct",
+            "weights           none                   --load-format says so",
+            "default sampling  temperature 1          the checkpoint recommends nothing",
         ]
         total, parts = lines[-1].removeprefix("ready in ").split(" s: ")
         parts = {name: float(seconds) for name, seconds in (part.rsplit(" ", 1) for part in parts.split(" + "))}

@@ -23,8 +23,7 @@ class City(pydantic.BaseModel):
 
 @pytest.fixture
 def llm(monkeypatch):
-    fake_engine.fake(monkeypatch)
-    monkeypatch.setattr("chairlift.engine.engine.Engine", fake_engine.FakeEngine)
+    fake_engine.fake(monkeypatch.setattr)
     return LLM()
 
 
@@ -80,7 +79,7 @@ def test_wrong_calls_are_invalid_requests(llm, call, says):
     ],
 )
 def test_the_asynchronous_engine_says_the_same(monkeypatch, arguments, says):
-    fake_engine.fake(monkeypatch)
+    fake_engine.fake(monkeypatch.setattr)
 
     async def main():
         async with asyncio.timeout(60), AsyncEngine() as engine:

@@ -32,8 +32,8 @@ from chairlift.scheduling import Scheduling
 
 @asynccontextmanager
 async def fakes(monkeypatch, process, *settings):
-    """Started fake engines in a process, which ends with them."""
-    fake_engine.fake(monkeypatch)
+    """Started engines that count, in a process, which ends with them."""
+    fake_engine.fake(monkeypatch.setattr)
     async with asyncio.timeout(GUARD), process:
         engines = [AsyncEngine(process=process, **one) for one in settings]
         await asyncio.gather(*(engine.start() for engine in engines))
@@ -61,7 +61,9 @@ def test_each_engine_answers_its_own_requests(monkeypatch):
             streams = [await engine.prepare([1], SamplingParams(n=3)) for engine in engines]
             tags = [tag for stream in streams for tag in stream.tags]
             assert len(set(tags)) == len(tags) == 9
-            assert [len(await engine.explain_sequences([5])) for engine in engines] == [1, 1, 1]
+            ended = [(await collect(engine, [5], max_tokens=1))[0].timeline for engine in engines]
+            for engine, timeline in zip(engines, ended, strict=True):
+                assert await engine.explain_sequences([timeline.tag]) == [timeline]
             assert all(engine.stats().running == 0 for engine in engines)
 
     asyncio.run(main())
@@ -69,7 +71,7 @@ def test_each_engine_answers_its_own_requests(monkeypatch):
 
 def test_a_process_that_was_started_early_gets_the_first_engine_and_ends_without_one(monkeypatch):
     async def main():
-        fake_engine.fake(monkeypatch)
+        fake_engine.fake(monkeypatch.setattr)
         async with asyncio.timeout(GUARD), EngineProcess() as process, EngineProcess() as unused:
             process.start_early()
             unused.start_early()
@@ -145,7 +147,7 @@ def test_an_engine_that_cannot_be_loaded_disturbs_no_other(monkeypatch):
 
 def test_the_first_engine_may_be_the_one_that_cannot_be_loaded(monkeypatch):
     async def main():
-        fake_engine.fake(monkeypatch)
+        fake_engine.fake(monkeypatch.setattr)
         async with asyncio.timeout(GUARD), EngineProcess() as process:
             unlucky, other = AsyncEngine(process=process, seed=13), AsyncEngine(process=process)
             results = await asyncio.gather(unlucky.start(), other.start(), return_exceptions=True)
@@ -341,7 +343,7 @@ def test_weight_priority_and_itl_target_reach_the_arbiter(monkeypatch):
             pass
 
     async def main():
-        fake_engine.fake(monkeypatch)
+        fake_engine.fake(monkeypatch.setattr)
         async with asyncio.timeout(GUARD), EngineProcess() as process:
             engine = AsyncEngine(process=process, weight=3, priority=-1, target_itl_ms=12.5)
             starting = asyncio.create_task(engine.start())

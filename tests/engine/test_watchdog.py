@@ -116,7 +116,7 @@ def test_an_engine_that_stays_silent_or_stuck_is_killed(monkeypatch):
 
 def run(monkeypatch, test, last_hope=1000.0):
     """Runs `test(engine)` with an engine in a process, and watchdogs in a hurry."""
-    fake_engine.fake(monkeypatch)
+    fake_engine.fake(monkeypatch.setattr)
     fake_engine.hurry(1.0, monkeypatch.setattr)
     monkeypatch.setenv("FAKE_ENGINE_HURRY", "1.0")
     monkeypatch.setattr(heartbeat, "KILL_AFTER", last_hope)
@@ -212,8 +212,9 @@ def test_a_token_that_cannot_be_shown_ends_its_own_request_only(monkeypatch):
 
 
 @pytest.mark.parametrize(("journal", "names"), [("day.journal", ["day.journal", "day.journal.1"]), (None, [None, None])])
-def test_an_engine_that_is_started_again_spares_the_journal_of_the_one_before(monkeypatch, journal, names):
-    fake_engine.fake(monkeypatch)
+def test_an_engine_that_is_started_again_spares_the_journal_of_the_one_before(monkeypatch, tmp_path, journal, names):
+    fake_engine.fake(monkeypatch.setattr)
+    monkeypatch.chdir(tmp_path)
     encode, journals = frames.encode, []
 
     def noted(frame, engine, seal):
@@ -231,3 +232,4 @@ def test_an_engine_that_is_started_again_spares_the_journal_of_the_one_before(mo
 
     asyncio.run(main())
     assert journals == names
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name for name in names if name is not None]

@@ -1,4 +1,4 @@
-"""A signal ends a server at once while a model loads. The engines' processes run fake engines, one of which loads for ever."""
+"""A signal ends a server at once while a model loads. The engines' processes run engines that count, one of which loads for ever."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ def make(monkeypatch, tmp_path):
     gate.touch()
     monkeypatch.setenv("FAKE_ENGINE_GATE", str(gate))
     monkeypatch.setattr("chairlift.engine.engine_process.STOP_SECONDS", 3600.0)
-    fake_engine.fake(monkeypatch)
+    fake_engine.fake(monkeypatch.setattr)
 
     def server(first, **settings):
         process = EngineProcess()

@@ -55,9 +55,8 @@ class Startable(FakeEngine):
 def _fakes():
     """The fakes of the engine's own process."""
     import fake_engine
-    import pytest
 
-    fake_engine.fake(pytest.MonkeyPatch())
+    fake_engine.fake()
     return fake_engine
 
 
