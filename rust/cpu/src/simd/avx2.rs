@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, Simd};
+use super::{Int8, Kernel, Simd};
 
 /// Proof that the processor has AVX2, FMA and F16C.
 #[derive(Clone, Copy)]
@@ -108,6 +108,114 @@ impl Simd for Avx2 {
         unsafe {
             let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
             _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent))
+        }
+    }
+}
+
+// SAFETY of all blocks below: as above.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Int8 for Avx2 {
+    type I = __m256i;
+    type Table = [__m256; 2];
+    const LOOKUP: bool = false;
+    // AVX2 multiplies signed bytes only by unsigned bytes and adds the products in pairs. The sums overflow 16 bits unless one factor
+    // is small.
+    const GROUP: usize = 2;
+    const OFFSET: i32 = 0;
+
+    #[inline(always)]
+    fn splat_i32(self, x: i32) -> __m256i {
+        unsafe { _mm256_set1_epi32(x) }
+    }
+    #[inline(always)]
+    unsafe fn bytes(self, p: *const u8) -> __m256i {
+        unsafe { _mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn nibbles(self, p: *const u8, half: usize) -> __m256i {
+        unsafe {
+            let w = _mm256_loadu_si256(p.cast());
+            _mm256_and_si256(if half == 0 { w } else { _mm256_srli_epi16::<4>(w) }, _mm256_set1_epi8(15))
+        }
+    }
+    #[inline(always)]
+    fn dot8(self, sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
+        unsafe { _mm256_add_epi32(sum, _mm256_madd_epi16(w, x)) }
+    }
+    #[inline(always)]
+    fn dot4(self, sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
+        // 16 bits can hold the sum of 16 products of 15 and 127.
+        unsafe { _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)) }
+    }
+    #[inline(always)]
+    fn total4(self, sum: __m256i) -> __m256i {
+        unsafe { _mm256_madd_epi16(sum, _mm256_set1_epi16(1)) }
+    }
+    #[inline(always)]
+    fn to_f32(self, x: __m256i) -> __m256 {
+        unsafe { _mm256_cvtepi32_ps(x) }
+    }
+    #[inline(always)]
+    fn to_integers(self, x: __m256) -> __m256i {
+        unsafe { _mm256_cvtps_epi32(x) }
+    }
+    #[inline(always)]
+    unsafe fn words(self, p: *const u8) -> __m256i {
+        unsafe { _mm256_loadu_si256(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_words(self, p: *mut u32, x: __m256i) {
+        unsafe { _mm256_storeu_si256(p.cast(), x) }
+    }
+    #[inline(always)]
+    unsafe fn gather(self, table: *const u32, index: __m256i) -> __m256i {
+        unsafe { _mm256_i32gather_epi32::<4>(table.cast(), index) }
+    }
+    #[inline(always)]
+    fn sign_bytes(self, x: __m256i, signs: __m256i, shift: i32, offset: __m256i) -> __m256i {
+        // The product has bit i at bit 8 i.
+        unsafe {
+            let signs = _mm256_and_si256(_mm256_srl_epi32(signs, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(15));
+            let ones = _mm256_and_si256(_mm256_mullo_epi32(signs, _mm256_set1_epi32(0x0020_4081)), _mm256_set1_epi32(0x0101_0101));
+            let negative = _mm256_sub_epi8(_mm256_setzero_si256(), ones);
+            _mm256_add_epi8(_mm256_xor_si256(x, negative), _mm256_add_epi8(ones, offset))
+        }
+    }
+    #[inline(always)]
+    fn field(self, x: __m256i, shift: i32, mask: i32) -> __m256i {
+        unsafe {
+            let count = _mm_cvtsi32_si128(shift.abs());
+            let shifted = if shift < 0 { _mm256_sll_epi32(x, count) } else { _mm256_srl_epi32(x, count) };
+            _mm256_and_si256(shifted, _mm256_set1_epi32(mask))
+        }
+    }
+    #[inline(always)]
+    fn or(self, a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_or_si256(a, b) }
+    }
+    #[inline(always)]
+    fn with_bits(self, x: __m256i, bits: i32) -> __m256 {
+        unsafe { _mm256_castsi256_ps(_mm256_or_si256(x, _mm256_set1_epi32(bits))) }
+    }
+    #[inline(always)]
+    fn table(self, values: &[f32; 16]) -> [__m256; 2] {
+        unsafe { [_mm256_loadu_ps(values.as_ptr()), _mm256_loadu_ps(values.as_ptr().add(8))] }
+    }
+    #[inline(always)]
+    fn lookup(self, x: __m256i, shift: i32, table: [__m256; 2]) -> __m256 {
+        unsafe {
+            // The permutation uses the lowest three bits of each word, and the blend uses the highest bit.
+            let index = _mm256_srl_epi32(x, _mm_cvtsi32_si128(shift));
+            let [low, high] = table.map(|half| _mm256_permutevar8x32_ps(half, index));
+            _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(self, p: *mut i8, x: __m256) {
+        unsafe {
+            let wide = _mm256_cvtps_epi32(x);
+            let halves = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256::<1>(wide));
+            _mm_storel_epi64(p.cast(), _mm_packs_epi16(halves, halves));
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use super::{Kernel, Simd};
+use super::{Int8, Kernel, Simd};
 
 /// Proof that the processor has NEON.
 #[derive(Clone, Copy)]
@@ -107,6 +107,119 @@ impl Simd for Neon {
         unsafe {
             let exponent = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
             vreinterpretq_f32_s32(vshlq_n_s32::<23>(exponent))
+        }
+    }
+}
+
+// SAFETY of all blocks below: as above.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Int8 for Neon {
+    type I = int32x4_t;
+    type Table = [f32; 16];
+    const LOOKUP: bool = false;
+    const GROUP: usize = 4;
+    const OFFSET: i32 = 0;
+
+    #[inline(always)]
+    fn splat_i32(self, x: i32) -> int32x4_t {
+        unsafe { vdupq_n_s32(x) }
+    }
+    #[inline(always)]
+    unsafe fn bytes(self, p: *const u8) -> int32x4_t {
+        unsafe { vreinterpretq_s32_u8(vld1q_u8(p)) }
+    }
+    #[inline(always)]
+    unsafe fn nibbles(self, p: *const u8, half: usize) -> int32x4_t {
+        unsafe {
+            let w = vld1q_u8(p);
+            vreinterpretq_s32_u8(if half == 0 { vandq_u8(w, vdupq_n_u8(15)) } else { vshrq_n_u8::<4>(w) })
+        }
+    }
+    #[inline(always)]
+    fn dot8(self, sum: int32x4_t, w: int32x4_t, x: int32x4_t) -> int32x4_t {
+        unsafe {
+            let (w, x) = (vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x));
+            let low = vmull_s8(vget_low_s8(w), vget_low_s8(x));
+            // 16 bits can hold the sum of two products of -128 and 127.
+            vpadalq_s16(sum, vpaddq_s16(low, vmull_high_s8(w, x)))
+        }
+    }
+    #[inline(always)]
+    fn dot4(self, sum: int32x4_t, w: int32x4_t, x: int32x4_t) -> int32x4_t {
+        self.dot8(sum, w, x)
+    }
+    #[inline(always)]
+    fn total4(self, sum: int32x4_t) -> int32x4_t {
+        sum
+    }
+    #[inline(always)]
+    fn to_f32(self, x: int32x4_t) -> float32x4_t {
+        unsafe { vcvtq_f32_s32(x) }
+    }
+    #[inline(always)]
+    fn to_integers(self, x: float32x4_t) -> int32x4_t {
+        unsafe { vcvtnq_s32_f32(x) }
+    }
+    #[inline(always)]
+    unsafe fn words(self, p: *const u8) -> int32x4_t {
+        unsafe { vreinterpretq_s32_u8(vld1q_u8(p)) }
+    }
+    #[inline(always)]
+    unsafe fn store_words(self, p: *mut u32, x: int32x4_t) {
+        unsafe { vst1q_u32(p, vreinterpretq_u32_s32(x)) }
+    }
+    #[inline(always)]
+    unsafe fn gather(self, table: *const u32, index: int32x4_t) -> int32x4_t {
+        let mut indexes = [0_u32; 4];
+        unsafe {
+            vst1q_u32(indexes.as_mut_ptr(), vreinterpretq_u32_s32(index));
+            vreinterpretq_s32_u32(vld1q_u32(indexes.map(|index| *table.add(index as usize)).as_ptr()))
+        }
+    }
+    #[inline(always)]
+    fn sign_bytes(self, x: int32x4_t, signs: int32x4_t, shift: i32, offset: int32x4_t) -> int32x4_t {
+        // The product has bit i at bit 8 i.
+        unsafe {
+            let signs = vandq_u32(vshlq_u32(vreinterpretq_u32_s32(signs), vdupq_n_s32(-shift)), vdupq_n_u32(15));
+            let ones = vandq_u32(vmulq_n_u32(signs, 0x0020_4081), vdupq_n_u32(0x0101_0101));
+            let negative = vmulq_n_u32(ones, 255);
+            let signed = vaddq_u8(vreinterpretq_u8_u32(veorq_u32(vreinterpretq_u32_s32(x), negative)), vreinterpretq_u8_u32(ones));
+            vreinterpretq_s32_u8(vaddq_u8(signed, vreinterpretq_u8_s32(offset)))
+        }
+    }
+    #[inline(always)]
+    fn field(self, x: int32x4_t, shift: i32, mask: i32) -> int32x4_t {
+        unsafe {
+            let shifted = vshlq_u32(vreinterpretq_u32_s32(x), vdupq_n_s32(-shift));
+            vreinterpretq_s32_u32(vandq_u32(shifted, vdupq_n_u32(mask as u32)))
+        }
+    }
+    #[inline(always)]
+    fn or(self, a: int32x4_t, b: int32x4_t) -> int32x4_t {
+        unsafe { vorrq_s32(a, b) }
+    }
+    #[inline(always)]
+    fn with_bits(self, x: int32x4_t, bits: i32) -> float32x4_t {
+        unsafe { vreinterpretq_f32_s32(vorrq_s32(x, vdupq_n_s32(bits))) }
+    }
+    #[inline(always)]
+    fn table(self, values: &[f32; 16]) -> [f32; 16] {
+        *values
+    }
+    #[inline(always)]
+    fn lookup(self, x: int32x4_t, shift: i32, table: [f32; 16]) -> float32x4_t {
+        let mut words = [0_u32; 4];
+        unsafe {
+            vst1q_u32(words.as_mut_ptr(), vreinterpretq_u32_s32(x));
+            vld1q_f32(words.map(|word| table[(word >> shift & 15) as usize]).as_ptr())
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(self, p: *mut i8, x: float32x4_t) {
+        unsafe {
+            let halves = vqmovn_s32(vcvtnq_s32_f32(x));
+            let bytes = vqmovn_s16(vcombine_s16(halves, halves));
+            p.cast::<i32>().write_unaligned(vget_lane_s32::<0>(vreinterpret_s32_s8(bytes)));
         }
     }
 }
