@@ -25,17 +25,25 @@ impl Simd for Neon {
 
     type F = float32x4_t;
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> float32x4_t {
-        unsafe { vdupq_n_f32(x) }
+    instructions! {
+        unsafe fn load(p: *const f32) -> float32x4_t = vld1q_f32(p);
+        unsafe fn store(p: *mut f32, x: float32x4_t) = vst1q_f32(p, x);
+        unsafe fn load_bf16(p: *const u16) -> float32x4_t = vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(p)));
     }
-    #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> float32x4_t {
-        unsafe { vld1q_f32(p) }
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32, x: float32x4_t) {
-        unsafe { vst1q_f32(p, x) }
+    instructions! {
+        fn splat(x: f32) -> float32x4_t = vdupq_n_f32(x);
+        fn fma(a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t = vfmaq_f32(c, a, b);
+        fn add(a: float32x4_t, b: float32x4_t) -> float32x4_t = vaddq_f32(a, b);
+        fn sub(a: float32x4_t, b: float32x4_t) -> float32x4_t = vsubq_f32(a, b);
+        fn mul(a: float32x4_t, b: float32x4_t) -> float32x4_t = vmulq_f32(a, b);
+        fn div(a: float32x4_t, b: float32x4_t) -> float32x4_t = vdivq_f32(a, b);
+        /// Compares and selects, because the maximum instruction returns NaN if either operand is NaN.
+        fn max(a: float32x4_t, b: float32x4_t) -> float32x4_t = vbslq_f32(vcgtq_f32(a, b), a, b);
+        fn min(a: float32x4_t, b: float32x4_t) -> float32x4_t = vbslq_f32(vcltq_f32(a, b), a, b);
+        fn sum(x: float32x4_t) -> f32 = vaddvq_f32(x);
+        fn largest(x: float32x4_t) -> f32 = vmaxvq_f32(x);
+        fn any_above(a: float32x4_t, b: float32x4_t) -> bool = vmaxvq_u32(vcgtq_f32(a, b)) != 0;
+        fn round(x: float32x4_t) -> float32x4_t = vrndnq_f32(x);
     }
     #[inline(always)]
     unsafe fn load_f16(self, p: *const u16) -> float32x4_t {
@@ -47,60 +55,11 @@ impl Simd for Neon {
         wide
     }
     #[inline(always)]
-    unsafe fn load_bf16(self, p: *const u16) -> float32x4_t {
-        unsafe { vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(p))) }
-    }
-    #[inline(always)]
     unsafe fn load_i8(self, p: *const i8) -> float32x4_t {
         unsafe {
             let bytes = vcreate_s8(u64::from(p.cast::<u32>().read_unaligned()));
             vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))))
         }
-    }
-    #[inline(always)]
-    fn fma(self, a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t {
-        unsafe { vfmaq_f32(c, a, b) }
-    }
-    #[inline(always)]
-    fn add(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
-        unsafe { vaddq_f32(a, b) }
-    }
-    #[inline(always)]
-    fn sub(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
-        unsafe { vsubq_f32(a, b) }
-    }
-    #[inline(always)]
-    fn mul(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
-        unsafe { vmulq_f32(a, b) }
-    }
-    #[inline(always)]
-    fn div(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
-        unsafe { vdivq_f32(a, b) }
-    }
-    /// Compares and selects, because the maximum instruction returns NaN if either operand is NaN.
-    #[inline(always)]
-    fn max(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
-        unsafe { vbslq_f32(vcgtq_f32(a, b), a, b) }
-    }
-    #[inline(always)]
-    fn min(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
-        unsafe { vbslq_f32(vcltq_f32(a, b), a, b) }
-    }
-    #[inline(always)]
-    fn sum(self, x: float32x4_t) -> f32 {
-        unsafe { vaddvq_f32(x) }
-    }
-    #[inline(always)]
-    fn largest(self, x: float32x4_t) -> f32 {
-        unsafe { vmaxvq_f32(x) }
-    }
-    #[inline(always)]
-    fn any_above(self, a: float32x4_t, b: float32x4_t) -> bool {
-        unsafe { vmaxvq_u32(vcgtq_f32(a, b)) != 0 }
-    }
-    #[inline(always)]
-    fn round(self, x: float32x4_t) -> float32x4_t {
-        unsafe { vrndnq_f32(x) }
     }
     #[inline(always)]
     fn power_of_two(self, n: float32x4_t) -> float32x4_t {
@@ -120,13 +79,17 @@ impl Int8 for Neon {
     const GROUP: usize = 4;
     const OFFSET: i32 = 0;
 
-    #[inline(always)]
-    fn splat_i32(self, x: i32) -> int32x4_t {
-        unsafe { vdupq_n_s32(x) }
+    instructions! {
+        unsafe fn bytes(p: *const u8) -> int32x4_t = vreinterpretq_s32_u8(vld1q_u8(p));
+        unsafe fn words(p: *const u8) -> int32x4_t = vreinterpretq_s32_u8(vld1q_u8(p));
+        unsafe fn store_words(p: *mut u32, x: int32x4_t) = vst1q_u32(p, vreinterpretq_u32_s32(x));
     }
-    #[inline(always)]
-    unsafe fn bytes(self, p: *const u8) -> int32x4_t {
-        unsafe { vreinterpretq_s32_u8(vld1q_u8(p)) }
+    instructions! {
+        fn splat_i32(x: i32) -> int32x4_t = vdupq_n_s32(x);
+        fn to_f32(x: int32x4_t) -> float32x4_t = vcvtq_f32_s32(x);
+        fn to_integers(x: float32x4_t) -> int32x4_t = vcvtnq_s32_f32(x);
+        fn or(a: int32x4_t, b: int32x4_t) -> int32x4_t = vorrq_s32(a, b);
+        fn with_bits(x: int32x4_t, bits: i32) -> float32x4_t = vreinterpretq_f32_s32(vorrq_s32(x, vdupq_n_s32(bits)));
     }
     #[inline(always)]
     unsafe fn nibbles(self, p: *const u8, half: usize) -> int32x4_t {
@@ -153,22 +116,6 @@ impl Int8 for Neon {
         sum
     }
     #[inline(always)]
-    fn to_f32(self, x: int32x4_t) -> float32x4_t {
-        unsafe { vcvtq_f32_s32(x) }
-    }
-    #[inline(always)]
-    fn to_integers(self, x: float32x4_t) -> int32x4_t {
-        unsafe { vcvtnq_s32_f32(x) }
-    }
-    #[inline(always)]
-    unsafe fn words(self, p: *const u8) -> int32x4_t {
-        unsafe { vreinterpretq_s32_u8(vld1q_u8(p)) }
-    }
-    #[inline(always)]
-    unsafe fn store_words(self, p: *mut u32, x: int32x4_t) {
-        unsafe { vst1q_u32(p, vreinterpretq_u32_s32(x)) }
-    }
-    #[inline(always)]
     unsafe fn gather(self, table: *const u32, index: int32x4_t) -> int32x4_t {
         let mut indexes = [0_u32; 4];
         unsafe {
@@ -193,14 +140,6 @@ impl Int8 for Neon {
             let shifted = vshlq_u32(vreinterpretq_u32_s32(x), vdupq_n_s32(-shift));
             vreinterpretq_s32_u32(vandq_u32(shifted, vdupq_n_u32(mask as u32)))
         }
-    }
-    #[inline(always)]
-    fn or(self, a: int32x4_t, b: int32x4_t) -> int32x4_t {
-        unsafe { vorrq_s32(a, b) }
-    }
-    #[inline(always)]
-    fn with_bits(self, x: int32x4_t, bits: i32) -> float32x4_t {
-        unsafe { vreinterpretq_f32_s32(vorrq_s32(x, vdupq_n_s32(bits))) }
     }
     #[inline(always)]
     fn table(self, values: &[f32; 16]) -> [f32; 16] {
