@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from chairlift.architectures import ARCHITECTURES, QWEN3, WRAPPED, Architecture, Code, Norms, Projections, Windows
 from chairlift.errors import UnsupportedModel
@@ -242,9 +242,7 @@ class ModelConfig(ModelShape):
         raw = {**raw, "max_position_embeddings": parse_size(raw, "max_position_embeddings", family.max_positions)}
         rotated = (latent.rotated,) * 2 if latent else (head_dim, local[1])
         rope, local_rope = parse_ropes(raw, family, rotated)
-        scales = _multipliers(raw) if family.multipliers else _scales(raw, family, hidden, head_dim)
-        if latent:
-            scales["attention_scale"] = latent.scale
+        scales = _multipliers(raw) if family.multipliers else _Scales.of(raw, family, hidden, head_dim)
         softcaps = _softcaps(raw, family)
         return cls(
             architecture=family.name,
@@ -288,7 +286,10 @@ class ModelConfig(ModelShape):
             quantization=scheme.name if scheme else None,
             max_position_embeddings=longest_context(raw["max_position_embeddings"], rope),
             dtype=parse_dtype(raw),
-            **scales,
+            embedding_scale=scales.embedding,
+            attention_scale=latent.scale if latent else scales.attention,
+            residual_scale=scales.residual,
+            logits_scale=scales.logits,
         )
 
 
@@ -408,18 +409,26 @@ def _number(raw: dict[str, Any], name: str, default: float | None) -> float | No
     return float(value)
 
 
-def _scales(raw: dict[str, Any], family: Architecture, hidden: int, head_dim: int) -> dict[str, float]:
-    """Returns the factors of embeddings, attention scores, outputs of blocks and logits, by their names in `ModelConfig`."""
-    scalar = _number(raw, "query_pre_attn_scalar", family.query_scalar) if family.query_scalar else None
-    embedding = hidden**0.5 if family.scaled_embeddings else 1.0
-    return {"attention_scale": (scalar or head_dim) ** -0.5, "embedding_scale": embedding, "residual_scale": 1.0, "logits_scale": 1.0}
+class _Scales(NamedTuple):
+    """The factors of embeddings, of attention scores, of the outputs of blocks and of logits."""
+
+    embedding: float
+    attention: float
+    residual: float = 1.0
+    logits: float = 1.0
+
+    @classmethod
+    def of(cls, raw: dict[str, Any], family: Architecture, hidden: int, head_dim: int) -> _Scales:
+        """Returns those of a model without multipliers."""
+        scalar = _number(raw, "query_pre_attn_scalar", family.query_scalar) if family.query_scalar else None
+        return cls(hidden**0.5 if family.scaled_embeddings else 1.0, (scalar or head_dim) ** -0.5)
 
 
-def _multipliers(raw: dict[str, Any]) -> dict[str, float]:
-    """Returns the same from Granite's config.json, which means 1 where it is silent."""
-    names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
-    attention, embedding, residual, logits = (_number(raw, name, 1.0) or 1.0 for name in names)
-    return {"attention_scale": attention, "embedding_scale": embedding, "residual_scale": residual, "logits_scale": 1.0 / logits}
+def _multipliers(raw: dict[str, Any]) -> _Scales:
+    """Returns Granite's, which are 1 where config.json is silent."""
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    *scales, logits = (_number(raw, name, 1.0) or 1.0 for name in names)
+    return _Scales(*scales, 1.0 / logits)
 
 
 def _uses_rope(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[bool, ...]:
