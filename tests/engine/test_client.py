@@ -5,10 +5,10 @@ import os
 import signal
 from contextlib import aclosing
 
-import fake_engine
+import counting_engine
 import pytest
 from async_engine import collect, ids, into, run, until
-from fake_engine import DEADLINE, ENDLESS, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, VOCABULARY, text_of
+from counting_engine import DEADLINE, ENDLESS, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, VOCABULARY, text_of
 
 from chairlift.config import EngineConfig
 from chairlift.engine import frames, questions
@@ -23,8 +23,8 @@ from chairlift.scheduling import Scheduling
 
 
 @pytest.fixture(autouse=True)
-def _fakes(monkeypatch):
-    fake_engine.fake(monkeypatch.setattr)
+def _counting(monkeypatch):
+    counting_engine.install(monkeypatch.setattr)
 
 
 def test_many_streams_each_get_their_own_tokens():
@@ -350,7 +350,7 @@ def test_a_refused_request_says_why_and_disturbs_nobody():
             await collect(engine, [REFUSED])
         assert (caught.value.param, caught.value.code) == ("prompt", "never_fits")
         with pytest.raises(RequestFailed, match="RuntimeError"):
-            await collect(engine, [fake_engine.BROKEN])
+            await collect(engine, [counting_engine.BROKEN])
         assert len(ids(await other)) == 300
         await until(lambda: engine.stats().steps > 300 and engine.stats().running == 0)
         assert engine.stats().expired == 0
@@ -361,7 +361,7 @@ def test_a_refused_request_says_why_and_disturbs_nobody():
 def test_a_resumed_request_whose_first_answer_is_over_can_be_refused():
     async def test(engine):
         stream = await engine.prepare([REFUSED], SamplingParams(max_tokens=1, n=3))
-        other = fake_engine.FakeEngine(EngineConfig())  # which then ended
+        other = counting_engine.CountingEngine(EngineConfig())  # which then ended
         other.add(EngineRequest.of(stream.tags[0], [5], SamplingParams(max_tokens=1)))
         deliver(other.step(), dict.fromkeys(stream.tags, stream))
         with pytest.raises(InvalidRequest, match="needs 12 blocks of 10"):

@@ -10,9 +10,9 @@ import subprocess
 import sys
 import threading
 
-import fake_engine
+import counting_engine
 import pytest
-from fake_engine import BROKEN, DEADLINE, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, text_of
+from counting_engine import BROKEN, DEADLINE, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, text_of
 
 import chairlift
 from chairlift import errors
@@ -30,7 +30,7 @@ from chairlift.scheduling import Scheduling
 
 @pytest.fixture
 def llm(monkeypatch):
-    fake_engine.fake(monkeypatch.setattr)
+    counting_engine.install(monkeypatch.setattr)
     return LLM()
 
 

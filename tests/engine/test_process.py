@@ -9,9 +9,9 @@ import sys
 import zlib
 from contextlib import contextmanager
 
-import fake_engine
+import counting_engine
 import pytest
-from fake_engine import BROKEN, CRASHING, ENDLESS, FULL, HANGING, PANICKING, PATIENT, REFUSED, FakeEngine
+from counting_engine import BROKEN, CRASHING, ENDLESS, FULL, HANGING, PANICKING, PATIENT, REFUSED, CountingEngine
 
 from chairlift.config import EngineConfig
 from chairlift.engine import hosted_engine
@@ -51,7 +51,7 @@ class Child:
     def __init__(self, **options):
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(GUARD)
-        command = [sys.executable, "-m", "fake_engine", str(theirs.fileno())]
+        command = [sys.executable, "-m", "counting_engine", str(theirs.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=ENVIRONMENT, **options)
         theirs.close()
         self.file = self.socket.makefile("rb")
@@ -90,8 +90,8 @@ def child(**options):
 
 
 def test_it_reports_phases_then_limits_then_counters(monkeypatch):
-    fake_engine.fake_engine(monkeypatch.setattr)
-    twin = FakeEngine(EngineConfig(model="/m"))
+    counting_engine.install_engine(monkeypatch.setattr)
+    twin = CountingEngine(EngineConfig(model="/m"))
     twin.step()
     with child() as it:
         imports, weights, ready, step = it.start()
@@ -145,8 +145,8 @@ def test_an_engine_that_waits_for_its_time_is_woken_then():
 def test_counters_are_sent_when_they_are_due_and_when_it_goes_idle(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(hosted_engine.time, "monotonic", lambda: now[0])
-    fake_engine.fake_engine(monkeypatch.setattr)
-    counters = hosted_engine.Counters(FakeEngine(EngineConfig()))
+    counting_engine.install_engine(monkeypatch.setattr)
+    counters = hosted_engine.Counters(CountingEngine(EngineConfig()))
 
     def reported(after, *, idle=False):
         now[0] += after
@@ -323,7 +323,7 @@ def test_it_dies_with_its_parent_even_where_the_socket_stays_open():
     ours, theirs = socket.socketpair()
     code = (
         "import subprocess, sys, time\n"
-        "subprocess.Popen([sys.executable, '-m', 'fake_engine', sys.argv[1]], pass_fds=[int(sys.argv[1])])\n"
+        "subprocess.Popen([sys.executable, '-m', 'counting_engine', sys.argv[1]], pass_fds=[int(sys.argv[1])])\n"
         "time.sleep(600)"
     )
     command = [sys.executable, "-c", code, str(theirs.fileno())]

@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 import pytest
 from async_engine import GUARD
-from fake_engine import FakeEngine, fake_engine
+from counting_engine import CountingEngine, install_engine
 
 from chairlift import SamplingParams
 from chairlift.config import EngineConfig
@@ -60,13 +60,13 @@ def test_the_parent_is_told_of_all_engines_since_its_last_question():
 
 def test_the_step_loop_tells_engines_and_answers_the_parent(monkeypatch):
     monkeypatch.setattr(tenant_service, "SHARE_US", 0)
-    fake_engine(monkeypatch.setattr)
+    install_engine(monkeypatch.setattr)
     inbox, sent, engines = SimpleQueue(), [], []
 
-    class Serving(Scripted, FakeEngine):
+    class Serving(Scripted, CountingEngine):
         def __init__(self, config, on_phase, hash_key):
             Scripted.__init__(self)
-            FakeEngine.__init__(self, config, on_phase, hash_key)
+            CountingEngine.__init__(self, config, on_phase, hash_key)
             engines.append(self)
 
         def step(self):
@@ -74,7 +74,7 @@ def test_the_step_loop_tells_engines_and_answers_the_parent(monkeypatch):
             if all(engine.charged for engine in engines) and len(engines) == 2:
                 inbox.put((0, ShareService({"y": 7})))
                 inbox.put((0, Stop()))
-            return FakeEngine.step(self)
+            return CountingEngine.step(self)
 
     monkeypatch.setattr("chairlift.engine.step_loop.start_sentinels", list)
 

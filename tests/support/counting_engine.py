@@ -1,4 +1,4 @@
-"""The real engine with a runner that counts, for tests of what stands around it; `python -m fake_engine FD` runs it as the child process.
+"""The real engine with a runner that counts, for tests of its clients; `python -m counting_engine FD` runs it as the child process.
 
 A request's tokens count up from the first token of its prompt, those of its further answers from 100 above the one before. The
 prompts below make it misbehave.
@@ -27,7 +27,7 @@ EOS = 7
 ENDLESS = 1_000_000
 """The `max_tokens` of requests that no test lives to see the end of."""
 VOCABULARY = 1_000_000
-MODEL = Path(__file__).with_name("fake_model")
+MODEL = Path(__file__).with_name("counting_model")
 PATIENT = {"batching": "dynamic", "static_batch_size": 2, "batch_timeout_ms": 50.0}
 """The settings of an engine that lets a request wait for another one."""
 _TIME = SimpleNamespace(now=clock.now, skew=0)
@@ -71,7 +71,7 @@ class CountingRunner(NullRunner):
         return Sampled(*step, {}, [], {})
 
 
-class FakeEngine(engine.Engine):
+class CountingEngine(engine.Engine):
     """The engine, which notes what it gets."""
 
     step_seconds = 0.0
@@ -79,7 +79,7 @@ class FakeEngine(engine.Engine):
     def __init__(self, config, on_phase=lambda name, seconds: None, hash_key=b""):
         if config.seed == 13:
             raise InvalidRequest("an unlucky seed")
-        while config.seed == 14 and os.path.exists(os.environ["FAKE_ENGINE_GATE"]):
+        while config.seed == 14 and os.path.exists(os.environ["COUNTING_ENGINE_GATE"]):
             time.sleep(0.01)
         on_phase("weights", 0.25)
         settings = {"load_format": "none", "num_kv_blocks": 2 * ENDLESS // config.block_size, "speculative_config": {"method": "off"}}
@@ -124,7 +124,7 @@ class FakeEngine(engine.Engine):
         print("closed", file=sys.stderr)
 
 
-class FakeTokenizer:
+class CharacterTokenizer:
     """One token a character, and back."""
 
     eos_token_ids = special_token_ids = frozenset({EOS})
@@ -158,21 +158,21 @@ class FakeTokenizer:
         return self.encode(messages[-1]["content"])
 
 
-def fake(set=setattr):
+def install(set=setattr):
     """Puts the engine, its runner and the tokenizer in the places of the real ones, in this process and in those of its engines."""
     from chairlift.engine import client, llm
     from chairlift.engine.engine_process import EngineProcess
 
     for module in (client, llm):
         set(module, "locate", lambda model, *_: Path("/models") / model)
-        set(module, "Tokenizer", FakeTokenizer)
-    set(EngineProcess, "command", ("-m", "fake_engine"))
-    fake_engine(set)
+        set(module, "Tokenizer", CharacterTokenizer)
+    set(EngineProcess, "command", ("-m", "counting_engine"))
+    install_engine(set)
 
 
-def fake_engine(set=setattr):
+def install_engine(set=setattr):
     """Does so with the engine alone."""
-    set(engine, "Engine", FakeEngine)
+    set(engine, "Engine", CountingEngine)
     set(engine, "NullRunner", CountingRunner)
     set(clock, "now", lambda: _TIME.now() + _TIME.skew)
     set(_TIME, "skew", 0)
@@ -186,14 +186,14 @@ async def _be_a_parent():
     """Holds an engine that hangs in a step; killed by the test."""
     from chairlift.engine.client import AsyncEngine
 
-    fake()
+    install()
     async with AsyncEngine() as engine:
         async for _ in engine.generate([HANGING]):
             pass
 
 
 def hurry(seconds, set=setattr):
-    """Shortens the intervals of the watchdog and the heartbeat to `seconds`. Child processes do the same with FAKE_ENGINE_HURRY."""
+    """Shortens the intervals of the watchdog and the heartbeat to `seconds`. Child processes do the same with COUNTING_ENGINE_HURRY."""
     from chairlift.engine import heartbeat, step_loop, watchdog
 
     for module in (heartbeat, step_loop, watchdog):
@@ -205,10 +205,10 @@ def hurry(seconds, set=setattr):
 if __name__ == "__main__":
     if sys.argv[1] == "parent":
         asyncio.run(_be_a_parent())
-    fake_engine()
-    if seconds := os.environ.get("FAKE_ENGINE_HURRY"):
+    install_engine()
+    if seconds := os.environ.get("COUNTING_ENGINE_HURRY"):
         hurry(float(seconds))
-        FakeEngine.step_seconds = 0.002  # watchdogs in a hurry need some time to themselves
-    if file := os.environ.get("FAKE_ENGINE_PID"):
+        CountingEngine.step_seconds = 0.002  # watchdogs in a hurry need some time to themselves
+    if file := os.environ.get("COUNTING_ENGINE_PID"):
         Path(file).write_text(str(os.getpid()))
-    os._exit(process.main(int(sys.argv[1]), lambda: FakeEngine))
+    os._exit(process.main(int(sys.argv[1]), lambda: CountingEngine))
