@@ -442,6 +442,7 @@ def test_ctrl_c_ends_a_stream_after_the_step(llm, monkeypatch):
     def pressed():
         signal.raise_signal(signal.SIGINT)
         finished.append(step())
+        return finished[-1]
 
     stream = llm.stream("a", params(max_tokens=100))
     next(stream)

@@ -193,7 +193,8 @@ def test_a_sequence_is_explained_idle_and_at_work():
         it.send(Explain(7, [3, 5, 4]))
         while not isinstance(frame := it.receive(), Explained):
             pass
-        assert frame == Explained(7, sorted(ended, key=lambda account: account["tag"]))
+        explained = [{name: account[name] for name in ended[0]} for account in frame.timelines]
+        assert (frame.ask, explained) == (7, sorted(ended, key=lambda account: account["tag"]))
         it.add(1, [100], max_tokens=ENDLESS)
         it.send(Explain(8, [1]))
         while not isinstance(frame := it.receive(), Explained):
@@ -205,6 +206,8 @@ def test_what_there_is_can_be_looked_at_at_work():
     with child() as it:
         it.start()
         it.add(1, [100], max_tokens=ENDLESS)
+        while not it.receive().finishes:
+            pass
         it.send(SnapshotRequest(9))
         while not isinstance(frame := it.receive(), Snapshot):
             pass
