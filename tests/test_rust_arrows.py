@@ -48,7 +48,8 @@ LAYERS = {
     ],
     "gpu": [],
     "python": [
-        {"arbiter", "buffers", "errors", "kv_budget", "policy", "reports", "request", "router", "threads", "work"},
+        {"buffers", "errors", "policy", "reports", "request", "threads", "work"},
+        {"arbiter", "kv_budget", "router"},
         {"settings"},
         {"caches", "grammar", "linear", "scheduler", "simulate"},
         {"decoder", "encoder", "replay", "shadow", "simulate_sessions"},

@@ -26,13 +26,11 @@ __all__ = [
     "EncoderBlock",
     "GrammarMatcher",
     "GrammarVocabulary",
-    "HeldBusy",
     "KvBudget",
     "KvCache",
     "Linear",
     "NeverFits",
     "NoNewTokens",
-    "NotHeld",
     "Outputs",
     "QueueFull",
     "RecurrentHeads",
@@ -93,12 +91,6 @@ class EmptyPrompt(Rejected):
 
 class NoNewTokens(Rejected):
     """The request allows no new tokens."""
-
-class NotHeld(Rejected):
-    """The sequence to continue was dropped."""
-
-class HeldBusy(Rejected):
-    """Another request continues the sequence."""
 
 class TooLong(Rejected):
     """Prompt and output exceed the model's context."""

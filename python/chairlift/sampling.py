@@ -174,6 +174,13 @@ class SamplingParams:
             self._set("structured_output", structured_outputs)
         if self.max_tokens is not None:
             integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        self._check_draws()
+        self._check_answers()
+        self._check_allowed()
+        self._check_results()
+
+    def _check_draws(self) -> None:
+        """Checks how a token is drawn."""
         number("temperature", self.temperature, 0.0, 100.0)
         if self.top_k == -1:  # both -1 and 0 are in use for "off"
             self._set("top_k", 0)
@@ -186,6 +193,9 @@ class SamplingParams:
         number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+
+    def _check_answers(self) -> None:
+        """Checks the number of answers, and where they end."""
         self._set("stop", _strings("stop", self.stop, MAX_STOP_STRINGS))
         self._set("stop_token_ids", _tokens("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS))
         integer("n", self.n, 1, MAX_SEQUENCES)
@@ -197,6 +207,9 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "embed"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r:.100}", param=name)
+
+    def _check_allowed(self) -> None:
+        """Checks which tokens may come."""
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise InvalidRequest(f"logit_bias must be a dict of numbers by token id, got {self.logit_bias!r:.100}", param="logit_bias")
@@ -218,6 +231,9 @@ class SamplingParams:
                 message = f"{conflict} cannot be combined with {structure.param}, which says where the answer ends: leave one out"
                 raise InvalidRequest(message, param=conflict)
             self._set("structured_output", structure)
+
+    def _check_results(self) -> None:
+        """Checks what is returned beside tokens, and what computes it."""
         if self.logprobs is not None:
             integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:

@@ -1,12 +1,11 @@
 """Chats in Python: the parts of answers, tools and further inputs of the template, in `LLM` and `AsyncEngine`."""
 
 import asyncio
-import sys
 import types
 
-import fake_engine
+import counting_engine
 import pytest
-from fake_engine import FakeEngine, FakeTokenizer
+from counting_engine import CharacterTokenizer
 
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.llm import LLM
@@ -29,7 +28,7 @@ WEATHER = {
 HELLO = [{"role": "user", "content": "a"}]
 
 
-class ScriptedTokenizer(FakeTokenizer):
+class ScriptedTokenizer(CharacterTokenizer):
     """The first answer to the prompt `a` is ANSWER, the second one a later part of it."""
 
     template = types.SimpleNamespace(source="</think>{{ tools }}<tool_call>", uses=lambda variable: variable == "tools")
@@ -43,9 +42,8 @@ class ScriptedTokenizer(FakeTokenizer):
 
 
 @pytest.fixture
-def fakes(monkeypatch):
-    fake_engine.fake(monkeypatch)
-    monkeypatch.setitem(sys.modules, "chairlift.engine.engine", types.SimpleNamespace(Engine=FakeEngine))
+def counting(monkeypatch):
+    counting_engine.install(monkeypatch.setattr)
     for module in ("client", "llm"):
         monkeypatch.setattr(f"chairlift.engine.{module}.Tokenizer", ScriptedTokenizer)
 
@@ -56,7 +54,7 @@ def check(text, reasoning, calls):
     assert isinstance(calls[0], ToolCall)
 
 
-def test_reasoning_text_and_calls_stand_apart(fakes):
+def test_reasoning_text_and_calls_stand_apart(counting):
     llm = LLM()
     (output,) = llm.chat(HELLO, SamplingParams(max_tokens=len(ANSWER)), tools=[WEATHER])
     check(output.text, output.reasoning, output.tool_calls)
@@ -64,18 +62,18 @@ def test_reasoning_text_and_calls_stand_apart(fakes):
     assert llm.tokenizer.rendered[1]["tools"][0]["function"]["name"] == "weather"
 
 
-def test_without_tools_the_text_of_a_call_is_text(fakes):
+def test_without_tools_the_text_of_a_call_is_text(counting):
     (output,) = LLM().chat(HELLO, SamplingParams(max_tokens=len(ANSWER)))
     assert output.text == ANSWER.partition("</think>")[2].lstrip()
     assert output.tool_calls == ()
 
 
-def test_each_of_several_answers_is_separated(fakes):
+def test_each_of_several_answers_is_separated(counting):
     outputs = LLM().chat(HELLO, SamplingParams(max_tokens=3, n=2))[0].outputs
     assert [(output.text, output.reasoning) for output in outputs] == [("<th", None), (ANSWER[100:103], None)]
 
 
-def test_increments_are_separated_too(fakes):
+def test_increments_are_separated_too(counting):
     outputs = list(LLM().stream_chat(HELLO, SamplingParams(max_tokens=len(ANSWER)), tools=[WEATHER]))
     reasoning = "".join(output.reasoning or "" for output in outputs)
     check("".join(output.text for output in outputs), reasoning, outputs[-1].tool_calls)
@@ -83,7 +81,7 @@ def test_increments_are_separated_too(fakes):
     assert sum(len(output.token_ids) for output in outputs) == len(ANSWER)
 
 
-def test_a_stream_that_is_left_ends_its_request(fakes):
+def test_a_stream_that_is_left_ends_its_request(counting):
     llm = LLM()
     for output in llm.stream_chat(HELLO, SamplingParams(max_tokens=1000)):
         if output.reasoning:
@@ -92,7 +90,7 @@ def test_a_stream_that_is_left_ends_its_request(fakes):
     assert not llm.engine.running
 
 
-def test_chats_of_the_asynchronous_engine(fakes):
+def test_chats_of_the_asynchronous_engine(counting):
     async def main():
         async with asyncio.timeout(60), AsyncEngine() as engine:
             outputs = [one async for one in engine.chat(HELLO, SamplingParams(max_tokens=len(ANSWER)), tools=[WEATHER])]
@@ -107,7 +105,7 @@ def test_chats_of_the_asynchronous_engine(fakes):
     asyncio.run(main())
 
 
-def test_a_required_call_is_forced_by_a_grammar(fakes):
+def test_a_required_call_is_forced_by_a_grammar(counting):
     llm = LLM()
     llm.chat(HELLO, SamplingParams(max_tokens=1), tools=[WEATHER], tool_choice="required")
     assert llm.engine.sampling[-1].structured_output.kind == "grammar"
@@ -115,7 +113,7 @@ def test_a_required_call_is_forced_by_a_grammar(fakes):
     assert llm.engine.sampling[-1].structured_output is None
 
 
-def test_further_inputs_of_the_template(fakes):
+def test_further_inputs_of_the_template(counting):
     llm, one = LLM(), SamplingParams(max_tokens=1)
     llm.chat(HELLO, one, chat_template_kwargs={"enable_thinking": False}, add_generation_prompt=False)
     assert llm.tokenizer.rendered[1] == {"enable_thinking": False, "add_generation_prompt": False}
@@ -123,7 +121,7 @@ def test_further_inputs_of_the_template(fakes):
     assert llm.tokenizer.rendered[1] == {"continue_final_message": True, "add_generation_prompt": False}
 
 
-def test_the_calls_of_earlier_answers_are_read_as_over_http(fakes):
+def test_the_calls_of_earlier_answers_are_read_as_over_http(counting):
     llm = LLM()
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
     turns = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "rain", "tool_call_id": "1"}]
@@ -147,6 +145,6 @@ def test_the_calls_of_earlier_answers_are_read_as_over_http(fakes):
         (HELLO, {"chat_template_kwargs": "enable_thinking"}, "chat_template_kwargs must be a dict"),
     ],
 )
-def test_wrong_chats_are_invalid_requests(fakes, messages, options, says):
+def test_wrong_chats_are_invalid_requests(counting, messages, options, says):
     with pytest.raises(InvalidRequest, match=says):
         LLM().chat(messages, **options)

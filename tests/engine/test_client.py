@@ -1,29 +1,31 @@
-"""AsyncEngine against a child process with a fake engine: streams, early exits and refusals."""
+"""AsyncEngine against a child process with an engine that counts: streams, early exits and refusals."""
 
 import asyncio
 import os
 import signal
 from contextlib import aclosing
+from dataclasses import replace
 
-import fake_engine
+import counting_engine
 import pytest
 from async_engine import collect, ids, into, run, until
-from fake_engine import ENDLESS, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, text_of
+from counting_engine import DEADLINE, ENDLESS, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, VOCABULARY, text_of
 
+from chairlift.config import EngineConfig
 from chairlift.engine import frames, questions
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.engine_info import EngineInfo
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import Add
 from chairlift.engine.request import deliver
 from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull, RequestFailed
-from chairlift.outputs import Timeline
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
 
 @pytest.fixture(autouse=True)
-def _fakes(monkeypatch):
-    fake_engine.fake(monkeypatch)
+def _counting(monkeypatch):
+    counting_engine.install(monkeypatch.setattr)
 
 
 def test_many_streams_each_get_their_own_tokens():
@@ -42,13 +44,17 @@ def test_many_streams_each_get_their_own_tokens():
 def test_text_is_encoded_and_the_account_is_kept():
     async def test(engine):
         assert engine.info.model == "smollm2-135m-instruct"
-        last = (await collect(engine, "a", max_tokens=3))[-1]
-        assert last.prompt_token_ids == [97]
-        assert (last.cached_tokens, last.preemptions) == (16, 1)
-        assert (last.timing.queued, last.timing.first_token, last.timing.total) == (0.5, 1.0, 3.0)
-        assert last.timeline == Timeline.read(fake_engine.timeline(last.timeline.tag))
-        assert (last.timeline.finish, last.timeline.ended, last.timeline.block_seconds) == ("length", 4.0, 7.0)
-        assert sum(last.timeline.states.values()) == last.timeline.ended - last.timeline.arrived
+        assert (await collect(engine, "a", max_tokens=1))[-1].prompt_token_ids == [97]
+        for _ in range(2):
+            last = (await collect(engine, "a" * 40, max_tokens=3))[-1]
+        assert [last.timeline] == await engine.explain_sequences([last.timeline.tag])
+        account = last.timeline
+        assert (account.finish, account.prompt_tokens, account.cached_tokens, account.output_tokens) == ("length", 40, 32, 3)
+        assert (last.cached_tokens, last.own_cached_tokens) == (32, 32)
+        assert last.timing.queued == account.started - account.submitted
+        assert last.timing.first_token == account.first_token - account.arrived
+        assert last.timing.total == account.ended - account.arrived > last.timing.first_token
+        assert sum(account.states.values()) == pytest.approx(last.timing.total)
 
     run(test)
 
@@ -86,12 +92,13 @@ def test_stop_token_is_named():
 
 def test_stop_string_ends_the_request_in_the_engine_too():
     async def test(engine):
-        outputs = await collect(engine, "a", max_tokens=ENDLESS, stop=("zz", "def"))
+        await collect(engine, "a" * 40, max_tokens=1)
+        outputs = await collect(engine, "a" * 40, max_tokens=ENDLESS, stop=("zz", "def"))
         assert ids(outputs) == [97, 98, 99, 100, 101, 102]
         assert "".join(output.text for output in outputs) == "abc"
         assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", "def")
         assert outputs[-1].timing.first_token <= outputs[-1].timing.total
-        assert (outputs[-1].cached_tokens, outputs[-1].timing.queued) == (16, 0.5)
+        assert (outputs[-1].cached_tokens, outputs[-1].timing.queued) == (32, outputs[0].queued)
         await until(lambda: engine.stats().expired == 1 and engine.stats().running == 0)
 
     run(test)
@@ -148,12 +155,12 @@ def test_a_missed_deadline_is_raised_after_what_there_was():
     async def test(engine):
         outputs = []
         with pytest.raises(DeadlineMissed, match=r"after 3 tokens of output.*allow more time") as caught:
-            await into(outputs, engine.generate([LATE], SamplingParams(max_tokens=9), Scheduling(deadline_ms=5)))
+            await into(outputs, engine.generate([LATE], SamplingParams(max_tokens=9), Scheduling(deadline_ms=DEADLINE)))
         assert ids(outputs) == [LATE, LATE + 1, LATE + 2]
         assert [output for output in outputs if output.finish_reason] == []
         assert (caught.value.prompt_tokens, caught.value.completion_tokens) == (1, 3)
         with pytest.raises(DeadlineMissed) as caught:
-            await collect(engine, [LATE], max_tokens=1)
+            await into([], engine.generate([1000], SamplingParams(max_tokens=1), Scheduling(deadline_ms=0.001)))
         assert caught.value.completion_tokens == 0
         await until(lambda: engine.stats().running == 0)
 
@@ -162,11 +169,11 @@ def test_a_missed_deadline_is_raised_after_what_there_was():
 
 def test_one_answer_may_be_late_and_another_not():
     async def test(engine):
-        outputs = []
+        outputs, params = [], SamplingParams(max_tokens=9, n=2, stop_token_ids=(LATE + 101,))
         with pytest.raises(DeadlineMissed) as caught:
-            await into(outputs, engine.generate([LATE], SamplingParams(max_tokens=9, n=2)))
-        assert [(output.index, output.finish_reason) for output in outputs if output.finish_reason] == [(1, "length")]
-        assert caught.value.completion_tokens == 3 + 9
+            await into(outputs, engine.generate([LATE], params, Scheduling(deadline_ms=DEADLINE)))
+        assert [(output.index, output.finish_reason) for output in outputs if output.finish_reason] == [(1, "stop")]
+        assert caught.value.completion_tokens == 3 + 2
 
     run(test)
 
@@ -183,9 +190,9 @@ def test_a_full_queue_says_when_to_come_back():
 
 def test_an_engine_that_waits_for_its_time_answers_then():
     async def test(engine):
-        assert ids(await collect(engine, [PATIENT], max_tokens=2)) == [PATIENT, PATIENT + 1]
+        assert ids(await collect(engine, [1000], max_tokens=2)) == [1000, 1001]
 
-    run(test)
+    run(test, **PATIENT)
 
 
 def test_requests_are_explained_by_the_id_that_they_were_given(monkeypatch):
@@ -197,7 +204,8 @@ def test_requests_are_explained_by_the_id_that_they_were_given(monkeypatch):
     async def test(engine):
         outputs = await one(engine, "a", n=2)
         ended = [output.timeline for output in outputs if output.finish_reason]
-        assert await engine.explain("a") == ended
+        explained = await engine.explain("a")
+        assert [replace(account, queued_behind={}, served_before={}, served_first=()) for account in explained] == ended
         assert await engine.explain("unknown") == []
         await one(engine, None)
         await one(engine, "b")
@@ -243,9 +251,9 @@ def test_a_question_to_an_engine_that_dies_is_not_left_open():
 def test_counters_that_are_not_sent_stay_as_they_were():
     async def test(engine):
         await collect(engine, [1000], max_tokens=50)
-        await until(lambda: engine.stats().running == 0)
-        assert engine.stats().tenants == {"": {"running": 0}}
-        assert engine.stats().classes == {0: {}}
+        await until(lambda: engine.stats().running == 0 and engine.stats().tenants.get("", {}).get("running") == 0)
+        for usage in (engine.stats().tenants[""], engine.stats().classes[0]):
+            assert (usage["running"], usage["requests"], usage["output_tokens"]) == (0, 1, 50)
 
     run(test)
 
@@ -327,13 +335,14 @@ def test_leaving_early_aborts_in_the_engine(way):
 
 def test_a_request_left_before_its_first_token_is_aborted():
     async def test(engine):
-        task = asyncio.create_task(collect(engine, [PATIENT], max_tokens=ENDLESS))
-        await until(lambda: engine.stats().running)
+        task = asyncio.create_task(collect(engine, [1000], max_tokens=ENDLESS))
+        await until(lambda: engine.stats().waiting)
         task.cancel()
         await asyncio.wait([task])
-        await until(lambda: engine.stats().expired == 1 and engine.stats().running == 0)
+        await until(lambda: engine.stats().expired == 1 and engine.stats().waiting == 0)
+        assert engine.stats().generated_tokens == 0
 
-    run(test)
+    run(test, **PATIENT | {"batch_timeout_ms": 1e6})
 
 
 def test_a_refused_request_says_why_and_disturbs_nobody():
@@ -343,7 +352,7 @@ def test_a_refused_request_says_why_and_disturbs_nobody():
             await collect(engine, [REFUSED])
         assert (caught.value.param, caught.value.code) == ("prompt", "never_fits")
         with pytest.raises(RequestFailed, match="RuntimeError"):
-            await collect(engine, [fake_engine.BROKEN])
+            await collect(engine, [counting_engine.BROKEN])
         assert len(ids(await other)) == 300
         await until(lambda: engine.stats().steps > 300 and engine.stats().running == 0)
         assert engine.stats().expired == 0
@@ -354,8 +363,9 @@ def test_a_refused_request_says_why_and_disturbs_nobody():
 def test_a_resumed_request_whose_first_answer_is_over_can_be_refused():
     async def test(engine):
         stream = await engine.prepare([REFUSED], SamplingParams(max_tokens=1, n=3))
-        over = fake_engine.FakeReport([(stream.tags[0], 5, 2, 0.0)], ended=[fake_engine.timeline(stream.tags[0])])
-        deliver(over.outputs(), dict.fromkeys(stream.tags, stream))  # by an engine that then ended
+        other = counting_engine.CountingEngine(EngineConfig())  # which then ended
+        other.add(EngineRequest.of(stream.tags[0], [5], SamplingParams(max_tokens=1)))
+        deliver(other.step(), dict.fromkeys(stream.tags, stream))
         with pytest.raises(InvalidRequest, match="needs 12 blocks of 10"):
             await engine.collect(stream)
         assert engine.open_sequences == 0
@@ -377,11 +387,11 @@ def test_what_the_model_cannot_take_is_refused_before_it_is_sent():
     cases = [
         ([], {}, "The prompt is empty"),
         ("", {}, "The prompt is empty"),
-        ([1_000_000], {}, "from 0 to 999999"),
+        ([VOCABULARY], {}, "from 0 to 999999"),
         ([-1], {}, "from 0 to 999999"),
         ([True], {}, "not a token id"),
         (["a"], {}, "not a token id"),
-        ([1, 2], {"max_tokens": 2 * ENDLESS}, r"requested 2000000002 tokens \(2 in the prompt, 2000000000 in the completion\)"),
+        ([1, 2], {"max_tokens": 2 * ENDLESS}, r"requested 2000002 tokens \(2 in the prompt, 2000000 in the completion\)"),
     ]
 
     async def test(engine):

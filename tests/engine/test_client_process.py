@@ -1,4 +1,4 @@
-"""AsyncEngine and its child process with a fake engine: start, close, and the child's death."""
+"""AsyncEngine and its child process with an engine that counts: start, close, and the child's death."""
 
 import asyncio
 import logging
@@ -10,10 +10,10 @@ import sys
 import threading
 from pathlib import Path
 
-import fake_engine
+import counting_engine
 import pytest
 from async_engine import GUARD, collect, ids, run, until
-from fake_engine import CRASHING, DYING, ENDLESS, HANGING
+from counting_engine import CRASHING, DYING, ENDLESS, HANGING
 
 from chairlift.engine import client
 from chairlift.engine.client import AsyncEngine
@@ -25,8 +25,8 @@ from chairlift.sampling import SamplingParams
 
 
 @pytest.fixture(autouse=True)
-def _fakes(monkeypatch):
-    fake_engine.fake(monkeypatch)
+def _counting(monkeypatch):
+    counting_engine.install(monkeypatch.setattr)
 
 
 def test_every_open_stream_hears_of_the_engines_crash(capfd):
@@ -261,9 +261,9 @@ def test_phases_are_logged_and_sum_to_the_total(caplog):
         lines = [record.getMessage() for record in caplog.records if record.name == "chairlift"]
         assert "phase weights 0.25 s" in lines
         assert lines[-4:-1] == [
-            "model           smollm2-135m-instruct",
-            "context length  2000000000 tokens      what the model was made for",
-            "KV cache        160 tokens             a guess",
+            "model             smollm2-135m-instruct",
+            "weights           none                   --load-format says so",
+            "default sampling  temperature 1          the checkpoint recommends nothing",
         ]
         total, parts = lines[-1].removeprefix("ready in ").split(" s: ")
         parts = {name: float(seconds) for name, seconds in (part.rsplit(" ", 1) for part in parts.split(" + "))}
@@ -277,7 +277,7 @@ def test_phases_are_logged_and_sum_to_the_total(caplog):
 
 def test_a_parent_that_is_killed_takes_its_engine_along():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    parent = subprocess.Popen([sys.executable, "-m", "fake_engine", "parent"], stdout=subprocess.PIPE, env=environment)
+    parent = subprocess.Popen([sys.executable, "-m", "counting_engine", "parent"], stdout=subprocess.PIPE, env=environment)
     assert parent.stdout.readline() == b"hanging\n"
     parent.kill()
     # The engine has inherited the pipe: it ends when both are gone, though the engine hangs in a step.

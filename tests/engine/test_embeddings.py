@@ -11,7 +11,7 @@ import tiny_encoders
 import tiny_models
 import torch
 import transformers
-from gguf_files import writer_of
+from gguf_files import finish, writer_of
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
@@ -183,10 +183,7 @@ def test_unsuitable_files_of_encoders_are_refused(directory: Path, tmp_path: Pat
 def test_a_layer_after_the_pooling_that_is_no_matrix_is_refused(tmp_path: Path) -> None:
     writer = writer_of(tmp_path / "file.gguf", {"general.architecture": "gemma-embedding"})
     writer.add_tensor("dense_2.weight", np.zeros(32, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(UnsupportedModel, match=r"dense_2.weight is \[32\], and no matrix"):
         encoder_modules(open_gguf(tmp_path / "file.gguf"))
 

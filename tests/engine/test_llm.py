@@ -1,4 +1,4 @@
-"""LLM against a fake engine: order, refusals before work, interrupts, failures that stay alone."""
+"""LLM with an engine that counts: order, refusals before work, interrupts, failures that stay alone."""
 
 import asyncio
 import dataclasses
@@ -9,11 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
-import types
 
-import fake_engine
+import counting_engine
 import pytest
-from fake_engine import BROKEN, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, FakeEngine, text_of
+from counting_engine import BROKEN, DEADLINE, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, text_of
 
 import chairlift
 from chairlift import errors
@@ -31,8 +30,7 @@ from chairlift.scheduling import Scheduling
 
 @pytest.fixture
 def llm(monkeypatch):
-    fake_engine.fake(monkeypatch)
-    monkeypatch.setitem(sys.modules, "chairlift.engine.engine", types.SimpleNamespace(Engine=FakeEngine))
+    counting_engine.install(monkeypatch.setattr)
     return LLM()
 
 
@@ -48,7 +46,9 @@ def test_outputs_are_whole_and_in_the_order_of_the_prompts(llm):
         assert output.token_ids == list(range(100 * number, 100 * number + 30 - number))
         assert output.text == text_of(100 * number, 30 - number)
         assert output.finish_reason == "length"
-        assert (output.cached_tokens, output.preemptions, output.timing.total) == (16, 1, 3.0)
+        assert output.timing.total == output.timeline.ended - output.timeline.arrived
+    assert llm.generate([100] * 40)[0].cached_tokens == 0
+    assert llm.generate([100] * 40)[0].cached_tokens == 32
 
 
 def test_one_prompt_may_be_text_or_ids(llm):
@@ -68,9 +68,9 @@ def test_chat_takes_one_conversation_or_several(llm):
             llm.chat(wrong)
 
 
-def test_the_answer_of_a_chat_fills_the_context_unless_a_length_is_given(llm, monkeypatch):
-    monkeypatch.setattr("fake_engine.INFO", dataclasses.replace(llm.info, max_model_len=100))
-    llm = LLM()
+@pytest.mark.usefixtures("llm")
+def test_the_answer_of_a_chat_fills_the_context_unless_a_length_is_given():
+    llm = LLM(max_model_len=100)
     hello = [{"role": "user", "content": "h"}]
     assert len(llm.chat(hello)[0].token_ids) == 99
     assert len(llm.chat(hello, [params(temperature=0.5)])[0].token_ids) == 99
@@ -123,16 +123,22 @@ def test_the_best_answers_are_kept_and_come_first(llm, stop):
 
 def test_an_answer_without_an_end_ranks_below_those_with_one(llm):
     # The third answer would be the best; it misses its deadline.
-    outputs = llm.generate([LATE - 200], params(n=4, best_of=4, max_tokens=9))[0].outputs
-    assert [output.finish_reason for output in outputs] == ["length", "length", "deadline", "length"]
-    outputs = llm.generate([LATE - 200], params(n=4, best_of=5, max_tokens=9))[0].outputs
+    stops, scheduling = [LATE - 200 + 1, LATE - 100 + 1, LATE + 100 + 1, LATE + 200 + 1], Scheduling(deadline_ms=DEADLINE)
+    outputs = llm.generate([LATE - 200], params(n=4, best_of=4, max_tokens=9, stop_token_ids=stops), scheduling=scheduling)[0].outputs
+    assert [output.finish_reason for output in outputs] == ["stop", "stop", "deadline", "stop"]
+    outputs = llm.generate([LATE - 200], params(n=4, best_of=5, max_tokens=9, stop_token_ids=stops), scheduling=scheduling)[0].outputs
     assert [output.token_ids[0] - LATE + 200 for output in outputs] == [100, 300, 0, 400]
 
 
 def test_what_misses_its_deadline_keeps_what_it_has(llm):
-    late, never, good = llm.generate([[LATE], [LATE], "a"], [params(max_tokens=9), params(max_tokens=1), params(max_tokens=3)])
+    late, never, good = llm.generate(
+        [[LATE], [1000], "a"],
+        [params(max_tokens=9), params(max_tokens=1), params(max_tokens=3)],
+        scheduling=[Scheduling(deadline_ms=DEADLINE), Scheduling(deadline_ms=0.001), Scheduling()],
+    )
     assert (late.finish_reason, late.token_ids) == ("deadline", [LATE, LATE + 1, LATE + 2])
-    assert (never.finish_reason, never.token_ids, never.timing.first_token, never.timing.queued) == ("deadline", [], None, 3.0)
+    assert (never.finish_reason, never.token_ids, never.timing.first_token) == ("deadline", [], None)
+    assert never.timing.queued == never.timing.total == never.timeline.ended - never.timeline.arrived
     assert good.text == "abc"
 
 
@@ -154,9 +160,11 @@ def test_a_full_queue_refuses_all(llm):
     assert not llm.engine.running
 
 
-def test_an_engine_that_waits_for_its_time_is_waited_for(llm):
-    (output,) = llm.generate([PATIENT], params(max_tokens=2))
-    assert output.token_ids == [PATIENT, PATIENT + 1]
+@pytest.mark.usefixtures("llm")
+def test_an_engine_that_waits_for_its_time_is_waited_for():
+    llm = LLM(**PATIENT)
+    (output,) = llm.generate([1000], params(max_tokens=2))
+    assert output.token_ids == [1000, 1001]
     assert llm.engine.steps <= 5
 
 
@@ -175,8 +183,8 @@ def test_a_bad_prompt_is_named_before_anything_runs(llm, bad):
 
 
 def test_a_prompt_too_long_keeps_its_code(llm):
-    with pytest.raises(InvalidRequest, match="prompt 0: This model's maximum context length is 2000000000 tokens") as caught:
-        llm.generate([[1]], params(max_tokens=2_000_000_000))
+    with pytest.raises(InvalidRequest, match="prompt 0: This model's maximum context length is 2000000 tokens") as caught:
+        llm.generate([[1]], params(max_tokens=2_000_000))
     assert caught.value.code == "context_length_exceeded"
 
 
@@ -262,7 +270,7 @@ def test_a_request_that_is_left_before_the_engine_has_it_never_runs(llm):
     with local.between_steps() as engine, pytest.raises(ZeroDivisionError):  # as while another thread runs a step
         local.wait_all([collected, failing()])
     with local.between_steps():
-        assert (engine.running, len(engine.scheduling), len(engine.aborted), engine.steps) == ({}, 1, 1, 0)
+        assert (engine.running, len(engine.scheduling), len(engine.aborted), engine.steps) == (0, 1, 1, 0)
 
 
 def test_an_engine_without_work_is_an_error_and_no_endless_loop(llm, monkeypatch):
@@ -306,7 +314,7 @@ def test_a_stream_yields_increments_as_the_engine_makes_them(llm):
     outputs = list(llm.stream("a", params(max_tokens=4)))
     assert [output.text for output in outputs] == ["a", "b", "c", "d"]
     assert [output.finish_reason for output in outputs] == [None, None, None, "length"]
-    assert outputs[-1].timing.total == 3.0
+    assert outputs[-1].timing.total == outputs[-1].timeline.ended - outputs[-1].timeline.arrived
     assert [output.text for output in llm.stream_chat([{"role": "user", "content": "a"}], params(max_tokens=2))] == ["a", "b"]
 
 
@@ -326,7 +334,7 @@ def test_a_stop_string_ends_a_stream(llm):
 
 @pytest.mark.parametrize(("prompt", "reason"), [(FAILING, "error"), (LATE, "deadline")])
 def test_a_stream_that_fails_says_so_in_its_last_increment(llm, prompt, reason):
-    *_, last = llm.stream([prompt], params(max_tokens=9))
+    *_, last = llm.stream([prompt], params(max_tokens=9), scheduling=Scheduling(deadline_ms=DEADLINE))
     assert last.finish_reason == reason
 
 
@@ -434,6 +442,7 @@ def test_ctrl_c_ends_a_stream_after_the_step(llm, monkeypatch):
     def pressed():
         signal.raise_signal(signal.SIGINT)
         finished.append(step())
+        return finished[-1]
 
     stream = llm.stream("a", params(max_tokens=100))
     next(stream)

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import json
 
-import fake_engine
+import counting_engine
 import numpy as np
 import pydantic
 import pytest
@@ -23,8 +23,7 @@ class City(pydantic.BaseModel):
 
 @pytest.fixture
 def llm(monkeypatch):
-    fake_engine.fake(monkeypatch)
-    monkeypatch.setattr("chairlift.engine.engine.Engine", fake_engine.FakeEngine)
+    counting_engine.install(monkeypatch.setattr)
     return LLM()
 
 
@@ -80,7 +79,7 @@ def test_wrong_calls_are_invalid_requests(llm, call, says):
     ],
 )
 def test_the_asynchronous_engine_says_the_same(monkeypatch, arguments, says):
-    fake_engine.fake(monkeypatch)
+    counting_engine.install(monkeypatch.setattr)
 
     async def main():
         async with asyncio.timeout(60), AsyncEngine() as engine:

@@ -9,9 +9,9 @@ import sys
 import zlib
 from contextlib import contextmanager
 
-import fake_engine
+import counting_engine
 import pytest
-from fake_engine import BROKEN, CRASHING, ENDLESS, FULL, HANGING, LATE, PANICKING, PATIENT, REFUSED, FakeEngine, timeline
+from counting_engine import BROKEN, CRASHING, ENDLESS, FULL, HANGING, PANICKING, PATIENT, REFUSED, CountingEngine
 
 from chairlift.config import EngineConfig
 from chairlift.engine import hosted_engine
@@ -38,20 +38,20 @@ from chairlift.engine.frames import (
     send,
 )
 from chairlift.engine.process_signals import LEAVE
-from chairlift.engine.stats import Stats
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 
 GUARD = 60
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
 
 class Child:
-    """A process with the fake engine, driven frame by frame."""
+    """A process with the engine that counts, driven frame by frame."""
 
     def __init__(self, **options):
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(GUARD)
-        command = [sys.executable, "-m", "fake_engine", str(theirs.fileno())]
+        command = [sys.executable, "-m", "counting_engine", str(theirs.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=ENVIRONMENT, **options)
         theirs.close()
         self.file = self.socket.makefile("rb")
@@ -66,8 +66,8 @@ class Child:
         by_chance = isinstance(frame, Alive) or (isinstance(frame, Phase) and frame.name == "locate")
         return self.receive() if by_chance else frame
 
-    def add(self, tag, prompt, **params):
-        self.send(Add(tag, EngineRequest.of(tag, prompt, SamplingParams(**params)).pack()))
+    def add(self, tag, prompt, scheduling=None, **params):
+        self.send(Add(tag, EngineRequest.of(tag, prompt, SamplingParams(**params), scheduling).pack()))
 
     def start(self, **settings):
         """Sends settings and takes what comes up to the first, empty step."""
@@ -89,14 +89,17 @@ def child(**options):
         it.socket.close()
 
 
-def test_it_reports_phases_then_limits_then_counters():
+def test_it_reports_phases_then_limits_then_counters(monkeypatch):
+    counting_engine.install_engine(monkeypatch.setattr)
+    twin = CountingEngine(EngineConfig(model="/m"))
+    twin.step()
     with child() as it:
         imports, weights, ready, step = it.start()
         assert imports.name == "imports"
         assert weights == Phase("weights", 0.25)
-        assert EngineInfo.unpack(ready.info) == fake_engine.INFO
-        counters = {**Stats(steps=1).pack(), "tenants": {"": {"running": 0}}, "classes": {0: {}}}
-        assert step == StepOutputs(stats=counters, started=[], ended=[])
+        assert EngineInfo.unpack(ready.info) == twin.info
+        assert step == StepOutputs(stats={**twin.stats().pack(), **twin.usage()}, started=[], ended=[])
+        assert (step.stats["steps"], step.stats["total_blocks"]) == (1, 125_000)
 
 
 def test_one_frame_a_step_carries_every_request():
@@ -114,7 +117,8 @@ def test_one_frame_a_step_carries_every_request():
                 seen[tag].append((token, finish))
             ended += step.ended
         assert seen == {tag: [(100 * tag, 0), (100 * tag + 1, 0), (100 * tag + 2, 2)] for tag in (5, 6)}
-        assert sorted(ended, key=lambda account: account["tag"]) == [timeline(5), timeline(6)]
+        accounts = sorted((account["tag"], account["finish"], account["output_tokens"]) for account in ended)
+        assert accounts == [(5, "length", 3), (6, "length", 3)]
 
 
 def test_an_idle_engine_waits_for_frames_and_does_nothing_else():
@@ -129,10 +133,10 @@ def test_an_idle_engine_waits_for_frames_and_does_nothing_else():
 
 def test_an_engine_that_waits_for_its_time_is_woken_then():
     with child() as it:
-        it.start()
-        it.add(1, [PATIENT], max_tokens=2)
+        it.start(**PATIENT)
+        it.add(1, [100], max_tokens=2)
         while not (step := it.receive()).finishes:
-            assert step.stats["running"] == 1
+            assert step.stats["waiting"] == 1
         # Once for the request and once for the time: were it to poll, the count would run ahead.
         assert it.receive().finishes == b"\2"
         assert it.receive().stats["steps"] <= 6
@@ -141,7 +145,8 @@ def test_an_engine_that_waits_for_its_time_is_woken_then():
 def test_counters_are_sent_when_they_are_due_and_when_it_goes_idle(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(hosted_engine.time, "monotonic", lambda: now[0])
-    counters = hosted_engine.Counters(FakeEngine(EngineConfig()))
+    counting_engine.install_engine(monkeypatch.setattr)
+    counters = hosted_engine.Counters(CountingEngine(EngineConfig()))
 
     def reported(after, *, idle=False):
         now[0] += after
@@ -170,31 +175,43 @@ def test_abort_reaches_the_engine_in_the_middle_of_a_request():
 def test_a_missed_deadline_is_told_without_a_token():
     with child() as it:
         it.start()
-        it.add(1, [LATE], max_tokens=1)
+        it.add(1, [100], Scheduling(deadline_ms=0.001), max_tokens=1)
         step = it.receive()
-        assert (step.finishes, step.ended) == (b"", [timeline(1, "deadline", started=None, first_token=None)])
+        [account] = step.ended
+        assert (step.finishes, account["tag"], account["finish"]) == (b"", 1, "deadline")
+        assert (account["started"], account["first_token"]) == (None, None)
 
 
 def test_a_sequence_is_explained_idle_and_at_work():
     with child() as it:
         it.start()
-        it.send(Explain(7, [3, 4]))
-        assert it.receive() == Explained(7, [timeline(3), timeline(4)])
+        it.add(3, [100], max_tokens=1)
+        it.add(4, [100], max_tokens=1)
+        ended = []
+        while len(ended) < 2:
+            ended += it.receive().ended
+        it.send(Explain(7, [3, 5, 4]))
+        while not isinstance(frame := it.receive(), Explained):
+            pass
+        explained = [{name: account[name] for name in ended[0]} for account in frame.timelines]
+        assert (frame.ask, explained) == (7, sorted(ended, key=lambda account: account["tag"]))
         it.add(1, [100], max_tokens=ENDLESS)
         it.send(Explain(8, [1]))
         while not isinstance(frame := it.receive(), Explained):
             pass
-        assert frame == Explained(8, [timeline(1, None)])
+        assert (frame.ask, [(account["tag"], account["finish"]) for account in frame.timelines]) == (8, [(1, None)])
 
 
 def test_what_there_is_can_be_looked_at_at_work():
     with child() as it:
         it.start()
         it.add(1, [100], max_tokens=ENDLESS)
+        while not it.receive().finishes:
+            pass
         it.send(SnapshotRequest(9))
         while not isinstance(frame := it.receive(), Snapshot):
             pass
-        assert (frame.ask, frame.snapshot["running"]) == (9, [{"tag": 1}])
+        assert (frame.ask, [one["tag"] for one in frame.snapshot["running"]]) == (9, [1])
 
 
 def test_a_refused_request_disturbs_nobody():
@@ -309,7 +326,7 @@ def test_it_dies_with_its_parent_even_where_the_socket_stays_open():
     ours, theirs = socket.socketpair()
     code = (
         "import subprocess, sys, time\n"
-        "subprocess.Popen([sys.executable, '-m', 'fake_engine', sys.argv[1]], pass_fds=[int(sys.argv[1])])\n"
+        "subprocess.Popen([sys.executable, '-m', 'counting_engine', sys.argv[1]], pass_fds=[int(sys.argv[1])])\n"
         "time.sleep(600)"
     )
     command = [sys.executable, "-c", code, str(theirs.fileno())]

@@ -11,12 +11,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 
-import fake_engine
+import counting_engine
 import numpy as np
 import pytest
 import tiny_encoders
 from async_engine import GUARD, collect, ids, until
-from fake_engine import CRASHING, ENDLESS
+from counting_engine import CRASHING, ENDLESS
 
 from chairlift import LLM
 from chairlift.engine import step_loop
@@ -31,9 +31,9 @@ from chairlift.scheduling import Scheduling
 
 
 @asynccontextmanager
-async def fakes(monkeypatch, process, *settings):
-    """Started fake engines in a process, which ends with them."""
-    fake_engine.fake(monkeypatch)
+async def counting(monkeypatch, process, *settings):
+    """Started engines that count, in a process, which ends with them."""
+    counting_engine.install(monkeypatch.setattr)
     async with asyncio.timeout(GUARD), process:
         engines = [AsyncEngine(process=process, **one) for one in settings]
         await asyncio.gather(*(engine.start() for engine in engines))
@@ -52,7 +52,7 @@ async def go_on(engine):
 
 def test_each_engine_answers_its_own_requests(monkeypatch):
     async def main():
-        async with fakes(monkeypatch, EngineProcess(), {}, {}, {}) as engines:
+        async with counting(monkeypatch, EngineProcess(), {}, {}, {}) as engines:
             assert len({engine.pid for engine in engines}) == 1
             jobs = [collect(engine, [100 * (1 + at)], max_tokens=30, n=1 + at) for at, engine in enumerate(engines) for _ in range(5)]
             for at, outputs in enumerate(await asyncio.gather(*jobs)):
@@ -61,7 +61,9 @@ def test_each_engine_answers_its_own_requests(monkeypatch):
             streams = [await engine.prepare([1], SamplingParams(n=3)) for engine in engines]
             tags = [tag for stream in streams for tag in stream.tags]
             assert len(set(tags)) == len(tags) == 9
-            assert [len(await engine.explain_sequences([5])) for engine in engines] == [1, 1, 1]
+            ended = [(await collect(engine, [5], max_tokens=1))[0].timeline for engine in engines]
+            for engine, timeline in zip(engines, ended, strict=True):
+                assert await engine.explain_sequences([timeline.tag]) == [timeline]
             assert all(engine.stats().running == 0 for engine in engines)
 
     asyncio.run(main())
@@ -69,7 +71,7 @@ def test_each_engine_answers_its_own_requests(monkeypatch):
 
 def test_a_process_that_was_started_early_gets_the_first_engine_and_ends_without_one(monkeypatch):
     async def main():
-        fake_engine.fake(monkeypatch)
+        counting_engine.install(monkeypatch.setattr)
         async with asyncio.timeout(GUARD), EngineProcess() as process, EngineProcess() as unused:
             process.start_early()
             unused.start_early()
@@ -86,10 +88,10 @@ def test_a_process_that_was_started_early_gets_the_first_engine_and_ends_without
 
 def test_an_engine_loads_and_ends_while_another_serves(monkeypatch, tmp_path):
     gate = tmp_path / "gate"
-    monkeypatch.setenv("FAKE_ENGINE_GATE", str(gate))
+    monkeypatch.setenv("COUNTING_ENGINE_GATE", str(gate))
 
     async def main():
-        async with fakes(monkeypatch, EngineProcess(), {}, {"seed": 14}) as (first, second):
+        async with counting(monkeypatch, EngineProcess(), {}, {"seed": 14}) as (first, second):
             stream = endless(first)
             for _ in range(2):
                 other = endless(second)
@@ -128,7 +130,7 @@ def test_an_engine_loads_and_ends_while_another_serves(monkeypatch, tmp_path):
 def test_an_engine_that_cannot_be_loaded_disturbs_no_other(monkeypatch):
     async def main():
         process = EngineProcess()
-        async with fakes(monkeypatch, process, {}) as (first,):
+        async with counting(monkeypatch, process, {}) as (first,):
             stream = endless(first)
             await until(lambda: first.stats().running)
             unlucky = AsyncEngine(process=process, seed=13)
@@ -145,7 +147,7 @@ def test_an_engine_that_cannot_be_loaded_disturbs_no_other(monkeypatch):
 
 def test_the_first_engine_may_be_the_one_that_cannot_be_loaded(monkeypatch):
     async def main():
-        fake_engine.fake(monkeypatch)
+        counting_engine.install(monkeypatch.setattr)
         async with asyncio.timeout(GUARD), EngineProcess() as process:
             unlucky, other = AsyncEngine(process=process, seed=13), AsyncEngine(process=process)
             results = await asyncio.gather(unlucky.start(), other.start(), return_exceptions=True)
@@ -157,7 +159,7 @@ def test_the_first_engine_may_be_the_one_that_cannot_be_loaded(monkeypatch):
 
 def test_an_engine_whose_step_fails_ends_alone(monkeypatch, capfd):
     async def main():
-        async with fakes(monkeypatch, EngineProcess(), {}, {}) as (first, second):
+        async with counting(monkeypatch, EngineProcess(), {}, {}) as (first, second):
             ends = []
             first.on_end, second.on_end = lambda: ends.append("first"), lambda: ends.append("second")
             pid, stream, lost = first.pid, endless(first), endless(second)
@@ -180,7 +182,7 @@ def test_an_engine_whose_step_fails_ends_alone(monkeypatch, capfd):
 
 def test_all_engines_hear_that_their_process_was_killed_and_start_again(monkeypatch):
     async def main():
-        async with fakes(monkeypatch, EngineProcess(), {}, {}) as engines:
+        async with counting(monkeypatch, EngineProcess(), {}, {}) as engines:
             ends = []
             for engine in engines:
                 engine.on_end = lambda engine=engine: ends.append((engine.ready, engine.alive))
@@ -246,7 +248,7 @@ def test_answers_are_equal_alone_and_together(byte_model, tmp_path):
 def test_a_model_that_leaves_keeps_no_tokenizer_and_reads_it_again(monkeypatch):
     async def main():
         process = EngineProcess()
-        async with fakes(monkeypatch, process, {}) as (other,):
+        async with counting(monkeypatch, process, {}) as (other,):
             engine = ReplicatedEngine(other.config, [process])
             await engine.start()
             await engine.encode("ab")
@@ -264,7 +266,7 @@ def test_a_model_that_leaves_keeps_no_tokenizer_and_reads_it_again(monkeypatch):
 def test_a_model_that_leaves_keeps_its_tokenizer_for_its_live_sequences(monkeypatch):
     async def main():
         process = EngineProcess()
-        async with fakes(monkeypatch, process, {}) as (other,):
+        async with counting(monkeypatch, process, {}) as (other,):
             engine = ReplicatedEngine(other.config, [process])
             await engine.start()
             sequence = engine.hold([1, 2], Scheduling(), LEASE)
@@ -341,7 +343,7 @@ def test_weight_priority_and_itl_target_reach_the_arbiter(monkeypatch):
             pass
 
     async def main():
-        fake_engine.fake(monkeypatch)
+        counting_engine.install(monkeypatch.setattr)
         async with asyncio.timeout(GUARD), EngineProcess() as process:
             engine = AsyncEngine(process=process, weight=3, priority=-1, target_itl_ms=12.5)
             starting = asyncio.create_task(engine.start())
@@ -352,5 +354,5 @@ def test_weight_priority_and_itl_target_reach_the_arbiter(monkeypatch):
     monkeypatch.setattr(step_loop, "_core", SimpleNamespace(Arbiter=Arbiter))
     monkeypatch.setattr(step_loop, "start_sentinels", list)
     [load] = [frame for frame in sent if isinstance(frame, Load)]
-    step_loop.StepLoop(idle, lambda frame, engine=0, timeout=-1: None, fake_engine.FakeEngine).run((0, load))
+    step_loop.StepLoop(idle, lambda frame, engine=0, timeout=-1: None, counting_engine.CountingEngine).run((0, load))
     assert added == [(0, {"weight": 3, "priority": -1, "itl": 12_500})]

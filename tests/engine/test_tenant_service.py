@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 import pytest
 from async_engine import GUARD
-from fake_engine import FakeEngine
+from counting_engine import CountingEngine, install_engine
 
 from chairlift import SamplingParams
 from chairlift.config import EngineConfig
@@ -32,7 +32,8 @@ class Scripted:
         return served
 
     def charge_external(self, service):
-        self.charged.append(dict(service))
+        if service:
+            self.charged.append(dict(service))
 
 
 def test_each_engine_is_told_of_the_others_once_an_interval():
@@ -59,11 +60,13 @@ def test_the_parent_is_told_of_all_engines_since_its_last_question():
 
 def test_the_step_loop_tells_engines_and_answers_the_parent(monkeypatch):
     monkeypatch.setattr(tenant_service, "SHARE_US", 0)
+    install_engine(monkeypatch.setattr)
     inbox, sent, engines = SimpleQueue(), [], []
 
-    class Serving(FakeEngine):
+    class Serving(Scripted, CountingEngine):
         def __init__(self, config, on_phase, hash_key):
-            super().__init__(config, on_phase, hash_key)
+            Scripted.__init__(self)
+            CountingEngine.__init__(self, config, on_phase, hash_key)
             engines.append(self)
 
         def step(self):
@@ -71,7 +74,7 @@ def test_the_step_loop_tells_engines_and_answers_the_parent(monkeypatch):
             if all(engine.charged for engine in engines) and len(engines) == 2:
                 inbox.put((0, ShareService({"y": 7})))
                 inbox.put((0, Stop()))
-            return super().step()
+            return CountingEngine.step(self)
 
     monkeypatch.setattr("chairlift.engine.step_loop.start_sentinels", list)
 

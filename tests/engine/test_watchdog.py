@@ -5,9 +5,9 @@ import os
 import signal
 from types import SimpleNamespace
 
-import fake_engine
+import counting_engine
 import pytest
-from fake_engine import ENDLESS, HANGING, FakeTokenizer
+from counting_engine import ENDLESS, HANGING, CharacterTokenizer
 
 from chairlift.engine import frames, heartbeat, watchdog
 from chairlift.engine.client import AsyncEngine
@@ -97,7 +97,7 @@ def test_a_step_that_should_be_long_may_be_longer(wait, predicted_step_us, first
 
 def test_an_engine_that_stays_silent_or_stuck_is_killed(monkeypatch):
     monkeypatch.setattr(heartbeat, "KILL_AFTER", 0.02)
-    fake_engine.hurry(0.02, monkeypatch.setattr)
+    counting_engine.hurry(0.02, monkeypatch.setattr)
 
     async def main(speaks):
         killed = []
@@ -116,9 +116,9 @@ def test_an_engine_that_stays_silent_or_stuck_is_killed(monkeypatch):
 
 def run(monkeypatch, test, last_hope=1000.0):
     """Runs `test(engine)` with an engine in a process, and watchdogs in a hurry."""
-    fake_engine.fake(monkeypatch)
-    fake_engine.hurry(1.0, monkeypatch.setattr)
-    monkeypatch.setenv("FAKE_ENGINE_HURRY", "1.0")
+    counting_engine.install(monkeypatch.setattr)
+    counting_engine.hurry(1.0, monkeypatch.setattr)
+    monkeypatch.setenv("COUNTING_ENGINE_HURRY", "1.0")
     monkeypatch.setattr(heartbeat, "KILL_AFTER", last_hope)
 
     async def main():
@@ -164,7 +164,7 @@ def test_a_step_that_never_ends_is_named_and_ends_the_engine(monkeypatch, capfd)
     dump = capfd.readouterr().err
     assert dump.count("the engine is stuck") == 1
     assert "s in 'run'; its scheduler: {" in dump
-    assert "fake_engine.py" in dump
+    assert "counting_engine.py" in dump
 
 
 @pytest.mark.slow
@@ -192,14 +192,14 @@ def test_a_parent_that_does_not_read_for_a_while_finds_an_engine_that_gets_on(mo
 
 
 def test_a_token_that_cannot_be_shown_ends_its_own_request_only(monkeypatch):
-    piece = FakeTokenizer.piece
+    piece = CharacterTokenizer.piece
 
     def poisoned(self, token):
         if token == 2005:
             raise ZeroDivisionError("a bug in the tokenizer")
         return piece(self, token)
 
-    monkeypatch.setattr(FakeTokenizer, "piece", poisoned)
+    monkeypatch.setattr(CharacterTokenizer, "piece", poisoned)
 
     async def test(engine):
         other = asyncio.create_task(collect(engine, [1000], 300))
@@ -212,8 +212,9 @@ def test_a_token_that_cannot_be_shown_ends_its_own_request_only(monkeypatch):
 
 
 @pytest.mark.parametrize(("journal", "names"), [("day.journal", ["day.journal", "day.journal.1"]), (None, [None, None])])
-def test_an_engine_that_is_started_again_spares_the_journal_of_the_one_before(monkeypatch, journal, names):
-    fake_engine.fake(monkeypatch)
+def test_an_engine_that_is_started_again_spares_the_journal_of_the_one_before(monkeypatch, tmp_path, journal, names):
+    counting_engine.install(monkeypatch.setattr)
+    monkeypatch.chdir(tmp_path)
     encode, journals = frames.encode, []
 
     def noted(frame, engine, seal):
@@ -231,3 +232,4 @@ def test_an_engine_that_is_started_again_spares_the_journal_of_the_one_before(mo
 
     asyncio.run(main())
     assert journals == names
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name for name in names if name is not None]

@@ -1,11 +1,11 @@
-"""A signal ends a server at once while a model loads. The engines' processes run fake engines, one of which loads for ever."""
+"""A signal ends a server at once while a model loads. The engines' processes run engines that count, one of which loads for ever."""
 
 import asyncio
 import gc
 import os
 import signal
 
-import fake_engine
+import counting_engine
 import httpx
 import pytest
 from async_engine import GUARD, until
@@ -30,9 +30,9 @@ def make(monkeypatch, tmp_path):
     """Makes a server with one engine process and the models `quick` and `slow`, of which one is loaded at the start."""
     gate = tmp_path / "gate"
     gate.touch()
-    monkeypatch.setenv("FAKE_ENGINE_GATE", str(gate))
+    monkeypatch.setenv("COUNTING_ENGINE_GATE", str(gate))
     monkeypatch.setattr("chairlift.engine.engine_process.STOP_SECONDS", 3600.0)
-    fake_engine.fake(monkeypatch)
+    counting_engine.install(monkeypatch.setattr)
 
     def server(first, **settings):
         process = EngineProcess()

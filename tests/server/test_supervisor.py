@@ -123,12 +123,12 @@ def test_a_signal_ends_a_download_at_once():
 
 
 HANGING = 900_004
-"""What makes the fake engine hang in a step, as a token."""
+"""What makes the engine hang in a step, as a token."""
 
 
 def test_an_engine_that_is_killed_under_load_ends_what_has_begun_and_serves_again(tmp_path):
     with own_process(tmp_path, "process") as (_, client, engine), contextlib.ExitStack() as open_streams:
-        endless = {"prompt": [1000], "max_tokens": 1_000_000_000}
+        endless = {"prompt": [1000], "max_tokens": 1_000_000}
         body = {**endless, "stream": True}
         streams = [open_streams.enter_context(client.stream("POST", "/v1/completions", json=body)).iter_lines() for _ in range(3)]
         for lines in streams:

@@ -42,7 +42,7 @@ def status(client, path):
 def own_process(tmp_path, loads, **options):
     """A ready server whose engine has a process of its own, and what tells that process's id."""
     file = tmp_path / "pid"
-    with running(loads=loads, FAKE_ENGINE_HURRY="1.0", FAKE_ENGINE_PID=str(file), **options) as (process, client):
+    with running(loads=loads, COUNTING_ENGINE_HURRY="1.0", COUNTING_ENGINE_PID=str(file), **options) as (process, client):
         wait_until(lambda: status(client, "/ready") == 200)
         yield process, client, lambda: int(file.read_text())
 

@@ -129,12 +129,7 @@ def gguf_of(
     local = config.per_layer_config["sliding_attention"] if kind == "gemma4" else config
     head_dim = getattr(local, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = {
-        "general.architecture": kind,
-        f"{kind}.context_length": config.max_position_embeddings,
-        f"{kind}.embedding_length": config.hidden_size,
-        f"{kind}.block_count": config.num_hidden_layers,
-        f"{kind}.feed_forward_length": config.intermediate_size,
-        f"{kind}.attention.head_count": config.num_attention_heads,
+        **sizes_of(config, kind),
         f"{kind}.attention.head_count_kv": local.num_key_value_heads,
         f"{kind}.attention.key_length": head_dim,
         f"{kind}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
@@ -167,9 +162,7 @@ def gguf_of(
         values |= {"granite.feed_forward_length": config.shared_intermediate_size}
         values |= {"granite.rope.scaling.finetuned": config.position_embedding_type == "rope"}
     if kind.startswith("granite"):
-        names = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
-        names |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
-        values |= {f"{kind}.{key}": float(getattr(config, name)) for key, name in names.items()}
+        values |= multipliers_of(config, kind)
     if rope["rope_type"] in ("linear", "yarn"):
         values |= {f"{kind}.rope.scaling.type": rope["rope_type"], f"{kind}.rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
@@ -221,6 +214,25 @@ def gguf_of(
         for length in ("short", "long"):
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
     finish(writer)
+
+
+def sizes_of(config: Any, kind: str) -> dict[str, Any]:
+    """The keys that describe the shape of any model."""
+    return {
+        "general.architecture": kind,
+        f"{kind}.context_length": config.max_position_embeddings,
+        f"{kind}.embedding_length": config.hidden_size,
+        f"{kind}.block_count": config.num_hidden_layers,
+        f"{kind}.feed_forward_length": config.intermediate_size,
+        f"{kind}.attention.head_count": config.num_attention_heads,
+    }
+
+
+def multipliers_of(config: Any, kind: str) -> dict[str, float]:
+    """The keys of Granite's factors."""
+    names = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
+    names |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
+    return {f"{kind}.{key}": float(getattr(config, name)) for key, name in names.items()}
 
 
 def split_gguf_of(model: PreTrainedModel, path: Path, tensors: int, **options: Any) -> list[Path]:

@@ -7,7 +7,7 @@ import gguf
 import gguf_experts
 import numpy as np
 import torch
-from gguf_files import byte_level_metadata, finish, quantized, tiny_model, writer_of
+from gguf_files import byte_level_metadata, finish, multipliers_of, quantized, sizes_of, tiny_model, writer_of
 from transformers import PreTrainedModel
 
 NAMES = {
@@ -113,12 +113,7 @@ def _metadata(config: Any, kind: str) -> dict[str, Any]:
     rope = getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0}
     recurrent = [name not in ("full_attention", "attention") for name in config.layer_types]
     values = {
-        "general.architecture": kind,
-        f"{kind}.context_length": config.max_position_embeddings,
-        f"{kind}.embedding_length": config.hidden_size,
-        f"{kind}.block_count": config.num_hidden_layers,
-        f"{kind}.feed_forward_length": config.intermediate_size,
-        f"{kind}.attention.head_count": config.num_attention_heads,
+        **sizes_of(config, kind),
         f"{kind}.attention.head_count_kv": config.num_key_value_heads,
         f"{kind}.attention.key_length": 16,
         f"{kind}.attention.value_length": 16,
@@ -144,9 +139,7 @@ def _metadata(config: Any, kind: str) -> dict[str, Any]:
         values[f"{kind}.rope.dimension_sections"] = [11, 11, 10, 0]
     if kind == "granitehybrid":
         sizes = config.mamba_d_conv, config.mamba_d_state, config.mamba_n_groups, config.mamba_n_heads, 2 * config.hidden_size
-        names = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
-        names |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
-        values |= {f"{kind}.{key}": float(getattr(config, name)) for key, name in names.items()}
+        values |= multipliers_of(config, kind)
         values |= {f"{kind}.rope.scaling.finetuned": False, f"{kind}.expert_shared_feed_forward_length": config.shared_intermediate_size}
     if kind.startswith("nemotron"):
         sizes = config.conv_kernel, config.ssm_state_size, config.n_groups, config.mamba_num_heads, 32 * config.mamba_num_heads

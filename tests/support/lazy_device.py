@@ -173,7 +173,6 @@ class CellModel(DeviceExecutor):
 
     def __init__(self, lazy: LazyDevice, vocabulary: int) -> None:
         self._lazy, self._vocabulary = lazy, vocabulary
-        self._cells: dict[str, np.ndarray] = {}
 
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
         self._size = block_size

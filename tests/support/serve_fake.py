@@ -52,13 +52,12 @@ class Startable(FakeEngine):
             raise RuntimeError("a bug in the server")
 
 
-def _fakes():
-    """The fakes of the engine's own process."""
-    import fake_engine
-    import pytest
+def _counting():
+    """The engine that counts, in a process of its own."""
+    import counting_engine
 
-    fake_engine.fake(pytest.MonkeyPatch())
-    return fake_engine
+    counting_engine.install()
+    return counting_engine
 
 
 def _engine(loads: str):
@@ -72,7 +71,7 @@ def _engine(loads: str):
     from chairlift.engine.engine_process import EngineProcess
     from chairlift.engine.replicated_engine import ReplicatedEngine
 
-    _fakes().hurry(1.0)
+    _counting().hurry(1.0)
     from chairlift.engine import heartbeat
 
     heartbeat.KILL_AFTER = 1.0 if loads == "killed" else 1000.0
@@ -93,7 +92,7 @@ def download(port: int) -> int:
     from chairlift.cli import serve
     from chairlift.engine import client
 
-    _fakes()
+    _counting()
     client.locate = lambda *_: time.sleep(3600)
     return serve.run(Namespace(engine=EngineConfig(), server=ServerConfig(port=port), started=time.perf_counter()))
 

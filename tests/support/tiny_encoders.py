@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from gguf_files import CONTROL, NORMAL, quantized, writer_of
+from gguf_files import CONTROL, NORMAL, finish, quantized, sizes_of, writer_of
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -126,12 +126,8 @@ def gguf_of(
     first = config.pad_token_id + 1 if "roberta" in config.model_type else 0
     epsilon = "layer_norm_rms_epsilon" if gemma else "layer_norm_epsilon"
     values = {
-        "general.architecture": kind,
+        **sizes_of(config, kind),
         f"{kind}.context_length": config.max_position_embeddings - first,
-        f"{kind}.embedding_length": config.hidden_size,
-        f"{kind}.block_count": config.num_hidden_layers,
-        f"{kind}.feed_forward_length": config.intermediate_size,
-        f"{kind}.attention.head_count": config.num_attention_heads,
         f"{kind}.attention.{epsilon}": config.rms_norm_eps if gemma else config.layer_norm_eps,
         f"{kind}.pooling_type": pooling,
         **_vocabulary(),
@@ -154,10 +150,7 @@ def gguf_of(
         matrix = weights.ndim == 2 and not stem.startswith(("classifier", "embeddings.token_type", "embeddings.position"))
         used = quantization if matrix else gguf.GGMLQuantizationType.F32
         writer.add_tensor(f"{names.get_name(stem) or stem}.{suffix}", quantized(np.ascontiguousarray(weights), used), raw_dtype=used)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def _tensors(model: torch.nn.Module, first_position: int) -> dict[str, np.ndarray]:

@@ -67,19 +67,9 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         return encoder_config(file, architecture)
     kind = file.get("general.architecture", str)
     assert kind is not None
-    experts = file.get(f"{kind}.expert_count", int)
-    mixture = architecture.mixture
-    if bool(experts) != (mixture is not None) and not (mixture and (mixture.optional or mixture.switch)):
-        found = f"is a mixture of {experts} experts" if experts else f"has no {kind}.expert_count"
-        raise UnsupportedModel(f"{file.path} {found}, which cannot be read for the architecture {kind!r}")
+    experts, mixture = _num_experts(file, kind, architecture), architecture.mixture
     hidden, heads = file.size(f"{kind}.embedding_length"), file.size(f"{kind}.attention.head_count")
-    head_dim = file.size(f"{kind}.attention.key_length", hidden // heads)
-    rotary = file.size(f"{kind}.rope.dimension_count", head_dim)
-    value = file.size(f"{kind}.attention.value_length", head_dim)
-    latent = _latent(file, kind, rotary, head_dim, value) if architecture.latent else {}
-    head_dim = rotary if latent else head_dim
-    if not latent and (value != head_dim or (rotary != head_dim and not architecture.partial_rotary and not architecture.single)):
-        raise UnsupportedModel(f"{file.path}: rotary or value dimensions that differ from the head's {head_dim} cannot be read")
+    head_dim, rotary, latent = _head_sizes(file, kind, architecture, hidden // heads)
     vocab_size = file.vocab_size
     epsilon = file.get(f"{kind}.attention.layer_norm_epsilon", float) if architecture.single else None
     layers = num_layers(file, kind)
@@ -130,6 +120,27 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     for key_name in layout.image_keys:
         file.value(f"{kind}.{key_name}")
     return config | _positions(file, kind, architecture, layout) | _token_ids(file, vocab_size)
+
+
+def _num_experts(file: GGUFFile, kind: str, architecture: Architecture) -> int | None:
+    """Returns the number of experts of a layer. Raises UnsupportedModel unless the architecture has experts where the file has them."""
+    experts, mixture = file.get(f"{kind}.expert_count", int), architecture.mixture
+    if bool(experts) != (mixture is not None) and not (mixture and (mixture.optional or mixture.switch)):
+        found = f"is a mixture of {experts} experts" if experts else f"has no {kind}.expert_count"
+        raise UnsupportedModel(f"{file.path} {found}, which cannot be read for the architecture {kind!r}")
+    return experts
+
+
+def _head_sizes(file: GGUFFile, kind: str, architecture: Architecture, usual: int) -> tuple[int, int, dict[str, Any]]:
+    """Returns the size of a head, how much of it is rotated, and the entries of config.json for attention to latents, if any."""
+    head_dim = file.size(f"{kind}.attention.key_length", usual)
+    rotary = file.size(f"{kind}.rope.dimension_count", head_dim)
+    value = file.size(f"{kind}.attention.value_length", head_dim)
+    if architecture.latent:
+        return rotary, rotary, _latent(file, kind, rotary, head_dim, value)
+    if value != head_dim or (rotary != head_dim and not architecture.partial_rotary and not architecture.single):
+        raise UnsupportedModel(f"{file.path}: rotary or value dimensions that differ from the head's {head_dim} cannot be read")
+    return head_dim, rotary, {}
 
 
 def _latent(file: GGUFFile, kind: str, rotary: int, key: int, value: int) -> dict[str, Any]:

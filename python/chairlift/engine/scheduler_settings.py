@@ -76,8 +76,9 @@ as much memory as a state, experts of a layer and those that a token uses."""
 
 
 def of_config(config: EngineConfig, **sizes: Any) -> dict[str, Any]:
-    """The settings of `_core.Scheduler`; `sizes` are block_size, `HOST` and the flags whose values depend on the machine."""
-    return of_flags({flag: getattr(config, flag) for flag in FLAGS} | sizes) | {"block_size": sizes["block_size"]}
+    """The settings of `_core.Scheduler`. `sizes` are block_size, the flags whose values depend on the machine, and `HOST`, else 0."""
+    values = {flag: getattr(config, flag) for flag in FLAGS} | dict.fromkeys(HOST, 0) | sizes
+    return of_flags(values) | {"block_size": sizes["block_size"]}
 
 
 def of_flags(flags: Mapping[str, Any]) -> dict[str, Any]:

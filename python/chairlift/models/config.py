@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from chairlift.architectures import ARCHITECTURES, QWEN3, WRAPPED, Architecture, Code, Norms, Projections, Windows
 from chairlift.errors import UnsupportedModel
@@ -245,11 +245,7 @@ class ModelConfig(ModelShape):
         windows, local, variants = _windows(raw, family, layers), (kv_heads, head_dim), None
         if family.global_head_dim is not None:
             variants, (kv_heads, head_dim) = parse_variants(raw, windows, local, family.global_head_dim)
-        for count, size in {local, (kv_heads, head_dim)}:
-            if heads % count:
-                raise UnsupportedModel(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({count})")
-            if size % 2:
-                raise UnsupportedModel(f"head_dim must be even for rotary positions, got {size}")
+        _check_heads(heads, {local, (kv_heads, head_dim)})
         recurrence = parse_recurrence(raw, family, layers)
         kinds = (parse_names(raw, "layers_block_type") or []) if family.single else []
         attention, feeds = _parts(kinds, recurrence, layers)
@@ -257,8 +253,7 @@ class ModelConfig(ModelShape):
         raw = {**raw, "max_position_embeddings": parse_size(raw, "max_position_embeddings", family.max_positions)}
         rotated = (latent.rotated,) * 2 if latent else (head_dim, local[1])
         rope, local_rope = parse_ropes(raw, family, rotated)
-        multiplier = _multipliers(raw) if family.multipliers else None
-        scalar = _number(raw, "query_pre_attn_scalar", family.query_scalar) if family.query_scalar else None
+        scales = _multipliers(raw) if family.multipliers else _Scales.of(raw, family, hidden, head_dim)
         softcaps = _softcaps(raw, family)
         return cls(
             architecture=family.name,
@@ -280,23 +275,13 @@ class ModelConfig(ModelShape):
             whole_norms=family.whole_norms,
             sinks=family.sinks,
             windows=windows,
-            attention_scale=latent.scale
-            if latent
-            else (scalar or head_dim) ** -0.5
-            if multiplier is None
-            else multiplier["attention_multiplier"],
             temperature=parse_temperature(raw) if family.temperature else None,
             attention_softcap=softcaps[0],
             final_softcap=softcaps[1],
             activation=family.activation,
-            embedding_scale=(hidden**0.5 if family.scaled_embeddings else 1.0)
-            if multiplier is None
-            else multiplier["embedding_multiplier"],
             norm_offset=family.norm_offset,
             post_norms=family.post_norms,
             uses_rope=_uses_rope(raw, family, layers),
-            residual_scale=1.0 if multiplier is None else multiplier["residual_multiplier"],
-            logits_scale=1.0 if multiplier is None else 1.0 / multiplier["logits_scaling"],
             projections=family.projections,
             norms=family.norms,
             gated_attention=family.gated_attention,
@@ -312,6 +297,10 @@ class ModelConfig(ModelShape):
             quantization=scheme.name if scheme else None,
             max_position_embeddings=longest_context(raw["max_position_embeddings"], rope),
             dtype=parse_dtype(raw),
+            embedding_scale=scales.embedding,
+            attention_scale=latent.scale if latent else scales.attention,
+            residual_scale=scales.residual,
+            logits_scale=scales.logits,
         )
 
 
@@ -378,6 +367,15 @@ def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationS
         raise NoNativeModel(str(reason)) from None
 
 
+def _check_heads(queries: int, heads: set[tuple[int, int]]) -> None:
+    """Raises UnsupportedModel for numbers and sizes of KV heads that cannot be computed with so many heads of queries."""
+    for count, size in heads:
+        if queries % count:
+            raise UnsupportedModel(f"num_attention_heads ({queries}) must be a multiple of num_key_value_heads ({count})")
+        if size % 2:
+            raise UnsupportedModel(f"head_dim must be even for rotary positions, got {size}")
+
+
 def _parts(kinds: list[str], recurrence: RecurrentLayers | None, layers: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """Returns for each layer whether it has attention, and whether it has an MLP or experts. `kinds` are those of layers with one part."""
     feeds = tuple(kind in FEEDS for kind in kinds) or (True,) * layers
@@ -422,10 +420,26 @@ def _number(raw: dict[str, Any], name: str, default: float | None) -> float | No
     return float(value)
 
 
-def _multipliers(raw: dict[str, Any]) -> dict[str, float]:
-    """Returns Granite's multipliers, which are 1 where config.json is silent."""
-    names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
-    return {name: _number(raw, name, 1.0) or 1.0 for name in names}
+class _Scales(NamedTuple):
+    """The factors of embeddings, of attention scores, of the outputs of blocks and of logits."""
+
+    embedding: float
+    attention: float
+    residual: float = 1.0
+    logits: float = 1.0
+
+    @classmethod
+    def of(cls, raw: dict[str, Any], family: Architecture, hidden: int, head_dim: int) -> _Scales:
+        """Returns those of a model without multipliers."""
+        scalar = _number(raw, "query_pre_attn_scalar", family.query_scalar) if family.query_scalar else None
+        return cls(hidden**0.5 if family.scaled_embeddings else 1.0, (scalar or head_dim) ** -0.5)
+
+
+def _multipliers(raw: dict[str, Any]) -> _Scales:
+    """Returns Granite's, which are 1 where config.json is silent."""
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    *scales, logits = (_number(raw, name, 1.0) or 1.0 for name in names)
+    return _Scales(*scales, 1.0 / logits)
 
 
 def _uses_rope(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[bool, ...]:

@@ -162,12 +162,6 @@ def machine(
             max_num_batched_tokens=tokens,
             max_num_seqs=slots,
             max_model_len=longest,
-            host_blocks=0,
-            swap_ns_per_block=0,
-            state_slots=0,
-            state_tokens=0,
-            experts=0,
-            experts_used=0,
         )
         return settings, step_time or known.step
     return _on_device(shape(model or config.model), known, config, step_time)
@@ -240,8 +234,6 @@ def _on_device(model: ModelShape, on: Device, config: EngineConfig, step_time: S
         max_model_len=longest,
         host_blocks=int(config.swap_space // block),
         swap_ns_per_block=round(block / on.link * 1e9),
-        state_slots=0,
-        state_tokens=0,
         experts=model.expert_counts[0],
         experts_used=model.expert_counts[1],
     )

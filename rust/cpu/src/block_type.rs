@@ -11,25 +11,56 @@ const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 
 /// Twice the values of the codes of `MXFP4`, which are 4-bit floats.
 const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// A ggml block type that [`BlockPanels`](crate::ggml::BlockPanels) stores without conversion.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(non_camel_case_types)]
-pub(crate) enum BlockType {
-    Q4_0,
-    Q4_1,
-    Q5_0,
-    Q5_1,
-    Q8_0,
-    Q2_K,
-    Q3_K,
-    Q4_K,
-    Q5_K,
-    Q6_K,
-    IQ4_NL,
-    IQ4_XS,
-    MXFP4,
-    /// Types whose codes are looked up in a table.
-    Grid(GridType),
+/// Defines the types, each with ggml's number and the bytes of a block in the file.
+macro_rules! block_types {
+    ($($kind:ident = $number:literal, $bytes:literal;)+) => {
+        /// A ggml block type that [`BlockPanels`](crate::ggml::BlockPanels) stores without conversion.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[allow(non_camel_case_types)]
+        pub(crate) enum BlockType {
+            $($kind,)+
+            /// Types whose codes are looked up in a table.
+            Grid(GridType),
+        }
+
+        impl BlockType {
+            pub(crate) fn all() -> impl Iterator<Item = Self> {
+                [$(Self::$kind),+].into_iter().chain(GridType::ALL.map(Self::Grid))
+            }
+
+            /// ggml's type number.
+            pub(crate) fn number(self) -> u32 {
+                match self {
+                    $(Self::$kind => $number,)+
+                    Self::Grid(kind) => kind.number(),
+                }
+            }
+
+            /// Bytes of a block in the file.
+            pub(crate) fn bytes(self) -> usize {
+                match self {
+                    $(Self::$kind => $bytes,)+
+                    Self::Grid(kind) => kind.bytes(),
+                }
+            }
+        }
+    };
+}
+
+block_types! {
+    Q4_0 = 2, 18;
+    Q4_1 = 3, 20;
+    Q5_0 = 6, 22;
+    Q5_1 = 7, 24;
+    Q8_0 = 8, 34;
+    Q2_K = 10, 84;
+    Q3_K = 11, 110;
+    Q4_K = 12, 144;
+    Q5_K = 13, 176;
+    Q6_K = 14, 210;
+    IQ4_NL = 20, 18;
+    IQ4_XS = 23, 136;
+    MXFP4 = 39, 17;
 }
 
 /// Number of bits in a code.
@@ -78,52 +109,9 @@ pub(crate) struct Unpacked {
 }
 
 impl BlockType {
-    pub(crate) const ALL: [Self; 20] = [
-        Self::Q4_0,
-        Self::Q4_1,
-        Self::Q5_0,
-        Self::Q5_1,
-        Self::Q8_0,
-        Self::Q2_K,
-        Self::Q3_K,
-        Self::Q4_K,
-        Self::Q5_K,
-        Self::Q6_K,
-        Self::IQ4_NL,
-        Self::IQ4_XS,
-        Self::MXFP4,
-        Self::Grid(GridType::IQ2_XXS),
-        Self::Grid(GridType::IQ2_XS),
-        Self::Grid(GridType::IQ3_XXS),
-        Self::Grid(GridType::IQ1_S),
-        Self::Grid(GridType::IQ3_S),
-        Self::Grid(GridType::IQ2_S),
-        Self::Grid(GridType::IQ1_M),
-    ];
-
-    /// ggml's type number.
-    pub(crate) fn number(self) -> u32 {
-        match self {
-            Self::Q4_0 => 2,
-            Self::Q4_1 => 3,
-            Self::Q5_0 => 6,
-            Self::Q5_1 => 7,
-            Self::Q8_0 => 8,
-            Self::Q2_K => 10,
-            Self::Q3_K => 11,
-            Self::Q4_K => 12,
-            Self::Q5_K => 13,
-            Self::Q6_K => 14,
-            Self::IQ4_NL => 20,
-            Self::IQ4_XS => 23,
-            Self::MXFP4 => 39,
-            Self::Grid(kind) => kind.number(),
-        }
-    }
-
     /// The type with this ggml number. `None` if the type is not supported without conversion, or if its grid is not known.
     pub(crate) fn from_ggml(number: u32) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.number() == number).filter(|kind| kind.is_known())
+        Self::all().find(|kind| kind.number() == number).filter(|kind| kind.is_known())
     }
 
     /// Whether the type's blocks can be unpacked: not without its grid, if it has one.
@@ -149,25 +137,6 @@ impl BlockType {
         match self {
             Self::Q2_K | Self::Q3_K | Self::Q6_K | Self::Grid(_) => BLOCK / 2,
             _ => BLOCK,
-        }
-    }
-
-    /// Bytes of a block in the file.
-    pub(crate) fn bytes(self) -> usize {
-        match self {
-            Self::Q4_0 | Self::IQ4_NL => 18,
-            Self::Q4_1 => 20,
-            Self::Q5_0 => 22,
-            Self::Q5_1 => 24,
-            Self::Q8_0 => 34,
-            Self::Q2_K => 84,
-            Self::Q3_K => 110,
-            Self::Q4_K => 144,
-            Self::Q5_K => 176,
-            Self::Q6_K => 210,
-            Self::IQ4_XS => 136,
-            Self::MXFP4 => 17,
-            Self::Grid(kind) => kind.bytes(),
         }
     }
 

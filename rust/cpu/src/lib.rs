@@ -64,5 +64,5 @@ pub use weights::{DType, Matrix, Merge, PackError};
 
 /// ggml's type numbers of the block types that [`DType::Kept`] supports. Types with a grid are among them once [`provide_grid`] has set it.
 pub fn block_types() -> Vec<u32> {
-    block_type::BlockType::ALL.into_iter().filter(|kind| kind.is_known()).map(block_type::BlockType::number).collect()
+    block_type::BlockType::all().filter(|kind| kind.is_known()).map(block_type::BlockType::number).collect()
 }

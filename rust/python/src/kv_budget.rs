@@ -1,18 +1,13 @@
 //! The division of KV bytes among models.
 
+use crate::threads::lock;
 use chairlift_core as core;
 use pyo3::prelude::*;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 /// Divides bytes for KV blocks among models: see `chairlift_core::KvBudget`.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct KvBudget(Mutex<core::KvBudget>);
-
-impl KvBudget {
-    fn lock(&self) -> MutexGuard<'_, core::KvBudget> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
 
 #[pymethods]
 impl KvBudget {
@@ -23,34 +18,34 @@ impl KvBudget {
 
     #[pyo3(signature = (model, *, block_bytes, state_bytes, least, most))]
     fn add(&self, model: u32, block_bytes: u64, state_bytes: u64, least: u32, most: u32) {
-        self.lock().add(model, block_bytes, state_bytes, least, most);
+        lock(&self.0).add(model, block_bytes, state_bytes, least, most);
     }
 
     fn remove(&self, model: u32) {
-        self.lock().remove(model);
+        lock(&self.0).remove(model);
     }
 
     fn promised(&self) -> u64 {
-        self.lock().promised()
+        lock(&self.0).promised()
     }
 
     fn report(&self, model: u32, held: u32, kept: u32, wanted: u32) {
-        self.lock().report(model, core::BlocksUsed { held, kept, wanted });
+        lock(&self.0).report(model, core::BlocksUsed { held, kept, wanted });
     }
 
     fn set(&self, model: u32, limit: u32) {
-        self.lock().set(model, limit);
+        lock(&self.0).set(model, limit);
     }
 
     fn is_short(&self) -> bool {
-        self.lock().is_short()
+        lock(&self.0).is_short()
     }
 
     fn shrink(&self) -> Vec<(u32, u32)> {
-        self.lock().shrink()
+        lock(&self.0).shrink()
     }
 
     fn grow(&self) -> Vec<(u32, u32)> {
-        self.lock().grow()
+        lock(&self.0).grow()
     }
 }

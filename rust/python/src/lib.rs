@@ -40,7 +40,7 @@ mod _core {
     #[pymodule_export]
     use crate::encoder::{Encoder, EncoderBlock};
     #[pymodule_export]
-    use crate::errors::{EmptyPrompt, HeldBusy, NeverFits, NoNewTokens, NotHeld, QueueFull, Rejected, TooLong};
+    use crate::errors::{EmptyPrompt, NeverFits, NoNewTokens, QueueFull, Rejected, TooLong};
     #[pymodule_export]
     use crate::grammar::{GrammarMatcher, GrammarVocabulary};
     #[pymodule_export]

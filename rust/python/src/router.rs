@@ -1,9 +1,10 @@
 //! The router between the engines of a server.
 
+use crate::threads::lock;
 use chairlift_core::{self as core, BlockHash, BlockHasher, CacheChanges, CacheScope, EngineView, Routing, Time, Token};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 /// An engine: its number, requests, microseconds until it starts another prompt, microseconds for each prompt token, and microseconds that a
 /// session which is not active there waits for its turn.
@@ -46,12 +47,6 @@ pub(crate) struct Router {
     block_size: u32,
 }
 
-impl Router {
-    fn lock(&self) -> MutexGuard<'_, core::Router> {
-        self.chooser.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 #[pymethods]
 impl Router {
     /// `hash_key` and `block_size` are those of the engines' schedulers.
@@ -86,24 +81,24 @@ impl Router {
             block_size: self.block_size,
             session: session.map(|session| self.hasher.root(&CacheScope::salted(session)).to_bits()),
         };
-        let chosen = self.lock().choose(&engines, &request);
+        let chosen = lock(&self.chooser).choose(&engines, &request);
         Ok((chosen.index, chosen.cached_tokens, chosen.number))
     }
 
     /// Records that a request's prompt is computed, or that it has ended. Unknown numbers are ignored.
     fn computed(&self, request: u64) {
-        self.lock().computed(request);
+        lock(&self.chooser).computed(request);
     }
 
     /// Takes a report of `Scheduler.take_cache_changes` of an engine.
     fn cache_changed(&self, engine: u32, added: &[u8], dropped: &[u8]) {
         let [added, dropped] = [added, dropped].map(unpacked);
-        self.lock().cache_changed(engine, &CacheChanges { added, dropped });
+        lock(&self.chooser).cache_changed(engine, &CacheChanges { added, dropped });
     }
 
     /// Forgets an engine that has ended.
     fn forget(&self, engine: u32) {
-        self.lock().forget(engine);
+        lock(&self.chooser).forget(engine);
     }
 }
 

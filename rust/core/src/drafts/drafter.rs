@@ -107,11 +107,6 @@ impl Drafter {
         }
     }
 
-    /// Whether drafting is enabled for a sequence.
-    pub fn watches(&self, id: SeqId) -> bool {
-        self.seqs.contains_key(id)
-    }
-
     /// Draft counters since the start.
     pub fn stats(&self) -> &DraftStats {
         &self.stats

@@ -17,10 +17,26 @@ const MAGIC: &[u8] = b"chairlift-journal-";
 const VERSION: &[u8] = b"3\n";
 pub(crate) const SEED: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// The kind of a record: its first byte.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub(crate) enum Kind {
+/// Defines [`Kind`], and the kind of each first byte.
+macro_rules! kinds {
+    ($($(#[$about:meta])* $kind:ident = $byte:literal,)+) => {
+        /// The kind of a record: its first byte.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(u8)]
+        pub(crate) enum Kind { $($(#[$about])* $kind = $byte,)+ }
+
+        impl Kind {
+            pub(crate) fn of(byte: u8) -> Option<Self> {
+                match byte {
+                    $($byte => Some(Self::$kind),)+
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+kinds! {
     /// Time, tag, prompt tokens, maximum new tokens, priority, weight, deadlines, prediction, tenant, names of full blocks. Only
     /// read: older versions wrote it instead of `Request`.
     Add = 1,
@@ -69,38 +85,6 @@ pub(crate) enum Kind {
     Ended = 22,
     /// The coefficients of the step-time model. A replay ignores it too.
     StepModel = 23,
-}
-
-impl Kind {
-    const ALL: [Self; 23] = [
-        Self::Add,
-        Self::Fork,
-        Self::End,
-        Self::Expire,
-        Self::Plan,
-        Self::Commit,
-        Self::Name,
-        Self::Draft,
-        Self::Append,
-        Self::ForkAt,
-        Self::SetPriority,
-        Self::Restore,
-        Self::ExternalService,
-        Self::BlockLimit,
-        Self::Resumed,
-        Self::Open,
-        Self::Drop,
-        Self::Tier,
-        Self::Request,
-        Self::Prepare,
-        Self::Session,
-        Self::Ended,
-        Self::StepModel,
-    ];
-
-    pub(crate) fn of(byte: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|&kind| kind as u8 == byte)
-    }
 }
 
 /// The reasons for which callers end requests. A record stores an index into this list.

@@ -1,17 +1,17 @@
 //! The KV cache: device and host blocks, their names and their holders.
 
-use super::block::{
-    BlockId, BlockPool, BlockTable, BlockUse, CacheChanges, CacheOwner, Chain, Estimate, EvictionClass, StoredBlock, TAKERS, User,
-};
+use super::block::{BlockId, BlockPool, BlockUse, CacheChanges, CacheOwner, EvictionClass, StoredBlock, TAKERS, User};
 use super::hash::{BlockHash, BlockHasher};
-use super::state_pool::{StatePool, StateSlot};
-use crate::request::{CacheScope, Token};
+use super::state_pool::StatePool;
+use crate::request::Token;
 use std::sync::Arc;
 
 mod host;
+mod lookup;
 mod seq_blocks;
 mod states;
 
+pub use lookup::Restored;
 pub(crate) use seq_blocks::SeqBlocks;
 
 /// Blocks that a sequence can share when it is admitted.
@@ -21,17 +21,6 @@ pub(crate) struct Cached {
     /// A block that the fork's parent or the held sequence has partly filled, and the number of tokens computed with it.
     /// The sequence copies the block.
     tail: Option<(BlockId, u32)>,
-}
-
-/// A prefix whose KV is read from storage. Everything new must be written before the next step.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Restored {
-    /// Number of leading blocks that were cached.
-    pub cached: usize,
-    /// The new blocks after them.
-    pub blocks: Vec<BlockId>,
-    /// The slot for the state after all blocks. `None` if it is saved, without a slot for it, or in a model without states.
-    pub state: Option<StateSlot>,
 }
 
 /// Computed tokens of a sequence at its admission.
@@ -147,87 +136,6 @@ impl Kv {
         self.pool.uses()
     }
 
-    /// Names of the full blocks of `tokens` after the first `from`. Missing names are computed and not stored.
-    pub(crate) fn names<'a>(&'a self, blocks: &'a SeqBlocks, tokens: &'a [Token], from: usize) -> impl Iterator<Item = BlockHash> + 'a {
-        let hasher = self.pool.hasher();
-        let known = from.min(blocks.names.len());
-        let mut name = known.checked_sub(1).map_or_else(|| hasher.root(&blocks.scope), |last| blocks.names[last]);
-        let rest = tokens.chunks_exact(self.block_size as usize).enumerate().skip(known).map(move |(at, block)| {
-            name = blocks.names.get(at).copied().unwrap_or_else(|| hasher.child(name, block));
-            name
-        });
-        rest.skip(from - known)
-    }
-
-    /// Computes the missing names of a sequence's full blocks.
-    pub(crate) fn name(&mut self, blocks: &mut SeqBlocks, tokens: &[Token]) {
-        if self.sharing {
-            self.pool.name_blocks(&blocks.scope, tokens, &mut blocks.names);
-        }
-    }
-
-    /// Whether a block with this name is cached.
-    pub(crate) fn is_named(&mut self, name: BlockHash) -> bool {
-        self.pool.is_named(name)
-    }
-
-    /// Extends a waiting sequence's chain of cached blocks from its latest lookup.
-    pub(crate) fn look_up(&mut self, blocks: &mut SeqBlocks, tokens: &[Token]) {
-        let mut found = std::mem::take(&mut self.spare);
-        let chain = self.pool.find_on(blocks.chain.clone(), &blocks.names, tokens, &mut found);
-        self.set_chain(blocks, chain);
-        self.recycle(found);
-    }
-
-    /// Number of full blocks at the start of `tokens`, in a group and without a salt, that a sequence can share.
-    pub(crate) fn cached(&mut self, group: &str, tokens: &[Token]) -> usize {
-        let mut found = std::mem::take(&mut self.spare);
-        let (names, _) = self.find_unsalted(group, tokens, &mut found);
-        let len = self.usable(&names, found.len());
-        self.recycle(found);
-        len
-    }
-
-    /// Names free blocks for the full blocks of `tokens`, in a group and without a salt, that are not cached: as many as are free. The
-    /// least recently used cached blocks lose their names. Calls `on_name` for each name. Returns the number of blocks that
-    /// were cached, and the new blocks that follow them. The caller writes their KV before the next step.
-    pub(crate) fn restore(&mut self, group: &str, tokens: &[Token], mut on_name: impl FnMut(BlockHash)) -> Restored {
-        let mut found = Vec::new();
-        let (names, mut chain) = self.find_unsalted(group, tokens, &mut found);
-        let mut table = BlockTable::default();
-        for &id in &found {
-            self.pool.share(&mut table, id);
-        }
-        let len = names.len().min(found.len() + self.pool.free());
-        let grown = self.pool.grow(&mut table, len);
-        assert!(grown, "counted before");
-        let size = self.block_size as usize;
-        for (name, block) in names.iter().zip(tokens.chunks_exact(size)).take(len).skip(found.len()) {
-            self.pool.seal(&table, &mut chain, *name, block, 0);
-            on_name(*name);
-        }
-        let restored = table.ids()[found.len()..].to_vec();
-        self.pool.release(&mut table);
-        let state = if len == names.len() { self.restore_state(&names, chain.content()) } else { None };
-        Restored { cached: found.len(), blocks: restored, state }
-    }
-
-    /// Names of the full blocks of `tokens` in a group, without a salt. None if sequences share no blocks.
-    pub(crate) fn unsalted_names(&mut self, group: &str, tokens: &[Token]) -> Vec<BlockHash> {
-        let mut names = Vec::new();
-        if self.sharing {
-            self.pool.name_blocks(&CacheScope::of_group(group), tokens, &mut names);
-        }
-        names
-    }
-
-    /// Finds the cached blocks of `tokens` in a group, without a salt. Returns the names of all full blocks and the end of the chain.
-    fn find_unsalted(&mut self, group: &str, tokens: &[Token], found: &mut Vec<BlockId>) -> (Vec<BlockHash>, Chain) {
-        let names = self.unsalted_names(group, tokens);
-        let chain = self.pool.find(&Arc::new(CacheScope::of_group(group)), &names, tokens, found);
-        (names, chain)
-    }
-
     /// The cached blocks that are complete before `step`: see [`BlockPool::stored`].
     pub(crate) fn stored(&self, step: u64, after: u64) -> Vec<StoredBlock> {
         self.pool.stored(step, after)
@@ -261,15 +169,6 @@ impl Kv {
     /// See [`BlockPool::rank_owner`].
     pub(crate) fn rank_owner(&mut self, owner: CacheOwner, class: EvictionClass) {
         self.pool.rank_owner(owner, class);
-    }
-
-    /// Estimates how many blocks of a waiting sequence are cached beyond its first `from`: see [`BlockPool::estimate`].
-    /// `last` is the previous estimate. It is reused for equal names, so the cache must not change between the calls.
-    pub(crate) fn estimate(&mut self, blocks: &SeqBlocks, from: usize, last: &mut Option<Estimate>) -> Chain {
-        let known = last.take().filter(|last| last.holds_for(&blocks.names, from));
-        let estimate = known.unwrap_or_else(|| self.pool.estimate(&blocks.names, from));
-        *last = Some(estimate);
-        estimate.chain(&blocks.scope)
     }
 
     /// Finds the blocks that a sequence can share. A fork whose `parent` has computed its whole prompt also gets the

@@ -18,6 +18,18 @@ const MAX_BLOCKS: usize = 16;
 const WIDE: usize = (HEADS + 2 * KV_HEADS) * HEAD;
 const QUERIES: usize = HEADS * HEAD;
 const EPS: f32 = 1e-5;
+/// The first token of a sequence, whose KV goes into block 1.
+const ONE_TOKEN: Step<'static> = Step {
+    input_ids: &[1],
+    positions: &[0],
+    slots: &[4],
+    query_starts: &[0, 1],
+    context_lens: &[1],
+    rows: &[0],
+    block_tables: &[1],
+    max_blocks: 1,
+    adapters: &[],
+};
 
 /// Pseudo-random numbers between -1 and 1.
 pub(crate) fn numbers(seed: u32, count: usize) -> Vec<f32> {
@@ -421,17 +433,7 @@ fn adapters_that_do_not_fit_or_are_not_loaded_are_refused() {
     let shape = KvShape { layers: LAYERS, blocks: 4, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD, latent: None };
     let mut cache = KvCache::new(shape, KvDType::F32, 0).expect("there is memory");
     for number in [1, 3, -1] {
-        let step = Step {
-            input_ids: &[1],
-            positions: &[0],
-            slots: &[4],
-            query_starts: &[0, 1],
-            context_lens: &[1],
-            rows: &[0],
-            block_tables: &[1],
-            max_blocks: 1,
-            adapters: &[number],
-        };
+        let step = Step { adapters: &[number], ..ONE_TOKEN };
         assert_eq!(decoder.forward(&step, std::slice::from_mut(&mut cache), None), Err(StepError::Adapter { sequence: 0, number }));
     }
     assert_eq!(decoder.add_adapter(adapter(isa, &deltas(300, 4, ALL))), Ok(1));
@@ -486,17 +488,7 @@ fn a_block_table_without_such_blocks_panics_and_the_next_step_runs() {
     let expected = run(&mut decoder, KvDType::F32, &[&sequence], &[64]);
     let shape = KvShape { layers: LAYERS, blocks: 2, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD, latent: None };
     let mut cache = KvCache::new(shape, KvDType::F32, 0).expect("there is memory");
-    let step = Step {
-        input_ids: &[1],
-        positions: &[0],
-        slots: &[4],
-        query_starts: &[0, 1],
-        context_lens: &[1],
-        rows: &[0],
-        block_tables: &[2],
-        max_blocks: 1,
-        adapters: &[],
-    };
+    let step = Step { block_tables: &[2], ..ONE_TOKEN };
     assert!(
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| decoder.forward(&step, std::slice::from_mut(&mut cache), None))).is_err()
     );

@@ -3,9 +3,10 @@
 use std::ops::Range;
 
 use super::BlockPanels;
-use super::decode::{ByCodeBits, EIGHT, FOUR, GRID, SIX, Scales, Units, V, by_code_bits, plane, scales_of};
+use super::decode::{ByCodeBits, EIGHT, FOUR, GRID, SIX, Units, V, by_code_bits, plane, scales_of};
 use super::digits::codes;
 use super::grid::GridCodes;
+use super::scales::Scales;
 use crate::block_type::BLOCK;
 use crate::simd::{Int8, Isa, Kernel, pair_place, prefetch_ahead};
 

@@ -2,21 +2,19 @@
 //!
 //! A code becomes a number without a conversion: its bits are set in the mantissa of a power of two, and the power is subtracted.
 
-use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::BlockPanels;
 use super::grid::GridCodes;
 use super::panels::{CodeOrder, Unit};
-use crate::block_type::{BLOCK, BlockType, CodeBits, ScaleKind};
+use super::scales::Scales;
+use crate::block_type::{BLOCK, BlockType, CodeBits};
 use crate::simd::{Int8, Isa, Kernel, prefetch_ahead};
 
 /// Registers of a panel's columns, in all instruction sets with products of bytes or with tiles.
 pub(super) const V: usize = 2;
 /// Maximum columns of a panel.
 pub(super) const WIDTH: usize = 32;
-/// Maximum number of scale groups in a unit.
-pub(super) const GROUPS: usize = 16;
 /// Maximum rows for which [`multiply`] is faster than expanding the weights first.
 const FUSED_ROWS: usize = 4;
 
@@ -176,108 +174,6 @@ pub(super) fn by_code_bits<S: Int8>(s: S, decoding: u8, kernel: impl ByCodeBits)
 pub(super) trait Sink<S: Int8, const V: usize> {
     /// Receives the weights of input `k` in all columns of the panel.
     unsafe fn take(&mut self, s: S, k: usize, weights: [S::F; V]);
-}
-
-/// Scales and shifts of a unit in fp32, \[groups\]\[columns\].
-#[repr(align(64))]
-pub(super) struct Scales {
-    // Not zeroed: that took 3 % of the time of an expert's short panels.
-    factors: MaybeUninit<[f32; GROUPS * WIDTH]>,
-    shifts: MaybeUninit<[f32; GROUPS * WIDTH]>,
-}
-
-impl Scales {
-    /// Room for scales and shifts. [`Scales::fill`] writes those of a unit.
-    #[inline(always)]
-    pub(super) fn new() -> Self {
-        Self { factors: MaybeUninit::uninit(), shifts: MaybeUninit::uninit() }
-    }
-
-    #[inline(always)]
-    pub(super) fn factors(&self) -> *const f32 {
-        self.factors.as_ptr().cast()
-    }
-
-    #[inline(always)]
-    pub(super) fn shifts(&self) -> *const f32 {
-        self.shifts.as_ptr().cast()
-    }
-
-    #[inline(always)]
-    pub(super) fn shifts_mut(&mut self) -> *mut f32 {
-        self.shifts.as_mut_ptr().cast()
-    }
-
-    /// Reads the scales and shifts of a unit.
-    #[inline(always)]
-    pub(super) unsafe fn fill<S: Int8, const V: usize>(&mut self, s: S, kind: BlockType, unit: Unit, from: &[u8], groups: usize) {
-        let width = V * S::LANES;
-        assert!(from.len() >= unit.bytes && groups <= GROUPS && width <= WIDTH);
-        let from = from.as_ptr();
-        let (factors, shifts) = (self.factors.as_mut_ptr().cast::<f32>(), self.shifts_mut());
-        for column in (0..width).step_by(S::LANES) {
-            // SAFETY: as asserted. The unit's layout has room for all numbers of each kind.
-            unsafe {
-                let scale = from.add(2 * column).cast::<u16>();
-                let second = from.add(unit.second + 2 * column).cast::<u16>();
-                let none = s.splat(-0.0);
-                match kind.scale_kind() {
-                    ScaleKind::Half => {
-                        s.store(factors.add(column), s.load_f16(scale));
-                        s.store(shifts.add(column), none);
-                    }
-                    ScaleKind::Bf16 => {
-                        s.store(factors.add(column), s.load_bf16(scale));
-                        s.store(shifts.add(column), none);
-                    }
-                    ScaleKind::HalfShift => {
-                        s.store(factors.add(column), s.load_f16(scale));
-                        s.store(shifts.add(column), s.load_f16(second));
-                    }
-                    ScaleKind::ScaleMin => {
-                        // Factors have 6 bits, so their signed and unsigned values are equal.
-                        let (scale, minimum) = (s.load_f16(scale), s.load_f16(second));
-                        let negative = s.mul(minimum, s.splat(-1.0));
-                        for g in 0..groups {
-                            let at = g * width + column;
-                            s.store(factors.add(at), s.mul(scale, s.load_i8(from.add(unit.scales + at).cast())));
-                            s.store(shifts.add(at), s.mul(negative, s.load_i8(from.add(unit.mins + at).cast())));
-                        }
-                    }
-                    ScaleKind::Nibbles => {
-                        let (scale, minimum) = (s.load_f16(scale), s.load_f16(second));
-                        let negative = s.mul(minimum, s.splat(-1.0));
-                        for g in 0..groups {
-                            let at = g * width + column;
-                            let word = s.words(from.add(unit.scales + 4 * (g / 4 * width + column)));
-                            let shift = 8 * (g % 4) as i32;
-                            s.store(factors.add(at), s.mul(scale, s.to_f32(s.field(word, shift, 15))));
-                            s.store(shifts.add(at), s.mul(negative, s.to_f32(s.field(word, shift + 4, 15))));
-                        }
-                    }
-                    ScaleKind::Signed => {
-                        let scale = s.load_f16(scale);
-                        for g in 0..groups {
-                            let at = g * width + column;
-                            s.store(factors.add(at), s.mul(scale, s.load_i8(from.add(unit.scales + at).cast())));
-                            s.store(shifts.add(at), none);
-                        }
-                    }
-                    ScaleKind::Odd(grid) => {
-                        let scale = s.mul(s.load_f16(scale), s.splat(grid.unit()));
-                        let each = grid.group() / kind.group();
-                        for g in 0..groups {
-                            let (at, stored) = (g * width + column, g / each);
-                            let word = s.words(from.add(unit.scales + 4 * (stored / 8 * width + column)));
-                            let number = s.to_f32(s.or(s.field(word, 4 * (stored % 8) as i32 - 1, 30), s.splat_i32(1)));
-                            s.store(factors.add(at), s.mul(scale, number));
-                            s.store(shifts.add(at), none);
-                        }
-                    }
-                }
-            }
-        }
-    }
 }
 
 /// Constants that convert codes to values.

@@ -8,9 +8,10 @@
 //! products of a digit exactly, and those of the digits in the same order.
 
 use super::BlockPanels;
-use super::decode::{EIGHT, FIVE, FOUR, GRID, GROUPS, SIX, Scales, TABLE, THREE, TWO, Units, V, WIDTH, plane, scales_of};
+use super::decode::{EIGHT, FIVE, FOUR, GRID, SIX, TABLE, THREE, TWO, Units, V, plane, scales_of};
 use super::grid::GridCodes;
 use super::panels::BYTE_ORDER;
+use super::scales::Scales;
 use crate::block_type::BLOCK;
 use crate::pod::Pod;
 use crate::simd::{Int8, Isa, Kernel, prefetch_twice};
@@ -227,36 +228,6 @@ impl<const N: usize> Multiply<'_, N> {
                     }
                 }
             }
-        }
-    }
-}
-
-impl Scales {
-    /// Loads the scales and shifts of a panel's columns, which are filled.
-    #[inline(always)]
-    #[allow(clippy::needless_range_loop)]
-    unsafe fn load<S: Int8>(&self, s: S, at: usize) -> [(S::F, S::F); V] {
-        assert!(at + V * S::LANES <= GROUPS * WIDTH);
-        let mut scales = [(s.splat(0.0), s.splat(0.0)); V];
-        for v in 0..V {
-            let at = at + v * S::LANES;
-            // SAFETY: asserted above, and the caller guarantees that they are filled.
-            scales[v] = unsafe { (s.load(self.factors().add(at)), s.load(self.shifts().add(at))) };
-        }
-        scales
-    }
-
-    /// Subtracts `offset` times its scale from each of the first `count` shifts, which are filled.
-    #[inline(always)]
-    pub(super) unsafe fn subtract<S: Int8>(&mut self, s: S, offset: f32, count: usize) {
-        assert!(count <= GROUPS * WIDTH && count.is_multiple_of(S::LANES));
-        if offset == 0.0 {
-            return;
-        }
-        for at in (0..count).step_by(S::LANES) {
-            let (factors, shifts) = (self.factors(), self.shifts_mut());
-            // SAFETY: asserted above, and the caller guarantees that they are filled.
-            unsafe { s.store(shifts.add(at), s.fma(s.load(factors.add(at)), s.splat(-offset), s.load(shifts.add(at)))) }
         }
     }
 }

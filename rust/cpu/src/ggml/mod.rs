@@ -11,6 +11,7 @@ mod digits;
 mod grid;
 mod panels;
 mod rounded;
+mod scales;
 
 pub(crate) use codes::expand_codes;
 pub(crate) use decode::{expand, fused_rows, multiply};

@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use super::BlockPanels;
-use super::decode::{ByCodeBits, EIGHT, FIVE, FOUR, GRID, SIX, Scales, THREE, TWO, Units, V, by_code_bits};
+use super::decode::{ByCodeBits, EIGHT, FIVE, FOUR, GRID, SIX, THREE, TWO, Units, V, by_code_bits};
 use super::panels::CodeOrder;
+use super::scales::Scales;
 use crate::block_type::BLOCK;
 use crate::simd::{Int8, Isa, Kernel, prefetch_twice};
 

@@ -122,7 +122,7 @@ fn blocks_stand_for_what_ggml_says() {
 fn packed_blocks_hold_the_weights_to_the_bit() {
     for isa in Isa::available().into_iter().chain([Isa::PORTABLE_DIGITS]) {
         let width = isa.panel();
-        for kind in BlockType::ALL {
+        for kind in BlockType::all() {
             let ins = if kind.block() == BLOCK { 160 } else { 768 };
             for rows in [1, width, width + 3] {
                 let bytes = random_blocks(kind, rows, ins, 7);
@@ -155,7 +155,7 @@ fn packed_blocks_hold_the_weights_to_the_bit() {
 fn products_are_those_of_expanded_weights_to_the_bit() {
     for isa in Isa::available().into_iter().filter(|isa| !isa.has_digits()) {
         let width = isa.panel();
-        for kind in BlockType::ALL {
+        for kind in BlockType::all() {
             let ins = 768;
             let panels = packed(isa, kind, &random_blocks(kind, width, ins, 11), ins);
             let mut expanded = vec![0.0; ins * width];
@@ -179,7 +179,7 @@ fn products_are_those_of_expanded_weights_to_the_bit() {
 
 #[test]
 fn packed_blocks_take_little_more_memory_than_the_file() {
-    for kind in BlockType::ALL {
+    for kind in BlockType::all() {
         let bytes = random_blocks(kind, 64, 1024, 1);
         // A scale of MXFP4 has 8 bits in the file and 16 here, and 8 signs of a type with a grid 7 and 8. The file has a delta of `IQ1_S` for
         // each 32 weights, and each 8 have one here.
@@ -197,7 +197,7 @@ fn packed_blocks_take_little_more_memory_than_the_file() {
 
 #[test]
 fn every_code_of_every_width_is_read() {
-    for kind in BlockType::ALL.into_iter().filter(|kind| !matches!(kind, BlockType::Grid(_))) {
+    for kind in BlockType::all().filter(|kind| !matches!(kind, BlockType::Grid(_))) {
         let codes = match kind.code_bits() {
             CodeBits::Two => 4,
             CodeBits::Three => 8,

@@ -96,7 +96,7 @@ fn products_are_right_and_rows_do_not_depend_on_each_other() {
 
 #[test]
 fn products_of_blocks_are_right_and_rows_do_not_depend_on_each_other() {
-    for kind in BlockType::ALL {
+    for kind in BlockType::all() {
         let (outs, ins) = if kind.block() == BLOCK { (70, 1184) } else { (70, 1280) };
         let bias = numbers(2, outs);
         let bytes = random_blocks(kind, outs, ins, 1);
@@ -110,7 +110,7 @@ fn products_of_blocks_are_right_and_rows_do_not_depend_on_each_other() {
 
 #[test]
 fn blocks_kept_as_they_are_give_what_their_numbers_give_to_the_last_bit() {
-    for kind in BlockType::ALL {
+    for kind in BlockType::all() {
         let (outs, ins) = if kind.block() == BLOCK { (70, 1184) } else { (70, 1280) };
         let blocks = random_blocks(kind, outs, ins, 1);
         let floats = bytes_of(&dequantized(kind, &blocks, ins));
@@ -211,7 +211,7 @@ fn a_clamped_gate_follows_its_formula() {
 /// A matrix of every format that tiles multiply, and of one that they do not.
 fn mixed(isa: Isa, dtype: DType, ins: usize) -> (Linear, Vec<f32>, Vec<f32>) {
     let (mut sources, mut weights) = (Vec::new(), Vec::new());
-    for kind in BlockType::ALL {
+    for kind in BlockType::all() {
         let bytes = random_blocks(kind, 40, ins, 9);
         weights.extend(dequantized(kind, &bytes, ins));
         sources.push((Numbers::Ggml(kind.number()), bytes));

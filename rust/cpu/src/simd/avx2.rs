@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, Simd};
+use super::{Int8, Kernel, Simd};
 
 /// Proof that the processor has AVX2, FMA and F16C.
 #[derive(Clone, Copy)]
@@ -24,21 +24,23 @@ impl Simd for Avx2 {
 
     type F = __m256;
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> __m256 {
-        unsafe { _mm256_set1_ps(x) }
+    instructions! {
+        unsafe fn load(p: *const f32) -> __m256 = _mm256_loadu_ps(p);
+        unsafe fn store(p: *mut f32, x: __m256) = _mm256_storeu_ps(p, x);
+        unsafe fn load_f16(p: *const u16) -> __m256 = _mm256_cvtph_ps(_mm_loadu_si128(p.cast()));
+        unsafe fn load_i8(p: *const i8) -> __m256 = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())));
     }
-    #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> __m256 {
-        unsafe { _mm256_loadu_ps(p) }
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32, x: __m256) {
-        unsafe { _mm256_storeu_ps(p, x) }
-    }
-    #[inline(always)]
-    unsafe fn load_f16(self, p: *const u16) -> __m256 {
-        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
+    instructions! {
+        fn splat(x: f32) -> __m256 = _mm256_set1_ps(x);
+        fn fma(a: __m256, b: __m256, c: __m256) -> __m256 = _mm256_fmadd_ps(a, b, c);
+        fn add(a: __m256, b: __m256) -> __m256 = _mm256_add_ps(a, b);
+        fn sub(a: __m256, b: __m256) -> __m256 = _mm256_sub_ps(a, b);
+        fn mul(a: __m256, b: __m256) -> __m256 = _mm256_mul_ps(a, b);
+        fn div(a: __m256, b: __m256) -> __m256 = _mm256_div_ps(a, b);
+        fn max(a: __m256, b: __m256) -> __m256 = _mm256_max_ps(a, b);
+        fn min(a: __m256, b: __m256) -> __m256 = _mm256_min_ps(a, b);
+        fn any_above(a: __m256, b: __m256) -> bool = _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b)) != 0;
+        fn round(x: __m256) -> __m256 = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
     }
     #[inline(always)]
     unsafe fn load_bf16(self, p: *const u16) -> __m256 {
@@ -46,38 +48,6 @@ impl Simd for Avx2 {
             let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
         }
-    }
-    #[inline(always)]
-    unsafe fn load_i8(self, p: *const i8) -> __m256 {
-        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()))) }
-    }
-    #[inline(always)]
-    fn fma(self, a: __m256, b: __m256, c: __m256) -> __m256 {
-        unsafe { _mm256_fmadd_ps(a, b, c) }
-    }
-    #[inline(always)]
-    fn add(self, a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_add_ps(a, b) }
-    }
-    #[inline(always)]
-    fn sub(self, a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_sub_ps(a, b) }
-    }
-    #[inline(always)]
-    fn mul(self, a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_mul_ps(a, b) }
-    }
-    #[inline(always)]
-    fn div(self, a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_div_ps(a, b) }
-    }
-    #[inline(always)]
-    fn max(self, a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_max_ps(a, b) }
-    }
-    #[inline(always)]
-    fn min(self, a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_min_ps(a, b) }
     }
     #[inline(always)]
     fn sum(self, x: __m256) -> f32 {
@@ -96,18 +66,86 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn any_above(self, a: __m256, b: __m256) -> bool {
-        unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b)) != 0 }
-    }
-    #[inline(always)]
-    fn round(self, x: __m256) -> __m256 {
-        unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x) }
-    }
-    #[inline(always)]
     fn power_of_two(self, n: __m256) -> __m256 {
         unsafe {
             let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
             _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent))
+        }
+    }
+}
+
+// SAFETY of all blocks below: as above.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Int8 for Avx2 {
+    type I = __m256i;
+    type Table = [__m256; 2];
+    const LOOKUP: bool = false;
+    // AVX2 multiplies signed bytes only by unsigned bytes and adds the products in pairs. The sums overflow 16 bits unless one factor
+    // is small.
+    const GROUP: usize = 2;
+    const OFFSET: i32 = 0;
+
+    instructions! {
+        unsafe fn bytes(p: *const u8) -> __m256i = _mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast()));
+        unsafe fn words(p: *const u8) -> __m256i = _mm256_loadu_si256(p.cast());
+        unsafe fn store_words(p: *mut u32, x: __m256i) = _mm256_storeu_si256(p.cast(), x);
+        unsafe fn gather(table: *const u32, index: __m256i) -> __m256i = _mm256_i32gather_epi32::<4>(table.cast(), index);
+    }
+    instructions! {
+        fn splat_i32(x: i32) -> __m256i = _mm256_set1_epi32(x);
+        fn dot8(sum: __m256i, w: __m256i, x: __m256i) -> __m256i = _mm256_add_epi32(sum, _mm256_madd_epi16(w, x));
+        fn total4(sum: __m256i) -> __m256i = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+        fn to_f32(x: __m256i) -> __m256 = _mm256_cvtepi32_ps(x);
+        fn to_integers(x: __m256) -> __m256i = _mm256_cvtps_epi32(x);
+        fn or(a: __m256i, b: __m256i) -> __m256i = _mm256_or_si256(a, b);
+        fn with_bits(x: __m256i, bits: i32) -> __m256 = _mm256_castsi256_ps(_mm256_or_si256(x, _mm256_set1_epi32(bits)));
+        fn table(values: &[f32; 16]) -> [__m256; 2] = [_mm256_loadu_ps(values.as_ptr()), _mm256_loadu_ps(values.as_ptr().add(8))];
+    }
+    #[inline(always)]
+    unsafe fn nibbles(self, p: *const u8, half: usize) -> __m256i {
+        unsafe {
+            let w = _mm256_loadu_si256(p.cast());
+            _mm256_and_si256(if half == 0 { w } else { _mm256_srli_epi16::<4>(w) }, _mm256_set1_epi8(15))
+        }
+    }
+    #[inline(always)]
+    fn dot4(self, sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
+        // 16 bits can hold the sum of 16 products of 15 and 127.
+        unsafe { _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)) }
+    }
+    #[inline(always)]
+    fn sign_bytes(self, x: __m256i, signs: __m256i, shift: i32, offset: __m256i) -> __m256i {
+        // The product has bit i at bit 8 i.
+        unsafe {
+            let signs = _mm256_and_si256(_mm256_srl_epi32(signs, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(15));
+            let ones = _mm256_and_si256(_mm256_mullo_epi32(signs, _mm256_set1_epi32(0x0020_4081)), _mm256_set1_epi32(0x0101_0101));
+            let negative = _mm256_sub_epi8(_mm256_setzero_si256(), ones);
+            _mm256_add_epi8(_mm256_xor_si256(x, negative), _mm256_add_epi8(ones, offset))
+        }
+    }
+    #[inline(always)]
+    fn field(self, x: __m256i, shift: i32, mask: i32) -> __m256i {
+        unsafe {
+            let count = _mm_cvtsi32_si128(shift.abs());
+            let shifted = if shift < 0 { _mm256_sll_epi32(x, count) } else { _mm256_srl_epi32(x, count) };
+            _mm256_and_si256(shifted, _mm256_set1_epi32(mask))
+        }
+    }
+    #[inline(always)]
+    fn lookup(self, x: __m256i, shift: i32, table: [__m256; 2]) -> __m256 {
+        unsafe {
+            // The permutation uses the lowest three bits of each word, and the blend uses the highest bit.
+            let index = _mm256_srl_epi32(x, _mm_cvtsi32_si128(shift));
+            let [low, high] = table.map(|half| _mm256_permutevar8x32_ps(half, index));
+            _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(self, p: *mut i8, x: __m256) {
+        unsafe {
+            let wide = _mm256_cvtps_epi32(x);
+            let halves = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256::<1>(wide));
+            _mm_storel_epi64(p.cast(), _mm_packs_epi16(halves, halves));
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, Simd, exp_parts, portable};
+use super::{Int8, Kernel, Simd, exp_parts, portable};
 
 /// Proof that the processor has AVX-512 with VNNI and, with `BF16`, products of bfloat16.
 #[derive(Clone, Copy)]
@@ -30,21 +30,25 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
 
     type F = __m512;
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> __m512 {
-        unsafe { _mm512_set1_ps(x) }
+    instructions! {
+        unsafe fn load(p: *const f32) -> __m512 = _mm512_loadu_ps(p);
+        unsafe fn store(p: *mut f32, x: __m512) = _mm512_storeu_ps(p, x);
+        unsafe fn load_f16(p: *const u16) -> __m512 = _mm512_cvtph_ps(_mm256_loadu_si256(p.cast()));
+        unsafe fn load_i8(p: *const i8) -> __m512 = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())));
     }
-    #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> __m512 {
-        unsafe { _mm512_loadu_ps(p) }
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32, x: __m512) {
-        unsafe { _mm512_storeu_ps(p, x) }
-    }
-    #[inline(always)]
-    unsafe fn load_f16(self, p: *const u16) -> __m512 {
-        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    instructions! {
+        fn splat(x: f32) -> __m512 = _mm512_set1_ps(x);
+        fn fma(a: __m512, b: __m512, c: __m512) -> __m512 = _mm512_fmadd_ps(a, b, c);
+        fn add(a: __m512, b: __m512) -> __m512 = _mm512_add_ps(a, b);
+        fn sub(a: __m512, b: __m512) -> __m512 = _mm512_sub_ps(a, b);
+        fn mul(a: __m512, b: __m512) -> __m512 = _mm512_mul_ps(a, b);
+        fn div(a: __m512, b: __m512) -> __m512 = _mm512_div_ps(a, b);
+        fn max(a: __m512, b: __m512) -> __m512 = _mm512_max_ps(a, b);
+        fn min(a: __m512, b: __m512) -> __m512 = _mm512_min_ps(a, b);
+        fn sum(x: __m512) -> f32 = _mm512_reduce_add_ps(x);
+        fn largest(x: __m512) -> f32 = _mm512_reduce_max_ps(x);
+        fn any_above(a: __m512, b: __m512) -> bool = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b) != 0;
+        fn round(x: __m512) -> __m512 = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
     }
     #[inline(always)]
     unsafe fn load_bf16(self, p: *const u16) -> __m512 {
@@ -52,10 +56,6 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
         }
-    }
-    #[inline(always)]
-    unsafe fn load_i8(self, p: *const i8) -> __m512 {
-        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
     }
     #[inline(always)]
     unsafe fn store_bf16_pairs(self, p: *mut u32, low: __m512, high: __m512) {
@@ -108,50 +108,6 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         // The registers have the same bits.
         unsafe { _mm512_dpbf16_ps(c, std::mem::transmute::<__m512, __m512bh>(a), std::mem::transmute::<__m512, __m512bh>(b)) }
     }
-    #[inline(always)]
-    fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        unsafe { _mm512_fmadd_ps(a, b, c) }
-    }
-    #[inline(always)]
-    fn add(self, a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_add_ps(a, b) }
-    }
-    #[inline(always)]
-    fn sub(self, a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_sub_ps(a, b) }
-    }
-    #[inline(always)]
-    fn mul(self, a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_mul_ps(a, b) }
-    }
-    #[inline(always)]
-    fn div(self, a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_div_ps(a, b) }
-    }
-    #[inline(always)]
-    fn max(self, a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_max_ps(a, b) }
-    }
-    #[inline(always)]
-    fn min(self, a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_min_ps(a, b) }
-    }
-    #[inline(always)]
-    fn sum(self, x: __m512) -> f32 {
-        unsafe { _mm512_reduce_add_ps(x) }
-    }
-    #[inline(always)]
-    fn largest(self, x: __m512) -> f32 {
-        unsafe { _mm512_reduce_max_ps(x) }
-    }
-    #[inline(always)]
-    fn any_above(self, a: __m512, b: __m512) -> bool {
-        unsafe { _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b) != 0 }
-    }
-    #[inline(always)]
-    fn round(self, x: __m512) -> __m512 {
-        unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x) }
-    }
     /// The numbers of the portable function. One instruction multiplies by the power of two.
     #[inline(always)]
     fn exp(self, x: __m512) -> __m512 {
@@ -183,6 +139,103 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe {
             let exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
             _mm512_castsi512_ps(_mm512_slli_epi32::<23>(exponent))
+        }
+    }
+}
+
+// SAFETY of all blocks below: as above.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl<const BF16: bool> Int8 for Avx512<BF16> {
+    type I = __m512i;
+    type Table = __m512;
+    const LOOKUP: bool = true;
+    const GROUP: usize = 4;
+    const OFFSET: i32 = 128;
+    const DIGITS: bool = true;
+
+    instructions! {
+        unsafe fn bytes(p: *const u8) -> __m512i = _mm512_loadu_si512(p.cast());
+        unsafe fn words(p: *const u8) -> __m512i = _mm512_loadu_si512(p.cast());
+        unsafe fn store_words(p: *mut u32, x: __m512i) = _mm512_storeu_si512(p.cast(), x);
+        unsafe fn gather(table: *const u32, index: __m512i) -> __m512i = _mm512_i32gather_epi32::<4>(index, table.cast());
+        unsafe fn store_bytes(p: *mut i8, x: __m512) = _mm_storeu_si128(p.cast(), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
+    }
+    instructions! {
+        fn splat_i32(x: i32) -> __m512i = _mm512_set1_epi32(x);
+        fn dot8(sum: __m512i, w: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(sum, w, x);
+        fn to_f32(x: __m512i) -> __m512 = _mm512_cvtepi32_ps(x);
+        fn to_integers(x: __m512) -> __m512i = _mm512_cvtps_epi32(x);
+        fn or(a: __m512i, b: __m512i) -> __m512i = _mm512_or_si512(a, b);
+        fn with_bits(x: __m512i, bits: i32) -> __m512 = _mm512_castsi512_ps(_mm512_or_si512(x, _mm512_set1_epi32(bits)));
+        fn table(values: &[f32; 16]) -> __m512 = _mm512_loadu_ps(values.as_ptr());
+        fn dot_digits(sum: __m512i, w: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(sum, w, x);
+        fn round_upper_halves(x: __m512) -> __m512 =
+            _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)));
+        fn lookup_bytes(x: __m512i, table: &[u8; 16]) -> __m512i =
+            _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())), x);
+    }
+    #[inline(always)]
+    unsafe fn nibbles(self, p: *const u8, half: usize) -> __m512i {
+        unsafe {
+            let w = _mm512_loadu_si512(p.cast());
+            _mm512_and_si512(if half == 0 { w } else { _mm512_srli_epi16::<4>(w) }, _mm512_set1_epi8(15))
+        }
+    }
+    #[inline(always)]
+    fn dot4(self, sum: __m512i, w: __m512i, x: __m512i) -> __m512i {
+        self.dot8(sum, w, x)
+    }
+    #[inline(always)]
+    fn total4(self, sum: __m512i) -> __m512i {
+        sum
+    }
+    #[inline(always)]
+    fn sign_bytes(self, x: __m512i, signs: __m512i, shift: i32, offset: __m512i) -> __m512i {
+        // All bits of the bytes of each of 16 signs. The instruction uses the lowest four bits of each word.
+        const NEGATIVE: [u32; 16] = {
+            let (mut words, mut i) = ([0; 16], 0);
+            while i < 16 {
+                words[i] = ((i as u32).wrapping_mul(0x0020_4081) & 0x0101_0101) * 255;
+                i += 1;
+            }
+            words
+        };
+        unsafe {
+            let signs = _mm512_srl_epi32(signs, _mm_cvtsi32_si128(shift));
+            let negative = _mm512_permutexvar_epi32(signs, _mm512_loadu_si512(NEGATIVE.as_ptr().cast()));
+            _mm512_add_epi8(_mm512_xor_si512(x, negative), _mm512_sub_epi8(offset, negative))
+        }
+    }
+    #[inline(always)]
+    fn field(self, x: __m512i, shift: i32, mask: i32) -> __m512i {
+        unsafe {
+            let count = _mm_cvtsi32_si128(shift.abs());
+            let shifted = if shift < 0 { _mm512_sll_epi32(x, count) } else { _mm512_srl_epi32(x, count) };
+            _mm512_and_si512(shifted, _mm512_set1_epi32(mask))
+        }
+    }
+    #[inline(always)]
+    fn lookup(self, x: __m512i, shift: i32, table: __m512) -> __m512 {
+        // The instruction uses the lowest four bits of each word.
+        unsafe { _mm512_permutexvar_ps(_mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)), table) }
+    }
+    #[inline(always)]
+    fn lookup_halves(self, x: __m512i, shift: i32, values: &[u16; 64], wide: bool) -> __m512 {
+        unsafe {
+            let low = _mm512_loadu_si512(values.as_ptr().cast());
+            let high = _mm512_loadu_si512(values.as_ptr().add(32).cast());
+            let index = _mm512_srl_epi16(x, _mm_cvtsi32_si128(shift));
+            let found = if wide { _mm512_permutex2var_epi16(low, index, high) } else { _mm512_permutexvar_epi16(index, low) };
+            _mm512_castsi512_ps(found)
+        }
+    }
+    #[inline(always)]
+    fn pick_bf16(self, x: __m512i, shift: i32, table: [__m512; 2]) -> __m512 {
+        // The instruction uses the lowest five bits of each half: twice the code, and 1 for the upper half.
+        unsafe {
+            let twice = if shift == 0 { _mm512_slli_epi16::<1>(x) } else { _mm512_srl_epi16(x, _mm_cvtsi32_si128(shift - 1)) };
+            let index = _mm512_or_si512(twice, _mm512_set1_epi16(1));
+            _mm512_castsi512_ps(_mm512_permutexvar_epi16(index, _mm512_castps_si512(table[0])))
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Arrays, which the compiler maps to the target's baseline registers.
 
-use super::Simd;
+use super::{Int8, Simd};
 use crate::half;
 
 /// Lanes of the widest register of any instruction set.
@@ -98,6 +98,122 @@ impl Simd for Portable {
     fn power_of_two(self, n: [f32; 8]) -> [f32; 8] {
         n.map(|n| f32::from_bits(((n as i32 + 127) as u32) << 23))
     }
+}
+
+// SAFETY of all blocks below: the caller guarantees that the pointers are valid.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Int8 for Portable {
+    type I = [i32; 8];
+    type Table = [f32; 16];
+    const LOOKUP: bool = false;
+    const GROUP: usize = 4;
+    const OFFSET: i32 = 0;
+    const DIGITS: bool = cfg!(test);
+
+    #[inline(always)]
+    fn splat_i32(self, x: i32) -> [i32; 8] {
+        [x; 8]
+    }
+    #[inline(always)]
+    unsafe fn bytes(self, p: *const u8) -> [i32; 8] {
+        unsafe { p.cast::<[[u8; 4]; 8]>().read_unaligned() }.map(i32::from_ne_bytes)
+    }
+    #[inline(always)]
+    unsafe fn nibbles(self, p: *const u8, half: usize) -> [i32; 8] {
+        unsafe { self.bytes(p) }.map(|x| (x >> (4 * half)) & 0x0f0f_0f0f)
+    }
+    #[inline(always)]
+    fn dot8(self, sum: [i32; 8], w: [i32; 8], x: [i32; 8]) -> [i32; 8] {
+        let product = |w: i32, x: i32, byte: usize| i32::from((w >> (8 * byte)) as i8) * i32::from((x >> (8 * byte)) as i8);
+        std::array::from_fn(|i| sum[i] + (0..4).map(|byte| product(w[i], x[i], byte)).sum::<i32>())
+    }
+    #[inline(always)]
+    fn dot4(self, sum: [i32; 8], w: [i32; 8], x: [i32; 8]) -> [i32; 8] {
+        self.dot8(sum, w, x)
+    }
+    #[inline(always)]
+    fn total4(self, sum: [i32; 8]) -> [i32; 8] {
+        sum
+    }
+    #[inline(always)]
+    fn to_f32(self, x: [i32; 8]) -> [f32; 8] {
+        x.map(|x| x as f32)
+    }
+    #[inline(always)]
+    fn to_integers(self, x: [f32; 8]) -> [i32; 8] {
+        x.map(|x| x.round_ties_even() as i32)
+    }
+    #[inline(always)]
+    unsafe fn words(self, p: *const u8) -> [i32; 8] {
+        unsafe { p.cast::<[i32; 8]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store_words(self, p: *mut u32, x: [i32; 8]) {
+        unsafe { p.cast::<[i32; 8]>().write_unaligned(x) }
+    }
+    #[inline(always)]
+    unsafe fn gather(self, table: *const u32, index: [i32; 8]) -> [i32; 8] {
+        index.map(|index| unsafe { *table.add(index as usize) } as i32)
+    }
+    #[inline(always)]
+    fn sign_bytes(self, x: [i32; 8], signs: [i32; 8], shift: i32, offset: [i32; 8]) -> [i32; 8] {
+        std::array::from_fn(|i| signed_bytes(x[i] as u32, signs[i] as u32 >> shift, offset[i] as u32) as i32)
+    }
+    #[inline(always)]
+    fn field(self, x: [i32; 8], shift: i32, mask: i32) -> [i32; 8] {
+        x.map(|x| (if shift < 0 { x << -shift } else { (x as u32 >> shift) as i32 }) & mask)
+    }
+    #[inline(always)]
+    fn or(self, a: [i32; 8], b: [i32; 8]) -> [i32; 8] {
+        std::array::from_fn(|i| a[i] | b[i])
+    }
+    #[inline(always)]
+    fn with_bits(self, x: [i32; 8], bits: i32) -> [f32; 8] {
+        x.map(|x| f32::from_bits((x | bits) as u32))
+    }
+    #[inline(always)]
+    fn table(self, values: &[f32; 16]) -> [f32; 16] {
+        *values
+    }
+    #[inline(always)]
+    fn lookup(self, x: [i32; 8], shift: i32, table: [f32; 16]) -> [f32; 8] {
+        x.map(|x| table[(x as u32 >> shift & 15) as usize])
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(self, p: *mut i8, x: [f32; 8]) {
+        unsafe { p.cast::<[i8; 8]>().write_unaligned(x.map(|x| x.round_ties_even() as i8)) }
+    }
+    #[inline(always)]
+    fn dot_digits(self, sum: [i32; 8], w: [i32; 8], x: [i32; 8]) -> [i32; 8] {
+        let product = |w: i32, x: i32, byte: usize| i32::from((w >> (8 * byte)) as u8) * i32::from((x >> (8 * byte)) as i8);
+        std::array::from_fn(|i| sum[i] + (0..4).map(|byte| product(w[i], x[i], byte)).sum::<i32>())
+    }
+    #[inline(always)]
+    fn lookup_halves(self, x: [i32; 8], shift: i32, values: &[u16; 64], wide: bool) -> [f32; 8] {
+        let value = |half: i32| u32::from(values[(half >> shift) as usize & if wide { 63 } else { 31 }]);
+        x.map(|x| f32::from_bits(value(x & 0xffff) | value((x >> 16) & 0xffff) << 16))
+    }
+    #[inline(always)]
+    fn pick_bf16(self, x: [i32; 8], shift: i32, table: [[f32; 8]; 2]) -> [f32; 8] {
+        let bits = |index: i32| table.as_flattened()[(index & 15) as usize].to_bits();
+        x.map(|x| f32::from_bits(bits(x >> shift) >> 16 | bits(x >> (16 + shift)) & 0xffff_0000))
+    }
+    #[inline(always)]
+    fn round_upper_halves(self, x: [f32; 8]) -> [f32; 8] {
+        x.map(|x| f32::from_bits(x.to_bits().wrapping_add(0x8000)))
+    }
+    #[inline(always)]
+    fn lookup_bytes(self, x: [i32; 8], table: &[u8; 16]) -> [i32; 8] {
+        x.map(|x| i32::from_ne_bytes(x.to_ne_bytes().map(|code| table[usize::from(code)])))
+    }
+}
+
+/// [`Int8::sign_bytes`] of a word, with the lowest four bits of `signs`.
+#[inline(always)]
+fn signed_bytes(x: u32, signs: u32, offset: u32) -> u32 {
+    // The product has bit i at bit 8 i. No byte carries.
+    let negative = ((signs & 15).wrapping_mul(0x0020_4081) & 0x0101_0101) * 255;
+    offset + (x & !negative) - (x & negative)
 }
 
 /// [`Simd::round_bf16_pairs`] in scalar code.

@@ -1,9 +1,9 @@
 //! The recurrent states of sequences: what each sequence needs of the pool, and which prefixes a sequence can resume from.
 
-use super::super::block::Content;
+use super::super::block::{BlockId, Chain, Content};
 use super::super::hash::BlockHash;
 use super::super::state_pool::{End, Run, SaveKind, StateSlot};
-use super::{BlockId, Cached, Chain, Kv, SeqBlocks};
+use super::{Cached, Kv, SeqBlocks};
 use crate::request::Token;
 
 /// A sequence's recurrent state. Only [`Kv`] changes it.

@@ -64,7 +64,7 @@ fn products_are_those_of_plain_integers_to_the_bit() {
     // Few rows are multiplied as bytes, and more in tiles.
     let (outs, ins, count) = (40, 768, 17);
     let x = uneven(count * ins);
-    for kind in BlockType::ALL {
+    for kind in BlockType::all() {
         let bytes = random_blocks(kind, outs, ins, 5);
         let each = bytes.len() / outs;
         for (isa, (dtype, digits)) in tested().flat_map(|isa| DIGITS.map(|digits| (isa, digits))) {
@@ -162,7 +162,7 @@ fn errors_are_smaller_than_those_of_fp32() {
     let outliers = numbers(3, count * ins).iter().enumerate().map(|(i, x)| x * if i % 256 == 5 { 100.0 } else { 1.0 }).collect();
     let positive = numbers(3, count * ins).iter().map(|x| x.abs() * 1.001).collect();
     for (what, x) in [("even", even), ("outliers", outliers), ("positive", positive)] as [(&str, Vec<f32>); 3] {
-        for kind in BlockType::ALL {
+        for kind in BlockType::all() {
             let [bytes, plain] = [Isa::PORTABLE_DIGITS, Isa::PORTABLE].map(|isa| error(isa, DType::Kept, kind, &x, outs, ins));
             let two = error(Isa::PORTABLE_DIGITS, DType::Int16, kind, &x, outs, ins);
             println!("{what} {kind:?}: three digits {bytes:.2e}, two {two:.2e}, fp32 {plain:.2e}");

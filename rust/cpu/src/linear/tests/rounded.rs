@@ -28,8 +28,7 @@ fn uneven(seed: u32, count: usize) -> Vec<f32> {
 
 /// The sources of a layer: every block type that is rounded, and all formats of numbers.
 fn sources(outs: usize, ins: usize) -> Vec<(Numbers, Vec<u8>, Vec<f32>)> {
-    let mut all: Vec<_> = BlockType::ALL
-        .into_iter()
+    let mut all: Vec<_> = BlockType::all()
         .filter(|kind| !kind.is_small())
         .map(|kind| {
             let bytes = random_blocks(kind, outs, ins, 5);
