@@ -350,13 +350,19 @@ class Scheduler:
         """Queues a request. Returns the numbers of its unfinished answers, each with the handle of its sequence.
 
         `now` is in microseconds. Only requests of equal `salt` and `cache_group` share cached blocks. No limit of the queue applies to a
-        resumed request. With a `preparation` the request waits in that state of its timeline until `prepare` ends it, and counts as queued.
+        resumed request. With a `preparation` the request waits in that state of its timeline until `prepare` ends it, and counts as queued;
+        `read_cache` begins when `take_reads` has it.
         Raises a `Rejected` if the request can never run or the queue is full; then nothing was added.
         """
     def prepare(self, seq: int, next: Literal["grammar", "read_cache"] | None, now: int) -> bool:
         """Records that a sequence's preparation is done. It waits for the `next` one, or joins the queue in the order of its arrival.
 
         Returns False if the sequence has ended or waits for none, as the further answers of a new request do.
+        """
+    def take_reads(self) -> list[int]:
+        """Tags of the sequences in the state `read_cache` that the caller reads KV for from now on, since the last call.
+
+        A sequence comes into that state when its session has its turn. It waits for `prepare`, even if there is nothing to read.
         """
     def fork_held(self, handle: int, forks: Sequence[int], now: int) -> None:
         """Opens held sequences with the handles `forks` and the blocks of `handle`. Does nothing if that is unknown."""

@@ -318,6 +318,16 @@ impl Sessions {
         })
     }
 
+    /// Microseconds that a reload is expected to take by what the latest ones took, if computing takes `computing`.
+    pub(crate) fn expected_reload(&self, computing: f64) -> f64 {
+        self.reloads.expected(computing)
+    }
+
+    /// See [`Reloads::end_read`].
+    pub(crate) fn end_read(&mut self, expected: Reload, takes: f64) {
+        self.reloads.end_read(expected, takes);
+    }
+
     /// When the first session comes in whatever happens.
     pub(crate) fn next_due(&self) -> Option<Time> {
         self.line.next_due().map(|(due, _)| due)

@@ -169,6 +169,7 @@ impl World {
         let early = matches!(timeline.finish, Some(FinishReason::Abort | FinishReason::Deadline | FinishReason::Error));
         self.ended.push((timeline.tag, timeline.finish));
         let ended = self.live.remove(&timeline.tag);
+        self.reads.remove(&timeline.tag);
         let exposed = ended.as_ref().is_some_and(|live| live.exposed);
         if let Some(live) = ended
             && !early

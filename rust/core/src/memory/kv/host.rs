@@ -31,9 +31,11 @@ impl Kv {
         self.pool.has_kept()
     }
 
-    /// Number of evicted blocks in host memory that continue the first `from` blocks of a waiting sequence, by their names.
-    pub(crate) fn kept_after(&self, blocks: &SeqBlocks, from: usize) -> usize {
-        self.pool.kept_after(from, &blocks.names)
+    /// Estimates the leading blocks of a waiting sequence that it can share now, and those that continue them in host memory.
+    pub(crate) fn on_device_and_host(&mut self, blocks: &SeqBlocks) -> (usize, usize) {
+        let found = self.estimate(blocks, 0, &mut None).len();
+        let usable = self.usable(&blocks.names, found);
+        (usable, self.pool.kept_after(usable, &blocks.names))
     }
 
     /// Reads evicted blocks that a waiting sequence can share back from host memory into free cached blocks, at most `most` in this plan.
