@@ -650,6 +650,7 @@ def simulate_sessions(
     *,
     replicas: int = 1,
     routing: str = "round-robin",
+    read_ns_per_block: int = 0,
 ) -> dict[str, Any]:
     """Simulates users that run recorded sessions in a closed loop, in virtual time.
 
@@ -657,7 +658,8 @@ def simulate_sessions(
     block of a session, one session after another; block 0 is the beginning. `turns` is int64 [N, 7]: a request's thread, microseconds since
     the answer before it, tokens of prompt and output, the last full block of the prompt, and the first and the number of the threads that
     run before it. Blocks have `block` tokens. `users` are their number, the longest time between an answer and the next request, the end
-    of the warm-up and of the simulation in microseconds, and a seed. The others are those of `simulate`. Returns `engines`, a report of
+    of the warm-up and of the simulation in microseconds, and a seed. `read_ns_per_block` is the time to read a block from a disk that has
+    all contexts; 0 without one. The others are those of `simulate`. Returns `engines`, a report of
     each as in `simulate`; `sessions`, int64 [M, 7] of the replays with a request after the warm-up: the recorded session, when it began and
     ended, answered requests, microseconds that it takes alone, the longest wait for a first token, and whether it is complete; and
     `context_tokens`, the mean tokens of all live contexts after the warm-up. Raises ValueError.

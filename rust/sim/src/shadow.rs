@@ -84,7 +84,7 @@ impl Shadow {
     pub fn new(follower: Follower, changed: &[Config]) -> Result<Self, ConfigError> {
         let engine = |config: Config| {
             let step = StepTime::linear([0.0; 5]);
-            Replica::new(config, &Machine { step, swap_ns_per_block: config.swap_ns_per_block, draft_tokens: 0 })
+            Replica::new(config, &Machine { step, swap_ns_per_block: config.swap_ns_per_block, read_ns_per_block: 0, draft_tokens: 0 })
         };
         let settings = std::iter::once(follower.journal().config).chain(changed.iter().copied());
         let mut shadow = Self {

@@ -10,7 +10,8 @@ mod used_prefixes;
 
 use chairlift_core::{
     BACKGROUND, BlockHash, BlockHasher, CacheScope, Config, DraftSource, Drafter, FinishReason, HeldId, Outputs, ParsedJournal,
-    Preparation, Recorder, Rejected, Request, Reservation, Restored, Resumed, Scheduler, SeqId, SessionEvent, StepPlan, Tier, TimelineState, Token,
+    Preparation, Recorder, Rejected, Request, Reservation, Restored, Resumed, Scheduler, SeqId, SessionEvent, StepPlan, Tier,
+    TimelineState, Token,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 
