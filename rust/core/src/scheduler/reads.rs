@@ -63,7 +63,7 @@ impl Scheduler {
         let seq = &self.seqs[id];
         self.reads.begun.retain(|&tag| tag != seq.spec().tag);
         let Some((known, reload)) = self.reads.reloads.remove(id) else { return false };
-        let (cached, _) = self.kv.on_device_and_host(&seq.blocks);
+        let (cached, ..) = self.kv.on_device_and_host(&seq.blocks);
         let took = (self.accounts.now() - seq.account.since()) as f64 + self.computing(known, cached);
         self.sessions.end_read(reload, took);
         true
@@ -71,8 +71,8 @@ impl Scheduler {
 
     /// What a waiting request's session had computed before for it and is not on the device.
     pub(super) fn reload(&mut self, Wait { seq, known, .. }: Wait) -> Reload {
-        let (cached, kept) = self.kv.on_device_and_host(&self.seqs[seq].blocks);
-        let (computing, rest) = (self.computing(known, cached), self.computing(known, cached + kept));
+        let (cached, end, kept) = self.kv.on_device_and_host(&self.seqs[seq].blocks);
+        let (computing, rest) = (self.computing(known, cached), self.computing(known, end));
         let reads = self.reads_at_turn(seq);
         let rest = if reads { self.sessions.expected_reload(rest) } else { rest };
         Reload { takes: self.copy_time(kept as u32) + rest, computing, reads }
