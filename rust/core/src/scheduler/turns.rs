@@ -4,7 +4,7 @@ use super::Scheduler;
 use crate::config::SessionTurns;
 use crate::request::{FinishReason, SeqId, SessionEvent, Time};
 use crate::sequence::{Phase, Sequence};
-use crate::sessions::{Joins, Machine, Reload, SessionId, SessionWait, Turn, Wait};
+use crate::sessions::{Joins, Machine, Reload, SessionId, SessionWait, Wait};
 use std::sync::Arc;
 
 /// Hundredths of the blocks that contexts of active sessions may take when one more becomes active, and as they grow.
@@ -49,11 +49,15 @@ impl Scheduler {
             arrived,
             due: arrived.saturating_add(longest.min(half)),
         };
-        let (now, room, short) = (self.accounts.now(), self.session_blocks(FILL.0), self.kv.limit() * SHORT / 100);
-        let Some(joined) = self.sessions.join(&joins, room as u32, short as u32, now, &mut self.kv) else { return false };
+        let now = self.accounts.now();
+        let Some(joined) = self.sessions.join(&joins, now, &mut self.kv) else { return false };
+        // The sum over the slots is left out where it decides nothing.
+        let room = if self.sessions.may_begin(joined) { self.session_blocks(FILL.0) } else { 0 };
+        let short = self.kv.limit() * SHORT / 100;
+        let waits = self.sessions.enter(&joins, joined, (room as u32, short as u32), now, &mut self.kv);
         let owner = self.sessions.owner(joined.of);
         self.seqs[id].set_session(joined.of, owner);
-        joined.turn == Turn::Waits
+        waits
     }
 
     /// Adds a fork to the session of its parent.

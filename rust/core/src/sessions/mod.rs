@@ -18,6 +18,6 @@ mod turns;
 
 pub use line::SessionWait;
 pub(crate) use reloads::Reload;
-pub(crate) use requests::{Joins, Turn};
+pub(crate) use requests::Joins;
 pub(crate) use session::{SessionId, SessionRef, Wait};
 pub(crate) use turns::{Machine, Sessions, is_long_quiet};

@@ -1,7 +1,6 @@
 //! Which session a request belongs to, and what it leaves there.
 
 use super::answers::Answer;
-use super::reloads::Reload;
 use super::session::{Session, SessionId, SessionRef, State, Wait};
 use super::turns::Sessions;
 use crate::memory::{BlockHash, CacheOwner, EvictionClass, Kv, User};
@@ -30,64 +29,71 @@ pub(crate) struct Joins<'a> {
     pub(crate) due: Time,
 }
 
-/// Whether a request waits for its session's turn.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Turn {
-    /// It joins the queue.
-    Now,
-    /// It waits.
-    Waits,
-}
-
-/// The session that a request has joined.
+/// A request that has joined a session, which is in no order until the request [enters](Sessions::enter).
 #[derive(Clone, Copy, Debug)]
+#[must_use = "the session is in no order"]
 pub(crate) struct Joined {
     pub(crate) of: SessionRef,
-    pub(crate) turn: Turn,
+    /// Leading blocks of the prompt that the session has computed before.
+    known: u32,
+    /// Whether the session had no request before.
+    is_first: bool,
+    /// Whether no session waited for its turn.
+    no_line: bool,
 }
 
 impl Sessions {
-    /// Adds a request to its session. `free` is the number of blocks that contexts of active sessions may take, and a context of at most
-    /// `short` blocks is short: the first request of a session with a short one never waits. `None` if the request belongs to no session.
-    pub(crate) fn join(&mut self, joins: &Joins<'_>, free: u32, short: u32, now: Time, kv: &mut Kv) -> Option<Joined> {
+    /// Adds a request to its session. `None` if it belongs to none.
+    pub(crate) fn join(&mut self, joins: &Joins<'_>, now: Time, kv: &mut Kv) -> Option<Joined> {
         let (id, subagent) = self.find(joins, kv)?;
+        let no_line = self.line.is_empty();
         self.directory.touch(id);
+        self.remove_from_orders(id);
         let mut forgotten = Vec::new();
-        let (user, no_line) = (joins.user, self.line.is_empty());
-        let (thread, known, is_new) = self.change(id, |session| {
-            let is_new = session.is_new();
-            (session.tenant, session.tier) = (joins.tenant, joins.tier);
-            let (thread, known) = session.begin_request(subagent, joins.names, joins.tokens, now, &mut forgotten);
-            (thread, known, is_new)
-        });
+        let session = &mut self.directory[id];
+        let is_first = session.is_new();
+        (session.tenant, session.tier) = (joins.tenant, joins.tier);
+        let (thread, known) = session.begin_request(subagent, joins.names, joins.tokens, now, &mut forgotten);
         for name in &forgotten {
-            self.directory.forget_name(user, name);
+            self.directory.forget_name(joins.user, name);
         }
         if let Some(name) = subagent {
             self.directory.name(id, name);
         }
-        let session = &self.directory[id];
-        let fits = no_line && self.load() + session.blocks() <= free;
-        let first = is_new && session.blocks() <= short;
-        let turn = if session.is_active() || fits || joins.started || first { Turn::Now } else { Turn::Waits };
-        if !session.is_active() && fits {
-            self.activate(id, Reload::default(), now, kv);
+        Some(Joined { of: SessionRef { session: id, thread }, known, is_first, no_line })
+    }
+
+    /// Whether the session that a request has joined becomes active if it fits.
+    pub(crate) fn may_begin(&self, joined: Joined) -> bool {
+        joined.no_line && !self.is_active(joined.of)
+    }
+
+    /// Lets a request that has joined a session enter the queue, or wait for the session's turn. Returns whether it waits. The session becomes
+    /// active if it [may begin](Self::may_begin) and fits into `free` blocks with the active ones. The first request of a session whose context
+    /// has at most `short` blocks never waits.
+    pub(crate) fn enter(&mut self, joins: &Joins<'_>, joined: Joined, (free, short): (u32, u32), now: Time, kv: &mut Kv) -> bool {
+        let id = joined.of.session;
+        let fits = self.may_begin(joined) && self.load() + self.directory[id].blocks() <= free;
+        let session = &mut self.directory[id];
+        if fits {
+            session.state = State::Active { since: now };
+            kv.rank_owner(session.owner, EvictionClass::Active);
         }
-        self.change(id, |session| match turn {
-            Turn::Now => session.enter_queue(),
-            Turn::Waits => {
-                let tokens_known = (u64::from(known) * u64::from(joins.tokens) / joins.names.len().max(1) as u64) as u32;
-                session.waiting.push(Wait { seq: joins.seq, known: tokens_known, arrived: joins.arrived, due: joins.due });
-            }
-        });
-        let session = &self.directory[id];
-        if turn == Turn::Waits && session.waiting.len() == 1 {
-            kv.rank_owner(session.owner, EvictionClass::ParkedWaiting);
-            if no_line {
-                self.line.begin(now);
+        let enters = session.is_active() || joins.started || joined.is_first && session.blocks() <= short;
+        if enters {
+            session.enter_queue();
+        } else {
+            let known = (u64::from(joined.known) * u64::from(joins.tokens) / joins.names.len().max(1) as u64) as u32;
+            session.waiting.push(Wait { seq: joins.seq, known, arrived: joins.arrived, due: joins.due });
+            if session.waiting.len() == 1 {
+                kv.rank_owner(session.owner, EvictionClass::ParkedWaiting);
+                if joined.no_line {
+                    self.line.begin(now);
+                }
             }
         }
-        Some(Joined { of: SessionRef { session: id, thread }, turn })
+        self.add_to_orders(id);
+        !enters
     }
 
     /// Records another answer to a request of a session.

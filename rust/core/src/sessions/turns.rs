@@ -254,6 +254,12 @@ impl Sessions {
     pub(super) fn change<R>(&mut self, id: SessionId, change: impl FnOnce(&mut Session) -> R) -> R {
         self.remove_from_orders(id);
         let result = change(&mut self.directory[id]);
+        self.add_to_orders(id);
+        result
+    }
+
+    /// Adds a session to the orders that its state puts it into.
+    pub(super) fn add_to_orders(&mut self, id: SessionId) {
         let session = &self.directory[id];
         match session.state {
             State::Active { since } => {
@@ -272,17 +278,20 @@ impl Sessions {
                 }
             }
         }
-        result
     }
 
+    /// Removes a session from its orders, before it changes.
     pub(super) fn remove_from_orders(&mut self, id: SessionId) {
         let session = &self.directory[id];
         match session.state {
             State::Active { since } => {
                 self.loads[session.tier as usize] -= session.blocks();
-                self.quiet.remove(&quiet_key(id, session));
-                self.turns.remove(&(since, id));
-                self.busy.remove(&(since, id));
+                if session.is_quiet() {
+                    self.quiet.remove(&quiet_key(id, session));
+                    self.turns.remove(&(since, id));
+                } else {
+                    self.busy.remove(&(since, id));
+                }
             }
             State::Parked => {
                 self.leaving -= session.leaving();
