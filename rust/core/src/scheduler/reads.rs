@@ -73,7 +73,7 @@ impl Scheduler {
     pub(super) fn reload(&mut self, Wait { seq, known, .. }: Wait) -> Reload {
         let (cached, end, kept) = self.kv.on_device_and_host(&self.seqs[seq].blocks);
         let (computing, rest) = (self.computing(known, cached), self.computing(known, end));
-        let reads = self.reads_at_turn(seq);
+        let reads = self.reads_at_turn(seq) && self.sessions.reads_pay();
         let rest = if reads { self.sessions.expected_reload(rest) } else { rest };
         Reload { takes: self.copy_time(kept as u32) + rest, computing, reads }
     }

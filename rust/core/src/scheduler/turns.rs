@@ -105,7 +105,7 @@ impl Scheduler {
                 break;
             }
             for wait in self.sessions.activate(session, reload, now, &mut self.kv) {
-                self.end_wait_for_turn(wait);
+                self.end_wait_for_turn(wait, reload.reads);
             }
         }
         self.release_parked_held();
@@ -117,9 +117,9 @@ impl Scheduler {
         self.waiting.begin_session_wait(&self.seqs[id]);
     }
 
-    /// Moves a request whose session's turn has come into the queue, or has its prefix read.
-    fn end_wait_for_turn(&mut self, wait: Wait) {
-        if self.reads_at_turn(wait.seq) {
+    /// Moves a request whose session's turn has come into the queue, or has its prefix read if the session `reads`.
+    fn end_wait_for_turn(&mut self, wait: Wait, reads: bool) {
+        if reads && self.reads_at_turn(wait.seq) {
             self.begin_reload(wait);
         } else {
             self.enter(wait.seq, Phase::Queued);

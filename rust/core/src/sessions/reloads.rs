@@ -6,6 +6,8 @@ use crate::request::Time;
 pub(super) const SHARE: f64 = 0.15;
 /// Microseconds of reloads that may be saved up.
 const BUCKET: f64 = 60e6;
+/// Storage is read while the mean cost is less. After reads that cost more, reloads are computed until the mean is nearly that of computing.
+const READS: f64 = 1.05;
 /// The part of a new measurement in the mean cost.
 const NEW: f64 = 0.125;
 
@@ -69,6 +71,11 @@ impl Reloads {
     pub(super) fn end_read(&mut self, expected: Reload, takes: f64) {
         self.saved = (self.saved + expected.takes - takes).min(BUCKET);
         self.note_cost(Reload { takes, ..expected });
+    }
+
+    /// Whether reads from storage take less time than computing, by the latest reloads.
+    pub(super) fn reads_pay(&self) -> bool {
+        self.cost.is_none_or(|cost| cost < READS)
     }
 
     fn note_cost(&mut self, reload: Reload) {

@@ -184,6 +184,11 @@ impl Sessions {
         self.reloads.expected(computing)
     }
 
+    /// See [`Reloads::reads_pay`].
+    pub(crate) fn reads_pay(&self) -> bool {
+        self.reloads.reads_pay()
+    }
+
     /// See [`Reloads::end_read`].
     pub(crate) fn end_read(&mut self, expected: Reload, takes: f64) {
         self.reloads.end_read(expected, takes);

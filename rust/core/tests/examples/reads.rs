@@ -122,6 +122,19 @@ fn a_read_that_finds_nothing_leaves_the_turns_as_they_are() {
 }
 
 #[test]
+fn reads_that_are_slower_than_computing_are_given_up() {
+    // A block is computed in 16 ms, and read in 64 ms.
+    let mut world = Stored::new(Some(64_000));
+    for (tag, session) in (1..17).zip([1, 2].into_iter().cycle()) {
+        world.add(tag, session);
+        world.finish();
+    }
+    let read: Vec<u64> = (1..17).filter(|&tag| world.spent(tag, TimelineState::ReadCache) > 0).collect();
+    assert!(matches!(read[..], [3] | [3, 4]), "{read:?}");
+    assert!((5..17).all(|tag| world.spent(tag, TimelineState::WaitSession) > 0));
+}
+
+#[test]
 fn requests_without_a_session_are_read_as_they_arrive() {
     let mut world = Stored::new(Some(1000));
     for tag in 1..3 {
