@@ -85,9 +85,9 @@ impl Reloads {
         }
     }
 
-    /// Microseconds of a reload that would take `computing` microseconds to compute.
+    /// Microseconds of a reload that would take `computing` microseconds to compute. It takes no longer: nothing is read then.
     pub(super) fn expected(&self, computing: f64) -> f64 {
-        self.cost.unwrap_or(1.0) * computing
+        self.cost.map_or(1.0, |cost| cost.min(1.0)) * computing
     }
 }
 

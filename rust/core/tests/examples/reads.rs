@@ -1,7 +1,7 @@
 //! Prefixes of sessions' requests are read from storage in their turns.
 
 use crate::lab::{Cost, Lab, ask, plenty};
-use chairlift_core::{Config, Fcfs, Preparation, Request, Time, TimelineState, Token};
+use chairlift_core::{Config, Fair, Fcfs, Preparation, Request, Time, TimelineState, Token};
 use std::collections::HashMap;
 
 /// Prompt tokens of a turn: 75 blocks with its output, so that one context fits into the cache and two do not.
@@ -132,6 +132,34 @@ fn reads_that_are_slower_than_computing_are_given_up() {
     let read: Vec<u64> = (1..17).filter(|&tag| world.spent(tag, TimelineState::ReadCache) > 0).collect();
     assert!(matches!(read[..], [3] | [3, 4]), "{read:?}");
     assert!((5..17).all(|tag| world.spent(tag, TimelineState::WaitSession) > 0));
+}
+
+#[test]
+fn tenants_keep_their_shares_while_prefixes_are_read() {
+    let config = Config { num_kv_blocks: 201, max_num_seqs: 8, max_session_wait: FOREVER, ..plenty(&Fair) };
+    let mut world = Stored { lab: Lab::taught(config, Cost(20_000, 1000, 10)), ..Stored::new(Some(2000)) };
+    world.lab.check_every = 100;
+    // Tenant a has five sessions, and tenant b, of twice the weight, has three. Each always has a request.
+    let mut busy: HashMap<u64, u64> = HashMap::new();
+    for _ in 0..20_000 {
+        for session in 1..9 {
+            if busy.get(&session).is_none_or(|tag| world.lab.ended.contains_key(tag)) {
+                let tag = world.sessions.len() as u64 + 1;
+                let (tenant, weight) = if session < 6 { ("a", 1) } else { ("b", 2) };
+                busy.insert(session, tag);
+                world.sessions.insert(tag, session);
+                world.lab.add(Request { tenant: tenant.into(), weight, ..turn(tag, session) });
+            }
+        }
+        world.go_on();
+    }
+    let served = |tenant: &str| {
+        let of = world.lab.ended.values().filter(|timeline| *timeline.tenant == *tenant);
+        of.map(|timeline| f64::from(timeline.prompt_tokens - timeline.cached_tokens + 2 * timeline.output_tokens)).sum::<f64>()
+    };
+    let ratio = served("b") / served("a");
+    assert!((1.9..2.1).contains(&ratio), "{ratio}");
+    assert!((1..world.sessions.len() as u64 / 2).any(|tag| world.spent(tag, TimelineState::ReadCache) > 0));
 }
 
 #[test]
