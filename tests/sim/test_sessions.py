@@ -161,7 +161,9 @@ def test_the_command_shows_the_figures(tmp_path: Path, capsys: pytest.CaptureFix
     assert "slowdown over alone, mean" in shown
     assert main.main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["users"] == 3
-    assert main.main(["simulate", "--trace", "none.csv", "--users", "3"]) == 2
+    assert main.main([*command, "--disk", "2G"]) == 0
+    for flag, value in {"--users": "3", "--disk": "2G"}.items():
+        assert main.main(["simulate", "--trace", "none.csv", flag, value]) == 2
 
 
 def test_no_sessions_are_refused() -> None:

@@ -14,7 +14,8 @@ pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
     for &(arrival_number, draft) in &replayed.drafts {
         drafts.entry(arrival_number).or_default().push(draft);
     }
-    let (mut jobs, mut grammars) = (Vec::new(), Grammars::default());
+    let mut jobs: Vec<Job> = Vec::new();
+    let mut grammars = Grammars::default();
     let begins = journal.begins();
     for (time, call) in &journal.calls {
         let mut job = match call {
