@@ -9,7 +9,8 @@ impl Scheduler {
     /// Adds a request to the queue. Returns an error if the request can never run or the queue is full. `now` is the
     /// arrival time, which may be earlier than the previous call, because a request can arrive during a step. A resumed
     /// request is treated like one that returns from a preemption. A request with a [`Preparation`] joins the queue when
-    /// that is [done](Self::prepare); when the caller reads its prefix, [`take_reads`](Self::take_reads) tells. A refused request leaves no trace but a count: the clocks do not advance, because a journal lacks it.
+    /// that is [done](Self::prepare); [`take_reads`](Self::take_reads) tells when its prefix is to be read. A refused request leaves no
+    /// trace but a count: the clocks do not advance, because a journal lacks it.
     pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
         let resumes = request.resumed.is_some();
         let seq = Sequence::new(request, self.waiting.next_arrival(), self.config.max_model_len, now)?;
