@@ -35,13 +35,13 @@ impl Kv {
     /// memory, and the number of the latter.
     pub(crate) fn on_device_and_host(&mut self, blocks: &SeqBlocks) -> (usize, usize, usize) {
         let found = self.estimate(blocks, 0, &mut None).len();
-        let (usable, kept) = (self.usable(&blocks.names, found), self.kept(&blocks.names, found));
+        let (usable, kept) = (self.usable(&blocks.names, found), self.kept_after(&blocks.names, found));
         (usable, if kept > 0 { found + kept } else { usable }, kept)
     }
 
     /// Number of blocks in host memory that continue the first `found` of these names and that a sequence can share then: in a model with
     /// states, which stay on the device, those up to the last one with a state.
-    fn kept(&self, names: &[BlockHash], found: usize) -> usize {
+    fn kept_after(&self, names: &[BlockHash], found: usize) -> usize {
         let kept = self.pool.kept_after(found, names);
         if !self.states.exists() {
             return kept;
@@ -65,7 +65,7 @@ impl Kv {
         let mut found = std::mem::take(&mut self.spare);
         let names = &blocks.names[..(tokens.len() - 1) / self.block_size as usize];
         let chain = self.pool.find(&blocks.scope, names, tokens, &mut found);
-        let kept = self.kept(names, found.len());
+        let kept = self.kept_after(names, found.len());
         let (needed, most) = (self.needed(&found, grant), most.min(kept));
         let mut read = 0;
         if kept > 0 && needed <= grant.room {
