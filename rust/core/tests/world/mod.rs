@@ -10,7 +10,7 @@ mod used_prefixes;
 
 use chairlift_core::{
     BACKGROUND, BlockHash, BlockHasher, CacheScope, Config, DraftSource, Drafter, FinishReason, HeldId, Outputs, ParsedJournal,
-    Preparation, Recorder, Rejected, Request, Reservation, Restored, Resumed, Scheduler, SeqId, SessionEvent, StepPlan, Tier,
+    Preparation, Recorder, Rejected, Request, Reservation, Restored, Resumed, Scheduler, SeqId, SessionEvent, SessionTurns, StepPlan, Tier,
     TimelineState, Token,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -72,8 +72,9 @@ pub(crate) struct World {
     in_flight: VecDeque<(Box<StepPlan>, Vec<i32>)>,
     live: HashMap<u64, Live>,
     held: Vec<Held>,
-    /// First requests of families that wait for a preparation.
-    unprepared: HashSet<u64>,
+    /// First requests of families that wait for a preparation, with that and whether they belong to a session. The prefix of a session's
+    /// request is not read if that takes longer than computing.
+    unprepared: HashMap<u64, (Preparation, bool)>,
     /// Requests whose prefixes are read from storage, as the scheduler has said.
     reads: HashSet<u64>,
     /// Names of the cached blocks, as the scheduler reports them.
@@ -103,7 +104,7 @@ impl World {
             in_flight: VecDeque::new(),
             live: HashMap::new(),
             held: Vec::new(),
-            unprepared: HashSet::new(),
+            unprepared: HashMap::new(),
             reads: HashSet::new(),
             used: UsedPrefixes::new(config.block_size),
             outputs: Outputs::default(),
@@ -376,15 +377,17 @@ impl World {
         match self.scheduler.add(request.clone(), came) {
             Ok(seq) => {
                 assert!(fits && !busy);
-                let Request { prompt: context, max_new_tokens, priority, tier, tenant, stop, continues, preparation, .. } = request;
+                let Request { prompt: context, max_new_tokens, priority, tier, tenant, stop, continues, preparation, session, .. } =
+                    request;
                 let tier = if priority == BACKGROUND { Tier::Background } else { tier };
                 let left = max_new_tokens - answered;
                 let (stop, continues) = (stop.first().copied(), continues.map(|continues| continues.held));
                 // It may share blocks of a request that shares blocks of a poisoned one.
                 let exposed = self.live.values().any(|live| live.exposed && live.salt == salt);
                 let live = Live { seq, salt, context, left, stop, priority, tier, tenant, family: tag, exposed, paid, continues };
-                if preparation.is_some() {
-                    self.unprepared.insert(tag);
+                let has_session = session.is_some() || config.session_turns == SessionTurns::All;
+                if let Some(preparation) = preparation {
+                    self.unprepared.insert(tag, (preparation, has_session));
                 }
                 self.live.insert(tag, live);
                 self.watch(seq);
@@ -436,6 +439,9 @@ impl World {
         }
         if waits {
             self.reads.remove(&tag);
+            if let (Some(next), Some(pending)) = (next, self.unprepared.get_mut(&live.family)) {
+                pending.0 = next;
+            }
         }
         waits
     }
