@@ -11,8 +11,9 @@ use slotmap::SecondaryMap;
 pub(super) struct Reads {
     /// Tags of the requests whose reads have begun since the caller asked.
     begun: Vec<u64>,
-    /// Requests whose sessions' turns have come: the tokens that the session had computed before, and the expected reload.
-    reloads: SecondaryMap<SeqId, (u32, Reload)>,
+    /// Requests whose sessions' turns have come: the tokens that the session had computed before, the expected reload, and the nanoseconds of
+    /// all steps until then.
+    reloads: SecondaryMap<SeqId, (u32, Reload, u64)>,
 }
 
 impl Reads {
@@ -53,7 +54,7 @@ impl Scheduler {
     /// Begins the read for a request whose session's turn has come.
     pub(super) fn begin_reload(&mut self, wait: Wait) {
         let reload = self.reload(wait);
-        self.reads.reloads.insert(wait.seq, (wait.known, reload));
+        self.reads.reloads.insert(wait.seq, (wait.known, reload, self.accounts.step_time()));
         self.waiting.begin_reload(&self.seqs[wait.seq]);
         self.begin_preparation(wait.seq, Preparation::ReadCache);
     }
@@ -62,9 +63,12 @@ impl Scheduler {
     pub(super) fn end_read(&mut self, id: SeqId) -> bool {
         let seq = &self.seqs[id];
         self.reads.begun.retain(|&tag| tag != seq.spec().tag);
-        let Some((known, reload)) = self.reads.reloads.remove(id) else { return false };
+        let Some((known, reload, steps)) = self.reads.reloads.remove(id) else { return false };
         let (cached, ..) = self.kv.on_device_and_host(&seq.blocks);
-        let took = (self.accounts.now() - seq.account.since()) as f64 + self.computing(known, cached);
+        // While steps run for others, the read takes no time from anyone.
+        let elapsed = (self.accounts.now() - seq.account.since()) as f64;
+        let idle = (elapsed - (self.accounts.step_time() - steps) as f64 / 1000.0).max(0.0);
+        let took = idle + self.computing(known, cached);
         self.sessions.end_read(reload, took);
         true
     }
