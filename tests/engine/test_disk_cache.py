@@ -241,7 +241,7 @@ def test_parked_sessions_find_their_contexts_on_disk(start, tmp_path):
         """Turns of two sessions, of which one fits into the cache."""
         with start(**small, **settings) as llm:
             outputs = []
-            for name in "ababab":
+            for name in "aba":
                 outputs.append(answer(llm, prompt := f"{name} {PROMPT * 2}", scheduling=Scheduling(session=name)))
                 llm.engine.save_prefixes(5.0)  # as a working engine does within a second
             llm.engine.check()
@@ -250,8 +250,8 @@ def test_parked_sessions_find_their_contexts_on_disk(start, tmp_path):
     found, read, whole = turns(journal=str(tmp_path / "j"))
     computed, _, _ = turns(prefix_cache_dir=None)
     assert [output[:2] for output in found] == [output[:2] for output in computed]
-    assert [output[2] for output in found] == [0, 0, *[whole] * 4]
-    assert sum(output[2] for output in computed) < 4 * whole
+    assert [output[2] for output in found] == [0, 0, whole]
+    assert computed[2][2] < whole
     assert read > 0
     from chairlift import _core
 
