@@ -342,13 +342,19 @@ class Scheduler:
         """Queues a request. Returns the numbers of its unfinished answers, each with the handle of its sequence.
 
         `now` is in microseconds. Only requests of equal `salt` and `cache_group` share cached blocks. No limit of the queue applies to a
-        resumed request. With a `preparation` the request waits in that state of its timeline until `prepare` ends it, and counts as queued.
+        resumed request. With a `preparation` the request waits in that state of its timeline until `prepare` ends it, and counts as queued;
+        `read_cache` begins when `take_reads` has it.
         Raises a `Rejected` if the request can never run or the queue is full; then nothing was added.
         """
     def prepare(self, seq: int, next: Literal["grammar", "read_cache"] | None, now: int) -> bool:
         """Records that a sequence's preparation is done. It waits for the `next` one, or joins the queue in the order of its arrival.
 
         Returns False if the sequence has ended or waits for none, as the further answers of a new request do.
+        """
+    def take_reads(self) -> list[int]:
+        """Tags of the sequences in the state `read_cache` that the caller reads KV for from now on, since the last call.
+
+        A sequence comes into that state when its session has its turn. It waits for `prepare`, even if there is nothing to read.
         """
     def fork_held(self, handle: int, forks: Sequence[int], now: int) -> None:
         """Opens held sequences with the handles `forks` and the blocks of `handle`. Does nothing if that is unknown."""
@@ -636,6 +642,7 @@ def simulate_sessions(
     *,
     replicas: int = 1,
     routing: str = "round-robin",
+    read_ns_per_block: int = 0,
 ) -> dict[str, Any]:
     """Simulates users that run recorded sessions in a closed loop, in virtual time.
 
@@ -643,7 +650,8 @@ def simulate_sessions(
     block of a session, one session after another; block 0 is the beginning. `turns` is int64 [N, 7]: a request's thread, microseconds since
     the answer before it, tokens of prompt and output, the last full block of the prompt, and the first and the number of the threads that
     run before it. Blocks have `block` tokens. `users` are their number, the longest time between an answer and the next request, the end
-    of the warm-up and of the simulation in microseconds, and a seed. The others are those of `simulate`. Returns `engines`, a report of
+    of the warm-up and of the simulation in microseconds, and a seed. `read_ns_per_block` is the time to read a block from a disk that has
+    all contexts; 0 without one. The others are those of `simulate`. Returns `engines`, a report of
     each as in `simulate`; `sessions`, int64 [M, 7] of the replays with a request after the warm-up: the recorded session, when it began and
     ended, answered requests, microseconds that it takes alone, the longest wait for a first token, and whether it is complete; and
     `context_tokens`, the mean tokens of all live contexts after the warm-up. Raises ValueError.

@@ -234,6 +234,60 @@ def test_blocks_are_written_before_new_ones_evict_them(start, monkeypatch, tmp_p
         assert counts(llm)[0] > 0
 
 
+def test_parked_sessions_find_their_contexts_on_disk(start, tmp_path):
+    small = {"num_kv_blocks": 60, "max_model_len": 300}
+
+    def turns(**settings):
+        """Turns of two sessions, of which one fits into the cache."""
+        with start(**small, **settings) as llm:
+            outputs = []
+            for name in "aba":
+                outputs.append(answer(llm, prompt := f"{name} {PROMPT * 2}", scheduling=Scheduling(session=name)))
+                llm.engine.save_prefixes(5.0)  # as a working engine does within a second
+            llm.engine.check()
+            return outputs, counts(llm)[0], 8 * ((len(llm.tokenizer.encode(prompt)) - 1) // 8)
+
+    found, read, whole = turns(journal=str(tmp_path / "j"))
+    computed, _, _ = turns(prefix_cache_dir=None)
+    assert [output[:2] for output in found] == [output[:2] for output in computed]
+    assert [output[2] for output in found] == [0, 0, whole]
+    assert computed[2][2] < whole
+    assert read > 0
+    from chairlift import _core
+
+    assert _core.replay((tmp_path / "j").read_bytes())["differs_at"] is None
+
+
+def test_a_parked_session_s_context_is_read_when_its_turn_has_come(start, monkeypatch):
+    with start(num_kv_blocks=60, max_model_len=300) as llm:
+        engine, inbox, begun = llm.engine, SimpleQueue(), []
+        hosted = HostedEngine(engine, lambda _: None, inbox.put)
+        read: Future[StoredPrefix] = Future()
+
+        def read_prefix(request):
+            begun.append(request.tag)
+            return read if request.tag == 2 else None
+
+        monkeypatch.setattr(engine, "read_prefix", read_prefix)
+        for tag in (1, 2):
+            request = EngineRequest.of(tag, [tag] * 250, PARAMS, scheduling=Scheduling(session=str(tag)))
+            hosted.handle(Add(tag, request.pack()))
+            assert begun == [1]
+            engine.step()
+        assert {one["tag"]: one["state"] for one in engine.snapshot()["waiting"]} == {2: "wait_session"}
+        while len(begun) == 1:
+            engine.step()
+        while engine.step() is not None:
+            assert begun == [1, 2]
+        assert {one["tag"]: one["state"] for one in engine.snapshot()["waiting"]} == {2: "read_cache"}
+        read.set_result(StoredPrefix(np.zeros(0, np.int32), 0, []))
+        hosted.handle(inbox.get_nowait())
+        while engine.has_work:
+            engine.step()
+        assert engine.explain(2)["finish"] == "length"
+        assert min(engine.explain(2)["states"][state] for state in ("wait_session", "read_cache")) > 0
+
+
 def test_a_journal_with_restored_blocks_replays(start, tmp_path):
     with start() as llm:
         answer(llm)

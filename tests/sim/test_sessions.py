@@ -10,12 +10,14 @@ import pytest
 from chairlift.bench.sessions import RecordedSession, SessionTurn, read_sessions
 from chairlift.cli import main
 from chairlift.errors import InvalidSetting, InvalidTrace
+from chairlift.sim.devices import Profile
 from chairlift.sim.sessions import SessionsResult, simulate_sessions
 from chairlift.sim.steps import StepTime
 
 BLOCK = 64
 # A step takes 10 ms, and a prompt token 0.1 ms.
 STEP = StepTime(((0.0, 10_000.0), (1.0, 10_100.0)), decode_seq=-100.0)
+SIZES = {"num_kv_blocks": 4000, "block_size": BLOCK, "max_num_batched_tokens": 1024, "max_num_seqs": 64, "max_model_len": 32_768}
 
 
 def session(turns: int, tokens: int = 1024, think: float = 1.0, first: int = 1024) -> RecordedSession:
@@ -27,7 +29,7 @@ def session(turns: int, tokens: int = 1024, think: float = 1.0, first: int = 102
 
 
 def run(sessions: list[RecordedSession], users: int, blocks: int = 4000, **settings: object) -> SessionsResult:
-    sizes = {"num_kv_blocks": blocks, "block_size": BLOCK, "max_num_batched_tokens": 1024, "max_num_seqs": 64, "max_model_len": 32_768}
+    sizes = SIZES | {"num_kv_blocks": blocks}
     return simulate_sessions(sessions, users, model="Llama-3.2-1B", device="cpu", step_time=STEP, duration=700.0, **sizes | settings)
 
 
@@ -58,6 +60,18 @@ def test_a_cache_for_half_of_the_sessions_finds_little_without_turns() -> None:
     assert run([session(60, think=2.0)], users, blocks).figures()["cached_share"] > 0.7, "sessions take turns"
     assert half.figures()["requests_per_s"] < free.figures()["requests_per_s"]
     assert half.figures()["slowdown_mean"] > free.figures()["slowdown_mean"]
+
+
+def test_a_disk_with_the_contexts_makes_turns_short() -> None:
+    users, recorded = 8, [session(60, think=2.0)]
+    blocks = run(recorded, users).context_tokens // BLOCK // 2
+    # A block of 4 MB takes 6.4 ms to compute, and 0.5 ms to read.
+    computed, read = (run(recorded, users, blocks, disk=disk).figures() for disk in (None, 8e9))
+    assert read["cached_share"] > computed["cached_share"]
+    assert read["requests_per_s"] > 1.1 * computed["requests_per_s"]
+    assert read["longest_wait_s"] < computed["longest_wait_s"] / 2
+    with pytest.raises(InvalidSetting, match="--disk: the block size of a measured machine is unknown"):
+        simulate_sessions(recorded, users, device=Profile(name="here", model="", step=STEP, sizes=SIZES), disk=2e9)
 
 
 def test_subagents_run_side_by_side_before_the_request_that_waits_for_them() -> None:
@@ -147,7 +161,9 @@ def test_the_command_shows_the_figures(tmp_path: Path, capsys: pytest.CaptureFix
     assert "slowdown over alone, mean" in shown
     assert main.main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["users"] == 3
-    assert main.main(["simulate", "--trace", "none.csv", "--users", "3"]) == 2
+    assert main.main([*command, "--disk", "2G"]) == 0
+    for flag, value in {"--users": "3", "--disk": "2G"}.items():
+        assert main.main(["simulate", "--trace", "none.csv", flag, value]) == 2
 
 
 def test_no_sessions_are_refused() -> None:

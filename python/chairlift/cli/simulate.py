@@ -65,6 +65,8 @@ def add_parser(commands: Any, summary: str) -> None:
     parser.add_argument(
         "--duration", type=values.number(1.0, 1e9), metavar="S", help=f"seconds of --sessions to simulate (default: {DURATION:g})"
     )
+    disk = "bytes a second at which a disk with all contexts of --sessions is read, like 2G, as with --prefix-cache-dir (default: none)"
+    parser.add_argument("--disk", type=values.size(1 << 20, 1 << 40), metavar="N", help=disk)
     flags.add_model(parser, flags.SIMULATED_MODEL)
     shared_models.add_flag(parser)
     parser.add_argument(
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     """Simulates a trace or sessions and reports latencies and throughput."""
     if args.sessions is not None:
         return _run_sessions(args)
-    flags.reject("it is for --sessions", users=args.users, max_think_time=args.max_think_time, duration=args.duration)
+    flags.reject("it is for --sessions", users=args.users, max_think_time=args.max_think_time, duration=args.duration, disk=args.disk)
     if args.models is not None:
         return _run_models(args)
     engine = args.engine
@@ -125,6 +127,7 @@ def _run_sessions(args: argparse.Namespace) -> int:
         device=on,
         longest_think=THINK_TIME if args.max_think_time is None else args.max_think_time,
         duration=args.duration or DURATION,
+        disk=args.disk,
         replicas=args.replicas,
         routing=args.routing,
         **settings,

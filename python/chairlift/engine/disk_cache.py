@@ -85,8 +85,6 @@ class DiskCache:
 
     def read(self, prompt: np.ndarray, group: str = "") -> Future[StoredPrefix] | None:
         """Starts reading the blocks of a group's prompt, int32, that are not in memory; None if there are none on disk."""
-        if not len(prompt) or prompt.min() < 0:
-            return None  # it is refused later
         whole = (len(prompt) - 1) // self._block_size
         first = self._scheduler.cached_blocks(prompt[: whole * self._block_size], group)
         # The name of a later block needs those of all before it, so most prompts are sorted out by their first block.

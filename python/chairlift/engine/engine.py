@@ -151,18 +151,23 @@ class Engine:
 
     def read_prefix(self, request: EngineRequest) -> Future[StoredPrefix] | None:
         """Starts reading the KV of the prompt's beginning from disk; None if there is none to read."""
-        params, scheduling = request.sampling, request.scheduling
-        if self._disk_cache is None or scheduling.cache_salt or params.lora is not None or params.prompt_logprobs is not None:
+        if self._disk_cache is None or not self._may_read(request):
             return None
-        return self._disk_cache.read(np.frombuffer(request.prompt, dtype=np.int32), scheduling.cache_group)
+        return self._disk_cache.read(np.frombuffer(request.prompt, dtype=np.int32), request.scheduling.cache_group)
+
+    def _may_read(self, request: EngineRequest) -> bool:
+        """Whether KV on disk may be that of the request's prompt."""
+        params, scheduling = request.sampling, request.scheduling
+        shared = not scheduling.cache_salt and params.lora is None and params.prompt_logprobs is None
+        return self._disk_cache is not None and shared
 
     def add(self, request: EngineRequest, on_prepared: OnPrepared | None = None) -> None:
         """Queues a request.
 
         If its grammar is compiled or its KV is read from disk, the call waits. With `on_prepared` the request waits in the queue instead.
-        When it can go on, `on_prepared` is called, on any thread, with a function that the caller then calls between two steps; that may
-        raise InvalidRequest, if the grammar cannot be used. Raises InvalidRequest if the request can never run and QueueFull if it cannot
-        wait.
+        The KV of a parked session is read when its turn has come. When the request can go on, `on_prepared` is called, on any thread, with
+        a function that the caller then calls between two steps; that may raise InvalidRequest, if the grammar cannot be used. Raises
+        InvalidRequest if the request can never run and QueueFull if it cannot wait.
         """
         params = request.sampling
         if not self.runner.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
@@ -179,10 +184,8 @@ class Engine:
             return
         if grammar is not None:
             check_grammar(request, grammar)
-        stored = self.read_prefix(request)
-        self._sequences.add(request, clock.now(), grammar, None if stored is None else "read_cache")
-        if stored is not None:
-            self._use_stored(request, stored, on_prepared)
+        self._sequences.add(request, clock.now(), grammar, "read_cache" if self._may_read(request) else None)
+        self._expect_read(request, on_prepared)
 
     def _use_grammar(self, request: EngineRequest, grammar: Future[Grammar], on_prepared: OnPrepared) -> None:
         """Goes on with a request whose grammar is compiled. Raises InvalidRequest if that cannot be used."""
@@ -190,10 +193,34 @@ class Engine:
             return
         with self._aborted_on_error(request):
             check_grammar(request, grammar)
+            self._sequences.prepare(request, "read_cache" if self._may_read(request) else None, clock.now())
+        self._expect_read(request, on_prepared)
+
+    def _expect_read(self, request: EngineRequest, on_prepared: OnPrepared | None) -> None:
+        """Has the KV of a request that was added read from disk when it is its session's turn, which may be now."""
+        if self._may_read(request):
+            self._sequences.expect_read(request, partial(self._begin_read, request, on_prepared))
+            self._begin_reads()
+
+    def _begin_reads(self) -> bool:
+        """Begins the reads of requests whose turn has come. Returns whether one of them can run now."""
+        if self._disk_cache is None:
+            return False
+        can_run = False
+        for tag in self._scheduler.take_reads():
+            if (state := self._sequences.get(tag)) is not None and state.read is not None:
+                can_run |= state.read()
+        return can_run
+
+    def _begin_read(self, request: EngineRequest, on_prepared: OnPrepared | None) -> bool:
+        """Reads a request's KV from disk. Returns whether it can run now."""
+        with self._aborted_on_error(request):
             stored = self.read_prefix(request)
-            self._sequences.prepare(request, None if stored is None else "read_cache", clock.now())
-            if stored is not None:
+            if stored is None:
+                self._sequences.prepare(request, None, clock.now())
+            else:
                 self._use_stored(request, stored, on_prepared)
+            return stored is None or stored.done()
 
     def _use_stored(self, request: EngineRequest, stored: Future[StoredPrefix], on_prepared: OnPrepared | None) -> None:
         """Puts KV that is read from disk into the cache, and lets its request run."""
@@ -293,6 +320,8 @@ class Engine:
             step, self._in_flight = self._in_flight, None
             if step is None:
                 step = self._steps.launch(now, started)
+                while step is None and self._begin_reads():
+                    step = self._steps.launch(now, started)
                 if step is None:
                     self._write_journal()
                     return StepOutputs(ended=expired) if expired else None
@@ -310,6 +339,7 @@ class Engine:
         self._discard_blocks()
         if self._disk_cache is not None:
             self._disk_cache.write_some()
+            self._begin_reads()
         if self._in_flight is not None:
             try:
                 self._steps.sample(self._in_flight, starved)

@@ -43,6 +43,8 @@ class SequenceState:
     adapter: Adapter | None = None
     charge: Callable[[float], None] | None = None
     """Charges the tenant for the processor time of the grammar's masks, in seconds."""
+    read: Callable[[], bool] | None = None
+    """Begins to read its KV from disk; None if that holds none of it. Returns whether the sequence can run now."""
     slot: int | None = None
     """Its current or last batch slot."""
 
@@ -93,6 +95,11 @@ class Sequences:
     def live(self, request: EngineRequest) -> list[int]:
         """The tags of a request's sequences that have not ended."""
         return [tag for tag in request.tags if tag in self._states]
+
+    def expect_read(self, request: EngineRequest, read: Callable[[], bool]) -> None:
+        """Records how the KV of a request is read from disk, for when the scheduler asks for it."""
+        for tag in self.live(request):
+            self._states[tag].read = read
 
     def prepare(self, request: EngineRequest, next: Preparation | None, now: int) -> None:
         """Records that a request's preparation is done: the `next` one follows, or the request can run."""

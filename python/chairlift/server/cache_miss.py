@@ -89,7 +89,7 @@ _MEANINGS = {
     ),
     MissReason.EVICTED: _Meaning(
         "the blocks were evicted, or are in another engine's cache",
-        "more KV memory (--kv-cache-memory-bytes), fewer sessions at a time, or --host-kv-cache-bytes",
+        "more KV memory (--kv-cache-memory-bytes), fewer sessions at a time, or --swap-space on a GPU and --prefix-cache-dir on a CPU",
         "unavailable",
         None,
     ),

@@ -205,6 +205,15 @@ def data_types(model: ModelShape, on: Device, config: EngineConfig) -> tuple[str
     return dtype, config.kv_cache_dtype if config.kv_cache_dtype != "auto" else "float32" if on.name == "cpu" else "bfloat16"
 
 
+def block_bytes(model: str | None, on: str | Device | Profile, config: EngineConfig) -> float:
+    """The bytes of a KV block of a model on a device. Raises InvalidSetting for a measured machine."""
+    known = device(on) if isinstance(on, str) else on
+    if isinstance(known, Profile):
+        raise InvalidSetting("--disk: the block size of a measured machine is unknown; use a known --modelled-device")
+    found = shape(model or config.model)
+    return kv_bytes(found, data_types(found, known, config)[1]) * config.block_size
+
+
 def _on_device(model: ModelShape, on: Device, config: EngineConfig, step_time: StepTime | None) -> tuple[dict[str, Any], StepTime]:
     dtype, kv = data_types(model, on, config)
     if kv not in (("float32", "float16", "bfloat16", "int8") if on.name == "cpu" else ("bfloat16", "float16", "fp8")):

@@ -17,7 +17,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, InvalidTrace
 from chairlift.sim.devices import Device, Profile
 from chairlift.sim.result import Result
-from chairlift.sim.run import longest_request, machine
+from chairlift.sim.run import block_bytes, longest_request, machine
 from chairlift.sim.steps import StepTime
 
 USERS = 32
@@ -99,6 +99,7 @@ def simulate_sessions(
     replicas: int = 1,
     routing: str = "predicted",
     step_time: StepTime | None = None,
+    disk: float | None = None,
     **settings: Any,
 ) -> SessionsResult:
     """Simulates users of recorded sessions and returns their latencies and throughput.
@@ -110,6 +111,7 @@ def simulate_sessions(
         longest_think: the longest time between an answer and the next request, in seconds.
         duration: seconds to simulate. The first seventh is left out of the figures.
         seed: which sessions the users have, and when they begin.
+        disk: bytes a second at which a disk with all contexts is read, as with `--prefix-cache-dir`; None without one.
 
     The others are those of `simulate`. The same arguments give the same result, bit for bit. Raises InvalidTrace, InvalidSetting,
     ModelNotFound, or ValueError for a setting.
@@ -128,6 +130,7 @@ def simulate_sessions(
         seed=seed,
         replicas=replicas,
         routing=routing,
+        read_ns_per_block=0 if disk is None else round(block_bytes(model, device, config) / disk * 1e9),
     )
 
 
@@ -143,6 +146,7 @@ def run_sessions(
     seed: int = 0,
     replicas: int = 1,
     routing: str = "predicted",
+    read_ns_per_block: int = 0,
 ) -> SessionsResult:
     """Simulates users of sessions with the scheduler's settings `numbers`; see `simulate_sessions`."""
     if users < 1:
@@ -159,6 +163,7 @@ def run_sessions(
             steps.numbers,
             replicas=replicas,
             routing=routing,
+            read_ns_per_block=read_ns_per_block,
         )
     except (ValueError, OverflowError) as error:
         raise InvalidSetting(f"this cannot be simulated: {error}") from None

@@ -37,6 +37,7 @@ pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], changes: &Bound<'_, 
     let machine = sim::Machine {
         step: sim::StepTime::learned(replayed.scheduler.model()),
         swap_ns_per_block: config.swap_ns_per_block,
+        read_ns_per_block: 0,
         draft_tokens: core::MAX_DRAFT,
     };
     let report = py.detach(|| sim::simulate(config, sim::jobs(&parsed, &replayed), &machine));

@@ -167,6 +167,10 @@ impl Scheduler {
         Ok(self.lock()?.core.prepare(core::SeqId::from_bits(seq), next, now))
     }
 
+    fn take_reads(&self) -> PyResult<Vec<u64>> {
+        Ok(self.lock()?.core.take_reads())
+    }
+
     fn fork_held(&self, handle: u64, forks: Vec<u64>, now: core::Time) -> PyResult<()> {
         let mut inner = self.lock()?;
         let Inner { core, held, .. } = &mut *inner;

@@ -95,7 +95,7 @@ pub(crate) fn machine(config: &core::Config, step_time: StepTime, draft_tokens: 
     let (curve, decode_seq, context_token, prefill_pair) = step_time;
     let step = sim::StepTime::new(curve, decode_seq, context_token, prefill_pair);
     let step = step.ok_or_else(|| PyValueError::new_err("the step's curve needs two points or more, with rising tokens"))?;
-    Ok(sim::Machine { step, swap_ns_per_block: config.swap_ns_per_block, draft_tokens })
+    Ok(sim::Machine { step, swap_ns_per_block: config.swap_ns_per_block, read_ns_per_block: 0, draft_tokens })
 }
 
 /// Simulates the workload's jobs without the GIL, and returns the reports. Signals are checked on the way.

@@ -20,7 +20,8 @@ type Users = (u32, core::Time, core::Time, core::Time, u64);
 
 /// Runs users of recorded sessions through `replicas` schedulers in virtual time.
 #[pyfunction]
-#[pyo3(signature = (sessions, parents, turns, block, tenants, users, settings, step_time, *, replicas = 1, routing = "round-robin"))]
+#[pyo3(signature = (sessions, parents, turns, block, tenants, users, settings, step_time, *, replicas = 1, routing = "round-robin",
+    read_ns_per_block = 0))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // types that Python passes
 #[allow(clippy::redundant_closure_for_method_calls)] // the method alone has too narrow a lifetime
 pub(crate) fn simulate_sessions<'py>(
@@ -35,6 +36,7 @@ pub(crate) fn simulate_sessions<'py>(
     step_time: StepTime,
     replicas: usize,
     routing: &str,
+    read_ns_per_block: u32,
 ) -> PyResult<Bound<'py, PyDict>> {
     let recorded = read(&sessions.to_vec(py)?, &parents.to_vec(py)?, &turns.to_vec(py)?, tenants.len());
     let recorded = recorded.filter(|recorded| !recorded.is_empty() && block > 0);
@@ -43,7 +45,7 @@ pub(crate) fn simulate_sessions<'py>(
     let (users, longest_think, warm_up, until, seed) = users;
     let load = sim::ClosedLoop { users, longest_think, warm_up, until, seed, block, tenants };
     let config = changed_for_simulation(core::Config::default(), settings)?;
-    let machine = machine(&config, step_time, 0)?;
+    let machine = sim::Machine { read_ns_per_block, ..machine(&config, step_time, 0)? };
     let routing = router::named(routing)?;
     let mut interrupt = None;
     let report = py.detach(|| {

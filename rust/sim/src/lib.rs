@@ -18,6 +18,7 @@ mod session;
 mod sessions;
 mod shadow;
 mod step_time;
+mod storage;
 mod utilization;
 mod what_if;
 

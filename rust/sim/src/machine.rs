@@ -9,6 +9,8 @@ pub struct Machine {
     pub step: StepTime,
     /// Nanoseconds to copy a block to the host pool or back.
     pub swap_ns_per_block: u32,
+    /// Nanoseconds to read a block from storage that has all contexts, such as a disk; 0 without storage.
+    pub read_ns_per_block: u32,
     /// Maximum number of tokens of recorded drafts that a sequence proposes in a step; 0 for none.
     pub draft_tokens: usize,
 }

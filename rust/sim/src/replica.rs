@@ -6,8 +6,9 @@ use crate::live::Live;
 use crate::machine::Machine;
 use crate::report::Report;
 use crate::step_time::StepTime;
+use crate::storage::Storage;
 use crate::utilization::Sample;
-use chairlift_core::{Config, ConfigError, EngineView, Outputs, Scheduler, StepPlan, Time, Timeline};
+use chairlift_core::{Config, ConfigError, EngineView, Outputs, Preparation, Request, Scheduler, StepPlan, Time, Timeline};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
@@ -23,6 +24,7 @@ pub(crate) struct Replica {
     /// Jobs that their callers cancel, by cancellation time.
     cancellations: BTreeSet<(Time, u64)>,
     drafts: Drafts,
+    storage: Option<Storage>,
     /// Tags of the jobs whose prompts were computed, or that have ended, since `take_computed`.
     computed: Vec<u64>,
     report: Report,
@@ -43,6 +45,7 @@ impl Replica {
             slots: vec![0; config.max_num_seqs as usize],
             cancellations: BTreeSet::new(),
             drafts: Drafts::new(machine.draft_tokens),
+            storage: Storage::new(machine.read_ns_per_block, config.block_size),
             computed: Vec::new(),
             report: Report::default(),
             sampled: Vec::new(),
@@ -84,8 +87,13 @@ impl Replica {
     pub(crate) fn step(&mut self, now: Time) -> Option<Time> {
         self.now = self.now.max(now);
         self.go();
+        self.read();
         self.drafts.propose(&mut self.scheduler, &self.live);
-        if let Some(plan) = self.scheduler.plan(self.now) {
+        let mut plan = self.scheduler.plan(self.now);
+        while plan.is_none() && self.read() {
+            plan = self.scheduler.plan(self.now);
+        }
+        if let Some(plan) = plan {
             self.run(plan);
             return Some(self.now);
         }
@@ -100,7 +108,8 @@ impl Replica {
 
     /// After [`step`](Self::step) returned `None`, when it may run one without a new request.
     pub(crate) fn wakes_at(&self) -> Option<Time> {
-        let events = [self.scheduler.wake_at(), self.cancellations.first().map(|&(at, _)| at)];
+        let read = self.storage.as_ref().and_then(Storage::next_end);
+        let events = [self.scheduler.wake_at(), self.cancellations.first().map(|&(at, _)| at), read];
         events.into_iter().flatten().min()
     }
 
@@ -127,7 +136,10 @@ impl Replica {
                 let id = self.by_tag.get(&parent).and_then(|&at| self.scheduler.fork(self.live[at].as_ref()?.id, tag, time));
                 id.ok_or("no_parent")
             }
-            None => self.scheduler.add(request, time).map_err(|rejected| rejected.name()),
+            None => {
+                let preparation = self.storage.is_some().then_some(Preparation::ReadCache);
+                self.scheduler.add(Request { preparation, ..request }, time).map_err(|rejected| rejected.name())
+            }
         };
         let id = match id {
             Ok(id) => id,
@@ -191,6 +203,28 @@ impl Replica {
         for timeline in missed {
             self.end(timeline);
         }
+    }
+
+    /// Ends the reads from storage that are done, and begins those that the scheduler wants. Returns whether a request can run after it.
+    fn read(&mut self) -> bool {
+        let Some(storage) = &mut self.storage else { return false };
+        let mut can_run = false;
+        while let Some((id, tokens)) = storage.take_ended(self.now) {
+            if let Some(prefix) = self.scheduler.tokens(id).map(|(all, _)| all[..tokens].to_vec()) {
+                self.scheduler.restore("", &prefix, self.now);
+                can_run |= self.scheduler.prepare(id, None, self.now);
+            }
+        }
+        for tag in self.scheduler.take_reads() {
+            let Some(live) = self.by_tag.get(&tag).and_then(|&at| self.live[at].as_ref()) else { continue };
+            // The last token is computed in any case.
+            let prompt = self.scheduler.tokens(live.id).map(|(all, prompt)| all[..prompt - 1].to_vec()).unwrap_or_default();
+            let cached = self.scheduler.cached_blocks("", &prompt);
+            if !storage.begin(live.id, &prompt, cached, self.now) {
+                can_run |= self.scheduler.prepare(live.id, None, self.now);
+            }
+        }
+        can_run
     }
 
     fn run(&mut self, plan: Box<StepPlan>) {

@@ -5,7 +5,7 @@ use crate::machine::Machine;
 use crate::replica::Replica;
 use crate::report::Report;
 use crate::step_time::StepTime;
-use crate::what_if::{arrived, forked, set_output};
+use crate::what_if::{Grammars, arrived, forked, set_output};
 use chairlift_core::{Call, Config, ConfigError, EndedRequest, Follower, JournalError, Request, SessionEvent, Tier, Time};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -32,6 +32,7 @@ pub struct Shadow {
     open: HashMap<u64, Open>,
     /// The arrival numbers of those, by recorded tag.
     by_tag: HashMap<u64, u64>,
+    grammars: Grammars,
     recorded: Vec<Recorded>,
     counts: Counts,
 }
@@ -84,7 +85,7 @@ impl Shadow {
     pub fn new(follower: Follower, changed: &[Config]) -> Result<Self, ConfigError> {
         let engine = |config: Config| {
             let step = StepTime::linear([0.0; 5]);
-            Replica::new(config, &Machine { step, swap_ns_per_block: config.swap_ns_per_block, draft_tokens: 0 })
+            Replica::new(config, &Machine { step, swap_ns_per_block: config.swap_ns_per_block, read_ns_per_block: 0, draft_tokens: 0 })
         };
         let settings = std::iter::once(follower.journal().config).chain(changed.iter().copied());
         let mut shadow = Self {
@@ -96,6 +97,7 @@ impl Shadow {
             arrivals: 0,
             open: HashMap::new(),
             by_tag: HashMap::new(),
+            grammars: Grammars::default(),
             recorded: Vec::new(),
             counts: Counts::default(),
         };
@@ -177,6 +179,7 @@ impl Shadow {
     fn call(&mut self, time: Time, begins: Time, call: Call) {
         match call {
             Call::Add(arrival) => {
+                self.grammars.begin(self.arrivals, arrival.request.preparation);
                 let job = arrived(self.follower.journal(), &arrival, begins);
                 self.enter(job);
             }
@@ -191,7 +194,7 @@ impl Shadow {
                     self.counts.skipped += 1;
                 }
             }
-            Call::Prepare { arrival_number, next: None } => {
+            Call::Prepare { arrival_number, next } if self.grammars.end(arrival_number, next) => {
                 for number in self.family(arrival_number).collect::<Vec<_>>() {
                     self.prepared(number, time);
                 }
@@ -237,6 +240,7 @@ impl Shadow {
     /// Notes that a request has ended. If it waits to enter, its output is known now.
     fn end(&mut self, ended: EndedRequest) {
         let Some(number) = self.by_tag.remove(&ended.tag) else { return };
+        self.grammars.forget(number);
         let Some(Open { key, prompt_tokens, tenant, session, tier }) = self.open.remove(&number) else { return };
         let begins = self.begins.unwrap_or_default();
         if let Some(Input::Request(job)) = self.inputs.get_mut(&key) {

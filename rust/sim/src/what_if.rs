@@ -1,8 +1,8 @@
 //! Jobs from a recorded journal, for simulation under other settings.
 
 use crate::job::{Job, RequestSpec, Workload};
-use chairlift_core::{Arrival, Call, FinishReason, ParsedJournal, Replayed, Request, Resumed, Time, Timeline, VerifiedDraft};
-use std::collections::HashMap;
+use chairlift_core::{Arrival, Call, FinishReason, ParsedJournal, Preparation, Replayed, Request, Resumed, Time, Timeline, VerifiedDraft};
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 /// The requests of a journal with their recorded outputs, taken from its
@@ -15,12 +15,18 @@ pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
         drafts.entry(arrival_number).or_default().push(draft);
     }
     let mut jobs: Vec<Job> = Vec::new();
+    let mut grammars = Grammars::default();
     let begins = journal.begins();
     for (time, call) in &journal.calls {
         let mut job = match call {
-            Call::Add(arrival) => arrived(journal, arrival, begins),
-            Call::Prepare { arrival_number, next: None } => {
-                begin_later(&mut jobs, *arrival_number as usize, time - begins);
+            Call::Add(arrival) => {
+                grammars.begin(arrival.arrival_number, arrival.request.preparation);
+                arrived(journal, arrival, begins)
+            }
+            Call::Prepare { arrival_number, next } => {
+                if grammars.end(*arrival_number, *next) {
+                    begin_later(&mut jobs, *arrival_number as usize, time - begins);
+                }
                 continue;
             }
             Call::Fork { parent, tag } => {
@@ -77,6 +83,32 @@ pub(crate) fn set_output(job: &mut Job, journal: &ParsedJournal, number: u64, en
     job.cancelled_at = (finish == Some(FinishReason::Abort)).then_some(ended);
 }
 
+/// Requests whose grammars are compiled, by arrival number. They arrive when that is done. Reads of prefixes are left out: they follow the turns
+/// of sessions, which may come at other times.
+#[derive(Debug, Default)]
+pub(crate) struct Grammars(HashSet<u64>);
+
+impl Grammars {
+    /// Records the preparation of a request that arrives.
+    pub(crate) fn begin(&mut self, request: u64, preparation: Option<Preparation>) {
+        if preparation == Some(Preparation::Grammar) {
+            self.0.insert(request);
+        }
+    }
+
+    /// Records that a preparation was done, and the next one. Returns whether the request arrives now.
+    pub(crate) fn end(&mut self, request: u64, next: Option<Preparation>) -> bool {
+        let was_compiled = self.0.remove(&request);
+        self.begin(request, next);
+        was_compiled && !self.0.contains(&request)
+    }
+
+    /// Forgets a request that has ended.
+    pub(crate) fn forget(&mut self, request: u64) {
+        self.0.remove(&request);
+    }
+}
+
 /// Lets a request, and the forks that were added with it, arrive when the request was prepared.
 fn begin_later(jobs: &mut [Job], request: usize, time: Time) {
     let tag = jobs[request].request.tag;
@@ -114,4 +146,23 @@ pub fn recorded_workload(journal: &ParsedJournal, replayed: &Replayed) -> Worklo
         workload.drafts.extend(job.drafts.into_iter().map(|draft| (at, draft)));
     }
     workload
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_arrives_when_its_grammar_is_compiled_and_not_when_its_prefix_is_read() {
+        let [grammar, read] = [Preparation::Grammar, Preparation::ReadCache].map(Some);
+        let mut grammars = Grammars::default();
+        for (request, preparation) in [(1, grammar), (2, read), (3, grammar), (4, grammar)] {
+            grammars.begin(request, preparation);
+        }
+        assert!(grammars.end(1, read) && !grammars.end(1, None));
+        assert!(!grammars.end(2, None));
+        assert!(!grammars.end(3, grammar) && grammars.end(3, None));
+        grammars.forget(4);
+        assert!(!grammars.end(4, None));
+    }
 }

@@ -14,7 +14,7 @@ const MS: Time = 1000;
 const SECOND: Time = 1_000_000;
 
 fn machine() -> Machine {
-    Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000, draft_tokens: 0 }
+    Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000, read_ns_per_block: 0, draft_tokens: 0 }
 }
 
 fn config() -> Config {
@@ -484,7 +484,7 @@ fn saturation_is_what_is_asked_over_what_can_be_served_on_a_ramp_of_load() {
 
 /// Machines with different costs per prompt token: low, high, and zero up to a point on a roofline.
 fn machines() -> [(&'static str, Machine); 3] {
-    let of = |step| Machine { step, swap_ns_per_block: 0, draft_tokens: 0 };
+    let of = |step| Machine { step, swap_ns_per_block: 0, read_ns_per_block: 0, draft_tokens: 0 };
     let roofline = StepTime::new(vec![(0.0, 28_000.0), (140.0, 28_000.0), (1140.0, 228_000.0)], 0.0, 1.0, 0.1);
     [
         ("cheap", machine()),
@@ -524,7 +524,8 @@ fn beside_one_long_prompt_streams_are_at_most_three_times_as_slow_as_alone() {
 #[test]
 fn beside_one_long_prompt_steps_may_take_60_ms_where_three_times_alone_is_less() {
     // A small model. A step of one stream takes 4 ms, and a token of a prompt 1 ms.
-    let machine = Machine { step: StepTime::linear([3500.0, 1000.0, 500.0, 0.0, 0.0]), swap_ns_per_block: 0, draft_tokens: 0 };
+    let machine =
+        Machine { step: StepTime::linear([3500.0, 1000.0, 500.0, 0.0, 0.0]), swap_ns_per_block: 0, read_ns_per_block: 0, draft_tokens: 0 };
     for streams in [1, 4] {
         let measure = |target_itl| {
             let prompts = (1..9).map(|at| job(at * SECOND, 1000 + at, 400, 1));

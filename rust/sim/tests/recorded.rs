@@ -99,7 +99,8 @@ fn a_simulated_run_finds_as_much_in_the_cache_as_the_recorded_one_with_held_sequ
     let journal = ParsedJournal::read(&bytes).unwrap();
 
     let (replayed, report) = recorded(&journal).unwrap();
-    let machine = Machine { step: StepTime::linear([1000.0, 0.0, 0.0, 0.0, 0.0]), swap_ns_per_block: 0, draft_tokens: 0 };
+    let machine =
+        Machine { step: StepTime::linear([1000.0, 0.0, 0.0, 0.0, 0.0]), swap_ns_per_block: 0, read_ns_per_block: 0, draft_tokens: 0 };
     let simulated = simulate(config, jobs(&journal, &replayed), &machine).unwrap();
     let [recorded, simulated] = [report, simulated].map(|report| report.stats.unwrap().counters);
     assert_eq!(recorded.prefix_queries, simulated.prefix_queries);

@@ -30,7 +30,12 @@ fn run(reservation: Reservation, watermark: u32, jobs: Vec<Job>) -> Report {
         kv_reservation: reservation,
         ..Config::default()
     };
-    let machine = Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000, draft_tokens: 0 };
+    let machine = Machine {
+        step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]),
+        swap_ns_per_block: 100_000,
+        read_ns_per_block: 0,
+        draft_tokens: 0,
+    };
     let report = simulate(config, jobs, &machine).expect("a sound config");
     assert_eq!(report.completed(), 600);
     report
@@ -91,7 +96,12 @@ fn a_reservation_holds_under_every_policy() {
             scheduling_policy: policy,
             ..Config::default()
         };
-        let machine = Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000, draft_tokens: 0 };
+        let machine = Machine {
+            step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]),
+            swap_ns_per_block: 100_000,
+            read_ns_per_block: 0,
+            draft_tokens: 0,
+        };
         let counters = simulate(config, jobs, &machine).expect("a sound config").stats.expect("it ran").counters;
         assert_eq!((counters.preemptions_recompute, counters.preemptions_swap), (0, 0), "{policy:?}");
     }

@@ -185,6 +185,11 @@ impl Recorder {
         self.scheduler.take_given_back()
     }
 
+    /// See [`Scheduler::take_reads`]. Not recorded, because no decision depends on it.
+    pub fn take_reads(&mut self) -> Vec<u64> {
+        self.scheduler.take_reads()
+    }
+
     /// See [`Scheduler::record_cache_changes`]. Not recorded, because no decision depends on it.
     pub fn record_cache_changes(&mut self) {
         self.scheduler.record_cache_changes();

@@ -7,11 +7,12 @@ use self::owners::{Owner, Owners};
 use self::users::Users;
 use super::hash::{BlockHash, BlockHasher};
 use crate::request::{CacheScope, Token};
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
 mod chain;
 mod changes;
+mod contents;
 mod free_lists;
 mod host;
 mod host_pool;
@@ -217,37 +218,6 @@ impl BlockPool {
         })
     }
 
-    /// The content number of a block. `None` without a name.
-    pub(super) fn content(&self, id: BlockId) -> Option<Content> {
-        self.blocks[id.0 as usize].name.as_ref().map(|name| name.content)
-    }
-
-    /// The content number of the cached block with this name.
-    pub(super) fn content_of(&self, name: BlockHash) -> Option<Content> {
-        self.named.get(&name).and_then(|&id| self.content(id))
-    }
-
-    /// Whether a block with this name and content is cached.
-    pub(super) fn has(&self, name: BlockHash, content: Content) -> bool {
-        self.content_of(name) == Some(content)
-    }
-
-    /// Records the contents of blocks that lose their names from now on, for [`take_dropped`](Self::take_dropped).
-    pub(super) fn record_dropped(&mut self) {
-        self.dropped = Some(Vec::new());
-    }
-
-    /// The contents of blocks that lost their names since the last call, if they are recorded.
-    pub(super) fn take_dropped(&mut self) -> Vec<Content> {
-        self.dropped.as_mut().map(std::mem::take).unwrap_or_default()
-    }
-
-    /// All contents of cached blocks, and those that [`take_dropped`](Self::take_dropped) has yet to give.
-    pub(super) fn known_contents(&self) -> FxHashSet<Content> {
-        let named = self.blocks.iter().filter_map(|block| block.name.as_ref()).map(|name| name.content);
-        named.chain(self.dropped.iter().flatten().copied()).collect()
-    }
-
     /// Adds a cached block to `table`.
     pub fn share(&mut self, table: &mut BlockTable, id: BlockId) {
         if self.blocks[id.0 as usize].holders == 0 {
@@ -431,10 +401,18 @@ impl BlockPool {
         id
     }
 
-    /// Removes the block's name, if any.
+    /// Removes the block's name, if any. Its content is lost.
     fn take_name(&mut self, id: BlockId) {
+        let content = self.unname(id);
+        if let Some(dropped) = &mut self.dropped {
+            dropped.extend(content);
+        }
+    }
+
+    /// Removes the block's name, if any. Returns its content.
+    fn unname(&mut self, id: BlockId) -> Option<Content> {
         let block = &self.blocks[id.0 as usize];
-        let Some((hash, content)) = block.name.as_ref().map(|name| (name.hash, name.content)) else { return };
+        let (hash, content) = block.name.as_ref().map(|name| (name.hash, name.content))?;
         if block.holders == 0 {
             self.free.unlink(self.list_of(id), id);
             self.unnamed.push(id);
@@ -443,18 +421,18 @@ impl BlockPool {
         self.blocks[id.0 as usize].name = None;
         self.named.remove(&hash);
         self.changes.record(hash, false);
-        if let Some(dropped) = &mut self.dropped {
-            dropped.push(content);
-        }
+        Some(content)
     }
 
     /// Removes the name of the free cached block that is evicted next, and takes the block for a session or for another use.
     fn evict(&mut self, taker: Option<CacheOwner>) -> BlockId {
         let id = self.next_evicted();
-        if !self.keep_on_host(id, taker) {
+        if self.keep_on_host(id, taker) {
+            self.unname(id);
+        } else {
             self.note_evicted(id, taker);
+            self.take_name(id);
         }
-        self.take_name(id);
         self.unnamed.pop().expect("it was just freed")
     }
 

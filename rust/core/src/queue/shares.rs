@@ -17,7 +17,7 @@ struct Share {
     counter: u64,
     /// Requests in the queue.
     waiting: u32,
-    /// Requests that wait for the turns of their sessions.
+    /// Requests that wait for the turns of their sessions, or whose prefixes are read for them.
     parked: u32,
     /// The counter as listed in the backlog. The counter itself may have grown since.
     listed: u64,

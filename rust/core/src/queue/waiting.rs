@@ -174,6 +174,16 @@ impl Waiting {
         self.queue.end_session_wait(seq.member().tenant);
     }
 
+    /// Lets the tenant of a sequence wait for as long as its prefix is read, because its session's turn has come.
+    pub(crate) fn begin_reload(&mut self, seq: &Sequence) {
+        self.queue.begin_session_wait(seq.member().tenant);
+    }
+
+    /// Records that the prefix is read, or that the sequence ends before.
+    pub(crate) fn end_reload(&mut self, seq: &Sequence) {
+        self.queue.end_session_wait(seq.member().tenant);
+    }
+
     /// Adds a sequence to the order. `returns` is set if the sequence ran before.
     pub(crate) fn place(&mut self, seq: &mut Sequence, id: SeqId, key: Key, returns: bool) {
         seq.queue_entry.set_key(key);
@@ -378,7 +388,7 @@ impl Waiting {
                     continue;
                 }
                 Phase::Preparing(preparation) => kinds.preparing[preparation as usize] += 1,
-                Phase::WaitSession => kinds.on_session += 1,
+                Phase::WaitSession { .. } => kinds.on_session += 1,
                 _ => {
                     kinds.returning += usize::from(seq.has_started());
                     kinds.swapped += usize::from(seq.phase().swapped_tokens() > 0);

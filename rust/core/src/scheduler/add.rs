@@ -9,7 +9,8 @@ impl Scheduler {
     /// Adds a request to the queue. Returns an error if the request can never run or the queue is full. `now` is the
     /// arrival time, which may be earlier than the previous call, because a request can arrive during a step. A resumed
     /// request is treated like one that returns from a preemption. A request with a [`Preparation`] joins the queue when
-    /// that is [done](Self::prepare). A refused request leaves no trace but a count: the clocks do not advance, because a journal lacks it.
+    /// that is [done](Self::prepare); [`take_reads`](Self::take_reads) tells when its prefix is to be read. A refused request leaves no
+    /// trace but a count: the clocks do not advance, because a journal lacks it.
     pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
         let resumes = request.resumed.is_some();
         let seq = Sequence::new(request, self.waiting.next_arrival(), self.config.max_model_len, now)?;
@@ -27,8 +28,8 @@ impl Scheduler {
         }
         self.accounts.tick(now);
         let id = self.insert(seq);
-        match self.seqs[id].preparation() {
-            Some(preparation) => self.waiting.begin_preparation(&self.seqs[id], preparation),
+        match self.seqs[id].request().preparation {
+            Some(preparation) => self.begin_preparation(id, preparation),
             None => self.enqueue_new(id),
         }
         Ok(id)
@@ -39,27 +40,36 @@ impl Scheduler {
     pub fn prepare(&mut self, id: SeqId, next: Option<Preparation>, now: Time) -> bool {
         let Some(done) = self.seqs.get(id).and_then(Sequence::preparation) else { return false };
         self.accounts.tick(now);
-        self.waiting.end_preparation(&self.seqs[id], done);
-        self.enter(id, next.map_or(Phase::New, Phase::Preparing));
+        let had_turn = done == Preparation::ReadCache && self.end_read(id);
         let seq = &mut self.seqs[id];
-        if let Some(preparation) = next {
-            self.waiting.begin_preparation(seq, preparation);
-            return true;
-        }
-        if !seq.has_started() {
+        if !seq.has_started() && !had_turn {
             seq.account.submit(self.accounts.now());
         }
-        self.enqueue_new(id);
+        if let Some(preparation) = next {
+            self.begin_preparation(id, preparation);
+        } else {
+            self.enter(id, Phase::New);
+            // A request whose prefix is read has joined its session before.
+            if done == Preparation::ReadCache { self.enqueue_joined(id) } else { self.enqueue_new(id) }
+        }
+        self.waiting.end_preparation(&self.seqs[id], done);
+        if had_turn {
+            self.waiting.end_reload(&self.seqs[id]);
+        }
         true
     }
 
     /// Adds a sequence to the queue that no plan has seen, unless it waits for its session's turn.
     fn enqueue_new(&mut self, id: SeqId) {
         if self.join_session(id) {
-            self.enter(id, Phase::WaitSession);
-            self.waiting.begin_session_wait(&self.seqs[id]);
-            return;
+            self.wait_for_turn(id, false);
+        } else {
+            self.enqueue_joined(id);
         }
+    }
+
+    /// Adds a sequence to the queue that no plan has seen.
+    fn enqueue_joined(&mut self, id: SeqId) {
         self.enqueue(id, false);
         self.waiting.add_new(id);
     }

@@ -82,7 +82,7 @@ fn prompt_left(seq: &Sequence) -> (u32, u32) {
     match seq.phase() {
         Phase::Swapped { tokens } => (tokens, 0),
         Phase::Running { .. } => (seq.computed(), seq.len().saturating_sub(seq.computed() + 1)),
-        Phase::New | Phase::Queued | Phase::Preparing(_) | Phase::WaitSession | Phase::WaitingOnParent | Phase::Preempted => {
+        Phase::New | Phase::Queued | Phase::Preparing(_) | Phase::WaitSession { .. } | Phase::WaitingOnParent | Phase::Preempted => {
             (seq.len() - seq.uncached(), seq.uncached())
         }
     }

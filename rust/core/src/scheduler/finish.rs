@@ -66,10 +66,11 @@ impl Scheduler {
         }
     }
 
-    /// The preparation of a sequence, or of the one whose prompt it waits for.
+    /// The preparation that a sequence needs, or the one whose prompt it waits for.
     fn awaited_preparation(&self, id: SeqId) -> Option<Preparation> {
         let waits_for = |id: &SeqId| self.seqs[*id].parent().filter(|_| self.seqs[*id].phase() == Phase::WaitingOnParent);
-        std::iter::successors(Some(id), waits_for).find_map(|id| self.seqs[id].preparation())
+        let reads = |id: SeqId| self.reads_at_turn(id).then_some(Preparation::ReadCache);
+        std::iter::successors(Some(id), waits_for).find_map(|id| self.seqs[id].preparation().or_else(|| reads(id)))
     }
 
     /// Moves the forks that waited for a sequence's prompt into the queue. Those of a sequence that is still prepared wait for
@@ -82,8 +83,7 @@ impl Scheduler {
             }
             self.waiting.leave_parent();
             if let Some(preparation) = preparation {
-                self.enter(fork, Phase::Preparing(preparation));
-                self.waiting.begin_preparation(&self.seqs[fork], preparation);
+                self.begin_preparation(fork, preparation);
             } else {
                 self.enter(fork, Phase::Queued);
                 self.enqueue(fork, false);
@@ -116,8 +116,13 @@ impl Scheduler {
         let timeline = seq.timeline(Some(reason), &self.accounts);
         match seq.phase() {
             Phase::Running { .. } => self.release_slot(id),
-            Phase::Preparing(preparation) => self.waiting.end_preparation(seq, preparation),
-            Phase::WaitSession => self.waiting.end_session_wait(seq),
+            Phase::Preparing(preparation) => {
+                self.waiting.end_preparation(seq, preparation);
+                if self.reads.forget(id, seq.spec().tag) {
+                    self.waiting.end_reload(seq);
+                }
+            }
+            Phase::WaitSession { .. } => self.waiting.end_session_wait(seq),
             Phase::WaitingOnParent => self.waiting.leave_parent(),
             Phase::New | Phase::Queued | Phase::Preempted | Phase::Swapped { .. } => self.dequeue(id),
         }

@@ -54,7 +54,7 @@ impl Scheduler {
         }
         match phase {
             Phase::Running { .. } => self.accounts.leaves_slot(seq.member()),
-            Phase::Preparing(_) | Phase::WaitSession | Phase::WaitingOnParent => {}
+            Phase::Preparing(_) | Phase::WaitSession { .. } | Phase::WaitingOnParent => {}
             Phase::New | Phase::Queued | Phase::Preempted | Phase::Swapped { .. } => self.dequeue(id),
         }
         let seq = &mut self.seqs[id];
@@ -65,7 +65,7 @@ impl Scheduler {
                 self.accounts.runs(member);
                 self.running.change_class(before, (before.0, priority));
             }
-            Phase::Preparing(_) | Phase::WaitSession | Phase::WaitingOnParent => {}
+            Phase::Preparing(_) | Phase::WaitSession { .. } | Phase::WaitingOnParent => {}
             Phase::New | Phase::Queued | Phase::Preempted | Phase::Swapped { .. } => self.enqueue(id, true),
         }
         true

@@ -18,6 +18,7 @@ mod limit;
 mod preempt;
 mod prefill;
 mod prefix_lookup;
+mod reads;
 mod reorder;
 mod shared_service;
 mod snapshot;
@@ -26,6 +27,7 @@ mod stats;
 mod stored;
 mod turns;
 
+use self::reads::Reads;
 use crate::batch::{Outputs, Running};
 use crate::config::Config;
 use crate::error::ConfigError;
@@ -80,6 +82,7 @@ pub struct Scheduler {
     model: StepModel,
     background: BackgroundCost,
     steps: Steps,
+    reads: Reads,
     /// Sequences that ended by themselves, with their tokens, if they are wanted.
     finished: Option<Vec<(SeqId, Vec<Token>)>>,
 }
@@ -111,6 +114,7 @@ impl Scheduler {
             model: StepModel::of_experts(config.experts),
             background: BackgroundCost::default(),
             steps: Steps::default(),
+            reads: Reads::default(),
             finished: None,
             config,
         })

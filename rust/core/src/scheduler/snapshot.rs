@@ -14,7 +14,7 @@ impl Scheduler {
     pub fn snapshot(&mut self, now: Time, max_waiting: usize, max_cells: usize) -> Snapshot {
         let (cells, blocks_per_cell) = self.cells(max_cells);
         let queued = self.waiting.iter().map(|(_, id)| &self.seqs[id]);
-        let outside = self.seqs.values().filter(|seq| seq.preparation().is_some() || seq.phase() == Phase::WaitSession);
+        let outside = self.seqs.values().filter(|seq| seq.preparation().is_some() || seq.waits_for_session());
         let mut waiting_by_tier = [0; Tier::NAMES.len()];
         for seq in self.seqs.values().filter(|seq| seq.slot().is_none()) {
             waiting_by_tier[seq.request().tier as usize] += 1;
@@ -85,7 +85,7 @@ impl Scheduler {
             (Phase::Preempted, _) => TimelineState::Preempted,
             (Phase::Preparing(Preparation::Grammar), _) => TimelineState::Grammar,
             (Phase::Preparing(Preparation::ReadCache), _) => TimelineState::ReadCache,
-            (Phase::WaitSession, _) => TimelineState::WaitSession,
+            (Phase::WaitSession { .. }, _) => TimelineState::WaitSession,
             (Phase::New, _) => TimelineState::WaitStep,
             (_, Some((group, cause))) if group == seq.member().group => cause,
             _ => self.accounts.others(),

@@ -4,7 +4,7 @@ use super::Scheduler;
 use crate::config::SessionTurns;
 use crate::request::{FinishReason, SeqId, SessionEvent, Time};
 use crate::sequence::{Phase, Sequence};
-use crate::sessions::{Joins, Machine, Reload, SessionId, SessionWait, Turn, Wait};
+use crate::sessions::{Joins, Machine, Reload, SessionId, SessionWait, Wait};
 use std::sync::Arc;
 
 /// Hundredths of the blocks that contexts of active sessions may take when one more becomes active, and as they grow.
@@ -15,13 +15,14 @@ const SHORT: usize = 5;
 const LOOKS_AGAIN: Time = 100_000;
 
 impl Scheduler {
-    /// Adds a new request to its session, if it has one. Returns whether it waits for the session's turn.
+    /// Adds a new request to its session, if it has one and was not added before. Returns whether it waits for the session's turn.
     pub(super) fn join_session(&mut self, id: SeqId) -> bool {
         let seq = &mut self.seqs[id];
         if self.config.session_turns == SessionTurns::Off
             || !self.config.enable_prefix_caching
             || seq.is_background()
             || seq.parent().is_some()
+            || seq.session().is_some()
         {
             return false;
         }
@@ -48,11 +49,15 @@ impl Scheduler {
             arrived,
             due: arrived.saturating_add(longest.min(half)),
         };
-        let (now, room, short) = (self.accounts.now(), self.session_blocks(FILL.0), self.kv.limit() * SHORT / 100);
-        let Some(joined) = self.sessions.join(&joins, room as u32, short as u32, now, &mut self.kv) else { return false };
+        let now = self.accounts.now();
+        let Some(joined) = self.sessions.join(&joins, now, &mut self.kv) else { return false };
+        // The sum over the slots is left out where it decides nothing.
+        let room = if self.sessions.may_begin(joined) { self.session_blocks(FILL.0) } else { 0 };
+        let short = self.kv.limit() * SHORT / 100;
+        let waits = self.sessions.enter(&joins, joined, (room as u32, short as u32), now, &mut self.kv);
         let owner = self.sessions.owner(joined.of);
         self.seqs[id].set_session(joined.of, owner);
-        joined.turn == Turn::Waits
+        waits
     }
 
     /// Adds a fork to the session of its parent.
@@ -72,7 +77,7 @@ impl Scheduler {
 
     /// How long a request still waits for its session's turn. None unless it waits for it.
     pub fn session_wait(&self, id: SeqId) -> Option<SessionWait> {
-        let of = self.seqs.get(id).filter(|seq| seq.phase() == Phase::WaitSession)?.session()?;
+        let of = self.seqs.get(id).filter(|seq| seq.waits_for_session())?.session()?;
         self.sessions.wait(of, id, &self.model, self.accounts.now())
     }
 
@@ -99,13 +104,28 @@ impl Scheduler {
             if !self.sessions.make_room(session, reload, is_due, &machine, &mut self.kv) {
                 break;
             }
-            for Wait { seq, .. } in self.sessions.activate(session, reload, now, &mut self.kv) {
-                self.enter(seq, Phase::Queued);
-                self.enqueue(seq, false);
-                self.waiting.end_session_wait(&self.seqs[seq]);
+            for wait in self.sessions.activate(session, reload, now, &mut self.kv) {
+                self.end_wait_for_turn(wait, reload.reads);
             }
         }
         self.release_parked_held();
+    }
+
+    /// Has a request wait for its session's turn. `reads` is set if its prefix is read from storage then.
+    pub(super) fn wait_for_turn(&mut self, id: SeqId, reads: bool) {
+        self.enter(id, Phase::WaitSession { reads });
+        self.waiting.begin_session_wait(&self.seqs[id]);
+    }
+
+    /// Moves a request whose session's turn has come into the queue, or has its prefix read if the session `reads`.
+    fn end_wait_for_turn(&mut self, wait: Wait, reads: bool) {
+        if reads && self.reads_at_turn(wait.seq) {
+            self.begin_reload(wait);
+        } else {
+            self.enter(wait.seq, Phase::Queued);
+            self.enqueue(wait.seq, false);
+        }
+        self.waiting.end_session_wait(&self.seqs[wait.seq]);
     }
 
     /// Removes a sequence that has ended from its session. Remembers the end of its answer. Call it when the blocks are released: a session
@@ -124,7 +144,7 @@ impl Scheduler {
             }
             return;
         };
-        if seq.phase() == Phase::WaitSession {
+        if seq.waits_for_session() {
             self.sessions.leave_line(of, id, now, &mut self.kv);
             return;
         }
@@ -166,16 +186,10 @@ impl Scheduler {
 
     /// What the waiting requests of a session had computed before and is not on the device.
     fn session_reload(&mut self, session: SessionId) -> Reload {
-        let size = f64::from(self.config.block_size);
         let mut reload = Reload::default();
-        for &Wait { seq, known, .. } in self.sessions.waiting(session) {
-            let blocks = &self.seqs[seq].blocks;
-            let found = self.kv.estimate(blocks, 0, &mut None).len();
-            let cached = self.kv.usable(blocks.names(), found);
-            let kept = self.kv.kept_after(blocks, cached);
-            let computing = |from: usize| self.model.prefill(from as f64 * size, (f64::from(known) - from as f64 * size).max(0.0));
-            reload.computing += computing(cached);
-            reload.takes += self.copy_time(kept as u32) + computing(cached + kept);
+        for at in 0..self.sessions.waiting(session).len() {
+            let wait = self.sessions.waiting(session)[at];
+            reload.add(self.reload(wait));
         }
         reload
     }

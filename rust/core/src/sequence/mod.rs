@@ -131,7 +131,7 @@ impl Sequence {
             ),
         };
         Ok(Self {
-            phase: request.preparation.map_or(Phase::New, Phase::Preparing),
+            phase: Phase::New,
             progress: Progress { computed: 0, fast_path_limit: 0, next_kv_slot: 0, pending: 0, limit, preemptions: 0, drafting: false },
             tokens: std::mem::take(&mut request.prompt),
             blocks: SeqBlocks::new(Arc::clone(&request.scope)),
@@ -229,6 +229,11 @@ impl Sequence {
     #[inline]
     pub(crate) fn is_running(&self) -> bool {
         matches!(self.phase, Phase::Running { .. })
+    }
+
+    /// Whether the sequence waits for its session's turn.
+    pub(crate) fn waits_for_session(&self) -> bool {
+        matches!(self.phase, Phase::WaitSession { .. })
     }
 
     /// The preparation that the sequence waits for.

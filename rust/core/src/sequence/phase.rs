@@ -13,7 +13,10 @@ pub(crate) enum Phase {
     /// Cannot run until its caller has prepared it. It is not in the queue, and counts against the queue's limits.
     Preparing(Preparation),
     /// Waits for the turn of its session. It is not in the queue, and counts against the queue's limits.
-    WaitSession,
+    WaitSession {
+        /// Whether its caller reads its prefix from storage once the turn has come.
+        reads: bool,
+    },
     /// A fork that waits for its parent's prompt to be computed. It is not in the queue.
     WaitingOnParent,
     /// In the queue after a preemption that discarded the KV.
@@ -53,7 +56,7 @@ impl Phase {
             Self::Queued => AccountState::Waiting,
             Self::Preparing(Preparation::Grammar) => AccountState::Grammar,
             Self::Preparing(Preparation::ReadCache) => AccountState::ReadCache,
-            Self::WaitSession => AccountState::Session,
+            Self::WaitSession { .. } => AccountState::Session,
             Self::WaitingOnParent => AccountState::Fork,
             Self::Preempted => AccountState::Preempted,
             Self::Swapped { .. } => AccountState::Swapped,

@@ -12,10 +12,12 @@ mod directory;
 mod line;
 mod marks;
 mod reloads;
+mod requests;
 mod session;
 mod turns;
 
 pub use line::SessionWait;
 pub(crate) use reloads::Reload;
+pub(crate) use requests::Joins;
 pub(crate) use session::{SessionId, SessionRef, Wait};
-pub(crate) use turns::{Joins, Machine, Sessions, Turn, is_long_quiet};
+pub(crate) use turns::{Machine, Sessions, is_long_quiet};

@@ -8,16 +8,15 @@
 //! tiers do not count, and a turn ends only for a tenant without more service. A request that is due is served in any case. A
 //! session that has been quiet for [`QUIET`](parking::QUIET) is parked even if no other waits.
 
-use super::answers::{Answer, Answers};
+use super::answers::Answers;
 use super::directory::Directory;
 use super::line::{Key, Line, SessionWait};
 use super::reloads::{self, Reload, Reloads};
 use super::session::{Session, SessionId, SessionRef, State, Wait};
-use crate::memory::{BlockHash, CacheOwner, EvictionClass, Kv, User};
-use crate::request::{SeqId, SessionEvent, TIERS, Tier, Time};
+use crate::memory::{EvictionClass, Kv};
+use crate::request::{SeqId, TIERS, Tier, Time};
 use crate::step_time::StepModel;
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 mod parking;
 
@@ -25,43 +24,6 @@ pub(crate) use parking::is_long_quiet;
 
 /// A session that waits for its user counts as quiet for so many microseconds longer, because users take longer than tools.
 const USERS_TAKE: Time = 60_000_000;
-/// A new request, for the session that it belongs to.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Joins<'a> {
-    pub(crate) seq: SeqId,
-    pub(crate) user: User,
-    pub(crate) tenant: u32,
-    pub(crate) tier: Tier,
-    /// The tenant's names for the session, and for the one that began it.
-    pub(crate) session: Option<&'a Arc<str>>,
-    pub(crate) parent: Option<&'a Arc<str>>,
-    /// Whether a prompt without a name may continue a session.
-    pub(crate) by_prompt: bool,
-    /// Names of the prompt's full blocks.
-    pub(crate) names: &'a [BlockHash],
-    pub(crate) tokens: u32,
-    /// Whether the request has run before.
-    pub(crate) started: bool,
-    /// When the request arrived, and when it no longer waits for its session's turn.
-    pub(crate) arrived: Time,
-    pub(crate) due: Time,
-}
-
-/// Whether a request waits for its session's turn.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Turn {
-    /// It joins the queue.
-    Now,
-    /// It waits.
-    Waits,
-}
-
-/// The session that a request has joined.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Joined {
-    pub(crate) of: SessionRef,
-    pub(crate) turn: Turn,
-}
 
 /// The machine's state at the time of a decision.
 #[derive(Clone, Copy)]
@@ -77,8 +39,8 @@ pub(crate) struct Machine<'a> {
 /// All sessions.
 #[derive(Debug)]
 pub(crate) struct Sessions {
-    directory: Directory,
-    answers: Answers,
+    pub(super) directory: Directory,
+    pub(super) answers: Answers,
     /// Whether the line goes by tenant.
     by_tenant: bool,
     /// Blocks of the contexts of active sessions, by tier.
@@ -90,7 +52,7 @@ pub(crate) struct Sessions {
     busy: BTreeSet<(Time, SessionId)>,
     /// Blocks of the contexts of parked sessions with requests in the queue or running.
     leaving: u32,
-    line: Line,
+    pub(super) line: Line,
     reloads: Reloads,
 }
 
@@ -119,106 +81,6 @@ impl Sessions {
     /// Blocks of the contexts of active sessions.
     pub(crate) fn load(&self) -> u32 {
         self.loads.iter().sum()
-    }
-
-    /// Adds a request to its session. `free` is the number of blocks that contexts of active sessions may take, and a context of at most
-    /// `short` blocks is short: the first request of a session with a short one never waits. `None` if the request belongs to no session.
-    pub(crate) fn join(&mut self, joins: &Joins<'_>, free: u32, short: u32, now: Time, kv: &mut Kv) -> Option<Joined> {
-        let (id, subagent) = self.find(joins, kv)?;
-        self.directory.touch(id);
-        let mut forgotten = Vec::new();
-        let (user, no_line) = (joins.user, self.line.is_empty());
-        let (thread, known, is_new) = self.change(id, |session| {
-            let is_new = session.is_new();
-            (session.tenant, session.tier) = (joins.tenant, joins.tier);
-            let (thread, known) = session.begin_request(subagent, joins.names, joins.tokens, now, &mut forgotten);
-            (thread, known, is_new)
-        });
-        for name in &forgotten {
-            self.directory.forget_name(user, name);
-        }
-        if let Some(name) = subagent {
-            self.directory.name(id, name);
-        }
-        let session = &self.directory[id];
-        let fits = no_line && self.load() + session.blocks() <= free;
-        let first = is_new && session.blocks() <= short;
-        let turn = if session.is_active() || fits || joins.started || first { Turn::Now } else { Turn::Waits };
-        if !session.is_active() && fits {
-            self.activate(id, Reload::default(), now, kv);
-        }
-        self.change(id, |session| match turn {
-            Turn::Now => session.enter_queue(),
-            Turn::Waits => {
-                let tokens_known = (u64::from(known) * u64::from(joins.tokens) / joins.names.len().max(1) as u64) as u32;
-                session.waiting.push(Wait { seq: joins.seq, known: tokens_known, arrived: joins.arrived, due: joins.due });
-            }
-        });
-        let session = &self.directory[id];
-        if turn == Turn::Waits && session.waiting.len() == 1 {
-            kv.rank_owner(session.owner, EvictionClass::ParkedWaiting);
-            if no_line {
-                self.line.begin(now);
-            }
-        }
-        Some(Joined { of: SessionRef { session: id, thread }, turn })
-    }
-
-    /// Records another answer to a request of a session.
-    pub(crate) fn fork(&mut self, of: SessionRef) {
-        self.change(of.session, |session| session.fork_request(of.thread));
-    }
-
-    /// Ends a request in the queue. `names` are those of the full blocks of its context; `answered` is set if the last one has a token
-    /// of the answer.
-    pub(crate) fn leave(&mut self, of: SessionRef, names: &[BlockHash], tokens: u32, answered: bool, now: Time, kv: &mut Kv) {
-        self.change(of.session, |session| session.end_request(of.thread, names, tokens, now));
-        let session = &self.directory[of.session];
-        let class = match session.state {
-            State::Active { .. } => EvictionClass::Active,
-            State::Parked if session.waiting.is_empty() => EvictionClass::Parked,
-            State::Parked => EvictionClass::ParkedWaiting,
-        };
-        kv.rank_owner(session.owner, class);
-        if let Some(&end) = names.last().filter(|_| answered) {
-            self.answers.add(end, Answer { user: session.user, session: Some(of.session) });
-        }
-        self.forget_if_ended(of.session, kv);
-    }
-
-    /// Ends a request that waited for its session's turn.
-    pub(crate) fn leave_line(&mut self, of: SessionRef, seq: SeqId, now: Time, kv: &mut Kv) {
-        self.change(of.session, |session| session.cancel_wait(of.thread, seq, now));
-        let session = &self.directory[of.session];
-        if session.waiting.is_empty() {
-            kv.rank_owner(session.owner, EvictionClass::Parked);
-        }
-        self.forget_if_ended(of.session, kv);
-    }
-
-    /// Records what a tenant says of a session. Returns whether the session is known.
-    pub(crate) fn note(&mut self, user: User, name: &Arc<str>, event: SessionEvent, kv: &mut Kv) -> bool {
-        let Some(id) = self.directory.named(user, name) else { return false };
-        let is_main = self.directory[id].name.as_ref() == Some(name);
-        match event {
-            SessionEvent::AwaitsUser if is_main => self.change(id, |session| session.awaits_user = true),
-            SessionEvent::AwaitsUser => {}
-            SessionEvent::Ended if is_main => {
-                self.change(id, |session| session.ended = true);
-                self.forget_if_ended(id, kv);
-            }
-            SessionEvent::Ended => {
-                if self.change(id, |session| session.end_subagent(name)) {
-                    self.directory.forget_name(user, name);
-                }
-            }
-        }
-        true
-    }
-
-    /// Remembers an answer of a request without a session.
-    pub(crate) fn remember_answer(&mut self, user: User, end: BlockHash) {
-        self.answers.add(end, Answer { user, session: None });
     }
 
     /// The parked session that comes in next, and whether it comes in whatever happens. `service` is that of a tenant.
@@ -274,65 +136,29 @@ impl Sessions {
         })
     }
 
+    /// Microseconds that a reload is expected to take by what the latest ones took, if computing takes `computing`.
+    pub(crate) fn expected_reload(&self, computing: f64) -> f64 {
+        self.reloads.expected(computing)
+    }
+
+    /// See [`Reloads::reads_pay`].
+    pub(crate) fn reads_pay(&self) -> bool {
+        self.reloads.reads_pay()
+    }
+
+    /// See [`Reloads::end_read`].
+    pub(crate) fn end_read(&mut self, expected: Reload, takes: f64) {
+        self.reloads.end_read(expected, takes);
+    }
+
     /// When the first session comes in whatever happens.
     pub(crate) fn next_due(&self) -> Option<Time> {
         self.line.next_due().map(|(due, _)| due)
     }
 
-    /// Whether a session was not forgotten.
-    pub(crate) fn knows(&self, of: SessionRef) -> bool {
-        self.directory.contains(of.session)
-    }
-
     /// Whether a session is active.
     pub(crate) fn is_active(&self, of: SessionRef) -> bool {
         self.knows(of) && self.directory[of.session].is_active()
-    }
-
-    /// The owner of the blocks of a session's requests.
-    pub(crate) fn owner(&self, of: SessionRef) -> CacheOwner {
-        self.directory[of.session].owner
-    }
-
-    /// The session of a request and its subagent's name, which are added if they are new.
-    fn find<'a>(&mut self, joins: &Joins<'a>, kv: &mut Kv) -> Option<(SessionId, Option<&'a Arc<str>>)> {
-        let Joins { user, tenant, session, parent, .. } = *joins;
-        let Some(name) = session else {
-            let (answer, _) = joins.by_prompt.then(|| self.answers.continued(user, joins.names))??;
-            let known = answer.session.filter(|&id| self.directory.contains(id));
-            return Some((known.unwrap_or_else(|| self.open(user, tenant, None, kv)), None));
-        };
-        if let Some(id) = self.directory.named(user, name) {
-            let is_subagent = self.directory[id].name.as_ref() != Some(name);
-            return Some((id, is_subagent.then_some(name)));
-        }
-        let Some(parent) = parent.filter(|&parent| parent != name) else {
-            return Some((self.open(user, tenant, Some(Arc::clone(name)), kv), None));
-        };
-        let main = self.directory.named(user, parent).unwrap_or_else(|| self.open(user, tenant, Some(Arc::clone(parent)), kv));
-        Some((main, Some(name)))
-    }
-
-    fn open(&mut self, user: User, tenant: u32, name: Option<Arc<str>>, kv: &mut Kv) -> SessionId {
-        let owner = kv.open_owner(user);
-        let id = self.directory.add(Session::new(user, tenant, name, owner));
-        while let Some(excess) = self.directory.excess().filter(|&excess| excess != id) {
-            self.forget(excess, kv);
-        }
-        id
-    }
-
-    /// Forgets a session without requests.
-    fn forget(&mut self, id: SessionId, kv: &mut Kv) {
-        self.remove_from_orders(id);
-        let session = self.directory.remove(id);
-        kv.end_owner(session.owner);
-    }
-
-    fn forget_if_ended(&mut self, id: SessionId, kv: &mut Kv) {
-        if self.directory[id].ended && self.directory[id].is_quiet() {
-            self.forget(id, kv);
-        }
     }
 
     fn park(&mut self, id: SessionId, kv: &mut Kv) {
@@ -351,9 +177,15 @@ impl Sessions {
     }
 
     /// Changes a session and its places in the orders.
-    fn change<R>(&mut self, id: SessionId, change: impl FnOnce(&mut Session) -> R) -> R {
+    pub(super) fn change<R>(&mut self, id: SessionId, change: impl FnOnce(&mut Session) -> R) -> R {
         self.remove_from_orders(id);
         let result = change(&mut self.directory[id]);
+        self.add_to_orders(id);
+        result
+    }
+
+    /// Adds a session to the orders that its state puts it into.
+    pub(super) fn add_to_orders(&mut self, id: SessionId) {
         let session = &self.directory[id];
         match session.state {
             State::Active { since } => {
@@ -372,17 +204,20 @@ impl Sessions {
                 }
             }
         }
-        result
     }
 
-    fn remove_from_orders(&mut self, id: SessionId) {
+    /// Removes a session from its orders, before it changes.
+    pub(super) fn remove_from_orders(&mut self, id: SessionId) {
         let session = &self.directory[id];
         match session.state {
             State::Active { since } => {
                 self.loads[session.tier as usize] -= session.blocks();
-                self.quiet.remove(&quiet_key(id, session));
-                self.turns.remove(&(since, id));
-                self.busy.remove(&(since, id));
+                if session.is_quiet() {
+                    self.quiet.remove(&quiet_key(id, session));
+                    self.turns.remove(&(since, id));
+                } else {
+                    self.busy.remove(&(since, id));
+                }
             }
             State::Parked => {
                 self.leaving -= session.leaving();

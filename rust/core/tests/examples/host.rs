@@ -139,3 +139,19 @@ fn requests_without_a_session_are_not_kept() {
         }
     }
 }
+
+#[test]
+fn a_state_stays_on_the_device_and_is_found_when_its_block_comes_back() {
+    let with_states = |host_blocks, state_slots| {
+        let Lab { scheduler, cost, .. } = lab(host_blocks, 1_000_000);
+        Lab::taught(Config { state_slots, ..*scheduler.config() }, cost)
+    };
+    let mut lab = with_states(200, 20);
+    let (cached, outs, ins) = run(&mut lab, &[1, 2, 1, 2, 1]);
+    assert_eq!(cached, [0, 0, WHOLE, WHOLE, WHOLE]);
+    assert!(outs >= 150 && (100..=outs).contains(&ins), "{outs} copied, {ins} read");
+    // Blocks in host memory are of no use once other states have taken the slots of theirs, and are not read.
+    let sessions: Vec<u64> = (1..11).chain([1]).collect();
+    let (cached, outs, ins) = run(&mut with_states(1000, 9), &sessions);
+    assert!(cached[10] == 0 && outs >= 600 && ins == 0, "{cached:?}, {outs} copied, {ins} read");
+}

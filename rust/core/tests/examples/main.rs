@@ -18,6 +18,7 @@ mod preemption;
 mod prefix;
 mod preparation;
 mod priority;
+mod reads;
 mod resumed;
 mod sessions;
 mod shortest;

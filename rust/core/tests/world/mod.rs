@@ -10,7 +10,8 @@ mod used_prefixes;
 
 use chairlift_core::{
     BACKGROUND, BlockHash, BlockHasher, CacheScope, Config, DraftSource, Drafter, FinishReason, HeldId, Outputs, ParsedJournal,
-    Preparation, Recorder, Rejected, Request, Reservation, Restored, Resumed, Scheduler, SeqId, SessionEvent, StepPlan, Tier, Token,
+    Preparation, Recorder, Rejected, Request, Reservation, Restored, Resumed, Scheduler, SeqId, SessionEvent, SessionTurns, StepPlan, Tier,
+    TimelineState, Token,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -71,8 +72,11 @@ pub(crate) struct World {
     in_flight: VecDeque<(Box<StepPlan>, Vec<i32>)>,
     live: HashMap<u64, Live>,
     held: Vec<Held>,
-    /// First requests of families that wait for a preparation.
-    unprepared: HashSet<u64>,
+    /// First requests of families that wait for a preparation, with that and whether they belong to a session. The prefix of a session's
+    /// request is not read if that takes longer than computing.
+    unprepared: HashMap<u64, (Preparation, bool)>,
+    /// Requests whose prefixes are read from storage, as the scheduler has said.
+    reads: HashSet<u64>,
     /// Names of the cached blocks, as the scheduler reports them.
     reported: HashSet<BlockHash>,
     /// The prefixes that each tenant has sent or received.
@@ -100,7 +104,8 @@ impl World {
             in_flight: VecDeque::new(),
             live: HashMap::new(),
             held: Vec::new(),
-            unprepared: HashSet::new(),
+            unprepared: HashMap::new(),
+            reads: HashSet::new(),
             used: UsedPrefixes::new(config.block_size),
             outputs: Outputs::default(),
             next_tag: 0,
@@ -162,7 +167,7 @@ impl World {
                     self.fork(tag);
                 }
             }
-            Op::Prepare { which, next } => self.prepare(which, next),
+            Op::Prepare { which, next } => _ = self.prepare(which, next),
             Op::Fork(which) => {
                 if let Some(tag) = self.pick(which) {
                     self.fork(tag);
@@ -211,6 +216,7 @@ impl World {
         self.scheduler.check();
         self.check_stored();
         self.check_reported();
+        self.check_reads();
         let now_held = self.scheduler.occupancy().blocks;
         assert!(now_held <= held.max(self.scheduler.stats().total_blocks), "blocks were given beyond the limit");
     }
@@ -371,15 +377,17 @@ impl World {
         match self.scheduler.add(request.clone(), came) {
             Ok(seq) => {
                 assert!(fits && !busy);
-                let Request { prompt: context, max_new_tokens, priority, tier, tenant, stop, continues, preparation, .. } = request;
+                let Request { prompt: context, max_new_tokens, priority, tier, tenant, stop, continues, preparation, session, .. } =
+                    request;
                 let tier = if priority == BACKGROUND { Tier::Background } else { tier };
                 let left = max_new_tokens - answered;
                 let (stop, continues) = (stop.first().copied(), continues.map(|continues| continues.held));
                 // It may share blocks of a request that shares blocks of a poisoned one.
                 let exposed = self.live.values().any(|live| live.exposed && live.salt == salt);
                 let live = Live { seq, salt, context, left, stop, priority, tier, tenant, family: tag, exposed, paid, continues };
-                if preparation.is_some() {
-                    self.unprepared.insert(tag);
+                let has_session = session.is_some() || config.session_turns == SessionTurns::All;
+                if let Some(preparation) = preparation {
+                    self.unprepared.insert(tag, (preparation, has_session));
                 }
                 self.live.insert(tag, live);
                 self.watch(seq);
@@ -409,9 +417,17 @@ impl World {
         }
     }
 
-    /// Ends the preparation of a request, if there is one. It counts as waiting before and after.
-    fn prepare(&mut self, which: usize, next: Option<Preparation>) {
-        let Some(tag) = self.pick(which) else { return };
+    /// The scheduler says once of each request that its prefix is read from now on.
+    fn check_reads(&mut self) {
+        for tag in self.scheduler.take_reads() {
+            assert!(self.live.contains_key(&tag) && self.reads.insert(tag), "request {tag} is read twice or has ended");
+        }
+        assert_eq!(self.scheduler.stats().waiting_by_state[TimelineState::ReadCache as usize], self.reads.len());
+    }
+
+    /// Ends the preparation of a request, if there is one. It counts as waiting before and after. Returns whether there was one.
+    fn prepare(&mut self, which: usize, next: Option<Preparation>) -> bool {
+        let Some(tag) = self.pick(which) else { return false };
         let live = &self.live[&tag];
         let before = self.scheduler.stats();
         let waits = self.scheduler.prepare(live.seq, next, self.now);
@@ -421,6 +437,18 @@ impl World {
             assert!(!self.scheduler.prepare(live.seq, next, self.now), "request {tag} was prepared twice");
             self.unprepared.remove(&live.family);
         }
+        if waits {
+            self.reads.remove(&tag);
+            if let (Some(next), Some(pending)) = (next, self.unprepared.get_mut(&live.family)) {
+                pending.0 = next;
+            }
+        }
+        waits
+    }
+
+    /// Ends all preparations. Returns whether there was one.
+    fn prepare_all(&mut self) -> bool {
+        (0..self.live.len()).fold(false, |any, which| self.prepare(which, None) || any)
     }
 
     /// Runs until every request has ended, with at most one step in flight.
@@ -428,13 +456,12 @@ impl World {
         while !self.in_flight.is_empty() {
             self.commit();
         }
-        for which in 0..self.live.len() {
-            self.prepare(which, None);
-        }
         for _ in 0..20_000 {
             self.now += 1;
             if self.step(None, None).is_some() {
                 self.commit();
+            } else if self.prepare_all() {
+                self.check_reads();
             } else if let Some(at) = self.scheduler.wake_at() {
                 self.now = self.now.max(at);
             } else {

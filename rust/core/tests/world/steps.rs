@@ -2,7 +2,7 @@
 
 use super::fake_model::oracle;
 use super::{Live, World};
-use chairlift_core::{FinishReason, Grouping, Preemption, Reservation, StepPlan, Tier, Timeline};
+use chairlift_core::{FinishReason, Grouping, Preemption, Preparation, Reservation, StepPlan, Tier, Timeline};
 
 impl World {
     /// Runs a step and fails the requests whose part of it was lost.
@@ -36,7 +36,8 @@ impl World {
         let plan = plan?;
         for admitted in &plan.admitted {
             let live = &self.live[&admitted.tag];
-            assert!(!self.unprepared.contains(&live.family), "request {} runs before it is prepared", admitted.tag);
+            let may_run = self.unprepared.get(&live.family).is_none_or(|pending| *pending == (Preparation::ReadCache, true));
+            assert!(may_run && !self.reads.contains(&admitted.tag), "request {} runs before it is prepared", admitted.tag);
             self.model.admit(admitted.slot, admitted.tag, live.salt);
             let common = |other: &&Live| other.context.iter().zip(&live.context).take_while(|(a, b)| a == b).count();
             let same = |other: &&Live| other.paid.is_some() && (&other.tenant, other.salt) == (&live.tenant, live.salt);
@@ -169,6 +170,7 @@ impl World {
         let early = matches!(timeline.finish, Some(FinishReason::Abort | FinishReason::Deadline | FinishReason::Error));
         self.ended.push((timeline.tag, timeline.finish));
         let ended = self.live.remove(&timeline.tag);
+        self.reads.remove(&timeline.tag);
         let exposed = ended.as_ref().is_some_and(|live| live.exposed);
         if let Some(live) = ended
             && !early

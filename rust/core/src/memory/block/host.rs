@@ -6,7 +6,7 @@
 use super::free_lists::EvictionClass;
 use super::host_pool::{HostBlock, HostList};
 use super::owners::{CacheOwner, Owner};
-use super::{BlockHash, BlockId, BlockPool, BlockTable, Chain};
+use super::{BlockHash, BlockId, BlockPool, BlockTable, Chain, Content};
 use crate::request::Token;
 
 impl BlockPool {
@@ -59,6 +59,11 @@ impl BlockPool {
     /// Number of blocks in host memory that continue the first `from` of these names. Only the names are compared.
     pub(crate) fn kept_after(&self, from: usize, names: &[BlockHash]) -> usize {
         names.get(from..).map_or(0, |names| names.partition_point(|&name| self.host.has(name)))
+    }
+
+    /// The content of the block with this name in host memory.
+    pub(crate) fn kept_content(&self, name: BlockHash) -> Option<Content> {
+        self.host.content_of(name)
     }
 
     /// Copies blocks that continue `chain` from host memory to new blocks of `table`, which has the blocks of the chain. It copies at most

@@ -56,6 +56,8 @@ pub(super) struct HostPool {
     pub(super) copies: Vec<(BlockId, u32)>,
     /// The current plan's step, if blocks that it evicts are copied.
     pub(super) keeps_in: Option<u64>,
+    /// Contents that were dropped, if they are recorded.
+    dropped: Option<Vec<Content>>,
 }
 
 impl HostPool {
@@ -70,7 +72,29 @@ impl HostPool {
             lists: vec![Vec::new()],
             copies: Vec::new(),
             keeps_in: None,
+            dropped: None,
         }
+    }
+
+    /// Records the contents that are dropped from now on, for [`dropped`](Self::dropped).
+    pub(super) fn record_dropped(&mut self) {
+        self.dropped = Some(Vec::new());
+    }
+
+    /// The contents that were dropped, for the caller to take. Panics unless they are recorded.
+    pub(super) fn dropped(&mut self) -> &mut Vec<Content> {
+        self.dropped.as_mut().expect("they are recorded")
+    }
+
+    /// The contents of cached blocks, and those that were dropped and not taken.
+    pub(super) fn known_contents(&self) -> impl Iterator<Item = Content> + '_ {
+        let cached = self.cached.iter().flatten().map(|block| block.content);
+        cached.chain(self.dropped.iter().flatten().copied())
+    }
+
+    /// The content of the cached block with this name.
+    pub(super) fn content_of(&self, name: BlockHash) -> Option<Content> {
+        self.named.get(&name).and_then(|&at| self.cached[at as usize].as_ref()).map(|block| block.content)
     }
 
     pub(super) fn len(&self) -> usize {
@@ -140,8 +164,9 @@ impl HostPool {
     /// Drops the cached block with this name, if there is one.
     pub(super) fn drop_named(&mut self, name: BlockHash) {
         if let Some(&at) = self.named.get(&name) {
-            self.uncache(at);
+            let block = self.uncache(at);
             self.free.push(at);
+            self.dropped.iter_mut().for_each(|dropped| dropped.push(block.content));
         }
     }
 
@@ -151,6 +176,7 @@ impl HostPool {
         for &at in &dropped {
             let block = self.cached[at as usize].take().expect("it is cached");
             self.named.remove(&block.hash);
+            self.dropped.iter_mut().for_each(|dropped| dropped.push(block.content));
         }
         self.free.extend(&dropped);
         dropped.len()

@@ -16,9 +16,9 @@ impl Kv {
         self.pool.host_room()
     }
 
-    /// See [`BlockPool::begin_plan`]. States stay on the device, and evicted blocks of a model that has them are not kept.
+    /// See [`BlockPool::begin_plan`].
     pub(crate) fn begin_plan(&mut self, step: u64, keeps: bool, reads: bool) {
-        self.pool.begin_plan(step, keeps && !self.states.exists(), reads);
+        self.pool.begin_plan(step, keeps, reads);
     }
 
     /// See [`BlockPool::end_plan`].
@@ -31,9 +31,23 @@ impl Kv {
         self.pool.has_kept()
     }
 
-    /// Number of evicted blocks in host memory that continue the first `from` blocks of a waiting sequence, by their names.
-    pub(crate) fn kept_after(&self, blocks: &SeqBlocks, from: usize) -> usize {
-        self.pool.kept_after(from, &blocks.names)
+    /// Estimates the leading blocks of a waiting sequence that it can share now, those that it can share once blocks are read back from host
+    /// memory, and the number of the latter.
+    pub(crate) fn on_device_and_host(&mut self, blocks: &SeqBlocks) -> (usize, usize, usize) {
+        let found = self.estimate(blocks, 0, &mut None).len();
+        let (usable, kept) = (self.usable(&blocks.names, found), self.kept_after(&blocks.names, found));
+        (usable, if kept > 0 { found + kept } else { usable }, kept)
+    }
+
+    /// Number of blocks in host memory that continue the first `found` of these names and that a sequence can share then: in a model with
+    /// states, which stay on the device, those up to the last one with a state.
+    fn kept_after(&self, names: &[BlockHash], found: usize) -> usize {
+        let kept = self.pool.kept_after(found, names);
+        if !self.states.exists() {
+            return kept;
+        }
+        let has_state = |&name: &BlockHash| self.pool.kept_content(name).is_some_and(|content| self.states.find(content).is_some());
+        names[found..found + kept].iter().rposition(has_state).map_or(0, |last| last + 1)
     }
 
     /// Reads evicted blocks that a waiting sequence can share back from host memory into free cached blocks, at most `most` in this plan.
@@ -51,8 +65,8 @@ impl Kv {
         let mut found = std::mem::take(&mut self.spare);
         let names = &blocks.names[..(tokens.len() - 1) / self.block_size as usize];
         let chain = self.pool.find(&blocks.scope, names, tokens, &mut found);
-        let kept = self.pool.kept_after(found.len(), names);
-        let needed = self.needed(&found, grant);
+        let kept = self.kept_after(names, found.len());
+        let (needed, most) = (self.needed(&found, grant), most.min(kept));
         let mut read = 0;
         if kept > 0 && needed <= grant.room {
             let mut table = BlockTable::default();

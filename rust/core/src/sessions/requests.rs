@@ -1,0 +1,206 @@
+//! Which session a request belongs to, and what it leaves there.
+
+use super::answers::Answer;
+use super::session::{Session, SessionId, SessionRef, State, Wait};
+use super::turns::Sessions;
+use crate::memory::{BlockHash, CacheOwner, EvictionClass, Kv, User};
+use crate::request::{SeqId, SessionEvent, Tier, Time};
+use std::sync::Arc;
+
+/// A new request, for the session that it belongs to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Joins<'a> {
+    pub(crate) seq: SeqId,
+    pub(crate) user: User,
+    pub(crate) tenant: u32,
+    pub(crate) tier: Tier,
+    /// The tenant's names for the session, and for the one that began it.
+    pub(crate) session: Option<&'a Arc<str>>,
+    pub(crate) parent: Option<&'a Arc<str>>,
+    /// Whether a prompt without a name may continue a session.
+    pub(crate) by_prompt: bool,
+    /// Names of the prompt's full blocks.
+    pub(crate) names: &'a [BlockHash],
+    pub(crate) tokens: u32,
+    /// Whether the request has run before.
+    pub(crate) started: bool,
+    /// When the request arrived, and when it no longer waits for its session's turn.
+    pub(crate) arrived: Time,
+    pub(crate) due: Time,
+}
+
+/// A request that has joined a session, which is in no order until the request [enters](Sessions::enter).
+#[derive(Clone, Copy, Debug)]
+#[must_use = "the session is in no order"]
+pub(crate) struct Joined {
+    pub(crate) of: SessionRef,
+    /// Leading blocks of the prompt that the session has computed before.
+    known: u32,
+    /// Whether the session had no request before.
+    is_first: bool,
+    /// Whether no session waited for its turn.
+    no_line: bool,
+}
+
+impl Sessions {
+    /// Adds a request to its session. `None` if it belongs to none.
+    pub(crate) fn join(&mut self, joins: &Joins<'_>, now: Time, kv: &mut Kv) -> Option<Joined> {
+        let (id, subagent) = self.find(joins, kv)?;
+        let no_line = self.line.is_empty();
+        self.directory.touch(id);
+        self.remove_from_orders(id);
+        let mut forgotten = Vec::new();
+        let session = &mut self.directory[id];
+        let is_first = session.is_new();
+        (session.tenant, session.tier) = (joins.tenant, joins.tier);
+        let (thread, known) = session.begin_request(subagent, joins.names, joins.tokens, now, &mut forgotten);
+        for name in &forgotten {
+            self.directory.forget_name(joins.user, name);
+        }
+        if let Some(name) = subagent {
+            self.directory.name(id, name);
+        }
+        Some(Joined { of: SessionRef { session: id, thread }, known, is_first, no_line })
+    }
+
+    /// Whether the session that a request has joined becomes active if it fits.
+    pub(crate) fn may_begin(&self, joined: Joined) -> bool {
+        joined.no_line && !self.is_active(joined.of)
+    }
+
+    /// Lets a request that has joined a session enter the queue, or wait for the session's turn. Returns whether it waits. The session becomes
+    /// active if it [may begin](Self::may_begin) and fits into `free` blocks with the active ones. The first request of a session whose context
+    /// has at most `short` blocks never waits.
+    pub(crate) fn enter(&mut self, joins: &Joins<'_>, joined: Joined, (free, short): (u32, u32), now: Time, kv: &mut Kv) -> bool {
+        let id = joined.of.session;
+        let fits = self.may_begin(joined) && self.load() + self.directory[id].blocks() <= free;
+        let session = &mut self.directory[id];
+        if fits {
+            session.state = State::Active { since: now };
+            kv.rank_owner(session.owner, EvictionClass::Active);
+        }
+        let enters = session.is_active() || joins.started || joined.is_first && session.blocks() <= short;
+        if enters {
+            session.enter_queue();
+        } else {
+            let known = (u64::from(joined.known) * u64::from(joins.tokens) / joins.names.len().max(1) as u64) as u32;
+            session.waiting.push(Wait { seq: joins.seq, known, arrived: joins.arrived, due: joins.due });
+            if session.waiting.len() == 1 {
+                kv.rank_owner(session.owner, EvictionClass::ParkedWaiting);
+                if joined.no_line {
+                    self.line.begin(now);
+                }
+            }
+        }
+        self.add_to_orders(id);
+        !enters
+    }
+
+    /// Records another answer to a request of a session.
+    pub(crate) fn fork(&mut self, of: SessionRef) {
+        self.change(of.session, |session| session.fork_request(of.thread));
+    }
+
+    /// Ends a request in the queue. `names` are those of the full blocks of its context; `answered` is set if the last one has a token
+    /// of the answer.
+    pub(crate) fn leave(&mut self, of: SessionRef, names: &[BlockHash], tokens: u32, answered: bool, now: Time, kv: &mut Kv) {
+        self.change(of.session, |session| session.end_request(of.thread, names, tokens, now));
+        let session = &self.directory[of.session];
+        let class = match session.state {
+            State::Active { .. } => EvictionClass::Active,
+            State::Parked if session.waiting.is_empty() => EvictionClass::Parked,
+            State::Parked => EvictionClass::ParkedWaiting,
+        };
+        kv.rank_owner(session.owner, class);
+        if let Some(&end) = names.last().filter(|_| answered) {
+            self.answers.add(end, Answer { user: session.user, session: Some(of.session) });
+        }
+        self.forget_if_ended(of.session, kv);
+    }
+
+    /// Ends a request that waited for its session's turn.
+    pub(crate) fn leave_line(&mut self, of: SessionRef, seq: SeqId, now: Time, kv: &mut Kv) {
+        self.change(of.session, |session| session.cancel_wait(of.thread, seq, now));
+        let session = &self.directory[of.session];
+        if session.waiting.is_empty() {
+            kv.rank_owner(session.owner, EvictionClass::Parked);
+        }
+        self.forget_if_ended(of.session, kv);
+    }
+
+    /// Records what a tenant says of a session. Returns whether the session is known.
+    pub(crate) fn note(&mut self, user: User, name: &Arc<str>, event: SessionEvent, kv: &mut Kv) -> bool {
+        let Some(id) = self.directory.named(user, name) else { return false };
+        let is_main = self.directory[id].name.as_ref() == Some(name);
+        match event {
+            SessionEvent::AwaitsUser if is_main => self.change(id, |session| session.awaits_user = true),
+            SessionEvent::AwaitsUser => {}
+            SessionEvent::Ended if is_main => {
+                self.change(id, |session| session.ended = true);
+                self.forget_if_ended(id, kv);
+            }
+            SessionEvent::Ended => {
+                if self.change(id, |session| session.end_subagent(name)) {
+                    self.directory.forget_name(user, name);
+                }
+            }
+        }
+        true
+    }
+
+    /// Remembers an answer of a request without a session.
+    pub(crate) fn remember_answer(&mut self, user: User, end: BlockHash) {
+        self.answers.add(end, Answer { user, session: None });
+    }
+
+    /// Whether a session was not forgotten.
+    pub(crate) fn knows(&self, of: SessionRef) -> bool {
+        self.directory.contains(of.session)
+    }
+
+    /// The owner of the blocks of a session's requests.
+    pub(crate) fn owner(&self, of: SessionRef) -> CacheOwner {
+        self.directory[of.session].owner
+    }
+
+    /// The session of a request and its subagent's name, which are added if they are new.
+    fn find<'a>(&mut self, joins: &Joins<'a>, kv: &mut Kv) -> Option<(SessionId, Option<&'a Arc<str>>)> {
+        let Joins { user, tenant, session, parent, .. } = *joins;
+        let Some(name) = session else {
+            let (answer, _) = joins.by_prompt.then(|| self.answers.continued(user, joins.names))??;
+            let known = answer.session.filter(|&id| self.directory.contains(id));
+            return Some((known.unwrap_or_else(|| self.open(user, tenant, None, kv)), None));
+        };
+        if let Some(id) = self.directory.named(user, name) {
+            let is_subagent = self.directory[id].name.as_ref() != Some(name);
+            return Some((id, is_subagent.then_some(name)));
+        }
+        let Some(parent) = parent.filter(|&parent| parent != name) else {
+            return Some((self.open(user, tenant, Some(Arc::clone(name)), kv), None));
+        };
+        let main = self.directory.named(user, parent).unwrap_or_else(|| self.open(user, tenant, Some(Arc::clone(parent)), kv));
+        Some((main, Some(name)))
+    }
+
+    fn open(&mut self, user: User, tenant: u32, name: Option<Arc<str>>, kv: &mut Kv) -> SessionId {
+        let owner = kv.open_owner(user);
+        let id = self.directory.add(Session::new(user, tenant, name, owner));
+        while let Some(excess) = self.directory.excess().filter(|&excess| excess != id) {
+            self.forget(excess, kv);
+        }
+        id
+    }
+
+    /// Forgets a session without requests.
+    fn forget(&mut self, id: SessionId, kv: &mut Kv) {
+        self.remove_from_orders(id);
+        let session = self.directory.remove(id);
+        kv.end_owner(session.owner);
+    }
+
+    fn forget_if_ended(&mut self, id: SessionId, kv: &mut Kv) {
+        if self.directory[id].ended && self.directory[id].is_quiet() {
+            self.forget(id, kv);
+        }
+    }
+}
