@@ -1,3 +1,4 @@
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -77,6 +78,28 @@ def test_tenants_see_their_own_requests_only():
         client.post("/v1/completions", json={"prompt": 1}, headers=keys["alice"] | refused)
         seen = [client.get("/v1/requests/refused/explain", headers=key).status_code for key in keys.values()]
         assert seen == [200, 404, 404, 200]
+
+
+def test_a_tenants_requests_are_explained_one_after_the_other():
+    class Counting(FakeEngine):
+        explains, most = 0, 0
+
+        async def explain(self, request_id):
+            self.explains += 1
+            self.most = max(self.most, self.explains)
+            await asyncio.sleep(0.05)
+            self.explains -= 1
+            return await super().explain(request_id)
+
+    engine = Counting()
+    with serving(engine, "alice=sk-1,bob=sk-2") as (base, _), httpx.Client(base_url=base) as client, ThreadPoolExecutor(6) as pool:
+
+        def explain(name):
+            return client.get(f"/v1/requests/{name}/explain", headers={"authorization": "Bearer sk-1"}).status_code
+
+        name, _ = ask(client, headers={"authorization": "Bearer sk-1"})
+        assert list(pool.map(explain, [name] * 6)) == [200] * 6
+    assert engine.most == 1
 
 
 def test_a_tenant_cannot_take_the_names_of_anothers_requests():
