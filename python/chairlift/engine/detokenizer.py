@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from chairlift.sampling import SamplingParams
@@ -20,13 +20,15 @@ class TextStream:
     `min_tokens` tokens complete do not count. The cost of a token does not depend on the number of tokens before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, tables: Mapping[str, list[int]] | None = None) -> None:
+        """`tables` are those of `stop_tables`. The answers of a request share them, because there may be 128 with 16 long stop strings."""
+        tables = stop_tables(params.stop) if tables is None else tables
         self._tokenizer = tokenizer
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._in_character = False
         """Whether the decoder has the first bytes of a character."""
         self._hidden = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
-        self._stops = [_Stop(text) for text in params.stop]
+        self._stops = [_Stop(text, shorter) for text, shorter in tables.items()]
         self._shows_stop = params.include_stop_str_in_output
         self._too_soon = params.min_tokens if params.stop else 0
         self._held = ""
@@ -81,25 +83,32 @@ class TextStream:
 class _Stop:
     """Tracks how many characters of one stop string the text ends with (Knuth, Morris and Pratt)."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, shorter: list[int]) -> None:
+        self.text, self._shorter = text, shorter
         self.matched = 0
-        # shorter[n] is the length of the next shorter prefix that the first n characters also end with.
-        self._shorter = [0, 0]
-        length = 0
-        for character in text[1:]:
-            length = self._next(length, character)
-            self._shorter.append(length)
 
     def takes(self, character: str) -> bool:
         """Advances by `character` and returns whether it completes the stop string."""
-        self.matched = self._next(self.matched, character)
+        self.matched = _next(self.text, self._shorter, self.matched, character)
         if self.matched < len(self.text):
             return False
         self.matched = self._shorter[self.matched]
         return True
 
-    def _next(self, length: int, character: str) -> int:
-        while length and self.text[length] != character:
-            length = self._shorter[length]
-        return length + (self.text[length] == character)
+
+def stop_tables(stops: Iterable[str]) -> dict[str, list[int]]:
+    """By stop string: at n, the length of the next shorter prefix that its first n characters also end with."""
+    tables = {}
+    for text in stops:
+        length, shorter = 0, [0, 0]
+        for character in text[1:]:
+            length = _next(text, shorter, length, character)
+            shorter.append(length)
+        tables[text] = shorter
+    return tables
+
+
+def _next(text: str, shorter: list[int], length: int, character: str) -> int:
+    while length and text[length] != character:
+        length = shorter[length]
+    return length + (text[length] == character)
