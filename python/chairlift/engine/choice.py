@@ -36,9 +36,8 @@ class Choice:
         params: SamplingParams,
         arrived: float,
         prompt_logprobs: list[TokenLogprobs | None] | None = None,
-        stop_tables: Mapping[str, list[int]] | None = None,
     ) -> None:
-        """`prompt_logprobs` is complete when the first output token arrives. `stop_tables` are those of all choices of the request."""
+        """`prompt_logprobs` is complete when the first output token arrives."""
         self.index = index
         self.num_tokens = 0
         """Tokens taken so far, up to a stop string."""
@@ -56,7 +55,7 @@ class Choice:
         self._embedding: array[float] | None = None
         self._shows_stop = params.include_stop_str_in_output
         self._one_by_one = bool(params.stop) or params.logprobs is not None
-        self._text = TextStream(tokenizer, params, stop_tables)
+        self._text = TextStream(tokenizer, params)
         self._eos = frozenset() if params.ignore_eos else tokenizer.eos_token_ids
         self._answer: list[int] = []
         self._tokens: list[int] = []

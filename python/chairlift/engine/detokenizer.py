@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from chairlift.sampling import SamplingParams
@@ -20,15 +22,13 @@ class TextStream:
     `min_tokens` tokens complete do not count. The cost of a token does not depend on the number of tokens before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, tables: Mapping[str, list[int]] | None = None) -> None:
-        """`tables` are those of `stop_tables`. The answers of a request share them, because there may be 128 with 16 long stop strings."""
-        tables = stop_tables(params.stop) if tables is None else tables
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._in_character = False
         """Whether the decoder has the first bytes of a character."""
         self._hidden = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
-        self._stops = [_Stop(text, shorter) for text, shorter in tables.items()]
+        self._stops = [_Stop(text, shorter) for text, shorter in _tables(params.stop)]
         self._shows_stop = params.include_stop_str_in_output
         self._too_soon = params.min_tokens if params.stop else 0
         self._held = ""
@@ -83,7 +83,7 @@ class TextStream:
 class _Stop:
     """Tracks how many characters of one stop string the text ends with (Knuth, Morris and Pratt)."""
 
-    def __init__(self, text: str, shorter: list[int]) -> None:
+    def __init__(self, text: str, shorter: array[int]) -> None:
         self.text, self._shorter = text, shorter
         self.matched = 0
 
@@ -96,19 +96,23 @@ class _Stop:
         return True
 
 
-def stop_tables(stops: Iterable[str]) -> dict[str, list[int]]:
-    """By stop string: at n, the length of the next shorter prefix that its first n characters also end with."""
-    tables = {}
+@lru_cache(16)
+def _tables(stops: tuple[str, ...]) -> list[tuple[str, array[int]]]:
+    """Stop strings, each with a table: at n, the length of the next shorter prefix that its first n characters also end with.
+
+    They are cached, because all answers of a request have the same: there may be a thousand with 16 strings of 1,024 characters.
+    """
+    tables = []
     for text in stops:
-        length, shorter = 0, [0, 0]
+        length, shorter = 0, array("H", [0, 0])
         for character in text[1:]:
             length = _next(text, shorter, length, character)
             shorter.append(length)
-        tables[text] = shorter
+        tables.append((text, shorter))
     return tables
 
 
-def _next(text: str, shorter: list[int], length: int, character: str) -> int:
+def _next(text: str, shorter: array[int], length: int, character: str) -> int:
     while length and text[length] != character:
         length = shorter[length]
     return length + (text[length] == character)

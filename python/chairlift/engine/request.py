@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from chairlift.engine import clock
 from chairlift.engine.choice import Choice
-from chairlift.engine.detokenizer import stop_tables
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.outputs import RequestOutput, Timeline, TokenLogprobs
 from chairlift.sampling import SamplingParams
@@ -52,7 +51,7 @@ class Request:
         self.sequence = sequence
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         """Log-probabilities of the prompt tokens received so far, shared by all choices."""
-        shared = prompt_token_ids, params, arrived, self.prompt_logprobs, stop_tables(params.stop)
+        shared = prompt_token_ids, params, arrived, self.prompt_logprobs
         self.choices = [Choice(tokenizer, index, *shared) for index in range(params.num_sequences)]
         self.on_start: Callable[[], None] | None = None
         """Called once, when the engine admits the first choice."""
