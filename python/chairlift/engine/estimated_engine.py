@@ -15,7 +15,6 @@ from chairlift.engine.frames import Answering, Estimate, StepOutputs
 if TYPE_CHECKING:
     from chairlift.engine.engine import OnPrepared
     from chairlift.engine.engine_request import EngineRequest
-    from chairlift.engine.steps import Step
 
 STEP_SECONDS, TOKEN_SECONDS = 0.02, 1e-3
 """The estimate before anything was measured: a step that only decodes, and what each token of a prompt takes.
@@ -39,19 +38,19 @@ class Prompts:
         self._since = 0.0
         """When the server began with the first of them."""
 
-    def __bool__(self) -> bool:
-        return bool(self._tokens)
+    def __contains__(self, tag: int) -> bool:
+        return tag in self._tokens
 
     def computed_at(self, token_seconds: float, but: int = 0) -> float:
         """When the server has computed all of their tokens but so many; in the past if it has."""
         return self._since + (self._total - but) * token_seconds
 
     def add(self, tag: int, tokens: int, now: float, token_seconds: float) -> None:
-        """Adds tokens of a prompt. Those before it are forgotten if the server should have computed them by now."""
+        """Adds a prompt. Those before it are forgotten if the server should have computed them by now."""
         if now >= self.computed_at(token_seconds):
             self._tokens.clear()
             self._total, self._since = 0, now
-        self._tokens[tag] = self._tokens.get(tag, 0) + tokens
+        self._tokens[tag] = tokens
         self._total += tokens
 
     def remove(self, tag: int, now: float, *, computed: bool) -> None:
@@ -70,8 +69,9 @@ class Prompts:
 class EstimatedEngine(Engine):
     """Plans steps as an engine does, and lets each last as long as it is estimated to take at the other server.
 
-    While requests wait, a step ends sooner: when what the other server has still to compute of the prompts that it got is as little as the
-    estimate lets it have `ahead`. Then it finds the next ones when it begins its next step.
+    Requests are admitted as long as the other server has few tokens of prompts still to compute: as many as the estimate lets it have
+    `ahead`. While requests wait, a step ends as soon as that is so. Then the other server finds the next prompts when it begins its next
+    step, and those that become urgent meanwhile find little before them.
 
     Sequences end when they are aborted, because only the other server knows when an answer ends. No tokens are sent to the client. Needs
     `load_format="none"`.
@@ -80,15 +80,15 @@ class EstimatedEngine(Engine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._step_seconds, self._token_seconds, self._ahead = STEP_SECONDS, TOKEN_SECONDS, 0
-        self._ends = 0.0
-        """When the step in flight ends, if it need not wait for prompts."""
+        self._begins = self._may_end = 0.0
+        """When the step in flight began, and when it may end if requests wait."""
+        self._chunks: dict[int, int] = {}
+        """Its tokens of prompts that the other server had not computed when it began, by tag."""
         self._prompts = Prompts()
         self._admitted: set[int] = set()
         """The sequences that have not ended and that the other server has got."""
-        self._answering: set[int] = set()
-        """Those of them that it has begun to answer."""
-        self._admits = False
-        """Whether the step in flight is the first of a sequence, so that the next one may be too."""
+        self._closed = False
+        """Whether the scheduler admits nothing."""
         self.set_block_limit(self.runner.num_kv_blocks // HEADROOM)
 
     def learn(self, news: Estimate | Answering) -> None:
@@ -97,13 +97,12 @@ class EstimatedEngine(Engine):
             self._step_seconds, self._token_seconds, self._ahead = news.step_us / 1e6, news.token_ns / 1e9, news.ahead
             self.set_block_limit(news.blocks)
         elif news.tag in self._admitted:
-            self._answering.add(news.tag)
-            self._remove_prompt(news.tag, computed=True)
+            self._prompts.remove(news.tag, time.monotonic(), computed=True)
 
     def add(self, request: EngineRequest, on_prepared: OnPrepared | None = None) -> None:
         """Queues a request: see `Engine.add`. It waits for no step that only decodes."""
         super().add(request, on_prepared)
-        self._ends = 0.0
+        self._may_end = 0.0
 
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
         """Ends a sequence: see `Engine.abort`."""
@@ -132,43 +131,53 @@ class EstimatedEngine(Engine):
         return super().wakes_in() if self._in_flight is None else self._left()
 
     def _begin(self) -> StepOutputs | None:
-        now, started = clock.now(), []  # type: ignore[var-annotated]
+        now, began, started = clock.now(), time.monotonic(), []  # type: ignore[var-annotated]
         expired = self._expire(now)
         for timeline in expired:
             self._forget(timeline["tag"])
+        if (closed := began < self._room_at()) != self._closed:
+            self._closed = closed
+            self._scheduler.close_queue(closed, now)
         step = self._steps.launch(now, started)
         if step is None:
             self._write_journal()
             return StepOutputs(ended=expired) if expired else None
-        self._in_flight, self._admits = step, bool(started)
-        self._admitted.update(tag for tag, *_ in started)
-        self._add_prompts(step)
-        self._ends = time.monotonic() + max(self._step_seconds, MIN_DECODE_SECONDS)
+        self._in_flight, self._begins = step, began
+        for tag, cached, *_ in started:
+            self._admit(tag, cached, began)
+        lengths = np.diff(self.runner.buffers[step.buffer_index].query_starts[: step.sizes.seqs + 1])
+        chunks = zip(self._steps.sequence_tags(step), lengths.tolist(), strict=True)
+        # A chunk of one token is a decode, which all steps have room for.
+        self._chunks = {tag: length for tag, length in chunks if length > 1 and tag in self._prompts}
+        # A step that has admitted nothing takes its time, because the next one may not either.
+        self._may_end = 0.0 if started else began + self._step_seconds
         return StepOutputs(started=started, ended=expired)
 
-    def _add_prompts(self, step: Step) -> None:
-        """Counts what the other server has to compute. A chunk of one token is a decode, which all steps have room for."""
-        lengths = np.diff(self.runner.buffers[step.buffer_index].query_starts[: step.sizes.seqs + 1])
-        for length, tag in zip(lengths.tolist(), self._steps.sequence_tags(step), strict=True):
-            if length > 1 and tag not in self._answering:
-                self._prompts.add(tag, length, time.monotonic(), self._token_seconds)
+    def _admit(self, tag: int, cached: int, now: float) -> None:
+        """Called when the other server gets a sequence, unless it was preempted here."""
+        state = self._sequences.get(tag)
+        if state is None or tag in self._admitted:
+            return
+        self._admitted.add(tag)
+        to_compute = self._scheduler.tokens(state.seq)[1] - cached
+        if to_compute > 1:  # otherwise it is an answer beside another one to the same prompt
+            self._prompts.add(tag, to_compute, now, self._token_seconds)
+
+    def _room_at(self) -> float:
+        """When the other server may get more prompts."""
+        return self._prompts.computed_at(self._token_seconds, but=self._ahead)
 
     def _left(self) -> float:
-        """Seconds that are left of the step in flight. One that has admitted nothing takes its time: the next may not either."""
-        waiting = len(self._sequences) > len(self._admitted)
-        ends = 0.0 if waiting and self._admits else self._ends
-        room_at = self._prompts.computed_at(self._token_seconds, but=self._ahead if waiting else 0)
-        return max(0.0, max(ends, room_at) - time.monotonic())
+        """Seconds that are left of the step in flight. It is over when the last of its prompts is answered."""
+        to_compute = sum(length for tag, length in self._chunks.items() if tag in self._prompts)
+        if self._chunks and not to_compute:
+            return 0.0
+        ends = self._begins + max(self._step_seconds, to_compute * self._token_seconds or MIN_DECODE_SECONDS)
+        if len(self._sequences) > len(self._admitted):  # some wait
+            ends = min(ends, max(self._may_end, self._room_at()))
+        return max(0.0, ends - time.monotonic())
 
     def _forget(self, tag: int) -> None:
         """Called when a sequence has ended."""
         self._admitted.discard(tag)
-        self._answering.discard(tag)
-        self._remove_prompt(tag, computed=False)
-
-    def _remove_prompt(self, tag: int, *, computed: bool) -> None:
-        """Called when the other server computes a prompt no more. After the last one its step is over."""
-        if self._prompts:
-            self._prompts.remove(tag, time.monotonic(), computed=computed)
-            if not self._prompts:
-                self._ends = 0.0
+        self._prompts.remove(tag, time.monotonic(), computed=False)

@@ -69,10 +69,12 @@ pub(crate) enum Kind {
     Ended = 22,
     /// The coefficients of the step-time model. A replay ignores it too.
     StepModel = 23,
+    /// Time, 1 if the queue is closed and 0 if it is open.
+    CloseQueue = 24,
 }
 
 impl Kind {
-    const ALL: [Self; 23] = [
+    const ALL: [Self; 24] = [
         Self::Add,
         Self::Fork,
         Self::End,
@@ -96,6 +98,7 @@ impl Kind {
         Self::Session,
         Self::Ended,
         Self::StepModel,
+        Self::CloseQueue,
     ];
 
     pub(crate) fn of(byte: u8) -> Option<Self> {

@@ -74,6 +74,8 @@ pub enum Call {
     },
     /// The limit of blocks with memory was set.
     SetBlockLimit(u32),
+    /// The queue was closed or opened.
+    CloseQueue(bool),
     /// Deadlines were checked.
     Expire,
     /// Tokens were drafted for a sequence.
@@ -309,6 +311,7 @@ impl ParsedJournal {
                 Call::NoteSession { tenant, session, event }
             }
             Kind::BlockLimit => Call::SetBlockLimit(reader.small()?),
+            Kind::CloseQueue => Call::CloseQueue(reader.number()? > 0),
             Kind::Expire => Call::Expire,
             Kind::Draft => {
                 let (arrival_number, tokens, source) = (reader.number().filter(known)?, reader.small()?, DraftSource::of(reader.small()?));
@@ -522,6 +525,9 @@ mod tests {
             }
             15 if dice.roll(2) == 0 => {
                 journal.call(Kind::BlockLimit, now).number(dice.roll(30));
+            }
+            15 if dice.roll(2) == 0 => {
+                journal.call(Kind::CloseQueue, now).number(dice.roll(2));
             }
             _ if *known > 0 => {
                 journal.note(Kind::Draft).number(dice.roll(*known)).number(dice.roll(6)).number(dice.roll(9));

@@ -80,6 +80,8 @@ pub struct Scheduler {
     model: StepModel,
     background: BackgroundCost,
     steps: Steps,
+    /// Whether plans admit no waiting requests while others run: see [`close_queue`](Self::close_queue).
+    closed: bool,
     /// Sequences that ended by themselves, with their tokens, if they are wanted.
     finished: Option<Vec<(SeqId, Vec<Token>)>>,
 }
@@ -111,6 +113,7 @@ impl Scheduler {
             model: StepModel::of_experts(config.experts),
             background: BackgroundCost::default(),
             steps: Steps::default(),
+            closed: false,
             finished: None,
             config,
         })
