@@ -137,7 +137,7 @@ class Gate:
     def submit(self, one):
         tag = next(self._tags)
         self._sent[tag] = one
-        tokens = (np.arange(one.prompt, dtype=np.int32) + one.session * 10_007) % VOCABULARY
+        tokens = (np.arange(one.prompt) + one.session * 10_007) % VOCABULARY
         params = SamplingParams(max_tokens=CONTEXT - one.prompt, temperature=0.0)
         scheduling = Scheduling(tenant=one.tenant, session=f"s{one.session}")
         self.engine.add(EngineRequest(tag, tokens.astype("<i4").tobytes(), params, scheduling))
