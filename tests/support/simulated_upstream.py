@@ -206,6 +206,21 @@ class Agents:
         self._world.after(self._random.uniform(0, self._pause), lambda: self._turn(one.session, known))
 
 
+class LongPrompts:
+    """Clients that send new long prompts, one after the other."""
+
+    def __init__(self, world, to, number, prompt, tenant):
+        self._world, self._to, self._prompt, self._tenant = world, to, prompt, tenant
+        self._sessions = itertools.count(1 << 21)
+        for _ in range(number):
+            self._send()
+
+    def _send(self):
+        one = Sent(next(self._sessions), self._prompt, 0, 5, self._world.now, self._tenant)
+        one.on_end = self._send
+        self._to.submit(one)
+
+
 class EverySecond:
     """A client that sends a new prompt every second."""
 
