@@ -8,8 +8,8 @@ from simulated_upstream import Agents, EverySecond, Gate, LongPrompts, Server, W
 TOKEN_SECONDS = 1 / 5000
 SLOTS = 32
 KV_TOKENS = 1 << 20
-BACKLOG = 750 + 2048
-"""What the server may have ahead, and what it computes in its present step."""
+BACKLOG = 750 + 2048 + 300
+"""What the server may have ahead, what it computes in its present step, and a prompt that was passed on at the same time."""
 
 
 def served(monkeypatch, directory, agents, seed, *, gated):
