@@ -16,9 +16,9 @@ def served(monkeypatch, directory, agents, seed, *, gated):
     """What agents get that go on at once or after half a second."""
     world = World()
     patched(monkeypatch, world)
-    server = Server(world, SLOTS, TOKEN_SECONDS)
+    server = Server(world, SLOTS, TOKEN_SECONDS, step_seconds=0.02)
     gate = Gate(world, server, directory, KV_TOKENS, SLOTS) if gated else None
-    seen = Agents(world, gate or server, agents, 0.5, seed).seen
+    seen = Agents(world, gate or server, agents, 0.5, seed, new=(50, 400), output=(5, 30)).seen
     world.run(30.0, gate)
     if gate is not None:
         gate.engine.check()

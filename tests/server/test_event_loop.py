@@ -291,13 +291,6 @@ def test_a_look_of_the_dashboard_at_many_tenants_takes_no_callback_long():
         assert latency["ttft"]["count"] == 12 * MAX_TENANTS
 
 
-def test_the_explanation_of_a_thousand_sequences_takes_no_callback_long(served):
-    client, service = served
-    answer = client.post("/v1/completions", json={"prompt": ["a"] * 8, "n": 128, "max_tokens": 1}).json()
-    response = check(service, lambda: client.get(f"/v1/requests/{answer['id']}/explain"))
-    assert len(response.json()["sequences"]) == 1024
-
-
 def test_readers_share_the_metrics_that_were_collected(monkeypatch):
     calls = []
     for function in (metrics_page.collect, metrics_page.render):

@@ -185,8 +185,9 @@ class Seen:
 class Agents:
     """Agents that go on with their conversations after pauses of at most `pause` seconds, until they have 6,000 tokens and begin anew."""
 
-    def __init__(self, world, to, number, pause, seed, tenant=""):
-        self._world, self._to, self._pause, self._tenant = world, to, pause, tenant
+    def __init__(self, world, to, number, pause, seed, tenant="", new=(100, 700), output=(10, 80)):
+        """A turn adds so many tokens to the prompt and gets so many."""
+        self._world, self._to, self._pause, self._tenant, self._new, self._output = world, to, pause, tenant, new, output
         self._random, self._sessions, self.seen = random.Random(seed), itertools.count(seed * 1000), Seen()
         for _ in range(number):
             world.after(self._random.uniform(0, pause), lambda: self._turn(next(self._sessions), 0))
@@ -194,8 +195,8 @@ class Agents:
     def _turn(self, session, known):
         if known > 6000:
             session, known = next(self._sessions), 0
-        prompt = known + self._random.randint(100, 700) + (1000 if not known else 0)
-        one = Sent(session, prompt, known, self._random.randint(10, 80), self._world.now, self._tenant)
+        prompt = known + self._random.randint(*self._new) + (1000 if not known else 0)
+        one = Sent(session, prompt, known, self._random.randint(*self._output), self._world.now, self._tenant)
         one.on_first = lambda: self.seen.first.append(self._world.now - one.sent)
         one.on_end = lambda: self._ended(one)
         self._to.submit(one)

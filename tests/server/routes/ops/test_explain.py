@@ -46,6 +46,13 @@ def test_every_sequence_of_a_request_is_there(http):
     assert len(http.get(f"/v1/requests/{answer_id}/explain").json()["sequences"]) == 12
 
 
+def test_a_thousand_sequences_of_a_request_are_there(http):
+    answer_id, _ = ask(http, prompt=["a"] * 8, n=128, max_tokens=1)
+    body = http.get(f"/v1/requests/{answer_id}/explain").json()
+    assert len(body["sequences"]) == 1024
+    assert body["summary"].startswith("The longest of 1024 sequences")
+
+
 def test_a_failed_request_is_found_by_the_id_that_it_came_with(http):
     http.post("/v1/completions", json={"prompt": "late"}, headers={"x-request-id": "mine"})
     assert len(http.get("/v1/requests/mine/explain").json()["sequences"]) == 1
