@@ -16,7 +16,8 @@ MAX_STOP_TOKENS = 64
 MAX_SEQUENCES = 128
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
-MAX_BAD_WORDS = 128
+MAX_BAD_WORDS, MAX_BAD_TEXT = 128, 4096
+"""Texts that are never completed, and their characters together: each sequence of a request looks for them in each step."""
 MAX_WORD_TOKENS = 5 * MAX_STOP_LENGTH
 """A character has up to four bytes, and a token has at least one byte, except a token at the beginning of a text."""
 MAX_END_TOKENS = 64
@@ -318,14 +319,19 @@ def _words(name: str, value: str | tuple[str | tuple[int, ...], ...]) -> tuple[s
             found.append(_tokens(name, tuple(word), MAX_WORD_TOKENS))
         else:
             raise InvalidRequest(f"each {name} must be text or a list of token ids, got {word!r:.100}", param=name)
+    characters = sum(len(word) for word in found if isinstance(word, str))
+    ids = sum(len(word) for word in found if not isinstance(word, str))
+    if characters > MAX_BAD_TEXT or ids > MAX_BAD_TEXT * 2 * MAX_WORD_TOKENS // MAX_STOP_LENGTH:
+        raise InvalidRequest(f"{name} may have {MAX_BAD_TEXT} characters together, got more: leave some out", param=name)
     return tuple(found)
 
 
 def _tokens(name: str, value: tuple[int, ...], most: int) -> tuple[int, ...]:
     tokens = _listed(name, value)
     _at_most(name, len(tokens), most)
-    for token in tokens:
-        integer(name, token, 0, 2**31 - 1)
+    if {*map(type, tokens)} != {int} or min(tokens) < 0 or max(tokens) >= 2**31:  # a loop over thousands takes milliseconds
+        for token in tokens:
+            integer(name, token, 0, 2**31 - 1)
     return tokens
 
 

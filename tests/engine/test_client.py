@@ -219,6 +219,17 @@ def test_requests_are_explained_by_the_id_that_they_were_given(monkeypatch):
     run(test)
 
 
+def test_an_engine_is_asked_for_few_timelines_at_once():
+    async def test(engine):
+        await into([], engine.generate([1000], SamplingParams(max_tokens=1, n=40), request_id="many"))
+        sent, write = [], engine.process.write
+        engine.process.write = lambda number, frame: sent.append(frame) or write(number, frame)
+        assert len(await engine.explain("many")) == 40
+        assert [len(frame.tags) for frame in sent] == [16, 16, 8]
+
+    run(test)
+
+
 def test_a_look_has_the_names_of_those_there():
     async def test(engine):
         await collect(engine, [1000], max_tokens=1)

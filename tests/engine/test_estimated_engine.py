@@ -158,3 +158,61 @@ def test_an_answer_that_pauses_is_not_over_here_before_it_is_over_there(engine, 
         engine.step()
         clock.seconds += 0.0001
     assert engine.stats().running == 1
+
+
+def test_no_request_follows_a_long_prompt_before_that_is_computed(engine, clock):
+    add(engine, 1, 600)
+    assert started(engine) == [1]
+    add(engine, 2, 100)
+    for _ in range(5):  # its three pieces
+        clock.seconds += 0.119
+        assert started(engine) == []
+    clock.seconds += 0.006
+    assert started(engine) == [2]
+
+
+def test_the_next_prompt_is_passed_on_when_as_little_is_left_as_the_server_may_have_ahead(engine, clock):
+    engine.learn(Estimate(step_us=10_000, token_ns=1_000_000, blocks=BLOCKS, ahead=50))
+    add(engine, 1, 100)
+    assert started(engine) == [1]
+    assert engine.wakes_in() == pytest.approx(0.1)
+    add(engine, 2, 30)
+    assert engine.wakes_in() == pytest.approx(0.05)
+    clock.seconds += 0.051
+    assert started(engine) == [2]
+    add(engine, 3, 30)  # 49 + 30 tokens are left
+    assert engine.wakes_in() == pytest.approx(0.029)
+    assert started(engine) == []
+    engine.learn(Answering(1))  # 30 are left
+    assert started(engine) == [3]
+
+
+def test_an_answer_means_that_all_prompts_before_it_are_computed(engine, clock):
+    for tag in (1, 2, 3):
+        add(engine, tag, 80)
+    assert sorted(started(engine)) == [1, 2, 3]
+    add(engine, 4, 10)
+    engine.learn(Answering(2))
+    assert engine.wakes_in() == pytest.approx(0.08)
+    engine.abort(3)
+    assert started(engine) == [4]
+
+
+def test_answers_to_one_prompt_count_once(engine, clock):
+    engine.add(EngineRequest.of(1, [1] * 100, SamplingParams(n=3, max_tokens=50, temperature=0.0)))
+    assert started(engine) == [1]
+    clock.seconds += 0.101
+    assert started(engine) == [2, 3]
+    add(engine, 9, 10)
+    assert started(engine) == [9]
+
+
+def test_a_request_that_does_not_fit_costs_no_more_steps_than_time_passes(engine, clock):
+    add(engine, 1, 700)
+    add(engine, 2, 700)  # the blocks hold one of them
+    steps = 0
+    while clock.seconds < 1002.0:
+        steps += engine.step() is not None
+        clock.seconds += 0.001
+    assert engine.stats().running == 1
+    assert steps <= 2.0 / 0.01 + 3

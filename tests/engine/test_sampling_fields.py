@@ -6,6 +6,7 @@ import json
 import shutil
 import string
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 from chairlift import LLM, AsyncEngine, SamplingParams
+from chairlift.engine import request as client_request
 from chairlift.engine.choice import ERROR, STOP, Choice
 from chairlift.engine.frames import StepOutputs
-from chairlift.engine.request import Request, deliver
+from chairlift.engine.request import Request, add_part, deliver, joined
 from chairlift.engine.validation import encode_bad_words
 from chairlift.errors import InvalidRequest, RequestFailed
 from chairlift.outputs import RequestOutput, TokenLogprobs
@@ -295,6 +297,29 @@ def test_a_request_that_can_draw_nothing_leaves_its_engine_to_the_others(directo
             assert await beside == alone
 
     asyncio.run(run())
+
+
+def test_many_answers_with_long_stop_strings_take_no_callback_long(llm):
+    params = SamplingParams(n=128, stop=tuple("ab" * 510 + f"{number:04}" for number in range(16)))
+
+    def seconds():
+        began = time.thread_time()
+        Request(llm.tokenizer, 10, [1], params)
+        return time.thread_time() - began
+
+    assert min(seconds() for _ in range(4)) < 0.02
+
+
+def test_increments_are_joined_before_there_are_many(monkeypatch):
+    monkeypatch.setattr(client_request, "_PARTS", 4)
+    parts = []
+    for number in range(11):
+        logprobs = [TokenLogprobs(number, -1.0, 1)]
+        add_part(parts, RequestOutput(str(number), [number], [1], logprobs=logprobs, text_offsets=[number]))
+        assert len(parts) < 4
+    whole = joined(parts)
+    assert (whole.text, whole.token_ids, whole.text_offsets) == ("012345678910", [*range(11)], [*range(11)])
+    assert [one.token for one in whole.logprobs] == [*range(11)]
 
 
 def test_the_details_of_a_failed_sample_are_no_reason(llm):

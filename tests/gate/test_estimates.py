@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 from starlette.requests import Request
 
-from chairlift.gate import limits
+from chairlift.gate import held_bodies, limits
 from chairlift.gate.admission import Admitted
 from chairlift.gate.answer import Answer, UpstreamUsage
 from chairlift.gate.estimates import MIN_SHARE, SHORT, Estimates
 from chairlift.gate.gate import Gate
+from chairlift.gate.held_bodies import HeldBodies
 from chairlift.gate.limits import Limits
 from chairlift.gate.model_files import VOCABULARY
 from chairlift.gate.prompt import DATA_TOKENS, read_prompt
 from chairlift.gate.upstream import Upstream, _socket, passed_on
+from chairlift.server.errors import ApiError
 
 TURN = [{"role": "user", "content": "Where is the café?"}]
 ANSWERED = [*TURN, {"role": "assistant", "content": "There."}, {"role": "user", "content": "Thanks"}]
@@ -53,6 +55,44 @@ def test_an_image_counts_as_a_few_tokens_and_is_known_again():
     assert DATA_TOKENS < len(with_image("a")) < DATA_TOKENS + 50
     assert np.array_equal(with_image("a"), with_image("a"))
     assert not np.array_equal(with_image("a"), with_image("b"))
+
+
+@pytest.mark.parametrize("field", ["messages", "parts", "prompt", "prompts", "system"])
+def test_a_text_without_spaces_counts_in_full(field):
+    text = "\u4f60\u597d" * 40_000  # 240,000 bytes
+    part = {"type": "text", "text": text}
+    body = {
+        "messages": {"messages": [{"role": "user", "content": text}]},
+        "parts": {"messages": [{"role": "user", "content": [part]}]},
+        "prompt": {"prompt": text},
+        "prompts": {"prompt": [text]},
+        "system": {"system": text, "messages": TURN},
+    }
+    assert len(prompt_of(**body[field])) > 60_000
+
+
+def test_prompts_that_share_nothing_at_the_upstream_share_nothing_here():
+    for field, values in {"cache_salt": ("a", "b"), "chat_template_kwargs": ({"x": 1}, {"x": 2}), "documents": ([], [{}])}.items():
+        first, second = (prompt_of(messages=ANSWERED, **{field: value})[:8] for value in values)
+        assert not np.array_equal(first, second), field
+
+
+@pytest.mark.parametrize(
+    ("body", "answers"),
+    [
+        ({"messages": TURN}, 1),
+        ({"messages": TURN, "n": 3}, 3),
+        ({"prompt": "a", "n": 2, "best_of": 4}, 4),
+        ({"prompt": ["a", "b", "c"], "n": 2}, 6),
+        ({"prompt": [[1, 2], [3]]}, 2),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"prompt": [], "n": "x", "best_of": True}, 1),
+        ({"messages": TURN, "n": 10**9}, 128),
+        ({"messages": TURN, "n": -1}, 1),
+    ],
+)
+def test_the_answers_of_a_request_are_counted(body, answers):
+    assert read_prompt(json.dumps(body).encode()).answers == answers
 
 
 @pytest.mark.parametrize("raw", [b"", b"no JSON", b"[1]", b'{"messages": 3}', b'{"messages": null}', b'{"prompt": "\\ud800"}', b"\xff"])
@@ -120,6 +160,26 @@ def test_tokens_are_counted_as_the_upstream_counts_them():
     for _ in range(100):
         estimates.observe(answer_with(b'{"usage":{"prompt_tokens":500}}', streamed=False), 1000, 0)
     assert estimates.frame().blocks == pytest.approx(2000, rel=0.01)
+
+
+def test_many_short_prompts_that_are_counted_wrongly_do_not_change_what_the_long_ones_need():
+    estimates = Estimates(16_000, 16, 4_000)
+    long, short = (answer_with(b'{"usage":{"prompt_tokens":%d}}' % tokens, streamed=False) for tokens in (4000, 10))
+    for _ in range(100):
+        estimates.observe(long, 4000, 0)
+        for _ in range(20):
+            estimates.observe(short, 15_000, 0)  # fields that the upstream ignores
+    assert 1000 <= estimates.frame().blocks < 1200
+
+
+def test_the_count_of_tokens_follows_what_is_sent_now():
+    estimates = Estimates(16_000, 16, 4_000)
+    answer = answer_with(b'{"usage":{"prompt_tokens":4000}}', streamed=False)
+    for _ in range(1000):
+        estimates.observe(answer, 4000, 0)
+    for _ in range(200):
+        estimates.observe(answer, 8000, 0)
+    assert estimates.ratio > 1.9
 
 
 def test_the_first_answer_replaces_what_was_assumed():
@@ -302,6 +362,42 @@ def test_the_engine_is_told_once_when_a_streamed_answer_begins():
 
     assert calls("text/event-stream") == [0, 0, 1, 1, 1], "a comment comes before the prompt is computed"
     assert calls("application/json") == [0, 0, 0, 0, 0]
+
+
+def test_bodies_that_wait_leave_room_for_those_of_others(monkeypatch):
+    monkeypatch.setattr(held_bodies, "MAX_HELD_BYTES", 100)
+    held, sent = HeldBodies(), bytearray(20)
+    with held.holding("a", sent), held.holding("a", bytearray(20)):
+        with held.holding("b", bytearray(30)), pytest.raises(ApiError, match="waiting"), held.holding("a", bytearray(1)):
+            pass
+        with pytest.raises(ApiError), held.holding("a", bytearray(21)):
+            pass
+        sent.clear()
+        with held.holding("a", bytearray(60)):
+            pass
+    with held.holding("a", bytearray(100)):
+        pass
+
+
+def test_a_body_is_dropped_when_the_upstream_answers():
+    @asynccontextmanager
+    async def request(*_):
+        yield SimpleNamespace(
+            content_type="application/json", status=200, raw_headers=(), headers={}, content=SimpleNamespace(iter_any=parts)
+        )
+
+    async def parts():
+        yield b"{}"
+
+    async def send(_):
+        seen.append(len(raw))
+
+    seen, raw = [], bytearray(b"a long body")
+    gate = Gate(None, [SimpleNamespace(request=request)], [], keyed=False)
+    state = {"raw_send": send, "context": SimpleNamespace(request_id="r")}
+    scope = {"type": "http", "method": "POST", "raw_path": b"/v1", "query_string": b"", "headers": [], "state": state}
+    asyncio.run(gate._pass(Request(scope), raw, send, 0, None))  # noqa: SLF001
+    assert seen == [0, 0, 0]
 
 
 def test_a_new_engine_is_told_what_was_learned(monkeypatch):

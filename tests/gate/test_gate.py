@@ -174,10 +174,10 @@ def test_an_answer_after_the_deadline_still_passes(upstream, base):
         assert answer.result().status_code == 200  # `base` looks for errors in the log
 
 
-def waiting(base):
-    """Requests in the gate's queue."""
+def waiting(base, state="waiting"):
+    """Requests in the gate's queue, or in another state."""
     page = httpx.get(base + "/metrics").text
-    return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith("chairlift_num_requests_waiting{"))
+    return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(f"chairlift_num_requests_{state}{{"))
 
 
 def test_no_more_run_at_a_time_than_there_are_slots_and_tenants_share_them(upstream, base):
@@ -195,6 +195,22 @@ def test_no_more_run_at_a_time_than_there_are_slots_and_tenants_share_them(upstr
     assert upstream.most == 2
     # Its tenant had nothing, so it goes before all of the flood that still waits.
     assert "wait honest" in upstream.started[2:4]
+
+
+def test_each_answer_takes_a_slot(upstream, base):
+    def send(content, **fields):
+        return httpx.post(base + "/v1/chat/completions", json=chat(content, **fields), timeout=60)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        two = pool.submit(send, "wait two", n=2)
+        wait_until(lambda: waiting(base, "running") == 2)
+        one = pool.submit(send, "wait one")
+        wait_until(lambda: waiting(base) == 1)
+        assert upstream.started == ["wait two"]
+        upstream.go.release()
+        assert two.result().status_code == 200
+        upstream.go.release()
+        assert one.result().status_code == 200
 
 
 def test_a_client_that_leaves_cancels_the_request_at_the_upstream(upstream, base):

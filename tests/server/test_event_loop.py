@@ -5,6 +5,7 @@
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import socket
@@ -18,9 +19,11 @@ import pytest
 from fake_async_engine import FakeEngine, serving
 from hostile_bodies import hostile_bodies
 
+from chairlift.scheduling import BACKGROUND, TIERS, Scheduling
 from chairlift.server.errors import ApiError
 from chairlift.server.http.body import parse
-from chairlift.server.observability import metrics_page
+from chairlift.server.observability import metrics_page, poller
+from chairlift.server.observability.latencies import MAX_TENANTS
 from chairlift.server.routes.openai.openapi import encoded
 
 LIMIT = 0.02
@@ -271,6 +274,21 @@ def test_metrics_of_many_tenants_take_no_callback_long(served):
             assert client.post("/v1/completions", json=body, headers={"x-tenant-id": f"t{tenant}"}).status_code == 200
     assert len(check(service, lambda: client.get("/metrics")).content) > 400_000
     assert check(service, lambda: client.get("/dashboard/data")).status_code == 200
+
+
+def test_a_look_of_the_dashboard_at_many_tenants_takes_no_callback_long():
+    with serving(FakeEngine()) as (base, service), httpx.Client(base_url=base, timeout=60) as client:
+        for tenant, tier, priority in itertools.product(range(MAX_TENANTS), TIERS, (-1, 0, 1, BACKGROUND)):
+            scheduling = Scheduling(tenant=f"t{tenant}", tier=tier, priority=priority)
+            service.default.metrics.latencies(scheduling).first_token.observe(0.1)
+
+        def look():
+            client.get("/dashboard/data")
+            time.sleep(poller.SAMPLE_SECONDS + 2 * poller.POLL_SECONDS)
+            return client.get("/dashboard/data")
+
+        latency = check(service, look).json()["latency"]
+        assert latency["ttft"]["count"] == 12 * MAX_TENANTS
 
 
 def test_readers_share_the_metrics_that_were_collected(monkeypatch):

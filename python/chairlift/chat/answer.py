@@ -69,7 +69,8 @@ class ChoiceBuilder:
                 self._arguments.append([])
             self._arguments[call.index].append(call.arguments)
         if delta.logprobs is not None:
-            choice.logprobs = [*(choice.logprobs or ()), *delta.logprobs]
+            choice.logprobs = choice.logprobs or []
+            choice.logprobs += delta.logprobs
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
 

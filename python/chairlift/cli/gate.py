@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -135,6 +136,7 @@ async def _serve(args: argparse.Namespace, access: Access, listener: socket.sock
         estimates = [Estimates(limit.kv_tokens or 0, BLOCK_SIZE, blocks) for limit in limits]
         gate = Gate(model, upstreams, estimates, keyed=bool(access.keys))
         supervisor = Supervisor([model], server, access.keys, access.tiers, processes, gate_routes(gate))
+        gc.freeze()  # the garbage collector need not examine these lasting objects again
         for process in processes:
             await stack.enter_async_context(process)
         if server.admin_socket is not None:

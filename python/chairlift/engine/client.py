@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -52,6 +53,9 @@ from chairlift.scheduling import Scheduling
 from chairlift.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
+
+EXPLAINED_AT_ONCE = 16
+"""Timelines for which an engine is asked at once: it makes them between two steps, and the event loop reads them in one callback."""
 
 
 @document_settings
@@ -255,14 +259,16 @@ class AsyncEngine(EngineClient):
 
     async def explain_sequences(self, tags: Sequence[int]) -> list[Timeline]:
         """The timelines of these tags; unknown tags are left out."""
-        timelines: list[Timeline] = await self._ask(lambda ask: Explain(ask, list(tags))) if tags else []
+        timelines: list[Timeline] = []
+        for start in range(0, len(tags), EXPLAINED_AT_ONCE):
+            timelines += await self._ask(partial(Explain, tags=list(tags[start : start + EXPLAINED_AT_ONCE])))
         return timelines
 
     async def take_snapshot(self) -> dict[str, Any]:
         """The engine's state (see `Engine.snapshot`), with `names`: (tag, request id) of its requests."""
         snapshot: dict[str, Any] = await self._ask(SnapshotRequest)
-        present = {one["tag"] for one in [*snapshot["running"], *snapshot["waiting"]]}
-        return snapshot | {"names": [(tag, name) for name, request in self._remembered.items() for tag in request.tags if tag in present]}
+        streams = {one["tag"]: self._streams.get(one["tag"]) for one in [*snapshot["running"], *snapshot["waiting"]]}
+        return snapshot | {"names": [(tag, stream.request_id) for tag, stream in streams.items() if stream is not None]}
 
     async def ended(self) -> None:
         """Waits until the engine has ended, by `close` or by itself."""

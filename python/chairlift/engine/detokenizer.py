@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from chairlift.sampling import SamplingParams
@@ -26,7 +28,7 @@ class TextStream:
         self._in_character = False
         """Whether the decoder has the first bytes of a character."""
         self._hidden = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
-        self._stops = [_Stop(text) for text in params.stop]
+        self._stops = [_Stop(text, shorter) for text, shorter in _tables(params.stop)]
         self._shows_stop = params.include_stop_str_in_output
         self._too_soon = params.min_tokens if params.stop else 0
         self._held = ""
@@ -81,25 +83,36 @@ class TextStream:
 class _Stop:
     """Tracks how many characters of one stop string the text ends with (Knuth, Morris and Pratt)."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, shorter: array[int]) -> None:
+        self.text, self._shorter = text, shorter
         self.matched = 0
-        # shorter[n] is the length of the next shorter prefix that the first n characters also end with.
-        self._shorter = [0, 0]
-        length = 0
-        for character in text[1:]:
-            length = self._next(length, character)
-            self._shorter.append(length)
 
     def takes(self, character: str) -> bool:
         """Advances by `character` and returns whether it completes the stop string."""
-        self.matched = self._next(self.matched, character)
+        self.matched = _next(self.text, self._shorter, self.matched, character)
         if self.matched < len(self.text):
             return False
         self.matched = self._shorter[self.matched]
         return True
 
-    def _next(self, length: int, character: str) -> int:
-        while length and self.text[length] != character:
-            length = self._shorter[length]
-        return length + (self.text[length] == character)
+
+@lru_cache(16)
+def _tables(stops: tuple[str, ...]) -> list[tuple[str, array[int]]]:
+    """Stop strings, each with a table: at n, the length of the next shorter prefix that its first n characters also end with.
+
+    They are cached, because all answers of a request have the same: there may be a thousand with 16 strings of 1,024 characters.
+    """
+    tables = []
+    for text in stops:
+        length, shorter = 0, array("H", [0, 0])
+        for character in text[1:]:
+            length = _next(text, shorter, length, character)
+            shorter.append(length)
+        tables.append((text, shorter))
+    return tables
+
+
+def _next(text: str, shorter: array[int], length: int, character: str) -> int:
+    while length and text[length] != character:
+        length = shorter[length]
+    return length + (text[length] == character)

@@ -68,6 +68,7 @@ class EngineClient(ModelClient):
             self.check_ready()
             stream.on_start = on_start
             request = stream.begin(spent)
+            stream.request_id = request_id
             if request_id is not None:
                 self._remembered.add(request_id, RememberedRequest(stream.tags, stream.timelines()))
             unfinished = stream.unfinished()

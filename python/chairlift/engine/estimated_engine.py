@@ -28,8 +28,50 @@ HEADROOM = 4
 """KV blocks of the engine for each block of the other server: prompts are counted by bytes here (see `gate.estimates`)."""
 
 
+class Prompts:
+    """The prompts that another server computes, in the order in which it got them. Times are seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, int] = {}
+        """By tag, of the prompts that the server has not computed, as far as is known."""
+        self._total = 0
+        self._since = 0.0
+        """When the server began with the first of them."""
+
+    def __contains__(self, tag: int) -> bool:
+        return tag in self._tokens
+
+    def computed_at(self, token_seconds: float, but: int = 0) -> float:
+        """When the server has computed all of their tokens but so many; in the past if it has."""
+        return self._since + (self._total - but) * token_seconds
+
+    def add(self, tag: int, tokens: int, now: float, token_seconds: float) -> None:
+        """Adds a prompt. Those before it are forgotten if the server should have computed them by now."""
+        if now >= self.computed_at(token_seconds):
+            self._tokens.clear()
+            self._total, self._since = 0, now
+        self._tokens[tag] = tokens
+        self._total += tokens
+
+    def remove(self, tag: int, now: float, *, computed: bool) -> None:
+        """Removes a prompt that was cancelled or, with all before it, `computed`. An unknown tag is ignored."""
+        if tag not in self._tokens:
+            return
+        first = next(iter(self._tokens))
+        if computed or first == tag:
+            self._since = now
+        while computed and first != tag:
+            self._total -= self._tokens.pop(first)
+            first = next(iter(self._tokens))
+        self._total -= self._tokens.pop(tag)
+
+
 class EstimatedEngine(Engine):
     """Plans steps as an engine does, and lets each last as long as it is estimated to take at the other server.
+
+    Requests are admitted as long as the other server has few tokens of prompts still to compute: as many as the estimate lets it have
+    `ahead`. While requests wait, a step ends as soon as that is so. Then the other server finds the next prompts when it begins its next
+    step, and those that become urgent meanwhile find little before them.
 
     Sequences end when they are aborted, because only the other server knows when an answer ends. No tokens are sent to the client. Needs
     `load_format="none"`.
@@ -37,32 +79,35 @@ class EstimatedEngine(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._step_seconds, self._token_seconds = STEP_SECONDS, TOKEN_SECONDS
-        self._begins = self._ends = 0.0  # of the step in flight
-        self._computes = False
-        """Whether the step in flight computes prompts that the other server has not begun to answer."""
-        self._answering: set[int] = set()
+        self._step_seconds, self._token_seconds, self._ahead = STEP_SECONDS, TOKEN_SECONDS, 0
+        self._begins = self._may_end = 0.0
+        """When the step in flight began, and when it may end if requests wait."""
+        self._chunks: dict[int, int] = {}
+        """Its tokens of prompts that the other server had not computed when it began, by tag."""
+        self._prompts = Prompts()
+        self._admitted: set[int] = set()
+        """The sequences that have not ended and that the other server has got."""
+        self._closed = False
+        """Whether the scheduler admits nothing."""
         self.set_block_limit(self.runner.num_kv_blocks // HEADROOM)
 
     def learn(self, news: Estimate | Answering) -> None:
         """Uses the newest estimate, or records that the other server has begun to answer a sequence and thus has computed its prompt."""
         if isinstance(news, Estimate):
-            self._step_seconds, self._token_seconds = news.step_us / 1e6, news.token_ns / 1e9
+            self._step_seconds, self._token_seconds, self._ahead = news.step_us / 1e6, news.token_ns / 1e9, news.ahead
             self.set_block_limit(news.blocks)
-        else:
-            self._answering = {tag for tag in (*self._answering, news.tag) if self._sequences.get(tag) is not None}
-            self._shorten()
+        elif news.tag in self._admitted:
+            self._prompts.remove(news.tag, time.monotonic(), computed=True)
 
     def add(self, request: EngineRequest, on_prepared: OnPrepared | None = None) -> None:
         """Queues a request: see `Engine.add`. It waits for no step that only decodes."""
         super().add(request, on_prepared)
-        if not self._computes:
-            self._ends = 0.0
+        self._may_end = 0.0
 
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
         """Ends a sequence: see `Engine.abort`."""
         found = super().abort(tag, stopped=stopped)
-        self._shorten()
+        self._forget(tag)
         return found
 
     def step(self) -> StepOutputs | None:
@@ -71,11 +116,13 @@ class EstimatedEngine(Engine):
             return self._begin()
         if self._left() > 0.0:
             return None
-        step, self._in_flight, self._computes = self._in_flight, None, False
+        step, self._in_flight = self._in_flight, None
         outputs = self._steps.commit(self._steps.collect(step))
         self._discard_blocks()
         self._write_journal()
         cached, dropped = self._scheduler.take_cache_changes()
+        for timeline in outputs.ended:
+            self._forget(timeline["tag"])
         begun = self._begin() or StepOutputs()
         return replace(begun, ended=[*outputs.ended, *begun.ended], cached=cached, dropped=dropped)
 
@@ -84,37 +131,53 @@ class EstimatedEngine(Engine):
         return super().wakes_in() if self._in_flight is None else self._left()
 
     def _begin(self) -> StepOutputs | None:
-        now, started = clock.now(), []  # type: ignore[var-annotated]
+        now, began, started = clock.now(), time.monotonic(), []  # type: ignore[var-annotated]
         expired = self._expire(now)
+        for timeline in expired:
+            self._forget(timeline["tag"])
+        if (closed := began < self._room_at()) != self._closed:
+            self._closed = closed
+            self._scheduler.close_queue(closed, now)
         step = self._steps.launch(now, started)
         if step is None:
             self._write_journal()
             return StepOutputs(ended=expired) if expired else None
-        self._in_flight, self._begins = step, time.monotonic()
-        self._set_end()
+        self._in_flight, self._begins = step, began
+        for tag, cached, *_ in started:
+            self._admit(tag, cached, began)
+        lengths = np.diff(self.runner.buffers[step.buffer_index].query_starts[: step.sizes.seqs + 1])
+        chunks = zip(self._steps.sequence_tags(step), lengths.tolist(), strict=True)
+        # A chunk of one token is a decode, which all steps have room for.
+        self._chunks = {tag: length for tag, length in chunks if length > 1 and tag in self._prompts}
+        # A step that has admitted nothing takes its time, because the next one may not either.
+        self._may_end = 0.0 if started else began + self._step_seconds
         return StepOutputs(started=started, ended=expired)
 
+    def _admit(self, tag: int, cached: int, now: float) -> None:
+        """Called when the other server gets a sequence, unless it was preempted here."""
+        state = self._sequences.get(tag)
+        if state is None or tag in self._admitted:
+            return
+        self._admitted.add(tag)
+        to_compute = self._scheduler.tokens(state.seq)[1] - cached
+        if to_compute > 1:  # otherwise it is an answer beside another one to the same prompt
+            self._prompts.add(tag, to_compute, now, self._token_seconds)
+
+    def _room_at(self) -> float:
+        """When the other server may get more prompts."""
+        return self._prompts.computed_at(self._token_seconds, but=self._ahead)
+
     def _left(self) -> float:
-        """Seconds that are left of the step in flight."""
-        return max(0.0, self._ends - time.monotonic())
+        """Seconds that are left of the step in flight. It is over when the last of its prompts is answered."""
+        to_compute = sum(length for tag, length in self._chunks.items() if tag in self._prompts)
+        if self._chunks and not to_compute:
+            return 0.0
+        ends = self._begins + max(self._step_seconds, to_compute * self._token_seconds or MIN_DECODE_SECONDS)
+        if len(self._sequences) > len(self._admitted):  # some wait
+            ends = min(ends, max(self._may_end, self._room_at()))
+        return max(0.0, ends - time.monotonic())
 
-    def _shorten(self) -> None:
-        """Called when the step in flight may have fewer prompts to compute. After the last of them it is over."""
-        if self._computes:
-            self._set_end()
-            if not self._computes:
-                self._ends = 0.0
-
-    def _set_end(self) -> None:
-        """Estimates when the step in flight ends at the other server. A chunk of one token is a decode, which all steps have room for."""
-        step = self._in_flight
-        assert step is not None  # it was planned
-        lengths = np.diff(self.runner.buffers[step.buffer_index].query_starts[: step.sizes.seqs + 1])
-        to_compute = sum(
-            length
-            for length, tag in zip(lengths.tolist(), self._steps.sequence_tags(step), strict=True)
-            if length > 1 and tag not in self._answering and self._sequences.get(tag) is not None
-        )
-        self._computes = to_compute > 0
-        shortest = self._token_seconds * to_compute if self._computes else MIN_DECODE_SECONDS
-        self._ends = self._begins + max(self._step_seconds, shortest)
+    def _forget(self, tag: int) -> None:
+        """Called when a sequence has ended."""
+        self._admitted.discard(tag)
+        self._prompts.remove(tag, time.monotonic(), computed=False)

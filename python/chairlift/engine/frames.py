@@ -87,12 +87,13 @@ class SetPriority:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """To an estimated engine: a step takes `step_us` microseconds and `token_ns` nanoseconds for each token of a prompt, and there are so
-    many KV blocks."""
+    """To an estimated engine: a step takes `step_us` microseconds and `token_ns` nanoseconds for each token of a prompt, there are so many
+    KV blocks, and requests that wait are passed on when the other server has at most `ahead` tokens of prompts still to compute."""
 
     step_us: int
     token_ns: int
     blocks: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from chairlift.engine.arguments import Prompt, sampling, text_or_ids
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
 from chairlift.engine.held_sequences import COMPUTE, LEASE
-from chairlift.engine.request import joined
+from chairlift.engine.request import add_part, joined
 from chairlift.engine.stream import Stream
 from chairlift.engine.validation import check_tokens, default_params, encode_bad_words, validate
 from chairlift.errors import InvalidRequest
@@ -156,11 +156,11 @@ class ModelClient(ABC):
 
     async def collect(self, stream: Stream) -> list[RequestOutput]:
         """Runs a request of `prepare` to its end. Returns its choices in order. Errors as in `run`."""
-        whole: dict[int, RequestOutput] = {}
+        parts: dict[int, list[RequestOutput]] = {}
         async with aclosing(self.run(stream)) as outputs:
             async for output in outputs:
-                whole[output.index] = joined(whole.get(output.index), output)
-        return [whole[index] for index in sorted(whole)]
+                add_part(parts.setdefault(output.index, []), output)
+        return [joined(parts[index]) for index in sorted(parts)]
 
     async def open(self, prompt: Prompt, *, scheduling: Scheduling | None = None, lease: float = LEASE) -> AsyncLiveSequence:
         """Computes a prompt and returns it as a live sequence (see `LLM.open`). Errors as in `generate`, and TooManySequences."""

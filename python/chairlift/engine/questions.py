@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from chairlift.engine.frames import Frame
@@ -71,10 +71,6 @@ class Remembered(Generic[T]):
     def get(self, request_id: str) -> T | None:
         """What is remembered of a request; None if it is unknown."""
         return self._requests.get(request_id)
-
-    def items(self) -> Iterable[tuple[str, T]]:
-        """All ids with what is remembered of them, the oldest first."""
-        return self._requests.items()
 
     def forget(self, request: T) -> None:
         """Forgets all requests of which this is remembered."""

@@ -6,7 +6,7 @@ import logging
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from chairlift.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
+
+_PARTS = 256
+"""Increments of a choice that are kept before they are joined."""
 
 
 class Request:
@@ -57,7 +60,7 @@ class Request:
         self.missed_deadline = False
         """Whether a choice missed its deadline."""
         self._submitted: float | None = None
-        self._whole: dict[int, RequestOutput] = {}
+        self._parts: dict[int, list[RequestOutput]] = {}
         self._taken: list[RequestOutput] = []  # only with a `sequence`
 
     @property
@@ -131,7 +134,7 @@ class Request:
         if not self.params.ranked:
             return parts
         for part in parts:
-            self._whole[part.index] = joined(self._whole.get(part.index), part)
+            add_part(self._parts.setdefault(part.index, []), part)
         return self._best() if self.over else []
 
     def _best(self) -> list[RequestOutput]:
@@ -140,21 +143,27 @@ class Request:
         def merit(output: RequestOutput) -> tuple[bool, float]:
             return output.finish_reason in ("stop", "length"), self.choices[output.index].mean_logprob
 
-        best = sorted(self._whole.values(), key=merit, reverse=True)[: self.params.n]
+        best = sorted(map(joined, self._parts.values()), key=merit, reverse=True)[: self.params.n]
         return [replace(output, index=index) for index, output in enumerate(best)]
 
 
-def joined(whole: RequestOutput | None, part: RequestOutput) -> RequestOutput:
-    """A choice's output so far with its next increment."""
-    if whole is None:
-        return part
+def add_part(parts: list[RequestOutput], part: RequestOutput) -> None:
+    """Adds the next increment of a choice. From time to time all are joined: small ones take much memory, joining each much time."""
+    parts.append(part)
+    if len(parts) >= _PARTS:
+        parts[:] = [joined(parts)]
+
+
+def joined(parts: Sequence[RequestOutput]) -> RequestOutput:
+    """A choice's increments as one output."""
+    last = parts[-1]
     return replace(
-        part,
-        text=whole.text + part.text,
-        token_ids=whole.token_ids + part.token_ids,
-        logprobs=None if part.logprobs is None else [*(whole.logprobs or ()), *part.logprobs],
-        text_offsets=None if part.text_offsets is None else [*(whole.text_offsets or ()), *part.text_offsets],
-        prompt_logprobs=part.prompt_logprobs if whole.prompt_logprobs is None else whole.prompt_logprobs,
+        last,
+        text="".join([part.text for part in parts]),
+        token_ids=[token for part in parts for token in part.token_ids],
+        logprobs=None if last.logprobs is None else [one for part in parts for one in part.logprobs or ()],
+        text_offsets=None if last.text_offsets is None else [one for part in parts for one in part.text_offsets or ()],
+        prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
     )
 
 

@@ -48,6 +48,8 @@ class Stream(Request):
         """Tokens of the prompt that its engine is expected to compute."""
         self.on_computed: Callable[[], None] | None = None
         """Called when an engine has computed the prompt, or the request has ended there."""
+        self.request_id: str | None = None
+        """The id under which `explain` knows the request; None if it does not."""
         self.answered = False
         """Whether the answer came from another engine, so that closing the request is no abort."""
         self._news = False

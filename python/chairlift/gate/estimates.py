@@ -20,10 +20,17 @@ SHORT = 256
 """Tokens to compute of a prompt above which the first token says how fast prompts are computed."""
 MAX_PER_TOKEN = 4.0
 """Our estimate of a prompt's tokens over the upstream's own number is believed from the inverse of this on, up to this."""
+COUNTED_TOKENS, MEASURED_TOKENS = 1 << 17, 1 << 15
+"""Tokens of prompts after which those before count half: how many there are, and how fast they are computed."""
 MIN_SHARE = 0.25
 """The smallest part of the upstream's KV on which we count, however few tokens it finds."""
 TRUSTED = 20
 """Answers that should find tokens after which missing ones shrink the budget."""
+AHEAD_SECONDS, MAX_AHEAD = 0.15, 2048
+"""Prompts are passed on when those at the upstream are computed but for this time, at most so many tokens: vLLM's and llama.cpp's batch.
+
+So the upstream has them when it begins its next step, and one that is more urgent waits there for little more than this time.
+"""
 MAX_STEP_SECONDS = 1.0
 """The longest believed time between two tokens of a stream, also where the upstream computes prompts and no event comes."""
 
@@ -45,6 +52,8 @@ class _Streams:
 
     def __init__(self) -> None:
         self._running: dict[int, Admitted] = {}
+        self._answers = 0
+        """Of those that run."""
         self._seconds = self._since = 0.0
         self._events = 0
         """Events of ended streams, less those of streams that were counted before."""
@@ -54,10 +63,12 @@ class _Streams:
         """Counts a stream as running."""
         self._count_time()
         self._running[id(held)] = held
+        self._answers += held.answers
         try:
             yield
         finally:
             self._count_time()
+            self._answers -= held.answers
             del self._running[id(held)]
             self._events += _events(held)
 
@@ -71,7 +82,7 @@ class _Streams:
 
     def _count_time(self) -> None:
         now = time.monotonic()
-        self._seconds += len(self._running) * (now - self._since)
+        self._seconds += self._answers * (now - self._since)
         self._since = now
 
 
@@ -85,13 +96,16 @@ class Estimates:
     def __init__(self, kv_tokens: int, block_size: int, max_blocks: int) -> None:
         """`kv_tokens` are what the upstream's KV cache holds; the engine has at most `max_blocks` blocks of `block_size`."""
         self._kv_tokens, self._block_size, self._most = kv_tokens, block_size, max_blocks
-        self._step, self._token = _Average(STEP_SECONDS), _Average(TOKEN_SECONDS)
+        self._step = _Average(STEP_SECONDS)
+        self._computing = self._computed = 0.0
+        """Seconds in which the upstream computed prompts, and their tokens, the older ones less."""
         self._streams = _Streams()
         self.running = self._streams.running
         """Counts a stream as running, in a `with` block."""
         self._first_event = 0.0
         """When a stream last began, on the monotonic clock."""
-        self._ratio = _Average(1.0)
+        self._ours = self._theirs = 0.0
+        """Tokens of prompts as we and as the upstream counted them, the older ones less."""
         self._found = _Average(1.0)
         """Tokens that the upstream found in its cache over those that we expected."""
         self.share = 1.0
@@ -100,7 +114,7 @@ class Estimates:
     @property
     def ratio(self) -> float:
         """Tokens that we count over those that the upstream counts."""
-        return self._ratio.value
+        return self._ours / self._theirs if self._theirs else 1.0
 
     def observe_first(self, sent: float, first: float, to_compute: int) -> None:
         """Learns from the first event of a stream, at `first` on the monotonic clock, whose prompt had so many tokens to compute.
@@ -110,13 +124,22 @@ class Estimates:
         """
         since, self._first_event = max(sent, self._first_event), first
         if to_compute > SHORT:
-            self._token.observe((first - since) / to_compute)
+            if self._computed >= MEASURED_TOKENS:
+                self._computing, self._computed = self._computing / 2, self._computed / 2
+            # By tokens: of prompts that share steps, one seems to take the time of others.
+            self._computing += first - since
+            self._computed += to_compute
 
     def observe(self, answer: Answer, prompt: int, cached: int) -> None:
         """Learns from an answer whose prompt had `prompt` tokens by our count, of which `cached` were expected to be found."""
         usage = answer.usage
         if usage.prompt:
-            self._ratio.observe(min(max(prompt / usage.prompt, 1 / MAX_PER_TOKEN), MAX_PER_TOKEN))
+            if self._theirs >= COUNTED_TOKENS:
+                self._ours, self._theirs = self._ours / 2, self._theirs / 2
+            # By tokens: many short prompts whose tokens we count wrongly say little of the others, which fill the KV.
+            theirs = min(usage.prompt, MAX_PER_TOKEN * prompt)
+            self._ours += min(prompt, MAX_PER_TOKEN * theirs)
+            self._theirs += theirs
         if usage.cached is not None and cached > SHORT:
             self._found.observe(min(1.0, usage.cached * self.ratio / cached))
             if self._found.count >= TRUSTED:
@@ -131,4 +154,7 @@ class Estimates:
         if (pace := self._streams.take_pace()) is not None:
             self._step.observe(min(pace, MAX_STEP_SECONDS))
         blocks = int(self._kv_tokens * self.share * self.ratio) // self._block_size
-        return Estimate(round(self._step.value * 1e6), round(self._token.value * 1e9), max(1, min(self._most, blocks)))
+        token = self._computing / self._computed if self._computed else TOKEN_SECONDS
+        ahead = min(AHEAD_SECONDS / max(1e-9, token), MAX_AHEAD * self.ratio)
+        step_us, token_ns = round(self._step.value * 1e6), round(token * 1e9)
+        return Estimate(step_us, token_ns, max(1, min(self._most, blocks)), int(ahead))

@@ -20,6 +20,7 @@ from chairlift.errors import brief
 from chairlift.gate.admission import Admitted, admitted
 from chairlift.gate.answer import Answer
 from chairlift.gate.estimates import Estimates
+from chairlift.gate.held_bodies import HeldBodies
 from chairlift.gate.paths import GENERATES, is_of_clients, plain
 from chairlift.gate.prompt import read_prompt
 from chairlift.gate.upstream import RawHeaders, Upstream, UpstreamFailed, failure, passed_on
@@ -46,6 +47,7 @@ class Gate:
         self._name = secrets.token_hex(8).encode()
         self._told: dict[int, tuple[int, Estimate]] = {}
         self._probes: dict[int, asyncio.Task[None]] = {}
+        self._bodies = HeldBodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes one request on."""
@@ -63,10 +65,11 @@ class Gate:
         generates = request.method == "POST" and path in GENERATES
         request.state.ticket.admit(queued=generates)
         try:
-            if generates:
-                await self._generate(request, raw, send)
-            else:
-                await self._pass(request, raw, send, 0, None)
+            with self._bodies.holding(request.state.ticket.tenant.group, raw):
+                if generates:
+                    await self._generate(request, raw, send)
+                else:
+                    await self._pass(request, raw, send, 0, None)
         except UpstreamFailed as error:
             raise _refusal(error) from None
 
@@ -123,6 +126,7 @@ class Gate:
                 if held is not None and response.status == 200:
                     held.answer = answer
                 begun = True
+                raw.clear()  # nobody gets it again
                 await send({"type": "http.response.start", "status": response.status, "headers": _answer_headers(response)})
                 # Middleware only needs the start and the end of the response.
                 raw_send: Send = scope["state"]["raw_send"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from chairlift.sampling import MAX_SEQUENCES
 from chairlift.server.errors import ApiError
 from chairlift.server.http.body import parse
 
@@ -17,15 +18,22 @@ BYTES_PER_TOKEN = 4
 """Bytes of JSON that stand for a token. The real number is learned from the upstream's `usage`: see `Estimates`."""
 
 LONGEST_TEXT = 1 << 16
-"""Characters of a string above which it may be an image or a sound."""
+"""Characters of a string above which it may be an image or a sound, unless its field is one of `_TEXTS`."""
+_TEXTS = frozenset(
+    {
+        *("content", "text", "prompt", "prompt_string", "input", "system", "instructions", "output", "arguments", "thinking"),
+        *("reasoning", "reasoning_content", "description", "cache_salt"),
+    }
+)
+"""Fields whose strings the upstream reads as text, with spaces or without."""
 DATA_TOKENS = 256
 """Tokens that stand for such data."""
 
 SCHEDULING = ("priority", "deadline_ms", "ttft_deadline_ms", "service_tier", "session_id")
 """Fields that the gate reads too: see docs/scheduling.md."""
 
-_BEFORE = ("model", "system", "instructions", "tools", "functions", "response_format")
-"""Fields that templates put before the conversation, so that they are part of its prefix."""
+_BEFORE = ("model", "cache_salt", "system", "instructions", "tools", "functions", "documents", "chat_template_kwargs", "response_format")
+"""Fields that templates put before the conversation, so that they are part of its prefix, or that keep prompts from sharing one."""
 _CONVERSATION = ("messages", "input", "prompt", "text")
 
 
@@ -41,6 +49,8 @@ class Prompt:
     """The fields of the body that say how urgent the request is and which session it belongs to, as the client sent them."""
     streamed: bool = False
     """Whether the client asks for a stream of events."""
+    answers: int = 1
+    """Sequences that the upstream runs at a time for it, at most MAX_SEQUENCES."""
 
 
 def read_prompt(raw: bytes | bytearray) -> Prompt:
@@ -49,7 +59,7 @@ def read_prompt(raw: bytes | bytearray) -> Prompt:
         body = parse(raw)
     except ApiError:
         return Prompt(tokens([bytes(raw)]), None, {})
-    parts = [_packed(body[name]) for name in _BEFORE if name in body]
+    parts = [_packed(body[name], name) for name in _BEFORE if name in body]
     for name in _CONVERSATION:
         value = body.get(name)
         if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -57,11 +67,19 @@ def read_prompt(raw: bytes | bytearray) -> Prompt:
         elif isinstance(value, list) and all(type(one) is int and 0 <= one < 1 << 32 for one in value):
             parts.append(np.array(value, dtype="<u4").tobytes())  # the prompt's own tokens
         elif value is not None:
-            parts.append(_packed(value))
+            parts.append(_packed(value, name))
     limits = [body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict")]
     limit = next((one for one in limits if type(one) is int and one > 0), None)
     scheduling = {name: body[name] for name in SCHEDULING if name in body}
-    return Prompt(tokens(parts), limit, scheduling, body.get("stream") is True)
+    return Prompt(tokens(parts), limit, scheduling, body.get("stream") is True, _answers(body))
+
+
+def _answers(body: Mapping[str, Any]) -> int:
+    """Each prompt of a list has as many answers as `n`, or `best_of` if that is more."""
+    each = max([1, *(one for name in ("n", "best_of") if type(one := body.get(name)) is int)])
+    prompts = body.get("prompt")
+    several = isinstance(prompts, list) and prompts and type(prompts[0]) is not int
+    return min(each * (len(prompts) if several else 1), MAX_SEQUENCES)
 
 
 def tokens(parts: list[bytes]) -> np.ndarray:
@@ -72,18 +90,18 @@ def tokens(parts: list[bytes]) -> np.ndarray:
     return ((words * np.uint32(2654435761)) >> np.uint32(16)).astype(np.int32)
 
 
-def _packed(value: Any) -> bytes:
-    """The bytes that stand for a part of the conversation; much data, such as an image, is replaced by its hash."""
-    return json.dumps(_shortened(value), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+def _packed(value: Any, name: str = "") -> bytes:
+    """The bytes that stand for a part of the conversation, the field `name`; much data, such as an image, is replaced by its hash."""
+    return json.dumps(_shortened(value, name), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
-def _shortened(value: Any) -> Any:
+def _shortened(value: Any, name: str) -> Any:
     match value:
-        case str() if len(value) > LONGEST_TEXT and " " not in value[:LONGEST_TEXT]:
+        case str() if len(value) > LONGEST_TEXT and name not in _TEXTS and " " not in value[:LONGEST_TEXT]:
             digest = hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
             return (digest * (DATA_TOKENS * BYTES_PER_TOKEN // len(digest) + 1))[: DATA_TOKENS * BYTES_PER_TOKEN]
         case dict():
-            return {name: _shortened(item) for name, item in value.items()}
+            return {key: _shortened(item, key) for key, item in value.items()}
         case list():
-            return [_shortened(item) for item in value]
+            return [_shortened(item, name) for item in value]
     return value

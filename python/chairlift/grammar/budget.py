@@ -82,7 +82,7 @@ class BudgetMatcher:
         self._text += piece
         begun = self._reasoning
         if not begun:
-            text = self._text.lstrip()
+            self._text = text = self._text.lstrip()
             if not text.startswith(self._start):
                 self._over = not self._start.startswith(text)
                 return

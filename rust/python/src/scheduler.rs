@@ -252,6 +252,11 @@ impl Scheduler {
         Ok(self.lock()?.core.set_block_limit(blocks, now))
     }
 
+    fn close_queue(&self, closed: bool, now: core::Time) -> PyResult<()> {
+        self.lock()?.core.close_queue(closed, now);
+        Ok(())
+    }
+
     fn take_given_back(&self) -> PyResult<Vec<u32>> {
         Ok(self.lock()?.core.take_given_back().into_iter().map(|block| block.0).collect())
     }

@@ -32,7 +32,7 @@ def test_percentiles_of_few_requests_are_what_these_took(seconds):
         latencies.for_request(Scheduling()).first_token.observe(took)
         latencies.for_request(Scheduling()).queued.observe(took)
     for stem in ("time_to_first_token", "request_queue_time"):
-        found = percentiles({}, latencies.buckets(stem))
+        found = percentiles({}, latencies.buckets(stem, "default"))
         assert seconds <= found["p50"] <= 1.051 * seconds
         assert 10 * seconds <= found["p99"] <= 10.51 * seconds
     [family] = [one for one in latencies.collect() if one.name == "chairlift_time_to_first_token_seconds"]

@@ -74,7 +74,7 @@ FIELDS = [
     *[("min_tokens", value) for value in (-1, 5, 2**31, "3", True)],
     *[("truncate_prompt_tokens", value) for value in (0, -5, 2**31, "5")],
     *[("allowed_token_ids", value) for value in ([], [256], [-1], ["1"], [True], 1, list(range(200)) * 6)],
-    *[("bad_words", value) for value in ("a", [""], [1], ["a"] * 129, ["a" * 1025])],
+    *[("bad_words", value) for value in ("a", [""], [1], ["a"] * 129, ["a" * 1025], ["a" * 1000] * 5)],
     *[("request_id", value) for value in ("", "a b", "x" * 129, 7)],
     *[("prompt_embeds", "gASV"), ("suffix", "x"), ("use_beam_search", True), ("length_penalty", 0.5)],
 ]

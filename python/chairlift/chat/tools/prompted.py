@@ -22,16 +22,19 @@ def add_tool_prompt(conversation: Sequence[Mapping[str, Any]], tools: Sequence[M
     for message in conversation:
         turn = _message_as_text(message)
         if message["role"] == "tool" and turns and turns[-1].get("results"):
-            turns[-1]["content"] += "\n" + turn["content"]  # templates may require alternating roles
+            turns[-1]["results"] += turn["results"]  # templates may require alternating roles
         else:
             turns.append(turn)
+    for turn in turns:
+        if results := turn.pop("results", None):
+            turn["content"] = "\n".join(results)
     if tools:
         text = _TOOL_PROMPT.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
         if turns[0]["role"] == "system":
             turns[0]["content"] += f"\n\n{text}"
         else:
             turns.insert(0, {"role": "system", "content": text})
-    return [{name: value for name, value in turn.items() if name != "results"} for turn in turns]
+    return turns
 
 
 def _message_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,5 +45,5 @@ def _message_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
         turn["content"] = f"{turn['content']}\n{written}".lstrip("\n")
     if turn["role"] == "tool":
         result = f"<tool_response>\n{turn['content']}\n</tool_response>"
-        turn = {"role": "user", "content": result, "results": True}
+        turn = {"role": "user", "results": [result]}
     return turn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,26 +35,27 @@ class Bias:
         self.allowed = None if allowed is None else np.unique(np.array(allowed, dtype=np.int64))
         words = [[int(token) for token in word] for word in params.bad_words]
         self._singles = np.array([word[0] for word in words if len(word) == 1], dtype=np.int64)
-        # Longer words, by the token before their last.
-        self._words: dict[int, list[tuple[list[int], int]]] = {}
+        # Longer words, by the token before their last: the bytes of all tokens but the last, and that.
+        self._words: dict[int, list[tuple[bytes, int]]] = {}
         for word in words:
             if len(word) > 1:
-                self._words.setdefault(word[-2], []).append((word[:-1], word[-1]))
-        self._recent = deque(output, maxlen=max(map(len, words), default=0))
+                self._words.setdefault(word[-2], []).append((array("i", word[:-1]).tobytes(), word[-1]))
+        self._longest = max(map(len, words), default=0)
+        self._output = array("i", output)
         self._ends = np.array(list(ends), dtype=np.int64)
         self._min_tokens_left = max(0, params.min_tokens - len(output))
 
     def add(self, token: int) -> None:
         """Adds the next token of the output."""
-        self._recent.append(token)
+        self._output.append(token)
         self._min_tokens_left = max(0, self._min_tokens_left - 1)
 
     def banned(self) -> np.ndarray:
         """The tokens that are not allowed next."""
         found = [self._ends] if self._min_tokens_left else []
-        if self._words and self._recent:
-            recent = list(self._recent)
-            lasts = [last for start, last in self._words.get(recent[-1], ()) if recent[-len(start) :] == start]
+        if self._words and self._output:
+            recent = self._output[-self._longest :].tobytes()
+            lasts = [last for start, last in self._words.get(self._output[-1], ()) if recent.endswith(start)]
             found.append(np.array(lasts, dtype=np.int64))
         return np.concatenate((self._singles, *found)) if found else self._singles
 

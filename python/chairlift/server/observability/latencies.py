@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import accumulate, pairwise
@@ -102,12 +103,15 @@ class AllLatencies(Collector):
         if tenant and len(self._tenants) < MAX_TENANTS:
             self._tenants.add(tenant)
         label = NO_TENANT if not tenant else tenant if tenant in self._tenants else "other"
-        return self._by_label.setdefault((label, priority_class(scheduling.priority), scheduling.served_tier), Latencies())
+        key = label, priority_class(scheduling.priority), scheduling.served_tier
+        if (found := self._by_label.get(key)) is None:
+            found = self._by_label[key] = Latencies()
+        return found
 
-    def buckets(self, stem: str, tier: str | None = None) -> dict[float, float]:
-        """Returns cumulative counts of the requests of a tier, or of all, by upper bound, including the finer bounds."""
+    def buckets(self, stem: str, tier: str) -> Buckets:
+        """Returns cumulative counts of the requests of a tier by upper bound, including the finer bounds."""
         select, _ = _FAMILIES[stem]
-        chosen = [select(one) for (_, _, served), one in self._by_label.items() if tier in (None, served)]
+        chosen = [select(one) for (_, _, served), one in self._by_label.items() if served == tier]
         return dict(_sum(chosen)[0]) if chosen else {}
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
@@ -145,6 +149,15 @@ def _sum(histograms: Iterable[Histogram]) -> tuple[list[tuple[float, float]], fl
 
 Buckets = Mapping[float, float]
 """Cumulative counts by upper bound; the last bound is infinite."""
+
+
+def total(parts: Iterable[Buckets]) -> Buckets:
+    """Returns the sum of counts by equal bounds."""
+    summed: Counter[float] = Counter()
+    for part in parts:
+        summed.update(part)
+    return summed
+
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 

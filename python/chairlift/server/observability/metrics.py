@@ -14,7 +14,7 @@ from chairlift.server.cache_miss import CacheMiss
 from chairlift.server.keys import Reader
 from chairlift.server.observability import engine_stats
 from chairlift.server.observability.engine_metrics import NO_TENANT, REJECTIONS, AllEngineMetrics
-from chairlift.server.observability.latencies import LATENCY, AllLatencies, Latencies
+from chairlift.server.observability.latencies import LATENCY, AllLatencies, Buckets, Latencies
 from chairlift.server.observability.session_totals import SessionTotals
 from chairlift.server.observability.shadow import SHADOW_METRICS
 
@@ -28,7 +28,7 @@ _PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
 
 _FINISHES = ("stop", "length", "abort", "error", "deadline")
 
-_DASHBOARD_LATENCIES = {
+DASHBOARD_LATENCIES = {
     "ttft": "time_to_first_token",
     "itl": "inter_token_latency",
     "queue": "request_queue_time",
@@ -208,9 +208,9 @@ class Metrics:
             if self._alias and stem in _VLLM:
                 yield _renamed(family, stem)
 
-    def buckets(self, tier: str | None = None) -> dict[str, dict[float, float]]:
-        """Returns the cumulative bucket counts of the dashboard's latencies, of one tier or of all, by short name."""
-        return {short: self._latencies.buckets(stem, tier) for short, stem in _DASHBOARD_LATENCIES.items()}
+    def buckets(self, name: str, tier: str) -> Buckets:
+        """Returns the cumulative bucket counts of one of `DASHBOARD_LATENCIES`, of the requests of a tier."""
+        return self._latencies.buckets(DASHBOARD_LATENCIES[name], tier)
 
     def targets_met(self) -> dict[str, dict[str, dict[str, int]]]:
         """Returns how many answers have met (`true`) and missed (`false`) the targets of each tier, since the server's start."""

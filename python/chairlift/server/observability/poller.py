@@ -16,7 +16,8 @@ from chairlift.errors import ChairliftError
 from chairlift.scheduling import TIERS
 from chairlift.server.keys import Reader, sees
 from chairlift.server.observability import engine_stats
-from chairlift.server.observability.latencies import Buckets, percentiles
+from chairlift.server.observability.latencies import Buckets, percentiles, total
+from chairlift.server.observability.metrics import DASHBOARD_LATENCIES
 
 if TYPE_CHECKING:
     from chairlift.engine.replica import Replica
@@ -158,6 +159,7 @@ class SnapshotPoller:
             if now >= due:
                 due = now + SAMPLE_SECONDS
                 self._sample(now)
+                await self._read_buckets(now)
             self._polled.set()
             await asyncio.sleep(POLL_SECONDS)
 
@@ -169,11 +171,20 @@ class SnapshotPoller:
             self._steps.append({"id": self._step_count, "time": time.time() - ago, **step})
         self._snapshot = snapshot
 
-    def _sample(self, now: float) -> None:
-        stats = self.replica.engine.stats()
-        self._buckets.append((now, {tier: self._model.metrics.buckets(tier) for tier in (None, *_TIERS)}))
+    async def _read_buckets(self, now: float) -> None:
+        """Reads the latencies in small parts, between which the event loop does other work: each takes time by the number of tenants."""
+        read: dict[str | None, dict[str, Buckets]] = {tier: {} for tier in (None, *_TIERS)}
+        for name in DASHBOARD_LATENCIES:
+            for tier in _TIERS:
+                read[tier][name] = self._model.metrics.buckets(name, tier)
+                await asyncio.sleep(0)
+            read[None][name] = total([read[tier][name] for tier in _TIERS])
+        self._buckets.append((now, read))
         while len(self._buckets) > 1 and now - self._buckets[1][0] >= LATENCY_WINDOW:
             self._buckets.popleft()
+
+    def _sample(self, now: float) -> None:
+        stats = self.replica.engine.stats()
         if self._previous is not None:
             since, before = self._previous
             sample = {"time": time.time(), "waiting": stats.waiting_by_state, "running": stats.running, "kv_cache": stats.kv_cache}

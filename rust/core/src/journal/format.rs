@@ -85,6 +85,8 @@ kinds! {
     Ended = 22,
     /// The coefficients of the step-time model. A replay ignores it too.
     StepModel = 23,
+    /// Time, 1 if the queue is closed and 0 if it is open.
+    CloseQueue = 24,
 }
 
 /// The reasons for which callers end requests. A record stores an index into this list.

@@ -74,6 +74,8 @@ pub enum Call {
     },
     /// The limit of blocks with memory was set.
     SetBlockLimit(u32),
+    /// The queue was closed or opened.
+    CloseQueue(bool),
     /// Deadlines were checked.
     Expire,
     /// Tokens were drafted for a sequence.
@@ -309,6 +311,7 @@ impl ParsedJournal {
                 Call::NoteSession { tenant, session, event }
             }
             Kind::BlockLimit => Call::SetBlockLimit(reader.small()?),
+            Kind::CloseQueue => Call::CloseQueue(reader.number()? > 0),
             Kind::Expire => Call::Expire,
             Kind::Draft => {
                 let (arrival_number, tokens, source) = (reader.number().filter(known)?, reader.small()?, DraftSource::of(reader.small()?));

@@ -180,6 +180,14 @@ impl Recorder {
         self.scheduler.set_block_limit(blocks, now)
     }
 
+    /// See [`Scheduler::close_queue`].
+    pub fn close_queue(&mut self, closed: bool, now: Time) {
+        if let Some(journal) = &mut self.journal {
+            journal.call(Kind::CloseQueue, now).number(closed.into());
+        }
+        self.scheduler.close_queue(closed, now);
+    }
+
     /// See [`Scheduler::take_given_back`]. Not recorded, because no decision depends on it.
     pub fn take_given_back(&mut self) -> Vec<BlockId> {
         self.scheduler.take_given_back()

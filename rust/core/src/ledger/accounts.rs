@@ -13,6 +13,7 @@ use crate::policy::{Grouping, PreemptionReason, Rules};
 use crate::request::{FinishReason, SeqId, Time};
 use crate::step::StepPlan;
 use crate::step_time::StepModel;
+use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -42,6 +43,10 @@ pub(crate) struct Accounts {
     /// Mean output tokens of recent requests.
     mean_output: Option<f64>,
     ended: VecDeque<Timeline>,
+    /// Timelines that were in `ended` before its first.
+    forgotten: u64,
+    /// The number of the newest ended request with a tag, counted from the first one.
+    by_tag: FxHashMap<u64, u64>,
     saturation: Saturation,
     recent: RecentSteps,
     /// Prompt tokens that were not cached when their request was first admitted.
@@ -63,6 +68,8 @@ impl Accounts {
             counters: Counters::default(),
             mean_output: None,
             ended: VecDeque::new(),
+            forgotten: 0,
+            by_tag: FxHashMap::default(),
             saturation: Saturation::default(),
             recent: RecentSteps::default(),
             prompt_tokens_served: 0,
@@ -414,15 +421,26 @@ impl Accounts {
             // In a replay, a request without output has one token.
             self.mean_output = Some(mean + gain * (f64::from(timeline.output_tokens.max(1)) - mean));
         }
-        if self.ended.len() == EXPLAINED {
-            self.ended.pop_front();
+        if self.ended.len() == EXPLAINED
+            && let Some(oldest) = self.ended.pop_front()
+        {
+            if self.by_tag.get(&oldest.tag) == Some(&self.forgotten) {
+                self.by_tag.remove(&oldest.tag);
+            }
+            self.forgotten += 1;
         }
+        self.by_tag.insert(timeline.tag, self.forgotten + self.ended.len() as u64);
         self.ended.push_back(timeline.clone());
     }
 
-    /// Timelines of the latest ended requests, in the order they ended.
-    pub(crate) fn ended(&self) -> impl DoubleEndedIterator<Item = &Timeline> {
-        self.ended.iter()
+    /// The timeline of the newest ended request with this tag, if it is one of the latest.
+    pub(crate) fn ended(&self, tag: u64) -> Option<&Timeline> {
+        self.ended.get((self.by_tag.get(&tag)? - self.forgotten) as usize)
+    }
+
+    /// Timelines of the latest ended requests, as far as they ended at `time` or later, in that order.
+    pub(crate) fn ended_since(&self, time: Time) -> impl Iterator<Item = &Timeline> {
+        self.ended.range(self.ended.partition_point(|timeline| timeline.ended < time)..)
     }
 
     /// Measures demand against capacity.

@@ -75,6 +75,18 @@ impl Scheduler {
         }
     }
 
+    /// Sets whether plans admit no waiting requests as long as any sequence runs, and preempt none for them. For a caller whose prompts another
+    /// server computes: while that has enough to do, it closes the queue.
+    pub fn close_queue(&mut self, closed: bool, now: Time) {
+        self.accounts.tick(now);
+        self.closed = closed;
+    }
+
+    /// Whether no waiting request may be admitted now.
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed && !self.running.is_empty()
+    }
+
     /// Removes a waiting sequence from the queue.
     pub(super) fn dequeue(&mut self, id: SeqId) {
         let seq = &mut self.seqs[id];
@@ -88,7 +100,7 @@ impl Scheduler {
         let mut left = if plan.preempted.is_empty() { u32::MAX } else { reserved };
         let (mut first_blocked, mut rejected, mut walk) = (blocked, 0, Walk::default());
         self.waiting.clear_rejected();
-        while blocked.is_none() && left > 0 && *budget > 0 && self.running.has_slot() && rejected < MAX_REJECTED {
+        while blocked.is_none() && !self.is_closed() && left > 0 && *budget > 0 && self.running.has_slot() && rejected < MAX_REJECTED {
             let Some(id) = self.waiting.next(&mut walk) else { break };
             if self.seqs[id].queue_entry.was_rejected_in(self.steps.plan_number()) {
                 continue; // rejected before the walk restarted, or before it was moved
@@ -158,7 +170,7 @@ impl Scheduler {
         let need = match () {
             () if !plan.preempted.is_empty() => Some(Need::NextStep),
             () if !self.running.has_slot() => Some(Need::Slot),
-            () if budget == 0 => Some(Need::Budget),
+            () if budget == 0 || self.is_closed() => Some(Need::Budget),
             // Tokens and slots are left, so the policy's order holds the other requests back.
             () => None,
         };
@@ -316,7 +328,7 @@ impl Scheduler {
     pub(super) fn admit_aged(&mut self, plan: &mut StepPlan, budget: &mut u32) -> Option<(u32, Need)> {
         // In the order of arrival, only requests of more urgent tiers can starve a request.
         let starves = self.rules.can_starve() || self.rules.is_arrival_order() && self.waiting.has_several_tiers();
-        if !starves || self.running.aged().is_some() || *budget == 0 || !self.running.has_slot() {
+        if !starves || self.is_closed() || self.running.aged().is_some() || *budget == 0 || !self.running.has_slot() {
             return None;
         }
         let id = self.waiting.oldest()?;

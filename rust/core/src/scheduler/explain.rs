@@ -13,7 +13,7 @@ const NAMED_REQUESTS: usize = 16;
 impl Scheduler {
     /// The timeline of a live request, up to the last call, or of one of the last 10,000 requests that ended.
     pub fn explain(&self, tag: u64) -> Option<Timeline> {
-        let ended = self.accounts.ended().rev().find(|timeline| timeline.tag == tag).cloned();
+        let ended = self.accounts.ended(tag).cloned();
         ended.or_else(|| Some(self.seqs[self.live(tag)?].timeline(None, &self.accounts)))
     }
 
@@ -38,13 +38,16 @@ impl Scheduler {
     /// served first. Only remembered requests count.
     pub fn served_before(&self, of: &Timeline) -> ServedBefore {
         let (from, to) = (of.submitted, of.submitted + of.queued());
+        if from == to {
+            return ServedBefore::default();
+        }
         let mut others = Vec::new();
         let mut add = |tag: u64, tenant: &Arc<str>, started: Option<Time>, position: &_| {
             if let Some(started) = started.filter(|started| tag != of.tag && (from..to).contains(started)) {
                 others.push((started, tag, Arc::clone(tenant), Rule::of(self.rules, position, &of.queue_position)));
             }
         };
-        for timeline in self.accounts.ended() {
+        for timeline in self.accounts.ended_since(from) {
             add(timeline.tag, &timeline.tenant, timeline.started, &timeline.queue_position);
         }
         for seq in self.seqs.values() {
@@ -63,6 +66,9 @@ impl Scheduler {
     /// sequences by tenant. Most microseconds first. Only remembered requests count.
     pub fn ahead(&self, of: &Timeline) -> Vec<(Arc<str>, Time)> {
         let (from, to) = (of.submitted, of.submitted + of.queued());
+        if from == to {
+            return Vec::new();
+        }
         let mut times: BTreeMap<&Arc<str>, Time> = BTreeMap::new();
         let mut add = |tag: u64, tenant, started: Option<Time>, ended: Time| {
             let time = ended.min(to).saturating_sub(started.unwrap_or(to).max(from));
@@ -70,7 +76,7 @@ impl Scheduler {
                 *times.entry(tenant).or_default() += time;
             }
         };
-        for timeline in self.accounts.ended() {
+        for timeline in self.accounts.ended_since(from) {
             add(timeline.tag, &timeline.tenant, timeline.started, timeline.ended);
         }
         for seq in self.seqs.values() {

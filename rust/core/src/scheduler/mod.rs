@@ -83,6 +83,8 @@ pub struct Scheduler {
     background: BackgroundCost,
     steps: Steps,
     reads: Reads,
+    /// Whether plans admit no waiting requests while others run: see [`close_queue`](Self::close_queue).
+    closed: bool,
     /// Sequences that ended by themselves, with their tokens, if they are wanted.
     finished: Option<Vec<(SeqId, Vec<Token>)>>,
 }
@@ -115,6 +117,7 @@ impl Scheduler {
             background: BackgroundCost::default(),
             steps: Steps::default(),
             reads: Reads::default(),
+            closed: false,
             finished: None,
             config,
         })

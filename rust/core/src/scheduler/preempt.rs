@@ -58,7 +58,8 @@ impl Scheduler {
             }
         }
         let need = if self.kv.free() < self.running.len() { self.needed_blocks().0 } else { self.running.len() };
-        let reserved = if plan.preempted.is_empty() { self.preempt_for_waiting(plan, need) } else { 0 };
+        let for_waiting = plan.preempted.is_empty() && !self.is_closed();
+        let reserved = if for_waiting { self.preempt_for_waiting(plan, need) } else { 0 };
         Room { spare: self.kv.free().saturating_sub(need), reserved }
     }
 

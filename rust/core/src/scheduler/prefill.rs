@@ -107,7 +107,7 @@ impl Scheduler {
     /// Admits waiting requests that are more urgent than a prompt in progress.
     fn admit_before(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32) {
         let seq = &self.seqs[id];
-        if self.running.aged() == Some(id) || is_starved(seq, self.accounts.now(), self.config.queue_ageing) {
+        if self.is_closed() || self.running.aged() == Some(id) || is_starved(seq, self.accounts.now(), self.config.queue_ageing) {
             return;
         }
         let key = seq.queue_entry.key();

@@ -272,3 +272,26 @@ fn what_a_request_needs_is_measured_anew_as_the_cache_fills() {
     // measured in one step of 64.
     assert!(lab.now <= 5000 + 65_000, "{}", lab.now);
 }
+
+#[test]
+fn a_closed_queue_admits_nothing_while_others_run() {
+    for policy in [&Fcfs as &dyn chairlift_core::Policy, &Priority] {
+        let mut lab = Lab::new(Config { queue_ageing: 1000, max_num_seqs: 2, ..plenty(policy) });
+        lab.scheduler.close_queue(true, lab.now);
+        lab.add(ask(1, 10, 9));
+        lab.add(Request { priority: -1, ..ask(2, 10, 3) });
+        lab.add(Request { priority: -1, ..ask(3, 10, 3) });
+        // Nothing runs, so the queue is not closed yet. A request is neither admitted for its age nor for its priority.
+        let first = lab.step().admitted;
+        assert_eq!(first.len(), 1, "{}", policy.name());
+        for _ in 0..2 {
+            let step = lab.step();
+            assert_eq!((step.admitted, step.preempted), (vec![], vec![]), "{}", policy.name());
+        }
+        lab.scheduler.close_queue(false, lab.now);
+        assert!(!lab.step().admitted.is_empty(), "{}", policy.name());
+        lab.scheduler.close_queue(true, lab.now);
+        lab.finish();
+        assert_eq!(lab.ended.len(), 3, "{}", policy.name());
+    }
+}

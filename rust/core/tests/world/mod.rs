@@ -194,6 +194,7 @@ impl World {
             Op::NoteSession { tenant, session, ended } => self.note_session(tenant, session, ended),
             Op::ShareService { tenant, us } => self.share_service(tenant, us),
             Op::SetBlockLimit(blocks) => self.set_block_limit(blocks),
+            Op::CloseQueue(closed) => self.scheduler.close_queue(closed, self.now),
             Op::Wait(time) => self.now += time,
             Op::Abort(which) => {
                 if let Some(tag) = self.pick(which) {

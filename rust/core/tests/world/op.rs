@@ -70,6 +70,8 @@ pub(crate) enum Op {
     },
     /// Changes the number of blocks that may have memory, and discards what is given back.
     SetBlockLimit(u32),
+    /// Closes the queue, or opens it.
+    CloseQueue(bool),
     /// Advances the clock.
     Wait(u64),
     Draft {

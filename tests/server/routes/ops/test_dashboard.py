@@ -229,8 +229,7 @@ def test_the_engine_is_looked_at_only_while_somebody_watches(quick, monkeypatch)
     with serving(engine) as (base, _), httpx.Client(base_url=base) as http:
         http.get("/live")
         assert engine.looks == 0
-        http.get("/dashboard/data")
-        wait_until(lambda: engine.looks > 1)
+        wait_until(lambda: http.get("/dashboard/data").is_success and engine.looks > 1)
         seen = http.get("/dashboard/data").json()["steps"][-1]["id"]
         looking = [-1]
 

@@ -1,3 +1,4 @@
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -45,6 +46,13 @@ def test_every_sequence_of_a_request_is_there(http):
     assert len(http.get(f"/v1/requests/{answer_id}/explain").json()["sequences"]) == 12
 
 
+def test_a_thousand_sequences_of_a_request_are_there(http):
+    answer_id, _ = ask(http, prompt=["a"] * 8, n=128, max_tokens=1)
+    body = http.get(f"/v1/requests/{answer_id}/explain").json()
+    assert len(body["sequences"]) == 1024
+    assert body["summary"].startswith("The longest of 1024 sequences")
+
+
 def test_a_failed_request_is_found_by_the_id_that_it_came_with(http):
     http.post("/v1/completions", json={"prompt": "late"}, headers={"x-request-id": "mine"})
     assert len(http.get("/v1/requests/mine/explain").json()["sequences"]) == 1
@@ -77,6 +85,28 @@ def test_tenants_see_their_own_requests_only():
         client.post("/v1/completions", json={"prompt": 1}, headers=keys["alice"] | refused)
         seen = [client.get("/v1/requests/refused/explain", headers=key).status_code for key in keys.values()]
         assert seen == [200, 404, 404, 200]
+
+
+def test_a_tenants_requests_are_explained_one_after_the_other():
+    class Counting(FakeEngine):
+        explains, most = 0, 0
+
+        async def explain(self, request_id):
+            self.explains += 1
+            self.most = max(self.most, self.explains)
+            await asyncio.sleep(0.05)
+            self.explains -= 1
+            return await super().explain(request_id)
+
+    engine = Counting()
+    with serving(engine, "alice=sk-1,bob=sk-2") as (base, _), httpx.Client(base_url=base) as client, ThreadPoolExecutor(6) as pool:
+
+        def explain(name):
+            return client.get(f"/v1/requests/{name}/explain", headers={"authorization": "Bearer sk-1"}).status_code
+
+        name, _ = ask(client, headers={"authorization": "Bearer sk-1"})
+        assert list(pool.map(explain, [name] * 6)) == [200] * 6
+    assert engine.most == 1
 
 
 def test_a_tenant_cannot_take_the_names_of_anothers_requests():

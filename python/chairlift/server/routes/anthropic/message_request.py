@@ -129,17 +129,16 @@ class CountRequest(GenerationParams):
         for message, where in turns[len(leading) :]:
             if message.role == "system":
                 reminders.append(_reminder(message, where))
-                if messages[-1]["role"] in ("user", "tool"):
-                    messages[-1]["content"] = "\n".join((messages[-1]["content"], *reminders)).lstrip("\n")
-                    reminders.clear()
-            elif message.role == "user":
+                continue
+            _join_reminders(messages, reminders)
+            if message.role == "user":
                 messages += _user_messages(message.content, where)
                 messages[-1]["content"] = "\n".join((*reminders, messages[-1]["content"]))
-                reminders.clear()
             else:
                 messages += _reminder_turn(reminders)
                 messages.append(_assistant_message(message.content, where))
-                reminders.clear()
+            reminders.clear()
+        _join_reminders(messages, reminders)
         return messages + _reminder_turn(reminders)
 
 
@@ -233,6 +232,13 @@ def _user_messages(content: object, where: str) -> list[dict[str, Any]]:
 def _reminder(message: AnthropicMessage, where: str) -> str:
     """Returns the text of a system turn, marked as Claude Code marks what is not the user's."""
     return f"<system-reminder>\n{_text(message.content, where)}\n</system-reminder>"
+
+
+def _join_reminders(messages: list[dict[str, Any]], reminders: list[str]) -> None:
+    """Adds system turns to the user's turn before them, all at once: there may be thousands after a long one."""
+    if reminders and messages[-1]["role"] in ("user", "tool"):
+        messages[-1]["content"] = "\n".join((messages[-1]["content"], *reminders)).lstrip("\n")
+        reminders.clear()
 
 
 def _reminder_turn(reminders: list[str]) -> list[dict[str, Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,11 +13,16 @@ from starlette.responses import Response
 from chairlift.errors import brief
 from chairlift.outputs import Timeline
 from chairlift.server.errors import ApiError
-from chairlift.server.http.responses import Json
+from chairlift.server.http.responses import Json, large_json
 from chairlift.server.keys import Reader, sees, visible_name
 from chairlift.server.observability.explanation import summary_before_submission, summary_line, summary_text
 from chairlift.server.registry import MAX_REQUESTS
 from chairlift.server.service import service_of
+
+T = TypeVar("T")
+
+_AT_ONCE = 16
+"""Timelines that are explained in one callback of the event loop: a request may have a thousand."""
 
 
 async def explain(request: Request) -> Response:
@@ -23,9 +30,13 @@ async def explain(request: Request) -> Response:
 
     A tenant finds only its own requests.
     """
-    name: str = request.path_params["name"]
-    service = service_of(request)
     reader: Reader = request.state.reader
+    async with service_of(request).explaining(request.state.ticket.tenant.group, reader):
+        return await _explanation(request, reader, request.path_params["name"])
+
+
+async def _explanation(request: Request, reader: Reader, name: str) -> Response:
+    service = service_of(request)
     if (context := service.registry.preparing(reader, name)) is not None:
         states = context.elapsed()
         explanation = {"id": name, "object": "request.explanation", "summary": summary_before_submission(states)}
@@ -33,20 +44,31 @@ async def explain(request: Request) -> Response:
     if (refusal := service.registry.refusal(reader, name)) is not None:
         return Json(refusal.explanation(name))
     answer_id, all_timelines, model = await service.explain(reader, name)
-    timelines = [_visible_to(reader, timeline) for timeline in all_timelines if sees(reader, timeline.tenant)]
+    timelines = await _each(lambda timeline: _visible_to(reader, timeline), [one for one in all_timelines if sees(reader, one.tenant)])
     if not timelines:
         message = f"no request {brief(name)} is known: give the id of an answer, or its X-Request-Id, of the last {MAX_REQUESTS} requests"
         raise ApiError(404, message, code="request_not_found")
     others = await model.engine.explain_sequences(sorted({tag for timeline in timelines for tag in timeline.preempted_by}))
     tenants = {other.tag: visible_name(reader, other.tenant) for other in others}
-    sequences = [asdict(timeline) | {"summary": summary_line(timeline, tenants)} for timeline in timelines]
+    sequences = await _each(lambda timeline: asdict(timeline) | {"summary": summary_line(timeline, tenants)}, timelines)
     summary = summary_text(timelines, tenants)
     missed: dict[str, Any] = {}
     if (known := service.turns.miss(answer_id)) is not None:
         author, miss = known
         summary += f" {miss.summary()}"
         missed = {"cache_miss": miss.json(with_texts=reader == author)}
-    return Json({"id": answer_id, "object": "request.explanation", "summary": summary, **missed, "sequences": sequences})
+    explanation = {"id": answer_id, "object": "request.explanation", "summary": summary, **missed, "sequences": sequences}
+    return Json(explanation) if len(sequences) <= _AT_ONCE else await large_json(explanation, {})
+
+
+async def _each(function: Callable[[Timeline], T], timelines: Sequence[Timeline]) -> list[T]:
+    """Applies a function to many timelines; the event loop does other work in between."""
+    made = []
+    for at, timeline in enumerate(timelines, 1):
+        made.append(function(timeline))
+        if at % _AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return made
 
 
 def _visible_to(reader: Reader, timeline: Timeline) -> Timeline:

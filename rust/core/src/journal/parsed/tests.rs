@@ -83,6 +83,9 @@ fn put_record(journal: &mut Writer, now: Time, dice: &mut Dice, known: &mut u64,
         15 if dice.roll(2) == 0 => {
             journal.call(Kind::BlockLimit, now).number(dice.roll(30));
         }
+        15 if dice.roll(2) == 0 => {
+            journal.call(Kind::CloseQueue, now).number(dice.roll(2));
+        }
         _ if *known > 0 => {
             journal.note(Kind::Draft).number(dice.roll(*known)).number(dice.roll(6)).number(dice.roll(9));
         }
