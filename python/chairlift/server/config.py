@@ -59,7 +59,7 @@ class ServerConfig:
     max_loaded_models: int | None = flag(None, "models that may be loaded at a time (default: any number)", parse_size, group="models")
     models_memory: int | None = flag(
         None,
-        "memory that all loaded models may take, weights and KV caches, like 16G; a larger one is loaded alone",
+        "memory that all loaded models may take, weights and KV caches, like 16G; a larger one is loaded alone (default: no limit)",
         parse_size,
         group="models",
     )
