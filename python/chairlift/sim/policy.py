@@ -33,8 +33,9 @@ class Policy:
     grouping: ClassVar[str] = "single"
     """What goes before the rank: `single`, nothing; `classes`, the requests' `priority`; `tenants`, who take turns by their service."""
     prompt_token: ClassVar[int] = 1
+    """The service of a token of a prompt that was not cached, where tenants take turns."""
     output_token: ClassVar[int] = 2
-    """The service of a token that was not cached, and of an output token, where tenants take turns."""
+    """The service of an output token, where tenants take turns."""
     ranked: ClassVar[bool] = True
     """Whether `rank` orders the requests of a group; otherwise they go in the order of arrival."""
     orders_prompts: ClassVar[bool] = False
