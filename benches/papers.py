@@ -193,7 +193,7 @@ class FirstTokens(NamedTuple):
 
     def __str__(self) -> str:
         """The figures in words."""
-        medians = f"median first token {self.everyone:.1f} s, of quiet clients {self.quiet:.1f} s, of busy ones {self.busy:.1f} s"
+        medians = f"median first token {self.everyone:.2f} s, of quiet clients {self.quiet:.2f} s, of busy ones {self.busy:.2f} s"
         return f"{self.span:.0f} s for all requests, {medians}"
 
 
