@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("chairlift")
 
 
+HELP = dict(_core.POLICIES)
+"""What goes first under each policy that simulations know, by its name."""
+
+
 class Policy:
     """The order in which waiting requests are served, and what may preempt what. Subclass it, and give an instance to `simulate`.
 
@@ -75,6 +79,7 @@ def use(policy: Policy) -> str:
         _core.add_policy(policy)
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise InvalidSetting(f"the policy {type(policy).__name__} cannot be used: {error}") from None
+    HELP[policy.name] = policy.help or policy.name
     return policy.name
 
 
