@@ -136,8 +136,9 @@ docs: $(VENV)/.documenting ## build the documentation's site into site/ and chec
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .PHONY: wheel
-wheel: $(VENV)/.developing ## build the wheel into dist/
-	$(BIN)/maturin build --release --out dist
+wheel: $(BIN)/python ## build the wheel into dist/
+	$(NEEDS_RUST)
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 .PHONY: lock
 lock: ## renew the versions that the image installs, packaging/*.lock (PYTHON=python3.13, as in the image, on x86-64 Linux)

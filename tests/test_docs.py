@@ -34,6 +34,8 @@ from chairlift.server.routes import tokenize
 from chairlift.server.routes.openai import completions
 from chairlift.server.schema import fields, logprobs, response_format
 from chairlift.server.storage import batches, files
+from chairlift.sim import plan, proposal, shadow
+from chairlift.sim import sessions as agents
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -58,7 +60,7 @@ KEEP_ALIVE = f"{streaming.KEEP_ALIVE_SECONDS:.0f} s"
 TURN = f"{CORE.max_session_wait_ms / 60_000:g} minutes"
 
 STATED = {
-    "README.md": (f"Rust {RUST}", f"Python {PYTHON}"),
+    "README.md": (f"Rust {RUST}", f"Python {PYTHON}", f"A turn can be {TURN} away"),
     "docs/install.md": (f"Python {PYTHON} or later", f"Rust {RUST} or later"),
     "docs/api.md": (
         f"1 to {sampling.MAX_SEQUENCES}",
@@ -148,6 +150,19 @@ STATED = {
         f"`--gpu-memory-utilization` ({CORE.gpu_memory_utilization:g})",
         f"On a CPU it is {config.DEFAULT_STEP_TOKENS} by default. For models of up to {config.TILES_WEIGHTS // 10**6} million weights on\n"
         f"processors with AMX it is {config.TILES_STEP_TOKENS}, and {2 * config.TILES_STEP_TOKENS} with `--cpu-math fast`",
+    ),
+    "docs/lab.md": (
+        f"at most {shadow.CPU_SHARE * 100:.0f} % of one core",
+        f"The figures cover {shadow.WINDOW_SECONDS / 60:.0f} minutes",
+        f"takes {shadow.SLICE_CPU_SECONDS:.0f} seconds of CPU time",
+        f"95 % of {proposal.RESAMPLES} hours",
+        f"by {proposal.MIN_EFFECT * 100:.0f} % or more",
+        f"at least {proposal.MIN_REQUESTS} requests, of which {proposal.MIN_COVERED * 100:.0f} % were simulated",
+    ),
+    "docs/capacity.md": (f"`--max-think-time` ({agents.THINK_TIME:.0f} s)",),
+    "docs/capacity/plan.md": (
+        f"half of the\nmeasured step times are off by more than {plan.MAX_ERROR * 100:.0f} %",
+        f"`--duration` seconds ({agents.DURATION / 3600:g} hours)",
     ),
     "docs/scheduling/policies.md": (f"`--background-slowdown` ({CORE.background_slowdown:g})",),
     "docs/scheduling/admission.md": (

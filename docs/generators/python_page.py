@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from tables import code, paragraph, table
@@ -19,6 +20,20 @@ _HEAD = """\
 [The Python API](../python.md) is the guide. [Errors](errors.md#exceptions) lists the exceptions.
 """
 _WIDTH = 100
+_SEQUENCE = ("token_ids", "num_generated", "priority", "scheduling", "dropped", "score", "rewind")
+_INHERITED = {
+    "AsyncEngine": ("generate", "open", "default_params", "info", "tokenizer"),
+    "AsyncLiveSequence": _SEQUENCE,
+    "LiveSequence": ("text", *_SEQUENCE, "drop"),
+}
+"""Public members of base classes. Others of theirs are for the server."""
+
+
+class _Text(str):
+    """An annotation, which `inspect` then shows without quotation marks."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def page() -> str:
@@ -35,7 +50,7 @@ def _is_exception(value: Any) -> bool:
 def _described(value: Any) -> str:
     if inspect.isclass(value):
         return _class(value)
-    return _function(value) if inspect.isfunction(value) else f"`{value!r}`\n"
+    return _function(value, value.__qualname__) if inspect.isfunction(value) else f"`{value!r}`\n"
 
 
 def _class(cls: type) -> str:
@@ -49,18 +64,36 @@ def _class(cls: type) -> str:
         text = f"{_doc(cls)}\n\n{table(('field', 'type', 'meaning'), rows)}"
     else:
         text = f"{_signature(vars(cls)['__init__'], cls.__name__)}\n\n{_doc(cls)}\n" if "__init__" in vars(cls) else f"{_doc(cls)}\n"
+        if attributes := list(_native_fields(cls) if cls.__module__ == "chairlift._core" else _field_rows(cls)):
+            text += f"\n{table(('attribute', 'type', 'meaning'), attributes)}"
     return text + "".join(_members(cls))
 
 
 def _members(cls: type) -> Iterator[str]:
-    """Yields the public methods and properties that have a docstring."""
-    for name, member in vars(cls).items():
-        if name.startswith("_") or inspect.isclass(member):
-            continue
+    """Yields the public methods and properties, those of base classes last."""
+    own = [name for name, member in vars(cls).items() if not (name.startswith("_") or inspect.isclass(member))]
+    for name in dict.fromkeys((*own, *_INHERITED.get(cls.__name__, ()))):
+        member = inspect.getattr_static(cls, name)
         if isinstance(member, property | cached_property):
             yield f"\n### {cls.__name__}.{name}\n\n{_doc(member)}\n"
         elif inspect.isroutine(getattr(cls, name)):
-            yield f"\n### {cls.__name__}.{name}\n\n{_function(getattr(cls, name))}"
+            yield f"\n### {cls.__name__}.{name}\n\n{_function(getattr(cls, name), f'{cls.__name__}.{name}')}"
+
+
+def _field_rows(cls: type) -> Iterator[tuple[str, str, str]]:
+    """Yields name, type and meaning of the annotated attributes that have a docstring."""
+    types = inspect.get_annotations(cls)
+    for name, meaning in _field_docs(cls).items():
+        yield code(name), code(str(types[name]).removeprefix("ClassVar[").removesuffix("]")), meaning
+
+
+def _native_fields(cls: type) -> Iterator[tuple[str, str, str]]:
+    """Yields the same of the properties of a class of the core, from its stub."""
+    stub = ast.parse(Path(chairlift.__file__).with_name("_core.pyi").read_text())
+    definition = next(one for one in stub.body if isinstance(one, ast.ClassDef) and one.name == cls.__name__)
+    for one in definition.body:
+        if isinstance(one, ast.FunctionDef) and one.returns is not None:
+            yield code(one.name), code(ast.unparse(one.returns)), paragraph(ast.get_docstring(one) or "")
 
 
 def _field_docs(cls: type) -> dict[str, str]:
@@ -74,19 +107,20 @@ def _field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def _function(function: Any) -> str:
-    return f"{_signature(function, function.__qualname__)}\n\n{_doc(function)}\n"
+def _function(function: Any, name: str) -> str:
+    return f"{_signature(function, name)}\n\n{_doc(function)}\n"
 
 
 def _signature(function: Any, name: str) -> str:
     """Returns the signature as a block of code, with a parameter on each line if it is long."""
     signature = inspect.signature(function)
-    parameters = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
+    named = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
+    parameters = [one.replace(annotation=_Text(one.annotation)) if isinstance(one.annotation, str) else one for one in named]
     returned = "" if signature.return_annotation in (signature.empty, "None") else f" -> {signature.return_annotation}"
     listed = str(signature.replace(parameters=parameters, return_annotation=signature.empty))[1:-1]
     if len(f"{name}({listed}){returned}") > _WIDTH:
         listed = "".join(f"\n    {part}," for part in _split(listed)) + "\n"
-    return f"```python\n{name}({listed}){returned}\n```".replace("'", "")
+    return f"```python\n{name}({listed}){returned}\n```"
 
 
 def _split(parameters: str) -> list[str]:

@@ -475,25 +475,37 @@ class Candidate:
     """A waiting or running request as a `Policy` sees it. Times are in microseconds."""
 
     @property
-    def tier(self) -> str: ...
+    def tier(self) -> str:
+        """Its service tier. Urgent tiers go first, except before tenants that take turns."""
+
     @property
-    def priority(self) -> int: ...
+    def priority(self) -> int:
+        """Its class, as the caller gave it. Lower is more urgent."""
+
     @property
-    def arrived(self) -> int: ...
+    def arrived(self) -> int:
+        """When it arrived."""
+
     @property
     def started(self) -> bool:
         """Whether it has run before."""
 
     @property
-    def deadline(self) -> int | None: ...
+    def deadline(self) -> int | None:
+        """The deadline of the last token."""
+
     @property
-    def ttft_deadline(self) -> int | None: ...
+    def ttft_deadline(self) -> int | None:
+        """The deadline of the first token; None once it has one."""
+
     @property
     def is_predicted(self) -> bool:
         """Whether the caller predicted the length of the output."""
 
     @property
-    def weight(self) -> int: ...
+    def weight(self) -> int:
+        """Its weight: that of its tenant times that of its tier."""
+
     @property
     def tenant_service(self) -> int:
         """The service of its tenant divided by the weight, where tenants take turns; 0 elsewhere."""

@@ -159,7 +159,7 @@ class EngineConfig:
     enable_lora: bool = flag(False, "allow LoRA adapters; requests choose one each", group="model")
     lora_modules: Mapping[str, str] | None = flag(
         None,
-        "adapters to load at start, in peft's format: each has a name and a directory",
+        "adapters to load at the start: a name and a directory in peft's format, or a GGUF file, for each",
         parse_paths,
         metavar="NAME=PATH",
         group="model",

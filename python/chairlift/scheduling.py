@@ -28,13 +28,13 @@ class Scheduling:
 
     A more urgent `tier` goes first, under `fair` and `vtc` only within a tenant. Within a tier, lower `priority` goes first under policies
     with classes. The priority `BACKGROUND` yields to all others under every policy. The request counts against the share of `tenant`.
-    Deadlines are in milliseconds from the arrival at the engine, for the last and for the first token: a request that misses one is
-    dropped. A request shares cached KV blocks only with requests of the same `cache_salt`; requests without one share among themselves.
-    `predicted_tokens` is the number of output tokens that the caller expects. `user_turn_end` is the number of prompt tokens up to the end
-    of the user's last turn, by default up to the last end token: the next prompt of the conversation may differ after them. `session` is
-    the tenant's name for the conversation or agent that the request belongs to, and `parent_session` for the one that began it: names of
-    other tenants are other sessions. A server sets the groups: only tenants of one `cache_group` share cached KV, and all tenants of one
-    `limit_group` share the limits on grammars; None for `tenant` alone.
+    Deadlines are in milliseconds from the call, or from the request's first byte at a server, for the last and for the first token: a
+    request that misses one is dropped. A request shares cached KV blocks only with requests of the same `cache_salt`; requests without one
+    share among themselves. `predicted_tokens` is the number of output tokens that the caller expects. `user_turn_end` is the number of
+    prompt tokens up to the end of the user's last turn, by default up to the last end token: the next prompt of the conversation may differ
+    after them. `session` is the tenant's name for the conversation or agent that the request belongs to, and `parent_session` for the one
+    that began it: names of other tenants are other sessions. A server sets the groups: only tenants of one `cache_group` share cached KV,
+    and all tenants of one `limit_group` share the limits on grammars; None for `tenant` alone.
     """
 
     priority: int = 0

@@ -6,6 +6,7 @@ import sys
 
 from chairlift.cli.main import main
 from chairlift.engine.engine_process import EngineProcess
+from chairlift.runner import cuda
 
 START = """
 import os, subprocess, sys
@@ -31,6 +32,9 @@ def test_what_the_settings_name_is_checked_before_anything_is_started(tmp_path, 
     (file := tmp_path / "file").write_text("{{ no directory")
     started = []
     monkeypatch.setattr(EngineProcess, "start_early", started.append)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # neither torch nor OpenTelemetry is installed
+    monkeypatch.setattr(cuda, "has_cuda_driver", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -49,6 +53,11 @@ def test_what_the_settings_name_is_checked_before_anything_is_started(tmp_path, 
             (["--port", port], f"cannot listen on 127.0.0.1:{port}: Address already in use"),
             (["a=x", "--enable-lora", "--lora-modules", "a=y"], "--lora-modules: the adapter 'a' has the name of its model"),
             (["a=x", "a=y"], "two models have the name 'a': write NAME=MODEL"),
+            (["--otlp-traces-endpoint", "http://127.0.0.1:9"], "--otlp-traces-endpoint needs OpenTelemetry: pip install"),
+            (["no-such-model"], "there is no model 'no-such-model' here; name a directory"),
+            (["--runner", "torch"], "--runner torch needs torch: pip install chairlift"),
+            (["--tensor-parallel-size", "2"], "--tensor-parallel-size needs torch: pip install chairlift"),
+            (["--device", "cuda"], "--device cuda: CUDA_VISIBLE_DEVICES hides all CUDA devices (use --device cpu for the CPU)"),
         ):
             status = main(["serve", "--port", "0", *map(str, arguments)])
             written = capsys.readouterr().err

@@ -21,7 +21,8 @@ from chairlift.runner.memory.budget import DeviceBudget
 from chairlift.runner.memory.device_memory import Memory
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.quantised_matrix import multiply_out
-from chairlift.runner.tensor_parallel.shards import Shards, part_of
+from chairlift.runner.tensor_parallel.shards import Shards
+from chairlift.runner.tensor_parallel.split import part_of
 from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.runner.torch_weights import TorchWeights
 from chairlift.runner.weights import SafetensorWeights

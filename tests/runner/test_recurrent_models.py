@@ -18,7 +18,7 @@ from chairlift.models.config import ModelConfig, load_shape
 from chairlift.runner.buffers import StepSizes
 from chairlift.runner.build import build_runner
 from chairlift.runner.cpu_executor import CpuExecutor
-from chairlift.runner.tensor_parallel.shards import part_of
+from chairlift.runner.tensor_parallel.split import part_of
 from chairlift.runner.weights import open_weights
 
 TABLE = [1, 2, 3, 4, 5]

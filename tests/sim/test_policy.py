@@ -1,8 +1,11 @@
 """Policies in Python decide in the simulator, and a wrong one is replaced."""
 
+import re
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -155,6 +158,23 @@ def test_a_name_that_breaks_the_files_is_refused(name, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     assert main(["policy", "new", name]) == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_the_page_of_the_laboratory_has_what_its_commands_write_and_print(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs/lab.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert main(["policy", "new", "Mine"]) == 0
+    _, _, code = Path("mine.py").read_text().partition("\n\n")
+    assert f"```python\n{code}```" in page
+    shutil.copy(CONV, "conv.csv")
+    [command] = re.findall(r"^chairlift (compare [^`]*?) --report page.html$", page, re.MULTILINE)
+    capsys.readouterr()
+    assert main(command.replace("\\\n", "").split()) == 0
+    printed = capsys.readouterr().out.splitlines()
+    table = page.partition("The second one prints")[2].split("```")[1].splitlines()[1:]
+    assert [line for line in table if line not in printed] == []
+    assert len(table) == 3
+    assert "Continuous batching, Mine: Goes first: the least remaining work." in printed
 
 
 def test_a_file_is_a_policy_for_the_commands_that_simulate(tmp_path, capsys):

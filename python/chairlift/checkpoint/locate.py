@@ -71,13 +71,24 @@ def locate(
     if found is None and revision is None and (name is None or not update) and (ollama := find_ollama_model(model)) is not None:
         return _ollama(ollama, cache, progress)
     if name is None:
-        raise ModelNotFound(
-            f"there is no model {model!r} here; name a directory with config.json and *.safetensors, a .gguf file or the address of one, "
-            f"a model of the Hugging Face hub (organisation/model or organisation/model:Q4_K_M), one of Ollama's, or {DEFAULT_MODEL}"
-            + (f"; did you mean {' or '.join(similar)}?" if (similar := suggestions(model)) else "")
-        )
+        raise _unknown(model)
     path = _fetched(name, found, directory, progress, download, update)
     return _directory(path, cache, progress) if path.is_dir() else _gguf(path, cache, progress)
+
+
+def check_name(model: str, revision: str | None = None) -> None:
+    """Raises ModelNotFound for a text that is neither a path nor the name of a model. Reads no model and asks no hub."""
+    known = model == DEFAULT_MODEL or _model_path(model).exists() or parse_name(model) is not None
+    if not known and (revision is not None or find_ollama_model(model) is None):
+        raise _unknown(model)
+
+
+def _unknown(model: str) -> ModelNotFound:
+    return ModelNotFound(
+        f"there is no model {model!r} here; name a directory with config.json and *.safetensors, a .gguf file or the address of one, "
+        f"a model of the Hugging Face hub (organisation/model or organisation/model:Q4_K_M), one of Ollama's, or {DEFAULT_MODEL}"
+        + (f"; did you mean {' or '.join(similar)}?" if (similar := suggestions(model)) else "")
+    )
 
 
 def pull_model(model: str, directory: str | None = None, progress: Progress = False) -> Path:

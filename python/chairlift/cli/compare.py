@@ -81,7 +81,8 @@ def _add_variants(group: argparse._ArgumentGroup) -> None:
     for flag, name, field in (("--batching", "batchings", "batching"), ("--policy", "policies", "scheduling_policy")):
         choices = EngineConfig.__dataclass_fields__[field].metadata["choices"]
         default = ["static", "dynamic", "continuous"] if name == "batchings" else ["fcfs"]
-        shown = f"some of {', '.join(choices)} (default: {','.join(default)})"
+        files = "" if name == "batchings" else ", and policies in Python as FILE.py:NAME"
+        shown = f"some of {', '.join(choices)}{files} (default: {','.join(default)})"
         group.add_argument(flag, dest=name, type=values.several(_one_of(choices)), default=default, metavar="NAME,NAME", help=shown)
     group.add_argument(
         "--static-batch-size",

@@ -20,7 +20,7 @@ from chairlift.server.config import ServerConfig
 GROUPS = {
     "run a model here": {
         "run": "chat with a model: download and serve it if need be",
-        "chat": "chat with a model in the terminal",
+        "chat": "chat with a model that this command loads, without a server",
         "generate": "generate text from prompts",
         "run-batch": "answer a file of requests, without a server",
     },
@@ -28,7 +28,7 @@ GROUPS = {
         "serve": "serve a model over HTTP with OpenAI's API",
         "join": "run an engine of this machine for a server on another one",
         "gate": "schedule requests in front of vLLM, SGLang, llama.cpp or any server with OpenAI's API",
-        "launch": "start Claude Code, Codex, OpenCode or aider with a model of this server",
+        "launch": "start Claude Code, Codex, OpenCode or aider with a model of this machine",
     },
     "look at a running server": {
         "ps": "list the models of a running server",
@@ -37,7 +37,7 @@ GROUPS = {
         "explain": "show where a request's time went",
         "usage": "sum a usage log by day, tenant and tier",
     },
-    "keep models": {
+    "manage models": {
         "pull": "download a model",
         "list": "list the downloaded models",
         "show": "describe a model, from its files",
@@ -51,7 +51,7 @@ GROUPS = {
         "replay": "replay a recorded journal, as it was or under other settings",
         "shadow": "show what a running server would do under other settings, from its journal",
         "plan": "find how many users a machine can serve, its bottleneck, and the best settings",
-        "policy": "begin a scheduling policy in Python, for simulate, compare and replay",
+        "policy": "begin a scheduling policy in Python, for simulate, compare, replay and shadow",
         "compare": "compare batching modes and scheduling policies on the same requests",
     },
     "help": {

@@ -110,7 +110,9 @@ def _add_sessions(group: argparse._ArgumentGroup) -> None:
     slowdown = f"longest time of a session, as a multiple of its time alone (default: {_SESSIONS_TARGET.slowdown:g})"
     group.add_argument("--slowdown", type=values.number(1.0, 1e6), metavar="X", help=slowdown)
     flags.add_max_think_time(group, THINK_TIME)
-    group.add_argument("--duration", type=values.number(1.0, 1e9), metavar="S", help=f"seconds to simulate (default: {DURATION:g})")
+    group.add_argument(
+        "--duration", type=values.number(1.0, 1e9), metavar="S", help=f"seconds to simulate (default: {DURATION / 3600:g} hours)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -66,7 +66,7 @@ def add_parser(commands: Any, summary: str) -> None:
         metavar="NAME=VALUE",
         help="simulate with this setting; may be repeated, and take several values: NAME=A,B,C",
     )
-    parser.add_argument("--policy", type=replay_settings.parse_policy, metavar="NAME", help="short for --set scheduling_policy=NAME")
+    replay_settings.add_policy(parser)
     flags.add_json(parser)
     flags.add_report(parser)
 

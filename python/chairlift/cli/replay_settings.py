@@ -38,6 +38,12 @@ def parse(text: str) -> tuple[str, list[Any]]:
         raise argparse.ArgumentTypeError(f"{name}: {error}") from None
 
 
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    """Adds `--policy`."""
+    help = "short for --set scheduling_policy=NAME; FILE.py:NAME is a policy in Python (docs/lab.md)"
+    parser.add_argument("--policy", type=parse_policy, metavar="NAME", help=help)
+
+
 def parse_policy(text: str) -> tuple[str, list[Any]]:
     """Parses `--policy`: one or more policies."""
     return parse(f"scheduling_policy={','.join(map(policy_files.named, text.split(',')))}")

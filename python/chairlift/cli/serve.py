@@ -71,6 +71,7 @@ def add_parser(commands: Any, summary: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal."""
+    from chairlift.checkpoint.locate import check_name
     from chairlift.server.http.sockets import open_path
 
     server = args.server
@@ -78,9 +79,15 @@ def run(args: argparse.Namespace) -> int:
     specs = _specs(args, access.weighted(args.engine))
     if server.engine_listen is not None and len(specs) > 1:
         raise InvalidSetting("--engine-listen needs a server with one model: engines of other machines run one")
+    if server.otlp_traces_endpoint is not None:
+        from chairlift.server.observability.traces import check_installed
+
+        check_installed()
     if server.ray_address is None:  # otherwise the engines' machines have the files
+        if len(specs) == 1:  # one of several is looked for when it is loaded
+            check_name(specs[0].config.model, specs[0].config.revision)
         for spec in specs:
-            _check_files(spec.config)
+            _check(spec.config)
     shadow = _shadow_command(specs, server)
     with ExitStack() as sockets:
         listener = sockets.enter_context(access.listen(server, "this server"))
@@ -109,10 +116,12 @@ def _specs(args: argparse.Namespace, engine: EngineConfig) -> list[ModelSpec]:
     return specs
 
 
-def _check_files(config: EngineConfig) -> None:
-    """Raises InvalidSetting or UnsupportedModel for files of a model's settings that cannot be used, before anything is started."""
+def _check(config: EngineConfig) -> None:
+    """Raises InvalidSetting or UnsupportedModel for what a model's settings name and is not here, before anything is started."""
     from chairlift.engine.file_checks import check_files
+    from chairlift.runner.cuda import check_device
 
+    check_device(config.device, config.runner, config.tensor_parallel_size)
     check_files(config)
     if config.chat_template is not None:
         from chairlift.chat_template import ChatTemplate  # imports jinja2

@@ -31,7 +31,7 @@ def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "shadow", summary, _EXAMPLES, run)
     parser.add_argument("file", metavar="FILE", help="a journal that a server writes (--journal)")
-    parser.add_argument("--policy", type=replay_settings.parse_policy, metavar="NAME", help="short for --set scheduling_policy=NAME")
+    replay_settings.add_policy(parser)
     parser.add_argument(
         "--set", action="append", default=[], type=replay_settings.parse, metavar="NAME=VALUE", help="another setting; may be repeated"
     )

@@ -62,9 +62,8 @@ def add_parser(commands: Any, summary: str) -> None:
     source.add_argument("--sessions", metavar="FILE", help="recorded sessions of agents, which users run in a closed loop")
     parser.add_argument("--users", type=values.whole(1, 10**6), metavar="N", help=f"users of --sessions (default: {USERS})")
     flags.add_max_think_time(parser, THINK_TIME)
-    parser.add_argument(
-        "--duration", type=values.number(1.0, 1e9), metavar="S", help=f"seconds of --sessions to simulate (default: {DURATION:g})"
-    )
+    duration = f"seconds of --sessions to simulate (default: {DURATION / 3600:g} hours)"
+    parser.add_argument("--duration", type=values.number(1.0, 1e9), metavar="S", help=duration)
     disk = "bytes a second at which a disk with all contexts of --sessions is read, like 2G, as with --prefix-cache-dir (default: none)"
     parser.add_argument("--disk", type=values.size(1 << 20, 1 << 40), metavar="N", help=disk)
     flags.add_model(parser, flags.SIMULATED_MODEL)

@@ -49,7 +49,10 @@ class Adapters:
             self.add(name, self.read(path))
 
     def read(self, path: str) -> PackedAdapter:
-        """Reads and packs the adapter in the directory `path`. Raises UnsupportedModel, and InvalidSetting for a rank that is too high."""
+        """Reads and packs the adapter `path`, a directory or a GGUF file.
+
+        Raises UnsupportedModel, and InvalidSetting for a rank that is too high.
+        """
         store, files = self._store, AdapterFiles(Path(path))
         check_rank(files, self._max_rank)
         try:

@@ -210,7 +210,7 @@ class AsyncEngine(EngineClient):
                 yield chat.separate(output)
 
     async def load_lora_adapter(self, name: str, path: str) -> None:
-        """Loads the LoRA adapter in the directory `path`, for requests with `SamplingParams(lora=name)`. Needs `enable_lora`.
+        """Loads the LoRA adapter `path`, a directory or a GGUF file, for requests with `SamplingParams(lora=name)`. Needs `enable_lora`.
 
         Raises InvalidRequest if the name is in use, InvalidSetting for its rank, and UnsupportedModel for unusable files.
         """

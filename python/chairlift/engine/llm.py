@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from chairlift.engine.chat import Chat
     from chairlift.engine.engine import Engine
+    from chairlift.engine.engine_info import EngineInfo
 
 log = logging.getLogger("chairlift")
 
@@ -52,6 +53,11 @@ class LLM:
     Use it with `with`, or call `close`. Threads may share it: their requests run in the same batches. Raises ModelNotFound or
     UnsupportedModel, InvalidSetting for a setting's value, or TypeError for an unknown setting.
     """
+
+    tokenizer: Tokenizer
+    """Encodes and decodes texts."""
+    info: EngineInfo
+    """The model and its limits."""
 
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: Unpack[Settings]) -> None:
         from chairlift.engine.engine import Engine  # imports torch; `from chairlift import LLM` stays fast
@@ -229,7 +235,7 @@ class LLM:
         return _separated(chat, self.stream(chat.prompt, chat.params, scheduling=scheduling))
 
     def load_lora_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Loads the LoRA adapter in the directory `path`, for requests with `SamplingParams(lora=name)`. Needs `enable_lora`.
+        """Loads the LoRA adapter `path`, a directory or a GGUF file, for requests with `SamplingParams(lora=name)`. Needs `enable_lora`.
 
         Raises InvalidRequest if the name is in use, InvalidSetting for its rank, and UnsupportedModel for unusable files.
         """

@@ -16,7 +16,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
-from chairlift.runner.cuda import KERNEL_DRIVER, compute_capability, cuda_devices, has_cuda_driver, too_old, why_no_device
+from chairlift.runner.cuda import KERNEL_DRIVER, check_device, compute_capability, cuda_devices, has_cuda_driver, too_old, why_no_device
 from chairlift.runner.executor import ModelExecutor, time_swap
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.machine import available_memory, usable_cores
@@ -25,6 +25,7 @@ from chairlift.runner.memory.sizing import HostBudget, Size, StepSize, block_byt
 from chairlift.runner.model_shape import model_shape
 from chairlift.runner.runner import ModelRunner
 from chairlift.runner.rust_backend import RustBackend
+from chairlift.runner.tensor_parallel.split import part_of
 
 if TYPE_CHECKING:
     from chairlift.runner.memory.budget import DeviceBudget
@@ -85,9 +86,12 @@ def build_runner(
     """
     phase = _PhaseTimer(on_phase)
     processes = config.tensor_parallel_size
+    check_device(config.device, config.runner, processes)
     device = _choose_device(config.device, processes)
     in_torch = processes > 1 or device.value != "cpu" or config.runner == "torch"
     whole = model_shape(directory, in_torch=in_torch, load_format=config.load_format)
+    if processes > 1:
+        part_of(whole, processes)  # refuses a model that cannot be split before torch is imported, which takes seconds
     config = config.for_positions(whole.longest_context)
     sharing = processes if device.value == "cpu" else 1  # processes that share this machine's cores and memory
     threads = choose_threads(config.threads, sharing)

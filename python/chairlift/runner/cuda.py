@@ -8,6 +8,8 @@ from importlib import util
 from pathlib import Path
 from typing import NamedTuple
 
+from chairlift.errors import InvalidSetting
+
 MIN_CAPABILITY = (8, 0)
 """Lowest compute capability of a device that runs the kernels: Triton has no tensor cores and no bfloat16 below it."""
 
@@ -34,6 +36,15 @@ def has_cuda_driver() -> bool:
     except OSError:
         return False
     return True
+
+
+def check_device(device: str, runner: str, processes: int) -> None:
+    """Raises InvalidSetting for settings of a start that need a CUDA driver or torch, where there is none. Imports neither."""
+    if device == "cuda" and not has_cuda_driver():
+        raise InvalidSetting(f"--device cuda: {why_no_device().text} (use --device cpu for the CPU)")
+    flag = "--runner torch" if runner == "torch" else "--tensor-parallel-size" if processes > 1 else None
+    if flag is not None and util.find_spec("torch") is None:
+        raise InvalidSetting(f"{flag} needs torch: pip install chairlift")
 
 
 def cuda_devices() -> int:

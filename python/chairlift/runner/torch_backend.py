@@ -22,7 +22,7 @@ from chairlift.runner.memory.precision import FP8_CAPABILITY, Precision, decide
 from chairlift.runner.memory.sizing import HostBudget, Size
 from chairlift.runner.runner import ModelRunner
 from chairlift.runner.tensor_parallel.executor import TensorParallelExecutor
-from chairlift.runner.tensor_parallel.shards import part_of
+from chairlift.runner.tensor_parallel.split import part_of
 from chairlift.runner.torch_executor import DeviceExecutor, TorchExecutor
 from chairlift.runner.torch_runner import TorchRunner
 from chairlift.runner.warm_up import profile, warm_up

@@ -59,7 +59,7 @@ class ServerConfig:
     max_loaded_models: int | None = flag(None, "models that may be loaded at a time (default: any number)", parse_size, group="models")
     models_memory: int | None = flag(
         None,
-        "memory that all loaded models may take, weights and KV caches, like 16G; a larger one is loaded alone",
+        "memory that all loaded models may take, weights and KV caches, like 16G; a larger one is loaded alone (default: no limit)",
         parse_size,
         group="models",
     )
@@ -261,3 +261,7 @@ class ServerConfig:
             raise ValueError("--ray-autoscaling-config says how many engines there are: leave out --replicas")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("--ssl-keyfile needs --ssl-certfile")
+        if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"--otlp-traces-endpoint: expected a URL like http://127.0.0.1:4318/v1/traces, got {self.otlp_traces_endpoint:.100}"
+            )

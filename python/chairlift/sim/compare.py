@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chairlift._core import POLICIES
 from chairlift.bench.traces import TraceRequest
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
+from chairlift.sim.policy import HELP
 from chairlift.sim.result import Result
 from chairlift.sim.run import machine, run
 from chairlift.sim.workload import Workload
@@ -139,7 +139,7 @@ def variants(engine: EngineConfig, batchings: Sequence[str], policies: Sequence[
         title, description = _TITLES[batching]
         description = description.format(timeout=f", or after {timeout / 1000:g} s")
         if set(policies) != {"fcfs"}:
-            title, description = f"{title}, {policy}", f"Goes first: {dict(POLICIES).get(policy, policy)}."
+            title, description = f"{title}, {policy}", f"Goes first: {HELP[policy]}."
         result.append(Variant(", ".join(name) or batching, title, description, config))
     if len({variant.name for variant in result}) < len(result):
         raise InvalidSetting("--batching, --policy: a name is given twice")

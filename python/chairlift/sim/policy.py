@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("chairlift")
 
 
+HELP = dict(_core.POLICIES)
+"""What goes first under each policy that simulations know, by its name."""
+
+
 class Policy:
     """The order in which waiting requests are served, and what may preempt what. Subclass it, and give an instance to `simulate`.
 
@@ -33,8 +37,9 @@ class Policy:
     grouping: ClassVar[str] = "single"
     """What goes before the rank: `single`, nothing; `classes`, the requests' `priority`; `tenants`, who take turns by their service."""
     prompt_token: ClassVar[int] = 1
+    """The service of a token of a prompt that was not cached, where tenants take turns."""
     output_token: ClassVar[int] = 2
-    """The service of a token that was not cached, and of an output token, where tenants take turns."""
+    """The service of an output token, where tenants take turns."""
     ranked: ClassVar[bool] = True
     """Whether `rank` orders the requests of a group; otherwise they go in the order of arrival."""
     orders_prompts: ClassVar[bool] = False
@@ -74,6 +79,7 @@ def use(policy: Policy) -> str:
         _core.add_policy(policy)
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise InvalidSetting(f"the policy {type(policy).__name__} cannot be used: {error}") from None
+    HELP[policy.name] = policy.help or policy.name
     return policy.name
 
 

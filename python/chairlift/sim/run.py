@@ -65,7 +65,7 @@ def simulate(
         rate_scale: multiplies the request rate.
         requests: the number of requests; a shorter trace is repeated.
         replicas: the number of engines behind a router.
-        routing: how the router chooses: "round-robin", "least-loaded", "prefix-aware" or "predicted".
+        routing: how the router chooses: "round-robin", "least-loaded", "prefix-aware", "lmetric" or "predicted".
         step_time: replaces the device's step times.
         settings: fields of `EngineConfig`, such as max_num_seqs or batching; scheduling_policy may be a `Policy`.
 

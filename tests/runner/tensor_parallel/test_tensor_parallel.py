@@ -15,7 +15,7 @@ from chairlift.layers.tensor_parallel import ALONE
 from chairlift.models.config import load_shape
 from chairlift.runner.copy_stream import CopyStream
 from chairlift.runner.device_buffers import DeviceBuffers
-from chairlift.runner.tensor_parallel.shards import part_of
+from chairlift.runner.tensor_parallel.split import part_of
 from chairlift.runner.tensor_parallel.worker import Worker
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,11 @@ import pytest
 from fake_async_engine import MODEL, FakeEngine, serving, timeline, wait_until
 from local_server import Handler, local_server
 
-from chairlift.errors import EngineDead, InvalidSetting
+from chairlift.errors import EngineDead
+from chairlift.server.config import ServerConfig
 from chairlift.server.observability import traces
 from chairlift.server.observability.request_context import RequestContext
-from chairlift.server.observability.traces import Traces
+from chairlift.server.observability.traces import Traces, check_installed
 from chairlift.timeline import STATES
 
 received = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="needs pip install 'chairlift[otel]'")
@@ -162,12 +163,13 @@ def test_a_receiver_that_is_not_there_does_not_hold_up_the_servers_end(monkeypat
 
 
 def test_what_is_missing_or_wrong_is_said():
-    with pytest.raises(InvalidSetting, match="expected a URL like"):
-        Traces("localhost:4317")
+    with pytest.raises(ValueError, match="expected a URL like"):
+        ServerConfig(otlp_traces_endpoint="localhost:4317")
+    check_installed()
     program = (
         "import sys; sys.modules['opentelemetry'] = None\n"
-        "from chairlift.errors import InvalidSetting\nfrom chairlift.server.observability.traces import Traces\n"
-        "try: Traces('http://x')\nexcept InvalidSetting as error: print(error)"
+        "from chairlift.errors import InvalidSetting\nfrom chairlift.server.observability.traces import check_installed\n"
+        "try: check_installed()\nexcept InvalidSetting as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "--otlp-traces-endpoint needs OpenTelemetry: pip install 'chairlift[otel]'\n"

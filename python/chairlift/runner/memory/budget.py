@@ -15,7 +15,7 @@ from chairlift.runner.memory.decision import Decision, gib
 from chairlift.runner.memory.device_memory import DeviceMemory, raise_out_of_memory
 from chairlift.runner.memory.precision import BYTES, EIGHT_BITS, Precision, torch_weight_bytes
 from chairlift.runner.memory.sizing import Room, Size, StepSize, block_bytes, fit_cache, fit_step, headroom, step_bytes
-from chairlift.runner.tensor_parallel.shards import part_of
+from chairlift.runner.tensor_parallel.split import part_of
 
 GRAPH_BYTES = 8 << 20
 """Bytes that the driver needs for a graph of some hundred kernels: a safe estimate."""

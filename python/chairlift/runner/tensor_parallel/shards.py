@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from chairlift.errors import InvalidSetting
 from chairlift.layers.linear import Quantised, Weight
 from chairlift.layers.tensor_parallel import TensorParallelGroup
-from chairlift.models.config import ModelConfig
 from chairlift.models.forward_batch import WeightSource
-from chairlift.models.shape import ModelShape
 
 _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Column-parallel projections: each process computes some outputs (rows of the weight)."""
 _COLUMNS = ("o_proj", "down_proj")
 """Row-parallel projections: each process has some inputs (columns of the weight), and the results are summed."""
-
-
-def part_of(model: ModelShape, size: int) -> ModelConfig:
-    """The shape of one process's part of a model. Raises InvalidSetting if the model cannot be split into `size` parts."""
-    flag = f"--tensor-parallel-size {size}"
-    if not isinstance(model, ModelConfig):
-        raise InvalidSetting(f"{flag}: transformers' code for {model.architecture} cannot be split, only Chairlift's own models can")
-    parts = {"latents": model.latent, "experts": model.experts, "recurrent layers": model.recurrence}
-    if whole := " and ".join(name for name, part in parts.items() if part):
-        raise InvalidSetting(
-            f"{flag}: the {whole} of {model.architecture} cannot be split: leave it out. The model must fit into one device, and "
-            "--replicas runs an engine on each"
-        )
-    split = {"num_heads": "attention heads", "num_kv_heads": "KV heads", "intermediate_size": "inner columns"}
-    for name, words in split.items():
-        if getattr(model, name) % size:
-            raise InvalidSetting(f"{flag}: the model has {getattr(model, name)} {words}, which cannot be split into {size} equal parts")
-    if fused := [names[0] for names in (model.projections.qkv, model.projections.gate_up) if len(names) == 1]:
-        raise InvalidSetting(f"{flag}: the fused projections of {model.architecture}, {fused[0]}, cannot be split")
-    part = replace(model, **{name: getattr(model, name) // size for name in split})
-    group = model.scheme.group or 2 if model.scheme else 1
-    for columns in (part.num_heads * part.head_dim, part.intermediate_size):
-        if columns % group:
-            raise InvalidSetting(f"{flag}: the checkpoint has a scale for {group} columns each, which do not divide a part's {columns}")
-    return part
 
 
 class Shards:

@@ -26,7 +26,7 @@ from chairlift.runner.device_buffers import DeviceBuffers
 from chairlift.runner.memory.device_memory import is_out_of_memory
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.model_shape import model_shape
-from chairlift.runner.tensor_parallel.shards import part_of
+from chairlift.runner.tensor_parallel.split import part_of
 from chairlift.runner.torch_executor import TorchExecutor
 
 pack: Callable[[object], bytes] = msgpack.dumps

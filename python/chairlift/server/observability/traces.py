@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from importlib import util
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import ChairliftError, InvalidSetting, pip_install
@@ -25,20 +26,26 @@ EXPORT_TIMEOUT = 3.0
 """Seconds that an export may take; the server's shutdown waits for it."""
 
 
+def check_installed() -> None:
+    """Raises InvalidSetting if OpenTelemetry is not installed. Imports little of it."""
+    try:
+        found = util.find_spec("opentelemetry.exporter.otlp.proto.http")
+    except ModuleNotFoundError:  # a package above it is missing
+        found = None
+    if found is None:
+        raise InvalidSetting(f"--otlp-traces-endpoint needs OpenTelemetry: {pip_install('otel')}")
+
+
 class Traces:
     """Exports the traces of one server."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint` is the URL for OTLP over HTTP, including `/v1/traces`. Raises InvalidSetting if OpenTelemetry is not installed."""
-        try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ImportError:
-            raise InvalidSetting(f"--otlp-traces-endpoint needs OpenTelemetry: {pip_install('otel')}") from None
-        if not endpoint.startswith(("http://", "https://")):
-            raise InvalidSetting(f"--otlp-traces-endpoint {endpoint}: expected a URL like http://127.0.0.1:4318/v1/traces")
+        """`endpoint` is the URL for OTLP over HTTP, including `/v1/traces`."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
         self._provider = TracerProvider(resource=Resource.create({"service.name": "chairlift"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT)))
         self._tracer = self._provider.get_tracer("chairlift")
