@@ -1103,6 +1103,7 @@ class Encoder:
         norm_eps: float,
         embedding_scale: float,
         attention_scale: float,
+        causal: bool,
         ropes: Sequence[NDArray[np.float32]],
         longest: int,
         threads: int,
@@ -1111,7 +1112,8 @@ class Encoder:
 
         `positions` and `types` are flat tables of embeddings, rows of the hidden size; `types` may be empty. `pooling` is first, last or
         mean. `dense` are layers after it: weights and activation (identity, tanh or gelu). `normalized` scales the result to length
-        1. `ropes` are radians per position of each pair. `longest` is the most tokens of a text.
+        1. In a `causal` model tokens do not attend to later ones. `ropes` are radians per position of each pair. `longest` is the most
+        tokens of a text.
         """
 
     def embed(self, ids: NDArray[np.int32], types: NDArray[np.int32], starts: NDArray[np.int32], out: NDArray[np.float32]) -> None:

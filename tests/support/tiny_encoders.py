@@ -33,10 +33,12 @@ DENSE = {"2_Dense": (48, 96), "3_Dense": (96, 32)}
 """Layers after the pooling of embeddinggemma, with smaller sizes."""
 
 
-def write(family: str, directory: Path, pooling: str | None = "mean_tokens", **shape: Any) -> torch.nn.Module:
+def write(
+    family: str, directory: Path, pooling: str | None = "mean_tokens", dense: dict[str, tuple[int, int]] | None = None, **shape: Any
+) -> torch.nn.Module:
     """Writes a model of a family of transformers to the directory, with a pooling of sentence-transformers, and returns it.
 
-    A family that ends with ForSequenceClassification has one label.
+    A family that ends with ForSequenceClassification has one label. `dense` are sizes of layers after the pooling; Gemma has some by default.
     """
     scores = family.endswith("ForSequenceClassification")
     model_class = getattr(transformers, family if scores else f"{family}Model")
@@ -54,7 +56,7 @@ def write(family: str, directory: Path, pooling: str | None = "mean_tokens", **s
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": inputs, **roles}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     if pooling is not None and not scores:
-        dense = DENSE if family == "Gemma3Text" else {}
+        dense = (DENSE if family == "Gemma3Text" else {}) if dense is None else dense
         names = [("", "Transformer"), ("1_Pooling", "Pooling"), *((path, "Dense") for path in dense), ("4_Normalize", "Normalize")]
         modules = [{"path": path, "type": f"sentence_transformers.models.{name}"} for path, name in names]
         (directory / "modules.json").write_text(json.dumps(modules))

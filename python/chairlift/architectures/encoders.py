@@ -27,10 +27,10 @@ class EncoderArchitecture:
     `name` is the class name in `architectures` of config.json, beside its `model_type`, and `models` names published models. `layer` begins
     the names of a layer's tensors, with its index in braces; `qkv`, `up` and the others are names below it. `prefix` begins all names but
     those of the `head`, which scores a pair of texts. Each block normalises its input, its output or the sum with the output, with the
-    norms of these names (attention's, then the MLP's). `rms` means root-mean-square norms of 1 + weight. A `gate` is the activation of a
-    gated MLP, whose two projections are `up`. With `theta` positions are rotary; layers with a window use `local_theta`. Every n-th layer
-    has none if `window_interval` is n. `offset_positions` numbers positions from the padding token's id on. `keys` are other names of
-    entries of config.json, and `expected` are the values of entries that there is code for.
+    norms of these names (attention's, then the MLP's). `rms` means root-mean-square norms; `norm_offset` is added to their weights. A
+    `gate` is the activation of a gated MLP, whose two projections are `up`. With `theta` positions are rotary; layers with a window use
+    `local_theta`. Every n-th layer has none if `window_interval` is n. `offset_positions` numbers positions from the padding token's id on.
+    `keys` are other names of entries of config.json, and `expected` are the values of entries that there is code for.
     """
 
     name: str
@@ -57,6 +57,7 @@ class EncoderArchitecture:
 
     biases: bool = True
     rms: bool = False
+    norm_offset: float = 0.0
     gate: str | None = None
     theta: float | None = None
     local_theta: float | None = None
@@ -198,6 +199,7 @@ ENCODERS = {
             qk_norms=("self_attn.q_norm", "self_attn.k_norm"),
             biases=False,
             rms=True,
+            norm_offset=1.0,
             gate="gelu_tanh",
             theta=1e6,
             local_theta=1e4,

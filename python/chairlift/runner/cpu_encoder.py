@@ -10,7 +10,6 @@ from chairlift import _core
 from chairlift.checkpoint.safetensors_file import as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.encoder import EncoderConfig
-from chairlift.models.rotary import RopeConfig
 from chairlift.runner.weights import GGUFWeights, SafetensorWeights, Weights
 
 Norm = tuple[np.ndarray, np.ndarray | None]
@@ -38,7 +37,7 @@ class _Builder:
         prefixes = (self.layout.prefix, *_PREFIXES)
         self.start = next((start for start in prefixes if weights.has(f"{start}{self.layout.tokens}.weight")), self.layout.prefix)
         """What begins the names of all tensors but those of a classifier."""
-        self.thetas = list(dict.fromkeys((model.theta, model.local_theta))) if self.layout.theta else []
+        self.ropes = list(dict.fromkeys(rope for rope in (model.rope, model.local_rope) if rope))
 
     def encoder(self, longest: int, modules: Path | None) -> _core.Encoder:
         """The encoder."""
@@ -64,7 +63,8 @@ class _Builder:
                 norm_eps=model.norm_eps,
                 embedding_scale=model.hidden_size**0.5 if layout.scaled_embeddings else 1.0,
                 attention_scale=model.attention_scale,
-                ropes=[RopeConfig(dim=model.head_dim, theta=theta).frequencies(longest) for theta in self.thetas],
+                causal=model.causal,
+                ropes=[rope.frequencies(longest) for rope in self.ropes],
                 longest=longest,
                 threads=self.threads,
             )
@@ -76,13 +76,13 @@ class _Builder:
         model, layout, prefix = self.model, self.layout, self.prefix(index)
         queries, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         outs = [queries, kv, kv] if len(layout.qkv) > 1 else [queries + 2 * kv]
-        theta = model.theta if model.windows[index] is None else model.local_theta
+        rope = model.rope if model.windows[index] is None else model.local_rope
         return _core.EncoderBlock.attention(
             norms=self.norms(prefix, 0),
-            qkv_proj=self.linear([prefix + name for name in layout.qkv], outs, model.hidden_size, bias=layout.biases),
+            qkv_proj=self.linear([prefix + name for name in layout.qkv], outs, model.hidden_size, bias=model.qkv_bias),
             o_proj=self.linear([prefix + layout.output], [model.hidden_size], queries, bias=layout.biases),
             qk_norm=self.qk_norms(prefix),
-            rope=self.thetas.index(theta) if self.thetas else None,
+            rope=self.ropes.index(rope) if rope else None,
             window=model.windows[index],
         )
 
@@ -141,7 +141,7 @@ class _Builder:
         return query, key
 
     def norm(self, name: str, size: int | None = None) -> Norm:
-        """A norm; `size` is hidden_size by default. Root-mean-square norms multiply by 1 + weight."""
+        """A norm; `size` is hidden_size by default. `norm_offset` is added to the weights of root-mean-square norms."""
         size = size or self.model.hidden_size
         # Checkpoints that were made of TensorFlow's, such as bert-base-uncased, have gamma and beta.
         scale, shift = (
@@ -149,7 +149,7 @@ class _Builder:
         )
         weight = as_float32(self.weights.take(f"{name}.{scale}", size))
         if self.layout.rms:
-            return weight + np.float32(1), None
+            return weight + np.float32(self.layout.norm_offset), None
         return weight, as_float32(self.weights.take(f"{name}.{shift}", size))
 
     def table(self, name: str, rows: int, first: int = 0) -> np.ndarray:

@@ -24,7 +24,9 @@ def model_shape(directory: Path, *, in_torch: bool, load_format: str) -> ModelSh
     Some checkpoints were trained with separate matrices, and their config.json still says `tie_word_embeddings`.
     """
     model = load_shape(directory, in_torch=in_torch)
-    if isinstance(model, ModelConfig) and model.tie_word_embeddings and load_format == "auto" and _has_own_head(directory):
+    if not isinstance(model, ModelConfig) or model.headless or not model.tie_word_embeddings or load_format != "auto":
+        return model
+    if _has_own_head(directory):
         log.warning("%s: lm_head.weight differs from the embeddings and is used, though config.json says tie_word_embeddings", directory)
         return replace(model, tie_word_embeddings=False)
     return model

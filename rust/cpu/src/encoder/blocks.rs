@@ -24,6 +24,8 @@ pub struct EncoderConfig {
     pub embedding_scale: f32,
     /// Factor of the dot products of queries and keys.
     pub attention_scale: f32,
+    /// Whether a token attends to no later one.
+    pub causal: bool,
     /// Rotary embeddings. Attention blocks refer to them by index.
     pub ropes: Vec<Rope>,
     /// The most tokens of a text.

@@ -206,6 +206,7 @@ impl<'a> Pass<'a> {
                 head_dim: config.head_dim,
                 scale: config.attention_scale,
                 window: attention.window,
+                causal: config.causal,
                 out: self.attended,
                 out_width: queries,
                 first: start,
