@@ -38,7 +38,7 @@ def write(
 ) -> torch.nn.Module:
     """Writes a model of a family of transformers to the directory, with a pooling of sentence-transformers, and returns it.
 
-    A family that ends with ForSequenceClassification has one label. `dense` are sizes of layers after the pooling; Gemma has some by default.
+    A family that ends with ForSequenceClassification has one label. `dense` are sizes of layers after the pooling, which Gemma has.
     """
     scores = family.endswith("ForSequenceClassification")
     model_class = getattr(transformers, family if scores else f"{family}Model")

@@ -316,9 +316,7 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
     try:
         model = ModelConfig.load(directory)
         if in_torch and (model.classifier or model.headless):
-            raise UnsupportedModel(
-                "decoders that score or embed texts run in one process on a CPU alone: use --device cpu"
-            )
+            raise UnsupportedModel("decoders that score or embed texts run in one process on a CPU alone: use --device cpu")
         if in_torch and model.only_in_rust:
             raise NoNativeModel(f"{model.architecture} has code of ours for one process on a CPU alone")
         return model
