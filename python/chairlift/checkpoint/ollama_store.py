@@ -17,7 +17,8 @@ from chairlift.errors import UnsupportedModel
 
 _WORD = r"[A-Za-z0-9_][\w.-]*"
 _NAME = re.compile(
-    rf"(?:ollama://|https://(?=ollama\.com/))?(?:(?:(?P<host>{_WORD})/)?(?P<namespace>{_WORD})/)?(?P<model>{_WORD})(?::(?P<tag>{_WORD}))?",
+    r"(?:ollama://|https://(?=ollama\.com/))?"
+    rf"(?:(?:(?P<host>{_WORD})/)?(?P<namespace>{_WORD})/)?(?P<model>{_WORD})(?::(?P<tag>{_WORD}))?",
     re.ASCII,
 )
 _HOST, _NAMESPACE, _TAG = "registry.ollama.ai", "library", "latest"
