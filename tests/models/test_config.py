@@ -70,6 +70,9 @@ def test_both_spellings_of_rope_are_read():
     scaled = RopeConfig(dim=16, theta=5e5, scaling=Linear(2.0))
     assert parse(rope_parameters=written, rope_scaling={"type": "linear", "factor": 2.0}).rope == scaled
     assert parse(rope_parameters=written, rope_scaling=None).rope == RopeConfig(dim=16, theta=5e5)
+    assert parse(rope_parameters={"full_attention": written, "sliding_attention": written}).rope == RopeConfig(dim=16, theta=5e5)
+    with pytest.raises(NoNativeModel, match="differ by kind of layer"):
+        parse(rope_parameters={"full_attention": written, "sliding_attention": {**written, "rope_theta": 1e4}})
 
 
 def test_sliding_windows_are_per_layer():
