@@ -29,6 +29,9 @@ SHAPE = {
 }
 GEMMA = {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "use_bidirectional_attention": True, "query_pre_attn_scalar": 16}
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
+OTHERS = {"Gemma3Text": GEMMA, "ModernBert": {"local_attention": 8, "num_hidden_layers": 4}, "DistilBert": {"hidden_dim": 80}}
+OTHERS |= {"MPNet": {"pad_token_id": 1}}
+"""Settings by family."""
 DENSE = {"2_Dense": (48, 96), "3_Dense": (96, 32)}
 """Layers after the pooling of embeddinggemma, with smaller sizes."""
 
@@ -42,7 +45,7 @@ def write(
     """
     scores = family.endswith("ForSequenceClassification")
     model_class = getattr(transformers, family if scores else f"{family}Model")
-    special = (GEMMA if family == "Gemma3Text" else {}) | ({"num_labels": 1} if scores else {})
+    special = OTHERS.get(family, {}) | ({"num_labels": 1} if scores else {})
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**{**SHAPE, **special, **shape})).eval()
     for name, parameter in model.named_parameters():

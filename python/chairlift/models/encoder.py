@@ -190,7 +190,7 @@ class EncoderConfig(ModelShape):
             num_positions=positions if layout.positions else 0,
             first_position=first,
             num_token_types=parse_size(raw, "type_vocab_size") if layout.types else 0,
-            norm_eps=parse_number(raw, "rms_norm_eps", 1e-6) if layout.rms else parse_number(raw, "layer_norm_eps", 1e-12),
+            norm_eps=parse_number(raw, "rms_norm_eps" if layout.rms else "layer_norm_eps", layout.norm_eps),
             rope=rope,
             local_rope=local_rope,
             attention_scale=(parse_number(raw, "query_pre_attn_scalar", head_dim) if layout.rms else head_dim) ** -0.5,
@@ -288,7 +288,9 @@ def _windows(raw: dict[str, Any], layout: EncoderArchitecture, layers: int) -> t
         return (None,) * layers
     near = parse_size(raw, "sliding_window") // 2
     every = parse_size(raw, "sliding_window_pattern", layout.window_interval)
-    kinds = parse_names(raw, "layer_types") or ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    kinds = parse_names(raw, "layer_types") or [
+        "sliding_attention" if (layer + layout.first_counted) % every else "full_attention" for layer in range(layers)
+    ]
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise UnsupportedModel(f"layer_types must name full_attention or sliding_attention for each of {layers} layers, got {kinds!r:.200}")
     return tuple(near if kind == "sliding_attention" else None for kind in kinds)

@@ -34,6 +34,8 @@ pub(super) struct Attention<'a> {
     pub(super) window: Option<usize>,
     /// Whether a token attends to no later one.
     pub(super) causal: bool,
+    /// What is added to a score by how far the key is after the query, an odd number of entries, the middle one for the distance 0.
+    pub(super) distances: Option<&'a [f32]>,
     /// \[tokens of all texts\]\[`out_width`\]. A head's columns are those of its query.
     pub(super) out: UnsafeSlice<'a, f32>,
     pub(super) out_width: usize,
@@ -52,9 +54,13 @@ impl Attention<'_> {
         &self.qkv[token * self.width + self.columns[part]..][..self.head_dim]
     }
 
-    /// Hides the tokens to which `token` does not attend from its scores.
-    fn hide(&self, token: usize, scores: &mut [f32]) {
+    /// Adds what depends on distances to the scores of `token`, and hides the tokens to which it does not attend.
+    fn adjust(&self, token: usize, scores: &mut [f32]) {
         let len = scores.len();
+        if let Some(distances) = self.distances {
+            let added = &distances[distances.len() / 2 - token..][..len];
+            scores.iter_mut().zip(added).for_each(|(score, x)| *score += x);
+        }
         let first = self.window.map_or(0, |window| token.saturating_sub(window));
         let after = if self.causal { 0 } else { self.window.unwrap_or(len) };
         scores[..first].fill(UNSEEN);
@@ -97,7 +103,7 @@ impl Kernel for Attend<'_> {
             let mut scales = [0.0; ROWS];
             for (r, (row, scale)) in scores.chunks_exact_mut(keys).zip(&mut scales).enumerate() {
                 row[len..].fill(UNSEEN);
-                of.hide((first + r).min(len - 1), &mut row[..len]);
+                of.adjust((first + r).min(len - 1), &mut row[..len]);
                 *scale = 1.0 / exponentials(s, row);
             }
             weigh(s, of, first, &scales, scores, keys, values, dims);

@@ -207,6 +207,7 @@ impl<'a> Pass<'a> {
                 scale: config.attention_scale,
                 window: attention.window,
                 causal: config.causal,
+                distances: config.distances.as_ref().map(|rows| &rows[head * (2 * config.longest - 1)..][..2 * config.longest - 1]),
                 out: self.attended,
                 out_width: queries,
                 first: start,

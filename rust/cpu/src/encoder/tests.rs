@@ -85,6 +85,7 @@ fn encoder_of(isa: Isa, threads: usize, pooling: Pooling, classifies: bool, caus
         embedding_scale: 1.5,
         attention_scale: 0.4,
         causal,
+        distances: causal.then(|| numbers(14, HEADS * (2 * POSITIONS - 1))),
         ropes: vec![Rope { frequencies: vec![1.0, 0.3, 0.1], scale: 1.0 }],
         longest: POSITIONS,
     };
