@@ -264,6 +264,10 @@ BAD = {
     "group": ("gptq", {"group_size": 24}, "groups of 24 have no code of ours"),
     "gemv": ("awq", {"version": "gemv"}, "4 bits, gemv"),
     "nvfp4": ("modelopt", {"quant_algo": "NVFP4"}, r"a checkpoint quantised with modelopt \(NVFP4\) has no code of ours"),
+    "bits of a layer": ("auto-round", {"extra_config": {"lm_head": {"bits": 8}}}, "8 bits of None"),
+    "groups of a layer": ("auto-round", {"extra_config": {"lm_head": {"bits": 4, "group_size": 32}}}, "in several ways"),
+    "unknown layout": ("auto-round", {"packing_format": "auto_round:mine"}, "quantised with auto-round"),
+    "mlx": ("gptq", {"quant_method": None}, "quantised with MLX has no code of ours"),
     "int8": ("packed", {"config_groups": {"a": {"weights": {"type": "int", "num_bits": 8, "strategy": "channel"}}}}, "int8"),
     "unknown": ("fp8", {"quant_method": "mine"}, "a checkpoint quantised with mine has no code of ours .*compressed-tensors.*GPTQ and AWQ"),
 }

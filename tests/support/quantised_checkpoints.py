@@ -129,11 +129,15 @@ def compressed(layout: str, bits: int, kind: str, **how: object) -> dict[str, ob
 
 
 PACKED = {"strategy": "group", "group_size": GROUP}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "data_type": "int", "sym": False}
 FORMATS = {
     "gptq": Format(gptq(1), {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
     "gptq v2": Format(gptq(0), {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"}),
     "gptq, desc_act": Format(gptq_in_order, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}),
     "awq": Format(awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
+    "auto-round": Format(gptq(1), AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "extra_config": {"lm_head": {"bits": 16}}}),
+    "auto-round's own": Format(gptq(0), AUTO_ROUND | {"packing_format": "auto_round", "quant_method": "intel/auto-round"}),
+    "auto-round as awq": Format(awq, AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}),
     "packed": Format(pack_quantized(True, GROUP), compressed("pack-quantized", 4, "int", **PACKED)),
     "packed, with zeros": Format(pack_quantized(False, GROUP), compressed("pack-quantized", 4, "int", **PACKED | {"symmetric": False})),
     "packed by row": Format(pack_quantized(True, None), compressed("pack-quantized", 4, "int", strategy="channel")),

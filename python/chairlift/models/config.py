@@ -363,7 +363,7 @@ def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationS
     # Qwen's mixtures can have windows. Which layers have one follows another rule than in Qwen2.
     if family.mixture and family.windows is Windows.NONE and raw.get("use_sliding_window") and raw.get("sliding_window", 1):
         raise NoNativeModel(f"sliding windows in {family.name} have no code of ours")
-    quantization = raw.get("quantization_config")
+    quantization = raw.get("quantization_config") or raw.get("quantization")  # the second is MLX's name
     if family.sinks and isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
         return None  # the experts of gpt-oss alone, whose tensors have names of their own
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from chairlift.models.fields import parse_table, read_json
 
-SUPPORTED = "compressed-tensors of 8-bit floats or 4-bit integers, fp8, ModelOpt FP8, GPTQ and AWQ of 4 bits, and GGUF files"
+SUPPORTED = "compressed-tensors of 8-bit floats or 4-bit integers, fp8, ModelOpt FP8, GPTQ, AWQ and AutoRound of 4 bits, and GGUF files"
 FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where older versions of ModelOpt, AutoGPTQ and AutoAWQ describe the quantization, instead of in config.json, and their methods."""
 MIN_GROUP = 16
@@ -20,7 +20,7 @@ MIN_GROUP = 16
 class QuantizationScheme:
     """A layer's weights are e4m3 numbers (8 bits) or integers of 4 bits.
 
-    `method` is compressed-tensors, fp8, modelopt, gptq or awq. A scale is of `group` columns, or of a whole row if `group` is 0, and of
+    `method` is compressed-tensors, fp8, modelopt, gptq or awq, whose layouts AutoRound has too. A scale is of `group` columns, or of a whole row if `group` is 0, and of
     `block_rows` rows. Stored zeros are `zero_offset` less than they mean. `per_token` means that the model is made for activations in
     e4m3; they are rounded with a scale of each token, also where the checkpoint has one scale for all. Which layers are quantised is seen
     in their tensors.
@@ -65,6 +65,8 @@ def parse_quantization(found: Any) -> QuantizationScheme | None:
     if not found:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else None
+    if method is None and isinstance(found, dict) and found.keys() >= {"group_size", "bits"}:
+        method = "MLX"
     if method == "compressed-tensors" and not found.get("config_groups") and found.get("kv_cache_scheme"):
         return None
     try:
@@ -137,6 +139,25 @@ def _awq(found: dict[str, Any]) -> QuantizationScheme:
     return QuantizationScheme("awq", 4, _size(found.get("group_size", found.get("q_group_size"))))
 
 
+def _auto_round(found: dict[str, Any]) -> QuantizationScheme:
+    """Intel's AutoRound, which packs integers in GPTQ's or AWQ's layout: https://github.com/intel/auto-round."""
+    layers = [layer for layer in (found.get("extra_config") or {}).values() if layer.get("bits", 16) < 16]  # the others are not quantised
+    for settings in (found, *layers):
+        if settings.get("bits") != 4 or settings.get("data_type", "int") != "int" or settings.get("act_bits", 16) < 16:
+            raise ValueError(f"{settings.get('bits')} bits of {settings.get('data_type')}")
+        if settings.get("group_size", found["group_size"]) != found["group_size"]:
+            raise ValueError("in several ways")
+    layout = str(found.get("packing_format") or found.get("backend"))
+    if layout == "auto_round:auto_awq":
+        return QuantizationScheme("awq", 4, _size(found["group_size"]))
+    # The layout of AutoGPTQ stores zeros less 1, and AutoRound's own does not.
+    return QuantizationScheme("gptq", 4, _size(found["group_size"]), zero_offset=AUTO_ROUND_OFFSETS[layout])
+
+
+AUTO_ROUND_OFFSETS = {"auto_round:auto_gptq": 1, "auto_round": 0, "auto_round:gptqmodel": 0}
+"""By how much stored zeros are less than they mean, by AutoRound's names of layouts."""
+
+
 def _size(size: Any) -> int:
     """The columns of a group, or the rows of a block. -1 and 0 mean all."""
     if isinstance(size, bool) or not isinstance(size, int) or size < -1:
@@ -150,5 +171,7 @@ METHODS: dict[str, Callable[[dict[str, Any]], QuantizationScheme]] = {
     "modelopt": _modelopt,
     "gptq": _gptq,
     "awq": _awq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
 }
 """Parsers by `quant_method`."""
