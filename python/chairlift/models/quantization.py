@@ -20,10 +20,10 @@ MIN_GROUP = 16
 class QuantizationScheme:
     """A layer's weights are e4m3 numbers (8 bits) or integers of 4 bits.
 
-    `method` is compressed-tensors, fp8, modelopt, gptq or awq, whose layouts AutoRound has too. A scale is of `group` columns, or of a whole row if `group` is 0, and of
-    `block_rows` rows. Stored zeros are `zero_offset` less than they mean. `per_token` means that the model is made for activations in
-    e4m3; they are rounded with a scale of each token, also where the checkpoint has one scale for all. Which layers are quantised is seen
-    in their tensors.
+    `method` is compressed-tensors, fp8, modelopt, gptq or awq; AutoRound has the layouts of the last two. A scale is of `group` columns, or
+    of a whole row if `group` is 0, and of `block_rows` rows. Stored zeros are `zero_offset` less than they mean. `per_token` means that the
+    model is made for activations in e4m3; they are rounded with a scale of each token, also where the checkpoint has one scale for all.
+    Which layers are quantised is seen in their tensors.
     """
 
     method: str
