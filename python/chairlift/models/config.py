@@ -47,7 +47,7 @@ class ModelConfig(ModelShape):
     attention and of the MLP is multiplied by `residual_scale` before it is added to the residual stream, and logits are multiplied by
     `logits_scale`. `scheme` is that of quantised layers. A checkpoint has `later_layers` after the last one, which predict tokens beyond
     the next one and are not used. With a `classifier` the model scores pairs of texts and generates none. A `headless` model computes
-    embeddings alone.
+    embeddings alone. `embedding` is the name of the embeddings' matrix.
     """
 
     num_kv_heads: int
@@ -88,6 +88,7 @@ class ModelConfig(ModelShape):
     scheme: QuantizationScheme | None = None
     classifier: Classifier | None = None
     headless: bool = False
+    embedding: str = "model.embed_tokens"
 
     @property
     def head_size(self) -> int:
