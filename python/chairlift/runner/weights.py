@@ -34,8 +34,11 @@ log = logging.getLogger("chairlift")
 
 DRAFTING = "mtp."
 """What the names of tensors begin with that predict tokens beyond the next one."""
-NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
-"""Suffixes of tensors that a model may ignore: old tables of rotary angles, and scales of a KV cache that is not in 8 bits."""
+NEEDLESS = (
+    *("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".k_zero_point", ".v_zero_point"),
+    *("_proj.output_scale", "attn.prob_output_scale"),
+)
+"""Suffixes of tensors that a model may ignore: old tables of rotary angles, and scales of activations and of a KV cache in 8 bits."""
 
 WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.")
 """Prefixes of the decoder's tensors in a model that also reads images."""
