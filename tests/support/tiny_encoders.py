@@ -115,6 +115,8 @@ def tokenizer() -> Tokenizer:
 
 
 ARCHITECTURES = {"bert": gguf.MODEL_ARCH.BERT, "nomic_bert": gguf.MODEL_ARCH.NOMIC_BERT, "gemma3_text": gguf.MODEL_ARCH.GEMMA_EMBEDDING}
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps")
+ARCHITECTURES |= {"distilbert": gguf.MODEL_ARCH.BERT, "modernbert": gguf.MODEL_ARCH.MODERN_BERT}
 
 
 def gguf_of(
@@ -135,9 +137,9 @@ def gguf_of(
         f"{kind}.context_length": config.max_position_embeddings - first,
         f"{kind}.embedding_length": config.hidden_size,
         f"{kind}.block_count": config.num_hidden_layers,
-        f"{kind}.feed_forward_length": config.intermediate_size,
+        f"{kind}.feed_forward_length": getattr(config, "hidden_dim", None) or config.intermediate_size,
         f"{kind}.attention.head_count": config.num_attention_heads,
-        f"{kind}.attention.{epsilon}": config.rms_norm_eps if gemma else config.layer_norm_eps,
+        f"{kind}.attention.{epsilon}": next((value for name in EPSILONS if (value := getattr(config, name, None))), 1e-12),
         f"{kind}.pooling_type": pooling,
         **_vocabulary(),
         "tokenizer.ggml.token_type_count": getattr(config, "type_vocab_size", 2),
@@ -150,6 +152,9 @@ def gguf_of(
         values[f"{kind}.rope.freq_base"] = config.rope_parameters["full_attention"]["rope_theta"]
     else:
         values[f"{kind}.attention.causal"] = False
+    if kind == "modern-bert":
+        values |= {f"{kind}.attention.sliding_window": config.local_attention, f"{kind}.attention.sliding_window_pattern": 3}
+        values |= {f"{kind}.rope.freq_base": 160000.0, f"{kind}.rope.freq_base_swa": 10000.0, f"{kind}.rope.scaling.type": "none"}
     if kind == "nomic-bert":
         values[f"{kind}.rope.freq_base"] = config.rope_parameters["rope_theta"]
     writer = writer_of(path, values | (replaced or {}))

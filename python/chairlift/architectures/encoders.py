@@ -140,7 +140,7 @@ def _bert(name: str, models: str, prefix: str = "", head: Head | None = None, gg
 ENCODERS = {
     known.name: known
     for known in (
-        _bert("BertModel", "all-MiniLM, bge, e5, gte; GGUF files of RoBERTa (bge-m3)", head=_ROBERTA_HEAD, gguf=_BERT_GGUF),
+        _bert("BertModel", "all-MiniLM, bge, e5, gte; GGUF files of RoBERTa (bge-m3) and DistilBERT", head=_ROBERTA_HEAD, gguf=_BERT_GGUF),
         _bert("BertForSequenceClassification", "ms-marco-MiniLM", "bert.", _BERT_HEAD),
         _bert("RobertaModel", "all-roberta"),
         _bert("RobertaForSequenceClassification", "stsb-roberta", "roberta.", _ROBERTA_HEAD),
@@ -223,6 +223,19 @@ ENCODERS = {
             name="ModernBertModel",
             model_type="modernbert",
             models="gte-modernbert, modernbert-embed, granite-embedding-r2",
+            gguf=GGUFFormat(
+                names=("modern-bert",),
+                top={"token_embd": "embeddings.tok_embeddings", "token_embd_norm": "embeddings.norm", "output_norm": "final_norm"},
+                layer="layers.{}.",
+                tensors={
+                    "attn_norm": "attn_norm",
+                    "attn_qkv": "attn.Wqkv",
+                    "attn_output": "attn.Wo",
+                    "ffn_norm": "mlp_norm",
+                    "ffn_up": "mlp.Wi",
+                    "ffn_down": "mlp.Wo",
+                },
+            ),
             tokens="embeddings.tok_embeddings",
             positions=None,
             types=None,

@@ -61,7 +61,7 @@ class _Builder:
         model, layout = self.model, self.layout
         tokens = self.linear([f"{self.start}{layout.tokens}"], [model.vocab_size], model.hidden_size, bias=False)
         blocks = [block for index in range(model.num_layers) for block in (self.attention(index), self.mlp(index))]
-        types = self.table(layout.types, model.num_token_types) if layout.types else np.zeros(0, dtype=np.float32)
+        types = self.table(layout.types, model.num_token_types) if layout.types and model.num_token_types else np.zeros(0, dtype=np.float32)
         try:
             return _core.Encoder(
                 blocks,
