@@ -189,7 +189,7 @@ class EncoderConfig(ModelShape):
             dtype=parse_dtype(raw),
             num_positions=positions if layout.positions else 0,
             first_position=first,
-            num_token_types=parse_count(raw, "type_vocab_size", None) if layout.types else 0,
+            num_token_types=parse_count(raw, "type_vocab_size", 2) if layout.types else 0,
             norm_eps=parse_number(raw, "rms_norm_eps" if layout.rms else "layer_norm_eps", layout.norm_eps),
             rope=rope,
             local_rope=local_rope,
