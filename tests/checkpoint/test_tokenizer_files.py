@@ -13,7 +13,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from chairlift.checkpoint.plain_text import plain
+from chairlift.checkpoint.pre_tokenizers import split_into_bytes
 from chairlift.checkpoint.sentencepiece import Kind, Vocabulary, merges, unigram
+from chairlift.checkpoint.tekken import tekken_tokenizer
 from chairlift.checkpoint.tokenizer_files import load_backend
 from chairlift.errors import UnsupportedModel
 from chairlift.grammar.trial import Vocabulary as MaskedVocabulary
@@ -322,6 +324,21 @@ def test_vocabularies_of_other_classes_are_refused(tmp_path: Path) -> None:
         load_backend(tmp_path / "vocab.json", {"tokenizer_class": "CLIPTokenizer"})
     with pytest.raises(UnsupportedModel, match=r"vocab.json cannot be read as a vocabulary"):
         load_backend(tmp_path / "vocab.json", {"tokenizer_class": "Qwen2Tokenizer"})
+
+
+def test_a_tekken_beside_a_tokenizer_json_says_how_texts_are_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_tekken(tmp_path / "tekken.json")
+    right = load_backend(tmp_path / "tekken.json", {})
+    text = "hello xyz hell"
+    for pattern, is_right in ((r" ?\p{L}+|\s+|.", True), (r"\p{L}|\s", False)):
+        caplog.clear()
+        converted = tekken_tokenizer(tmp_path / "tekken.json")
+        split_into_bytes(converted, [pattern])
+        converted.save(str(tmp_path / "tokenizer.json"))
+        assert (converted.encode(text).ids == right.encode(text, add_special_tokens=False).ids) == is_right
+        found = load_backend(tmp_path / "tokenizer.json", {})
+        assert found.encode(text).ids == right.encode(text, add_special_tokens=False).ids
+        assert ("whose rule is used" in caplog.text) != is_right
 
 
 def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:

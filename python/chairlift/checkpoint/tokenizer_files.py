@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from chairlift.checkpoint.lfs_pointer import remedy
 from chairlift.checkpoint.sentencepiece_file import sentencepiece_tokenizer
-from chairlift.checkpoint.tekken import tekken_tokenizer
+from chairlift.checkpoint.tekken import split_as_tekken, tekken_tokenizer
 from chairlift.checkpoint.vocabulary_files import FAMILIES, Family, family_of, vocabulary_tokenizer
 from chairlift.errors import UnsupportedModel
 
@@ -67,6 +67,7 @@ def load_backend(file: Path, config: Mapping[str, Any]) -> Backend:
             backend = Backend.from_file(str(file))
         except Exception as error:  # the tokenizers package raises plain Exception
             raise UnsupportedModel(f"{file} cannot be read ({error}): {remedy(file)}") from None
+        split_as_tekken(backend, file)
     _add_tokens(backend, file, config)
     if any(read_json(path).get("do_lower_case") for path in file.parent.glob("sentence_*_config.json")):
         _lower(backend)
