@@ -60,6 +60,12 @@ def test_what_transformers_writes_by_default_is_read(family, tmp_path):
     assert ModelConfig.parse(sizes).max_position_embeddings == ours.max_position_embeddings
 
 
+def test_the_type_of_a_model_without_architectures_names_one():
+    assert parse(architectures=None, model_type="qwen2").architecture == "Qwen2ForCausalLM"
+    assert parse(architectures=[], model_type="llama").architecture == "LlamaForCausalLM"
+    assert parse(architectures=["MistralForCausalLM"], model_type="llama").architecture == "MistralForCausalLM"
+
+
 def test_both_spellings_of_rope_are_read():
     expected = RopeConfig(dim=16, theta=5e5, scaling=Llama3(8.0, 1.0, 4.0, 8192))
     assert parse(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}).rope == expected

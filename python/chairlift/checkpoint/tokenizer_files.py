@@ -65,9 +65,9 @@ def load_backend(file: Path, config: Mapping[str, Any]) -> Backend:
     else:
         try:
             backend = Backend.from_file(str(file))
+            split_as_tekken(backend, file)
         except Exception as error:  # the tokenizers package raises plain Exception
             raise UnsupportedModel(f"{file} cannot be read ({error}): {remedy(file)}") from None
-        split_as_tekken(backend, file)
     _add_tokens(backend, file, config)
     if any(read_json(path).get("do_lower_case") for path in file.parent.glob("sentence_*_config.json")):
         _lower(backend)

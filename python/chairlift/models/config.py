@@ -334,7 +334,7 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
 def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
     """Returns the configuration of the model of text, and its architecture."""
     names, text = parse_names(raw, "architectures") or [], raw.get("text_config")
-    for name in names:
+    for name in names or [known.name for known in ARCHITECTURES.values() if known.model_type == raw.get("model_type")]:
         if name in ARCHITECTURES:
             return raw, ARCHITECTURES[name]
         if name in HEADLESS and text is None:
