@@ -49,6 +49,24 @@ def test_embeddings_equal_those_of_transformers(tmp_path: Path, family: str, poo
         assert llm.tokenizer.encode("abc de") == [2, 4, 31, 32, 7, 34, 3]
 
 
+def test_embeddings_that_are_compared_by_their_dot_product_keep_their_lengths(tmp_path: Path) -> None:
+    oracle = tiny_encoders.write("Bert", tmp_path)
+    with torch.no_grad():
+        whole = oracle(input_ids=torch.tensor([TEXTS[0]])).last_hidden_state[0].mean(0).numpy()
+    similarity, modules = tmp_path / "config_sentence_transformers.json", tmp_path / "modules.json"
+
+    def embedding() -> np.ndarray:
+        with LLM(tmp_path, threads=1) as llm:
+            return llm.embed(TEXTS[0])[0]
+
+    similarity.write_text(json.dumps({"similarity_fn_name": "dot"}))
+    assert np.abs(embedding() - whole / np.linalg.norm(whole)).max() < 1e-5  # its modules scale them
+    modules.write_text(json.dumps([module for module in json.loads(modules.read_text()) if "Normalize" not in module["type"]]))
+    assert np.abs(embedding() - whole).max() < 1e-5
+    similarity.write_text(json.dumps({"similarity_fn_name": "cosine"}))
+    assert np.abs(embedding() - whole / np.linalg.norm(whole)).max() < 1e-5
+
+
 @pytest.mark.parametrize("pooling", ["mean", "first"])
 def test_distances_change_the_scores_of_mpnet(tmp_path: Path, pooling: str) -> None:
     oracle = tiny_encoders.write("MPNet", tmp_path, POOLINGS[pooling])

@@ -48,10 +48,14 @@ class DenseModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modules:
-    """What the modules of sentence-transformers in a directory say: the pooling, None if there is none, and the layers after it."""
+    """What the modules of sentence-transformers in a directory say: the pooling, None if there is none, and the layers after it.
+
+    Embeddings are not `normalized` if no module does it and they are made for products that depend on their lengths.
+    """
 
     pooling: str | None = None
     dense: tuple[DenseModule, ...] = ()
+    normalized: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +64,8 @@ class EncoderConfig(ModelShape):
 
     `layout` names its tensors. Positions start at `first_position`; `num_positions` is 0 for rotary ones. Layers with a window use
     `local_rope`. Each layer attends to `windows` tokens on either side, None for all, and to no later ones if the model is `causal`.
-    `pooling` is how the states of a text are combined to its embedding: first, last or mean, and `dense` are the layers after it.
+    `pooling` is how the states of a text are combined to its embedding: first, last or mean, and `dense` are the layers after it. The
+    result is scaled to length 1 if it is `normalized`.
     """
 
     layout: EncoderArchitecture
@@ -78,6 +83,7 @@ class EncoderConfig(ModelShape):
     qkv_bias: bool
     pooling: str
     dense: tuple[DenseModule, ...]
+    normalized: bool
 
     @property
     def kv_specs(self) -> tuple[KvSpec, ...]:
@@ -154,6 +160,7 @@ class EncoderConfig(ModelShape):
             qkv_bias=model.qkv_bias,
             pooling=POOLINGS.get(modules.pooling or "", "mean"),
             dense=modules.dense,
+            normalized=modules.normalized,
         )
 
     @classmethod
@@ -198,13 +205,14 @@ class EncoderConfig(ModelShape):
             qkv_bias=layout.biases,
             pooling=POOLINGS.get(modules.pooling or "", "first" if _scores(raw, layout, modules) else "mean"),
             dense=modules.dense,
+            normalized=modules.normalized,
             score=_scores(raw, layout, modules),
         )
 
 
 def find_modules(directory: Path) -> Modules:
     """What the modules of sentence-transformers in a directory say. Raises UnsupportedModel for modules that there is no code for."""
-    pooling, dense = None, []
+    pooling, dense, normalized = None, list[DenseModule](), False
     modules = read_json(directory, "modules.json") if (directory / "modules.json").exists() else []
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise UnsupportedModel(f"modules.json must be a list of objects, got {modules!r:.200}")
@@ -214,9 +222,18 @@ def find_modules(directory: Path) -> Modules:
             pooling = _pooling(read_json(directory / path))
         elif kind == "Dense":
             dense.append(_dense(read_json(directory / path), path))
-        elif kind not in ("Transformer", "Normalize", "Dropout"):  # which only matters in training
+        elif kind == "Normalize":
+            normalized = True
+        elif kind not in ("Transformer", "Dropout"):  # which only matters in training
             raise UnsupportedModel(f"modules.json has a module {kind}: there is code for Transformer, Pooling, Dense and Normalize")
-    return Modules(pooling=pooling, dense=tuple(dense))
+    return Modules(pooling=pooling, dense=tuple(dense), normalized=normalized or not _compares_by_dot(directory))
+
+
+def _compares_by_dot(directory: Path) -> bool:
+    """Whether embeddings are compared by their dot product, which depends on their lengths."""
+    name = "config_sentence_transformers.json"
+    found = read_json(directory, name) if (directory / name).exists() else None
+    return isinstance(found, dict) and found.get("similarity_fn_name") in ("dot", "dot_product")
 
 
 def decoder_pooling(directory: Path) -> str | None:

@@ -72,7 +72,7 @@ class _Builder:
                 final_norm=self.norm(f"{self.start}{layout.final_norm}") if layout.final_norm else None,
                 pooling=model.pooling,
                 dense=self.head() if model.score else self.modules(modules),
-                normalized=model.score is None,
+                normalized=model.normalized and model.score is None,
                 hidden_size=model.hidden_size,
                 num_heads=model.num_heads,
                 num_kv_heads=model.num_kv_heads,

@@ -175,7 +175,8 @@ def compare_embeddings(llm: LLM, reference: Reference, encoder: EncoderConfig | 
         if theirs.shape != embedding.shape:
             findings.differences.append(f"embeddings have {len(embedding)} numbers, and {len(theirs)} in the reference")
             return
-        largest = float(np.maximum(largest, np.abs(theirs - embedding).max()))  # NaN stays
+        ours_of_length_1 = embedding / np.linalg.norm(embedding)
+        largest = float(np.maximum(largest, np.abs(theirs - ours_of_length_1).max()))  # NaN stays
     findings.note("embeddings", f"{len(texts)} texts; the largest difference of a number is {largest:.1e}")
     if not largest <= reference.embedding_tolerance:
         findings.differences.append(f"embeddings differ by up to {largest:.1e}, more than {reference.embedding_tolerance:.0e}")
