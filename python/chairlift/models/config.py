@@ -298,7 +298,7 @@ class ModelConfig(ModelShape):
             latent=latent,
             experts=parse_experts(raw, family.mixture, layers) if family.mixture and (not family.single or EXPERTS in kinds) else None,
             variants=variants,
-            only_in_rust=family.code is Code.RUST,
+            only_in_rust=family.code is Code.RUST or (scheme is not None and scheme.kind != ""),
             later_layers=parse_count(raw, "num_nextn_predict_layers"),
             headless=not HEADLESS.keys().isdisjoint(parse_names(raw, "architectures") or []),
             scheme=scheme,

@@ -9,9 +9,13 @@ from typing import Any
 
 from chairlift.models.fields import parse_table, read_json
 
-SUPPORTED = "compressed-tensors of 8-bit floats or 4-bit integers, fp8, ModelOpt FP8, GPTQ, AWQ and AutoRound of 4 bits, and GGUF files"
+SUPPORTED = (
+    "compressed-tensors and fp8 of 8-bit floats, compressed-tensors and GPTQ of 4- or 8-bit integers, AWQ, AutoRound and bitsandbytes of 4 "
+    "bits, ModelOpt FP8, NVFP4, and GGUF files"
+)
 FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where older versions of ModelOpt, AutoGPTQ and AutoAWQ describe the quantization, instead of in config.json, and their methods."""
+NVFP4_GROUP = 16
 MIN_GROUP = 16
 """Fewest columns of a scale: the inner side of a GPU's products."""
 
@@ -23,7 +27,8 @@ class QuantizationScheme:
     `method` is compressed-tensors, fp8, modelopt, gptq or awq; AutoRound has the layouts of the last two. A scale is of `group` columns, or
     of a whole row if `group` is 0, and of `block_rows` rows. Stored zeros are `zero_offset` less than they mean. `per_token` means that the
     model is made for activations in e4m3; they are rounded with a scale of each token, also where the checkpoint has one scale for all.
-    Which layers are quantised is seen in their tensors.
+    Which layers are quantised is seen in their tensors. Weights of another `kind` (nvfp4, nf4, int8) are not kept packed. They are
+    multiplied out when they are loaded, on a CPU alone.
     """
 
     method: str
@@ -32,11 +37,12 @@ class QuantizationScheme:
     block_rows: int = 1
     zero_offset: int = 0
     per_token: bool = False
+    kind: str = ""
 
     @property
     def name(self) -> str:
         """The scheme in words."""
-        return f"{self.method} {'e4m3' if self.bits == 8 else 'int4'}"
+        return f"{self.method} {self.kind or ('e4m3' if self.bits == 8 else 'int4')}"
 
     def weight_bytes(self, outs: int, ins: int) -> int:
         """Bytes of a weight in torch, with scales of four bytes for e4m3 and of two for integers, which also have zeros."""
@@ -97,6 +103,12 @@ def _group(group: dict[str, Any], layout: str) -> QuantizationScheme:
         inputs = group.get("input_activations") or {}
         per_token = columns == 0 and inputs.get("type") == "float" and inputs.get("strategy") in ("token", "tensor")
         return QuantizationScheme("compressed-tensors", 8, _size(columns), _size(rows), per_token=per_token)
+    if kind == "float4" and layout == "nvfp4-pack-quantized" and weights.get("group_size") == NVFP4_GROUP:
+        return QuantizationScheme("compressed-tensors", 4, kind="nvfp4")
+    if kind == "int8" and layout in ("int-quantized", "naive-quantized", "pack-quantized") and strategy in ("tensor", "channel", "group"):
+        if weights.get("actorder") not in (None, False, "weight", "static"):
+            raise ValueError(f"actorder {weights['actorder']}")
+        return QuantizationScheme("compressed-tensors", 8, _size(weights["group_size"]) if strategy == "group" else 0, kind="int8")
     if kind == "int4" and layout == "pack-quantized" and strategy in ("group", "channel"):
         if weights.get("actorder") not in (None, False, "weight", "static"):
             raise ValueError(f"actorder {weights['actorder']}")
@@ -113,8 +125,10 @@ def _fp8(found: dict[str, Any]) -> QuantizationScheme:
 
 
 def _modelopt(found: dict[str, Any]) -> QuantizationScheme:
-    """NVIDIA's ModelOpt, documented in https://github.com/NVIDIA/Model-Optimizer: e4m3 with a scale of each matrix, or of each row."""
+    """NVIDIA's ModelOpt, documented in https://github.com/NVIDIA/Model-Optimizer: NVFP4, or e4m3 with a scale of a matrix or row."""
     algorithm = str(found["quant_algo"])
+    if algorithm == "NVFP4" and found.get("group_size", NVFP4_GROUP) == NVFP4_GROUP:
+        return QuantizationScheme("modelopt", 4, kind="nvfp4")
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         raise ValueError(algorithm)
     return QuantizationScheme("modelopt", 8, per_token=True)
@@ -123,12 +137,20 @@ def _modelopt(found: dict[str, Any]) -> QuantizationScheme:
 def _gptq(found: dict[str, Any]) -> QuantizationScheme:
     """Documented by AutoGPTQ and GPTQModel."""
     layout = found.get("checkpoint_format") or "gptq"
-    if found["bits"] != 4 or layout not in ("gptq", "gptq_v2") or found.get("is_marlin_format"):
+    if found["bits"] not in (4, 8) or layout not in ("gptq", "gptq_v2") or found.get("is_marlin_format"):
         raise ValueError(f"{found['bits']} bits, {layout}")
     if found.get("dynamic") or found.get("lm_head"):
         raise ValueError("other bits in some layers, or a quantised head")
     # The first version stores zeros less 1.
-    return QuantizationScheme("gptq", 4, _size(found["group_size"]), zero_offset=int(layout == "gptq"))
+    kind = "int8" if found["bits"] == 8 else ""
+    return QuantizationScheme("gptq", found["bits"], _size(found["group_size"]), zero_offset=int(layout == "gptq"), kind=kind)
+
+
+def _bitsandbytes(found: dict[str, Any]) -> QuantizationScheme:
+    """Documented in https://huggingface.co/docs/bitsandbytes: 4 bits."""
+    if not (found.get("load_in_4bit") or found.get("_load_in_4bit")):
+        raise ValueError("8 bits")
+    return QuantizationScheme("bitsandbytes", 4, kind="nf4")
 
 
 def _awq(found: dict[str, Any]) -> QuantizationScheme:
@@ -171,6 +193,7 @@ METHODS: dict[str, Callable[[dict[str, Any]], QuantizationScheme]] = {
     "modelopt": _modelopt,
     "gptq": _gptq,
     "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
     "auto-round": _auto_round,
     "intel/auto-round": _auto_round,
 }
