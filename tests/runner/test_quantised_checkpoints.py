@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from quantised_checkpoints import EXPANDED, FORMATS, GROUP, quantise_checkpoint
+from quantised_checkpoints import DOWN, EXPANDED, FORMATS, GROUP, quantise_checkpoint
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
@@ -31,7 +31,6 @@ pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SIZES = {"device": "cpu", "max_model_len": 64, "num_kv_blocks": 40, "block_size": 8, "max_num_seqs": 4}
 PROMPTS = [[5], list(range(10, 40)), [7, 9, 7, 9, 7, 9]]
-DOWN = "model.layers.1.mlp.down_proj"
 SHAPE = (48, 80)
 """Outputs and inputs of DOWN."""
 
@@ -312,7 +311,7 @@ BAD = {
     "bits of a layer": ("auto-round", {"extra_config": {"lm_head": {"bits": 8}}}, "8 bits of None"),
     "groups of a layer": ("auto-round", {"extra_config": {"lm_head": {"bits": 4, "group_size": 32}}}, "in several ways"),
     "unknown layout": ("auto-round", {"packing_format": "auto_round:mine"}, "quantised with auto-round"),
-    "mlx": ("gptq", {"quant_method": None}, "quantised with MLX has no code of ours"),
+    "mlx": ("mlx", {DOWN: {"mode": "mxfp4"}}, r"quantised with mlx \(mode mxfp4\) has no code of ours"),
     "int2": ("packed", {"config_groups": {"a": {"weights": {"type": "int", "num_bits": 2, "strategy": "channel"}}}}, "int2"),
     "unknown": ("fp8", {"quant_method": "mine"}, "a checkpoint quantised with mine has no code of ours .*compressed-tensors.*GPTQ and AWQ"),
 }

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 GROUP = 16
+DOWN = "model.layers.1.mlp.down_proj"
 BLOCK = (16, 32)
 """Rows and columns of a block of fp8."""
 
@@ -173,6 +174,22 @@ def int8(group: int | None, packed: bool) -> Callable[[torch.Tensor], Packed]:
     return pack
 
 
+def mlx(bits: int) -> Callable[[torch.Tensor], Packed]:
+    """Integers of any bits, bit by bit from the lowest on, with a scale and a bias of each group of columns."""
+
+    def pack(weight: torch.Tensor) -> Packed:
+        tiles = weight.unflatten(1, (-1, GROUP))
+        bias = tiles.amin(2).to(torch.bfloat16)
+        scale = ((tiles.amax(2) - bias.float()) / (2**bits - 1)).to(torch.bfloat16)
+        numbers = ((tiles - bias.float()[..., None]) / scale.float()[..., None]).round().clamp(0, 2**bits - 1)
+        whole = (numbers * scale.float()[..., None] + bias.float()[..., None]).flatten(1)
+        digits = (numbers.flatten(1).long()[..., None] >> torch.arange(bits)) & 1
+        words = (digits.reshape(len(weight), -1, 32) << torch.arange(32)).sum(2)
+        return Packed({"weight": words.to(torch.uint32), "scales": scale, "biases": bias}, whole)
+
+    return pack
+
+
 def gptq_of_8_bits(weight: torch.Tensor) -> Packed:
     """Integers of 8 bits along the inputs, zeros along the outputs, less 1."""
     tiles = weight.unflatten(1, (-1, GROUP))
@@ -240,6 +257,8 @@ EXPANDED = {
     "nested nf4": Format(nf4(True), {"quant_method": "bitsandbytes", "_load_in_4bit": True, "bnb_4bit_use_double_quant": True}),
     "int8": Format(int8(None, False), compressed("int-quantized", 8, "int", strategy="channel")),
     "int8 in words": Format(int8(GROUP, True), compressed("pack-quantized", 8, "int", **PACKED) | {"quantization_status": "compressed"}),
+    "mlx": Format(mlx(4), {"bits": 4, "group_size": GROUP}),
+    "mlx of 6 bits": Format(mlx(6), {"bits": 6, "group_size": GROUP, "mode": "affine", DOWN: {"bits": 6, "group_size": GROUP}}),
     "gptq of 8 bits": Format(gptq_of_8_bits, {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
 }
 """Those that are multiplied out, on a CPU alone."""
@@ -250,7 +269,7 @@ def quantise_checkpoint(directory: Path, target: Path, form: str) -> None:
     pack, config = (FORMATS | EXPANDED)[form]
     tensors, packed = load_file(directory / "model.safetensors"), {}
     for name, tensor in tensors.items():
-        if not name.endswith("proj.weight"):
+        if not name.endswith("proj.weight") and not (form.startswith("mlx") and tensor.ndim == 2):
             packed[name] = tensor
             continue
         parts, tensors[name] = pack(tensor)

@@ -11,7 +11,7 @@ from chairlift.models.fields import parse_table, read_json
 
 SUPPORTED = (
     "compressed-tensors and fp8 of 8-bit floats, compressed-tensors and GPTQ of 4- or 8-bit integers, AWQ, AutoRound and bitsandbytes of 4 "
-    "bits, ModelOpt FP8, NVFP4, and GGUF files"
+    "bits, MLX, ModelOpt FP8, NVFP4, and GGUF files"
 )
 FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where older versions of ModelOpt, AutoGPTQ and AutoAWQ describe the quantization, instead of in config.json, and their methods."""
@@ -27,8 +27,8 @@ class QuantizationScheme:
     `method` is compressed-tensors, fp8, modelopt, gptq or awq; AutoRound has the layouts of the last two. A scale is of `group` columns, or
     of a whole row if `group` is 0, and of `block_rows` rows. Stored zeros are `zero_offset` less than they mean. `per_token` means that the
     model is made for activations in e4m3; they are rounded with a scale of each token, also where the checkpoint has one scale for all.
-    Which layers are quantised is seen in their tensors. Weights of another `kind` (nvfp4, nf4, int8) are not kept packed. They are
-    multiplied out when they are loaded, on a CPU alone.
+    Which layers are quantised is seen in their tensors. Weights of another `kind` (nvfp4, nf4, int8, integers) are not kept packed.
+    They are multiplied out when they are loaded, on a CPU alone.
     """
 
     method: str
@@ -72,7 +72,7 @@ def parse_quantization(found: Any) -> QuantizationScheme | None:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else None
     if method is None and isinstance(found, dict) and found.keys() >= {"group_size", "bits"}:
-        method = "MLX"
+        method = "mlx"  # which names no method
     if method == "compressed-tensors" and not found.get("config_groups") and found.get("kv_cache_scheme"):
         return None
     try:
@@ -161,6 +161,14 @@ def _awq(found: dict[str, Any]) -> QuantizationScheme:
     return QuantizationScheme("awq", 4, _size(found.get("group_size", found.get("q_group_size"))))
 
 
+def _mlx(found: dict[str, Any]) -> QuantizationScheme:
+    """Apple's MLX: integers with scales and biases of groups. The tensors tell the bits and the group of each layer."""
+    for settings in (found, *(value for value in found.values() if isinstance(value, dict))):
+        if settings.get("mode", "affine") != "affine":
+            raise ValueError(f"mode {settings['mode']}")
+    return QuantizationScheme("mlx", found["bits"], kind="integers")
+
+
 def _auto_round(found: dict[str, Any]) -> QuantizationScheme:
     """Intel's AutoRound, which packs integers in GPTQ's or AWQ's layout: https://github.com/intel/auto-round."""
     layers = [layer for layer in (found.get("extra_config") or {}).values() if layer.get("bits", 16) < 16]  # the others are not quantised
@@ -194,6 +202,7 @@ METHODS: dict[str, Callable[[dict[str, Any]], QuantizationScheme]] = {
     "gptq": _gptq,
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
+    "mlx": _mlx,
     "auto-round": _auto_round,
     "intel/auto-round": _auto_round,
 }

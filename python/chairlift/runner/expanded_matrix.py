@@ -20,7 +20,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6],
 STATE = "weight.quant_state.bitsandbytes__"
 """What begins the name of bitsandbytes' settings of a matrix, which are JSON in bytes."""
 EXPANDED = (
-    *("weight_global_scale", "input_global_scale", "weight_scale_2"),
+    *("biases", "weight_global_scale", "input_global_scale", "weight_scale_2"),
     *("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", f"{STATE}nf4", f"{STATE}fp4"),
 )
 """Tensors of these layers that other formats lack. Scales of activations are not used."""
@@ -33,6 +33,8 @@ def expand(scheme: QuantizationScheme, read: Read, has: Has, outs: int, ins: int
             return _nvfp4(read, has, outs, ins)
         if scheme.kind == "nf4":
             return _bitsandbytes(read, has, outs, ins)
+        if scheme.method == "mlx":
+            return _mlx(read, outs, ins)
         return _gptq(scheme, read, has, outs, ins) if scheme.method == "gptq" else _int8(scheme, read, has, outs, ins)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UnsupportedModel(f"a matrix of {outs} rows and {ins} columns cannot be read as {scheme.name} ({error!r:.100})") from None
@@ -69,6 +71,15 @@ def _bitsandbytes(read: Read, has: Has, outs: int, ins: int) -> Floats:
     codes = np.stack((pairs >> 4, pairs & 15), 1).reshape(-1)
     whole = as_float32(read("weight.quant_map", (16,)))[codes]
     return np.ascontiguousarray((whole * np.repeat(as_float32(scale), state["blocksize"])[: whole.size]).reshape(outs, ins))
+
+
+def _mlx(read: Read, outs: int, ins: int) -> Floats:
+    """Integers of any bits, one after another from the lowest bit of a row on, with a scale and a bias of each group of columns."""
+    words, scale, bias = read("weight"), as_float32(read("scales")), as_float32(read("biases"))
+    bits = 32 * words.shape[1] // ins
+    digits = np.unpackbits(words.astype("<u4").view(np.uint8), axis=1, bitorder="little")[:, : bits * ins]
+    numbers = np.packbits(digits.reshape(outs, ins, bits), axis=2, bitorder="little")[..., 0].reshape(*scale.shape, -1)
+    return (numbers * scale[..., None] + bias[..., None]).reshape(outs, ins)
 
 
 def _int8(scheme: QuantizationScheme, read: Read, has: Has, outs: int, ins: int) -> Floats:

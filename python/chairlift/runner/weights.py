@@ -140,7 +140,7 @@ class SafetensorWeights:
 
     def is_quantised(self, layer: str) -> bool:
         """Whether a linear layer has tensors of the scheme."""
-        kinds = ("weight_scale", "weight_scale_inv", "qweight", "weight.absmax")
+        kinds = ("weight_scale", "weight_scale_inv", "qweight", "weight.absmax", "biases")
         return self._scheme is not None and any(self.has(f"{layer}.{kind}") for kind in kinds)
 
     def matrix(self, layer: str, outs: int, ins: int) -> Array | QuantisedMatrix:
