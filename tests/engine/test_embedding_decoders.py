@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import numpy as np
 import pytest
 import tiny_encoders
@@ -87,6 +88,17 @@ def test_other_poolings_and_attention_to_later_tokens(tmp_path: Path, name: str,
             - oracle(input_ids=torch.tensor([TEXTS[0][:1]])).last_hidden_state[0, 0]
         )
     assert (ahead.abs().max() > 1e-3) == (oracle.config.is_causal is False if hasattr(oracle.config, "is_causal") else False)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_the_mean_of_a_gguf_file(tmp_path: Path, kind: str) -> None:
+    model = gguf_files.tiny_model(kind)
+    gguf_files.gguf_of(model, tmp_path / "file.gguf", replaced={f"{kind}.pooling_type": 1})
+    with torch.no_grad():
+        states = [model.model(input_ids=torch.tensor([text])).last_hidden_state[0].mean(0) for text in TEXTS]
+    with LLM(tmp_path / "file.gguf", threads=2) as llm:
+        assert np.abs(llm.embed(TEXTS) - torch.stack([state / state.norm() for state in states]).numpy()).max() < 1e-5
+        assert not llm.info.generates
 
 
 def test_layers_after_the_last_state(tmp_path: Path) -> None:
