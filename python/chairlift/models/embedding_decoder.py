@@ -28,7 +28,8 @@ def decoder_name(raw: dict[str, Any]) -> tuple[str, str] | None:
 
 def is_causal(raw: dict[str, Any], name: str) -> bool:
     """Whether tokens attend to no later ones."""
-    return raw.get("is_causal") is not False and raw.get("use_bidirectional_attention") is not True and not name.endswith(_BIDIRECTIONAL)
+    usual = raw.get("is_causal") is not False and raw.get("use_bidirectional_attention") in (None, False, "vision")
+    return usual and not name.endswith(_BIDIRECTIONAL)
 
 
 def parse_decoder(raw: dict[str, Any], directory: Path, names: tuple[str, str]) -> tuple[ModelConfig, EncoderArchitecture]:
