@@ -61,9 +61,9 @@ def test_what_transformers_writes_by_default_is_read(family, tmp_path):
 
 
 def test_the_type_of_a_model_without_architectures_names_one():
-    assert parse(architectures=None, model_type="qwen2").architecture == "Qwen2ForCausalLM"
+    assert parse(architectures=None, model_type="qwen2", num_key_value_heads=2).architecture == "Qwen2ForCausalLM"
     assert parse(architectures=[], model_type="llama").architecture == "LlamaForCausalLM"
-    assert parse(architectures=["MistralForCausalLM"], model_type="llama").architecture == "MistralForCausalLM"
+    assert parse(architectures=["MistralForCausalLM"], model_type="llama", num_key_value_heads=2).architecture == "MistralForCausalLM"
 
 
 def test_both_spellings_of_rope_are_read():

@@ -15,7 +15,7 @@ _NAME = re.compile(
     r"(?:@(?P<revision>\w[\w.-]*))?(?::(?P<tag>[\w.-]+)|/(?P<file>.+\.gguf))?",
     re.ASCII | re.IGNORECASE,
 )
-_TYPE = re.compile(r"i?q[1-8]_\w+|t?[bf]p?(16|32)|mxfp4\w*", re.ASCII | re.IGNORECASE)
+_TYPE = re.compile(r"i?q[1-8]_\w+|[bt]?fp?(16|32)|mxfp4\w*", re.ASCII | re.IGNORECASE)
 """Types of weights, which LM Studio writes where other programs have a revision."""
 _REVISION = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")

@@ -10,8 +10,8 @@ from typing import Any
 from chairlift.models.fields import parse_table, read_json
 
 SUPPORTED = (
-    "compressed-tensors and fp8 of 8-bit floats, compressed-tensors and GPTQ of 4- or 8-bit integers, AWQ, AutoRound and bitsandbytes of 4 "
-    "bits, MLX, ModelOpt FP8, NVFP4, and GGUF files"
+    "compressed-tensors of 8-bit floats or of 4- or 8-bit integers, fp8, ModelOpt FP8, NVFP4, MLX, bitsandbytes and AutoRound of 4 bits, "
+    "GPTQ and AWQ, and GGUF files"
 )
 FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where older versions of ModelOpt, AutoGPTQ and AutoAWQ describe the quantization, instead of in config.json, and their methods."""
