@@ -76,16 +76,19 @@ def test_both_spellings_of_rope_are_read():
     scaled = RopeConfig(dim=16, theta=5e5, scaling=Linear(2.0))
     assert parse(rope_parameters=written, rope_scaling={"type": "linear", "factor": 2.0}).rope == scaled
     assert parse(rope_parameters=written, rope_scaling=None).rope == RopeConfig(dim=16, theta=5e5)
-    assert parse(rope_parameters={"full_attention": written, "sliding_attention": written}).rope == RopeConfig(dim=16, theta=5e5)
-    with pytest.raises(NoNativeModel, match="differ by kind of layer"):
-        parse(rope_parameters={"full_attention": written, "sliding_attention": {**written, "rope_theta": 1e4}})
+    with pytest.raises(NoNativeModel, match="by kind of layer"):
+        parse(rope_parameters={"full_attention": written, "sliding_attention": written})
 
 
 def test_sliding_windows_are_per_layer():
     mistral = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4}
     assert parse(**mistral, sliding_window=None).windows == (None,) * 3
     assert parse(**mistral, sliding_window=8).windows == (8,) * 3
-    assert parse(architectures=["Ministral3ForCausalLM"], num_key_value_heads=4, sliding_window=8).windows == (8,) * 3
+    # transformers then takes the class of Ministral.
+    listed = ["full_attention", "sliding_attention", "full_attention"]
+    assert parse(**mistral, sliding_window=8, layer_types=listed).windows == (None, 8, None)
+    ministral3 = {"architectures": ["Ministral3ForCausalLM"], "num_key_value_heads": 4, "sliding_window": 8}
+    assert parse(**ministral3).windows == parse(**ministral3, layer_types=listed).windows == (8,) * 3
     assert parse(sliding_window=8).windows == (None,) * 3
     qwen = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4, "sliding_window": 8}
     assert parse(**qwen).windows == (None,) * 3

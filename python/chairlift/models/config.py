@@ -445,7 +445,7 @@ def _windows(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[in
     if rule is Windows.NONE or window is None or (rule is Windows.SWITCHED and not raw.get("use_sliding_window", False)):
         return (None,) * layers
     window = parse_size({"sliding_window": window}, "sliding_window")
-    if rule is Windows.ALL:
+    if rule is Windows.ALL or (rule is Windows.ALL_UNLESS_LISTED and types is None):
         return (window,) * layers
     if types is None and family.window_interval is not None:
         interval = parse_size(raw, "sliding_window_pattern", family.window_interval)

@@ -22,7 +22,9 @@ def parse_ropes(raw: dict[str, Any], family: Architecture, head_dims: tuple[int,
     Raises UnsupportedModel for invalid values, and NoNativeModel for a kind that there is no code for.
     """
     if family.local_theta is None:
-        rope = _parse(_of_all_layers(raw), family, family.theta, head_dims[0])
+        if any(isinstance(table, dict) for table in parse_table(raw, "rope_parameters").values()):
+            raise NoNativeModel("rotary parameters by kind of layer have no code of ours in this architecture")
+        rope = _parse(raw, family, family.theta, head_dims[0])
         return rope, rope
     # transformers 5 has a table for each kind of layer. Earlier versions have a separate number for layers with a window.
     tables = parse_table(raw, "rope_parameters")
@@ -56,14 +58,6 @@ def rope_table(raw: dict[str, Any]) -> dict[str, Any]:
     if raw.get("original_max_position_embeddings") is not None:
         found["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     return found
-
-
-def _of_all_layers(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json in which the rotary parameters are not listed by kind of layer. Raises NoNativeModel if the kinds differ."""
-    tables = [table for table in parse_table(raw, "rope_parameters").values() if isinstance(table, dict)]
-    if any(table != tables[0] for table in tables):
-        raise NoNativeModel("rotary parameters that differ by kind of layer have no code of ours in this architecture")
-    return raw | {"rope_parameters": tables[0]} if tables else raw
 
 
 def _parse(raw: dict[str, Any], family: Architecture, theta: float, head_dim: int) -> RopeConfig:
