@@ -1119,6 +1119,8 @@ class Encoder:
         norm_eps: float,
         embedding_scale: float,
         attention_scale: float,
+        causal: bool,
+        distances: NDArray[np.float32] | None,
         ropes: Sequence[NDArray[np.float32]],
         longest: int,
         threads: int,
@@ -1127,7 +1129,9 @@ class Encoder:
 
         `positions` and `types` are flat tables of embeddings, rows of the hidden size; `types` may be empty. `pooling` is first, last or
         mean. `dense` are layers after it: weights and activation (identity, tanh or gelu). `normalized` scales the result to length
-        1. `ropes` are radians per position of each pair. `longest` is the most tokens of a text.
+        1. In a `causal` model tokens do not attend to later ones. `distances` [heads, 2 * longest - 1], flat, are added to scores by how
+        far the key is after the query, from 1 - longest on. `ropes` are radians per position of each pair. `longest` is the most tokens of
+        a text.
         """
 
     def embed(self, ids: NDArray[np.int32], types: NDArray[np.int32], starts: NDArray[np.int32], out: NDArray[np.float32]) -> None:

@@ -23,6 +23,16 @@ def test_only_sampling_settings_that_are_set_are_taken(tmp_path):
     assert recommended_sampling(tmp_path) == {"temperature": 0.6, "top_k": 20}
 
 
+def test_other_settings_that_would_change_answers_are_reported(tmp_path, caplog):
+    write(tmp_path, json.dumps({"stop_strings": ["a"], "bad_words_ids": [[1]], "typical_p": 1.0, "num_beams": 1, "min_length": 0}))
+    assert recommended_sampling(tmp_path) == {}
+    assert "sets stop_strings, bad_words_ids, which is not used" in caplog.text
+    caplog.clear()
+    write(tmp_path, json.dumps({"guidance_scale": None, "min_new_tokens": None, "transformers_version": "5.0.0", "pad_token_id": 3}))
+    assert recommended_sampling(tmp_path) == {}
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("text", [None, "", "[]", "{", '{"eos_token_id": 2}'])
 def test_a_model_may_recommend_nothing(tmp_path, text):
     if text is not None:

@@ -231,6 +231,31 @@ def test_a_file_of_a_directory_stands_for_it(tmp_path: Path) -> None:
     assert locate(str(model / "model.safetensors.index.json")) == model
 
 
+def test_a_file_may_be_named_by_its_address(tmp_path: Path, cache: Path) -> None:
+    model = tmp_path / "a model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_text("{}")
+    gguf_of(tiny_model("qwen2"), tmp_path / "tiny.gguf")
+    for start in ("file://", "file://localhost", "file:", "FILE://"):
+        assert locate(f"{start}{tmp_path}/a%20model") == model
+        assert locate(f"{start}{tmp_path}/tiny.gguf", progress=False) == locate(str(tmp_path / "tiny.gguf"), progress=False)
+    assert public_name(f"file://{tmp_path}/tiny.gguf") == "tiny"
+    for other in (f"file://elsewhere{tmp_path}/tiny.gguf", "file://tiny.gguf"):
+        with pytest.raises(ModelNotFound, match="there is no model"):
+            locate(other)
+
+
+def test_an_adapter_beside_the_weights_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    locate(str(tmp_path))
+    assert capsys.readouterr().err == ""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert locate(str(tmp_path)) == tmp_path
+    assert "also holds a LoRA adapter, which is used only with --lora-modules" in capsys.readouterr().err
+
+
 def test_a_repository_of_the_hubs_cache_stands_for_its_snapshot(tmp_path: Path, cache: Path, hub: FakeHub) -> None:
     hub.add("org/model", {"config.json": b"{}", "model.safetensors": b"1"})
     gguf_of(tiny_model("qwen2"), tmp_path / "tiny.gguf")

@@ -14,6 +14,13 @@ from chairlift.errors import ModelNotFound
         ("hf.co/org/repo:latest", HubName("org/repo")),
         ("hf.co/repo", HubName("hf.co/repo")),
         ("hf://org/repo:Q8_0", HubName("org/repo", "Q8_0")),
+        ("hf:org/repo", HubName("org/repo")),
+        ("huggingface:org/repo:Q8_0", HubName("org/repo", "Q8_0")),
+        ("org/repo@v1.0", HubName("org/repo", revision="v1.0")),
+        ("hf://org/repo@v1.0/Q8_0/a.gguf", HubName("org/repo", file="Q8_0/a.gguf", revision="v1.0")),
+        ("org/repo@4_0:Q8_0", HubName("org/repo", "Q8_0", revision="4_0")),
+        ("org/repo@q4_k_m", HubName("org/repo", "q4_k_m")),
+        ("org/repo@BF16", HubName("org/repo", "BF16")),
         ("org/repo:model-Q8_0.GGUF", HubName("org/repo", "model-Q8_0")),
         ("https://huggingface.co/org/repo/raw/main/m.gguf", HubName("org/repo", file="m.gguf", revision="main")),
         ("org/repo/Q8_0/model-Q8_0.gguf", HubName("org/repo", file="Q8_0/model-Q8_0.gguf")),
@@ -39,7 +46,11 @@ def test_the_address_of_another_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(parse_name("https://elsewhere.example/org/repo/resolve/main/a.gguf"), FileAddress)
 
 
-@pytest.mark.parametrize("text", ["gpt2", "", "a/b/c", "../a", "./a/b", "/a/b", "a/..", "org/na me", "~/m", "a/b:c:d", "C:\\a\\b", "a/b\n"])
+NO_NAMES = ["gpt2", "", "a/b/c", "../a", "./a/b", "/a/b", "a/..", "org/na me", "~/m", "a/b:c:d", "a/b@", "a/b@..", "file:///a/b"]
+NO_NAMES += ["C:\\a\\b", "a/b\n"]
+
+
+@pytest.mark.parametrize("text", NO_NAMES)
 def test_what_is_no_name(text: str) -> None:
     assert parse_name(text) is None
     assert not is_hub_name(text)

@@ -41,13 +41,15 @@ def test_names_are_ollamas(store: Path) -> None:
         ("library/llama3.2:1b", "llama3.2:1b"),
         ("registry.ollama.ai/library/llama3.2", "llama3.2:latest"),
         ("ollama.com/library/llama3.2:1b", "llama3.2:1b"),
+        ("https://ollama.com/library/llama3.2:1b", "llama3.2:1b"),
+        ("https://ollama.com/user/own:v1", "user/own:v1"),
         ("ollama://user/own:v1", "user/own:v1"),
         ("user/own:v1", "user/own:v1"),
         ("huggingface.co/org/repo:q4_k_m", "hf.co/org/repo:Q4_K_M"),
     ):
         assert (found := find_ollama_model(text)) is not None
         assert found.name == name
-    for text in ("llama3.2:3b", "own", "../llama3.2", "", "a/b/c/d", "llama3.2:1b/x"):
+    for text in ("llama3.2:3b", "own", "../llama3.2", "", "a/b/c/d", "llama3.2:1b/x", "https://example.com/llama3.2"):
         assert find_ollama_model(text) is None
 
 

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_files import tokenizer_of_bytes
 from tekken_files import write_tekken
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from chairlift.checkpoint.plain_text import plain
+from chairlift.checkpoint.pre_tokenizers import split_into_bytes
 from chairlift.checkpoint.sentencepiece import Kind, Vocabulary, merges, unigram
+from chairlift.checkpoint.tekken import tekken_tokenizer
 from chairlift.checkpoint.tokenizer_files import load_backend
 from chairlift.errors import UnsupportedModel
 from chairlift.grammar.trial import Vocabulary as MaskedVocabulary
@@ -322,6 +325,39 @@ def test_vocabularies_of_other_classes_are_refused(tmp_path: Path) -> None:
         load_backend(tmp_path / "vocab.json", {"tokenizer_class": "CLIPTokenizer"})
     with pytest.raises(UnsupportedModel, match=r"vocab.json cannot be read as a vocabulary"):
         load_backend(tmp_path / "vocab.json", {"tokenizer_class": "Qwen2Tokenizer"})
+
+
+def test_a_tekken_beside_a_tokenizer_json_says_how_texts_are_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_tekken(tmp_path / "tekken.json")
+    right = load_backend(tmp_path / "tekken.json", {})
+    text = "hello xyz hell"
+    for pattern, is_right in ((r" ?\p{L}+|\s+|.", True), (r"\p{L}|\s", False)):
+        caplog.clear()
+        converted = tekken_tokenizer(tmp_path / "tekken.json")
+        split_into_bytes(converted, [pattern])
+        converted.save(str(tmp_path / "tokenizer.json"))
+        assert (converted.encode(text).ids == right.encode(text, add_special_tokens=False).ids) == is_right
+        found = load_backend(tmp_path / "tokenizer.json", {})
+        assert found.encode(text).ids == right.encode(text, add_special_tokens=False).ids
+        assert ("whose rule is used" in caplog.text) != is_right
+
+
+def test_texts_to_embed_end_with_the_end_token_if_the_settings_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer_of_bytes(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"add_eos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    plain = Tokenizer(tmp_path).encode("hello")
+    assert plain == AutoTokenizer.from_pretrained(tmp_path)("hello")["input_ids"]
+    (tmp_path / "modules.json").write_text("[]")  # only models of sentence-transformers
+    assert caplog.text == ""
+    assert Tokenizer(tmp_path).encode("hello") == [*plain, 256]
+    assert "it is added" in caplog.text
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    ends = [(token, backend.token_to_id(token)) for token in ("<|user|>", "<|end|>")]
+    for single, expected in (("<|user|> $A", [257, *plain, 256]), ("$A <|end|>", [*plain, 256])):
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=[end for end in ends if end[0] in single])
+        backend.save(str(tmp_path / "tokenizer.json"))
+        assert Tokenizer(tmp_path).encode("hello") == expected
 
 
 def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from gguf_files import finish, writer_of
 from safetensors.torch import load_file, save_file
+from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from chairlift import LLM, SamplingParams
 from chairlift.checkpoint.gguf import GGUFTensors, open_gguf
@@ -20,6 +21,7 @@ from chairlift.checkpoint.gguf_encoder import encoder_modules
 from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidRequest, InvalidSetting, UnsupportedModel
+from chairlift.runner.cpu_encoder import buckets
 from chairlift.sampling import EMBED
 from chairlift.scheduling import Scheduling
 
@@ -28,7 +30,7 @@ POOLINGS = {"mean": "mean_tokens", "first": "cls_token", "last": "lasttoken"}
 
 
 FAMILIES = [("Bert", "mean"), ("Bert", "first"), ("Bert", "last"), ("Roberta", "mean"), ("XLMRoberta", "first")]
-FAMILIES += [("NomicBert", "mean"), ("Gemma3Text", "mean")]
+FAMILIES += [("NomicBert", "mean"), ("Gemma3Text", "mean"), ("ModernBert", "first"), ("DistilBert", "mean")]
 
 
 @pytest.mark.parametrize(("family", "pooling"), FAMILIES)
@@ -47,6 +49,53 @@ def test_embeddings_equal_those_of_transformers(tmp_path: Path, family: str, poo
         assert llm.tokenizer.encode("abc de") == [2, 4, 31, 32, 7, 34, 3]
 
 
+def test_embeddings_that_are_compared_by_their_dot_product_keep_their_lengths(tmp_path: Path) -> None:
+    oracle = tiny_encoders.write("Bert", tmp_path)
+    with torch.no_grad():
+        whole = oracle(input_ids=torch.tensor([TEXTS[0]])).last_hidden_state[0].mean(0).numpy()
+    similarity, modules = tmp_path / "config_sentence_transformers.json", tmp_path / "modules.json"
+
+    def embedding() -> np.ndarray:
+        with LLM(tmp_path, threads=1) as llm:
+            return llm.embed(TEXTS[0])[0]
+
+    similarity.write_text(json.dumps({"similarity_fn_name": "dot"}))
+    assert np.abs(embedding() - whole / np.linalg.norm(whole)).max() < 1e-5  # its modules scale them
+    modules.write_text(json.dumps([module for module in json.loads(modules.read_text()) if "Normalize" not in module["type"]]))
+    assert np.abs(embedding() - whole).max() < 1e-5
+    similarity.write_text(json.dumps({"similarity_fn_name": "cosine"}))
+    assert np.abs(embedding() - whole / np.linalg.norm(whole)).max() < 1e-5
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+def test_distances_change_the_scores_of_mpnet(tmp_path: Path, pooling: str) -> None:
+    oracle = tiny_encoders.write("MPNet", tmp_path, POOLINGS[pooling])
+    expected = np.stack([tiny_encoders.embed(oracle, text, pooling).numpy() for text in TEXTS])
+    with LLM(tmp_path, threads=2, max_num_batched_tokens=16) as llm:
+        embeddings = llm.embed(TEXTS)
+        assert np.abs(embeddings - expected).max() < 1e-5
+        assert np.array_equal(np.concatenate([llm.embed(text) for text in TEXTS]), embeddings)
+
+
+def test_older_entries_of_a_modernbert(tmp_path: Path) -> None:
+    oracle = tiny_encoders.write("ModernBert", tmp_path, global_attn_every_n_layers=2)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    older = {"global_attn_every_n_layers": 2, "global_rope_theta": 160000.0, "local_rope_theta": 10000.0}
+    assert raw["layer_types"] == ["full_attention", "sliding_attention"] * 2
+    path.write_text(json.dumps({name: value for name, value in raw.items() if name not in ("layer_types", "rope_parameters")} | older))
+    with LLM(tmp_path, threads=1) as llm:
+        assert np.abs(llm.embed(TEXTS[1]) - tiny_encoders.embed(oracle, TEXTS[1]).numpy()).max() < 1e-5
+
+
+def test_buckets_of_distances_are_those_of_transformers() -> None:
+    position = torch.arange(600)
+    expected = MPNetEncoder.relative_position_bucket(position[None] - position[:, None]).numpy()
+    found = buckets(600)
+    assert np.array_equal(found[599:], expected[0])
+    assert np.array_equal(found[:600], expected[-1])
+
+
 OTHER_NAMES = [
     ("Bert", ["BertModel"], "bert."),
     ("Bert", ["BertForMaskedLM"], "bert."),
@@ -54,6 +103,9 @@ OTHER_NAMES = [
     ("Bert", None, "0.auto_model."),
     ("XLMRoberta", ["XLMRobertaForMaskedLM"], "roberta."),
     ("Gemma3Text", ["Gemma3TextModel"], "model."),
+    ("ModernBert", ["ModernBertForMaskedLM"], "model."),
+    ("DistilBert", ["DistilBertForMaskedLM"], "distilbert."),
+    ("MPNet", None, "mpnet."),
 ]
 
 

@@ -60,6 +60,12 @@ def test_what_transformers_writes_by_default_is_read(family, tmp_path):
     assert ModelConfig.parse(sizes).max_position_embeddings == ours.max_position_embeddings
 
 
+def test_the_type_of_a_model_without_architectures_names_one():
+    assert parse(architectures=None, model_type="qwen2", num_key_value_heads=2).architecture == "Qwen2ForCausalLM"
+    assert parse(architectures=[], model_type="llama").architecture == "LlamaForCausalLM"
+    assert parse(architectures=["MistralForCausalLM"], model_type="llama", num_key_value_heads=2).architecture == "MistralForCausalLM"
+
+
 def test_both_spellings_of_rope_are_read():
     expected = RopeConfig(dim=16, theta=5e5, scaling=Llama3(8.0, 1.0, 4.0, 8192))
     assert parse(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}).rope == expected
@@ -70,13 +76,19 @@ def test_both_spellings_of_rope_are_read():
     scaled = RopeConfig(dim=16, theta=5e5, scaling=Linear(2.0))
     assert parse(rope_parameters=written, rope_scaling={"type": "linear", "factor": 2.0}).rope == scaled
     assert parse(rope_parameters=written, rope_scaling=None).rope == RopeConfig(dim=16, theta=5e5)
+    with pytest.raises(NoNativeModel, match="by kind of layer"):
+        parse(rope_parameters={"full_attention": written, "sliding_attention": written})
 
 
 def test_sliding_windows_are_per_layer():
     mistral = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4}
     assert parse(**mistral, sliding_window=None).windows == (None,) * 3
     assert parse(**mistral, sliding_window=8).windows == (8,) * 3
-    assert parse(architectures=["Ministral3ForCausalLM"], num_key_value_heads=4, sliding_window=8).windows == (8,) * 3
+    # transformers then takes the class of Ministral.
+    listed = ["full_attention", "sliding_attention", "full_attention"]
+    assert parse(**mistral, sliding_window=8, layer_types=listed).windows == (None, 8, None)
+    ministral3 = {"architectures": ["Ministral3ForCausalLM"], "num_key_value_heads": 4, "sliding_window": 8}
+    assert parse(**ministral3).windows == parse(**ministral3, layer_types=listed).windows == (8,) * 3
     assert parse(sliding_window=8).windows == (None,) * 3
     qwen = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4, "sliding_window": 8}
     assert parse(**qwen).windows == (None,) * 3

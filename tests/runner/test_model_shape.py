@@ -2,11 +2,15 @@ import json
 import logging
 from pathlib import Path
 
+import cpu_logits
+import numpy as np
 import pytest
 import tiny_models
+import torch
 from safetensors.torch import load_file, save_file
 
 from chairlift.errors import UnsupportedModel
+from chairlift.models.config import ModelConfig
 from chairlift.runner.model_shape import model_shape
 from chairlift.runner.weights import SafetensorWeights
 
@@ -28,6 +32,27 @@ def test_an_output_matrix_of_its_own_wins_over_the_configuration(tmp_path: Path,
     with caplog.at_level(logging.WARNING):
         assert not tied(tmp_path)
     assert "lm_head.weight differs from the embeddings and is used" in caplog.text
+
+
+def test_tied_embeddings_may_have_the_name_of_the_output_matrix(tmp_path: Path) -> None:
+    """As safetensors.torch.save_model keeps the first of two names."""
+    model = tiny_models.write("llama", tmp_path)
+    expected = cpu_logits.logits(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    shape = model_shape(tmp_path, in_torch=False, load_format="auto")
+    assert isinstance(shape, ModelConfig)
+    assert (shape.tie_word_embeddings, shape.embedding) == (True, "lm_head")
+    assert np.array_equal(cpu_logits.logits(tmp_path, shape=shape), expected)
+    with torch.no_grad():
+        theirs = type(model).from_pretrained(tmp_path)(torch.tensor([[7, 14]])).logits - model(torch.tensor([[7, 14]])).logits
+    assert theirs.abs().max() < 1e-5
+    tensors.pop("lm_head.weight")
+    save_file(tensors, file)
+    with pytest.raises(UnsupportedModel, match=r"no tensor model\.embed_tokens\.weight"):
+        cpu_logits.logits(tmp_path)
 
 
 def test_no_tensor_may_be_in_two_files(tmp_path: Path) -> None:

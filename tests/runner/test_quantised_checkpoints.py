@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from quantised_checkpoints import FORMATS, GROUP, quantise_checkpoint
+from quantised_checkpoints import DOWN, EXPANDED, FORMATS, GROUP, quantise_checkpoint
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
@@ -32,7 +32,6 @@ pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SIZES = {"device": "cpu", "max_model_len": 64, "num_kv_blocks": 40, "block_size": 8, "max_num_seqs": 4}
 PROMPTS = [[5], list(range(10, 40)), [7, 9, 7, 9, 7, 9]]
-DOWN = "model.layers.1.mlp.down_proj"
 SHAPE = (48, 80)
 """Outputs and inputs of DOWN."""
 
@@ -77,20 +76,61 @@ def test_a_matrix_is_that_of_the_format(form, make):
     assert scales <= expected.numel() // GROUP * 4
 
 
-@pytest.mark.parametrize("form", ["packed", "packed, with zeros", "packed by row", "floats", "floats by row", "floats in blocks"])
+@pytest.mark.parametrize("form", EXPANDED)
+def test_a_matrix_that_is_multiplied_out_is_that_of_the_format(form, make):
+    packed, plain = make(form)
+    expected = load_file(plain / "model.safetensors")[f"{DOWN}.weight"]
+    found = torch.from_numpy(matrices(packed).matrix(DOWN, *SHAPE))
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+    assert ModelConfig.load(packed).only_in_rust
+
+
+@pytest.mark.parametrize("form", EXPANDED)
+def test_rust_answers_as_the_model_that_a_checkpoint_stands_for(form, make):
+    packed, plain = make(form, "qwen3")
+    expected, found = (
+        [output.token_ids for output in LLM(str(directory), dtype="float32", **SIZES).generate(PROMPTS, GREEDY)]
+        for directory in (plain, packed)
+    )
+    assert found == expected
+
+
+DAMAGED = {
+    "nf4": ("weight.quant_state.bitsandbytes__nf4", lambda tensor: torch.tensor(list(b"{}"), dtype=torch.uint8), "KeyError"),
+    "nested nf4": ("weight.nested_quant_map", lambda tensor: tensor[:9], r"nested_quant_map is \[9\] where"),
+    "nvfp4": ("weight_global_scale", lambda tensor: torch.ones(2), "weight_global_scale is"),
+    "int8": ("weight_scale", lambda tensor: tensor[:5], "weight_scale is"),
+}
+
+
+@pytest.mark.parametrize("form", DAMAGED)
+def test_damaged_tensors_of_multiplied_out_matrices_are_named(form, make):
+    name, damage, message = DAMAGED[form]
+    packed, _ = make(form)
+    tensors = load_file(packed / "model.safetensors")
+    tensors[f"{DOWN}.{name}"] = damage(tensors[f"{DOWN}.{name}"]).contiguous()
+    save_file(tensors, packed / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=message):
+        matrices(packed).matrix(DOWN, *SHAPE)
+
+
+@pytest.mark.parametrize(
+    "form", ["packed", "packed, with zeros", "packed by row", "floats", "floats by row", "floats in blocks", "nvfp4", "int8"]
+)
 def test_compressed_tensors_reads_the_same(form, make):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
     packed, _ = make(form)
-    config = FORMATS[form].config
+    config = (FORMATS | EXPANDED)[form].config
     tensors = load_file(packed / "model.safetensors")
     layer = {name.removeprefix(f"{DOWN}."): tensor for name, tensor in tensors.items() if name.startswith(f"{DOWN}.")}
     layer.pop("input_scale", None)
     scheme = QuantizationScheme(**config["config_groups"]["group_0"])
     whole = BaseCompressor.get_value_from_registry(config["format"]).decompress(layer, scheme)["weight"]
-    found = torch.from_numpy(multiply_out(matrices(packed).matrix(DOWN, *SHAPE)))
+    found = matrices(packed).matrix(DOWN, *SHAPE)
+    found = torch.from_numpy(multiply_out(found) if form in FORMATS else found)
     # It multiplies in the dtype of the scales.
     assert (found - whole.float()).norm() <= 2**-8 * found.norm()
 
@@ -260,12 +300,20 @@ def test_activations_are_rounded_if_a_checkpoint_is_made_for_it_and_scales_are_o
 
 
 BAD = {
-    "bits": ("gptq", {"bits": 8}, "8 bits"),
+    "bits": ("gptq", {"bits": 3}, "3 bits"),
     "layout": ("gptq", {"checkpoint_format": "marlin"}, "4 bits, marlin"),
     "group": ("gptq", {"group_size": 24}, "groups of 24 have no code of ours"),
     "gemv": ("awq", {"version": "gemv"}, "4 bits, gemv"),
-    "nvfp4": ("modelopt", {"quant_algo": "NVFP4"}, r"a checkpoint quantised with modelopt \(NVFP4\) has no code of ours"),
-    "int8": ("packed", {"config_groups": {"a": {"weights": {"type": "int", "num_bits": 8, "strategy": "channel"}}}}, "int8"),
+    "mixed": (
+        "modelopt",
+        {"quant_algo": "MIXED_PRECISION"},
+        r"a checkpoint quantised with modelopt \(MIXED_PRECISION\) has no code of ours",
+    ),
+    "bits of a layer": ("auto-round", {"extra_config": {"lm_head": {"bits": 8}}}, "8 bits of None"),
+    "groups of a layer": ("auto-round", {"extra_config": {"lm_head": {"bits": 4, "group_size": 32}}}, "in several ways"),
+    "unknown layout": ("auto-round", {"packing_format": "auto_round:mine"}, "quantised with auto-round"),
+    "mlx": ("mlx", {DOWN: {"mode": "mxfp4"}}, r"quantised with mlx \(mode mxfp4\) has no code of ours"),
+    "int2": ("packed", {"config_groups": {"a": {"weights": {"type": "int", "num_bits": 2, "strategy": "channel"}}}}, "int2"),
     "unknown": ("fp8", {"quant_method": "mine"}, "a checkpoint quantised with mine has no code of ours .*compressed-tensors.*GPTQ and AWQ"),
 }
 
@@ -320,10 +368,12 @@ def test_a_checkpoint_that_an_older_version_describes_in_a_file_is_read(form, fi
 def test_modelopt_that_nobody_reads_ends_a_start_by_name(in_a_file, make):
     packed, _ = make("modelopt")
     if in_a_file:
-        describe_in_a_file(packed, quant_algo="NVFP4")
+        describe_in_a_file(packed, quant_algo="MIXED_PRECISION")
     else:
         raw = json.loads((packed / "config.json").read_text())
-        raw["quantization_config"]["quant_algo"] = "NVFP4"
+        raw["quantization_config"]["quant_algo"] = "MIXED_PRECISION"
         (packed / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(UnsupportedModel, match=r"quantised with modelopt.* which transformers .*modelopt \(NVFP4\) has no code of ours"):
+    with pytest.raises(
+        UnsupportedModel, match=r"quantised with modelopt.* which transformers .*modelopt \(MIXED_PRECISION\) has no code of ours"
+    ):
         LLM(str(packed), **SIZES)

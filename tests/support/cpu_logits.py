@@ -18,10 +18,14 @@ IN_FP32 = EngineConfig(device="cpu", threads=2, cpu_isa=next(isa for isa in _cor
 
 
 def logits(
-    directory: Path, precision: Precision = EXACT, config: EngineConfig | None = None, adapter: AdapterFiles | None = None
+    directory: Path,
+    precision: Precision = EXACT,
+    config: EngineConfig | None = None,
+    adapter: AdapterFiles | None = None,
+    shape: ModelConfig | None = None,
 ) -> np.ndarray:
-    """What the CPU's kernels make of a few tokens, with an adapter if one is given."""
-    shape = ModelConfig.load(directory)
+    """What the CPU's kernels make of a few tokens, with an adapter if one is given. The shape is that of config.json by default."""
+    shape = shape or ModelConfig.load(directory)
     config = config or EngineConfig(device="cpu", threads=2)
     model = CpuExecutor.load(config, open_weights(config, directory), shape, precision)
     model.allocate(2, 16, 0)

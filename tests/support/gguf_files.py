@@ -223,7 +223,7 @@ def sizes_of(config: Any, kind: str) -> dict[str, Any]:
         f"{kind}.context_length": config.max_position_embeddings,
         f"{kind}.embedding_length": config.hidden_size,
         f"{kind}.block_count": config.num_hidden_layers,
-        f"{kind}.feed_forward_length": config.intermediate_size,
+        f"{kind}.feed_forward_length": getattr(config, "hidden_dim", None) or config.intermediate_size,
         f"{kind}.attention.head_count": config.num_attention_heads,
     }
 

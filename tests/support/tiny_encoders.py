@@ -29,18 +29,23 @@ SHAPE = {
 }
 GEMMA = {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "use_bidirectional_attention": True, "query_pre_attn_scalar": 16}
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
+OTHERS = {"Gemma3Text": GEMMA, "ModernBert": {"local_attention": 8, "num_hidden_layers": 4}, "DistilBert": {"hidden_dim": 80}}
+OTHERS |= {"MPNet": {"pad_token_id": 1}}
+"""Settings by family."""
 DENSE = {"2_Dense": (48, 96), "3_Dense": (96, 32)}
 """Layers after the pooling of embeddinggemma, with smaller sizes."""
 
 
-def write(family: str, directory: Path, pooling: str | None = "mean_tokens", **shape: Any) -> torch.nn.Module:
+def write(
+    family: str, directory: Path, pooling: str | None = "mean_tokens", dense: dict[str, tuple[int, int]] | None = None, **shape: Any
+) -> torch.nn.Module:
     """Writes a model of a family of transformers to the directory, with a pooling of sentence-transformers, and returns it.
 
-    A family that ends with ForSequenceClassification has one label.
+    A family that ends with ForSequenceClassification has one label. `dense` are sizes of layers after the pooling, which Gemma has.
     """
     scores = family.endswith("ForSequenceClassification")
     model_class = getattr(transformers, family if scores else f"{family}Model")
-    special = (GEMMA if family == "Gemma3Text" else {}) | ({"num_labels": 1} if scores else {})
+    special = OTHERS.get(family, {}) | ({"num_labels": 1} if scores else {})
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**{**SHAPE, **special, **shape})).eval()
     for name, parameter in model.named_parameters():
@@ -54,7 +59,7 @@ def write(family: str, directory: Path, pooling: str | None = "mean_tokens", **s
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": inputs, **roles}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     if pooling is not None and not scores:
-        dense = DENSE if family == "Gemma3Text" else {}
+        dense = (DENSE if family == "Gemma3Text" else {}) if dense is None else dense
         names = [("", "Transformer"), ("1_Pooling", "Pooling"), *((path, "Dense") for path in dense), ("4_Normalize", "Normalize")]
         modules = [{"path": path, "type": f"sentence_transformers.models.{name}"} for path, name in names]
         (directory / "modules.json").write_text(json.dumps(modules))
@@ -110,6 +115,8 @@ def tokenizer() -> Tokenizer:
 
 
 ARCHITECTURES = {"bert": gguf.MODEL_ARCH.BERT, "nomic_bert": gguf.MODEL_ARCH.NOMIC_BERT, "gemma3_text": gguf.MODEL_ARCH.GEMMA_EMBEDDING}
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps")
+ARCHITECTURES |= {"distilbert": gguf.MODEL_ARCH.BERT, "modernbert": gguf.MODEL_ARCH.MODERN_BERT}
 
 
 def gguf_of(
@@ -128,7 +135,7 @@ def gguf_of(
     values = {
         **sizes_of(config, kind),
         f"{kind}.context_length": config.max_position_embeddings - first,
-        f"{kind}.attention.{epsilon}": config.rms_norm_eps if gemma else config.layer_norm_eps,
+        f"{kind}.attention.{epsilon}": next((value for name in EPSILONS if (value := getattr(config, name, None))), 1e-12),
         f"{kind}.pooling_type": pooling,
         **_vocabulary(),
         "tokenizer.ggml.token_type_count": getattr(config, "type_vocab_size", 2),
@@ -141,6 +148,9 @@ def gguf_of(
         values[f"{kind}.rope.freq_base"] = config.rope_parameters["full_attention"]["rope_theta"]
     else:
         values[f"{kind}.attention.causal"] = False
+    if kind == "modern-bert":
+        values |= {f"{kind}.attention.sliding_window": config.local_attention, f"{kind}.attention.sliding_window_pattern": 3}
+        values |= {f"{kind}.rope.freq_base": 160000.0, f"{kind}.rope.freq_base_swa": 10000.0, f"{kind}.rope.scaling.type": "none"}
     if kind == "nomic-bert":
         values[f"{kind}.rope.freq_base"] = config.rope_parameters["rope_theta"]
     writer = writer_of(path, values | (replaced or {}))

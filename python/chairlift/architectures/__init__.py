@@ -33,6 +33,7 @@ __all__ = [
     "ENCODER_GGUF",
     "GGUF",
     "GGUF_MIXTURES",
+    "HEADLESS",
     "OTHERS",
     "QWEN3",
     "WRAPPED",
@@ -55,6 +56,8 @@ MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, OLMOE, GRANITE_MOE, GRANITE_
 LATENT = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE)
 ARCHITECTURES = {known.name: known for known in DENSE + MIXTURES + LATENT}
 """The architectures by their names in config.json."""
+HEADLESS = {name.replace("ForCausalLM", end): known for name, known in ARCHITECTURES.items() for end in ("Model", "TextModel")}
+"""The architectures by the names of their classes without a head, of which transformers has one or the other: they compute embeddings."""
 
 OTHERS = (OLMO2,)
 """Architectures that transformers' code alone computes, and whose GGUF files can be read."""

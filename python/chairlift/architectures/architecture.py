@@ -21,6 +21,7 @@ class Windows(Enum):
 
     NONE = "none"
     ALL = "all"
+    ALL_UNLESS_LISTED = "all, or those of layer_types"
     SWITCHED = "those of layer_types, or from max_window_layers on; none unless use_sliding_window is set"
     LISTED = "those of layer_types, or all except every n-th"
 

@@ -12,12 +12,11 @@ from chairlift.architectures.gemma import TENSORS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The layers of a classifier, by name: the first layer, its activation, its norm if it has one, and the layer with the labels."""
+    """The layers of a classifier, by name: the first layer, its activation, and the layer with the labels."""
 
     dense: str
     activation: str
     out: str
-    norm: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +26,12 @@ class EncoderArchitecture:
     `name` is the class name in `architectures` of config.json, beside its `model_type`, and `models` names published models. `layer` begins
     the names of a layer's tensors, with its index in braces; `qkv`, `up` and the others are names below it. `prefix` begins all names but
     those of the `head`, which scores a pair of texts. Each block normalises its input, its output or the sum with the output, with the
-    norms of these names (attention's, then the MLP's). `rms` means root-mean-square norms of 1 + weight. A `gate` is the activation of a
-    gated MLP, whose two projections are `up`. With `theta` positions are rotary; layers with a window use `local_theta`. Every n-th layer
-    has none if `window_interval` is n. `offset_positions` numbers positions from the padding token's id on. `keys` are other names of
-    entries of config.json, and `expected` are the values of entries that there is code for.
+    norms of these names (attention's, then the MLP's); with `bare_first` the first layer's attention does not normalise its input. `rms`
+    means root-mean-square norms, and `norm_offset` is added to their weights; layer norms have a bias if `norm_bias`. A `gate` is the
+    activation of a gated MLP, whose two projections are `up`, or the halves of one. With `theta` positions are rotary; layers with a window
+    use `local_theta`. Every n-th layer has none if `window_interval` is n, counted from `first_counted` on. `offset_positions` numbers
+    positions from the padding token's id on. `distances` is a table of what is added to each head's scores by the distance of two tokens.
+    `keys` are other names of entries of config.json, and `expected` are the values of entries that there is code for.
     """
 
     name: str
@@ -54,14 +55,20 @@ class EncoderArchitecture:
     output_norms: tuple[str, str] | None = None
     sum_norms: tuple[str, str] | None = ("attention.output.LayerNorm", "output.LayerNorm")
     qk_norms: tuple[str, str] | None = None
+    distances: str | None = None
 
     biases: bool = True
     rms: bool = False
+    norm_offset: float = 0.0
+    norm_bias: bool = True
+    norm_eps: float = 1e-12
+    bare_first: bool = False
     gate: str | None = None
     theta: float | None = None
     local_theta: float | None = None
     scaled_embeddings: bool = False
     window_interval: int | None = None
+    first_counted: int = 1
     offset_positions: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     expected: Mapping[str, Any] = field(default_factory=dict)
@@ -133,7 +140,7 @@ def _bert(name: str, models: str, prefix: str = "", head: Head | None = None, gg
 ENCODERS = {
     known.name: known
     for known in (
-        _bert("BertModel", "all-MiniLM, bge, e5, gte; GGUF files of RoBERTa (bge-m3)", head=_ROBERTA_HEAD, gguf=_BERT_GGUF),
+        _bert("BertModel", "all-MiniLM, bge, e5, gte; GGUF files of RoBERTa (bge-m3) and DistilBERT", head=_ROBERTA_HEAD, gguf=_BERT_GGUF),
         _bert("BertForSequenceClassification", "ms-marco-MiniLM", "bert.", _BERT_HEAD),
         _bert("RobertaModel", "all-roberta"),
         _bert("RobertaForSequenceClassification", "stsb-roberta", "roberta.", _ROBERTA_HEAD),
@@ -198,6 +205,8 @@ ENCODERS = {
             qk_norms=("self_attn.q_norm", "self_attn.k_norm"),
             biases=False,
             rms=True,
+            norm_offset=1.0,
+            norm_eps=1e-6,
             gate="gelu_tanh",
             theta=1e6,
             local_theta=1e4,
@@ -209,6 +218,86 @@ ENCODERS = {
                 "attn_logit_softcapping": None,
             },
             scaled_embeddings=True,
+        ),
+        EncoderArchitecture(
+            name="ModernBertModel",
+            model_type="modernbert",
+            models="gte-modernbert, modernbert-embed, granite-embedding-r2",
+            gguf=GGUFFormat(
+                names=("modern-bert",),
+                top={"token_embd": "embeddings.tok_embeddings", "token_embd_norm": "embeddings.norm", "output_norm": "final_norm"},
+                layer="layers.{}.",
+                tensors={
+                    "attn_norm": "attn_norm",
+                    "attn_qkv": "attn.Wqkv",
+                    "attn_output": "attn.Wo",
+                    "ffn_norm": "mlp_norm",
+                    "ffn_up": "mlp.Wi",
+                    "ffn_down": "mlp.Wo",
+                },
+            ),
+            tokens="embeddings.tok_embeddings",
+            positions=None,
+            types=None,
+            embedding_norm="embeddings.norm",
+            final_norm="final_norm",
+            layer="layers.{}.",
+            qkv=("attn.Wqkv",),
+            output="attn.Wo",
+            up=("mlp.Wi",),
+            down="mlp.Wo",
+            input_norms=("attn_norm", "mlp_norm"),
+            sum_norms=None,
+            biases=False,
+            norm_bias=False,
+            norm_eps=1e-5,
+            bare_first=True,
+            gate="gelu",
+            theta=160_000.0,
+            local_theta=10_000.0,
+            window_interval=3,
+            first_counted=0,
+            keys={
+                "layer_norm_eps": "norm_eps",
+                "sliding_window": "local_attention",
+                "sliding_window_pattern": "global_attn_every_n_layers",
+                "rope_theta": "global_rope_theta",
+                "rope_local_base_freq": "local_rope_theta",
+            },
+            expected={"hidden_activation": "gelu", "attention_bias": False, "mlp_bias": False, "norm_bias": False},
+        ),
+        EncoderArchitecture(
+            name="DistilBertModel",
+            model_type="distilbert",
+            models="msmarco-distilbert, distiluse",
+            prefix="distilbert.",
+            types=None,
+            layer="transformer.layer.{}.",
+            qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+            output="attention.out_lin",
+            up=("ffn.lin1",),
+            down="ffn.lin2",
+            sum_norms=("sa_layer_norm", "output_layer_norm"),
+            keys={
+                "hidden_size": "dim",
+                "num_hidden_layers": "n_layers",
+                "num_attention_heads": "n_heads",
+                "intermediate_size": "hidden_dim",
+            },
+            expected={"activation": "gelu"},
+        ),
+        EncoderArchitecture(
+            name="MPNetModel",
+            model_type="mpnet",
+            models="all-mpnet, paraphrase-multilingual-mpnet",
+            types=None,
+            prefix="mpnet.",
+            qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+            output="attention.attn.o",
+            sum_norms=("attention.LayerNorm", "output.LayerNorm"),
+            distances="encoder.relative_attention_bias",
+            offset_positions=True,
+            expected={"hidden_act": "gelu", "relative_attention_num_buckets": 32},
         ),
     )
 }

@@ -18,7 +18,7 @@ MISTRAL = Architecture(
     text_types=("mistral",),
     kv_heads=8,
     max_positions=131072,
-    windows=Windows.ALL,
+    windows=Windows.ALL_UNLESS_LISTED,
     sliding_window=4096,
     output_bias=False,
 )

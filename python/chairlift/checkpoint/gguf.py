@@ -19,6 +19,7 @@ from chairlift.checkpoint.gguf_encoder import Modules, encoder_modules
 from chairlift.checkpoint.gguf_file import GGUFFile, TensorEntry
 from chairlift.checkpoint.gguf_keys import check_keys
 from chairlift.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
+from chairlift.checkpoint.ollama_format import adapt
 from chairlift.checkpoint.safetensors_file import Array, as_float32
 from chairlift.errors import UnsupportedModel
 
@@ -178,6 +179,7 @@ def open_gguf(path: Path, *, vocabulary: bool = True) -> GGUFFile:
     try:
         file = GGUFFile(path, _block_size, vocabulary=vocabulary)
         file.read_parts()
+        file.adapt(adapt)
     except OSError as error:
         raise UnsupportedModel(f"{path} cannot be read: {error}") from error
     return file

@@ -45,10 +45,8 @@ def encoder_config(file: GGUFFile, architecture: EncoderArchitecture) -> dict[st
         "dtype": "float32",
     }
     if architecture.types:
-        types = file.tensors.get("token_types.weight")
-        if types is None:
-            raise UnsupportedModel(f"{file.path}: tensor token_types.weight is missing")
-        config["type_vocab_size"] = types.shape[0]
+        types = file.tensors.get("token_types.weight")  # which DistilBERT lacks
+        config["type_vocab_size"] = 0 if types is None else types.shape[0]
     if architecture.rms:
         config["rms_norm_eps"] = file.number(f"{kind}.attention.layer_norm_rms_epsilon")
     else:

@@ -91,6 +91,10 @@ class GGUFFile:
         if total is not None and total != len(self.tensors):
             raise UnsupportedModel(f"{self.path} and its parts hold {len(self.tensors)} tensors of {total}: download them again")
 
+    def adapt(self, change: Callable[[dict[str, Any], dict[str, TensorEntry]], None]) -> None:
+        """Calls `change` with the metadata and the tensors, which it may change."""
+        change(self._metadata, self.tensors)
+
     def value(self, key: str) -> Any:
         """Returns the metadata under `key`, of any type; None if it is missing."""
         self._read.add(key)

@@ -6,7 +6,9 @@ import contextlib
 import glob
 import hashlib
 import os
+import re
 import shutil
+import urllib.parse
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -31,6 +33,9 @@ __all__ = ["cache_dir", "locate", "public_name"]
 _LAYOUT = 5
 """Part of the name of a converted model. It is incremented when the output of `convert` changes."""
 
+_FILE_ADDRESS = re.compile(r"file:(//(localhost)?)?(?=/(?!/))", re.IGNORECASE)
+"""What stands before the path in the address of a file of this machine."""
+
 _DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 """The sampling settings of SmolLM2-Instruct's model card. The GGUF file does not contain them."""
 
@@ -46,11 +51,11 @@ def locate(
 ) -> Path:
     """Returns the local directory of a model. Downloads it (with `download`) or converts it first if necessary.
 
-    `model` is DEFAULT_MODEL, a directory with config.json and safetensors files or with GGUF files, a GGUF file, a model of the Hugging
-    Face hub (`organisation/model`, `organisation/model:TAG`) with `revision` as branch, tag or commit, the address of a GGUF file, or a
-    model of Ollama's. Models are stored in `directory`, or as `cache_dir` and `hub_dir` say. A downloaded model is used if no newer one
-    can be downloaded, unless `update` makes that an error. `progress` says where slow operations are reported. Raises ModelNotFound with
-    remedies, UnsupportedModel, or ChairliftError if the disk is full.
+    `model` is DEFAULT_MODEL, a directory with config.json and safetensors files or with GGUF files, a GGUF file, the file:// address of
+    one of these, a model of the Hugging Face hub (`organisation/model`, `organisation/model:TAG`) with `revision` as branch, tag or commit,
+    the address of a GGUF file, or a model of Ollama's. Models are stored in `directory`, or as `cache_dir` and `hub_dir` say. A downloaded
+    model is used if no newer one can be downloaded, unless `update` makes that an error. `progress` says where slow operations are
+    reported. Raises ModelNotFound with remedies, UnsupportedModel, or ChairliftError if the disk is full.
     """
     cache = cache_dir(directory)
     path = _model_path(model)
@@ -113,8 +118,9 @@ def public_name(model: str) -> str:
 
 
 def _model_path(model: str) -> Path:
-    """Returns `model` as a path. A file of a model's directory with safetensors files means the directory."""
-    path = Path(os.path.expanduser(model))
+    """Returns `model`, a path or a file:// address, as a path. A file of a model's directory with safetensors files means the directory."""
+    local = _FILE_ADDRESS.match(model)
+    path = Path(urllib.parse.unquote(model[local.end() :])) if local else Path(os.path.expanduser(model))
     if path.suffix in (".json", ".safetensors"):
         with contextlib.suppress(ModelNotFound, UnsupportedModel):
             config = path.with_name("config.json")
@@ -184,6 +190,8 @@ def _directory(path: Path, cache: Path, progress: Progress) -> Path:
     """
     has_config = (path / "config.json").is_file()
     if has_config and ((path / LINK).is_symlink() or any(path.glob("*.safetensors"))):
+        if (path / "adapter_config.json").is_file():
+            say(f"{path} also holds a LoRA adapter, which is used only with --lora-modules NAME={path}", progress)
         return path.absolute()
     files = model_files(path.iterdir()) or model_files(path.glob("*/*"))
     found = [file for file in files if holds_model(file)] or files

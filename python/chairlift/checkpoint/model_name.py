@@ -11,9 +11,12 @@ from chairlift.errors import ModelNotFound
 
 _WORD = r"(?!\.)[\w.-]+"
 _NAME = re.compile(
-    rf"(?:(?:hf|huggingface)://|(?:hf\.co|huggingface\.co)/(?=.*/))?(?P<repo>{_WORD}/{_WORD})(?::(?P<tag>[\w.-]+)|/(?P<file>.+\.gguf))?",
+    rf"(?:(?:hf|huggingface):(?://)?|(?:hf\.co|huggingface\.co)/(?=.*/))?(?P<repo>{_WORD}/{_WORD})"
+    r"(?:@(?P<revision>\w[\w.-]*))?(?::(?P<tag>[\w.-]+)|/(?P<file>.+\.gguf))?",
     re.ASCII | re.IGNORECASE,
 )
+_TYPE = re.compile(r"i?q[1-8]_\w+|[bt]?fp?(16|32)|mxfp4\w*", re.ASCII | re.IGNORECASE)
+"""Types of weights, which LM Studio writes where other programs have a revision."""
 _REVISION = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -54,7 +57,8 @@ def shown(model: str) -> str:
 def parse_name(model: str) -> HubName | FileAddress | None:
     """Returns what a name means: `[hf.co/]org/repo`, with `:TAG` or `/FILE.gguf`, or an address; None for another name, such as a path.
 
-    `hf://` may stand for `hf.co/`, and a tag may be the name of a file.
+    `hf://` and `hf:` may stand for `hf.co/`, a tag may be the name of a file, and `@REVISION` may follow the repository; LM Studio writes a
+    tag there.
 
     Raises ModelNotFound for an address that cannot be used.
     """
@@ -64,7 +68,7 @@ def parse_name(model: str) -> HubName | FileAddress | None:
         except ValueError as error:
             raise ModelNotFound(f"the address of the model is not valid: {error}") from None
     match = _NAME.fullmatch(model)
-    return _named(match, match["file"]) if match else None
+    return _named(match, match["file"], match["revision"]) if match else None
 
 
 def is_hub_name(model: str) -> bool:
@@ -79,6 +83,8 @@ def is_revision(text: str) -> bool:
 
 def _named(match: re.Match[str], file: str | None = None, revision: str | None = None) -> HubName:
     tag = re.sub(r"\.gguf$", "", match["tag"] or "", flags=re.IGNORECASE)
+    if revision is not None and not tag and file is None and _TYPE.fullmatch(revision):
+        tag, revision = revision, None
     return HubName(match["repo"], None if tag in ("", "latest") else tag, file, revision)  # Ollama's clients add `latest`
 
 

@@ -16,7 +16,11 @@ from typing import Any
 from chairlift.errors import UnsupportedModel
 
 _WORD = r"[A-Za-z0-9_][\w.-]*"
-_NAME = re.compile(rf"(?:ollama://)?(?:(?:(?P<host>{_WORD})/)?(?P<namespace>{_WORD})/)?(?P<model>{_WORD})(?::(?P<tag>{_WORD}))?", re.ASCII)
+_NAME = re.compile(
+    r"(?:ollama://|https://(?=ollama\.com/))?"
+    rf"(?:(?:(?P<host>{_WORD})/)?(?P<namespace>{_WORD})/)?(?P<model>{_WORD})(?::(?P<tag>{_WORD}))?",
+    re.ASCII,
+)
 _HOST, _NAMESPACE, _TAG = "registry.ollama.ai", "library", "latest"
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _MEDIA_TYPE = "application/vnd.ollama.image."

@@ -17,7 +17,14 @@ from chairlift.errors import UnsupportedModel
 
 DTYPES = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
 """The dtypes of tensors, by their names in a header: their usual names and their bytes."""
-PACKED_DTYPES = {"F8_E4M3": ("uint8", 1), "U8": ("uint8", 1), "I32": ("int32", 4), "I64": ("int64", 8)}
+PACKED_DTYPES = {
+    "F8_E4M3": ("uint8", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "I32": ("int32", 4),
+    "U32": ("uint32", 4),
+    "I64": ("int64", 8),
+}
 """The dtypes of a quantised matrix's tensors, likewise; e4m3 numbers are read as bytes."""
 _MAX_HEADER = 100_000_000
 """Most bytes of a header, as in the safetensors package."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +18,17 @@ from chairlift.errors import UnsupportedModel
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+log = logging.getLogger("chairlift")
+
 _CONTROL_TOKENS = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
     *("[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]"),
     *("[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
 """The control tokens of files that list none, as in mistral-common."""
+_PATTERN = re.compile(rb'"pattern"\s*:\s*("(?:[^"\\]|\\.)*")')
+_HEAD = 1 << 16
+"""Bytes of a tekken.json in which its settings are, before the tokens."""
 _MAX_CONTROL = 1 << 16
 """Most control tokens of a file; Mistral's have 1000."""
 
@@ -49,6 +56,24 @@ def tekken_tokenizer(path: Path) -> Tokenizer:
         raise UnsupportedModel(f"{path} cannot be read as a tekken.json ({error}): {remedy(path)}") from None
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     return tokenizer
+
+
+def split_as_tekken(tokenizer: Tokenizer, file: Path) -> None:
+    """Makes the tokenizer of a tokenizer.json split texts as the tekken.json beside it, if there is one.
+
+    Those of several Mistral models were converted with another rule, and have other tokens than in training.
+    """
+    tekken = file.with_name("tekken.json")
+    if not tekken.is_file():
+        return
+    with tekken.open("rb") as opened:
+        found = _PATTERN.search(opened.read(_HEAD))
+    state = tokenizer.pre_tokenizer.__getstate__() if tokenizer.pre_tokenizer else b""
+    pattern = json.loads(found[1]) if found else ""
+    if not pattern or b"ByteLevel" not in state or json.dumps(pattern, ensure_ascii=False).encode() in state:
+        return
+    split_into_bytes(tokenizer, [pattern])
+    log.warning("%s splits texts by another rule than the tekken.json beside it, whose rule is used", file)
 
 
 def _tokens(file: dict[str, Any]) -> tuple[list[str], list[str]]:

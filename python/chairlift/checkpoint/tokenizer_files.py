@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from chairlift.checkpoint.lfs_pointer import remedy
 from chairlift.checkpoint.sentencepiece_file import sentencepiece_tokenizer
-from chairlift.checkpoint.tekken import tekken_tokenizer
+from chairlift.checkpoint.tekken import split_as_tekken, tekken_tokenizer
 from chairlift.checkpoint.vocabulary_files import FAMILIES, Family, family_of, vocabulary_tokenizer
 from chairlift.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
+
+log = logging.getLogger("chairlift")
 
 _NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model", *FAMILIES)
 """The files that hold a vocabulary; the first of them that is there counts."""
@@ -65,6 +68,8 @@ def load_backend(file: Path, config: Mapping[str, Any]) -> Backend:
     else:
         try:
             backend = Backend.from_file(str(file))
+            split_as_tekken(backend, file)
+            _end_embedded_texts(backend, file, config)
         except Exception as error:  # the tokenizers package raises plain Exception
             raise UnsupportedModel(f"{file} cannot be read ({error}): {remedy(file)}") from None
     _add_tokens(backend, file, config)
@@ -146,6 +151,20 @@ def _special_texts(config: Mapping[str, Any]) -> list[str]:
     extra = next((found for name in _OTHERS if (found := config.get(name))), None)
     others = [token_with_role({"": token}, "") for token in extra] if isinstance(extra, list) else []
     return list(dict.fromkeys(text for text in (*(token_with_role(config, role) for role in _ROLES), *others) if text))
+
+
+def _end_embedded_texts(backend: Backend, file: Path, config: Mapping[str, Any]) -> None:
+    """Makes the tokenizer of sentence-transformers' models add `eos_token` if tokenizer_config.json says so, and tokenizer.json does not.
+
+    The state of this token is the embedding. Tokenizers with classes of their own add it, and transformers 4 did.
+    """
+    if not config.get("add_eos_token") or not file.with_name("modules.json").is_file():
+        return
+    bos, eos = (backend.token_to_id(token_with_role(config, role) or "") for role in ("bos_token", "eos_token"))
+    ids = backend.encode("a").ids
+    if eos is not None and eos not in ids[-1:]:
+        _add_ends(backend, {**config, "add_bos_token": ids[:1] == [bos]})
+        log.warning("%s adds no end to a text, though tokenizer_config.json says add_eos_token: it is added", file)
 
 
 def _add_ends(backend: Backend, config: Mapping[str, Any]) -> None:

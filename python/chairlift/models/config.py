@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chairlift.architectures import ARCHITECTURES, QWEN3, WRAPPED, Architecture, Code, Norms, Projections, Windows
+from chairlift.architectures import ARCHITECTURES, HEADLESS, QWEN3, WRAPPED, Architecture, Code, Norms, Projections, Windows
 from chairlift.errors import UnsupportedModel
 from chairlift.models.classifier import Classifier
 from chairlift.models.experts import EXPERTS, Experts, parse_experts
@@ -46,7 +46,8 @@ class ModelConfig(ModelShape):
     values, and with `experts` some have a mixture of experts. With a `latent` keys and values are made of one vector a token. The output of
     attention and of the MLP is multiplied by `residual_scale` before it is added to the residual stream, and logits are multiplied by
     `logits_scale`. `scheme` is that of quantised layers. A checkpoint has `later_layers` after the last one, which predict tokens beyond
-    the next one and are not used. With a `classifier` the model scores pairs of texts and generates none.
+    the next one and are not used. With a `classifier` the model scores pairs of texts and generates none. A `headless` model computes
+    embeddings alone. `embedding` is the name of the embeddings' matrix.
     """
 
     num_kv_heads: int
@@ -86,6 +87,8 @@ class ModelConfig(ModelShape):
     later_layers: int
     scheme: QuantizationScheme | None = None
     classifier: Classifier | None = None
+    headless: bool = False
+    embedding: str = "model.embed_tokens"
 
     @property
     def head_size(self) -> int:
@@ -291,8 +294,9 @@ class ModelConfig(ModelShape):
             latent=latent,
             experts=parse_experts(raw, family.mixture, layers) if family.mixture and (not family.single or EXPERTS in kinds) else None,
             variants=variants,
-            only_in_rust=family.code is Code.RUST,
+            only_in_rust=family.code is Code.RUST or (scheme is not None and scheme.kind != ""),
             later_layers=parse_count(raw, "num_nextn_predict_layers"),
+            headless=not HEADLESS.keys().isdisjoint(parse_names(raw, "architectures") or []),
             scheme=scheme,
             quantization=scheme.name if scheme else None,
             max_position_embeddings=longest_context(raw["max_position_embeddings"], rope),
@@ -312,8 +316,8 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
     """
     try:
         model = ModelConfig.load(directory)
-        if in_torch and model.classifier:
-            raise UnsupportedModel("rerankers that are decoders run in one process on a CPU alone: use --device cpu")
+        if in_torch and (model.classifier or model.headless):
+            raise UnsupportedModel("decoders that score or embed texts run in one process on a CPU alone: use --device cpu")
         if in_torch and model.only_in_rust:
             raise NoNativeModel(f"{model.architecture} has code of ours for one process on a CPU alone")
         return model
@@ -330,9 +334,11 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
 def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
     """Returns the configuration of the model of text, and its architecture."""
     names, text = parse_names(raw, "architectures") or [], raw.get("text_config")
-    for name in names:
+    for name in names or [known.name for known in ARCHITECTURES.values() if known.model_type == raw.get("model_type")]:
         if name in ARCHITECTURES:
             return raw, ARCHITECTURES[name]
+        if name in HEADLESS and text is None:
+            return raw | {"tie_word_embeddings": True}, HEADLESS[name]
         if isinstance(text, dict) and (name, str(text.get("model_type"))) in WRAPPED:
             shared = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
             return text | {key: raw[key] for key in shared if key in raw}, WRAPPED[name, text["model_type"]]
@@ -351,14 +357,14 @@ def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationS
     if activation not in known:
         raise NoNativeModel(f"{name} {activation!r} has no code of ours (there is for {known[0]})")
     # "vision" is about tokens of images alone.
-    if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
+    if raw.get("use_bidirectional_attention") not in (None, False, "vision") or raw.get("is_causal") is False:
         raise NoNativeModel("attention to later tokens has no code of ours")
     if raw.get("clip_qkv") is not None:
         raise NoNativeModel("clipped queries, keys and values have no code of ours")
     # Qwen's mixtures can have windows. Which layers have one follows another rule than in Qwen2.
     if family.mixture and family.windows is Windows.NONE and raw.get("use_sliding_window") and raw.get("sliding_window", 1):
         raise NoNativeModel(f"sliding windows in {family.name} have no code of ours")
-    quantization = raw.get("quantization_config")
+    quantization = raw.get("quantization_config") or raw.get("quantization")  # the second is MLX's name
     if family.sinks and isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
         return None  # the experts of gpt-oss alone, whose tensors have names of their own
     try:
@@ -464,7 +470,7 @@ def _windows(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[in
     if rule is Windows.NONE or window is None or (rule is Windows.SWITCHED and not raw.get("use_sliding_window", False)):
         return (None,) * layers
     window = parse_size({"sliding_window": window}, "sliding_window")
-    if rule is Windows.ALL:
+    if rule is Windows.ALL or (rule is Windows.ALL_UNLESS_LISTED and types is None):
         return (window,) * layers
     if types is None and family.window_interval is not None:
         interval = parse_size(raw, "sliding_window_pattern", family.window_interval)

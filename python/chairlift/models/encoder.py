@@ -9,6 +9,7 @@ from typing import Any
 
 from chairlift.architectures import ENCODERS, EncoderArchitecture
 from chairlift.errors import UnsupportedModel
+from chairlift.models.embedding_decoder import decoder_name, is_causal, parse_decoder, windows_of
 from chairlift.models.fields import (
     parse_count,
     parse_dtype,
@@ -19,6 +20,7 @@ from chairlift.models.fields import (
     parse_table,
     read_json,
 )
+from chairlift.models.rotary import RopeConfig
 from chairlift.models.shape import KvSpec, ModelShape
 
 POOLINGS = {"cls": "first", "mean": "mean", "lasttoken": "last"}
@@ -46,19 +48,24 @@ class DenseModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modules:
-    """What the modules of sentence-transformers in a directory say: the pooling, None if there is none, and the layers after it."""
+    """What the modules of sentence-transformers in a directory say: the pooling, None if there is none, and the layers after it.
+
+    Embeddings are not `normalized` if no module does it and they are made for products that depend on their lengths.
+    """
 
     pooling: str | None = None
     dense: tuple[DenseModule, ...] = ()
+    normalized: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig(ModelShape):
     """The configuration of an encoder.
 
-    `layout` names its tensors. Positions start at `first_position`; `num_positions` is 0 for rotary ones. Each layer attends to
-    `windows` tokens on either side, None for all. `pooling` is how the states of a text are combined to its embedding: first, last or
-    mean, and `dense` are the layers after it.
+    `layout` names its tensors. Positions start at `first_position`; `num_positions` is 0 for rotary ones. Layers with a window use
+    `local_rope`. Each layer attends to `windows` tokens on either side, None for all, and to no later ones if the model is `causal`.
+    `pooling` is how the states of a text are combined to its embedding: first, last or mean, and `dense` are the layers after it. The
+    result is scaled to length 1 if it is `normalized`.
     """
 
     layout: EncoderArchitecture
@@ -68,12 +75,15 @@ class EncoderConfig(ModelShape):
     first_position: int
     num_token_types: int
     norm_eps: float
-    theta: float
-    local_theta: float
+    rope: RopeConfig | None
+    local_rope: RopeConfig | None
     attention_scale: float
     windows: tuple[int | None, ...]
+    causal: bool = False
+    qkv_bias: bool
     pooling: str
     dense: tuple[DenseModule, ...]
+    normalized: bool
 
     @property
     def kv_specs(self) -> tuple[KvSpec, ...]:
@@ -107,7 +117,51 @@ class EncoderConfig(ModelShape):
             # A decoder of this name attends to earlier tokens alone.
             if name in ENCODERS and (name != "Gemma3TextModel" or raw.get("use_bidirectional_attention")):
                 return cls._parse(raw, ENCODERS[name], directory)
-        return None
+        names = decoder_name(raw)
+        return None if names is None else cls._of_decoder(raw, directory, names)
+
+    @classmethod
+    def _of_decoder(cls, raw: dict[str, Any], directory: Path, names: tuple[str, str]) -> EncoderConfig | None:
+        """Reads a decoder whose embeddings need whole texts; None for one that generates, or whose last state is the embedding."""
+        causal = is_causal(raw, names[0])
+        try:
+            modules = find_modules(directory)
+            if causal and modules.pooling in (None, "lasttoken", RANK) and not modules.dense:
+                return None
+            if modules.pooling == RANK:
+                raise UnsupportedModel(f"{names[0]} with attention to later tokens and a classifier is not supported")
+            model, layout = parse_decoder(raw, directory, names)
+            windows = windows_of(model, causal=causal)
+        except UnsupportedModel:
+            if causal and names[0] == names[1]:
+                return None  # it generates text
+            raise
+        return cls(
+            architecture=names[0],
+            layout=layout,
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            num_layers=model.num_layers,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            max_position_embeddings=model.max_position_embeddings,
+            dtype=model.dtype,
+            num_positions=0,
+            first_position=0,
+            num_token_types=0,
+            norm_eps=model.rms_norm_eps,
+            rope=model.rope,
+            local_rope=model.local_rope,
+            attention_scale=model.attention_scale,
+            windows=windows,
+            causal=causal,
+            qkv_bias=model.qkv_bias,
+            pooling=POOLINGS.get(modules.pooling or "", "mean"),
+            dense=modules.dense,
+            normalized=modules.normalized,
+        )
 
     @classmethod
     def _parse(cls, raw: dict[str, Any], layout: EncoderArchitecture, directory: Path) -> EncoderConfig:
@@ -127,7 +181,7 @@ class EncoderConfig(ModelShape):
         if first >= positions:
             raise UnsupportedModel(f"config.json: positions begin after pad_token_id ({first - 1}), and there are {positions}")
         modules = find_modules(directory)
-        theta, local_theta = _thetas(raw, layout)
+        rope, local_rope = _ropes(raw, layout, head_dim)
         return cls(
             architecture=layout.name,
             layout=layout,
@@ -142,21 +196,23 @@ class EncoderConfig(ModelShape):
             dtype=parse_dtype(raw),
             num_positions=positions if layout.positions else 0,
             first_position=first,
-            num_token_types=parse_size(raw, "type_vocab_size") if layout.types else 0,
-            norm_eps=parse_number(raw, "rms_norm_eps", 1e-6) if layout.rms else parse_number(raw, "layer_norm_eps", 1e-12),
-            theta=theta,
-            local_theta=local_theta,
+            num_token_types=parse_count(raw, "type_vocab_size", 2) if layout.types else 0,
+            norm_eps=parse_number(raw, "rms_norm_eps" if layout.rms else "layer_norm_eps", layout.norm_eps),
+            rope=rope,
+            local_rope=local_rope,
             attention_scale=(parse_number(raw, "query_pre_attn_scalar", head_dim) if layout.rms else head_dim) ** -0.5,
             windows=_windows(raw, layout, layers),
+            qkv_bias=layout.biases,
             pooling=POOLINGS.get(modules.pooling or "", "first" if _scores(raw, layout, modules) else "mean"),
             dense=modules.dense,
+            normalized=modules.normalized,
             score=_scores(raw, layout, modules),
         )
 
 
 def find_modules(directory: Path) -> Modules:
     """What the modules of sentence-transformers in a directory say. Raises UnsupportedModel for modules that there is no code for."""
-    pooling, dense = None, []
+    pooling, dense, normalized = None, list[DenseModule](), False
     modules = read_json(directory, "modules.json") if (directory / "modules.json").exists() else []
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise UnsupportedModel(f"modules.json must be a list of objects, got {modules!r:.200}")
@@ -166,9 +222,18 @@ def find_modules(directory: Path) -> Modules:
             pooling = _pooling(read_json(directory / path))
         elif kind == "Dense":
             dense.append(_dense(read_json(directory / path), path))
-        elif kind not in ("Transformer", "Normalize", "Dropout"):  # which only matters in training
+        elif kind == "Normalize":
+            normalized = True
+        elif kind not in ("Transformer", "Dropout"):  # which only matters in training
             raise UnsupportedModel(f"modules.json has a module {kind}: there is code for Transformer, Pooling, Dense and Normalize")
-    return Modules(pooling=pooling, dense=tuple(dense))
+    return Modules(pooling=pooling, dense=tuple(dense), normalized=normalized or not _compares_by_dot(directory))
+
+
+def _compares_by_dot(directory: Path) -> bool:
+    """Whether embeddings are compared by their dot product, which depends on their lengths."""
+    name = "config_sentence_transformers.json"
+    found = read_json(directory, name) if (directory / name).exists() else None
+    return isinstance(found, dict) and found.get("similarity_fn_name") in ("dot", "dot_product")
 
 
 def decoder_pooling(directory: Path) -> str | None:
@@ -220,15 +285,18 @@ def _scores(raw: dict[str, Any], layout: EncoderArchitecture, modules: Modules) 
     return _SCORES[activation]
 
 
-def _thetas(raw: dict[str, Any], layout: EncoderArchitecture) -> tuple[float, float]:
-    """The bases of the rotary positions, for all tokens and for windows. Raises UnsupportedModel for scaled ones."""
+def _ropes(raw: dict[str, Any], layout: EncoderArchitecture, head_dim: int) -> tuple[RopeConfig | None, RopeConfig | None]:
+    """The rotary embeddings for all tokens and for windows; None without any. Raises UnsupportedModel for scaled ones."""
     tables = parse_table(raw, "rope_parameters")
     whole, local = (parse_table(tables, f"{kind}_attention") or tables for kind in ("full", "sliding"))
     for table in (whole, local, parse_table(raw, "rope_scaling")):
         if (kind := table.get("rope_type", table.get("type", "default"))) != "default":
             raise UnsupportedModel(f"{layout.name} with positions of type {kind!r} is not supported (supported: default)")
-    theta = parse_number(whole, "rope_theta", raw.get("rope_theta") or layout.theta or 1.0)
-    return theta, parse_number(local, "rope_theta", raw.get("rope_local_base_freq") or layout.local_theta or theta)
+    if layout.theta is None:
+        return None, None
+    theta = parse_number(whole, "rope_theta", raw.get("rope_theta") or layout.theta)
+    local_theta = parse_number(local, "rope_theta", raw.get("rope_local_base_freq") or layout.local_theta or theta)
+    return RopeConfig(dim=head_dim, theta=theta), RopeConfig(dim=head_dim, theta=local_theta)
 
 
 def _windows(raw: dict[str, Any], layout: EncoderArchitecture, layers: int) -> tuple[int | None, ...]:
@@ -237,7 +305,9 @@ def _windows(raw: dict[str, Any], layout: EncoderArchitecture, layers: int) -> t
         return (None,) * layers
     near = parse_size(raw, "sliding_window") // 2
     every = parse_size(raw, "sliding_window_pattern", layout.window_interval)
-    kinds = parse_names(raw, "layer_types") or ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    kinds = parse_names(raw, "layer_types") or [
+        "sliding_attention" if (layer + layout.first_counted) % every else "full_attention" for layer in range(layers)
+    ]
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise UnsupportedModel(f"layer_types must name full_attention or sliding_attention for each of {layers} layers, got {kinds!r:.200}")
     return tuple(near if kind == "sliding_attention" else None for kind in kinds)

@@ -90,5 +90,5 @@ def is_positive(value: Any) -> TypeGuard[int | float]:
 
 def parse_dtype(raw: dict[str, Any]) -> str | None:
     """Returns the checkpoint's dtype as a word; None if its config does not say."""
-    name = raw.get("dtype", raw.get("torch_dtype"))
+    name = raw.get("dtype") or raw.get("torch_dtype")
     return str(name).removeprefix("torch.") if name is not None else None

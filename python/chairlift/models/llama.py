@@ -64,7 +64,7 @@ class Llama:
         self.group = group
         self.eps, self.softcap = config.rms_norm_eps, config.final_softcap
         shape = (config.vocab_size, config.hidden_size)
-        self.embedding = weights.take("model.embed_tokens.weight", *shape)
+        self.embedding = weights.take(f"{config.embedding}.weight", *shape)
         # Rounded to the embeddings' dtype, as in training.
         self.scale = torch.tensor(config.embedding_scale, dtype=self.embedding.dtype).item()
         given = (weights, self.embedding.dtype, group, quantization, rounds_activations)

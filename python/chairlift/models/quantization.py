@@ -9,9 +9,13 @@ from typing import Any
 
 from chairlift.models.fields import parse_table, read_json
 
-SUPPORTED = "compressed-tensors of 8-bit floats or 4-bit integers, fp8, ModelOpt FP8, GPTQ and AWQ of 4 bits, and GGUF files"
+SUPPORTED = (
+    "compressed-tensors of 8-bit floats or of 4- or 8-bit integers, fp8, ModelOpt FP8, NVFP4, MLX, bitsandbytes and AutoRound of 4 bits, "
+    "GPTQ and AWQ, and GGUF files"
+)
 FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where older versions of ModelOpt, AutoGPTQ and AutoAWQ describe the quantization, instead of in config.json, and their methods."""
+NVFP4_GROUP = 16
 MIN_GROUP = 16
 """Fewest columns of a scale: the inner side of a GPU's products."""
 
@@ -20,10 +24,11 @@ MIN_GROUP = 16
 class QuantizationScheme:
     """A layer's weights are e4m3 numbers (8 bits) or integers of 4 bits.
 
-    `method` is compressed-tensors, fp8, modelopt, gptq or awq. A scale is of `group` columns, or of a whole row if `group` is 0, and of
-    `block_rows` rows. Stored zeros are `zero_offset` less than they mean. `per_token` means that the model is made for activations in
-    e4m3; they are rounded with a scale of each token, also where the checkpoint has one scale for all. Which layers are quantised is seen
-    in their tensors.
+    `method` is compressed-tensors, fp8, modelopt, gptq or awq; AutoRound has the layouts of the last two. A scale is of `group` columns, or
+    of a whole row if `group` is 0, and of `block_rows` rows. Stored zeros are `zero_offset` less than they mean. `per_token` means that the
+    model is made for activations in e4m3; they are rounded with a scale of each token, also where the checkpoint has one scale for all.
+    Which layers are quantised is seen in their tensors. Weights of another `kind` (nvfp4, nf4, int8, integers) are not kept packed.
+    They are multiplied out when they are loaded, on a CPU alone.
     """
 
     method: str
@@ -32,11 +37,12 @@ class QuantizationScheme:
     block_rows: int = 1
     zero_offset: int = 0
     per_token: bool = False
+    kind: str = ""
 
     @property
     def name(self) -> str:
         """The scheme in words."""
-        return f"{self.method} {'e4m3' if self.bits == 8 else 'int4'}"
+        return f"{self.method} {self.kind or ('e4m3' if self.bits == 8 else 'int4')}"
 
     def weight_bytes(self, outs: int, ins: int) -> int:
         """Bytes of a weight in torch, with scales of four bytes for e4m3 and of two for integers, which also have zeros."""
@@ -65,6 +71,8 @@ def parse_quantization(found: Any) -> QuantizationScheme | None:
     if not found:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else None
+    if method is None and isinstance(found, dict) and found.keys() >= {"group_size", "bits"}:
+        method = "mlx"  # which names no method
     if method == "compressed-tensors" and not found.get("config_groups") and found.get("kv_cache_scheme"):
         return None
     try:
@@ -95,6 +103,12 @@ def _group(group: dict[str, Any], layout: str) -> QuantizationScheme:
         inputs = group.get("input_activations") or {}
         per_token = columns == 0 and inputs.get("type") == "float" and inputs.get("strategy") in ("token", "tensor")
         return QuantizationScheme("compressed-tensors", 8, _size(columns), _size(rows), per_token=per_token)
+    if kind == "float4" and layout == "nvfp4-pack-quantized" and weights.get("group_size") == NVFP4_GROUP:
+        return QuantizationScheme("compressed-tensors", 4, kind="nvfp4")
+    if kind == "int8" and layout in ("int-quantized", "naive-quantized", "pack-quantized") and strategy in ("tensor", "channel", "group"):
+        if weights.get("actorder") not in (None, False, "weight", "static"):
+            raise ValueError(f"actorder {weights['actorder']}")
+        return QuantizationScheme("compressed-tensors", 8, _size(weights["group_size"]) if strategy == "group" else 0, kind="int8")
     if kind == "int4" and layout == "pack-quantized" and strategy in ("group", "channel"):
         if weights.get("actorder") not in (None, False, "weight", "static"):
             raise ValueError(f"actorder {weights['actorder']}")
@@ -111,8 +125,10 @@ def _fp8(found: dict[str, Any]) -> QuantizationScheme:
 
 
 def _modelopt(found: dict[str, Any]) -> QuantizationScheme:
-    """NVIDIA's ModelOpt, documented in https://github.com/NVIDIA/Model-Optimizer: e4m3 with a scale of each matrix, or of each row."""
+    """NVIDIA's ModelOpt, documented in https://github.com/NVIDIA/Model-Optimizer: NVFP4, or e4m3 with a scale of a matrix or row."""
     algorithm = str(found["quant_algo"])
+    if algorithm == "NVFP4" and found.get("group_size", NVFP4_GROUP) == NVFP4_GROUP:
+        return QuantizationScheme("modelopt", 4, kind="nvfp4")
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         raise ValueError(algorithm)
     return QuantizationScheme("modelopt", 8, per_token=True)
@@ -121,12 +137,20 @@ def _modelopt(found: dict[str, Any]) -> QuantizationScheme:
 def _gptq(found: dict[str, Any]) -> QuantizationScheme:
     """Documented by AutoGPTQ and GPTQModel."""
     layout = found.get("checkpoint_format") or "gptq"
-    if found["bits"] != 4 or layout not in ("gptq", "gptq_v2") or found.get("is_marlin_format"):
+    if found["bits"] not in (4, 8) or layout not in ("gptq", "gptq_v2") or found.get("is_marlin_format"):
         raise ValueError(f"{found['bits']} bits, {layout}")
     if found.get("dynamic") or found.get("lm_head"):
         raise ValueError("other bits in some layers, or a quantised head")
     # The first version stores zeros less 1.
-    return QuantizationScheme("gptq", 4, _size(found["group_size"]), zero_offset=int(layout == "gptq"))
+    kind = "int8" if found["bits"] == 8 else ""
+    return QuantizationScheme("gptq", found["bits"], _size(found["group_size"]), zero_offset=int(layout == "gptq"), kind=kind)
+
+
+def _bitsandbytes(found: dict[str, Any]) -> QuantizationScheme:
+    """Documented in https://huggingface.co/docs/bitsandbytes: 4 bits."""
+    if not (found.get("load_in_4bit") or found.get("_load_in_4bit")):
+        raise ValueError("8 bits")
+    return QuantizationScheme("bitsandbytes", 4, kind="nf4")
 
 
 def _awq(found: dict[str, Any]) -> QuantizationScheme:
@@ -135,6 +159,33 @@ def _awq(found: dict[str, Any]) -> QuantizationScheme:
     if bits != 4 or version != "gemm" or not found.get("zero_point", True):
         raise ValueError(f"{bits} bits, {version}, zero_point {found.get('zero_point', True)}")
     return QuantizationScheme("awq", 4, _size(found.get("group_size", found.get("q_group_size"))))
+
+
+def _mlx(found: dict[str, Any]) -> QuantizationScheme:
+    """Apple's MLX: integers with scales and biases of groups. The tensors tell the bits and the group of each layer."""
+    for settings in (found, *(value for value in found.values() if isinstance(value, dict))):
+        if settings.get("mode", "affine") != "affine":
+            raise ValueError(f"mode {settings['mode']}")
+    return QuantizationScheme("mlx", found["bits"], kind="integers")
+
+
+def _auto_round(found: dict[str, Any]) -> QuantizationScheme:
+    """Intel's AutoRound, which packs integers in GPTQ's or AWQ's layout: https://github.com/intel/auto-round."""
+    layers = [layer for layer in (found.get("extra_config") or {}).values() if layer.get("bits", 16) < 16]  # the others are not quantised
+    for settings in (found, *layers):
+        if settings.get("bits") != 4 or settings.get("data_type", "int") != "int" or settings.get("act_bits", 16) < 16:
+            raise ValueError(f"{settings.get('bits')} bits of {settings.get('data_type')}")
+        if settings.get("group_size", found["group_size"]) != found["group_size"]:
+            raise ValueError("in several ways")
+    layout = str(found.get("packing_format") or found.get("backend"))
+    if layout == "auto_round:auto_awq":
+        return QuantizationScheme("awq", 4, _size(found["group_size"]))
+    # The layout of AutoGPTQ stores zeros less 1, and AutoRound's own does not.
+    return QuantizationScheme("gptq", 4, _size(found["group_size"]), zero_offset=AUTO_ROUND_OFFSETS[layout])
+
+
+AUTO_ROUND_OFFSETS = {"auto_round:auto_gptq": 1, "auto_round": 0, "auto_round:gptqmodel": 0}
+"""By how much stored zeros are less than they mean, by AutoRound's names of layouts."""
 
 
 def _size(size: Any) -> int:
@@ -150,5 +201,9 @@ METHODS: dict[str, Callable[[dict[str, Any]], QuantizationScheme]] = {
     "modelopt": _modelopt,
     "gptq": _gptq,
     "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+    "mlx": _mlx,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
 }
 """Parsers by `quant_method`."""

@@ -22,6 +22,8 @@ def parse_ropes(raw: dict[str, Any], family: Architecture, head_dims: tuple[int,
     Raises UnsupportedModel for invalid values, and NoNativeModel for a kind that there is no code for.
     """
     if family.local_theta is None:
+        if any(isinstance(table, dict) for table in parse_table(raw, "rope_parameters").values()):
+            raise NoNativeModel("rotary parameters by kind of layer have no code of ours in this architecture")
         rope = _parse(raw, family, family.theta, head_dims[0])
         return rope, rope
     # transformers 5 has a table for each kind of layer. Earlier versions have a separate number for layers with a window.

@@ -80,6 +80,8 @@ class TransformersConfig(ModelShape):
         """Creates the configuration from one of transformers' configs."""
         architecture = _architecture(theirs)
         text = theirs.get_text_config(decoder=True)
+        if getattr(text, "is_causal", None) is False:  # transformers says so in the masks alone, which are not used
+            raise UnsupportedModel(f"{architecture} looks at later tokens too: its attention is not causal")
         if unknown := set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES:
             raise UnsupportedModel(
                 f"{architecture} has layers of {', '.join(sorted(unknown))} (supported: {', '.join(sorted(LAYER_TYPES))})"

@@ -37,7 +37,7 @@ class _Builder:
         """The decoder."""
         model = self.model
         # The largest matrix first: while a matrix is packed, it is in memory twice.
-        embedding = self.linear({"model.embed_tokens": model.vocab_size}, model.hidden_size)
+        embedding = self.linear({model.embedding: model.vocab_size}, model.hidden_size)
         # With tied embeddings, embeddings are read from the head's matrix.
         tied = model.tie_word_embeddings and model.classifier is None
         head = embedding if tied else self.head()
@@ -65,7 +65,7 @@ class _Builder:
 
     def head(self) -> _core.Linear:
         """The matrix of the logits: that of all tokens, or of a classifier."""
-        model, name = self.model, "model.embed_tokens" if self.model.tie_word_embeddings else "lm_head"
+        model, name = self.model, self.model.embedding if self.model.tie_word_embeddings else "lm_head"
         if model.classifier is None:
             return self.linear({name: model.vocab_size}, model.hidden_size)
         if not model.classifier.tokens:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chairlift import _core
 from chairlift.checkpoint.safetensors_file import as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.encoder import EncoderConfig
-from chairlift.models.rotary import RopeConfig
-from chairlift.runner.weights import GGUFWeights, SafetensorWeights, Weights
+from chairlift.runner.weights import GGUFWeights, SafetensorWeights, Weights, split_rows
 
 Norm = tuple[np.ndarray, np.ndarray | None]
+BUCKETS = 32
+"""Buckets of distances between tokens in MPNet."""
 _PREFIXES = ("", "bert.", "roberta.", "model.", "auto_model.", "0.auto_model.")
 """What may begin the names of tensors: transformers and sentence-transformers write them with and without the names of their classes."""
 
@@ -29,6 +32,19 @@ def build_encoder(
     return _Builder(model, weights, dtype, threads, isa).encoder(longest, modules)
 
 
+def buckets(longest: int) -> NDArray[np.int64]:
+    """The buckets of distances from 1 - longest to longest - 1, as in T5 (Raffel et al., 2020); those above 0 have the second half.
+
+    Near distances have buckets of their own, and the others up to 128 share some by their logarithms.
+    """
+    distances = np.arange(1 - longest, longest)
+    half, exact = BUCKETS // 2, BUCKETS // 4
+    size = np.abs(distances)
+    share = np.log(np.maximum(size, 1).astype(np.float32) / np.float32(exact)) / np.float32(math.log(128 / exact))
+    far = np.minimum(exact + (share * np.float32(half - exact)).astype(np.int64), half - 1)
+    return half * (distances > 0) + np.where(size < exact, size, far)
+
+
 class _Builder:
     """Builds the blocks of one encoder."""
 
@@ -38,14 +54,14 @@ class _Builder:
         prefixes = (self.layout.prefix, *_PREFIXES)
         self.start = next((start for start in prefixes if weights.has(f"{start}{self.layout.tokens}.weight")), self.layout.prefix)
         """What begins the names of all tensors but those of a classifier."""
-        self.thetas = list(dict.fromkeys((model.theta, model.local_theta))) if self.layout.theta else []
+        self.ropes = list(dict.fromkeys(rope for rope in (model.rope, model.local_rope) if rope))
 
     def encoder(self, longest: int, modules: Path | None) -> _core.Encoder:
         """The encoder."""
         model, layout = self.model, self.layout
         tokens = self.linear([f"{self.start}{layout.tokens}"], [model.vocab_size], model.hidden_size, bias=False)
         blocks = [block for index in range(model.num_layers) for block in (self.attention(index), self.mlp(index))]
-        types = self.table(layout.types, model.num_token_types) if layout.types else np.zeros(0, dtype=np.float32)
+        types = self.table(layout.types, model.num_token_types) if layout.types and model.num_token_types else np.zeros(0, dtype=np.float32)
         try:
             return _core.Encoder(
                 blocks,
@@ -56,7 +72,7 @@ class _Builder:
                 final_norm=self.norm(f"{self.start}{layout.final_norm}") if layout.final_norm else None,
                 pooling=model.pooling,
                 dense=self.head() if model.score else self.modules(modules),
-                normalized=model.score is None,
+                normalized=model.normalized and model.score is None,
                 hidden_size=model.hidden_size,
                 num_heads=model.num_heads,
                 num_kv_heads=model.num_kv_heads,
@@ -64,7 +80,9 @@ class _Builder:
                 norm_eps=model.norm_eps,
                 embedding_scale=model.hidden_size**0.5 if layout.scaled_embeddings else 1.0,
                 attention_scale=model.attention_scale,
-                ropes=[RopeConfig(dim=model.head_dim, theta=theta).frequencies(longest) for theta in self.thetas],
+                causal=model.causal,
+                distances=self.distances(longest),
+                ropes=[rope.frequencies(longest) for rope in self.ropes],
                 longest=longest,
                 threads=self.threads,
             )
@@ -76,13 +94,13 @@ class _Builder:
         model, layout, prefix = self.model, self.layout, self.prefix(index)
         queries, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         outs = [queries, kv, kv] if len(layout.qkv) > 1 else [queries + 2 * kv]
-        theta = model.theta if model.windows[index] is None else model.local_theta
+        rope = model.rope if model.windows[index] is None else model.local_rope
         return _core.EncoderBlock.attention(
-            norms=self.norms(prefix, 0),
-            qkv_proj=self.linear([prefix + name for name in layout.qkv], outs, model.hidden_size, bias=layout.biases),
+            norms=self.norms(index, 0),
+            qkv_proj=self.linear([prefix + name for name in layout.qkv], outs, model.hidden_size, bias=model.qkv_bias),
             o_proj=self.linear([prefix + layout.output], [model.hidden_size], queries, bias=layout.biases),
             qk_norm=self.qk_norms(prefix),
-            rope=self.thetas.index(theta) if self.thetas else None,
+            rope=self.ropes.index(rope) if rope else None,
             window=model.windows[index],
         )
 
@@ -90,10 +108,10 @@ class _Builder:
         """A layer's MLP."""
         model, layout, prefix = self.model, self.layout, self.prefix(index)
         hidden, inner = model.hidden_size, model.intermediate_size
-        names = [prefix + name for name in layout.up]
+        names, outs = [prefix + name for name in layout.up], inner * (2 if layout.gate else 1)
         return _core.EncoderBlock.mlp(
-            norms=self.norms(prefix, 1),
-            up_proj=self.linear(names, [inner] * len(names), hidden, bias=layout.biases, gated=layout.gate is not None),
+            norms=self.norms(index, 1),
+            up_proj=self.linear(names, [outs // len(names)] * len(names), hidden, bias=layout.biases, gated=layout.gate is not None),
             down_proj=self.linear([prefix + layout.down], [hidden], inner, bias=layout.biases),
             gate=layout.gate,
         )
@@ -125,11 +143,12 @@ class _Builder:
         """What begins the names of a layer's tensors."""
         return self.start + self.layout.layer.format(index)
 
-    def norms(self, prefix: str, block: int) -> tuple[Norm | None, Norm | None, Norm | None]:
+    def norms(self, index: int, block: int) -> tuple[Norm | None, Norm | None, Norm | None]:
         """The norms of a layer's attention (0) or MLP (1): of the input, of the output and of the sum."""
-        layout = self.layout
+        layout, prefix = self.layout, self.prefix(index)
+        inputs = None if layout.bare_first and index == block == 0 else layout.input_norms
         before, after, total = (
-            self.norm(prefix + names[block]) if names else None for names in (layout.input_norms, layout.output_norms, layout.sum_norms)
+            self.norm(prefix + names[block]) if names else None for names in (inputs, layout.output_norms, layout.sum_norms)
         )
         return before, after, total
 
@@ -141,7 +160,7 @@ class _Builder:
         return query, key
 
     def norm(self, name: str, size: int | None = None) -> Norm:
-        """A norm; `size` is hidden_size by default. Root-mean-square norms multiply by 1 + weight."""
+        """A norm; `size` is hidden_size by default. `norm_offset` is added to the weights of root-mean-square norms."""
         size = size or self.model.hidden_size
         # Checkpoints that were made of TensorFlow's, such as bert-base-uncased, have gamma and beta.
         scale, shift = (
@@ -149,7 +168,9 @@ class _Builder:
         )
         weight = as_float32(self.weights.take(f"{name}.{scale}", size))
         if self.layout.rms:
-            return weight + np.float32(1), None
+            return weight + np.float32(self.layout.norm_offset), None
+        if not self.layout.norm_bias:
+            return weight, np.zeros_like(weight)
         return weight, as_float32(self.weights.take(f"{name}.{shift}", size))
 
     def table(self, name: str, rows: int, first: int = 0) -> np.ndarray:
@@ -157,10 +178,19 @@ class _Builder:
         table = as_float32(self.weights.take(f"{self.start}{name}.weight", rows, self.model.hidden_size))
         return np.ascontiguousarray(table[first:]).reshape(-1)
 
+    def distances(self, longest: int) -> np.ndarray | None:
+        """What is added to each head's scores by how far a key is after its query: [heads, 2 * longest - 1], flat."""
+        if self.layout.distances is None:
+            return None
+        table = as_float32(self.weights.take(f"{self.start}{self.layout.distances}.weight", BUCKETS, self.model.num_heads))
+        return np.ascontiguousarray(table[buckets(longest)].T).reshape(-1)
+
     def linear(self, names: list[str], outs: list[int], ins: int, *, bias: bool, gated: bool = False) -> _core.Linear:
         """Packs several projections of the same input into one layer."""
         sizes = dict(zip(names, outs, strict=True))
         parts = [self.weights.part(f"{name}.weight", size, ins) for name, size in sizes.items()]
+        if gated and len(parts) == 1:
+            parts = split_rows(parts[0], 2, ins)
         biases = np.concatenate([as_float32(self.weights.take(f"{name}.bias", size)) for name, size in sizes.items()]) if bias else None
         try:
             return _core.Linear([[part] for part in parts], ins, self.dtype, threads=self.threads, bias=biases, gated=gated, isa=self.isa)

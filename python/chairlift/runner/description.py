@@ -38,7 +38,8 @@ def describe(directory: Path) -> dict[str, str]:
     }
     if encoder is None:
         facts["KV cache"] = f"{_kv_bytes(shape) / 1e3:,.0f} kB a token in float32"
-    facts["answers"] = "embeddings" if encoder else "text, and embeddings by pooling"
+    is_decoder = encoder is None and not (isinstance(shape, ModelConfig) and shape.headless)
+    facts["answers"] = "text, and embeddings by pooling" if is_decoder else "embeddings"
     facts["computed by"] = _code(shape)
     return facts
 

@@ -45,7 +45,7 @@ class EncoderRunner(Runner):
         config = config.for_positions(model.max_position_embeddings)
         self.longest = _longest(config, directory, model)
         threads = choose_threads(config.threads, 1)
-        weights = open_weights(config, directory, norm=0.0 if model.layout.rms else 1.0)
+        weights = open_weights(config, directory, norm=1.0 - model.layout.norm_offset)
         sizes = weights.sizes() if isinstance(weights, GGUFWeights) else (0, 0)
         # The quality of other arithmetic was measured for decoders.
         exact = replace(config, cpu_math="exact") if config.cpu_math == "auto" else config

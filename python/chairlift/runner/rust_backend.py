@@ -52,7 +52,9 @@ class RustBackend:
         buffers = StepBuffers(layout)
         assert isinstance(executor, CpuExecutor)
         sampler = HostSampler(seqs, executor.decoder.pool)
-        return ModelRunner(executor, self.model, size, block_size, [buffers], sampler, self._pooling)
+        runner = ModelRunner(executor, self.model, size, block_size, [buffers], sampler, self._pooling)
+        runner.generates = not self.model.headless
+        return runner
 
     def profile(self, runner: ModelRunner) -> None:
         """Runs the largest step."""

@@ -24,6 +24,7 @@ from chairlift.models.encoder import EncoderConfig
 from chairlift.models.experts import MXFP4_BLOCKS
 from chairlift.models.quantization import QuantizationScheme
 from chairlift.models.shape import ModelShape
+from chairlift.runner.expanded_matrix import EXPANDED, expand
 from chairlift.runner.file_pages import FilePages
 from chairlift.runner.gguf_grids import provide_grids
 from chairlift.runner.memory.decision import gib
@@ -34,8 +35,11 @@ log = logging.getLogger("chairlift")
 
 DRAFTING = "mtp."
 """What the names of tensors begin with that predict tokens beyond the next one."""
-NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
-"""Suffixes of tensors that a model may ignore: old tables of rotary angles, and scales of a KV cache that is not in 8 bits."""
+NEEDLESS = (
+    *("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".k_zero_point", ".v_zero_point"),
+    *("_proj.output_scale", "attn.prob_output_scale"),
+)
+"""Suffixes of tensors that a model may ignore: old tables of rotary angles, and scales of activations and of a KV cache in 8 bits."""
 
 WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.")
 """Prefixes of the decoder's tensors in a model that also reads images."""
@@ -136,7 +140,7 @@ class SafetensorWeights:
 
     def is_quantised(self, layer: str) -> bool:
         """Whether a linear layer has tensors of the scheme."""
-        kinds = ("weight_scale", "weight_scale_inv", "qweight")
+        kinds = ("weight_scale", "weight_scale_inv", "qweight", "weight.absmax", "biases")
         return self._scheme is not None and any(self.has(f"{layer}.{kind}") for kind in kinds)
 
     def matrix(self, layer: str, outs: int, ins: int) -> Array | QuantisedMatrix:
@@ -150,12 +154,13 @@ class SafetensorWeights:
 
         def read(kind: str, *shapes: tuple[int, ...]) -> Array:
             name = f"{stored}.{kind}"
-            file = self._check(name, *shapes, dtypes=DTYPES | PACKED_DTYPES)
+            any_shape = () if shapes or name not in self._files else (self._files[name].tensors[name].shape,)
+            file = self._check(name, *shapes, *any_shape, dtypes=DTYPES | PACKED_DTYPES)
             self._note(name)
             return as_array(file, name)
 
-        found = read_quantised(self._scheme, read, has, outs, ins)
-        self._unused -= {f"{stored}.{kind}" for kind in TENSORS}
+        found = (expand if self._scheme.kind else read_quantised)(self._scheme, read, has, outs, ins)
+        self._unused -= {f"{stored}.{kind}" for kind in (*TENSORS, *EXPANDED)}
         return found
 
     def scales(self, name: str, heads: int) -> Array | None:

@@ -158,8 +158,9 @@ def follow(ours: Sequence[TokenLogprobs], theirs: Sequence[Choices], name: Calla
     return result
 
 
-def compare_embeddings(llm: LLM, reference: Reference, model: EncoderConfig, findings: Findings) -> None:
+def compare_embeddings(llm: LLM, reference: Reference, encoder: EncoderConfig | None, findings: Findings) -> None:
     """Compares embeddings of texts, and texts alone with texts in company."""
+    how = (encoder.pooling, encoder.dense) if encoder else ("last", ())
     limit = llm.info.max_text_len or 0
     texts = [ids for text in TEXTS if 0 < len(ids := llm.tokenizer.encode(text)) <= limit]
     ours = llm.embed(texts)
@@ -170,11 +171,12 @@ def compare_embeddings(llm: LLM, reference: Reference, model: EncoderConfig, fin
         findings.differences.append("embeddings depend on the texts that are computed with them")
     largest = 0.0
     for ids, embedding in zip(texts, ours, strict=True):
-        theirs = np.array(reference.embed(ids, model), dtype=np.float32)
+        theirs = np.array(reference.embed(ids, *how), dtype=np.float32)
         if theirs.shape != embedding.shape:
             findings.differences.append(f"embeddings have {len(embedding)} numbers, and {len(theirs)} in the reference")
             return
-        largest = float(np.maximum(largest, np.abs(theirs - embedding).max()))  # NaN stays
+        ours_of_length_1 = embedding / np.linalg.norm(embedding)
+        largest = float(np.maximum(largest, np.abs(theirs - ours_of_length_1).max()))  # NaN stays
     findings.note("embeddings", f"{len(texts)} texts; the largest difference of a number is {largest:.1e}")
     if not largest <= reference.embedding_tolerance:
         findings.differences.append(f"embeddings differ by up to {largest:.1e}, more than {reference.embedding_tolerance:.0e}")

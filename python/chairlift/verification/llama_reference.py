@@ -11,12 +11,13 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from chairlift.checkpoint.gguf_float import float_size, write_float
 from chairlift.errors import UnsupportedModel
-from chairlift.models.encoder import EncoderConfig
+from chairlift.models.encoder import DenseModule, EncoderConfig
 from chairlift.verification.reference import CannotCompare, Choices
 
 START_SECONDS = 600
@@ -97,8 +98,8 @@ class LlamaReference:
                     break
         return found
 
-    def embed(self, ids: list[int], model: EncoderConfig) -> list[float]:
-        """Returns the embedding of a text, a vector of length 1."""
+    def embed(self, ids: list[int], pooling: str, dense: Sequence[DenseModule]) -> list[float]:
+        """Returns the embedding of a text, a vector of length 1. The server knows the pooling, and the file has the layers after it."""
         numbers = self._post("/v1/embeddings", input=ids)["data"][0]["embedding"]
         length = math.sqrt(sum(x * x for x in numbers))
         return [x / length for x in numbers]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 from chairlift.errors import ChairliftError
-from chairlift.models.encoder import EncoderConfig
+from chairlift.models.encoder import DenseModule
 
 VARIABLE = "LLAMA_CPP"
 """The environment variable that names llama.cpp's folder or its llama-server."""
@@ -49,8 +50,8 @@ class Reference(Protocol):
         The list is shorter than the answer if the reference cannot go on after a token.
         """
 
-    def embed(self, ids: list[int], model: EncoderConfig) -> list[float]:
-        """Returns the embedding of a text, a vector of length 1."""
+    def embed(self, ids: list[int], pooling: str, dense: Sequence[DenseModule]) -> list[float]:
+        """Returns the embedding of a text, a vector of length 1. `dense` are the layers after the pooling."""
 
     def score(self, first: str, second: str) -> float:
         """Returns a classifier's number for a pair of texts."""

@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from chairlift.models.encoder import EncoderConfig
+from chairlift.models.encoder import DenseModule
 from chairlift.verification.reference import CannotCompare, Choices
 
 
@@ -58,10 +59,10 @@ class TransformersReference:
         """Returns the most likely tokens at each position of an answer."""
         return [[(token, logprob) for token, logprob in choices] for choices in self._ask("follow", prompt=prompt, answer=answer, top=top)]
 
-    def embed(self, ids: list[int], model: EncoderConfig) -> list[float]:
+    def embed(self, ids: list[int], pooling: str, dense: Sequence[DenseModule]) -> list[float]:
         """Returns the embedding of a text, a vector of length 1."""
-        dense = [{"path": layer.path, "activation": layer.activation} for layer in model.dense]
-        return list(self._ask("embed", ids=ids, pooling=model.pooling, dense=dense))
+        layers = [{"path": layer.path, "activation": layer.activation} for layer in dense]
+        return list(self._ask("embed", ids=ids, pooling=pooling, dense=layers))
 
     def score(self, first: str, second: str) -> float:
         """Returns a classifier's number for a pair of texts."""

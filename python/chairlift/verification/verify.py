@@ -73,9 +73,9 @@ def verify(config: EngineConfig, *, python: Path | None = None, llama_cpp: Path 
             with LLM(directory, device="cpu", cpu_math="exact", max_num_seqs=COMPANY, max_num_batched_tokens=CHUNK, **context) as llm:
                 _describe(llm, config.model, directory, file, reference, findings)
                 compare_texts(llm, reference, findings)
-                if encoder is None:
+                if encoder is None and llm.info.generates:
                     compare_answers(llm, reference, findings)
-                elif encoder.score is None:
+                elif encoder is None or encoder.score is None:
                     compare_embeddings(llm, reference, encoder, findings)
                 else:
                     compare_scores(llm, reference, findings)

@@ -1,7 +1,7 @@
 //! An encoder: computes an embedding, or a classifier's scores, of each text from its token ids.
 //!
 //! The blocks are data, so that the same code computes BERT (Devlin et al., 2018), which normalises the sums, `ModernBERT`, which normalises
-//! the inputs of blocks, and encoders made of Gemma 3, which normalise their outputs too.
+//! the inputs of blocks, encoders made of Gemma 3, which normalise their outputs too, and decoders, whose states are combined.
 //!
 //! A text's embedding has the same bits whatever other texts are computed with it: see the crate's documentation.
 

@@ -89,7 +89,7 @@ impl Encoder {
     #[new]
     #[pyo3(signature = (
         blocks, *, tokens, positions, types, embedding_norm, final_norm, pooling, dense, normalized, hidden_size, num_heads, num_kv_heads,
-        head_dim, norm_eps, embedding_scale, attention_scale, ropes, longest, threads
+        head_dim, norm_eps, embedding_scale, attention_scale, causal, distances, ropes, longest, threads
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -110,6 +110,8 @@ impl Encoder {
         norm_eps: f32,
         embedding_scale: f32,
         attention_scale: f32,
+        causal: bool,
+        distances: Option<PyBuffer<f32>>,
         ropes: Vec<PyBuffer<f32>>,
         longest: usize,
         threads: usize,
@@ -139,6 +141,8 @@ impl Encoder {
             norm_eps,
             embedding_scale,
             attention_scale,
+            causal,
+            distances: distances.map(|distances| distances.to_vec(py)).transpose()?,
             ropes,
             longest,
         };

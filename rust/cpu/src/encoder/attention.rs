@@ -1,4 +1,4 @@
-//! Attention within a text: every token attends to all tokens, or to those near it.
+//! Attention within a text: every token attends to all tokens, to earlier ones, or to those near it.
 
 use crate::aligned::AlignedVec;
 use crate::simd::{Kernel, Simd};
@@ -6,7 +6,7 @@ use crate::unsafe_slice::UnsafeSlice;
 
 /// Queries that are computed together. A key or value is loaded once for all of them.
 const ROWS: usize = 8;
-/// A score whose exponential is 0, for tokens outside the window and the lanes after the last key.
+/// A score whose exponential is 0, for tokens that are not attended to and the lanes after the last key.
 const UNSEEN: f32 = -1e30;
 
 /// Per-thread scratch memory.
@@ -32,6 +32,10 @@ pub(super) struct Attention<'a> {
     pub(super) scale: f32,
     /// How far away a token may be on either side.
     pub(super) window: Option<usize>,
+    /// Whether a token attends to no later one.
+    pub(super) causal: bool,
+    /// What is added to a score by how far the key is after the query, an odd number of entries, the middle one for the distance 0.
+    pub(super) distances: Option<&'a [f32]>,
     /// \[tokens of all texts\]\[`out_width`\]. A head's columns are those of its query.
     pub(super) out: UnsafeSlice<'a, f32>,
     pub(super) out_width: usize,
@@ -50,13 +54,17 @@ impl Attention<'_> {
         &self.qkv[token * self.width + self.columns[part]..][..self.head_dim]
     }
 
-    /// Hides the tokens outside the window of `token` from its scores.
-    fn hide(&self, token: usize, scores: &mut [f32]) {
-        if let Some(window) = self.window {
-            scores[..token.saturating_sub(window)].fill(UNSEEN);
-            let end = scores.len().min(token + window + 1);
-            scores[end..].fill(UNSEEN);
+    /// Adds what depends on distances to the scores of `token`, and hides the tokens to which it does not attend.
+    fn adjust(&self, token: usize, scores: &mut [f32]) {
+        let len = scores.len();
+        if let Some(distances) = self.distances {
+            let added = &distances[distances.len() / 2 - token..][..len];
+            scores.iter_mut().zip(added).for_each(|(score, x)| *score += x);
         }
+        let first = self.window.map_or(0, |window| token.saturating_sub(window));
+        let after = if self.causal { 0 } else { self.window.unwrap_or(len) };
+        scores[..first].fill(UNSEEN);
+        scores[len.min(token + after + 1)..].fill(UNSEEN);
     }
 }
 
@@ -95,7 +103,7 @@ impl Kernel for Attend<'_> {
             let mut scales = [0.0; ROWS];
             for (r, (row, scale)) in scores.chunks_exact_mut(keys).zip(&mut scales).enumerate() {
                 row[len..].fill(UNSEEN);
-                of.hide((first + r).min(len - 1), &mut row[..len]);
+                of.adjust((first + r).min(len - 1), &mut row[..len]);
                 *scale = 1.0 / exponentials(s, row);
             }
             weigh(s, of, first, &scales, scores, keys, values, dims);

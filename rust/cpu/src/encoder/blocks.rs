@@ -24,6 +24,10 @@ pub struct EncoderConfig {
     pub embedding_scale: f32,
     /// Factor of the dot products of queries and keys.
     pub attention_scale: f32,
+    /// Whether a token attends to no later one.
+    pub causal: bool,
+    /// What is added to a head's scores by how far the key is after the query, \[heads\]\[2 `longest` - 1\] from the smallest distance on.
+    pub distances: Option<Vec<f32>>,
     /// Rotary embeddings. Attention blocks refer to them by index.
     pub ropes: Vec<Rope>,
     /// The most tokens of a text.
@@ -122,6 +126,8 @@ impl EncoderConfig {
     pub(super) fn check(&self) -> Result<(), ShapeError> {
         check(self.num_kv_heads > 0 && self.num_heads.is_multiple_of(self.num_kv_heads) && self.head_dim > 0, "heads")?;
         check(self.ropes.iter().all(|rope| rope.width() <= self.head_dim), "rotary embeddings")?;
+        let entries = self.num_heads * (2 * self.longest).saturating_sub(1);
+        check(self.distances.as_ref().is_none_or(|distances| distances.len() == entries), "distances")?;
         check(self.hidden_size > 0 && self.longest > 0, "sizes")
     }
 }

@@ -206,6 +206,8 @@ impl<'a> Pass<'a> {
                 head_dim: config.head_dim,
                 scale: config.attention_scale,
                 window: attention.window,
+                causal: config.causal,
+                distances: config.distances.as_ref().map(|rows| &rows[head * (2 * config.longest - 1)..][..2 * config.longest - 1]),
                 out: self.attended,
                 out_width: queries,
                 first: start,

@@ -39,6 +39,10 @@ fn linear(isa: Isa, seed: u32, outs: usize, ins: usize) -> Linear {
 
 /// An encoder with the features of BERT in its first layer and those of Gemma in its second.
 fn encoder(isa: Isa, threads: usize, pooling: Pooling, classifies: bool) -> Encoder {
+    encoder_of(isa, threads, pooling, classifies, false)
+}
+
+fn encoder_of(isa: Isa, threads: usize, pooling: Pooling, classifies: bool, causal: bool) -> Encoder {
     let attention = |seed: u32, near: bool| {
         EncoderBlockKind::Attention(TextAttention {
             qkv_proj: linear(isa, seed, (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
@@ -80,6 +84,8 @@ fn encoder(isa: Isa, threads: usize, pooling: Pooling, classifies: bool) -> Enco
         norm_eps: 1e-12,
         embedding_scale: 1.5,
         attention_scale: 0.4,
+        causal,
+        distances: causal.then(|| numbers(14, HEADS * (2 * POSITIONS - 1))),
         ropes: vec![Rope { frequencies: vec![1.0, 0.3, 0.1], scale: 1.0 }],
         longest: POSITIONS,
     };
@@ -114,6 +120,23 @@ fn an_embedding_has_the_same_bits_alone_and_in_a_batch() {
             let squares: f32 = together[1].iter().map(|&x| f32::from_bits(x).powi(2)).sum();
             assert!(classifies || (squares - 1.0).abs() < 1e-5, "{isa:?} {pooling:?}: {squares}");
         }
+    }
+}
+
+#[test]
+fn a_token_of_a_causal_model_does_not_see_later_ones() {
+    let (short, long): (&[i32], &[i32]) = (&[1, 2, 3, 4], &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+    for isa in Isa::available() {
+        let [first, last] = [Pooling::First, Pooling::Last].map(|pooling| {
+            [false, true].map(|causal| {
+                let mut encoder = encoder_of(isa, 1, pooling, false, causal);
+                [short, long].map(|text| embed(&mut encoder, &[text]).remove(0))
+            })
+        });
+        assert_ne!(first[0][0], first[0][1], "{isa:?}");
+        assert_eq!(first[1][0], first[1][1], "{isa:?}");
+        assert_ne!(last[0][1], last[1][1], "{isa:?}");
+        assert_ne!(last[1][0], last[1][1], "{isa:?}");
     }
 }
 

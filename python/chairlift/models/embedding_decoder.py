@@ -1,0 +1,95 @@
+"""Decoders that compute embeddings as encoders do: their tokens may attend to later ones, and all poolings are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from chairlift.architectures import ARCHITECTURES, HEADLESS, EncoderArchitecture, Norms
+from chairlift.errors import UnsupportedModel
+from chairlift.models.config import ModelConfig
+from chairlift.models.fields import parse_names
+from chairlift.models.quantization import described_beside
+
+_BIDIRECTIONAL = "BidirectionalModel"
+"""What ends the names of NVIDIA's classes, such as LlamaBidirectionalModel."""
+
+
+def decoder_name(raw: dict[str, Any]) -> tuple[str, str] | None:
+    """Returns the name in `architectures` of a config.json that stands for a decoder, and that of the decoder with its head."""
+    for name in parse_names(raw, "architectures") or []:
+        if name in ARCHITECTURES:
+            return name, name
+        full = HEADLESS[name].name if name in HEADLESS else name.removesuffix(_BIDIRECTIONAL) + "ForCausalLM"
+        if full in ARCHITECTURES and not raw.get("text_config"):
+            return name, full
+    return None
+
+
+def is_causal(raw: dict[str, Any], name: str) -> bool:
+    """Whether tokens attend to no later ones."""
+    usual = raw.get("is_causal") is not False and raw.get("use_bidirectional_attention") in (None, False, "vision")
+    return usual and not name.endswith(_BIDIRECTIONAL)
+
+
+def parse_decoder(raw: dict[str, Any], directory: Path, names: tuple[str, str]) -> tuple[ModelConfig, EncoderArchitecture]:
+    """Parses the configuration of a decoder (see `decoder_name`) and returns it with its layout as an encoder.
+
+    Raises UnsupportedModel for features that the encoder's code lacks.
+    """
+    model = ModelConfig.parse({**raw, "architectures": [names[1]], "is_causal": True, "use_bidirectional_attention": None})
+    ropes = (model.rope, model.local_rope)
+    lacking = {
+        "experts": model.experts,
+        "recurrent layers": model.recurrence,
+        "attention to latents": model.latent,
+        "layers with different heads": model.variants,
+        "attention sinks": model.sinks,
+        "gated attention": model.gated_attention,
+        "queries that grow with their position": model.temperature,
+        "capped attention scores": model.attention_softcap,
+        "layers without rotary positions": not all(model.uses_rope),
+        "scaled or partial rotations": any(rope.scale != 1 or rope.dim != model.head_dim for rope in ropes),
+        "multipliers": model.residual_scale != 1 or model.embedding_scale not in (1, model.hidden_size**0.5),
+        "norms of all heads together": model.whole_norms,
+        "norms of other names": model.norms != Norms(),
+        "fused projections": len(model.projections.gate_up) != 2,
+        "biases of attention's output and of MLPs": model.output_bias or model.mlp_bias,
+        "quantised weights": model.scheme or described_beside(directory),
+    }
+    if found := [what for what, present in lacking.items() if present]:
+        raise UnsupportedModel(f"{names[0]} computes embeddings of whole texts here, and there is no code for that with {found[0]}")
+    post = model.post_norms
+    return model, EncoderArchitecture(
+        name=names[0],
+        model_type=str(raw.get("model_type")),
+        models="",
+        tokens="embed_tokens",
+        positions=None,
+        types=None,
+        embedding_norm=None,
+        final_norm="norm",
+        layer="layers.{}.",
+        qkv=model.projections.qkv,
+        output=model.projections.output,
+        up=model.projections.gate_up,
+        down=model.projections.down,
+        input_norms=("input_layernorm", "pre_feedforward_layernorm" if post else "post_attention_layernorm"),
+        output_norms=("post_attention_layernorm", "post_feedforward_layernorm") if post else None,
+        sum_norms=None,
+        qk_norms=("self_attn.q_norm", "self_attn.k_norm") if model.qk_norm else None,
+        biases=False,
+        rms=True,
+        norm_offset=model.norm_offset,
+        gate=model.activation,
+        scaled_embeddings=model.embedding_scale != 1,
+    )
+
+
+def windows_of(model: ModelConfig, *, causal: bool) -> tuple[int | None, ...]:
+    """Returns how many tokens on either side each layer attends to. Raises UnsupportedModel for windows of tokens that see later ones."""
+    if causal:
+        return tuple(None if window is None else window - 1 for window in model.windows)
+    if model.local_rope != model.rope or any(window is not None and window < model.max_position_embeddings for window in model.windows):
+        raise UnsupportedModel(f"{model.architecture} with windows and attention to later tokens has no code of ours")
+    return (None,) * model.num_layers
