@@ -131,15 +131,13 @@ impl Replica {
         let Job { time, request, len, output, drafts, fork_of, cancelled_at, .. } = job;
         let (tag, most) = (request.tag, request.max_new_tokens);
         let (tenant, prompt) = (Arc::clone(&request.tenant), request.prompt.len() as u32);
+        let preparation = self.storage.is_some().then_some(Preparation::ReadCache);
         let id = match fork_of {
             Some(parent) => {
                 let id = self.by_tag.get(&parent).and_then(|&at| self.scheduler.fork(self.live[at].as_ref()?.id, tag, time));
                 id.ok_or("no_parent")
             }
-            None => {
-                let preparation = self.storage.is_some().then_some(Preparation::ReadCache);
-                self.scheduler.add(Request { preparation, ..request }, time).map_err(|rejected| rejected.name())
-            }
+            None => self.scheduler.add(Request { preparation, ..request }, time).map_err(|rejected| rejected.name()),
         };
         let id = match id {
             Ok(id) => id,

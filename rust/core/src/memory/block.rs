@@ -304,6 +304,7 @@ impl BlockPool {
         let cached = other.and_then(|other| Some((self.content_if(other, chain, tokens)?, other)));
         let (content, block) = cached.unwrap_or_else(|| {
             self.drop_name(hash);
+            self.host.drop_named(hash);
             let content = self.new_content();
             self.give_name(id, chain, (hash, content), tokens, step);
             (content, id)
