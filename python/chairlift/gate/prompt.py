@@ -78,8 +78,8 @@ def _answers(body: Mapping[str, Any]) -> int:
     """Each prompt of a list has as many answers as `n`, or `best_of` if that is more."""
     each = max([1, *(one for name in ("n", "best_of") if type(one := body.get(name)) is int)])
     prompts = body.get("prompt")
-    several = isinstance(prompts, list) and prompts and type(prompts[0]) is not int
-    return min(each * (len(prompts) if several else 1), MAX_SEQUENCES)
+    several = len(prompts) if isinstance(prompts, list) and prompts and type(prompts[0]) is not int else 1
+    return min(each * several, MAX_SEQUENCES)
 
 
 def tokens(parts: list[bytes]) -> np.ndarray:

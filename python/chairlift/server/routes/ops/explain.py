@@ -57,7 +57,7 @@ async def _explanation(request: Request, reader: Reader, name: str) -> Response:
         author, miss = known
         summary += f" {miss.summary()}"
         missed = {"cache_miss": miss.json(with_texts=reader == author)}
-    explanation = {"id": answer_id, "object": "request.explanation", "summary": summary, **missed, "sequences": sequences}
+    explanation: dict[str, Any] = {"id": answer_id, "object": "request.explanation", "summary": summary, **missed, "sequences": sequences}
     return Json(explanation) if len(sequences) <= _AT_ONCE else await large_json(explanation, {})
 
 
