@@ -444,8 +444,8 @@ class _Scales(NamedTuple):
 def _multipliers(raw: dict[str, Any]) -> _Scales:
     """Returns Granite's, which are 1 where config.json is silent."""
     names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-    *scales, logits = (_number(raw, name, 1.0) or 1.0 for name in names)
-    return _Scales(*scales, 1.0 / logits)
+    embedding, attention, residual, logits = (_number(raw, name, 1.0) or 1.0 for name in names)
+    return _Scales(embedding, attention, residual, 1.0 / logits)
 
 
 def _uses_rope(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[bool, ...]:

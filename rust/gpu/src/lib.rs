@@ -207,7 +207,10 @@ mod tests {
     fn one_split_is_written_directly_and_long_contexts_have_few() {
         assert_eq!(decode_work(&[0, 1], &[512], None, ALL), [[1, 0, 0, 1], [0, 0, 512, -1]]);
         assert_eq!(decode_work(&[0, 1], &[768], None, ALL), [[1, 0, 0, 1], [0, 0, 768, -1]]);
-        assert_eq!(decode_work(&[0, 1, 3], &[0, 770], None, ALL), [[2, 2, 4, 2], [1, 0, 512, 0], [1, 512, 770, 2], [1, 0, 2, 2], [2, 1, 2, 2]]);
+        assert_eq!(
+            decode_work(&[0, 1, 3], &[0, 770], None, ALL),
+            [[2, 2, 4, 2], [1, 0, 512, 0], [1, 512, 770, 2], [1, 0, 2, 2], [2, 1, 2, 2]]
+        );
         assert_eq!(decode_work(&[0, 1], &[SPLIT * MAX_SPLITS], None, ALL)[0][0], MAX_SPLITS);
         assert_eq!(decode_work(&[0, 1], &[SPLIT * MAX_SPLITS + 1], None, ALL)[0][0], MAX_SPLITS / 2);
         assert_eq!(decode_work(&[0, 1], &[100_000], Some(SPLIT), ALL), [[1, 0, 0, 1], [0, 100_000 - SPLIT, 100_000, -1]]);

@@ -161,7 +161,7 @@ impl World {
                     resumed,
                     ..Request::default()
                 };
-                let tag = self.next_tag;
+                let tag = request.tag;
                 self.add(request, salt, came);
                 for _ in 0..forks {
                     self.fork(tag);
@@ -174,16 +174,8 @@ impl World {
                 }
             }
             Op::Open { salt, tenant } => self.open(salt, tenant),
-            Op::ForkHeld(which) => {
-                if let Some(held) = self.pick_held(which) {
-                    self.fork_held(held);
-                }
-            }
-            Op::DropHeld(which) => {
-                if let Some(held) = self.pick_held(which) {
-                    self.drop_held(held);
-                }
-            }
+            Op::ForkHeld(which) => _ = self.pick_held(which).map(|held| self.fork_held(held)),
+            Op::DropHeld(which) => _ = self.pick_held(which).map(|held| self.drop_held(held)),
             Op::Continue { which, less, more, new, stop } => self.continue_held(which, less, &more, new, stop),
             Op::Restore { grouped, tokens } => self.restore(if grouped { GROUP } else { 0 }, &tokens),
             Op::SetPriority(which, priority) => {
@@ -218,8 +210,8 @@ impl World {
         self.check_stored();
         self.check_reported();
         self.check_reads();
-        let now_held = self.scheduler.occupancy().blocks;
-        assert!(now_held <= held.max(self.scheduler.stats().total_blocks), "blocks were given beyond the limit");
+        let most = held.max(self.scheduler.stats().total_blocks);
+        assert!(self.scheduler.occupancy().blocks <= most, "blocks were given beyond the limit");
     }
 
     fn set_priority(&mut self, tag: u64, priority: i32) {
@@ -449,7 +441,7 @@ impl World {
 
     /// Ends all preparations. Returns whether there was one.
     fn prepare_all(&mut self) -> bool {
-        (0..self.live.len()).fold(false, |any, which| self.prepare(which, None) || any)
+        (0..self.live.len()).filter(|&which| self.prepare(which, None)).count() > 0
     }
 
     /// Runs until every request has ended, with at most one step in flight.

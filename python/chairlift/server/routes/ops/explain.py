@@ -39,8 +39,8 @@ async def _explanation(request: Request, reader: Reader, name: str) -> Response:
     service = service_of(request)
     if (context := service.registry.preparing(reader, name)) is not None:
         states = context.elapsed()
-        explanation = {"id": name, "object": "request.explanation", "summary": summary_before_submission(states)}
-        return Json({**explanation, "preparing": {"state": "tokenize", "states": states}, "sequences": []})
+        early = {"id": name, "object": "request.explanation", "summary": summary_before_submission(states)}
+        return Json({**early, "preparing": {"state": "tokenize", "states": states}, "sequences": []})
     if (refusal := service.registry.refusal(reader, name)) is not None:
         return Json(refusal.explanation(name))
     answer_id, all_timelines, model = await service.explain(reader, name)
