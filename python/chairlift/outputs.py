@@ -195,7 +195,7 @@ class RequestOutput:
     text_offsets: list[int] | None = None
     """With `logprobs`: the offset in characters of each of `token_ids` in the answer's text, including text that is held back."""
     embedding: array[float] | None = None
-    """The prompt's embedding, 32-bit numbers of a vector of length 1, if the request asked for it instead of a text."""
+    """The prompt's embedding, 32-bit numbers, if the request asked for it instead of a text."""
     reasoning: str | None = None
     """In answers of a chat, the model's reasoning, which its `text` is without; None if there is none."""
     tool_calls: tuple[ToolCall, ...] = ()

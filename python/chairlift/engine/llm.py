@@ -139,7 +139,7 @@ class LLM:
         scheduling: Scheduling | Sequence[Scheduling] | None = None,
         progress: bool | None = None,
     ) -> NDArray[np.float32]:
-        """Computes the embedding of each text (see `Prompt`): float32 [texts, dimensions], vectors of length 1.
+        """Computes the embedding of each text (see `Prompt`): float32 [texts, dimensions], vectors of length 1 unless the model's are not.
 
         `dimensions` keeps the first numbers of each and scales them to length 1, for models that were trained for it. Other arguments and
         errors as in `generate`. Raises RequestFailed if a text gets no embedding: it missed its deadline, or its result is not finite.
