@@ -151,7 +151,7 @@ QUANTISED = {
         NOT_OURS,
         "compressed_tensors",
     ),
-    "integers": (Format(integers, compressed("int-quantized", 8, "int", strategy="channel")), {}, "compressed_tensors"),
+    "integers": (Format(integers, compressed("int-quantized", 8, "int", strategy="channel")), NOT_OURS, "compressed_tensors"),
     "floats": (FORMATS["floats by row"]._replace(pack=e4m3(1, 0, "weight_scale")), NOT_OURS, "compressed_tensors"),
     "blocks": (FORMATS["fp8 in blocks"], NOT_OURS, "accelerate"),
 }

@@ -389,6 +389,7 @@ def test_cuda_is_refused_where_there_is_none(tmp_path, runner_for):
 
 
 def test_an_old_device_is_refused_or_left_alone(tmp_path, runner_for, monkeypatch):
+    monkeypatch.setattr("chairlift.runner.cuda.has_cuda_driver", lambda: True)
     monkeypatch.setattr("chairlift.runner.build.cuda_devices", lambda: 1)
     monkeypatch.setattr("chairlift.runner.build.compute_capability", lambda: (7, 5))
     write("llama", tmp_path)

@@ -34,7 +34,9 @@ _TIME = SimpleNamespace(now=clock.now, skew=0)
 
 
 class CountingRunner(NullRunner):
-    """A runner whose next token is the one after the last."""
+    """A runner whose next token is the one after the last. No engine goes on with the answers of another one."""
+
+    batch_invariant = False
 
     def __init__(self, config, directory, ends):
         super().__init__(config, directory, ends)

@@ -80,7 +80,7 @@ class Service:
         """Requests being answered."""
         self.registry = RequestRegistry()
         """Recent requests, for explanations."""
-        self._explaining: WeakValueDictionary[tuple[str, bool], asyncio.Lock] = WeakValueDictionary()
+        self._explaining: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
         self.sequences = Sequences(self._bill)
         """Clients' live sequences."""
         limits = [model.engine.config.max_num_queued_reqs for model in self.models]
@@ -188,12 +188,12 @@ class Service:
         """Counts a rejected request, one whose model is not known yet for the first model."""
         (model or self.default).metrics.count_rejected(reason)
 
-    def explaining(self, group: str, reader: Reader) -> asyncio.Lock:
-        """Returns what a reader holds while a request is explained to it: the requests of a group are explained one after the other.
+    def explaining(self, group: str | None) -> asyncio.Lock:
+        """Returns what a group, or the operator, holds while a request is explained: those of a group are explained one after the other.
 
         Each of them may have a thousand sequences, which take time of the engine.
         """
-        return self._explaining.setdefault((group, reader is None), asyncio.Lock())
+        return self._explaining.setdefault(group, asyncio.Lock())
 
     async def explain(self, reader: Reader, name: str) -> tuple[str, list[Timeline], ServedModel]:
         """Returns the answer's id, the timelines of a request's sequences, none if the request is unknown, and its model.

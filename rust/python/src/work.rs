@@ -7,7 +7,7 @@ use pyo3::types::PyBytes;
 
 /// Lists the keys that each unit of decode attention reads: see `chairlift_gpu::decode_work`.
 #[pyfunction]
-#[pyo3(signature = (query_starts, context_lens, *, window = None, at_once = i32::MAX))]
+#[pyo3(signature = (query_starts, context_lens, *, window = None, at_once = 2_147_483_647))]
 #[allow(clippy::needless_pass_by_value)] // types that Python passes
 pub(crate) fn decode_work(
     py: Python<'_>,

@@ -31,7 +31,8 @@ async def explain(request: Request) -> Response:
     A tenant finds only its own requests.
     """
     reader: Reader = request.state.reader
-    async with service_of(request).explaining(request.state.ticket.tenant.group, reader):
+    group = None if reader is None else request.state.ticket.tenant.group
+    async with service_of(request).explaining(group):
         return await _explanation(request, reader, request.path_params["name"])
 
 
