@@ -21,6 +21,7 @@ PARTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # minutes of interpreted kernels, beside other tests on few cores
 def test_the_whole_order_runs_dry(tmp_path):
     # Other threads would only wait for work this small.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

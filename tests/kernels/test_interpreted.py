@@ -10,6 +10,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("triton", reason="Triton is not made for this platform")
 
 
+@pytest.mark.timeout(900)  # minutes of interpreted kernels, beside other tests on few cores
 def test_kernels_agree_with_torch_in_the_interpreter():
     # Triton decides whether to interpret when a kernel is defined: so in a process of its own.
     checks = sorted(map(str, Path(__file__).parent.glob("check_*.py")))

@@ -20,6 +20,7 @@ from chairlift.runner.torch_backend import TorchBackend
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # minutes of interpreted kernels, beside other tests on few cores
 def test_answers_are_the_same_with_graphs_and_without():
     pytest.importorskip("triton", reason="Triton is not made for this platform")
     # Triton decides whether to interpret when a kernel is defined: so in a process of its own.
