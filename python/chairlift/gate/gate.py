@@ -126,7 +126,7 @@ class Gate:
                 if held is not None and response.status == 200:
                     held.answer = answer
                 begun = True
-                raw.clear()  # nobody gets it again
+                raw.clear()  # it is not read again
                 await send({"type": "http.response.start", "status": response.status, "headers": _answer_headers(response)})
                 # Middleware only needs the start and the end of the response.
                 raw_send: Send = scope["state"]["raw_send"]

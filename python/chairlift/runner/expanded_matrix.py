@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from chairlift.checkpoint.safetensors_file import Array, as_float32
+from chairlift.checkpoint.safetensors_file import as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.quantization import NVFP4_GROUP, QuantizationScheme
-from chairlift.runner.quantised_matrix import E4M3, Read
+from chairlift.runner.quantised_matrix import E4M3, Read, bytes_of
 
 Floats = NDArray[np.float32]
 Has = Callable[[str], bool]
@@ -87,7 +87,7 @@ def _int8(scheme: QuantizationScheme, read: Read, has: Has, outs: int, ins: int)
     if has("weight_zero_point"):
         raise UnsupportedModel("integers of 8 bits with zeros have no code of ours")
     if has("weight_packed"):
-        numbers = _bytes(read("weight_packed", (outs, ins // 4))).astype(np.float32) - np.float32(128)
+        numbers = bytes_of(read("weight_packed", (outs, ins // 4))).astype(np.float32) - np.float32(128)
     else:
         numbers = read("weight", (outs, ins)).astype(np.float32)
     groups = -(-ins // scheme.group) if scheme.group else 1
@@ -99,13 +99,8 @@ def _int8(scheme: QuantizationScheme, read: Read, has: Has, outs: int, ins: int)
 def _gptq(scheme: QuantizationScheme, read: Read, has: Has, outs: int, ins: int) -> Floats:
     """GPTQ's integers of 8 bits, four to a word along the columns, and zeros along the rows."""
     groups = -(-ins // scheme.group) if scheme.group else 1
-    numbers = _bytes(read("qweight", (ins // 4, outs)).T)
-    zeros = _bytes(read("qzeros", (groups, outs // 4))) + np.uint8(scheme.zero_offset)  # 255 is stored for a zero of 0
+    numbers = bytes_of(read("qweight", (ins // 4, outs)).T)
+    zeros = bytes_of(read("qzeros", (groups, outs // 4))) + np.uint8(scheme.zero_offset)  # 255 is stored for a zero of 0
     scale = as_float32(read("scales", (groups, outs)))
     of = read("g_idx", (ins,)) if has("g_idx") else np.arange(ins) // (scheme.group or ins)
     return (numbers.astype(np.float32) - zeros[of].T.astype(np.float32)) * scale[of].T
-
-
-def _bytes(words: Array) -> NDArray[np.uint8]:
-    """The bytes of 32-bit words, the lowest first."""
-    return np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)

@@ -46,7 +46,7 @@ def read_quantised(scheme: QuantizationScheme, read: Read, has: Callable[[str], 
     if ins % 8 or outs % 8:
         raise UnsupportedModel(f"a matrix of {outs} rows and {ins} columns cannot be of 4 bits: both must be multiples of 8")
     if scheme.method == "compressed-tensors":
-        numbers = _bytes(read("weight_packed", (outs, ins // 8)))
+        numbers = bytes_of(read("weight_packed", (outs, ins // 8)))
         zero = _integers(read("weight_zero_point", (outs // 8, groups)).T).T if has("weight_zero_point") else None
         scale = read("weight_scale", (outs, groups))
         zero = np.full(scale.shape, 8, np.uint8) if zero is None else np.ascontiguousarray(zero)
@@ -56,7 +56,7 @@ def read_quantised(scheme: QuantizationScheme, read: Read, has: Callable[[str], 
         numbers = _awq_pairs(read("qweight", (ins, outs // 8)))
         zero = _awq_columns(zeros).T
     else:
-        numbers = _bytes(read("qweight", (ins // 8, outs)).T)
+        numbers = bytes_of(read("qweight", (ins // 8, outs)).T)
         order = _group_order(read("g_idx", (ins,)), scheme.group) if has("g_idx") else None
         if order is not None:
             numbers = _ordered(numbers, order)
@@ -95,14 +95,14 @@ def _e4m3(scheme: QuantizationScheme, read: Read, has: Callable[[str], bool], ou
     return QuantisedMatrix(read("weight", (outs, ins)), rows, None, scheme.group)
 
 
-def _bytes(words: Array) -> Bytes:
-    """The bytes of 32-bit words, which each have 8 numbers of a row, the first in the lowest bits."""
+def bytes_of(words: Array) -> Bytes:
+    """The bytes of 32-bit words, the lowest first: numbers of a row, of which the first ones are in the lowest bits."""
     return np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
 
 
 def _integers(words: Array) -> Bytes:
     """The 4-bit integers of a matrix of words, in the order of their bits."""
-    pairs = _bytes(words)
+    pairs = bytes_of(words)
     return np.stack((pairs & 15, pairs >> 4), 2).reshape(len(pairs), -1)
 
 
@@ -116,7 +116,7 @@ def _awq_columns(integers: Bytes) -> Bytes:
 
 def _awq_pairs(words: Array) -> Bytes:
     """Pairs of a row's neighbours [outs, ins / 2] from AWQ's words [ins, outs / 8], which have eight rows each."""
-    first, second = (_bytes(words[start::2]) for start in (0, 1))
+    first, second = (bytes_of(words[start::2]) for start in (0, 1))
     # The two integers of a byte are of different rows.
     rows = (first & 15) | (second << 4), (first >> 4) | (second & 240)
     pairs = np.empty((8 * words.shape[1], len(words) // 2), np.uint8)
