@@ -64,6 +64,10 @@ amx: ## run the CPU kernels' tests on an emulated processor with AMX (Debian; mo
 batch-kills: $(VENV)/.developing ## kill a server five times while it runs a batch of 10,000 requests
 	BATCH_REQUESTS=10000 BATCH_KILLS=5 $(BIN)/python -m pytest -s --timeout 3000 tests/faults/test_batches.py -k kills $(ARGS)
 
+.PHONY: disconnects
+disconnects: $(VENV)/.developing ## let ten thousand clients leave a server, at any time and in any way (the tests: 3,000)
+	DISCONNECTS=10000 $(BIN)/python -m pytest tests/faults/test_disconnects.py $(ARGS)
+
 .PHONY: hostile
 hostile: $(VENV)/.developing ## send every hostile and every wrong body to every route (minutes; the tests send a sample)
 	HOSTILE=1 $(BIN)/python -m pytest tests/server/test_event_loop.py tests/server/test_confused_bodies.py $(ARGS)

@@ -18,7 +18,7 @@ from chairlift.sim.replay import Recording
 
 pytestmark = pytest.mark.slow
 
-SCRIPTS = 25
+SCRIPTS = 15
 
 
 def test_answers_are_the_same_with_one_step_in_flight_and_with_two(make, clock, tmp_path, caplog):

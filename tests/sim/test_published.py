@@ -41,7 +41,7 @@ def test_continuous_batches_gain_what_the_ceiling_allows(path, size: int, ceilin
     # Under a constant step time: E[longest of B outputs] / E[output]. Repeated, so that the last to leave do not count; shuffled, for the
     # formula takes outputs to be independent.
     trace = workload(path)
-    outputs = np.random.default_rng(0).permutation(np.tile(trace.column("output"), max(1, 4_000_000 // int(trace.column("output").sum()))))
+    outputs = np.random.default_rng(0).permutation(np.tile(trace.column("output"), max(1, 1_500_000 // int(trace.column("output").sum()))))
     requested = trace.repeated(len(outputs)).with_(arrival_us=0, prompt=1, output=outputs, most=outputs, tenant=0)
     whole = run(requested, WIDE | {"max_num_seqs": size, "batching": "static", "static_batch_size": size}, StepTime.constant(1000))
     joined = run(requested, WIDE | {"max_num_seqs": size}, StepTime.constant(1000))
