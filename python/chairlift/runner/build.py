@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from chairlift.architectures import ARCHITECTURES
 from chairlift.config import EngineConfig
-from chairlift.errors import InvalidSetting
+from chairlift.errors import InvalidSetting, pip_install_with_torch
 from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.cuda import KERNEL_DRIVER, check_device, compute_capability, cuda_devices, has_cuda_driver, too_old, why_no_device
@@ -176,7 +176,7 @@ def choose_backend(config: EngineConfig, model: ModelShape) -> BackendMaker:
         from chairlift.runner.torch_backend import TorchBackend
     except ModuleNotFoundError as error:
         flag = "--runner torch" if in_rust else "--device cuda" if config.device == "cuda" else "--tensor-parallel-size"
-        raise InvalidSetting(f"{flag} needs {error.name}: pip install chairlift") from None
+        raise InvalidSetting(f"{flag} needs {error.name}: {pip_install_with_torch()}") from None
     return TorchBackend
 
 
@@ -187,8 +187,8 @@ def _choose_device(name: str, count: int) -> Decision:
         devices = cuda_devices()
     except ModuleNotFoundError:
         if name == "cuda":
-            raise InvalidSetting("--device cuda needs torch: pip install chairlift") from None
-        return Decision("device", "cpu", "torch is not installed (for CUDA devices: pip install chairlift)")
+            raise InvalidSetting(f"--device cuda needs torch: {pip_install_with_torch()}") from None
+        return Decision("device", "cpu", f"torch is not installed (for CUDA devices: {pip_install_with_torch()})")
     if 0 < devices < count:
         raise InvalidSetting(f"--tensor-parallel-size {count}: torch sees {devices} CUDA devices here")
     missing = None if devices else why_no_device()
