@@ -343,7 +343,7 @@ def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
             shared = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
             return text | {key: raw[key] for key in shared if key in raw}, WRAPPED[name, text["model_type"]]
     named = ", ".join(names) or f"model_type {raw.get('model_type')!r}, and no architectures,"
-    raise NoNativeModel(f"{named} has no code of ours (there is for {', '.join(ARCHITECTURES)})")
+    raise NoNativeModel(f"{named} has no code of ours (docs/models.md lists what has)")
 
 
 def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationScheme | None:

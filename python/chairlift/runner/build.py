@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from chairlift.architectures import ARCHITECTURES
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, pip_install_with_torch
 from chairlift.models.config import ModelConfig
@@ -160,16 +159,14 @@ def choose_backend(config: EngineConfig, model: ModelShape) -> BackendMaker:
             f"--enable-lora: adapters are computed in one process, not with --tensor-parallel-size {config.tensor_parallel_size}"
         )
     if config.enable_lora and not isinstance(model, ModelConfig):
-        raise InvalidSetting(
-            f"--enable-lora: transformers' code computes {model.architecture}; adapters need one of {', '.join(ARCHITECTURES)}"
-        )
+        raise InvalidSetting(f"--enable-lora: transformers' code computes {model.architecture}; adapters need a model of docs/models.md")
     if config.cpu_isa != "auto":
         raise InvalidSetting(f"--cpu-isa {config.cpu_isa}: torch computes this model here, not the CPU kernels")
     if config.cpu_math not in ("auto", "exact"):
         raise InvalidSetting(f"--cpu-math {config.cpu_math}: torch computes this model here, not the CPU kernels")
     if config.runner == "rust":
         raise InvalidSetting(
-            f"--runner rust computes {', '.join(ARCHITECTURES)} in one process on a CPU: use --device cpu, or --runner torch"
+            "--runner rust computes the models of docs/models.md in one process on a CPU: use --device cpu, or --runner torch"
         )
     try:
         # Imported here because the other backend runs without torch.

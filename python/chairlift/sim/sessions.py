@@ -113,8 +113,8 @@ def simulate_sessions(
         seed: which sessions the users have, and when they begin.
         disk: bytes a second at which a disk with all contexts is read, as with `--prefix-cache-dir`; None without one.
 
-    The others are those of `simulate`, and scheduling_policy may be a `Policy` too. The same arguments give the same result, bit for bit. Raises InvalidTrace, InvalidSetting,
-    ModelNotFound, or ValueError for a setting.
+    The others are those of `simulate`, with which scheduling_policy may be a `Policy`. The same arguments give the same result, bit for
+    bit. Raises InvalidTrace, InvalidSetting, ModelNotFound, or TypeError for an unknown setting.
     """
     config = configured("simulate_sessions", settings)
     numbers, steps = machine(model, device, config, step_time)
