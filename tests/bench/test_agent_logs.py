@@ -71,7 +71,12 @@ def claude_code(folder: Path, session: str = "a") -> None:
 def test_claude_codes_requests_have_their_tokens_times_subagents_and_history(tmp_path):
     claude_code(tmp_path)
     # A session that goes on with the first one may begin with a copy of its lines.
-    write(tmp_path / "project" / "b.jsonl", answer(10, "a1", 6400, 2000, session="b"), user(11, "b"), answer(12, "b1", 6420, session="b"))
+    write(
+        tmp_path / "project" / "b.jsonl",
+        answer(10, "a1", 6400, 2000, session="b"),
+        user(11, "b"),
+        answer(12, "b1", 6420, 2400, session="b"),
+    )
     (read,) = read_sessions(tmp_path)
     first, sub = read.threads
     assert [(turn.prompt_tokens, turn.output_tokens, turn.calls_tool) for turn in first] == [

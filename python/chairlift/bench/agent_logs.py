@@ -63,11 +63,7 @@ class _Logs:
         message, session = line["message"], line["sessionId"]
         if not isinstance(message, dict):
             return
-        agent = _MAIN
-        if line.get("isSidechain"):
-            # Early versions name no agent: all messages that follow a first one are of the same agent.
-            first = self._first_of[line["uuid"]] = self._first_of.get(line.get("parentUuid") or "", line["uuid"])
-            agent = line.get("agentId") or first
+        agent = (line.get("agentId") or self._first(line)) if line.get("isSidechain") else _MAIN
         thread, at = self.sessions[session][agent], _seconds(line["timestamp"])
         if line["type"] == "user":
             thread.asked = at
@@ -81,6 +77,11 @@ class _Logs:
         request.ended = at
         request.output = max(request.output, _tokens(usage, "output_tokens"))
         request.calls_tool |= any(part.get("type") == "tool_use" for part in message["content"])
+
+    def _first(self, line: Mapping[str, Any]) -> str:
+        """The first message that this one follows. Early versions name no agent: what follows a first message is of the same agent."""
+        first = self._first_of[line["uuid"]] = self._first_of.get(line.get("parentUuid") or "", line["uuid"])
+        return first
 
     def codex(self, session: str, line: Mapping[str, Any]) -> None:
         """A line of Codex: an item of the conversation, or the counts of the answer that ended."""
