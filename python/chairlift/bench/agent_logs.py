@@ -80,8 +80,8 @@ class _Logs:
 
     def _first(self, line: Mapping[str, Any]) -> str:
         """The first message that this one follows. Early versions name no agent: what follows a first message is of the same agent."""
-        first = self._first_of[line["uuid"]] = self._first_of.get(line.get("parentUuid") or "", line["uuid"])
-        return first
+        own: str = line["uuid"]
+        return self._first_of.setdefault(own, self._first_of.get(line.get("parentUuid") or "", own))
 
     def codex(self, session: str, line: Mapping[str, Any]) -> None:
         """A line of Codex: an item of the conversation, or the counts of the answer that ended."""
@@ -93,8 +93,8 @@ class _Logs:
             thread.calls_tool |= kind.endswith("_call")
         elif kind == "token_count" and payload["info"]["total_token_usage"] != thread.totals:
             usage, thread.totals = payload["info"]["last_token_usage"], payload["info"]["total_token_usage"]
-            counts = [_tokens(usage, name) for name in ("input_tokens", "output_tokens", "cached_input_tokens")]
-            thread.requests[str(len(thread.requests))] = _Request(thread.began(at), at, *counts, thread.calls_tool)
+            prompt, output, cached = (_tokens(usage, name) for name in ("input_tokens", "output_tokens", "cached_input_tokens"))
+            thread.requests[str(len(thread.requests))] = _Request(thread.began(at), at, prompt, output, cached, thread.calls_tool)
             thread.calls_tool = False
 
 
