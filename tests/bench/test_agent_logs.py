@@ -70,12 +70,13 @@ def claude_code(folder: Path, session: str = "a") -> None:
 
 def test_claude_codes_requests_have_their_tokens_times_subagents_and_history(tmp_path):
     claude_code(tmp_path)
-    # A session that goes on with the first one may begin with a copy of its lines.
+    # A session that goes on with the first one may begin with a copy of its lines. Its own two requests are too few.
     write(
         tmp_path / "project" / "b.jsonl",
         answer(10, "a1", 6400, 2000, session="b"),
         user(11, "b"),
         answer(12, "b1", 6420, 2400, session="b"),
+        answer(14, "b2", 6500, 6400, session="b"),
     )
     (read,) = read_sessions(tmp_path)
     first, sub = read.threads
