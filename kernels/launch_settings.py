@@ -25,6 +25,8 @@ MAX_QUERIES = 16384
 """Numbers of a tile's queries beyond which the query heads of a single KV head are in several tiles."""
 SLACK = 1024
 """Bytes of shared memory for the reductions of a softmax."""
+OLDER_TRITON = 2048
+"""Bytes that Triton 3.4 takes besides where products are tcgen05."""
 
 
 class DeviceLimits(NamedTuple):
@@ -138,7 +140,8 @@ def shared_memory(shape: HeadShape, settings: LaunchSettings, capability: tuple[
     query = settings.BLOCK_M * _padded(shape.head_dim) * shape.query_bytes
     probabilities = settings.BLOCK_M * settings.BLOCK_N * shape.query_bytes
     converted = settings.BLOCK_N * width * shape.query_bytes if shared and shape.cache_bytes < shape.query_bytes else 0
-    return query + probabilities + buffers * settings.BLOCK_N * width * shape.cache_bytes + converted + SLACK
+    slack = SLACK + OLDER_TRITON if capability[0] == 10 else SLACK
+    return query + probabilities + buffers * settings.BLOCK_N * width * shape.cache_bytes + converted + slack
 
 
 def _fitted(shape: HeadShape, wanted: LaunchSettings, least_rows: int, limits: DeviceLimits) -> LaunchSettings:

@@ -173,13 +173,23 @@ def writing(path: object, hint: str = "") -> Iterator[None]:
 
 def pip_install(extra: str) -> str:
     """The command that adds the packages of `extra` to the installed distribution: chairlift, or chairlift-cpu, which has no torch."""
+    return f"pip install '{'chairlift-cpu' if _is_without_torch() else 'chairlift'}[{extra}]'"
+
+
+def pip_install_with_torch(extra: str = "") -> str:
+    """The command that installs torch and what comes with it, and `extra`. Both distributions own the same files: the other one goes."""
+    name = f"'chairlift[{extra}]'" if extra else "chairlift"
+    return f"{'pip uninstall -y chairlift-cpu && ' if _is_without_torch() else ''}pip install {name}"
+
+
+def _is_without_torch() -> bool:
     from importlib import metadata  # takes as long to import as all of this package's errors
 
     try:
-        name = metadata.distribution("chairlift-cpu").name
+        metadata.distribution("chairlift-cpu")
     except metadata.PackageNotFoundError:
-        name = "chairlift"
-    return f"pip install '{name}[{extra}]'"
+        return False
+    return True
 
 
 def brief(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from chairlift.errors import InvalidSetting, writing
+from chairlift.errors import InvalidSetting, pip_install, writing
 
 PNG_SCALE = 1.5
 """Pixels of a PNG for each unit of its SVG."""
@@ -21,7 +21,7 @@ class Svg(str):
         try:
             draw, fonts = import_module("resvg_py").svg_to_bytes, import_module("font_roboto").font_files
         except ImportError:
-            raise InvalidSetting("a PNG needs two packages: pip install 'chairlift[png]'; or name a file that ends in .svg") from None
+            raise InvalidSetting(f"a PNG needs two packages: {pip_install('png')}; or name a file that ends in .svg") from None
         # A machine may have no font: the package's is used for text in a family that is not installed.
         family = {"font_files": list(fonts.values()), "font_family": "Roboto", "sans_serif_family": "Roboto"}
         return bytes(draw(svg_string=str(self), zoom=PNG_SCALE, **family))

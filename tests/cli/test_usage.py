@@ -140,7 +140,7 @@ def test_join_shows_the_flag_that_it_needs(capsys):
     ("command", "usage"),
     [
         (["serve"], "chairlift serve [flags] [[NAME=]MODEL ...]"),
-        (["simulate"], "chairlift simulate [flags] (--trace FILE | --sessions FILE) [MODEL]"),
+        (["simulate"], "chairlift simulate [flags] (--trace FILE | --sessions PATH) [MODEL]"),
         (["replay"], "chairlift replay [-h] [--set NAME=VALUE] [--policy NAME] [--json] [--report FILE] FILE"),
     ],
 )
@@ -149,6 +149,21 @@ def test_the_usage_of_a_command_with_many_flags_is_one_line(command, usage, caps
     with pytest.raises(SystemExit):
         main.main([*command, "--help"])
     assert capsys.readouterr().out.splitlines()[:2] == [f"usage: {usage}", ""]
+
+
+def test_help_fits_a_terminal_of_80_columns_but_for_commands_and_choices(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def parsers(parser):
+        yield parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for one in action.choices.values():
+                    yield from parsers(one)
+
+    lines = [line for parser in parsers(main.build_parser()) for line in parser.format_help().splitlines()]
+    whole = re.compile(r"  (chairlift|curl) |  --.*\{.*\}$|  {")
+    assert [line for line in lines if len(line) > 80 and not whole.match(line)] == []
 
 
 def test_defaults_are_told_in_words():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from offline import FULL, SHARED_MEMORY, Compiled, compiled
+from offline import FULL, SHARED_MEMORY, VERSION, Compiled, compiled
 
 from chairlift.kernels import launch_settings, paged_combine, paged_decode, paged_prefill
 from chairlift.kernels.launch_settings import DeviceLimits, HeadShape, LaunchSettings, decode_settings, prefill_settings, shared_memory
@@ -55,6 +55,8 @@ SAMPLE = [
     (90, "llama-3.1-8b", "bf16"),
     (90, "deepseek-v3", "fp16"),
     (89, "deepseek-v3-latents", "bf16"),
+    # Older versions take the most shared memory here, beside what `launch_settings` counts on.
+    *([(100, "smollm2-135m", "bf16")] if VERSION < (3, 9) else []),
 ]
 CASES = [
     (capability, model, dtype)

@@ -9,13 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from journals import watched
 from traces import CONV, workload
 
 from chairlift import EngineConfig, Policy, _core, simulate
+from chairlift.bench.sessions import RecordedSession, SessionTurn
 from chairlift.bench.traces import TraceRequest
 from chairlift.cli.main import main
 from chairlift.errors import InvalidSetting
+from chairlift.sim.models import SharedModel, simulate_models
 from chairlift.sim.policy import load, use
+from chairlift.sim.replay import Recording
+from chairlift.sim.sessions import simulate_sessions
 
 SIZES = {"model": "SmolLM2-135M", "max_num_seqs": 2, "num_kv_blocks": 200, "max_model_len": 1024}
 TRACE = [TraceRequest(index * 1e-4, 20 + 37 * index % 300, 1 + 13 * index % 90) for index in range(60)]
@@ -102,6 +107,31 @@ def test_one_that_raises_is_reported_with_its_line_and_tried_again_in_the_next_r
     assert "of test_policy.py)" in caplog.text
     policy.broken = False
     assert order(simulate(TRACE, scheduling_policy=policy, **SIZES))[3] > 50
+
+
+class Broken(Policy):
+    def rank(self, request):
+        raise OSError("no answer")
+
+
+def sessions(policy, _):
+    turns = [SessionTurn(1.0, 64 * (at + 1), 5, at + 1, calls_tool=True) for at in range(4)]
+    simulate_sessions([RecordedSession(64, [turns], [0, 0, 1, 2, 3])], 2, model="SmolLM2-135M", duration=60.0, scheduling_policy=policy)
+
+
+def models(policy, _):
+    simulate_models(TRACE, [SharedModel("one", EngineConfig(model="SmolLM2-135M", scheduling_policy=use(policy)))])
+
+
+def recorded(policy, folder):
+    (folder / "day.journal").write_bytes(watched().journal)
+    Recording(folder / "day.journal").what_if({"scheduling_policy": use(policy)})
+
+
+@pytest.mark.parametrize("run", [sessions, models, recorded])
+def test_every_kind_of_simulation_reports_a_failure(run, tmp_path, caplog):
+    run(Broken(), tmp_path)
+    assert "the policy Broken failed, and the queue went on in the order of arrival: OSError: no answer (line" in caplog.text
 
 
 def test_an_interrupt_during_a_decision_ends_the_simulation():

@@ -1,6 +1,7 @@
 """A shadow says what a running server would have done, from its journal."""
 
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,6 +193,8 @@ def test_it_proposes_a_change_of_settings_for_the_hour(tmp_path, monkeypatch):
     answered = [one["tag"] for one in day.timelines if one["finish"] in ("stop", "length")]
     assert np.median([served[tag] for tag in answered]) / 1e6 == pytest.approx(ttft["after"], rel=0.12)
     assert max(figure["simulator_error"] for figure in found["figures"].values()) < 0.02
+    page = (Path(__file__).parents[2] / "docs/lab.md").read_text()
+    assert f"Proposal: {found['text']}." in " ".join(page.split())
 
 
 def test_a_tag_may_be_used_twice(tmp_path):

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chairlift.bench.agent_logs import TOOL_CALL, read_logs
 from chairlift.bench.traces import MAX_TOKENS, open_text
 from chairlift.errors import InvalidTrace
 
 MAX_IDS = 2**24
 """Blocks of a session at most."""
-TOOL_CALL = 2
-"""The code of an answer that ends with a call of a tool."""
 _ASSUMED_ANSWER = 10.0
 """Seconds of an answer whose end was not recorded."""
-_EXPECTED = "expected a line of JSON for each session, with block, threads and requests"
+_EXPECTED = "expected a line of JSON for each session, with block, threads and requests, or a folder with logs of Claude Code or Codex"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,32 +65,36 @@ class RecordedSession:
 
 
 def read_sessions(path: str | Path, longest: int | None = None) -> list[RecordedSession]:
-    """Reads sessions from a file of JSON lines, which may be gzipped.
+    """Reads sessions from a file of JSON lines, which may be gzipped, or from the logs of coding agents in a folder.
 
     A session ends before its first request with more than `longest` tokens of prompt and output, and its subagents' longer requests are
     left out. So are sessions with fewer than three requests. Raises InvalidTrace with the number of the faulty line.
     """
-    sessions = []
+    path = Path(path)
+    limit = longest or MAX_TOKENS
     try:
-        with open_text(Path(path)) as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    session = _session(json.loads(line), longest or MAX_TOKENS)
-                except json.JSONDecodeError as error:
-                    raise InvalidTrace(f"{path}, line {number}: is no JSON: {error.msg}; {_EXPECTED}") from None
-                except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
-                    raise InvalidTrace(f"{path}, line {number}: is no session ({type(error).__name__}: {error}); {_EXPECTED}") from None
-                if len(session.threads[0]) >= 3:
-                    sessions.append(session)
+        sessions = [_session(data, limit) for data in read_logs(path)] if path.is_dir() else list(_sessions(path, limit))
     except (OSError, EOFError, zlib.error) as error:
         raise InvalidTrace(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     except UnicodeDecodeError:
         raise InvalidTrace(f"{path}: is not text; {_EXPECTED}") from None
+    sessions = [session for session in sessions if len(session.threads[0]) >= 3]
     if not sessions:
         raise InvalidTrace(f"{path}: has no session with three requests; {_EXPECTED}")
     if len({session.block for session in sessions}) > 1:
         raise InvalidTrace(f"{path}: has blocks of several sizes; expected one")
     return sessions
+
+
+def _sessions(path: Path, longest: int) -> Iterator[RecordedSession]:
+    with open_text(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield _session(json.loads(line), longest)
+            except json.JSONDecodeError as error:
+                raise InvalidTrace(f"{path}, line {number}: is no JSON: {error.msg}; {_EXPECTED}") from None
+            except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+                raise InvalidTrace(f"{path}, line {number}: is no session ({type(error).__name__}: {error}); {_EXPECTED}") from None
 
 
 @dataclass(slots=True)

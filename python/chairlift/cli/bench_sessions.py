@@ -29,7 +29,7 @@ _LABELS = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of recorded sessions."""
     group = parser.add_argument_group("sessions of agents")
-    group.add_argument("--sessions", metavar="FILE", help="recorded sessions (docs/capacity.md), which users run in a closed loop")
+    group.add_argument("--sessions", metavar="PATH", help=f"{flags.SESSIONS}, which users run in a closed loop")
     group.add_argument(
         "--users", type=values.whole(1, 10**5), metavar="N", help=f"users of --sessions, one session each at a time (default: {USERS})"
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from importlib import import_module
@@ -33,6 +35,7 @@ COMMON = {
 }
 """The settings that `--help` shows; `--help-all` shows all."""
 
+SESSIONS = "recorded sessions of agents (docs/capacity.md), or a folder with logs of Claude Code or Codex"
 SIMULATED_MODEL = f"a well-known model, or any of which the files are here (default: {DEFAULT_MODEL})"
 
 
@@ -40,7 +43,35 @@ _MAX_USAGE = 8
 """Most flags that the line `usage` shows of a command; if there are more, it shows those that the command needs."""
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+class TextFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps paragraphs and columns of descriptions at the terminal's width, and leaves examples of commands whole."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(_wrapped(paragraph, width) for paragraph in text.rstrip().split("\n\n")) + "\n"
+
+
+def _wrapped(paragraph: str, width: int) -> str:
+    lines = paragraph.splitlines()
+    if max(map(len, lines)) <= width:
+        return paragraph
+    if not any(line.startswith(" ") for line in lines):
+        return textwrap.fill(paragraph, width)
+    wrapped = []
+    for line in lines:
+        # What a column says beside a command. It begins in the middle at the latest.
+        column = re.match(r" {9,}| +\S.*?  +", line)
+        if column is None:
+            wrapped.append(line)
+            continue
+        head, indent = line[: column.end()], " " * min(column.end(), width // 2)
+        if len(head.rstrip()) >= len(indent):
+            wrapped.append(head.rstrip())
+            head = ""
+        wrapped.append(textwrap.fill(line[column.end() :], width, initial_indent=head[: len(indent)] or indent, subsequent_indent=indent))
+    return "\n".join(wrapped)
+
+
+class HelpFormatter(TextFormatter):
     """Writes the value of a flag with several names once, as Python 3.13 does, and a short line `usage`."""
 
     def add_usage(

@@ -147,7 +147,7 @@ def _commands_in_groups() -> str:
     return "\n".join(lines).rstrip()
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+class _HelpFormatter(flags.TextFormatter):
     """Leaves out the list of all commands, which the description has in groups."""
 
     def add_argument(self, action: argparse.Action) -> None:

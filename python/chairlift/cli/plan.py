@@ -106,7 +106,7 @@ def _add_traffic(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_sessions(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--sessions", metavar="FILE", help="recorded sessions of agents (docs/capacity.md), in place of requests")
+    group.add_argument("--sessions", metavar="PATH", help=f"{flags.SESSIONS}, in place of requests")
     slowdown = f"longest time of a session, as a multiple of its time alone (default: {_SESSIONS_TARGET.slowdown:g})"
     group.add_argument("--slowdown", type=values.number(1.0, 1e6), metavar="X", help=slowdown)
     flags.add_max_think_time(group, THINK_TIME)

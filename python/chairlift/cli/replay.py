@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -34,8 +33,7 @@ time, first with the recorded settings and then with the changed ones. Step time
 steps, so compare simulated runs with each other. The recorded run is shown beside them.
 
 Settings for --set. They take the values of the flags of 'chairlift serve', or 'none' for no limit; --swap-space is replaced
-by its size in blocks and the time to copy one block:
-{names}
+by its size in blocks and the time to copy one block: {names}.
 
 Exit status: 0 if every recorded decision is reproduced, 1 if not.
 """
@@ -55,8 +53,7 @@ _FREE_COPIES = "Swapping is simulated at no cost: the journal has no copy times.
 
 def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
-    names = textwrap.fill(", ".join(replay_settings.NAMES), width=110, initial_indent="  ", subsequent_indent="  ")
-    parser = flags.add_command(commands, "replay", summary, _EXAMPLES.replace("{names}", names), run)
+    parser = flags.add_command(commands, "replay", summary, _EXAMPLES.replace("{names}", ", ".join(replay_settings.NAMES)), run)
     parser.add_argument("file", metavar="FILE", help="a journal that --journal wrote; it may be cut off by a crash")
     parser.add_argument(
         "--set",

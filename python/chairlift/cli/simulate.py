@@ -59,7 +59,7 @@ def add_parser(commands: Any, summary: str) -> None:
     trace = "requests with their arrival times, prompt and output lengths; or a journal"
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", metavar="FILE", help=trace)
-    source.add_argument("--sessions", metavar="FILE", help="recorded sessions of agents, which users run in a closed loop")
+    source.add_argument("--sessions", metavar="PATH", help=f"{flags.SESSIONS}, which users run in a closed loop")
     parser.add_argument("--users", type=values.whole(1, 10**6), metavar="N", help=f"users of --sessions (default: {USERS})")
     flags.add_max_think_time(parser, THINK_TIME)
     duration = f"seconds of --sessions to simulate (default: {DURATION / 3600:g} hours)"

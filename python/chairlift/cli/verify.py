@@ -14,10 +14,10 @@ from chairlift.errors import ChairliftError
 
 _EXAMPLES = """\
 examples:
-  chairlift verify ./model                                    a directory, with this Python's transformers
-  chairlift verify ./model.gguf                               a GGUF file, with the llama-server on the path
-  chairlift verify ./model.gguf --llama-cpp ~/llama.cpp/build with another llama-server; LLAMA_CPP names one too
-  chairlift verify ./model --python ~/env/bin/python          with the transformers of another environment
+  chairlift verify ./model                                     a directory, with this Python's transformers
+  chairlift verify ./model.gguf                                a GGUF file, with the llama-server on the path
+  chairlift verify ./model.gguf --llama-cpp ~/llama.cpp/build  with another llama-server; LLAMA_CPP names one too
+  chairlift verify ./model --python ~/env/bin/python           with the transformers of another environment
 
 The report can be pasted into an issue. It says where the first token, log-probability or number differs, and how close the choice was.
 All is computed in float32. Of a GGUF file with other types, llama.cpp gets a copy in float32, in the directory for temporary files.

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from chairlift.errors import InvalidSetting
+from chairlift.errors import InvalidSetting, pip_install_with_torch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -143,7 +143,7 @@ class NvmlMeter:
         try:
             import pynvml
         except ImportError:
-            raise InvalidSetting("--energy-meter nvml needs nvidia-ml-py: pip install 'chairlift[nvml]'") from None
+            raise InvalidSetting(f"--energy-meter nvml needs nvidia-ml-py: {pip_install_with_torch('nvml')}") from None
         self._nvml = pynvml
         try:
             pynvml.nvmlInit()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chairlift.architectures import ARCHITECTURES, HEADLESS, QWEN3, WRAPPED, Architecture, Code, Norms, Projections, Windows
-from chairlift.errors import UnsupportedModel
+from chairlift.errors import UnsupportedModel, pip_install_with_torch
 from chairlift.models.classifier import Classifier
 from chairlift.models.experts import EXPERTS, Experts, parse_experts
 from chairlift.models.fields import (
@@ -326,7 +326,7 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
             # Imported here because transformers takes seconds to import and need not be installed.
             from chairlift.models.transformers_config import TransformersConfig
         except ModuleNotFoundError as error:
-            raise UnsupportedModel(f"{reason}, and transformers' code needs {error.name}: pip install chairlift") from None
+            raise UnsupportedModel(f"{reason}, and transformers' code needs {error.name}: {pip_install_with_torch()}") from None
 
         return TransformersConfig.load(directory, str(reason))
 
@@ -343,7 +343,7 @@ def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
             shared = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
             return text | {key: raw[key] for key in shared if key in raw}, WRAPPED[name, text["model_type"]]
     named = ", ".join(names) or f"model_type {raw.get('model_type')!r}, and no architectures,"
-    raise NoNativeModel(f"{named} has no code of ours (there is for {', '.join(ARCHITECTURES)})")
+    raise NoNativeModel(f"{named} has no code of ours (docs/models.md lists what has)")
 
 
 def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationScheme | None:

@@ -11,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from chairlift.architectures import ARCHITECTURES
 from chairlift.config import EngineConfig
-from chairlift.errors import InvalidSetting
+from chairlift.errors import InvalidSetting, pip_install_with_torch
 from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.cuda import KERNEL_DRIVER, check_device, compute_capability, cuda_devices, has_cuda_driver, too_old, why_no_device
@@ -160,23 +159,21 @@ def choose_backend(config: EngineConfig, model: ModelShape) -> BackendMaker:
             f"--enable-lora: adapters are computed in one process, not with --tensor-parallel-size {config.tensor_parallel_size}"
         )
     if config.enable_lora and not isinstance(model, ModelConfig):
-        raise InvalidSetting(
-            f"--enable-lora: transformers' code computes {model.architecture}; adapters need one of {', '.join(ARCHITECTURES)}"
-        )
+        raise InvalidSetting(f"--enable-lora: transformers' code computes {model.architecture}; adapters need a model of docs/models.md")
     if config.cpu_isa != "auto":
         raise InvalidSetting(f"--cpu-isa {config.cpu_isa}: torch computes this model here, not the CPU kernels")
     if config.cpu_math not in ("auto", "exact"):
         raise InvalidSetting(f"--cpu-math {config.cpu_math}: torch computes this model here, not the CPU kernels")
     if config.runner == "rust":
         raise InvalidSetting(
-            f"--runner rust computes {', '.join(ARCHITECTURES)} in one process on a CPU: use --device cpu, or --runner torch"
+            "--runner rust computes the models of docs/models.md in one process on a CPU: use --device cpu, or --runner torch"
         )
     try:
         # Imported here because the other backend runs without torch.
         from chairlift.runner.torch_backend import TorchBackend
     except ModuleNotFoundError as error:
         flag = "--runner torch" if in_rust else "--device cuda" if config.device == "cuda" else "--tensor-parallel-size"
-        raise InvalidSetting(f"{flag} needs {error.name}: pip install chairlift") from None
+        raise InvalidSetting(f"{flag} needs {error.name}: {pip_install_with_torch()}") from None
     return TorchBackend
 
 
@@ -187,8 +184,8 @@ def _choose_device(name: str, count: int) -> Decision:
         devices = cuda_devices()
     except ModuleNotFoundError:
         if name == "cuda":
-            raise InvalidSetting("--device cuda needs torch: pip install chairlift") from None
-        return Decision("device", "cpu", "torch is not installed (for CUDA devices: pip install chairlift)")
+            raise InvalidSetting(f"--device cuda needs torch: {pip_install_with_torch()}") from None
+        return Decision("device", "cpu", f"torch is not installed (for CUDA devices: {pip_install_with_torch()})")
     if 0 < devices < count:
         raise InvalidSetting(f"--tensor-parallel-size {count}: torch sees {devices} CUDA devices here")
     missing = None if devices else why_no_device()

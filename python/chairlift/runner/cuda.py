@@ -8,7 +8,7 @@ from importlib import util
 from pathlib import Path
 from typing import NamedTuple
 
-from chairlift.errors import InvalidSetting
+from chairlift.errors import InvalidSetting, pip_install_with_torch
 
 MIN_CAPABILITY = (8, 0)
 """Lowest compute capability of a device that runs the kernels: Triton has no tensor cores and no bfloat16 below it."""
@@ -44,7 +44,7 @@ def check_device(device: str, runner: str, processes: int) -> None:
         raise InvalidSetting(f"--device cuda: {why_no_device().text} (use --device cpu for the CPU)")
     flag = "--runner torch" if runner == "torch" else "--tensor-parallel-size" if processes > 1 else None
     if flag is not None and util.find_spec("torch") is None:
-        raise InvalidSetting(f"{flag} needs torch: pip install chairlift")
+        raise InvalidSetting(f"{flag} needs torch: {pip_install_with_torch()}")
 
 
 def cuda_devices() -> int:
@@ -66,7 +66,7 @@ def why_no_device() -> NoDevice:
             return NoDevice("there is no CUDA device", False)
         return NoDevice("this machine has an NVIDIA driver, but no device may be used here (docker run needs --gpus all)", False)
     if not util.find_spec("torch"):
-        return NoDevice("torch is not installed (for CUDA devices: pip install chairlift)", False)
+        return NoDevice(f"torch is not installed (for CUDA devices: {pip_install_with_torch()})", False)
     if not has_library:
         return NoDevice(
             "the NVIDIA kernel driver is loaded, but libcuda.so.1 is not found: install the driver's libraries (libnvidia-compute, or the "

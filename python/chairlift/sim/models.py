@@ -16,6 +16,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, InvalidTrace, did_you_mean
 from chairlift.sim.devices import BYTES, Device, Profile, kv_bytes
 from chairlift.sim.devices import device as known_device
+from chairlift.sim.policy import report_failure
 from chairlift.sim.result import Result
 from chairlift.sim.run import data_types, longest_request, machine, ready, requests_of
 from chairlift.sim.shapes import shape
@@ -126,6 +127,8 @@ class SharedMachine:
         except (ValueError, OverflowError) as error:
             raise InvalidSetting(f"this cannot be simulated: {error}") from None
         wall = time.perf_counter() - start
+        for policy in {settings.get("scheduling_policy") for _, settings, *_ in self.models}:
+            report_failure(policy)
         pairs, weights = zip(self.models, reports, strict=True), dict(workload.tenants)
         return ModelsResult({name: Result([report], settings, wall, weights=weights) for (name, settings, *_), report in pairs}, wall)
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from chairlift import _core
 from chairlift.errors import InvalidSetting
+from chairlift.sim.policy import report_failure
 from chairlift.sim.result import Result
 from chairlift.sim.workload import COLUMNS, DRAFT_COLUMNS, Workload
 
@@ -65,6 +66,7 @@ class Recording:
         """Simulates the recorded requests with the recorded settings, updated by `settings`, named as in `_core.Scheduler`."""
         start = time.perf_counter()
         report = self._call("these settings are impossible", _core.what_if, dict(settings))
+        report_failure(settings.get("scheduling_policy"))
         return Result([report["report"]], report["config"], time.perf_counter() - start)
 
     def workload(self) -> Workload:

@@ -72,13 +72,18 @@ def simulate(
     The same arguments give the same result, bit for bit. Raises InvalidTrace, InvalidSetting, ModelNotFound, or TypeError for
     an unknown setting.
     """
-    if isinstance(policy := settings.get("scheduling_policy"), Policy):
-        settings["scheduling_policy"] = use(policy)
-    config = engine_config("simulate", settings)
+    config = configured("simulate", settings)
     workload = trace if isinstance(trace, Workload) else requests_of(trace, config)
     workload = ready(workload, rate_scale, requests)
     settings, steps = machine(model, device, config, step_time)
     return run(workload, settings, steps, replicas=replicas, routing=routing, draft_tokens=config.num_speculative_tokens)
+
+
+def configured(name: str, settings: Mapping[str, Any]) -> EngineConfig:
+    """The settings that a simulation `name` was given, whose scheduling_policy may be a `Policy`. Raises as `engine_config`."""
+    if isinstance(policy := settings.get("scheduling_policy"), Policy):
+        settings = {**settings, "scheduling_policy": use(policy)}
+    return engine_config(name, settings)
 
 
 def requests_of(trace: str | Path | Sequence[TraceRequest], config: EngineConfig) -> Workload:

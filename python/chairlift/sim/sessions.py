@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from chairlift import _core
 from chairlift.bench.sessions import RecordedSession, read_sessions
-from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, InvalidTrace
 from chairlift.sim.devices import Device, Profile
+from chairlift.sim.policy import report_failure
 from chairlift.sim.result import Result
-from chairlift.sim.run import block_bytes, longest_request, machine
+from chairlift.sim.run import block_bytes, configured, longest_request, machine
 from chairlift.sim.steps import StepTime
 
 USERS = 32
@@ -113,10 +113,10 @@ def simulate_sessions(
         seed: which sessions the users have, and when they begin.
         disk: bytes a second at which a disk with all contexts is read, as with `--prefix-cache-dir`; None without one.
 
-    The others are those of `simulate`. The same arguments give the same result, bit for bit. Raises InvalidTrace, InvalidSetting,
-    ModelNotFound, or ValueError for a setting.
+    The others are those of `simulate`, with which scheduling_policy may be a `Policy`. The same arguments give the same result, bit for
+    bit. Raises InvalidTrace, InvalidSetting, ModelNotFound, or TypeError for an unknown setting.
     """
-    config = EngineConfig(**settings)
+    config = configured("simulate_sessions", settings)
     numbers, steps = machine(model, device, config, step_time)
     longest = longest_request(numbers)
     sessions = read_sessions(trace, longest) if isinstance(trace, str | Path) else trace
@@ -167,6 +167,7 @@ def run_sessions(
         )
     except (ValueError, OverflowError) as error:
         raise InvalidSetting(f"this cannot be simulated: {error}") from None
+    report_failure(numbers.get("scheduling_policy"))
     return SessionsResult(report, numbers, users, duration, time.perf_counter() - start, weights)
 
 
