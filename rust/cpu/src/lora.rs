@@ -262,11 +262,12 @@ impl<'a, E: Element, X: Fn(usize) -> &'a [f32], Y: Fn(usize) -> &'a mut [f32]> K
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         macro_rules! by_rows {
+            // Constants, so that versions that would never run are not compiled.
             ($($rows:literal)*) => {
                 match (self.rows.len(), S::LANES) {
-                    $(($rows, 16) => self.multiply::<S, $rows, 1, 4>(s),
-                      ($rows, 8) => self.multiply::<S, $rows, 2, 1>(s),
-                      ($rows, 4) => self.multiply::<S, $rows, 4, 1>(s),)*
+                    $(($rows, 16) => if const { S::LANES == 16 } { self.multiply::<S, $rows, 1, 4>(s) },
+                      ($rows, 8) => if const { S::LANES == 8 } { self.multiply::<S, $rows, 2, 1>(s) },
+                      ($rows, 4) => if const { S::LANES == 4 } { self.multiply::<S, $rows, 4, 1>(s) },)*
                     _ => unreachable!("groups have at most as many rows as registers allow"),
                 }
             };
@@ -301,9 +302,10 @@ impl<'a, E: Element, X: Fn(usize) -> &'a [f32], Y: Fn(usize) -> &'a mut [f32]> L
             let out = out.map(<[f32]>::as_mut_ptr);
             // SAFETY: the lengths are asserted above and by the slices.
             unsafe {
-                match S::VECTORS {
-                    2 => expand::<S, E, R, 2>(s, self.reduced.as_ptr(), stride, b.as_ptr(), rank, out),
-                    _ => expand::<S, E, R, 4>(s, self.reduced.as_ptr(), stride, b.as_ptr(), rank, out),
+                if const { S::VECTORS == 2 } {
+                    expand::<S, E, R, 2>(s, self.reduced.as_ptr(), stride, b.as_ptr(), rank, out);
+                } else {
+                    expand::<S, E, R, 4>(s, self.reduced.as_ptr(), stride, b.as_ptr(), rank, out);
                 }
             }
         }

@@ -30,11 +30,14 @@ pub(super) unsafe fn products<S: Simd, C: Cell, const R: usize>(
     for d in 0..head_dim / C::NUMBERS {
         // SAFETY: the key pointers are valid for so many steps, and there are `R` queries.
         unsafe {
-            let query: [S::F; R] = std::array::from_fn(|r| s.splat(*query.add(r * head_dim + d)));
+            let mut numbers = [s.splat(0.0); R];
+            for r in 0..R {
+                numbers[r] = s.splat(*query.add(r * head_dim + d));
+            }
             for v in 0..VECTORS {
                 let key = C::load(s, keys[v].add(d * step));
                 for r in 0..R {
-                    sums[r][v] = C::multiply(s, query[r], key, sums[r][v]);
+                    sums[r][v] = C::multiply(s, numbers[r], key, sums[r][v]);
                 }
             }
         }
@@ -125,15 +128,22 @@ impl<C: Cell> Weighted<'_, C> {
         // SAFETY: the caller guarantees it.
         unsafe {
             let at = |r: usize, v: usize| self.sums.add(r * self.padded + d + v * S::LANES);
-            let mut sums: [[S::F; R]; V] =
-                std::array::from_fn(|v| std::array::from_fn(|r| s.mul(s.load(at(r, v)), s.load(self.factors[r].as_ptr()))));
+            let mut sums = [[s.splat(0.0); R]; V];
+            for v in 0..V {
+                for r in 0..R {
+                    sums[v][r] = s.mul(s.load(at(r, v)), s.load(self.factors[r].as_ptr()));
+                }
+            }
             for cell in self.cells.clone() {
                 let value = *self.values.get_unchecked(cell);
-                let weights: [S::F; R] = std::array::from_fn(|r| s.splat(*self.weights[r].get_unchecked(cell)));
-                for (v, sums) in sums.iter_mut().enumerate() {
+                let mut weights = [s.splat(0.0); R];
+                for r in 0..R {
+                    weights[r] = s.splat(*self.weights[r].get_unchecked(cell));
+                }
+                for v in 0..V {
                     let value = C::load(s, value.add(d + v * S::LANES));
-                    for (sum, &weight) in sums.iter_mut().zip(&weights) {
-                        *sum = C::multiply(s, weight, value, *sum);
+                    for r in 0..R {
+                        sums[v][r] = C::multiply(s, weights[r], value, sums[v][r]);
                     }
                 }
             }

@@ -138,8 +138,10 @@ impl<'a> Units<'a> {
                     prefetch_ahead(p, block_bytes);
                     let k = (u * blocks + b) * BLOCK;
                     let (factors, shifts) = (scales.factors().add(b * per_block), scales.shifts().add(b * per_block));
-                    half::<S, D, V, 0>(s, &constants, p, factors, shifts, k, sink);
-                    half::<S, D, V, 1>(s, &constants, p, factors, shifts, k, sink);
+                    // A loop, because a half is hundreds of instructions, and there are 88 versions of this function.
+                    for part in 0..2 {
+                        half::<S, D, V>(s, &constants, p, factors, shifts, k, part, sink);
+                    }
                     p = p.add(block_bytes);
                 }
             }
@@ -211,15 +213,15 @@ pub(super) unsafe fn plane<S: Int8, const V: usize>(s: S, p: *const u8, word: us
     words
 }
 
-/// Decodes code `i` of 2 to 6 bits in each column, that of weight `place` of a block. `low` is the word with the low 4 or 2 bits. `high` is
-/// the word with the high bits, if there are any.
+/// Decodes code `i` of 2 to 6 bits in each column, that of weight `place` of 16. `low` is the word with the low 4 or 2 bits. `high` is the
+/// word with the high bits, if there are any.
 #[inline(always)]
 fn value<S: Int8, const D: u8>(s: S, constants: &Constants<S>, low: S::I, high: S::I, i: usize, place: usize) -> S::F {
     if D == TABLE {
         return s.lookup(low, 4 * i as i32, constants.table);
     }
     if D == TWO || D == THREE {
-        let mut code = s.field(low, 2 * (place % 16) as i32 - 8, 3 << 8);
+        let mut code = s.field(low, 2 * place as i32 - 8, 3 << 8);
         if D == THREE {
             code = s.or(code, s.field(high, place as i32 - 10, 1 << 10));
         }
@@ -229,26 +231,28 @@ fn value<S: Int8, const D: u8>(s: S, constants: &Constants<S>, low: S::I, high: 
     let mut code = s.field(low, SHIFTS[i], 15 << at);
     if D != FOUR {
         // The high bits follow the low bits.
-        let (from, mask) = if D == FIVE { (place + 4, 1) } else { (2 * (place % 16) + 4, 3) };
+        let (from, mask) = if D == FIVE { (place + 4, 1) } else { (2 * place + 4, 3) };
         code = s.or(code, s.field(high, from as i32 % 32 - at - 4, mask << (at + 4)));
     }
     s.sub(s.with_bits(code, exponent(at)), constants.offsets[(at as usize - 8) / 4])
 }
 
-/// Passes the first (`H` = 0) or second 16 of 32 weights to `sink`. The codes are at `p`. The first of the 32 weights is that of input `k`.
+/// Passes the first (`part` = 0) or second 16 of 32 weights to `sink`. The codes are at `p`. The first of the 32 weights is that of input
+/// `k`.
 #[inline(always)]
 #[allow(clippy::needless_range_loop, clippy::too_many_arguments)]
-unsafe fn half<S: Int8, const D: u8, const V: usize, const H: usize>(
+unsafe fn half<S: Int8, const D: u8, const V: usize>(
     s: S,
     constants: &Constants<S>,
     p: *const u8,
     factors: *const f32,
     shifts: *const f32,
     k: usize,
+    part: usize,
     sink: &mut impl Sink<S, V>,
 ) {
-    let width = V * S::LANES;
-    let group = (scales_of(D) - 1) * H * width;
+    let (width, k) = (V * S::LANES, k + 16 * part);
+    let group = (scales_of(D) - 1) * part * width;
     let (mut factor, mut shift, mut weights) = ([s.splat(0.0); V], [s.splat(0.0); V], [s.splat(0.0); V]);
     // SAFETY: the caller guarantees that the whole block is valid.
     unsafe {
@@ -267,7 +271,7 @@ unsafe fn half<S: Int8, const D: u8, const V: usize, const H: usize>(
                 fused[1][v] = s.mul(factor[v], s.splat(-biases[1]));
             }
             for word in 0..4 {
-                let codes = plane::<S, V>(s, p, 4 * H + word);
+                let codes = plane::<S, V>(s, p, 4 * part + word);
                 unrolled!(I in 0 1 2 3 => {
                     const HIGH: usize = I % 2;
                     const PLACE: i32 = 4 + 8 * HIGH as i32;
@@ -279,33 +283,33 @@ unsafe fn half<S: Int8, const D: u8, const V: usize, const H: usize>(
                             s.fma(s.sub(code, s.splat(biases[HIGH])), factor[v], shift[v])
                         };
                     }
-                    sink.take(s, k + 16 * H + 4 * word + I, weights);
+                    sink.take(s, k + 4 * word + I, weights);
                 });
             }
             return;
         }
-        let high = plane::<S, V>(
-            s,
-            p,
-            if D == FIVE {
-                4
-            } else if D == SIX {
-                4 + H
-            } else if D == THREE {
-                2
-            } else {
-                0
-            },
-        );
+        let high_word = match D {
+            FIVE => 4,
+            SIX => 4 + part,
+            THREE => 2,
+            _ => 0,
+        };
+        let mut high = plane::<S, V>(s, p, high_word);
+        if (D == FIVE || D == THREE) && part == 1 {
+            // The word has the bits of both halves. Now those of this one are where those of the first are.
+            for v in 0..V {
+                high[v] = s.or(s.field(high[v], 16, 0xffff), s.field(high[v], -16, -1 << 16));
+            }
+        }
         unrolled!(WORD in 0 1 => {
-            let low = plane::<S, V>(s, p, if D == TWO || D == THREE { H } else { 2 * H + WORD });
+            let low = plane::<S, V>(s, p, if D == TWO || D == THREE { part } else { 2 * part + WORD });
             unrolled!(I in 0 1 2 3 4 5 6 7 => {
                 const PLACE: usize = 8 * WORD + I;
                 for v in 0..V {
-                    let value = value::<S, D>(s, constants, low[v], high[v], I, 16 * H + PLACE);
+                    let value = value::<S, D>(s, constants, low[v], high[v], I, PLACE);
                     weights[v] = s.fma(value, factor[v], shift[v]);
                 }
-                sink.take(s, k + 16 * H + PLACE, weights);
+                sink.take(s, k + PLACE, weights);
             });
         });
     }

@@ -206,10 +206,11 @@ impl<E: Element> Kernel for Sum<'_, E> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         macro_rules! by_height {
+            // Constants, so that versions that would never run are not compiled.
             ($($height:literal)*) => {
                 match (self.height, S::VECTORS) {
-                    $(($height, 2) => if $height <= S::ROWS { self.panels::<S, $height, 2>(s) },
-                      ($height, 4) => if $height <= S::ROWS && S::VECTORS == 4 { self.panels::<S, $height, 4>(s) },)*
+                    $(($height, 2) => if const { $height <= S::ROWS } { self.panels::<S, $height, 2>(s) },
+                      ($height, 4) => if const { $height <= S::ROWS && S::VECTORS == 4 } { self.panels::<S, $height, 4>(s) },)*
                     _ => unreachable!("tiles have at most as many rows as registers allow"),
                 }
             };
@@ -229,10 +230,12 @@ impl<E: Element> Sum<'_, E> {
         let apart = (self.b_apart, self.sums_apart);
         let mut panel = 0;
         // A single row has too few accumulators to hide the latency of the additions. Two panels at once have enough.
-        while R == 1 && panel + 2 <= self.count {
-            // SAFETY: the lengths are asserted above.
-            unsafe { tile::<S, E, R, V, 2>(s, depth, a, b.add(panel * apart.0), sums.add(panel * apart.1), apart, self.fresh) };
-            panel += 2;
+        if const { R == 1 } {
+            while panel + 2 <= self.count {
+                // SAFETY: the lengths are asserted above.
+                unsafe { tile::<S, E, R, V, 2>(s, depth, a, b.add(panel * apart.0), sums.add(panel * apart.1), apart, self.fresh) };
+                panel += 2;
+            }
         }
         while panel < self.count {
             // SAFETY: the lengths are asserted above.

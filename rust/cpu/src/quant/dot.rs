@@ -35,10 +35,11 @@ impl Kernel for Tile<'_> {
     #[inline(always)]
     fn run<S: Int8>(self, s: S) {
         macro_rules! by_rows {
+            // Constants, so that versions that would never run are not compiled.
             ($($rows:literal)*) => {
                 match (self.rows, S::VECTORS) {
-                    $(($rows, 2) => if $rows <= S::ROWS { self.by_bits::<S, $rows, 2>(s) },
-                      ($rows, 4) => if $rows <= S::ROWS && S::VECTORS == 4 { self.by_bits::<S, $rows, 4>(s) },)*
+                    $(($rows, 2) => if const { $rows <= S::ROWS } { self.by_bits::<S, $rows, 2>(s) },
+                      ($rows, 4) => if const { $rows <= S::ROWS && S::VECTORS == 4 } { self.by_bits::<S, $rows, 4>(s) },)*
                     _ => unreachable!("tiles have at most as many rows as registers allow"),
                 }
             };
@@ -141,7 +142,10 @@ unsafe fn add<S: Int8, const R: usize, const V: usize>(
     while p < codes.end {
         // SAFETY: the caller has checked all lengths.
         unsafe {
-            let w: [S::I; V] = std::array::from_fn(|v| load(p.add(v * S::LANES * group)));
+            let mut w = [s.splat_i32(0); V];
+            for v in 0..V {
+                w[v] = load(p.add(v * S::LANES * group));
+            }
             for r in 0..R {
                 let x = s.splat_i32(x.add(r * apart).cast::<i32>().read_unaligned());
                 for v in 0..V {
