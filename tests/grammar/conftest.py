@@ -5,6 +5,7 @@ import pytest
 
 from chairlift.grammar.grammars import Grammars
 from chairlift.grammar.trial import Vocabulary
+from chairlift.sampling import SamplingParams
 from chairlift.tokenizer import Tokenizer
 
 
@@ -30,3 +31,14 @@ def grammars(vocabulary):
 def takes(grammars, tokenizer):
     """Whether a structured output has a text as a whole answer."""
     return partial(grammar_forms.takes, grammars, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def answers(takes):
+    """Whether a structured output, which a request may have, has a text as a whole answer."""
+
+    def checked(structure, text):
+        SamplingParams(structured_output=structure)
+        return takes(structure, text)
+
+    return checked

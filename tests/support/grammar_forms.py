@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from chairlift.sampling import SamplingParams, StructuredOutput
+from chairlift.sampling import StructuredOutput
 
 PATIENCE = 60.0
 """Seconds to wait for a compiled grammar; a guard."""
@@ -32,7 +32,6 @@ def allowed(matcher):
 
 def takes(grammars, tokenizer, form, text):
     """Whether the form has `text` as a whole answer."""
-    SamplingParams(structured_output=form)
     matcher = grammars.compile(form).result(PATIENCE).matcher(form.budget)
     for token in (*tokenizer.encode(text), *tokenizer.eos_token_ids):
         bitmask = np.zeros((1, -(-VOCABULARY // 32)), dtype=np.int32)
