@@ -8,30 +8,19 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 
-import counting_engine
 import pytest
 from counting_engine import BROKEN, DEADLINE, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, text_of
 
 import chairlift
 from chairlift import errors
 from chairlift.config import EngineConfig
-from chairlift.engine import local_engine
-from chairlift.engine.choice import Choice
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.llm import LLM
-from chairlift.engine.stream import Stream
-from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
+from chairlift.errors import EngineDead, InvalidRequest, QueueFull, RequestFailed
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams, StructuredOutput
 from chairlift.scheduling import Scheduling
-
-
-@pytest.fixture
-def llm(monkeypatch):
-    counting_engine.install(monkeypatch.setattr)
-    return LLM()
 
 
 def params(**values):
@@ -308,161 +297,6 @@ def test_progress_is_shown_by_itself_for_long_work_on_a_terminal_only(llm, capfd
     assert not shows(None, terminal=True, patience=1000)
     assert not shows(None, terminal=False, patience=0)
     assert not shows(False, terminal=True, patience=0)
-
-
-def test_a_stream_yields_increments_as_the_engine_makes_them(llm):
-    outputs = list(llm.stream("a", params(max_tokens=4)))
-    assert [output.text for output in outputs] == ["a", "b", "c", "d"]
-    assert [output.finish_reason for output in outputs] == [None, None, None, "length"]
-    assert outputs[-1].timing.total == outputs[-1].timeline.ended - outputs[-1].timeline.arrived
-    assert [output.text for output in llm.stream_chat([{"role": "user", "content": "a"}], params(max_tokens=2))] == ["a", "b"]
-
-
-def test_a_stream_has_all_answers_by_index(llm):
-    texts = {0: "", 1: ""}
-    for output in llm.stream([1000], params(n=2, max_tokens=3)):
-        texts[output.index] += output.text
-    assert texts == {0: text_of(1000, 3), 1: text_of(1100, 3)}
-
-
-def test_a_stop_string_ends_a_stream(llm):
-    outputs = list(llm.stream("a", params(max_tokens=100_000, stop=("cd",))))
-    assert "".join(output.text for output in outputs) == "ab"
-    assert outputs[-1].stop_reason == "cd"
-    assert not llm.engine.running
-
-
-@pytest.mark.parametrize(("prompt", "reason"), [(FAILING, "error"), (LATE, "deadline")])
-def test_a_stream_that_fails_says_so_in_its_last_increment(llm, prompt, reason):
-    *_, last = llm.stream([prompt], params(max_tokens=9), scheduling=Scheduling(deadline_ms=DEADLINE))
-    assert last.finish_reason == reason
-
-
-def test_a_wrong_prompt_is_refused_before_the_stream_is_read(llm):
-    with pytest.raises(InvalidRequest, match="a prompt is text"):
-        llm.stream(5)
-    with pytest.raises(InvalidRequest, match="a conversation is a list of messages"):
-        llm.stream_chat("hello")
-    with pytest.raises(QueueFull):
-        next(llm.stream([FULL]))
-
-
-def test_leaving_a_stream_aborts_its_request(llm):
-    for output in llm.stream("a", params(max_tokens=100_000)):
-        if output.text == "c":
-            break
-    assert not llm.engine.running
-    assert llm.generate("a", params(max_tokens=2))[0].text == "ab"
-
-
-def test_a_stream_that_the_garbage_collector_closes_in_a_step_is_aborted_after_it(llm, monkeypatch):
-    stream, step = llm.stream("a", params(max_tokens=100_000)), llm.engine.step
-    next(stream)
-
-    def collecting():
-        stream.close()
-        return step()
-
-    monkeypatch.setattr(llm.engine, "step", collecting)
-    assert llm.generate("x", params(max_tokens=2))[0].text == "xy"
-    assert not llm.engine.running
-
-
-def test_requests_run_beside_an_open_stream(llm):
-    stream = llm.stream("a", params(max_tokens=5))
-    assert next(stream).text == "a"
-    assert llm.generate("x", params(max_tokens=2))[0].text == "xy"
-    other = llm.stream("k", params(max_tokens=2))
-    assert next(other).text == "k"
-    # What the others' steps computed comes at once.
-    assert [output.text for output in stream] == ["bcd", "e"]
-    assert [output.text for output in other] == ["l"]
-
-
-def test_threads_share_the_engine(llm):
-    texts = {}
-
-    def generate(first):
-        texts[first] = [
-            output.text for output in llm.generate([[first], [first + 50]], params(max_tokens=30, stop=(text_of(first + 20, 1),)))
-        ]
-
-    threads = [threading.Thread(target=generate, args=(1000 * number,)) for number in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert texts == {first: [text_of(first, 20), text_of(first + 50, 30)] for first in range(1000, 9000, 1000)}
-    assert not llm.engine.running
-
-
-@pytest.mark.parametrize("moment", ["take", "num_untaken"])
-def test_tokens_that_another_thread_brings_while_a_stream_is_read_are_not_lost(llm, monkeypatch, moment):
-    local, seen, whole = llm._local, [], getattr(Stream, moment)  # noqa: SLF001
-
-    def read_and_step(stream, *most):
-        read = whole(stream, *most) if moment == "take" else whole.fget(stream)
-        with local.between_steps() as engine:
-            if len(seen) == 2 and (report := engine.step()) is not None:  # as another thread would
-                local._deliver(report)  # noqa: SLF001
-        return read
-
-    monkeypatch.setattr(local_engine._Stream, moment, read_and_step if moment == "take" else property(read_and_step))  # noqa: SLF001
-    for output in llm.stream("a", params(max_tokens=4)):
-        seen.append(output.text)
-    assert "".join(seen) == "abcd"
-
-
-def test_no_thread_brings_tokens_while_others_are_taken(llm, monkeypatch):
-    local, take, held_up = llm._local, Choice.take, []  # noqa: SLF001
-
-    def other():
-        with local.between_steps() as engine:
-            local._deliver(engine.step())  # noqa: SLF001
-
-    def take_beside_a_step(choice, *most):
-        if len(held_up) < 3:
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join(0.02)
-            held_up.append(thread)
-            assert thread.is_alive()
-        return take(choice, *most)
-
-    monkeypatch.setattr(Choice, "take", take_beside_a_step)
-    assert "".join(output.text for output in llm.stream("a", params(max_tokens=9))) == "abcdefghi"
-    assert len(held_up) == 3
-    for thread in held_up:
-        thread.join()
-
-
-def test_ctrl_c_ends_a_stream_after_the_step(llm, monkeypatch):
-    step, finished = llm.engine.step, []
-
-    def pressed():
-        signal.raise_signal(signal.SIGINT)
-        finished.append(step())
-        return finished[-1]
-
-    stream = llm.stream("a", params(max_tokens=100))
-    next(stream)
-    monkeypatch.setattr(llm.engine, "step", pressed)
-    with pytest.raises(KeyboardInterrupt):
-        next(stream)
-    assert len(finished) == 1
-    assert not llm.engine.running
-
-
-def test_close_ends_the_engine_once_and_open_streams(llm, capfd):
-    with llm:
-        stream = llm.stream("a", params(max_tokens=9))
-        next(stream)
-    llm.close()
-    assert capfd.readouterr().err.count("closed") == 1
-    with pytest.raises(EngineClosed, match="the LLM is closed"):
-        next(stream)
-    with pytest.raises(EngineClosed, match="the LLM is closed"):
-        llm.generate("a")
 
 
 @pytest.mark.parametrize("engine", [LLM, AsyncEngine])

@@ -21,12 +21,6 @@ class City(pydantic.BaseModel):
     name: str
 
 
-@pytest.fixture
-def llm(monkeypatch):
-    counting_engine.install(monkeypatch.setattr)
-    return LLM()
-
-
 @pytest.mark.parametrize(
     ("prompts", "ids"),
     [

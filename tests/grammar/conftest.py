@@ -1,4 +1,6 @@
-import numpy as np
+from functools import partial
+
+import grammar_forms
 import pytest
 
 from chairlift.grammar.grammars import Grammars
@@ -8,23 +10,35 @@ from chairlift.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def takes(byte_model):
-    """Whether a structured output allows a text as a whole answer."""
-    tokenizer = Tokenizer(byte_model)
+def tokenizer(byte_model):
+    return Tokenizer(byte_model)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(byte_model, tokenizer):
     [eos] = tokenizer.eos_token_ids
-    grammars = Grammars(Vocabulary(byte_model / "tokenizer.json", 300, (eos,)))
+    return Vocabulary(byte_model / "tokenizer.json", grammar_forms.VOCABULARY, (eos,))
 
-    def taken(structure, text):
+
+@pytest.fixture(scope="module")
+def grammars(vocabulary):
+    made = Grammars(vocabulary)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def takes(grammars, tokenizer):
+    """Whether a structured output has a text as a whole answer."""
+    return partial(grammar_forms.takes, grammars, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def answers(takes):
+    """Whether a structured output, which a request may have, has a text as a whole answer."""
+
+    def checked(structure, text):
         SamplingParams(structured_output=structure)
-        matcher = grammars.compile(structure).result(60).matcher(structure.budget)
-        for token in [*tokenizer.encode(text), eos]:
-            bitmask = np.zeros((1, -(-300 // 32)), dtype=np.int32)
-            matcher.mask(bitmask, 0)
-            if not int(bitmask[0, token // 32]) >> (token % 32) & 1:
-                return False
-            matcher = matcher.copy()
-            matcher.accept(token)
-        return True
+        return takes(structure, text)
 
-    yield taken
-    grammars.close()
+    return checked

@@ -39,10 +39,10 @@ GOOD, STOP, WRONG = (
         (GOOD.replace("weather", "unknown"), False, False),
     ],
 )
-def test_a_model_that_is_free_to_call_calls_as_it_should(takes, text, several, one):
+def test_a_model_that_is_free_to_call_calls_as_it_should(answers, text, several, one):
     call_format = Hermes.call_format("")
-    assert takes(free_calls_grammar(HERMES_OPEN, call_format, TOOLS, {}, several=True), text) == several
-    assert takes(free_calls_grammar(HERMES_OPEN, call_format, TOOLS, {}, several=False), text) == one
+    assert answers(free_calls_grammar(HERMES_OPEN, call_format, TOOLS, {}, several=True), text) == several
+    assert answers(free_calls_grammar(HERMES_OPEN, call_format, TOOLS, {}, several=False), text) == one
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def test_a_model_that_is_free_to_call_calls_as_it_should(takes, text, several, o
         ("  {}", False),
     ],
 )
-def test_calls_without_a_mark(takes, text, good):
-    assert takes(free_calls_grammar("", Llama.call_format(""), TOOLS, {}, several=True), text) == good
+def test_calls_without_a_mark(answers, text, good):
+    assert answers(free_calls_grammar("", Llama.call_format(""), TOOLS, {}, several=True), text) == good
 
 
 @pytest.mark.parametrize("template", ["", "```json", "[ARGS]", "<|tool_call_start|>", "<|tool_call>"])
 @pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
-def test_every_parser_reads_the_calls_that_its_grammar_allows(takes, name, template):
+def test_every_parser_reads_the_calls_that_its_grammar_allows(answers, name, template):
     parser_type = TOOL_PARSERS[name]
     form = parser_type.call_format(template)
 
@@ -72,8 +72,8 @@ def test_every_parser_reads_the_calls_that_its_grammar_allows(takes, name, templ
 
     two = written(("weather", {"city": "Bern"}), ("stop", {"a": [1, None]}))
     forced = calls_grammar(form, TOOLS, {}, several=True)
-    assert takes(forced, two)
-    assert not takes(forced, written(("weather", {"town": "Bern"})))
+    assert answers(forced, two)
+    assert not answers(forced, written(("weather", {"town": "Bern"})))
     parser = parser_type(list(TOOLS))
     parts = parser.push(two) + parser.end()
     assert all(isinstance(part, ToolCallDelta) for part in parts)
@@ -82,17 +82,17 @@ def test_every_parser_reads_the_calls_that_its_grammar_allows(takes, name, templ
     assert [json.loads(one) for one in arguments] == [{"city": "Bern"}, {"a": [1, None]}]
     if form.begin:
         either = calls_grammar(form, TOOLS, {}, several=True, instead=StructuredOutput("json", json.dumps(CITY)))
-        assert takes(either, form.content + '{"city":"Bern"}')
-        assert takes(either, two)
+        assert answers(either, form.content + '{"city":"Bern"}')
+        assert answers(either, two)
     if not form.content:
         mark = next((mark for mark in parser_type.marks if form.begin.startswith(mark)), "")
         free = free_calls_grammar(mark, form, TOOLS, {}, several=True)
-        assert takes(free, two)
-        assert takes(free, "Hello.")
-        assert not takes(free, written(("weather", {"town": "Bern"})))
+        assert answers(free, two)
+        assert answers(free, "Hello.")
+        assert not answers(free, written(("weather", {"town": "Bern"})))
 
 
-def test_marks_that_are_control_tokens(takes):
+def test_marks_that_are_control_tokens(answers):
     for template, good in (
         ("", 'So [CALL][{"name": "weather", "arguments": {"city":"Bern"}}, {"name": "stop", "arguments": {}}]'),
         ("[ARGS]", 'So [CALL]weather[ARGS]{"city":"Bern"}[CALL]stop[ARGS]{}'),
@@ -101,21 +101,21 @@ def test_marks_that_are_control_tokens(takes):
         # The tiny vocabulary's own mark stands for the model's.
         renamed = type(call_format)(**{name: getattr(call_format, name).replace(MISTRAL_MARK, "[CALL]") for name in call_format.__slots__})
         free = free_calls_grammar("[CALL]", renamed, TOOLS, {"[CALL]": 268}, several=True)
-        assert takes(free, good)
-        assert takes(free, "no calls")
-        assert not takes(free, good.replace("city", "town"))
+        assert answers(free, good)
+        assert answers(free, "no calls")
+        assert not answers(free, good.replace("city", "town"))
 
 
-def test_an_answer_that_is_calls_or_has_a_form(takes):
+def test_an_answer_that_is_calls_or_has_a_form(answers):
     call_format = calls_grammar(Hermes.call_format(""), TOOLS, {}, several=True, instead=StructuredOutput("json", json.dumps(CITY)))
-    assert takes(call_format, '{"city":"Bern"}')
-    assert takes(call_format, f"{GOOD}\n{STOP}")
-    assert not takes(call_format, "{}")
-    assert not takes(call_format, "hello")
-    assert not takes(call_format, WRONG)
+    assert answers(call_format, '{"city":"Bern"}')
+    assert answers(call_format, f"{GOOD}\n{STOP}")
+    assert not answers(call_format, "{}")
+    assert not answers(call_format, "hello")
+    assert not answers(call_format, WRONG)
     anything = calls_grammar(Hermes.call_format(""), TOOLS, {}, several=False, instead=StructuredOutput("json_object"))
-    assert takes(anything, '{"a":[1]}')
-    assert takes(anything, GOOD)
+    assert answers(anything, '{"a":[1]}')
+    assert answers(anything, GOOD)
 
 
 @pytest.mark.parametrize(("syntax", "kind"), [(Hermes, "regex"), (Llama, "json")])

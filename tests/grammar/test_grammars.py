@@ -2,19 +2,15 @@
 
 import json
 import random
-import subprocess
-import sys
-from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import tokenizers
 from free_interpreter import share_beside
+from grammar_forms import PATIENCE, WEATHER, allowed, structure
 
 from chairlift._core import GrammarVocabulary
-from chairlift.errors import InvalidRequest, QueueFull, RequestFailed
-from chairlift.grammar import grammars as module
+from chairlift.errors import InvalidRequest, QueueFull
 from chairlift.grammar import trial, usage
 from chairlift.grammar.allowance import Allowance
 from chairlift.grammar.grammar import check
@@ -22,36 +18,7 @@ from chairlift.grammar.grammars import Grammars
 from chairlift.grammar.source import Tag, ToolCallFormat, calls_grammar, tags_grammar
 from chairlift.grammar.trial import Vocabulary
 from chairlift.grammar.usage import GrammarUsage
-from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
-from chairlift.tokenizer import Tokenizer
-
-PATIENCE = 60.0
-"""Seconds to wait for a compiled grammar; a guard."""
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"$ref": "#/$defs/city"}},
-    "required": ["city"],
-    "additionalProperties": False,
-    "$defs": {"city": {"type": "string", "maxLength": 8}},
-}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(byte_model):
-    return Tokenizer(byte_model)
-
-
-@pytest.fixture(scope="module")
-def vocabulary(byte_model, tokenizer):
-    [eos] = tokenizer.eos_token_ids
-    return Vocabulary(byte_model / "tokenizer.json", 300, (eos,))
-
-
-@pytest.fixture(scope="module")
-def grammars(vocabulary):
-    made = Grammars(vocabulary)
-    yield made
-    made.close()
+from chairlift.sampling import StructuredOutput
 
 
 @pytest.fixture(scope="module")
@@ -65,28 +32,6 @@ def wordy(byte_model, tmp_path_factory):
     wordy = Grammars(Vocabulary(file, made.get_vocab_size(), (made.token_to_id("</s>"),)))
     yield wordy
     wordy.close()
-
-
-def structure(kind, text=""):
-    return StructuredOutput(kind, text if isinstance(text, str) else json.dumps(text))
-
-
-def allowed(matcher):
-    """The tokens that may come next."""
-    bitmask = np.zeros((2, -(-300 // 32)), dtype=np.int32)
-    matcher.mask(bitmask, 1)
-    assert not bitmask[0].any()
-    return {token for token in range(300) if int(bitmask[1, token // 32]) >> (token % 32) & 1}
-
-
-def takes(grammars, tokenizer, form, text):
-    """Whether the form has `text` as a whole answer."""
-    matcher = grammars.compile(form).result(PATIENCE).matcher()
-    for token in tokenizer.encode(text):
-        if token not in allowed(matcher):
-            return False
-        matcher.accept(token)
-    return bool(tokenizer.eos_token_ids & allowed(matcher))
 
 
 @pytest.mark.parametrize(
@@ -104,9 +49,9 @@ def takes(grammars, tokenizer, form, text):
     ],
     ids=lambda value: value.kind if isinstance(value, StructuredOutput) else "",
 )
-def test_a_form_lets_through_what_it_describes_and_nothing_else(grammars, tokenizer, form, good, bad):
-    assert [text for text in good if not takes(grammars, tokenizer, form, text)] == []
-    assert [text for text in bad if takes(grammars, tokenizer, form, text)] == []
+def test_a_form_lets_through_what_it_describes_and_nothing_else(takes, form, good, bad):
+    assert [text for text in good if not takes(form, text)] == []
+    assert [text for text in bad if takes(form, text)] == []
 
 
 def test_behind_its_end_only_ends_of_sequence_may_come(grammars, tokenizer):
@@ -180,18 +125,18 @@ SPACED = {"x-guidance": {"whitespace_pattern": "[ ]"}}
         "a tool",
     ],
 )
-def test_a_compact_answer_has_no_whitespace_between_json_tokens(grammars, tokenizer, form):
-    assert takes(grammars, tokenizer, form, '{"a":1,"b":[1,2]}')
+def test_a_compact_answer_has_no_whitespace_between_json_tokens(takes, form):
+    assert takes(form, '{"a":1,"b":[1,2]}')
     for spaced in ('{"a": 1}', '{"a" :1}', '{ "a":1}', '{"a":1 }', '{"a":1, "b":2}', '{"a":[1, 2]}', '{"a":\n1}'):
-        assert not takes(grammars, tokenizer, form, spaced)
+        assert not takes(form, spaced)
 
 
-def test_a_schema_says_which_whitespace_may_come(grammars, tokenizer):
+def test_a_schema_says_which_whitespace_may_come(takes):
     tags = tags_grammar([Tag("<f>", COMPACT, "</f>"), Tag("<g>", SPACED, "</g>")], ["<f>", "<g>"], "response_format")
     for text, good in (("<f>[1,2]</f>", True), ("<f>[1, 2]</f>", False), ("<g>[1, 2]</g>", True), ("<g>[1,\n2]</g>", False)):
-        assert takes(grammars, tokenizer, tags, text) == good
+        assert takes(tags, text) == good
     unbounded = structure("json", {"x-guidance": {"whitespace_flexible": True}})
-    assert takes(grammars, tokenizer, unbounded, f"{{{' ' * 65}}}")
+    assert takes(unbounded, f"{{{' ' * 65}}}")
 
 
 OTHERWISE = {"x-guidance": {"coerce_one_of": True}}
@@ -207,10 +152,10 @@ OTHERWISE = {"x-guidance": {"coerce_one_of": True}}
     ],
     ids=["json", "json with whitespace", "a tag", "a tool"],
 )
-def test_space_is_bounded_whatever_else_a_schema_says(grammars, tokenizer, form, spaces):
+def test_space_is_bounded_whatever_else_a_schema_says(takes, form, spaces):
     begin = "" if form.kind == "json" else "<f>"
-    assert takes(grammars, tokenizer, form, f"{begin}{{{' ' * spaces}}}")
-    assert not takes(grammars, tokenizer, form, f"{begin}{{{' ' * (spaces + 1)}}}")
+    assert takes(form, f"{begin}{{{' ' * spaces}}}")
+    assert not takes(form, f"{begin}{{{' ' * (spaces + 1)}}}")
 
 
 CHAIN = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)} | {"d1200": {}}
@@ -311,9 +256,9 @@ NODE = {"type": "object", "properties": {"value": {"type": "integer"}, "children
         pytest.param(structure("grammar", 'start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]+/'), "1+(2*3+4)*5", id="arithmetic"),
     ],
 )
-def test_large_grammars_are_served(grammars, tokenizer, form, text):
-    assert takes(grammars, tokenizer, form, text)
-    assert not takes(grammars, tokenizer, form, "~")
+def test_large_grammars_are_served(takes, form, text):
+    assert takes(form, text)
+    assert not takes(form, "~")
 
 
 @pytest.mark.parametrize(
@@ -419,117 +364,6 @@ def test_a_tenant_whose_grammars_took_too_much_time_waits_with_new_ones(vocabula
     made.close()
 
 
-MIB = 2**20
-
-
-@pytest.fixture
-def sized(vocabulary, monkeypatch):
-    """Grammars that take 100 MiB each, as far as their trial says, and the choices that were tried."""
-    made, tried = Grammars(vocabulary), []
-
-    def run(_, form):
-        tried.append(*json.loads(form.text))
-        return 100 * MIB
-
-    monkeypatch.setattr(trial.Trial, "run", run)
-    yield made, tried
-    made.close()
-
-
-def test_a_small_grammar_counts_little_and_a_large_one_what_it_takes(grammars):
-    wide = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1500)}}
-    small, large = (grammars.compile(form).result(PATIENCE).size for form in (structure("choice", ["small"]), structure("json", wide)))
-    assert small < MIB < 5 * MIB < large < 50 * MIB
-
-
-def test_bytes_are_counted_as_they_grow(sized, monkeypatch):
-    made, tried = sized
-    memory = [0]
-    monkeypatch.setattr(module, "MAX_BYTES_OF_GROUP", 305 * MIB)
-    monkeypatch.setattr(module, "GrammarUsage", partial(GrammarUsage, resident=lambda: memory[-1]))
-    first = made.compile(structure("choice", ["a"]))
-    made.compile(structure("choice", ["b"])).result(PATIENCE)
-    assert made.compile(structure("choice", ["a"])) is first
-    first.result(PATIENCE).usage.grow(memory.append, 10 * MIB)
-    assert first.result(PATIENCE).size == 110 * MIB
-    for name in "cab":
-        made.compile(structure("choice", [name])).result(PATIENCE)
-    assert tried == ["a", "b", "c", "b"]
-
-
-def test_the_oldest_grammars_make_room(sized):
-    made, tried = sized
-    for name in "abacab":
-        made.compile(structure("choice", [name])).result(PATIENCE)
-    assert tried == ["a", "b", "c", "b"]
-
-
-def test_grammars_whose_clients_have_left_do_not_disturb_those_that_need_room(sized, monkeypatch):
-    made, _ = sized
-    for name in "ab":
-        made.compile(structure("choice", [name])).result(PATIENCE)
-    cancelled = []
-
-    def run(*_):
-        cancelled.append(made.compile(structure("choice", [f"left {len(cancelled)}"])).cancel())
-        return 100 * MIB
-
-    monkeypatch.setattr(trial.Trial, "run", run)
-    assert made.compile(structure("choice", ["c"])).result(PATIENCE).matcher()
-    assert cancelled == [True]
-
-
-def test_grammars_that_sequences_use_are_counted_when_they_are_not_cached(sized):
-    made, tried = sized
-    matchers = [made.compile(structure("choice", [name]), "eve").result(PATIENCE).matcher() for name in "ab"]
-    for _ in range(2):
-        with pytest.raises(QueueFull, match="your grammars take as much memory as they may") as full:
-            made.compile(structure("choice", ["c"]), "eve").result(PATIENCE)
-        assert full.value.retry_after > 0
-    for tenant in ("alice", "bob", "carol", "dave"):
-        assert made.compile(structure("choice", ["c"]), tenant).result(PATIENCE).matcher()
-    assert len(tried) == 8
-    assert all(allowed(matcher) for matcher in matchers)
-    del matchers[0]
-    assert made.compile(structure("choice", ["c"]), "eve").result(PATIENCE)
-
-
-def test_the_grammars_of_all_tenants_together_have_a_limit_too(sized, monkeypatch):
-    made, _ = sized
-    monkeypatch.setattr(module, "MAX_BYTES", 300 * MIB)
-    used = [made.compile(structure("choice", ["a"]), tenant).result(PATIENCE).matcher() for tenant in ("alice", "bob", "carol")]
-    with pytest.raises(QueueFull, match="the grammars of all requests take as much memory"):
-        made.compile(structure("choice", ["a"]), "dave").result(PATIENCE)
-    used.pop()
-    assert made.compile(structure("choice", ["a"]), "dave").result(PATIENCE)
-
-
-def test_a_worn_grammar_is_counted_while_a_sequence_uses_it(sized):
-    made, _ = sized
-    form = structure("choice", ["a"])
-    matchers = []
-    for _ in range(2):
-        grammar = made.compile(form).result(PATIENCE)
-        matchers.append(grammar.matcher())
-        grammar.usage.broken = True
-    del grammar
-    with pytest.raises(QueueFull, match="memory"):
-        made.compile(form).result(PATIENCE)
-    matchers.clear()
-    assert made.compile(form).result(PATIENCE)
-
-
-def test_many_grammars_of_one_tenant_evict_its_own(vocabulary, monkeypatch):
-    made = Grammars(vocabulary)
-    monkeypatch.setattr(made, "_start", lambda: None)
-    monkeypatch.setattr(module, "MAX_KEPT", 4)
-    ours = [made.compile(structure("choice", ["a"]), tenant) for tenant in ("alice", "bob")]
-    theirs = [made.compile(structure("choice", [str(number)]), "eve") for number in range(9)]
-    assert [made.compile(structure("choice", ["a"]), tenant) for tenant in ("alice", "bob")] == ours
-    assert made.compile(structure("choice", ["8"]), "eve") is theirs[8]
-    assert made.compile(structure("choice", ["0"]), "eve") is not theirs[0]
-
-
 DEAD_BRANCH = 'start: /[b-zA-Z]/ x | "a"\nx: "c" Z\nZ: /q/ & /r/\n'
 """Most answers of one letter cannot be continued, but one can."""
 
@@ -537,46 +371,6 @@ DEAD_BRANCH = 'start: /[b-zA-Z]/ x | "a"\nx: "c" Z\nZ: /q/ & /r/\n'
 def test_a_grammar_some_of_whose_answers_have_no_end_is_allowed(grammars, tokenizer):
     matcher = grammars.compile(structure("grammar", DEAD_BRANCH)).result(PATIENCE).matcher()
     matcher.accept(*tokenizer.encode("a"))
-
-
-def test_a_grammar_is_compiled_once_and_a_refusal_found_once(grammars):
-    assert grammars.compile(structure("choice", ["a"])) is grammars.compile(StructuredOutput("choice", '["a"]', "guided_choice"))
-    refused = grammars.compile(structure("regex", "("))
-    assert refused.exception(PATIENCE)
-    assert grammars.compile(structure("regex", "(")) is refused
-
-
-def test_the_least_asked_for_are_let_go(vocabulary, monkeypatch):
-    made = Grammars(vocabulary)
-    monkeypatch.setattr(module, "MAX_KEPT", 2)
-    first, second = (made.compile(structure("choice", [name])) for name in "ab")
-    assert made.compile(structure("choice", ["a"])) is first
-    made.compile(structure("choice", ["c"])).result(PATIENCE)
-    assert made.compile(structure("choice", ["a"])) is first
-    assert made.compile(structure("choice", ["b"])) is not second
-    made.close()
-
-
-def test_a_grammar_that_waits_for_compilation_is_waited_for_by_others_too(vocabulary, monkeypatch):
-    made = Grammars(vocabulary)
-    monkeypatch.setattr(made, "_start", lambda: None)
-    waiting = made.compile(structure("choice", ["a"]))
-    assert made.compile(structure("choice", ["a"])) is waiting
-    assert waiting.cancel()
-    assert made.compile(structure("choice", ["a"])) is not waiting, "a cancelled one is compiled when it is requested again"
-
-
-def test_a_trial_whose_process_ends_is_no_verdict(vocabulary, monkeypatch):
-    made = Grammars(vocabulary)
-    with monkeypatch.context() as broken:
-        gone = [sys.executable, "-c", ""]
-        process = subprocess.Popen(gone, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        broken.setattr(trial.subprocess, "Popen", lambda *arguments, **settings: process)
-        with pytest.raises(RequestFailed, match="try again"):
-            made.compile(structure("choice", ["a"])).result(PATIENCE)
-    process.wait(PATIENCE)
-    assert made.compile(structure("choice", ["a"])).result(PATIENCE).matcher()
-    made.close()
 
 
 def test_a_tokenizer_that_cannot_be_read_refuses_every_form(tmp_path):
@@ -592,68 +386,3 @@ def test_reading_a_vocabulary_lets_other_threads_run():
     made.decoder = tokenizers.decoders.ByteLevel()
     data = made.to_str().encode()
     assert share_beside(lambda: GrammarVocabulary(data, size=len(tokens), ends=(0,))) > 0.25
-
-
-HERMES = ToolCallFormat(begin="<tool_call>\n", separator="\n</tool_call>\n<tool_call>\n", end="\n</tool_call>")
-LLAMA = ToolCallFormat(between='", "parameters": ')
-MISTRAL = ToolCallFormat(begin="[CALL]", before="", between="", after="", separator="[CALL]")
-TOOLS = {"get_weather": WEATHER, "stop": None}
-
-
-@pytest.mark.parametrize(
-    ("form", "several", "good", "bad"),
-    [
-        (HERMES, False, '<tool_call>\n{"name": "get_weather", "arguments": {"city":"Bern"}}\n</tool_call>', '{"name": "get_weather"'),
-        (LLAMA, False, '{"name": "stop", "parameters": {}}', '{"name": "go", "parameters": {}}'),
-        (HERMES, True, "\n".join(['<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'] * 3), "hello"),
-        (MISTRAL, True, '[CALL]get_weather{"city":"x"}[CALL]stop{}', "[CALL]get_weather{}"),
-        (MISTRAL, False, "[CALL]stop{}", "[CALL]stop{}[CALL]stop{}"),
-    ],
-)
-def test_a_call_can_be_forced_in_the_syntax_of_the_model(grammars, tokenizer, form, several, good, bad):
-    [control] = tokenizer.encode("[CALL]")
-    forced = calls_grammar(form, TOOLS, {"[CALL]": control}, several=several)
-    assert forced.param == "tools"
-    assert takes(grammars, tokenizer, forced, good)
-    assert not takes(grammars, tokenizer, forced, bad)
-
-
-@pytest.mark.slow
-def test_tools_whose_schemas_are_too_long_cannot_be_forced():
-    with pytest.raises(InvalidRequest, match="offer fewer tools") as refused:
-        calls_grammar(HERMES, {"f": {"description": "x" * MAX_GRAMMAR}}, {}, several=False)
-    assert refused.value.param == "tools"
-
-
-def test_an_error_names_the_tool_and_does_not_quote_the_grammar(grammars):
-    tools = {"fine": {"type": "object"}, "wrong": {"type": "object", "properties": {"a": {"type": "hiccup"}}}, "last": None}
-    forced = calls_grammar(HERMES, tools, {}, several=True)
-    with pytest.raises(InvalidRequest, match=r"^the parameters of wrong: Invalid type: hiccup$"):
-        grammars.compile(forced).result(PATIENCE)
-    with pytest.raises(InvalidRequest) as refused:
-        grammars.compile(structure("grammar", 'start: "secret" foo\n')).result(PATIENCE)
-    assert "foo" in str(refused.value)
-    assert "secret" not in str(refused.value)
-
-
-TAGS = [
-    Tag("<f>", {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}, "</f>"),
-    Tag("<fun>", {}, ";"),
-]
-TAGS += [Tag("[g]", {"type": "boolean"}, "")]
-
-
-@pytest.mark.parametrize(
-    ("text", "good"),
-    [
-        ("no tags", True),
-        ('So <f>{"a":1}</f> and <fun>7; or [g]true.', True),
-        ('<f>{"b": 1}</f>', False),
-        ("<fun>7", False),
-        ("<for>", False),
-        ("[g]7", False),
-        ("[g", True),
-    ],
-)
-def test_a_trigger_begins_a_structure(grammars, tokenizer, text, good):
-    assert takes(grammars, tokenizer, tags_grammar(TAGS, ["<f", "[g]"], "response_format"), text) == good

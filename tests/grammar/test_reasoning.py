@@ -32,26 +32,26 @@ EOS = 267
         ('<think>{"city":"Bern"}', False, False),
     ],
 )
-def test_a_schema_holds_after_the_reasoning(takes, form, text, opened, closed):
+def test_a_schema_holds_after_the_reasoning(answers, form, text, opened, closed):
     text = text.replace("END", form.end)
     for begun, expected in ((True, opened), (False, closed)):
-        assert takes(after_reasoning(SCHEMA, form, IDS, [EOS], opened=begun), text) == expected
+        assert answers(after_reasoning(SCHEMA, form, IDS, [EOS], opened=begun), text) == expected
 
 
-def test_a_model_that_omits_the_start_mark(takes):
+def test_a_model_that_omits_the_start_mark(answers):
     implicit = ReasoningFormat("<think>", "</think>", implicit=True)
     grammar = after_reasoning(SCHEMA, implicit, {}, [EOS], opened=False)
-    assert takes(grammar, 'It is.</think>{"city":"Bern"}')
-    assert takes(grammar, '<think>It is.</think>{"city":"Bern"}')
-    assert not takes(grammar, '{"city":"Bern"}')
+    assert answers(grammar, 'It is.</think>{"city":"Bern"}')
+    assert answers(grammar, '<think>It is.</think>{"city":"Bern"}')
+    assert not answers(grammar, '{"city":"Bern"}')
 
 
 @pytest.mark.parametrize("kind", [("regex", "[0-9]+"), ("choice", '["7", "12"]'), ("grammar", "start: reasoning\nreasoning: /[0-9]/+")])
-def test_every_kind_of_form_holds_after_the_reasoning(takes, kind):
+def test_every_kind_of_form_holds_after_the_reasoning(answers, kind):
     grammar = after_reasoning(StructuredOutput(*kind), TEXT, {}, [EOS], opened=True)
-    assert takes(grammar, "seven</think>12")
-    assert not takes(grammar, "seven</think>x")
-    assert not takes(grammar, "12")
+    assert answers(grammar, "seven</think>12")
+    assert not answers(grammar, "seven</think>x")
+    assert not answers(grammar, "12")
 
 
 FREE = StructuredOutput("grammar", ANYTHING)
@@ -74,22 +74,22 @@ def limited(byte_model):
     ("text", "allowed"),
     [("1234ENDhello END <think>", True), ("END", True), ("12END", True), ("12345END", False), ("123", False), ("1234 END", False)],
 )
-def test_a_spent_budget_forces_the_end_mark(takes, limited, form, text, allowed):
-    assert takes(limited(FREE, form, 4, opened=True), text.replace("END", form.end)) == allowed
+def test_a_spent_budget_forces_the_end_mark(answers, limited, form, text, allowed):
+    assert answers(limited(FREE, form, 4, opened=True), text.replace("END", form.end)) == allowed
 
 
 @pytest.mark.parametrize("form", [TEXT, TOKEN])
-def test_the_budget_begins_with_the_reasoning(takes, limited, form):
+def test_the_budget_begins_with_the_reasoning(answers, limited, form):
     for text, allowed in [('<think>END{"city":"Bern"}', True), ('<think>1END{"city":"Bern"}', False), ('{"city":"Bern"}', True)]:
-        assert takes(limited(SCHEMA, form, 0), text.replace("END", form.end)) == allowed
-    assert takes(limited(FREE, form, 1), "<thin air> and <think> much more text")
-    assert takes(limited(FREE, form, 1), f" <think>1{form.end} much more text")
-    assert not takes(limited(FREE, form, 1), f" <think>12{form.end} much more text")
+        assert answers(limited(SCHEMA, form, 0), text.replace("END", form.end)) == allowed
+    assert answers(limited(FREE, form, 1), "<thin air> and <think> much more text")
+    assert answers(limited(FREE, form, 1), f" <think>1{form.end} much more text")
+    assert not answers(limited(FREE, form, 1), f" <think>12{form.end} much more text")
 
 
-def test_a_budget_lets_a_character_end(takes, limited):
+def test_a_budget_lets_a_character_end(answers, limited):
     for text, allowed in [("12\U0001f642</think>{}", True), ("12\U0001f6423</think>{}", False)]:
-        assert takes(limited(StructuredOutput("json_object"), TEXT, 3, opened=True), text) == allowed
+        assert answers(limited(StructuredOutput("json_object"), TEXT, 3, opened=True), text) == allowed
 
 
 @pytest.mark.parametrize(
@@ -100,20 +100,20 @@ def test_a_budget_lets_a_character_end(takes, limited):
         ("1[CALL]<start><final><think>345", True),
     ],
 )
-def test_reasoning_that_begins_again_has_the_same_budget(takes, limited, text, allowed):
-    assert takes(limited(FREE, TOKEN, 4, opened=True, again="<start><think>"), text) == allowed
-    assert takes(limited(FREE, TOKEN, 4, opened=True), text)
+def test_reasoning_that_begins_again_has_the_same_budget(answers, limited, text, allowed):
+    assert answers(limited(FREE, TOKEN, 4, opened=True, again="<start><think>"), text) == allowed
+    assert answers(limited(FREE, TOKEN, 4, opened=True), text)
 
 
-def test_marks_around_the_answer(takes):
+def test_marks_around_the_answer(answers):
     form = ReasoningFormat("<a>", "[CALL]", after_end="<start>", answer="<final>")
     grammar = after_reasoning(SCHEMA, form, IDS, [EOS], opened=False)
-    assert takes(grammar, '<a>It is.[CALL]<start><final>{"city":"Bern"}')
-    assert takes(grammar, '<final>{"city":"Bern"}')
-    assert not takes(grammar, '{"city":"Bern"}')
+    assert answers(grammar, '<a>It is.[CALL]<start><final>{"city":"Bern"}')
+    assert answers(grammar, '<final>{"city":"Bern"}')
+    assert not answers(grammar, '{"city":"Bern"}')
 
 
-def test_calls_after_reasoning_that_mentions_calls(takes):
+def test_calls_after_reasoning_that_mentions_calls(answers):
     call_format, tools = Hermes.call_format(""), {"weather": CITY}
     call = '<tool_call>\n{"name": "weather", "arguments": {"city":"Bern"}}\n</tool_call>'
     wrong = call.replace("city", "town")
@@ -121,5 +121,5 @@ def test_calls_after_reasoning_that_mentions_calls(takes):
     free = free_calls_grammar("<tool_call>", call_format, tools, {}, several=True)
     for grammar, text in ((forced, ""), (free, "I look.\n")):
         grammar = after_reasoning(grammar, TEXT, {}, [EOS], opened=True, complete=True)
-        assert takes(grammar, f"Shall I {wrong}?</think>\n{text}{call}")
-        assert not takes(grammar, f"Shall I?</think>\n{text}{wrong}")
+        assert answers(grammar, f"Shall I {wrong}?</think>\n{text}{call}")
+        assert not answers(grammar, f"Shall I?</think>\n{text}{wrong}")

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, get_args
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgpack
 
@@ -38,7 +38,12 @@ class BadFrame(ChairliftError):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Frame:
+    """What client and engine send each other; each kind is a subclass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load(Frame):
     """To the process: begin an engine of this number. `settings` are the fields of `EngineConfig`; the model is a local directory.
 
     Engines share the process's time by `weight`, within a `priority`, of which lower ones go first. `itl` is the longest time in
@@ -54,12 +59,12 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Unload:
+class Unload(Frame):
     """To the engine: end, and free the memory. The reply is `Unloaded`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class Add(Frame):
     """To the engine: `EngineRequest.pack` of a request with this tag."""
 
     tag: int
@@ -67,7 +72,7 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Frame):
     """To the engine: end these sequences. Unknown tags are ignored, because sequences may have just ended.
 
     `stopped` if a stop string was found in their output.
@@ -78,7 +83,7 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class SetPriority:
+class SetPriority(Frame):
     """To the engine: move a sequence to another class. An unknown tag is ignored."""
 
     tag: int
@@ -86,7 +91,7 @@ class SetPriority:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(Frame):
     """To an estimated engine: a step takes `step_us` microseconds and `token_ns` nanoseconds for each token of a prompt, there are so many
     KV blocks, and requests that wait are passed on when the other server has at most `ahead` tokens of prompts still to compute."""
 
@@ -97,14 +102,14 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Answering:
+class Answering(Frame):
     """To an estimated engine: the other server has begun to answer this sequence. An unknown tag is ignored."""
 
     tag: int
 
 
 @dataclass(frozen=True, slots=True)
-class ForkSequence:
+class ForkSequence(Frame):
     """To the engine: open held sequences with the handles `forks`, which share the KV of `handle`. An unknown handle is ignored."""
 
     handle: int
@@ -112,14 +117,14 @@ class ForkSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class DropSequence:
+class DropSequence(Frame):
     """To the engine: drop a held sequence. An unknown handle is ignored."""
 
     handle: int
 
 
 @dataclass(frozen=True, slots=True)
-class NoteSession:
+class NoteSession(Frame):
     """To the engine: a tenant's session `awaits_user` or has `ended`. An unknown session is ignored."""
 
     tenant: str
@@ -128,7 +133,7 @@ class NoteSession:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadAdapter:
+class LoadAdapter(Frame):
     """To the engine: load the LoRA adapter in the directory `path` under a name. `ask` identifies the reply."""
 
     ask: int
@@ -137,7 +142,7 @@ class LoadAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class UnloadAdapter:
+class UnloadAdapter(Frame):
     """To the engine: unload an adapter. `ask` identifies the reply."""
 
     ask: int
@@ -145,7 +150,7 @@ class UnloadAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Explain:
+class Explain(Frame):
     """To the engine: a request for the timelines of these sequences. `ask` identifies the reply."""
 
     ask: int
@@ -153,14 +158,14 @@ class Explain:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotRequest:
+class SnapshotRequest(Frame):
     """To the engine: a request for a snapshot. `ask` identifies the reply."""
 
     ask: int
 
 
 @dataclass(frozen=True, slots=True)
-class ShareService:
+class ShareService(Frame):
     """To the process: charge tenants for their service in other processes, in microseconds as `Scheduler.take_service` gives it.
 
     The reply is `ServiceShared`.
@@ -170,17 +175,17 @@ class ShareService:
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class Pulse(Frame):
     """To the process of another machine once a second. It shows there that no frame before it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Frame):
     """To the process: exit after the current step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(Frame):
     """From the engine while it starts: a finished phase and its duration."""
 
     name: str
@@ -188,7 +193,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Frame):
     """From the engine, once: it takes requests.
 
     `info` has the fields of `EngineInfo`, `sentinels` the ids of threads that exit when the process dies, and not before; the process's
@@ -200,7 +205,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutputs:
+class StepOutputs(Frame):
     """From the engine after each step: the tokens of all requests, and changed counters.
 
     `tags` (u64), `tokens` (i32) and `finishes` (u8: 0 none, 1 stop, 2 length, 3 error) are little-endian with one entry per token.
@@ -237,7 +242,7 @@ class StepOutputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Frame):
     """From the engine: a rejected request. `error` is the name of a class in `chairlift.errors`, the other fields are its attributes."""
 
     tag: int
@@ -249,7 +254,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
+class Explained(Frame):
     """From the engine: the timelines of the requested sequences that it remembers."""
 
     ask: int
@@ -257,7 +262,7 @@ class Explained:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterChanged:
+class AdapterChanged(Frame):
     """From the engine: an adapter was loaded or unloaded, or `error` is the class in `chairlift.errors` that says why not.
 
     `digest` is the hash of a loaded adapter's files.
@@ -271,7 +276,7 @@ class AdapterChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class Alive(Frame):
     """From the process once a second, even during a step. If it is stuck, `stage` and `seconds` say where and for how long."""
 
     stage: str | None = None
@@ -279,7 +284,7 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Frame):
     """From the engine: the result of `Engine.snapshot`."""
 
     ask: int
@@ -287,24 +292,24 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceShared:
+class ServiceShared(Frame):
     """From the process: the service of each tenant at all its engines since the last `ShareService`; nothing after the first."""
 
     service: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class Leaving(Frame):
     """From the process: its machine ends it. It waits for its requests to end or to be moved, and then for `Stop`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unloaded:
+class Unloaded(Frame):
     """From the engine, last: it has ended, and its memory is free."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Frame):
     """From the engine, last: it could not be loaded, or a step failed. Others in the process go on. `error` names an exception class."""
 
     error: str
@@ -312,51 +317,17 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Fatal:
+class Fatal(Frame):
     """From the process, last: the reason for its exit. `error` is the name of an exception class."""
 
     error: str
     message: str
 
 
-ToEngine = (
-    Load
-    | Unload
-    | Add
-    | Abort
-    | SetPriority
-    | Estimate
-    | Answering
-    | ForkSequence
-    | DropSequence
-    | NoteSession
-    | LoadAdapter
-    | UnloadAdapter
-    | Explain
-    | SnapshotRequest
-    | ShareService
-    | Pulse
-    | Stop
-)
-FromEngine = (
-    Phase
-    | Ready
-    | StepOutputs
-    | Rejected
-    | AdapterChanged
-    | Explained
-    | Snapshot
-    | Alive
-    | ServiceShared
-    | Leaving
-    | Unloaded
-    | Failed
-    | Fatal
-)
-Frame = ToEngine | FromEngine
-
-_KINDS: dict[str, type[Frame]] = {kind.__name__.lower(): kind for kind in get_args(Frame)}
-_SHAPES = {kind: (name, tuple(item.name for item in fields(kind))) for name, kind in _KINDS.items()}
+# A dataclass with slots replaces the class that it is made of, which is a subclass of `Frame` too: the later one counts.
+KINDS: dict[str, type[Frame]] = {kind.__name__.lower(): kind for kind in Frame.__subclasses__()}
+"""The kinds of frames, by the name in the map's key `t`."""
+_SHAPES = {kind: (name, tuple(item.name for item in fields(kind))) for name, kind in KINDS.items()}
 
 
 def encode(frame: Frame, engine: int = 0, seal: Seal | None = None) -> bytes:
@@ -375,7 +346,7 @@ def decode(payload: bytes) -> tuple[int, Frame]:
     """Decodes a frame without its header. Returns its engine's number too. Raises BadFrame."""
     try:
         content = _unpack(payload)
-        return content.pop("e", 0), _KINDS[content.pop("t")](**content)
+        return content.pop("e", 0), KINDS[content.pop("t")](**content)
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
         raise BadFrame(f"a frame of {len(payload)} bytes is invalid: {type(error).__name__}: {error}") from error
 

@@ -17,7 +17,7 @@ import struct
 import zlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 
@@ -25,7 +25,7 @@ import chairlift
 from chairlift.config import EngineConfig
 from chairlift.engine import clock
 from chairlift.engine.engine_request import Continues, EngineRequest, ResumedChoice
-from chairlift.engine.frames import Frame
+from chairlift.engine.frames import KINDS
 from chairlift.engine.seal import Seal, Seals
 from chairlift.engine.secret import Role, Secret
 from chairlift.errors import ChairliftError, InvalidSetting
@@ -58,7 +58,7 @@ class JoinRefused(InvalidSetting):
 def protocol() -> str:
     """Names the version of the frames: two processes with the same one understand each other."""
     parts = SamplingParams, StructuredOutput, ReasoningBudget, Scheduling, ResumedChoice, Continues
-    shapes = [(kind.__name__, inspect.get_annotations(kind)) for kind in (*get_args(Frame), EngineRequest, *parts, EngineConfig)]
+    shapes = [(kind.__name__, inspect.get_annotations(kind)) for kind in (*KINDS.values(), EngineRequest, *parts, EngineConfig)]
     return f"{zlib.crc32(repr(shapes).encode()):08x}"
 
 

@@ -55,9 +55,7 @@ def check_kernels(device: torch.device, dtype: torch.dtype, seconds: float) -> I
 
 
 def _checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], float]]]:
-    from chairlift.kernels import act_mul, copy_blocks, resolve, rms_norm, write_kv
-    from chairlift.kernels.resolve_reference import resolve_reference
-    from chairlift.kernels.write_kv_reference import write_kv_reference
+    from chairlift.kernels import act_mul, rms_norm
 
     random = torch.Generator().manual_seed(0)
 
@@ -89,32 +87,14 @@ def _checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Cal
         yield "rows rounded to fp8", partial(_rounded, draw, dtype)
         yield "linear, fp8 products", partial(_fp8_product, draw)
 
-    def moved() -> float:
-        cache, pairs = draw(6, 512, kind=torch.float32), torch.tensor([[1, 2], [2, 3]], dtype=torch.int32, device=device)
-        expected = cache.clone()
-        copy_blocks.copy_blocks(cache, pairs)
-        copy_blocks.copy_blocks_reference(expected, pairs)
-        return _error(cache, expected)
-
-    def resolved() -> float:
-        ids, last = torch.tensor([5, -1, -3], dtype=torch.int32, device=device), torch.tensor([7, 8, 9], dtype=torch.int32, device=device)
-        return _error(resolve.resolve(ids, last), resolve_reference(ids, last))
-
-    def stored() -> float:
-        k, v, slots = draw(3, 2, 64), draw(3, 2, 64), torch.tensor([17, -1, 33], dtype=torch.int32, device=device)
-        found = [torch.zeros(4, 2, BLOCK_SIZE, 64, dtype=dtype, device=device) for _ in range(4)]
-        write_kv.write_kv(k, v, found[0], found[1], slots)
-        write_kv_reference(k, v, found[2], found[3], slots)
-        return max(_error(found[0], found[2]), _error(found[1], found[3]))
-
     for kind in ("int8", "fp8", "int4"):
         yield f"linear, {kind} weights", partial(_linear, draw, kind)
     yield "experts, MXFP4 weights", partial(_experts, draw)
     for rule in ("gated delta rule", "state space"):
         yield f"recurrent layer, {rule}", partial(_recurrent, draw, device, delta=rule == "gated delta rule")
-    yield "copy_blocks", moved
-    yield "resolve", resolved
-    yield "write_kv", stored
+    yield "copy_blocks", partial(_copies, draw, device)
+    yield "resolve", partial(_resolved, device)
+    yield "write_kv", partial(_stored, draw, device, dtype)
     yield "rope_write", partial(_rope, draw, device, dtype)
     yield "sampling", partial(_sampling, draw, device)
     yield "sampling with penalties", partial(_sampling, draw, device, penalties=True)
@@ -122,6 +102,35 @@ def _checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Cal
 
 
 Draw = Callable[..., torch.Tensor]
+
+
+def _copies(draw: Draw, device: torch.device) -> float:
+    from chairlift.kernels.copy_blocks import copy_blocks, copy_blocks_reference
+
+    cache, pairs = draw(6, 512, kind=torch.float32), torch.tensor([[1, 2], [2, 3]], dtype=torch.int32, device=device)
+    expected = cache.clone()
+    copy_blocks(cache, pairs)
+    copy_blocks_reference(expected, pairs)
+    return _error(cache, expected)
+
+
+def _resolved(device: torch.device) -> float:
+    from chairlift.kernels.resolve import resolve
+    from chairlift.kernels.resolve_reference import resolve_reference
+
+    ids, last = torch.tensor([5, -1, -3], dtype=torch.int32, device=device), torch.tensor([7, 8, 9], dtype=torch.int32, device=device)
+    return _error(resolve(ids, last), resolve_reference(ids, last))
+
+
+def _stored(draw: Draw, device: torch.device, dtype: torch.dtype) -> float:
+    from chairlift.kernels.write_kv import write_kv
+    from chairlift.kernels.write_kv_reference import write_kv_reference
+
+    k, v, slots = draw(3, 2, 64), draw(3, 2, 64), torch.tensor([17, -1, 33], dtype=torch.int32, device=device)
+    found = [torch.zeros(4, 2, BLOCK_SIZE, 64, dtype=dtype, device=device) for _ in range(4)]
+    write_kv(k, v, found[0], found[1], slots)
+    write_kv_reference(k, v, found[2], found[3], slots)
+    return max(_error(found[0], found[2]), _error(found[1], found[3]))
 
 
 def _rope(draw: Draw, device: torch.device, dtype: torch.dtype) -> float:

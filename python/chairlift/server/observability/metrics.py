@@ -96,37 +96,19 @@ class Metrics:
         self._longest = histogram("request_max_num_generation_tokens", "Maximum tokens that an answer may have.", _TOKENS)
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens of requests.", _TOKENS)
         self._answers = histogram("request_params_n", "n of requests.", _ANSWERS)
-        self._targets = Counter(
-            "chairlift_service_tier_targets",
-            "Answers of tiers with a target, by whether they met it.",
-            [*labels, "tier", "target", "met"],
-            registry=self.registry,
-        )
-        finished = Counter(
-            "chairlift_request_success", "Finished requests, by reason.", [*labels, "finished_reason"], registry=self.registry
-        )
-        resumed = Counter(
-            "chairlift_requests_resumed",
-            "Times that an engine went on with the answers of one that had ended.",
-            list(labels),
-            registry=self.registry,
-        )
+
+        def counter(name: str, help: str, *further: str) -> Counter:
+            return Counter(f"chairlift_{name}", help, [*labels, *further], registry=self.registry)
+
+        self._targets = counter("service_tier_targets", "Answers of tiers with a target, by whether they met it.", "tier", "target", "met")
+        finished = counter("request_success", "Finished requests, by reason.", "finished_reason")
+        resumed = counter("requests_resumed", "Times that an engine went on with the answers of one that had ended.")
         self._resumed = resumed.labels(**labels)
-        self._misses = Counter(
-            "chairlift_prompt_cache_misses",
-            "Turns that found less in the prefix cache than the turn before had left there, by reason.",
-            [*labels, "reason"],
-            registry=self.registry,
-        )
-        self._missed = Counter(
-            "chairlift_prompt_cache_missed_tokens", "Tokens that these turns computed again.", [*labels, "reason"], registry=self.registry
-        )
-        self._evicted = Counter(
-            "chairlift_prompt_cache_evicted_tokens",
-            "Tokens of sessions that were evicted between their requests, by whom the blocks were for.",
-            [*labels, "taker"],
-            registry=self.registry,
-        )
+        turns = "Turns that found less in the prefix cache than the turn before had left there, by reason."
+        self._misses = counter("prompt_cache_misses", turns, "reason")
+        self._missed = counter("prompt_cache_missed_tokens", "Tokens that these turns computed again.", "reason")
+        evicted = "Tokens of sessions that were evicted between their requests, by whom the blocks were for."
+        self._evicted = counter("prompt_cache_evicted_tokens", evicted, "taker")
         self.sessions = SessionTotals()
         """The totals of each session, which are no metrics, because there are too many."""
         self._finished = {reason: finished.labels(**labels, finished_reason=reason) for reason in _FINISHES}

@@ -1,6 +1,7 @@
 //! Held sequences: opened, forked, dropped and continued.
 
-use super::{VOCABULARY, World, scope_of, tenant_name};
+use super::op::{scope_of, tenant_name};
+use super::{VOCABULARY, World};
 use chairlift_core::{Continues, HeldId, Request, Token};
 
 /// A held sequence from the test's view.

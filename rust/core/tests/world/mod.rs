@@ -13,12 +13,14 @@ use chairlift_core::{
     Preparation, Recorder, Rejected, Request, Reservation, Restored, Resumed, Scheduler, SeqId, SessionEvent, SessionTurns, StepPlan, Tier,
     TimelineState, Token,
 };
-use std::collections::{HashMap, HashSet, VecDeque};
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::collections::VecDeque;
 
 pub(crate) use self::fake_model::VOCABULARY;
 use self::fake_model::{FakeModel, POISON, cell, oracle, origin};
 use self::held::Held;
 pub(crate) use self::op::{GROUP, Op};
+use self::op::{group_of, scope_of, session_name, tenant_name};
 use self::used_prefixes::UsedPrefixes;
 
 /// Appends up to `most` tokens to a prompt, as an engine that ended had answered it.
@@ -70,15 +72,15 @@ pub(crate) struct World {
     drafter: Option<Drafter>,
     model: FakeModel,
     in_flight: VecDeque<(Box<StepPlan>, Vec<i32>)>,
-    live: HashMap<u64, Live>,
+    live: FxHashMap<u64, Live>,
     held: Vec<Held>,
     /// First requests of families that wait for a preparation, with that and whether they belong to a session. The prefix of a session's
     /// request is not read if that takes longer than computing.
-    unprepared: HashMap<u64, (Preparation, bool)>,
+    unprepared: FxHashMap<u64, (Preparation, bool)>,
     /// Requests whose prefixes are read from storage, as the scheduler has said.
-    reads: HashSet<u64>,
+    reads: FxHashSet<u64>,
     /// Names of the cached blocks, as the scheduler reports them.
-    reported: HashSet<BlockHash>,
+    reported: FxHashSet<BlockHash>,
     /// The prefixes that each tenant has sent or received.
     used: UsedPrefixes,
     outputs: Outputs,
@@ -95,17 +97,17 @@ impl World {
         let mut scheduler = if journal { Recorder::on(scheduler) } else { Recorder::off(scheduler) };
         scheduler.record_cache_changes();
         Self {
-            reported: HashSet::new(),
+            reported: FxHashSet::default(),
             scheduler,
             drafter: None,
             ended: Vec::new(),
             energy: 0,
             model: FakeModel::new(config),
             in_flight: VecDeque::new(),
-            live: HashMap::new(),
+            live: FxHashMap::default(),
             held: Vec::new(),
-            unprepared: HashMap::new(),
-            reads: HashSet::new(),
+            unprepared: FxHashMap::default(),
+            reads: FxHashSet::default(),
             used: UsedPrefixes::new(config.block_size),
             outputs: Outputs::default(),
             next_tag: 0,
@@ -297,22 +299,21 @@ impl World {
             return;
         }
         let size = self.scheduler.config().block_size as usize;
-        let mut places = HashMap::from([(0, None)]);
-        let mut ends = HashMap::from([(0, 0)]);
+        // The last cell of each stored block, and the number of tokens up to there.
+        let mut ends = FxHashMap::default();
         for block in self.scheduler.stored_blocks(0) {
             let root = origin(if block.group.is_empty() { 0 } else { GROUP });
-            let mut before = places[&block.parent].map_or(root, |parent| self.model.block(parent)[size - 1]);
-            places.insert(block.content, Some(block.id.0));
-            ends.insert(block.content, ends[&block.parent] + size);
+            let (mut last, before) = if block.parent == 0 { (root, 0) } else { ends[&block.parent] };
             for (token, &found) in block.tokens.iter().zip(self.model.block(block.id.0)) {
-                before = cell(before, *token);
-                assert_eq!(found, before, "block {block:?}");
+                last = cell(last, *token);
+                assert_eq!(found, last, "block {block:?}");
             }
+            ends.insert(block.content, (last, before + size));
         }
         for (content, slot) in self.scheduler.stored_states() {
             // Blocks with a salt are not stored.
-            if let Some(Some(block)) = places.get(&content) {
-                assert_eq!(self.model.state(slot), (self.model.block(*block)[size - 1], ends[&content]), "{slot:?}");
+            if let Some(end) = ends.get(&content) {
+                assert_eq!(self.model.state(slot), *end, "{slot:?}");
             }
         }
     }
@@ -328,6 +329,9 @@ impl World {
         assert!(self.reported.len() <= most as usize);
         for live in self.live.values() {
             let found = self.scheduler.cached_blocks(group_of(live.salt), &live.context);
+            if found == 0 {
+                continue;
+            }
             let scope = CacheScope::of_group(group_of(live.salt));
             let names = BlockHasher::new(0).names(&scope, &live.context, config.block_size as usize);
             let has = |name: &BlockHash| self.reported.contains(name);
@@ -483,23 +487,4 @@ impl World {
         assert_eq!(replayed.steps, self.scheduler.stats().counters.steps);
         assert_eq!(replayed.ended.iter().map(|timeline| (timeline.tag, timeline.finish)).collect::<Vec<_>>(), self.ended);
     }
-}
-
-/// The name of a session, or of one of its subagents.
-fn session_name((main, subagent): (u8, Option<u8>)) -> std::sync::Arc<str> {
-    subagent.map_or_else(|| format!("{main}"), |number| format!("{main}.{number}")).into()
-}
-
-fn tenant_name(tenant: u8) -> std::sync::Arc<str> {
-    ["", "a", "b", "stranger"][usize::from(tenant)].into()
-}
-
-/// The scope of requests with this number as their salt. [`GROUP`] stands for a group without a salt.
-fn scope_of(salt: u8) -> std::sync::Arc<CacheScope> {
-    let scope = CacheScope { group: group_of(salt).into(), salt: vec![salt; usize::from(salt)].into() };
-    if salt == GROUP { CacheScope { salt: [].into(), ..scope } } else { scope }.into()
-}
-
-fn group_of(salt: u8) -> &'static str {
-    if salt == GROUP { "team" } else { "" }
 }

@@ -1,6 +1,7 @@
 //! The calls that the world makes.
 
-use chairlift_core::{Preparation, Tier, Token};
+use chairlift_core::{CacheScope, Preparation, Tier, Token};
+use std::sync::Arc;
 
 /// The number that stands for a group of tenants instead of a salt.
 pub(crate) const GROUP: u8 = 2;
@@ -86,4 +87,23 @@ pub(crate) enum Op {
         /// The request whose part of the step is not computed. It fails, and so do requests that share its blocks.
         lost: Option<usize>,
     },
+}
+
+/// The name of a session, or of one of its subagents.
+pub(super) fn session_name((main, subagent): (u8, Option<u8>)) -> Arc<str> {
+    subagent.map_or_else(|| format!("{main}"), |number| format!("{main}.{number}")).into()
+}
+
+pub(super) fn tenant_name(tenant: u8) -> Arc<str> {
+    ["", "a", "b", "stranger"][usize::from(tenant)].into()
+}
+
+/// The scope of requests with this number as their salt. [`GROUP`] stands for a group without a salt.
+pub(super) fn scope_of(salt: u8) -> Arc<CacheScope> {
+    let scope = CacheScope { group: group_of(salt).into(), salt: vec![salt; usize::from(salt)].into() };
+    if salt == GROUP { CacheScope { salt: [].into(), ..scope } } else { scope }.into()
+}
+
+pub(super) fn group_of(salt: u8) -> &'static str {
+    if salt == GROUP { "team" } else { "" }
 }

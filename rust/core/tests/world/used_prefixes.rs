@@ -1,10 +1,10 @@
 //! What each tenant has put into the cache, to check what it is told of cached tokens.
 
 use chairlift_core::Token;
-use std::collections::{HashMap, HashSet};
+use rustc_hash::{FxHashMap, FxHashSet};
 
 /// The tenants of each prefix of full blocks, by salt.
-type Tenants = HashMap<(u8, Vec<Token>), HashSet<String>>;
+type Tenants = FxHashMap<(u8, Vec<Token>), FxHashSet<String>>;
 
 /// The prefixes of full blocks that each tenant has sent or received. Storage counts as a tenant.
 pub(super) struct UsedPrefixes {
@@ -16,7 +16,7 @@ pub(super) struct UsedPrefixes {
 
 impl UsedPrefixes {
     pub(super) fn new(block_size: u32) -> Self {
-        Self { block_size: block_size as usize, tenants: HashMap::new(), paid: HashMap::new() }
+        Self { block_size: block_size as usize, tenants: FxHashMap::default(), paid: FxHashMap::default() }
     }
 
     /// Records all full blocks of a context.

@@ -334,6 +334,12 @@ impl Isa {
         found
     }
 
+    /// Those of [`Isa::available`] that differ in more than products of bytes, which only weights of integer codes use.
+    #[cfg(test)]
+    pub(crate) fn without_digits() -> Vec<Self> {
+        Self::available().into_iter().filter(|isa| isa.matrices != Matrices::Digits).collect()
+    }
+
     /// All instruction sets that this processor has, portable products of bytes, and the oracle of AMX with the fastest vectors and with
     /// portable ones.
     #[cfg(test)]

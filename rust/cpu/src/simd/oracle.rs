@@ -1,9 +1,10 @@
 //! What AMX computes, in portable code, for tests on any machine.
 
 use std::slice;
+use std::sync::LazyLock;
 
 use super::portable::flushed;
-use super::{Kernel, PairProducts, PieceProducts, ScaledProducts, Simd, TILE};
+use super::{Isa, Kernel, PairProducts, PieceProducts, ScaledProducts, Simd, TILE};
 use crate::block_type::BLOCK;
 
 /// Computes [`ScaledProducts`] as AMX does, to the bit.
@@ -49,20 +50,20 @@ impl Kernel for Oracle<'_> {
 pub(super) fn piece_products(products: PieceProducts<'_>, width: usize) {
     let PieceProducts { height, pieces, blocks, stride, weights, rows, sums, fresh, .. } = products;
     let pairs = BLOCK / 2;
-    for (at, sums) in sums.as_chunks_mut::<TILE>().0.iter_mut().enumerate() {
-        let (tile, column) = (at / width * stride, at % width);
-        if fresh {
-            sums.fill(0.0);
-        }
-        for block in 0..blocks {
-            let weights = &weights[(block * width + column) * pairs..][..pairs];
+    if fresh {
+        sums.fill(0.0);
+    }
+    for (tile, sums) in sums.as_chunks_mut::<TILE>().0.chunks_exact_mut(width).enumerate() {
+        for (block, weights) in weights.chunks_exact(width * pairs).enumerate().take(blocks) {
             for piece in 0..pieces {
-                let mut numbers = Vec::new();
-                for pair in 0..pairs {
-                    let at = (((tile + block) * pieces + piece) * pairs + pair) * height;
-                    numbers.extend((0..TILE).map(|row| if row < height { rows[at + row] } else { 0 }));
+                let mut numbers = [0; BLOCK / 2 * TILE];
+                let first = ((tile * stride + block) * pieces + piece) * pairs * height;
+                for (numbers, rows) in numbers.chunks_exact_mut(TILE).zip(rows[first..].chunks_exact(height)) {
+                    numbers[..height].copy_from_slice(rows);
                 }
-                add(sums, weights, &numbers);
+                for (sums, weights) in sums.iter_mut().zip(weights.chunks_exact(pairs)) {
+                    add(sums, weights, &numbers);
+                }
             }
         }
     }
@@ -103,18 +104,35 @@ pub(super) unsafe fn pair_products(products: PairProducts, rows: *const f32, col
 ///
 /// The instruction `tdpbf16ps` sums even and odd inputs in two chains of fused multiply-adds, adds the chains, and adds the result to the
 /// accumulator. It rounds to nearest, and reads and writes denormal numbers as zeros. This is the definition of Intel's manual. It was
-/// compared with a processor in 512,000 cells.
-#[inline(always)]
+/// compared with a processor in 512,000 cells. Every instruction set gives the same bits; portable code calls a function for each of the
+/// fused multiply-adds, so the fastest vectors compute them for all.
 pub(super) fn add(sums: &mut [f32; TILE], row: &[u32], weights: &[u32]) {
-    let (mut even, mut odd) = ([0.0; TILE], [0.0; TILE]);
-    for (x, weights) in row.iter().zip(weights.as_chunks::<TILE>().0) {
-        for ((even, odd), &w) in even.iter_mut().zip(&mut odd).zip(weights) {
-            *even = flushed(number(x << 16).mul_add(number(w << 16), *even));
-            *odd = flushed(number(*x).mul_add(number(w), *odd));
+    static FASTEST: LazyLock<Isa> = LazyLock::new(Isa::best);
+    FASTEST.run(Add { sums, row, weights });
+}
+
+/// See [`add`].
+struct Add<'a> {
+    sums: &'a mut [f32; TILE],
+    row: &'a [u32],
+    weights: &'a [u32],
+}
+
+impl Kernel for Add<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let (mut even, mut odd) = ([0.0; TILE], [0.0; TILE]);
+        for (x, weights) in self.row.iter().zip(self.weights.as_chunks::<TILE>().0) {
+            for ((even, odd), &w) in even.iter_mut().zip(&mut odd).zip(weights) {
+                *even = flushed(number(x << 16).mul_add(number(w << 16), *even));
+                *odd = flushed(number(*x).mul_add(number(w), *odd));
+            }
         }
-    }
-    for (sum, (even, odd)) in sums.iter_mut().zip(even.into_iter().zip(odd)) {
-        *sum = flushed(*sum + flushed(even + odd));
+        for (sum, (even, odd)) in self.sums.iter_mut().zip(even.into_iter().zip(odd)) {
+            *sum = flushed(*sum + flushed(even + odd));
+        }
     }
 }
 

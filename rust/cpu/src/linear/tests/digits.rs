@@ -1,6 +1,7 @@
 //! Compares products of bytes with plain integers, and their errors with those of fp32.
 
 use super::*;
+use crate::block_type::Unpacked;
 
 /// The instruction sets with products of bytes, portable code, and plain code for tiles.
 fn tested() -> impl Iterator<Item = Isa> {
@@ -28,18 +29,17 @@ fn integers(digits: usize, block: &[f32]) -> (Vec<i64>, f64) {
     (block.iter().map(|&x| (f64::from(x) / scale).round_ties_even() as i64).collect(), scale)
 }
 
-/// The product of a row of weights and a row of numbers, as the kernels compute it.
-fn plain(isa: Isa, digits: usize, kind: BlockType, weights: &[u8], x: &[f32]) -> f32 {
-    let fma = |a: f32, b: f32, c: f32| if isa.is_portable() { a * b + c } else { a.mul_add(b, c) };
+/// The product of a row of weights and a row of numbers, whose blocks are `integers`, as the kernels compute it. `fused`: with fused
+/// multiply-adds.
+fn plain(fused: bool, digits: usize, kind: BlockType, weights: &[Unpacked], x: &[(Vec<i64>, f64)]) -> f32 {
+    let fma = |a: f32, b: f32, c: f32| if fused { a.mul_add(b, c) } else { a * b + c };
     let group = kind.group();
     let offset = -kind.table().map_or(-kind.offset(), |values| values.into_iter().fold(0.0, f32::min));
     let mut total = 0.0;
-    for (unit, x) in weights.chunks_exact(kind.bytes()).zip(x.chunks_exact(kind.block())) {
-        let unit = kind.unpack(unit);
+    for (unit, x) in weights.iter().zip(x.chunks_exact(kind.block() / BLOCK)) {
         for at in (0..kind.block()).step_by(group) {
-            let block = at / BLOCK * BLOCK;
-            let (all, row_scale) = integers(digits, &x[block..block + BLOCK]);
-            let numbers = &all[at - block..][..group];
+            let (all, row_scale) = &x[at / BLOCK];
+            let numbers = &all[at % BLOCK..][..group];
             let (scale, shift) = unit.scale_and_shift(kind, at);
             let mut sums = vec![0; digits];
             for (i, n) in numbers.iter().enumerate() {
@@ -52,8 +52,8 @@ fn plain(isa: Isa, digits: usize, kind: BlockType, weights: &[u8], x: &[f32]) ->
                 }
             }
             let product = sums.iter().zip([1.0, 256.0, 65536.0]).fold(0.0, |lower, (&sum, power)| fma(sum as f32, power, lower));
-            total = fma(product, scale * row_scale as f32, total);
-            total = fma(row_scale as f32 * numbers.iter().sum::<i64>() as f32, fma(scale, -offset, shift), total);
+            total = fma(product, scale * *row_scale as f32, total);
+            total = fma(*row_scale as f32 * numbers.iter().sum::<i64>() as f32, fma(scale, -offset, shift), total);
         }
     }
     total
@@ -63,17 +63,23 @@ fn plain(isa: Isa, digits: usize, kind: BlockType, weights: &[u8], x: &[f32]) ->
 fn products_are_those_of_plain_integers_to_the_bit() {
     // Few rows are multiplied as bytes, and more in tiles.
     let (outs, ins, count) = (40, 768, 17);
-    let x = uneven(count * ins);
+    let numbers = uneven(count * ins);
+    let blocks = DIGITS.map(|(_, digits)| numbers.chunks_exact(BLOCK).map(|block| integers(digits, block)).collect::<Vec<_>>());
     for kind in BlockType::all() {
         let bytes = random_blocks(kind, outs, ins, 5);
-        let each = bytes.len() / outs;
-        for (isa, (dtype, digits)) in tested().flat_map(|isa| DIGITS.map(|digits| (isa, digits))) {
-            let matrix = pack(isa, &[tensor(Numbers::Ggml(kind.number()), outs, ins, &bytes)], Merge::Stacked, dtype);
-            let found = multiply(isa, 1, &Linear::new(matrix, None), &x, 0.0, Epilogue::Store);
-            for (at, found) in found.iter().enumerate() {
-                let (m, n) = (at / outs, at % outs);
-                let expected = plain(isa, digits, kind, &bytes[n * each..(n + 1) * each], &x[m * ins..(m + 1) * ins]);
-                assert_eq!(found.to_bits(), expected.to_bits(), "{isa:?} {dtype:?} {kind:?} {m} {n}: {found} {expected}");
+        let weights: Vec<_> = bytes.chunks_exact(kind.bytes()).map(|unit| kind.unpack(unit)).collect();
+        for ((dtype, digits), x) in DIGITS.into_iter().zip(&blocks) {
+            let expected = [false, true].map(|fused| {
+                let row = |x| weights.chunks_exact(ins / kind.block()).map(move |weights| plain(fused, digits, kind, weights, x));
+                x.chunks_exact(ins / BLOCK).flat_map(row).collect::<Vec<_>>()
+            });
+            for isa in tested() {
+                let matrix = pack(isa, &[tensor(Numbers::Ggml(kind.number()), outs, ins, &bytes)], Merge::Stacked, dtype);
+                let found = multiply(isa, 1, &Linear::new(matrix, None), &numbers, 0.0, Epilogue::Store);
+                for (at, (found, expected)) in found.iter().zip(&expected[usize::from(!isa.is_portable())]).enumerate() {
+                    let (m, n) = (at / outs, at % outs);
+                    assert_eq!(found.to_bits(), expected.to_bits(), "{isa:?} {dtype:?} {kind:?} {m} {n}: {found} {expected}");
+                }
             }
         }
     }
@@ -81,7 +87,7 @@ fn products_are_those_of_plain_integers_to_the_bit() {
 
 #[test]
 fn each_row_alone_gives_what_it_gives_among_others() {
-    let ins = 512;
+    let ins = 256;
     let x = uneven(130 * ins);
     for (isa, (dtype, _)) in tested().flat_map(|isa| DIGITS.map(|digits| (isa, digits))) {
         let (layer, ..) = mixed(isa, dtype, ins);
