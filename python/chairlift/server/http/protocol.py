@@ -54,9 +54,6 @@ ACCEPTED_AT_ONCE = 16
 BACKLOG = 2048
 """Connections that the system holds until they are accepted."""
 
-_COMPLETE = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)
-"""States of a client whose request has arrived. Java's client proposes HTTP/2 with each request (`Upgrade: h2c`)."""
-
 _OVERLOADED = ApiError(503, "the server has too many connections: try again later", type="server_error", code="too_many_connections")
 
 # An absolute-form request target (RFC 9112, section 3.2.2): authority without user info, then path and query.
@@ -244,15 +241,15 @@ class HttpProtocol(H11Protocol):
         if self.transport.is_closing():
             return  # the response is complete; discard further data
         before = self.conn.their_state
-        if before in (h11.IDLE, *_COMPLETE) and not self.conn.trailing_data[0]:
+        if before in (h11.IDLE, h11.DONE) and not self.conn.trailing_data[0]:
             self._begin_request()
         super().data_received(data)
         theirs, ours = self.conn.their_state, self.conn.our_state
-        ahead = len(self.conn.trailing_data[0]) if theirs in (h11.IDLE, *_COMPLETE) else 0
-        if before is h11.SEND_BODY and theirs in _COMPLETE and ahead:
+        ahead = len(self.conn.trailing_data[0]) if theirs in (h11.IDLE, h11.DONE) else 0
+        if before is h11.SEND_BODY and theirs is h11.DONE and ahead:
             self._begin_request()  # a pipelined request follows the body
         self._set_header_timer((theirs is h11.IDLE and ahead > 0) or (theirs is h11.SEND_BODY and ours is h11.DONE))
-        if theirs in _COMPLETE and ahead < MAX_PIPELINED_BYTES:
+        if theirs is h11.DONE and ahead < MAX_PIPELINED_BYTES:
             self.flow.resume_reading()  # uvicorn pauses reading at a pipelined request and would miss a disconnect
         self._update_state()
 
