@@ -1,7 +1,8 @@
-"""OpenAI's Codex CLI, over the Responses API and as a client of Ollama: answers, a tool's loop, too long a prompt, a conversation."""
+"""OpenAI's Codex CLI, over the Responses API and as a client of Ollama: answers, tools, too long a prompt, a conversation."""
 
 import json
 import subprocess
+import sys
 
 import pytest
 from codex_cli_bin import bundled_codex_path
@@ -22,6 +23,27 @@ wire_api = "responses"
 env_key = "CHAIRLIFT_KEY"
 request_max_retries = 0
 stream_max_retries = 0
+[mcp_servers.clock]
+command = "{python}"
+args = ["-c", {server}]
+"""
+MCP_SERVER = """
+import json, sys
+TIME = {"name": "now", "annotations": {"readOnlyHint": True}, "inputSchema": {"type": "object", "properties": {"zone": {"type": "string"}}}}
+for line in sys.stdin:
+    message = json.loads(line)
+    asked = message.get("params") or {}
+    result = {
+        "initialize": {
+            "protocolVersion": asked.get("protocolVersion"),
+            "capabilities": {"tools": {}},
+            "serverInfo": {"name": "clock", "version": "1"},
+        },
+        "tools/list": {"tools": [TIME]},
+        "tools/call": {"content": [{"type": "text", "text": f"SAY:It is noon in {(asked.get('arguments') or {}).get('zone')}.|"}]},
+    }.get(message["method"], {})
+    if "id" in message:
+        print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}), flush=True)
 """
 
 
@@ -30,7 +52,7 @@ def ask(scripted, alone, project):
     """Runs `codex exec` with a prompt in the project; returns its events."""
     home = project.parent / "codex"
     home.mkdir()
-    (home / "config.toml").write_text(CONFIG.format(base=scripted, model=MODEL))
+    (home / "config.toml").write_text(CONFIG.format(base=scripted, model=MODEL, python=sys.executable, server=json.dumps(MCP_SERVER)))
 
     def run(prompt, *flags):
         command = [bundled_codex_path(), "exec", "--skip-git-repo-check", "--json", *flags, "-"]
@@ -60,6 +82,14 @@ def test_a_command_and_its_output(ask):
     events = ask('SAY:<tool_call>{"name": "exec_command", "arguments": {"cmd": "cat note.txt"}}</tool_call>|')
     assert [item["exit_code"] for item in items(events, "command_execution")] == [0]
     assert [item["text"] for item in items(events, "agent_message")] == ["All is well."]
+
+
+def test_a_tool_of_an_mcp_server(ask):
+    """Codex sends such tools in a namespace, and runs a call only if it names both."""
+    events = ask('SAY:<tool_call>{"name": "mcp__clock__now", "arguments": {"zone": "Bern"}}</tool_call>|')
+    [called] = items(events, "mcp_tool_call")
+    assert (called["server"], called["tool"], called["status"]) == ("clock", "now", "completed")
+    assert [item["text"] for item in items(events, "agent_message")] == ["It is noon in Bern."]
 
 
 def test_it_knows_that_a_prompt_is_too_long(ask):

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from fake_async_engine import FakeEngine, FakeTokenizer, serving
 import chairlift.chat
 import chairlift.server
 from chairlift.errors import InvalidRequest
-from chairlift.server.tokenizing import LONG, MAX_CHARACTERS, Tokenizing
+from chairlift.server import tokenizing as tokenizing_module
+from chairlift.server.tokenizing import LONG, MAX_CHARACTERS, NICE, Tokenizing
 
 TEXT = "7" * (MAX_CHARACTERS + 1)
 SAID = [{"role": "user", "content": TEXT}]
@@ -159,6 +162,33 @@ def test_long_texts_are_tokenized_one_by_one_and_short_ones_pass_them():
         assert tokenizer.most <= 2
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux only")
+def test_long_texts_have_a_lower_priority_than_running_requests():
+    class Asked(FakeTokenizer):
+        def encode(self, text, *, add_special_tokens=True):
+            return [os.getpriority(os.PRIO_PROCESS, 0)]
+
+    async def priorities():
+        tokenizing = Tokenizing()
+        return [await tokenizing.encode("", Asked(), [text], 10 * LONG) for text in ("7", "7" * (LONG + 1))]
+
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    assert asyncio.run(priorities()) == [[[usual]], [[min(19, usual + NICE)]]]
+
+
+def test_the_memory_of_a_long_text_is_returned(monkeypatch):
+    returned = []
+    monkeypatch.setattr(tokenizing_module, "trim", lambda: returned.append(tokenizer.now))
+
+    async def main():
+        for text in ("7", "7" * (LONG + 1)):
+            await tokenizing.encode("", tokenizer, [text], 10 * LONG)
+
+    tokenizer, tokenizing = SlowTokenizer(), Tokenizing()
+    asyncio.run(main())
+    assert returned == [0]
 
 
 class OrderedTokenizer(FakeTokenizer):

@@ -20,6 +20,7 @@ LINUX_ONLY = (
     "no device that is always full",
     "reads /proc",
     "needs Linux's list of what a process has loaded",
+    "threads have a priority of their own on Linux only",
 )
 EXPECTED = {*TOOLS, *MACHINE, *(LINUX_ONLY if sys.platform != "linux" else ())}
 

@@ -102,7 +102,7 @@ class Message(BaseModel):
 
     def _part(self, part: object, where: str) -> str:
         match part:
-            case {"type": "text" | "input_text" | "output_text", "text": str(text)}:  # the latter two are the Responses API's names
+            case {"type": "text" | "input_text" | "output_text", "text": str(text)} | str(text):  # Responses' names too
                 return text
             case {"type": "refusal", "refusal": str(text)} if self.role == "assistant":
                 return text

@@ -191,6 +191,8 @@ async def _serve(
     from chairlift.engine.local_processes import local_processes, share_cores
 
     gc.disable()  # until everything is imported: what is imported lasts
+    # Each text is tokenized on one thread, whose priority may be low: that of the package's own threads is not.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # The processes import what loads models unless none of them is loaded.
     loading = next((spec.config for spec in specs if spec.config.load_format != "none"), specs[0].config)
     if server.ray_address is not None:

@@ -120,13 +120,16 @@ class _Checker:
             return [self.check(inner, f"{path}[{index}]") for index, inner in enumerate(schema)]
         if not isinstance(schema, dict):
             return schema
-        return {key: self._value(key, value, path) for key, value in schema.items() if self._is_kept(key, value, path)}
+        return {key: self._value(key, value, path) for key, value in schema.items() if self._is_kept(key, value, path, schema)}
 
-    def _is_kept(self, key: str, value: object, path: str) -> bool:
+    def _is_kept(self, key: str, value: object, path: str, schema: Mapping[str, Any]) -> bool:
+        if key == "pattern" and isinstance(value, str) and _LOOK_AROUND.search(value) and _has_format(schema):
+            self._relaxed.append(f"{path}.{key}")  # Zod writes one beside the format of an e-mail address
+            return False
         if key in _UNSUPPORTED:
             raise self._refusal(path, f"has the keyword {key}, which is not supported")
         if key == "format":
-            return value in _FORMATS if isinstance(value, str) else False
+            return _has_format(schema)
         if key in ("uniqueItems", "propertyNames"):
             if value not in (False, True, {}) or (key == "uniqueItems" and value is True):
                 self._relaxed.append(f"{path}.{key}")
@@ -148,3 +151,8 @@ class _Checker:
 
     def _refusal(self, path: str, fault: str) -> InvalidRequest:
         return InvalidRequest(f"{self._where}{path:.200} {fault}", param=self._param)
+
+
+def _has_format(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema has a format that is enforced."""
+    return isinstance(name := schema.get("format"), str) and name in _FORMATS

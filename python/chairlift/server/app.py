@@ -124,7 +124,7 @@ def routes() -> list[Route]:
         Route("/api/generate", ollama.generate, methods=["POST"]),
         Route("/api/embed", ollama_embed.embed, methods=["POST"]),
         Route("/api/embeddings", ollama_embed.embeddings, methods=["POST"]),
-        Route("/api/pull", ollama_manage.refuse, methods=["POST"]),
+        Route("/api/pull", ollama_manage.have, methods=["POST"]),
         Route("/api/delete", ollama_manage.refuse, methods=["DELETE"]),
         Route("/api/show", ollama_models.show, methods=["POST"]),
         Route("/api/tags", ollama_models.tags),

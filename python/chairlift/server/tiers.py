@@ -12,6 +12,9 @@ from chairlift.scheduling import LONGEST_MS, TIER_WEIGHTS, TIERS, Scheduling
 from chairlift.server.keys import TENANT, Keys
 from chairlift.server.toml_file import line_of, read_toml
 
+_FAST = ("fast", "ultrafast")
+"""OpenAI's newer names of the tier `priority`."""
+
 _SETTINGS = ("tenants", "weight", "ttft_ms", "itl_ms")
 
 
@@ -65,6 +68,8 @@ class ServiceTiers:
 
         It is `default` for `auto`, for OpenAI's `scale`, and where the tenant may not use the tier.
         """
+        if asked in _FAST:
+            asked = "priority"
         return asked if asked is not None and asked in self.tiers and self._may_use(asked, tenant) else "default"
 
     def priority(self, asked: int, tenant: str) -> int:

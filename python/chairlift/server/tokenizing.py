@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
+from chairlift.engine.trim import trim
 from chairlift.errors import ContextExceeded, InvalidRequest
 from chairlift.template_process import MAX_PROCESSES
 
@@ -30,6 +33,10 @@ MAX_CHARACTERS = 1 << 20
 """Maximum length of a text that need not fit into the context, because its tokens are counted or truncated, or it is white space."""
 
 
+NICE = 5
+"""How much lower the priority of the thread that tokenizes long texts is than that of running requests."""
+
+
 class Tokenizing:
     """The threads in which a server tokenizes. Texts run without the GIL, chat templates in processes of their own.
 
@@ -38,7 +45,7 @@ class Tokenizing:
 
     def __init__(self) -> None:
         self._renderers = _Threads(MAX_PROCESSES, "render")
-        self._long_texts = _Threads(1, "tokenize")
+        self._long_texts = _Threads(1, "tokenize", NICE)
         """One thread: a megabyte may take 300 MB while it is tokenized."""
 
     async def encode(
@@ -91,7 +98,7 @@ class Tokenizing:
         if length <= LONG:
             return await asyncio.to_thread(check_and_encode)
         await asyncio.to_thread(check)
-        return await self._long_texts.run(group, encode)
+        return await self._long_texts.run(group, _then_trim, encode)
 
     async def chat(
         self,
@@ -120,14 +127,14 @@ class Tokenizing:
         if len(contents) > LONG:
             await asyncio.to_thread(_check, tokenizer, [contents], limit, must_fit, "prompt")
         pieces, ids = await self._renderers.run(group, render)
-        return await self._long_texts.run(group, tokenized, pieces) if ids is None else ids
+        return await self._long_texts.run(group, _then_trim, tokenized, pieces) if ids is None else ids
 
 
 class _Threads:
     """Threads in which each group has one call at a time, so that a call waits for at most one of each other group."""
 
-    def __init__(self, number: int, name: str) -> None:
-        self._executor = ThreadPoolExecutor(number, name)
+    def __init__(self, number: int, name: str, nice: int = 0) -> None:
+        self._executor = ThreadPoolExecutor(number, name, _lower_priority, (nice,))
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """The turn of each group with calls."""
 
@@ -144,6 +151,20 @@ class _Threads:
         # The call of a request that is cancelled goes on in its thread, and so does the turn.
         call.add_done_callback(end_turn)
         return await asyncio.wrap_future(call)
+
+
+def _then_trim(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Calls a function that needs much memory, and returns that to the system: it is in small blocks, of which glibc would keep most."""
+    try:
+        return function(*args, **kwargs)
+    finally:
+        trim()
+
+
+def _lower_priority(nice: int) -> None:
+    """Lowers the priority of the calling thread, where threads have priorities."""
+    if sys.platform == "linux":
+        os.nice(nice)
 
 
 def _rendered_surely(conversation: Sequence[Mapping[str, Any]]) -> str:

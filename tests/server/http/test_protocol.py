@@ -267,6 +267,17 @@ def in_chunks(body, size):
     return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
 
 
+def test_a_proposal_of_http_2_is_passed_over(base):
+    """Java's client sends one with each request. uvicorn's other protocol loses the body then."""
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    with connected(base) as sock:
+        for _ in range(2):
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n"
+            head += b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAA\r\n\r\n"
+            reply = requested(sock, head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+            assert reply.startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_body_in_many_small_chunks_is_refused(base, server):
     body = b" " * 100_000
     with sending(base, HEAD + b"transfer-encoding: chunked\r\n\r\n", in_chunks(body, 1)) as sock:

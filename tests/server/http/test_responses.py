@@ -31,6 +31,12 @@ def test_pieces_are_the_json_of_the_whole(content):
     assert b"".join(json_pieces(content)) == to_json_bytes(content)
 
 
+@pytest.mark.parametrize("content", ["a\u2028b", {"\u2029": ["\x85é\u2027"]}, {"choices": [{"delta": {"content": "\u2028" * 3}}]}])
+def test_no_line_ends_within_an_object(content):
+    text = to_json_bytes(content).decode()
+    assert (text.splitlines(), json.loads(text)) == ([text], content)
+
+
 @pytest.mark.parametrize("count", [0, 1, 64, 65, 1000])
 def test_rows_are_made_as_they_are_serialized(count):
     made = 0

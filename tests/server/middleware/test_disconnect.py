@@ -8,15 +8,16 @@ from fake_async_engine import wait_until
 HEADERS = "host: localhost\r\ncontent-type: application/json\r\n"
 
 
-def leave(base, path, body):
+UPGRADE = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAA\r\n"
+"""What Java's client adds to each request until a server has answered it."""
+
+
+def leave(base, path, body, headers=""):
     """Sends a request, waits for nothing, and goes away."""
     host, port = base.removeprefix("http://").split(":")
     raw = json.dumps(body).encode()
     with socket.create_connection((host, int(port))) as sock:
-        sock.sendall(
-            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
-            + raw
-        )
+        sock.sendall(f"POST {path} HTTP/1.1\r\n{HEADERS}{headers}content-length: {len(raw)}\r\n\r\n".encode() + raw)
         yield sock
 
 
@@ -73,8 +74,10 @@ def test_a_client_that_goes_while_its_prompt_is_made_is_not_waited_for(base, ser
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("more", [b"", b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"], ids=["alone", "with another behind it"])
-def test_a_client_that_goes_while_it_waits_leaves_the_queue(base, server, engine, stream, more):
-    for sock in leave(base, "/v1/completions", {"prompt": "held", "max_tokens": 5, "stream": stream}):
+@pytest.mark.parametrize("headers", ["", UPGRADE], ids=["as usual", "upgrade"])
+def test_a_client_that_goes_while_it_waits_leaves_the_queue(base, server, engine, stream, more, headers):
+    body = {"prompt": "held", "max_tokens": 5, "stream": stream}
+    for sock in leave(base, "/v1/completions", body, headers):
         wait_until(lambda: engine.started == 1)
         sock.sendall(more)
         assert server[1].admission.waiting == 1

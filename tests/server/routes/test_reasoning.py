@@ -162,6 +162,8 @@ def test_a_budget_reaches_the_engine_with_the_marks(client, engine):
     engine.tokenizer.decode = lambda ids, **_: "assistant\n<think>"
     client.chat.completions.create(**ask, response_format=SCHEMA)
     assert engine.seen[-1].structured_output.budget.start == ""
+    client.chat.completions.create(**request_body("x", extra_body={"thinking": {"type": "enabled", "budget_tokens": 8}}))
+    assert engine.seen[-1].structured_output.budget.tokens == 8
     client.chat.completions.create(**request_body("x", extra_body={"thinking_token_budget": -1}))
     assert engine.seen[-1].structured_output is None
     engine.tokenizer.decode = lambda ids, **_: "assistant\n<think></think>"
@@ -186,6 +188,8 @@ def test_a_budget_of_gpt_oss_forces_the_answer_or_a_call(client, engine):
         ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}),
         ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
         ({"enable_thinking": False}, {"enable_thinking": False, "thinking": False}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
+        ({"thinking": {"type": "enabled"}}, {"enable_thinking": True, "thinking": True}),
         (
             {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
             {"reasoning_effort": "high", "enable_thinking": False, "thinking": True},

@@ -66,6 +66,7 @@ def test_deadlines_come_in_headers_too(http, engine):
 
 
 SERVICE_TIERS = [("auto", "default"), ("default", "default"), ("scale", "default"), ("priority", "priority"), ("flex", "flex")]
+SERVICE_TIERS += [("fast", "priority"), ("ultrafast", "priority")]
 
 
 @pytest.mark.parametrize(("asked_for", "served"), SERVICE_TIERS)

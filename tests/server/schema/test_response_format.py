@@ -56,6 +56,9 @@ def wanted(fields):
         ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json", TEXT),
         ({"guided_json": SCHEMA}, "json", TEXT),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "json", TEXT),
+        ({"response_format": {"type": "json_schema", "name": "a", "strict": True, "schema": SCHEMA}}, "json", TEXT),
+        ({"response_format": {"type": "json_object", "json_schema": None}}, "json_object", ""),
         ({"json_schema": SCHEMA}, "json", TEXT),
         ({"json_schema": TEXT}, "json", TEXT),
         ({"regex": "[0-9]+"}, "regex", "[0-9]+"),
@@ -116,6 +119,7 @@ def test_forms_reach_the_engine_and_wrong_ones_do_not(http, engine, route):
             "schema.properties.a.anyOf[1] has the keyword not",
         ),
         (as_schema({"$defs": {"a": {"pattern": "a(?!b)"}}}), "response_format", "schema.$defs.a has a pattern with look-around"),
+        (as_schema({"pattern": "a(?!b)", "format": "path"}), "response_format", "has a pattern with look-around"),
         ({"grammar": "root ::= x"}, "grammar", "GBNF is not supported"),
         ({"ebnf": "root ::= x"}, "ebnf", "not supported"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
@@ -199,6 +203,7 @@ PROGRAM = {
         "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
         "ids": {"type": "array", "uniqueItems": False},
         "map": {"type": "object", "propertyNames": {"pattern": "^a"}},
+        "mail": {"type": "string", "format": "email", "pattern": "^(?!\\.)a*@b$"},
         "not": {"anyOf": [{"type": "null"}, {"type": "array", "uniqueItems": True}]},
     },
 }
@@ -213,9 +218,11 @@ def test_keywords_that_no_grammar_enforces_are_taken_out_with_a_note(http, engin
         assert sent["format"] == PROGRAM["properties"]["format"]
         assert sent["tags"] == {"type": "array", "items": {"type": "string"}}
         assert sent["map"] == {"type": "object"}
+        assert sent["mail"] == {"type": "string", "format": "email"}
         assert response.headers["x-chairlift-ignored"].split(", ") == [
             "response_format.properties.tags.uniqueItems",
             "response_format.properties.map.propertyNames",
+            "response_format.properties.mail.pattern",
             "response_format.properties.not.anyOf%5B1%5D.uniqueItems",
         ]
 

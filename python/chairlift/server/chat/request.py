@@ -31,6 +31,14 @@ class PromptCacheOptions(BaseModel):
     comparison_response_id: Annotated[str, Field(max_length=MAX_ID)] | None = None
 
 
+class Thinking(BaseModel):
+    """Whether the model reasons, and for how many tokens at most: the field of DeepSeek's, GLM's and Kimi's APIs."""
+
+    model_config = ConfigDict(strict=True)
+    type: str
+    budget_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+
+
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions; other chat APIs convert their requests to it."""
 
@@ -48,6 +56,7 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     enable_thinking: bool | None = None
+    thinking: Thinking | None = None
     thinking_token_budget: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     include_reasoning: bool | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
@@ -84,12 +93,16 @@ class ChatRequest(GenerationRequest):
 
     def _thinking(self) -> bool | None:
         """Returns whether the model should reason; None leaves it to the chat template."""
-        if self.enable_thinking is not None or self.reasoning_effort is None:
+        if self.enable_thinking is not None:
             return self.enable_thinking
-        return self.reasoning_effort != "none"
+        if self.thinking is not None:
+            return self.thinking.type != "disabled"
+        return None if self.reasoning_effort is None else self.reasoning_effort != "none"
 
     def thinking_budget(self) -> int | None:
         """Returns the maximum number of reasoning tokens; None for no limit."""
+        if self.thinking_token_budget is None and self.thinking is not None:
+            return self.thinking.budget_tokens
         return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     def tool_spec(self) -> ToolSpec:

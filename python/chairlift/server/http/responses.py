@@ -22,6 +22,9 @@ _ROWS = 64
 _CHUNK = 1 << 18
 """Bytes of a large response that are sent at once."""
 
+_LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029")
+"""Line ends of Unicode with their escapes. JSON allows them in strings, but many clients read streams by Python's or JavaScript's lines."""
+
 
 class Json(JSONResponse):
     """A JSON response."""
@@ -88,7 +91,11 @@ def to_json_bytes(content: Any) -> bytes:
 
     Lone surrogates cannot occur: requests and tool calls that contain one are rejected, and tokens decode to valid text.
     """
-    return to_json(content, inf_nan_mode="null")
+    text = to_json(content, inf_nan_mode="null")
+    if not text.isascii():
+        for end, escape in _LINE_ENDS:
+            text = text.replace(end, escape)
+    return text
 
 
 def json_pieces(content: Any) -> Iterator[bytes]:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
@@ -24,7 +24,17 @@ from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.model import ServedModel, model_of
 from chairlift.server.routes.openai.completions import DEFAULT_MAX_TOKENS, Choices, completed, events, whole
-from chairlift.server.schema.fields import IDS, REQUEST_ID, TEXT, CompletionRequest, Fields, GenerationRequest, check_ids, is_ids
+from chairlift.server.schema.fields import (
+    IDS,
+    REQUEST_ID,
+    TEXT,
+    CompletionRequest,
+    Fields,
+    GenerationRequest,
+    ServiceTier,
+    check_ids,
+    is_ids,
+)
 from chairlift.server.sequences import ServedSequence
 from chairlift.server.service import service_of
 from chairlift.server.streaming import EventStream
@@ -58,7 +68,7 @@ class SequenceOpenRequest(Fields):
     chat_template_kwargs: dict[str, Any] | None = None
     lease_seconds: Annotated[float, Field(gt=0, le=LONGEST_LEASE)] | None = None
     priority: int | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    service_tier: ServiceTier | None = None
     cache_salt: str | None = None
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
 

@@ -53,6 +53,9 @@ TEXT = {"type": "string", "minLength": 1}
 IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 """JSON schemas of a prompt as text and as token ids."""
 
+ServiceTier = Literal["auto", "default", "fast", "flex", "ultrafast", "priority", "scale"]
+"""OpenAI's tiers; `fast` is its newer name of `priority`."""
+
 REQUEST_ID = r"^[A-Za-z0-9._:/+=@-]{1,128}$"
 """Pattern of request ids."""
 
@@ -148,7 +151,7 @@ class GenerationRequest(GenerationParams):
     return_tokens_as_token_ids: bool | None = None
     n: int | None = None
     best_of: int | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    service_tier: ServiceTier | None = None
     stream_options: StreamOptions | None = None
     energy: bool | None = None
 

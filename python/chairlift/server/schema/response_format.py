@@ -131,7 +131,8 @@ class _Reader:
         kind = "json" if self._name == "json_schema" else self._name.removeprefix("guided_")
         return self._kind(kind, value, self._name)
 
-    def _response_format(self, value: object) -> StructuredOutput | None:
+    def _response_format(self, given: object) -> StructuredOutput | None:
+        value = {name: inner for name, inner in given.items() if inner is not None} if isinstance(given, dict) else given
         match value:
             case {"type": "text", **rest} if not rest:
                 return None
@@ -143,6 +144,8 @@ class _Reader:
                 return self._kind("json", schema, "response_format.json_schema.schema")
             case {"type": "json_schema", "json_schema": {"schema": schema}}:
                 checked_schema(schema, self._name, "response_format.json_schema.schema")
+            case {"type": "json_schema", "schema": dict(schema), **rest} if rest.keys() <= {"name", "description", "strict"}:
+                return self._kind("json", schema, "response_format.schema")  # as llama.cpp and Together AI take it
             case {"type": "structural_tag", **tag}:
                 return self._structural_tag(tag)
         raise InvalidRequest(

@@ -357,6 +357,52 @@ def test_documents_of_text_are_text(http, engine):
     assert (refused.status_code, "images and files are not supported" in refused.json()["error"]["message"]) == (400, True)
 
 
+def test_the_model_is_told_what_of_a_tools_result_it_cannot_read(http, engine):
+    content = [
+        {"type": "text", "text": "see"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
+        {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}},
+        {"type": "tool_reference", "tool_name": "hot"},
+    ]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": content}]}
+    assert http.post("/v1/messages", json={**ONE, "messages": [USER, CALLED, result]}).status_code == 200
+    told = "see\n[image: this model reads only text]\n[document: this model reads only text]\nhot"
+    assert engine.tokenizer.rendered[-1][0][-1]["content"] == told
+    content.append({"type": "odd"})
+    assert http.post("/v1/messages", json={**ONE, "messages": [USER, CALLED, result]}).status_code == 400
+
+
+@pytest.mark.parametrize("field", ["output_format", "output_config"])
+def test_the_format_of_an_answer_has_an_older_name(http, engine, field):
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    assert http.post("/v1/messages", json={**ONE, field: form if field == "output_format" else {"format": form}}).status_code == 200
+    assert json.loads(engine.seen[0].structured_output.text) == form["schema"]
+
+
+def test_a_strict_tool_has_its_schema_enforced(claude, engine):
+    tool = {"name": "hot", "input_schema": {"type": "object", "properties": {"in": {"type": "string"}}, "required": ["in"]}}
+    claude.messages.create(**ONE, tools=[tool])
+    assert engine.seen[-1].structured_output is None
+    claude.messages.create(**ONE, tools=[tool | {"strict": True}])
+    assert '"in"' in engine.seen[-1].structured_output.text
+
+
+def test_tools_and_thinking_of_newer_kinds(http):
+    fields = {"tools": [HOT, {"type": "browser_toolset_20260801"}], "thinking": {"type": "between_tools"}}
+    response = http.post("/v1/messages", json={**ONE, **fields})
+    assert (response.status_code, response.headers["x-chairlift-ignored"]) == (200, "tools.browser_toolset_20260801")
+    unnamed = http.post("/v1/messages", json={**ONE, "tools": [{"input_schema": {}}]})
+    assert (unnamed.status_code, unnamed.json()["error"]["message"]) == (400, "tools[0].name is missing")
+
+
+@pytest.mark.parametrize("kind", ["code_execution", "bash_code_execution", "tool_search", "mcp"])
+def test_other_tools_of_anthropic_s_servers_are_left_out(http, engine, kind):
+    use = {"type": "mcp_tool_use" if kind == "mcp" else "server_tool_use", "id": "s", "name": kind, "input": {}}
+    ran = [use, {"type": f"{kind}_tool_result", "tool_use_id": "s", "content": {}}, {"type": "text", "text": "done"}]
+    assert http.post("/v1/messages", json={**ONE, "messages": [USER, {"role": "assistant", "content": ran}, USER]}).status_code == 200
+    assert engine.tokenizer.rendered[-1][0][1] == {"role": "assistant", "content": "done"}
+
+
 def test_searches_of_anthropic_s_servers_are_left_out(http, engine):
     searched = [
         {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},

@@ -93,6 +93,19 @@ def test_tools_are_called(llama, engine):
     assert "rain" in result["content"]
 
 
+def test_calls_have_ids_and_numbers(http, engine):
+    messages = [{"role": "user", "content": f"SAY:{CALL}{CALL}"}]
+    asked = {"messages": messages, "tools": [{"function": {"name": "weather"}}], "stream": False}
+    said = http.post("/api/chat", json=asked).json()["message"]
+    assert [call["function"]["index"] for call in said["tool_calls"]] == [0, 1]
+    ids = [call["id"] for call in said["tool_calls"]]
+    assert len(set(ids)) == 2
+    results = [{"role": "tool", "content": "rain", "tool_call_id": id} for id in ids]
+    assert http.post("/api/chat", json={"messages": [*messages, said, *results], "options": {"num_predict": 1}}).status_code == 200
+    called, *answered = engine.tokenizer.rendered[-1][0][1:]
+    assert [call["id"] for call in called["tool_calls"]] == [turn["tool_call_id"] for turn in answered] == ids
+
+
 def test_thinking_has_its_own_field(llama, engine):
     engine.tokenizer.template = ChatTemplate({"default": "{{ messages }}</think>"}, {})
     engine.tokenizer.template_source = engine.tokenizer.template.default
@@ -241,6 +254,12 @@ def test_a_stream_that_fails_ends_with_an_error(llama):
 def test_options_without_effect_are_named(http):
     response = http.post("/api/generate", json={"prompt": "x", "options": {"repeat_last_n": 7, "num_gpu": 1, "num_predict": 1}, "odd": 1})
     assert response.headers["x-chairlift-ignored"] == "odd, options.repeat_last_n"
+
+
+@pytest.mark.parametrize("body", [{"model": MODEL}, {"name": f"{MODEL}:latest", "stream": False}])
+def test_a_served_model_is_pulled_at_once(http, llama, body):
+    assert http.post("/api/pull", json=body).json() == {"status": "success"}
+    assert [part.status for part in llama.pull(MODEL, stream=True)] == ["success"]
 
 
 def test_models_are_changed_only_on_the_operators_socket(http):

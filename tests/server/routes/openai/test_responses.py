@@ -122,6 +122,64 @@ def test_items_become_a_conversation(client, engine):
     assert (engine.seen[0].temperature, engine.seen[0].top_p, engine.seen[0].seed) == (0.5, 0.25, 7)
 
 
+SPACE = {"type": "namespace", "name": "mcp__city__", "description": "of cities", "tools": [HOT, {"type": "custom", "name": "ask"}]}
+
+
+def test_tools_of_a_namespace_are_tools(http, engine, says):
+    """So Codex sends the tools of MCP servers, and it finds a call only by both names."""
+    call = {"type": "function_call", "call_id": "call_0", "namespace": "mcp__city__", "name": "hot", "arguments": "{}"}
+    items = [{"role": "user", "content": "how is it"}, call, {"type": "function_call_output", "call_id": "call_0", "output": "warm"}]
+    requested = {"input": items, "tools": [SPACE, {"type": "web_search"}], "max_output_tokens": 1}
+    response = http.post("/v1/responses", json=requested)
+    assert (response.status_code, response.headers["x-chairlift-ignored"]) == (200, "tools.web_search")
+    conversation, variables = engine.tokenizer.rendered[-1]
+    assert '"name": "mcp__city__hot"' in json.dumps([conversation, variables], default=str).replace("\\", "")
+    says(
+        [
+            Delta(0, calls=[ToolCallDelta(0, "{}", id="call_1", name="mcp__city__hot")]),
+            Delta(0, calls=[ToolCallDelta(1, "b", id="call_2", name="mcp__city__ask", custom=True)]),
+            Delta(0, finish_reason="tool_calls"),
+        ]
+    )
+    whole = RESPONSE.validate_python(http.post("/v1/responses", json=requested).json())
+    named = [("function_call", "mcp__city__", "hot"), ("custom_tool_call", "mcp__city__", "ask")]
+    assert [(item.type, item.namespace, item.name) for item in whole.output] == named
+    assert whole.to_dict()["tools"][0] == SPACE
+    reported = events(http.post("/v1/responses", json=requested | {"stream": True}))
+    items = [event["item"] for event in reported if "item" in event]
+    assert [(item["type"], item["namespace"], item["name"]) for item in items] == [one for one in named for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("choice", "status"),
+    [
+        ({"type": "function", "name": "hot", "namespace": "mcp__city__"}, 200),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "hot", "namespace": "mcp__city__"}]}, 200),
+        ({"type": "function", "name": "hot"}, 400),
+    ],
+)
+def test_a_tool_of_a_namespace_is_chosen_by_both_names(http, choice, status):
+    requested = {"input": "hi", "tools": [SPACE], "max_output_tokens": 1, "tool_choice": choice}
+    assert http.post("/v1/responses", json=requested).status_code == status
+
+
+def test_what_other_servers_added_to_a_conversation(http, engine):
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+    items = [
+        {"role": "user", "content": "look"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "a"}},
+        {"type": "mcp_list_tools", "id": "m", "server_label": "a", "tools": []},
+        {"type": "function_call", "call_id": "call_1", "name": "see", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "here"}, image]},
+    ]
+    assert http.post("/v1/responses", json={"input": items, "max_output_tokens": 1}).status_code == 200
+    rendered = engine.tokenizer.rendered[-1][0]
+    assert [turn["role"] for turn in rendered] == ["user", "assistant", "tool"]
+    assert rendered[-1]["content"] == "here\n[image: this model reads only text]"
+    refused = http.post("/v1/responses", json={"input": [items[0], {"type": "item_reference", "id": "rs_1"}]})
+    assert (refused.status_code, "stores none" in refused.json()["error"]["message"]) == (400, True)
+
+
 def test_the_openai_client_streams_and_parses(client, says):
     class City(BaseModel):
         name: str

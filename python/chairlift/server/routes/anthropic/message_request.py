@@ -18,6 +18,9 @@ FIELD_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
 FIELD_NAMES |= {"response_format": "output_config", "reasoning_effort": "output_config", "thinking_token_budget": "thinking"}
 """Names of chat fields in this API."""
 
+_OF_SERVERS = ("server_tool_use", "mcp_tool_use", "_tool_result")
+"""How the types of blocks of tools end that Anthropic's servers ran."""
+
 _BILLING = "x-anthropic-billing-header:"
 """Begins the block with which Claude Code begins its system prompt. It differs in each request, so the prefix cache would never hit."""
 
@@ -35,9 +38,10 @@ class ClientTool(BaseModel):
 
     model_config = ConfigDict(strict=True)
     type: str | None = None
-    name: str
+    name: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(BaseModel):
@@ -50,7 +54,7 @@ class ToolChoice(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """Structured output."""
+    """Structured output; `output_format` is the older name of its `format`."""
 
     model_config = ConfigDict(strict=True)
     format: dict[str, Any] | None = None
@@ -61,7 +65,7 @@ class ThinkingOptions(BaseModel):
     """Whether the model reasons, and for how many tokens at most."""
 
     model_config = ConfigDict(strict=True)
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
     display: str | None = None
 
@@ -76,6 +80,7 @@ class CountRequest(GenerationParams):
     tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
     thinking: ThinkingOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -102,8 +107,7 @@ class CountRequest(GenerationParams):
                 body["thinking_token_budget"] = self.thinking.budget_tokens
         if self.output_config:
             body["reasoning_effort"] = self.output_config.effort
-        if self.output_config and self.output_config.format:
-            output_format = self.output_config.format
+        if output_format := (self.output_config and self.output_config.format) or self.output_format:
             if output_format.get("type") == "json_schema":
                 output_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": output_format.get("schema")}}
             body["response_format"] = output_format
@@ -167,10 +171,11 @@ def _tool(tool: ClientTool, where: str) -> dict[str, Any]:
     """Converts to a chat request's tool; raises InvalidRequest that names it as `where`."""
     if tool.type not in (None, "custom"):
         return {"type": tool.type}
-    if tool.input_schema is None:
-        raise InvalidRequest(f"{where}.input_schema is missing", param=f"{where}.input_schema")
-    description = {} if tool.description is None else {"description": tool.description}
-    return {"type": "function", "function": {"name": tool.name, **description, "parameters": tool.input_schema}}
+    for field, value in (("name", tool.name), ("input_schema", tool.input_schema)):
+        if value is None:
+            raise InvalidRequest(f"{where}.{field} is missing", param=f"{where}.{field}")
+    more = tool.model_dump(include={"description", "strict"}, exclude_none=True)
+    return {"type": "function", "function": {"name": tool.name, **more, "parameters": tool.input_schema}}
 
 
 def _assistant_message(content: object, where: str) -> dict[str, Any]:
@@ -185,8 +190,8 @@ def _assistant_message(content: object, where: str) -> dict[str, Any]:
                 calls.append(_called(block, f"{where}[{index}]"))
             case {"type": "thinking", "thinking": str(text)}:
                 reasoning.append(text)
-            case {"type": "redacted_thinking" | "server_tool_use" | "web_search_tool_result" | "web_fetch_tool_result"}:
-                pass  # only its author can read it; searches' results are encrypted too
+            case {"type": str(kind)} if kind == "redacted_thinking" or kind.endswith(_OF_SERVERS):
+                pass  # only its author can read it, and the results of its own tools
             case _:
                 texts.append(_block(block, f"{where}[{index}]"))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
@@ -220,13 +225,27 @@ def _user_messages(content: object, where: str) -> list[dict[str, Any]]:
         match block:
             case {"type": "tool_result"}:
                 id = _string(block, "tool_use_id", f"{where}[{index}]")
-                result = _text(block.get("content") or "", f"{where}[{index}].content")
+                result = _result(block.get("content") or "", f"{where}[{index}].content")
                 if block.get("is_error") is True:
                     result = f"Error: {result}" if result else "Error"
                 results.append({"role": "tool", "tool_call_id": id, "content": result})
             case _:
                 texts.append(_block(block, f"{where}[{index}]"))
     return [*results, *([{"role": "user", "content": "\n".join(texts)}] if texts or not results else [])]
+
+
+def _result(content: object, where: str) -> str:
+    """Returns a tool's result as text, which names what the model cannot read: no client can take it out of the conversation again."""
+    if not isinstance(content, list):
+        return _text(content, where)
+    texts = []
+    for index, block in enumerate(content):
+        match block:
+            case {"type": "image" as kind} | {"type": "document" as kind, "source": {"type": "base64" | "url" | "file"}}:
+                texts.append(f"[{kind}: this model reads only text]")
+            case _:
+                texts.append(_block(block, f"{where}[{index}]"))
+    return "\n".join(texts)
 
 
 def _reminder(message: AnthropicMessage, where: str) -> str:
@@ -279,6 +298,8 @@ def _block(block: object, where: str) -> str:
             return _titled(about, _text(content, where))
         case {"type": "search_result", "content": content, **about}:
             return _titled(about, _text(content, where))
+        case {"type": "tool_reference", "tool_name": str(name)}:  # the client found a tool that the request has
+            return name
     message = f'{where} must be {{"type": "text", "text": "..."}} here: images and files are not supported, got {brief(block)}'
     raise InvalidRequest(message, param=where.partition("[")[0])
 

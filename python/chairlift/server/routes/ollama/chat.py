@@ -75,8 +75,9 @@ class _Answer:
         self._num_top = num_top
         self._tokenizer = tokenizer
         self._as_message = as_message
-        self._call: tuple[str, list[str]] | None = None
-        """Name and arguments of the call in progress."""
+        self._call: tuple[str | None, str, list[str]] | None = None
+        """Id, name and arguments of the call in progress."""
+        self._num_calls = 0
         self._done_reason = "stop"
 
     async def lines(self) -> AsyncGenerator[bytes]:
@@ -125,9 +126,9 @@ class _Answer:
         for call in delta.calls:
             if call.name is not None:
                 parts += self._end_call()
-                self._call = call.name, []
+                self._call = call.id, call.name, []
             if self._call is not None:
-                self._call[1].append(call.arguments)
+                self._call[2].append(call.arguments)
         if delta.finish_reason:
             self._done_reason = "length" if delta.finish_reason == "length" else "stop"
             parts += self._end_call()
@@ -136,8 +137,9 @@ class _Answer:
     def _end_call(self) -> list[dict[str, Any]]:
         if self._call is None:
             return []
-        (name, arguments), self._call = self._call, None
-        call = {"function": {"name": name, "arguments": parsed_object("".join(arguments))}}
+        (id, name, arguments), self._call = self._call, None
+        call = {"id": id, "function": {"index": self._num_calls, "name": name, "arguments": parsed_object("".join(arguments))}}
+        self._num_calls += 1
         return [{"message": {"role": "assistant", "content": "", "tool_calls": [call]}}]
 
     def _head(self) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class _Function(BaseModel):
 
 class _ToolCall(BaseModel):
     model_config = ConfigDict(strict=True)
+    id: str | None = None
     function: _Function
 
 
@@ -53,6 +54,7 @@ class OllamaMessage(BaseModel):
     images: list[Any] | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_name: str | None = None
+    tool_call_id: str | None = None
 
     def chat_message(self, where: str) -> dict[str, Any]:
         """Converts to a chat request's message; raises InvalidRequest that names it as `where`."""
@@ -61,8 +63,10 @@ class OllamaMessage(BaseModel):
         message: dict[str, Any] = {"role": self.role, "content": self.content or "", "reasoning_content": self.thinking}
         if self.tool_name is not None:
             message["name"] = self.tool_name
+        if self.tool_call_id:
+            message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
-            message["tool_calls"] = [{"function": call.function.model_dump()} for call in self.tool_calls]
+            message["tool_calls"] = [{"id": call.id or None, "function": call.function.model_dump()} for call in self.tool_calls]
         return message
 
 

@@ -15,8 +15,9 @@ from chairlift.checkpoint.locate import pull_model
 from chairlift.checkpoint.model_name import HubName, parse_name
 from chairlift.errors import ChairliftError, ModelNotFound
 from chairlift.server.errors import ApiError
-from chairlift.server.http.body import parse
+from chairlift.server.http.body import parse, read_json
 from chairlift.server.http.responses import Json, to_json_bytes
+from chairlift.server.routes.ollama.fields import served_name
 from chairlift.server.service import service_of
 from chairlift.server.streaming import JsonLines
 
@@ -27,6 +28,15 @@ _PROGRESS_SECONDS = 0.25
 async def refuse(request: Request) -> Response:
     """Raises ApiError 403: clients do not change the server's models."""
     raise ApiError(403, "models are pulled and deleted only on the operator's socket (--admin-socket), or with 'chairlift pull'")
+
+
+async def have(request: Request) -> Response:
+    """Answers a client that pulls a model before it uses it: a served model is there. Raises ApiError 403 for other models."""
+    body = await read_json(request, queued=False, counted=False)
+    name = body.get("model") or body.get("name")
+    if not isinstance(name, str) or not any(served_name(name) in model.names for model in service_of(request).models):
+        return await refuse(request)
+    return Json({"status": "success"})
 
 
 async def pull(request: Request) -> Response:

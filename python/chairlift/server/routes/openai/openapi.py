@@ -62,7 +62,7 @@ REQUESTS: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
     ("/api/show", "The served model in Ollama's API", ShowRequest, "OllamaModel", False),
     ("/api/embed", "Embeddings in Ollama's API", EmbedRequest, "OllamaEmbeddings", False),
     ("/api/embeddings", "An embedding in Ollama's older API", OldEmbedRequest, "OllamaEmbedding", False),
-    ("/api/pull", "Always refused: only on the admin socket", None, "", False),
+    ("/api/pull", "Success for a served model; others are pulled on the admin socket", None, "OllamaStatus", False),
     ("/tokenize", "Tokens of a text or a conversation", TokenizeRequest, "Tokens", False),
     ("/detokenize", "Text of tokens", DetokenizeRequest, "Text", False),
     ("/close_session", "End of a session", CloseSessionRequest, "ClosedSession", False),
@@ -214,6 +214,7 @@ _RESPONSES: dict[str, Any] = {
     "Error": _object({"error": _object(_FAILURE)}, usage=_USAGE),
     "AnthropicError": _object({"type": {"const": "error"}, "error": _object(_FAILURE)}),
     "OllamaError": _object({"error": _STRING}),
+    "OllamaStatus": _object({"status": _STRING}),
     "OllamaAnswer": _object(
         {"model": _STRING, "created_at": _STRING, "done": {"const": True}, "done_reason": _STRING},
         message=_OBJECT,

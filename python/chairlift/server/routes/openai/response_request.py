@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest, brief
 from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, PromptCacheOptions, renamed_fields
-from chairlift.server.schema.fields import GenerationParams
+from chairlift.server.schema.fields import GenerationParams, ServiceTier
 
 FIELD_NAMES = {
     "messages": "input",
@@ -21,6 +21,14 @@ FIELD_NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 """Names of chat fields in this API."""
+
+_OF_SERVERS = frozenset(
+    (
+        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_list_tools"),
+        *("mcp_call", "mcp_approval_request", "mcp_approval_response", "tool_search_call", "tool_search_output"),
+    )
+)
+"""Items of tools that another server ran in an earlier turn. They are left out."""
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -38,14 +46,27 @@ class ResponsesTool(BaseModel):
 
     def response_tool(self) -> dict[str, Any]:
         """Converts to a response's tool."""
-        return self.model_dump(exclude={"format"}) if self.type == "function" else self.model_dump(exclude_unset=True)
+        return self.model_dump(exclude={"format", "tools"}) if self.type == "function" else self.model_dump(exclude_unset=True)
 
-    def chat_tool(self) -> dict[str, Any]:
-        """Converts to a chat request's tool."""
+    def chat_tools(self) -> list[dict[str, Any]]:
+        """Converts to a chat request's tools."""
         fields = {"custom": {"name", "description", "format"}, "function": {"name", "description", "parameters", "strict"}}
         if self.type not in fields:
-            return {"type": self.type}
-        return {"type": self.type, self.type: self.model_dump(include=fields[self.type], exclude_none=True)}
+            return [{"type": self.type}]
+        return [{"type": self.type, self.type: self.model_dump(include=fields[self.type], exclude_none=True)}]
+
+
+class ToolOrNamespace(ResponsesTool):
+    """A tool, or a namespace of tools: so Codex sends those of MCP servers."""
+
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+    def chat_tools(self) -> list[dict[str, Any]]:
+        """Converts to a chat request's tools: those of a namespace are one each, with both names."""
+        if self.type != "namespace":
+            return super().chat_tools()
+        renamed = [tool.model_copy(update={"name": full_name(self.name, tool.name)}) for tool in self.tools or ()]
+        return [one for tool in renamed for one in tool.chat_tools()]
 
 
 class TextOptions(BaseModel):
@@ -82,12 +103,12 @@ class ResponsesRequest(GenerationParams):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     thinking_token_budget: int | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ToolOrNamespace], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     top_logprobs: int | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    service_tier: ServiceTier | None = None
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prompt_cache_options: PromptCacheOptions | None = None
@@ -96,6 +117,13 @@ class ResponsesRequest(GenerationParams):
     def logprobs(self) -> bool:
         """Whether the response has log-probabilities."""
         return _LOGPROBS in (self.include or ()) or self.top_logprobs is not None
+
+    @cached_property
+    def namespaces(self) -> dict[str | None, dict[str, str | None]]:
+        """The fields `name` and `namespace` of calls of tools in namespaces, by the names that the model knows."""
+        spaces = [tool for tool in self.tools or () if tool.type == "namespace"]
+        inner = [(space.name, tool.name) for space in spaces for tool in space.tools or ()]
+        return {full_name(space, name): {"name": name, "namespace": space} for space, name in inner}
 
     @cached_property
     def response_tools(self) -> list[dict[str, Any]]:
@@ -116,7 +144,7 @@ class ResponsesRequest(GenerationParams):
         if self.logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.tools:
-            body["tools"] = [tool.chat_tool() for tool in self.tools]
+            body["tools"] = [one for tool in self.tools for one in tool.chat_tools()]
         body["tool_choice"] = self._choice()
         if text_format := self.text and self.text.format:
             body["response_format"] = _response_format(text_format)
@@ -140,12 +168,21 @@ class ResponsesRequest(GenerationParams):
 
     def _choice(self) -> Any:
         match self.tool_choice:
-            case {"type": "function" | "custom" as kind, "name": str(name)}:
-                return {"type": kind, kind: {"name": name}}
+            case {"type": "function" | "custom" as kind, "name": str(name), **more}:
+                return {"type": kind, kind: {"name": full_name(more.get("namespace"), name)}}
             case {"type": "allowed_tools", "mode": str(mode), "tools": [*tools]}:
-                allowed = [{"type": "function", "function": {"name": tool.get("name")}} for tool in tools if isinstance(tool, dict)]
+                given = [tool for tool in tools if isinstance(tool, dict)]
+                names = [full_name(tool.get("namespace"), tool.get("name")) for tool in given]
+                allowed = [{"type": "function", "function": {"name": name}} for name in names]
                 return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
         return self.tool_choice
+
+
+def full_name(namespace: object, name: str | None) -> str | None:
+    """Returns the name under which the model knows a tool of a namespace, as in Codex: `mcp__server__tool`."""
+    if name is None or not isinstance(namespace, str):
+        return name
+    return f"{namespace.removesuffix('__')}__{name}"
 
 
 def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
@@ -158,12 +195,19 @@ def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
 def _append_item(messages: list[dict[str, Any]], item: object, where: str) -> None:
     """Appends an input item to the conversation; raises InvalidRequest that names it as `where`."""
     match item:
-        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str() | None as arguments}:
-            _append_call(messages, {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
-        case {"type": "custom_tool_call", "call_id": str(call_id), "name": str(name), "input": str(text)}:
-            _append_call(messages, {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}})
+        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str() | None as arguments, **more}:
+            function = {"name": full_name(more.get("namespace"), name), "arguments": arguments}
+            _append_call(messages, {"id": call_id, "type": "function", "function": function})
+        case {"type": "custom_tool_call", "call_id": str(call_id), "name": str(name), "input": str(text), **more}:
+            custom = {"name": full_name(more.get("namespace"), name), "input": text}
+            _append_call(messages, {"id": call_id, "type": "custom", "custom": custom})
         case {"type": "function_call_output" | "custom_tool_call_output", "call_id": str(call_id), "output": output}:
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": _text(output, f"{where}.output")})
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": _result(output, f"{where}.output")})
+        case {"type": str(kind)} if kind in _OF_SERVERS:
+            pass
+        case {"type": "item_reference"}:
+            message = f"{where} refers to an item, but this server stores none: send the item itself, as clients do with store false"
+            raise InvalidRequest(message, param="input")
         case {"type": "reasoning", **parts}:
             # The reasoning belongs to the message or the calls that follow it.
             messages.append({"role": "assistant", "reasoning_content": _reasoning(parts, where)})
@@ -204,6 +248,20 @@ def _text(content: object, where: str) -> str:
         case [*parts]:
             return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(parts))
     raise InvalidRequest(f"{where} must be a string or a list of text parts, got {brief(content)}", param="input")
+
+
+def _result(output: object, where: str) -> str:
+    """Returns a tool's output as text, which names what the model cannot read: no client can take it out of the conversation again."""
+    if not isinstance(output, list):
+        return _text(output, where)
+    texts = []
+    for index, part in enumerate(output):
+        match part:
+            case {"type": "input_image" | "input_file" as kind}:
+                texts.append(f"[{kind.removeprefix('input_')}: this model reads only text]")
+            case _:
+                texts.append(_part(part, f"{where}[{index}]"))
+    return "\n".join(texts)
 
 
 def _part(part: object, where: str) -> str:

@@ -129,7 +129,8 @@ class _ResponseBuilder:
             if call.id is not None:
                 yield from self._close("completed")
                 kind, prefix, text = ("custom_tool_call", "ctc", "input") if call.custom else ("function_call", "fc", "arguments")
-                head = {"type": kind, "id": _id(prefix), "call_id": call.id, "name": call.name}
+                names = self._body.namespaces.get(call.name, {"name": call.name})
+                head = {"type": kind, "id": _id(prefix), "call_id": call.id, **names}
                 yield from self._open({**head, text: "", "status": "in_progress"})
             if call.arguments:
                 self._pieces.append(call.arguments)
