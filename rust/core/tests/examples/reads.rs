@@ -206,6 +206,10 @@ fn a_request_that_ends_while_it_waits_or_is_read_is_not_read() {
     world.lab.abort(3);
     assert_eq!(world.lab.scheduler.take_reads(), []);
     world.finish();
+    // One that ends before the caller asks.
+    world.lab.add(Request { session: None, ..turn(6, 6) });
+    world.lab.abort(6);
+    assert_eq!(world.lab.scheduler.take_reads(), []);
     // The fork of a request that ends before its turn is read itself.
     world.add(4, 4);
     world.lab.fork(4, 5);
