@@ -380,6 +380,8 @@ class Scheduler:
         """
     def stored_states(self) -> list[tuple[int, int]]:
         """The complete recurrent states that are saved for later requests: the content of the block before each, and its slot."""
+    def remember_users(self) -> None:
+        """Remembers from now on which tenants have used the latest evicted blocks, for blocks that `restore` brings back."""
     def record_cache_changes(self) -> None:
         """Records from now on which blocks are cached and dropped. The record grows until `take_cache_changes`."""
     def take_cache_changes(self) -> tuple[bytes, bytes]:

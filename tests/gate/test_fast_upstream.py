@@ -52,8 +52,8 @@ def test_a_tenant_waits_for_little_of_what_another_sends(monkeypatch, tmp_path):
     first, backlogs = beside(monkeypatch, tmp_path, lambda world, gate: Agents(world, gate, 20, 0.0, 1, "flood"))
     assert max(alone) == pytest.approx(0.07, abs=0.001)
     # Before a prompt there is what the server may have ahead, and sometimes a prompt of 1,700 tokens.
-    assert median(first) <= median(alone) + 0.15
-    assert max(first) <= max(alone) + 0.8
+    assert median(first) <= median(alone) + 0.1
+    assert max(first) <= max(alone) + 0.45
     assert max(backlogs) <= BACKLOG
 
 

@@ -248,6 +248,19 @@ def test_explain_and_the_usage_log_know_the_request(upstream, base, tmp_path_fac
     assert record["session"] == "s/a"
 
 
+def test_a_turn_that_misses_the_upstreams_cache_is_explained(base):
+    history = []
+    for content in ("long first", "long second"):
+        history.append({"role": "user", "content": content})
+        headers = {"x-request-id": content.replace(" ", "-"), "x-session-id": "misses"}
+        assert httpx.post(base + "/v1/chat/completions", json={"messages": history}, headers=headers).status_code == 200
+        history.append({"role": "assistant", "content": "An answer."})
+    first, second = (httpx.get(f"{base}/v1/requests/long-{name}/explain").json() for name in ("first", "second"))
+    assert "cache_miss" not in first
+    assert (second["cache_miss"]["reason"], second["cache_miss"]["missed_tokens"]) == ("upstream_missed", 2000)
+    assert 'reason="upstream_missed"} 2000.0' in httpx.get(base + "/metrics").text
+
+
 def test_the_time_to_the_first_token_begins_before_the_head_of_the_answer(base):
     def total():
         lines = httpx.get(base + "/metrics").text.splitlines()
@@ -294,12 +307,16 @@ def test_prompts_wait_for_room_in_the_upstreams_kv(tmp_path):
     with gate(upstream, log=tmp_path / "log") as address, concurrent.futures.ThreadPoolExecutor(2) as pool:
         time.sleep(2)  # the engine is told of the KV once a second
 
-        def send(content):
-            return pool.submit(httpx.post, address + "/v1/chat/completions", json=chat(content), timeout=60)
+        def send(content, **headers):
+            return pool.submit(httpx.post, address + "/v1/chat/completions", json=chat(content), headers=headers, timeout=60)
 
         # By our count the first is larger than the KV, but it runs until its answer has ended.
-        first = send("wait this " + "this" * 9000)
+        first = send("wait this " + "this" * 9000, **{"x-session-id": "first"})
         wait_until(lambda: upstream.started)
+        # A client may rather be told that other sessions have their turn.
+        refused = send("wait there " + "there" * 5000, **{"x-session-id": "second", "prefer": "wait=0"}).result()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "session_wait")
+        assert int(refused.headers["retry-after"]) > 0
         second = send("wait that " + "that" * 7000)
         time.sleep(2)  # several steps, by the first estimate
         assert len(upstream.started) == 1

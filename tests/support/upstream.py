@@ -85,6 +85,8 @@ class Upstream:
         if content == "late":
             await asyncio.sleep(0.3)
         usage = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+        if content.startswith("long"):  # and never found
+            usage |= {"prompt_tokens": 2000, "prompt_tokens_details": {"cached_tokens": 0}}
         if not body.get("stream"):
             await self._run(content, request)
             return Response(json.dumps({"choices": [], "usage": usage}), media_type="application/json")

@@ -105,9 +105,9 @@ def run(args: argparse.Namespace) -> int:
 
 async def _serve(args: argparse.Namespace, access: Access, listener: socket.socket) -> int:
     from chairlift.engine.background import in_background
-    from chairlift.engine.engine_process import EngineProcess
-    from chairlift.engine.process import ESTIMATE
+    from chairlift.engine.estimated_engine import EstimatedEngine
     from chairlift.engine.replicated_engine import ReplicatedEngine
+    from chairlift.engine.same_process import SameProcess
     from chairlift.gate.app import gate_routes
     from chairlift.gate.estimates import Estimates
     from chairlift.gate.gate import Gate
@@ -127,7 +127,7 @@ async def _serve(args: argparse.Namespace, access: Access, listener: socket.sock
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chairlift-gate-")))
         config = _engine_config(access.weighted(args.engine), limits, directory)
         write_model_files(directory, config.max_model_len or DEFAULT_CONTEXT)
-        processes = [EngineProcess(ESTIMATE, exclusive=True) for _ in upstreams]
+        processes = [SameProcess(EstimatedEngine) for _ in upstreams]
         routing = server.routing if len(upstreams) > 1 else None
         engine = ReplicatedEngine(config, processes, equal_numerics=False, routing=routing)
         name = server.served_model_name or urlsplit(upstreams[0].url).netloc

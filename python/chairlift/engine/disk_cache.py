@@ -69,6 +69,7 @@ class DiskCache:
         self._writes: list[Future[bool]] = []
         self._write_due = 0.0
         self.blocks_read = self.blocks_written = 0
+        scheduler.remember_users()
 
     @property
     def contents(self) -> str:

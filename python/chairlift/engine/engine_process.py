@@ -82,7 +82,7 @@ class EngineProcess:
         With `joined` there is no child, and with `awaits_join` there is none either: each start waits for a process that joins.
         """
         self.load_format = load_format
-        """With "none" or "estimate" the process does not import what loads models beforehand."""
+        """With "none" the process does not import what loads models beforehand."""
         self.exclusive = exclusive
         """Whether the process runs one engine and ends with it."""
         self.joined = joined

@@ -24,6 +24,11 @@ believed to have decoded before the other server has computed its prompt.
 """
 MIN_DECODE_SECONDS = 0.005
 """The shortest step that only decodes. A request waits for none, and an answer that pauses must not reach the end of its context here."""
+SHARED_AHEAD_SECONDS, SHARED_SECONDS = 0.02, 10.0
+"""Seconds of prompts that the other server has ahead, at most, while tenants share it: for so long after one followed another.
+
+So a tenant that sends little waits for little more than what the other server has begun of others' prompts.
+"""
 HEADROOM = 4
 """KV blocks of the engine for each block of the other server: prompts are counted by bytes here (see `gate.estimates`)."""
 
@@ -41,7 +46,7 @@ class Prompts:
     def __contains__(self, tag: int) -> bool:
         return tag in self._tokens
 
-    def computed_at(self, token_seconds: float, but: int = 0) -> float:
+    def computed_at(self, token_seconds: float, but: float = 0) -> float:
         """When the server has computed all of their tokens but so many; in the past if it has."""
         return self._since + (self._total - but) * token_seconds
 
@@ -70,8 +75,8 @@ class EstimatedEngine(Engine):
     """Plans steps as an engine does, and lets each last as long as it is estimated to take at the other server.
 
     Requests are admitted as long as the other server has few tokens of prompts still to compute: as many as the estimate lets it have
-    `ahead`. While requests wait, a step ends as soon as that is so. Then the other server finds the next prompts when it begins its next
-    step, and those that become urgent meanwhile find little before them.
+    `ahead`, and fewer while tenants share it. While requests wait, a step ends as soon as that is so. Then the other server finds the
+    next prompts when it begins its next step, and those that become urgent meanwhile find little before them.
 
     Sequences end when they are aborted, because only the other server knows when an answer ends. No tokens are sent to the client. Needs
     `load_format="none"`.
@@ -89,6 +94,10 @@ class EstimatedEngine(Engine):
         """The sequences that have not ended and that the other server has got."""
         self._closed = False
         """Whether the scheduler admits nothing."""
+        self._shares = self.config.scheduling_policy in ("fair", "vtc")
+        self._tenant: str | None = None
+        self._shared_until = 0.0
+        """The tenant of the newest request, and until when tenants share the other server."""
         self.set_block_limit(self.runner.num_kv_blocks // HEADROOM)
 
     def learn(self, news: Estimate | Answering) -> None:
@@ -103,6 +112,9 @@ class EstimatedEngine(Engine):
         """Queues a request: see `Engine.add`. It waits for no step that only decodes."""
         super().add(request, on_prepared)
         self._may_end = 0.0
+        before, self._tenant = self._tenant, request.scheduling.tenant
+        if self._shares and before not in (None, self._tenant):
+            self._shared_until = time.monotonic() + SHARED_SECONDS
 
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
         """Ends a sequence: see `Engine.abort`."""
@@ -165,7 +177,9 @@ class EstimatedEngine(Engine):
 
     def _room_at(self) -> float:
         """When the other server may get more prompts."""
-        return self._prompts.computed_at(self._token_seconds, but=self._ahead)
+        shared = time.monotonic() < self._shared_until
+        ahead = min(self._ahead, SHARED_AHEAD_SECONDS / max(1e-9, self._token_seconds)) if shared else self._ahead
+        return self._prompts.computed_at(self._token_seconds, but=ahead)
 
     def _left(self) -> float:
         """Seconds that are left of the step in flight. It is over when the last of its prompts is answered."""

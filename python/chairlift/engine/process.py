@@ -31,9 +31,6 @@ from chairlift.errors import ChairliftError
 
 log = logging.getLogger("chairlift")
 
-ESTIMATE = "estimate"
-"""The FORMAT of a process whose engines estimate what another server does."""
-
 MIN_LOCATE_SECONDS = 0.005
 """Shorter waits for the model's directory are not reported as a phase."""
 
@@ -45,14 +42,7 @@ def more_arguments(arguments: list[str]) -> tuple[int | None, JoinSettings | Non
 
 
 def load(load_format: str = "auto") -> EngineMaker:
-    """Imports the engine; with torch if a model is loaded and there is a CUDA driver.
-
-    The format "estimate" is for an engine whose model another server runs.
-    """
-    if load_format == ESTIMATE:
-        from chairlift.engine.estimated_engine import EstimatedEngine
-
-        return EstimatedEngine
+    """Imports the engine; with torch if a model is loaded and there is a CUDA driver."""
     from chairlift.engine.engine import Engine
 
     if load_format != "none":

@@ -154,7 +154,7 @@ class StepLoop:
                 if self._loading.pop(number, None) is None:
                     self._send(Unloaded(), number)
                 else:
-                    self._send(_failed(error), number)
+                    self._send(failed(error), number)
             case _:
                 # A frame may be late for an engine that has ended.
                 if (hosted := self._engines.get(number)) is not None:
@@ -191,7 +191,7 @@ class StepLoop:
         except BaseException as error:  # a panic of the core is not an Exception
             if hosted.engine.overlaps:
                 raise  # the device's context may be lost for all
-            failure = _failed(error)
+            failure = failed(error)
         if failure is not None:  # the error, which refers to the engine, is gone
             self._send(failure, number)
             self._retire(number, reply=False)
@@ -249,7 +249,7 @@ class StepLoop:
         try:
             self._kv.add(number, hosted.engine)
         except InvalidSetting as error:
-            self._send(_failed(error), number)
+            self._send(failed(error), number)
             self._retire(number, reply=False)
             return
         self._arbiter.add(number, weight=load.weight, priority=load.priority, itl=load.itl)
@@ -286,7 +286,7 @@ class StepLoop:
             self._send(Unloaded(), number)
 
 
-def _failed(error: BaseException) -> Failed:
+def failed(error: BaseException) -> Failed:
     """Describes an error to the parent. Prints its traceback unless it is expected."""
     if not isinstance(error, ChairliftError):
         traceback.print_exception(error)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 from starlette.requests import Request
 
+from chairlift.engine.background import in_background
 from chairlift.engine.frames import Answering, NoteSession
-from chairlift.errors import ChairliftError, EngineDead
+from chairlift.errors import ChairliftError, EngineDead, InvalidRequest, WaitTooLong
 from chairlift.gate.answer import Answer
 from chairlift.gate.prompt import Prompt
 from chairlift.sampling import SamplingParams
@@ -26,6 +27,7 @@ from chairlift.scheduling import Scheduling
 from chairlift.server.observability.usage_log import UsageLabels
 from chairlift.server.schema.fields import GenerationRequest
 from chairlift.server.service import Service, service_of
+from chairlift.server.session_wait import preferred_wait, refuse_long_wait
 
 if TYPE_CHECKING:
     from chairlift.engine.stream import Stream
@@ -50,6 +52,9 @@ class Admitted:
     """What came back; None until something did."""
     answers: int = 1
     """Sequences that the upstream runs for it."""
+    id: str = ""
+    """The id under which the request can be explained."""
+    session: SessionName | None = None
 
 
 @asynccontextmanager
@@ -67,7 +72,9 @@ async def admitted(request: Request, prompt: Prompt) -> AsyncGenerator[Admitted]
     running = asyncio.create_task(admission.run(stream, partial(settle, True)))
     running.add_done_callback(lambda _: settle(False))
     try:
-        if not await started:
+        async with admission.refused_if_long(stream):
+            runs = await started
+        if not runs:
             running.result()
             raise EngineDead("the scheduler ended the request before its turn")
         held = admission.started(stream)
@@ -126,6 +133,21 @@ class _Admission:
         registry.remove_preparing(self._scheduling.tenant, self._context)
         return await self._model.engine.prepare(tokens, params, self._scheduling, arrived=self._context.arrived, checked=True)
 
+    def refused_if_long(self, stream: Stream) -> contextlib.AbstractAsyncContextManager[None]:
+        """Within the block the request is refused if it would wait longer for its session's turn than its client wants."""
+        try:
+            longest = None if self._session is None else preferred_wait(self._request.headers)
+        except InvalidRequest:
+            longest = None  # the header is left to the upstream
+        if longest is None:
+            return contextlib.nullcontext()
+
+        def refuse(error: WaitTooLong) -> None:
+            self._service.count_rejected("session_wait")
+            stream.fail(error)
+
+        return in_background(refuse_long_wait(self._model.engine, self._id, self._context.arrived, longest, refuse))
+
     async def run(self, stream: Stream, on_start: Callable[[], None]) -> None:
         """Runs the request in the engine until it is cancelled. It yields nothing, because its tokens are at the upstream."""
         spent, session = self._context.elapsed(), None if self._session is None else self._session.home
@@ -143,7 +165,8 @@ class _Admission:
         replica = self._model.engine.ran_in(self._id)
         number, cached = 0 if replica is None else replica.number, stream.choices[0].cached_tokens
         on_first_token = partial(self._model.engine.tell, Answering(stream.tags[0]))
-        return Admitted(number, len(stream.prompt_token_ids), cached, on_first_token, answers=self._prompt.answers)
+        num_tokens, answers = len(stream.prompt_token_ids), self._prompt.answers
+        return Admitted(number, num_tokens, cached, on_first_token, answers=answers, id=self._id, session=self._session)
 
     def ended(self, held: Admitted) -> None:
         """Counts what it used, by the upstream's own numbers where it gives them."""

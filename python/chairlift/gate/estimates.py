@@ -116,6 +116,11 @@ class Estimates:
         """Tokens that we count over those that the upstream counts."""
         return self._ours / self._theirs if self._theirs else 1.0
 
+    @property
+    def token_seconds(self) -> float | None:
+        """What the upstream takes for each token of a prompt; None before one was measured."""
+        return self._computing / self._computed if self._computed else None
+
     def observe_first(self, sent: float, first: float, to_compute: int) -> None:
         """Learns from the first event of a stream, at `first` on the monotonic clock, whose prompt had so many tokens to compute.
 
@@ -154,7 +159,7 @@ class Estimates:
         if (pace := self._streams.take_pace()) is not None:
             self._step.observe(min(pace, MAX_STEP_SECONDS))
         blocks = int(self._kv_tokens * self.share * self.ratio) // self._block_size
-        token = self._computing / self._computed if self._computed else TOKEN_SECONDS
+        token = TOKEN_SECONDS if self.token_seconds is None else self.token_seconds
         ahead = min(AHEAD_SECONDS / max(1e-9, token), MAX_AHEAD * self.ratio)
         step_us, token_ns = round(self._step.value * 1e6), round(token * 1e9)
         return Estimate(step_us, token_ns, max(1, min(self._most, blocks)), int(ahead))

@@ -18,11 +18,12 @@ from starlette.types import Receive, Scope, Send
 from chairlift.engine.frames import Estimate
 from chairlift.errors import brief
 from chairlift.gate.admission import Admitted, admitted
-from chairlift.gate.answer import Answer
+from chairlift.gate.answer import Answer, UpstreamUsage
+from chairlift.gate.conversations import Conversations
 from chairlift.gate.estimates import Estimates
 from chairlift.gate.held_bodies import HeldBodies
 from chairlift.gate.paths import GENERATES, is_of_clients, plain
-from chairlift.gate.prompt import read_prompt
+from chairlift.gate.prompt import Prompt, read_prompt
 from chairlift.gate.upstream import RawHeaders, Upstream, UpstreamFailed, failure, passed_on
 from chairlift.server.errors import ApiError, for_route
 from chairlift.server.http.body import LARGE, read_raw
@@ -47,7 +48,7 @@ class Gate:
         self._name = secrets.token_hex(8).encode()
         self._told: dict[int, tuple[int, Estimate]] = {}
         self._probes: dict[int, asyncio.Task[None]] = {}
-        self._bodies = HeldBodies()
+        self._bodies, self._conversations = HeldBodies(), Conversations()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes one request on."""
@@ -110,6 +111,7 @@ class Gate:
                     continue
                 if held.answer is not None:
                     estimates.observe(held.answer, held.prompt_tokens, held.cached_tokens)
+                    self._keep_turn(request, prompt, held, held.answer.usage)
                 return
         assert failed is not None  # there is an upstream
         raise failed
@@ -148,6 +150,18 @@ class Gate:
                 raise failure(upstream.url, error) from None
             # The connection is closed in the middle of the answer, as the upstream's was.
             log.warning("%s in the middle of an answer", failure(upstream.url, error))
+
+    def _keep_turn(self, request: Request, prompt: Prompt, held: Admitted, usage: UpstreamUsage) -> None:
+        """Keeps an answered turn of a session for the next one, and explains why it missed the upstream's cache if it did."""
+        if held.session is None:
+            return
+        turn = request.state.tenant, held.session.name
+        miss = self._conversations.add(*turn, prompt, usage, self._estimates[held.upstream].token_seconds)
+        if held.session.final:
+            self._conversations.end(*turn)
+        if miss is not None:
+            service_of(request).turns.add_miss(held.id, request.state.reader, miss)
+            self._model.metrics.count_cache_miss(miss)
 
     def _headers(self, headers: RawHeaders, request: Request) -> RawHeaders:
         """The headers for the upstream: the client's, without its key if that is the gate's, and the id under which the gate knows it."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import numpy as np
 from chairlift.sampling import MAX_SEQUENCES
 from chairlift.server.errors import ApiError
 from chairlift.server.http.body import parse
+from chairlift.server.turns import Part
 
 BYTES_PER_TOKEN = 4
 """Bytes of JSON that stand for a token. The real number is learned from the upstream's `usage`: see `Estimates`."""
@@ -26,6 +29,8 @@ _TEXTS = frozenset(
     }
 )
 """Fields whose strings the upstream reads as text, with spaces or without."""
+MAX_PARTS = 4096
+"""Parts of a prompt that are hashed, of the beginning."""
 DATA_TOKENS = 256
 """Tokens that stand for such data."""
 
@@ -51,6 +56,10 @@ class Prompt:
     """Whether the client asks for a stream of events."""
     answers: int = 1
     """Sequences that the upstream runs at a time for it, at most MAX_SEQUENCES."""
+    parts: Sequence[Part] = ()
+    """What the prompt is made of, in its order: the fields before the conversation and the messages, each with a hash."""
+    has_system_message: bool = False
+    """Whether the first message is the system's."""
 
 
 def read_prompt(raw: bytes | bytearray) -> Prompt:
@@ -59,19 +68,30 @@ def read_prompt(raw: bytes | bytearray) -> Prompt:
         body = parse(raw)
     except ApiError:
         return Prompt(tokens([bytes(raw)]), None, {})
-    parts = [_packed(body[name], name) for name in _BEFORE if name in body]
+    names = [name for name in _BEFORE if name in body]
+    parts, has_system = [_packed(body[name], name) for name in names], False
     for name in _CONVERSATION:
         value = body.get(name)
         if isinstance(value, list) and value and isinstance(value[0], dict):
             parts += map(_packed, value)
-        elif isinstance(value, list) and all(type(one) is int and 0 <= one < 1 << 32 for one in value):
-            parts.append(np.array(value, dtype="<u4").tobytes())  # the prompt's own tokens
+            names += (_message(name, index) for index in range(len(value)))
+            has_system = value[0].get("role") in ("system", "developer")
         elif value is not None:
-            parts.append(_packed(value, name))
+            is_tokens = isinstance(value, list) and all(type(one) is int and 0 <= one < 1 << 32 for one in value)
+            parts.append(np.array(value, dtype="<u4").tobytes() if is_tokens else _packed(value, name))
+            names.append(name)
     limits = [body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict")]
     limit = next((one for one in limits if type(one) is int and one > 0), None)
     scheduling = {name: body[name] for name in SCHEDULING if name in body}
-    return Prompt(tokens(parts), limit, scheduling, body.get("stream") is True, _answers(body))
+    named = islice(zip(names, parts, strict=True), MAX_PARTS)
+    hashes = [(name, hash(part).to_bytes(8, "little", signed=True)) for name, part in named]
+    return Prompt(tokens(parts), limit, scheduling, body.get("stream") is True, _answers(body), hashes, has_system)
+
+
+@lru_cache(maxsize=1 << 12)
+def _message(field: str, index: int) -> str:
+    """The name of a message; all turns share one string for it."""
+    return f"{field}[{index}]"
 
 
 def _answers(body: Mapping[str, Any]) -> int:

@@ -26,6 +26,7 @@ class MissReason(StrEnum):
     RESTARTED = "engine_restarted"
     STATE = "no_recurrent_state"
     EVICTED = "evicted"
+    UPSTREAM = "upstream_missed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,12 @@ _MEANINGS = {
     MissReason.EVICTED: _Meaning(
         "the blocks were evicted, or are in another engine's cache",
         "more KV memory (--kv-cache-memory-bytes), fewer sessions at a time, or --swap-space on a GPU and --prefix-cache-dir on a CPU",
+        "unavailable",
+        None,
+    ),
+    MissReason.UPSTREAM: _Meaning(
+        "the messages are the same, but the upstream's cache had lost them, or its chat template renders earlier ones in another way",
+        "more KV memory at the upstream, or fewer sessions at a time",
         "unavailable",
         None,
     ),

@@ -232,6 +232,11 @@ impl Scheduler {
         Ok(())
     }
 
+    fn remember_users(&self) -> PyResult<()> {
+        self.lock()?.core.remember_users();
+        Ok(())
+    }
+
     fn take_cache_changes(&self, py: Python<'_>) -> PyResult<(Py<PyBytes>, Py<PyBytes>)> {
         let changes = self.lock()?.core.take_cache_changes();
         let names = |names: &[core::BlockHash]| packed(py, names, |name| name.to_bits().to_le_bytes());

@@ -198,6 +198,11 @@ impl Recorder {
         self.scheduler.take_reads()
     }
 
+    /// See [`Scheduler::remember_users`]. Not recorded, because no decision depends on it.
+    pub fn remember_users(&mut self) {
+        self.scheduler.remember_users();
+    }
+
     /// See [`Scheduler::record_cache_changes`]. Not recorded, because no decision depends on it.
     pub fn record_cache_changes(&mut self) {
         self.scheduler.record_cache_changes();

@@ -4,7 +4,7 @@ use self::free_lists::FreeLists;
 use self::host_pool::HostPool;
 use self::limit::Unbacked;
 use self::owners::{Owner, Owners};
-use self::users::Users;
+use self::users::{EvictedUsers, Users};
 use super::hash::{BlockHash, BlockHasher};
 use crate::request::{CacheScope, Token};
 use rustc_hash::FxHashMap;
@@ -146,6 +146,8 @@ pub struct BlockPool {
     dropped: Option<Vec<Content>>,
     /// Blocks that the current plan copies to others. Each counts as a holder.
     copied: Vec<BlockId>,
+    /// The users of evicted blocks, if storage outside may bring them back.
+    evicted_users: Option<EvictedUsers>,
 }
 
 impl BlockPool {
@@ -170,6 +172,7 @@ impl BlockPool {
             changes: ChangeLog::default(),
             dropped: None,
             copied: Vec::new(),
+            evicted_users: None,
         }
     }
 
@@ -249,25 +252,6 @@ impl BlockPool {
         table.ids.push(fresh);
         self.decref(shared, table.owner);
         (shared, fresh)
-    }
-
-    /// Whether `user` is a user of the block. A block without a name is shared only within a tenant.
-    pub(crate) fn is_used_by(&self, id: BlockId, user: User) -> bool {
-        self.blocks[id.0 as usize].name.as_ref().is_none_or(|name| name.users.has(user))
-    }
-
-    /// Records that a request of `user` has computed the content of a named block, or would have if it were not cached.
-    /// Returns the block's content if the user is new.
-    pub(crate) fn use_by(&mut self, hash: BlockHash, user: User) -> Option<Content> {
-        let name = self.name_mut(hash)?;
-        name.users.add(user).then_some(name.content)
-    }
-
-    /// Takes back what [`use_by`](Self::use_by) recorded, unless the block was computed again since.
-    pub(crate) fn unuse(&mut self, (hash, content): (BlockHash, Content), user: User) {
-        if let Some(name) = self.name_mut(hash).filter(|name| name.content == content) {
-            name.users.remove(user);
-        }
     }
 
     fn name_mut(&mut self, hash: BlockHash) -> Option<&mut Name> {
@@ -432,6 +416,7 @@ impl BlockPool {
             self.unname(id);
         } else {
             self.note_evicted(id, taker);
+            self.remember_evicted(id);
             self.take_name(id);
         }
         self.unnamed.pop().expect("it was just freed")

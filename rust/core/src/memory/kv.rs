@@ -131,6 +131,11 @@ impl Kv {
         if self.states.exists() { self.states.take_changes() } else { self.pool.take_changes() }
     }
 
+    /// See [`BlockPool::remember_users`].
+    pub(crate) fn remember_users(&mut self) {
+        self.pool.remember_users();
+    }
+
     /// The use of each block, without the scratch block.
     pub(crate) fn uses(&self) -> impl Iterator<Item = BlockUse> + '_ {
         self.pool.uses()

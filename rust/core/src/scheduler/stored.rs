@@ -37,6 +37,11 @@ impl Scheduler {
         self.kv.record_changes();
     }
 
+    /// Remembers from now on which tenants have used the latest evicted blocks, for a caller that [restores](Self::restore) them.
+    pub fn remember_users(&mut self) {
+        self.kv.remember_users();
+    }
+
     /// The blocks that were cached and dropped since the last call. Empty unless they are recorded.
     pub fn take_cache_changes(&mut self) -> CacheChanges {
         self.kv.take_changes()

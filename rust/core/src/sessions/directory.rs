@@ -4,7 +4,7 @@ use super::session::{Session, SessionId};
 use crate::memory::User;
 use slotmap::SlotMap;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::ops::{Index, IndexMut};
+use std::ops::{Bound, Index, IndexMut};
 use std::sync::Arc;
 
 /// Maximum number of sessions, unless more have requests.
@@ -16,7 +16,7 @@ pub(super) struct Directory {
     sessions: SlotMap<SessionId, Session>,
     /// Sessions by the tenant and its names for them and their subagents. Hashed with a random key, because clients choose names.
     names: HashMap<(User, Arc<str>), SessionId>,
-    /// Sessions of each tenant, the least recently used first.
+    /// Sessions of each tenant by a use, the least recent first. One that was used since is placed anew when it is looked at.
     by_use: BTreeMap<User, BTreeSet<(u64, SessionId)>>,
     /// Tenants by their number of sessions.
     sizes: BTreeSet<(usize, User)>,
@@ -62,8 +62,10 @@ impl Directory {
         if let Some(name) = name {
             self.name(id, &name);
         }
-        self.resize(user, |sessions| sessions.insert((0, id)));
         self.touch(id);
+        let placed = self.uses;
+        self.sessions[id].placed = placed;
+        self.resize(user, |sessions| sessions.insert((placed, id)));
         id
     }
 
@@ -80,20 +82,30 @@ impl Directory {
     /// Makes a session the most recently used of its tenant.
     pub(super) fn touch(&mut self, id: SessionId) {
         self.uses += 1;
-        let session = &mut self.sessions[id];
-        let before = std::mem::replace(&mut session.used, self.uses);
-        let sessions = self.by_use.entry(session.user).or_default();
-        sessions.remove(&(before, id));
-        sessions.insert((self.uses, id));
+        self.sessions[id].used = self.uses;
     }
 
     /// The session to forget, if there are too many: the least recently used one without requests of the tenant with the most sessions.
-    pub(super) fn excess(&self) -> Option<SessionId> {
+    pub(super) fn excess(&mut self) -> Option<SessionId> {
         if self.sessions.len() <= MAX_SESSIONS {
             return None;
         }
         let (_, user) = self.sizes.last()?;
-        self.by_use[user].iter().map(|&(_, id)| id).find(|&id| self.sessions[id].is_quiet())
+        let sessions = self.by_use.get_mut(user)?;
+        let mut next = sessions.first().copied();
+        while let Some(place) = next {
+            let (placed, id) = place;
+            let session = &mut self.sessions[id];
+            if session.used > placed {
+                sessions.remove(&place);
+                sessions.insert((session.used, id));
+                session.placed = session.used;
+            } else if session.is_quiet() {
+                return Some(id);
+            }
+            next = sessions.range((Bound::Excluded(place), Bound::Unbounded)).next().copied();
+        }
+        None
     }
 
     /// Removes a session with its names.
@@ -103,7 +115,7 @@ impl Directory {
         for name in session.name.iter().chain(session.subagents()) {
             self.forget_name(user, name);
         }
-        self.resize(user, |sessions| sessions.remove(&(session.used, id)));
+        self.resize(user, |sessions| sessions.remove(&(session.placed, id)));
         session
     }
 
@@ -142,5 +154,32 @@ mod tests {
         }
         assert_eq!(directory.named(few, &"0".into()), Some(kept));
         assert_eq!(directory.named(many, &"0".into()), None, "the least recently used");
+    }
+
+    #[test]
+    fn the_least_recently_used_one_is_forgotten_first() {
+        let mut kv = Kv::new(KvSizes { blocks: 2, block_size: 1, ..KvSizes::default() }, true, BlockHasher::new(0));
+        let mut directory = Directory::default();
+        let user = User::new(1);
+        let mut add = |directory: &mut Directory| directory.add(Session::new(user, 0, None, kv.open_owner(user)));
+        let first: Vec<_> = (0..4).map(|_| add(&mut directory)).collect();
+        (4..MAX_SESSIONS).for_each(|_| {
+            add(&mut directory);
+        });
+        for used in [2, 0, 0] {
+            directory.touch(first[used]);
+        }
+        directory[first[3]].enter_queue();
+        let forgotten: Vec<_> = (4..=MAX_SESSIONS + 1)
+            .map(|_| {
+                add(&mut directory);
+                let excess = directory.excess().expect("one too many");
+                directory.remove(excess);
+                excess
+            })
+            .collect();
+        // The fourth has a request. The others come after the first two of them, in the order of their uses.
+        assert_eq!(forgotten[0], first[1]);
+        assert_eq!(forgotten[MAX_SESSIONS - 4 + 1..], [first[2]]);
     }
 }

@@ -28,6 +28,11 @@ impl Marks {
         Self { depth: names.len() as u32, last: names.last().copied(), stride_log, names: sampled.collect() }
     }
 
+    /// Whether this is the sample of a context whose full blocks have these names.
+    pub(super) fn is_of(&self, names: &[BlockHash]) -> bool {
+        self.depth as usize == names.len() && self.last.as_ref() == names.last()
+    }
+
     /// Number of full blocks.
     pub(super) fn depth(&self) -> u32 {
         self.depth

@@ -132,6 +132,14 @@ mod tests {
     }
 
     #[test]
+    fn no_reload_is_expected_to_take_longer_than_computing() {
+        let mut reloads = Reloads::default();
+        reloads.end_read(Reload { takes: 10.0, computing: 10.0, reads: true }, 40.0);
+        assert!(!reloads.reads_pay());
+        assert_eq!(reloads.expected(1000.0) as Time, 1000);
+    }
+
+    #[test]
     fn a_read_costs_what_it_took_and_gives_back_what_was_expected() {
         let mut reloads = Reloads::default();
         let expected = Reload { takes: BUCKET, computing: BUCKET, reads: true };

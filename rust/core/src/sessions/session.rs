@@ -91,8 +91,9 @@ pub(crate) struct Session {
     pub(super) awaits_user: bool,
     /// Whether the tenant has said that it sends no more requests of the session.
     pub(super) ended: bool,
-    /// Position in the order of use.
+    /// Number of its latest use, and of the one by which the order of use has it.
     pub(super) used: u64,
+    pub(super) placed: u64,
 }
 
 impl Session {
@@ -112,6 +113,7 @@ impl Session {
             awaits_user: false,
             ended: false,
             used: 0,
+            placed: 0,
         }
     }
 
@@ -211,8 +213,11 @@ impl Session {
         let thread = &mut self.threads[thread as usize];
         thread.requests -= 1;
         thread.quiet_since = now;
-        (thread.marks, thread.tokens) = (Marks::of(names), tokens);
-        self.count_blocks();
+        thread.tokens = tokens;
+        if !thread.marks.is_of(names) {
+            thread.marks = Marks::of(names);
+            self.count_blocks();
+        }
     }
 
     /// Ends a request that waited for the session's turn.

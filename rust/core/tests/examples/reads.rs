@@ -93,6 +93,25 @@ fn a_parked_session_s_prefix_is_read_when_its_turn_has_come() {
 }
 
 #[test]
+fn a_tenant_is_told_of_its_own_tokens_that_storage_brings_back() {
+    let mut world = Stored::new(Some(1000));
+    world.lab.scheduler.remember_users();
+    for (tag, session) in [(1, 1), (2, 2), (3, 1), (4, 2)] {
+        world.add(tag, session);
+        world.finish();
+    }
+    let told = |world: &Stored, tag| (world.lab.ended[&tag].cached_tokens, world.lab.ended[&tag].own_cached_tokens);
+    assert_eq!([3, 4].map(|tag| told(&world, tag)), [(WHOLE, WHOLE); 2]);
+    assert!([3, 4].iter().all(|&tag| world.spent(tag, TimelineState::ReadCache) > 0));
+    // Another tenant sends the prompt of session 1, most of which is on disk.
+    world.sessions.insert(5, 1);
+    world.lab.add(Request { tenant: "another".into(), session: None, ..turn(5, 1) });
+    world.finish();
+    assert_eq!(told(&world, 5), (WHOLE, 0));
+    assert!(world.spent(5, TimelineState::ReadCache) > 0);
+}
+
+#[test]
 fn reads_that_are_quick_make_turns_shorter() {
     let takes = |each| {
         let mut world = Stored::new(Some(each));
@@ -187,6 +206,10 @@ fn a_request_that_ends_while_it_waits_or_is_read_is_not_read() {
     world.lab.abort(3);
     assert_eq!(world.lab.scheduler.take_reads(), []);
     world.finish();
+    // One that ends before the caller asks.
+    world.lab.add(Request { session: None, ..turn(6, 6) });
+    world.lab.abort(6);
+    assert_eq!(world.lab.scheduler.take_reads(), []);
     // The fork of a request that ends before its turn is read itself.
     world.add(4, 4);
     world.lab.fork(4, 5);

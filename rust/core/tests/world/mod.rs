@@ -96,6 +96,7 @@ impl World {
         let scheduler = Scheduler::new(config).unwrap();
         let mut scheduler = if journal { Recorder::on(scheduler) } else { Recorder::off(scheduler) };
         scheduler.record_cache_changes();
+        scheduler.remember_users();
         Self {
             reported: FxHashSet::default(),
             scheduler,

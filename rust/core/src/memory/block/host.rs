@@ -86,7 +86,6 @@ impl BlockPool {
             let Some((host, block)) = self.host.remove(name, &chain, tokens) else { break };
             let id = self.take_free(table.owner);
             table.ids.push(id);
-            self.drop_name(name);
             self.give_name(id, &chain, (name, block.content), tokens, step);
             self.blocks[id.0 as usize].name.as_mut().expect("it was just named").users = block.users;
             chain.advance(block.content, id);
@@ -111,7 +110,6 @@ impl BlockPool {
             return false;
         }
         let hash = name.hash;
-        self.host.drop_named(hash);
         let Some(host) = self.take_host(Some(list), taker) else { return false };
         let name = self.blocks[id.0 as usize].name.as_mut().expect("a named block");
         let (users, scope) = (std::mem::take(&mut name.users), name.scope.clone());
@@ -123,13 +121,14 @@ impl BlockPool {
 
     /// Drops the blocks that an owner has in host memory.
     pub(super) fn drop_owner_from_host(&mut self, owner: CacheOwner) {
-        self.host.drop_list(HostList::Owned(owner));
+        self.drop_list_from_host(HostList::Owned(owner));
     }
 
     /// Panics unless the host pool agrees with the blocks that swapped sequences hold.
     pub(crate) fn check_host(&self, held: impl Iterator<Item = u32>) {
         self.host.check(held);
         assert!(self.host.copies.is_empty() && self.host.keeps_in.is_none(), "a plan did not end");
+        assert!(!self.named.keys().any(|&name| self.host.has(name)), "a block is on the device and in host memory");
     }
 
     /// Takes a host block for a block of a list, or for a swapped sequence without one. Lists that are dropped before that list lose their
@@ -164,9 +163,19 @@ impl BlockPool {
     }
 
     fn drop_from_host(&mut self, list: HostList, taker: Option<CacheOwner>) {
-        let dropped = self.host.drop_list(list) as u32;
+        let dropped = self.drop_list_from_host(list);
         if let HostList::Owned(owner) = list {
             self.count_evicted(owner, taker, dropped);
         }
+    }
+
+    /// Drops the blocks of a list, and returns their number.
+    fn drop_list_from_host(&mut self, list: HostList) -> u32 {
+        let dropped = self.host.drop_list(list);
+        let number = dropped.len() as u32;
+        for block in dropped {
+            self.remember_users_of(block.hash, block.users);
+        }
+        number
     }
 }

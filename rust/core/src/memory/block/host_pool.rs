@@ -170,16 +170,18 @@ impl HostPool {
         }
     }
 
-    /// Drops the cached blocks of a list. Returns their number.
-    pub(super) fn drop_list(&mut self, list: HostList) -> usize {
+    /// Drops the cached blocks of a list, and returns them.
+    pub(super) fn drop_list(&mut self, list: HostList) -> Vec<HostBlock> {
         let dropped = self.lists.get_mut(list.index()).map(std::mem::take).unwrap_or_default();
-        for &at in &dropped {
+        let uncache = |&at: &u32| {
             let block = self.cached[at as usize].take().expect("it is cached");
             self.named.remove(&block.hash);
             self.dropped.iter_mut().for_each(|dropped| dropped.push(block.content));
-        }
+            block
+        };
+        let blocks = dropped.iter().map(uncache).collect();
         self.free.extend(&dropped);
-        dropped.len()
+        blocks
     }
 
     /// The lists with cached blocks.

@@ -3,8 +3,15 @@
 //! A tenant must not learn which prompts others have sent. It is told of a cached block only if a request of its own
 //! computed it before, or would have computed it if it had not been cached.
 
+use super::{BlockId, BlockPool, Content};
+use crate::memory::hash::BlockHash;
+use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
+
 /// Maximum number of tenants that are remembered for a block.
 const MAX_USERS: usize = 64;
+/// Evictions for each block of the pool whose users are remembered.
+const REMEMBERED: usize = 4;
 
 /// Identifies a tenant. The number is never reused, so that a new tenant does not get what another one used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -58,9 +65,128 @@ impl Users {
     }
 }
 
+/// The users of evicted blocks, for those whose content comes back from storage. The names alone tell which these are.
+#[derive(Debug)]
+pub(super) struct EvictedUsers {
+    /// With the number of the eviction.
+    users: FxHashMap<BlockHash, (u64, Users)>,
+    /// Evictions with their numbers, the oldest first. A name that came back is there until its turn.
+    order: VecDeque<(BlockHash, u64)>,
+    number: u64,
+    /// Number of evictions that are remembered.
+    most: usize,
+}
+
+impl EvictedUsers {
+    pub(super) fn new(most: usize) -> Self {
+        Self { users: FxHashMap::default(), order: VecDeque::new(), number: 0, most }
+    }
+
+    /// Remembers the users of a block that is evicted.
+    pub(super) fn add(&mut self, name: BlockHash, users: Users) {
+        if users.first == User::default() {
+            return;
+        }
+        self.number += 1;
+        self.users.insert(name, (self.number, users));
+        self.order.push_back((name, self.number));
+        if self.order.len() > self.most
+            && let Some((oldest, number)) = self.order.pop_front()
+            && self.users.get(&oldest).is_some_and(|&(latest, _)| latest == number)
+        {
+            self.users.remove(&oldest);
+        }
+    }
+
+    /// The users of a block that comes back.
+    pub(super) fn take(&mut self, name: BlockHash) -> Users {
+        self.users.remove(&name).map(|(_, users)| users).unwrap_or_default()
+    }
+}
+
+impl BlockPool {
+    /// Whether `user` is a user of the block. A block without a name is shared only within a tenant.
+    pub(crate) fn is_used_by(&self, id: BlockId, user: User) -> bool {
+        self.blocks[id.0 as usize].name.as_ref().is_none_or(|name| name.users.has(user))
+    }
+
+    /// Records that a request of `user` has computed the content of a named block, or would have if it were not cached.
+    /// Returns the block's content if the user is new.
+    pub(crate) fn use_by(&mut self, hash: BlockHash, user: User) -> Option<Content> {
+        let name = self.name_mut(hash)?;
+        name.users.add(user).then_some(name.content)
+    }
+
+    /// Takes back what [`use_by`](Self::use_by) recorded, unless the block was computed again since.
+    pub(crate) fn unuse(&mut self, (hash, content): (BlockHash, Content), user: User) {
+        if let Some(name) = self.name_mut(hash).filter(|name| name.content == content) {
+            name.users.remove(user);
+        }
+    }
+
+    /// Remembers the users of the latest evicted blocks from now on, for [`restore_users`](Self::restore_users).
+    pub(crate) fn remember_users(&mut self) {
+        self.evicted_users = Some(EvictedUsers::new(REMEMBERED * self.blocks.len()));
+    }
+
+    /// Gives a block that storage has brought back the users that it had.
+    pub(crate) fn restore_users(&mut self, hash: BlockHash) {
+        if let Some(users) = self.evicted_users.as_mut().map(|evicted| evicted.take(hash))
+            && let Some(name) = self.name_mut(hash)
+        {
+            name.users = users;
+        }
+    }
+
+    /// Remembers the users of a named block that is evicted.
+    pub(super) fn remember_evicted(&mut self, id: BlockId) {
+        if self.evicted_users.is_some()
+            && let Some(name) = &mut self.blocks[id.0 as usize].name
+        {
+            let (hash, users) = (name.hash, std::mem::take(&mut name.users));
+            self.remember_users_of(hash, users);
+        }
+    }
+
+    /// Remembers the users of a block that is evicted.
+    pub(super) fn remember_users_of(&mut self, hash: BlockHash, users: Users) {
+        if let Some(evicted) = &mut self.evicted_users {
+            evicted.add(hash, users);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn used_by(user: u64) -> Users {
+        let mut users = Users::default();
+        users.add(User::new(user));
+        users
+    }
+
+    #[test]
+    fn the_users_of_the_latest_evictions_are_remembered() {
+        let mut evicted = EvictedUsers::new(2);
+        let [a, b, c] = [1, 2, 3].map(BlockHash::from_bits);
+        evicted.add(a, used_by(1));
+        evicted.add(b, Users::default());
+        evicted.add(b, used_by(2));
+        assert!(evicted.take(a).has(User::new(1)));
+        assert!(!evicted.take(a).has(User::new(1)), "it is back");
+        // The older one of two evictions of a block does not count.
+        evicted.add(b, used_by(3));
+        evicted.add(c, used_by(4));
+        let users = evicted.take(b);
+        assert!(users.has(User::new(3)) && !users.has(User::new(2)));
+        assert!(evicted.take(c).has(User::new(4)));
+        for name in 0..10 {
+            evicted.add(BlockHash::from_bits(name), used_by(name + 1));
+        }
+        assert_eq!((evicted.users.len(), evicted.order.len()), (2, 2));
+        assert!(evicted.take(BlockHash::from_bits(8)).has(User::new(9)) && evicted.take(BlockHash::from_bits(9)).has(User::new(10)));
+    }
 
     #[test]
     fn the_newest_users_are_remembered() {

@@ -76,6 +76,7 @@ impl Kv {
         let size = self.block_size as usize;
         for (name, block) in names.iter().zip(tokens.chunks_exact(size)).take(len).skip(found.len()) {
             self.pool.seal(&table, &mut chain, *name, block, 0);
+            self.pool.restore_users(*name);
             on_name(*name);
         }
         let restored = table.ids()[found.len()..].to_vec();
