@@ -21,7 +21,7 @@ def page() -> str:
 
 def _row(known: Architecture) -> str:
     files = ", ".join(f"`{name}`" for name in known.gguf.names) if known.gguf else "not read"
-    classes = ", ".join(f"`{name}`" for name in (known.name, *known.wrappers))
+    classes = ", ".join(f"`{name}`" for name in dict.fromkeys((known.name, *known.aliases, *known.wrappers)))
     device = "Chairlift's" if known.code is Code.RUST_AND_TORCH else "transformers' code"
     device += ", also on a CPU" if known.code is Code.TRANSFORMERS else ""
     return f"| {known.models} | {classes} | {files} | {', '.join(known.features) or 'none'} | {device} |\n"

@@ -1112,7 +1112,7 @@ class Encoder:
         embedding_norm: _Norm | None,
         final_norm: _Norm | None,
         pooling: str,
-        dense: Sequence[tuple[Linear, str]],
+        dense: Sequence[tuple[Linear, str, _Norm | None]],
         normalized: bool,
         hidden_size: int,
         num_heads: int,
@@ -1130,10 +1130,10 @@ class Encoder:
         """Creates an encoder, which takes the blocks and the linear layers. Raises ValueError if sizes do not fit.
 
         `positions` and `types` are flat tables of embeddings, rows of the hidden size; `types` may be empty. `pooling` is first, last or
-        mean. `dense` are layers after it: weights and activation (identity, tanh or gelu). `normalized` scales the result to length
-        1. In a `causal` model tokens do not attend to later ones. `distances` [heads, 2 * longest - 1], flat, are added to scores by how
-        far the key is after the query, from 1 - longest on. `ropes` are radians per position of each pair. `longest` is the most tokens of
-        a text.
+        mean. `dense` are layers after it: weights, activation (identity, tanh or gelu), and the norm of the result. `normalized` scales
+        the result to length 1. In a `causal` model tokens do not attend to later ones. `distances` [heads, 2 * longest - 1], flat, are
+        added to scores by how far the key is after the query, from 1 - longest on. `ropes` are radians per position of each pair.
+        `longest` is the most tokens of a text.
         """
 
     def embed(self, ids: NDArray[np.int32], types: NDArray[np.int32], starts: NDArray[np.int32], out: NDArray[np.float32]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
     from chairlift.chat_template import ChatTemplate
-
-_SPACE = "\u2581"
 
 
 class Tokenizer:
@@ -255,7 +253,8 @@ class _TokenBytes:
 
     def __init__(self, backend: Backend, file: Path) -> None:
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"decoders": []}
-        steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
+        listed = list(_steps(decoder))
+        steps = {step["type"]: step for step in listed}
         self._separates = backend.decoder is None
         self._alphabet = BYTES if "ByteLevel" in steps else None
         self._byte_fallback = "ByteFallback" in steps
@@ -265,6 +264,7 @@ class _TokenBytes:
         unknown = steps.keys() - {"ByteLevel", "ByteFallback", "Replace", "Fuse", "Strip", "Metaspace", "WordPiece"}
         if unknown:
             raise UnsupportedModel(f"{file} uses unknown decoder steps: {', '.join(sorted(unknown))}")
+        self._replaced = [_replacement(step, file) for step in listed if step["type"] in ("Replace", "Metaspace")]
         metaspace = steps.get("Metaspace", {"prepend_scheme": "never"})["prepend_scheme"] != "never"
         self.strips_first_space: bool = metaspace or self.splits_words or steps.get("Strip", {}).get("start", 0) > 0
 
@@ -283,7 +283,26 @@ class _TokenBytes:
                 return bytes([int(token[3:5], 16)])
             except ValueError:
                 pass
-        return token.replace(_SPACE, " ").encode()
+        for text, content in self._replaced:
+            token = token.replace(text, content)
+        return token.encode()
+
+
+def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the steps of a decoder, which may be sequences of others."""
+    if "decoders" not in decoder:
+        yield decoder
+    for step in decoder.get("decoders", ()):
+        yield from _steps(step)
+
+
+def _replacement(step: dict[str, Any], file: Path) -> tuple[str, str]:
+    """Returns what a step replaces in each token, and by what. Raises UnsupportedModel for a regular expression."""
+    if step["type"] == "Metaspace":
+        return step["replacement"], " "
+    if "String" not in step["pattern"]:
+        raise UnsupportedModel(f"{file} replaces {step['pattern']} in tokens, and there is code for texts alone")
+    return step["pattern"]["String"], step["content"]
 
 
 def eos_token_ids(

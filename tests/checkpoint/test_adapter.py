@@ -77,7 +77,8 @@ def test_configurations_that_ask_for_more_are_refused(model: Path, tmp_path: Pat
     [
         ("model.embed_tokens.lora_embedding_A", (4, 9), "changes base_model.model.model.embed_tokens.lora_embedding_A"),
         ("lm_head.lora_A", (4, 9), "only q_proj, k_proj"),
-        ("model.layers.0.self_attn.qkv_proj.lora_A", (4, 9), "only q_proj, k_proj"),
+        ("model.layers.0.self_attn.qkv_proj.lora_A", (4, 9), "only one of the two matrices of qkv_proj"),
+        ("model.layers.0.self_attn.kv_proj.lora_A", (4, 9), "only q_proj, k_proj"),
         ("model.layers.7.mlp.up_proj.lora_A", (4, 32), "only one of the two matrices of up_proj"),
         ("model.layers.0.mlp.up_proj.lora_A", (3, 32), r"matrices of \[3, 32\] and \[48, 4\]"),
         ("model.layers.0.mlp.up_proj.lora_A", (4,), r"matrices of \[4\] and"),
@@ -87,6 +88,8 @@ def test_configurations_that_ask_for_more_are_refused(model: Path, tmp_path: Pat
             r"self_attn\.o_proj.* and .*self_attn\.out_proj.* both change o_proj of layer 0",
         ),
         ("text.layers.01.mlp.up_proj.lora_B", (48, 4), "both change up_proj of layer 1"),
+        ("model.vision_tower.encoder.layers.3.mlp.up_proj.lora_A", (4, 9), r"it changes base_model\.model\.model\.vision_tower"),
+        ("model.visual.layers.3.self_attn.q_proj.lora_A", (4, 9), r"it changes base_model\.model\.model\.visual"),
     ],
 )
 def test_matrices_that_do_not_fit_are_refused(model: Path, tmp_path: Path, name: str, shape: tuple[int, ...], message: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from gguf_files import tokenizer_of_bytes
 from tekken_files import write_tekken
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
@@ -309,6 +309,37 @@ def test_without_a_decoder_tokens_are_words(tmp_path: Path) -> None:
         assert ids == backend.encode(text).ids
         assert tokenizer.decode(ids) == backend.decode(ids)
         assert tokenizer.min_tokens(text) <= len(ids)
+
+
+NESTED = decoders.Sequence(
+    [decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()]), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+OTHER_MARKS = decoders.Sequence([decoders.Replace("\u00a4", "-"), decoders.Fuse()])
+
+
+@pytest.mark.parametrize("decoder", [NESTED, OTHER_MARKS])
+def test_decoders_may_be_nested_and_replace_any_text(tmp_path: Path, decoder: Any) -> None:
+    pieces = ["[UNK]", "\u2581one", "\u2581two", "\u00a4", "<0xC3>", "<0xA9>"]
+    backend = Backend(models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="[UNK]"))
+    backend.decoder = decoder
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    for ids in ([1, 2, 3, 1], [4, 5, 2], [3, 3]):
+        assert tokenizer.decode(ids) == backend.decode(ids)
+
+
+def test_regular_expressions_of_a_decoder_are_refused(tmp_path: Path) -> None:
+    backend = Backend(models.BPE({"a": 0}, []))
+    backend.decoder = decoders.Replace(Regex("a+"), "b")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UnsupportedModel, match=r"replaces \{'Regex': 'a\+'\} in tokens"):
+        Tokenizer(tmp_path)
+
+
+def test_special_tokens_may_be_listed_by_their_roles(tmp_path: Path) -> None:
+    tokenizer = _byte_level(tmp_path, {"extra_special_tokens": {"image_token": "a", "audio_token": {"content": "b"}}})
+    assert set(tokenizer.encode("ab")) <= tokenizer.special_token_ids
+    assert tokenizer.special_token_ids.isdisjoint(tokenizer.encode("c"))
 
 
 @pytest.mark.parametrize("lower", [False, True])

@@ -21,6 +21,7 @@ from chairlift.checkpoint.gguf_encoder import encoder_modules
 from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidRequest, InvalidSetting, UnsupportedModel
+from chairlift.models.encoder import report_prompt
 from chairlift.runner.cpu_encoder import buckets
 from chairlift.sampling import EMBED
 from chairlift.scheduling import Scheduling
@@ -67,6 +68,15 @@ def test_embeddings_that_are_compared_by_their_dot_product_keep_their_lengths(tm
     assert np.abs(embedding() - whole / np.linalg.norm(whole)).max() < 1e-5
 
 
+def test_a_default_prompt_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, Any] = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": None}
+    for name, reported in ((None, False), ("document", False), ("query", True), ("other", False)):
+        caplog.clear()
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings | {"default_prompt_name": name}))
+        report_prompt(tmp_path)
+        assert ("puts 'query: ' before each text" in caplog.text) == reported
+
+
 @pytest.mark.parametrize("pooling", ["mean", "first"])
 def test_distances_change_the_scores_of_mpnet(tmp_path: Path, pooling: str) -> None:
     oracle = tiny_encoders.write("MPNet", tmp_path, POOLINGS[pooling])
@@ -106,6 +116,8 @@ OTHER_NAMES = [
     ("ModernBert", ["ModernBertForMaskedLM"], "model."),
     ("DistilBert", ["DistilBertForMaskedLM"], "distilbert."),
     ("MPNet", None, "mpnet."),
+    ("Camembert", ["CamembertForMaskedLM"], "roberta."),
+    ("Electra", None, "electra."),
 ]
 
 
@@ -191,6 +203,24 @@ def test_scores_of_pairs_equal_those_of_transformers(tmp_path: Path, family: str
     save_file({name: tensor for name, tensor in load_file(path).items() if not name.endswith(missing)}, path, metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match=f"has no tensor .*{missing}"):
         LLM(tmp_path / "hf")
+
+
+OTHER_CLASSIFIERS = [("ModernBert", {"classifier_pooling": "cls"}), ("ModernBert", {"classifier_pooling": "mean"}), ("Electra", {})]
+OTHER_CLASSIFIERS += [("Camembert", {"type_vocab_size": 1})]
+
+
+@pytest.mark.parametrize(("family", "settings"), OTHER_CLASSIFIERS)
+def test_scores_of_classifiers_with_other_heads(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
+    oracle = tiny_encoders.write(f"{family}ForSequenceClassification", tmp_path / "hf", **settings)
+    documents = ["d", "def ghi"]
+    expected = [tiny_encoders.score(oracle, "abc", document) for document in documents]
+    with LLM(tmp_path / "hf", threads=2) as llm:
+        scores = llm.score("abc", documents)
+    assert np.allclose(scores, expected, atol=1e-5)
+    if settings == {"classifier_pooling": "cls"}:
+        tiny_encoders.gguf_of(oracle, tmp_path / "file.gguf", pooling=4)
+        with LLM(tmp_path / "file.gguf", threads=1) as llm:
+            assert np.array_equal(llm.score("abc", documents), scores)
 
 
 def test_scores_of_a_gguf_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

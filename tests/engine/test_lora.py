@@ -72,6 +72,7 @@ def merge(model: torch.nn.Module, tensors: dict[str, np.ndarray], scale: float) 
         ("gemma2", adapters.MODULES, True),
         ("granite", ("gate_proj", "down_proj"), False),
         ("qwen3-moe", ("q_proj", "o_proj"), False),
+        ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), False),
     ],
 )
 @torch.inference_mode()
@@ -284,7 +285,11 @@ def test_an_adapter_for_which_a_device_lacks_memory_is_refused(base: Path, paths
         assert len(llm.generate(PROMPTS[:1], greedy("a"))[0].token_ids) == 10
 
 
-def test_a_model_with_fused_projections_has_no_adapters(tmp_path: Path, byte_model: Path, paths: dict[str, str]) -> None:
+def test_fused_projections_are_changed_as_a_whole(tmp_path: Path, base: Path, byte_model: Path, paths: dict[str, str]) -> None:
     make(tmp_path, byte_model, "phi3")
-    with pytest.raises(UnsupportedModel, match="fused projections"):
+    with pytest.raises(UnsupportedModel, match="fused projections, of which adapters cannot change gate_proj alone"):
         LLM(tmp_path, enable_lora=True, lora_modules=paths, **ROOMY)
+    for module in ("qkv_proj", "gate_up_proj"):
+        path = adapters.write(tmp_path / module, adapters.matrices(base, modules=(module,)))
+        with pytest.raises(UnsupportedModel, match=f"changes {module} of layer 0 of LlamaForCausalLM, which has none of this name"):
+            LLM(base, enable_lora=True, lora_modules={"a": str(path)}, **ROOMY)

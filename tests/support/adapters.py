@@ -13,6 +13,7 @@ from chairlift.checkpoint.gguf import _LAYER
 SHAPES = {
     **{f"self_attn.{name}_proj": shape for name, shape in {"q": ("q", "x"), "k": ("kv", "x"), "v": ("kv", "x"), "o": ("x", "q")}.items()},
     **{f"mlp.{name}_proj": shape for name, shape in {"gate": ("inner", "x"), "up": ("inner", "x"), "down": ("x", "inner")}.items()},
+    **{"self_attn.qkv_proj": ("qkv", "x"), "mlp.gate_up_proj": ("gate_up", "x")},
 }
 """Outputs and inputs of each module, as names of sizes."""
 
@@ -23,6 +24,7 @@ def matrices(model: Path, rank: int = 4, seed: int = 0, modules: tuple[str, ...]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     sizes = {"x": config["hidden_size"], "inner": config["intermediate_size"]}
     sizes |= {"q": head * config["num_attention_heads"], "kv": head * config["num_key_value_heads"]}
+    sizes |= {"qkv": sizes["q"] + 2 * sizes["kv"], "gate_up": 2 * sizes["inner"]}
     found = {}
     for layer in range(config["num_hidden_layers"]):
         for name, (outs, ins) in SHAPES.items():

@@ -37,10 +37,14 @@ TEMPERATURE = {"original_max_position_embeddings": 4, "mscale": 1.0, "mscale_all
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 8}
 LONGROPE |= {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 4.0]}
 GPT_OSS = {"rope_parameters": {"rope_theta": 500.0, **YARN, "truncate": False}, "initializer_range": 0.2}
+GLM = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+GLM |= {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5}
 TINY: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}),
+    ("arcee", {"hidden_act": "relu2"}),
     ("qwen2", {}),
+    ("gemma", {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}),
     ("qwen3", {"tie_word_embeddings": True, "head_dim": 8, "rope_parameters": {"rope_theta": 500.0, **YARN}}),
     ("gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     ("gemma3_text", {**GEMMA, "num_hidden_layers": 7, "num_key_value_heads": 1}),
@@ -57,6 +61,7 @@ TINY: list[tuple[str, dict[str, Any]]] = [
     ("gemma4_text", {**GEMMA4, **EXPERTS_BESIDE, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}),
     ("phi3", {"pad_token_id": 0, "sliding_window": 5, "original_max_position_embeddings": 8, "rope_parameters": LONGROPE}),
     ("ministral3", {"rope_parameters": {"rope_theta": 500.0, **YARN, **TEMPERATURE}}),
+    ("glm4_moe", GLM),
     *gguf_latent.TINY,
 ]
 """Arguments of `tiny_model` for every architecture that is read from GGUF files."""
@@ -104,7 +109,9 @@ def tiny_model(kind: str, **settings: Any) -> PreTrainedModel:
 def gguf_name(kind: str) -> str:
     """The name of a model type of transformers in GGUF files."""
     names = {"ministral3": "mistral3", "granitemoehybrid": "granite", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
-    names |= {"gpt_oss": "gpt-oss", "mixtral": "llama"} | {kind: gguf_latent.KIND for kind, _ in gguf_latent.TINY}
+    names |= {"hunyuan_v1_dense": "hunyuan-dense", "gpt_oss": "gpt-oss", "mixtral": "llama", "glm4_moe": "glm4moe"}
+    names |= {"cohere": "command-r", "olmo3": "olmo2"}
+    names |= {kind: gguf_latent.KIND for kind, _ in gguf_latent.TINY}
     return names.get(kind, kind.removesuffix("_text"))
 
 
@@ -136,11 +143,18 @@ def gguf_of(
         f"{kind}.rope.freq_base": rope["rope_theta"],
         **byte_level_metadata(tokenizer),
     }
+    if kind.startswith("glm4"):
+        values |= {f"{kind}.rope.dimension_count": int(head_dim * rope["partial_rotary_factor"])}
+    if kind in ("command-r", "cohere2"):
+        values[f"{kind}.attention.layer_norm_epsilon"] = values.pop(f"{kind}.attention.layer_norm_rms_epsilon")
+        values |= {f"{kind}.logit_scale": config.logit_scale, f"{kind}.rope.scaling.type": "none"}
+    if config.model_type in ("cohere2", "olmo3"):
+        values |= {f"{kind}.attention.sliding_window": config.sliding_window}
     if kind == "phi3":
         del values[f"{kind}.attention.key_length"]
         values |= {f"{kind}.rope.dimension_count": int(head_dim * rope["partial_rotary_factor"])}
         values |= {f"{kind}.attention.sliding_window": config.sliding_window or 0}
-    if kind.startswith("gemma"):
+    if kind.startswith("gemma") and kind != "gemma":
         values |= {f"{kind}.attention.sliding_window": config.sliding_window}
         caps = {name: getattr(config, name, None) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
         values |= {f"{kind}.{name}": cap for name, cap in caps.items() if cap is not None}
@@ -157,6 +171,8 @@ def gguf_of(
         frequencies = np.array([1.0] * rotated + [1e30] * (full.head_dim // 2 - rotated), dtype=np.float32)
     if config.pad_token_id is not None:
         values["tokenizer.ggml.padding_token_id"] = config.pad_token_id
+    if kind == "glm4moe":
+        values |= gguf_latent.routed(config, kind)
     values |= gguf_latent.metadata(config) if kind == gguf_latent.KIND else gguf_experts.metadata(config, kind)
     if config.model_type == "granitemoehybrid":
         values |= {"granite.feed_forward_length": config.shared_intermediate_size}
@@ -193,14 +209,12 @@ def gguf_of(
             continue
         stem = stem.replace("shared_mlp.output_linear", "mlp.down_proj")
         weights = tensor.numpy()
-        if kind in ("gemma2", "gemma3") and "norm" in stem:
+        if kind in ("gemma", "gemma2", "gemma3") and "norm" in stem:
             weights = weights + np.float32(1)
-        if kind in ("llama", "smollm3", "granite", "granitemoe", "mistral3") and stem.endswith(("q_proj", "k_proj")):
+        if kind in ("llama", "arcee", "smollm3", "granite", "granitemoe", "mistral3") and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
             weights = weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
-        pieces = (gguf_latent.split(name, weights, config, replaced or {}) if kind == gguf_latent.KIND else {}) or gguf_experts.split(
-            kind, name, weights
-        )
+        pieces = gguf_latent.split(name, weights, config, replaced or {}) or gguf_experts.split(kind, name, weights)
         if not pieces:
             known = names.get_name(stem) or names.get_name(f"{stem}.layer") or {"score": "cls.output"}[stem]
             pieces = {f"{known}.{suffix}": weights.reshape(weights.shape[weights.shape[0] == 1 :])}  # a dimension of 1 is left out

@@ -28,6 +28,15 @@ def metadata(config: Any) -> dict[str, Any]:
         "attention.key_length_mla": key,
         "attention.value_length_mla": config.v_head_dim,
         "rope.dimension_count": config.qk_rope_head_dim,
+    }
+    if rope["rope_type"] == "yarn":
+        values["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    return {f"{KIND}.{name}": value for name, value in values.items()} | routed(config, KIND)
+
+
+def routed(config: Any, kind: str) -> dict[str, Any]:
+    """The keys that describe the experts of DeepSeek's models and of those like them."""
+    values = {
         "leading_dense_block_count": getattr(config, "first_k_dense_replace", 1),
         "expert_count": config.n_routed_experts,
         "expert_used_count": config.num_experts_per_tok,
@@ -39,9 +48,7 @@ def metadata(config: Any) -> dict[str, Any]:
         "expert_weights_norm": config.norm_topk_prob or None,
         "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
     }
-    if rope["rope_type"] == "yarn":
-        values["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
-    return {f"{KIND}.{name}": value for name, value in values.items()}
+    return {f"{kind}.{name}": value for name, value in values.items()}
 
 
 def split(name: str, weights: np.ndarray, config: Any, replaced: dict[str, Any]) -> dict[str, np.ndarray]:

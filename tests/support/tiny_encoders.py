@@ -30,7 +30,7 @@ SHAPE = {
 GEMMA = {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "use_bidirectional_attention": True, "query_pre_attn_scalar": 16}
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
 OTHERS = {"Gemma3Text": GEMMA, "ModernBert": {"local_attention": 8, "num_hidden_layers": 4}, "DistilBert": {"hidden_dim": 80}}
-OTHERS |= {"MPNet": {"pad_token_id": 1}}
+OTHERS |= {"MPNet": {"pad_token_id": 1}, "Electra": {"embedding_size": 48}}
 """Settings by family."""
 DENSE = {"2_Dense": (48, 96), "3_Dense": (96, 32)}
 """Layers after the pooling of embeddinggemma, with smaller sizes."""
@@ -45,7 +45,7 @@ def write(
     """
     scores = family.endswith("ForSequenceClassification")
     model_class = getattr(transformers, family if scores else f"{family}Model")
-    special = OTHERS.get(family, {}) | ({"num_labels": 1} if scores else {})
+    special = OTHERS.get(family.removesuffix("ForSequenceClassification"), {}) | ({"num_labels": 1} if scores else {})
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**{**SHAPE, **special, **shape})).eval()
     for name, parameter in model.named_parameters():
@@ -95,9 +95,9 @@ def embed(model: torch.nn.Module, tokens: list[int], pooling: str = "mean") -> t
 def score(oracle: torch.nn.Module, query: str, document: str) -> float:
     """The score of a pair of texts that transformers computes."""
     encoding = tokenizer().encode(query, document)
-    types = encoding.type_ids if oracle.config.type_vocab_size > 1 else [0] * len(encoding.ids)
+    types = {"token_type_ids": torch.tensor([encoding.type_ids])} if getattr(oracle.config, "type_vocab_size", 1) > 1 else {}
     with torch.no_grad():
-        logits = oracle(input_ids=torch.tensor([encoding.ids]), token_type_ids=torch.tensor([types])).logits
+        logits = oracle(input_ids=torch.tensor([encoding.ids]), **types).logits
     return torch.sigmoid(logits)[0, 0].item()
 
 
@@ -116,6 +116,7 @@ def tokenizer() -> Tokenizer:
 
 ARCHITECTURES = {"bert": gguf.MODEL_ARCH.BERT, "nomic_bert": gguf.MODEL_ARCH.NOMIC_BERT, "gemma3_text": gguf.MODEL_ARCH.GEMMA_EMBEDDING}
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps")
+MODERN_HEAD = {"head.dense": "cls", "head.norm": "cls.norm", "classifier": "cls.output"}
 ARCHITECTURES |= {"distilbert": gguf.MODEL_ARCH.BERT, "modernbert": gguf.MODEL_ARCH.MODERN_BERT}
 
 
@@ -159,13 +160,16 @@ def gguf_of(
         stem, suffix = name.rsplit(".", 1)
         matrix = weights.ndim == 2 and not stem.startswith(("classifier", "embeddings.token_type", "embeddings.position"))
         used = quantization if matrix else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(f"{names.get_name(stem) or stem}.{suffix}", quantized(np.ascontiguousarray(weights), used), raw_dtype=used)
+        known = MODERN_HEAD.get(stem) if kind == "modern-bert" else None
+        writer.add_tensor(
+            f"{known or names.get_name(stem) or stem}.{suffix}", quantized(np.ascontiguousarray(weights), used), raw_dtype=used
+        )
     finish(writer)
 
 
 def _tensors(model: torch.nn.Module, first_position: int) -> dict[str, np.ndarray]:
     """The tensors under the names that llama.cpp's converter knows."""
-    prefixes, found = ("bert.", "roberta.", "nomic_bert."), {}
+    prefixes, found = ("bert.", "roberta.", "nomic_bert.", "model."), {}
     for name, tensor in model.state_dict().items():
         weights = tensor.numpy()
         name = next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)

@@ -1,6 +1,7 @@
 """Tiny random models of every supported family, written by transformers with weights that make logits far from flat."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -24,6 +25,8 @@ GEMMA = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 ROPES = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}
 ROPES |= {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+
+MELLUM = {"head_dim": 16, "sliding_window": 9, "layer_types": GEMMA["layer_types"]}
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 LONGROPE |= {"short_factor": [1.0, 1.5, 3.0], "long_factor": [1.0, 3.0, 8.0]}
@@ -56,6 +59,8 @@ MIXERS |= {"mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "n_routed_
 MIXERS |= {"moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 72, "routed_scaling_factor": 2.5, "chunk_size": 8}
 LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 LATENT |= {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2, "first_k_dense_replace": 1}
+GLM = {"head_dim": 16, "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "first_k_dense_replace": 1}
+GLM |= {"attention_bias": True, "routed_scaling_factor": 2.5}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 LATENT_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707, "truncate": True}
 VISION35 = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 8, "depth": 1, "out_hidden_size": 48}
@@ -79,6 +84,8 @@ FAMILIES = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 1}),
+    "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True}),
+    "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3", {**GEMMA, "rope_parameters": ROPES, "final_logit_softcapping": 3.0}),
     "smollm3": ("SmolLM3", {"head_dim": 16, "no_rope_layer_interval": 2, "pad_token_id": 0}),
@@ -89,6 +96,9 @@ FAMILIES = {
     "mixtral": ("Mixtral", {**LOCAL_EXPERTS, "sliding_window": 13}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 72, "num_key_value_heads": 3}),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "mellum": ("Mellum", {**EXPERTS, **MELLUM, "rope_parameters": ROPES, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "glm4-moe": ("Glm4Moe", {**GLM, "use_qk_norm": True}),
+    "glm4-moe-air": ("Glm4Moe", {**GLM, "use_qk_norm": False}),
     "gpt-oss": ("GptOss", {**LOCAL_EXPERTS, "head_dim": 16, "sliding_window": 9, "rope_parameters": {**YARN, "truncate": False}}),
     "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 40, "pad_token_id": 0}),
     "granite-moe": ("GraniteMoe", {**MULTIPLIERS, **LOCAL_EXPERTS}),
@@ -124,6 +134,35 @@ FAMILIES = {
     "phi4-mini": ("Phi3", {**PHI, **LONG}),
     "phi4-mini-short": ("Phi3", {**PHI, "original_max_position_embeddings": 256, "rope_parameters": SHORT}),
 }
+
+SIGLIP2 = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_patches": 16, "patch_size": 8}
+CLIP = {"model_type": "clip_vision_model", **SIGLIP, "projection_dim": 32}
+INTERN = SIGLIP | {"image_size": [32, 32], "patch_size": [8, 8]}
+QWEN2_VL = {"depth": 1, "embed_dim": 32, "hidden_size": 48, "num_heads": 2, "patch_size": 8}
+QWEN2_5_VL = VISION35 | {"fullatt_block_indexes": [0]}
+UNIFIED = {"patch_size": 8, "mm_embed_dim": 48, "mm_posemb_size": 16, "output_proj_dims": 48}
+UNIFIED_TEXT = {name: value for name, value in GEMMA4.items() if name != "vocab_size_per_layer_input"} | {"num_kv_shared_layers": 1}
+MROPE2 = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+
+IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "SmolVLM": ("SmolVLMForConditionalGeneration", {"model_type": "llama"}, SIGLIP),
+    "Idefics3": ("Idefics3ForConditionalGeneration", {"model_type": "llama"}, SIGLIP),
+    "LLaVA": ("LlavaForConditionalGeneration", {"model_type": "llama"}, CLIP),
+    "Pixtral": ("LlavaForConditionalGeneration", MISTRAL, PIXTRAL),
+    "LLaVA-NeXT": ("LlavaNextForConditionalGeneration", MISTRAL, CLIP),
+    "Qwen2-VL": ("Qwen2VLForConditionalGeneration", {"rope_parameters": MROPE2}, QWEN2_VL),
+    "Qwen2.5-VL": ("Qwen2_5_VLForConditionalGeneration", {"rope_parameters": MROPE2}, QWEN2_5_VL),
+    "Qwen3-VL-MoE": (
+        "Qwen3VLMoeForConditionalGeneration",
+        {**EXPERTS, "head_dim": 16, "rope_parameters": MROPE},
+        VISION,
+    ),
+    "InternVL3": ("InternVLForConditionalGeneration", {"model_type": "qwen2"}, INTERN),
+    "InternVL3.5": ("InternVLForConditionalGeneration", {"model_type": "qwen3", "head_dim": 16}, INTERN),
+    "Gemma 4 12B": ("Gemma4UnifiedForConditionalGeneration", UNIFIED_TEXT, UNIFIED),
+    "LFM2-VL": ("Lfm2VlForConditionalGeneration", {"model_type": "lfm2", **CONVOLUTIONS}, SIGLIP2),
+}
+"""Classes of models that also read images, whose text is computed as one of FAMILIES, and settings of their two parts."""
 
 IMAGES_IN_TORCH = ("gemma3-images", "mistral3-images", "ministral3-images", "qwen3-vl")
 IN_TORCH = [

@@ -15,25 +15,29 @@ from chairlift.architectures.architecture import (
 )
 from chairlift.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from chairlift.architectures.encoders import ENCODER_GGUF, ENCODERS, EncoderArchitecture
-from chairlift.architectures.gemma import GEMMA2, GEMMA3, GEMMA4
+from chairlift.architectures.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
+from chairlift.architectures.glm import GLM4_MOE
 from chairlift.architectures.gpt_oss import GPT_OSS
 from chairlift.architectures.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
 from chairlift.architectures.lfm2 import LFM2, LFM2_MOE
-from chairlift.architectures.llama import LLAMA, MINISTRAL3, MISTRAL
+from chairlift.architectures.llama import ARCEE, LLAMA, MINISTRAL3, MISTRAL
 from chairlift.architectures.mixtral import MIXTRAL
 from chairlift.architectures.nemotron import NEMOTRON_H
-from chairlift.architectures.olmo import OLMO2, OLMOE
+from chairlift.architectures.olmo import OLMO2, OLMO3, OLMOE
+from chairlift.architectures.others import COHERE, COHERE2, ERNIE4_5, EXAONE4, GLM4, HUNYUAN_DENSE
 from chairlift.architectures.phi import PHI3
-from chairlift.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
+from chairlift.architectures.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL_MOE
 from chairlift.architectures.smollm import SMOLLM3
 
 __all__ = [
+    "ALIASES",
     "ARCHITECTURES",
     "ENCODERS",
     "ENCODER_GGUF",
     "GGUF",
     "GGUF_MIXTURES",
     "HEADLESS",
+    "OLMO3",
     "OTHERS",
     "QWEN3",
     "WRAPPED",
@@ -51,15 +55,34 @@ __all__ = [
     "Windows",
 ]
 
-DENSE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, SMOLLM3, GRANITE, GRANITE4, PHI3, LFM2, QWEN3_5, NEMOTRON_H)
-MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, LFM2_MOE, QWEN3_NEXT, QWEN3_5_MOE)
+DENSE = (
+    *(LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, GEMMA4, SMOLLM3, GRANITE, GRANITE4, PHI3, ARCEE),
+    *(LFM2, QWEN3_5, NEMOTRON_H),
+)
+MIXTURES = (
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    QWEN3_VL_MOE,
+    MELLUM,
+    GLM4_MOE,
+    GPT_OSS,
+    OLMOE,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    LFM2_MOE,
+    QWEN3_NEXT,
+    QWEN3_5_MOE,
+)
 LATENT = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE)
 ARCHITECTURES = {known.name: known for known in DENSE + MIXTURES + LATENT}
 """The architectures by their names in config.json."""
+ALIASES = {alias: known for known in ARCHITECTURES.values() for alias in known.aliases}
+"""The architectures by the names of other classes that compute the same."""
 HEADLESS = {name.replace("ForCausalLM", end): known for name, known in ARCHITECTURES.items() for end in ("Model", "TextModel")}
 """The architectures by the names of their classes without a head, of which transformers has one or the other: they compute embeddings."""
 
-OTHERS = (OLMO2,)
+OTHERS = (OLMO3, OLMO2, GLM4, ERNIE4_5, HUNYUAN_DENSE, EXAONE4, COHERE, COHERE2)
 """Architectures that transformers' code alone computes, and whose GGUF files can be read."""
 
 GGUF_MIXTURES: dict[str, tuple[Architecture, ...]] = {}

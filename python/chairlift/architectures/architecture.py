@@ -103,10 +103,10 @@ class Mixture:
     """How the experts of an architecture are chosen and named.
 
     Names are those below `model.layers.N.`, with `{}` for the number of an expert. A tensor whose name lacks `.{}` has the matrices of all
-    experts. A checkpoint has either `gate` and `up` (`gate` is None for experts without one), or `gate_up` with the rows of both, or
-    `interleaved` and `transposed`: tensors [experts, inputs, outputs], the first with gate and up in turn. With `biases` the router and all
-    experts have them. `shared` are the layers of an expert that all tokens use; its output is multiplied by a gate if `shared_gate` names
-    one. `count`, `used`, `inner` and `shared_inner` are the keys of the number of experts, of those of a token, and of inner sizes in
+    experts. A checkpoint has either `gate` and `up` (`gate` is None for experts without one), or `gate_up` with the rows of both, or `both`
+    and `transposed`: tensors [experts, inputs, outputs], the first with gate and up, in turn if `alternating`. With `biases` the router and
+    all experts have them. `shared` are the layers of an expert that all tokens use; its output is multiplied by a gate if `shared_gate`
+    names one. `count`, `used`, `inner` and `shared_inner` are the keys of the number of experts, of those of a token, and of inner sizes in
     config.json. With a `shared_count`, the key and the default of a number of experts, the shared one is as wide as that number of others.
     Weights are divided by their sum if `normalised`, or if the key of config.json says so, whose default is given. `epsilon` is added to
     the sum. `choice_bias` is a tensor that is added to the scores when experts are chosen, `scale` the key of the weights' factor, and
@@ -122,7 +122,8 @@ class Mixture:
     up: str = "mlp.experts.{}.up_proj"
     gate_up: str = "mlp.experts.{}.gate_up_proj"
     down: str = "mlp.experts.{}.down_proj"
-    interleaved: str | None = None
+    both: str | None = None
+    alternating: bool = False
     transposed: str | None = None
     biases: bool = False
     shared: Projections | None = None
@@ -192,8 +193,9 @@ class GGUFFormat:
 class Architecture:
     """An architecture: the defaults where a config.json is silent, and its differences from Llama.
 
-    `name` is the class name in `architectures` of config.json, and `models` names published models. `text_types` are the values of
-    `model_type` in the `text_config` of the classes `wrappers`, which also read images, and `model_type` is that of a model of text alone.
+    `name` is the class name in `architectures` of config.json, `aliases` are names of classes that compute the same, and `models` names
+    published models. `text_types` are the values of `model_type` in the `text_config` of the classes `wrappers`, which also read images, or
+    beside it in their older configurations, which has the `defaults` where it is silent. `model_type` is that of a model of text alone.
     The default of `query_scalar` is the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults
     of the caps of attention scores and logits; None means that config.json's are not read. `rotary` is the default part of each head that
     is rotated. Layers with a window have rotary positions of the base `local_theta` if it is set. `position_type` is the default of
@@ -212,8 +214,10 @@ class Architecture:
     name: str
     model_type: str
     models: str
+    aliases: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()
     text_types: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     code: Code = Code.RUST_AND_TORCH
     gguf: GGUFFormat | None = None
 

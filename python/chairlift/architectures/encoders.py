@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chairlift.architectures.architecture import GGUFFormat
@@ -12,11 +12,15 @@ from chairlift.architectures.gemma import TENSORS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The layers of a classifier, by name: the first layer, its activation, and the layer with the labels."""
+    """The layers of a classifier, by name: the first layer, its activation, and the layer with the labels.
+
+    The first layer has a bias unless `norm` names a layer norm of its output, as in ModernBERT.
+    """
 
     dense: str
     activation: str
     out: str
+    norm: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +104,8 @@ _BERT_GGUF = GGUFFormat(
 )
 _BERT_HEAD = Head(dense="bert.pooler.dense", activation="tanh", out="classifier")
 _ROBERTA_HEAD = Head(dense="classifier.dense", activation="tanh", out="classifier.out_proj")
+_ELECTRA_HEAD = replace(_ROBERTA_HEAD, activation="gelu")
+_MODERN_HEAD = Head(dense="head.dense", activation="gelu", out="classifier", norm="head.norm")
 _BERT_EXPECTED = {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
 _NOMIC_EXPECTED = {
     "hidden_act": "silu",
@@ -124,7 +130,8 @@ _NOMIC_KEYS = {
 
 
 def _bert(name: str, models: str, prefix: str = "", head: Head | None = None, gguf: GGUFFormat | None = None) -> EncoderArchitecture:
-    model_type = "xlm-roberta" if name.startswith("XLM") else "roberta" if name.startswith("Roberta") else "bert"
+    family = name.removesuffix("Model").removesuffix("ForSequenceClassification")
+    model_type = {"XLMRoberta": "xlm-roberta"}.get(family, family.lower())
     return EncoderArchitecture(
         name=name,
         model_type=model_type,
@@ -132,10 +139,67 @@ def _bert(name: str, models: str, prefix: str = "", head: Head | None = None, gg
         prefix=prefix,
         head=head,
         gguf=gguf,
-        offset_positions=model_type != "bert",
+        offset_positions=model_type not in ("bert", "electra"),
         expected=_BERT_EXPECTED,
     )
 
+
+_MODERN_EXPECTED = {"hidden_activation": "gelu", "attention_bias": False, "mlp_bias": False, "norm_bias": False}
+_MODERNBERT = EncoderArchitecture(
+    name="ModernBertModel",
+    model_type="modernbert",
+    models="gte-modernbert, modernbert-embed, granite-embedding-r2",
+    head=_MODERN_HEAD,
+    gguf=GGUFFormat(
+        names=("modern-bert",),
+        top={
+            "token_embd": "embeddings.tok_embeddings",
+            "token_embd_norm": "embeddings.norm",
+            "output_norm": "final_norm",
+            "cls": "head.dense",
+            "cls.norm": "head.norm",
+            "cls.output": "classifier",
+        },
+        layer="layers.{}.",
+        tensors={
+            "attn_norm": "attn_norm",
+            "attn_qkv": "attn.Wqkv",
+            "attn_output": "attn.Wo",
+            "ffn_norm": "mlp_norm",
+            "ffn_up": "mlp.Wi",
+            "ffn_down": "mlp.Wo",
+        },
+    ),
+    tokens="embeddings.tok_embeddings",
+    positions=None,
+    types=None,
+    embedding_norm="embeddings.norm",
+    final_norm="final_norm",
+    layer="layers.{}.",
+    qkv=("attn.Wqkv",),
+    output="attn.Wo",
+    up=("mlp.Wi",),
+    down="mlp.Wo",
+    input_norms=("attn_norm", "mlp_norm"),
+    sum_norms=None,
+    biases=False,
+    norm_bias=False,
+    norm_eps=1e-5,
+    bare_first=True,
+    gate="gelu",
+    theta=160_000.0,
+    local_theta=10_000.0,
+    window_interval=3,
+    first_counted=0,
+    keys={
+        "layer_norm_eps": "norm_eps",
+        "sliding_window": "local_attention",
+        "sliding_window_pattern": "global_attn_every_n_layers",
+        "rope_theta": "global_rope_theta",
+        "rope_local_base_freq": "local_rope_theta",
+    },
+    expected=_MODERN_EXPECTED,
+)
 
 ENCODERS = {
     known.name: known
@@ -146,6 +210,10 @@ ENCODERS = {
         _bert("RobertaForSequenceClassification", "stsb-roberta", "roberta.", _ROBERTA_HEAD),
         _bert("XLMRobertaModel", "bge-m3, multilingual-e5"),
         _bert("XLMRobertaForSequenceClassification", "bge-reranker-v2-m3", "roberta.", _ROBERTA_HEAD),
+        _bert("CamembertModel", "sentence-camembert"),
+        _bert("CamembertForSequenceClassification", "crossencoder-camembert", "roberta.", _ROBERTA_HEAD),
+        _bert("ElectraModel", "electra-base"),
+        _bert("ElectraForSequenceClassification", "ms-marco-electra-base", "electra.", _ELECTRA_HEAD),
         EncoderArchitecture(
             name="NomicBertModel",
             model_type="nomic_bert",
@@ -219,52 +287,14 @@ ENCODERS = {
             },
             scaled_embeddings=True,
         ),
-        EncoderArchitecture(
-            name="ModernBertModel",
-            model_type="modernbert",
-            models="gte-modernbert, modernbert-embed, granite-embedding-r2",
-            gguf=GGUFFormat(
-                names=("modern-bert",),
-                top={"token_embd": "embeddings.tok_embeddings", "token_embd_norm": "embeddings.norm", "output_norm": "final_norm"},
-                layer="layers.{}.",
-                tensors={
-                    "attn_norm": "attn_norm",
-                    "attn_qkv": "attn.Wqkv",
-                    "attn_output": "attn.Wo",
-                    "ffn_norm": "mlp_norm",
-                    "ffn_up": "mlp.Wi",
-                    "ffn_down": "mlp.Wo",
-                },
-            ),
-            tokens="embeddings.tok_embeddings",
-            positions=None,
-            types=None,
-            embedding_norm="embeddings.norm",
-            final_norm="final_norm",
-            layer="layers.{}.",
-            qkv=("attn.Wqkv",),
-            output="attn.Wo",
-            up=("mlp.Wi",),
-            down="mlp.Wo",
-            input_norms=("attn_norm", "mlp_norm"),
-            sum_norms=None,
-            biases=False,
-            norm_bias=False,
-            norm_eps=1e-5,
-            bare_first=True,
-            gate="gelu",
-            theta=160_000.0,
-            local_theta=10_000.0,
-            window_interval=3,
-            first_counted=0,
-            keys={
-                "layer_norm_eps": "norm_eps",
-                "sliding_window": "local_attention",
-                "sliding_window_pattern": "global_attn_every_n_layers",
-                "rope_theta": "global_rope_theta",
-                "rope_local_base_freq": "local_rope_theta",
-            },
-            expected={"hidden_activation": "gelu", "attention_bias": False, "mlp_bias": False, "norm_bias": False},
+        _MODERNBERT,
+        replace(
+            _MODERNBERT,
+            name="ModernBertForSequenceClassification",
+            models="gte-reranker-modernbert, granite-embedding-reranker-r2",
+            gguf=None,
+            prefix="model.",
+            expected=_MODERN_EXPECTED | {"classifier_activation": "gelu", "classifier_bias": False},
         ),
         EncoderArchitecture(
             name="DistilBertModel",

@@ -1,4 +1,4 @@
-"""Gemma 2, 3 and 4."""
+"""Gemma 1 to 4."""
 
 from chairlift.architectures.architecture import TOP, Architecture, Code, GGUFFormat, Key, Mixture, Projections, Windows
 
@@ -10,6 +10,19 @@ TENSORS = {
 """Gemma has an additional norm after attention and after the MLP, and other names for the norms before them."""
 CONSTANTS = {"hidden_activation": "gelu_pytorch_tanh"}
 
+GEMMA = Architecture(
+    name="GemmaForCausalLM",
+    model_type="gemma",
+    models="Gemma 1, CodeGemma",
+    gguf=GGUFFormat(names=("gemma",), constants={"hidden_act": "gelu_pytorch_tanh"}, stored_offset=1.0),
+    kv_heads=16,
+    head_dim=256,
+    max_positions=8192,
+    tied=True,
+    norm_offset=1.0,
+    activation="gelu_tanh",
+    scaled_embeddings=True,
+)
 GEMMA2 = Architecture(
     name="Gemma2ForCausalLM",
     model_type="gemma2",
@@ -82,8 +95,9 @@ GEMMA4 = Architecture(
     name="Gemma4ForCausalLM",
     model_type="gemma4_text",
     models="Gemma 4",
-    wrappers=("Gemma4ForConditionalGeneration",),
-    text_types=("gemma4_text",),
+    aliases=("Gemma4UnifiedForCausalLM",),  # of Gemma 4 12B
+    wrappers=("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+    text_types=("gemma4_text", "gemma4_unified_text"),
     code=Code.RUST,
     gguf=GGUFFormat(
         names=("gemma4",),

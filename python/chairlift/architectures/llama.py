@@ -1,21 +1,43 @@
-"""Llama, Mistral and Ministral."""
+"""Llama, Arcee, Mistral and Ministral."""
 
-from chairlift.architectures.architecture import Architecture, GGUFFormat, Windows
+from chairlift.architectures.architecture import Architecture, GGUFFormat, Projections, Windows
 
 LLAMA = Architecture(
     name="LlamaForCausalLM",
     model_type="llama",
-    models="Llama 2 and 3, SmolLM2, TinyLlama; Mistral 7B as GGUF",
+    models="Llama 2 and 3, SmolLM2, TinyLlama, InternLM3, IQuest-Coder; Mistral 7B as GGUF; text of SmolVLM and LLaVA",
+    aliases=("InternLM3ForCausalLM", "IQuestCoderForCausalLM"),
+    wrappers=(
+        "Idefics3ForConditionalGeneration",
+        "SmolVLMForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "LlavaNextForConditionalGeneration",
+    ),
+    text_types=("llama",),
+    defaults={"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
     gguf=GGUFFormat(names=("llama",), adjacent_pairs=True),
     max_positions=2048,
     mlp_bias=True,
 )
+ARCEE = Architecture(
+    name="ArceeForCausalLM",
+    model_type="arcee",
+    models="AFM-4.5B",
+    gguf=GGUFFormat(names=("arcee",), constants={"hidden_act": "relu2"}, adjacent_pairs=True),
+    max_positions=4096,
+    rms_norm_eps=1e-5,
+    projections=Projections(gate_up=("mlp.up_proj",)),
+    mlp_bias=True,
+    activation="relu2",
+)
 MISTRAL = Architecture(
     name="MistralForCausalLM",
     model_type="mistral",
-    models="Mistral 7B, Mistral Small 3",
-    wrappers=("Mistral3ForConditionalGeneration",),
+    models="Mistral 7B, Mistral Small 3, text of Pixtral",
+    aliases=("MinistralForCausalLM",),
+    wrappers=("Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"),
     text_types=("mistral",),
+    defaults={"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     kv_heads=8,
     max_positions=131072,
     windows=Windows.ALL_UNLESS_LISTED,

@@ -1,6 +1,8 @@
-"""OLMoE and OLMo 2."""
+"""OLMoE, OLMo 2 and OLMo 3."""
 
-from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Mixture
+from dataclasses import replace
+
+from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Mixture, Windows
 
 OLMOE = Architecture(
     name="OlmoeForCausalLM",
@@ -25,3 +27,17 @@ OLMO2 = Architecture(
     whole_norms=True,
     post_norms=True,
 )
+OLMO3 = replace(
+    OLMO2,
+    name="Olmo3ForCausalLM",
+    model_type="olmo3",
+    models="OLMo 3",
+    gguf=GGUFFormat(
+        names=("olmo2",),
+        keys={"sliding_window": Key("attention.sliding_window", int)},
+        tensors={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    ),
+    windows=Windows.LISTED,
+    window_interval=4,
+)
+"""Its GGUF files have OLMo 2's name, and windows."""

@@ -1,4 +1,4 @@
-"""Qwen 2 and 3, their mixtures of experts, and the hybrid models Qwen3-Next, 3.5 and 3.6."""
+"""Qwen 2 and 3, their mixtures of experts, Mellum, and the hybrid models Qwen3-Next, 3.5 and 3.6."""
 
 from dataclasses import replace
 
@@ -19,8 +19,11 @@ SHARED = Projections(gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.
 QWEN2 = Architecture(
     name="Qwen2ForCausalLM",
     model_type="qwen2",
-    models="Qwen2, Qwen2.5",
-    gguf=GGUFFormat(names=("qwen2",)),
+    models="Qwen2, Qwen2.5, MiMo-7B, text of Qwen2-VL, Qwen2.5-VL and InternVL",
+    aliases=("MiMoForCausalLM",),
+    wrappers=("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "InternVLForConditionalGeneration"),
+    text_types=("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+    gguf=GGUFFormat(names=("qwen2", "qwen2vl"), image_keys=("rope.dimension_sections",)),
     kv_heads=32,
     windows=Windows.SWITCHED,
     qkv_bias=True,
@@ -29,9 +32,9 @@ QWEN2 = Architecture(
 QWEN3 = Architecture(
     name="Qwen3ForCausalLM",
     model_type="qwen3",
-    models="Qwen3, Qwen3-Embedding, Qwen3-Reranker, text of Qwen3-VL",
-    wrappers=("Qwen3VLForConditionalGeneration",),
-    text_types=("qwen3_vl_text",),
+    models="Qwen3, Qwen3-Embedding, Qwen3-Reranker, text of Qwen3-VL and InternVL",
+    wrappers=("Qwen3VLForConditionalGeneration", "InternVLForConditionalGeneration"),
+    text_types=("qwen3_vl_text", "qwen3"),
     gguf=GGUFFormat(
         names=("qwen3", "qwen3vl"), image_keys=("rope.dimension_sections", "n_deepstack_layers"), top={**TOP, "cls.output": "score"}
     ),
@@ -57,11 +60,39 @@ QWEN3_MOE = Architecture(
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
-    gguf=GGUFFormat(names=("qwen3moe",), constants={"norm_topk_prob": True}),
+    gguf=GGUFFormat(
+        names=("qwen3moe", "qwen3vlmoe"),
+        constants={"norm_topk_prob": True},
+        image_keys=("rope.dimension_sections", "n_deepstack_layers"),
+    ),
     kv_heads=4,
     head_dim=128,
     qk_norm=True,
     mixture=Mixture(),
+)
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    name="Qwen3VLMoeForConditionalGeneration",
+    model_type="qwen3_vl_moe_text",
+    models="text of Qwen3-VL with experts",
+    wrappers=("Qwen3VLMoeForConditionalGeneration",),
+    text_types=("qwen3_vl_moe_text",),
+    gguf=None,
+    theta=500_000.0,
+    mixture=Mixture(both="mlp.experts.gate_up_proj", transposed="mlp.experts.down_proj", normalised=True),
+)
+MELLUM = replace(
+    QWEN3_MOE,
+    name="MellumForCausalLM",
+    model_type="mellum",
+    models="Mellum 2",
+    gguf=None,
+    theta=500_000.0,
+    local_theta=10_000.0,
+    windows=Windows.LISTED,
+    sliding_window=1024,
+    window_interval=1,
+    mixture=Mixture(normalised=("norm_topk_prob", True), dense=("first_k_dense_replace", 0)),
 )
 HYBRID_KEYS = {
     "linear_conv_kernel_dim": Key("ssm.conv_kernel", int),

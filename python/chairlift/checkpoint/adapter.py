@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers that an adapter can change."""
+FUSED = ("qkv_proj", "gate_up_proj")
+"""Those that Phi-3 has instead of some of them."""
 OTHER_NAMES = {"self_attn.out_proj": "o_proj", "feed_forward.w1": "gate_proj", "feed_forward.w3": "up_proj", "feed_forward.w2": "down_proj"}
 """Their names in LFM2."""
 REFUSED = {
@@ -50,6 +52,9 @@ BASE_CHANGES = ("pissa", "olora", "corda", "loftq")
 _MAX_ALPHA = 1e9
 
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d{1,5})\.((?:self_attn|mlp|mixer|feed_forward)\.(\w+))\.lora_([AB])\.weight")
+
+_IMAGES = re.compile(r"\b(vision|visual|image|audio)")
+"""Names of the parts of a model that read images or sounds, whose layers have the names of a decoder's."""
 
 
 class LowRank(NamedTuple):
@@ -177,10 +182,10 @@ class AdapterFiles(AdapterHeader):
     def _read_updates(self) -> dict[tuple[int, str], LowRank]:
         matrices: dict[tuple[int, str], dict[str, str]] = {}
         for name in self._file.tensors:
-            match = _NAME.fullmatch(name)
+            match = None if _IMAGES.search(name) else _NAME.fullmatch(name)
             module = match and OTHER_NAMES.get(match[2], match[3])
-            if match is None or module not in MODULES:
-                raise self._unsupported(f"it changes {name}: only {', '.join(MODULES)} can have updates")
+            if match is None or module not in MODULES + FUSED:
+                raise self._unsupported(f"it changes {name}: only {', '.join(MODULES + FUSED)} can have updates")
             position = int(match[1]), module
             found = matrices.setdefault(position, {})
             if match[4] in found:

@@ -11,6 +11,7 @@ from chairlift.architectures import (
     ENCODER_GGUF,
     GGUF,
     GGUF_MIXTURES,
+    OLMO3,
     QWEN3,
     Architecture,
     EncoderArchitecture,
@@ -46,6 +47,8 @@ def architecture_of(file: GGUFFile) -> tuple[Architecture | EncoderArchitecture,
     gating = _gating(file, kind) if len(mixtures) > 1 else None
     mixture = next((known for known in mixtures if known.mixture and GATING[known.mixture.scores] == gating), next(iter(mixtures), None))
     architecture = mixture or GGUF.get(kind) or ENCODER_GGUF.get(kind)
+    if kind == "olmo2" and file.value("olmo2.attention.sliding_window"):
+        architecture = OLMO3
     if architecture is None:
         known = ", ".join((*GGUF, *ENCODER_GGUF))
         raise UnsupportedModel(f"{file.path} holds a model of architecture {kind!r}; those that can be read: {known}")
@@ -71,7 +74,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     hidden, heads = file.size(f"{kind}.embedding_length"), file.size(f"{kind}.attention.head_count")
     head_dim, rotary, latent = _head_sizes(file, kind, architecture, hidden // heads)
     vocab_size = file.vocab_size
-    epsilon = file.get(f"{kind}.attention.layer_norm_epsilon", float) if architecture.single else None
+    epsilon = file.get(f"{kind}.attention.layer_norm_epsilon", float) if architecture.norm_eps.startswith("layer_norm") else None
     layers = num_layers(file, kind)
     inner, kv_heads = _sizes_by_layer(file, kind, architecture, layers, heads)
     config = {
@@ -91,6 +94,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in file.tensors),
         "mlp_bias": any(name.endswith(".ffn_up.bias") for name in file.tensors),
         "dtype": "float32",
         **latent,
@@ -158,7 +162,10 @@ def _latent(file: GGUFFile, kind: str, rotary: int, key: int, value: int) -> dic
 
 def _sizes_by_layer(file: GGUFFile, kind: str, architecture: Architecture, layers: int, heads: int) -> tuple[list[int], list[int]]:
     """Returns the inner size of each layer and its number of KV heads."""
-    inner = _by_layer(file, f"{kind}.feed_forward_length", layers, least=0 if architecture.single else 1)
+    key = f"{kind}.feed_forward_length"
+    if architecture.mixture and file.value(key) in (None, 0) and file.value(f"{kind}.expert_feed_forward_length"):
+        key = f"{kind}.expert_feed_forward_length"  # of a mixture without MLPs, such as Qwen 3.5
+    inner = _by_layer(file, key, layers, least=0 if architecture.single else 1)
     kv_heads = _by_layer(file, f"{kind}.attention.head_count_kv", layers, heads, least=0 if architecture.recurrence else 1)
     for name, values in (("feed_forward_length", inner), ("attention.head_count_kv", kv_heads)):
         if architecture.global_head_dim is None and len(set(values) - {0}) != 1:
@@ -265,6 +272,8 @@ def _recurrence(file: GGUFFile, kind: str, names: Recurrence, kv_heads: list[int
     else:
         recurrent = [(layer + 1) % interval != 0 for layer in range(len(kv_heads))]
     found: dict[str, Any] = {"layer_types": [names.types[0] if entry else "full_attention" for entry in recurrent]}
+    if names.interval and (tiled := file.get(f"{kind}.ssm.heads_tiled", bool)) is not None:  # which ollama_format.py sets
+        found["linear_heads_tiled"] = tiled
     if names.value_size and names.count:
         inner, heads = file.size(f"{kind}.ssm.inner_size"), file.size(f"{kind}.ssm.time_step_rank")
         if inner % heads:

@@ -149,6 +149,7 @@ def _lower(backend: Backend) -> None:
 def _special_texts(config: Mapping[str, Any]) -> list[str]:
     """Returns the texts of the tokens that tokenizer_config.json gives a role, or lists as special ones."""
     extra = next((found for name in _OTHERS if (found := config.get(name))), None)
+    extra = list(extra.values()) if isinstance(extra, dict) else extra  # by their roles
     others = [token_with_role({"": token}, "") for token in extra] if isinstance(extra, list) else []
     return list(dict.fromkeys(text for text in (*(token_with_role(config, role) for role in _ROLES), *others) if text))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chairlift.architectures import ARCHITECTURES, HEADLESS, QWEN3, WRAPPED, Architecture, Code, Norms, Projections, Windows
+from chairlift.architectures import ALIASES, ARCHITECTURES, HEADLESS, QWEN3, WRAPPED, Architecture, Code, Norms, Projections, Windows
 from chairlift.errors import UnsupportedModel, pip_install_with_torch
 from chairlift.models.classifier import Classifier
 from chairlift.models.experts import EXPERTS, Experts, parse_experts
@@ -274,7 +274,7 @@ class ModelConfig(ModelShape):
             qkv_bias=family.qkv_bias or bias,
             output_bias=bias and family.output_bias,
             mlp_bias=bool(raw.get("mlp_bias", False)) and family.mlp_bias,
-            qk_norm=family.qk_norm,
+            qk_norm=family.qk_norm and bool(raw.get("use_qk_norm", True)),
             whole_norms=family.whole_norms,
             sinks=family.sinks,
             windows=windows,
@@ -335,13 +335,14 @@ def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
     """Returns the configuration of the model of text, and its architecture."""
     names, text = parse_names(raw, "architectures") or [], raw.get("text_config")
     for name in names or [known.name for known in ARCHITECTURES.values() if known.model_type == raw.get("model_type")]:
-        if name in ARCHITECTURES:
-            return raw, ARCHITECTURES[name]
+        own = text if isinstance(text, dict) else raw  # the first configurations of Qwen2-VL have no text_config
+        if known := WRAPPED.get((name, str(own.get("model_type")))):
+            shared = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+            return {**known.defaults, **own, **{key: raw[key] for key in shared if key in raw}}, known
+        if known := ARCHITECTURES.get(name) or ALIASES.get(name):
+            return raw, known
         if name in HEADLESS and text is None:
             return raw | {"tie_word_embeddings": True}, HEADLESS[name]
-        if isinstance(text, dict) and (name, str(text.get("model_type"))) in WRAPPED:
-            shared = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
-            return text | {key: raw[key] for key in shared if key in raw}, WRAPPED[name, text["model_type"]]
     named = ", ".join(names) or f"model_type {raw.get('model_type')!r}, and no architectures,"
     raise NoNativeModel(f"{named} has no code of ours (docs/models.md lists what has)")
 
@@ -351,7 +352,7 @@ def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationS
     name, *known = {
         "silu": ("hidden_act", "silu", "swish"),
         "gelu_tanh": ("hidden_activation", "gelu_pytorch_tanh"),
-        "relu2": ("mlp_hidden_act", "relu2"),
+        "relu2": ("mlp_hidden_act" if family.single else "hidden_act", "relu2"),
     }[family.activation]
     activation = raw.get(name) or known[0]
     if activation not in known:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.architectures import ARCHITECTURES, HEADLESS, EncoderArchitecture, Norms
+from chairlift.architectures.llama import LLAMA
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.models.fields import parse_names
@@ -13,6 +14,8 @@ from chairlift.models.quantization import described_beside
 
 _BIDIRECTIONAL = "BidirectionalModel"
 """What ends the names of NVIDIA's classes, such as LlamaBidirectionalModel."""
+_EUROBERT = ("EuroBertModel", "EuroBertForMaskedLM")
+"""Classes that compute a Llama whose tokens attend to later ones."""
 
 
 def decoder_name(raw: dict[str, Any]) -> tuple[str, str] | None:
@@ -20,7 +23,8 @@ def decoder_name(raw: dict[str, Any]) -> tuple[str, str] | None:
     for name in parse_names(raw, "architectures") or []:
         if name in ARCHITECTURES:
             return name, name
-        full = HEADLESS[name].name if name in HEADLESS else name.removesuffix(_BIDIRECTIONAL) + "ForCausalLM"
+        known = LLAMA if name in _EUROBERT else HEADLESS.get(name)
+        full = known.name if known else name.removesuffix(_BIDIRECTIONAL) + "ForCausalLM"
         if full in ARCHITECTURES and not raw.get("text_config"):
             return name, full
     return None
@@ -29,7 +33,7 @@ def decoder_name(raw: dict[str, Any]) -> tuple[str, str] | None:
 def is_causal(raw: dict[str, Any], name: str) -> bool:
     """Whether tokens attend to no later ones."""
     usual = raw.get("is_causal") is not False and raw.get("use_bidirectional_attention") in (None, False, "vision")
-    return usual and not name.endswith(_BIDIRECTIONAL)
+    return usual and not name.endswith(_BIDIRECTIONAL) and name not in _EUROBERT
 
 
 def parse_decoder(raw: dict[str, Any], directory: Path, names: tuple[str, str]) -> tuple[ModelConfig, EncoderArchitecture]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from chairlift.models.fields import (
 )
 from chairlift.models.rotary import RopeConfig
 from chairlift.models.shape import KvSpec, ModelShape
+
+log = logging.getLogger("chairlift")
 
 POOLINGS = {"cls": "first", "mean": "mean", "lasttoken": "last"}
 """The names of sentence-transformers, and those of the CPU kernels."""
@@ -182,6 +185,9 @@ class EncoderConfig(ModelShape):
             raise UnsupportedModel(f"config.json: positions begin after pad_token_id ({first - 1}), and there are {positions}")
         modules = find_modules(directory)
         rope, local_rope = _ropes(raw, layout, head_dim)
+        score = _scores(raw, layout, modules)
+        # A classifier's head has the first state, unless ModernBERT's configuration says otherwise.
+        usual = "first" if score and raw.get("classifier_pooling") != "mean" else "mean"
         return cls(
             architecture=layout.name,
             layout=layout,
@@ -203,10 +209,10 @@ class EncoderConfig(ModelShape):
             attention_scale=(parse_number(raw, "query_pre_attn_scalar", head_dim) if layout.rms else head_dim) ** -0.5,
             windows=_windows(raw, layout, layers),
             qkv_bias=layout.biases,
-            pooling=POOLINGS.get(modules.pooling or "", "first" if _scores(raw, layout, modules) else "mean"),
+            pooling=POOLINGS.get(modules.pooling or "", usual),
             dense=modules.dense,
             normalized=modules.normalized,
-            score=_scores(raw, layout, modules),
+            score=score,
         )
 
 
@@ -231,9 +237,22 @@ def find_modules(directory: Path) -> Modules:
 
 def _compares_by_dot(directory: Path) -> bool:
     """Whether embeddings are compared by their dot product, which depends on their lengths."""
+    return _settings(directory).get("similarity_fn_name") in ("dot", "dot_product")
+
+
+def report_prompt(directory: Path) -> None:
+    """Logs that texts do not get the prompt that sentence-transformers puts before each of them, if there is one."""
+    settings = _settings(directory)
+    name, prompts = settings.get("default_prompt_name"), settings.get("prompts")
+    if prompt := prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None:
+        log.warning("%s: sentence-transformers puts %r before each text, and here clients must send it", directory, str(prompt)[:200])
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    """Returns the configuration of sentence-transformers; empty without one."""
     name = "config_sentence_transformers.json"
     found = read_json(directory, name) if (directory / name).exists() else None
-    return isinstance(found, dict) and found.get("similarity_fn_name") in ("dot", "dot_product")
+    return found if isinstance(found, dict) else {}
 
 
 def decoder_pooling(directory: Path) -> str | None:
@@ -242,6 +261,7 @@ def decoder_pooling(directory: Path) -> str | None:
         modules = find_modules(directory)
     except UnsupportedModel:
         return None
+    report_prompt(directory)
     return "last" if modules.pooling in (None, "lasttoken") and not modules.dense else None
 
 

@@ -78,8 +78,9 @@ class _Reader:
     def gate_up(self) -> Weight:
         """The gate and up projections [experts, 2 * inner, hidden], or up alone if there are no gates."""
         names, inner = self._names, self._inner
-        if names.interleaved and (both := self._transposed(names.interleaved, 2 * inner, self._hidden)) is not None:
-            return self._rounded(_each(both, lambda x: torch.cat((x[:, ::2], x[:, 1::2]), 1)))
+        if names.both and (both := self._transposed(names.both, 2 * inner, self._hidden)) is not None:
+            in_turn = names.alternating
+            return self._rounded(_each(both, lambda x: torch.cat((x[:, ::2], x[:, 1::2]), 1) if in_turn else x.contiguous()))
         if names.gate and self._has(names.gate_up):
             return self._filled(((names.gate_up, 2 * inner),), self._hidden)
         return self._filled(tuple((name, inner) for name in (names.gate, names.up) if name), self._hidden)
@@ -94,7 +95,7 @@ class _Reader:
     def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The biases [experts, outputs] of the first projections and of the second ones."""
         names, take = self._names, self._source.take
-        fused = f"{self._prefix}{names.interleaved}_bias"
+        fused = f"{self._prefix}{names.both}_bias"
         if self._source.has(fused):
             both = take(fused, self._count, 2 * self._inner)
             second = take(f"{self._prefix}{names.transposed}_bias", self._count, self._hidden)

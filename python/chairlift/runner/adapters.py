@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from chairlift.checkpoint.adapter import AdapterFiles, LowRank
+from chairlift.checkpoint.adapter import FUSED, AdapterFiles, LowRank
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
+
+WHOLE = ("o_proj", "down_proj")
+"""Modules that are never fused with others."""
 
 
 class SlotAdapters:
@@ -65,7 +68,7 @@ def _refusal(model: ModelConfig, layer: int, module: str) -> str:
         recurrent = model.recurrence is not None and model.recurrence.layers[layer]
         if recurrent or not model.attention[layer]:
             return f"it changes {module} of layer {layer} of {name}, which has no attention"
-        fused = len(names.qkv) == 1 and module != "o_proj"
+        fused, own = len(names.qkv) == 1, names.qkv[0].endswith(".qkv_proj")
     else:
         if not model.feeds[layer]:
             return f"it changes {module} of layer {layer} of {name}, which has no MLP"
@@ -73,8 +76,10 @@ def _refusal(model: ModelConfig, layer: int, module: str) -> str:
             return f"layer {layer} of {name} has experts, which adapters cannot change"
         if module == "gate_proj" and not model.gated:
             return f"it changes {module} of layer {layer} of {name}, whose MLP has no gate"
-        fused = len(names.gate_up) == 1 and model.gated and module != "down_proj"
-    return f"{name} has fused projections, for which adapters are not supported" if fused else ""
+        fused, own = len(names.gate_up) == 1 and model.gated, names.gate_up[0].endswith(".gate_up_proj")
+    if module in FUSED:
+        return "" if own else f"it changes {module} of layer {layer} of {name}, which has none of this name"
+    return f"{name} has fused projections, of which adapters cannot change {module} alone" if fused and module not in WHOLE else ""
 
 
 def _shape(model: ModelConfig, layer: int, module: str) -> tuple[int, int]:
@@ -86,4 +91,5 @@ def _shape(model: ModelConfig, layer: int, module: str) -> tuple[int, int]:
         "q_proj": (2 * queries if model.gated_attention else queries, hidden),
         **{"k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, queries)},
         **{"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)},
+        **{"qkv_proj": (queries + 2 * kv, hidden), "gate_up_proj": (2 * inner, hidden)},
     }[module]

@@ -46,9 +46,14 @@ class CpuAdapters(SlotAdapters):
             queries, gates = updates("q_proj"), list[Update | None]()
             if model.gated_attention:
                 queries, gates = _by_head(changes.get((layer, "q_proj")), model.num_heads)
-            blocks.append(([*queries, *updates("k_proj", "v_proj"), *gates], updates("o_proj")))
+            whole = [*queries, *updates("k_proj", "v_proj"), *gates] if len(model.projections.qkv) > 1 else updates("qkv_proj")
+            blocks.append((whole, updates("o_proj")))
         if model.feeds[layer]:
-            blocks.append((updates(*(("gate_proj", "up_proj") if model.gated else ("up_proj",))), updates("down_proj")))
+            parts = updates(*(("gate_proj", "up_proj") if model.gated else ("up_proj",)))
+            if (fused := changes.get((layer, "gate_up_proj"))) is not None:
+                rows = fused.b.reshape(2, -1)
+                parts = [_update(fused._replace(b=half, outputs=fused.outputs // 2)) for half in rows]
+            blocks.append((parts, updates("down_proj")))
         return blocks
 
     def add(self, packed: Any) -> int:

@@ -15,9 +15,11 @@ from chairlift.models.encoder import EncoderConfig
 from chairlift.runner.weights import GGUFWeights, SafetensorWeights, Weights, split_rows
 
 Norm = tuple[np.ndarray, np.ndarray | None]
+Layer = tuple[_core.Linear, str, Norm | None]
+"""A layer after the pooling: its weights, its activation, and the norm of its output."""
 BUCKETS = 32
 """Buckets of distances between tokens in MPNet."""
-_PREFIXES = ("", "bert.", "roberta.", "model.", "auto_model.", "0.auto_model.")
+_PREFIXES = ("", "bert.", "roberta.", "electra.", "model.", "auto_model.", "0.auto_model.")
 """What may begin the names of tensors: transformers and sentence-transformers write them with and without the names of their classes."""
 
 
@@ -116,7 +118,7 @@ class _Builder:
             gate=layout.gate,
         )
 
-    def head(self) -> list[tuple[_core.Linear, str]]:
+    def head(self) -> list[Layer]:
         """A classifier's layers."""
         head, hidden = self.layout.head, self.model.hidden_size
         if head is None:
@@ -124,19 +126,21 @@ class _Builder:
         whole = not isinstance(self.weights, GGUFWeights) or self.weights.has(f"{head.dense}.weight")
         # A GGUF file may lack the first layer.
         dense = self.start + head.dense.removeprefix(self.layout.prefix) if self.layout.prefix in head.dense else head.dense
-        layers = [(dense, hidden, head.activation)] if whole else []
-        layers.append((head.out, 1, "identity"))
-        return [(self.linear([name], [outs], hidden, bias=True), activation) for name, outs, activation in layers]
+        layers: list[Layer] = [(self.linear([head.out], [1], hidden, bias=True), "identity", None)]
+        if whole:
+            norm = self.norm(head.norm) if head.norm else None
+            layers.insert(0, (self.linear([dense], [hidden], hidden, bias=norm is None), head.activation, norm))
+        return layers
 
-    def modules(self, directory: Path | None) -> list[tuple[_core.Linear, str]]:
+    def modules(self, directory: Path | None) -> list[Layer]:
         """The layers of sentence-transformers after the pooling."""
-        layers: list[tuple[_core.Linear, str]] = []
+        layers: list[Layer] = []
         for number, layer in enumerate(self.model.dense):
             weights = self.weights if directory is None else SafetensorWeights(directory / layer.path)
             name = f"dense.{number}" if directory is None else "linear"
             part = weights.part(f"{name}.weight", layer.outs, layer.ins)
             bias = as_float32(weights.take(f"{name}.bias", layer.outs)) if layer.bias else None
-            layers.append((_core.Linear([[part]], layer.ins, "kept", threads=1, bias=bias, isa=self.isa), layer.activation))
+            layers.append((_core.Linear([[part]], layer.ins, "kept", threads=1, bias=bias, isa=self.isa), layer.activation, None))
         return layers
 
     def prefix(self, index: int) -> str:

@@ -13,7 +13,7 @@ from chairlift import _core
 from chairlift.checkpoint.weight_files import gguf_link
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.models.encoder import EncoderConfig, longest_text
+from chairlift.models.encoder import EncoderConfig, longest_text, report_prompt
 from chairlift.runner.buffers import Layout, Sampled, StepBuffers, StepSizes
 from chairlift.runner.build import choose_threads
 from chairlift.runner.cpu_encoder import build_encoder
@@ -39,6 +39,7 @@ class EncoderRunner(Runner):
     def __init__(self, config: EngineConfig, directory: Path, model: EncoderConfig, on_phase: Callable[[str, float], None]) -> None:
         """Loads the model. Raises ModelNotFound, UnsupportedModel, or InvalidSetting for settings that do not suit an encoder."""
         began = time.perf_counter()
+        report_prompt(directory)
         self.model_config = model
         self.pooling = model.pooling
         self._one_type = model.num_token_types < 2

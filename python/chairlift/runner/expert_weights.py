@@ -22,13 +22,13 @@ def gate_and_up(weights: Weights, experts: Experts, prefix: str, hidden: int) ->
     Raises UnsupportedModel as `Weights.part` does.
     """
     names, inner = experts.names, experts.inner
-    if names.interleaved and _is_stored(weights, name := prefix + names.interleaved):
-        # The rows of gates and ups alternate.
-        return [_columns(weights, name, experts.count, hidden, 2 * inner, slice(first, None, 2)) for first in (0, 1)]
+    if names.both and _is_stored(weights, name := prefix + names.both):
+        alternate, halves = (slice(0, None, 2), slice(1, None, 2)), (slice(0, inner), slice(inner, None))
+        return [_columns(weights, name, experts.count, hidden, 2 * inner, rows) for rows in (alternate if names.alternating else halves)]
     if _has(weights, prefix + names.gate_up):
         fused = _matrices(weights, prefix + names.gate_up, experts.count, 2 * inner, hidden)
-        halves = [split_rows(part, 2, hidden) for part in fused]
-        return [[gate for gate, _ in halves], [up for _, up in halves]]
+        pairs = [split_rows(part, 2, hidden) for part in fused]
+        return [[gate for gate, _ in pairs], [up for _, up in pairs]]
     return [_matrices(weights, prefix + name, experts.count, inner, hidden) for name in (names.gate, names.up) if name]
 
 
@@ -43,7 +43,7 @@ def down(weights: Weights, experts: Experts, prefix: str, hidden: int) -> list[P
 def biases(weights: Weights, experts: Experts, prefix: str, hidden: int) -> tuple[Array, Array]:
     """Returns the biases of all gate and up projections, and of all down projections. Raises UnsupportedModel as `Weights.take` does."""
     names, count, inner = experts.names, experts.count, experts.inner
-    fused = f"{prefix}{names.interleaved}_bias"
+    fused = f"{prefix}{names.both}_bias"
     if weights.has(fused):
         both = as_float32(weights.take(fused, count, 2 * inner))
         second = as_float32(weights.take(f"{prefix}{names.transposed}_bias", count, hidden))

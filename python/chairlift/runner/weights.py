@@ -33,15 +33,15 @@ from chairlift.runner.quantised_matrix import TENSORS, QuantisedMatrix, multiply
 
 log = logging.getLogger("chairlift")
 
-DRAFTING = "mtp."
-"""What the names of tensors begin with that predict tokens beyond the next one."""
+OTHER_PARTS = ("mtp.", "model.mtp_layers.", "visual.")
+"""What the names of tensors begin with that predict tokens beyond the next one, or encode images beside a decoder without a prefix."""
 NEEDLESS = (
     *("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".k_zero_point", ".v_zero_point"),
     *("_proj.output_scale", "attn.prob_output_scale"),
 )
 """Suffixes of tensors that a model may ignore: old tables of rotary angles, and scales of activations and of a KV cache in 8 bits."""
 
-WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.")
+WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.")
 """Prefixes of the decoder's tensors in a model that also reads images."""
 BACKBONE = "backbone."
 """The prefix in Nemotron H, which also has another name for the embeddings."""
@@ -210,7 +210,7 @@ class SafetensorWeights:
         # With a prefix there are other parts beside the decoder, such as an image encoder.
         own = self._prefix if self._prefix in WRAPPED_PREFIXES else ""
         unused = (name for name in self._unused - ignored if name.startswith(own) and not _is_shared(name, model))
-        unused = (name for name in unused if not name.startswith(DRAFTING) and not _is_later(name, model))
+        unused = (name for name in unused if not name.startswith(OTHER_PARTS) and not _is_later(name, model))
         extra = sorted(name for name in unused if not name.endswith(NEEDLESS) and not self._is_empty_bias(name) and _matters(name, model))
         if extra:
             raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {_some(extra)}")

@@ -20,8 +20,8 @@ type NormArgs = (PyBuffer<f32>, Option<PyBuffer<f32>>);
 /// The norms of a block's input, of its output, and of the sum.
 type BlockNorms = (Option<NormArgs>, Option<NormArgs>, Option<NormArgs>);
 
-/// Weights and activation of a dense layer.
-type DenseArgs<'py> = (PyRef<'py, Linear>, String);
+/// Weights and activation of a dense layer, and the norm of its result.
+type DenseArgs<'py> = (PyRef<'py, Linear>, String, Option<NormArgs>);
 
 fn norm_of(py: Python<'_>, norm: Option<&NormArgs>) -> PyResult<Option<cpu::Norm>> {
     let read = |(weight, bias): &NormArgs| {
@@ -131,7 +131,7 @@ impl Encoder {
             types: types.to_vec(py)?,
             norm: norm_of(py, embedding_norm.as_ref())?,
         };
-        let dense = dense.iter().map(dense_of).collect::<PyResult<_>>()?;
+        let dense = dense.iter().map(|layer| dense_of(py, layer)).collect::<PyResult<_>>()?;
         let head = cpu::Head { norm: norm_of(py, final_norm.as_ref())?, pooling, dense, normalized };
         let config = cpu::EncoderConfig {
             hidden_size,
@@ -176,12 +176,12 @@ impl Encoder {
     }
 }
 
-fn dense_of((linear, activation): &DenseArgs<'_>) -> PyResult<cpu::Dense> {
+fn dense_of(py: Python<'_>, (linear, activation, norm): &DenseArgs<'_>) -> PyResult<cpu::Dense> {
     let activation = match activation.as_str() {
         "identity" => cpu::DenseActivation::Identity,
         "tanh" => cpu::DenseActivation::Tanh,
         "gelu" => cpu::DenseActivation::Gelu,
         name => return Err(unknown("activation", name)),
     };
-    Ok(cpu::Dense { linear: linear.take()?, activation })
+    Ok(cpu::Dense { linear: linear.take()?, activation, norm: norm_of(py, norm.as_ref())? })
 }

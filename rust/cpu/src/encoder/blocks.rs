@@ -98,6 +98,8 @@ pub struct Dense {
     pub linear: Linear,
     /// What is applied to the products.
     pub activation: DenseActivation,
+    /// Normalises the result.
+    pub norm: Option<Norm>,
 }
 
 /// The function that is applied to the products of a [`Dense`] layer.
@@ -188,6 +190,7 @@ impl Dense {
     /// Returns the number of outputs.
     pub(super) fn check(&self, isa: Isa, ins: usize) -> Result<usize, ShapeError> {
         let outs = self.linear.matrix.outs;
+        check(self.norm.as_ref().is_none_or(|norm| norm.fits(outs)), "norms")?;
         check(self.linear.matrix.is(isa, outs, ins, Merge::Stacked), "dense layers").map(|()| outs)
     }
 }

@@ -329,5 +329,15 @@ impl<'a> Pass<'a> {
             DenseActivation::Gelu => Epilogue::Gelu,
         };
         self.packed_texts.multiply(worker, self.isa, &dense.linear, self.pooled, stride, epilogue, &mut scratch.linear);
+        if let Some(norm) = &dense.norm {
+            let outs = dense.linear.matrix.outs;
+            scratch.row.resize(outs, 0.0);
+            worker.parallel_for(self.starts.len() - 1, |text| {
+                // SAFETY: an earlier phase wrote the row, and only this index uses it (see `Pass`).
+                let row = unsafe { self.pooled.write(text * stride, outs) };
+                norm.apply(self.isa, self.config.norm_eps, row, &mut scratch.row);
+                row.copy_from_slice(&scratch.row);
+            });
+        }
     }
 }

@@ -89,8 +89,8 @@ fn encoder_of(isa: Isa, threads: usize, pooling: Pooling, classifies: bool, caus
         ropes: vec![Rope { frequencies: vec![1.0, 0.3, 0.1], scale: 1.0 }],
         longest: POSITIONS,
     };
-    let wide = Dense { linear: linear(isa, 8, 64, HIDDEN), activation: DenseActivation::Tanh };
-    let labels = Dense { linear: linear(isa, 10, LABELS, 64), activation: DenseActivation::Identity };
+    let wide = Dense { linear: linear(isa, 8, 64, HIDDEN), activation: DenseActivation::Tanh, norm: Some(norm(16, 64)) };
+    let labels = Dense { linear: linear(isa, 10, LABELS, 64), activation: DenseActivation::Identity, norm: None };
     let dense = if classifies { vec![wide, labels] } else { vec![] };
     let head = Head { norm: Some(norm(12, HIDDEN)), pooling, dense, normalized: !classifies };
     Encoder::new(ThreadPool::new(threads).expect("threads"), config, embeddings, blocks, head).expect("all fits")
