@@ -93,12 +93,18 @@ compile-sample: $(VENV)/.developing ## compile a sample of them, and launch some
 	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest $(COMPILE_TESTS) $(LAUNCH_TESTS) $(ARGS)
 
 .PHONY: check
-check: $(VENV)/.developing ## formatting, lints and types of both languages
+check: check-rust check-python ## formatting, lints and types of both languages
+
+.PHONY: check-rust
+check-rust:
 	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+
+.PHONY: check-python
+check-python: $(VENV)/.developing
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	cargo clippy --workspace --all-targets -- -D warnings
 
 .PHONY: format
 format: $(VENV)/.developing ## format all sources
@@ -181,5 +187,5 @@ $(VENV)/.installed: $(BIN)/python $(SOURCES) packaging/cpu_wheel.py
 $(VENV)/.developing: $(BIN)/python $(RUST)
 	$(NEEDS_RUST)
 	$(BIN)/pip uninstall --quiet --quiet --disable-pip-version-check --yes chairlift-cpu
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
 	touch $@
