@@ -18,6 +18,7 @@ pub(super) const fn most_rows<S: Simd>() -> usize {
 
 /// Dot products of `R` queries with the keys in [`VECTORS`] registers, whose cells are `step` apart. Row by row they go to `scores`.
 #[inline(always)]
+#[allow(clippy::needless_range_loop)] // An iterator's closures would lack the kernel's target features.
 pub(super) unsafe fn products<S: Simd, C: Cell, const R: usize>(
     s: S,
     query: *const f32,
@@ -124,6 +125,7 @@ pub(super) struct Weighted<'a, C> {
 impl<C: Cell> Weighted<'_, C> {
     /// Adds to the sums of `R` rows, in the `V` registers of dimensions that start at `d`.
     #[inline(always)]
+    #[allow(clippy::needless_range_loop)]
     pub(super) unsafe fn add<S: Simd, const R: usize, const V: usize>(&self, s: S, d: usize) {
         // SAFETY: the caller guarantees it.
         unsafe {
