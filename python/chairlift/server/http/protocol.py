@@ -95,6 +95,10 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+_ENDED = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]  # h11 does not list it
+"""States of a client whose request has arrived. It is the second if the client proposes another protocol, which no answer accepts."""
+
+
 class _Connection(h11.Connection):
     """h11's connection state. Chunks of a response body bypass h11, because a stream sends one for each token."""
 
@@ -245,11 +249,12 @@ class HttpProtocol(H11Protocol):
             self._begin_request()
         super().data_received(data)
         theirs, ours = self.conn.their_state, self.conn.our_state
-        ahead = len(self.conn.trailing_data[0]) if theirs in (h11.IDLE, h11.DONE) else 0
-        if before is h11.SEND_BODY and theirs is h11.DONE and ahead:
+        ended = theirs in _ENDED
+        ahead = len(self.conn.trailing_data[0]) if ended or theirs is h11.IDLE else 0
+        if before is h11.SEND_BODY and ended and ahead:
             self._begin_request()  # a pipelined request follows the body
         self._set_header_timer((theirs is h11.IDLE and ahead > 0) or (theirs is h11.SEND_BODY and ours is h11.DONE))
-        if theirs is h11.DONE and ahead < MAX_PIPELINED_BYTES:
+        if ended and ahead < MAX_PIPELINED_BYTES:
             self.flow.resume_reading()  # uvicorn pauses reading at a pipelined request and would miss a disconnect
         self._update_state()
 

@@ -45,8 +45,9 @@ class ResponsesTool(BaseModel):
     format: dict[str, Any] | None = None
 
     def response_tool(self) -> dict[str, Any]:
-        """Converts to a response's tool."""
-        return self.model_dump(exclude={"format", "tools"}) if self.type == "function" else self.model_dump(exclude_unset=True)
+        """Converts to a response's tool. Its schema, which may be large, is not copied."""
+        left_out = {"format", "tools"} if self.type == "function" else type(self).model_fields.keys() - self.model_fields_set
+        return {name: value for name, value in self if name not in left_out}
 
     def chat_tools(self) -> list[dict[str, Any]]:
         """Converts to a chat request's tools."""
@@ -60,6 +61,11 @@ class ToolOrNamespace(ResponsesTool):
     """A tool, or a namespace of tools: so Codex sends those of MCP servers."""
 
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+    def response_tool(self) -> dict[str, Any]:
+        """Converts to a response's tool."""
+        tool = super().response_tool()
+        return tool | {"tools": [one.response_tool() for one in tool["tools"]]} if tool.get("tools") else tool
 
     def chat_tools(self) -> list[dict[str, Any]]:
         """Converts to a chat request's tools: those of a namespace are one each, with both names."""

@@ -1,7 +1,7 @@
 //! Compares adapters with merged weights.
 
 use super::*;
-use crate::{Adapter, LowRank, Update};
+use crate::lora::{Adapter, LowRank, Update};
 
 /// The update of one tensor: the bytes of A [rank, ins] and B [outs, rank].
 struct Delta {
