@@ -82,8 +82,8 @@ COMPILE_TESTS := $(addprefix tests/kernels/test_compile_,attention.py layers.py 
 LAUNCH_TESTS := $(addprefix tests/kernels/test_,cached_launch.py sampling_launch.py compile_watch.py) tests/runner/test_launcher.py
 
 .PHONY: compile-gate
-compile-gate: $(VENV)/.developing ## compile the GPU kernels for all head sizes, dtypes and devices and check the result (no GPU needed)
-	COMPILE_GATE=full $(BIN)/python -m pytest $(COMPILE_TESTS) $(ARGS)
+compile-gate: $(VENV)/.developing ## compile the GPU kernels for all head sizes, dtypes and devices, run some interpreted, and check the results (no GPU needed)
+	COMPILE_GATE=full $(BIN)/python -m pytest $(COMPILE_TESTS) tests/benches/test_equal_tokens.py $(ARGS)
 
 .PHONY: compile-sample
 compile-sample: OTHER = $(abspath $(VENV))/triton-$(or $(TRITON),newest)

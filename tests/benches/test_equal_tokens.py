@@ -1,20 +1,24 @@
 """Rust, torch and the Triton kernels give the default model's greedy tokens."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model_dir")]
 
+WAYS = ("rust", "torch", "kernels") if os.environ.get("COMPILE_GATE") == "full" else ("rust", "torch")
+"""The interpreter of the kernels takes a minute of CPU time for three tokens: `make compile-gate` runs it."""
+
 
 def test_tokens_are_equal_from_rust_torch_and_the_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason="Triton is not made for this platform")
+    if "kernels" in WAYS:
+        pytest.importorskip("triton", reason="Triton is not made for this platform")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benches"))
     import equal_tokens
 
     from chairlift.config import DEFAULT_MODEL
 
-    prompts = equal_tokens.PROMPTS[:1]
-    found = {way: equal_tokens.tokens(DEFAULT_MODEL, way, prompts, 3) for way in equal_tokens.WAYS}
+    found = {way: equal_tokens.tokens(DEFAULT_MODEL, way, equal_tokens.PROMPTS[:1], 3) for way in WAYS}
     assert [len(ids) for ids in found["rust"]] == [3]
-    assert found["rust"] == found["torch"] == found["kernels"]
+    assert all(tokens == found["rust"] for tokens in found.values())
