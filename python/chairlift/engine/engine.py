@@ -351,7 +351,12 @@ class Engine:
         cached, dropped = self._scheduler.take_cache_changes()
         ended, starved_tags = [*expired, *outputs.ended, *starved], [timeline["tag"] for timeline in starved]
         return StepOutputs(
-            *(outputs.tags, outputs.tokens, outputs.finishes, logprobs, started, ended),
+            outputs.tags,
+            outputs.tokens,
+            outputs.finishes,
+            logprobs,
+            started,
+            ended,
             details=details,
             prompts=sampled.prompts,
             starved=starved_tags,

@@ -157,6 +157,11 @@ class ChatRequest(GenerationRequest):
             return super().params(defaults)
 
 
+def media_note(kind: str) -> str:
+    """Returns what stands for an image or a file in a tool's result, which no client can take out of the conversation again."""
+    return f"[{kind}: this model reads only text]"
+
+
 @contextlib.contextmanager
 def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     """Renames the chat fields in an InvalidRequest to the `names` of the API that the client used."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest, brief
-from chairlift.server.chat.request import MAX_ID, MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed_fields
+from chairlift.server.chat.request import MAX_ID, MAX_MESSAGES, MAX_TOOLS, ChatRequest, media_note, renamed_fields
 from chairlift.server.schema.fields import GenerationParams
 
 _BLOCKS = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})]
@@ -235,14 +235,14 @@ def _user_messages(content: object, where: str) -> list[dict[str, Any]]:
 
 
 def _result(content: object, where: str) -> str:
-    """Returns a tool's result as text, which names what the model cannot read: no client can take it out of the conversation again."""
+    """Returns a tool's result as text, with notes on what the model cannot read."""
     if not isinstance(content, list):
         return _text(content, where)
     texts = []
     for index, block in enumerate(content):
         match block:
             case {"type": "image" as kind} | {"type": "document" as kind, "source": {"type": "base64" | "url" | "file"}}:
-                texts.append(f"[{kind}: this model reads only text]")
+                texts.append(media_note(kind))
             case _:
                 texts.append(_block(block, f"{where}[{index}]"))
     return "\n".join(texts)

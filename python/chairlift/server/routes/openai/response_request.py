@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest, brief
-from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, PromptCacheOptions, renamed_fields
+from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, PromptCacheOptions, media_note, renamed_fields
 from chairlift.server.schema.fields import GenerationParams, ServiceTier
 
 FIELD_NAMES = {
@@ -257,14 +257,14 @@ def _text(content: object, where: str) -> str:
 
 
 def _result(output: object, where: str) -> str:
-    """Returns a tool's output as text, which names what the model cannot read: no client can take it out of the conversation again."""
+    """Returns a tool's output as text, with notes on what the model cannot read."""
     if not isinstance(output, list):
         return _text(output, where)
     texts = []
     for index, part in enumerate(output):
         match part:
             case {"type": "input_image" | "input_file" as kind}:
-                texts.append(f"[{kind.removeprefix('input_')}: this model reads only text]")
+                texts.append(media_note(kind.removeprefix("input_")))
             case _:
                 texts.append(_part(part, f"{where}[{index}]"))
     return "\n".join(texts)
