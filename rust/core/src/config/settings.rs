@@ -3,10 +3,11 @@
 use super::{Batching, Config, Reservation, SessionTurns};
 use crate::error::ConfigError;
 use crate::policy::{POLICIES, Policy};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 /// The value of a setting.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Value {
     /// No limit, or a default that depends on other settings.
     Unset,

@@ -1,7 +1,8 @@
 //! Reads a journal while it is being written.
 
 use super::format::{Frames, JournalError};
-use super::parsed::{Call, EndedRequest, ParsedJournal, Progress};
+use super::parsed::{ParsedJournal, Progress};
+use super::record::{Call, EndedRequest};
 use crate::request::{ArrivalNumber, Time};
 
 /// A journal read piece by piece. It keeps what the latest pieces say, and forgets what its owner has taken.

@@ -8,11 +8,13 @@
 mod follower;
 mod format;
 mod parsed;
+mod record;
 mod recorder;
 mod replay;
 
 pub use follower::Follower;
 pub use format::JournalError;
-pub use parsed::{Arrival, Call, EndedRequest, ParsedJournal, STOP, Sampled};
+pub use parsed::{Arrival, ParsedJournal, STOP};
+pub use record::{Call, EndedRequest, Sampled};
 pub use recorder::Recorder;
 pub use replay::{Event, Replayed, Timing};

@@ -2,11 +2,11 @@
 //!
 //! A journal has no tokens. The parser generates tokens that are equal exactly where the names of full blocks are equal.
 
-use super::format::{Frame, Frames, JournalError, Kind, REASONS, Reader, SEED, fold};
+use super::format::{Frame, Frames, JournalError, SEED, fold};
+use super::record::{Added, Call, EndedRequest, Record, Sampled};
 use crate::config::Config;
-use crate::request::{ArrivalNumber, FinishReason, Preparation, Request, Resumed, SessionEvent, Tier, Time, Token};
-use crate::step::DraftSource;
-use crate::step_time::{COEFFICIENTS, StepModel};
+use crate::request::{ArrivalNumber, FinishReason, Request, Resumed, Time, Token};
+use crate::step_time::StepModel;
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
@@ -14,95 +14,6 @@ use std::sync::Arc;
 pub const STOP: Token = 0;
 /// The token that stands for a rejected drafted token. Generated tokens never equal it.
 const REJECTED: Token = i32::MAX as Token;
-
-/// One recorded call of the scheduler.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Call {
-    /// A request was added.
-    Add(Arc<Arrival>),
-    /// A request's preparation was done.
-    Prepare {
-        /// The request's arrival number.
-        arrival_number: ArrivalNumber,
-        /// The preparation that it waits for then.
-        next: Option<Preparation>,
-    },
-    /// A request was forked.
-    Fork {
-        /// Arrival number of the parent.
-        parent: ArrivalNumber,
-        /// The fork's tag.
-        tag: u64,
-    },
-    /// A held sequence was opened for this tenant.
-    Open(Arc<str>),
-    /// A held sequence, given by its number, was forked.
-    ForkHeld(u64),
-    /// A held sequence, given by its number, was dropped.
-    DropHeld(u64),
-    /// The KV of blocks with these names was read from storage.
-    Restore(Vec<u64>),
-    /// A request was moved to another class.
-    SetPriority {
-        /// The request's arrival number.
-        arrival_number: ArrivalNumber,
-        /// The new class.
-        priority: i32,
-    },
-    /// The caller ended a request.
-    End {
-        /// The request's arrival number.
-        arrival_number: ArrivalNumber,
-        /// The reason that the caller gave.
-        reason: FinishReason,
-    },
-    /// A tenant was charged for its service at other engines.
-    ChargeExternal {
-        /// The tenant.
-        tenant: Arc<str>,
-        /// Microseconds of engine time.
-        us: Time,
-    },
-    /// A tenant said something of one of its sessions.
-    NoteSession {
-        /// The tenant.
-        tenant: Arc<str>,
-        /// The session.
-        session: Arc<str>,
-        /// What it said.
-        event: SessionEvent,
-    },
-    /// The limit of blocks with memory was set.
-    SetBlockLimit(u32),
-    /// The queue was closed or opened.
-    CloseQueue(bool),
-    /// Deadlines were checked.
-    Expire,
-    /// Tokens were drafted for a sequence.
-    Draft {
-        /// The request's arrival number.
-        arrival_number: ArrivalNumber,
-        /// Number of drafted tokens.
-        tokens: u32,
-        /// Number of accepted tokens.
-        accepted: u32,
-        /// Where they came from.
-        source: DraftSource,
-    },
-    /// A step was planned. Contains the hash of all decisions so far.
-    Plan(u64),
-    /// A step was committed.
-    Commit(Sampled),
-}
-
-/// The journal's record of the tokens of a step.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Sampled {
-    /// Tags of the requests that ended for a reason other than length, and whether the reason was an error.
-    pub ended: Vec<(u64, bool)>,
-    /// Requests with drafted tokens, and the number of new tokens of each.
-    pub drafted: Vec<(ArrivalNumber, u32)>,
-}
 
 /// A recorded request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -119,25 +30,6 @@ pub struct Arrival {
     pub continues: Option<(u64, u32)>,
 }
 
-/// What a request had when it ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct EndedRequest {
-    /// The request's tag.
-    pub tag: u64,
-    /// When it ended.
-    pub time: Time,
-    /// Why it ended.
-    pub finish: FinishReason,
-    /// Generated tokens.
-    pub output_tokens: u32,
-    /// Prompt tokens that were cached when the request was first admitted.
-    pub cached_tokens: u32,
-    /// Number of preemptions.
-    pub preemptions: u32,
-    /// When its first token was committed.
-    pub first_token: Option<Time>,
-}
-
 /// A parsed journal.
 #[derive(Clone, Debug)]
 pub struct ParsedJournal {
@@ -145,9 +37,9 @@ pub struct ParsedJournal {
     pub config: Config,
     /// The calls with their times, in order.
     pub calls: Vec<(Time, Call)>,
-    /// Requests that ended, in that order. Older versions did not record them.
+    /// Requests that ended, in that order.
     pub ended: Vec<EndedRequest>,
-    /// The last recorded step-time model. Older versions did not record it.
+    /// The last recorded step-time model.
     pub step_model: Option<StepModel>,
     /// Names of full blocks, by request and block number.
     names: FxHashMap<(ArrivalNumber, u32), u64>,
@@ -164,14 +56,8 @@ pub(super) struct Progress {
     arrivals: ArrivalNumber,
     /// Held sequences opened so far.
     opened: u64,
-    /// What the next added request continues.
-    continues: Option<(u64, u32)>,
     /// Calls with drafts that are not committed yet.
     drafts: FxHashMap<ArrivalNumber, usize>,
-    /// Answered tokens of the next request, if it is resumed.
-    answered: Option<u32>,
-    /// The next request's tier.
-    tier: Tier,
 }
 
 impl Progress {
@@ -206,11 +92,14 @@ impl ParsedJournal {
                     self.truncated = true;
                     return Ok(position);
                 }
-                Frame::Records(mut reader, at) => {
-                    while reader.has_more() {
-                        let from = at + reader.at();
-                        let kind = reader.byte().and_then(Kind::of).ok_or(JournalError::Damaged(from))?;
-                        self.read_record(kind, &mut reader, progress).ok_or(JournalError::Damaged(from))?;
+                Frame::Records(records, at) => {
+                    let mut rest = records;
+                    while !rest.is_empty() {
+                        let damaged = JournalError::Damaged(at + records.len() - rest.len());
+                        let Ok(((since, record), after)) = postcard::take_from_bytes::<(Time, Record)>(rest) else { return Err(damaged) };
+                        progress.now = progress.now.wrapping_add(since);
+                        self.read_record(record, progress).ok_or(damaged)?;
+                        rest = after;
                     }
                 }
             }
@@ -225,121 +114,80 @@ impl ParsedJournal {
         }
     }
 
-    fn read_record(&mut self, kind: Kind, reader: &mut Reader<'_>, progress: &mut Progress) -> Option<()> {
-        if kind == Kind::Name {
-            let key = (reader.number()?, reader.small()?);
-            self.names.insert(key, reader.word()?);
-            return Some(());
-        }
-        if kind == Kind::Resumed {
-            progress.answered = Some(reader.small()?);
-            return Some(());
-        }
-        if kind == Kind::Tier {
-            progress.tier = Tier::NAMES.get(usize::try_from(reader.number()?).ok()?)?.0;
-            return Some(());
-        }
-        if kind == Kind::Append {
-            let number = reader.number().filter(|number| *number < progress.opened)?;
-            progress.continues = Some((number, reader.small()?));
-            return Some(());
-        }
-        if kind == Kind::StepModel {
-            let mut coefficients = [0.0; COEFFICIENTS];
-            for coefficient in &mut coefficients {
-                *coefficient = Some(f64::from_bits(reader.word()?)).filter(|number| number.is_finite())?;
+    /// Takes a record. Returns `None` for one that no scheduler writes.
+    fn read_record(&mut self, record: Record, progress: &mut Progress) -> Option<()> {
+        let call = match record {
+            Record::Name { arrival_number, block, name } => {
+                self.names.insert((arrival_number, block), name);
+                return Some(());
             }
-            self.step_model = Some(StepModel::known(self.config.experts, coefficients));
-            return Some(());
-        }
-        if !matches!(kind, Kind::Draft | Kind::ExternalService) {
-            progress.now = progress.now.wrapping_add(reader.number()?);
-        }
-        if kind == Kind::Ended {
-            self.ended.push(read_ended(reader, progress.now)?);
-            return Some(());
-        }
-        let (arrivals, opened) = (progress.arrivals, progress.opened);
-        let known = |arrival_number: &ArrivalNumber| *arrival_number < arrivals;
-        let held = |number: &u64| *number < opened;
-        let call = match kind {
-            Kind::Add => {
-                let (prompt_tokens, request) = read_add(reader, progress)?;
-                Call::Add(Arc::new(self.read_arrival(prompt_tokens, request, reader, progress)?))
+            Record::Ended(ended) => {
+                self.ended.push(EndedRequest { time: progress.now, ..ended });
+                return Some(());
             }
-            Kind::Request => {
-                let (prompt_tokens, request) = (reader.small()?, Request::from_bytes(reader.bytes()?)?);
-                Call::Add(Arc::new(self.read_arrival(prompt_tokens, request, reader, progress)?))
+            Record::StepModel(coefficients) => {
+                let is_sound = coefficients.iter().all(|number| number.is_finite());
+                self.step_model = is_sound.then(|| StepModel::known(self.config.experts, coefficients));
+                return is_sound.then_some(());
             }
-            Kind::Prepare => {
-                let arrival_number = reader.number().filter(known)?;
-                let next = match reader.number()? {
-                    0 => None,
-                    number => Some(Preparation::NAMES.get(number as usize - 1)?.0),
-                };
-                Call::Prepare { arrival_number, next }
+            Record::Add(added) => Call::Add(Arc::new(self.read_arrival(added, progress)?)),
+            Record::Call(call) => {
+                self.read_call(&call, progress)?;
+                call
             }
-            Kind::Fork => {
-                let (parent, tag) = (reader.number().filter(known)?, reader.number()?);
-                let first = self.parents.get(&parent).copied().unwrap_or(parent);
-                self.parents.insert(progress.arrivals, first);
-                progress.arrivals += 1;
-                Call::Fork { parent, tag }
-            }
-            Kind::End => {
-                let arrival_number = reader.number().filter(known)?;
-                Call::End { arrival_number, reason: *REASONS.get(reader.number()? as usize)? }
-            }
-            Kind::Open => {
-                progress.opened += 1;
-                Call::Open(reader.text()?.into())
-            }
-            Kind::ForkAt => {
-                progress.opened += 1;
-                Call::ForkHeld(reader.number().filter(held)?)
-            }
-            Kind::Drop => Call::DropHeld(reader.number().filter(held)?),
-            Kind::SetPriority => Call::SetPriority { arrival_number: reader.number().filter(known)?, priority: reader.signed()? },
-            Kind::Restore => {
-                let count = reader.number()?;
-                Call::Restore((0..count).map(|_| reader.word()).collect::<Option<_>>()?)
-            }
-            Kind::ExternalService => Call::ChargeExternal { tenant: reader.text()?.into(), us: reader.number()? },
-            Kind::Session => {
-                let (tenant, session) = (reader.text()?.into(), reader.text()?.into());
-                let event = SessionEvent::NAMES.get(usize::try_from(reader.number()?).ok()?)?.0;
-                Call::NoteSession { tenant, session, event }
-            }
-            Kind::BlockLimit => Call::SetBlockLimit(reader.small()?),
-            Kind::CloseQueue => Call::CloseQueue(reader.number()? > 0),
-            Kind::Expire => Call::Expire,
-            Kind::Draft => {
-                let (arrival_number, tokens, source) = (reader.number().filter(known)?, reader.small()?, DraftSource::of(reader.small()?));
-                progress.drafts.insert(arrival_number, self.calls.len());
-                Call::Draft { arrival_number, tokens, accepted: 0, source }
-            }
-            Kind::Plan => Call::Plan(reader.word()?),
-            Kind::Commit => Call::Commit(self.read_commit(reader, progress)?),
-            _ => return None,
         };
         self.calls.push((progress.now, call));
         Some(())
     }
 
-    /// Reads the names of a request's blocks. Returns `None` for a request that the scheduler refuses.
-    fn read_arrival(&mut self, prompt_tokens: u32, request: Request, reader: &mut Reader<'_>, progress: &mut Progress) -> Option<Arrival> {
+    /// Notes what later records need of a call. Returns `None` if it names what is not there.
+    fn read_call(&mut self, call: &Call, progress: &mut Progress) -> Option<()> {
+        let known = |arrival_number: u64| (arrival_number < progress.arrivals).then_some(());
+        let held = |number: u64| (number < progress.opened).then_some(());
+        match call {
+            Call::Prepare { arrival_number, .. } | Call::SetPriority { arrival_number, .. } => known(*arrival_number)?,
+            Call::End { arrival_number, reason } => {
+                known(*arrival_number)?;
+                matches!(reason, FinishReason::Abort | FinishReason::Stop | FinishReason::Error).then_some(())?;
+            }
+            Call::Fork { parent, .. } => {
+                known(*parent)?;
+                let first = self.parents.get(parent).copied().unwrap_or(*parent);
+                self.parents.insert(progress.arrivals, first);
+                progress.arrivals += 1;
+            }
+            Call::Open(_) => progress.opened += 1,
+            Call::ForkHeld(number) => {
+                held(*number)?;
+                progress.opened += 1;
+            }
+            Call::DropHeld(number) => held(*number)?,
+            Call::Draft { arrival_number, .. } => {
+                known(*arrival_number)?;
+                progress.drafts.insert(*arrival_number, self.calls.len());
+            }
+            Call::Commit(sampled) => self.note_accepted(sampled, progress),
+            _ => {}
+        }
+        Some(())
+    }
+
+    /// Reads a request. Returns `None` for one that the scheduler refuses.
+    fn read_arrival(&mut self, added: Added, progress: &mut Progress) -> Option<Arrival> {
         let (time, arrival_number) = (progress.now, progress.arrivals);
-        let resumed = progress.answered.take();
-        let answered = resumed.unwrap_or(0);
+        let Added { prompt_tokens, answered: resumed, continues, request, names } = added;
+        let (request, answered) = (Request::from_bytes(&request)?, resumed.unwrap_or(0));
         let longest = u64::from(prompt_tokens) + u64::from(request.max_new_tokens);
         if prompt_tokens == 0 || request.max_new_tokens <= answered || longest > self.config.max_model_len.into() {
             return None;
         }
         let prompt_tokens = prompt_tokens + answered;
-        for block in 0..prompt_tokens / self.config.block_size {
-            let name = reader.word()?;
-            self.names.insert((arrival_number, block), name);
+        if names.len() as u64 != u64::from(prompt_tokens / self.config.block_size)
+            || continues.is_some_and(|(held, _)| held >= progress.opened)
+        {
+            return None;
         }
+        self.names.extend(names.into_iter().zip(0..).map(|(name, block)| ((arrival_number, block), name)));
         progress.arrivals += 1;
         let request = Request {
             stop: vec![STOP],
@@ -354,24 +202,17 @@ impl ParsedJournal {
             }),
             ..request
         };
-        Some(Arrival { time, arrival_number, prompt_tokens, request, continues: progress.continues.take() })
+        Some(Arrival { time, arrival_number, prompt_tokens, request, continues })
     }
 
-    fn read_commit(&mut self, reader: &mut Reader<'_>, progress: &mut Progress) -> Option<Sampled> {
-        let mut sampled = Sampled::default();
-        for _ in 0..reader.number()? {
-            sampled.ended.push((reader.number()?, reader.number()? == 1));
-        }
-        for _ in 0..reader.number()? {
-            let (arrival_number, given) = (reader.number()?, reader.small()?);
-            sampled.drafted.push((arrival_number, given));
-            // The number of accepted drafted tokens is known only now.
-            let draft = progress.drafts.remove(&arrival_number).and_then(|at| self.calls.get_mut(at));
+    /// Notes how many tokens of earlier drafts a step accepted.
+    fn note_accepted(&mut self, sampled: &Sampled, progress: &mut Progress) {
+        for (arrival_number, given) in &sampled.drafted {
+            let draft = progress.drafts.remove(arrival_number).and_then(|at| self.calls.get_mut(at));
             if let Some((_, Call::Draft { accepted, .. })) = draft {
                 *accepted = given.saturating_sub(1);
             }
         }
-        Some(sampled)
     }
 
     /// The earliest time of a call. 0 if there are no calls.
@@ -412,27 +253,6 @@ impl ParsedJournal {
     pub(crate) fn draft(&self, arrival_number: ArrivalNumber, position: u32, tokens: u32, accepted: u32) -> Vec<Token> {
         (0..tokens).map(|at| if at < accepted { self.token(arrival_number, position + at) } else { REJECTED }).collect()
     }
-}
-
-/// The rest of a [`Kind::Ended`].
-fn read_ended(reader: &mut Reader<'_>, time: Time) -> Option<EndedRequest> {
-    let (tag, finish) = (reader.number()?, FinishReason::NAMES.get(usize::try_from(reader.number()?).ok()?)?.0);
-    let (output_tokens, cached_tokens, preemptions) = (reader.small()?, reader.small()?, reader.small()?);
-    let first_token = reader.number()?.checked_sub(1).map(|since| time.saturating_sub(since));
-    Some(EndedRequest { tag, time, finish, output_tokens, cached_tokens, preemptions, first_token })
-}
-
-/// The prompt tokens and the fields of a [`Kind::Add`].
-fn read_add(reader: &mut Reader<'_>, progress: &mut Progress) -> Option<(u32, Request)> {
-    let (tag, prompt_tokens, max_new_tokens) = (reader.number()?, reader.small()?, reader.small()?);
-    let (priority, weight) = (reader.signed()?, reader.small()?);
-    let after = |value: u64| (value > 0).then(|| progress.now.saturating_add(value - 1));
-    let (deadline, ttft_deadline) = (after(reader.number()?), after(reader.number()?));
-    let predicted_tokens = reader.small()?.checked_sub(1);
-    let (tenant, tier) = (reader.text()?.into(), std::mem::take(&mut progress.tier));
-    let fields =
-        Request { tag, max_new_tokens, priority, tier, tenant, weight, deadline, ttft_deadline, predicted_tokens, ..Request::default() };
-    Some((prompt_tokens, fields))
 }
 
 fn token_of(hash: u64) -> Token {

@@ -1,10 +1,11 @@
 //! Records the calls of a scheduler.
 
-use super::format::{Kind, REASONS, Writer, zigzag};
+use super::format::Writer;
+use super::record::{Added, Call, EndedRequest, Record, Sampled};
 use crate::batch::Outputs;
 use crate::error::Rejected;
 use crate::ledger::{Snapshot, Timeline, TimelineState};
-use crate::memory::{BlockId, CacheChanges, Restored};
+use crate::memory::{BlockHash, BlockId, CacheChanges, Restored};
 use crate::request::{ArrivalNumber, CacheScope, FinishReason, HeldId, Preparation, Request, SeqId, SessionEvent, Time, Token};
 use crate::scheduler::Scheduler;
 use crate::sequence::Spec;
@@ -63,23 +64,28 @@ impl Recorder {
         }
     }
 
+    /// Records a call before it is made, if recording is on.
+    fn record(&mut self, now: Time, call: impl FnOnce(&mut Scheduler) -> Call) {
+        if let Some(journal) = &mut self.journal {
+            journal.record(now, &Record::Call(call(&mut self.scheduler)));
+        }
+    }
+
     /// See [`Scheduler::add`].
     pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
         let id = self.scheduler.add(request, now)?;
         if let Some(journal) = &mut self.journal {
             let seq = self.scheduler.sequence(id).expect("it was just added");
-            let (request, prompt_len) = (seq.request(), seq.spec().prompt_len);
-            if let Some(continues) = request.continues {
-                let number = self.scheduler.held_number(continues.held).expect("it was added to a held sequence");
-                journal.note(Kind::Append).number(number).number(continues.tokens.into());
-            }
-            if let Some(resumed) = request.resumed {
-                journal.note(Kind::Resumed).number(resumed.answered.into());
-            }
-            journal.call(Kind::Request, now).number(prompt_len.into()).bytes(&request.to_bytes());
-            self.scheduler.block_names(seq, 0).for_each(|name| {
-                journal.name(name);
-            });
+            let request = seq.request();
+            let held = |held| self.scheduler.held_number(held).expect("it was added to a held sequence");
+            let added = Added {
+                prompt_tokens: seq.spec().prompt_len,
+                answered: request.resumed.map(|resumed| resumed.answered),
+                continues: request.continues.map(|continues| (held(continues.held), continues.tokens)),
+                request: request.to_bytes(),
+                names: self.scheduler.block_names(seq, 0).map(BlockHash::to_bits).collect(),
+            };
+            journal.record(now, &Record::Add(added));
         }
         Ok(id)
     }
@@ -87,10 +93,8 @@ impl Recorder {
     /// See [`Scheduler::prepare`].
     pub fn prepare(&mut self, id: SeqId, next: Option<Preparation>, now: Time) -> bool {
         let Some(seq) = self.scheduler.sequence(id).filter(|seq| seq.preparation().is_some()) else { return false };
-        if let Some(journal) = &mut self.journal {
-            let next = next.map_or(0, |next| 1 + next as u64);
-            journal.call(Kind::Prepare, now).number(seq.spec().arrival_number).number(next);
-        }
+        let arrival_number = seq.spec().arrival_number;
+        self.record(now, |_| Call::Prepare { arrival_number, next });
         self.scheduler.prepare(id, next, now)
     }
 
@@ -98,35 +102,31 @@ impl Recorder {
     pub fn fork(&mut self, parent: SeqId, tag: u64, now: Time) -> Option<SeqId> {
         let arrival_number = self.scheduler.sequence(parent)?.spec().arrival_number;
         let id = self.scheduler.fork(parent, tag, now)?;
-        if let Some(journal) = &mut self.journal {
-            journal.call(Kind::Fork, now).number(arrival_number).number(tag);
-        }
+        self.record(now, |_| Call::Fork { parent: arrival_number, tag });
         Some(id)
     }
 
     /// See [`Scheduler::open`].
     pub fn open(&mut self, tenant: &Arc<str>, scope: &Arc<CacheScope>, now: Time) -> HeldId {
-        if let Some(journal) = &mut self.journal {
-            journal.call(Kind::Open, now).text(tenant);
-        }
+        self.record(now, |_| Call::Open(tenant.clone()));
         self.scheduler.open(tenant, scope, now)
     }
 
     /// See [`Scheduler::fork_held`].
     pub fn fork_held(&mut self, id: HeldId, now: Time) -> Option<HeldId> {
-        self.record_held(Kind::ForkAt, id, now);
+        self.record_held(Call::ForkHeld, id, now);
         self.scheduler.fork_held(id, now)
     }
 
     /// See [`Scheduler::drop_held`].
     pub fn drop_held(&mut self, id: HeldId, now: Time) -> bool {
-        self.record_held(Kind::Drop, id, now);
+        self.record_held(Call::DropHeld, id, now);
         self.scheduler.drop_held(id, now)
     }
 
-    fn record_held(&mut self, kind: Kind, id: HeldId, now: Time) {
-        if let (Some(journal), Some(number)) = (&mut self.journal, self.scheduler.held_number(id)) {
-            journal.call(kind, now).number(number);
+    fn record_held(&mut self, call: impl FnOnce(u64) -> Call, id: HeldId, now: Time) {
+        if let Some(number) = self.scheduler.held_number(id) {
+            self.record(now, |_| call(number));
         }
     }
 
@@ -137,54 +137,41 @@ impl Recorder {
 
     /// See [`Scheduler::restore`].
     pub fn restore(&mut self, group: &str, tokens: &[Token], now: Time) -> Restored {
-        if let Some(journal) = &mut self.journal {
-            let names = self.scheduler.restored_names(group, tokens);
-            journal.call(Kind::Restore, now).number(names.len() as u64);
-            for name in names {
-                journal.name(name);
-            }
-        }
+        self.record(now, |scheduler| Call::Restore(scheduler.restored_names(group, tokens).into_iter().map(BlockHash::to_bits).collect()));
         self.scheduler.restore(group, tokens, now)
     }
 
     /// See [`Scheduler::set_priority`].
     pub fn set_priority(&mut self, id: SeqId, priority: i32, now: Time) -> bool {
         let Some(seq) = self.scheduler.sequence(id) else { return false };
-        if let Some(journal) = &mut self.journal {
-            journal.call(Kind::SetPriority, now).number(seq.spec().arrival_number).number(zigzag(priority));
-        }
+        let arrival_number = seq.spec().arrival_number;
+        self.record(now, |_| Call::SetPriority { arrival_number, priority });
         self.scheduler.set_priority(id, priority, now)
     }
 
     /// See [`Scheduler::charge_external`].
     pub fn charge_external(&mut self, tenant: &str, us: Time) {
         if let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.rules().takes_turns()) {
-            journal.note(Kind::ExternalService).text(tenant).number(us);
+            journal.note(&Record::Call(Call::ChargeExternal { tenant: tenant.into(), us }));
         }
         self.scheduler.charge_external(tenant, us);
     }
 
     /// See [`Scheduler::note_session`].
     pub fn note_session(&mut self, tenant: &str, session: &Arc<str>, event: SessionEvent, now: Time) -> bool {
-        if let Some(journal) = &mut self.journal {
-            journal.call(Kind::Session, now).text(tenant).text(session).number(event as u64);
-        }
+        self.record(now, |_| Call::NoteSession { tenant: tenant.into(), session: session.clone(), event });
         self.scheduler.note_session(tenant, session, event, now)
     }
 
     /// See [`Scheduler::set_block_limit`].
     pub fn set_block_limit(&mut self, blocks: u32, now: Time) -> u32 {
-        if let Some(journal) = &mut self.journal {
-            journal.call(Kind::BlockLimit, now).number(blocks.into());
-        }
+        self.record(now, |_| Call::SetBlockLimit(blocks));
         self.scheduler.set_block_limit(blocks, now)
     }
 
     /// See [`Scheduler::close_queue`].
     pub fn close_queue(&mut self, closed: bool, now: Time) {
-        if let Some(journal) = &mut self.journal {
-            journal.call(Kind::CloseQueue, now).number(closed.into());
-        }
+        self.record(now, |_| Call::CloseQueue(closed));
         self.scheduler.close_queue(closed, now);
     }
 
@@ -235,11 +222,8 @@ impl Recorder {
 
     fn end(&mut self, id: SeqId, reason: FinishReason, now: Time) -> bool {
         let Some(seq) = self.scheduler.sequence(id) else { return false };
-        if let Some(journal) = &mut self.journal {
-            let code = REASONS.iter().position(|&known| known == reason).expect("a caller's reason");
-            journal.call(Kind::End, now).number(seq.spec().arrival_number).number(code as u64);
-        }
-        let tag = seq.spec().tag;
+        let Spec { arrival_number, tag, .. } = *seq.spec();
+        self.record(now, |_| Call::End { arrival_number, reason });
         let ended = self.scheduler.end(id, reason, now);
         if let Some(timeline) = self.journal.is_some().then(|| self.scheduler.explain(tag)).flatten() {
             self.record_ended(now, &[timeline]);
@@ -251,17 +235,23 @@ impl Recorder {
     fn record_ended(&mut self, now: Time, ended: &[Timeline]) {
         let Some(journal) = &mut self.journal else { return };
         for timeline in ended {
-            let code = timeline.finish.expect("it has ended") as u64;
-            let since_first = timeline.first_token.map_or(0, |first| 1 + timeline.ended - first);
-            journal.call(Kind::Ended, now).number(timeline.tag).number(code).number(timeline.output_tokens.into());
-            journal.number(timeline.cached_tokens.into()).number(timeline.preemptions.into()).number(since_first);
+            let ended = EndedRequest {
+                tag: timeline.tag,
+                time: now,
+                finish: timeline.finish.expect("it has ended"),
+                output_tokens: timeline.output_tokens,
+                cached_tokens: timeline.cached_tokens,
+                preemptions: timeline.preemptions,
+                first_token: timeline.first_token,
+            };
+            journal.record(now, &Record::Ended(ended));
         }
     }
 
     /// See [`Scheduler::expire`].
     pub fn expire(&mut self, now: Time, ended: &mut Vec<Timeline>) {
-        if let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.has_due(now)) {
-            journal.call(Kind::Expire, now);
+        if self.scheduler.has_due(now) {
+            self.record(now, |_| Call::Expire);
         }
         let before = ended.len();
         self.scheduler.expire(now, ended);
@@ -273,7 +263,8 @@ impl Recorder {
         let taken = self.scheduler.draft(id, tokens);
         if let Some(journal) = self.journal.as_mut().filter(|_| taken) {
             let seq = self.scheduler.sequence(id).expect("it took the draft");
-            journal.note(Kind::Draft).number(seq.spec().arrival_number).number(seq.draft().len() as u64).number(source.code().into());
+            let (arrival_number, tokens) = (seq.spec().arrival_number, seq.draft().len() as u32);
+            journal.note(&Record::Call(Call::Draft { arrival_number, tokens, accepted: 0, source }));
         }
         taken
     }
@@ -342,22 +333,20 @@ impl Recorder {
     /// sequence.
     fn record_commit(&mut self, now: Time, outputs: &Outputs) {
         let Some(journal) = &mut self.journal else { return };
-        let ends = || outputs.ended.iter().filter(|timeline| matches!(timeline.finish, Some(FinishReason::Stop | FinishReason::Error)));
-        journal.call(Kind::Commit, now).number(ends().count() as u64);
-        for timeline in ends() {
-            journal.number(timeline.tag).number(u64::from(timeline.finish == Some(FinishReason::Error)));
-        }
-        let drafted = || self.filling.iter().filter(|filling| filling.drafted);
-        journal.number(drafted().count() as u64);
-        for filling in drafted() {
-            journal.number(filling.arrival_number).number(filling.given as u64);
-        }
+        let ended = outputs.ended.iter().filter_map(|timeline| match timeline.finish {
+            Some(FinishReason::Stop) => Some((timeline.tag, false)),
+            Some(FinishReason::Error) => Some((timeline.tag, true)),
+            _ => None,
+        });
+        let drafted = self.filling.iter().filter(|filling| filling.drafted);
+        let drafted = drafted.map(|filling| (filling.arrival_number, filling.given as u32));
+        journal.record(now, &Record::Call(Call::Commit(Sampled { ended: ended.collect(), drafted: drafted.collect() })));
     }
 
     /// Records the step-time model after `steps` steps, often while it learns most and rarely later.
     fn record_step_model(&mut self, steps: u64) {
         if let Some(journal) = self.journal.as_mut().filter(|_| steps.is_power_of_two() || steps.is_multiple_of(1024)) {
-            journal.step_model(&self.scheduler.model().raw());
+            journal.note(&Record::StepModel(self.scheduler.model().raw()));
         }
     }
 
@@ -369,8 +358,8 @@ impl Recorder {
             let Some(seq) = self.scheduler.sequence(id) else { continue };
             let first = (seq.tokens().len() - given) / self.scheduler.config().block_size as usize;
             // The sequence does not keep these names, because decisions must not depend on the journal.
-            for (name, block) in self.scheduler.block_names(seq, first).zip(first as u64..) {
-                journal.note(Kind::Name).number(arrival_number).number(block).name(name);
+            for (name, block) in self.scheduler.block_names(seq, first).zip(first as u32..) {
+                journal.note(&Record::Name { arrival_number, block, name: name.to_bits() });
             }
         }
     }

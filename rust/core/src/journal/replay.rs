@@ -1,7 +1,8 @@
 //! Replays a journal and checks that every decision is the same.
 
 use super::format::{digest, digest_seed};
-use super::parsed::{Call, ParsedJournal, STOP, Sampled};
+use super::parsed::{ParsedJournal, STOP};
+use super::record::{Call, Sampled};
 use crate::batch::{Output, Outputs};
 use crate::error::ConfigError;
 use crate::ledger::Timeline;

@@ -1,10 +1,12 @@
 //! Drafted tokens: where they come from, and what became of them.
 
+use serde::{Deserialize, Serialize};
+
 /// Maximum number of tokens drafted per sequence and step.
 pub const MAX_DRAFT: usize = 16;
 
 /// Where a draft comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DraftSource {
     /// A match of this many tokens in the sequence itself.
     Text(usize),

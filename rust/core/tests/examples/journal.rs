@@ -172,7 +172,7 @@ fn it_has_every_setting() {
     Recorder::on(Scheduler::new(config).unwrap()).take_journal(&mut bytes);
     assert_eq!(ParsedJournal::read(&bytes).unwrap().config, config);
     let text = String::from_utf8_lossy(&bytes);
-    assert!(text.starts_with("chairlift-journal-3\n") && text.contains("max_model_len") && text.contains("dynamic"), "{text}");
+    assert!(text.starts_with("chairlift-journal-4\n") && text.contains("max_model_len") && text.contains("dynamic"), "{text}");
 }
 
 #[test]
@@ -248,9 +248,9 @@ fn other_versions_and_other_files_are_refused_in_words() {
     let error = |bytes: &[u8]| ParsedJournal::read(bytes).unwrap_err().to_string();
     assert_eq!(error(b"something else"), "this is no journal");
     assert_eq!(error(b""), "this is no journal");
-    let old = "this is a journal of version 1, and only version 3 can be read here: replay it with the chairlift that recorded it";
+    let old = "this is a journal of version 1, and only version 4 can be read here: replay it with the chairlift that recorded it";
     assert_eq!(error(b"chairlift-journal-1\n\x65\x10\x80\x02"), old);
-    assert_eq!(error(b"chairlift-journal-3\n\x65"), "the journal is cut off within its settings: nothing can be replayed");
+    assert_eq!(error(b"chairlift-journal-4\n\x65"), "the journal is cut off within its settings: nothing can be replayed");
 }
 
 #[test]
@@ -262,10 +262,10 @@ fn the_first_decision_that_differs_is_named() {
     assert_eq!(journal.replay().unwrap().differs_at, Some(7));
 }
 
-/// It was recorded when a request had a record of numbers, with tiers, deadlines, forks, drafts, resumed and held requests.
+/// An earlier scheduler made its decisions, with tiers, deadlines, forks, drafts, resumed and held requests.
 #[test]
-fn a_journal_of_an_older_version_replays() {
-    let journal = ParsedJournal::read(include_bytes!("../data/older.journal")).expect("a sound journal");
+fn a_recorded_journal_replays() {
+    let journal = ParsedJournal::read(include_bytes!("../data/recorded.journal")).expect("a sound journal");
     let replayed = journal.replay().expect("a sound config");
     assert_eq!((replayed.differs_at, replayed.steps), (None, 132));
     let requests =

@@ -1,6 +1,7 @@
 use super::*;
 use crate::journal::format::Writer;
-use crate::{BlockHasher, CacheScope};
+use crate::request::Preparation;
+use crate::step::DraftSource;
 
 /// Pseudorandom numbers.
 struct Dice(u64);
@@ -14,86 +15,73 @@ impl Dice {
 
 /// Writes a random record whose numbers may be invalid.
 fn put_record(journal: &mut Writer, now: Time, dice: &mut Dice, known: &mut u64, held: &mut u64) {
-    match dice.roll(16) {
+    let names = |dice: &mut Dice, count| (0..count).map(|_| dice.roll(3)).collect();
+    let call = match dice.roll(16) {
         0..3 => {
             let (prompt, max_new_tokens) = (1 + dice.roll(30), 1 + dice.roll(12));
             *known += 1;
-            if dice.roll(2) == 0 {
-                let preparation = [None, None, Some(Preparation::ReadCache)][dice.roll(3) as usize];
-                let fields = Request { tag: dice.roll(30), max_new_tokens: max_new_tokens as u32, preparation, ..Request::default() };
-                journal.call(Kind::Request, now).number(prompt).bytes(&fields.to_bytes());
-            } else {
-                journal.call(Kind::Add, now).number(dice.roll(30)).number(prompt).number(max_new_tokens);
-                journal.number(dice.roll(5)).number(dice.roll(3)).number(dice.roll(90)).number(dice.roll(90)).number(dice.roll(9));
-                journal.text(["", "a"][dice.roll(2) as usize]);
-            }
-            for _ in 0..prompt / 4 {
-                journal.name(BlockHasher::new(0).root(&CacheScope::salted(&[dice.roll(3) as u8])));
-            }
+            let preparation = [None, None, Some(Preparation::ReadCache)][dice.roll(3) as usize];
+            let deadline = [None, Some(now + dice.roll(90))][dice.roll(2) as usize];
+            let fields = Request { tag: dice.roll(30), max_new_tokens: max_new_tokens as u32, preparation, deadline, ..Request::default() };
+            let wrong = u64::from(dice.roll(200) == 0);
+            let added = Added {
+                prompt_tokens: prompt as u32,
+                answered: None,
+                continues: (*held > 0 && dice.roll(4) == 0).then(|| (dice.roll(*held), dice.roll(30) as u32)),
+                request: fields.to_bytes(),
+                names: names(dice, prompt / 4 + wrong),
+            };
+            return journal.record(now, &Record::Add(added));
         }
         3 if *known > 0 => {
-            journal.call(Kind::Fork, now).number(dice.roll(*known)).number(dice.roll(30));
+            let parent = dice.roll(*known);
             *known += 1;
+            Call::Fork { parent, tag: dice.roll(30) }
         }
         4 if *known > 0 => {
-            let kind = [Kind::End, Kind::Prepare][dice.roll(2) as usize];
-            journal.call(kind, now).number(dice.roll(*known)).number(dice.roll(3));
-        }
-        3..6 => {
-            journal.call(Kind::Expire, now);
-        }
-        6..9 => journal.plan(now, None),
-        9 | 10 => {
-            let (ended, drafted) = (dice.roll(3), dice.roll(3));
-            journal.call(Kind::Commit, now).number(ended);
-            for _ in 0..ended {
-                journal.number(dice.roll(30)).number(dice.roll(2));
-            }
-            journal.number(drafted);
-            for _ in 0..drafted {
-                journal.number(dice.roll(9)).number(dice.roll(5));
+            let arrival_number = dice.roll(*known);
+            match dice.roll(6) {
+                0..3 => Call::End {
+                    arrival_number,
+                    reason: [FinishReason::Abort, FinishReason::Stop, FinishReason::Error][dice.roll(3) as usize],
+                },
+                _ => Call::Prepare { arrival_number, next: [None, Some(Preparation::Grammar)][dice.roll(2) as usize] },
             }
         }
+        3..6 => Call::Expire,
+        6..9 => return journal.plan(now, None),
+        9 | 10 => Call::Commit(Sampled {
+            ended: (0..dice.roll(3)).map(|_| (dice.roll(30), dice.roll(2) == 1)).collect(),
+            drafted: (0..dice.roll(3)).map(|_| (dice.roll(9), dice.roll(5) as u32)).collect(),
+        }),
         11 => {
-            journal.call([Kind::Open, Kind::Open, Kind::ForkAt][dice.roll(3) as usize], now).number(0);
             *held += 1;
+            if dice.roll(3) == 0 { Call::ForkHeld(0) } else { Call::Open("".into()) }
         }
-        12 if *held > 0 => match dice.roll(4) {
-            0 => {
-                journal.call(Kind::Drop, now).number(dice.roll(*held));
-            }
-            1 if *known > 0 => {
-                journal.call(Kind::SetPriority, now).number(dice.roll(*known)).number(dice.roll(5));
-            }
-            _ => {
-                journal.note(Kind::Append).number(dice.roll(*held)).number(dice.roll(30));
-            }
+        12 if *held > 0 => match dice.roll(2) {
+            0 => Call::DropHeld(dice.roll(*held)),
+            _ if *known > 0 => Call::SetPriority { arrival_number: dice.roll(*known), priority: dice.roll(5) as i32 - 2 },
+            _ => Call::Expire,
         },
         13 => {
             let count = dice.roll(9);
-            journal.call(Kind::Restore, now).number(count);
-            for _ in 0..count {
-                journal.name(BlockHasher::new(0).root(&CacheScope::salted(&[dice.roll(3) as u8])));
-            }
+            Call::Restore(names(dice, count))
         }
         14 => {
             let most = 1 << dice.roll(63);
-            journal.note(Kind::ExternalService).text(["", "a", "b"][dice.roll(3) as usize]).number(dice.roll(most));
+            Call::ChargeExternal { tenant: ["", "a", "b"][dice.roll(3) as usize].into(), us: dice.roll(most) }
         }
-        15 if dice.roll(2) == 0 => {
-            journal.call(Kind::BlockLimit, now).number(dice.roll(30));
-        }
-        15 if dice.roll(2) == 0 => {
-            journal.call(Kind::CloseQueue, now).number(dice.roll(2));
-        }
+        15 if dice.roll(2) == 0 => Call::SetBlockLimit(dice.roll(30) as u32),
+        15 if dice.roll(2) == 0 => Call::CloseQueue(dice.roll(2) == 1),
         _ if *known > 0 => {
-            journal.note(Kind::Draft).number(dice.roll(*known)).number(dice.roll(6)).number(dice.roll(9));
+            let source = DraftSource::of(dice.roll(9) as u32);
+            Call::Draft { arrival_number: dice.roll(*known), tokens: dice.roll(6) as u32, accepted: 0, source }
         }
-        _ => {}
-    }
-    if dice.roll(400) == 0 {
-        journal.number(dice.roll(1 << 30)); // sometimes no valid record
-    }
+        _ => return,
+    };
+    // Sometimes no valid record.
+    let call = if dice.roll(400) == 0 { Call::End { arrival_number: dice.roll(1 << 30), reason: FinishReason::Length } } else { call };
+    journal.record(now, &Record::Call(call));
 }
 
 #[test]
