@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 from chairlift.architectures import ALIASES, ARCHITECTURES, HEADLESS, QWEN3, WRAPPED, Architecture, Code, Norms, Projections, Windows
 from chairlift.errors import UnsupportedModel, pip_install_with_torch
 from chairlift.models.classifier import Classifier
+from chairlift.models.entries import check_entries
 from chairlift.models.experts import EXPERTS, Experts, parse_experts
 from chairlift.models.fields import (
+    Entries,
     NoNativeModel,
     is_positive,
     parse_count,
@@ -26,7 +28,7 @@ from chairlift.models.latent import Latent, parse_latent
 from chairlift.models.layer_variants import LayerVariants, parse_variants
 from chairlift.models.quantization import QuantizationScheme, UnsupportedScheme, described_beside, parse_quantization
 from chairlift.models.recurrence import ATTENTION, FEEDS, RecurrentLayers, list_layers, parse_recurrence
-from chairlift.models.rope_config import longest_context, parse_ropes, parse_temperature
+from chairlift.models.rope_config import longest_context, parse_ropes, parse_temperature, unknown_rope
 from chairlift.models.rotary import Dynamic, RopeConfig
 from chairlift.models.shape import KvSpec, ModelShape
 
@@ -235,7 +237,13 @@ class ModelConfig(ModelShape):
 
         Raises UnsupportedModel for invalid values, NoNativeModel for a model without native code.
         """
-        raw, family = _architecture(raw)
+        entries, family = _architecture(raw)
+        config = cls._parse(raw := Entries(entries), family)
+        unread = raw.unread() | unknown_rope(raw)
+        return replace(config, unread=check_entries(unread, experts=config.experts is not None))
+
+    @classmethod
+    def _parse(cls, raw: dict[str, Any], family: Architecture) -> ModelConfig:
         if family.single:
             raw = list_layers(raw)
         scheme = _check_supported(raw, family)
@@ -253,7 +261,7 @@ class ModelConfig(ModelShape):
         kinds = (parse_names(raw, "layers_block_type") or []) if family.single else []
         attention, feeds = _parts(kinds, recurrence, layers)
         bias = bool(raw.get("attention_bias", False)) and (family.output_bias or family.qkv_bias)
-        raw = {**raw, "max_position_embeddings": parse_size(raw, "max_position_embeddings", family.max_positions)}
+        raw = raw | {"max_position_embeddings": parse_size(raw, "max_position_embeddings", family.max_positions)}
         rotated = (latent.rotated,) * 2 if latent else (head_dim, local[1])
         rope, local_rope = parse_ropes(raw, family, rotated)
         scales = _multipliers(raw) if family.multipliers else _Scales.of(raw, family, hidden, head_dim)
@@ -271,7 +279,7 @@ class ModelConfig(ModelShape):
             rope=rope,
             local_rope=local_rope,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", raw.get("tie_embedding", family.tied))),
-            qkv_bias=family.qkv_bias or bias,
+            qkv_bias=(family.qkv_bias and bool(raw.get("qkv_bias", True))) or bias,
             output_bias=bias and family.output_bias,
             mlp_bias=bool(raw.get("mlp_bias", False)) and family.mlp_bias,
             qk_norm=family.qk_norm and bool(raw.get("use_qk_norm", True)),

@@ -41,7 +41,7 @@ def parse_decoder(raw: dict[str, Any], directory: Path, names: tuple[str, str]) 
 
     Raises UnsupportedModel for features that the encoder's code lacks.
     """
-    model = ModelConfig.parse({**raw, "architectures": [names[1]], "is_causal": True, "use_bidirectional_attention": None})
+    model = ModelConfig.parse(raw | {"architectures": [names[1]], "is_causal": True, "use_bidirectional_attention": None})
     ropes = (model.rope, model.local_rope)
     lacking = {
         "experts": model.experts,

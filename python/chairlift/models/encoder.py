@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from chairlift.architectures import ENCODERS, EncoderArchitecture
 from chairlift.errors import UnsupportedModel
 from chairlift.models.embedding_decoder import decoder_name, is_causal, parse_decoder, windows_of
+from chairlift.models.entries import check_entries
 from chairlift.models.fields import (
+    Entries,
     parse_count,
     parse_dtype,
     parse_layers,
@@ -119,7 +121,8 @@ class EncoderConfig(ModelShape):
             name = _PRETRAINED.sub("Model", name)
             # A decoder of this name attends to earlier tokens alone.
             if name in ENCODERS and (name != "Gemma3TextModel" or raw.get("use_bidirectional_attention")):
-                return cls._parse(raw, ENCODERS[name], directory)
+                encoder = cls._parse(entries := Entries(raw), ENCODERS[name], directory)
+                return replace(encoder, unread=check_entries(entries.unread(), experts=False))
         names = decoder_name(raw)
         return None if names is None else cls._of_decoder(raw, directory, names)
 
@@ -161,6 +164,7 @@ class EncoderConfig(ModelShape):
             windows=windows,
             causal=causal,
             qkv_bias=model.qkv_bias,
+            unread=model.unread,
             pooling=POOLINGS.get(modules.pooling or "", "mean"),
             dense=modules.dense,
             normalized=modules.normalized,
@@ -168,7 +172,7 @@ class EncoderConfig(ModelShape):
 
     @classmethod
     def _parse(cls, raw: dict[str, Any], layout: EncoderArchitecture, directory: Path) -> EncoderConfig:
-        raw = {**raw, **{name: raw[other] for name, other in layout.keys.items() if other in raw}}
+        raw = raw | {name: raw[other] for name, other in layout.keys.items() if other in raw}
         for name, value in layout.expected.items():
             if raw.get(name, value) != value:
                 raise UnsupportedModel(f"{layout.name} with {name} {raw[name]!r} is not supported (supported: {value!r})")

@@ -74,6 +74,8 @@ def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts |
     """
     if (names.switch and not raw.get(names.switch)) or (names.optional and raw.get(names.count) == 0):
         return None
+    if raw.get("scoring_func") not in (None, names.scores.value):
+        raise UnsupportedModel(f"config.json: scoring_func is {raw['scoring_func']!r:.50}, and there is code for {names.scores.value}")
     if raw.get("moe_latent_size"):
         raise NoNativeModel("experts of a width of their own (moe_latent_size) have no code of ours")
     count = parse_size(raw, OTHER_COUNT if raw.get(names.count) is None and OTHER_COUNT in raw else names.count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -15,6 +16,34 @@ MAX_LAYERS = 10_000
 
 class NoNativeModel(UnsupportedModel):
     """The model has no native code in chairlift; transformers may support it."""
+
+
+class Entries(dict[str, Any]):
+    """The entries of a config.json. It remembers which ones were asked for, also in copies with other entries."""
+
+    def __init__(self, entries: Mapping[str, Any], read: set[str] | None = None) -> None:
+        super().__init__(entries)
+        self._read = set[str]() if read is None else read
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._read.add(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns an entry as `dict.get` does."""
+        self._read.add(name)
+        return super().get(name, default)
+
+    def __or__(self, others: Mapping[str, Any]) -> Entries:  # type: ignore[override]
+        return Entries(super().__or__(dict(others)), self._read)
+
+    def unread(self) -> dict[str, Any]:
+        """Returns the entries that nobody has asked for."""
+        return {name: value for name, value in self.items() if name not in self._read}
 
 
 def read_json(directory: Path, name: str = "config.json") -> Any:

@@ -15,6 +15,32 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proporti
 _ALIASES = {"su": "longrope", "mrope": "default"}
 """Earlier names. Positions of text are the same on all axes of multimodal positions."""
 
+_KNOWN = {
+    *("rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", "max_position_embeddings"),
+    *(
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "mscale",
+        "mscale_all_dim",
+        "short_factor",
+        "long_factor",
+        "low_freq_factor",
+    ),
+    *("high_freq_factor", "llama_4_scaling_beta", "mrope_section", "mrope_interleaved", "finetuned"),
+}
+"""The entries of rotary parameters that are read, or that matter for images alone."""
+
+
+def unknown_rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of rotary parameters that nothing here knows, by names such as rope_scaling.alpha."""
+    found = [(name, parse_table(raw, name)) for name in ("rope_parameters", "rope_scaling")]
+    found += [(name, kind) for name, table in found for kind in table.values() if isinstance(kind, dict)]
+    return {
+        f"{name}.{key}": value for name, table in found for key, value in table.items() if key not in _KNOWN and type(value) is not dict
+    }
+
 
 def parse_ropes(raw: dict[str, Any], family: Architecture, head_dims: tuple[int, int]) -> tuple[RopeConfig, RopeConfig]:
     """Returns the rotary embeddings of layers with full attention and of layers with a sliding window, whose head sizes are `head_dims`.
@@ -28,7 +54,7 @@ def parse_ropes(raw: dict[str, Any], family: Architecture, head_dims: tuple[int,
         return rope, rope
     # transformers 5 has a table for each kind of layer. Earlier versions have a separate number for layers with a window.
     tables = parse_table(raw, "rope_parameters")
-    everywhere = {**raw, "rope_parameters": tables.get("full_attention")}
+    everywhere = raw | {"rope_parameters": tables.get("full_attention")}
     local = {"rope_theta": raw.get("rope_local_base_freq") or family.local_theta, "rope_parameters": tables.get("sliding_attention")}
     local["max_position_embeddings"] = raw.get("max_position_embeddings")
     return _parse(everywhere, family, family.theta, head_dims[0]), _parse(local, family, family.local_theta, head_dims[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -27,7 +27,7 @@ class ModelShape(ABC):
     `intermediate_size` is the inner size of an MLP. `dtype` is the checkpoint's dtype as a word (float32, bfloat16,
     float16), or None if it does not say. `quantization` is the method of a quantised checkpoint. `not_ours` is the reason why there is no
     native code for the model; it is empty if there is. `score` is what becomes of the number that a classifier gives to a pair of texts,
-    sigmoid or identity; None for other models.
+    sigmoid or identity; None for other models. `unread` are the entries of config.json that nothing here knows.
     """
 
     architecture: str
@@ -41,6 +41,7 @@ class ModelShape(ABC):
     quantization: str | None = None
     not_ours: str = ""
     score: str | None = None
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     @abstractmethod

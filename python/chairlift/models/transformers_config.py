@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,8 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from chairlift.errors import UnsupportedModel
+from chairlift.models.entries import check_entries
+from chairlift.models.fields import NoNativeModel, read_json
 from chairlift.models.quantization import described_beside
 from chairlift.models.shape import KvSpec, ModelShape
 
@@ -73,7 +75,7 @@ class TransformersConfig(ModelShape):
             raise UnsupportedModel(
                 f"{directory} is quantised with {found['quant_method']} ({name}), which transformers cannot read ({reason})"
             )
-        return cls.of(theirs, reason)
+        return replace(cls.of(theirs, reason), unread=_unread(read_json(directory), theirs))
 
     @classmethod
     def of(cls, theirs: Any, reason: str) -> TransformersConfig:
@@ -112,6 +114,21 @@ class TransformersConfig(ModelShape):
             quantization=_quantization(theirs),
             not_ours=reason,
         )
+
+
+def _unread(raw: dict[str, Any], theirs: Any) -> tuple[str, ...]:
+    """Returns the entries of a config.json that transformers' class for the model of text does not have.
+
+    Raises UnsupportedModel for one that would change answers.
+    """
+    text, nested = theirs.get_text_config(decoder=True), raw.get("text_config")
+    own = nested if text is not theirs and isinstance(nested, dict) else raw
+    known = {entry.name for entry in fields(text)} | text.attribute_map.keys()
+    try:
+        # What a class makes of earlier names is not among its attributes.
+        return check_entries({name: own[name] for name in own.keys() & vars(text).keys() - known}, experts=True)
+    except NoNativeModel as error:
+        raise UnsupportedModel(f"config.json: {error}, and transformers' code does not read it: remove it if it changes nothing") from None
 
 
 def skeleton(theirs: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, pip_install_with_torch
 from chairlift.models.config import ModelConfig
+from chairlift.models.entries import report_entries
 from chairlift.models.shape import ModelShape
 from chairlift.runner.cuda import KERNEL_DRIVER, check_device, compute_capability, cuda_devices, has_cuda_driver, too_old, why_no_device
 from chairlift.runner.executor import ModelExecutor, time_swap
@@ -89,6 +90,7 @@ def build_runner(
     device = _choose_device(config.device, processes)
     in_torch = processes > 1 or device.value != "cpu" or config.runner == "torch"
     whole = model_shape(directory, in_torch=in_torch, load_format=config.load_format)
+    report_entries(directory, whole)
     if processes > 1:
         part_of(whole, processes)  # refuses a model that cannot be split before torch is imported, which takes seconds
     config = config.for_positions(whole.longest_context)

@@ -41,6 +41,8 @@ def describe(directory: Path) -> dict[str, str]:
     is_decoder = encoder is None and not (isinstance(shape, ModelConfig) and shape.headless)
     facts["answers"] = "text, and embeddings by pooling" if is_decoder else "embeddings"
     facts["computed by"] = _code(shape)
+    if shape.unread:
+        facts["not used"] = ", ".join(shape.unread)
     return facts
 
 

@@ -14,6 +14,7 @@ from chairlift.checkpoint.weight_files import gguf_link
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.encoder import EncoderConfig, longest_text, report_prompt
+from chairlift.models.entries import report_entries
 from chairlift.runner.buffers import Layout, Sampled, StepBuffers, StepSizes
 from chairlift.runner.build import choose_threads
 from chairlift.runner.cpu_encoder import build_encoder
@@ -40,6 +41,7 @@ class EncoderRunner(Runner):
         """Loads the model. Raises ModelNotFound, UnsupportedModel, or InvalidSetting for settings that do not suit an encoder."""
         began = time.perf_counter()
         report_prompt(directory)
+        report_entries(directory, model)
         self.model_config = model
         self.pooling = model.pooling
         self._one_type = model.num_token_types < 2

@@ -1,0 +1,115 @@
+"""Each entry of a config.json is used, known to change nothing, or reported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from chairlift.architectures import ARCHITECTURES, ENCODERS
+from chairlift.errors import UnsupportedModel
+from chairlift.models.config import ModelConfig, load_shape
+from chairlift.models.encoder import EncoderConfig
+from chairlift.models.entries import report_entries
+from chairlift.models.fields import Entries, NoNativeModel
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
+    "GraniteMoeSharedForCausalLM": {"shared_intermediate_size": 8},
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "Gemma3TextModel": {"use_bidirectional_attention": True},
+}
+"""What the defaults of transformers lack to be a model."""
+LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96}
+LLAMA |= {"num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def usual(name: str, **changes: object) -> dict[str, Any]:
+    """The content of a config.json with all entries of a class of transformers."""
+    config = getattr(transformers, name).config_class(architectures=[name], **changes)
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return found | SPECIAL.get(name, {})
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_all_entries_of_transformers_classes_are_known(name: str) -> None:
+    raw = usual(name if hasattr(transformers, name) else ARCHITECTURES[name].wrappers[0])
+    text = raw.get("text_config", raw)
+    assert ModelConfig.parse(raw).unread == ()
+    text["depth_of_thought"] = 3
+    assert ModelConfig.parse(raw).unread == ("depth_of_thought",)
+    text["thought_multiplier"] = 0.5
+    with pytest.raises(NoNativeModel, match=r"^thought_multiplier 0\.5 has no code of ours"):
+        ModelConfig.parse(raw)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_all_entries_of_encoders_are_known(name: str, tmp_path: Path) -> None:
+    raw = usual(name, **{"num_labels": 1} if name.endswith("ForSequenceClassification") else {})
+
+    def unread(**more: object) -> tuple[str, ...]:
+        (tmp_path / "config.json").write_text(json.dumps(raw | more))
+        found = EncoderConfig.find(tmp_path)
+        assert found is not None
+        return found.unread
+
+    assert unread() == ()
+    assert unread(depth_of_thought=3) == ("depth_of_thought",)
+
+
+def test_what_changes_nothing_is_not_reported() -> None:
+    neutral = {
+        "use_thoughts": False,
+        "thoughts": None,
+        "thought_multiplier": 1.0,
+        "thought_scale": 0,
+        "thought_cap": [],
+        "unsloth_fixed": True,
+    }
+    published = {"rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}, "neftune_noise_alpha": 5, "pretraining_tp": 2}
+    assert ModelConfig.parse(LLAMA | neutral | published).unread == ()
+    assert ModelConfig.parse(LLAMA | {"use_thoughts": True}).unread == ("use_thoughts",)
+
+
+@pytest.mark.parametrize("name", ["logits_scaling", "rope_interleaved", "block_configs", "num_heads_per_layer"])
+def test_what_would_change_answers_is_refused_if_transformers_does_not_know_it_either(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {name: [8.0], "model_type": "llama"}))
+    with pytest.raises(UnsupportedModel, match=f"{name} .* has no code of ours, and transformers' code does not read it: remove it"):
+        load_shape(tmp_path)
+
+
+def test_transformers_code_computes_what_it_knows_and_reports_the_rest(tmp_path: Path) -> None:
+    changes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    raw = usual("GemmaForCausalLM", **changes)
+    assert ModelConfig.parse(raw | {"hidden_act": "gelu"}).unread == ()  # the published files say so
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"hidden_act": "silu", "depth_of_thought": 3, "num_experts": 2}))
+    shape = load_shape(tmp_path)
+    assert (shape.not_ours, shape.unread) == ("hidden_act 'silu' has no code of ours", ("depth_of_thought",))
+
+
+def test_entries_of_rotary_parameters_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    table = {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}
+    config = ModelConfig.parse(LLAMA | {"rope_scaling": table})
+    assert config.unread == ("rope_scaling.alpha",)
+    by_kind = {"sliding_attention": {"rope_theta": 1e4, "wave": 2}, "full_attention": {"rope_theta": 1e6}}
+    assert ModelConfig.parse(usual("Gemma3ForCausalLM") | {"rope_parameters": by_kind}).unread == ("rope_parameters.wave",)
+    report_entries(Path("model"), config)
+    assert caplog.messages == ["model/config.json has entries that are not known here and not used: rope_scaling.alpha"]
+
+
+def test_another_score_of_experts_is_refused() -> None:
+    raw = usual("DeepseekV2ForCausalLM")
+    assert ModelConfig.parse(raw | {"scoring_func": "softmax"}) == ModelConfig.parse(raw)
+    with pytest.raises(UnsupportedModel, match="scoring_func is 'sigmoid', and there is code for softmax"):
+        ModelConfig.parse(raw | {"scoring_func": "sigmoid"})
+
+
+def test_copies_with_other_entries_remember_what_was_asked_for() -> None:
+    entries = Entries(dict.fromkeys("abcde", 1))
+    copy = entries | {"e": 2, "f": 3}
+    assert (copy["a"], copy.get("b"), "c" in copy, copy.get("x")) == (1, 1, True, None)
+    assert entries.unread() == {"d": 1, "e": 1}
+    assert copy.unread() == {"d": 1, "e": 2, "f": 3}
