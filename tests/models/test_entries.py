@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import transformers
+from tiny_models import LATENT, SHAPE
 
 from chairlift.architectures import ARCHITECTURES, ENCODERS
 from chairlift.errors import UnsupportedModel
@@ -82,12 +83,11 @@ def test_what_would_change_answers_is_refused_if_transformers_does_not_know_it_e
 
 
 def test_transformers_code_computes_what_it_knows_and_reports_the_rest(tmp_path: Path) -> None:
-    changes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    raw = usual("GemmaForCausalLM", **changes)
-    assert ModelConfig.parse(raw | {"hidden_act": "gelu"}).unread == ()  # the published files say so
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"hidden_act": "silu", "depth_of_thought": 3, "num_experts": 2}))
+    raw = usual("DeepseekV2ForCausalLM", **SHAPE | LATENT, q_lora_rank=None)
+    assert ModelConfig.parse(raw).unread == ()
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"norm_topk_prob": True, "depth_of_thought": 3}))
     shape = load_shape(tmp_path)
-    assert (shape.not_ours, shape.unread) == ("hidden_act 'silu' has no code of ours", ("depth_of_thought",))
+    assert (shape.not_ours, shape.unread) == ("norm_topk_prob True has no code of ours", ("depth_of_thought",))
 
 
 def test_entries_of_rotary_parameters_are_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -187,6 +187,7 @@ class EncoderConfig(ModelShape):
         first = parse_count(raw, "pad_token_id") + 1 if layout.offset_positions else 0
         if first >= positions:
             raise UnsupportedModel(f"config.json: positions begin after pad_token_id ({first - 1}), and there are {positions}")
+        scalar = parse_number(raw, "query_pre_attn_scalar", head_dim)
         modules = find_modules(directory)
         rope, local_rope = _ropes(raw, layout, head_dim)
         score = _scores(raw, layout, modules)
@@ -210,7 +211,7 @@ class EncoderConfig(ModelShape):
             norm_eps=parse_number(raw, "rms_norm_eps" if layout.rms else "layer_norm_eps", layout.norm_eps),
             rope=rope,
             local_rope=local_rope,
-            attention_scale=(parse_number(raw, "query_pre_attn_scalar", head_dim) if layout.rms else head_dim) ** -0.5,
+            attention_scale=(scalar if layout.rms else head_dim) ** -0.5,
             windows=_windows(raw, layout, layers),
             qkv_bias=layout.biases,
             pooling=POOLINGS.get(modules.pooling or "", usual),

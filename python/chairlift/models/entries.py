@@ -32,13 +32,13 @@ _DESCRIPTIVE = re.compile(
     # What follows from other entries, or is read with others alone.
     r"|(qk_|attention_)?head_dim|num_key_value_heads|\w*max_(seq|sequence)?_?len(gth)?|seq_length|initial_context_length|experts_per_token"
     r"|max_window_layers|use_sliding_window|(sliding_)?window_size|full_attention_interval|full_attn_idxs|intermediate_size|n_positions"
-    r"|n_shared_experts|num_(local_)?experts|topk_method|(block_)?norm_eps|block_dim|conv_(dim\w*|L_cache|bias)|num_heads|theta|expand|mamba_\w+"
+    r"|n_shared_experts|num_(local_)?experts|topk_method|(block_)?norm_eps|block_dim|conv_(dim\w*|L_cache|bias)|num_heads|theta|expand|hidden_act|mamba_\w+"
     r"|classifier_\w+|summary_\w+|pooler_\w+|embedding_size|vocab_size_per_layer_input|tie_word_embeddings|decoder_bias|dense_seq_output"
+    r"|use_bidirectional_attention|is_causal"
     r"|rotary_scaling_factor"  # of texts that are longer than those that Nomic's models were made for
 )
 """Entries that change no answer of the architectures that there is code for, or that are read with others alone."""
 _USUAL = {
-    "hidden_act": ("gelu_pytorch_tanh", "gelu"),  # of Gemma, which means the first by both
     "mamba_hidden_act": ("silu",),
     "normalization_function": ("rmsnorm",),
     "layer_norm_type": ("layer_norm",),
