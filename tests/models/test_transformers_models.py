@@ -128,6 +128,22 @@ def test_layers_without_attention_are_noticed_where_nothing_names_them(monkeypat
         TransformersConfig.of(theirs, "a test")
 
 
+def test_texts_need_no_packages_for_images(monkeypatch):
+    def without(config):
+        if hasattr(config, "vision_config"):
+            raise ImportError("TimmWrapperModel requires the timm library")
+        return skeleton(config)
+
+    monkeypatch.setattr("chairlift.models.transformers_config.skeleton", without)
+    theirs = configure("gemma3")
+    theirs.dtype = "bfloat16"
+    found = TransformersConfig.of(theirs, "a test")
+    assert (found.architecture, found.dtype, found.theirs) == ("Gemma3ForCausalLM", "bfloat16", theirs.text_config)
+    theirs.text_config.vision_config = {}
+    with pytest.raises(UnsupportedModel, match="transformers cannot build it: TimmWrapperModel requires the timm library"):
+        TransformersConfig.of(theirs, "a test")
+
+
 def checked(model: TransformersModel) -> None:
     check(model, next(model.model.parameters()).dtype, torch.device("cpu"), VOCABULARY, "it")
 

@@ -69,7 +69,8 @@ class TransformersConfig(ModelShape):
         try:
             theirs = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         except Exception as error:
-            raise UnsupportedModel(f"{reason}, and transformers cannot read it either: {brief(error)}") from None
+            why = "its own code (auto_map) is not run" if "custom code" in str(error) else brief(error)
+            raise UnsupportedModel(f"{reason}, and transformers cannot read it either: {why}") from None
         if not getattr(theirs, "quantization_config", None) and (beside := described_beside(directory)):
             name, found = beside
             raise UnsupportedModel(
@@ -92,6 +93,13 @@ class TransformersConfig(ModelShape):
             raise UnsupportedModel(f"{architecture} scales all positions by the longest sequence in a step, whoever's it is")
         try:
             model = skeleton(theirs)
+        except ImportError as error:  # images need packages of their own
+            if text is theirs:
+                raise UnsupportedModel(f"{architecture}: transformers cannot build it: {brief(error)}") from None
+            for name in ("dtype", "quantization_config"):
+                if (value := getattr(theirs, name, None)) is not None:
+                    setattr(text, name, value)
+            return cls.of(text, reason)
         except Exception as error:
             raise UnsupportedModel(f"{architecture}: transformers cannot build it: {brief(error)}") from None
         found = _record(model, text.num_hidden_layers, architecture)
@@ -148,7 +156,7 @@ def _architecture(theirs: Any) -> str:
     kinds = {kind.__name__: kind for kind in (found if isinstance(found, tuple) else (found,))}
     name = next((name for name in names if name in kinds), None if names else next(iter(kinds), None))
     if name is None:
-        raise UnsupportedModel(f"{' or '.join(names) or theirs.model_type} does not generate text by itself in transformers")
+        raise UnsupportedModel(f"{' or '.join(names) or theirs.model_type} does not generate text by itself in transformers, and is no encoder of docs/api/embeddings.md")
     if not kinds[name]._supports_attention_backend:
         raise UnsupportedModel(f"{name}: transformers' code for it does not let others compute its attention")
     return str(name)
