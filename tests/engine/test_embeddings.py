@@ -87,6 +87,30 @@ def test_distances_change_the_scores_of_mpnet(tmp_path: Path, pooling: str) -> N
         assert np.array_equal(np.concatenate([llm.embed(text) for text in TEXTS]), embeddings)
 
 
+@pytest.mark.parametrize("types", [0, 1])
+def test_gte_under_its_first_names(tmp_path: Path, types: int) -> None:
+    """Its scaling of positions is that of vLLM's NTKScalingRotaryEmbedding: another base, and frequencies divided by a root."""
+    oracle = tiny_encoders.write("Gte", tmp_path, "cls_token", type_vocab_size=types)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {
+        "encoder.layer.1.mlp.up_gate_proj.weight",
+        "encoder.layer.1.attention.qkv_proj.bias",
+        "encoder.layer.1.attn_ln.bias",
+    } <= tensors.keys()
+    save_file({f"new.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    path, dim = tmp_path / "config.json", 12
+    raw = json.loads(path.read_text()) | {"architectures": ["NewModel"], "model_type": "new", "position_embedding_type": "rope"}
+    del raw["rope_parameters"]
+    for scaling, theta, divisor in ((None, 500.0, 1.0), ({"type": "ntk", "factor": 2.0}, 1000.0, 2 ** (2 / dim))):
+        path.write_text(json.dumps(raw | {"rope_theta": 500.0, "rope_scaling": scaling}))
+        oracle.rotary_emb.inv_freq.copy_(1 / theta ** (torch.arange(0, dim, 2) / dim) / divisor)
+        with LLM(tmp_path, threads=1) as llm:
+            assert np.abs(llm.embed(TEXTS[1]) - tiny_encoders.embed(oracle, TEXTS[1], "first").numpy()).max() < 1e-5
+    path.write_text(json.dumps(raw | {"rope_scaling": {"type": "ntk", "factor": 2.0, "mixed_b": 0.5}}))
+    with pytest.raises(UnsupportedModel, match="positions of type 'ntk' is not supported"):
+        LLM(tmp_path)
+
+
 def test_older_entries_of_a_modernbert(tmp_path: Path) -> None:
     oracle = tiny_encoders.write("ModernBert", tmp_path, global_attn_every_n_layers=2)
     path = tmp_path / "config.json"
@@ -206,7 +230,7 @@ def test_scores_of_pairs_equal_those_of_transformers(tmp_path: Path, family: str
 
 
 OTHER_CLASSIFIERS = [("ModernBert", {"classifier_pooling": "cls"}), ("ModernBert", {"classifier_pooling": "mean"}), ("Electra", {})]
-OTHER_CLASSIFIERS += [("Camembert", {"type_vocab_size": 1})]
+OTHER_CLASSIFIERS += [("Camembert", {"type_vocab_size": 1}), ("Gte", {"type_vocab_size": 1})]
 
 
 @pytest.mark.parametrize(("family", "settings"), OTHER_CLASSIFIERS)

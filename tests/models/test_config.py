@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny_models
 import transformers
+from quantised_checkpoints import compressed
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from chairlift.errors import ModelNotFound, UnsupportedModel
@@ -286,6 +287,24 @@ def test_a_checkpoint_says_its_dtype_in_one_of_two_words(tmp_path):
         assert ModelConfig.load(tmp_path).dtype == "bfloat16"
 
 
+ROTATIONS = {"R1": ["weight_output", "weight_input"], "R3": ["k_cache"], "R4": ["weight_input", "input"]}
+ROTATED = compressed("float-quantized", 8, "float", strategy="tensor") | {
+    "transform_config": {"config_groups": {name: {"apply": [{"location": at} for at in places]} for name, places in ROTATIONS.items()}}
+}
+
+
+def test_rotations_that_weights_hold_need_no_code():
+    groups = ROTATED["transform_config"]["config_groups"]
+    assert parse(quantization_config=ROTATED | {"transform_config": {"config_groups": {"R1": groups["R1"]}}}).quantization is not None
+
+
+@pytest.mark.parametrize("key", ["checkpoint_format", "format"])
+def test_the_second_layout_of_gptq_has_two_spellings(key):
+    scheme = parse(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32, key: "gptq_v2"}).scheme
+    assert scheme is not None
+    assert scheme.zero_offset == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -304,6 +323,7 @@ def test_a_checkpoint_says_its_dtype_in_one_of_two_words(tmp_path):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_act": "gelu"}, "'gelu' has no code of ours"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": ROTATED}, r"transform_config rotates activations \(input, k_cache\), and there is no code for that"),
         ({"use_bidirectional_attention": True}, "later tokens"),
         ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"}, "'gelu' has no code of ours"),
         ({"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": "30"}, "must be a positive number or null, got '30'"),

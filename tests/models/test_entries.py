@@ -47,7 +47,7 @@ def test_all_entries_of_transformers_classes_are_known(name: str) -> None:
         ModelConfig.parse(raw)
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", [name for name in ENCODERS if hasattr(transformers, name)])
 def test_all_entries_of_encoders_are_known(name: str, tmp_path: Path) -> None:
     raw = usual(name, **{"num_labels": 1} if name.endswith("ForSequenceClassification") else {})
 

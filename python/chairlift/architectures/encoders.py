@@ -32,7 +32,8 @@ class EncoderArchitecture:
     those of the `head`, which scores a pair of texts. Each block normalises its input, its output or the sum with the output, with the
     norms of these names (attention's, then the MLP's); with `bare_first` the first layer's attention does not normalise its input. `rms`
     means root-mean-square norms, and `norm_offset` is added to their weights; layer norms have a bias if `norm_bias`. A `gate` is the
-    activation of a gated MLP, whose two projections are `up`, or the halves of one. With `theta` positions are rotary; layers with a window
+    activation of a gated MLP, whose two projections are `up`, or the halves of one; the gate is the second half with `gate_last`. Linear
+    layers have `biases`, those of `up` only with `up_biases`. With `theta` positions are rotary; layers with a window
     use `local_theta`. Every n-th layer has none if `window_interval` is n, counted from `first_counted` on. `offset_positions` numbers
     positions from the padding token's id on. `distances` is a table of what is added to each head's scores by the distance of two tokens.
     `keys` are other names of entries of config.json, and `expected` are the values of entries that there is code for.
@@ -62,12 +63,14 @@ class EncoderArchitecture:
     distances: str | None = None
 
     biases: bool = True
+    up_biases: bool = True
     rms: bool = False
     norm_offset: float = 0.0
     norm_bias: bool = True
     norm_eps: float = 1e-12
     bare_first: bool = False
     gate: str | None = None
+    gate_last: bool = False
     theta: float | None = None
     local_theta: float | None = None
     scaled_embeddings: bool = False
@@ -200,6 +203,25 @@ _MODERNBERT = EncoderArchitecture(
     },
     expected=_MODERN_EXPECTED,
 )
+_GTE = EncoderArchitecture(
+    name="GteModel",
+    model_type="gte",
+    models="snowflake-arctic-embed-m-v2.0",
+    head=Head(dense="new.pooler.dense", activation="tanh", out="classifier"),
+    prefix="new.",
+    positions=None,
+    qkv=("attention.qkv_proj",),
+    output="attention.o_proj",
+    up=("mlp.up_gate_proj",),
+    down="mlp.down_proj",
+    sum_norms=("attn_ln", "mlp_ln"),
+    up_biases=False,
+    gate="gelu",
+    gate_last=True,
+    theta=160_000.0,
+    expected={"hidden_act": "gelu", "position_embedding_type": "rope", "layer_norm_type": "layer_norm", "logn_attention_scale": False},
+)
+_NEW = replace(_GTE, name="NewModel", model_type="new", models="gte-base-en-v1.5, gte-multilingual-base", theta=10_000.0)
 
 ENCODERS = {
     known.name: known
@@ -287,6 +309,8 @@ ENCODERS = {
             },
             scaled_embeddings=True,
         ),
+        *(_GTE, replace(_GTE, name="GteForSequenceClassification", models="GTE's rerankers, as transformers writes them")),
+        *(_NEW, replace(_NEW, name="NewForSequenceClassification", models="gte-multilingual-reranker-base")),
         _MODERNBERT,
         replace(
             _MODERNBERT,

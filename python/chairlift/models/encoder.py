@@ -23,7 +23,7 @@ from chairlift.models.fields import (
     parse_table,
     read_json,
 )
-from chairlift.models.rotary import RopeConfig
+from chairlift.models.rotary import Linear, RopeConfig
 from chairlift.models.shape import KvSpec, ModelShape
 
 log = logging.getLogger("chairlift")
@@ -311,15 +311,21 @@ def _scores(raw: dict[str, Any], layout: EncoderArchitecture, modules: Modules) 
 
 
 def _ropes(raw: dict[str, Any], layout: EncoderArchitecture, head_dim: int) -> tuple[RopeConfig | None, RopeConfig | None]:
-    """The rotary embeddings for all tokens and for windows; None without any. Raises UnsupportedModel for scaled ones."""
-    tables = parse_table(raw, "rope_parameters")
+    """The rotary embeddings for all tokens and for windows; None without any. Raises UnsupportedModel for a scaling without code."""
+    tables, scaling = parse_table(raw, "rope_parameters"), parse_table(raw, "rope_scaling")
     whole, local = (parse_table(tables, f"{kind}_attention") or tables for kind in ("full", "sliding"))
-    for table in (whole, local, parse_table(raw, "rope_scaling")):
-        if (kind := table.get("rope_type", table.get("type", "default"))) != "default":
-            raise UnsupportedModel(f"{layout.name} with positions of type {kind!r} is not supported (supported: default)")
+    kinds = [table.get("rope_type", table.get("type", "default")) for table in (whole, local, scaling)]
+    # GTE's own scaling stretches each frequency by another factor, whatever the length of the text.
+    stretched = kinds[2] == "ntk" and scaling.get("mixed_b") is None
+    if unknown := [kind for kind in kinds[: 2 if stretched else 3] if kind != "default"]:
+        raise UnsupportedModel(f"{layout.name} with positions of type {unknown[0]!r} is not supported (supported: default, and ntk of GTE)")
     if layout.theta is None:
         return None, None
     theta = parse_number(whole, "rope_theta", raw.get("rope_theta") or layout.theta)
+    if stretched:
+        factor = parse_number(scaling, "factor")
+        rope = RopeConfig(dim=head_dim, theta=theta * factor, scaling=Linear(factor ** (2 / head_dim)))
+        return rope, rope
     local_theta = parse_number(local, "rope_theta", raw.get("rope_local_base_freq") or layout.local_theta or theta)
     return RopeConfig(dim=head_dim, theta=theta), RopeConfig(dim=head_dim, theta=local_theta)
 

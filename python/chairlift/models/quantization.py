@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chairlift.errors import UnsupportedModel
 from chairlift.models.fields import parse_table, read_json
 
 SUPPORTED = (
@@ -89,10 +90,18 @@ def _compressed_tensors(found: dict[str, Any]) -> QuantizationScheme:
     """Documented in https://github.com/neuralmagic/compressed-tensors."""
     if (found.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise ValueError("sparse")
+    _check_transforms((found.get("transform_config") or {}).get("config_groups") or {})
     schemes = {_group(group, group.get("format") or found["format"]) for group in found["config_groups"].values()}
     if len(schemes) > 1:
         raise ValueError("in several ways")
     return schemes.pop()
+
+
+def _check_transforms(groups: dict[str, Any]) -> None:
+    """Raises UnsupportedModel for rotations of activations (SpinQuant, QuIP), which transformers leaves out; weights hold their own."""
+    places = {part["location"] for group in groups.values() for part in group["apply"]}
+    if online := sorted(places - {"weight_input", "weight_output"}):
+        raise UnsupportedModel(f"config.json: transform_config rotates activations ({', '.join(online)}), and there is no code for that")
 
 
 def _group(group: dict[str, Any], layout: str) -> QuantizationScheme:
@@ -136,7 +145,7 @@ def _modelopt(found: dict[str, Any]) -> QuantizationScheme:
 
 def _gptq(found: dict[str, Any]) -> QuantizationScheme:
     """Documented by AutoGPTQ and GPTQModel."""
-    layout = found.get("checkpoint_format") or "gptq"
+    layout = found.get("checkpoint_format") or found.get("format") or "gptq"
     if found["bits"] not in (4, 8) or layout not in ("gptq", "gptq_v2") or found.get("is_marlin_format"):
         raise ValueError(f"{found['bits']} bits, {layout}")
     if found.get("dynamic") or found.get("lm_head"):

@@ -156,7 +156,8 @@ def _architecture(theirs: Any) -> str:
     kinds = {kind.__name__: kind for kind in (found if isinstance(found, tuple) else (found,))}
     name = next((name for name in names if name in kinds), None if names else next(iter(kinds), None))
     if name is None:
-        raise UnsupportedModel(f"{' or '.join(names) or theirs.model_type} does not generate text by itself in transformers, and is no encoder of docs/api/embeddings.md")
+        what = " or ".join(names) or theirs.model_type
+        raise UnsupportedModel(f"{what} does not generate text by itself in transformers, and is no encoder of docs/api/embeddings.md")
     if not kinds[name]._supports_attention_backend:
         raise UnsupportedModel(f"{name}: transformers' code for it does not let others compute its attention")
     return str(name)

@@ -19,7 +19,7 @@ Layer = tuple[_core.Linear, str, Norm | None]
 """A layer after the pooling: its weights, its activation, and the norm of its output."""
 BUCKETS = 32
 """Buckets of distances between tokens in MPNet."""
-_PREFIXES = ("", "bert.", "roberta.", "electra.", "model.", "auto_model.", "0.auto_model.")
+_PREFIXES = ("", "bert.", "roberta.", "electra.", "gte.", "model.", "auto_model.", "0.auto_model.")
 """What may begin the names of tensors: transformers and sentence-transformers write them with and without the names of their classes."""
 
 
@@ -113,7 +113,9 @@ class _Builder:
         names, outs = [prefix + name for name in layout.up], inner * (2 if layout.gate else 1)
         return _core.EncoderBlock.mlp(
             norms=self.norms(index, 1),
-            up_proj=self.linear(names, [outs // len(names)] * len(names), hidden, bias=layout.biases, gated=layout.gate is not None),
+            up_proj=self.linear(
+                names, [outs // len(names)] * len(names), hidden, bias=layout.biases and layout.up_biases, gated=layout.gate is not None
+            ),
             down_proj=self.linear([prefix + layout.down], [hidden], inner, bias=layout.biases),
             gate=layout.gate,
         )
@@ -194,7 +196,7 @@ class _Builder:
         sizes = dict(zip(names, outs, strict=True))
         parts = [self.weights.part(f"{name}.weight", size, ins) for name, size in sizes.items()]
         if gated and len(parts) == 1:
-            parts = split_rows(parts[0], 2, ins)
+            parts = split_rows(parts[0], 2, ins)[:: -1 if self.layout.gate_last else 1]
         biases = np.concatenate([as_float32(self.weights.take(f"{name}.bias", size)) for name, size in sizes.items()]) if bias else None
         try:
             return _core.Linear([[part] for part in parts], ins, self.dtype, threads=self.threads, bias=biases, gated=gated, isa=self.isa)
