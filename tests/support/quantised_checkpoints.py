@@ -111,7 +111,8 @@ def e4m3(rows: int, columns: int, name: str, dtype: torch.dtype = torch.float32)
         whole_scale = scale.float().repeat_interleave(tall, 0).repeat_interleave(wide, 1)[: len(weight), : weight.shape[1]]
         numbers = (weight / whole_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
         stored = scale if columns or rows else scale.reshape(())
-        return Packed({"weight": numbers, name: stored, "input_scale": torch.ones(())}, numbers.float() * whole_scale)
+        activations = "activation_scale" if name.endswith("_inv") else "input_scale"
+        return Packed({"weight": numbers, name: stored, activations: torch.ones(())}, numbers.float() * whole_scale)
 
     return pack
 

@@ -16,7 +16,7 @@ Bytes = NDArray[np.uint8]
 Read = Callable[..., Array]
 """read(kind, *shapes): a layer's tensor of that name, which has one of these shapes, if any are named. Raises UnsupportedModel."""
 TENSORS = (
-    *("weight", "weight_scale", "weight_scale_inv", "input_scale"),
+    *("weight", "weight_scale", "weight_scale_inv", "input_scale", "activation_scale"),
     *("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"),
     *("qweight", "qzeros", "scales", "g_idx"),
 )
