@@ -35,10 +35,11 @@ FAMILIES += [("NomicBert", "mean"), ("Gemma3Text", "mean"), ("ModernBert", "firs
 
 
 @pytest.mark.parametrize(("family", "pooling"), FAMILIES)
-def test_embeddings_equal_those_of_transformers(tmp_path: Path, family: str, pooling: str) -> None:
+def test_embeddings_equal_those_of_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, pooling: str) -> None:
     oracle = tiny_encoders.write(family, tmp_path / "hf", POOLINGS[pooling])
     with LLM(tmp_path / "hf", threads=2) as llm:
         embeddings = llm.embed(TEXTS)
+    assert "entries that are not known" not in caplog.text
     for text, embedding in zip(TEXTS, embeddings, strict=True):
         expected = tiny_encoders.embed(oracle, text, pooling).numpy()
         assert np.abs(embedding - expected).max() < 1e-5, len(text)
@@ -48,6 +49,7 @@ def test_embeddings_equal_those_of_transformers(tmp_path: Path, family: str, poo
         assert np.array_equal(llm.embed(TEXTS), embeddings)
         assert np.array_equal(np.concatenate([llm.embed(text) for text in TEXTS]), embeddings)
         assert llm.tokenizer.encode("abc de") == [2, 4, 31, 32, 7, 34, 3]
+    assert "entries that are not known" not in caplog.text
 
 
 def test_embeddings_that_are_compared_by_their_dot_product_keep_their_lengths(tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_distances_change_the_scores_of_mpnet(tmp_path: Path, pooling: str) -> N
 
 
 @pytest.mark.parametrize("types", [0, 1])
-def test_gte_under_its_first_names(tmp_path: Path, types: int) -> None:
+def test_gte_under_its_first_names(tmp_path: Path, caplog: pytest.LogCaptureFixture, types: int) -> None:
     """Its scaling of positions is that of vLLM's NTKScalingRotaryEmbedding: another base, and frequencies divided by a root."""
     oracle = tiny_encoders.write("Gte", tmp_path, "cls_token", type_vocab_size=types)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -101,11 +103,13 @@ def test_gte_under_its_first_names(tmp_path: Path, types: int) -> None:
     path, dim = tmp_path / "config.json", 12
     raw = json.loads(path.read_text()) | {"architectures": ["NewModel"], "model_type": "new", "position_embedding_type": "rope"}
     del raw["rope_parameters"]
+    raw["depth_of_thought"] = 3
     for scaling, theta, divisor in ((None, 500.0, 1.0), ({"type": "ntk", "factor": 2.0}, 1000.0, 2 ** (2 / dim))):
         path.write_text(json.dumps(raw | {"rope_theta": 500.0, "rope_scaling": scaling}))
         oracle.rotary_emb.inv_freq.copy_(1 / theta ** (torch.arange(0, dim, 2) / dim) / divisor)
         with LLM(tmp_path, threads=1) as llm:
             assert np.abs(llm.embed(TEXTS[1]) - tiny_encoders.embed(oracle, TEXTS[1], "first").numpy()).max() < 1e-5
+    assert "entries that are not known here and not used: depth_of_thought" in caplog.text
     path.write_text(json.dumps(raw | {"rope_scaling": {"type": "ntk", "factor": 2.0, "mixed_b": 0.5}}))
     with pytest.raises(UnsupportedModel, match="positions of type 'ntk' is not supported"):
         LLM(tmp_path)

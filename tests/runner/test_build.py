@@ -1,5 +1,6 @@
 """Which code computes a model."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,13 @@ def test_adapters_are_refused_in_several_processes_and_in_transformers_code(dire
 
 
 @pytest.mark.parametrize(("runner", "code"), [("rust", "LlamaForCausalLM, in Rust"), ("torch", "LlamaForCausalLM, in torch")])
-def test_the_start_table_says_that_the_flag_chose_the_code(directory, runner, code):
+def test_the_start_table_says_that_the_flag_chose_the_code(directory, runner, code, caplog):
+    raw = json.loads((directory / "config.json").read_text()) | {"depth_of_thought": 3}
+    (directory / "config.json").write_text(json.dumps(raw))
     made = build_runner(EngineConfig(device="cpu", runner=runner, num_kv_blocks=10), directory)
     assert tuple(made.decisions[0]) == ("code", code, "--runner says so")
+    unused = f"{directory / 'config.json'} has entries that are not known here and not used: depth_of_thought"
+    assert [message for message in caplog.messages if "entries" in message] == [unused]
 
 
 def test_a_context_length_for_all_models_is_not_used_by_one_that_was_made_for_less(directory):

@@ -1,5 +1,7 @@
 """What clients see of a checkpoint."""
 
+import json
+
 import gguf
 import gguf_files
 import pytest
@@ -8,7 +10,7 @@ import tiny_models
 from chairlift.checkpoint.locate import locate
 from chairlift.engine.fingerprint import checkpoint_digest
 from chairlift.models.config import load_shape
-from chairlift.runner.description import checkpoint_info
+from chairlift.runner.description import checkpoint_info, describe
 
 
 def info(directory):
@@ -22,6 +24,10 @@ def test_info_of_safetensors(tmp_path):
     assert known.num_weights == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=0.02)
     assert (known.weight_format, known.weight_type) == ("safetensors", "F32")
     assert known.weight_bytes == (tmp_path / "model.safetensors").stat().st_size
+    assert "not used" not in describe(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"depth_of_thought": 3}))
+    assert describe(tmp_path)["not used"] == "depth_of_thought"
     digest = checkpoint_digest(tmp_path)
     assert (len(digest), checkpoint_digest(tmp_path)) == (64, digest)
     (tmp_path / "model.safetensors").unlink()
