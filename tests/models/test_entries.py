@@ -82,6 +82,13 @@ def test_what_would_change_answers_is_refused_if_transformers_does_not_know_it_e
         load_shape(tmp_path)
 
 
+def test_a_flag_that_transformers_does_not_know_is_reported(tmp_path: Path) -> None:
+    assert ModelConfig.parse(LLAMA | {"use_parallel_block": True}).unread == ()  # Cohere's published files say so
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"rope_interleaved": True, "model_type": "llama"}))
+    shape = load_shape(tmp_path)
+    assert (shape.not_ours, shape.unread) == ("rope_interleaved True has no code of ours", ("rope_interleaved",))
+
+
 def test_transformers_code_computes_what_it_knows_and_reports_the_rest(tmp_path: Path) -> None:
     raw = usual("DeepseekV2ForCausalLM", **SHAPE | LATENT, q_lora_rank=None)
     assert ModelConfig.parse(raw).unread == ()

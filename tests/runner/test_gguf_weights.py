@@ -130,6 +130,7 @@ def test_a_file_gives_the_logits_of_transformers(tmp_path: Path, architecture: s
     with torch.inference_mode():
         expected = reference(torch.arange(11)[None] * 7 % 300).logits[0].numpy()
     assert np.abs(logits(directory) - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert ModelConfig.load(directory).unread == ()
 
 
 @pytest.mark.parametrize("positions", ["rope", "nope"])

@@ -35,6 +35,7 @@ _DESCRIPTIVE = re.compile(
     r"|n_shared_experts|num_(local_)?experts|topk_method|(block_)?norm_eps|block_dim|conv_(dim\w*|L_cache|bias)|num_heads|theta|expand|hidden_act|mamba_\w+"
     r"|classifier_\w+|summary_\w+|pooler_\w+|embedding_size|vocab_size_per_layer_input|tie_word_embeddings|decoder_bias|dense_seq_output"
     r"|use_bidirectional_attention|is_causal"
+    r"|n_ctx|matryoshka_dimensions|cla_share_factor|layer_switch|order_of_interleaved_layers|use_(parallel_\w+|gated_activation|embedding_sharing)"
     r"|rotary_scaling_factor"  # of texts that are longer than those that Nomic's models were made for
 )
 """Entries that change no answer of the architectures that there is code for, or that are read with others alone."""
@@ -43,8 +44,11 @@ _USUAL = {
     "normalization_function": ("rmsnorm",),
     "layer_norm_type": ("layer_norm",),
     "scoring_func": ("softmax", "sigmoid"),
-    "position_embedding_type": ("absolute", "rope", "rotary"),
+    "position_embedding_type": ("absolute", "rope", "rotary", "rope_gptj"),
     "attn_output_gate": (True,),  # whose matrices have other sizes without it
+    "qk_norm": (True,),  # as all models have it whose code does not read this
+    "use_qk_norm": (True,),
+    "norm_type": ("rms",),
     "directionality": ("bidi",),
     "block_use_swiglu": (True,),
     "use_pos_enc": (True,),
@@ -59,13 +63,15 @@ _CHANGES = re.compile(
 _EXPERTS = re.compile(r"\w*(expert|topk|top_k|moe|routed)\w*|\w*_group")
 
 
-def check_entries(unread: Mapping[str, Any], *, experts: bool) -> tuple[str, ...]:
+def check_entries(unread: Mapping[str, Any], *, experts: bool, flags: bool = True) -> tuple[str, ...]:
     """Returns the entries that nothing here knows. Raises NoNativeModel for one that would change answers.
 
     `unread` are the entries of a config.json that the configuration was not made of. Those about experts change nothing without `experts`.
+    Without `flags` only numbers, lists and tables can raise the error.
     """
     found = {name: value for name, value in unread.items() if value and not _is_known(name, value, experts)}
-    if changes := next((name for name in found if _CHANGES.fullmatch(name)), None):
+    grave = (name for name, value in found.items() if _CHANGES.fullmatch(name) and (flags or not isinstance(value, bool | str)))
+    if changes := next(grave, None):
         raise NoNativeModel(f"{changes} {found[changes]!r:.100} has no code of ours")
     return tuple(found)
 

@@ -40,8 +40,8 @@ def parse_variants(
     full = next((str(layer) for layer, window in enumerate(windows) if window is None), "")
     found = (own.get(full) or {}) if isinstance(own, dict) else {}
     keys_as_values = bool(raw.get("attention_k_eq_v", False))
-    usual = raw.get("num_global_key_value_heads") if keys_as_values else None
-    heads = parse_size(found, "num_key_value_heads", usual or local_heads[0])
+    usual = raw.get("num_global_key_value_heads")  # which counts where values are keys
+    heads = parse_size(found, "num_key_value_heads", (usual if keys_as_values else None) or local_heads[0])
     size = parse_size(found, "head_dim", parse_size(raw, "global_head_dim", head_dim))
     shared, input_size = (parse_count(raw, name) for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"))
     first = max(layers - shared, 0)

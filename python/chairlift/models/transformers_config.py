@@ -133,8 +133,8 @@ def _unread(raw: dict[str, Any], theirs: Any) -> tuple[str, ...]:
     own = nested if text is not theirs and isinstance(nested, dict) else raw
     known = {entry.name for entry in fields(text)} | text.attribute_map.keys()
     try:
-        # What a class makes of earlier names is not among its attributes.
-        return check_entries({name: own[name] for name in own.keys() & vars(text).keys() - known}, experts=True)
+        # What a class makes of earlier names is not among its attributes. Flags often say what its code does anyway.
+        return check_entries({name: own[name] for name in own if name in vars(text) and name not in known}, experts=True, flags=False)
     except NoNativeModel as error:
         raise UnsupportedModel(f"config.json: {error}, and transformers' code does not read it: remove it if it changes nothing") from None
 
