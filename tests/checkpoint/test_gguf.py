@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_recurrent
 import numpy as np
 import pytest
 import torch
@@ -238,11 +239,24 @@ def test_lists_by_layer_that_do_not_fit_are_refused(tmp_path: Path, key: str, va
         load()
 
 
-def test_a_list_by_layer_needs_an_architecture_whose_layers_differ(tmp_path: Path) -> None:
-    path = _altered(tmp_path, llama__feed_forward_length=[96, 64])
-    message = r"llama\.feed_forward_length differs by layer, which cannot be read for the architecture 'llama'"
+@pytest.mark.parametrize(("key", "same"), [("feed_forward_length", 96), ("attention__head_count", 4), ("attention__head_count_kv", 2)])
+def test_a_list_by_layer_needs_an_architecture_whose_layers_differ(tmp_path: Path, key: str, same: int) -> None:
+    convert(_altered(tmp_path, **{f"llama__{key}": [same, same]}), tmp_path / "same")
+    path = _altered(tmp_path, **{f"llama__{key}": [same, same // 2]})
+    name = re.escape(key.replace("__", "."))
+    message = rf"llama\.{name} differs by layer, which cannot be read for the architecture 'llama'"
     with pytest.raises(UnsupportedModel, match=message):
         convert(path, tmp_path / "out")
+
+
+def test_layers_without_attention_may_have_no_heads(tmp_path: Path) -> None:
+    path, model = tmp_path / "tiny.gguf", gguf_recurrent.tiny_model("lfm2")
+    gguf_recurrent.write(model, path, replaced={"attention.head_count": [0, 4, 0]})
+    convert(path, tmp_path / "out")
+    assert ModelConfig.load(tmp_path / "out").num_heads == model.config.num_attention_heads == 4
+    gguf_recurrent.write(model, path, replaced={"attention.head_count": [0, 0, 0]})
+    with pytest.raises(UnsupportedModel, match=r"lfm2\.attention\.head_count is 0 for all layers"):
+        convert(path, tmp_path / "other")
 
 
 def _keys_of_the_package(kinds: Any) -> list[str]:

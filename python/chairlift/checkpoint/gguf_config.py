@@ -71,12 +71,14 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     kind = file.get("general.architecture", str)
     assert kind is not None
     experts, mixture = _num_experts(file, kind, architecture), architecture.mixture
-    hidden, heads = file.size(f"{kind}.embedding_length"), file.size(f"{kind}.attention.head_count")
+    hidden, layers = file.size(f"{kind}.embedding_length"), num_layers(file, kind)
+    counts = _by_layer(file, f"{kind}.attention.head_count", layers, least=0 if architecture.recurrence else 1)
+    if not (heads := max(counts)):
+        raise UnsupportedModel(f"{file.path}: {kind}.attention.head_count is 0 for all layers")
     head_dim, rotary, latent = _head_sizes(file, kind, architecture, hidden // heads)
     vocab_size = file.vocab_size
     epsilon = file.get(f"{kind}.attention.layer_norm_epsilon", float) if architecture.norm_eps.startswith("layer_norm") else None
-    layers = num_layers(file, kind)
-    inner, kv_heads = _sizes_by_layer(file, kind, architecture, layers, heads)
+    inner, kv_heads = _sizes_by_layer(file, kind, architecture, counts)
     config = {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
@@ -160,15 +162,17 @@ def _latent(file: GGUFFile, kind: str, rotary: int, key: int, value: int) -> dic
     return sizes | {"q_lora_rank": query, "qk_nope_head_dim": key - rotary, "v_head_dim": value}
 
 
-def _sizes_by_layer(file: GGUFFile, kind: str, architecture: Architecture, layers: int, heads: int) -> tuple[list[int], list[int]]:
-    """Returns the inner size of each layer and its number of KV heads."""
+def _sizes_by_layer(file: GGUFFile, kind: str, architecture: Architecture, heads: list[int]) -> tuple[list[int], list[int]]:
+    """Returns the inner size of each layer and its number of KV heads. `heads` are those of queries."""
+    layers = len(heads)
     key = f"{kind}.feed_forward_length"
     if architecture.mixture and file.value(key) in (None, 0) and file.value(f"{kind}.expert_feed_forward_length"):
         key = f"{kind}.expert_feed_forward_length"  # of a mixture without MLPs, such as Qwen 3.5
     inner = _by_layer(file, key, layers, least=0 if architecture.single else 1)
-    kv_heads = _by_layer(file, f"{kind}.attention.head_count_kv", layers, heads, least=0 if architecture.recurrence else 1)
-    for name, values in (("feed_forward_length", inner), ("attention.head_count_kv", kv_heads)):
-        if architecture.global_head_dim is None and len(set(values) - {0}) != 1:
+    kv_heads = _by_layer(file, f"{kind}.attention.head_count_kv", layers, max(heads), least=0 if architecture.recurrence else 1)
+    sizes = {"attention.head_count": heads, "feed_forward_length": inner, "attention.head_count_kv": kv_heads}
+    for name, values in sizes.items():
+        if (architecture.global_head_dim is None or values is heads) and len(set(values) - {0}) != 1:
             raise UnsupportedModel(f"{file.path}: {kind}.{name} differs by layer, which cannot be read for the architecture {kind!r}")
     return inner, kv_heads
 
