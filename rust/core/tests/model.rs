@@ -143,7 +143,7 @@ fn batching() -> impl Strategy<Value = Batching> {
 
 /// Number of cases. `make property` runs a million.
 fn cases() -> u32 {
-    std::env::var("PROPERTY_CASES").map_or(20_000, |cases| cases.parse().expect("PROPERTY_CASES must be a number"))
+    std::env::var("PROPERTY_CASES").map_or(5_000, |cases| cases.parse().expect("PROPERTY_CASES must be a number"))
 }
 
 proptest! {

@@ -68,7 +68,7 @@ fn run(lab: &mut Lab, requests: &[(Time, u32, Time)]) -> (u64, u64) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn no_request_misses_its_deadline_because_it_waited_for_others(
         gaps in prop::collection::vec((20_000..200_000u64, 1..40u32, 80_000..500_000u64), 1..30),

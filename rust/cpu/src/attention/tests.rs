@@ -269,9 +269,10 @@ proptest! {
 #[test]
 fn the_shapes_of_models_do() {
     let shapes = [(9, 3, 64, None), (14, 2, 64, None), (8, 1, 128, None), (4, 4, 96, None), (4, 2, 80, None), (5, 1, 576, Some(512))];
-    for (heads, kv_heads, head_dim, latent) in shapes {
+    for (at, (heads, kv_heads, head_dim, latent)) in shapes.into_iter().enumerate() {
         for dtype in [KvDType::F32, KvDType::F16, KvDType::Bf16, KvDType::Int8] {
-            for window in [None, Some(70)] {
+            // The other test has windows of all shapes.
+            for window in [None, Some(70)].into_iter().take(if at == 0 { 2 } else { 1 }) {
                 let contexts = vec![131, 17];
                 let group = heads / kv_heads;
                 Case {

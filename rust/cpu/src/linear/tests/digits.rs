@@ -88,7 +88,7 @@ fn products_are_those_of_plain_integers_to_the_bit() {
 #[test]
 fn each_row_alone_gives_what_it_gives_among_others() {
     let ins = 256;
-    let x = uneven(130 * ins);
+    let x = uneven(66 * ins);
     for (isa, (dtype, _)) in tested().flat_map(|isa| DIGITS.map(|digits| (isa, digits))) {
         let (layer, ..) = mixed(isa, dtype, ins);
         let outs = layer.matrix.outs;
@@ -168,7 +168,8 @@ fn errors_are_smaller_than_those_of_fp32() {
     let outliers = numbers(3, count * ins).iter().enumerate().map(|(i, x)| x * if i % 256 == 5 { 100.0 } else { 1.0 }).collect();
     let positive = numbers(3, count * ins).iter().map(|x| x.abs() * 1.001).collect();
     for (what, x) in [("even", even), ("outliers", outliers), ("positive", positive)] as [(&str, Vec<f32>); 3] {
-        for kind in BlockType::all() {
+        // Errors are those of the rows: other types differ little.
+        for kind in [BlockType::Q4_1, BlockType::Q4_K, BlockType::Q6_K, BlockType::Q8_0] {
             let [bytes, plain] = [Isa::PORTABLE_DIGITS, Isa::PORTABLE].map(|isa| error(isa, DType::Kept, kind, &x, outs, ins));
             let two = error(Isa::PORTABLE_DIGITS, DType::Int16, kind, &x, outs, ins);
             println!("{what} {kind:?}: three digits {bytes:.2e}, two {two:.2e}, fp32 {plain:.2e}");
