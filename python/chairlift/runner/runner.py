@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ from chairlift.runner.executor import Logits, ModelExecutor
 from chairlift.runner.interface import BlockStorage, Runner, StateStorage
 from chairlift.runner.memory.sizing import Size
 from chairlift.runner.sampling.logprobs import CHUNK_LOGITS, PromptLogprobs, packed
-from chairlift.runner.sampling.matcher import Matcher
+from chairlift.runner.sampling.matcher import Masks, Matcher
 from chairlift.runner.sampling.sampler import PendingSample, Sampler, TokenSampler
 from chairlift.sampling import SamplingParams
 
@@ -40,6 +41,8 @@ class Launched:
     """The samples whose requests want an embedding, in place of a token."""
     embeddings: np.ndarray | None = None
     """Their embeddings."""
+    masks: Masks | None = None
+    """The masks of its grammars, if they were computed beside the forward pass."""
     sample: PendingSample | None = None
 
 
@@ -126,13 +129,18 @@ class ModelRunner(Runner):
         if sizes.state_copies:
             self.model.copy_states(buffers.state_copies[: 2 * sizes.state_copies].reshape(-1, 2))
         buffers.num_state_saves = sizes.state_saves
-        return self._forward(buffers, sizes)
+        if self.overlaps:  # the tokens before the masks are not known yet, and the device does not wait for this thread
+            return self._forward(buffers, sizes)
+        slots, forward = buffers.sample_slots[: sizes.samples], partial(self._forward, buffers, sizes)
+        step, step_masks = self.sampler.beside_masks(forward, slots, buffers, self.model_config.vocab_size)
+        step.masks = step_masks
+        return step
 
     def sample(self, step: Launched) -> None:
         """Starts sampling a launched step (see `Runner.sample`)."""
         buffers, count = self.buffers[step.buffer_index], len(step.logits)
         positions = buffers.positions[buffers.sample_at[:count]] + 1
-        step.sample = self.sampler.draw(step.logits, buffers.sample_slots[:count], positions, buffers, step.graph)
+        step.sample = self.sampler.draw(step.logits, buffers.sample_slots[:count], positions, buffers, step.graph, step.masks)
 
     def collect(self, step: Launched) -> Sampled:
         """Waits for the oldest step in flight and returns its tokens."""
@@ -156,6 +164,7 @@ class ModelRunner(Runner):
 
     def close(self) -> None:
         """Ends the processes that compute parts of the model."""
+        self.sampler.close()
         self.model.close()
 
     def _forward(self, buffers: StepBuffers, sizes: StepSizes) -> Launched:

@@ -1,3 +1,6 @@
+import contextlib
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -6,11 +9,11 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from chairlift import _core
-from chairlift.errors import InvalidRequest
+from chairlift.errors import InvalidRequest, OutOfMemory
 from chairlift.outputs import TokenLogprobs
 from chairlift.runner.sampling.device import DeviceSampler
 from chairlift.runner.sampling.host import HostSampler, philox, uniforms
-from chairlift.runner.sampling.matcher import MatchedRows, accept, allowed
+from chairlift.runner.sampling.matcher import MatchedRows, accept, masks
 from chairlift.runner.sampling.sampler import FAILED, Sampler
 from chairlift.sampling import SamplingParams
 
@@ -328,11 +331,47 @@ class Tiring(Alternating):
 @pytest.mark.parametrize(("drawn", "reasons"), [(6, {1: "no time is left"}), (8, {})])
 def test_a_grammar_that_refuses_to_go_on_after_a_drafted_token_says_why(drawn, reasons):
     matched = [MatchedRows(0, Tiring(), [6, 1])]
-    bits = np.unpackbits(allowed(matched, 50), axis=1, bitorder="little")
+    bits = np.unpackbits(masks(matched, 50).octets, axis=1, bitorder="little")
     assert bits.any(axis=1).tolist() == [True, False, False]
     chosen = np.array([drawn, FAILED, FAILED])
     assert {row: str(error) for row, error in accept(matched, chosen, FAILED).items()} == reasons
     assert matched[0].matcher.taken == [drawn]
+
+
+class Watched(Alternating):
+    """Tells when its mask begins and ends, and waits for `go` in between."""
+
+    def __init__(self, length: int = 3) -> None:
+        super().__init__(length)
+        self.begun, self.go, self.ended = threading.Event(), threading.Event(), False
+
+    def mask(self, bitmask: np.ndarray, index: int) -> None:
+        self.begun.set()
+        assert self.go.wait(60)
+        time.sleep(0.01)  # whoever does not wait for it goes on meanwhile
+        super().mask(bitmask, index)
+        self.ended = True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_masks_are_computed_beside_the_forward_pass_and_have_ended_after_it(fails):
+    made, matcher = AtOnce(2, torch.device("cpu")), Watched()
+    made.add_request(1, SamplingParams(temperature=0.0), empty(), 0, 0, matcher=matcher)
+    buffers = SimpleNamespace(input_ids=np.zeros(2, dtype=np.int32), sample_at=np.arange(2))
+
+    def forward() -> str:
+        assert matcher.begun.wait(60)
+        matcher.go.set()
+        if fails:
+            raise OutOfMemory("no room")
+        return "passed"
+
+    with pytest.raises(OutOfMemory) if fails else contextlib.nullcontext():
+        passed, computed = made.beside_masks(forward, np.array([0, 1]), buffers, 50)
+        assert (passed, computed.octets.tolist()) == ("passed", masks(computed.matched, 50).octets.tolist())
+        assert [list(one.rows) for one in computed.matched] == [[1]]
+    assert matcher.ended
+    made.close()
 
 
 def test_a_matcher_that_raises_ends_its_own_row_only():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -76,11 +76,22 @@ def matched_rows(matchers: Mapping[int, Matcher], slots: np.ndarray, inputs: np.
     return matched
 
 
-def allowed(matched: Sequence[MatchedRows], vocabulary: int) -> np.ndarray:
-    """Returns the tokens that the matchers allow, uint8 [rows, bytes]: token t is bit t % 8 of byte t // 8.
+class Masks(NamedTuple):
+    """The masks of a step."""
+
+    matched: Sequence[MatchedRows] = ()
+    """Their rows."""
+    octets: np.ndarray = np.zeros((0, 0), dtype=np.uint8)
+    """The tokens that the matchers allow, uint8 [rows, bytes]: token t is bit t % 8 of byte t // 8."""
+
+
+def masks(matched: Sequence[MatchedRows], vocabulary: int) -> Masks:
+    """Computes the masks of these rows.
 
     Rows after a drafted token that the grammar does not allow have no bits. Their samples are not used.
     """
+    if not matched:
+        return Masks()
     bitmask = np.zeros((sum(len(one.rows) for one in matched), -(-vocabulary // 32)), dtype=np.int32)
     index = 0
     for one in matched:
@@ -92,7 +103,7 @@ def allowed(matched: Sequence[MatchedRows], vocabulary: int) -> np.ndarray:
         else:
             _allow_drafted(one, bitmask[index:])
         index += len(one.rows)
-    return bitmask.astype("<i4", copy=False).view(np.uint8)
+    return Masks(matched, bitmask.astype("<i4", copy=False).view(np.uint8))
 
 
 def _allow_drafted(matched: MatchedRows, bitmask: np.ndarray) -> None:

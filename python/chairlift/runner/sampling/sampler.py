@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -12,7 +13,7 @@ from chairlift.runner.buffers import PendingResult, StepBuffers
 from chairlift.runner.executor import Logits
 from chairlift.runner.sampling import bias, logprobs
 from chairlift.runner.sampling.bias import Bias
-from chairlift.runner.sampling.matcher import MatchedRows, Matcher, accept, allowed, matched_rows
+from chairlift.runner.sampling.matcher import Masks, MatchedRows, Matcher, accept, masks, matched_rows
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ FAILED = -1
 LOWEST_TEMPERATURE = 1e-5
 """Lower temperatures are raised to this: all weight is on the most likely token, and fp32 divisions would overflow."""
 NONE_REQUESTED = -1
+
+T = TypeVar("T")
 
 
 class OutputTracker(Protocol):
@@ -69,7 +72,7 @@ class TokenSampler(Protocol):
         """Brings an array to where the logits are, to index or to change them. The array may change when this returns."""
 
     def mask(self, logits: Logits, rows: np.ndarray, octets: np.ndarray) -> None:
-        """Masks the tokens that `octets` of `matcher.allowed` does not allow in the rows [M] of logits [N, vocabulary]."""
+        """Masks the tokens that `octets` of `matcher.Masks` do not allow in the rows [M] of logits [N, vocabulary]."""
 
     def keeps_logits(self, slots: np.ndarray) -> bool:
         """Whether `draw` leaves the logits of these slots unchanged."""
@@ -101,7 +104,7 @@ class PendingSample:
     """Indices of the samples with log-probabilities."""
     counts: np.ndarray
     """For each of them, the number of top tokens that its request wants, or NONE_REQUESTED."""
-    matched: list[MatchedRows]
+    matched: Sequence[MatchedRows]
     trackers: list[tuple[int, OutputTracker]]
 
 
@@ -117,6 +120,7 @@ class Sampler:
         self.matchers: dict[int, Matcher] = {}
         self.scored = np.full(max_seqs, NONE_REQUESTED)
         self.detailed = np.full(max_seqs, NONE_REQUESTED)
+        self._mask_thread = ThreadPoolExecutor(1, "masks")
 
     def add_request(
         self,
@@ -152,6 +156,21 @@ class Sampler:
         self.matchers.pop(slot, None)
         self.tokens.remove_request(slot)
 
+    def beside_masks(self, forward: Callable[[], T], slots: np.ndarray, buffers: StepBuffers, vocabulary: int) -> tuple[T, Masks]:
+        """Calls `forward`, and computes the masks of these slots [N] on another thread at the same time.
+
+        `buffers` are those of the step, and the previous sample must have been taken. No mask is computed any more when this returns or
+        raises.
+        """
+        if not (matched := self._matched(slots, buffers)):
+            return forward(), Masks()
+        pending = self._mask_thread.submit(masks, matched, vocabulary)
+        try:
+            result = forward()
+        finally:
+            wait([pending])
+        return result, pending.result()
+
     def draw(
         self,
         logits: Logits,
@@ -159,14 +178,17 @@ class Sampler:
         positions: np.ndarray,
         buffers: StepBuffers,
         graph: Graph | None = None,
+        computed: Masks | None = None,
     ) -> PendingSample:
         """Starts sampling a token per row of logits [N, vocabulary], which it may overwrite.
 
         `slots` [N] are the rows' batch slots, `positions` [N] the positions that the tokens will take in their sequences. If a `graph`
-        computed the logits, they must still be at its address. The previous sample must have been taken.
+        computed the logits, they must still be at its address. `computed` are the masks, if they are computed already. The previous sample
+        must have been taken.
         """
         at = np.flatnonzero(self.scored[slots] != NONE_REQUESTED)
-        biased, matched = entries_of(self.biases, slots), self._matched(slots, buffers)
+        biased = entries_of(self.biases, slots)
+        matched, octets = masks(self._matched(slots, buffers), logits.shape[1]) if computed is None else computed
         scored = None
         if at.size:
             unchanged = at.size == len(slots) and not biased and not matched and self.tokens.keeps_logits(slots)
@@ -175,7 +197,7 @@ class Sampler:
         if biased:
             bias.apply(logits, biased, self.tokens.send)
         if matched:
-            self.tokens.mask(logits, np.concatenate([one.rows for one in matched]), allowed(matched, logits.shape[1]))
+            self.tokens.mask(logits, np.concatenate([one.rows for one in matched]), octets)
         drawn = self.tokens.draw(logits, slots, positions, buffers, graph, scored)
         return PendingSample(drawn, at, self.detailed[slots[at]], matched, [*biased, *drawn.trackers])
 
@@ -200,13 +222,14 @@ class Sampler:
         forced = ((slot, matcher.forced()) for slot, matcher in self.matchers.items())
         return [(slot, tokens) for slot, tokens in forced if tokens]
 
+    def close(self) -> None:
+        """Ends the thread that computes masks."""
+        self._mask_thread.shutdown()
+
     def _matched(self, slots: np.ndarray, buffers: StepBuffers) -> list[MatchedRows]:
         if not self.matchers:
             return []
         return matched_rows(self.matchers, slots, buffers.input_ids[buffers.sample_at[: len(slots)]])
-
-
-T = TypeVar("T")
 
 
 def entries_of(by_slot: Mapping[int, T], slots: np.ndarray) -> list[tuple[int, T]]:
