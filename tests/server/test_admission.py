@@ -73,6 +73,7 @@ def test_every_route_that_waits_and_no_other_finds_the_queue_full(engine):
         "/detokenize": {"tokens": [97]},
         "/api/show": {"model": MODEL},
         "/v1/messages/count_tokens": {"model": MODEL, "messages": messages},
+        "/v1/responses/input_tokens": {"input": "hi"},
     }
     with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
         with http.stream("POST", COMPLETIONS, json=HELD | {"stream": True}):

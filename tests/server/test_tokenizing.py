@@ -30,6 +30,7 @@ BODIES = {
     "/v1/responses": {"input": TEXT},
     "/v1/messages": {"messages": SAID, "max_tokens": 5},
     "/v1/messages/count_tokens": {"messages": SAID},
+    "/v1/responses/input_tokens": {"input": TEXT},
     "/v1/embeddings": {"input": ["a", TEXT]},
     "/v1/rerank": {"query": "a", "documents": ["b", TEXT]},
     "/api/generate": {"prompt": TEXT},
@@ -98,6 +99,7 @@ def test_an_appended_text_that_is_too_long_is_not_tokenized(recorded):
         ("/tokenize", {"prompt": "7" * LONG * 2}, LONG * 2),
         ("/tokenize", {"messages": [{"role": "user", "content": "7" * LONG * 2}]}, LONG * 2),
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "7" * LONG * 2}]}, LONG * 2),
+        ("/v1/responses/input_tokens", {"input": "7" * LONG * 2}, LONG * 2),
         ("/v1/completions", {"prompt": "7" * LONG * 2, "truncate_prompt_tokens": 5, "max_tokens": 1}, 5),
     ],
 )

@@ -34,6 +34,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/rerank": {"query": "a", "documents": ["a"]},
     "/v1/messages": {"messages": SAID, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": SAID},
+    "/v1/responses/input_tokens": {"input": "a"},
     "/api/chat": {"messages": SAID, "options": {"num_predict": 2}, "stream": False},
     "/api/generate": {"prompt": "a", "options": {"num_predict": 2}, "stream": False},
     "/api/show": {},

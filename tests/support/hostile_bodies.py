@@ -82,6 +82,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/responses": ({"input": "a", "max_output_tokens": 2}, "input tools instructions text metadata tool_choice"),
     "/v1/messages": ({"messages": SAID, "max_tokens": 2}, "messages system tools metadata stop_sequences tool_choice"),
     "/v1/messages/count_tokens": ({"messages": SAID}, "messages system tools"),
+    "/v1/responses/input_tokens": ({"input": "a"}, "input tools instructions"),
     "/v1/embeddings": ({"input": "a"}, "input"),
     "/v1/rerank": ({"query": "a", "documents": ["a"]}, "query documents"),
     "/api/generate": ({"prompt": "a", "options": {"num_predict": 2}}, "prompt system format options images"),

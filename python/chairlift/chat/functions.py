@@ -139,6 +139,8 @@ def _mode(choice: Any, field: str) -> tuple[str, list[str] | None]:
     match choice:
         case None:
             return "auto", None
+        case "any" if field == "tool_choice":  # Mistral's name
+            return "required", None
         case "none" | "auto" | "required" if field == "tool_choice" or choice != "required":
             return str(choice), None
         case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}} if (

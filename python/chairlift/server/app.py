@@ -31,7 +31,7 @@ from chairlift.server.routes.openai.embeddings import embeddings
 from chairlift.server.routes.openai.models import model, models
 from chairlift.server.routes.openai.openapi import openapi
 from chairlift.server.routes.openai.rerank import rerank
-from chairlift.server.routes.openai.responses import responses
+from chairlift.server.routes.openai.responses import input_tokens, responses
 from chairlift.server.routes.ops.dashboard import dashboard, data
 from chairlift.server.routes.ops.explain import explain
 from chairlift.server.routes.ops.status import health, index, live, metrics, ready, version
@@ -96,6 +96,7 @@ def routes() -> list[Route]:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/sequences", sequences.open_sequence, methods=["POST"]),

@@ -104,9 +104,6 @@ def _context_words(error: ContextExceeded, path: str) -> str:
     """Returns the words of the API at `path` for a prompt that is too long: clients recognize them, and shorten the conversation."""
     limit, prompt, answer = error.limit, error.prompt, error.answer
     if path.startswith("/v1/messages"):
-        if prompt < limit:
-            limits = f"{prompt} + {answer} > {limit}"
-            return f"input length and `max_tokens` exceed context limit: {limits}, decrease input length or `max_tokens` and try again"
         return f"prompt is too long: {prompt} tokens > {min(limit, prompt - 1)} maximum"
     if path.startswith("/v1/responses"):
         return f"Your input exceeds the context window of this model. Please adjust your input and try again. {error}"

@@ -22,7 +22,7 @@ from chairlift.chat.tools.argument_types import argument_types
 from chairlift.chat.tools.hermes import Hermes
 from chairlift.chat.tools.parser import ToolCallDelta, ToolParser
 from chairlift.engine.validation import check_generates
-from chairlift.errors import InvalidRequest, brief
+from chairlift.errors import ContextExceeded, InvalidRequest, brief
 from chairlift.outputs import RequestOutput, TokenLogprobs
 from chairlift.scheduling import BACKGROUND
 from chairlift.server.chat.current_turn import CurrentTurn, turn_labels
@@ -101,6 +101,19 @@ class ChatCompletion:
         if prompt.turn is not None and prompt.turn.exact:
             headers["x-chairlift-exact-history"] = str(prompt.turn.exact)
         return cls(generation, form, params.n, headers, prompt.turn)
+
+    @classmethod
+    async def begin_within_context(
+        cls, request: Request, body: ChatRequest, ignored: list[str], *, kind: str, prefix: str, raw_prompt: str | None = None
+    ) -> tuple[Self, bool]:
+        """Like `begin`, but an answer ends with the context, even if the request allows more tokens. Also returns whether it does."""
+        begin = partial(cls.begin, request, ignored=ignored, kind=kind, prefix=prefix, raw_prompt=raw_prompt)
+        try:
+            return await begin(body), False
+        except ContextExceeded as error:
+            if error.prompt >= error.limit:
+                raise
+            return await begin(body.model_copy(update={"max_completion_tokens": error.limit - error.prompt})), True
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """Yields increments; raises the engine's errors. Closing the generator aborts the request: use `contextlib.aclosing`."""

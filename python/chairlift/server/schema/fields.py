@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_PROMPTS = 256
 MAX_ANSWERS = 1024
+LEAST_TOP_P = 1e-9
+"""What a `top_p` of 0, which OpenAI's API allows, stands for: only the likeliest token is left."""
 
 # Fields that are not supported, with the values that have no effect. Other values are rejected: silently ignoring them
 # # would change the answer.
@@ -191,12 +193,14 @@ class GenerationRequest(GenerationParams):
         fields |= self._set_fields("ignore_eos", "min_tokens", "n", "best_of", "prompt_logprobs")
         fields |= self._set_fields("include_stop_str_in_output", "skip_special_tokens")
         fields["logprobs"] = self.num_logprobs()
+        if self.top_p == 0:
+            fields["top_p"] = LEAST_TOP_P
         if self.top_k is not None:
             fields["top_k"] = 0 if self.top_k == -1 else self.top_k  # clients use both for "off"
         if self.stop is not None:
             if not isinstance(self.stop, (str, list)):
                 raise InvalidRequest(f"stop must be a string or a list of strings, got {brief(self.stop)}", param="stop")
-            fields["stop"] = self.stop
+            fields["stop"] = [text for text in self.stop if text != ""] if isinstance(self.stop, list) else self.stop or ()
         for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
             if (listed := getattr(self, name)) is not None:
                 fields[name] = tuple(listed)

@@ -248,6 +248,14 @@ def test_null_is_absent(http, engine):
     assert engine.seen[0].stop == ()
 
 
+@pytest.mark.parametrize(("stop", "left"), [("", ()), ([""], ()), (["", "x"], ("x",))])
+def test_empty_stop_strings_and_an_empty_nucleus_have_a_meaning(http, engine, stop, left):
+    answered = http.post("/v1/completions", json={"prompt": "a", "stop": stop, "top_p": 0, "max_tokens": 1})
+    assert answered.status_code == 200, answered.text
+    assert engine.seen[-1].stop == left
+    assert 0 < engine.seen[-1].top_p < 1e-6, "less than the likeliest of any vocabulary's tokens"
+
+
 def test_the_default_length_makes_room_for_the_least(http, engine):
     answer = http.post("/v1/completions", json={"prompt": "a b", "min_tokens": 20}).json()
     assert answer["usage"]["completion_tokens"] == 20

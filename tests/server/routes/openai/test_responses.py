@@ -251,6 +251,14 @@ def test_requests_that_cannot_be_served(http, engine, fields, param):
     assert engine.started == 0
 
 
+def test_the_tokens_of_an_input_are_counted(client, engine):
+    requested = {"model": MODEL, "input": "one two", "instructions": "be brief"}
+    counted = client.responses.input_tokens.count(**requested)
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", 16)
+    assert engine.started == 0
+    assert client.responses.create(**requested, max_output_tokens=1).usage.input_tokens == 16
+
+
 def test_a_stream_says_as_openai_does_that_the_input_is_too_long(http):
     long = {"input": "a " * 1500}
     refused = http.post("/v1/responses", json=long)

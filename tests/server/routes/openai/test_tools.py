@@ -106,7 +106,7 @@ def test_the_beginning_of_a_forced_call_is_no_content(client):
     text = f"<tool_call>{CALL_1}</tool_call>\n<tool_call>{CALL_2}"
     tokens = (text.index("get_weather", len(CALL_1) + 20) + 4) // 3  # three characters each
     begun = text[: 3 * tokens].partition("</tool_call>")[2]
-    for choice, content in (("required", None), ("auto", begun)):
+    for choice, content in (("required", None), ("any", None), ("auto", begun)):
         [answer] = client.chat.completions.create(**body(text, tool_choice=choice, max_tokens=tokens)).choices
         assert answer.finish_reason == "length"
         assert (len(answer.message.tool_calls), answer.message.content) == (1, content)

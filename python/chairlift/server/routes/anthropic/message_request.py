@@ -157,7 +157,7 @@ class MessagesRequest(CountRequest):
     """POST /v1/messages."""
 
     max_tokens: int
-    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] | None = None
     diagnostics: Diagnostics | None = None
 
     def _body(self) -> dict[str, Any]:

@@ -25,8 +25,8 @@ async def messages(request: Request) -> Response:
     body, ignored = await read_fields(request, MessagesRequest)
     chat = await beside(request, body.chat)
     with renamed_fields(FIELD_NAMES):
-        completion = await ChatCompletion.begin(request, chat, ignored, kind="message", prefix="msg_")
-    builder = _MessageBuilder(body, completion)
+        completion, cut = await ChatCompletion.begin_within_context(request, chat, ignored, kind="message", prefix="msg_")
+    builder = _MessageBuilder(body, completion, cut)
     if body.stream:
         return EventStream(builder.events(), completion.headers, completion.generation.wait_headers)
     return Json(await builder.whole(), headers=completion.headers)
@@ -44,9 +44,12 @@ async def count_tokens(request: Request) -> Response:
 class _MessageBuilder:
     """Builds the message from increments: thinking, text and tool_use blocks, and the events that report them."""
 
-    def __init__(self, body: MessagesRequest, completion: ChatCompletion) -> None:
+    def __init__(self, body: MessagesRequest, completion: ChatCompletion, cut: bool) -> None:
+        """`cut` says whether the context leaves room for fewer tokens than the request allows."""
         self._body = body
         self._completion = completion
+        self._at_limit = "model_context_window_exceeded" if cut else "max_tokens"
+        """The stop reason of an answer that reaches its maximum length."""
         self._blocks: list[dict[str, Any]] = []
         self._pieces: list[str] | None = None
         """Text or arguments of the block in progress."""
@@ -123,12 +126,12 @@ class _MessageBuilder:
             if call.arguments:
                 yield self._append(call.arguments, {"type": "input_json_delta", "partial_json": call.arguments})
         if delta.finish_reason:
-            self._stop_reason = _stop_reason(delta, any(block["type"] == "tool_use" for block in self._blocks))
+            self._stop_reason = self._reason(delta, any(block["type"] == "tool_use" for block in self._blocks))
 
     def _end(self) -> Iterator[dict[str, Any]]:
         """Yields the events after the last token."""
         yield from self._close()
-        if not self._blocks or (self._blocks[-1]["type"] == "thinking" and self._stop_reason["stop_reason"] != "max_tokens"):
+        if not self._blocks or (self._blocks[-1]["type"] == "thinking" and self._stop_reason["stop_reason"] != self._at_limit):
             yield self._open({"type": "text", "text": ""})
             yield from self._close()
         metrics = self._completion.generation.metrics() if self._body.metrics else {}
@@ -160,12 +163,11 @@ class _MessageBuilder:
         self._pieces = None
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
-
-def _stop_reason(delta: Delta, called: bool) -> dict[str, Any]:
-    """Returns Anthropic's stop reason; OpenAI's is "stop" if the answer `called` the function that the client chose."""
-    if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
-    if delta.finish_reason == "stop" and called:
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-    return {"stop_reason": reasons[delta.finish_reason or "stop"], "stop_sequence": None}
+    def _reason(self, delta: Delta, called: bool) -> dict[str, Any]:
+        """Returns Anthropic's stop reason; OpenAI's is "stop" if the answer `called` the function that the client chose."""
+        if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
+        if delta.finish_reason == "stop" and called:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        reasons = {"stop": "end_turn", "length": self._at_limit, "tool_calls": "tool_use"}
+        return {"stop_reason": reasons[delta.finish_reason or "stop"], "stop_sequence": None}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +12,6 @@ from starlette.responses import Response
 
 from chairlift.chat.answer import Delta
 from chairlift.chat.tools.json_text import parsed_object
-from chairlift.errors import ContextExceeded
 from chairlift.server.chat.completion import ChatCompletion
 from chairlift.server.chat.request import renamed_fields
 from chairlift.server.http.body import beside, read_fields
@@ -47,16 +45,10 @@ async def _answer(request: Request, body: OllamaRequest, empty: bool, ignored: l
     if empty:  # clients load a model in this way
         return Json({"model": model.name, "created_at": _now(), **_text("", "", as_message), "done": True, "done_reason": "load"})
     converted, without_effect = await beside(request, body.chat)
-    begin = partial(ChatCompletion.begin, request, kind="chat", prefix="ollama-", raw_prompt=body.raw_prompt)
     with renamed_fields(FIELD_NAMES):
-        try:
-            completion = await begin(converted, [*ignored, *without_effect])
-        except ContextExceeded as error:
-            if error.prompt >= error.limit:
-                raise
-            # As in Ollama, an answer ends with the context, however many tokens `num_predict` allows.
-            rest = converted.model_copy(update={"max_completion_tokens": error.limit - error.prompt})
-            completion = await begin(rest, [*ignored, *without_effect])
+        completion, _ = await ChatCompletion.begin_within_context(
+            request, converted, [*ignored, *without_effect], kind="chat", prefix="ollama-", raw_prompt=body.raw_prompt
+        )
     loading = request.state.context.waited_for_model
     answer = _Answer(completion, converted.top_logprobs or 0, model.engine.tokenizer, loading, as_message=as_message)
     if converted.stream:

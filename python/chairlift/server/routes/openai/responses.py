@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's Responses API."""
+"""POST /v1/responses and /v1/responses/input_tokens: OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from starlette.responses import Response
 from chairlift.chat.answer import Delta
 from chairlift.errors import ContextExceeded
 from chairlift.outputs import TokenLogprobs
-from chairlift.server.chat.completion import ChatCompletion
+from chairlift.server.chat.completion import ChatCompletion, prompt_of
 from chairlift.server.chat.request import renamed_fields
 from chairlift.server.errors import api_error, for_route
 from chairlift.server.http.body import beside, read_fields
-from chairlift.server.http.responses import Json, Rows, large_json
+from chairlift.server.http.responses import Json, Rows, ignored_header, large_json
 from chairlift.server.model import ServedModel, model_of
 from chairlift.server.routes.openai.response_request import FIELD_NAMES, ResponsesRequest
 from chairlift.server.schema.logprobs import chat_logprobs_json
@@ -45,6 +45,15 @@ async def responses(request: Request) -> Response:
         return EventStream(builder.events(), completion.headers, completion.generation.wait_headers)
     whole = await builder.whole()
     return await large_json(whole, completion.headers) if chat.logprobs or request.state.large else Json(whole, headers=completion.headers)
+
+
+async def input_tokens(request: Request) -> Response:
+    """Returns the number of tokens of a conversation, including the chat template's."""
+    service = service_of(request)
+    service.check_admission()
+    body, ignored = await read_fields(request, ResponsesRequest, queued=False)
+    tokens = await prompt_of(request, await service.use(request, body.model), await beside(request, body.chat), must_fit=False)
+    return Json({"object": "response.input_tokens", "input_tokens": len(tokens)}, headers=ignored_header(ignored))
 
 
 _Event = dict[str, Any]
