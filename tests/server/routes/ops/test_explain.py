@@ -1,4 +1,5 @@
 import asyncio
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -107,6 +108,25 @@ def test_a_tenants_requests_are_explained_one_after_the_other():
         name, _ = ask(client, headers={"authorization": "Bearer sk-1"})
         assert list(pool.map(explain, [name] * 6)) == [200] * 6
     assert engine.most == 1
+
+
+def test_an_explanation_ends_with_its_client():
+    events = []
+
+    async def explain(reader, name):
+        events.append("begun")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            events.append("cancelled")
+            raise
+
+    with serving(FakeEngine()) as (base, service):
+        service.explain = explain
+        with socket.create_connection(("127.0.0.1", httpx.URL(base).port)) as client:
+            client.sendall(b"GET /v1/requests/a/explain HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            wait_until(lambda: events == ["begun"])
+        wait_until(lambda: events == ["begun", "cancelled"])
 
 
 def test_a_tenant_cannot_take_the_names_of_anothers_requests():
