@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from cpu_cost import cost
 
 from chairlift import chat_template
 from chairlift.chat_template import ChatTemplate
@@ -61,14 +62,18 @@ def test_a_process_that_was_prepared_renders_the_first_conversation(processes):
 def test_a_hostile_template_takes_neither_time_nor_memory_here(processes, source):
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets the peak of the memory
-    before, began = _peak(), time.process_time()
-    with pytest.raises(InvalidRequest, match="the chat template cannot render these messages: ") as caught:
-        ChatTemplate({"default": source}, {}).render(HELLO, ())
-    assert time.process_time() - began < 0.1
+    before, errors = _peak(), []
+
+    def refused():
+        with pytest.raises(InvalidRequest, match="the chat template cannot render these messages: ") as caught:
+            ChatTemplate({"default": source}, {}).render(HELLO, ())
+        errors.append(caught.value)
+
+    assert cost(refused, attempts=1, clock=time.process_time) < 15
     assert _peak() - before < 16 << 10
-    assert caught.value.param == "messages"
+    assert errors[0].param == "messages"
     if source in SLOW:
-        assert "takes longer than 0.1 seconds" in str(caught.value)
+        assert "takes longer than 0.1 seconds" in str(errors[0])
     assert ChatTemplate({"default": "{{ messages[0].content }}"}, {}).render(HELLO, ()) == [("hello", False)]
 
 
@@ -79,9 +84,9 @@ def _peak() -> int:
 
 def test_a_hostile_template_is_not_run_to_learn_what_it_reads(processes):
     template = ChatTemplate({"default": "{{ 7**8000000 > 1 }}{{ tools }}", "other": "{{ documents }}{% set x = x %}"}, {})
-    began = time.process_time()
-    assert (template.uses("tools"), template.uses("documents"), template.uses("x"), template.uses("y")) == (False, True, True, False)
-    assert time.process_time() - began < 0.1
+    names = ("tools", "documents", "x", "y")
+    assert cost(lambda: list(map(template.uses, names)), attempts=1, clock=time.process_time) < 15
+    assert list(map(template.uses, names)) == [False, True, True, False]
 
 
 def test_a_process_that_was_killed_is_replaced(processes):
@@ -142,18 +147,10 @@ CONTROLS = (*(f"<|reserved_special_token_{i}|>" for i in range(250)), "<|begin_o
 
 @pytest.mark.parametrize("text", ["<|r" * 200_000, "<" * 600_000, "<|reserved_special_token_2" * 24_000], ids=["begins", "short", "almost"])
 def test_looking_for_control_tokens_is_cheap(text):
-    job = {
-        "source": "x",
-        "messages": [{"content": text}],
-        "variables": {},
-        "defaults": {},
-        "controls": CONTROLS,
-        "continue_final_message": False,
-    }
-    render(job)  # compiles
-    began = time.thread_time()
-    assert render(job) == [("x", False)]
-    assert time.thread_time() - began < 0.15  # a pattern that tries each of the tokens takes 0.4 s and more
+    job = {"source": "x", "messages": [{"content": text}], "variables": {}, "defaults": {}, "continue_final_message": False}
+    many, few = job | {"controls": CONTROLS}, job | {"controls": CONTROLS[-3:]}
+    assert render(many) == render(few) == [("x", False)]  # compiles, too
+    assert cost(lambda: render(many), lambda: render(few)) < 5  # a pattern that tries each of the tokens takes 50 times as long
 
 
 def test_the_longest_control_token_is_found():

@@ -16,6 +16,7 @@ import time
 import first_requests
 import httpx
 import pytest
+from cpu_cost import references
 from fake_async_engine import FakeEngine, serving
 from hostile_bodies import hostile_bodies
 
@@ -26,7 +27,8 @@ from chairlift.server.observability import metrics_page, poller
 from chairlift.server.observability.latencies import MAX_TENANTS
 from chairlift.server.routes.openai.openapi import encoded
 
-LIMIT = 0.02
+LIMIT = 4
+"""How many times as long as the reference of `cpu_cost` a callback may take: 20 ms on a core of 2.5 GHz that does nothing else."""
 ATTEMPTS = 4
 """A busy machine may double a callback's CPU time, and the garbage collector may run in it: the same request is sent again."""
 
@@ -52,8 +54,9 @@ def check(service, send):
     for _ in range(ATTEMPTS):
         service.loop_monitor.reset()
         response = send()
-        seen.append(service.loop_monitor.longest)
-        if seen[-1][0] <= LIMIT:
+        seconds, name = service.loop_monitor.longest
+        seen.append((seconds, name, references(seconds) if seconds else 0.0))
+        if seen[-1][-1] <= LIMIT:
             return response
     raise AssertionError(f"callbacks took {seen}")
 
@@ -206,7 +209,7 @@ def test_no_call_keeps_the_lock_for_long_while_a_body_is_parsed(value):
         with contextlib.suppress(ApiError):
             parse(body)
 
-    assert min(longest_call(parse_or_refuse) for _ in range(ATTEMPTS)) < 0.05
+    assert min(references(longest_call(parse_or_refuse)) for _ in range(ATTEMPTS)) < 10
 
 
 LOGPROBS = {"logprobs": True, "top_logprobs": 20}
