@@ -20,6 +20,7 @@ from chairlift.engine import engine as engine_module
 from chairlift.engine.choice import FINISH_REASONS
 from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
+from chairlift.kernels.resolve_reference import resolve_reference
 from chairlift.kernels.sampling import reference
 from chairlift.runner.build import build_runner
 from chairlift.runner.torch_backend import TorchBackend
@@ -80,6 +81,10 @@ def make(directory: Path, lazy: LazyDevice, monkeypatch: pytest.MonkeyPatch):
     def score(logits: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
         return lazy.run(reference.score, (len(places), 3 + 2 * count), logits, places, tokens, count)
 
+    def resolve(input_ids: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
+        return lazy.run(resolve_reference, input_ids.shape, input_ids, last_token)
+
+    monkeypatch.setattr("chairlift.runner.device_buffers.resolve_reference", resolve)
     # In the place of kernels, which are for CUDA alone.
     for name, kernel in (("sample", sample), ("logprobs", score)):
         monkeypatch.setitem(sys.modules, f"chairlift.kernels.sampling.{name}", SimpleNamespace(**{kernel.__name__: kernel}))
