@@ -16,7 +16,8 @@ from chairlift.cli import main
 from chairlift.cli import plan as plan_command
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.sim import plan_report
+from chairlift.sim import plan as plan_module
+from chairlift.sim import plan_report, workload_spec
 from chairlift.sim.devices import DEVICES, Profile
 from chairlift.sim.plan import Plan, Point, Targets, candidates, plan, step_error
 from chairlift.sim.run import machine
@@ -31,6 +32,13 @@ FIXED = EngineConfig(max_num_seqs=64, max_num_batched_tokens=256, watermark=0.0)
 """No other settings are tried."""
 TEN_MS = StepTime.constant(10_000)
 PER_TOKEN = StepTime(((0.0, 0.0), (1.0, 1000.0)))
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workloads of a quarter of the time and fewer requests, on which these machines have the same capacities."""
+    monkeypatch.setattr(plan_module, "_MIN_SECONDS", 30.0)
+    monkeypatch.setattr(workload_spec, "MIN_REQUESTS", 150)
 
 
 def made_up(step: StepTime, error: float = 0.0, **sizes: int) -> Profile:
@@ -204,7 +212,8 @@ def test_only_what_nobody_set_and_what_was_measured_is_tried() -> None:
     assert all("max_num_batched_tokens" not in change for change in tried(EngineConfig(max_num_batched_tokens=128)))
 
 
-def test_spells_are_so_long_and_a_trace_is_stretched() -> None:
+def test_spells_are_so_long_and_a_trace_is_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     mix = WorkloadSpec(prompt_tokens=10, output_tokens=5, spread=0.5)
     spell = mix.sample(10.0, 120.0, 1)
     assert len(spell) == 1200
