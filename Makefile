@@ -65,7 +65,7 @@ batch-kills: $(VENV)/.developing ## kill a server five times while it runs a bat
 	BATCH_REQUESTS=10000 BATCH_KILLS=5 $(BIN)/python -m pytest -s --timeout 3000 tests/faults/test_batches.py -k kills $(ARGS)
 
 .PHONY: disconnects
-disconnects: $(VENV)/.developing ## let ten thousand clients leave a server, at any time and in any way (the tests: 3,000)
+disconnects: $(VENV)/.developing ## let ten thousand clients leave a server, at any time and in any way (the tests: 1,000)
 	DISCONNECTS=10000 $(BIN)/python -m pytest tests/faults/test_disconnects.py $(ARGS)
 
 .PHONY: hostile
@@ -79,11 +79,12 @@ schema-fuzz: $(VENV)/.developing ## run schemathesis against every route of a se
 	$(BIN)/python tests/conformance/schema_fuzz.py .venv-schemathesis/bin/schemathesis $(or $(EXAMPLES),15)
 
 COMPILE_TESTS := $(addprefix tests/kernels/test_compile_,attention.py layers.py recurrent.py sampling.py)
+INTERPRETED_TESTS := tests/kernels/test_interpreted.py tests/runner/test_cuda_graphs.py $(addprefix tests/benches/test_,equal_tokens.py gpu_dry.py)
 LAUNCH_TESTS := $(addprefix tests/kernels/test_,cached_launch.py sampling_launch.py compile_watch.py) tests/runner/test_launcher.py
 
 .PHONY: compile-gate
 compile-gate: $(VENV)/.developing ## compile the GPU kernels for all head sizes, dtypes and devices, run some interpreted, and check the results (no GPU needed)
-	COMPILE_GATE=full $(BIN)/python -m pytest $(COMPILE_TESTS) tests/benches/test_equal_tokens.py $(ARGS)
+	COMPILE_GATE=full $(BIN)/python -m pytest $(COMPILE_TESTS) $(INTERPRETED_TESTS) $(ARGS)
 
 .PHONY: compile-sample
 compile-sample: OTHER = $(abspath $(VENV))/triton-$(or $(TRITON),newest)

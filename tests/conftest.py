@@ -22,7 +22,7 @@ from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
 
-pytest_plugins = ["expected_skips"]
+pytest_plugins = ["expected_skips", *["quick_interpreter"] * ("TRITON_INTERPRET" in os.environ)]
 
 # A shell's background jobs ignore it, and with it what the tests send themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -377,7 +377,7 @@ def sampling(run: common.Run, checks: Checks) -> None:
     from chairlift.kernels.sampling import logprobs, reference, sample, threshold
     from chairlift.kernels.sampling.settings import Settings
 
-    count, vocabulary = (6, 150) if run.dry else (256, 128_256)
+    count, vocabulary = (4, 150) if run.dry else (256, 128_256)
     random = np.random.default_rng(0)
     logits = torch.randn(count, vocabulary, generator=torch.Generator(run.device).manual_seed(0), device=run.device) * 3
     logits[1::6] = logits[1::6].round()

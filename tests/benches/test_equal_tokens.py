@@ -1,13 +1,13 @@
 """Rust, torch and the Triton kernels give the default model's greedy tokens."""
 
-import os
 from pathlib import Path
 
 import pytest
+from compile_gate import FULL
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model_dir")]
 
-WAYS = ("rust", "torch", "kernels") if os.environ.get("COMPILE_GATE") == "full" else ("rust", "torch")
+WAYS = ("rust", "torch", "kernels") if FULL else ("rust", "torch")
 """The interpreter of the kernels takes a minute of CPU time for three tokens: `make compile-gate` runs it."""
 
 

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not made for this platform")
 
 SCRIPT = Path(__file__).parents[2] / "benches" / "gpu" / "run.py"
+QUICK = "import quick_interpreter, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 PARTS = {
     "smoke": {"bf16", "8B-bf16", "sampling", "grammar", "fp8", "swap", "restart", "eager", "8B-fp8", "hybrid", "mxfp4"},
     "correct": {"layers-float32", "sampling", "engine", "combine", "experts"},
@@ -24,8 +25,9 @@ PARTS = {
 @pytest.mark.timeout(900)  # minutes of interpreted kernels, beside other tests on few cores
 def test_the_whole_order_runs_dry(tmp_path):
     # Other threads would only wait for work this small.
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), "--dry", "--sweep", "--out", str(tmp_path)]
+    path = os.pathsep.join((str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-c", QUICK, str(SCRIPT), "--dry", "--sweep", "--out", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}{kind}" for name in PARTS for kind in (".jsonl", ".md")}

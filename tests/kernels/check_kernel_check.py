@@ -27,8 +27,11 @@ def test_right_wrong_and_broken_kernels_are_told_apart(monkeypatch):
         raise RuntimeError("no kernel image\nis available")
 
     monkeypatch.setattr(act_mul, "act_mul", broken)
+    # The others take a minute, and are the same as below.
+    checks, touched = kernel_check._checks, ("rms_norm", "add_rms_norm", "act_mul", "rows rounded", "linear, fp8 p", "copy", "resolve")
+    monkeypatch.setattr(kernel_check, "_checks", lambda *given: (one for one in checks(*given) if one[0].startswith(touched)))
     found = {check.name: check for check in kernel_check.check_kernels(torch.device("cpu"), torch.float32, 600)}
-    assert len(found) == 21
+    assert len(found) == 8
     wrong = {name for name, check in found.items() if not check.ok}
     assert wrong == {"rms_norm", "act_mul, silu", "act_mul, gelu_tanh", "rows rounded to fp8"}
     assert found["rms_norm"].says.startswith("wrong: relative error 1.0e-02")
@@ -41,8 +44,9 @@ def test_every_kernel_is_compared(monkeypatch):
     monkeypatch.setattr(
         InterpretedFunction, "run", lambda self, *given, **named: launched.add(self.fn.__name__) or run(self, *given, **named)
     )
-    wrong = [check for check in kernel_check.check_kernels(torch.device("cpu"), torch.float32, 600) if not check.ok]
-    assert not wrong
+    found = list(kernel_check.check_kernels(torch.device("cpu"), torch.float32, 600))
+    assert len(found) == 21
+    assert not [check for check in found if not check.ok]
     modules = [import_module(found.name) for found in walk_packages(kernels.__path__, "chairlift.kernels.")]
     assert launched == {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 

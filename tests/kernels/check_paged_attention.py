@@ -1,10 +1,12 @@
 """The kernels of paged attention against attention written out, by way of the plan that GPUs use."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from attention_steps import AttentionStep, dense
+from compile_gate import FULL
 from interpreted import DTYPES
 
 from chairlift.kernels.paged_combine import paged_combine, paged_combine_reference
@@ -17,11 +19,15 @@ AROUND_SPLITS = [(1, SPLIT - 1), (1, SPLIT), (1, SPLIT + 1)]
 SHAPES = [
     (2, 1, 32, 32, torch.float32),
     (1, 3, 64, 64, torch.float16),
-    (1, 4, 128, 128, torch.float16),
-    (1, 7, 80, 80, torch.float32),
     (2, 8, 24, 16, torch.float32),
+    *[(1, 4, 128, 128, torch.float16), (1, 7, 80, 80, torch.float32)] * FULL,
 ]
 """KV heads, query heads to each, dimensions of keys and values, dtype."""
+
+
+def pairs(ones: list[object], others: list[object]) -> list[tuple[object, object]]:
+    """All pairs of two lists, or as many as have each value once."""
+    return list(itertools.product(ones, others)) if FULL else list(zip(ones, itertools.cycle(others), strict=False))
 
 
 def attend(step: AttentionStep, dtype: torch.dtype = torch.float32, **options: object) -> torch.Tensor:
@@ -50,8 +56,7 @@ def test_decodes_around_blocks_and_splits(kv_heads, group, dim, value_dim, dtype
     check(AttentionStep(lengths, heads=kv_heads * group, kv_heads=kv_heads, dim=dim, value_dim=value_dim, block_size=16), dtype)
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window", [1, 20, 64, SPLIT, SPLIT + 90])
+@pytest.mark.parametrize(("window", "sinks"), pairs([1, 20, 64, SPLIT, SPLIT + 90], [False, True]))
 def test_decodes_through_windows(window, sinks):
     # With a window of a split, a context of two splits and a half has parts of two, and the first split is not among them.
     drafted = [(1, 0), (1, 1), (1, 65), (2, SPLIT + 1), (3, 2 * SPLIT + 256)]
@@ -60,8 +65,7 @@ def test_decodes_through_windows(window, sinks):
         check(step, window=window, sinks=torch.tensor([-3.0, 0.0, 4.0]) if sinks else None)
 
 
-@pytest.mark.parametrize("sinks", [None, torch.linspace(-3, 4, 4)])
-@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize(("softcap", "sinks"), pairs([None, 1.5], [torch.linspace(-3, 4, 4), None]))
 def test_drafted_tokens_see_no_further_than_themselves(softcap, sinks):
     lengths = [(2, 2), (4, 4), (3, 17), (4, SPLIT + 2), (2, SPLIT + 1)]
     check(AttentionStep(lengths, heads=4, kv_heads=2, dim=32, value_dim=32, block_size=16), softcap=softcap, sinks=sinks, scale=0.3)
@@ -73,8 +77,9 @@ def test_prefills_around_tiles(kv_heads, group, dim, value_dim, dtype):
     check(AttentionStep(lengths, heads=kv_heads * group, kv_heads=kv_heads, dim=dim, value_dim=value_dim, block_size=16), dtype)
 
 
-@pytest.mark.parametrize("more", [{}, {"softcap": 1.5, "scale": 0.3}, {"sinks": torch.linspace(-3, 4, 8)}], ids=lambda more: "".join(more))
-@pytest.mark.parametrize("window", [None, 1, 20, 64, 100])
+@pytest.mark.parametrize(
+    ("window", "more"), pairs([None, 1, 20, 64, 100], [{}, {"softcap": 1.5, "scale": 0.3}, {"sinks": torch.linspace(-3, 4, 8)}])
+)
 def test_prefills_through_windows(window, more):
     lengths = [(2, 130), (40, 40), (6, 200), (1, 0), (70, 129)]
     check(AttentionStep(lengths, heads=8, kv_heads=2, dim=32, value_dim=32, block_size=8), window=window, **more)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from offline import FULL, SHARED_MEMORY, VERSION, Compiled, compiled
+from compile_gate import FULL
+from offline import SHARED_MEMORY, VERSION, Compiled, compiled
 
 from chairlift.kernels import launch_settings, paged_combine, paged_decode, paged_prefill
 from chairlift.kernels.launch_settings import DeviceLimits, HeadShape, LaunchSettings, decode_settings, prefill_settings, shared_memory

@@ -4,7 +4,8 @@ import re
 from itertools import product
 
 import pytest
-from offline import FULL, SHARED_MEMORY, VERSION, Compiled, compiled
+from compile_gate import FULL
+from offline import SHARED_MEMORY, VERSION, Compiled, compiled
 from triton import next_power_of_2
 
 from chairlift.kernels import (

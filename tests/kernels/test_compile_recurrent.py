@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from offline import FULL, SHARED_MEMORY, compiled
+from compile_gate import FULL
+from offline import SHARED_MEMORY, compiled
 from triton import next_power_of_2
 
 from chairlift.kernels import advance_heads, convolve, gated_norm

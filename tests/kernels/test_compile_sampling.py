@@ -1,7 +1,8 @@
 import re
 
 import pytest
-from offline import FULL, SHARED_MEMORY, compiled
+from compile_gate import FULL
+from offline import SHARED_MEMORY, compiled
 
 from chairlift.kernels.sampling import gumbel, logprobs, penalties, threshold
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from compile_gate import FULL
 from emulated_graphs import Emulator, LateCopyStream
 from tokenizers import Tokenizer, decoders, models
 from triton.runtime.errors import OutOfResources
@@ -23,6 +24,7 @@ from chairlift.runner.cuda_graphs import PLAIN, TRUNCATED, Graph
 from chairlift.runner.torch_backend import TorchBackend
 from chairlift.runner.torch_executor import TorchExecutor
 
+OVERLAPS = (False, True) if FULL else (True,)
 VOCABULARY, SPLIT = 97, 768  # Longer contexts are split.
 SHAPE = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
 SHAPE |= {"intermediate_size": 48, "max_position_embeddings": 2 * SPLIT}
@@ -122,7 +124,7 @@ def same(found: list[tuple[list[int], list[float]]], expected: list[tuple[list[i
 
 
 # With few tokens a step prompts come in pieces of one too, of which nothing is sampled.
-@pytest.mark.parametrize(("seed", "long", "tokens", "penalised"), [(3, 1, 512, True), (2, 0, 5, False)])
+@pytest.mark.parametrize(("seed", "long", "tokens", "penalised"), [(3, 1, 512, True)] + [(2, 0, 5, False)] * FULL)
 def test_answers_are_the_same_with_graphs_and_without(seed, long, tokens, penalised, make, monkeypatch):
     requested = script(seed, long, penalised)
     expected = answers(make(None, False, max_num_batched_tokens=tokens), *requested)
@@ -134,7 +136,7 @@ def test_answers_are_the_same_with_graphs_and_without(seed, long, tokens, penali
         return sample(graph, variant, num_samples)
 
     monkeypatch.setattr(Graph, "sample", noted)
-    for overlaps in (False, True):
+    for overlaps in OVERLAPS:
         emulator = Emulator()
         sampled.clear()
         llm = make(emulator, overlaps, max_num_batched_tokens=tokens)
@@ -156,7 +158,7 @@ def test_steps_with_adapters_run_without_graphs_and_others_with_them(make, direc
     ends = {"a": 4, "b": 7, None: 15}
     params = [SamplingParams(max_tokens=end, temperature=0.0, logprobs=1, lora=name, ignore_eos=True) for name, end in ends.items()]
     expected = answers(make(None, False, enable_lora=True, lora_modules=modules), prompts, params)
-    for overlaps in (False, True):
+    for overlaps in OVERLAPS:
         emulator = Emulator()
         same(answers(make(emulator, overlaps, enable_lora=True, lora_modules=modules), prompts, params), expected)
         # A pass and a sample of each of the about 8 last steps.
@@ -169,10 +171,10 @@ def test_recurrent_states_are_the_same_with_graphs_and_without(make, directory, 
     monkeypatch.setitem(tiny_models.FAMILIES["lfm2"][1], "layer_types", ["conv", "full_attention"])
     tiny_models.write("lfm2", tmp_path)
     shutil.copy(directory / "tokenizer.json", tmp_path)
-    random = np.random.default_rng(4)
-    prompts = [random.integers(0, VOCABULARY, int(random.integers(1, 20))).tolist() for _ in range(7)]
+    random, count = np.random.default_rng(4), 7 if FULL else 4
+    prompts = [random.integers(0, VOCABULARY, int(random.integers(1, 20))).tolist() for _ in range(count)]
     turns = [random.integers(0, VOCABULARY, 40).tolist()] * 2
-    params = [SamplingParams(max_tokens=3 + i, temperature=0.0, logprobs=1, ignore_eos=True) for i in range(7)]
+    params = [SamplingParams(max_tokens=3 + i, temperature=0.0, logprobs=1, ignore_eos=True) for i in range(count)]
 
     def answer(records: object, overlaps: bool) -> list[tuple[list[int], list[float]]]:
         llm = make(records, overlaps, tmp_path, block_size=8, speculative_config={"method": "off"})
@@ -185,7 +187,7 @@ def test_recurrent_states_are_the_same_with_graphs_and_without(make, directory, 
     # In the place of a layer's own choice by device.
     for module, name in ((convolve, "convolve"), (advance_heads, "advance_heads"), (gated_norm, "gated_norm")):
         monkeypatch.setattr(recurrent_reference, name, getattr(module, name))
-    for overlaps in (False, True):
+    for overlaps in OVERLAPS:
         emulator = Emulator()
         same(answer(emulator, overlaps), expected)
         assert emulator.replays > 15

@@ -4,7 +4,6 @@ Importing this skips a test file where Triton, or its copy of NVIDIA's tools, is
 COMPILE_GATE=full in the environment (`make compile-gate`) they compile all shapes for all devices.
 """
 
-import os
 import re
 import subprocess
 import tempfile
@@ -25,7 +24,6 @@ if not CUOBJDUMP.exists():
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 """Triton's version, without its last number."""
-FULL = os.environ.get("COMPILE_GATE") == "full"
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Bytes of shared memory that a program may have, by compute capability: A100; 3090, A10; 4090, L4; H100; B200; 5090."""
