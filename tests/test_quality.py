@@ -1,5 +1,6 @@
 """What each form of weights and KV costs in quality, on the default model and a text of English prose; measured in docs/arithmetic.md."""
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from chairlift.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 
+TOKENS = int(os.environ.get("QUALITY_TOKENS", 512))
 EXACT, INT16 = (1e-5, 0.998, 1e-9), (1e-4, 0.997, 3e-6)
 SHORT = _core.byte_products("auto")
 """Whether this processor has activations of 16 bits; with matrix tiles not by default."""
@@ -27,7 +29,7 @@ SHORT = _core.byte_products("auto")
 
 @pytest.fixture(scope="module")
 def ids(model_dir: Path) -> list[int]:
-    return Tokenizer(model_dir).encode((Path(__file__).parent / "data" / "lift.txt").read_text())
+    return Tokenizer(model_dir).encode((Path(__file__).parent / "data" / "lift.txt").read_text())[:TOKENS]
 
 
 @dataclass(frozen=True)

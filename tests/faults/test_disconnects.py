@@ -12,7 +12,7 @@ from served import request, served, until
 
 pytestmark = pytest.mark.slow
 
-DISCONNECTS = int(os.environ.get("DISCONNECTS", 3000))
+DISCONNECTS = int(os.environ.get("DISCONNECTS", 1000))
 """How many leave; `make disconnects` sends ten thousand."""
 AT_ONCE = 64
 

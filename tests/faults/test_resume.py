@@ -20,7 +20,7 @@ from chairlift.errors import EngineDead
 
 pytestmark = pytest.mark.slow
 
-KILLS = 20
+KILLS = 9
 FLAGS = ("--max-num-seqs", "12", "--num-kv-blocks", "200", "--threads", "1", "--no-enable-prefix-caching", "--served-model-name", "tiny")
 WHERE = ("launch", "send", "half")
 
@@ -58,7 +58,7 @@ def test_clients_get_the_bytes_of_an_undisturbed_run(server: Served, logs: Path)
         usage = sorted((record["prompt_tokens"], record["output_tokens"]) for record in records(logs))
         finished, first_tokens, restarts = (metric(server, name) for name in counted)
         for kill in range(KILLS):
-            order(server, step=2 + 2 * kill, where=WHERE[kill % 3])
+            order(server, step=2 + 4 * kill, where=WHERE[kill % 3])
             for kind, answer in requested(server, threads).items():
                 assert answer == expected[kind], (kind, kill)
     assert metric(server, "requests_resumed_total") > 5 * KILLS, "the requests do not run together"

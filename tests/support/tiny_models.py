@@ -1,6 +1,9 @@
 """Tiny random models of every supported family, written by transformers with weights that make logits far from flat."""
 
+import copy
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -178,8 +181,24 @@ def class_name(family: str) -> str:
     return family if family.endswith("Generation") else f"{family}ForCausalLM"
 
 
+_WRITTEN = TemporaryDirectory()
+_written: dict[str, tuple[Path, torch.nn.Module, torch.Tensor]] = {}
+"""By what it is made of: a model's files, the model, and the state of the random numbers behind it."""
+
+
 def write(name: str, directory: Path, dtype: torch.dtype = torch.float32, **save: object) -> torch.nn.Module:
-    """Writes the model to the directory, and returns it."""
+    """Writes the model to the directory, and returns it. One that was written before is copied."""
+    made_of = repr((name, FAMILIES[name], SHAPE, dtype, save))
+    if made_of not in _written:
+        files = Path(_WRITTEN.name) / str(len(_written))
+        _written[made_of] = files, _make(name, files, dtype, **save), torch.get_rng_state()
+    files, model, random = _written[made_of]
+    torch.set_rng_state(random)
+    shutil.copytree(files, directory, dirs_exist_ok=True)
+    return copy.deepcopy(model)
+
+
+def _make(name: str, directory: Path, dtype: torch.dtype, **save: object) -> torch.nn.Module:
     family, settings = FAMILIES[name]
     model_class = getattr(transformers, class_name(family))
     nested = settings.get("text_config")
