@@ -337,7 +337,9 @@ def test_stub_matches_the_module(tmp_path: Path) -> None:
     (package / "__init__.py").touch()
     for file in Path(_core.__file__), Path(_core.__file__).with_name("_core.pyi"):
         (package / file.name).symlink_to(file)
-    command = [sys.executable, "-m", "mypy.stubtest", "chairlift._core", "--ignore-disjoint-bases"]
+    config = tmp_path / "mypy.ini"
+    config.write_text("[mypy]\n[mypy-numpy.*]\nfollow_imports = skip\n")  # its types are many, and none of them is compared
+    command = [sys.executable, "-m", "mypy.stubtest", "chairlift._core", "--ignore-disjoint-bases", "--mypy-config-file", str(config)]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MYPYPATH": str(tmp_path)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr

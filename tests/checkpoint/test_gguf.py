@@ -48,12 +48,13 @@ def test_weights_are_those_of_the_gguf_package(converted: Path) -> None:
     assert ours.keys() == {tensor.name for tensor in reader.tensors}
     for tensor in reader.tensors:
         if tensor.name.startswith("blk.") and tensor.name.split(".")[1] not in ("0", "17", "29"):
-            continue  # the package takes its time: some layers will do
+            continue  # the package takes its time: some layers will do, and some rows of the embeddings
         name, value = ours[tensor.name]
         if ".q_proj." in name or ".k_proj." in name:
             value = _paired(value, 9 if ".q_proj." in name else 3)
         assert value.dtype == np.float32
-        np.testing.assert_array_equal(value, gguf.dequantize(tensor.data, tensor.tensor_type), strict=True)
+        rows = slice(None, None, 16 if tensor.name == "token_embd.weight" else 1)
+        np.testing.assert_array_equal(value[rows], gguf.dequantize(tensor.data[rows], tensor.tensor_type), strict=True)
 
 
 def test_config_of_the_default_model(converted: Path) -> None:

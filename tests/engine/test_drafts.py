@@ -17,16 +17,16 @@ CODE = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\n
 PLAIN = "The quickest way to learn a language is"
 
 CASES = [
-    (REPEATS, SamplingParams(temperature=0, max_tokens=48)),
-    (CODE, SamplingParams(temperature=0, max_tokens=48)),
+    (REPEATS, SamplingParams(temperature=0, max_tokens=24)),
+    (CODE, SamplingParams(temperature=0, max_tokens=24)),
     (PLAIN, SamplingParams(temperature=0, max_tokens=24)),
-    (REPEATS, SamplingParams(temperature=0.7, top_p=0.9, seed=7, max_tokens=32)),
-    (CODE, SamplingParams(temperature=1.0, top_k=20, min_p=0.05, seed=3, max_tokens=32)),
-    (REPEATS, SamplingParams(temperature=0, stop=("cherries",), max_tokens=48)),
-    (REPEATS, SamplingParams(temperature=0, n=2, seed=1, max_tokens=20)),
-    (REPEATS, SamplingParams(temperature=0.8, n=3, seed=5, max_tokens=20)),
-    (REPEATS, SamplingParams(temperature=0, repetition_penalty=1.1, max_tokens=20)),
-    (CODE, SamplingParams(temperature=0, logprobs=2, max_tokens=20)),
+    (REPEATS, SamplingParams(temperature=0.7, top_p=0.9, seed=7, max_tokens=16)),
+    (CODE, SamplingParams(temperature=1.0, top_k=20, min_p=0.05, seed=3, max_tokens=16)),
+    (REPEATS, SamplingParams(temperature=0, stop=("cherries",), max_tokens=24)),
+    (REPEATS, SamplingParams(temperature=0, n=2, seed=1, max_tokens=12)),
+    (REPEATS, SamplingParams(temperature=0.8, n=3, seed=5, max_tokens=12)),
+    (REPEATS, SamplingParams(temperature=0, repetition_penalty=1.1, max_tokens=12)),
+    (CODE, SamplingParams(temperature=0, logprobs=2, max_tokens=12)),
     (PLAIN, SamplingParams(temperature=0, min_tokens=8, max_tokens=16)),
     (CODE, SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=12)),
 ]

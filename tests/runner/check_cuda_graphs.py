@@ -174,14 +174,14 @@ def test_recurrent_states_are_the_same_with_graphs_and_without(make, directory, 
     random, count = np.random.default_rng(4), 7 if FULL else 4
     prompts = [random.integers(0, VOCABULARY, int(random.integers(1, 20))).tolist() for _ in range(count)]
     turns = [random.integers(0, VOCABULARY, 40).tolist()] * 2
-    params = [SamplingParams(max_tokens=3 + i, temperature=0.0, logprobs=1, ignore_eos=True) for i in range(count)]
+    params = [SamplingParams(max_tokens=3 + i, temperature=0.0, logprobs=1, ignore_eos=True) for i in range(7)]
 
     def answer(records: object, overlaps: bool) -> list[tuple[list[int], list[float]]]:
         llm = make(records, overlaps, tmp_path, block_size=8, speculative_config={"method": "off"})
         first = llm.generate(turns[:1], copy.deepcopy(params[-1:]), progress=False)[0]
         again = llm.generate([first.prompt_token_ids + first.token_ids], copy.deepcopy(params[:1]), progress=False)[0]
         assert again.cached_tokens == 48, "the state that the last decode saved"
-        return [(again.token_ids, [line.logprob for line in again.logprobs]), *answers(llm, prompts, params)]
+        return [(again.token_ids, [line.logprob for line in again.logprobs]), *answers(llm, prompts, params[:count])]
 
     expected = answer(None, False)
     # In the place of a layer's own choice by device.

@@ -43,6 +43,7 @@ def planned(*models: str, error: float = 0.0, itl: float = 0.05) -> ModelsPlan:
     return plan_models(spec(*models), shared(*names), Targets(ttft=2.0, itl=itl), device=on)
 
 
+@pytest.mark.usefixtures("short_workloads")
 def test_one_model_has_the_capacity_of_a_plan_for_one() -> None:
     one = planned("a", itl=0.02)
     alone = plan(spec("a"), Targets(ttft=2.0, itl=0.02), device=profile(10_000), config=CONFIG)
@@ -65,6 +66,7 @@ def test_the_model_with_the_most_requests_is_the_limit() -> None:
     assert skewed.points["b"].ttft < skewed.points["a"].ttft
 
 
+@pytest.mark.usefixtures("short_workloads")
 def test_the_error_of_the_step_times_gives_the_range_and_the_plan_is_always_the_same() -> None:
     first, again = planned("a", "b", error=0.2), planned("a", "b", error=0.2)
     assert first == again

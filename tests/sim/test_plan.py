@@ -16,8 +16,7 @@ from chairlift.cli import main
 from chairlift.cli import plan as plan_command
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.sim import plan as plan_module
-from chairlift.sim import plan_report, workload_spec
+from chairlift.sim import plan_report
 from chairlift.sim.devices import DEVICES, Profile
 from chairlift.sim.plan import Plan, Point, Targets, candidates, plan, step_error
 from chairlift.sim.run import machine
@@ -25,20 +24,13 @@ from chairlift.sim.steps import StepTime
 from chairlift.sim.workload import Workload
 from chairlift.sim.workload_spec import MAX_REQUESTS, MIN_REQUESTS, WorkloadSpec
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("short_workloads")]
 
 SIZES = {"num_kv_blocks": 10_001, "block_size": 16, "max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 256}
 FIXED = EngineConfig(max_num_seqs=64, max_num_batched_tokens=256, watermark=0.0)
 """No other settings are tried."""
 TEN_MS = StepTime.constant(10_000)
 PER_TOKEN = StepTime(((0.0, 0.0), (1.0, 1000.0)))
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workloads of a quarter of the time and fewer requests, on which these machines have the same capacities."""
-    monkeypatch.setattr(plan_module, "_MIN_SECONDS", 30.0)
-    monkeypatch.setattr(workload_spec, "MIN_REQUESTS", 150)
 
 
 def made_up(step: StepTime, error: float = 0.0, **sizes: int) -> Profile:

@@ -41,7 +41,9 @@ def test_continuous_batches_gain_what_the_ceiling_allows(path, size: int, ceilin
     # Under a constant step time: E[longest of B outputs] / E[output]. Repeated, so that the last to leave do not count; shuffled, for the
     # formula takes outputs to be independent.
     trace = workload(path)
-    outputs = np.random.default_rng(0).permutation(np.tile(trace.column("output"), max(1, 1_500_000 // int(trace.column("output").sum()))))
+    outputs = np.random.default_rng(0).permutation(
+        np.tile(trace.column("output"), max(1, 50_000 * size // int(trace.column("output").sum())))
+    )
     requested = trace.repeated(len(outputs)).with_(arrival_us=0, prompt=1, output=outputs, most=outputs, tenant=0)
     whole = run(requested, WIDE | {"max_num_seqs": size, "batching": "static", "static_batch_size": size}, StepTime.constant(1000))
     joined = run(requested, WIDE | {"max_num_seqs": size}, StepTime.constant(1000))
@@ -113,14 +115,14 @@ def test_blocks_are_swapped_where_copying_is_cheaper_and_recomputed_where_not() 
 
 def test_a_router_that_knows_prefixes_finds_more_of_them() -> None:
     results = {
-        routing: simulate(mooncake().first(3000), model="Llama-3.1-8B", device="H100", replicas=8, routing=routing)
+        routing: simulate(mooncake().first(1600), model="Llama-3.1-8B", device="H100", replicas=8, routing=routing)
         for routing in ("round-robin", "least-loaded", "prefix-aware")
     }
     hits = {routing: result.figures()["prefix_hit_share"] for routing, result in results.items()}
     assert hits["prefix-aware"] > 1.5 * max(hits["round-robin"], hits["least-loaded"])
     for result in results.values():
-        assert sorted(result.requests["tag"]) == list(range(3000)), "everybody is served, once"
+        assert sorted(result.requests["tag"]) == list(range(1600)), "everybody is served, once"
     sizes = [len(replica.requests) for replica in results["round-robin"].replicas]
-    assert sizes == [375] * 8
+    assert sizes == [200] * 8
     busiest = max(len(replica.requests) for replica in results["prefix-aware"].replicas)
-    assert busiest < 2 * 375, "prefixes do not unbalance the load without bound"
+    assert busiest < 2 * 200, "prefixes do not unbalance the load without bound"
