@@ -83,7 +83,7 @@ INTERPRETED_TESTS := tests/kernels/test_interpreted.py tests/runner/test_cuda_gr
 LAUNCH_TESTS := $(addprefix tests/kernels/test_,cached_launch.py sampling_launch.py compile_watch.py) tests/runner/test_launcher.py
 
 .PHONY: compile-gate
-compile-gate: $(VENV)/.developing ## compile the GPU kernels for all head sizes, dtypes and devices, run some interpreted, and check the results (no GPU needed)
+compile-gate: $(VENV)/.developing ## compile the GPU kernels for all head sizes, dtypes and devices, interpret all cases of their checks (no GPU needed)
 	COMPILE_GATE=full $(BIN)/python -m pytest $(COMPILE_TESTS) $(INTERPRETED_TESTS) $(ARGS)
 
 .PHONY: compile-sample
