@@ -395,7 +395,7 @@ def test_what_was_recorded_decides_the_same_again_and_can_be_lived_otherwise() -
     assert _core.replay(journal[:-3])["truncated"]
     with pytest.raises(ValueError, match="no journal"):
         _core.replay(b"something else")
-    with pytest.raises(ValueError, match="a journal of version 1, and only version 3 can be read here"):
+    with pytest.raises(ValueError, match="a journal of version 1, and only version 4 can be read here"):
         _core.replay(b"chairlift-journal-1\n" + journal[20:])
 
 

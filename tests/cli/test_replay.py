@@ -354,10 +354,10 @@ def test_what_is_no_journal_is_one_line_and_status_2(replay, tmp_path, content):
     assert line.startswith(f"chairlift: {path} cannot be replayed: ")
 
 
-def test_calls_that_make_no_sense_together_are_one_line_and_status_2(replay, tmp_path):
+def test_a_frame_that_no_recorder_wrote_is_one_line_and_status_2(replay, tmp_path):
     path = tmp_path / "damaged.journal"
-    abort_of_the_ninth_request = bytes([3, 0, 9])
-    path.write_bytes(record(requests=0) + abort_of_the_ninth_request)
+    frame_without_its_checksums = bytes([3, 0, 0, 0, 0, 0, 0, 2, 9, 0, 0, 0, 0])
+    path.write_bytes(record(requests=0) + frame_without_its_checksums)
     status, output, complaint = replay(path)
     assert (status, output) == (2, "")
     [line] = complaint.splitlines()

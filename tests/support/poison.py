@@ -246,7 +246,7 @@ def numbers() -> Iterator[Poison]:
         "logprobs": 21,
         "max_tokens": 2**40,
         "temperature": 101,
-        "top_p": 0,
+        "top_p": -0.1,
         "min_p": 2,
     }.items():
         yield text(**{name: value})
@@ -310,7 +310,9 @@ def tools() -> Iterator[Poison]:
 
 
 def stops() -> Iterator[Poison]:
-    for stop in ("", [""], ["a"] * 17, "a" * 1025, [["a"]], 7, {"a": 1}, [None], ["a", 7]):
+    for stop in ("", [""]):
+        yield text((200,), stop=stop)
+    for stop in (["a"] * 17, "a" * 1025, [["a"]], 7, {"a": 1}, [None], ["a", 7]):
         yield text(stop=stop)
 
 

@@ -14,7 +14,7 @@ mod replay;
 
 pub use follower::Follower;
 pub use format::JournalError;
-pub use parsed::{Arrival, ParsedJournal, STOP};
-pub use record::{Call, EndedRequest, Sampled};
+pub use parsed::{ParsedJournal, STOP};
+pub use record::{Arrival, Call, EndedRequest, Sampled};
 pub use recorder::Recorder;
 pub use replay::{Event, Replayed, Timing};

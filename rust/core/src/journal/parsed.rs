@@ -3,7 +3,7 @@
 //! A journal has no tokens. The parser generates tokens that are equal exactly where the names of full blocks are equal.
 
 use super::format::{Frame, Frames, JournalError, SEED, fold};
-use super::record::{Added, Call, EndedRequest, Record, Sampled};
+use super::record::{Added, Arrival, Call, EndedRequest, Record, Sampled};
 use crate::config::Config;
 use crate::request::{ArrivalNumber, FinishReason, Request, Resumed, Time, Token};
 use crate::step_time::StepModel;
@@ -14,21 +14,6 @@ use std::sync::Arc;
 pub const STOP: Token = 0;
 /// The token that stands for a rejected drafted token. Generated tokens never equal it.
 const REJECTED: Token = i32::MAX as Token;
-
-/// A recorded request.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Arrival {
-    /// The arrival time.
-    pub time: Time,
-    /// Arrival number among all requests and forks.
-    pub arrival_number: ArrivalNumber,
-    /// Prompt tokens. Of a resumed request, with the answer so far.
-    pub prompt_tokens: u32,
-    /// The request without its prompt.
-    pub request: Request,
-    /// The number of the held sequence that the request continues, and how many of its tokens.
-    pub continues: Option<(u64, u32)>,
-}
 
 /// A parsed journal.
 #[derive(Clone, Debug)]

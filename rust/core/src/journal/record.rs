@@ -3,8 +3,7 @@
 //! [postcard](https://docs.rs/postcard) writes them as they are defined here. A variant is written as its number, so new ones come last, and
 //! any other change to these types is a new version of the format.
 
-use super::parsed::Arrival;
-use crate::request::{ArrivalNumber, FinishReason, Preparation, SessionEvent, Time};
+use crate::request::{ArrivalNumber, FinishReason, Preparation, Request, SessionEvent, Time};
 use crate::step::DraftSource;
 use crate::step_time::COEFFICIENTS;
 use serde::{Deserialize, Serialize};
@@ -136,6 +135,21 @@ pub struct Sampled {
     pub ended: Vec<(u64, bool)>,
     /// Requests with drafted tokens, and the number of new tokens of each.
     pub drafted: Vec<(ArrivalNumber, u32)>,
+}
+
+/// A recorded request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Arrival {
+    /// The arrival time.
+    pub time: Time,
+    /// Arrival number among all requests and forks.
+    pub arrival_number: ArrivalNumber,
+    /// Prompt tokens. Of a resumed request, with the answer so far.
+    pub prompt_tokens: u32,
+    /// The request without its prompt.
+    pub request: Request,
+    /// The number of the held sequence that the request continues, and how many of its tokens.
+    pub continues: Option<(u64, u32)>,
 }
 
 /// What a request had when it ended.
