@@ -19,11 +19,9 @@ use std::{
     thread,
 };
 
-/// Number of times that a thread polls the barrier before it sleeps.
+/// Number of times that a thread polls the barrier before it yields its core.
 ///
-/// This takes some tens of microseconds. Threads finish a phase at nearly the same time, unless the system has preempted one. A thread
-/// that sleeps gets its core back at once when the phase ends, and leaves it to a preempted one until then. Linux makes one that only
-/// yields wait for the time slice of whatever else runs there, however low its priority.
+/// This takes some tens of microseconds. Threads finish a phase at nearly the same time, unless the system has preempted one.
 const SPINS: u32 = if cfg!(loom) { 0 } else { 2_000 };
 
 /// A thread pool. Its threads sleep until [`ThreadPool::run`] is called.
@@ -46,10 +44,6 @@ struct State {
     arrived: CachePadded<AtomicUsize>,
     /// Number of completed phases.
     phases: CachePadded<AtomicUsize>,
-    /// Number of threads that sleep until the phase is completed. A phase is completed, and `broken` set, while this is locked.
-    sleeping: Mutex<usize>,
-    /// Wakes them.
-    completed: Condvar,
     /// Set when a thread has panicked. Other threads must not wait for it.
     broken: AtomicBool,
 }
@@ -109,8 +103,6 @@ impl ThreadPool {
             taken: (0..threads.max(1)).map(|_| CachePadded::default()).collect(),
             arrived: CachePadded::default(),
             phases: CachePadded::default(),
-            sleeping: Mutex::default(),
-            completed: Condvar::new(),
             broken: AtomicBool::new(false),
         });
         // If `spawn` fails, dropping the pool ends the threads that have started.
@@ -211,27 +203,8 @@ impl State {
         let mut worker = Worker { state: self, index, phase: 0 };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| work(&mut worker))) {
             self.call.lock().expect("nobody panics with the lock").panic.get_or_insert(panic);
-            self.wake(|| self.broken.store(true, Ordering::Release));
+            self.broken.store(true, Ordering::Release);
         }
-    }
-
-    /// Makes the change that threads wait for, and wakes those that sleep.
-    fn wake(&self, change: impl FnOnce()) {
-        let sleeping = self.sleeping.lock().expect("nobody panics with the lock");
-        change();
-        if *sleeping > 0 {
-            self.completed.notify_all();
-        }
-    }
-
-    /// Sleeps until this phase is completed or a thread has panicked.
-    fn sleep(&self, phase: usize) {
-        let mut sleeping = self.sleeping.lock().expect("nobody panics with the lock");
-        *sleeping += 1;
-        while self.phases.0.load(Ordering::Acquire) < phase && !self.broken.load(Ordering::Acquire) {
-            sleeping = self.completed.wait(sleeping).expect("nobody panics with the lock");
-        }
-        *sleeping -= 1;
     }
 }
 
@@ -276,7 +249,7 @@ impl Worker<'_> {
         // taken one of the next, so the counters can be reset.
         if state.arrived.0.fetch_add(1, Ordering::AcqRel) + 1 == state.size {
             state.begin_phase();
-            state.wake(|| state.phases.0.store(self.phase, Ordering::Release));
+            state.phases.0.store(self.phase, Ordering::Release);
             return;
         }
         let mut spins = 0;
@@ -288,7 +261,7 @@ impl Worker<'_> {
                 spins += 1;
                 hint::spin_loop();
             } else {
-                state.sleep(self.phase);
+                thread::yield_now();
             }
         }
     }
@@ -387,28 +360,6 @@ mod tests {
                 });
             }));
             assert_eq!(*result.expect_err("it panicked").downcast::<&str>().expect("with words"), "this piece");
-        }
-    }
-
-    #[test]
-    fn threads_that_sleep_wake_when_a_phase_ends_and_when_a_thread_panics() {
-        for panics in [false, true] {
-            let mut pool = ThreadPool::new(3).expect("threads");
-            let state = Arc::clone(&pool.state);
-            let result = catch_unwind(AssertUnwindSafe(|| {
-                pool.run(|worker| {
-                    if worker.index() == 0 {
-                        while *state.sleeping.lock().expect("nobody panics with the lock") < 2 {
-                            thread::yield_now();
-                        }
-                        if panics {
-                            resume_unwind(Box::new("the last one"));
-                        }
-                    }
-                    worker.parallel_for(3, |_| ());
-                });
-            }));
-            assert_eq!(result.is_err(), panics);
         }
     }
 
