@@ -35,6 +35,7 @@ mod simd;
 pub mod state;
 mod step;
 mod tensor;
+mod time_slice;
 mod unsafe_slice;
 mod weights;
 mod zeroed;

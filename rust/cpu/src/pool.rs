@@ -4,6 +4,8 @@ use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
+use crate::time_slice;
+
 #[cfg(loom)]
 use loom::{
     hint,
@@ -200,6 +202,7 @@ impl State {
     /// Runs one thread's part of a call and keeps the first panic for the caller. `broken` is set after the panic is stored, so the panics
     /// of waiting threads always come later.
     fn call(&self, work: &(dyn Fn(&mut Worker<'_>) + Sync), index: usize) {
+        time_slice::shorten();
         let mut worker = Worker { state: self, index, phase: 0 };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| work(&mut worker))) {
             self.call.lock().expect("nobody panics with the lock").panic.get_or_insert(panic);
