@@ -29,8 +29,8 @@ LAYERS = {
         {"run", "sessions"},
     ],
     "cpu": [
-        {"grids", "half", "pod", "pool", "zeroed"},
-        {"block_type", "unsafe_slice"},
+        {"grids", "half", "pod", "time_slice", "zeroed"},
+        {"block_type", "pool", "unsafe_slice"},
         {"simd"},
         {"aligned", "hadamard", "norm", "rope", "sample"},
         {"cache", "tensor"},
