@@ -19,7 +19,7 @@ class NoNativeModel(UnsupportedModel):
 
 
 class Entries(dict[str, Any]):
-    """The entries of a config.json. It remembers which ones were asked for, also in copies with other entries."""
+    """The entries of a config.json. It remembers which ones were read, also in copies with other entries."""
 
     def __init__(self, entries: Mapping[str, Any], read: set[str] | None = None) -> None:
         super().__init__(entries)
@@ -42,7 +42,7 @@ class Entries(dict[str, Any]):
         return Entries(super().__or__(dict(others)), self._read)
 
     def unread(self) -> dict[str, Any]:
-        """Returns the entries that nobody has asked for."""
+        """Returns the entries that were not read."""
         return {name: value for name, value in self.items() if name not in self._read}
 
 

@@ -17,18 +17,8 @@ _ALIASES = {"su": "longrope", "mrope": "default"}
 
 _KNOWN = {
     *("rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", "max_position_embeddings"),
-    *(
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "mscale",
-        "mscale_all_dim",
-        "short_factor",
-        "long_factor",
-        "low_freq_factor",
-    ),
-    *("high_freq_factor", "llama_4_scaling_beta", "mrope_section", "mrope_interleaved", "finetuned"),
+    *("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "short_factor", "long_factor"),
+    *("low_freq_factor", "high_freq_factor", "llama_4_scaling_beta", "mrope_section", "mrope_interleaved", "finetuned"),
 }
 """The entries of rotary parameters that are read, or that matter for images alone."""
 
