@@ -51,15 +51,14 @@ pub(crate) struct Spare {
     lora: lora::Scratch,
     attention: attention::Scratch,
     recurrence: crate::recurrent::Scratch,
-    sorted: mixture::Sorted,
     row: Vec<f32>,
     normed: Vec<f32>,
 }
 
 /// A step, shared by all threads.
 ///
-/// SAFETY of all blocks below: in a phase, one index writes each row, and the phase reads only data of earlier phases. The slots of a step
-/// are distinct.
+/// SAFETY of all blocks below: in a phase, one index writes each row, and the phase reads only data of earlier phases. Between phases nothing
+/// is read that a later one writes (see [`Worker::parallel_for`]). The slots of a step are distinct.
 pub(crate) struct Pass<'a> {
     pub(crate) isa: Isa,
     pub(crate) config: &'a DecoderConfig,
@@ -103,8 +102,7 @@ impl<'a> Pass<'a> {
     ) -> Self {
         let tokens = step.input_ids.len();
         let inner = blocks.iter().map(Block::inner).max().unwrap_or(0);
-        let mixtures = blocks.iter().filter_map(Block::mixture);
-        let mixture = buffers.mixture.shared(isa, tokens, config.hidden_size, mixtures);
+        let mixture = buffers.mixture.shared(isa, tokens, config.hidden_size, blocks);
         let latent = buffers.latent.shared(isa, tokens, config, blocks.iter().filter_map(Block::latent));
         let widths = blocks.iter().map(|block| block.projected(config));
         let (projected, attended) = widths.fold((0, 0), |most, widths| (most.0.max(widths.0), most.1.max(widths.1)));
@@ -151,7 +149,7 @@ impl<'a> Pass<'a> {
                 BlockKind::Latent(attention) => self.attend_latent(worker, spare, block, attention),
                 BlockKind::Recurrent(recurrent) => self.recur(worker, spare, block, recurrent),
                 BlockKind::Mlp(mlp) => self.feed(worker, spare, block, mlp, deltas),
-                BlockKind::Mixture(mixture) => self.mix(worker, spare, block, mixture),
+                BlockKind::Mixture(mixture) => self.mix(worker, spare, index, block, mixture),
                 BlockKind::LayerInput(input) => self.add_layer_input(worker, spare, block, input),
             }
         }
@@ -215,22 +213,24 @@ impl<'a> Pass<'a> {
         self.pack_normed(worker, spare, block.norm.as_deref(), &attention.qkv_proj, deltas[0]);
         self.multiply(worker, spare, &attention.qkv_proj, deltas[0], self.qkv, width, Epilogue::Store);
         worker.parallel_for(self.step.input_ids.len(), |t| self.write_kv(t, attention, pages, &mut spare.row));
-        let seen = Attention {
-            plan,
-            pages,
-            layer: attention.kv.layer,
-            window: attention.window,
-            scale: attention.scale,
-            softcap: attention.softcap,
-            sinks: attention.sinks.as_deref(),
-            // SAFETY: an earlier phase wrote these rows (see `Pass`).
-            query: unsafe { self.qkv.read(0, self.step.input_ids.len() * width) },
-            stride: width,
-            head_stride: pages.shape.head_dim,
-            out: self.attended,
-        };
-        // SAFETY: one index runs each task, and earlier phases wrote all keys and values (see `Pass`).
-        worker.parallel_for(plan.len(), |task| unsafe { seen.attend(self.isa, task, &mut spare.attention) });
+        worker.parallel_for(plan.len(), |task| {
+            let seen = Attention {
+                plan,
+                pages,
+                layer: attention.kv.layer,
+                window: attention.window,
+                scale: attention.scale,
+                softcap: attention.softcap,
+                sinks: attention.sinks.as_deref(),
+                // SAFETY: an earlier phase wrote these rows (see `Pass`).
+                query: unsafe { self.qkv.read(0, self.step.input_ids.len() * width) },
+                stride: width,
+                head_stride: pages.shape.head_dim,
+                out: self.attended,
+            };
+            // SAFETY: one index runs each task, and earlier phases wrote all keys and values (see `Pass`).
+            unsafe { seen.attend(self.isa, task, &mut spare.attention) }
+        });
         self.add(worker, spare, block, &attention.o_proj, deltas[1], |t, out| {
             // SAFETY: an earlier phase wrote this row (see `Pass`).
             out.copy_from_slice(unsafe { self.attended.read(t * queries, queries) });

@@ -1,4 +1,7 @@
-//! A thread pool that runs one function on all its threads, in phases with a barrier after each.
+//! A thread pool that runs one function on its threads, in phases.
+//!
+//! A phase ends when its work is done, not when all threads have come: other programs use the cores too, and a thread that the system has
+//! suspended between two pieces of work keeps nobody waiting. When it goes on, it skips the phases that have ended.
 
 use std::any::Any;
 use std::io;
@@ -9,21 +12,21 @@ use crate::time_slice;
 #[cfg(loom)]
 use loom::{
     hint,
-    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     sync::{Arc, Condvar, Mutex},
     thread,
 };
 #[cfg(not(loom))]
 use std::{
     hint,
-    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     sync::{Arc, Condvar, Mutex},
     thread,
 };
 
-/// Number of times that a thread polls the barrier before it yields its core.
+/// Number of times that a thread looks for the end of a phase before it yields its core.
 ///
-/// This takes some tens of microseconds. Threads finish a phase at nearly the same time, unless the system has preempted one.
+/// This takes some tens of microseconds. Threads finish a phase at nearly the same time, unless the system has suspended one.
 const SPINS: u32 = if cfg!(loom) { 0 } else { 2_000 };
 
 /// A thread pool. Its threads sleep until [`ThreadPool::run`] is called.
@@ -40,10 +43,10 @@ struct State {
     call: Mutex<Call>,
     called: Condvar,
     returned: Condvar,
-    /// For each thread, how many indices of its own part of the current phase's loop are taken.
-    taken: Vec<CachePadded<AtomicUsize>>,
-    /// Number of threads that have reached the end of the phase.
-    arrived: CachePadded<AtomicUsize>,
+    /// For each thread, how many indices of its own part are taken, and in which phase.
+    taken: Vec<CachePadded<Taken>>,
+    /// How many indices of the current phase are done.
+    done: CachePadded<AtomicUsize>,
     /// Number of completed phases.
     phases: CachePadded<AtomicUsize>,
     /// Set when a thread has panicked. Other threads must not wait for it.
@@ -55,6 +58,31 @@ struct State {
 #[repr(align(128))]
 struct CachePadded<T>(T);
 
+/// How many indices of a part were taken, in the lower half, and in which phase, in the upper half. Both change at once, so that a thread
+/// which comes late to a phase cannot take an index of a later one.
+#[derive(Debug, Default)]
+struct Taken(AtomicU64);
+
+impl Taken {
+    /// Takes the next of `len` indices in a phase. None if all are taken, or if the phase is over.
+    fn take(&self, phase: usize, len: usize) -> Option<usize> {
+        let phase = phase as u64;
+        // Loading first leaves the cache line of a thread that needs no help alone.
+        let mut before = self.0.load(Ordering::Relaxed);
+        loop {
+            let index = if before >> 32 < phase { 0 } else { before & u64::from(u32::MAX) };
+            if before >> 32 > phase || index >= len as u64 {
+                return None;
+            }
+            // If it succeeds, the index was not taken, so the phase is not over.
+            match self.0.compare_exchange_weak(before, phase << 32 | (index + 1), Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => return Some(index as usize),
+                Err(now) => before = now,
+            }
+        }
+    }
+}
+
 /// Panic payload of a thread that was waiting for a thread that panicked.
 struct Abandoned;
 
@@ -62,7 +90,9 @@ struct Abandoned;
 #[derive(Default)]
 struct Call {
     number: u64,
+    /// None when the call is over, also for threads that have not begun it.
     work: Option<Work>,
+    /// Number of threads that have begun the call and not returned from it, without the caller.
     working: usize,
     over: bool,
     panic: Option<Box<dyn Any + Send>>,
@@ -74,7 +104,8 @@ impl std::fmt::Debug for Call {
     }
 }
 
-/// The function of the current call. The thread in [`ThreadPool::run`] owns it and does not return until all threads have returned from it.
+/// The function of the current call. The thread in [`ThreadPool::run`] owns it. It does not return until all threads that have begun the
+/// function have returned from it, and no thread can begin it later.
 #[derive(Clone, Copy)]
 struct Work(*const (dyn Fn(&mut Worker<'_>) + Sync));
 
@@ -103,7 +134,7 @@ impl ThreadPool {
             called: Condvar::new(),
             returned: Condvar::new(),
             taken: (0..threads.max(1)).map(|_| CachePadded::default()).collect(),
-            arrived: CachePadded::default(),
+            done: CachePadded::default(),
             phases: CachePadded::default(),
             broken: AtomicBool::new(false),
         });
@@ -120,17 +151,18 @@ impl ThreadPool {
         self.state.size
     }
 
-    /// Calls `work` once on every thread and returns when all calls have returned. If a call panics, this function panics with the same
-    /// payload.
+    /// Calls `work` on the threads and returns when all calls have returned. A thread that the system does not run in time is left out. If a
+    /// call panics, this function panics with the same payload.
     pub fn run(&mut self, work: impl Fn(&mut Worker<'_>) + Sync) {
         let work: &(dyn Fn(&mut Worker<'_>) + Sync) = &work;
         let state = &*self.state;
-        // Taking the lock below makes these stores visible to the threads.
-        state.begin_phase();
+        // No thread is in a call. Taking the lock below makes these stores visible to the threads.
+        state.taken.iter().for_each(|taken| taken.0.0.store(0, Ordering::Relaxed));
+        state.done.0.store(0, Ordering::Relaxed);
         state.phases.0.store(0, Ordering::Relaxed);
         state.broken.store(false, Ordering::Relaxed);
-        // SAFETY: only the lifetime is extended, and this function does not return before `working` is 0. Not a cast: a future Rust may
-        // forbid casts that extend lifetimes.
+        // SAFETY: only the lifetime is extended, and this function does not return before `work` is None and `working` is 0. Not a cast: a
+        // future Rust may forbid casts that extend lifetimes.
         #[allow(clippy::transmute_ptr_to_ptr)]
         let forgotten = Work(unsafe {
             std::mem::transmute::<*const (dyn Fn(&mut Worker<'_>) + Sync), *const (dyn Fn(&mut Worker<'_>) + Sync + 'static)>(work)
@@ -139,15 +171,14 @@ impl ThreadPool {
             let mut call = state.call.lock().expect("nobody panics with the lock");
             call.work = Some(forgotten);
             call.number += 1;
-            call.working = state.size - 1;
         }
         state.called.notify_all();
         state.call(work, 0);
         let mut call = state.call.lock().expect("nobody panics with the lock");
+        call.work = None;
         while call.working > 0 {
             call = state.returned.wait(call).expect("nobody panics with the lock");
         }
-        call.work = None;
         let panic = call.panic.take();
         drop(call);
         if let Some(panic) = panic {
@@ -168,28 +199,25 @@ impl Drop for ThreadPool {
 }
 
 impl State {
-    /// Resets the counters before a phase.
-    fn begin_phase(&self) {
-        self.arrived.0.store(0, Ordering::Relaxed);
-        self.taken.iter().for_each(|taken| taken.0.store(0, Ordering::Relaxed));
-    }
-
     /// A thread's main loop: waits for a call, runs it, and reports its completion.
     fn serve(&self, index: usize) {
         let mut seen = 0;
         loop {
             let work = {
                 let mut call = self.call.lock().expect("nobody panics with the lock");
-                while call.number == seen && !call.over {
-                    call = self.called.wait(call).expect("nobody panics with the lock");
+                loop {
+                    match call.work.filter(|_| call.number != seen) {
+                        _ if call.over => return,
+                        Some(work) => {
+                            seen = call.number;
+                            call.working += 1;
+                            break work;
+                        }
+                        None => call = self.called.wait(call).expect("nobody panics with the lock"),
+                    }
                 }
-                if call.over {
-                    return;
-                }
-                seen = call.number;
-                call.work.expect("a call comes with its work")
             };
-            // SAFETY: `run` waits for this thread before the function is dropped.
+            // SAFETY: `run` waits for this thread, which it counts, before the function is dropped.
             self.call(unsafe { &*work.0 }, index);
             let mut call = self.call.lock().expect("nobody panics with the lock");
             call.working -= 1;
@@ -222,36 +250,35 @@ impl Worker<'_> {
         self.state.size
     }
 
-    /// Calls `body` with each index below `count` and waits until all threads have finished.
+    /// Calls `body` with each index below `count` and returns when all of these calls have returned.
     ///
     /// Each thread has an equal part of the indices, in order, so that what it wrote in the phase before is still in its cache. Then it
     /// helps the threads after it. Every thread must call it with the same `count`. Writes of one phase are visible in the next.
+    ///
+    /// A thread may come when this phase and later ones have ended. Between phases it must therefore read nothing that a later phase writes.
     pub fn parallel_for(&mut self, count: usize, mut body: impl FnMut(usize)) {
-        let size = self.size();
+        if count == 0 {
+            return;
+        }
+        let (size, mut done) = (self.size(), 0);
+        self.phase += 1;
         for owner in (self.index..size).chain(0..self.index) {
             let (start, end) = (owner * count / size, (owner + 1) * count / size);
-            let taken = &self.state.taken[owner].0;
-            // Loading first leaves the cache line of a thread that needs no help alone.
-            while taken.load(Ordering::Relaxed) < end - start {
-                let index = start + taken.fetch_add(1, Ordering::Relaxed);
-                if index >= end {
-                    break;
-                }
-                body(index);
+            while let Some(index) = self.state.taken[owner].0.take(self.phase, end - start) {
+                body(start + index);
+                done += 1;
             }
         }
-        self.wait();
+        self.wait(done, count);
     }
 
-    /// Waits until all threads have reached this point.
-    fn wait(&mut self) {
+    /// Counts `done` calls and waits until there were `count` in this phase.
+    fn wait(&self, done: usize, count: usize) {
         let state = self.state;
-        self.phase += 1;
-        // Each thread's addition to `arrived` releases its writes. The last thread's addition acquires them, and its store to `phases`
-        // releases them to the threads that load it. At this point every thread has taken its last index of this phase, and no thread has
-        // taken one of the next, so the counters can be reset.
-        if state.arrived.0.fetch_add(1, Ordering::AcqRel) + 1 == state.size {
-            state.begin_phase();
+        // Each addition to `done` releases a thread's writes. The last one acquires them, and its store to `phases` releases them to the
+        // threads that load it. All indices are taken then, and no thread has taken one of the next phase, so `done` can be reset.
+        if done > 0 && state.done.0.fetch_add(done, Ordering::AcqRel) + done == count {
+            state.done.0.store(0, Ordering::Relaxed);
             state.phases.0.store(self.phase, Ordering::Release);
             return;
         }
@@ -322,13 +349,39 @@ mod tests {
     }
 
     #[test]
+    fn a_thread_between_two_pieces_keeps_nobody_waiting() {
+        let mut pool = ThreadPool::new(2).expect("threads");
+        let (begun, over) = (AtomicBool::new(false), AtomicBool::new(false));
+        let done: Vec<_> = (0..300).map(|_| AtomicUsize::new(0)).collect();
+        pool.run(|worker| {
+            let waits_for = if worker.index() == 0 { &begun } else { &over };
+            begun.fetch_or(worker.index() == 1, Ordering::Relaxed);
+            while !waits_for.load(Ordering::Relaxed) {
+                thread::yield_now();
+            }
+            for phase in done.chunks(3) {
+                worker.parallel_for(3, |i| {
+                    phase[i].fetch_add(1, Ordering::Relaxed);
+                });
+            }
+            over.store(true, Ordering::Relaxed);
+        });
+        assert!(done.iter().all(|n| n.load(Ordering::Relaxed) == 1));
+    }
+
+    #[test]
     fn a_panic_reaches_the_caller_and_the_pool_goes_on() {
         let mut pool = ThreadPool::new(4).expect("threads");
         for round in 0..400 {
-            let guilty = round % 4;
+            let (guilty, begun) = (round % 4, AtomicUsize::new(0));
             let result = catch_unwind(AssertUnwindSafe(|| {
                 pool.run(|worker| {
-                    worker.parallel_for(10, |_| ());
+                    begun.fetch_add(1, Ordering::Relaxed);
+                    worker.parallel_for(10, |_| {
+                        while begun.load(Ordering::Relaxed) < 4 {
+                            thread::yield_now();
+                        }
+                    });
                     // Unlike `panic!`, this does not write to standard error.
                     if worker.index() == guilty {
                         resume_unwind(Box::new(round));
@@ -436,6 +489,23 @@ mod loom_tests {
             for value in 1..3 {
                 pool.run(|worker| worker.parallel_for(1, |i| cells.set(i, cells.get(i) + value)));
             }
+            assert_eq!(cells.get(0), 3);
+        });
+    }
+
+    #[test]
+    fn a_late_thread_takes_nothing_of_a_phase_that_is_over() {
+        model(|| {
+            let mut pool = ThreadPool::new(2).expect("threads");
+            let cells = Cells::new(1);
+            pool.run(|worker| {
+                for phase in 0..3 {
+                    worker.parallel_for(1, |i| {
+                        assert_eq!(cells.get(i), phase);
+                        cells.set(i, phase + 1);
+                    });
+                }
+            });
             assert_eq!(cells.get(0), 3);
         });
     }

@@ -87,22 +87,24 @@ impl Pass<'_> {
             // SAFETY: only this index uses this row in this phase (see `Pass`).
             worker.parallel_for(heads * tokens, |row| self.rotate_for_int8(pages, unsafe { absorbed.write(row * width, width) }));
         }
-        let seen = Attention {
-            plan,
-            pages,
-            layer: attention.kv.layer,
-            window: None,
-            scale: attention.scale,
-            softcap: None,
-            sinks: None,
-            // SAFETY: earlier phases wrote these rows (see `Pass`).
-            query: unsafe { absorbed.read(0, heads * tokens * width) },
-            stride: width,
-            head_stride: tokens * width,
-            out: self.attended,
-        };
-        // SAFETY: one index runs each task, and earlier phases wrote all keys (see `Pass`).
-        worker.parallel_for(plan.len(), |task| unsafe { seen.attend(self.isa, task, &mut spare.attention) });
+        worker.parallel_for(plan.len(), |task| {
+            let seen = Attention {
+                plan,
+                pages,
+                layer: attention.kv.layer,
+                window: None,
+                scale: attention.scale,
+                softcap: None,
+                sinks: None,
+                // SAFETY: earlier phases wrote these rows (see `Pass`).
+                query: unsafe { absorbed.read(0, heads * tokens * width) },
+                stride: width,
+                head_stride: tokens * width,
+                out: self.attended,
+            };
+            // SAFETY: one index runs each task, and earlier phases wrote all keys (see `Pass`).
+            unsafe { seen.attend(self.isa, task, &mut spare.attention) }
+        });
         packed.pack(worker, self.isa, &attention.value_up, &mut spare.linear, |row, out| {
             // SAFETY: an earlier phase wrote this row (see `Pass`).
             out.copy_from_slice(unsafe { self.attended.read((row % tokens * heads + row / tokens) * latent, latent) });

@@ -1,5 +1,7 @@
 //! Runs a mixture of experts: the rows of a step are sorted by expert, so that each expert's weights are read once.
 
+use std::sync::OnceLock;
+
 use super::{Pass, Spare};
 use crate::aligned::AlignedVec;
 use crate::blocks::Block;
@@ -45,6 +47,8 @@ pub(crate) struct Buffers {
     weights: AlignedVec<f32>,
     /// Outputs of the experts, sorted by expert, \[tokens times experts of a token\]\[hidden size\].
     outputs: AlignedVec<f32>,
+    /// For each block, its pairs. The first thread that needs them sorts them.
+    sorted: Vec<OnceLock<Sorted>>,
 }
 
 /// The buffers, shared by all threads.
@@ -56,19 +60,15 @@ pub(crate) struct Shared<'a> {
     chosen: UnsafeSlice<'a, u32>,
     weights: UnsafeSlice<'a, f32>,
     outputs: UnsafeSlice<'a, f32>,
+    sorted: &'a [OnceLock<Sorted>],
 }
 
 impl Buffers {
-    /// Makes room for a step through a decoder with these mixtures.
-    pub(crate) fn shared<'m>(
-        &mut self,
-        isa: Isa,
-        tokens: usize,
-        hidden: usize,
-        mixtures: impl Iterator<Item = &'m Mixture> + Clone,
-    ) -> Shared<'_> {
+    /// Makes room for a step through these blocks of a decoder.
+    pub(crate) fn shared(&mut self, isa: Isa, tokens: usize, hidden: usize, blocks: &[Block]) -> Shared<'_> {
+        let mixtures = blocks.iter().filter_map(Block::mixture);
         let widths = Widths::of(mixtures.clone());
-        let Self { rows, normed, logits, chosen, weights, outputs } = self;
+        let Self { rows, normed, logits, chosen, weights, outputs, sorted } = self;
         let pairs = tokens * widths.used;
         let together = pairs / widths.experts.max(1);
         rows.reserve(isa, pairs, together, mixtures.flat_map(|mixture| [&mixture.gate_up_proj, &mixture.down_proj]));
@@ -77,6 +77,8 @@ impl Buffers {
         chosen.reserve(pairs);
         weights.reserve(pairs);
         outputs.reserve(pairs * hidden);
+        sorted.clear();
+        sorted.resize_with(if pairs > 0 { blocks.len() } else { 0 }, OnceLock::new);
         Shared {
             packed: rows.packed(isa, pairs, together),
             normed: normed.shared(),
@@ -84,58 +86,54 @@ impl Buffers {
             chosen: chosen.shared(),
             weights: weights.shared(),
             outputs: outputs.shared(),
+            sorted,
         }
     }
 }
 
-/// A step's pairs of a token and one of its experts, sorted by expert, then by token. Each thread sorts for itself.
-#[derive(Debug, Default)]
-pub(crate) struct Sorted {
+/// A step's pairs of a token and one of its experts, sorted by expert, then by token.
+#[derive(Debug)]
+struct Sorted {
     /// The rows of each expert that has any.
     groups: Vec<RowGroup>,
     /// The token of each row.
     tokens: Vec<u32>,
     /// The row of each pair, \[tokens\]\[experts of a token\].
     rows: Vec<u32>,
-    /// For each expert, where its next row goes.
-    next: Vec<usize>,
 }
 
 impl Sorted {
     /// Sorts the experts of all tokens, \[tokens\]\[`used`\].
-    fn sort(&mut self, chosen: &[u32], used: usize, experts: usize) {
-        let Self { groups, tokens, rows, next } = self;
-        next.clear();
-        next.resize(experts, 0);
+    fn new(chosen: &[u32], used: usize, experts: usize) -> Self {
+        let mut next = vec![0; experts]; // for each expert, the number of its rows, then where its next row goes
         for &expert in chosen {
             next[expert as usize] += 1;
         }
-        groups.clear();
-        let mut start = 0;
+        let (mut groups, mut start) = (Vec::new(), 0);
         for (expert, next) in next.iter_mut().enumerate() {
             let count = std::mem::replace(next, start);
             groups.extend(RowGroup::split(expert, start..start + count));
             start += count;
         }
-        tokens.resize(chosen.len(), 0);
-        rows.resize(chosen.len(), 0);
+        let (mut tokens, mut rows) = (vec![0; chosen.len()], vec![0; chosen.len()]);
         for (pair, &expert) in chosen.iter().enumerate() {
             let row = next[expert as usize];
             next[expert as usize] += 1;
             tokens[row] = (pair / used) as u32;
             rows[pair] = row as u32;
         }
+        Self { groups, tokens, rows }
     }
 }
 
 /// SAFETY of all blocks below: as for [`Pass`].
 impl Pass<'_> {
-    /// Runs a mixture of experts.
-    pub(super) fn mix(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, mixture: &Mixture) {
+    /// Runs a mixture of experts, the block at `index`.
+    pub(super) fn mix(&self, worker: &mut Worker<'_>, spare: &mut Spare, index: usize, block: &Block, mixture: &Mixture) {
         let Shared { packed, outputs, .. } = self.mixture;
         let (hidden, inner) = (self.config.hidden_size, mixture.expert_inner());
-        self.route(worker, spare, block, mixture);
-        let Spare { linear, sorted, .. } = &mut *spare;
+        let sorted = self.route(worker, spare, index, block, mixture);
+        let linear = &mut spare.linear;
         let packed = packed.grouped(&sorted.groups);
         packed.pack(worker, self.isa, &mixture.gate_up_proj, linear, |row, out| self.copy_normed(sorted.tokens[row] as usize, out));
         packed.multiply(worker, self.isa, &mixture.gate_up_proj, self.inner, inner, mixture.inner.epilogue(), linear);
@@ -159,12 +157,12 @@ impl Pass<'_> {
             });
             packed.multiply(worker, self.isa, &mlp.down_proj, self.output, hidden, Epilogue::Store, linear);
         }
-        self.combine(worker, spare, block, mixture);
+        self.combine(worker, spare, sorted, block, mixture);
     }
 
     /// Normalises the states, chooses the experts of each token, and sorts the rows.
-    fn route(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, mixture: &Mixture) {
-        let Shared { normed, logits, chosen, weights, .. } = self.mixture;
+    fn route(&self, worker: &mut Worker<'_>, spare: &mut Spare, index: usize, block: &Block, mixture: &Mixture) -> &Sorted {
+        let Shared { normed, logits, chosen, weights, sorted, .. } = self.mixture;
         let (hidden, tokens) = (self.config.hidden_size, self.step.input_ids.len());
         let (width, used, experts) = (mixture.logits(), mixture.choice.used, mixture.experts());
         self.packed.pack(worker, self.isa, &mixture.router, &mut spare.linear, |t, out| {
@@ -185,8 +183,8 @@ impl Pass<'_> {
                 unsafe { (logits.write(t * width, width), chosen.write(t * used, used), weights.write(t * used, used)) };
             mixture.choice.choose(&mut logits[..experts], &mut spare.row, chosen, weights);
         });
-        // SAFETY: an earlier phase wrote all experts (see `Pass`).
-        spare.sorted.sort(unsafe { chosen.read(0, tokens * used) }, used, experts);
+        // SAFETY: an earlier phase wrote all experts (see `Pass`). The next phase cannot begin before this is done, so none writes them.
+        sorted[index].get_or_init(|| Sorted::new(unsafe { chosen.read(0, tokens * used) }, used, experts))
     }
 
     /// Copies the experts' input of token `t`.
@@ -197,11 +195,11 @@ impl Pass<'_> {
     }
 
     /// Sums the weighted outputs of each token's experts, in ascending order, and adds the result to the residual stream.
-    fn combine(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, mixture: &Mixture) {
+    fn combine(&self, worker: &mut Worker<'_>, spare: &mut Spare, sorted: &Sorted, block: &Block, mixture: &Mixture) {
         let Shared { outputs, logits, weights, .. } = self.mixture;
         let hidden = self.config.hidden_size;
         let (width, used, experts) = (mixture.logits(), mixture.choice.used, mixture.experts());
-        let Spare { row: sum, sorted, normed, .. } = spare;
+        let Spare { row: sum, normed, .. } = spare;
         sum.resize(hidden, 0.0);
         normed.resize(hidden, 0.0);
         worker.parallel_for(self.step.input_ids.len(), |t| {
