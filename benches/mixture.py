@@ -1,14 +1,15 @@
-"""Times mixtures of experts with random weights in real shapes: decodes beside the memory's bandwidth, or a server beside llama.cpp.
+"""Times mixtures of experts, and Gemma 4 E4B, with random weights in real shapes: decodes beside the memory's bandwidth, or a server
+beside llama.cpp.
 
     python benches/mixture.py                      Qwen3-30B-A3B with 4 of its 48 layers, Q4_K_M
-    python benches/mixture.py --model GLM-4.7-Flash
+    python benches/mixture.py --model GLM-4.7-Flash       or gpt-oss-20b, or gemma-4-E4B
     python benches/mixture.py --layers 48 --keep qwen3-30b-a3b.gguf
     python benches/mixture.py --llama-server PATH  a prompt of 4,000 tokens, one stream and 16, in CPU seconds (see hybrid.py)
 
 With --threads 1, times are the CPU seconds of that thread, the bandwidth's too, so that a busy machine disturbs them less.
 
-The file is made of random blocks in the types of llama.cpp's Q4_K_M. A token's active weights are those of its experts, of attention
-and of the head; several streams touch N (1 - (1 - k / N)^streams) of N experts. Prints a table.
+The file is made of random blocks in the types of llama.cpp's Q4_K_M, that of gpt-oss in MXFP4 and Q8_0. A token's active weights are
+those of its experts, of attention and of the head; several streams touch N (1 - (1 - k / N)^streams) of N experts. Prints a table.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import gguf
 import hybrid
 import numpy as np
 from peers.machine import clock_of, describe, read_speed
-from random_gguf import Q4, Q6, Q8, Tensors, attention_tensors, expert_tensors, mlp_tensors, write
+from random_gguf import MXFP4, Q4, Q6, Q8, Tensors, attention_tensors, expert_tensors, mlp_tensors, write
 
 from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
@@ -38,7 +39,10 @@ STEPS, ROUNDS = 10, 3
 
 
 class Model(NamedTuple):
-    """A model: its architecture, its numbers of layers, of experts and of experts for a token, and the file for a number of layers."""
+    """A model: its architecture, its numbers of layers, of experts and of experts for a token, and the file for a number of layers.
+
+    A dense model has one expert.
+    """
 
     kind: str
     layers: int
@@ -100,19 +104,80 @@ def _glm_tensors(layers: int) -> Tensors:
     return found
 
 
+def _gpt_oss_metadata(layers: int) -> dict[str, Any]:
+    heads = {"head_count": 64, "head_count_kv": 8, "key_length": 64, "value_length": 64, "sliding_window": 128}
+    found = _sizes(layers, 2880, 2880, heads, {"count": 32, "used_count": 4, "feed_forward_length": 2880})
+    yarn = {"type": "yarn", "factor": 32.0, "original_context_length": 4096}
+    return found | {"rope.freq_base": 150000.0} | {f"rope.scaling.{name}": value for name, value in yarn.items()}
+
+
+def _gpt_oss_tensors(layers: int) -> Tensors:
+    hidden, experts, vocabulary, queries, kv = 2880, 32, 201088, 4096, 512
+    found: Tensors = {f"{name}.weight": ((vocabulary, hidden), Q8) for name in ("token_embd", "output")}
+    found |= {"output_norm.weight": ((hidden,), None)}
+    for layer in range(layers):
+        outs = {"q": (queries, hidden), "k": (kv, hidden), "v": (kv, hidden), "output": (hidden, queries)}
+        parts: Tensors = {f"attn_{name}.weight": (shape, Q8) for name, shape in outs.items()}
+        parts |= {f"attn_{name}.bias": (shape[:1], None) for name, shape in outs.items()}
+        for name in ("gate", "up", "down"):
+            parts |= {f"ffn_{name}_exps.weight": ((experts, hidden, hidden), MXFP4)}
+            parts |= {f"ffn_{name}_exps.bias": ((experts, hidden), None)}
+        parts |= {"ffn_gate_inp.weight": ((experts, hidden), None), "ffn_gate_inp.bias": ((experts,), None)}
+        parts |= {"attn_sinks.weight": ((64,), None)}
+        parts |= {f"{name}.weight": ((hidden,), None) for name in ("attn_norm", "post_attention_norm")}
+        found |= {f"blk.{layer}.{name}": tensor for name, tensor in parts.items()}
+    return found
+
+
+def _gemma_is_full(layer: int) -> bool:
+    return layer % 6 == 5
+
+
+def _gemma_shared(layers: int) -> int:
+    """The number of layers that use the keys and values of earlier ones."""
+    return layers * 18 // 42
+
+
+def _gemma_metadata(layers: int) -> dict[str, Any]:
+    heads: dict[str, Any] = {"head_count": 8, "head_count_kv": 2, "key_length": 512, "value_length": 512}
+    heads |= {"key_length_swa": 256, "value_length_swa": 256, "sliding_window": 512, "shared_kv_layers": _gemma_shared(layers)}
+    heads |= {"sliding_window_pattern": [not _gemma_is_full(layer) for layer in range(layers)]}
+    return _sizes(layers, 2560, 10240, heads, {}) | {"embedding_length_per_layer_input": 256, "final_logit_softcapping": 30.0}
+
+
+def _gemma_tensors(layers: int) -> Tensors:
+    hidden, vocabulary, own = 2560, 262144, 256
+    found: Tensors = {"token_embd.weight": ((vocabulary, hidden), Q6), "output_norm.weight": ((hidden,), None)}
+    found |= {"per_layer_token_embd.weight": ((vocabulary, layers * own), Q4), "rope_freqs.weight": ((256,), None)}
+    found |= {"per_layer_model_proj.weight": ((layers * own, hidden), Q4), "per_layer_proj_norm.weight": ((own,), None)}
+    for layer in range(layers):
+        size = 512 if _gemma_is_full(layer) else 256
+        parts = attention_tensors(hidden, (8, 2, size)) | mlp_tensors(hidden, 10240)
+        if layer >= layers - _gemma_shared(layers):
+            parts = {name: tensor for name, tensor in parts.items() if not name.startswith(("attn_k", "attn_v"))}
+        parts |= {"inp_gate.weight": ((own, hidden), Q4), "proj.weight": ((hidden, own), Q4), "layer_output_scale.weight": ((1,), None)}
+        names = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm")
+        parts |= {f"{name}.weight": ((hidden,), None) for name in names}
+        found |= {f"blk.{layer}.{name}": tensor for name, tensor in parts.items()}
+    return found
+
+
 MODELS = {
     "Qwen3-30B-A3B": Model("qwen3moe", 48, 128, 8, _qwen_metadata, _qwen_tensors),
     "GLM-4.7-Flash": Model("deepseek2", 47, 64, 4, _glm_metadata, _glm_tensors),
+    "gpt-oss-20b": Model("gpt-oss", 24, 32, 4, _gpt_oss_metadata, _gpt_oss_tensors),
+    "gemma-4-E4B": Model("gemma4", 42, 1, 1, _gemma_metadata, _gemma_tensors),
 }
 
 
 def active_bytes(model: Model, layers: int, streams: int) -> int:
     """Bytes of the weights that a step reads."""
     touched = 1 - (1 - model.used / model.experts) ** streams
-    total = 0.0
-    for name, (shape, kind) in model.tensors(layers).items():
+    total, tensors = 0.0, model.tensors(layers)
+    tables = ("per_layer_token_embd", "token_embd") if "output.weight" in tensors else ("per_layer_token_embd",)
+    for name, (shape, kind) in tensors.items():
         elements, size = (1, 4) if kind is None else gguf.GGML_QUANT_SIZES[kind]
-        share = touched if "_exps" in name else 0 if name.startswith("token_embd") else 1
+        share = touched if "_exps" in name else 0 if name.startswith(tables) else 1
         total += share * int(np.prod(shape)) / elements * size
     return int(total)
 

@@ -10,8 +10,10 @@ import gguf
 import numpy as np
 
 Q4, Q6, Q8 = gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q6_K, gguf.GGMLQuantizationType.Q8_0
-SCALES = {Q4: (0, 2), Q6: (208,), Q8: (0,)}
-"""Where the scales of a block are."""
+MXFP4 = gguf.GGMLQuantizationType.MXFP4
+SMALL, SMALLER = np.float16(1e-4).tobytes(), np.float16(2e-5).tobytes()
+SCALES = {Q4: {0: SMALL, 2: SMALL}, Q6: {208: SMALLER}, Q8: {0: SMALL}, MXFP4: {0: bytes([119])}}
+"""The scales of a block, by where they are. That of MXFP4 is 2 to the power of its byte less 127."""
 Tensors = dict[str, tuple[tuple[int, ...], gguf.GGMLQuantizationType | None]]
 """The shape and the type of each tensor, by its whole name; None is float32."""
 
@@ -44,7 +46,7 @@ def write(path: Path, kind: str, metadata: Mapping[str, Any], tensors: Tensors) 
     """Writes a file of the architecture `kind` with metadata below that name. Names of the vocabulary are numbers."""
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, kind)
-    types = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    types = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
     for name, value in metadata.items():
         types[type(value)](f"{kind}.{name}", value)
     vocabulary = tensors["token_embd.weight"][0][0]
@@ -80,6 +82,6 @@ def _numbers(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> 
 def _blocks(random: np.random.Generator, shape: tuple[int, ...], block: gguf.GGMLQuantizationType) -> np.ndarray:
     elements, size = gguf.GGML_QUANT_SIZES[block]
     blocks = np.frombuffer(random.bytes(int(np.prod(shape)) // elements * size), np.uint8).reshape(-1, size).copy()
-    for at in SCALES[block]:
-        blocks[:, at : at + 2] = np.float16(2e-5 if block is Q6 else 1e-4).reshape(1).view(np.uint8)
+    for at, scale in SCALES[block].items():
+        blocks[:, at : at + len(scale)] = np.frombuffer(scale, np.uint8)
     return blocks
