@@ -134,8 +134,8 @@ def _gemma_is_full(layer: int) -> bool:
 
 
 def _gemma_shared(layers: int) -> int:
-    """The number of layers that use the keys and values of earlier ones."""
-    return layers * 18 // 42
+    """The number of layers that use the keys and values of earlier ones. llama.cpp wants the last of the others to be a full one."""
+    return 6 * round(layers / 14)
 
 
 def _gemma_metadata(layers: int) -> dict[str, Any]:
