@@ -142,7 +142,8 @@ def _gemma_metadata(layers: int) -> dict[str, Any]:
     heads: dict[str, Any] = {"head_count": 8, "head_count_kv": 2, "key_length": 512, "value_length": 512}
     heads |= {"key_length_swa": 256, "value_length_swa": 256, "sliding_window": 512, "shared_kv_layers": _gemma_shared(layers)}
     heads |= {"sliding_window_pattern": [not _gemma_is_full(layer) for layer in range(layers)]}
-    return _sizes(layers, 2560, 10240, heads, {}) | {"embedding_length_per_layer_input": 256, "final_logit_softcapping": 30.0}
+    found = _sizes(layers, 2560, 10240, heads, {}) | {"rope.dimension_count": 512, "rope.dimension_count_swa": 256}
+    return found | {"embedding_length_per_layer_input": 256, "final_logit_softcapping": 30.0}
 
 
 def _gemma_tensors(layers: int) -> Tensors:
